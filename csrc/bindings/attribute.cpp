@@ -1,0 +1,203 @@
+#include "bindings/attribute.h"
+
+#include <structmember.h>
+
+#include <utility>
+
+#include "bindings/errors.h"
+
+namespace dynswap {
+
+namespace {
+
+struct Attribute {
+  PyObject_HEAD
+  PyObject* name;
+};
+
+PyTypeObject* attribute_type = nullptr;
+PyTypeObject* state_type = nullptr;
+
+/// What the descriptor does not serve is found as if there were no descriptor: in the instance's __dict__,
+/// else by the class's own __getattr__, which Python calls upon an AttributeError.
+PyObject* fall_through(PyObject* module, PyObject* dict, PyObject* name) {
+  if (PyObject* value = PyDict_GetItemWithError(dict, name)) return Py_NewRef(value);
+  if (!PyErr_Occurred()) {
+    PyErr_Format(PyExc_AttributeError, "'%.100s' object has no attribute '%U'", Py_TYPE(module)->tp_name, name);
+  }
+  return nullptr;
+}
+
+PyObject* find_in(PyObject* dict, PyObject* container, PyObject* name) {
+  PyObject* const held = PyDict_GetItemWithError(dict, container);
+  return held != nullptr && PyDict_Check(held) ? PyDict_GetItemWithError(held, name) : nullptr;
+}
+
+PyObject* get(PyObject* self, PyObject* module, PyObject*) {
+  if (module == nullptr || module == Py_None) return Py_NewRef(self);
+  PyObject* const name = reinterpret_cast<Attribute*>(self)->name;
+  try {
+    const Names& names = Names::get();
+    const py::object dict = module_dict(module);
+    ModuleState* const state = module_state(module, dict.ptr());
+    if (state == nullptr) return fall_through(module, dict.ptr(), name);
+    Entry* entry = nullptr;
+    for (Entry& candidate : *state->entries) {
+      if (candidate.name.ptr() == name) {
+        entry = &candidate;
+        break;
+      }
+    }
+    if (entry == nullptr) return fall_through(module, dict.ptr(), name);
+    PyObject* const master =
+        find_in(dict.ptr(), entry->parameter ? names.parameters : names.buffers, name);
+    if (master == nullptr) return PyErr_Occurred() ? nullptr : fall_through(module, dict.ptr(), name);
+    if (!THPVariable_Check(master)) return Py_NewRef(master);
+    Session& session = **state->session;
+    if (entry->weight == nullptr) entry->weight = &session.late_weight(master, name, entry->parameter);
+    bool training = false;
+    if (!entry->parameter) {
+      training = PyDict_GetItemWithError(dict.ptr(), names.training) == Py_True;
+    }
+    if (!training) {
+      if (PyObject* const unchanged = session.access_unchanged(*entry->weight, master)) return unchanged;
+    }
+    // The slow path may run Python code (and let other threads run it), which may uninstall the model.
+    const std::shared_ptr<Session> keep = *state->session;
+    const py::object keep_master = py::reinterpret_borrow<py::object>(master);
+    return keep->access(*entry->weight, master, training);
+  } catch (...) {
+    set_python_error();
+    return nullptr;
+  }
+}
+
+int set(PyObject* self, PyObject* module, PyObject* value) {
+  // Reached only by object.__setattr__: nn.Module's has found no parameter, buffer or module of this name.
+  PyObject* const name = reinterpret_cast<Attribute*>(self)->name;
+  try {
+    const py::object dict = module_dict(module);
+    if (value != nullptr) return PyDict_SetItem(dict.ptr(), name, value);
+    if (PyDict_DelItem(dict.ptr(), name) == 0) return 0;
+    PyErr_SetObject(PyExc_AttributeError, name);
+  } catch (...) {
+    set_python_error();
+  }
+  return -1;
+}
+
+PyObject* new_attribute(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+  PyObject* name = nullptr;
+  static const char* const kNames[] = {"name", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "U", const_cast<char**>(kNames), &name)) return nullptr;
+  PyObject* const self = type->tp_alloc(type, 0);
+  if (self == nullptr) return nullptr;
+  Py_INCREF(name);
+  PyUnicode_InternInPlace(&name);
+  reinterpret_cast<Attribute*>(self)->name = name;
+  return self;
+}
+
+void free_attribute(PyObject* self) {
+  PyTypeObject* const type = Py_TYPE(self);
+  Py_CLEAR(reinterpret_cast<Attribute*>(self)->name);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+void free_state(PyObject* self) {
+  auto* const state = reinterpret_cast<ModuleState*>(self);
+  PyTypeObject* const type = Py_TYPE(self);
+  {
+    const std::unique_ptr<std::vector<Entry>> entries(state->entries);
+    const std::unique_ptr<std::shared_ptr<Session>> session(state->session);
+    if (session) (*session)->module_gone();
+  }
+  Py_CLEAR(state->original);
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyObject* state_session(PyObject* self, void*) {
+  return py::cast(*reinterpret_cast<ModuleState*>(self)->session).release().ptr();
+}
+
+PyObject* state_original(PyObject* self, void*) {
+  return Py_NewRef(reinterpret_cast<PyObject*>(reinterpret_cast<ModuleState*>(self)->original));
+}
+
+PyTypeObject* make_type(PyType_Spec spec) {
+  PyObject* const type = PyType_FromSpec(&spec);
+  if (type == nullptr) throw py::error_already_set();
+  return reinterpret_cast<PyTypeObject*>(type);
+}
+
+}  // namespace
+
+const Names& Names::get() {
+  static const Names names{PyUnicode_InternFromString("_dynswap"), PyUnicode_InternFromString("_parameters"),
+                           PyUnicode_InternFromString("_buffers"), PyUnicode_InternFromString("_modules"),
+                           PyUnicode_InternFromString("training")};
+  return names;
+}
+
+py::object module_dict(PyObject* module) {
+  PyObject* const dict = PyObject_GenericGetDict(module, nullptr);
+  if (dict == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(dict);
+}
+
+ModuleState* module_state(PyObject* module, PyObject* dict) {
+  PyObject* const found = PyDict_GetItemWithError(dict, Names::get().state);
+  if (found == nullptr || Py_TYPE(found) != state_type) return nullptr;
+  auto* const state = reinterpret_cast<ModuleState*>(found);
+  return state->owner == module ? state : nullptr;
+}
+
+py::object new_module_state(PyObject* module, PyTypeObject* original, std::shared_ptr<Session> session,
+                            std::vector<Entry> entries) {
+  PyObject* const self = state_type->tp_alloc(state_type, 0);
+  if (self == nullptr) throw py::error_already_set();
+  auto* const state = reinterpret_cast<ModuleState*>(self);
+  state->owner = module;
+  state->original = original;
+  Py_INCREF(original);
+  state->entries = new std::vector<Entry>(std::move(entries));
+  session->module_attached();
+  state->session = new std::shared_ptr<Session>(std::move(session));
+  return py::reinterpret_steal<py::object>(self);
+}
+
+void set_class(PyObject* module, PyTypeObject* type) {
+  static PyObject* const descriptor = PyDict_GetItemString(PyBaseObject_Type.tp_dict, "__class__");
+  if (Py_TYPE(descriptor)->tp_descr_set(descriptor, module, reinterpret_cast<PyObject*>(type)) != 0) {
+    throw py::error_already_set();
+  }
+}
+
+void define_attribute(py::module_& m) {
+  static PyMemberDef members[] = {{"name", T_OBJECT_EX, offsetof(Attribute, name), READONLY, "The name it serves."},
+                                  {nullptr, 0, 0, 0, nullptr}};
+  static PyType_Slot attribute_slots[] = {{Py_tp_doc, const_cast<char*>("Serves one managed name of a swap class.")},
+                                          {Py_tp_new, reinterpret_cast<void*>(&new_attribute)},
+                                          {Py_tp_dealloc, reinterpret_cast<void*>(&free_attribute)},
+                                          {Py_tp_descr_get, reinterpret_cast<void*>(&get)},
+                                          {Py_tp_descr_set, reinterpret_cast<void*>(&set)},
+                                          {Py_tp_members, members},
+                                          {0, nullptr}};
+  attribute_type = make_type(
+      {"dynswap_ext._C.Attribute", sizeof(Attribute), 0, Py_TPFLAGS_DEFAULT, attribute_slots});
+
+  static PyGetSetDef state_attributes[] = {{"session", &state_session, nullptr, "The install it belongs to.", nullptr},
+                                           {"original", &state_original, nullptr, "The module's own class.", nullptr},
+                                           {nullptr, nullptr, nullptr, nullptr, nullptr}};
+  static PyType_Slot state_slots[] = {{Py_tp_doc, const_cast<char*>("What an installed module carries.")},
+                                      {Py_tp_dealloc, reinterpret_cast<void*>(&free_state)},
+                                      {Py_tp_getset, state_attributes},
+                                      {0, nullptr}};
+  state_type = make_type({"dynswap_ext._C.ModuleState", sizeof(ModuleState), 0,
+                          Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, state_slots});
+  m.add_object("Attribute", reinterpret_cast<PyObject*>(attribute_type));
+}
+
+}  // namespace dynswap

@@ -1,0 +1,55 @@
+// The attribute path: the descriptor on the swap class, and what it finds in the module.
+#pragma once
+
+#include <torch/extension.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "bindings/session.h"
+
+namespace dynswap {
+
+/// One managed name of one module.
+struct Entry {
+  py::object name;           ///< interned: compared by identity
+  bool parameter = true;     ///< in `_parameters`; else in `_buffers`
+  Weight* weight = nullptr;  ///< null while the module holds None under the name
+};
+
+/// What an installed module carries in its __dict__ under "_dynswap". `owner` does not own: a copy of the
+/// __dict__ in another module (DataParallel's replicas) is recognised by it and serves nothing.
+struct ModuleState {
+  PyObject_HEAD
+  PyObject* owner;
+  PyTypeObject* original;  ///< the class to go back to; owned
+  std::shared_ptr<Session>* session;
+  std::vector<Entry>* entries;
+};
+
+/// Interned names of the __dict__ entries that matter.
+struct Names {
+  PyObject* state;
+  PyObject* parameters;
+  PyObject* buffers;
+  PyObject* modules;
+  PyObject* training;
+  static const Names& get();
+};
+
+/// The module's own __dict__, and its state if the module is installed (a borrowed reference).
+py::object module_dict(PyObject* module);
+ModuleState* module_state(PyObject* module, PyObject* dict);
+
+/// A new state for `module`. Does not touch the module.
+py::object new_module_state(PyObject* module, PyTypeObject* original, std::shared_ptr<Session> session,
+                            std::vector<Entry> entries);
+
+/// Gives `module` another class, as `object.__class__.__set__` does: no code of the module's runs.
+void set_class(PyObject* module, PyTypeObject* type);
+
+/// Adds the types `Attribute` and `ModuleState`.
+void define_attribute(py::module_& m);
+
+}  // namespace dynswap

@@ -1,0 +1,110 @@
+#include "bindings/glue.h"
+
+#include <torch/extension.h>
+
+#include <algorithm>
+#include <string>
+
+#include "core/check.h"
+
+namespace dynswap {
+
+std::optional<Scalar> scalar_of(at::ScalarType type) noexcept {
+  switch (type) {
+    case at::kDouble:
+      return Scalar::f64;
+    case at::kFloat:
+      return Scalar::f32;
+    case at::kHalf:
+      return Scalar::f16;
+    case at::kBFloat16:
+      return Scalar::bf16;
+    case at::kFloat8_e4m3fn:
+      return Scalar::f8_e4m3fn;
+    case at::kFloat8_e5m2:
+      return Scalar::f8_e5m2;
+    default:
+      break;
+  }
+  if (at::isQIntType(type) || at::isBitsType(type)) return std::nullopt;
+  switch (c10::elementSize(type)) {
+    case 1:
+      return Scalar::raw8;
+    case 2:
+      return Scalar::raw16;
+    case 4:
+      return Scalar::raw32;
+    case 8:
+      return Scalar::raw64;
+    case 16:
+      return Scalar::raw128;
+    default:
+      return std::nullopt;
+  }
+}
+
+namespace {
+
+at::ScalarType torch_type(Scalar scalar) {
+  switch (scalar) {
+    case Scalar::f64:
+      return at::kDouble;
+    case Scalar::f32:
+      return at::kFloat;
+    case Scalar::f16:
+      return at::kHalf;
+    case Scalar::bf16:
+      return at::kBFloat16;
+    case Scalar::f8_e4m3fn:
+      return at::kFloat8_e4m3fn;
+    case Scalar::f8_e5m2:
+      return at::kFloat8_e5m2;
+    default:
+      throw Error("integers are moved, never cast");
+  }
+}
+
+}  // namespace
+
+void cast_elements(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count) {
+  // Below torch's grain size, so that its conversion stays on this thread.
+  constexpr std::size_t kRun = at::internal::GRAIN_SIZE;
+  const c10::InferenceMode guard;
+  for (std::size_t done = 0; done < count; done += kRun) {
+    const auto run = static_cast<std::int64_t>(std::min(kRun, count - done));
+    at::Tensor to = at::from_blob(static_cast<std::byte*>(dst) + done * scalar_size(dst_type), {run},
+                                  at::TensorOptions().dtype(torch_type(dst_type)));
+    const at::Tensor from =
+        at::from_blob(const_cast<std::byte*>(static_cast<const std::byte*>(src)) + done * scalar_size(src_type),
+                      {run}, at::TensorOptions().dtype(torch_type(src_type)));
+    to.copy_(from);
+  }
+}
+
+Stream current_stream(const at::Device& device) {
+  if (device.is_cpu()) return 0;
+  // The raw handle, without linking torch's CUDA library: one build serves CPU-only torch as well.
+  static PyObject* const raw_stream = [] {
+    return PyObject_GetAttrString(py::module_::import("torch._C").ptr(), "_cuda_getCurrentRawStream");
+  }();
+  if (raw_stream == nullptr) throw py::error_already_set();
+  const py::object handle = py::reinterpret_steal<py::object>(
+      PyObject_CallFunction(raw_stream, "i", static_cast<int>(device.index())));
+  if (!handle) throw py::error_already_set();
+  return handle.cast<Stream>();
+}
+
+Memory allocate_through_torch(const at::Device& device, std::size_t bytes) {
+  const c10::InferenceMode guard(false);
+  try {
+    auto block = std::make_shared<at::Tensor>(
+        at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device)));
+    auto* data = static_cast<std::byte*>(block->data_ptr());
+    return Memory(std::move(block), data);
+  } catch (const c10::OutOfMemoryError& error) {
+    throw OutOfMemory("no room for " + std::to_string(bytes) + " bytes of weights on " + device.str() +
+                      "; pass a smaller budget. " + error.what_without_backtrace());
+  }
+}
+
+}  // namespace dynswap

@@ -1,0 +1,27 @@
+// What the engine needs of torch, in the engine's terms.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "core/backend.h"
+#include "core/scalar.h"
+
+namespace dynswap {
+
+/// The engine's element type, or nothing if it cannot move such elements (quantised, sub-byte).
+std::optional<Scalar> scalar_of(at::ScalarType type) noexcept;
+
+/// torch's own conversion, so that what is streamed equals `.to(dtype)` to the bit. A CastFn.
+void cast_elements(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count);
+
+/// The calling thread's current stream on `device`; 0 on the CPU. Must be read on the consumer's own
+/// thread, outside any guard of ours (Invariant 2). Needs the GIL.
+Stream current_stream(const at::Device& device);
+
+/// Device memory through torch's allocator, so that its statistics and its handling of an exhausted
+/// device stay true. Throws OutOfMemory.
+Memory allocate_through_torch(const at::Device& device, std::size_t bytes);
+
+}  // namespace dynswap

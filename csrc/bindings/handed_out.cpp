@@ -1,0 +1,108 @@
+#include "bindings/handed_out.h"
+
+#include <ATen/ATen.h>
+
+#include <cstring>
+#include <utility>
+
+#include "bindings/plain_torch.h"
+
+namespace dynswap {
+
+namespace {
+
+void delete_record(void* context) { delete static_cast<HandedOut*>(context); }
+
+}  // namespace
+
+HandedOut::HandedOut(const at::Tensor& master, at::ScalarType wanted, const at::Device& device)
+    : options_(at::TensorOptions().dtype(wanted).device(device)),
+      master_(master.getIntrusivePtr()),
+      master_state_(MasterState::of(*master.unsafeGetTensorImpl())) {
+  bytes_ = static_cast<std::size_t>(master.numel()) * c10::elementSize(wanted);
+}
+
+at::Tensor HandedOut::make(Lease lease, const at::Tensor& master, at::ScalarType wanted, const at::Device& device) {
+  std::unique_ptr<HandedOut> record(new HandedOut(master, wanted, device));
+  record->data_ = lease.data();
+  record->lease_ = std::move(lease);
+  return finish(std::move(record), master);
+}
+
+at::Tensor HandedOut::make_private(const at::Tensor& master, at::ScalarType wanted, const at::Device& device) {
+  const PlainTorch guard;
+  std::unique_ptr<HandedOut> record(new HandedOut(master, wanted, device));
+  record->own_ = master.to(record->options_, /*non_blocking=*/false, /*copy=*/true);
+  record->data_ = static_cast<std::byte*>(record->own_.data_ptr());
+  return finish(std::move(record), master);
+}
+
+at::Tensor HandedOut::finish(std::unique_ptr<HandedOut> record, const at::Tensor& master) {
+  const PlainTorch guard;
+  HandedOut* const self = record.get();
+  const at::Device device = self->options_.device();
+  c10::Storage storage(c10::Storage::use_byte_size_t(), self->bytes_,
+                       c10::DataPtr(self->data_, record.release(), &delete_record, device),
+                       /*allocator=*/nullptr, /*resizable=*/false);
+  const c10::DispatchKeySet keys(c10::computeDispatchKey(self->options_.dtype().toScalarType(), at::kStrided, device));
+  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, self->options_.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(master.sizes(), master.strides());
+  self->version_ = tensor.unsafeGetTensorImpl()->version_counter();
+  self->seen_version_ = self->version_.current_version();
+  if (device.is_cpu()) self->seen_fingerprint_ = fingerprint(self->data_, self->bytes_);
+  return tensor;
+}
+
+HandedOut* HandedOut::of(const c10::TensorImpl& tensor) noexcept {
+  const c10::Storage& storage = tensor.unsafe_storage();
+  if (!storage || storage.data_ptr().get_deleter() != &delete_record) return nullptr;
+  return static_cast<HandedOut*>(storage.data_ptr().get_context());
+}
+
+HandedOut::~HandedOut() {
+  try {
+    write_back();
+  } catch (const std::exception& error) {
+    TORCH_WARN("dynswap_ext: what was written on a handed-out tensor could not be taken to its master: ",
+               error.what());
+  }
+}
+
+void HandedOut::use_on(Stream consumer) {
+  if (lease_) lease_.use_on(consumer);
+}
+
+at::Tensor HandedOut::view() const {
+  return at::from_blob(data_, {static_cast<std::int64_t>(bytes_ / options_.dtype().itemsize())}, options_);
+}
+
+bool HandedOut::written() const {
+  if (version_.current_version() != seen_version_) return true;
+  // `.data` hands out a tensor with a version counter of its own; the bytes tell, where reading them is
+  // cheap.
+  return options_.device().is_cpu() && fingerprint(data_, bytes_) != seen_fingerprint_;
+}
+
+std::optional<MasterState> HandedOut::write_back() {
+  if (!compare_bytes_ && !written()) return std::nullopt;
+  const c10::intrusive_ptr<c10::TensorImpl> impl = master_.lock();
+  if (!impl || !(MasterState::of(*impl) == master_state_)) return std::nullopt;
+  const PlainTorch guard;
+  const at::Tensor master = at::Tensor::wrap_tensor_impl(impl);
+  // The master is dense: its bytes, in memory order, are those of the device copy.
+  const at::Tensor flat = master.as_strided({master.numel()}, {1}, master.storage_offset());
+  const at::Tensor device = view();
+  if (compare_bytes_) {
+    const at::Tensor now = device.view(at::kByte).cpu();
+    const at::Tensor then = flat.to(options_.dtype()).view(at::kByte);
+    if (at::equal(now, then)) return std::nullopt;
+  }
+  flat.copy_(device);
+  impl->bump_version();
+  master_state_ = MasterState::of(*impl);
+  seen_version_ = version_.current_version();
+  if (options_.device().is_cpu()) seen_fingerprint_ = fingerprint(data_, bytes_);
+  return master_state_;
+}
+
+}  // namespace dynswap

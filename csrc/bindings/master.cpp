@@ -1,0 +1,99 @@
+#include "bindings/master.h"
+
+#include <c10/core/StorageImpl.h>
+
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "bindings/glue.h"
+#include "core/check.h"
+#include "io/file.h"
+#include "io/private_pages.h"
+
+namespace dynswap {
+
+namespace {
+
+/// One open File for each file that some master is mapped from, for as long as somebody uses it.
+std::shared_ptr<const File> open_once(const Mappings::Range& range) {
+  static std::mutex mutex;
+  static std::map<std::pair<std::string, std::uint64_t>, std::weak_ptr<const File>> open_files;
+  const std::lock_guard lock(mutex);
+  std::weak_ptr<const File>& known = open_files[{range.path, range.inode}];
+  std::shared_ptr<const File> file = known.lock();
+  if (!file) {
+    file = File::open(range.path);
+    known = file;
+  }
+  return file;
+}
+
+}  // namespace
+
+MasterState MasterState::of(const c10::TensorImpl& master) noexcept {
+  MasterState state;
+  state.impl = &master;
+  state.storage = master.unsafe_storage().unsafeGetStorageImpl();
+  state.storage_offset = master.storage_offset();
+  const auto& version = master.version_counter();
+  state.version = version.enabled() ? version.current_version() : 0;
+  state.requires_grad = master.requires_grad();
+  return state;
+}
+
+bool streamable(const at::Tensor& master) noexcept {
+  return master.layout() == at::kStrided && master.device().is_cpu() && !master.is_quantized() &&
+         !master.is_neg() && !master.is_conj() && master.has_storage() && master.numel() > 0 &&
+         master.is_non_overlapping_and_dense() && scalar_of(master.scalar_type()).has_value();
+}
+
+at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarType> dtype) noexcept {
+  return dtype && at::isFloatingType(master.scalar_type()) ? *dtype : master.scalar_type();
+}
+
+SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
+                    const Mappings& mappings) {
+  auto source = std::make_shared<Source>();
+  source->name = name;
+  source->stored = *scalar_of(master.scalar_type());
+  const auto target = scalar_of(wanted);
+  DYNSWAP_CHECK(target, "no weight can be streamed as " << c10::toString(wanted));
+  source->wanted = *target;
+  source->count = static_cast<std::uint64_t>(master.numel());
+  source->address = static_cast<const std::byte*>(master.const_data_ptr());
+  source->owner = std::make_shared<c10::Storage>(master.storage());
+  if (const auto range = mappings.find(source->address, source->stored_bytes())) {
+    const auto file = open_once(*range);
+    // Under another inode the path names another file by now; what is mapped can still be read in RAM.
+    if (file->inode() == range->inode) {
+      source->file = file;
+      source->offset = range->offset;
+    }
+  }
+  return source;
+}
+
+std::uint64_t fingerprint(const void* data, std::size_t bytes) noexcept {
+  constexpr std::size_t kWords = 16;
+  const auto* begin = static_cast<const std::byte*>(data);
+  std::uint64_t hash = bytes;
+  for (std::size_t i = 0; i < kWords; ++i) {
+    std::uint64_t word = 0;
+    const std::size_t length = bytes < sizeof(word) ? bytes : sizeof(word);
+    std::memcpy(&word, begin + (bytes - length) / (kWords - 1) * i, length);
+    hash = (hash ^ word) * 0x100000001b3ull;
+    hash ^= hash >> 29;
+  }
+  return hash;
+}
+
+bool SilentWrites::look(const Source& source) {
+  const std::uint64_t now = source.file
+                                ? std::uint64_t{privately_modified(source.address, source.stored_bytes())}
+                                : fingerprint(source.address, source.stored_bytes());
+  return std::exchange(fingerprint_, now) != now;
+}
+
+}  // namespace dynswap

@@ -1,0 +1,58 @@
+// A master as it was when its bytes were copied, and how to tell that it is not that any more.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <string>
+
+#include "core/source.h"
+#include "io/mappings.h"
+
+namespace dynswap {
+
+/// Invariant 6 (masters are the truth): a copy is handed out only while all of this is unchanged.
+struct MasterState {
+  const c10::TensorImpl* impl = nullptr;  ///< an identity, never dereferenced
+  const c10::StorageImpl* storage = nullptr;
+  std::int64_t storage_offset = 0;
+  std::uint32_t version = 0;
+  bool requires_grad = false;
+
+  static MasterState of(const c10::TensorImpl& master) noexcept;
+
+  bool operator==(const MasterState& other) const noexcept {
+    return impl == other.impl && storage == other.storage && storage_offset == other.storage_offset &&
+           version == other.version && requires_grad == other.requires_grad;
+  }
+};
+
+/// A master's bytes can be moved as they lie in memory: plain, dense, of a type that the engine knows.
+bool streamable(const at::Tensor& master) noexcept;
+
+/// Where the bytes of a streamable master are: a range of the file that it is mapped from, else RAM.
+/// `wanted` is the dtype on the device (masters that do not float keep theirs).
+SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
+                    const Mappings& mappings);
+
+/// The dtype that a master has on the device.
+at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarType> dtype) noexcept;
+
+/// A hash of a few words spread over `bytes` at `data`: catches what changes a whole tensor without
+/// bumping its version (`p.data.mul_()`), not what changes a single element.
+std::uint64_t fingerprint(const void* data, std::size_t bytes) noexcept;
+
+/// Something in this process has written to the master since it was copied, as far as can be told without
+/// a version: RAM by its fingerprint, a file mapping by its copied-on-write pages.
+class SilentWrites {
+ public:
+  SilentWrites() = default;
+  explicit SilentWrites(const Source& source) { look(source); }
+  /// True if something has changed since the last look.
+  bool look(const Source& source);
+
+ private:
+  std::uint64_t fingerprint_ = 0;
+};
+
+}  // namespace dynswap

@@ -1,0 +1,121 @@
+// The extension module dynswap_ext._C.
+#include <pthread.h>
+#include <torch/extension.h>
+#include <torch/headeronly/version.h>
+
+#include <tuple>
+
+#include "bindings/attribute.h"
+#include "bindings/backends.h"
+#include "bindings/errors.h"
+#include "bindings/session.h"
+#include "sim/roofline.h"
+
+namespace dynswap {
+
+namespace {
+
+py::dict as_dict(const Stats& stats) {
+  py::dict counters;
+  counters["hits"] = stats.hits;
+  counters["late_hits"] = stats.late_hits;
+  counters["misses"] = stats.misses;
+  counters["prefetches"] = stats.prefetches;
+  counters["wasted_prefetches"] = stats.wasted_prefetches;
+  counters["refetches"] = stats.refetches;
+  counters["copies"] = stats.copies;
+  counters["bytes_moved"] = stats.bytes_moved;
+  counters["stall_ns"] = stats.stall_ns;
+  counters["overflow_bytes"] = stats.overflow_bytes;
+  counters["peak_bytes"] = stats.peak_bytes;
+  counters["host_synchronisations"] = stats.host_synchronisations;
+  counters["groups"] = stats.groups;
+  counters["resident_groups"] = stats.resident_groups;
+  counters["weight_bytes"] = stats.weight_bytes;
+  counters["resident_bytes"] = stats.resident_bytes;
+  counters["arena_bytes"] = stats.arena_bytes;
+  counters["depth"] = stats.depth;
+  counters["live_leases"] = stats.live_leases;
+  return counters;
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["torch"] = TORCH_VERSION;
+  info["cuda"] = compiled_with_cuda();
+  info["cuda_devices"] = cuda_devices();
+  info["compiler"] = __VERSION__;
+  return info;
+}
+
+using LayerTuple = std::tuple<std::string, std::uint64_t, double, std::uint64_t>;
+
+py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, std::uint32_t prefetch,
+                  double bandwidth, double latency, int passes) {
+  sim::Workload workload;
+  for (const auto& [name, bytes, seconds, unit] : weights) workload.layers.push_back({name, bytes, seconds, unit});
+  EngineOptions options;
+  options.budget = budget;
+  options.prefetch = prefetch;
+  sim::Result result;
+  {
+    const py::gil_scoped_release release;
+    result = sim::simulate(workload, options, bandwidth, latency, passes);
+  }
+  py::dict out;
+  out["seconds_per_pass"] = result.seconds;
+  out["compute_seconds"] = result.compute_seconds;
+  out["copy_seconds"] = result.copy_seconds;
+  out["limit_seconds"] = result.limit_seconds;
+  out["ratio"] = result.ratio;
+  out["stall_seconds"] = result.stall_seconds;
+  out["misses"] = result.misses;
+  out["moved_bytes"] = result.moved_bytes;
+  out["streamed_bytes"] = result.streamed_bytes;
+  out["resident_bytes"] = result.resident_bytes;
+  out["arena_bytes"] = result.arena_bytes;
+  out["groups"] = result.groups;
+  out["depth"] = result.depth;
+  return out;
+}
+
+}  // namespace
+
+}  // namespace dynswap
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
+  using namespace dynswap;
+  m.doc() = "The native provider of dynswap_ext.";
+  translate_errors();
+  define_attribute(m);
+
+  py::class_<Session, std::shared_ptr<Session>>(m, "Session", "One install: a model's weights and their engine.")
+      .def(py::init([](const at::Device& device, std::optional<at::ScalarType> dtype, std::uint32_t prefetch,
+                       std::optional<std::size_t> budget, bool strict_budget, std::optional<bool> pin,
+                       std::string backend, py::object warn) {
+             return std::make_shared<Session>(
+                 device, dtype, SessionOptions{prefetch, budget, strict_budget, pin, std::move(backend)},
+                 std::move(warn));
+           }),
+           py::arg("device"), py::arg("dtype"), py::kw_only(), py::arg("prefetch"), py::arg("budget"),
+           py::arg("strict_budget"), py::arg("pin"), py::arg("backend"), py::arg("warn"))
+      .def_property_readonly("provider", [](const Session&) { return "native"; })
+      .def_property_readonly("backend", &Session::backend)
+      .def("attach", &Session::attach, py::arg("root"), py::arg("swap_class"))
+      .def("detach", &Session::detach, py::arg("root"))
+      .def("adopt", &Session::adopt, py::arg("module"), py::arg("name"))
+      .def("flush", &Session::flush)
+      .def("stats", [](const Session& session) { return as_dict(session.stats()); })
+      .def("reset_stats", &Session::reset_stats)
+      .def("close", &Session::close);
+
+  m.def("build_info", &build_info, "What the extension was built with and for.");
+  m.def("simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"), py::arg("bandwidth"),
+        py::arg("latency"), py::arg("passes"),
+        "Runs the engine on a virtual clock. weights: (name, bytes, compute seconds, unit) in the order of use; "
+        "budget in bytes (0: only the ring); bandwidth in bytes a second; latency in seconds a copy.");
+
+  // Copies in flight end before the interpreter does; a forked child has no threads to end them.
+  py::module_::import("atexit").attr("register")(py::cpp_function(&Session::close_all));
+  pthread_atfork(nullptr, nullptr, &Session::abandon_all_after_fork);
+}

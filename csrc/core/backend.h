@@ -1,0 +1,99 @@
+// The seam to a device. One engine runs over every implementation: host/ (worker threads and RAM),
+// cuda/, sim/ (a virtual clock), and the adversarial fake device in tests/cpp.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <thread>
+#include <vector>
+
+#include "core/source.h"
+
+namespace dynswap {
+
+/// A consumer's stream: the native handle on CUDA (0 is the default stream), ignored on the host.
+using Stream = std::uintptr_t;
+
+/// A point in the work of one stream, fixed when it was recorded: recording another event later does
+/// not move it.
+class Event {
+ public:
+  virtual ~Event() = default;
+  /// True once everything before the point is complete. Never blocks. Thread-safe.
+  virtual bool done() const noexcept = 0;
+};
+
+/// Null stands for "already complete".
+using EventPtr = std::shared_ptr<Event>;
+
+/// Device memory. The last owner frees it, and may do so only after every event that uses it is done.
+using Memory = std::shared_ptr<std::byte>;
+
+/// A run of elements of one source, and where on the device they shall be.
+struct Piece {
+  SourcePtr source;
+  std::uint64_t first = 0;  ///< first element
+  std::uint64_t count = 0;  ///< elements
+  std::byte* dst = nullptr;
+};
+
+/// Pieces that may be written once `after` is complete.
+struct Step {
+  std::vector<EventPtr> after;
+  std::vector<Piece> pieces;
+};
+
+/// One group's copy. Steps carry their own waits, so that a large group can begin to arrive in memory
+/// whose earlier parts are already free.
+struct CopyRequest {
+  std::vector<Step> steps;
+  bool demanded = false;  ///< somebody waits for it now: go before copies that were prefetched
+};
+
+/// All calls are thread-safe. None is made while the engine holds a lock.
+class Backend {
+ public:
+  virtual ~Backend() = default;
+
+  virtual const char* name() const noexcept = 0;
+
+  /// Alignment in bytes of every slot, a power of two.
+  virtual std::size_t alignment() const noexcept = 0;
+
+  /// Where in its slot a weight would best begin, modulo alignment() (a file range that is read straight
+  /// into place has to keep its phase within a disk sector). Nothing if it does not matter.
+  virtual std::optional<std::size_t> phase(const Source&) const noexcept { return std::nullopt; }
+
+  /// Blocks of device memory, aligned to alignment(). Throws OutOfMemory. Does not synchronise.
+  virtual Memory allocate(std::size_t bytes) = 0;
+
+  /// Enqueues a copy and returns the event of its end. Does not block on the copy. The pieces' sources
+  /// are kept alive until the copy is over. Copies are not ordered among themselves except by `after`.
+  /// A copy that fails (a read error) completes its event, though not before all of its steps' `after`
+  /// are complete, since the next to write there waits for this copy alone; wait() on it then throws.
+  virtual EventPtr copy(CopyRequest request) = 0;
+
+  /// Makes all later work of `consumer` wait for `copied`, an event of copy(). A device with streams of
+  /// its own does not block the calling thread; the host, whose consumer is the calling thread, does.
+  /// Throws what made the copy fail (SourceError, DeviceError).
+  virtual void wait(Stream consumer, const EventPtr& copied) = 0;
+
+  /// An event at the end of what `consumer` has been given so far. May be null (see EventPtr).
+  virtual EventPtr record(Stream consumer) = 0;
+
+  /// Blocks the calling thread until every copy is over, drops those that have not begun, and stops the
+  /// backend's threads. Later copies fail. Called once, from any thread, never in the steady state.
+  virtual void close() noexcept = 0;
+
+  /// Blocks the calling thread until `event` is done. Tear-down only, never in the steady state.
+  virtual void synchronise(const EventPtr& event) noexcept {
+    while (event && !event->done()) std::this_thread::yield();
+  }
+
+  /// How often the calling thread was made to wait for the device other than by wait().
+  virtual std::uint64_t host_synchronisations() const noexcept = 0;
+};
+
+}  // namespace dynswap

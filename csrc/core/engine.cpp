@@ -1,0 +1,181 @@
+#include "core/engine.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "core/protection.h"
+
+namespace dynswap {
+
+// ---------------------------------------------------------------------------------------------- Lease
+
+Lease& Lease::operator=(Lease&& other) noexcept {
+  if (this != &other) {
+    release();
+    engine_ = std::move(other.engine_);
+    copy_ = std::move(other.copy_);
+    data_ = std::exchange(other.data_, nullptr);
+  }
+  return *this;
+}
+
+void Lease::use_on(Stream consumer) { engine_->use_on(copy_, consumer); }
+
+void Lease::release() noexcept {
+  if (!copy_) return;
+  engine_->release(copy_);
+  copy_.reset();
+  engine_.reset();
+  data_ = nullptr;
+}
+
+// --------------------------------------------------------------------------------------------- Engine
+
+Engine::Engine(std::unique_ptr<Backend> backend, EngineOptions options,
+               std::function<void(const std::string&)> warn)
+    : backend_(std::move(backend)), options_(options), warn_(std::move(warn)) {}
+
+Engine::~Engine() {
+  if (abandoned_) {
+    // Threads and device are not ours any more (a forked child, or the interpreter's exit): let the
+    // process take everything with it.
+    static_cast<void>(backend_.release());
+    new Memory(std::move(arena_memory_));
+    new Memory(std::move(resident_memory_));
+    new std::vector<Retired>(std::move(retired_));
+    return;
+  }
+  close();
+  for (const Retired& retired : retired_) {
+    for (const EventPtr& event : retired.after) backend_->synchronise(event);
+  }
+}
+
+Lease Engine::acquire(WeightId id, Stream consumer) {
+  if (abandoned_) throw Error("the engine has been left behind in another process");
+  std::shared_ptr<DeviceCopy> copy;
+  std::vector<Planned> planned;
+  std::string warning;
+  bool hit = false;
+  Lease lease;
+  {
+    const std::lock_guard lock(mutex_);
+    DYNSWAP_CHECK(planned_ && !closed_, "the model has been uninstalled");
+    const GroupId group_id = weights_[id].group;
+    Group& group = groups_[group_id];
+    ++tick_;
+    group.expected_at = tick_;
+    Schedule::Cursor& cursor = cursor_of_this_thread();
+    // Residents are no part of the order: the fast path hands them out without asking the engine.
+    const bool moved = !group.resident && schedule_.observe(cursor, group_id);
+    hit = group.copy != nullptr;
+    if (!hit) {
+      planned.push_back(plan_copy(group_id, /*demanded=*/true));
+      ++stats_.misses;
+      if (group.copy->place == Place::overflow && !std::exchange(warned_, true)) {
+        warning = "every slot of the arena is held by tensors that are still in use (" + holders() +
+                  "): memory outside the budget is used until they are let go; see overflow_bytes in the "
+                  "statistics, or pass strict_budget=True to raise instead";
+      }
+    } else if (moved || !group.copy->read) {
+      ++stats_.hits;
+    }
+    copy = group.copy;
+    copy->last_use = tick_;
+    copy->read = true;
+    copy->add_reader(consumer);
+    ++copy->leases;
+    ++stats_.live_leases;
+    lease.engine_ = shared_from_this();
+    lease.copy_ = copy;
+    if (options_.prefetch > 0 && (moved || !hit)) look_ahead(cursor, group_id, planned);
+  }
+  if (!warning.empty() && warn_) warn_(warning);
+  if (!planned.empty()) issue(planned);
+  order_after_copy(copy, consumer, hit);
+  lease.data_ = copy->base + weights_[id].offset;
+  return lease;
+}
+
+void Engine::update_source(WeightId id, SourcePtr source) {
+  const std::lock_guard lock(mutex_);
+  Weight& weight = weights_[id];
+  DYNSWAP_CHECK(source->count == weight.source->count && source->stored == weight.source->stored &&
+                    source->wanted == weight.source->wanted,
+                "the new master of " << source->name << " has another size or type");
+  weight.source = std::move(source);
+  const std::shared_ptr<DeviceCopy> copy = groups_[weight.group].copy;
+  if (!copy || !PROTECTED(stale_copy_refused)) return;
+  ++stats_.refetches;
+  detach(copy);
+}
+
+SourcePtr Engine::source(WeightId id) const {
+  const std::lock_guard lock(mutex_);
+  return weights_[id].source;
+}
+
+bool Engine::resident(WeightId id) const { return groups_[weights_[id].group].resident; }
+
+Stats Engine::stats() const {
+  const std::lock_guard lock(mutex_);
+  Stats stats = stats_;
+  if (!abandoned_) stats.host_synchronisations = backend_->host_synchronisations();
+  return stats;
+}
+
+void Engine::reset_counters() {
+  const std::lock_guard lock(mutex_);
+  Stats fresh;
+  fresh.groups = stats_.groups;
+  fresh.resident_groups = stats_.resident_groups;
+  fresh.weight_bytes = stats_.weight_bytes;
+  fresh.resident_bytes = stats_.resident_bytes;
+  fresh.arena_bytes = stats_.arena_bytes;
+  fresh.depth = stats_.depth;
+  fresh.live_leases = stats_.live_leases;
+  stats_ = fresh;
+  note_peak();
+}
+
+void Engine::close() noexcept {
+  if (abandoned_) return;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;
+    closed_ = true;
+  }
+  backend_->close();
+  // What leases still hold keeps its memory through the copy; the rest goes here, after its readers.
+  std::vector<std::shared_ptr<DeviceCopy>> copies;
+  Memory arena;
+  Memory residents;
+  {
+    const std::lock_guard lock(mutex_);
+    std::vector<EventPtr> after;
+    const auto keep_until_read = [&](const DeviceCopy& copy) {
+      for (EventPtr& event : overwrite_after(copy)) after.push_back(std::move(event));
+    };
+    for (const Arena::Region& region : arena_.regions()) {
+      after.insert(after.end(), region.after.begin(), region.after.end());
+      if (region.occupant) keep_until_read(*region.occupant);
+    }
+    for (Group& group : groups_) {
+      if (group.home_occupant) keep_until_read(*group.home_occupant);
+      copies.push_back(std::move(group.home_occupant));
+      if (group.copy) {
+        const std::shared_ptr<DeviceCopy> copy = group.copy;
+        detach(copy);
+        copies.push_back(copy);
+      }
+    }
+    arena_ = Arena();
+    retired_.push_back({std::move(arena_memory_), after});
+    retired_.push_back({std::move(resident_memory_), std::move(after)});
+  }
+  free_retired();
+}
+
+void Engine::abandon() noexcept { abandoned_ = true; }
+
+}  // namespace dynswap

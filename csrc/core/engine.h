@@ -1,0 +1,194 @@
+// The engine: decides what is copied when, and where to; hands out leases on what is there.
+#pragma once
+
+#include <atomic>
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+#include "core/arena.h"
+#include "core/backend.h"
+#include "core/check.h"
+#include "core/device_copy.h"
+#include "core/schedule.h"
+#include "core/stats.h"
+
+namespace dynswap {
+
+using WeightId = std::uint32_t;
+using GroupId = std::uint32_t;
+
+struct EngineOptions {
+  std::size_t budget = 0;              ///< bytes of arena + residents; 0: just the ring for `prefetch`
+  std::uint32_t prefetch = 2;          ///< groups to have ahead of the one in use
+  bool strict_budget = false;          ///< raise BudgetError instead of allocating outside the arena
+  std::size_t group_bytes = 4u << 20;  ///< small weights travel together until a group has this many bytes
+  std::size_t split_bytes = 64u << 20; ///< a module with more than this is cut between its weights
+};
+
+class Engine;
+
+/// What a handed-out tensor holds on its slot until its storage dies (Invariant 1). Move-only; dropping
+/// it records an event on every stream that used it. May be dropped on any thread, also after
+/// Engine::close(): it keeps the memory, and the engine, alive.
+class Lease {
+ public:
+  Lease() = default;
+  Lease(Lease&&) noexcept = default;
+  Lease& operator=(Lease&& other) noexcept;
+  ~Lease() { release(); }
+
+  explicit operator bool() const noexcept { return copy_ != nullptr; }
+  /// The weight's first byte on the device.
+  std::byte* data() const noexcept { return data_; }
+  /// Declares that `consumer` reads the weight too, and makes it wait for the copy (Invariant 2).
+  void use_on(Stream consumer);
+  void release() noexcept;
+
+ private:
+  friend class Engine;
+  std::shared_ptr<Engine> engine_;
+  std::shared_ptr<DeviceCopy> copy_;
+  std::byte* data_ = nullptr;
+};
+
+/// Thread-safe. Set-up order: add_weight()*, plan(), then acquire() from any thread.
+class Engine : public std::enable_shared_from_this<Engine> {
+ public:
+  /// `warn` is called (without a lock) with a sentence for the user; at most once a kind.
+  Engine(std::unique_ptr<Backend> backend, EngineOptions options,
+         std::function<void(const std::string&)> warn = {});
+  ~Engine();
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  /// Registers a weight, in the order in which the model is expected to use them. Weights of one `unit`
+  /// (a module) travel together. Only before plan().
+  WeightId add_weight(SourcePtr source, std::uint64_t unit);
+
+  /// Forms groups, chooses residents and sizes the arena. Throws BudgetError (naming the smallest budget
+  /// that works) or OutOfMemory; nothing is held then.
+  void plan();
+
+  /// The weight's bytes, on their way or there, ordered before later work of `consumer`.
+  /// Throws SourceError if they could not be read; the next call tries again.
+  Lease acquire(WeightId weight, Stream consumer);
+
+  /// The master has changed: its bytes are elsewhere, or other ones (Invariant 6). Copies already made
+  /// are not handed out any more. The new source has as many elements, of the same types.
+  void update_source(WeightId weight, SourcePtr source);
+
+  /// The source that the next copy will read.
+  SourcePtr source(WeightId weight) const;
+  bool resident(WeightId weight) const;
+
+  Stats stats() const;
+  void reset_counters();
+  const Backend& backend() const noexcept { return *backend_; }
+
+  /// Lets go of all device memory that no lease holds, after the copies in flight. Idempotent. Later
+  /// acquire() calls throw Error.
+  void close() noexcept;
+  /// Close without touching the device or joining threads: for a forked child, or interpreter exit.
+  void abandon() noexcept;
+
+ private:
+  friend class Lease;
+
+  struct Weight {
+    SourcePtr source;
+    std::uint64_t unit = 0;
+    GroupId group = 0;
+    std::size_t offset = 0;  ///< in the group's copy
+  };
+
+  struct Group {
+    std::vector<WeightId> weights;
+    std::size_t bytes = 0;
+    bool resident = false;
+    std::size_t home_offset = 0;                ///< resident: in residents_
+    std::shared_ptr<DeviceCopy> copy;           ///< the current one: on its way or there
+    std::shared_ptr<DeviceCopy> home_occupant;  ///< resident: the latest copy in the group's own block
+    std::uint64_t expected_at = 0;              ///< the tick of the latest look ahead that met it
+  };
+
+  /// One thread's place in the schedule.
+  struct Consumer {
+    std::thread::id thread;
+    Schedule::Cursor cursor;
+    std::uint64_t last_use = 0;
+  };
+
+  /// A copy that has its place and waits to be issued, without the lock.
+  struct Planned {
+    std::shared_ptr<DeviceCopy> copy;
+    std::vector<Arena::Region> displaced;  ///< what has been in its place (relative to `copy->base`)
+    std::vector<SourcePtr> sources;        ///< one for each weight of the group
+    bool demanded = false;
+  };
+
+  /// Memory that nobody uses any more once its events are done.
+  struct Retired {
+    Memory memory;
+    std::vector<EventPtr> after;
+  };
+
+  // engine_plan.cpp
+  void form_groups();
+  std::size_t lay_out(Group& group);
+
+  // engine_place.cpp: under the lock
+  Schedule::Cursor& cursor_of_this_thread();
+  Planned plan_copy(GroupId id, bool demanded);
+  bool place_in_arena(Planned& planned, const Arena::Rank& rank);
+  void place_outside(Planned& planned);
+  void look_ahead(const Schedule::Cursor& cursor, GroupId current, std::vector<Planned>& planned);
+  void detach(const std::shared_ptr<DeviceCopy>& copy);
+  void dispose(const std::shared_ptr<DeviceCopy>& copy);
+  std::string holders() const;
+  void note_peak() noexcept;
+
+  // engine_issue.cpp: without the lock, but for let_go()
+  void issue(std::vector<Planned>& planned);
+  CopyRequest request(const Planned& planned) const;
+  void order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream consumer, bool prefetched);
+  void use_on(const std::shared_ptr<DeviceCopy>& copy, Stream consumer);
+  void release(const std::shared_ptr<DeviceCopy>& copy) noexcept;
+  void let_go(const std::shared_ptr<DeviceCopy>& copy);
+  void record_readers(const std::shared_ptr<DeviceCopy>& copy, const std::vector<Stream>& streams) noexcept;
+  void free_retired() noexcept;
+
+  // Set before plan() returns, constant afterwards.
+  std::unique_ptr<Backend> backend_;
+  const EngineOptions options_;
+  const std::function<void(const std::string&)> warn_;
+  Memory arena_memory_;
+  Memory resident_memory_;
+  bool planned_ = false;
+
+  std::atomic<bool> abandoned_{false};
+
+  mutable std::mutex mutex_;
+  std::condition_variable issued_;  ///< some copy has left State::issuing
+  // LOCK: mutex_ guards all below; of weights_ and groups_ what plan() has set is constant.
+  std::vector<Weight> weights_;
+  std::vector<Group> groups_;
+  Arena arena_;
+  Schedule schedule_;
+  std::vector<Consumer> consumers_;
+  std::vector<Retired> retired_;
+  std::size_t cold_residents_ = 0;  ///< residents that have not been copied yet
+  std::size_t overflow_now_ = 0;    ///< bytes
+  std::uint64_t tick_ = 0;
+  bool closed_ = false;
+  bool warned_ = false;
+  Stats stats_;
+};
+
+}  // namespace dynswap

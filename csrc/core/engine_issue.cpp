@@ -1,0 +1,186 @@
+// Engine: what is asked of the backend. None of it runs under the engine's mutex.
+#include "core/engine.h"
+
+#include <algorithm>
+#include <chrono>
+#include <iterator>
+#include <utility>
+
+#include "core/protection.h"
+
+namespace dynswap {
+
+CopyRequest Engine::request(const Planned& planned) const {
+  const Group& group = groups_[planned.copy->group];
+  CopyRequest request;
+  request.demanded = planned.demanded;
+  // Note [A large group arrives in parts]: what it displaces becomes free at different times, so each
+  // part waits only for what it overwrites itself.
+  std::vector<std::pair<std::size_t, std::size_t>> ranges;  // of the copy, one a step
+  for (const Arena::Region& region : planned.displaced) {
+    const bool free_now = region.after.empty();
+    if (free_now && !ranges.empty() && request.steps.back().after.empty() &&
+        ranges.back().second == region.offset) {
+      ranges.back().second = region.offset + region.bytes;
+      continue;
+    }
+    const bool wait = request.steps.empty() || PROTECTED(step_waits);
+    request.steps.push_back({wait ? region.after : std::vector<EventPtr>(), {}});
+    ranges.emplace_back(region.offset, region.offset + region.bytes);
+  }
+  if (request.steps.empty()) {
+    request.steps.emplace_back();
+    ranges.emplace_back(0, planned.copy->bytes);
+  }
+  for (std::size_t i = 0; i < group.weights.size(); ++i) {
+    const SourcePtr& source = planned.sources[i];
+    const std::size_t element = scalar_size(source->wanted);
+    const std::size_t begin = weights_[group.weights[i]].offset;
+    const std::size_t end = begin + source->wanted_bytes();
+    for (std::size_t step = 0; step < ranges.size(); ++step) {
+      const std::size_t from = std::max(begin, ranges[step].first);
+      const std::size_t to = std::min(end, ranges[step].second);
+      if (from >= to) continue;
+      request.steps[step].pieces.push_back(
+          {source, (from - begin) / element, (to - from) / element, planned.copy->base + from});
+    }
+  }
+  return request;
+}
+
+void Engine::issue(std::vector<Planned>& planned) {
+  free_retired();
+  for (Planned& item : planned) {
+    DeviceCopy& copy = *item.copy;
+    EventPtr copied;
+    std::exception_ptr error;
+    try {
+      if (copy.place == Place::overflow) {
+        copy.memory = backend_->allocate(copy.bytes);
+        copy.base = copy.memory.get();
+      }
+      copied = backend_->copy(request(item));
+    } catch (...) {
+      error = std::current_exception();
+    }
+    {
+      const std::lock_guard lock(mutex_);
+      copy.copied = std::move(copied);
+      copy.error = error;
+      copy.state = error ? DeviceCopy::State::failed : DeviceCopy::State::issued;
+      ++stats_.copies;
+      for (const SourcePtr& source : item.sources) stats_.bytes_moved += source->stored_bytes();
+      if (error) {
+        // Nothing was enqueued, so what was to be waited for is still to be waited for.
+        for (const Arena::Region& region : item.displaced) {
+          for (const EventPtr& event : region.after) copy.released.emplace_back(Stream{0}, event);
+        }
+      }
+      if (error && PROTECTED(failed_copy_refused)) detach(item.copy);
+      // It was given up while it was being issued.
+      else if (!copy.attached && copy.evictable()) dispose(item.copy);
+    }
+    issued_.notify_all();
+  }
+}
+
+void Engine::order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream consumer, bool prefetched) {
+  EventPtr copied;
+  {
+    std::unique_lock lock(mutex_);
+    issued_.wait(lock, [&] { return copy->state != DeviceCopy::State::issuing; });
+    if (copy->state == DeviceCopy::State::failed) std::rethrow_exception(copy->error);
+    if (copy->has_waited(consumer)) return;
+    const bool first = copy->waited.empty();
+    if (first ? PROTECTED(read_after_copy) : PROTECTED(every_stream_waits)) copied = copy->copied;
+  }
+  const bool late = prefetched && copied && !copied->done();
+  const auto begin = std::chrono::steady_clock::now();
+  try {
+    if (copied) backend_->wait(consumer, copied);
+  } catch (...) {
+    const std::lock_guard lock(mutex_);
+    if (PROTECTED(failed_copy_refused)) {
+      copy->state = DeviceCopy::State::failed;
+      copy->error = std::current_exception();
+      if (copy->attached) detach(copy);
+    }
+    throw;
+  }
+  const auto stalled = std::chrono::steady_clock::now() - begin;
+  const std::lock_guard lock(mutex_);
+  if (late) ++stats_.late_hits;
+  stats_.stall_ns +=
+      static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(stalled).count());
+  if (!copy->has_waited(consumer)) copy->waited.push_back(consumer);
+}
+
+void Engine::use_on(const std::shared_ptr<DeviceCopy>& copy, Stream consumer) {
+  {
+    const std::lock_guard lock(mutex_);
+    copy->add_reader(consumer);
+  }
+  order_after_copy(copy, consumer, /*prefetched=*/false);
+}
+
+void Engine::let_go(const std::shared_ptr<DeviceCopy>& copy) {
+  --copy->leases;
+  --stats_.live_leases;
+  if (!copy->attached && copy->evictable()) dispose(copy);
+}
+
+void Engine::release(const std::shared_ptr<DeviceCopy>& copy) noexcept {
+  if (abandoned_) return;
+  // Note [The last lease records before it lets go]: were the count to fall first, another thread could
+  // choose the slot while the events that guard it are still being recorded. A lease taken meanwhile
+  // leaves its streams in `readers`, so the loop looks again.
+  for (bool held = true; held;) {
+    std::vector<Stream> streams;
+    {
+      const std::lock_guard lock(mutex_);
+      if (copy->leases > 1 || copy->readers.empty()) {
+        let_go(copy);
+        held = false;
+      } else {
+        streams = std::exchange(copy->readers, {});
+        if (!PROTECTED(release_before_reuse)) {
+          let_go(copy);
+          held = false;
+        }
+      }
+    }
+    record_readers(copy, streams);
+  }
+  if (copy->place == Place::overflow) free_retired();
+}
+
+void Engine::record_readers(const std::shared_ptr<DeviceCopy>& copy, const std::vector<Stream>& streams) noexcept {
+  for (const Stream stream : streams) {
+    EventPtr event;
+    try {
+      event = backend_->record(stream);
+    } catch (const std::exception&) {
+      continue;  // the device is lost: nothing will be written there either
+    }
+    const std::lock_guard lock(mutex_);
+    copy->add_released(stream, std::move(event));
+    if (!PROTECTED(record_every_stream)) return;
+  }
+}
+
+void Engine::free_retired() noexcept {
+  std::vector<Retired> retired;
+  {
+    const std::lock_guard lock(mutex_);
+    if (retired_.empty()) return;
+    retired.swap(retired_);
+  }
+  const auto still_used = std::stable_partition(retired.begin(), retired.end(), [](const Retired& item) {
+    return std::all_of(item.after.begin(), item.after.end(),
+                       [](const EventPtr& event) { return !event || event->done(); });
+  });
+  const std::lock_guard lock(mutex_);
+  retired_.insert(retired_.end(), std::make_move_iterator(still_used), std::make_move_iterator(retired.end()));
+}
+
+}  // namespace dynswap

@@ -1,0 +1,195 @@
+// Engine: what is copied next, and where to. All of it runs under the engine's mutex and touches no device.
+#include "core/engine.h"
+
+#include <algorithm>
+#include <sstream>
+#include <utility>
+
+#include "core/protection.h"
+
+namespace dynswap {
+
+namespace {
+
+constexpr std::size_t kMostConsumers = 16;  ///< threads whose place in the schedule is remembered
+constexpr std::size_t kMostAhead = 64;      ///< groups; the arena is the real limit
+
+/// How willingly the arena gives up a copy that no lease holds. What has been read goes first, the longest
+/// unused before others: in a cyclic order it is needed last. What was fetched ahead and not read yet
+/// is needed soon: of that, the latest goes first.
+std::uint64_t willingness(const DeviceCopy& copy) noexcept {
+  constexpr std::uint64_t kRead = std::uint64_t{1} << 62;
+  return copy.read ? kRead + (kRead - 1 - copy.last_use) : copy.last_use;
+}
+
+bool evictable(const DeviceCopy& copy) noexcept {
+  if (!PROTECTED(lease_blocks_eviction)) return copy.state != DeviceCopy::State::issuing;
+  return copy.evictable();
+}
+
+}  // namespace
+
+Schedule::Cursor& Engine::cursor_of_this_thread() {
+  const std::thread::id thread = std::this_thread::get_id();
+  auto oldest = consumers_.begin();
+  for (auto it = consumers_.begin(); it != consumers_.end(); ++it) {
+    if (it->thread == thread) {
+      it->last_use = tick_;
+      return it->cursor;
+    }
+    if (it->last_use < oldest->last_use) oldest = it;
+  }
+  if (consumers_.size() < kMostConsumers) {
+    consumers_.push_back({thread, {}, tick_});
+    return consumers_.back().cursor;
+  }
+  *oldest = {thread, {}, tick_};
+  return oldest->cursor;
+}
+
+Engine::Planned Engine::plan_copy(GroupId id, bool demanded) {
+  Group& group = groups_[id];
+  Planned planned;
+  planned.demanded = demanded;
+  planned.copy = std::make_shared<DeviceCopy>();
+  planned.copy->group = id;
+  planned.copy->bytes = group.bytes;
+  planned.copy->last_use = tick_;
+  for (const WeightId weight : group.weights) planned.sources.push_back(weights_[weight].source);
+  if (!demanded) return planned;  // look_ahead places it, or gives it up
+
+  if (group.resident) {
+    DeviceCopy* old = group.home_occupant.get();
+    if (!old || evictable(*old)) {
+      if (!old) --cold_residents_;
+      planned.copy->place = Place::resident;
+      planned.copy->memory = resident_memory_;
+      planned.copy->base = resident_memory_.get() + group.home_offset;
+      if (old) planned.displaced.push_back({0, group.bytes, nullptr, overwrite_after(*old)});
+      group.home_occupant = planned.copy;
+    } else {
+      place_outside(planned);
+    }
+  } else if (!place_in_arena(planned, [](const DeviceCopy& copy) -> std::optional<std::uint64_t> {
+               return evictable(copy) ? std::optional(willingness(copy)) : std::nullopt;
+             })) {
+    place_outside(planned);
+  }
+  group.copy = planned.copy;
+  return planned;
+}
+
+bool Engine::place_in_arena(Planned& planned, const Arena::Rank& rank) {
+  planned.displaced = arena_.place(planned.copy, rank);
+  if (planned.displaced.empty()) return false;
+  const std::size_t offset = planned.displaced.front().offset;
+  planned.copy->place = Place::arena;
+  planned.copy->memory = arena_memory_;
+  planned.copy->base = arena_memory_.get() + offset;
+  // What was used longest ago is free first, so the copy begins there (Note [A large group arrives in
+  // parts]).
+  std::stable_sort(planned.displaced.begin(), planned.displaced.end(),
+                   [](const Arena::Region& a, const Arena::Region& b) {
+                     return (a.occupant ? a.occupant->last_use : 0) < (b.occupant ? b.occupant->last_use : 0);
+                   });
+  for (Arena::Region& region : planned.displaced) {
+    region.offset -= offset;
+    if (!region.occupant) continue;
+    if (!region.occupant->read) ++stats_.wasted_prefetches;
+    detach(region.occupant);
+    region.occupant.reset();
+  }
+  return true;
+}
+
+void Engine::place_outside(Planned& planned) {
+  if (options_.strict_budget) {
+    throw BudgetError("every slot of the arena is held by tensors that are still in use (" + holders() +
+                          "), and strict_budget=True forbids to go over the budget of " +
+                          std::to_string(options_.budget) + " bytes; keep fewer of them, or raise the budget",
+                      0);
+  }
+  planned.copy->place = Place::overflow;
+  stats_.overflow_bytes += planned.copy->bytes;
+  overflow_now_ += planned.copy->bytes;
+  note_peak();
+}
+
+void Engine::look_ahead(const Schedule::Cursor& cursor, GroupId current, std::vector<Planned>& planned) {
+  // The first pass meets residents too; each is brought once, before it is needed.
+  for (std::uint32_t i = 1; cold_residents_ > 0 && i <= options_.prefetch && i < groups_.size(); ++i) {
+    const GroupId id = static_cast<GroupId>((current + i) % groups_.size());
+    if (!groups_[id].resident || groups_[id].home_occupant) continue;
+    planned.push_back(plan_copy(id, /*demanded=*/true));
+    planned.back().demanded = false;
+    ++stats_.prefetches;
+  }
+
+  Schedule::Cursor ahead = cursor;
+  const Arena::Rank rank = [this](const DeviceCopy& copy) -> std::optional<std::uint64_t> {
+    // What is needed before the group in question stays.
+    if (!evictable(copy) || groups_[copy.group].expected_at == tick_) return std::nullopt;
+    return willingness(copy);
+  };
+  for (std::size_t i = 0; i < kMostAhead; ++i) {
+    const std::optional<GroupId> next = schedule_.advance(ahead);
+    if (!next || *next == current) return;
+    Group& group = groups_[*next];
+    group.expected_at = tick_;
+    if (group.copy) continue;
+    Planned prefetch = plan_copy(*next, /*demanded=*/false);
+    if (!place_in_arena(prefetch, rank)) return;
+    group.copy = prefetch.copy;
+    planned.push_back(std::move(prefetch));
+    ++stats_.prefetches;
+  }
+}
+
+void Engine::detach(const std::shared_ptr<DeviceCopy>& copy) {
+  copy->attached = false;
+  std::shared_ptr<DeviceCopy>& current = groups_[copy->group].copy;
+  if (current == copy) current.reset();
+  if (copy->evictable()) dispose(copy);
+}
+
+void Engine::dispose(const std::shared_ptr<DeviceCopy>& copy) {
+  if (closed_ && copy->place != Place::overflow) {
+    retired_.push_back({std::move(copy->memory), overwrite_after(*copy)});
+    return;
+  }
+  switch (copy->place) {
+    case Place::arena:
+      arena_.vacate(*copy, overwrite_after(*copy));
+      break;
+    case Place::resident:
+      break;  // its block stays the group's; the next copy waits for what overwrite_after() says
+    case Place::overflow:
+      overflow_now_ -= copy->bytes;
+      retired_.push_back({std::move(copy->memory), PROTECTED(retire_after_events)
+                                                       ? overwrite_after(*copy)
+                                                       : std::vector<EventPtr>()});
+      break;
+  }
+}
+
+std::string Engine::holders() const {
+  std::ostringstream names;
+  int named = 0;
+  for (const Arena::Region& region : arena_.regions()) {
+    if (!region.occupant || region.occupant->leases == 0) continue;
+    if (named++ == 3) {
+      names << ", ...";
+      break;
+    }
+    const WeightId first = groups_[region.occupant->group].weights.front();
+    names << (named > 1 ? ", " : "") << weights_[first].source->name;
+  }
+  return names.str();
+}
+
+void Engine::note_peak() noexcept {
+  stats_.peak_bytes =
+      std::max<std::uint64_t>(stats_.peak_bytes, stats_.arena_bytes + stats_.resident_bytes + overflow_now_);
+}
+
+}  // namespace dynswap

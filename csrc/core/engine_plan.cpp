@@ -1,0 +1,120 @@
+// Engine: which weights travel together, where they lie in a group, which groups are resident.
+#include <algorithm>
+#include <utility>
+
+#include "core/engine.h"
+#include "core/protection.h"
+#include "core/residency.h"
+
+namespace dynswap {
+
+namespace {
+
+constexpr std::size_t kWeightAlignment = 64;  ///< as torch's own allocations, so that kernels choose alike
+constexpr std::size_t kSmallWeight = 1u << 20;
+
+std::size_t align_up(std::size_t value, std::size_t alignment) {
+  return (value + alignment - 1) / alignment * alignment;
+}
+
+}  // namespace
+
+WeightId Engine::add_weight(SourcePtr source, std::uint64_t unit) {
+  DYNSWAP_CHECK(!planned_, "weights are added before plan()");
+  weights_.push_back({std::move(source), unit, 0, 0});
+  return static_cast<WeightId>(weights_.size() - 1);
+}
+
+void Engine::form_groups() {
+  // A unit's weights are used together, so a group holds whole units: small ones until there are
+  // group_bytes. Only a unit too large to travel at once is cut, and its small weights (a bias) go with
+  // the weight before them.
+  std::size_t open_bytes = 0;
+  bool open = false;
+  const auto append = [&](WeightId weight) {
+    if (!open) {
+      groups_.emplace_back();
+      open_bytes = 0;
+      open = true;
+    }
+    groups_.back().weights.push_back(weight);
+    open_bytes += weights_[weight].source->wanted_bytes();
+  };
+  for (WeightId first = 0; first < weights_.size();) {
+    WeightId last = first;
+    std::size_t unit_bytes = 0;
+    for (; last < weights_.size() && weights_[last].unit == weights_[first].unit; ++last) {
+      unit_bytes += weights_[last].source->wanted_bytes();
+    }
+    const bool cut = unit_bytes > options_.split_bytes;
+    for (WeightId weight = first; weight < last; ++weight) {
+      const std::size_t bytes = weights_[weight].source->wanted_bytes();
+      if (cut && open_bytes >= options_.group_bytes && bytes > kSmallWeight) open = false;
+      append(weight);
+    }
+    if (open_bytes >= options_.group_bytes) open = false;
+    first = last;
+  }
+}
+
+std::size_t Engine::lay_out(Group& group) {
+  const std::size_t alignment = backend_->alignment();
+  std::size_t end = 0;
+  for (const WeightId id : group.weights) {
+    Weight& weight = weights_[id];
+    std::size_t offset = align_up(end, kWeightAlignment);
+    if (const auto phase = backend_->phase(*weight.source)) {
+      offset += (alignment + *phase - offset % alignment) % alignment;
+    }
+    weight.offset = offset;
+    end = offset + weight.source->wanted_bytes();
+  }
+  return std::max(align_up(end, alignment), alignment);
+}
+
+void Engine::plan() {
+  DYNSWAP_CHECK(!planned_, "plan() is called once");
+  form_groups();
+  std::vector<std::size_t> bytes;
+  for (GroupId id = 0; id < groups_.size(); ++id) {
+    Group& group = groups_[id];
+    for (const WeightId weight : group.weights) weights_[weight].group = id;
+    group.bytes = lay_out(group);
+    bytes.push_back(group.bytes);
+    stats_.weight_bytes += group.bytes;
+  }
+  stats_.groups = groups_.size();
+  if (groups_.empty()) {
+    planned_ = true;
+    return;
+  }
+
+  const std::size_t budget = PROTECTED(cap_respected) ? options_.budget : 2 * options_.budget;
+  const ResidencyPlan residency = plan_residency(bytes, budget, options_.prefetch);
+  if (residency.arena_bytes > 0) arena_memory_ = backend_->allocate(residency.arena_bytes);
+  if (residency.resident_bytes > 0) resident_memory_ = backend_->allocate(residency.resident_bytes);
+
+  std::size_t home = 0;
+  std::vector<Schedule::Group> streamed;
+  for (GroupId id = 0; id < groups_.size(); ++id) {
+    Group& group = groups_[id];
+    group.resident = residency.resident[id];
+    if (!group.resident) {
+      streamed.push_back(id);
+      continue;
+    }
+    group.home_offset = home;
+    home += group.bytes;
+    ++stats_.resident_groups;
+  }
+  schedule_.prime(streamed);
+  arena_ = Arena(residency.arena_bytes);
+  cold_residents_ = stats_.resident_groups;
+  stats_.resident_bytes = residency.resident_bytes;
+  stats_.arena_bytes = residency.arena_bytes;
+  stats_.depth = residency.depth;
+  note_peak();
+  planned_ = true;
+}
+
+}  // namespace dynswap

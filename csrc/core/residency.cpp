@@ -1,0 +1,154 @@
+#include "core/residency.h"
+
+#include <algorithm>
+#include <numeric>
+#include <optional>
+#include <sstream>
+
+#include "core/check.h"
+
+namespace dynswap {
+
+namespace {
+
+std::size_t sum(const std::vector<std::size_t>& bytes) {
+  return std::accumulate(bytes.begin(), bytes.end(), std::size_t{0});
+}
+
+/// How much room a ring of streamed groups is given beyond the groups that it holds.
+enum class Room : bool {
+  exact,  ///< for any `depth` + 1 consecutive groups, as they happen to be
+  ample,  ///< for as many of the largest, and `depth` more: groups of many sizes leave gaps, and time between
+          ///< them varies; measured on the virtual clock (benchmarks/virtual_clock.py)
+};
+
+std::size_t ring_bytes(const std::vector<std::size_t>& bytes, const std::vector<bool>& resident,
+                       std::size_t depth, Room room) {
+  std::vector<std::size_t> streamed;
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    if (!resident[i]) streamed.push_back(bytes[i]);
+  }
+  const std::size_t n = streamed.size();
+  const std::size_t length = depth + 1;
+  if (length >= n) return sum(streamed);
+  std::size_t window = 0;
+  for (std::size_t i = 0; i < length; ++i) window += streamed[i];
+  std::size_t widest = window;
+  for (std::size_t i = 0; i < n; ++i) {
+    window += streamed[(i + length) % n] - streamed[i];
+    widest = std::max(widest, window);
+  }
+  const auto [smallest, largest] = std::minmax_element(streamed.begin(), streamed.end());
+  if (room == Room::exact || *smallest == *largest) return widest;
+  return std::min(sum(streamed), (length + depth) * *largest);
+}
+
+/// The `forced` largest groups, and of the others a share spread evenly (error diffusion over bytes), at
+/// most `quota` bytes in all. Nothing if the forced ones alone exceed it.
+std::optional<std::vector<bool>> spread(const std::vector<std::size_t>& bytes,
+                                        const std::vector<std::size_t>& by_size, std::size_t forced,
+                                        std::size_t quota) {
+  std::vector<bool> resident(bytes.size(), false);
+  std::size_t used = 0;
+  for (std::size_t i = 0; i < forced; ++i) {
+    resident[by_size[i]] = true;
+    used += bytes[by_size[i]];
+  }
+  if (used > quota) return std::nullopt;
+  const std::size_t rest = sum(bytes) - used;
+  if (rest == 0) return resident;
+  const double share = std::min(1.0, static_cast<double>(quota - used) / static_cast<double>(rest));
+  double owed = 0;
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    if (resident[i]) continue;
+    owed += share * static_cast<double>(bytes[i]);
+    // Half a group of credit is enough: the bytes come out right over the whole model.
+    if (bytes[i] == 0 || (owed >= 0.5 * static_cast<double>(bytes[i]) && used + bytes[i] <= quota)) {
+      resident[i] = true;
+      used += bytes[i];
+      owed -= static_cast<double>(bytes[i]);
+    }
+  }
+  return resident;
+}
+
+std::size_t bytes_of(const std::vector<std::size_t>& bytes, const std::vector<bool>& resident) {
+  std::size_t total = 0;
+  for (std::size_t i = 0; i < bytes.size(); ++i) total += resident[i] ? bytes[i] : 0;
+  return total;
+}
+
+/// The most residents that leave room for a ring of `depth` + 1 groups.
+std::optional<ResidencyPlan> fit(const std::vector<std::size_t>& bytes, std::size_t budget,
+                                 std::uint32_t depth, Room room) {
+  std::vector<std::size_t> by_size(bytes.size());
+  std::iota(by_size.begin(), by_size.end(), std::size_t{0});
+  std::stable_sort(by_size.begin(), by_size.end(),
+                   [&](std::size_t a, std::size_t b) { return bytes[a] > bytes[b]; });
+
+  std::optional<ResidencyPlan> best;
+  const auto consider = [&](std::size_t forced, std::size_t quota) {
+    auto resident = spread(bytes, by_size, forced, quota);
+    if (!resident) return false;
+    const std::size_t used = bytes_of(bytes, *resident);
+    const std::size_t ring = ring_bytes(bytes, *resident, depth, room);
+    if (used + ring > budget) return false;
+    if (!best || used > best->resident_bytes) best = ResidencyPlan{*resident, used, ring, depth};
+    return true;
+  };
+  // Keeping the few largest groups can shrink the ring by more than they take. Sizes repeat, so only the
+  // places where the size changes matter, and the first few of them.
+  constexpr std::size_t kMostForced = 16;
+  for (std::size_t forced = 0; forced <= std::min(kMostForced, bytes.size()); ++forced) {
+    consider(forced, 0);
+    std::size_t low = 0;
+    std::size_t high = budget;
+    // What fits is not quite monotonic in the quota (the ring depends on which groups are left), so the
+    // search keeps every quota that fits, not only the last.
+    for (int step = 0; step < 24 && low < high; ++step) {
+      const std::size_t quota = low + (high - low + 1) / 2;
+      if (consider(forced, quota)) {
+        low = quota;
+      } else {
+        high = quota - 1;
+      }
+    }
+  }
+  return best;
+}
+
+}  // namespace
+
+ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, std::size_t budget,
+                             std::uint32_t prefetch) {
+  const std::size_t total = sum(bytes);
+  const std::vector<bool> none(bytes.size(), false);
+  if (budget == 0) return {none, 0, ring_bytes(bytes, none, prefetch, Room::exact), prefetch};
+  if (total <= budget) return {std::vector<bool>(bytes.size(), true), total, 0, prefetch};
+
+  const std::size_t largest = *std::max_element(bytes.begin(), bytes.end());
+  if (budget < largest) {
+    std::ostringstream message;
+    message << "a budget of " << budget << " bytes cannot hold the largest group of weights, which takes "
+            << largest << " bytes; the smallest budget that works is " << largest << " bytes";
+    throw BudgetError(message.str(), largest);
+  }
+  if (prefetch == 0) {
+    auto plan = fit(bytes, budget, 0, Room::exact);  // the largest group fits, so something does
+    plan->arena_bytes = budget - plan->resident_bytes;
+    return *plan;
+  }
+  for (std::uint32_t depth = prefetch; depth > 0; --depth) {
+    for (const Room room : {Room::ample, Room::exact}) {
+      auto plan = fit(bytes, budget, depth, room);
+      if (!plan) continue;
+      // Whatever the residents leave, the ring may use: it lets the copies run ahead further.
+      plan->arena_bytes = std::min(budget - plan->resident_bytes, total - plan->resident_bytes);
+      return *plan;
+    }
+  }
+  // Where some group leaves no room for the next one, room is worth more than residents.
+  return {none, 0, budget, 0};
+}
+
+}  // namespace dynswap

@@ -1,0 +1,29 @@
+// Which groups stay on the device, and how much memory the others pass through.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace dynswap {
+
+struct ResidencyPlan {
+  std::vector<bool> resident;      ///< a group each
+  std::size_t resident_bytes = 0;
+  std::size_t arena_bytes = 0;
+  std::uint32_t depth = 0;         ///< streamed groups that fit ahead of the current one, wherever it is
+};
+
+/// Static, strided residency for a cyclic scan. LRU would miss everything; keeping a fixed set and
+/// streaming the rest through a small ring misses the least, and residents spread evenly between
+/// streamed groups give each copy the most time (../DESIGN: "Residency is static and strided").
+///
+/// `bytes`: the groups' sizes in the order of use. `budget` 0: no residents, only the ring.
+/// The ring holds any `prefetch` + 1 consecutive streamed groups, with room to spare where the budget
+/// allows; where it is too small for that, fewer. Among the sets that fit, the one that streams the
+/// fewest bytes.
+/// Throws BudgetError if the largest group does not fit.
+ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, std::size_t budget,
+                             std::uint32_t prefetch);
+
+}  // namespace dynswap

@@ -1,0 +1,62 @@
+// The order of groups, learned from the accesses themselves.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <unordered_map>
+#include <vector>
+
+namespace dynswap {
+
+/// Predicts the next group from the last few: what followed the longest known run of them. A run of one
+/// is enough for a plain chain of layers; longer ones tell apart the places of a group that is used
+/// several times in a pass. The end of a pass is followed by the beginning of the next, so nothing has
+/// to be told where a pass ends.
+///
+/// Invariant 5 (a prediction, never a promise): a surprise changes only the runs it contradicts, and a
+/// run that has been confirmed survives one contradiction, so that a branch not taken or one pass of
+/// probes (hasattr over all modules) unlearns nothing.
+///
+/// Not thread-safe: the engine calls it under its mutex.
+class Schedule {
+ public:
+  using Group = std::uint32_t;
+
+  /// One consumer's place in the order: the last groups that it used.
+  class Cursor {
+   public:
+    /// The group in use, if any has been used.
+    std::optional<Group> current() const noexcept;
+
+   private:
+    friend class Schedule;
+    static constexpr std::size_t kLongest = 8;
+    void push(Group group) noexcept;
+    std::uint64_t key(std::size_t length) const noexcept;  ///< of the last `length` groups
+    std::array<Group, kLongest> last_{};                   ///< last_[0] is the latest
+    std::size_t size_ = 0;
+  };
+
+  /// Expects the groups in this order, cyclically, until the accesses say otherwise.
+  void prime(const std::vector<Group>& order);
+
+  /// `cursor` uses `group`. Returns false (and learns nothing) if it was in use already.
+  bool observe(Cursor& cursor, Group group);
+
+  /// The group expected after the cursor's, and moves the cursor there. Does not learn.
+  std::optional<Group> advance(Cursor& cursor) const;
+
+ private:
+  static constexpr std::array<std::size_t, 4> kLengths{8, 4, 2, 1};
+  static constexpr std::size_t kMostRuns = 1u << 16;  ///< a table; random orders must not grow it for ever
+
+  struct Successor {
+    Group next;
+    bool confirmed;
+  };
+  std::array<std::unordered_map<std::uint64_t, Successor>, kLengths.size()> runs_;
+};
+
+}  // namespace dynswap

@@ -1,0 +1,64 @@
+#include "io/mappings.h"
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+#include <fstream>
+#include <string_view>
+
+namespace dynswap {
+
+namespace {
+
+bool is_checkpoint_like(std::string_view path) {
+  const auto starts = [&](std::string_view prefix) { return path.substr(0, prefix.size()) == prefix; };
+  constexpr std::string_view kDeleted = " (deleted)";
+  const bool deleted =
+      path.size() >= kDeleted.size() && path.substr(path.size() - kDeleted.size()) == kDeleted;
+  return !path.empty() && path.front() == '/' && !deleted && !starts("/dev/") && !starts("/memfd:") &&
+         !starts("/SYSV");
+}
+
+}  // namespace
+
+Mappings Mappings::of_this_process() {
+  Mappings result;
+  std::ifstream maps("/proc/self/maps");
+  for (std::string line; std::getline(maps, line);) {
+    Mapping mapping;
+    int path_at = 0;
+    // 7f..-7f.. rw-p 00000000 fd:00 12345   /path with spaces
+    if (std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR " %*s %" SCNx64 " %*s %" SCNu64 " %n", &mapping.begin,
+                    &mapping.end, &mapping.file.offset, &mapping.file.inode, &path_at) < 4) {
+      continue;
+    }
+    mapping.file.path = path_at > 0 ? line.substr(static_cast<std::size_t>(path_at)) : std::string();
+    if (mapping.file.inode == 0 || !is_checkpoint_like(mapping.file.path)) continue;
+    // Writing to a private mapping can split it; what is one file range is one mapping to us.
+    if (!result.mappings_.empty()) {
+      Mapping& last = result.mappings_.back();
+      if (last.end == mapping.begin && last.file.inode == mapping.file.inode &&
+          last.file.path == mapping.file.path &&
+          last.file.offset + (last.end - last.begin) == mapping.file.offset) {
+        last.end = mapping.end;
+        continue;
+      }
+    }
+    result.mappings_.push_back(std::move(mapping));
+  }
+  return result;
+}
+
+std::optional<Mappings::Range> Mappings::find(const void* address, std::size_t bytes) const {
+  const auto begin = reinterpret_cast<std::uintptr_t>(address);
+  auto after = std::upper_bound(mappings_.begin(), mappings_.end(), begin,
+                                [](std::uintptr_t a, const Mapping& m) { return a < m.begin; });
+  if (after == mappings_.begin()) return std::nullopt;
+  const Mapping& mapping = *--after;
+  if (begin + bytes > mapping.end) return std::nullopt;
+  Range range = mapping.file;
+  range.offset += begin - mapping.begin;
+  return range;
+}
+
+}  // namespace dynswap

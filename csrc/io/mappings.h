@@ -1,0 +1,38 @@
+// Which file, and where in it, an address of this process is mapped from.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+namespace dynswap {
+
+/// A snapshot of the process's file mappings (/proc/self/maps). It is how a weight is recognised as a
+/// range of its checkpoint file, whoever mapped it: torch.load(mmap=True), safetensors, or the user.
+/// Empty where there is no such file (not Linux).
+class Mappings {
+ public:
+  struct Range {
+    std::string path;
+    std::uint64_t offset = 0;  ///< bytes from the start of the file
+    std::uint64_t inode = 0;
+  };
+
+  static Mappings of_this_process();
+
+  /// Where [address, address + bytes) comes from. Nothing if it is not, as a whole, one mapping of an
+  /// ordinary file that still has its name (shared memory and deleted files are plain RAM to us).
+  std::optional<Range> find(const void* address, std::size_t bytes) const;
+
+ private:
+  struct Mapping {
+    std::uintptr_t begin = 0;
+    std::uintptr_t end = 0;
+    Range file;
+  };
+  std::vector<Mapping> mappings_;  ///< in the order of their addresses
+};
+
+}  // namespace dynswap
