@@ -1,5 +1,5 @@
 // Session: finding the modules of a tree and giving them their swap classes, and back.
-#include <sstream>
+#include <algorithm>
 #include <unordered_map>
 #include <unordered_set>
 #include <utility>
@@ -72,7 +72,7 @@ struct Session::Attaching {
   }
 };
 
-std::size_t Session::attach(const py::object& root, const py::object& swap_class) {
+std::size_t Session::attach(const py::object& self, const py::object& root, const py::object& swap_class) {
   const Mappings mappings = Mappings::of_this_process();
   Attaching attaching;
   std::uint64_t unit = 0;
@@ -108,13 +108,12 @@ std::size_t Session::attach(const py::object& root, const py::object& swap_class
   }
   plan(attaching.streamed);
 
-  const std::shared_ptr<Session> self = shared_from_this();
   std::size_t done = 0;
   try {
     for (; done < attaching.modules.size(); ++done) {
       Attaching::Module& next = attaching.modules[done];
       const py::object dict = module_dict(next.module);
-      const py::object state = new_module_state(next.module, Py_TYPE(next.module), self, std::move(next.entries));
+      const py::object state = new_module_state(next.module, self, std::move(next.entries));
       set_class(next.module, next.swap);
       if (PyDict_SetItem(dict.ptr(), Names::get().state, state.ptr()) != 0) throw py::error_already_set();
     }
@@ -131,9 +130,11 @@ void Session::restore(PyObject* module) {
   const py::object dict = module_dict(module);
   ModuleState* const state = module_state(module, dict.ptr());
   if (state == nullptr || state->session->get() != this) return;
-  const auto original =
-      py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(state->original));
-  set_class(module, state->original);
+  // A class that was put over the swap class since (a parametrization's) stays.
+  static PyObject* const key = PyUnicode_InternFromString("_dynswap_original");
+  if (PyObject* const original = PyDict_GetItemWithError(Py_TYPE(module)->tp_dict, key)) {
+    set_class(module, reinterpret_cast<PyTypeObject*>(original));
+  }
   if (PyDict_DelItem(dict.ptr(), Names::get().state) != 0) throw py::error_already_set();
 }
 
@@ -185,7 +186,7 @@ void Session::plan(const std::vector<std::pair<Weight*, std::uint64_t>>& streame
   std::vector<SourcePtr> sources;
   sources.reserve(streamed.size());
   for (const auto& [weight, unit] : streamed) sources.push_back(weight->source);
-  if (options_.pin.value_or(true)) pinned_ = pin_sources(device_, sources);
+  if (options_.pin.value_or(true)) pinned_ = pin_sources(device_, sources, [this](const std::string& why) { warn_(why); });
   for (std::size_t i = 0; i < streamed.size(); ++i) {
     const auto& [weight, unit] = streamed[i];
     weight->source = sources[i];

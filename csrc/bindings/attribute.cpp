@@ -113,17 +113,20 @@ void free_state(PyObject* self) {
     const std::unique_ptr<std::shared_ptr<Session>> session(state->session);
     if (session) (*session)->module_gone();
   }
-  Py_CLEAR(state->original);
+  Py_CLEAR(state->session_object);
   type->tp_free(self);
   Py_DECREF(type);
 }
 
 PyObject* state_session(PyObject* self, void*) {
-  return py::cast(*reinterpret_cast<ModuleState*>(self)->session).release().ptr();
+  return Py_NewRef(reinterpret_cast<ModuleState*>(self)->session_object);
 }
 
-PyObject* state_original(PyObject* self, void*) {
-  return Py_NewRef(reinterpret_cast<PyObject*>(reinterpret_cast<ModuleState*>(self)->original));
+/// A copy of a module is a plain module: the state is copied, and pickled, as None.
+PyObject* copy_as_none(PyObject*, PyObject*) { return Py_NewRef(Py_None); }
+
+PyObject* reduce_to_none(PyObject*, PyObject*) {
+  return Py_BuildValue("(O())", reinterpret_cast<PyObject*>(Py_TYPE(Py_None)));
 }
 
 PyTypeObject* make_type(PyType_Spec spec) {
@@ -154,17 +157,15 @@ ModuleState* module_state(PyObject* module, PyObject* dict) {
   return state->owner == module ? state : nullptr;
 }
 
-py::object new_module_state(PyObject* module, PyTypeObject* original, std::shared_ptr<Session> session,
-                            std::vector<Entry> entries) {
+py::object new_module_state(PyObject* module, const py::object& session, std::vector<Entry> entries) {
   PyObject* const self = state_type->tp_alloc(state_type, 0);
   if (self == nullptr) throw py::error_already_set();
   auto* const state = reinterpret_cast<ModuleState*>(self);
   state->owner = module;
-  state->original = original;
-  Py_INCREF(original);
   state->entries = new std::vector<Entry>(std::move(entries));
-  session->module_attached();
-  state->session = new std::shared_ptr<Session>(std::move(session));
+  state->session = new std::shared_ptr<Session>(session.cast<std::shared_ptr<Session>>());
+  (*state->session)->module_attached();
+  state->session_object = Py_NewRef(session.ptr());
   return py::reinterpret_steal<py::object>(self);
 }
 
@@ -189,11 +190,15 @@ void define_attribute(py::module_& m) {
       {"dynswap_ext._C.Attribute", sizeof(Attribute), 0, Py_TPFLAGS_DEFAULT, attribute_slots});
 
   static PyGetSetDef state_attributes[] = {{"session", &state_session, nullptr, "The install it belongs to.", nullptr},
-                                           {"original", &state_original, nullptr, "The module's own class.", nullptr},
                                            {nullptr, nullptr, nullptr, nullptr, nullptr}};
+  static PyMethodDef state_methods[] = {{"__copy__", &copy_as_none, METH_NOARGS, nullptr},
+                                        {"__deepcopy__", &copy_as_none, METH_O, nullptr},
+                                        {"__reduce__", &reduce_to_none, METH_NOARGS, nullptr},
+                                        {nullptr, nullptr, 0, nullptr}};
   static PyType_Slot state_slots[] = {{Py_tp_doc, const_cast<char*>("What an installed module carries.")},
                                       {Py_tp_dealloc, reinterpret_cast<void*>(&free_state)},
                                       {Py_tp_getset, state_attributes},
+                                      {Py_tp_methods, state_methods},
                                       {0, nullptr}};
   state_type = make_type({"dynswap_ext._C.ModuleState", sizeof(ModuleState), 0,
                           Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, state_slots});

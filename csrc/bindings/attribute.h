@@ -23,7 +23,7 @@ struct Entry {
 struct ModuleState {
   PyObject_HEAD
   PyObject* owner;
-  PyTypeObject* original;  ///< the class to go back to; owned
+  PyObject* session_object;  ///< the session as Python sees it, so that weak references to it hold; owned
   std::shared_ptr<Session>* session;
   std::vector<Entry>* entries;
 };
@@ -43,8 +43,7 @@ py::object module_dict(PyObject* module);
 ModuleState* module_state(PyObject* module, PyObject* dict);
 
 /// A new state for `module`. Does not touch the module.
-py::object new_module_state(PyObject* module, PyTypeObject* original, std::shared_ptr<Session> session,
-                            std::vector<Entry> entries);
+py::object new_module_state(PyObject* module, const py::object& session, std::vector<Entry> entries);
 
 /// Gives `module` another class, as `object.__class__.__set__` does: no code of the module's runs.
 void set_class(PyObject* module, PyTypeObject* type);

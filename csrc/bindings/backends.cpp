@@ -1,10 +1,16 @@
 // The one file that knows whether CUDA was compiled.
 #include "bindings/backends.h"
 
+#include <torch/extension.h>
+
+#include <utility>
+
 #include "bindings/glue.h"
 #include "core/check.h"
 #include "host/host_backend.h"
 #ifdef DYNSWAP_WITH_CUDA
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include "cuda/cuda_backend.h"
 #endif
 
@@ -18,36 +24,33 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
     CudaOptions options;
     options.device = device.index();
     options.cast = &cast_elements;
-    options.allocate = [device](std::size_t bytes) { return allocate_through_torch(device, bytes); };
+    options.allocate = [device](std::size_t bytes) {
+      // The engine asks without the GIL, so the stream is not read through Python.
+      const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+      return CudaMemory{allocate_through_torch(device, bytes), reinterpret_cast<Stream>(stream.native_handle())};
+    };
     return make_cuda_backend(std::move(options));
   }
 #endif
   throw Error("no backend '" + wanted + "' for device " + device.str() + " in this build" +
-              (compiled_with_cuda() ? "" : " (it was compiled without CUDA)"));
+              (cuda_version().empty() ? " (it was compiled without CUDA)" : ""));
 }
 
-std::shared_ptr<void> pin_sources(const at::Device& device, std::vector<SourcePtr>& sources) {
+std::shared_ptr<void> pin_sources([[maybe_unused]] const at::Device& device,
+                                  [[maybe_unused]] std::vector<SourcePtr>& sources,
+                                  [[maybe_unused]] const std::function<void(const std::string&)>& refused) {
 #ifdef DYNSWAP_WITH_CUDA
-  if (device.is_cuda()) return pin(device.index(), sources);
+  if (device.is_cuda()) return pin(device.index(), sources, refused);
 #endif
-  static_cast<void>(device);
-  static_cast<void>(sources);
   return nullptr;
 }
 
-bool compiled_with_cuda() noexcept {
+std::string cuda_version() {
 #ifdef DYNSWAP_WITH_CUDA
-  return true;
+  const int version = cuda_runtime_version();
+  return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 #else
-  return false;
-#endif
-}
-
-int cuda_devices() noexcept {
-#ifdef DYNSWAP_WITH_CUDA
-  return cuda_device_count();
-#else
-  return 0;
+  return "";
 #endif
 }
 

@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
@@ -16,10 +17,12 @@ namespace dynswap {
 std::unique_ptr<Backend> make_backend(const at::Device& device, const std::string& wanted);
 
 /// Page-locks the sources that lie in RAM, as far as the system allows, and replaces them by ones that say
-/// so. What it returns keeps them page-locked. Null where pinning means nothing.
-std::shared_ptr<void> pin_sources(const at::Device& device, std::vector<SourcePtr>& sources);
+/// so. What it returns keeps them page-locked. Null where pinning means nothing. `refused` is given the
+/// reason, once, if the system refuses some.
+std::shared_ptr<void> pin_sources(const at::Device& device, std::vector<SourcePtr>& sources,
+                                  const std::function<void(const std::string&)>& refused);
 
-bool compiled_with_cuda() noexcept;
-int cuda_devices() noexcept;
+/// Of the CUDA runtime that is linked, "13.0" for instance; empty in a build without CUDA.
+std::string cuda_version();
 
 }  // namespace dynswap

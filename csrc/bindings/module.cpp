@@ -42,8 +42,7 @@ py::dict as_dict(const Stats& stats) {
 py::dict build_info() {
   py::dict info;
   info["torch"] = TORCH_VERSION;
-  info["cuda"] = compiled_with_cuda();
-  info["cuda_devices"] = cuda_devices();
+  info["cuda"] = cuda_version();
   info["compiler"] = __VERSION__;
   return info;
 }
@@ -101,7 +100,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("strict_budget"), py::arg("pin"), py::arg("backend"), py::arg("warn"))
       .def_property_readonly("provider", [](const Session&) { return "native"; })
       .def_property_readonly("backend", &Session::backend)
-      .def("attach", &Session::attach, py::arg("root"), py::arg("swap_class"))
+      .def(
+          "attach",
+          [](const py::object& self, const py::object& root, const py::object& swap_class) {
+            return self.cast<Session&>().attach(self, root, swap_class);
+          },
+          py::arg("root"), py::arg("swap_class"))
       .def("detach", &Session::detach, py::arg("root"))
       .def("adopt", &Session::adopt, py::arg("module"), py::arg("name"))
       .def("flush", &Session::flush)

@@ -84,6 +84,15 @@ std::uint64_t Session::as_is_weights() const noexcept {
   return count;
 }
 
+Stats Session::stats() const {
+  Stats stats = engine_->stats();
+  // What the session keeps for itself is not handed out.
+  for (const auto& weight : weights_) {
+    if (weight->cached != nullptr && Py_REFCNT(weight->cached) == 1 && stats.live_leases > 0) --stats.live_leases;
+  }
+  return stats;
+}
+
 void Session::reset_stats() { engine_->reset_counters(); }
 
 c10::StreamId Session::stream_id() const {
@@ -109,7 +118,7 @@ PyObject* Session::access(Weight& weight, PyObject* master_object, bool training
     if (!(MasterState::of(*master.unsafeGetTensorImpl()) == weight.state)) master_changed(weight, master_object);
   }
   if (weight.way == Weight::Way::as_is) return Py_NewRef(master_object);
-  if (weight.way == Weight::Way::converted || abandoned_ || closed_) return convert(master_object).release().ptr();
+  if (weight.way == Weight::Way::converted || abandoned_ || closed_) return convert(weight, master_object);
 
   const bool small_buffer = !weight.parameter && weight.source->wanted_bytes() <= kSmallBuffer;
   last_ = &weight;
@@ -165,10 +174,11 @@ PyObject* Session::wrap(const Weight& weight, const at::Tensor& tensor) {
   return object.release().ptr();
 }
 
-py::object Session::convert(PyObject* master) const {
-  const py::handle tensor(master);
+PyObject* Session::convert(const Weight& weight, PyObject* master) const {
   const at::ScalarType wanted = wanted_type(THPVariable_Unpack(master), dtype_);
-  return tensor.attr("to")(py::cast(device_), py::cast(wanted));
+  const py::object moved = py::handle(master).attr("to")(py::cast(device_), py::cast(wanted));
+  if (weight.parameter && moved.ptr() != master) mark_as_parameter(moved.ptr());
+  return Py_NewRef(moved.ptr());
 }
 
 // ------------------------------------------------------------------------------- masters are the truth
@@ -177,6 +187,10 @@ void Session::classify(Weight& weight, PyObject* master_object, const Mappings& 
   const at::Tensor& master = THPVariable_Unpack(master_object);
   weight.state = MasterState::of(*master.unsafeGetTensorImpl());
   weight.wanted = wanted_type(master, dtype_);
+  if (PyObject_HasAttrString(master_object, "materialize") == 1) {
+    weight.way = Weight::Way::as_is;  // of a lazy module: there is nothing to move yet
+    return;
+  }
   const bool plain = THPVariable_CheckExact(master_object) && streamable(master);
   const bool in_place = master.device() == device_ && master.scalar_type() == weight.wanted;
   if (plain && scalar_of(weight.wanted)) {

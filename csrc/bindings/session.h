@@ -32,8 +32,8 @@ class Session : public std::enable_shared_from_this<Session> {
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
-  // attach.cpp
-  std::size_t attach(const py::object& root, const py::object& swap_class);
+  // attach.cpp. `self` is this session as Python sees it.
+  std::size_t attach(const py::object& self, const py::object& root, const py::object& swap_class);
   void detach(const py::object& root);
   void adopt(const py::object& module, const py::object& name);
 
@@ -49,7 +49,7 @@ class Session : public std::enable_shared_from_this<Session> {
 
   /// Takes what was written on handed-out tensors to their masters.
   void flush();
-  Stats stats() const { return engine_ ? engine_->stats() : Stats{}; }
+  Stats stats() const;
   std::uint64_t as_is_weights() const noexcept;
   void reset_stats();
   void close();
@@ -76,7 +76,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void write_back(Weight& weight);
   PyObject* hand_out(Weight& weight, const at::Tensor& master);
   static PyObject* wrap(const Weight& weight, const at::Tensor& tensor);
-  py::object convert(PyObject* master) const;
+  PyObject* convert(const Weight& weight, PyObject* master) const;
   c10::StreamId stream_id() const;
 
   const at::Device device_;

@@ -72,7 +72,8 @@ Lease Engine::acquire(WeightId id, Stream consumer) {
     if (!hit) {
       planned.push_back(plan_copy(group_id, /*demanded=*/true));
       ++stats_.misses;
-      if (group.copy->place == Place::overflow && !std::exchange(warned_, true)) {
+      const bool over_budget = group.copy->place == Place::overflow && options_.budget > 0;
+      if (over_budget && !std::exchange(warned_, true)) {
         warning = "every slot of the arena is held by tensors that are still in use (" + holders() +
                   "): memory outside the budget is used until they are let go; see overflow_bytes in the "
                   "statistics, or pass strict_budget=True to raise instead";
@@ -170,8 +171,8 @@ void Engine::close() noexcept {
       }
     }
     arena_ = Arena();
-    retired_.push_back({std::move(arena_memory_), after});
-    retired_.push_back({std::move(resident_memory_), std::move(after)});
+    retired_.push_back({std::move(arena_memory_), after, 0});
+    retired_.push_back({std::move(resident_memory_), std::move(after), 0});
   }
   free_retired();
 }

@@ -137,10 +137,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct Retired {
     Memory memory;
     std::vector<EventPtr> after;
+    std::size_t overflow_bytes = 0;  ///< outside the budget until it is freed
+  };
+
+  /// How weights are put together, in bytes.
+  struct Grouping {
+    std::size_t enough;     ///< a group of this size takes no further unit
+    std::size_t too_large;  ///< a unit of more is cut between its weights
   };
 
   // engine_plan.cpp
-  void form_groups();
+  Grouping preferred_grouping() const;
+  std::vector<std::size_t> form_groups(const Grouping& grouping);  ///< returns their sizes
   std::size_t lay_out(Group& group);
 
   // engine_place.cpp: under the lock

@@ -10,6 +10,13 @@
 
 namespace dynswap {
 
+namespace {
+
+/// Stands for no stream: the events under it are not replaced when one is recorded on a real stream.
+constexpr Stream kNoStream = ~Stream{0};
+
+}  // namespace
+
 CopyRequest Engine::request(const Planned& planned) const {
   const Group& group = groups_[planned.copy->group];
   CopyRequest request;
@@ -73,7 +80,7 @@ void Engine::issue(std::vector<Planned>& planned) {
       if (error) {
         // Nothing was enqueued, so what was to be waited for is still to be waited for.
         for (const Arena::Region& region : item.displaced) {
-          for (const EventPtr& event : region.after) copy.released.emplace_back(Stream{0}, event);
+          for (const EventPtr& event : region.after) copy.released.emplace_back(kNoStream, event);
         }
       }
       if (error && PROTECTED(failed_copy_refused)) detach(item.copy);
@@ -126,7 +133,12 @@ void Engine::use_on(const std::shared_ptr<DeviceCopy>& copy, Stream consumer) {
 void Engine::let_go(const std::shared_ptr<DeviceCopy>& copy) {
   --copy->leases;
   --stats_.live_leases;
-  if (!copy->attached && copy->evictable()) dispose(copy);
+  if (!copy->evictable()) return;
+  if (copy->attached && copy->place == Place::overflow) {
+    detach(copy);  // memory outside the budget goes with its last lease (Invariant 4)
+  } else if (!copy->attached) {
+    dispose(copy);
+  }
 }
 
 void Engine::release(const std::shared_ptr<DeviceCopy>& copy) noexcept {
@@ -134,6 +146,7 @@ void Engine::release(const std::shared_ptr<DeviceCopy>& copy) noexcept {
   // Note [The last lease records before it lets go]: were the count to fall first, another thread could
   // choose the slot while the events that guard it are still being recorded. A lease taken meanwhile
   // leaves its streams in `readers`, so the loop looks again.
+  bool to_free = false;
   for (bool held = true; held;) {
     std::vector<Stream> streams;
     {
@@ -141,6 +154,7 @@ void Engine::release(const std::shared_ptr<DeviceCopy>& copy) noexcept {
       if (copy->leases > 1 || copy->readers.empty()) {
         let_go(copy);
         held = false;
+        to_free = !retired_.empty();
       } else {
         streams = std::exchange(copy->readers, {});
         if (!PROTECTED(release_before_reuse)) {
@@ -151,7 +165,7 @@ void Engine::release(const std::shared_ptr<DeviceCopy>& copy) noexcept {
     }
     record_readers(copy, streams);
   }
-  if (copy->place == Place::overflow) free_retired();
+  if (to_free) free_retired();
 }
 
 void Engine::record_readers(const std::shared_ptr<DeviceCopy>& copy, const std::vector<Stream>& streams) noexcept {
@@ -179,8 +193,13 @@ void Engine::free_retired() noexcept {
     return std::all_of(item.after.begin(), item.after.end(),
                        [](const EventPtr& event) { return !event || event->done(); });
   });
+  std::size_t freed_bytes = 0;
+  for (auto item = retired.begin(); item != still_used; ++item) freed_bytes += item->overflow_bytes;
+  std::vector<Retired> kept(std::make_move_iterator(still_used), std::make_move_iterator(retired.end()));
+  retired.clear();  // frees, without the lock
   const std::lock_guard lock(mutex_);
-  retired_.insert(retired_.end(), std::make_move_iterator(still_used), std::make_move_iterator(retired.end()));
+  overflow_now_ -= freed_bytes;
+  retired_.insert(retired_.end(), std::make_move_iterator(kept.begin()), std::make_move_iterator(kept.end()));
 }
 
 }  // namespace dynswap

@@ -154,7 +154,7 @@ void Engine::detach(const std::shared_ptr<DeviceCopy>& copy) {
 
 void Engine::dispose(const std::shared_ptr<DeviceCopy>& copy) {
   if (closed_ && copy->place != Place::overflow) {
-    retired_.push_back({std::move(copy->memory), overwrite_after(*copy)});
+    retired_.push_back({std::move(copy->memory), overwrite_after(*copy), 0});
     return;
   }
   switch (copy->place) {
@@ -164,10 +164,9 @@ void Engine::dispose(const std::shared_ptr<DeviceCopy>& copy) {
     case Place::resident:
       break;  // its block stays the group's; the next copy waits for what overwrite_after() says
     case Place::overflow:
-      overflow_now_ -= copy->bytes;
-      retired_.push_back({std::move(copy->memory), PROTECTED(retire_after_events)
-                                                       ? overwrite_after(*copy)
-                                                       : std::vector<EventPtr>()});
+      retired_.push_back({std::move(copy->memory),
+                          PROTECTED(retire_after_events) ? overwrite_after(*copy) : std::vector<EventPtr>(),
+                          copy->bytes});
       break;
   }
 }

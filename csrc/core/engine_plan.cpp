@@ -1,5 +1,6 @@
 // Engine: which weights travel together, where they lie in a group, which groups are resident.
 #include <algorithm>
+#include <numeric>
 #include <utility>
 
 #include "core/engine.h"
@@ -11,7 +12,7 @@ namespace dynswap {
 namespace {
 
 constexpr std::size_t kWeightAlignment = 64;  ///< as torch's own allocations, so that kernels choose alike
-constexpr std::size_t kSmallWeight = 1u << 20;
+constexpr std::size_t kFewestGroups = 16;     ///< about so many, however small the model
 
 std::size_t align_up(std::size_t value, std::size_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
@@ -25,10 +26,23 @@ WeightId Engine::add_weight(SourcePtr source, std::uint64_t unit) {
   return static_cast<WeightId>(weights_.size() - 1);
 }
 
-void Engine::form_groups() {
-  // A unit's weights are used together, so a group holds whole units: small ones until there are
-  // group_bytes. Only a unit too large to travel at once is cut, and its small weights (a bias) go with
-  // the weight before them.
+Engine::Grouping Engine::preferred_grouping() const {
+  std::size_t total = 0;
+  for (const Weight& weight : weights_) total += weight.source->wanted_bytes();
+  // A small model, or a small budget, is streamed all the same: then less is enough.
+  const std::size_t ring = std::size_t{options_.prefetch} + 1;
+  const std::size_t share = options_.budget > 0 ? options_.budget / (2 * ring) : total;
+  return {std::min({options_.group_bytes, total / kFewestGroups, share}),
+          std::min(options_.split_bytes, options_.budget > 0 ? 2 * share : total)};
+}
+
+std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
+  // A unit's weights are used together, so a group holds whole units: small ones until there is enough
+  // to be worth a transfer. Only a unit too large to travel at once is cut, and its small weights (a
+  // bias) go with the weight before them.
+  const auto [enough, too_large] = grouping;
+  const std::size_t small = enough / 4;
+  groups_.clear();
   std::size_t open_bytes = 0;
   bool open = false;
   const auto append = [&](WeightId weight) {
@@ -46,15 +60,23 @@ void Engine::form_groups() {
     for (; last < weights_.size() && weights_[last].unit == weights_[first].unit; ++last) {
       unit_bytes += weights_[last].source->wanted_bytes();
     }
-    const bool cut = unit_bytes > options_.split_bytes;
+    const bool cut = unit_bytes > too_large;
     for (WeightId weight = first; weight < last; ++weight) {
       const std::size_t bytes = weights_[weight].source->wanted_bytes();
-      if (cut && open_bytes >= options_.group_bytes && bytes > kSmallWeight) open = false;
+      if (cut && open_bytes >= enough && bytes > small) open = false;
       append(weight);
     }
-    if (open_bytes >= options_.group_bytes) open = false;
+    if (open_bytes >= enough) open = false;
     first = last;
   }
+
+  std::vector<std::size_t> bytes;
+  for (GroupId id = 0; id < groups_.size(); ++id) {
+    for (const WeightId weight : groups_[id].weights) weights_[weight].group = id;
+    groups_[id].bytes = lay_out(groups_[id]);
+    bytes.push_back(groups_[id].bytes);
+  }
+  return bytes;
 }
 
 std::size_t Engine::lay_out(Group& group) {
@@ -74,25 +96,24 @@ std::size_t Engine::lay_out(Group& group) {
 
 void Engine::plan() {
   DYNSWAP_CHECK(!planned_, "plan() is called once");
-  form_groups();
-  std::vector<std::size_t> bytes;
-  for (GroupId id = 0; id < groups_.size(); ++id) {
-    Group& group = groups_[id];
-    for (const WeightId weight : group.weights) weights_[weight].group = id;
-    group.bytes = lay_out(group);
-    bytes.push_back(group.bytes);
-    stats_.weight_bytes += group.bytes;
-  }
-  stats_.groups = groups_.size();
-  if (groups_.empty()) {
+  if (weights_.empty()) {
     planned_ = true;
     return;
   }
+  std::vector<std::size_t> bytes = form_groups(preferred_grouping());
+  if (options_.budget > 0 && *std::max_element(bytes.begin(), bytes.end()) > options_.budget) {
+    bytes = form_groups({0, 0});  // each weight on its own: what does not fit now never will
+  }
+  stats_.groups = groups_.size();
+  stats_.weight_bytes = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});
 
   const std::size_t budget = PROTECTED(cap_respected) ? options_.budget : 2 * options_.budget;
   const ResidencyPlan residency = plan_residency(bytes, budget, options_.prefetch);
-  if (residency.arena_bytes > 0) arena_memory_ = backend_->allocate(residency.arena_bytes);
-  if (residency.resident_bytes > 0) resident_memory_ = backend_->allocate(residency.resident_bytes);
+  Memory arena, residents;  // both or neither
+  if (residency.arena_bytes > 0) arena = backend_->allocate(residency.arena_bytes);
+  if (residency.resident_bytes > 0) residents = backend_->allocate(residency.resident_bytes);
+  arena_memory_ = std::move(arena);
+  resident_memory_ = std::move(residents);
 
   std::size_t home = 0;
   std::vector<Schedule::Group> streamed;

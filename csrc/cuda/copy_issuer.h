@@ -1,0 +1,109 @@
+// Enqueues copies on the copy stream: which way each piece goes to the device, and where it is cast.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/backend.h"
+#include "cuda/cuda_backend.h"
+#include "cuda/staging.h"
+
+namespace dynswap {
+
+/// Note [Where a weight is cast]
+///   - Pinned: it crosses the bus as it is stored, and a kernel casts it on the device. Nothing is spent of
+///     the RAM, and nothing of the CPU.
+///   - Staged and widened (or as wide): likewise; the bus carries the smaller type.
+///   - Staged and narrowed: the readers cast it, since they touch each byte anyway; the bus carries the
+///     smaller type.
+///   - Into f8_e4m3fn: always by the readers, through torch's own conversion, because torch's releases
+///     differ in what they make of values that are too large (NaN, or the largest). So even a pinned
+///     source is staged then.
+enum class Way {
+  direct,      ///< pinned, not cast: straight from the master into place
+  cast_after,  ///< pinned: to the scratch block, then cast into place
+  staged,      ///< read into a pinned buffer first, and from there one of the two
+};
+
+/// Thread-safe.
+class CopyIssuer {
+ public:
+  /// `allocate` gives device memory that the copy stream may write.
+  CopyIssuer(const CudaOptions& options, cudaStream_t stream, std::function<Memory(std::size_t)> allocate);
+
+  /// Enqueues the request. Returns its reads, null if it has none. The device's context is current. If it
+  /// throws, nothing of the request is under way any more.
+  std::shared_ptr<Reads> issue(const CopyRequest& request);
+
+  /// StagingRing::wait().
+  bool wait(const Reads& reads, std::chrono::milliseconds patience);
+  /// StagingRing::close(). The stream is to be synchronised after it and before this object goes.
+  void close() noexcept;
+
+  static Way way(const Source& source) noexcept;
+  static bool cast_by_readers(const Source& source) noexcept;
+
+ private:
+  /// Copies that are enqueued together.
+  struct Batch {
+    std::vector<void*> dsts;
+    std::vector<const void*> srcs;
+    std::vector<std::size_t> sizes;
+    void add(void* dst, const void* src, std::size_t bytes);
+    void clear();
+  };
+  /// What becomes of one staged piece once it is in its buffer.
+  struct Landing {
+    Piece piece;         ///< as requested
+    std::size_t offset;  ///< in the buffer
+  };
+  struct Chunk {
+    std::vector<StagedPiece> reads;
+    std::vector<Landing> landings;
+    std::size_t used = 0;
+  };
+  struct Staged {
+    StagingRing* ring = nullptr;
+    std::shared_ptr<Reads> reads;
+  };
+
+  void issue_step(const Step& step, const Staged& staged);
+  void wait_for(const std::vector<EventPtr>& events);
+  void add_pinned(Batch& batch, void* dst, const std::byte* src, std::size_t bytes);
+  void enqueue(Batch& batch);
+  void enqueue_cast(const Piece& piece, const std::byte* stored, bool registered);
+  void stage(const Piece& piece, Chunk& chunk, const Staged& staged);
+  void enqueue_chunk(Chunk& chunk, const Staged& staged);
+  void enqueue_host_function(StagingRing& ring, std::uint64_t chunk, bool arrive);
+  void settle(const Staged& staged) noexcept;
+
+  StagingRing* staging();
+  void prepare_scratch();
+
+  const CudaOptions& options_;
+  const cudaStream_t stream_;
+  const std::function<Memory(std::size_t)> allocate_;
+  const std::size_t scratch_bytes_;
+  std::atomic<bool> batches_{true};  ///< the driver knows batched copies
+
+  std::mutex setup_;
+  std::unique_ptr<StagingRing> ring_;  ///< LOCK: setup_; does not change once it is set
+  Memory scratch_;                     ///< LOCK: setup_; does not change once it is set
+
+  /// Note [One issuer at a time]: a request that is staged or cast enqueues several things that nothing
+  /// of another request may come between: the chunks' order is the stream's order (Note [A staged copy]),
+  /// and the scratch block belongs to one cast from its copy to its kernel. So there is one mutex under
+  /// which CUDA calls are made. It cannot be part of a deadlock: it is taken first and by issuers alone
+  /// (no host function, reader, event or destructor takes it), and no allocation of device memory is made
+  /// under it. Requests of pinned sources that are not cast, the steady state, do not take it.
+  std::mutex issuing_;
+};
+
+}  // namespace dynswap

@@ -1,0 +1,191 @@
+#include "host/copy_queue.h"
+
+#include <atomic>
+#include <exception>
+#include <iterator>
+#include <utility>
+
+#include "core/check.h"
+#include "io/reader.h"
+
+namespace dynswap {
+
+namespace {
+
+std::exception_ptr closed_error() {
+  return std::make_exception_ptr(Error("the host backend was closed before the weights had arrived"));
+}
+
+}  // namespace
+
+/// A step.
+struct CopyQueue::Part {
+  std::vector<Chunk> chunks;  ///< constant until the copy is over
+  // LOCK: the queue's mutex.
+  std::vector<std::shared_ptr<Copy>> after;  ///< those that were not over when the copy was made
+  std::size_t waits = 0;                     ///< of `after`, those that are not over
+  std::size_t chunks_left = 0;
+};
+
+struct CopyQueue::Copy final : Event {
+  bool done() const noexcept override { return over.load(std::memory_order_acquire); }
+
+  std::atomic<bool> urgent{false};
+  std::atomic<bool> failed{false};  ///< the chunks that have not begun are skipped
+  std::atomic<bool> over{false};
+  // LOCK: the queue's mutex. Invariant: `error` does not change any more once `over` is set.
+  std::vector<Part> parts;
+  std::size_t parts_left = 0;
+  std::exception_ptr error;
+  std::vector<PartRef> dependants;  ///< parts that wait for this copy
+
+  void fail(std::exception_ptr with) {
+    if (!error) error = std::move(with);
+    failed.store(true, std::memory_order_relaxed);
+  }
+};
+
+CopyQueue::CopyQueue(CastFn cast, int threads) : cast_(cast), pool_(threads) {}
+
+CopyQueue::~CopyQueue() { close(); }
+
+EventPtr CopyQueue::copy(CopyRequest request) {
+  auto copy = std::make_shared<Copy>();
+  copy->parts.resize(request.steps.size());
+  copy->parts_left = request.steps.size();
+  for (std::size_t i = 0; i < request.steps.size(); ++i) {
+    Part& part = copy->parts[i];
+    part.chunks = cut_into_chunks(request.steps[i].pieces);
+    part.chunks_left = part.chunks.size();
+  }
+  std::vector<PartRef> ready;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) throw Error("the host backend is closed");
+    for (std::size_t i = 0; i < request.steps.size(); ++i) {
+      Part& part = copy->parts[i];
+      for (const EventPtr& event : request.steps[i].after) {
+        if (!event || event->done()) continue;
+        part.after.push_back(std::static_pointer_cast<Copy>(event));
+        part.after.back()->dependants.push_back({copy, i});
+      }
+      part.waits = part.after.size();
+      if (part.waits == 0) ready.push_back({copy, i});
+    }
+    if (copy->parts.empty()) copy->over = true;
+  }
+  if (request.demanded) promote(copy);
+  queue(std::move(ready));
+  return copy;
+}
+
+void CopyQueue::queue(std::vector<PartRef> ready) {
+  for (std::size_t next = 0; next < ready.size(); ++next) {  // `ready` grows on the way
+    const PartRef ref = ready[next];
+    const std::size_t chunks = ref.copy->parts[ref.index].chunks.size();
+    std::size_t queued = 0;
+    std::exception_ptr error;
+    try {
+      while (queued < chunks && submit(ref, queued)) ++queued;
+      if (queued < chunks) error = closed_error();
+    } catch (...) {
+      error = std::current_exception();
+    }
+    if (queued < chunks || chunks == 0) {
+      std::vector<PartRef> more = chunks_over(ref, chunks - queued, std::move(error));
+      ready.insert(ready.end(), std::make_move_iterator(more.begin()), std::make_move_iterator(more.end()));
+    }
+  }
+}
+
+bool CopyQueue::submit(const PartRef& ref, std::size_t chunk) {
+  const Copy& copy = *ref.copy;
+  const bool urgent = copy.urgent.load();
+  const bool queued = pool_.submit({[this, ref, chunk] { run(ref, chunk); },
+                                    [this, ref] { queue(chunks_over(ref, 1, closed_error())); }, &copy},
+                                   urgent);
+  // It may have become urgent since, when the task was not there yet to be promoted.
+  if (queued && !urgent && copy.urgent.load()) pool_.promote(&copy);
+  return queued;
+}
+
+void CopyQueue::run(const PartRef& ref, std::size_t chunk) {
+  std::exception_ptr error;
+  if (!ref.copy->failed.load(std::memory_order_relaxed)) {
+    try {
+      for (const Piece& piece : ref.copy->parts[ref.index].chunks[chunk]) read_piece(piece, piece.dst, cast_);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  queue(chunks_over(ref, 1, std::move(error)));
+}
+
+/// `count` chunks of a part are over: brought, failed, or skipped. Returns the parts that this makes ready.
+std::vector<CopyQueue::PartRef> CopyQueue::chunks_over(const PartRef& ref, std::size_t count,
+                                                       std::exception_ptr error) {
+  std::vector<PartRef> ready;
+  std::vector<Part> finished;  // outlives the lock: what a source's owner does when it goes is not known here
+  {
+    const std::lock_guard lock(mutex_);
+    Copy& copy = *ref.copy;
+    if (error) copy.fail(std::move(error));
+    Part& part = copy.parts[ref.index];
+    part.chunks_left -= count;
+    if (part.chunks_left > 0 || --copy.parts_left > 0) return ready;
+    finished.swap(copy.parts);
+    for (PartRef& dependant : copy.dependants) {
+      if (--dependant.copy->parts[dependant.index].waits == 0) ready.push_back(std::move(dependant));
+    }
+    copy.dependants.clear();
+    copy.over.store(true, std::memory_order_release);
+  }
+  over_.notify_all();
+  return ready;
+}
+
+void CopyQueue::promote(const std::shared_ptr<Copy>& copy) {
+  std::vector<std::shared_ptr<Copy>> promoted;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto add = [&](const std::shared_ptr<Copy>& found) {
+      if (!found->done() && !found->urgent.exchange(true)) promoted.push_back(found);
+    };
+    add(copy);
+    for (std::size_t next = 0; next < promoted.size(); ++next) {
+      const std::shared_ptr<Copy> waiting = promoted[next];
+      for (const Part& part : waiting->parts) {
+        for (const std::shared_ptr<Copy>& event : part.after) add(event);
+      }
+    }
+  }
+  // What is waited for comes first.
+  for (auto it = promoted.rbegin(); it != promoted.rend(); ++it) pool_.promote(it->get());
+}
+
+void CopyQueue::wait(const EventPtr& event) {
+  if (!event) return;
+  const auto copy = std::static_pointer_cast<Copy>(event);
+  if (!copy->done()) {
+    promote(copy);
+    synchronise(event);
+  }
+  if (copy->failed.load(std::memory_order_relaxed)) std::rethrow_exception(copy->error);
+}
+
+void CopyQueue::synchronise(const EventPtr& event) noexcept {
+  if (!event || event->done()) return;
+  std::unique_lock lock(mutex_);
+  over_.wait(lock, [&] { return event->done(); });
+}
+
+void CopyQueue::close() noexcept {
+  {
+    const std::lock_guard lock(mutex_);
+    closed_ = true;
+  }
+  // Each dropped chunk fails its copy; what waited for that copy finds the pool closed, and fails too.
+  pool_.close();
+}
+
+}  // namespace dynswap

@@ -1,0 +1,62 @@
+// Copies that wait for one another, carried out by worker threads.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "core/backend.h"
+#include "core/scalar.h"
+#include "host/chunks.h"
+#include "io/worker_pool.h"
+
+namespace dynswap {
+
+/// Note [No worker waits for an event]: were a worker to block until a step's `after` is done, as many such
+/// steps as there are workers would stop the pool for good when the copies they wait for are queued behind
+/// them. So a step is queued only when the last of its events is done; until then it stands in the lists of
+/// those events (Copy::dependants), and whoever completes an event queues what has become ready.
+///
+/// All calls are thread-safe. The events are those of copy() of the same queue, or null.
+class CopyQueue {
+ public:
+  CopyQueue(CastFn cast, int threads);
+  ~CopyQueue();
+
+  EventPtr copy(CopyRequest request);
+
+  /// Blocks until the copy is over. What of it has not begun goes before other copies from now on, and so
+  /// does what it waits for. Throws what made it fail, every time.
+  void wait(const EventPtr& event);
+  /// Blocks until the copy is over.
+  void synchronise(const EventPtr& event) noexcept;
+
+  /// Copies that are not over fail, except that chunks that have begun are finished. Idempotent.
+  void close() noexcept;
+
+ private:
+  struct Copy;
+  struct Part;
+  /// One step of a copy.
+  struct PartRef {
+    std::shared_ptr<Copy> copy;
+    std::size_t index = 0;
+  };
+
+  void queue(std::vector<PartRef> ready);
+  bool submit(const PartRef& ref, std::size_t chunk);
+  void run(const PartRef& ref, std::size_t chunk);
+  std::vector<PartRef> chunks_over(const PartRef& ref, std::size_t count, std::exception_ptr error);
+  void promote(const std::shared_ptr<Copy>& copy);
+
+  const CastFn cast_;
+  std::mutex mutex_;
+  std::condition_variable over_;  ///< some copy is over
+  bool closed_ = false;           ///< LOCK: mutex_, which guards the copies' fields too
+  WorkerPool pool_;               ///< last: its threads use all of the above
+};
+
+}  // namespace dynswap

@@ -1,0 +1,45 @@
+#include "host/host_backend.h"
+
+#include <sys/mman.h>
+
+#include <string>
+
+#include "core/check.h"
+#include "io/aligned_buffer.h"
+
+namespace dynswap {
+
+namespace {
+
+constexpr std::size_t kHugePage = 2u << 20;
+
+/// Smaller weights are read through the page cache anyway (io/file.h), and would only waste arena.
+constexpr std::size_t kInPlaceBytes = 64u << 10;
+
+/// Where a handed-out tensor has to begin, so that kernels choose as they do on torch's own memory.
+constexpr std::size_t kTensorAlign = 64;
+
+}  // namespace
+
+std::size_t HostBackend::alignment() const noexcept { return kDirectAlign; }
+
+std::optional<std::size_t> HostBackend::phase(const Source& source) const noexcept {
+  const bool in_place = source.file && !source.cast() && source.stored_bytes() >= kInPlaceBytes &&
+                        source.offset % kTensorAlign == 0;
+  if (!in_place) return std::nullopt;
+  return source.offset % kDirectAlign;
+}
+
+Memory HostBackend::allocate(std::size_t bytes) {
+  const std::size_t mapped =
+      align_up(bytes > 0 ? bytes : 1, kDirectAlign);  // an overflow to 0 is refused too
+  void* const address = ::mmap(nullptr, mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (address == MAP_FAILED) {
+    throw OutOfMemory("cannot allocate " + std::to_string(bytes) + " bytes of RAM for streamed weights");
+  }
+  // Fewer page faults, and fewer pages for the disk to look up. Advice only: a refusal changes nothing.
+  if (mapped >= kHugePage) ::madvise(address, mapped, MADV_HUGEPAGE);
+  return Memory(static_cast<std::byte*>(address), [mapped](std::byte* memory) { ::munmap(memory, mapped); });
+}
+
+}  // namespace dynswap

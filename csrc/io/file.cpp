@@ -1,0 +1,227 @@
+#include "io/file.h"
+
+#include <fcntl.h>
+#include <sys/stat.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cerrno>
+#include <cstring>
+#include <sstream>
+
+#include "core/check.h"
+#include "io/aligned_buffer.h"
+#include "io/fork_gate.h"
+
+namespace dynswap {
+
+namespace {
+
+constexpr std::size_t kWindowBytes = 4u << 20;  ///< the page cache is asked about so much at a time
+constexpr std::size_t kBounceBytes = 1u << 20;  ///< one transfer through the bounce buffer
+constexpr std::size_t kSmallBytes = 64u << 10;  ///< below, a read is better cached than quick
+
+/// As errno names it. (std::strerror need not be thread-safe.)
+std::string describe(int error) { return std::generic_category().message(error); }
+
+std::int64_t modified_ns(const struct stat& status) noexcept {
+  return static_cast<std::int64_t>(status.st_mtim.tv_sec) * 1'000'000'000 + status.st_mtim.tv_nsec;
+}
+
+/// How many pages of a range the page cache holds; -1 if the kernel (before 6.5) or a sandbox does not say.
+std::int64_t cached_pages(int fd, std::uint64_t offset, std::size_t bytes) noexcept {
+#ifdef SYS_cachestat
+  constexpr long kCachestat = SYS_cachestat;
+#else
+  constexpr long kCachestat = 451;  // newer than the C library's headers
+#endif
+  struct Range {
+    std::uint64_t offset;
+    std::uint64_t bytes;
+  } range{offset, bytes};
+  struct Counts {
+    std::uint64_t cached, dirty, writeback, evicted, recently_evicted;
+  } counts{};
+  return ::syscall(kCachestat, fd, &range, &counts, 0u) == 0 ? static_cast<std::int64_t>(counts.cached) : -1;
+}
+
+/// Whether the byte at `offset` can be read without waiting for the disk.
+bool readable_now(int fd, std::uint64_t offset) noexcept {
+  std::byte byte;
+  const iovec target{&byte, 1};
+  return ::preadv2(fd, &target, 1, static_cast<off_t>(offset), RWF_NOWAIT) == 1;
+}
+
+bool congruent(std::uint64_t offset, const std::byte* address, std::size_t alignment) noexcept {
+  return (reinterpret_cast<std::uintptr_t>(address) - offset) % alignment == 0;
+}
+
+std::int64_t transfer(int direct_fd, const iovec* parts, int count, std::uint64_t offset) {
+  const NoFork no_fork;
+  return ::preadv(direct_fd, parts, count, static_cast<off_t>(offset));
+}
+
+}  // namespace
+
+std::shared_ptr<const File> File::open(const std::string& path) {
+  return std::shared_ptr<const File>(new File(path));
+}
+
+File::File(const std::string& path) : path_(path) {
+  fd_ = ::open(path.c_str(), O_RDONLY | O_CLOEXEC);
+  if (fd_ < 0) throw SourceError("cannot open the checkpoint file '" + path + "': " + describe(errno));
+  struct stat status{};
+  const bool known = ::fstat(fd_, &status) == 0;
+  if (!known || !S_ISREG(status.st_mode)) {
+    const std::string reason = known ? "it is not an ordinary file" : describe(errno);
+    ::close(fd_);
+    throw SourceError("cannot read weights from '" + path + "': " + reason);
+  }
+  size_ = static_cast<std::uint64_t>(status.st_size);
+  inode_ = status.st_ino;
+  device_ = status.st_dev;
+  modified_ns_ = modified_ns(status);
+  open_direct();
+}
+
+File::~File() {
+  if (direct_fd_ >= 0) ::close(direct_fd_);
+  ::close(fd_);
+}
+
+void File::open_direct() noexcept {
+  memory_align_ = offset_align_ = kDirectAlign;
+#ifdef STATX_DIOALIGN
+  struct statx status{};
+  if (::statx(fd_, "", AT_EMPTY_PATH, STATX_DIOALIGN, &status) == 0 && (status.stx_mask & STATX_DIOALIGN)) {
+    memory_align_ = status.stx_dio_mem_align;
+    offset_align_ = status.stx_dio_offset_align;
+  }
+#endif
+  // Zero: no direct reads on this file system. More than a page: a disk that we have no buffers for.
+  if (memory_align_ == 0 || offset_align_ == 0) return;
+  if (memory_align_ > kDirectAlign || offset_align_ > kDirectAlign) return;
+  // Through the descriptor, so that it is the same file even if the name has been given to another.
+  const std::string self = "/proc/self/fd/" + std::to_string(fd_);
+  direct_fd_ = ::open(self.c_str(), O_RDONLY | O_CLOEXEC | O_DIRECT);
+  direct_ = direct_fd_ >= 0;
+}
+
+void File::read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const std::string& who) const {
+  const auto where = [&] {
+    std::ostringstream text;
+    text << "weight '" << who << "' (bytes " << offset << " to " << offset + bytes << " of '" << path_
+         << "')";
+    return text.str();
+  };
+  if (offset > size_ || bytes > size_ - offset) {
+    throw SourceError(where() + " lies beyond the end of the file, which has " + std::to_string(size_) +
+                      " bytes: the file is truncated; get a complete copy and load it again");
+  }
+  const bool small = bytes < kSmallBytes;
+  std::size_t done = 0;
+  while (done < bytes) {
+    const std::uint64_t at = offset + done;
+    // Windows end where blocks end, so that no block is read twice.
+    const std::size_t window =
+        std::min<std::uint64_t>(bytes - done, align_down(at + kWindowBytes, kDirectAlign) - at);
+    const std::int64_t got = read_some(at, dst + done, window, small);
+    if (got > 0) {
+      done += static_cast<std::size_t>(got);
+      continue;
+    }
+    const int error = errno;
+    check_unchanged(who);
+    throw SourceError(where() + " could not be read: " +
+                      (got == 0 ? std::string("the file ended early") : describe(error)) +
+                      "; check the disk, and load the file again");
+  }
+  // After the bytes were read, so that no change before or during the read goes unseen.
+  check_unchanged(who);
+}
+
+void File::check_unchanged(const std::string& who) const {
+  struct stat status{};
+  if (::fstat(fd_, &status) != 0) {
+    throw SourceError("weight '" + who + "': '" + path_ + "' cannot be checked: " + describe(errno));
+  }
+  const auto size = static_cast<std::uint64_t>(status.st_size);
+  if (size == size_ && modified_ns(status) == modified_ns_) return;
+  std::ostringstream text;
+  text << "weight '" << who << "' cannot be read: its file '" << path_ << "' has been ";
+  if (size < size_) {
+    text << "truncated since it was loaded (" << size_ << " bytes then, " << size << " now)";
+  } else {
+    text << "changed since it was loaded";
+    if (size != size_) text << " (" << size_ << " bytes then, " << size << " now)";
+  }
+  text << "; load it again";
+  throw SourceError(text.str());
+}
+
+bool File::in_page_cache(std::uint64_t offset, std::size_t bytes) const noexcept {
+  static const auto kPage = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
+  const auto pages = static_cast<std::int64_t>((offset + bytes - 1) / kPage - offset / kPage + 1);
+  const std::int64_t cached = cached_pages(fd_, offset, bytes);
+  // Past one half, copying what is there saves more time than waiting for the rest costs.
+  if (cached >= 0) return 2 * cached > pages;
+  return readable_now(fd_, offset) && readable_now(fd_, offset + bytes / 2) &&
+         readable_now(fd_, offset + bytes - 1);
+}
+
+std::int64_t File::read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, bool cached) const {
+  for (;;) {
+    const bool direct = !cached && direct_.load(std::memory_order_relaxed) && !in_page_cache(offset, bytes);
+    const std::int64_t got =
+        direct ? read_direct(offset, dst, bytes) : ::pread(fd_, dst, bytes, static_cast<off_t>(offset));
+    if (got >= 0) return got;
+    if (errno == EINTR) continue;
+    if (!direct || (errno != EINVAL && errno != EOPNOTSUPP)) return got;
+    direct_.store(false, std::memory_order_relaxed);  // the file system took the flag, but does not mean it
+  }
+}
+
+std::int64_t File::read_direct(std::uint64_t offset, std::byte* dst, std::size_t bytes) const {
+  const bool spans_a_boundary = align_up(offset, offset_align_) <= align_down(offset + bytes, offset_align_);
+  if (spans_a_boundary && congruent(offset, dst, memory_align_)) return read_in_place(offset, dst, bytes);
+  thread_local const AlignedBuffer bounce(kBounceBytes + 2 * kDirectAlign);
+  const std::uint64_t begin = align_down(offset, offset_align_);
+  const std::size_t skip = offset - begin;
+  // A scrap past the last transfer's end goes with it.
+  const std::size_t wanted = bytes <= kBounceBytes + kDirectAlign - skip ? bytes : kBounceBytes - skip;
+  const iovec blocks{bounce.data(), align_up(skip + wanted, offset_align_)};
+  const std::int64_t got = transfer(direct_fd_, &blocks, 1, begin);
+  if (got < 0) return got;
+  if (static_cast<std::size_t>(got) <= skip) return 0;
+  const std::size_t usable = std::min(static_cast<std::size_t>(got) - skip, wanted);
+  std::memcpy(dst, bounce.data() + skip, usable);
+  return static_cast<std::int64_t>(usable);
+}
+
+std::int64_t File::read_in_place(std::uint64_t offset, std::byte* dst, std::size_t bytes) const {
+  // Invariant: the range touches the end of a block, so that its first and last block are two.
+  // One transfer: the block that holds the beginning, whole blocks in place, the block that holds the end.
+  alignas(kDirectAlign) std::byte first[kDirectAlign];
+  alignas(kDirectAlign) std::byte last[kDirectAlign];
+  const std::uint64_t begin = align_down(offset, offset_align_);
+  const std::size_t skip = offset - begin;
+  const std::size_t head = skip == 0 ? 0 : offset_align_ - skip;  // bytes of dst that come from `first`
+  const std::size_t tail = (offset + bytes) % offset_align_;      // ... and from `last`
+  const std::size_t whole = bytes - head - tail;
+  iovec parts[3];
+  int count = 0;
+  if (head > 0) parts[count++] = {first, offset_align_};
+  if (whole > 0) parts[count++] = {dst + head, whole};
+  if (tail > 0) parts[count++] = {last, offset_align_};
+  const std::int64_t got = transfer(direct_fd_, parts, count, begin);
+  if (got < 0) return got;
+  if (static_cast<std::size_t>(got) <= skip) return 0;
+  const std::size_t usable = std::min(static_cast<std::size_t>(got) - skip, bytes);
+  std::memcpy(dst, first + skip, std::min(head, usable));
+  if (usable > head + whole) std::memcpy(dst + head + whole, last, usable - head - whole);
+  return static_cast<std::int64_t>(usable);
+}
+
+}  // namespace dynswap

@@ -1,0 +1,63 @@
+// An open checkpoint file: reads ranges of it at the speed of the disk, or of the page cache.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+
+namespace dynswap {
+
+/// Immutable and thread-safe. What the file was when it was opened (size, time of its last change) is what
+/// it has to be at every read: weights that have changed under a running model are an error, not weights.
+class File {
+ public:
+  /// Throws SourceError that names the file.
+  static std::shared_ptr<const File> open(const std::string& path);
+
+  ~File();
+  File(const File&) = delete;
+  File& operator=(const File&) = delete;
+
+  /// Reads exactly `bytes` at `offset` into `dst`; blocks. `who` is the weight's name, for the error.
+  /// Throws SourceError that names file and weight, what is wrong (truncated, changed, failing disk) and
+  /// what to do.
+  ///
+  /// Note [How a range is read]: what is in the page cache is copied from there. The rest is read past the
+  /// page cache (O_DIRECT): that is what reaches the speed of the disk, costs the least CPU time, and leaves
+  /// the cache to others. It goes straight to `dst` if address and offset are congruent modulo the disk's
+  /// memory alignment (modulo 4096 is always enough), else through a bounce buffer. Small ranges, and file
+  /// systems that refuse O_DIRECT, are read through the page cache.
+  void read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const std::string& who) const;
+
+  const std::string& path() const noexcept { return path_; }
+  std::uint64_t size() const noexcept { return size_; }
+  std::uint64_t inode() const noexcept { return inode_; }
+  std::uint64_t device() const noexcept { return device_; }
+
+ private:
+  explicit File(const std::string& path);
+
+  void open_direct() noexcept;
+  bool in_page_cache(std::uint64_t offset, std::size_t bytes) const noexcept;
+  /// These read at least one and at most `bytes` bytes and return how many; 0 at the end of the file, and
+  /// -1 with errno. `cached`: through the page cache in any case.
+  std::int64_t read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, bool cached) const;
+  std::int64_t read_direct(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;
+  std::int64_t read_in_place(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;
+  void check_unchanged(const std::string& who) const;
+
+  const std::string path_;
+  std::uint64_t size_ = 0;
+  std::uint64_t inode_ = 0;
+  std::uint64_t device_ = 0;
+  std::int64_t modified_ns_ = 0;
+  int fd_ = -1;
+  int direct_fd_ = -1;                       ///< opened with O_DIRECT; -1: refused
+  std::size_t memory_align_ = 0;             ///< what O_DIRECT asks of addresses
+  std::size_t offset_align_ = 0;             ///< what O_DIRECT asks of offsets and lengths
+  mutable std::atomic<bool> direct_{false};  ///< O_DIRECT has not been refused yet
+};
+
+}  // namespace dynswap

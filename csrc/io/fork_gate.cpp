@@ -1,0 +1,70 @@
+#include "io/fork_gate.h"
+
+#include <pthread.h>
+
+#include <atomic>
+#include <condition_variable>
+#include <mutex>
+
+namespace dynswap {
+
+namespace {
+
+struct Gate {
+  std::mutex mutex;
+  std::condition_variable changed;
+  // LOCK: mutex guards all below.
+  int transfers = 0;
+  bool forking = false;
+};
+
+std::atomic<Gate*> the_gate{nullptr};  // never freed: workers and fork handlers may outlive static objects
+
+void before_fork() {
+  Gate& gate = *the_gate;
+  std::unique_lock lock(gate.mutex);
+  gate.forking = true;
+  gate.changed.wait(lock, [&] { return gate.transfers == 0; });
+  lock.release();  // held over the fork, so that the child does not find it held by a thread it has not got
+}
+
+void after_fork_in_parent() {
+  Gate& gate = *the_gate;
+  gate.forking = false;
+  gate.mutex.unlock();
+  gate.changed.notify_all();
+}
+
+void after_fork_in_child() {
+  the_gate.load()->mutex.unlock();
+  the_gate = new Gate;  // threads that waited at the old one are not here
+}
+
+void make_gate() {
+  static const bool made = [] {
+    the_gate = new Gate;
+    return ::pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child) == 0;
+  }();
+  static_cast<void>(made);  // no memory for three pointers: then forks are not kept apart
+}
+
+}  // namespace
+
+NoFork::NoFork() {
+  make_gate();
+  Gate& gate = *the_gate;
+  std::unique_lock lock(gate.mutex);
+  gate.changed.wait(lock, [&] { return !gate.forking; });
+  ++gate.transfers;
+}
+
+NoFork::~NoFork() {
+  Gate& gate = *the_gate;
+  {
+    const std::lock_guard lock(gate.mutex);
+    if (--gate.transfers > 0 || !gate.forking) return;
+  }
+  gate.changed.notify_all();
+}
+
+}  // namespace dynswap

@@ -1,0 +1,50 @@
+// How close to the limit max(compute, copy) the engine comes, for a model's shape and a bus.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "core/engine.h"
+
+namespace dynswap::sim {
+
+/// One weight, in the order of use.
+struct Layer {
+  std::string name;
+  std::uint64_t bytes = 0;
+  double compute_seconds = 0;  ///< of the kernels that read it
+  std::uint64_t unit = 0;      ///< its module; a module's weights are consecutive
+};
+
+struct Workload {
+  std::vector<Layer> layers;
+};
+
+/// All figures are of one pass in the steady state.
+struct Result {
+  double seconds = 0;
+  double compute_seconds = 0;
+  double copy_seconds = 0;   ///< what the bus needs for the streamed weights, each once
+  double limit_seconds = 0;  ///< max(compute_seconds, copy_seconds)
+  double ratio = 0;          ///< seconds / limit_seconds
+  double stall_seconds = 0;  ///< the consumer waited for copies
+  double copies = 0;
+  double misses = 0;
+  double moved_bytes = 0;  ///< bytes that did travel
+  double first_pass_seconds = 0;
+  std::uint64_t streamed_bytes = 0;  ///< bytes of the weights that are not resident
+  std::uint64_t resident_bytes = 0;
+  std::uint64_t arena_bytes = 0;
+  std::uint64_t groups = 0;
+  std::uint64_t streamed_groups = 0;
+  std::uint64_t depth = 0;
+};
+
+/// Runs the real engine over the virtual clock: in each pass each module acquires its weights, computes,
+/// and lets go of them. The first half of `passes` (at least one) is warm-up. Throws what the engine
+/// throws, BudgetError for instance.
+Result simulate(const Workload& workload, const EngineOptions& options, double bytes_per_second,
+                double latency, int passes);
+
+}  // namespace dynswap::sim

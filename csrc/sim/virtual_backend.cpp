@@ -1,0 +1,81 @@
+#include "sim/virtual_backend.h"
+
+#include <algorithm>
+#include <string>
+
+#include "core/check.h"
+
+namespace dynswap::sim {
+
+/// A point of virtual time. The clock outlives its events: the engine that holds them owns the backend.
+class VirtualBackend::Instant final : public Event {
+ public:
+  Instant(const VirtualBackend& clock, double at) : clock_(clock), at_(at) {}
+  bool done() const noexcept override { return at_ <= clock_.now(); }
+  double at() const noexcept { return at_; }
+
+ private:
+  const VirtualBackend& clock_;
+  const double at_;
+};
+
+VirtualBackend::VirtualBackend(double bytes_per_second, double latency, std::size_t cap)
+    : bytes_per_second_(bytes_per_second),
+      latency_(latency),
+      cap_(cap),
+      next_address_(std::uintptr_t{1} << 40) {
+  DYNSWAP_CHECK(bytes_per_second > 0 && latency >= 0, "a bus needs a speed");
+}
+
+Memory VirtualBackend::allocate(std::size_t bytes) {
+  if (bytes > cap_ - *allocated_) {
+    throw OutOfMemory("the virtual device has " + std::to_string(cap_ - *allocated_) + " bytes left, not " +
+                      std::to_string(bytes));
+  }
+  *allocated_ += bytes;
+  const std::uintptr_t address = next_address_;
+  next_address_ += (bytes + alignment() - 1) / alignment() * alignment();
+  return Memory(reinterpret_cast<std::byte*>(address),
+                [allocated = allocated_, bytes](std::byte*) { *allocated -= bytes; });
+}
+
+EventPtr VirtualBackend::copy(CopyRequest request) {
+  double end = std::max(copy_free_, now_);
+  double busy = latency_;
+  end += latency_;
+  for (const Step& step : request.steps) {
+    for (const EventPtr& event : step.after) {
+      if (event) end = std::max(end, static_cast<const Instant&>(*event).at());
+    }
+    for (const Piece& piece : step.pieces) {
+      // The bus carries the smaller type.
+      const std::size_t element =
+          std::min(scalar_size(piece.source->stored), scalar_size(piece.source->wanted));
+      const double seconds = static_cast<double>(piece.count * element) / bytes_per_second_;
+      bytes_copied_ += piece.count * element;
+      end += seconds;
+      busy += seconds;
+    }
+  }
+  copying_ += busy;
+  copy_free_ = end;
+  ++copies_;
+  return std::make_shared<Instant>(*this, end);
+}
+
+void VirtualBackend::wait(Stream, const EventPtr& copied) {
+  if (!copied) return;
+  const double at = static_cast<const Instant&>(*copied).at();
+  stalled_ += std::max(0.0, at - now_);
+  now_ = std::max(now_, at);
+}
+
+EventPtr VirtualBackend::record(Stream) { return std::make_shared<Instant>(*this, now_); }
+
+void VirtualBackend::synchronise(const EventPtr& event) noexcept {
+  if (!event || event->done()) return;
+  ++host_synchronisations_;
+  now_ = static_cast<const Instant&>(*event).at();
+}
+
+}  // namespace dynswap::sim

@@ -1,0 +1,61 @@
+// A device that only keeps time: the real engine, on a virtual clock, gives the same figures anywhere.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <limits>
+#include <memory>
+
+#include "core/backend.h"
+
+namespace dynswap::sim {
+
+/// One copy stream and one consumer. The host walks with the consumer: a copy is issued, and so begins,
+/// no earlier than the consumer's present (a host that runs ahead, as over a GPU, can only do better).
+/// Copies run one after the other in the order of issue; a step waits for its `after`, and what is behind
+/// it waits too, as on a stream. Memory is addresses and a cap; nothing is ever read or written.
+/// Not thread-safe: one thread, by design.
+class VirtualBackend final : public Backend {
+ public:
+  /// `latency`: seconds that each copy takes besides its bytes.
+  VirtualBackend(double bytes_per_second, double latency,
+                 std::size_t cap = std::numeric_limits<std::size_t>::max());
+
+  /// The consumer works for `seconds`.
+  void kernel(double seconds) noexcept { now_ += seconds; }
+
+  double now() const noexcept { return now_; }
+  double stalled() const noexcept { return stalled_; }  ///< seconds the consumer waited for copies
+  double copying() const noexcept { return copying_; }  ///< seconds the copy stream was at work
+  std::uint64_t bytes_copied() const noexcept { return bytes_copied_; }
+  std::uint64_t copies() const noexcept { return copies_; }
+  std::size_t allocated_bytes() const noexcept { return *allocated_; }
+
+  const char* name() const noexcept override { return "virtual"; }
+  std::size_t alignment() const noexcept override { return 512; }
+  Memory allocate(std::size_t bytes) override;
+  EventPtr copy(CopyRequest request) override;
+  void wait(Stream consumer, const EventPtr& copied) override;
+  EventPtr record(Stream consumer) override;
+  void close() noexcept override {}
+  void synchronise(const EventPtr& event) noexcept override;
+  std::uint64_t host_synchronisations() const noexcept override { return host_synchronisations_; }
+
+ private:
+  class Instant;
+
+  const double bytes_per_second_;
+  const double latency_;
+  const std::size_t cap_;
+  double now_ = 0;        ///< of the consumer
+  double copy_free_ = 0;  ///< when the copy stream has done what it was given
+  double stalled_ = 0;
+  double copying_ = 0;
+  std::uint64_t bytes_copied_ = 0;
+  std::uint64_t copies_ = 0;
+  std::uint64_t host_synchronisations_ = 0;
+  std::uintptr_t next_address_;
+  std::shared_ptr<std::size_t> allocated_ = std::make_shared<std::size_t>(0);  ///< memory may outlive us
+};
+
+}  // namespace dynswap::sim
