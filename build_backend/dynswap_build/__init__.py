@@ -1,0 +1,71 @@
+"""Build backend: setuptools', building against the torch that the interpreter already has.
+
+pip builds in an environment of its own, where the torch that the extension will run with is not to be
+seen. A torch installed there instead is gigabytes of download, and as likely as not one of another ABI.
+So the hooks look past the isolation: a suitable torch in the interpreter is put on ``sys.path``, and
+only where there is none does torch become a build requirement.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from setuptools import build_meta
+
+from dynswap_build.extension import wants_extension
+from dynswap_build.installed_torch import REQUIREMENT, reveal_torch
+
+__all__ = [
+    "build_editable",
+    "build_sdist",
+    "build_wheel",
+    "get_requires_for_build_editable",
+    "get_requires_for_build_sdist",
+    "get_requires_for_build_wheel",
+    "prepare_metadata_for_build_editable",
+    "prepare_metadata_for_build_wheel",
+]
+
+get_requires_for_build_sdist = build_meta.get_requires_for_build_sdist
+build_sdist = build_meta.build_sdist
+
+
+def _requirements() -> list[str]:
+    if not wants_extension():
+        return []
+    torch = [] if reveal_torch() else [REQUIREMENT]
+    return [*torch, "ninja>=1.11"]
+
+
+def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
+    """Return setuptools' requirements and what compiling the extension needs."""
+    return [*build_meta.get_requires_for_build_wheel(config_settings), *_requirements()]
+
+
+def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
+    """Return setuptools' requirements and what compiling the extension needs."""
+    return [*build_meta.get_requires_for_build_editable(config_settings), *_requirements()]
+
+
+def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Any = None) -> str:
+    """Write the metadata of the wheel, which takes no torch: nothing is compiled."""
+    return build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+
+
+def prepare_metadata_for_build_editable(metadata_directory: str, config_settings: Any = None) -> str:
+    """Write the metadata of the editable wheel."""
+    return build_meta.prepare_metadata_for_build_editable(metadata_directory, config_settings)
+
+
+def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
+    """Compile and pack the wheel."""
+    reveal_torch()
+    return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
+
+
+def build_editable(
+    wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
+) -> str:
+    """Compile in place and pack the wheel that points here."""
+    reveal_torch()
+    return build_meta.build_editable(wheel_directory, config_settings, metadata_directory)

@@ -1,0 +1,93 @@
+"""Finds a CUDA toolkit to compile with. No GPU, driver or CUDA build of torch is needed for that."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+#: The first nvcc that compiles C++20.
+OLDEST = (12, 0)
+
+
+class ToolkitNotFound(Exception):
+    """No usable toolkit; the message lists where was looked and what was missing there."""
+
+
+@dataclass(frozen=True)
+class Toolkit:
+    """A folder with nvcc, the headers and the static runtime library."""
+
+    home: Path
+    include: Path
+    static_runtime: Path
+    version: tuple[int, int]
+
+
+def find_toolkit() -> Toolkit:
+    """Return the first usable toolkit, or raise ToolkitNotFound."""
+    seen: dict[Path, None] = {}
+    rejected = []
+    for origin, home in _candidates():
+        if home in seen:
+            continue
+        seen[home] = None
+        found = _inspect(home)
+        if isinstance(found, Toolkit):
+            return found
+        rejected.append(f"{home} ({origin}): {found}")
+    raise ToolkitNotFound(
+        "; ".join(rejected)
+        or "neither CUDA_HOME nor CUDA_PATH is set, there is no /usr/local/cuda*, and no nvcc on PATH"
+    )
+
+
+def _candidates() -> Iterator[tuple[str, Path]]:
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        if os.environ.get(variable):
+            yield variable, Path(os.environ[variable]).resolve()
+    nvcc = shutil.which("nvcc")
+    if nvcc:
+        yield "nvcc on PATH", Path(nvcc).resolve().parent.parent
+        # an nvcc on PATH may be a script that starts the real one, which knows where it lies
+        top = re.search(r"^#\$ TOP=(.+)$", _output([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull]), re.M)
+        if top:
+            yield "what nvcc on PATH starts", Path(top[1].strip()).resolve()
+    yield "default", Path("/usr/local/cuda").resolve()
+    for home in sorted(Path("/usr/local").glob("cuda-*"), key=_version_in_name, reverse=True):
+        yield "default", home.resolve()
+
+
+def _version_in_name(home: Path) -> list[int]:
+    return [int(number) for number in re.findall(r"\d+", home.name)]
+
+
+def _inspect(home: Path) -> Toolkit | str:
+    """Return the toolkit in `home`, or what keeps it from being one."""
+    nvcc = home / "bin" / "nvcc"
+    if not nvcc.is_file():
+        return "no bin/nvcc"
+    roots = [home, *sorted((home / "targets").glob(f"{os.uname().machine}*"))]
+    include = next((r / "include" for r in roots if (r / "include/cuda_runtime_api.h").is_file()), None)
+    if include is None:
+        return "no include/cuda_runtime_api.h"
+    libraries = [r / sub / "libcudart_static.a" for r in roots for sub in ("lib64", "lib")]
+    library = next((path for path in libraries if path.is_file()), None)
+    if library is None:
+        return "no libcudart_static.a"
+    release = re.search(r"release (\d+)\.(\d+)", _output([str(nvcc), "--version"]))
+    if release is None:
+        return "bin/nvcc does not run"
+    version = (int(release[1]), int(release[2]))
+    if version < OLDEST:
+        return f"CUDA {version[0]}.{version[1]} is older than {OLDEST[0]}.{OLDEST[1]}"
+    return Toolkit(home, include, library, version)
+
+
+def _output(command: list[str]) -> str:
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False)
+    return done.stdout

@@ -1,0 +1,127 @@
+"""What setup() is given: the extension dynswap_ext._C, and how it is compiled.
+
+Environment:
+
+====================  ==================================================================================
+DYNSWAP_BUILD         ``python``: no extension, pure Python. Default: the extension, on Linux.
+DYNSWAP_CUDA          ``1``: with the CUDA backend, or fail; ``0``: without; ``auto`` (default): with it
+                      where a toolkit is found.
+DYNSWAP_WERROR        ``1``: warnings are errors.
+TORCH_CUDA_ARCH_LIST  as for every torch extension. Default: ``8.0;9.0+PTX``.
+MAX_JOBS              compilers at a time. Default: as many as cores and memory allow.
+====================  ==================================================================================
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from dynswap_build.cuda_toolkit import Toolkit, ToolkitNotFound, find_toolkit
+from dynswap_build.installed_torch import REQUIREMENT
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = ("core", "io", "host", "sim", "bindings")
+ARCHITECTURES = "8.0;9.0+PTX"
+BYTES_PER_COMPILER = 2 << 30  # torch's headers take that much
+
+
+def wants_extension() -> bool:
+    """Tell whether this build compiles anything. Raises SystemExit on a value it does not know."""
+    build = os.environ.get("DYNSWAP_BUILD", "").strip().lower()
+    if build not in ("", "native", "python"):
+        raise SystemExit(f"DYNSWAP_BUILD={build!r} is not known; use 'python', 'native', or leave it unset")
+    if build == "" and not sys.platform.startswith("linux"):
+        return False
+    return build != "python"
+
+
+def wanted_toolkit() -> Toolkit | None:
+    """Return the CUDA toolkit to build with. Raises SystemExit if one is demanded and there is none."""
+    choice = os.environ.get("DYNSWAP_CUDA", "").strip().lower() or "auto"
+    if choice not in ("0", "1", "auto"):
+        raise SystemExit(f"DYNSWAP_CUDA={choice!r} is not known; use 0, 1 or auto")
+    if choice == "0":
+        return None
+    try:
+        return find_toolkit()
+    except ToolkitNotFound as error:
+        if choice == "1":
+            raise SystemExit(
+                f"DYNSWAP_CUDA=1, but no CUDA toolkit can be used. {error}. Set CUDA_HOME to the folder that "
+                "holds bin/nvcc and include/, or build with DYNSWAP_CUDA=0."
+            ) from None
+        return None
+
+
+def setup_arguments() -> dict[str, Any]:
+    """Return the arguments of setup() that pyproject.toml cannot hold."""
+    if not wants_extension() or not _compiles():
+        return {}
+    try:
+        import torch
+        from torch.utils import cpp_extension
+    except ImportError as error:
+        raise SystemExit(
+            f"Building dynswap_ext._C takes torch, and it cannot be imported ({error}). Install "
+            f"'{REQUIREMENT}' first, or set DYNSWAP_BUILD=python for the pure-Python provider."
+        ) from None
+    toolkit = wanted_toolkit()
+    cuda = f"CUDA {toolkit.version[0]}.{toolkit.version[1]} in {toolkit.home}" if toolkit else "no CUDA"
+    print(f"dynswap_ext._C: torch {torch.__version__}, {cuda}", file=sys.stderr)
+    os.environ.setdefault("MAX_JOBS", str(_jobs()))
+    if toolkit:
+        _point_torch_to(toolkit, cpp_extension)
+    return {
+        "ext_modules": [_extension(toolkit, cpp_extension)],
+        "cmdclass": {"build_ext": cpp_extension.BuildExtension},
+    }
+
+
+def _compiles() -> bool:
+    """Tell whether this run of setup.py builds; metadata and source archives take no torch."""
+    return not {"egg_info", "dist_info", "sdist", "clean", "--version", "--name"} & set(sys.argv[1:])
+
+
+def _extension(toolkit: Toolkit | None, cpp_extension: Any) -> Any:
+    strict = os.environ.get("DYNSWAP_WERROR") == "1"
+    sources = [path for folder in FOLDERS for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
+    cxx = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    nvcc = ["-std=c++20", "-O3", "-Xcompiler=-Wall,-Wextra,-fvisibility=hidden"]
+    # torch's headers as the system's: their warnings are not ours
+    cxx += [f"-isystem{path}" for path in cpp_extension.include_paths()]
+    link = ["-Wl,--strip-debug", "-Wl,--exclude-libs,ALL"]
+    macros: list[tuple[str, str | None]] = []
+    if strict:
+        cxx += ["-Werror"]
+        nvcc += ["-Werror=all-warnings"]
+    if toolkit:
+        sources += sorted((ROOT / "csrc" / "cuda").glob("*.c[pu]*"))
+        macros.append(("DYNSWAP_WITH_CUDA", None))
+        cxx.append(f"-isystem{toolkit.include}")
+        # static: the module imports where there is no libcudart, and does not clash with torch's
+        link += [str(toolkit.static_runtime), "-ldl", "-lrt", "-lpthread"]
+    extension = cpp_extension.CppExtension(
+        "dynswap_ext._C",
+        [str(path.relative_to(ROOT)) for path in sources],
+        define_macros=macros,
+        extra_compile_args={"cxx": cxx, "nvcc": nvcc},
+        extra_link_args=link,
+    )
+    extension.include_dirs = [str(ROOT / "csrc")]
+    return extension
+
+
+def _point_torch_to(toolkit: Toolkit, cpp_extension: Any) -> None:
+    # None under a CPU build of torch, which compiles .cu files all the same
+    cpp_extension.CUDA_HOME = str(toolkit.home)
+    # refuses a toolkit of another major version than torch's own; our .cu files include nothing of torch
+    cpp_extension._check_cuda_version = lambda *_: None
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)
+
+
+def _jobs() -> int:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return max(1, min(len(os.sched_getaffinity(0)), memory // BYTES_PER_COMPILER))

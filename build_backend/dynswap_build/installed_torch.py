@@ -1,0 +1,58 @@
+"""Finds the torch of the interpreter from within an isolated build."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+_OLDEST = (2, 11)
+_NEWEST = (2, 13)
+
+#: The range in pyproject.toml. The extension runs with the very minor version that it was built against.
+REQUIREMENT = f"torch>={_OLDEST[0]}.{_OLDEST[1]},<{_NEWEST[0]}.{_NEWEST[1] + 1}"
+
+_PROBE = """
+import importlib.metadata, json, sys
+try:
+    version = importlib.metadata.version("torch")
+except importlib.metadata.PackageNotFoundError:
+    version = None
+json.dump({"version": version, "path": sys.path}, sys.stdout)
+"""
+
+
+def supported(version: str) -> bool:
+    """Tell whether a torch of this version satisfies `REQUIREMENT`."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return match is not None and _OLDEST <= (int(match[1]), int(match[2])) <= _NEWEST
+
+
+def reveal_torch() -> bool:
+    """Make the interpreter's own torch importable here. False if it has none that is supported.
+
+    pip isolates a build through ``PYTHONPATH`` and ``PYTHONNOUSERSITE``; the same interpreter without
+    them shows what it really has (a user site, or the system's under a virtual environment, included).
+    Its path is appended, so that everything installed for the build still comes first.
+    """
+    if importlib.util.find_spec("torch") is not None:
+        return True
+    environment = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
+    probe = subprocess.run(
+        [sys.executable, "-c", _PROBE], env=environment, cwd=Path(sys.executable).parent,
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    if probe.returncode != 0:
+        return False
+    found = json.loads(probe.stdout)
+    if found["version"] is None or not supported(found["version"]):
+        return False
+    # "" is the folder that the probe ran in
+    sys.path.extend(entry for entry in found["path"] if entry and entry not in sys.path)
+    importlib.invalidate_caches()
+    return True
