@@ -1,0 +1,358 @@
+// The CUDA backend over a runtime without a GPU (fake_cudart.h): which bytes arrive, in what order, and
+// what it asks of the driver.
+#include <array>
+#include <chrono>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <string>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "core/check.h"
+#include "cuda/cuda_backend.h"
+#include "fake_cudart.h"
+#include "io/file.h"
+#include "random.h"
+#include "temp_file.h"
+
+namespace {
+
+using namespace dynswap;
+using namespace dynswap::test;
+
+constexpr std::array kFloating{Scalar::f64,  Scalar::f32,       Scalar::f16,
+                               Scalar::bf16, Scalar::f8_e4m3fn, Scalar::f8_e5m2};
+
+CudaOptions options_with_small_ring() {
+  CudaOptions options;
+  options.cast = &fake_cuda::cast;
+  options.staging_bytes = 1u << 20;
+  options.staging_buffers = 2;
+  options.readers = 2;
+  return options;
+}
+
+/// A backend, and at the end the promise that nothing forbidden was done and nothing is left.
+struct Fixture {
+  explicit Fixture(std::uint64_t seed = 1) {
+    fake_cuda::reset(seed);
+    allocation_stream = fake_cuda::make_stream();
+    CudaOptions options = options_with_small_ring();
+    options.allocate = [this](std::size_t bytes) {
+      Memory block = std::exchange(cached_block, nullptr);
+      if (!block) block = Memory(new std::byte[bytes], std::default_delete<std::byte[]>());
+      return CudaMemory{std::move(block), reinterpret_cast<Stream>(allocation_stream)};
+    };
+    backend = make_cuda_backend(std::move(options));
+  }
+  ~Fixture() {
+    pins.clear();
+    backend.reset();
+    fake_cuda::destroy_stream(allocation_stream);
+    for (const std::string& what : fake_cuda::violations()) fail(__FILE__, __LINE__, what);
+    const fake_cuda::Counts left = fake_cuda::counts();
+    EXPECT_EQ(left.events, 0u);
+    EXPECT_EQ(left.streams, 0u);
+    EXPECT_EQ(left.registered, 0u);
+    EXPECT_EQ(left.contexts, 0u);
+    EXPECT_EQ(left.pageable_copies, 0u);
+  }
+
+  /// Page-locks a source.
+  SourcePtr pinned(SourcePtr source) {
+    std::vector<SourcePtr> sources{std::move(source)};
+    pins.push_back(pin(0, sources));
+    EXPECT(sources[0]->pinned);
+    return sources[0];
+  }
+
+  cudaStream_t allocation_stream = nullptr;
+  Memory cached_block;  ///< what the allocator hands out next, if anything
+  std::unique_ptr<Backend> backend;
+  std::vector<std::shared_ptr<void>> pins;
+};
+
+/// A consumer's stream that goes with its object.
+struct Consumer {
+  Consumer() : handle(fake_cuda::make_stream()) {}
+  ~Consumer() { fake_cuda::destroy_stream(handle); }
+  Stream stream() const { return reinterpret_cast<Stream>(handle); }
+  void enqueue(std::function<void()> work) const { fake_cuda::enqueue(handle, std::move(work)); }
+  void finish() const { fake_cuda::finish(handle); }
+  cudaStream_t handle;
+};
+
+SourcePtr in_ram(std::uint64_t count, Scalar stored, Scalar wanted, std::uint64_t seed) {
+  auto source = std::make_shared<Source>();
+  auto bytes = std::make_shared<std::vector<std::byte>>(random_bytes(count * scalar_size(stored), seed));
+  source->name = "ram.weight";
+  source->stored = stored;
+  source->wanted = wanted;
+  source->count = count;
+  source->address = bytes->data();
+  source->owner = std::move(bytes);
+  return source;
+}
+
+SourcePtr in_file(const TempFile& file, std::uint64_t offset, std::uint64_t count, Scalar stored,
+                  Scalar wanted) {
+  auto source = std::make_shared<Source>();
+  source->name = "file.weight";
+  source->stored = stored;
+  source->wanted = wanted;
+  source->count = count;
+  source->file = File::open(file.path());
+  source->offset = offset;
+  return source;
+}
+
+/// What has to be on the device.
+std::vector<std::byte> expected(const Source& source, const std::byte* stored) {
+  std::vector<std::byte> bytes(source.wanted_bytes());
+  if (source.cast()) {
+    fake_cuda::cast(bytes.data(), source.wanted, stored, source.stored, source.count);
+  } else {
+    std::memcpy(bytes.data(), stored, bytes.size());
+  }
+  return bytes;
+}
+
+CopyRequest whole(const SourcePtr& source, std::byte* dst, std::vector<EventPtr> after = {}) {
+  CopyRequest request;
+  request.steps.push_back({std::move(after), {{source, 0, source->count, dst}}});
+  return request;
+}
+
+void expect_arrives(Fixture& fixture, const SourcePtr& source, const std::byte* stored) {
+  const Consumer consumer;
+  std::vector<std::byte> device(source->wanted_bytes());
+  const EventPtr copied = fixture.backend->copy(whole(source, device.data()));
+  fixture.backend->wait(consumer.stream(), copied);
+  bool same = false;
+  consumer.enqueue([&] { same = device == expected(*source, stored); });
+  consumer.finish();
+  EXPECT(same);
+}
+
+TEST(cuda_pinned_is_copied_straight_from_the_master) {
+  Fixture fixture;
+  const SourcePtr source = fixture.pinned(in_ram(3u << 20, Scalar::raw8, Scalar::raw8, 1));
+  expect_arrives(fixture, source, source->address);
+  EXPECT_EQ(fake_cuda::counts().host_functions, 0u);
+  EXPECT_EQ(fixture.backend->host_synchronisations(), 0u);
+}
+
+TEST(cuda_every_cast_from_every_kind_of_source) {
+  Fixture fixture;
+  const TempFile file(5u << 20, 7);
+  for (const Scalar stored : kFloating) {
+    for (const Scalar wanted : kFloating) {
+      const SourcePtr ram = in_ram(70'001, stored, wanted, 3);
+      expect_arrives(fixture, ram, ram->address);
+      const SourcePtr pinned = fixture.pinned(in_ram(70'001, stored, wanted, 4));
+      expect_arrives(fixture, pinned, pinned->address);
+      const std::uint64_t offset = 8 * 13;
+      expect_arrives(fixture, in_file(file, offset, 200'003, stored, wanted), file.at(offset));
+    }
+  }
+  EXPECT(fake_cuda::counts().casts > 0);
+}
+
+TEST(cuda_a_weight_larger_than_the_whole_ring) {
+  Fixture fixture;
+  const SourcePtr source = in_ram(11'000'003, Scalar::raw8, Scalar::raw8, 5);
+  expect_arrives(fixture, source, source->address);
+  const SourcePtr cast = in_ram(2'500'001, Scalar::f16, Scalar::f32, 5);
+  expect_arrives(fixture, cast, cast->address);
+  const SourcePtr wide = in_ram(300'001, Scalar::raw128, Scalar::raw128, 5);
+  expect_arrives(fixture, wide, wide->address);
+  EXPECT_EQ(fixture.backend->host_synchronisations(), 0u);
+}
+
+TEST(cuda_a_cast_larger_than_the_scratch_block) {
+  Fixture fixture;
+  const SourcePtr source = fixture.pinned(in_ram(9'000'001, Scalar::f32, Scalar::bf16, 6));
+  expect_arrives(fixture, source, source->address);
+  EXPECT_EQ(fake_cuda::counts().casts, 3u);  // of 36 MB in blocks of 16 MiB
+}
+
+/// Many small weights, read or copied as one.
+void many_small(Fixture& fixture, bool pinned) {
+  std::vector<SourcePtr> sources;
+  std::size_t bytes = 0;
+  for (std::uint64_t i = 0; i < 40; ++i) {
+    sources.push_back(in_ram(100 + 37 * i, Scalar::f32, i % 5 == 4 ? Scalar::f16 : Scalar::f32, i));
+    bytes += sources.back()->wanted_bytes();
+  }
+  if (pinned) fixture.pins.push_back(pin(0, sources));
+  std::vector<std::byte> device(bytes);
+  CopyRequest request;
+  request.steps.emplace_back();
+  for (std::byte* dst = device.data(); const SourcePtr& source : sources) {
+    request.steps[0].pieces.push_back({source, 0, source->count, dst});
+    dst += source->wanted_bytes();
+  }
+  const Consumer consumer;
+  fixture.backend->wait(consumer.stream(), fixture.backend->copy(std::move(request)));
+  consumer.enqueue([&] {
+    for (const std::byte* at = device.data(); const SourcePtr& source : sources) {
+      EXPECT(std::memcmp(at, expected(*source, source->address).data(), source->wanted_bytes()) == 0);
+      at += source->wanted_bytes();
+    }
+  });
+  consumer.finish();
+}
+
+TEST(cuda_small_pinned_weights_go_in_one_batch) {
+  Fixture fixture;
+  many_small(fixture, true);
+  EXPECT_EQ(fake_cuda::counts().batches, 1u);
+}
+
+TEST(cuda_small_staged_weights_share_a_buffer) {
+  Fixture fixture;
+  many_small(fixture, false);
+  EXPECT_EQ(fake_cuda::counts().host_functions, 2u);  // one buffer, and the end of the request
+}
+
+TEST(cuda_a_driver_without_batches) {
+  Fixture fixture;
+  fake_cuda::faults().no_batches = true;
+  many_small(fixture, true);
+  many_small(fixture, true);
+  EXPECT_EQ(fake_cuda::counts().batches, 0u);
+}
+
+TEST(cuda_fresh_memory_waits_for_its_allocators_stream) {
+  Fixture fixture;
+  const SourcePtr source = fixture.pinned(in_ram(4096, Scalar::raw8, Scalar::raw8, 8));
+  // The caching allocator hands out a block that work of before still reads.
+  const auto block = std::make_shared<std::vector<std::byte>>(4096, ~source->address[0]);
+  fixture.cached_block = Memory(block, block->data());
+  bool overwritten = true;
+  fake_cuda::enqueue(fixture.allocation_stream, [&, old = ~source->address[0]] {
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    overwritten = (*block)[0] != old;
+  });
+  const Memory memory = fixture.backend->allocate(4096);
+  const EventPtr copied = fixture.backend->copy(whole(source, memory.get()));
+  fixture.backend->synchronise(copied);
+  EXPECT(!overwritten);
+  EXPECT(memory.get()[0] == source->address[0]);
+  EXPECT_EQ(fixture.backend->host_synchronisations(), 1u);
+}
+
+TEST(cuda_a_failing_read_is_thrown_by_wait_and_by_no_other) {
+  Fixture fixture;
+  TempFile file(4u << 20, 9);
+  const SourcePtr good = in_ram(3u << 20, Scalar::raw8, Scalar::raw8, 9);
+  const SourcePtr bad = in_file(file, 0, 4u << 20, Scalar::raw8, Scalar::raw8);
+  file.truncate(1u << 20);
+  const Consumer consumer;
+  std::vector<std::byte> device(4u << 20);
+  const EventPtr failed = fixture.backend->copy(whole(bad, device.data()));
+  EXPECT_THROWS(fixture.backend->wait(consumer.stream(), failed), SourceError);
+  EXPECT_THROWS(fixture.backend->wait(consumer.stream(), failed), SourceError);
+  fixture.backend->synchronise(failed);
+  EXPECT(failed->done());
+  expect_arrives(fixture, good, good->address);
+}
+
+TEST(cuda_a_refused_copy_leaves_the_backend_usable) {
+  for (int refused = 1; refused <= 6; ++refused) {
+    Fixture fixture(static_cast<std::uint64_t>(refused));
+    const SourcePtr source = in_ram(5'000'000, Scalar::f16, Scalar::f32, 10);
+    std::vector<std::byte> device(source->wanted_bytes());
+    fake_cuda::faults().fail_copy = refused;
+    EXPECT_THROWS(fixture.backend->copy(whole(source, device.data())), DeviceError);
+    std::vector<std::byte>().swap(device);  // nothing may be under way to it
+    expect_arrives(fixture, source, source->address);
+  }
+}
+
+TEST(cuda_closing_with_copies_in_flight) {
+  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+    Fixture fixture(seed);
+    std::vector<std::vector<std::byte>> device(8, std::vector<std::byte>(3u << 20));
+    const SourcePtr source = in_ram(3u << 20, Scalar::raw8, Scalar::raw8, seed);
+    for (auto& slot : device) fixture.backend->copy(whole(source, slot.data()));
+    fixture.backend->close();
+    std::vector<std::vector<std::byte>>().swap(device);  // nothing may be under way to it
+    std::byte byte{};
+    EXPECT_THROWS(fixture.backend->copy(whole(source, &byte)), Error);
+  }
+}
+
+TEST(cuda_sources_live_until_their_copy_is_over) {
+  Fixture fixture;
+  std::vector<std::byte> device(2u << 20);
+  std::weak_ptr<const Source> watched;
+  EventPtr copied;
+  {
+    const SourcePtr source = in_ram(2u << 20, Scalar::raw8, Scalar::raw8, 11);
+    watched = source;
+    copied = fixture.backend->copy(whole(source, device.data()));
+  }
+  fixture.backend->synchronise(copied);
+  const SourcePtr other = in_ram(16, Scalar::raw8, Scalar::raw8, 11);
+  const EventPtr later =
+      fixture.backend->copy(whole(other, device.data()));  // issuing looks for what is over
+  EXPECT(watched.expired());
+  fixture.backend->synchronise(later);
+}
+
+/// Slots that are written again and again, read by "kernels" in between: a slot that is overwritten before
+/// its reader, or read before its copy, shows a wrong byte.
+void churn(Fixture& fixture, const std::vector<SourcePtr>& sources,
+           const std::vector<std::vector<std::byte>>& right, std::uint64_t seed) {
+  constexpr std::size_t kSlots = 3;
+  Random random(seed);
+  const std::array<Consumer, 2> consumers;
+  std::array<std::vector<std::byte>, kSlots> slots;
+  std::array<EventPtr, kSlots> released;
+  for (auto& slot : slots) slot.resize(6u << 20);
+  for (int i = 0; i < 60; ++i) {
+    const std::size_t slot = random.below(kSlots);
+    const std::size_t which = random.below(sources.size());
+    const Consumer& consumer = consumers[random.below(consumers.size())];
+    std::byte* const dst = slots[slot].data();
+    const EventPtr copied = fixture.backend->copy(whole(sources[which], dst, {released[slot]}));
+    fixture.backend->wait(consumer.stream(), copied);
+    consumer.enqueue(
+        [&bytes = right[which], dst] { EXPECT(std::memcmp(bytes.data(), dst, bytes.size()) == 0); });
+    released[slot] = fixture.backend->record(consumer.stream());
+  }
+  for (const Consumer& consumer : consumers) consumer.finish();
+}
+
+TEST(cuda_threads_that_copy_everything_at_once) {
+  for (std::uint64_t seed = 0; seed < 6; ++seed) {
+    Fixture fixture(seed);
+    const TempFile file(4u << 20, seed);
+    std::vector<SourcePtr> sources{
+        in_ram(2'700'001, Scalar::raw8, Scalar::raw8, 1),
+        in_ram(300'001, Scalar::f32, Scalar::f16, 2),
+        in_ram(300'001, Scalar::bf16, Scalar::f64, 3),
+        in_file(file, 12, 1'000'000, Scalar::f16, Scalar::f16),
+        in_file(file, 5120, 600'000, Scalar::f16, Scalar::f32),
+        in_ram(400'000, Scalar::f16, Scalar::f8_e4m3fn, 4),
+        fixture.pinned(in_ram(1'500'000, Scalar::f16, Scalar::f16, 5)),
+        fixture.pinned(in_ram(500'000, Scalar::f32, Scalar::bf16, 6)),
+    };
+    std::vector<std::vector<std::byte>> right;
+    for (const SourcePtr& source : sources) {
+      right.push_back(expected(*source, source->file ? file.at(source->offset) : source->address));
+    }
+    std::vector<std::thread> threads;
+    for (std::uint64_t i = 0; i < 3; ++i) {
+      threads.emplace_back([&, i] { churn(fixture, sources, right, 100 * seed + i); });
+    }
+    for (std::thread& thread : threads) thread.join();
+    EXPECT_EQ(fixture.backend->host_synchronisations(), 0u);
+  }
+}
+
+}  // namespace

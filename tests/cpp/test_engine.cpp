@@ -1,0 +1,232 @@
+// The engine in small programs, on the virtual clock (nothing is read or written there) and the fake device.
+#include <algorithm>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "check.h"
+#include "core/check.h"
+#include "core/engine.h"
+#include "fake_device.h"
+#include "sim/virtual_backend.h"
+
+namespace dynswap::test {
+
+namespace {
+
+constexpr std::size_t kMiB = 1u << 20;
+constexpr double kBus = 1e9;
+
+SourcePtr make_source(std::size_t bytes, const std::string& name = "w") {
+  auto source = std::make_shared<Source>();
+  source->name = name;
+  source->count = bytes;
+  return source;
+}
+
+/// An engine with one weight a unit, of these sizes, on the virtual clock.
+struct Model {
+  Model(const std::vector<std::size_t>& sizes, EngineOptions options, double latency = 0) {
+    auto backend = std::make_unique<sim::VirtualBackend>(kBus, latency);
+    clock = backend.get();
+    engine = std::make_shared<Engine>(std::move(backend), options,
+                                      [this](const std::string& text) { warnings.push_back(text); });
+    for (std::size_t i = 0; i < sizes.size(); ++i) {
+      weights.push_back(engine->add_weight(make_source(sizes[i], "layer " + std::to_string(i)), i));
+    }
+    engine->plan();
+  }
+
+  void use(std::size_t index, double seconds = 1) {
+    const Lease lease = engine->acquire(weights[index], 0);
+    clock->kernel(seconds);
+  }
+  void pass(double seconds = 1) {
+    for (std::size_t i = 0; i < weights.size(); ++i) use(i, seconds);
+  }
+  Stats stats() const { return engine->stats(); }
+
+  sim::VirtualBackend* clock = nullptr;
+  std::shared_ptr<Engine> engine;
+  std::vector<WeightId> weights;
+  std::vector<std::string> warnings;
+};
+
+EngineOptions with_budget(std::size_t budget, std::uint32_t prefetch = 2) {
+  EngineOptions options;
+  options.budget = budget;
+  options.prefetch = prefetch;
+  return options;
+}
+
+}  // namespace
+
+TEST(engine_steady_state_has_no_misses_and_moves_each_byte_once) {
+  Model model(std::vector<std::size_t>(12, 8 * kMiB), with_budget(0));
+  model.pass();
+  EXPECT_EQ(model.stats().misses, 1u);  // the very first
+  model.engine->reset_counters();
+  const std::uint64_t before = model.clock->bytes_copied();
+  for (int i = 0; i < 3; ++i) model.pass();
+  EXPECT_EQ(model.stats().misses, 0u);  // no bubble between passes either
+  EXPECT_EQ(model.stats().hits, 36u);
+  EXPECT_EQ(model.stats().wasted_prefetches, 0u);
+  EXPECT_EQ(model.clock->bytes_copied() - before, 3 * 12 * 8 * kMiB);
+  EXPECT_EQ(model.stats().bytes_moved, 3 * 12 * 8 * kMiB);
+}
+
+TEST(engine_all_resident_moves_nothing_after_the_first_pass) {
+  Model model(std::vector<std::size_t>(6, 8 * kMiB), with_budget(100 * kMiB));
+  model.pass();
+  EXPECT_EQ(model.clock->copies(), 6u);
+  for (int i = 0; i < 3; ++i) model.pass();
+  EXPECT_EQ(model.clock->copies(), 6u);
+  EXPECT(model.engine->resident(model.weights[3]));
+  EXPECT_EQ(model.stats().resident_groups, 6u);
+}
+
+TEST(engine_prefetch_zero_fetches_on_demand) {
+  Model model(std::vector<std::size_t>(6, 8 * kMiB), with_budget(0, 0));
+  for (int i = 0; i < 2; ++i) model.pass();
+  EXPECT_EQ(model.stats().misses, 12u);
+  EXPECT_EQ(model.stats().prefetches, 0u);
+  EXPECT_EQ(model.stats().arena_bytes, 8 * kMiB);
+}
+
+TEST(engine_copies_overlap_compute) {
+  Model model(std::vector<std::size_t>(10, 8 * kMiB), with_budget(0));
+  const double copy = 8 * kMiB / kBus;
+  for (int i = 0; i < 3; ++i) model.pass(copy);
+  const double begin = model.clock->now();
+  model.pass(copy);
+  const double seconds = model.clock->now() - begin;
+  EXPECT(seconds < 1.01 * 10 * copy);  // one after the other it would be twice that
+  EXPECT(seconds > 0.99 * 10 * copy);
+}
+
+TEST(engine_a_skipped_branch_costs_a_copy_and_unlearns_nothing) {
+  Model model(std::vector<std::size_t>(12, 8 * kMiB), with_budget(0));
+  for (int i = 0; i < 3; ++i) model.pass();
+  model.engine->reset_counters();
+  for (std::size_t i = 0; i < 12; ++i) {
+    if (i != 5) model.use(i);
+  }
+  EXPECT(model.stats().misses <= 1);
+  model.pass();
+  model.engine->reset_counters();
+  model.pass();
+  EXPECT_EQ(model.stats().misses, 0u);
+}
+
+TEST(engine_small_weights_travel_together) {
+  EngineOptions options = with_budget(0);
+  options.group_bytes = 4 * kMiB;
+  Model model(std::vector<std::size_t>(64, kMiB), options);
+  EXPECT_EQ(model.stats().groups, 16u);
+  model.pass();
+  EXPECT_EQ(model.clock->copies(), model.stats().copies);
+  EXPECT(model.clock->copies() <= 16u + 3u);
+}
+
+TEST(engine_a_large_module_is_cut_between_its_weights) {
+  EngineOptions options = with_budget(0);
+  options.split_bytes = 64 * kMiB;
+  const auto engine = std::make_shared<Engine>(std::make_unique<sim::VirtualBackend>(kBus, 0), options);
+  for (int i = 0; i < 4; ++i) {
+    engine->add_weight(make_source(40 * kMiB), 7);
+    engine->add_weight(make_source(4096), 7);  // a bias goes with the weight before it
+  }
+  engine->plan();
+  EXPECT_EQ(engine->stats().groups, 4u);
+}
+
+TEST(engine_budget_too_small_holds_nothing) {
+  const auto device = std::make_shared<FakeDevice>(1);
+  auto engine = std::make_shared<Engine>(device->backend(), with_budget(100));
+  engine->add_weight(make_source(5000), 0);
+  EXPECT_THROWS(engine->plan(), BudgetError);
+  EXPECT_EQ(device->live_bytes(), 0u);
+}
+
+TEST(engine_that_cannot_allocate_holds_nothing) {
+  auto backend = std::make_unique<sim::VirtualBackend>(kBus, 0, 20 * kMiB);
+  const sim::VirtualBackend* clock = backend.get();
+  auto engine = std::make_shared<Engine>(std::move(backend), with_budget(30 * kMiB));
+  for (std::size_t i = 0; i < 12; ++i) engine->add_weight(make_source(4 * kMiB), i);
+  EXPECT_THROWS(engine->plan(), OutOfMemory);
+  EXPECT_EQ(clock->allocated_bytes(), 0u);
+}
+
+TEST(engine_held_leases_overflow_are_counted_and_warned_about_once) {
+  Model model(std::vector<std::size_t>(8, 8 * kMiB), with_budget(16 * kMiB, 1));
+  std::vector<Lease> held;
+  for (std::size_t i = 0; i < 8; ++i) held.push_back(model.engine->acquire(model.weights[i], 0));
+  EXPECT_EQ(model.stats().arena_bytes, 16 * kMiB);
+  EXPECT_EQ(model.stats().overflow_bytes, 48 * kMiB);
+  EXPECT_EQ(model.clock->allocated_bytes(), 64 * kMiB);
+  EXPECT_EQ(model.stats().live_leases, 8u);
+  EXPECT_EQ(model.warnings.size(), 1u);
+  EXPECT(!model.warnings.empty() && model.warnings.front().find("layer 0") != std::string::npos);
+  model.clock->kernel(1);
+  held.clear();
+  model.use(0);
+  EXPECT_EQ(model.clock->allocated_bytes(), 16 * kMiB);
+  EXPECT_EQ(model.stats().peak_bytes, 64 * kMiB);
+}
+
+TEST(engine_strict_budget_raises_and_stays_usable) {
+  EngineOptions options = with_budget(0, 1);
+  options.strict_budget = true;
+  Model model(std::vector<std::size_t>(8, 8 * kMiB), options);
+  {
+    const Lease first = model.engine->acquire(model.weights[0], 0);
+    const Lease second = model.engine->acquire(model.weights[1], 0);
+    EXPECT_THROWS(model.engine->acquire(model.weights[2], 0), BudgetError);
+    EXPECT_EQ(model.stats().live_leases, 2u);
+  }
+  for (int i = 0; i < 2; ++i) model.pass();
+  EXPECT_EQ(model.stats().overflow_bytes, 0u);
+}
+
+TEST(engine_closed_says_so) {
+  Model model({kMiB}, with_budget(0));
+  model.engine->close();
+  model.engine->close();
+  EXPECT_THROWS(model.engine->acquire(model.weights[0], 0), Error);
+  EXPECT_EQ(model.clock->allocated_bytes(), 0u);
+}
+
+TEST(engine_without_weights) {
+  Model model({}, with_budget(kMiB));
+  EXPECT_EQ(model.stats().groups, 0u);
+  EXPECT_EQ(model.clock->allocated_bytes(), 0u);
+}
+
+TEST(engine_replaced_master_must_have_the_same_shape) {
+  Model model({kMiB}, with_budget(0));
+  EXPECT_THROWS(model.engine->update_source(model.weights[0], make_source(kMiB - 1)), Error);
+  const SourcePtr next = make_source(kMiB, "next");
+  model.use(0);
+  model.engine->update_source(model.weights[0], next);
+  EXPECT(model.engine->source(model.weights[0]) == next);
+  model.use(0);
+  EXPECT_EQ(model.stats().refetches, 1u);
+  EXPECT_EQ(model.clock->copies(), 2u);
+}
+
+TEST(engine_lease_moves) {
+  Model model({kMiB, kMiB}, with_budget(0));
+  Lease first = model.engine->acquire(model.weights[0], 0);
+  Lease second = std::move(first);
+  EXPECT(!first);
+  EXPECT(second && second.data() != nullptr);
+  EXPECT_EQ(model.stats().live_leases, 1u);
+  second = model.engine->acquire(model.weights[1], 0);
+  EXPECT_EQ(model.stats().live_leases, 1u);
+  second.release();
+  second.release();
+  EXPECT_EQ(model.stats().live_leases, 0u);
+}
+
+}  // namespace dynswap::test

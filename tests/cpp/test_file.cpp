@@ -1,0 +1,182 @@
+// io: File, and forks during its transfers.
+#include "io/file.h"
+
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <atomic>
+#include <chrono>
+#include <cstring>
+#include <filesystem>
+#include <future>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "core/check.h"
+#include "io/aligned_buffer.h"
+#include "io/fork_gate.h"
+#include "random.h"
+#include "temp_file.h"
+
+namespace {
+
+using namespace dynswap;
+using namespace dynswap::test;
+
+constexpr std::size_t kPage = 4096;
+constexpr std::byte kUntouched{0xEE};
+
+/// Reads a range to an address that is `phase` past a page, and looks at the bytes there and around them.
+void expect_reads(const File& file, const TempFile& written, std::uint64_t offset, std::size_t bytes,
+                  std::size_t phase) {
+  const AlignedBuffer buffer(bytes + 2 * kPage);
+  std::byte* const dst = buffer.data() + phase;
+  std::memset(buffer.data(), static_cast<int>(kUntouched), bytes + 2 * kPage);
+  file.read(offset, dst, bytes, "w");
+  EXPECT(std::memcmp(dst, written.at(offset), bytes) == 0);
+  for (std::size_t i = 0; i < phase; ++i)
+    EXPECT_EQ(static_cast<int>(buffer.data()[i]), static_cast<int>(kUntouched));
+  for (std::size_t i = 0; i < kPage; ++i)
+    EXPECT_EQ(static_cast<int>(dst[bytes + i]), static_cast<int>(kUntouched));
+}
+
+TEST(file_reads_any_range_to_any_address) {
+  const std::size_t size = (9u << 20) + 777;  // the end is in the middle of a block
+  TempFile written(size);
+  const auto file = File::open(written.path());
+  EXPECT_EQ(file->size(), size);
+  Random random(7);
+  for (int i = 0; i < 60; ++i) {
+    if (i % 2 == 0) written.evict();
+    const std::size_t bytes = i % 3 == 0 ? random.between(1, 5u << 20) : random.between(1, 300u << 10);
+    std::uint64_t offset = random.below(size - bytes + 1);
+    if (i % 5 == 0) offset = size - bytes;  // to the very end
+    if (i % 7 == 0) offset = align_down(offset, kPage);
+    // As the backend's phase() asks for it; a little beside it; anywhere.
+    const std::size_t phases[] = {offset % kPage, offset % 512, (offset + 8) % kPage, random.below(kPage)};
+    expect_reads(*file, written, offset, bytes, phases[i % 4]);
+  }
+  file->read(size, nullptr, 0, "an empty weight at the end");
+}
+
+TEST(file_reads_large_cold_ranges_past_the_page_cache) {
+  const std::size_t size = 8u << 20;
+  TempFile written(size);
+  const auto file = File::open(written.path());
+  written.evict();
+  if (written.cached_pages(0, size) > 0) return;  // tmpfs: it is the page cache
+  expect_reads(*file, written, 0, size, 0);
+  expect_reads(*file, written, 512, 1u << 20, 512);
+  expect_reads(*file, written, 8, 2u << 20, 0);
+  EXPECT_EQ(written.cached_pages(0, size), 0);
+  // What is small is better cached: it is there at the next pass.
+  expect_reads(*file, written, 3 * kPage + 5, 100, 0);
+  EXPECT(written.cached_pages(3 * kPage, kPage) == 1);
+}
+
+TEST(file_takes_from_the_page_cache_what_is_there) {
+  const std::size_t size = 4u << 20;
+  TempFile written(size);
+  const auto file = File::open(written.path());
+  EXPECT(written.cached_pages(0, size) == size / kPage);
+  std::uint64_t before = bytes_from_disks();
+  expect_reads(*file, written, 0, size, 0);
+  EXPECT_EQ(bytes_from_disks(), before);
+  written.evict();
+  if (before == 0 || written.cached_pages(0, size) > 0) return;  // nobody counts, or tmpfs
+  before = bytes_from_disks();
+  expect_reads(*file, written, 0, size, 0);
+  EXPECT_EQ(bytes_from_disks(), before + size);
+}
+
+TEST(file_on_tmpfs) {
+  if (!std::filesystem::is_directory("/dev/shm")) return;
+  const std::size_t size = (1u << 20) + 100;
+  const TempFile written(size, 3, "/dev/shm");
+  const auto file = File::open(written.path());
+  expect_reads(*file, written, 0, size, 0);
+  expect_reads(*file, written, 100, 500000, 100);
+}
+
+TEST(file_that_cannot_be_opened) {
+  EXPECT_THROWS(File::open("/nonexistent/model.safetensors"), SourceError);
+  EXPECT(contains(message_of([] { File::open("/nonexistent/model.safetensors"); }),
+                  "'/nonexistent/model.safetensors': No such file"));
+  EXPECT(contains(message_of([] { File::open("/proc"); }), "'/proc': it is not an ordinary file"));
+}
+
+TEST(file_too_short_for_a_weight) {
+  const TempFile written(100000);
+  const auto file = File::open(written.path());
+  std::vector<std::byte> dst(200000);
+  EXPECT_THROWS(file->read(50000, dst.data(), 50001, "layer.weight"), SourceError);
+  EXPECT(contains(message_of([&] { file->read(~std::uint64_t{0}, dst.data(), 2, "w"); }), "beyond the end"));
+  const std::string message = message_of([&] { file->read(100001, dst.data(), 0, "layer.weight"); });
+  EXPECT(contains(message, "'layer.weight'") && contains(message, written.path()));
+  EXPECT(contains(message, "100000 bytes") && contains(message, "truncated"));
+}
+
+TEST(file_changed_after_load) {
+  for (const std::size_t bytes : {std::size_t{1000}, (std::size_t{1} << 20) - 200}) {
+    for (const char* how : {"truncated", "truncated by a scrap", "grown", "rewritten"}) {
+      TempFile written(2u << 20);
+      const auto file = File::open(written.path());
+      const AlignedBuffer dst(bytes);
+      file->read(1u << 20, dst.data(), bytes, "layer.weight");
+      if (how[0] == 't')
+        written.truncate(contains(how, "scrap") ? (1u << 20) + bytes - 100 : (1u << 20) + 500);
+      written.evict();
+      if (how[0] == 'g') written.truncate(3u << 20);
+      if (how[0] == 'r') written.touch();
+      for (int i = 0; i < 2; ++i) {
+        EXPECT_THROWS(file->read(1u << 20, dst.data(), bytes, "layer.weight"), SourceError);
+      }
+      const std::string message =
+          message_of([&] { file->read(1u << 20, dst.data(), bytes, "layer.weight"); });
+      EXPECT(contains(message, "'layer.weight'") && contains(message, written.path()));
+      EXPECT(
+          contains(message, how[0] == 't' ? "truncated since it was loaded" : "changed since it was loaded"));
+      EXPECT(contains(message, "load it again"));
+      // Loaded again, what is there is right.
+      File::open(written.path())->read(0, dst.data(), 500, "layer.weight");
+      EXPECT(std::memcmp(dst.data(), written.at(0), 500) == 0);
+    }
+  }
+}
+
+TEST(file_replaced_by_another_is_still_read) {
+  // As a checkpoint is saved over the old one: a new file takes the name.
+  TempFile first(1u << 20, 1);
+  TempFile second(1u << 20, 2);
+  const auto file = File::open(first.path());
+  std::filesystem::rename(second.path(), first.path());
+  expect_reads(*file, first, 0, 1u << 20, 0);
+}
+
+TEST(fork_waits_for_transfers) {
+  std::promise<void> begun;
+  std::atomic<bool> over{false};
+  std::thread transfer([&] {
+    const NoFork no_fork;
+    begun.set_value();
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+    over = true;
+  });
+  begun.get_future().wait();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    const NoFork here_too;
+    ::syscall(SYS_exit_group, over ? 0 : 1);  // nothing else: sanitizers report at exit() what a fork leaves
+  }
+  EXPECT(over.load());
+  transfer.join();
+  int status = -1;
+  EXPECT_EQ(::waitpid(child, &status, 0), child);
+  EXPECT_EQ(status, 0);
+  const NoFork and_afterwards;
+}
+
+}  // namespace

@@ -1,0 +1,78 @@
+// How close to max(compute, copy) the engine comes, on the virtual clock.
+#include "check.h"
+#include "shapes.h"
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <vector>
+
+namespace dynswap::test {
+
+namespace {
+
+constexpr double kBus = 50e9;      // bytes a second
+constexpr double kLatency = 6e-6;  // seconds a copy
+constexpr int kPasses = 6;
+const std::vector<double> kRatios{0.1, 0.5, 0.8, 1, 1.25, 10};       // compute:copy, if all is streamed
+const std::vector<double> kBudgets{0, 0.05, 0.15, 0.25, 0.5, 0.75};  // of the model
+
+/// The largest ratio of time to limit over the budgets and compute:copy ratios; every one above `bar` fails.
+void expect_within(double bar, const char* name, const Shape& shape, Compute compute) {
+  const bool verbose = std::getenv("DYNSWAP_VERBOSE") != nullptr;
+  double worst = 0;
+  for (const double share : kBudgets) {
+    for (const double ratio : kRatios) {
+      EngineOptions options;
+      options.prefetch = 2;
+      options.budget = static_cast<std::size_t>(share * static_cast<double>(shape.bytes()));
+      sim::Result result;
+      try {
+        result = sim::simulate(shape.balance(compute, ratio, kBus), options, kBus, kLatency, kPasses);
+      } catch (const BudgetError& error) {
+        options.budget = error.smallest_bytes();
+        result = sim::simulate(shape.balance(compute, ratio, kBus), options, kBus, kLatency, kPasses);
+      }
+      worst = std::max(worst, result.ratio);
+      if (verbose || result.ratio > bar) {
+        std::printf(
+            "%s budget %.2f (%zu MB) compute:copy %.2f: ratio %.4f, misses %.1f, copies %.1f of %zu, "
+            "resident %zu MB, arena %zu MB, depth %zu, moved %.3f, stall %.4f s of %.4f s\n",
+            name, share, options.budget >> 20, ratio, result.ratio, result.misses, result.copies,
+            static_cast<std::size_t>(result.streamed_groups),
+            static_cast<std::size_t>(result.resident_bytes >> 20),
+            static_cast<std::size_t>(result.arena_bytes >> 20), static_cast<std::size_t>(result.depth),
+            result.streamed_bytes > 0 ? result.moved_bytes / static_cast<double>(result.streamed_bytes) : 1.0,
+            result.stall_seconds, result.seconds);
+      }
+      EXPECT(result.ratio <= bar);
+    }
+  }
+  std::printf("%s: worst ratio %.4f\n", name, worst);
+}
+
+}  // namespace
+
+TEST(roofline_uniform_layers) {
+  expect_within(1.03, "uniform", uniform(60, 32u << 20), Compute::bytes);
+  expect_within(1.03, "uniform, small", uniform(300, 1u << 20), Compute::bytes);
+}
+
+TEST(roofline_real_shapes) {
+  expect_within(1.08, "FLUX", flux_transformer(), Compute::bytes);
+  expect_within(1.08, "SDXL", sdxl_unet(), Compute::bytes);
+}
+
+// Note [What a ring cannot even out]: near compute:copy = 1 a model whose parts differ in operations a byte
+// (convolutions over many pixels beside large linear layers over few) would need a ring as large as the
+// imbalance, or residents chosen by time. And two neighbours of a gigabyte each (Llama's head and, in the
+// next pass, its embedding) leave a budget of little more nothing to overlap with. So the bar here only
+// guards what has been reached; on machines as they are: benchmarks/virtual_clock.py.
+TEST(roofline_real_shapes_at_the_worst_balance) {
+  constexpr double kReached = 1.25;
+  expect_within(kReached, "Llama-3-8B", llama_3_8b(), Compute::operations);
+  expect_within(kReached, "FLUX", flux_transformer(), Compute::operations);
+  expect_within(kReached, "SDXL", sdxl_unet(), Compute::operations);
+}
+
+}  // namespace dynswap::test

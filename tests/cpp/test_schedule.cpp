@@ -1,0 +1,176 @@
+// The order of groups is learned, survives surprises, and heals (Invariant 5).
+#include <algorithm>
+#include <cstddef>
+#include <numeric>
+#include <vector>
+
+#include "check.h"
+#include "core/schedule.h"
+#include "random.h"
+
+namespace dynswap::test {
+
+namespace {
+
+using Order = std::vector<Schedule::Group>;
+
+Order count_up(std::size_t n) {
+  Order order(n);
+  std::iota(order.begin(), order.end(), Schedule::Group{0});
+  return order;
+}
+
+Order reversed(Order order) {
+  std::reverse(order.begin(), order.end());
+  return order;
+}
+
+/// A consumer that counts how often the next group was not the expected one.
+class Reader {
+ public:
+  explicit Reader(Schedule& schedule) : schedule_(schedule) {}
+
+  /// Uses the groups in this order and returns the surprises.
+  std::size_t read(const Order& order) {
+    std::size_t surprises = 0;
+    for (const Schedule::Group group : order) {
+      Schedule::Cursor ahead = cursor_;
+      if (schedule_.advance(ahead) != group) ++surprises;
+      schedule_.observe(cursor_, group);
+    }
+    return surprises;
+  }
+
+  /// What is expected from here on.
+  Order foresee(std::size_t n) const {
+    Order order;
+    Schedule::Cursor ahead = cursor_;
+    while (order.size() < n) {
+      const auto next = schedule_.advance(ahead);
+      if (!next) break;
+      order.push_back(*next);
+    }
+    return order;
+  }
+
+ private:
+  Schedule& schedule_;
+  Schedule::Cursor cursor_;
+};
+
+}  // namespace
+
+TEST(schedule_knows_nothing_at_first) {
+  Schedule schedule;
+  EXPECT(Reader(schedule).foresee(1).empty());
+}
+
+TEST(schedule_expects_the_primed_order_and_its_wrap_around) {
+  Schedule schedule;
+  schedule.prime({3, 1, 4, 5});
+  Reader reader(schedule);
+  reader.read({3});
+  EXPECT(reader.foresee(6) == Order({1, 4, 5, 3, 1, 4}));
+}
+
+TEST(schedule_learns_an_order_in_one_pass) {
+  Schedule schedule;
+  Reader reader(schedule);
+  reader.read(count_up(20));
+  EXPECT_EQ(reader.read(count_up(20)), 1u);  // the end is followed by the beginning: seen for the first time
+  EXPECT_EQ(reader.read(count_up(20)), 0u);
+  EXPECT(reader.foresee(3) == Order({0, 1, 2}));
+}
+
+TEST(schedule_corrects_a_wrong_prime) {
+  Schedule schedule;
+  schedule.prime(count_up(20));
+  Reader reader(schedule);
+  EXPECT(reader.read(reversed(count_up(20))) > 15);
+  reader.read(reversed(count_up(20)));
+  EXPECT_EQ(reader.read(reversed(count_up(20))), 0u);
+}
+
+TEST(schedule_tells_apart_the_places_of_a_repeated_group) {
+  Schedule schedule;
+  Reader reader(schedule);
+  const Order order{0, 1, 2, 0, 1, 3, 0, 1, 4, 5};  // a shared block, used three times
+  for (int pass = 0; pass < 3; ++pass) reader.read(order);
+  EXPECT_EQ(reader.read(order), 0u);
+}
+
+TEST(schedule_does_not_count_staying) {
+  Schedule schedule;
+  Schedule::Cursor cursor;
+  EXPECT(schedule.observe(cursor, 7));
+  EXPECT(!schedule.observe(cursor, 7));
+  EXPECT(cursor.current() == Schedule::Group{7});
+  EXPECT(!schedule.advance(cursor));  // 7 after 7 has not been learned
+}
+
+TEST(schedule_forgets_nothing_over_a_branch_not_taken) {
+  Schedule schedule;
+  Reader reader(schedule);
+  const Order order = count_up(20);
+  for (int pass = 0; pass < 3; ++pass) reader.read(order);
+  Order branch = order;
+  branch.erase(branch.begin() + 7);
+  EXPECT(reader.read(branch) <= 1);
+  EXPECT_EQ(reader.read(order), 0u);
+}
+
+TEST(schedule_forgets_nothing_over_a_pass_of_probes) {
+  // hasattr() over all modules, in the order of definition, which is not that of use.
+  Schedule schedule;
+  Reader reader(schedule);
+  const Order order = reversed(count_up(30));
+  for (int pass = 0; pass < 3; ++pass) reader.read(order);
+  reader.read(count_up(30));
+  EXPECT(reader.read(order) <= 1);  // the way from the probes back to the start is new
+  EXPECT_EQ(reader.read(order), 0u);
+}
+
+TEST(schedule_heals_when_the_order_changes_for_good) {
+  Schedule schedule;
+  Reader reader(schedule);
+  for (int pass = 0; pass < 5; ++pass) reader.read(count_up(30));
+  Order changed = count_up(30);
+  std::reverse(changed.begin() + 10, changed.begin() + 20);
+  std::size_t passes = 0;
+  while (reader.read(changed) > 0 && passes < 10) ++passes;
+  EXPECT(passes <= 3);
+}
+
+TEST(schedule_keeps_consumers_apart) {
+  Schedule schedule;
+  Reader first(schedule);
+  Reader second(schedule);
+  for (int pass = 0; pass < 3; ++pass) {
+    for (Schedule::Group group = 0; group < 10; ++group) {
+      first.read({group});
+      second.read({100 + group});
+    }
+  }
+  EXPECT_EQ(first.read(count_up(10)), 0u);
+  EXPECT(second.foresee(2) == Order({100, 101}));
+}
+
+TEST(schedule_experts_at_random_leave_the_rest_predicted) {
+  // A mixture of experts: in each layer a shared group, then one of four. The shared groups are foreseen as
+  // soon as an expert is known, whatever the others were.
+  Schedule schedule;
+  Reader reader(schedule);
+  Random random(1);
+  std::size_t surprises = 0;
+  for (int pass = 0; pass < 60; ++pass) {
+    for (Schedule::Group layer = 0; layer < 8; ++layer) {
+      const auto expert = static_cast<Schedule::Group>(100 + 4 * layer + random.below(4));
+      const std::size_t of_shared = reader.read({layer});
+      reader.read({expert});
+      if (pass >= 30) surprises += of_shared;
+    }
+  }
+  EXPECT_EQ(surprises, 0u);
+}
+
+}  // namespace dynswap::test
