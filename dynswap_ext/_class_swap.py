@@ -1,0 +1,292 @@
+"""The swap class: the subclass that takes a module's class's place while it is installed.
+
+One per original class and provider. It bears the original's names, adds nothing that an instance would
+carry, and routes attribute access of parameters and buffers to the provider's descriptor. Everything
+else that it overrides keeps two promises: whoever asks for masters gets masters that are up to date, and
+whoever copies, slices or pickles an installed module gets a plain one.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+
+from ._recurrent import namespace_for
+from ._state import STATE_KEY, is_scripted, session_of, set_class
+
+__all__ = ["ensure", "is_swap_class", "original_class", "swap_class"]
+
+# Reentrant: a metaclass's code runs under it.
+_lock = threading.RLock()
+# Values are weak too: a swap class holds its original (its base), and would keep it alive for ever.
+# LOCK: guarded by `_lock`.
+_swap_classes: weakref.WeakKeyDictionary[type, weakref.WeakValueDictionary[type, type]] = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def swap_class(cls: type, attribute_type: type) -> type | None:
+    """Find or make the swap class of a module class.
+
+    Parameters
+    ----------
+    cls : type
+        The class of a module, never a swap class made for another module class.
+    attribute_type : type
+        The provider's data descriptor; ``attribute_type(name)`` serves one name.
+
+    Returns
+    -------
+    type or None
+        None for a class that cannot be swapped: TorchScript modules, whose attributes live in C++, and
+        classes whose instances refuse another class. Such modules are left alone.
+    """
+    cls = original_class(cls)
+    if is_scripted(cls):
+        return None
+    with _lock:
+        made = _swap_classes.setdefault(cls, weakref.WeakValueDictionary()).get(attribute_type)
+        if made is None:
+            made = _make(cls, attribute_type)
+            if made is not None:
+                _swap_classes[cls][attribute_type] = made
+        return made
+
+
+def ensure(swap: type, name: str) -> bool:
+    """Put the provider's descriptor for `name` on a swap class, once.
+
+    Returns
+    -------
+    bool
+        Whether accesses to `name` go through the provider. False for a name that the original class
+        defines itself (a property, a class attribute): there the class's own definition keeps its say.
+    """
+    owner: Any = next(base for base in swap.__mro__ if is_swap_class(base))
+    present = owner.__dict__.get(name)
+    if present is not None:
+        return isinstance(present, owner._dynswap_attribute)
+    original = owner._dynswap_original
+    if any(name in base.__dict__ for base in original.__mro__ if not is_swap_class(base)):
+        return False
+    setattr(owner, name, owner._dynswap_attribute(name))
+    becomes = owner.__dict__.get("cls_to_become")
+    if becomes is not None:
+        ensure(becomes, name)
+    return True
+
+
+def is_swap_class(cls: type) -> bool:
+    """Whether `cls` is a swap class itself, not one derived from it."""
+    return "_dynswap_original" in cls.__dict__
+
+
+def original_class(cls: type) -> type:
+    """The class that a swap class stands for; any other class is its own original."""
+    return cast(type, cls.__dict__.get("_dynswap_original", cls))
+
+
+def _make(cls: type, attribute_type: type) -> type | None:
+    namespace: dict[str, Any] = {
+        "__slots__": (),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__init__": _initialiser(cls),
+        "_dynswap_original": cls,
+        "_dynswap_attribute": attribute_type,
+        **namespace_for(cls),
+    }
+    becomes = getattr(cls, "cls_to_become", None)
+    if isinstance(becomes, type) and issubclass(cls, nn.modules.lazy.LazyModuleMixin):
+        # A lazy module sets its class to this one when it turns real; it stays installed then.
+        namespace["cls_to_become"] = swap_class(becomes, attribute_type)
+    try:
+        for bases in _bases_for(cls):
+            made: type = type(cls)(cls.__name__, bases, namespace)
+            if _assignable(made, cls):
+                return made
+    except Exception:  # the code of a metaclass or of an `__init_subclass__`, whatever it raises
+        return None
+    return None
+
+
+def _bases_for(cls: type) -> Iterator[tuple[type, ...]]:
+    """Bases to try for a swap class of `cls`."""
+    if not issubclass(cls, _Swapped):  # else it was derived from a swap class, and has it all
+        yield _Swapped, cls
+        # Python refuses the class for instances of a `cls` whose first base has no `__dict__` (ABC, Generic)
+        # unless `cls` is the first base. Then nothing stands before an `__init_subclass__` of `cls`.
+        if not _has_init_subclass(cls):
+            yield (_behaviour_over(cls),)
+    else:
+        yield (cls,)
+
+
+def _has_init_subclass(cls: type) -> bool:
+    """Whether user code runs when `cls` is derived from."""
+    owner = next(base for base in cls.__mro__ if "__init_subclass__" in base.__dict__)
+    return owner is not object and owner.__module__ != "typing"
+
+
+def _assignable(made: type, cls: type) -> bool:
+    """Whether instances of `cls` can be given the class `made`: Python's own rule for `__class__`."""
+    ours, theirs = _layout_root(made), _layout_root(cls)
+    return ours is theirs or (ours.__base__ is theirs.__base__ and _layout(ours) == _layout(theirs))
+
+
+def _layout_root(cls: type) -> type:
+    base = cls.__base__
+    while base is not None and _layout(base) == _layout(cls):
+        cls, base = base, base.__base__
+    return cls
+
+
+def _layout(cls: type) -> tuple[int, ...]:
+    return cls.__basicsize__, cls.__itemsize__, cls.__dictoffset__, cls.__weakrefoffset__
+
+
+def _initialiser(cls: type) -> Callable[..., None]:
+    # `self.__class__(...)`, as a container does for its slices, makes a plain module.
+    initialise: Callable[..., None] = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(initialise)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if is_swap_class(type(self)) and session_of(self) is None:
+            set_class(self, cls)
+        initialise(self, *args, **kwargs)
+
+    return __init__
+
+
+def _behaviour_over(base: type) -> type:
+    """What every swap class does, as a class over `base`."""
+
+    class _Swapped(base):  # type: ignore[misc]
+        if base is not object:
+            __slots__ = ()
+
+        _dynswap_original: type
+        _dynswap_attribute: type
+
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            # The original's own hook is not run: it may want arguments, or register the class somewhere, and
+            # a swap class is no new kind of module. A class that a user derives from a swap class is.
+            if "_dynswap_original" not in cls.__dict__:
+                super().__init_subclass__(**kwargs)
+
+        @classmethod
+        def _dynswap_ensure(cls, name: str) -> bool:
+            return ensure(cls, name)
+
+        # What is registered after the install joins it.
+
+        def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+            super().register_parameter(name, param)
+            _adopt(self, name)
+
+        def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+            super().register_buffer(name, tensor, persistent)
+            _adopt(self, name)
+
+        # Whoever is about to read or write masters finds in them what was written on handed-out tensors.
+
+        def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+            _flush(self)
+            super()._save_to_state_dict(*args, **kwargs)
+
+        def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+            _flush(self)
+            super()._load_from_state_dict(*args, **kwargs)
+
+        def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            _flush(self)
+            return cast(Iterator[tuple[str, Any]], super()._named_members(*args, **kwargs))
+
+        def get_parameter(self, target: str) -> nn.Parameter:
+            return cast(nn.Parameter, _master_at(self, target, "_parameters", super().get_parameter))
+
+        def get_buffer(self, target: str) -> torch.Tensor:
+            return cast(torch.Tensor, _master_at(self, target, "_buffers", super().get_buffer))
+
+        def _apply(self, *args: Any, **kwargs: Any) -> Any:
+            _flush(self)
+            return super()._apply(*args, **kwargs)
+
+        # Copies and pickles are plain modules.
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            _flush(self)
+            return _plain_reduction(self, super().__reduce_ex__(protocol))
+
+        def __getstate__(self) -> Any:
+            _flush(self)
+            inherited = getattr(super(), "__getstate__", None)  # `object` has none before Python 3.11
+            return _plain_state(vars(self) if inherited is None else inherited())
+
+    return _Swapped
+
+
+_Swapped: Final = _behaviour_over(object)
+
+
+def _adopt(module: Any, name: str) -> None:
+    session = session_of(module)
+    if session is not None and ensure(type(module), name):
+        session.adopt(module, name)
+
+
+def _master_at(module: Any, target: str, members: str, otherwise: Callable[[str], Any]) -> Any:
+    """What `get_parameter` and `get_buffer` return: they name a master, as `named_parameters` does."""
+    path, _, name = target.rpartition(".")
+    owner = module.get_submodule(path)
+    master = vars(owner).get(members, {}).get(name)
+    if master is None:
+        return otherwise(target)
+    _flush(owner)
+    return master
+
+
+def _flush(module: Any) -> None:
+    session = session_of(module)
+    if session is not None:
+        session.flush()
+
+
+def _plain_reduction(module: Any, reduction: Any) -> Any:
+    """The reduction with the original class in place of the swap class, and without the state."""
+    if not isinstance(reduction, tuple):
+        return reduction
+    swap = type(module)
+    original = original_class(swap)
+    function, arguments, *rest = reduction
+    if arguments and arguments[0] is swap and function in _NEW_OBJECT:
+        # Pickle wants the object's own class in these two; nor may a plain module's pickle need this package.
+        positional, keywords = (arguments[1:], {}) if function is _NEW_OBJECT[0] else arguments[1:]
+        if positional or keywords:
+            function, arguments = functools.partial(original.__new__, original, *positional, **keywords), ()
+        else:
+            function, arguments = _RECONSTRUCT, (original, object, None)
+    else:
+        function = original if function is swap else function
+        arguments = tuple(original if argument is swap else argument for argument in arguments)
+    if rest:
+        rest[0] = _plain_state(rest[0])
+    return (function, arguments, *rest)
+
+
+_NEW_OBJECT: Final = (copyreg.__newobj__, copyreg.__newobj_ex__)  # type: ignore[attr-defined]
+_RECONSTRUCT: Final = copyreg._reconstructor  # type: ignore[attr-defined]
+
+
+def _plain_state(state: Any) -> Any:
+    if isinstance(state, dict) and STATE_KEY in state:
+        return {key: value for key, value in state.items() if key != STATE_KEY}
+    return state

@@ -1,0 +1,291 @@
+"""One weight's bytes on the device, and the tensors handed out from them (pure-Python provider).
+
+A handed-out tensor is an alias of `Copy.data` that stands in the autograd graph of its master. Both
+share one version counter, so what is written in place on the tensor shows in `Copy.data`, also after
+the tensor itself is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import is_lazy
+
+__all__ = ["Copy", "Place", "Weight", "bits", "detached"]
+
+Death = Callable[["Handed"], None]
+
+
+class Place:
+    """Where tensors are wanted, and in which dtype."""
+
+    __slots__ = ("device", "dtype")
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        self.device = device
+        self.dtype = dtype
+
+    def dtype_for(self, master: torch.Tensor) -> torch.dtype:
+        """Only floating masters are cast."""
+        return self.dtype if self.dtype is not None and master.is_floating_point() else master.dtype
+
+    def holds(self, master: torch.Tensor) -> bool:
+        """Whether a master is handed out itself: it is what and where it should be, or is nothing yet."""
+        if is_lazy(master):
+            return True
+        return master.device == self.device and master.dtype == self.dtype_for(master)
+
+    def bytes_for(self, master: torch.Tensor) -> int:
+        """Bytes of the master's copy on the device."""
+        return master.numel() * self.dtype_for(master).itemsize
+
+    def convert(self, master: torch.Tensor) -> torch.Tensor:
+        """Torch's own conversion, which is what a copy has to equal to the bit. Differentiable."""
+        return master.to(device=self.device, dtype=self.dtype_for(master))
+
+
+class Weight:
+    """One managed master. Modules that share it share the weight."""
+
+    __slots__ = ("__weakref__", "copy", "master", "resident")
+
+    def __init__(self, master: torch.Tensor) -> None:
+        self.master = weakref.ref(master)
+        self.resident = False
+        #: Invariant: what the next access hands out, if the master is still what it was then.
+        self.copy: Copy | None = None
+
+
+class Handed(weakref.ref):  # type: ignore[type-arg]
+    """Watches one handed-out tensor."""
+
+    __slots__ = ("key", "requires_grad", "session")
+
+    key: int
+    requires_grad: bool
+    session: weakref.ref[Any]
+
+
+class Copy:
+    """A weight's bytes on the device."""
+
+    __slots__ = (
+        "_freed",
+        "_guard",
+        "_seen",
+        "compare",
+        "data",
+        "handed",
+        "nbytes",
+        "place",
+        "stream",
+        "users",
+        "version",
+        "weight",
+    )
+
+    def __init__(self, weight: Weight, master: torch.Tensor, place: Place, freed: deque[int]) -> None:
+        self.weight = weight
+        self.place = place
+        with detached():
+            self.data = place.convert(master.detach())
+        self.stream = _current_stream(place.device)
+        #: Other streams that were given the bytes.
+        self.users: list[Any] = []
+        self.nbytes = self.data.untyped_storage().nbytes()
+        self._freed = freed
+        self.handed: Handed | None = None
+        #: Whether writes may have happened that no version counter shows.
+        self.compare = False
+        self.note(master)
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # never made: out of memory
+            self._freed.append(self.nbytes)
+
+    def note(self, master: torch.Tensor) -> None:
+        """Remember the present state of both sides as equal."""
+        self.version = self.data._version
+        self._guard = StorageWeakRef(master.untyped_storage())  # type: ignore[no-untyped-call]  # its address is not given to another
+        self._seen = (*_identity(master), _sample(master) if self.weight.resident else None)
+
+    def current(self, master: torch.Tensor) -> bool:
+        """Whether the master is still what was copied (Invariant 6)."""
+        seen = self._seen
+        if seen[:-1] != _identity(master) or seen[0] is None:
+            return False
+        # `p.data.mul_()` bumps no version; a resident copy would miss it for ever.
+        return seen[-1] is None or seen[-1] == _sample(master)
+
+    def tensor(
+        self, master: torch.Tensor, is_param: bool, key: int, session: Any, died: Death
+    ) -> torch.Tensor:
+        """The tensor to hand out: the one that is alive, if there is one."""
+        requires_grad = master.requires_grad
+        alive: Any = (
+            None if self.handed is None or self.handed.requires_grad != requires_grad else self.handed()
+        )
+        if alive is None:
+            with torch.inference_mode(False), torch.enable_grad():
+                alive = _connected(master, self.data) if requires_grad else self.data.detach()
+            if is_param:
+                alive._is_param = True
+            handed = Handed(alive, died)
+            handed.key, handed.requires_grad, handed.session = key, requires_grad, session
+            self.handed = handed
+        self._order_after_copy()
+        return alive  # type: ignore[no-any-return]
+
+    def _order_after_copy(self) -> None:
+        """Make the consumer's stream wait for the copy, and the memory for that stream (Invariants 1, 2)."""
+        if self.stream is None:
+            return
+        current = _current_stream(self.place.device)
+        if current != self.stream and current not in self.users:
+            current.wait_stream(self.stream)
+            self.data.record_stream(current)
+            self.users.append(current)
+
+    def _wait_for_users(self) -> None:
+        """Make this thread's stream wait for whoever may have written the bytes."""
+        if self.stream is not None:
+            current = _current_stream(self.place.device)
+            for stream in (self.stream, *self.users):
+                if stream != current:
+                    current.wait_stream(stream)
+
+    def written(self) -> bool:
+        """Whether a handed-out tensor was written in place since the two sides were equal."""
+        return self.data._version != self.version
+
+    def write_back(self, master: torch.Tensor) -> bool:
+        """Bring what was written on the device to the master, which must be current; True if it was any.
+
+        Only elements that differ are written: the others keep the master's precision.
+        """
+        if not self.written() and not self.compare:
+            return False
+        self._wait_for_users()
+        with detached():
+            changed = bits(self.data) != bits(self.place.convert(master.detach()))
+            any_changed = bool(changed.any())
+            if any_changed:
+                new = self.data.to(device=master.device, dtype=master.dtype)
+                mask = changed.to(master.device).view(changed.shape)
+                with torch.inference_mode(master.is_inference()):
+                    master.detach().copy_(torch.where(mask, new, master.detach()))
+        self.note(master)
+        return any_changed
+
+    def aliased(self) -> bool:
+        """Whether somebody else holds the bytes: a view, a detached alias, an autograd graph."""
+        return _owners(self.data) > _OWNERS_ALONE
+
+    def aliased_at_death(self) -> bool:
+        """The same, while the handed-out tensor is dying and still counts as an owner."""
+        return _owners(self.data) > _OWNERS_AT_DEATH
+
+
+class HandOut(torch.autograd.Function):
+    """Identity whose output lives on the device and whose gradient goes to the master."""
+
+    # In the older form, with `ctx`: the newer one inspects signatures at each call, and takes thrice the
+    # time. What it is for, functorch, does not get here.
+    @staticmethod
+    def forward(ctx: Any, master: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+        """Alias `data`, sharing its version counter."""
+        ctx.set_materialize_grads(False)
+        ctx.device, ctx.dtype, ctx.place = master.device, master.dtype, (data.device, data.dtype)
+        return data.detach()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+        """Gradients reach the master in its own dtype (Invariant 7)."""
+        return (None if grad is None else grad.to(device=ctx.device, dtype=ctx.dtype)), None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: torch.Tensor | None, _: Any) -> torch.Tensor | None:
+        """Forward-mode: the tangent moves as the master did."""
+        return None if tangent is None else tangent.to(device=ctx.place[0], dtype=ctx.place[1])
+
+
+def _connected(master: torch.Tensor, data: torch.Tensor) -> Any:
+    return HandOut.apply(master, data)  # type: ignore[no-untyped-call]
+
+
+class detached:
+    """Context for work on values alone: no graph, and no inference tensor comes of it."""
+
+    __slots__ = ("_grad", "_inference")
+
+    def __enter__(self) -> None:
+        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._inference is not None:
+            self._inference.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_grad_enabled(self._grad)
+        if self._inference is not None:
+            self._inference.__exit__(*error)
+
+
+def _identity(master: torch.Tensor) -> tuple[Any, ...]:
+    """What changes when the master's content does; version None means that it cannot be told."""
+    version = None if master.is_inference() else master._version
+    return version, master.untyped_storage()._cdata, master.data_ptr(), master.shape, master.stride()
+
+
+def _sample(master: torch.Tensor, count: int = 16) -> list[Any] | None:
+    """A few elements, spread evenly, of a master in RAM."""
+    if master.device.type != "cpu" or master.numel() == 0 or not master.is_contiguous():
+        return None
+    with detached():
+        flat = bits(master.detach()).view(-1)
+        return flat[:: max(1, flat.numel() // count)].tolist()
+
+
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements as integers, so that NaN equals NaN and 0.0 is not -0.0."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def _current_stream(device: torch.device) -> Any:
+    """The calling thread's stream on the device; None where there are no streams."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def _owners(tensor: torch.Tensor) -> int:
+    """How many owners the tensor's storage has; 0 where torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if count is None else int(count(tensor.untyped_storage()._cdata))
+
+
+def _measure_owners() -> tuple[int, int]:
+    """What `_owners` says of a tensor by itself, and of one whose only alias is dying.
+
+    Measured, as torch's own references to a storage are not part of its interface.
+    """
+    data = torch.zeros(1, device="cpu")
+    alias = data.detach()
+    at_death: list[int] = []
+    watch = weakref.ref(alias, lambda _: at_death.append(_owners(data)))
+    del alias, watch
+    return _owners(data), at_death[0] if at_death else 0
+
+
+_OWNERS_ALONE, _OWNERS_AT_DEATH = _measure_owners()

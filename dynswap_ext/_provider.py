@@ -1,0 +1,225 @@
+"""Chooses what answers an access: the native extension, or pure Python; and says which, and why."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any, Protocol, cast
+
+import torch
+from torch import nn
+
+from . import _fallback
+from ._warn import warn
+from .config import available_devices, backend_from_environment
+from .errors import ConfigError
+
+__all__ = ["BackendInfo", "Provider", "Session", "backend_info", "native_unavailable", "select"]
+
+_REMEDY = (
+    "Reinstall it against this torch (`pip install --no-build-isolation --force-reinstall .` in a checkout), "
+    "or set DYNSWAP_BACKEND=python to use pure Python without this warning."
+)
+
+
+class Session(Protocol):
+    """One install, of either provider. Thread-safe.
+
+    Modules keep the session alive through their state (``module.__dict__["_dynswap"].session``); it keeps
+    no module and no master alive, and lets go of device memory and threads when the last of its modules is
+    given back or dies. ``stats()`` still answers then.
+    """
+
+    @property
+    def provider(self) -> str:
+        """Either "native" or "python"."""
+
+    @property
+    def backend(self) -> str:
+        """Either "host", "cuda", or "torch"."""
+
+    def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:
+        """Swap every module of the tree, and return how many; on an error, none.
+
+        `swap_class` is called once per class; None leaves its modules alone. For each name that the modules
+        of a class hold, the swap class's ``_dynswap_ensure(name)`` is called once.
+        """
+
+    def detach(self, root: nn.Module) -> None:
+        """Give the modules of the tree that this session serves their class and `__dict__` back."""
+
+    def adopt(self, module: nn.Module, name: str) -> None:
+        """Serve a parameter or buffer that was registered after the install."""
+
+    def flush(self) -> None:
+        """What was written on handed-out tensors is in the masters when this returns."""
+
+    def stats(self) -> dict[str, int]:
+        """Counters and plan, named as in csrc/core/stats.h."""
+
+    def reset_stats(self) -> None:
+        """Set the counters to zero."""
+
+    def close(self) -> None:
+        """Let go of the device memory and the threads. Idempotent."""
+
+
+@dataclass(frozen=True)
+class Provider:
+    """How to make sessions and descriptors."""
+
+    name: str
+    session: Callable[..., Session]
+    attribute: type
+    #: The engine's backend: "host", "cuda", or "torch" (pure Python).
+    backend: str
+
+
+@dataclass(frozen=True)
+class BackendInfo:
+    """What is active in this process, and why. ``print`` it."""
+
+    #: The provider that an install on the default device takes: "native" or "python".
+    provider: str
+    #: Whether the extension could be imported.
+    extension: bool
+    #: Why the native provider is not used; None if it is.
+    reason: str | None
+    #: The torch that runs, and the one that the extension was built against (None: unknown).
+    torch: str
+    built_for_torch: str | None
+    #: Whether the extension was built with the CUDA backend.
+    cuda: bool
+    compiler: str | None
+    devices: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """Write one line a fact."""
+        rows = {
+            "provider": self.provider + (f" ({self.reason})" if self.reason else ""),
+            "extension": "built" if self.extension else "not available",
+            "built for torch": self.built_for_torch or "-",
+            "running torch": self.torch,
+            "CUDA backend": "compiled" if self.cuda else "not compiled",
+            "compiler": self.compiler or "-",
+            "devices": ", ".join(self.devices),
+        }
+        return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
+
+
+@dataclass(frozen=True)
+class _Extension:
+    module: ModuleType | None
+    #: Why it cannot be used; empty if it can.
+    reason: str
+    build: dict[str, Any]
+
+
+def select(backend: str, device: torch.device) -> Provider:
+    """Choose the provider for an install.
+
+    Parameters
+    ----------
+    backend : {"auto", "native", "python"}
+        "auto" takes the native extension where it can serve the device.
+    device : torch.device
+        Where the model computes.
+
+    Raises
+    ------
+    ConfigError
+        If "native" was asked for and cannot be had; the message says why.
+    """
+    if backend == "python":
+        return _python()
+    extension = _extension()
+    reason = extension.reason or _unsupported(extension, device)
+    if not reason:
+        return _native(extension, device)
+    if backend == "native":
+        raise ConfigError(f"the native provider was asked for, but {reason}")
+    if extension.reason:
+        _warn_once(f"dynswap_ext runs in pure Python, without prefetch: {reason}. {_REMEDY}")
+    return _python()
+
+
+def backend_info() -> BackendInfo:
+    """Say which provider is active, and why. Warns about nothing."""
+    extension = _extension()
+    asked = backend_from_environment()
+    device = torch.device(available_devices()[-1])
+    reason = (
+        "DYNSWAP_BACKEND=python" if asked == "python" else extension.reason or _unsupported(extension, device)
+    )
+    return BackendInfo(
+        provider="python" if reason else "native",
+        extension=extension.module is not None,
+        reason=reason or None,
+        torch=torch.__version__,
+        built_for_torch=extension.build.get("torch") or None,
+        cuda=bool(extension.build.get("cuda")),
+        compiler=extension.build.get("compiler") or None,
+        devices=available_devices(),
+    )
+
+
+def native_unavailable(device: torch.device) -> str:
+    """Why the native provider cannot serve the device; empty if it can."""
+    extension = _extension()
+    return extension.reason or _unsupported(extension, device)
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    warn(message)
+
+
+def _python() -> Provider:
+    return Provider("python", _fallback.Session, _fallback.Attribute, "torch")
+
+
+def _native(extension: _Extension, device: torch.device) -> Provider:
+    module: Any = extension.module
+    backend = "cuda" if device.type == "cuda" else "host"
+    return Provider("native", cast("Callable[..., Session]", module.Session), module.Attribute, backend)
+
+
+def _unsupported(extension: _Extension, device: torch.device) -> str:
+    """Why the extension cannot serve a device; empty if it can."""
+    if device.type == "cpu":
+        return ""
+    if device.type == "cuda":
+        if not extension.build.get("cuda"):
+            return "the extension was built without CUDA"
+        return "" if extension.build.get("cuda_devices") else "the extension finds no CUDA device"
+    return f"the extension does not know the device '{device}'"
+
+
+@functools.cache
+def _extension() -> _Extension:
+    """Import the extension, once."""
+    try:
+        module = importlib.import_module("._C", __package__)
+        build = dict(module.build_info())
+    except Exception as error:  # ImportError, or whatever a library of another ABI does on loading
+        missing = isinstance(error, ModuleNotFoundError) and error.name == f"{__package__}._C"
+        return _Extension(None, "the extension is not built" if missing else _first_line(error), {})
+    built = str(build.get("torch", ""))
+    if _release(built) != _release(torch.__version__):
+        return _Extension(
+            None, f"the extension was built for torch {built}, and torch {torch.__version__} runs", build
+        )
+    return _Extension(module, "", build)
+
+
+def _release(version: str) -> tuple[str, ...]:
+    """Major and minor, within which torch keeps its C++ interface."""
+    return tuple(version.split("+")[0].split(".")[:2])
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip().splitlines()
+    return f"the extension cannot be imported ({type(error).__name__}: {text[0] if text else 'no message'})"

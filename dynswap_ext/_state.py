@@ -1,0 +1,60 @@
+"""What an installed module carries, and how its class is changed; shared by the providers' front end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+__all__ = ["STATE_KEY", "is_scripted", "modules_of", "name_in", "session_of", "set_class"]
+
+#: Where an installed module keeps its per-module state, in its own `__dict__`.
+STATE_KEY: Final = "_dynswap"
+
+#: Sets an object's class even where its class has a `__setattr__` or a `__class__` of its own in the way.
+set_class: Final[Callable[[object, type], None]] = object.__dict__["__class__"].__set__
+
+
+def session_of(module: nn.Module) -> Any:
+    """The session that serves a module, None if it is not installed."""
+    return getattr(module.__dict__.get(STATE_KEY), "session", None)
+
+
+def modules_of(root: nn.Module) -> list[nn.Module]:
+    """Every module of a tree once, parents before children, in the order of definition.
+
+    Does not descend into TorchScript modules, whose attributes live in C++.
+    """
+    found: list[nn.Module] = []
+    seen: set[int] = set()
+    scripted: dict[type, bool] = {}  # asked once a class: an ABC's answer is slow
+    stack: list[nn.Module | None] = [root]
+    while stack:
+        module = stack.pop()
+        if module is None or id(module) in seen:
+            continue
+        seen.add(id(module))
+        found.append(module)
+        cls = type(module)
+        if cls not in scripted:
+            scripted[cls] = is_scripted(cls)
+        if not scripted[cls] and module._modules:
+            stack.extend(reversed(module._modules.values()))
+    return found
+
+
+def is_scripted(cls: type) -> bool:
+    """Whether a class is a TorchScript module's."""
+    return issubclass(cls, torch.jit.ScriptModule)
+
+
+def name_in(root: nn.Module, master: torch.Tensor) -> str:
+    """The name of a master in a tree, for messages."""
+    for path, module in root.named_modules():
+        for members in (module._parameters, module._buffers):
+            for name, other in members.items():
+                if other is master:
+                    return f"{path}.{name}" if path else name
+    return "a weight that has left the model"

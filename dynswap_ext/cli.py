@@ -1,0 +1,110 @@
+"""The command line: ``dynswap``, or ``python -m dynswap_ext``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from dynswap_ext._version import __version__
+from dynswap_ext.errors import DynswapError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command; return the exit status: 0 well, 1 outputs that differ, 2 an error that was explained."""
+    options = _parser().parse_args(arguments)
+    try:
+        status: int = options.command(options)
+    except DynswapError as error:
+        print(f"dynswap: {error}", file=sys.stderr)
+        return 2
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dynswap", description="Run PyTorch models that do not fit the device, streaming their weights."
+    )
+    parser.add_argument("--version", action="version", version=f"dynswap-ext {__version__}")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    info = commands.add_parser("info", help="say which provider and backends are active, and why")
+    info.set_defaults(command=_info)
+
+    demo = commands.add_parser(
+        "demo",
+        help="run a model under a memory budget and compare",
+        description="Write a checkpoint of a decoder transformer, run it resident, streamed under a budget, "
+        "and in the ways people use today; measure each in a process of its own and compare.",
+    )
+    demo.set_defaults(command=_demo)
+    add = demo.add_argument
+    add("--size", default="1.5GB", help="of the checkpoint (default: %(default)s)")
+    add("--budget", help="a size, or a share of the model (default: 1/4; with --text 3/4)")
+    add("--prefetch", type=int, default=2, help="groups to have ahead (default: %(default)s)")
+    add("--device", help="cpu or cuda (default: the accelerator if there is one, else cpu)")
+    add("--dtype", help="of the computation (default: float32 on the CPU, bfloat16 elsewhere)")
+    add("--stored-dtype", help="of the checkpoint, if it is another: weights are then cast on the way")
+    add("--passes", type=int, default=5, help="timed passes of each way (default: %(default)s)")
+    add("--tokens", type=int, help="length of an input (default: 256 on the CPU, 4096 elsewhere)")
+    add("--source", choices=("file", "ram"), help="where masters are (default: file on the CPU, else ram)")
+    add("--folder", help="where the checkpoint is written (default: the user's cache folder)")
+    add("--keep", action="store_true", help="keep the checkpoint, and use it again the next time")
+    add("--json", metavar="FILE", type=Path, help="write what was measured there too")
+    add(
+        "--text",
+        nargs="+",
+        action="extend",
+        metavar="SENTENCE",
+        help="embed sentences with all-MiniLM-L6-v2 instead, resident and streamed",
+    )
+    return parser
+
+
+def _info(options: argparse.Namespace) -> int:
+    import dynswap_ext
+
+    print(f"dynswap-ext      {__version__}")
+    print(dynswap_ext.backend_info())
+    return 0
+
+
+def _demo(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    console = Console()
+    if options.text:
+        from dynswap_ext.demo.show_text import show_text
+        from dynswap_ext.demo.text import run_text
+
+        text = run_text(
+            options.text, device=options.device, budget=options.budget or "3/4", prefetch=options.prefetch
+        )
+        show_text(text, console)
+        return 0 if text.bit_equal else 1
+
+    from dynswap_ext.demo.run import DemoOptions, run_demo
+    from dynswap_ext.demo.show import bars, show
+
+    with bars(console) as watcher:
+        result = run_demo(
+            DemoOptions(
+                size=options.size,
+                budget=options.budget or "1/4",
+                prefetch=options.prefetch,
+                device=options.device,
+                dtype=options.dtype,
+                stored_dtype=options.stored_dtype,
+                passes=options.passes,
+                tokens=options.tokens,
+                source=options.source,
+                folder=options.folder,
+                keep=options.keep,
+            ),
+            watcher,
+        )
+    show(result, console)
+    if options.json:
+        options.json.write_text(result.to_json() + "\n")
+    return 1 if result.differing else 0

@@ -1,0 +1,176 @@
+"""Every option and every environment variable of the package, checked in one place.
+
+Environment variables
+---------------------
+DYNSWAP_BACKEND : {"auto", "native", "python"}
+    The provider for installs that do not name one themselves. ``auto`` (the default) takes the native
+    extension where it can serve the device, else pure Python. ``native`` raises where it cannot.
+DYNSWAP_REQUIRE_CUDA : {"0", "1"}
+    For tests: ``1`` turns "skipped for lack of CUDA" into a failure, so that a GPU machine cannot pass
+    without having used its GPU.
+
+``DYNSWAP_CUDA`` and ``DYNSWAP_BUILD`` steer the build of the extension and are not read at run time.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+
+from ._memory import free_bytes, parse_bytes
+from .errors import ConfigError
+
+__all__ = ["BACKENDS", "Options", "available_devices", "backend_from_environment", "require_cuda", "resolve"]
+
+BACKENDS: Final = ("auto", "native", "python")
+
+
+@dataclass(frozen=True)
+class Options:
+    """What one install was asked for, checked and complete."""
+
+    device: torch.device
+    #: None leaves every master's dtype as it is.
+    dtype: torch.dtype | None
+    prefetch: int
+    #: Bytes for arena and residents together; None keeps just what `prefetch` needs.
+    budget: int | None
+    #: None leaves it to the backend.
+    pin: bool | None
+    #: One of `BACKENDS`.
+    backend: str
+    strict_budget: bool
+
+
+def resolve(
+    *,
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | None = None,
+    prefetch: int = 2,
+    budget: int | float | str | None = None,
+    pin: bool | str = "auto",
+    backend: str = "auto",
+    strict_budget: bool = False,
+) -> Options:
+    """Check the arguments of :func:`dynswap_ext.install`.
+
+    Raises
+    ------
+    ConfigError
+        Naming what was given and what is expected.
+    """
+    where = _device(device)
+    return Options(
+        device=where,
+        dtype=_dtype(dtype),
+        prefetch=_prefetch(prefetch),
+        budget=_budget(budget, where),
+        pin=_pin(pin),
+        backend=_backend(backend),
+        strict_budget=_flag("strict_budget", strict_budget),
+    )
+
+
+def backend_from_environment() -> str:
+    """``DYNSWAP_BACKEND``, or "auto"."""
+    value = os.environ.get("DYNSWAP_BACKEND", "").strip().lower() or "auto"
+    if value not in BACKENDS:
+        raise ConfigError(f"DYNSWAP_BACKEND is {value!r}; expected one of {', '.join(BACKENDS)}")
+    return value
+
+
+def require_cuda() -> bool:
+    """Whether tests that need CUDA have to run (``DYNSWAP_REQUIRE_CUDA``)."""
+    value = os.environ.get("DYNSWAP_REQUIRE_CUDA", "").strip().lower()
+    if value in ("", "0", "false", "no", "off"):
+        return False
+    if value in ("1", "true", "yes", "on"):
+        return True
+    raise ConfigError(f"DYNSWAP_REQUIRE_CUDA is {value!r}; expected 0 or 1")
+
+
+def available_devices() -> tuple[str, ...]:
+    """Devices on which an install can compute."""
+    names = ["cpu"]
+    if torch.accelerator.is_available():
+        accelerator = torch.accelerator.current_accelerator()
+        if accelerator is not None:
+            names += [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
+    return tuple(names)
+
+
+def _device(given: torch.device | str | int | None) -> torch.device:
+    if given is None:
+        return _with_index(torch.accelerator.current_accelerator() or torch.device("cpu"), checked=False)
+    try:
+        if isinstance(given, bool):
+            raise TypeError("a bool is no device")
+        device = torch.device(given)
+    except (RuntimeError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"device is {given!r}, unknown to torch; available here: {', '.join(available_devices())}"
+        ) from error
+    return _with_index(device, checked=True)
+
+
+def _with_index(device: torch.device, *, checked: bool) -> torch.device:
+    """The device with an index, so that it compares equal to a tensor's."""
+    if device.type == "cpu":
+        return torch.device("cpu")
+    if not torch.accelerator.is_available():
+        if not checked:
+            return torch.device("cpu")
+    elif device.index is None and f"{device.type}:0" in available_devices():
+        return torch.device(device.type, torch.accelerator.current_device_index())
+    if str(device) not in available_devices():
+        raise ConfigError(f"device is '{device}'; available here: {', '.join(available_devices())}")
+    return device
+
+
+def _dtype(given: torch.dtype | None) -> torch.dtype | None:
+    if given is None:
+        return None
+    if not isinstance(given, torch.dtype) or not given.is_floating_point:
+        raise ConfigError(
+            f"dtype is {given!r}; expected a floating dtype such as torch.bfloat16, or None to keep each "
+            "master's own (integer and complex masters are never cast)"
+        )
+    return given
+
+
+def _prefetch(given: int) -> int:
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise ConfigError(f"prefetch is {given!r}; expected the number of groups to read ahead, 0 or more")
+    return given
+
+
+def _budget(given: int | float | str | None, device: torch.device) -> int | None:
+    if given is None:
+        return None
+    amount = parse_bytes(given)
+    if isinstance(amount, int):
+        return amount
+    return max(1, int(amount * free_bytes(device)))
+
+
+def _pin(given: bool | str) -> bool | None:
+    if given == "auto":
+        return None
+    if isinstance(given, bool):
+        return given
+    raise ConfigError(f"pin is {given!r}; expected True, False or 'auto'")
+
+
+def _backend(given: str) -> str:
+    if given not in BACKENDS:
+        raise ConfigError(f"backend is {given!r}; expected one of {', '.join(BACKENDS)}")
+    return backend_from_environment() if given == "auto" else given
+
+
+def _flag(name: str, given: bool) -> bool:
+    if not isinstance(given, bool):
+        raise ConfigError(f"{name} is {given!r}; expected True or False")
+    return given

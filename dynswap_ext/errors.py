@@ -1,0 +1,54 @@
+"""Every error that this package raises on purpose. The native extension raises the same classes."""
+
+from __future__ import annotations
+
+__all__ = [
+    "BudgetError",
+    "ConfigError",
+    "DeviceError",
+    "DynswapError",
+    "DynswapWarning",
+    "OutOfMemoryError",
+    "SourceError",
+]
+
+
+class DynswapError(RuntimeError):
+    """Base of every error of this package."""
+
+
+class ConfigError(DynswapError, ValueError):
+    """An option or an environment variable has a value that cannot be used."""
+
+
+class BudgetError(DynswapError, ValueError):
+    """The budget cannot hold what must be on the device at one time.
+
+    Attributes
+    ----------
+    smallest_bytes : int
+        The smallest budget, in bytes, that would have worked; 0 if it is not known.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int = 0) -> None:
+        super().__init__(message)
+        self.smallest_bytes = int(smallest_bytes)
+
+    def __reduce__(self) -> tuple[type[BudgetError], tuple[str, int]]:
+        return type(self), (str(self), self.smallest_bytes)
+
+
+class SourceError(DynswapError, OSError):
+    """A master's bytes could not be read: a file that is gone, truncated or changed, or a failing disk."""
+
+
+class DeviceError(DynswapError):
+    """The device reported an error, or is not there."""
+
+
+class OutOfMemoryError(DynswapError):
+    """Device memory could not be allocated."""
+
+
+class DynswapWarning(UserWarning):
+    """Category of every warning of this package."""

@@ -1,0 +1,323 @@
+"""Install and uninstall: the front door."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from dataclasses import dataclass
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from . import _provider, config
+from ._class_swap import swap_class
+from ._state import STATE_KEY, is_scripted, modules_of, name_in, session_of
+from ._stats import Stats
+from ._warn import warn
+from .errors import ConfigError
+
+__all__ = ["Handle", "install", "is_installed", "uninstall"]
+
+# One install or uninstall at a time: they change classes, and a tree may belong to several installs.
+_lock = threading.RLock()
+
+
+def install(
+    model: nn.Module,
+    *,
+    device: torch.device | str | int | None = None,
+    dtype: torch.dtype | None = None,
+    prefetch: int = 2,
+    budget: int | float | str | None = None,
+    pin: bool | str = "auto",
+    backend: str = "auto",
+    strict_budget: bool = False,
+) -> Handle:
+    """Make attribute access of every parameter and buffer hand out a tensor on the compute device.
+
+    The model keeps owning its masters: `parameters()`, `state_dict()` and optimizers see them as before.
+    A second install of the model, of a part of it or of a larger tree replaces the settings of the first
+    for the modules that both cover; installs never nest.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Its parameters and buffers, wherever they are (RAM, a file mapping, the device itself).
+    device : torch.device, str or int, optional
+        Where the model computes. Default: the accelerator if there is one, else the CPU.
+    dtype : torch.dtype, optional
+        A floating dtype into which floating weights are cast on the way. Default: each master's own.
+        Integer, boolean and complex weights are never cast.
+    prefetch : int
+        Groups of weights to have on the device, or on their way there, ahead of the one in use.
+    budget : int, float or str, optional
+        Device memory for streamed and resident weights together: bytes (``6_000_000_000``), a string
+        (``"6GiB"``, ``"512 MB"``), or a fraction of what the device has free (a float in (0, 1]).
+        Default: just what `prefetch` needs, no residents.
+    pin : bool or "auto"
+        Whether to page-lock masters in RAM, so that an accelerator can read them by itself.
+    backend : {"auto", "native", "python"}
+        Which provider answers; "auto" follows ``DYNSWAP_BACKEND``, else prefers the native extension.
+    strict_budget : bool
+        Raise :class:`BudgetError` where handed-out tensors that somebody keeps leave no room within the
+        budget. Default: allocate outside it, count it (``overflow_bytes``) and warn once.
+
+    Returns
+    -------
+    Handle
+        Figures and the way back. Usable as a context manager. It does not keep the model alive.
+
+    Raises
+    ------
+    ConfigError
+        An option has a value that cannot be used, or a master is on the meta device.
+    BudgetError
+        The budget cannot hold the largest group; ``smallest_bytes`` would do.
+
+    After any error the model is as it was.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    options = config.resolve(
+        device=device,
+        dtype=dtype,
+        prefetch=prefetch,
+        budget=budget,
+        pin=pin,
+        backend=backend,
+        strict_budget=strict_budget,
+    )
+    with _lock:
+        provider = _provider.select(options.backend, options.device)
+        scripted, serving = _survey(model)
+        record = _Record(options, weakref.ref(model), _new_session(provider, options))
+        replaced = _take_out(model, serving)
+        try:
+            record.begin(model, provider.attribute)
+        except BaseException:
+            record.session.close()
+            for other in replaced:
+                other.begin_again()
+            raise
+        for other in replaced:
+            if other.installed == 0:
+                other.end()
+    if scripted:
+        warn(
+            f"{scripted} TorchScript module(s) are left as they are: their weights are not streamed, "
+            "and have to be on the compute device"
+        )
+    return Handle(record)
+
+
+def uninstall(model: nn.Module) -> nn.Module:
+    """Give every module of the tree its own class back, and let go of the device memory.
+
+    Writes on handed-out tensors reach the masters first. Works on a part of an installed tree; the rest
+    stays installed. A model that is not installed is left as it is.
+
+    Returns
+    -------
+    torch.nn.Module
+        The model itself.
+    """
+    with _lock:
+        serving: dict[_provider.Session, int] = {}
+        for module in modules_of(model):
+            session = session_of(module)
+            if session is not None:
+                serving[session] = serving.get(session, 0) + 1
+        for record in _take_out(model, serving):
+            if record.installed == 0:
+                record.end()
+    return model
+
+
+def is_installed(module: nn.Module) -> bool:
+    """Whether this very module is installed (a tree may be so in part)."""
+    return session_of(module) is not None
+
+
+class Handle:
+    """One install. Leaving its ``with`` block uninstalls."""
+
+    def __init__(self, record: _Record) -> None:
+        self._record = record
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return self._record.options.device
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What floating weights are cast into; None if they are not."""
+        return self._record.options.dtype
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes for streamed and resident weights together."""
+        return self._record.options.budget
+
+    @property
+    def provider(self) -> str:
+        """Either "native" or "python"."""
+        return self._record.session.provider
+
+    @property
+    def backend(self) -> str:
+        """Either "host", "cuda", or "torch" (pure Python)."""
+        return self._record.session.backend
+
+    @property
+    def active(self) -> bool:
+        """Whether modules of the model are installed through this handle."""
+        return self._record.installed > 0 and self._record.root() is not None
+
+    def stats(self) -> Stats:
+        """What has been counted so far, also after an uninstall."""
+        counters = self._record.session.stats()
+        return Stats.from_counters(counters, provider=self.provider, backend=self.backend)
+
+    def reset_stats(self) -> None:
+        """Set the counters to zero; the plan stays."""
+        self._record.session.reset_stats()
+
+    def flush(self) -> None:
+        """What was written on handed-out tensors is in the masters when this returns."""
+        self._record.session.flush()
+
+    def uninstall(self) -> None:
+        """Undo this install. No effect if it is undone already, was replaced, or the model is gone."""
+        record = self._record
+        with _lock:
+            model = record.root()
+            if model is not None and record.installed > 0:
+                record.session.detach(model)
+                record.end()
+
+    def __enter__(self) -> Handle:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.uninstall()
+
+    def __repr__(self) -> str:
+        state = "active" if self.active else "undone"
+        return f"<dynswap_ext.Handle {state}: {self.provider}/{self.backend} on {self.device}>"
+
+
+@dataclass
+class _Record:
+    """What the front end knows of one install. Does not keep the model alive."""
+
+    options: config.Options
+    root: weakref.ref[nn.Module]
+    session: _provider.Session
+    #: How many modules were swapped and not given back.
+    installed: int = 0
+    _forget: weakref.finalize[..., nn.Module] | None = None
+
+    def begin(self, model: nn.Module, attribute: type) -> None:
+        """Swap the tree. On an error the tree is as it was."""
+        refused: list[type] = []
+
+        def swap(cls: type) -> type | None:
+            made = swap_class(cls, attribute)
+            if made is None and not is_scripted(cls):
+                refused.append(cls)
+            return made
+
+        self.installed = self.session.attach(model, swap)
+        _records[id(self.session)] = self
+        self._forget = weakref.finalize(model, _records.pop, id(self.session), None)
+        self._forget.atexit = False
+        if refused:
+            names = ", ".join(cls.__qualname__ for cls in refused)
+            warn(f"modules of classes that refuse to be swapped are left as they are: {names}")
+
+    def begin_again(self) -> None:
+        """Put an install back after another one failed to replace it."""
+        model = self.root()
+        if model is None:
+            return
+        self.session.detach(model)
+        self.end()
+        provider = _provider.select(self.options.backend, self.options.device)
+        self.session = _new_session(provider, self.options)
+        self.begin(model, provider.attribute)
+
+    def end(self) -> None:
+        """Every module was given back."""
+        self.installed = 0
+        self.session.close()
+        if self._forget is not None:
+            self._forget()
+            self._forget = None
+
+
+# By the id of the session, which the record keeps. An entry goes with its install, or with its model.
+_records: dict[int, _Record] = {}
+
+
+def _survey(model: nn.Module) -> tuple[int, dict[_provider.Session, int]]:
+    """Look at a tree before an install.
+
+    Returns how many TorchScript modules it has, and how many of its modules each session serves. Raises
+    ConfigError if a master holds no data.
+    """
+    scripted = 0
+    serving: dict[_provider.Session, int] = {}
+    meta: list[torch.Tensor] = []
+    classes: dict[type, bool] = {}
+    for module in modules_of(model):
+        cls, held = type(module), module.__dict__
+        if cls not in classes:
+            classes[cls] = is_scripted(cls)
+        if classes[cls]:
+            scripted += 1
+            continue
+        if STATE_KEY in held:
+            session = session_of(module)
+            serving[session] = serving.get(session, 0) + 1
+        for members in (held["_parameters"], held["_buffers"]):
+            if members:
+                for master in members.values():
+                    if master is not None and master.is_meta:
+                        meta.append(master)
+    if meta:
+        names = ", ".join(name_in(model, master) for master in meta[:5])
+        more = f" and {len(meta) - 5} more" if len(meta) > 5 else ""
+        raise ConfigError(
+            f"{len(meta)} master(s) are on the meta device and hold no data: {names}{more}. Load them before "
+            "the install, for instance with dynswap_ext.checkpoint.load(model, path)"
+        )
+    return scripted, serving
+
+
+def _take_out(model: nn.Module, serving: dict[_provider.Session, int]) -> list[_Record]:
+    """Give the modules of a tree back, from whatever installs serve them; the records of those."""
+    taken = []
+    for session, count in serving.items():
+        session.detach(model)
+        record = _records.get(id(session))
+        if record is not None:  # else the installed tree's root is gone, and only a part of it lives on
+            record.installed -= count
+            taken.append(record)
+    return taken
+
+
+def _new_session(provider: _provider.Provider, options: config.Options) -> _provider.Session:
+    return provider.session(
+        options.device,
+        options.dtype,
+        prefetch=options.prefetch,
+        budget=options.budget,
+        strict_budget=options.strict_budget,
+        pin=options.pin,
+        backend=provider.backend,
+        warn=warn,
+    )

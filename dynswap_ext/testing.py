@@ -1,0 +1,103 @@
+"""Helpers to test models that are installed; the package's own tests use them too."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ._handout import bits
+from .install import Handle
+
+__all__ = ["assert_bit_equal", "assert_nothing_held", "differences", "map_from_file", "moved"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
+def moved(model: ModuleT, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ModuleT:
+    """A copy of the model, moved whole: what an installed model has to equal to the bit.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Installed or not; the copy is plain.
+    device, dtype
+        As given to the install.
+    """
+    return copy.deepcopy(model).to(device=device, dtype=dtype)
+
+
+def assert_bit_equal(actual: Any, expected: Any, what: str = "value") -> None:
+    """Assert that tensors, or nested sequences and mappings of tensors, are equal to the bit.
+
+    NaN equals a NaN of the same bits, and 0.0 does not equal -0.0. Shape, dtype and device have to agree.
+    """
+    found = differences(actual, expected, what)
+    assert not found, "; ".join(found)
+
+
+def differences(actual: Any, expected: Any, what: str = "value") -> list[str]:
+    """What `assert_bit_equal` would complain about, a sentence each."""
+    if isinstance(expected, torch.Tensor):
+        return _tensor_differences(actual, expected, what)
+    if isinstance(expected, Mapping):
+        if set(actual) != set(expected):
+            return [f"{what} has the keys {sorted(actual)}, expected {sorted(expected)}"]
+        return [
+            text for key in expected for text in differences(actual[key], expected[key], f"{what}[{key!r}]")
+        ]
+    if isinstance(expected, Sequence) and not isinstance(expected, (str, bytes)):
+        if len(actual) != len(expected):
+            return [f"{what} has {len(actual)} elements, expected {len(expected)}"]
+        pairs = enumerate(zip(actual, expected, strict=True))
+        return [text for i, (a, e) in pairs for text in differences(a, e, f"{what}[{i}]")]
+    return [] if actual == expected else [f"{what} is {actual!r}, expected {expected!r}"]
+
+
+def _tensor_differences(actual: Any, expected: torch.Tensor, what: str) -> list[str]:
+    if not isinstance(actual, torch.Tensor):
+        return [f"{what} is {actual!r}, expected a tensor"]
+    for key in ("shape", "dtype", "device"):
+        if getattr(actual, key) != getattr(expected, key):
+            return [f"{what} has {key} {getattr(actual, key)}, expected {getattr(expected, key)}"]
+    with torch.no_grad():
+        unequal = bits(actual.detach()) != bits(expected.detach())
+        count = int(unequal.sum())
+    if not count:
+        return []
+    index = tuple(int(i) for i in unequal.nonzero()[0])
+    return [f"{what} differs in {count} of {unequal.numel()} elements, first at {index}"]
+
+
+def assert_nothing_held(handle: Handle) -> None:
+    """Assert that no handed-out tensor holds device memory any more."""
+    if handle.stats().live_leases:
+        gc.collect()  # reference cycles, as of an exception's traceback
+    live = handle.stats().live_leases
+    assert live == 0, f"{live} handed-out tensors still hold their place on the device"
+
+
+def map_from_file(model: ModuleT, path: str | os.PathLike[str]) -> ModuleT:
+    """Write the model's state to a file and let its parameters and buffers be mapped from there.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Changed in place: its masters become views of the mapped file. Not installed.
+    path : path-like
+        The file, which must outlive the model.
+
+    Returns
+    -------
+    torch.nn.Module
+        The model itself.
+    """
+    torch.save(model.state_dict(), path)
+    model.load_state_dict(torch.load(Path(path), mmap=True, weights_only=True), assign=True)
+    return model

@@ -1,0 +1,62 @@
+"""Small models that between them use every kind of weight."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def mlp(features: int = 16, layers: int = 3) -> nn.Sequential:
+    parts: list[nn.Module] = []
+    for _ in range(layers):
+        parts += [nn.Linear(features, features), nn.GELU()]
+    return nn.Sequential(*parts)
+
+
+class ConvNet(nn.Module):
+    """Convolutions and batch norms: float buffers written in training, and an integer one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(8)
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.norm(self.conv(x)))
+        return self.head(x.mean(dim=(2, 3)))
+
+
+class TinyTransformer(nn.Module):
+    """Embedding tied to the output, attention, layer norms, a mask and positions as buffers."""
+
+    def __init__(self, vocabulary: int = 29, width: int = 16, layers: int = 2, length: int = 6) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocabulary, width)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(width, 2, 32, dropout=0.0, batch_first=True) for _ in range(layers)
+        )
+        self.output = nn.Linear(width, vocabulary, bias=False)
+        self.output.weight = self.embed.weight
+        self.register_buffer("positions", torch.randn(length, width))
+        self.register_buffer("order", torch.arange(length), persistent=False)
+        self.register_buffer("mask", torch.ones(length, length, dtype=torch.bool).triu(1))
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens) + self.positions[self.order]
+        for block in self.blocks:
+            x = block(x, src_mask=self.mask)
+        return self.output(x)
+
+
+class Recurrent(nn.Module):
+    """An LSTM and a GRU: torch keeps their weights in a list beside the parameters, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(6, 8, num_layers=2, batch_first=True)
+        self.gru = nn.GRU(8, 4, batch_first=True, bidirectional=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, _ = self.lstm(x)
+        return self.gru(x)[0]

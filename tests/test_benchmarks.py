@@ -1,0 +1,93 @@
+"""Every benchmark starts: at sizes whose figures mean nothing, and with records that are complete."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+_ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(_ROOT / "benchmarks"))
+
+import common  # noqa: E402
+import shapes  # noqa: E402
+
+
+def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, str(_ROOT / "benchmarks" / f"{script}.py"), *arguments],
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("script", ["access", "install", "stream", "virtual_clock", "gpu_stack"])
+def test_tiny_run_writes_its_record(script: str, tmp_path: Path) -> None:
+    more = ["--folder", str(tmp_path)] if script == "stream" else []
+    more += ["--device", "cpu"] if script in ("access", "install", "gpu_stack") else []
+    done = _run(script, "--tiny", "--output", str(tmp_path / "record.json"), *more)
+    assert done.returncode == 0, done.stdout + done.stderr
+    if script == "virtual_clock" and "left out" in done.stdout:
+        pytest.skip("the virtual clock is part of the extension, which is not built")
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["bars"] and record["figures"]
+    assert record["machine"]["processor"] and record["versions"]["torch"] and record["command"]
+    assert "commit" in record and record["dynswap_ext"]["provider"] in ("native", "python")
+
+
+def test_gpu_suite_starts_its_parts_and_records_failures(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    done = _run("gpu_suite", "--dry-run", "--only", "build,access", "--output", str(path))
+    assert done.returncode == 0, done.stdout
+    figures = json.loads(path.read_text())["figures"]
+    assert set(figures) == {"build", "access"}
+    assert figures["access"]["record"]["bars"]
+    # A part that runs out of time is a failure, and the record is written all the same.
+    done = _run("gpu_suite", "--dry-run", "--only", "build", "--timeout", "0.01", "--output", str(path))
+    assert done.returncode == 1
+    assert json.loads(path.read_text())["figures"]["build"]["status"] == 124
+
+
+@pytest.mark.parametrize(
+    ("layers", "published"),
+    [
+        (shapes.llama_3_8b(16), 8_030_261_248),
+        (shapes.flux_1(1024), 11_901_408_320),
+        (shapes.sdxl_unet(128), 2_567_463_684),
+    ],
+    ids=["Llama-3-8B", "FLUX.1", "SDXL"],
+)
+def test_shapes_have_the_published_number_of_parameters(layers: list[shapes.Layer], published: int) -> None:
+    assert sum(layer.elements for layer in layers) == published
+    units = [layer.unit for layer in layers]
+    assert units == sorted(units)
+
+
+class TestBar:
+    def test_bounds(self) -> None:
+        assert common.Bar("a", 1.0, at_most=1.0).reached
+        assert not common.Bar("a", 1.1, at_most=1.0).reached
+        assert common.Bar("a", 1.0, at_least=1.0).reached
+        assert not common.Bar("a", 0.9, at_least=1.0).reached
+        assert "MISSED" in str(common.Bar("a", 0.9, at_least=1.0))
+        assert common.Bar("a", 0.9).reached and "MISSED" not in str(common.Bar("a", 0.9))
+
+    def test_a_missed_bar_is_the_exit_status(self, tmp_path: Path) -> None:
+        record = common.Record("x", tiny=False)
+        record.bar("a", 2.0, at_most=1.0)
+        assert record.finish(tmp_path / "x.json") == 1
+        assert json.loads((tmp_path / "x.json").read_text())["bars"][0]["reached"] is False
+
+
+def test_time_call_leaves_warm_up_out() -> None:
+    calls: list[int] = []
+    sample = common.time_call(lambda: calls.append(1), repeats=3, warm_up=2)
+    assert sample.repeats == 3 and len(calls) == 5
+    assert sample.fastest <= sample.median <= sample.slowest

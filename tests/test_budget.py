@@ -1,0 +1,153 @@
+"""The budget bounds what is on the device, and residents live within it."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import pickle
+import re
+import warnings
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import dynswap_ext
+from conftest import Provider
+from dynswap_ext import BudgetError, testing
+from dynswap_ext._residency import choose_residents
+from sample_models import mlp
+
+#: Wide enough for a layer to be a group of its own.
+WIDTH, LAYERS = 768, 8
+#: Bytes of one layer (weight and bias) and of the whole model in float64, and what alignment may add.
+LAYER = (WIDTH * WIDTH + WIDTH) * 8
+MODEL = LAYERS * LAYER
+SLACK = LAYERS * 4096
+
+
+def model_of_layers() -> nn.Sequential:
+    return mlp(WIDTH, LAYERS).eval()
+
+
+@pytest.mark.parametrize("share", [0.3, 0.5, 0.8])
+def test_residents_save_copies_and_stay_within_the_budget(provider: Provider, share: float) -> None:
+    model = model_of_layers()
+    budget = int(MODEL * share) + LAYER + SLACK
+    moved, handle = provider.pair(model, budget=budget)
+    x = provider.randn(2, WIDTH)
+    with torch.no_grad():
+        for _ in range(2):
+            testing.assert_bit_equal(model(x), moved(x))
+        handle.reset_stats()
+        passes = 5
+        for _ in range(passes):
+            testing.assert_bit_equal(model(x), moved(x))
+    stats = handle.stats()
+    assert MODEL <= stats.weight_bytes <= MODEL + SLACK
+    assert stats.peak_bytes <= budget
+    assert stats.overflow_bytes == 0
+    # What is not resident has to be moved in each pass, and in the masters' bytes, half of the device's.
+    streamed = (stats.weight_bytes - stats.resident_bytes) // 2
+    ahead = 3 * LAYER // 2 if provider.native else 0  # read ahead for a pass that does not come
+    assert 0 < stats.bytes_moved <= passes * streamed + ahead
+    if not provider.native:
+        assert stats.resident_bytes >= budget - 2 * LAYER - SLACK
+        assert stats.bytes_moved == passes * streamed
+
+
+def test_a_budget_that_holds_everything_moves_everything_once(provider: Provider) -> None:
+    model = model_of_layers()
+    _, handle = provider.pair(model, budget="1GiB")
+    with torch.no_grad():
+        for _ in range(4):
+            model(provider.randn(2, WIDTH))
+    stats = handle.stats()
+    assert stats.bytes_moved == MODEL // 2
+    assert stats.resident_bytes == stats.weight_bytes
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:dynswap_ext.DynswapWarning")  # of weight and bias at a time
+def test_too_small_a_budget_says_what_would_do(provider: Provider) -> None:
+    model = model_of_layers()
+    with pytest.raises(BudgetError) as raised:
+        provider.install(model, dtype=torch.float64, budget=100)
+    smallest = raised.value.smallest_bytes
+    assert WIDTH * WIDTH * 8 <= smallest <= LAYER + SLACK
+    assert str(smallest) in str(raised.value)
+    with pytest.raises(BudgetError):
+        provider.install(model, dtype=torch.float64, budget=smallest - 1)
+    moved, handle = provider.pair(model, budget=smallest)
+    x = provider.randn(2, WIDTH)
+    with torch.no_grad():
+        for _ in range(2):
+            testing.assert_bit_equal(model(x), moved(x))
+    assert handle.stats().bytes_moved > 0
+
+
+def test_kept_tensors_overflow_with_one_warning(provider: Provider) -> None:
+    model = model_of_layers()
+    moved, _ = provider.pair(model, budget=3 * LAYER + SLACK)
+    handle = provider.handles[-1]
+    x = provider.randn(2, WIDTH)
+    with pytest.warns(dynswap_ext.DynswapWarning) as caught:
+        kept = [model[2 * i].weight for i in range(LAYERS)]
+        testing.assert_bit_equal(model(x).detach(), moved(x).detach())
+    assert len(caught) == 1
+    assert re.search(r"\b\d+\.weight", str(caught[0].message))
+    assert handle.stats().overflow_bytes > 0
+    assert handle.stats().live_leases > 0
+    for i, weight in enumerate(kept):
+        testing.assert_bit_equal(weight.detach(), moved[2 * i].weight.detach(), f"kept weight {i}")
+    del kept, weight
+
+
+def test_a_strict_budget_raises_and_leaves_the_model_usable(provider: Provider) -> None:
+    model = model_of_layers()
+    moved, handle = provider.pair(model, budget=3 * LAYER + SLACK, strict_budget=True)
+    kept = []
+    with pytest.raises(BudgetError, match="strict_budget"):
+        kept += [model[2 * i].weight for i in range(LAYERS)]
+    with pytest.raises(BudgetError, match="strict_budget"):
+        for i in range(LAYERS):
+            kept.append(model[2 * i].weight)
+    kept.clear()
+    gc.collect()
+    x = provider.randn(2, WIDTH)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        testing.assert_bit_equal(model(x), moved(x))
+    assert handle.stats().overflow_bytes == 0
+
+
+def test_budget_errors_can_be_pickled() -> None:
+    error = pickle.loads(pickle.dumps(BudgetError("too small", 42)))
+    assert (str(error), error.smallest_bytes) == ("too small", 42)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=60), st.integers(1, 20_000), st.integers(0, 3000))
+def test_residents_and_the_largest_weight_fit(sizes: list[int], budget: int, together: int) -> None:
+    if budget < max(sizes):
+        with pytest.raises(BudgetError) as raised:
+            choose_residents(sizes, budget, together)
+        assert raised.value.smallest_bytes == max(sizes)
+        return
+    chosen = choose_residents(sizes, budget, together)
+    resident = sum(size for size, taken in zip(sizes, chosen, strict=True) if taken)
+    streamed = [size for size, taken in zip(sizes, chosen, strict=True) if not taken]
+    assert resident + max(streamed, default=0) <= budget
+    assert not streamed or not resident or resident + together <= budget
+    assert streamed == [] or sum(sizes) > budget
+
+
+@given(st.integers(2, 200), st.integers(1, 200))
+def test_residents_are_spread_evenly(count: int, room: int) -> None:
+    chosen = choose_residents([10] * count, 10 * (min(room, count - 1) + 1), 10)
+    taken = [i for i, resident in enumerate(chosen) if resident]
+    if len(taken) in (0, count):
+        return
+    gaps = [b - a for a, b in itertools.pairwise(taken)]
+    assert not gaps or max(gaps) - min(gaps) <= 1
+    assert len(taken) >= min(room, count - 1) - 1

@@ -1,0 +1,133 @@
+"""checkpoint.load and files that are not what they should be: each error names the file and the remedy."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from dynswap_ext import checkpoint
+from dynswap_ext.errors import SourceError
+
+
+def _model() -> nn.Module:
+    return nn.Linear(64, 64)
+
+
+def _raises(path: Path, pattern: str) -> None:
+    with pytest.raises(SourceError, match=pattern) as caught:
+        checkpoint.load(_model, path)
+    assert str(path) in str(caught.value)
+
+
+@pytest.fixture
+def safetensors_file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.safetensors"
+    save_file(_model().state_dict(), path)
+    return path
+
+
+@pytest.fixture
+def torch_file(tmp_path: Path) -> Path:
+    path = tmp_path / "model.pt"
+    torch.save(_model().state_dict(), path)
+    return path
+
+
+def test_not_there_suggests_a_neighbour(safetensors_file: Path) -> None:
+    _raises(safetensors_file.with_name("modle.safetensors"), r"no such file.*did you mean model\.safetensors")
+    _raises(safetensors_file.parent / "nowhere" / "model.safetensors", "nor is there a folder")
+
+
+def test_folder(safetensors_file: Path) -> None:
+    _raises(safetensors_file.parent, r"is a folder.*model\.safetensors")
+
+
+@pytest.mark.parametrize("kept", [1, 4, 5, 8, 40, 100, 8192, -1])
+def test_cut_safetensors(safetensors_file: Path, kept: int) -> None:
+    safetensors_file.write_bytes(safetensors_file.read_bytes()[:kept])
+    _raises(safetensors_file, "cut short.*download or copy it again")
+    if kept > 8 or kept == -1:
+        _raises(safetensors_file, r"cut short.*needs [\d,]+ bytes, the file has [\d,]+")
+
+
+@pytest.mark.parametrize("kept", [4, 100, 8192, -1])
+def test_cut_torch_file(torch_file: Path, kept: int) -> None:
+    torch_file.write_bytes(torch_file.read_bytes()[:kept])
+    _raises(torch_file, "cut short.*download or copy it again")
+
+
+def test_empty(tmp_path: Path) -> None:
+    (tmp_path / "empty").touch()
+    _raises(tmp_path / "empty", "is empty")
+
+
+@pytest.mark.parametrize(
+    ("content", "pattern"),
+    [
+        (b"GGUF\x03\x00\x00\x00", "GGUF"),
+        (b"version https://git-lfs.github.com/spec/v1\noid sha256:0", "git lfs pull"),
+        (b"\x89HDF\r\n\x1a\n", "HDF5"),
+        (b"hello, this is no checkpoint", "neither"),
+        (b"PK\x03\x04 but nothing of a zip file", "cut short"),
+    ],
+)
+def test_other_formats(content: bytes, pattern: str, tmp_path: Path) -> None:
+    (tmp_path / "file").write_bytes(content)
+    _raises(tmp_path / "file", pattern)
+
+
+def _with_header(path: Path, header: Any, data: bytes = b"") -> Path:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text + data)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("header", "pattern"),
+    [
+        (b"{not json", "damaged safetensors header"),
+        ({"weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "weight.*disagree"),
+        ({"weight": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, "weight.*disagree"),
+        ({"weight": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, "weight.*cannot be mapped"),
+        ({"weight": {"shape": [2]}}, "weight.*cannot be mapped"),
+        ({"weight": 3}, "weight.*cannot be mapped"),
+        ({"weight": {"dtype": "F32", "shape": [1], "data_offsets": [4, 8]}}, "cut short"),
+    ],
+)
+def test_damaged_header(header: Any, pattern: str, tmp_path: Path) -> None:
+    _raises(_with_header(tmp_path / "w", header, bytes(4)), pattern)
+
+
+def test_header_longer_than_the_format_allows(tmp_path: Path) -> None:
+    (tmp_path / "w").write_bytes((1 << 40).to_bytes(8, "little") + b"{")
+    _raises(tmp_path / "w", "the format allows")
+
+
+class TestTorchFiles:
+    def test_format_before_zip_files(self, tmp_path: Path) -> None:
+        torch.save(_model().state_dict(), tmp_path / "w", _use_new_zipfile_serialization=False)
+        _raises(tmp_path / "w", r"before 1\.6; rewrite it once")
+
+    def test_nested_state_dict_is_found(self, tmp_path: Path) -> None:
+        model = _model()
+        torch.save({"state_dict": model.state_dict(), "epoch": 3, "optimizer": {"state": {}}}, tmp_path / "w")
+        loaded = checkpoint.load(_model, tmp_path / "w")
+        assert torch.equal(loaded.get_parameter("weight"), model.get_parameter("weight"))
+
+    def test_two_state_dicts_are_ambiguous(self, tmp_path: Path) -> None:
+        torch.save({"model": _model().state_dict(), "ema": _model().state_dict()}, tmp_path / "w")
+        _raises(tmp_path / "w", r"2 state dicts \(model, ema\)")
+
+    def test_no_state_dict(self, tmp_path: Path) -> None:
+        torch.save([1, 2], tmp_path / "w")
+        _raises(tmp_path / "w", "no state dict.*list")
+
+    def test_a_whole_module_is_not_unpickled(self, tmp_path: Path) -> None:
+        torch.save(_model(), tmp_path / "w")
+        _raises(tmp_path / "w", r"more than tensors.*torch\.save\(model\.state_dict\(\)")

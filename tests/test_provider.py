@@ -1,0 +1,159 @@
+"""Which provider is taken, what is said about it, and how an unusable extension is met."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+import dynswap_ext
+from dynswap_ext import _provider
+
+ROOT = Path(dynswap_ext.__file__).parent.parent
+
+# Stands in for the extension: found first by the import system, and does what the test wants.
+FINDER = """
+import importlib.abc, importlib.util, sys, warnings
+
+class Loader(importlib.abc.Loader):
+    def create_module(self, spec):
+        return None
+    def exec_module(self, module):
+{body}
+
+class Finder(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == "dynswap_ext._C":
+            return importlib.util.spec_from_loader(name, Loader())
+        return None
+
+sys.meta_path.insert(0, Finder())
+warnings.simplefilter("always")
+import torch, dynswap_ext
+from torch import nn
+"""
+
+BROKEN = 'raise ImportError("libtorch_cpu.so: undefined symbol: _ZN3c105ErrorE")'
+MISSING = 'raise ModuleNotFoundError("No module named dynswap_ext._C", name="dynswap_ext._C")'
+OLD = 'module.build_info = lambda: {"torch": "2.2.1", "cuda": True, "cuda_devices": 0, "compiler": "gcc 9"}'
+
+TWO_INSTALLS = """
+for _ in range(2):
+    model = nn.Linear(2, 2)
+    with dynswap_ext.install(model, device="cpu", dtype=torch.float64) as handle:
+        assert handle.provider == "python", handle
+        assert model.weight.dtype == torch.float64
+print(dynswap_ext.backend_info())
+"""
+
+
+def run(body: str, script: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    code = FINDER.format(body=textwrap.indent(body, " " * 8)) + script
+    kept = {key: value for key, value in os.environ.items() if key != "DYNSWAP_BACKEND"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**kept, "PYTHONPATH": str(ROOT), **environment},
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "why"),
+    [
+        (BROKEN, "cannot be imported (ImportError: libtorch_cpu.so: undefined symbol: _ZN3c105ErrorE)"),
+        (MISSING, "the extension is not built"),
+        (OLD, f"the extension was built for torch 2.2.1, and torch {torch.__version__} runs"),
+    ],
+    ids=["broken", "missing", "other torch"],
+)
+def test_an_unusable_extension_means_one_warning_and_pure_python(body: str, why: str) -> None:
+    done = run(body, TWO_INSTALLS)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("DynswapWarning") == 1
+    assert why in done.stderr
+    assert "<string>:" in done.stderr  # where the user's install stands
+    assert "pip install --no-build-isolation --force-reinstall ." in done.stderr
+    assert "DYNSWAP_BACKEND=python" in done.stderr
+    assert why in done.stdout
+
+
+@pytest.mark.parametrize("how", ["environment", "argument"])
+def test_pure_python_by_choice_is_silent(how: str) -> None:
+    if how == "environment":
+        done = run(BROKEN, TWO_INSTALLS, DYNSWAP_BACKEND="python")
+    else:
+        done = run(BROKEN, TWO_INSTALLS.replace('device="cpu"', 'device="cpu", backend="python"'))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+
+
+def test_native_by_choice_raises_where_it_cannot_be_had() -> None:
+    script = textwrap.dedent(
+        """
+        model = nn.Linear(2, 2)
+        try:
+            dynswap_ext.install(model, device="cpu")
+        except dynswap_ext.ConfigError as error:
+            print(error)
+        assert type(model) is nn.Linear
+        """
+    )
+    done = run(BROKEN, script, DYNSWAP_BACKEND="native")
+    assert done.returncode == 0, done.stderr
+    assert "the native provider was asked for, but the extension cannot be imported" in done.stdout
+    assert done.stderr == ""
+
+
+def test_importing_the_package_is_silent_and_does_not_load_the_extension() -> None:
+    done = run(BROKEN, "assert 'dynswap_ext._C' not in sys.modules\nassert dynswap_ext.__version__")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
+
+
+def test_backend_info() -> None:
+    info = dynswap_ext.backend_info()
+    assert dataclasses.is_dataclass(info)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        info.provider = "other"  # type: ignore[misc]
+    assert info.torch == torch.__version__
+    assert info.devices[0] == "cpu"
+    assert (info.provider == "native") == (info.reason is None)
+    text = str(info)
+    assert text.splitlines()[0].split()[:2] == ["provider", info.provider]
+    for word in ("extension", "running torch", "built for torch", "CUDA backend", "devices", "cpu"):
+        assert word in text
+
+
+def test_the_fallback_never_imports_the_extension() -> None:
+    for name in ("_fallback", "_handout", "_exclusive", "_residency", "_state"):
+        tree = ast.parse((ROOT / "dynswap_ext" / f"{name}.py").read_text())
+        imported = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+        assert imported
+        for node in imported:
+            names = [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+            assert not any(part in ("_C", "_provider") for name in names for part in name.split(".")), names
+
+
+def test_a_device_that_the_extension_does_not_know() -> None:
+    extension = _provider._Extension(None, "", {"cuda": False})
+    assert _provider._unsupported(extension, torch.device("cpu")) == ""
+    assert "without CUDA" in _provider._unsupported(extension, torch.device("cuda", 0))
+    assert "'xpu:0'" in _provider._unsupported(extension, torch.device("xpu", 0))
+    blind = _provider._Extension(None, "", {"cuda": True, "cuda_devices": 0})
+    assert "no CUDA device" in _provider._unsupported(blind, torch.device("cuda", 0))
+
+
+def test_every_public_name_is_there() -> None:
+    for name in dynswap_ext.__all__:
+        assert getattr(dynswap_ext, name) is not None
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        _ = dynswap_ext.nothing_of_the_kind

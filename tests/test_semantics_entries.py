@@ -1,0 +1,151 @@
+"""Entries of every kind: None, integer, complex, scalar, strided, added and removed while installed."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import Provider
+from dynswap_ext import testing
+from sample_models import mlp
+
+
+def test_none_entries_stay_none(provider: Provider) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    model.register_buffer("cache", None)
+    moved, _ = provider.pair(model)
+    assert model.bias is None
+    assert model.cache is None
+    x = provider.randn(2, 4)
+    testing.assert_bit_equal(model(x), moved(x))
+
+
+def test_a_none_entry_that_gets_a_value(provider: Provider) -> None:
+    model = nn.Linear(4, 4, bias=False)
+    model.register_buffer("cache", None)
+    provider.pair(model)
+    model.cache = torch.ones(4)
+    model.bias = nn.Parameter(torch.ones(4))
+    for value in (model.cache, model.bias):
+        assert value.dtype == torch.float64
+        assert value.device == provider.device
+    model.cache = None
+    model.bias = None
+    assert model.cache is None
+    assert model.bias is None
+    assert "bias" in model._parameters
+
+
+@pytest.mark.filterwarnings("ignore:Casting complex values to real")  # the moved copy's
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.uint8, torch.bool, torch.complex64], ids=lambda d: str(d)[6:]
+)
+def test_only_floating_masters_are_cast(provider: Provider, dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.register_buffer("table", torch.arange(6).to(dtype))
+    model.register_buffer("scale", torch.ones(3))
+    provider.pair(model)
+    testing.assert_bit_equal(model.table, torch.arange(6).to(provider.device, dtype))
+    assert model.scale.dtype == torch.float64
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2])
+def test_every_floating_dtype_is_cast_as_torch_casts(provider: Provider, dtype: torch.dtype) -> None:
+    model = nn.Module()
+    values = torch.cat([torch.randn(61) * 10, torch.tensor([0.0, -0.0, float("inf")])])
+    model.register_buffer("wide", values)
+    model.register_buffer("narrow", values.to(dtype))
+    provider.install(model, dtype=torch.float32)
+    testing.assert_bit_equal(model.narrow, values.to(dtype).to(provider.device, torch.float32))
+    provider.install(model, dtype=dtype)
+    testing.assert_bit_equal(model.wide, values.to(provider.device, dtype))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.randn(()),
+        lambda: torch.randn(6, 4).t(),
+        lambda: torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last),
+        lambda: torch.randn(12)[2:8:2],
+        lambda: torch.randn(3, 1).expand(3, 5),
+        lambda: torch.randn(3, 7)[:, 1:],
+    ],
+    ids=["scalar", "transposed", "channels_last", "strided slice", "expanded", "column slice"],
+)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=str)
+def test_shapes_and_strides(provider: Provider, make: object, dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.register_buffer("table", make())  # type: ignore[operator]
+    expected = model._buffers["table"].to(provider.device, dtype)
+    provider.install(model, dtype=dtype)
+    testing.assert_bit_equal(model.table, expected)
+    if expected.dtype != torch.float32:
+        assert model.table.stride() == expected.stride()
+
+
+def test_registered_after_the_install(provider: Provider) -> None:
+    model = mlp(layers=1)
+    provider.pair(model)
+    model.extra = nn.Parameter(torch.randn(3))
+    model.register_buffer("late", torch.arange(3.0))
+    model.register_buffer("integers", torch.arange(3))
+    assert model.extra.dtype == model.late.dtype == torch.float64
+    assert model.integers.dtype == torch.int64
+    assert model.integers.device == model.late.device == provider.device
+    assert model.extra is model.extra or provider.native
+    model.extra.sum().backward()
+    assert model._parameters["extra"].grad.tolist() == [1, 1, 1]
+
+
+def test_removed_after_the_install(provider: Provider) -> None:
+    model = mlp(layers=1)
+    model.register_buffer("gone", torch.ones(2))
+    provider.pair(model)
+    del model.gone
+    with pytest.raises(AttributeError, match="gone"):
+        _ = model.gone
+    assert not hasattr(model, "gone")
+    model.gone = "a plain attribute now"
+    assert model.gone == "a plain attribute now"
+    assert model.__dict__["gone"] == "a plain attribute now"
+    del model.gone
+    with pytest.raises(AttributeError):
+        del model.gone
+
+
+def test_a_name_that_moves_between_parameters_and_buffers(provider: Provider) -> None:
+    model = nn.Module()
+    model.register_buffer("value", torch.ones(3))
+    provider.pair(model)
+    assert not isinstance(model.value, nn.Parameter)
+    model.value = nn.Parameter(torch.full((3,), 2.0))
+    assert isinstance(model.value, nn.Parameter)
+    assert model.value.tolist() == [2, 2, 2]
+    assert "value" not in model._buffers
+
+
+def test_plain_attributes_and_missing_ones(provider: Provider) -> None:
+    class Odd(nn.Linear):
+        def __getattr__(self, name: str) -> object:
+            if name == "made_up":
+                return "made up"
+            return super().__getattr__(name)
+
+    model = Odd(2, 2)
+    provider.pair(model)
+    assert model.made_up == "made up"
+    assert model.in_features == 2
+    assert model.weight.dtype == torch.float64
+    with pytest.raises(AttributeError, match="missing"):
+        _ = model.missing
+
+
+def test_a_probe_of_every_module_changes_nothing(provider: Provider) -> None:
+    model = mlp()
+    moved, _ = provider.pair(model)
+    x = provider.randn(2, 16)
+    testing.assert_bit_equal(model(x), moved(x))
+    assert [hasattr(m, "weight") for m in model.modules()] == [hasattr(m, "weight") for m in moved.modules()]
+    testing.assert_bit_equal(model(x), moved(x))

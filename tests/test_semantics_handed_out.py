@@ -1,0 +1,191 @@
+"""A handed-out tensor behaves as its parameter does."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import Provider
+from dynswap_ext import testing
+from sample_models import mlp
+
+
+def linear() -> nn.Linear:
+    return nn.Linear(4, 4)
+
+
+def test_what_it_is(provider: Provider) -> None:
+    model = linear()
+    model.register_buffer("table", torch.ones(2))
+    provider.pair(model)
+    weight, table = model.weight, model.table
+    assert isinstance(weight, nn.Parameter)
+    assert not isinstance(table, nn.Parameter)
+    assert type(weight) is torch.Tensor
+    assert weight.device == table.device == provider.device
+    assert weight.dtype == table.dtype == torch.float64
+    assert weight.requires_grad and not table.requires_grad
+    assert weight.grad_fn is not None and table.is_leaf
+
+
+def test_the_same_object_while_alive(provider: Provider) -> None:
+    model = linear()
+    _, handle = provider.pair(model)
+    weight = model.weight
+    copies = handle.stats().copies
+    assert all(model.weight is weight for _ in range(5))
+    with torch.no_grad():
+        assert model.weight is weight
+    with torch.inference_mode():
+        assert model.weight is weight
+    assert handle.stats().copies == copies
+
+
+def test_it_holds_its_place_no_longer_than_it_lives(provider: Provider) -> None:
+    model = linear()
+    _, handle = provider.pair(model)
+    weight = model.weight
+    assert handle.stats().live_leases > 0
+    watch = weakref.ref(weight)
+    del weight
+    gc.collect()
+    assert watch() is None
+    testing.assert_nothing_held(handle)
+
+
+def test_a_view_keeps_the_values(provider: Provider) -> None:
+    model = mlp(layers=4)
+    provider.pair(model)
+    expected = model.get_parameter("0.weight")[1].double()
+    views = [model[0].weight[1], model[0].weight.detach()[1], model[0].weight.data[1]]
+    with torch.no_grad():
+        for _ in range(3):
+            model(provider.randn(2, 16))
+    for view in views:
+        testing.assert_bit_equal(view.detach().cpu(), expected.detach())
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+@pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+def test_in_place_writes_reach_the_master(provider: Provider, budget: str | None, training: bool) -> None:
+    model = linear().train(training)
+    provider.pair(model, budget=budget)
+    with torch.no_grad():
+        model.weight.fill_(2)
+        nn.init.constant_(model.bias, 3)
+    state = model.state_dict() if budget else model._parameters  # a resident's tensor may live on
+    assert state["weight"].unique().tolist() == [2]
+    assert state["bias"].unique().tolist() == [3]
+    testing.assert_bit_equal(
+        model.bias.detach(), torch.full((4,), 3.0, dtype=torch.float64, device=provider.device)
+    )
+
+
+def test_writes_on_a_tensor_that_is_kept_arrive_with_a_flush(provider: Provider) -> None:
+    model = linear()
+    _, handle = provider.pair(model)
+    weight = model.weight
+    with torch.no_grad():
+        weight.fill_(2)
+        assert model.state_dict()["weight"].unique().tolist() == [2]
+        weight.fill_(3)
+        assert next(model.parameters()).unique().tolist() == [3]
+        weight.fill_(4)
+        handle.flush()
+        assert model._parameters["weight"].unique().tolist() == [4]
+        weight.fill_(5)
+        assert model.weight.unique().tolist() == [5]
+        assert copy.deepcopy(model).weight.unique().tolist() == [5]
+    del weight
+
+
+def test_a_write_through_an_alias_that_outlives_the_tensor(provider: Provider) -> None:
+    model = linear()
+    provider.pair(model)
+    with torch.no_grad():
+        alias = model.weight.detach()
+        alias.fill_(2)
+        del alias
+        assert model.state_dict()["weight"].unique().tolist() == [2]
+
+
+def test_initialisers_that_write_through_data(provider: Provider) -> None:
+    model = nn.Sequential(linear(), linear())
+    moved, _ = provider.pair(model)
+
+    def initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            module.weight.data.fill_(0.25)
+            module.bias.data.zero_()
+
+    x = provider.randn(2, 4)
+    for m in (model, moved):
+        m.apply(initialise)
+    testing.assert_bit_equal(model(x), moved(x))
+    state = model.state_dict()
+    assert all(state[name].unique().tolist() == [0.25] for name in ("0.weight", "1.weight"))
+    assert all(state[name].unique().tolist() == [0] for name in ("0.bias", "1.bias"))
+
+
+def test_only_written_elements_lose_precision(provider: Provider) -> None:
+    if provider.native:
+        pytest.skip("the native provider writes a weight back whole")
+    model = nn.Module()
+    model.register_buffer("table", torch.full((4,), 1 / 3))
+    provider.install(model, dtype=torch.bfloat16)
+    model.table[1] = 2.0
+    testing.assert_bit_equal(model.state_dict()["table"], torch.tensor([1 / 3, 2.0, 1 / 3, 1 / 3]))
+
+
+def test_a_write_that_a_later_change_of_the_master_overtakes(provider: Provider) -> None:
+    model = linear()
+    provider.pair(model)
+    weight = model.weight
+    with torch.no_grad():
+        weight.fill_(2)
+        model._parameters["weight"].fill_(3)
+    assert model.weight.unique().tolist() == [3]
+    if provider.native:
+        del weight
+    else:
+        with pytest.warns(UserWarning, match=r"weight was written in place although its master had changed"):
+            del weight
+            gc.collect()
+    assert model._parameters["weight"].unique().tolist() == [3]
+
+
+def test_nan_payloads_and_signed_zeros_survive(provider: Provider) -> None:
+    values = torch.tensor([0.0, -0.0, float("nan"), float("-inf"), 1e-45])
+    model = nn.Module()
+    model.register_buffer("table", values.clone())
+    model.train()
+    provider.pair(model)
+    testing.assert_bit_equal(model.table, values.to(provider.device, torch.float64))
+    testing.assert_bit_equal(model.state_dict()["table"], values)
+
+
+def test_it_outlives_the_uninstall(provider: Provider) -> None:
+    model = linear()
+    handle = provider.install(model, dtype=torch.float64)
+    weight = model.weight
+    expected = model._parameters["weight"].double()
+    handle.uninstall()
+    testing.assert_bit_equal(weight.detach().cpu(), expected.detach())
+    del weight
+
+
+def test_it_outlives_the_model(provider: Provider) -> None:
+    model = linear()
+    provider.install(model, dtype=torch.float64)
+    weight = model.weight
+    expected = model._parameters["weight"].detach().double().clone()
+    del model
+    gc.collect()
+    testing.assert_bit_equal(weight.detach().cpu(), expected)
+    weight.sum().backward()
+    del weight

@@ -1,0 +1,160 @@
+"""Invariant 6: a master changed in place or replaced is seen by the next access."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import Provider
+from dynswap_ext import testing
+from sample_models import ConvNet, mlp
+
+NEW = torch.linspace(-1, 1, 16 * 16).reshape(16, 16)
+
+
+def fill(model: nn.Module) -> None:
+    with torch.no_grad():
+        model.get_parameter("0.weight").copy_(NEW)
+
+
+def replace_parameter(model: nn.Module) -> None:
+    model[0].weight = nn.Parameter(NEW.clone())
+
+
+def replace_in_the_dict(model: nn.Module) -> None:
+    model[0]._parameters["weight"] = nn.Parameter(NEW.clone())
+
+
+def set_data(model: nn.Module) -> None:
+    model.get_parameter("0.weight").data = NEW.clone()
+
+
+def write_through_data(model: nn.Module) -> None:
+    model.get_parameter("0.weight").data.copy_(NEW)
+
+
+def load(model: nn.Module) -> None:
+    model.load_state_dict({**model.state_dict(), "0.weight": NEW})
+
+
+def load_assigning(model: nn.Module) -> None:
+    model.load_state_dict({**model.state_dict(), "0.weight": NEW.clone()}, assign=True)
+
+
+def initialise_through_the_attribute(model: nn.Module) -> None:
+    with torch.no_grad():
+        model[0].weight.copy_(NEW)
+
+
+CHANGES = [
+    fill,
+    replace_parameter,
+    replace_in_the_dict,
+    set_data,
+    write_through_data,
+    load,
+    load_assigning,
+    initialise_through_the_attribute,
+]
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda f: f.__name__)
+def test_a_changed_master_is_seen(
+    provider: Provider, change: Callable[[nn.Module], None], budget: str | None
+) -> None:
+    model = mlp().eval()
+    handle = provider.install(model, dtype=torch.float64, budget=budget)
+    x = provider.randn(2, 16)
+    with torch.no_grad():
+        before = model(x)
+        model(x)
+        change(model)
+        moved = testing.moved(model, provider.device, torch.float64)
+        after = model(x)
+    testing.assert_bit_equal(moved[0].weight.float().cpu(), NEW, "the master")
+    testing.assert_bit_equal(after, moved(x).detach(), "output after the change")
+    assert not torch.equal(before, after)
+    assert handle.stats().copies > 0
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_a_master_changed_while_its_tensor_is_held(provider: Provider, budget: str | None) -> None:
+    model = mlp()
+    provider.pair(model, budget=budget)
+    held = model[0].weight
+    fill(model)
+    torch.testing.assert_close(model[0].weight, NEW.to(provider.device, torch.float64))
+    del held
+
+
+def test_a_resident_survives_passes_without_being_moved_again(provider: Provider) -> None:
+    model = mlp().eval()
+    _, handle = provider.pair(model, budget="1GiB")
+    x = provider.randn(2, 16)
+    with torch.no_grad():
+        model(x)
+        moved_once = handle.stats().bytes_moved
+        assert moved_once > 0
+        for _ in range(5):
+            model(x)
+    assert handle.stats().bytes_moved == moved_once
+
+
+def test_moving_a_part_to_the_dtype_wanted_hands_the_masters_out(provider: Provider) -> None:
+    model = mlp()
+    provider.pair(model)
+    model[0].to(provider.device, torch.float64)
+    assert model[0].weight is model[0]._parameters["weight"]
+    assert model[2].weight is not model[2]._parameters["weight"]
+    model[0].to("cpu", torch.float32)
+    assert model[0].weight.dtype == torch.float64
+    assert model[0]._parameters["weight"].dtype == torch.float32
+    moved = testing.moved(model, provider.device, torch.float64)
+    x = provider.randn(2, 16)
+    testing.assert_bit_equal(model(x), moved(x))
+
+
+def test_a_master_where_and_what_it_should_be_is_handed_out_itself(provider: Provider) -> None:
+    model = mlp().to(provider.device)
+    handle = provider.install(model)
+    assert all(model[i].weight is model[i]._parameters["weight"] for i in (0, 2, 4))
+    model(provider.randn(2, 16, dtype=torch.float32))
+    assert handle.stats().bytes_moved == 0
+
+
+def test_load_state_dict_after_unsaved_writes(provider: Provider) -> None:
+    model = ConvNet().train()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    provider.pair(model)
+    loss = model(provider.randn(4, 3, 8, 8)).sum()  # the graph holds the running statistics
+    model.load_state_dict(state)
+    del loss
+    testing.assert_bit_equal(model.state_dict(), state, "state")
+
+
+def test_state_dict_holds_masters(provider: Provider) -> None:
+    model = mlp()
+    expected = {
+        name: (value.data_ptr(), value.dtype, value.device) for name, value in model.state_dict().items()
+    }
+    provider.pair(model)
+    model(provider.randn(2, 16))
+    actual = {
+        name: (value.data_ptr(), value.dtype, value.device) for name, value in model.state_dict().items()
+    }
+    assert actual == expected
+
+
+def test_get_parameter_names_a_master(provider: Provider) -> None:
+    model = ConvNet()
+    provider.pair(model)
+    assert model.get_parameter("head.weight") is model.head._parameters["weight"]
+    assert model.get_buffer("norm.running_mean") is model.norm._buffers["running_mean"]
+    with pytest.raises(AttributeError, match="nothing"):
+        model.get_parameter("head.nothing")
+    with pytest.raises(AttributeError):
+        model.get_buffer("head.weight")

@@ -1,0 +1,106 @@
+"""Several threads use one installed model, and several models, at a time."""
+
+from __future__ import annotations
+
+import gc
+import sys
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import Provider
+from dynswap_ext import testing
+from sample_models import mlp
+
+THREADS, PASSES = 4, 25
+
+
+def in_threads(work: Callable[[int], None], count: int = THREADS) -> None:
+    """Run in threads that begin together; raise what any of them raised."""
+    barrier = threading.Barrier(count)
+
+    def run(index: int) -> None:
+        barrier.wait()
+        work(index)
+
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(count) as pool:
+            for result in [pool.submit(run, index) for index in range(count)]:
+                result.result(timeout=120)
+    finally:
+        sys.setswitchinterval(interval)
+
+
+@pytest.mark.filterwarnings("ignore:the budget of:dynswap_ext.DynswapWarning")
+@pytest.mark.parametrize("budget", [None, "12MB"], ids=["streamed", "budget"])
+def test_threads_share_a_model(provider: Provider, budget: str | None) -> None:
+    model = mlp(features=768, layers=4).eval()  # 4.7 MB a layer in float64: each is a group of its own
+    moved, handle = provider.pair(model, budget=budget)
+    inputs = [provider.randn(3, 768, seed=i) for i in range(THREADS)]
+    with torch.no_grad():
+        expected = [moved(x) for x in inputs]
+
+    def work(index: int) -> None:
+        with torch.no_grad():
+            for _ in range(PASSES):
+                testing.assert_bit_equal(model(inputs[index]), expected[index], f"output of thread {index}")
+
+    in_threads(work)
+    assert handle.stats().bytes_moved > 0
+
+
+def test_threads_train_on_one_model(provider: Provider) -> None:
+    model = mlp(layers=3)
+    moved, _ = provider.pair(model)
+    inputs = [provider.randn(3, 16, seed=i) for i in range(THREADS)]
+    for _ in range(5):
+        for x in inputs:
+            moved(x).sum().backward()
+
+    def work(index: int) -> None:
+        for _ in range(5):
+            model(inputs[index]).sum().backward()
+
+    in_threads(work)
+    for (name, p), q in zip(model.named_parameters(), moved.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad.float().cpu(), rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_counts_are_not_lost(provider: Provider) -> None:
+    class Counter(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("count", torch.zeros(THREADS))
+
+    model = Counter()
+    provider.pair(model)
+
+    def work(index: int) -> None:
+        for _ in range(PASSES):
+            with lock:
+                model.count[index] += 1
+
+    lock = threading.Lock()
+    in_threads(work)
+    gc.collect()
+    assert model.state_dict()["count"].tolist() == [PASSES] * THREADS
+
+
+def test_installs_in_threads(provider: Provider) -> None:
+    models = [mlp() for _ in range(THREADS)]
+
+    def work(index: int) -> None:
+        x = provider.randn(2, 16, seed=index)
+        moved = testing.moved(models[index], provider.device, torch.float64)
+        for _ in range(5):
+            with provider.install(models[index], dtype=torch.float64):
+                testing.assert_bit_equal(models[index](x), moved(x))
+
+    in_threads(work)
+    assert all(type(module) is nn.Linear for model in models for module in (model[0], model[2]))
