@@ -1,0 +1,185 @@
+"""What every benchmark shares: timing, bars, and a record that names the machine it came from."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import gc
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import dynswap_ext
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Sample:
+    """Repeated measurements of one thing."""
+
+    median: float
+    fastest: float
+    slowest: float
+    repeats: int
+
+    @classmethod
+    def of(cls, values: list[float]) -> Sample:
+        return cls(statistics.median(values), min(values), max(values), len(values))
+
+
+def time_call(call: Callable[[], object], *, repeats: int, warm_up: int = 1) -> Sample:
+    """Seconds of a call, after warm-up. The garbage collector runs before each, not in it."""
+    values = []
+    for number in range(warm_up + repeats):
+        gc.collect()
+        gc.disable()
+        start = time.perf_counter()
+        try:
+            call()
+            values.append(time.perf_counter() - start)
+        finally:
+            gc.enable()
+        if number < warm_up:
+            values.clear()
+    return Sample.of(values)
+
+
+@dataclass(frozen=True)
+class Bar:
+    """A figure and what it has to reach."""
+
+    name: str
+    value: float
+    at_most: float | None = None
+    at_least: float | None = None
+
+    @property
+    def reached(self) -> bool:
+        low = self.at_least is None or self.value >= self.at_least
+        return low and (self.at_most is None or self.value <= self.at_most)
+
+    def __str__(self) -> str:
+        bounds = [f"<= {self.at_most:g}"] if self.at_most is not None else []
+        bounds += [f">= {self.at_least:g}"] if self.at_least is not None else []
+        verdict = ("reached" if self.reached else "MISSED") if bounds else ""
+        return f"{self.name:<68} {self.value:>10.4g}  {' '.join(bounds):<10} {verdict}".rstrip()
+
+
+@dataclass
+class Record:
+    """The figures of one run of one script, with the machine, the versions and the command."""
+
+    script: str
+    tiny: bool
+    figures: dict[str, Any] = field(default_factory=dict)
+    bars: list[Bar] = field(default_factory=list)
+
+    def bar(
+        self, name: str, value: float, *, at_most: float | None = None, at_least: float | None = None
+    ) -> None:
+        """Add a figure and say it."""
+        bar = Bar(name, value, at_most, at_least)
+        self.bars.append(bar)
+        print(bar, flush=True)
+
+    def write(self, path: Path | None = None) -> Path | None:
+        """Write what there is so far; a tiny run, whose figures mean nothing, only where it is told to."""
+        if path is None:
+            if self.tiny:
+                return None
+            path = RESULTS / f"{self.script}.json"
+        content = {
+            "script": self.script,
+            "figures": self.figures,
+            "bars": [dataclasses.asdict(bar) | {"reached": bar.reached} for bar in self.bars],
+            **machine(),
+        }
+        path.write_text(json.dumps(content, indent=2, default=str) + "\n")
+        return path
+
+    def finish(self, path: Path | None = None) -> int:
+        """Write, and return the exit status: 1 if a bar was missed; a tiny run misses none."""
+        written = self.write(path)
+        if written:
+            print(f"written to {written}")
+        return 0 if self.tiny or all(bar.reached for bar in self.bars) else 1
+
+
+def machine() -> dict[str, Any]:
+    """Where, with what and how this runs."""
+    info = dynswap_ext.backend_info()
+    return {
+        "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "commit": _git("rev-parse", "HEAD"),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "machine": {
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+            "memory_bytes": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+            "system": f"{platform.system()} {platform.release()}",
+            "accelerators": [
+                torch.cuda.get_device_name(index)
+                for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
+            ],
+        },
+        "versions": {
+            "python": platform.python_version(),
+            "torch": torch.__version__,
+            "cuda": torch.version.cuda,
+            "dynswap_ext": dynswap_ext.__version__,
+        },
+        "dynswap_ext": dataclasses.asdict(info),
+    }
+
+
+def native_available(device: str = "cpu") -> bool:
+    """Whether the native provider can serve the device here."""
+    from dynswap_ext._provider import native_unavailable
+
+    reason = native_unavailable(torch.device(device))
+    if reason:
+        print(f"the native provider is left out: {reason}")
+    return not reason
+
+
+def parser(description: str | None) -> argparse.ArgumentParser:
+    """The options that every script has."""
+    made = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    made.add_argument(
+        "--tiny", action="store_true", help="prove that the script runs; the figures mean nothing"
+    )
+    made.add_argument("--output", type=Path, help="where the record goes (default: results/<script>.json)")
+    return made
+
+
+def _git(*arguments: str) -> str | None:
+    done = subprocess.run(
+        ["git", *arguments], cwd=RESULTS.parent, capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _processor() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.split(":", 1)[1].strip()
+    except OSError:
+        pass
+    return platform.processor()

@@ -1,0 +1,148 @@
+"""A model on disk under a budget: how close a pass comes to the disk, and to the resident model.
+
+Three questions about a decoder of 1.5 GB whose masters are mapped from a safetensors file, with a budget of
+384 MiB, on the CPU, each contender in a process of its own:
+
+read-bound     An input of one token. Bytes moved / time of a pass, against `dd iflag=direct bs=16M` of the
+               same file; readings of dd and passes alternate, and medians are compared.
+compute-bound  An input that computes for longer than the weights take to arrive. Time of a pass against
+               the resident model's.
+memory         Peak resident set over the start of the run, in both.
+
+None of the file is in the page cache when a pass begins. What storage delivered (/proc/self/io) is recorded
+beside what the engine says it moved.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from common import Record, native_available, parser
+from dynswap_ext.demo.contender import Job, Outcome
+from dynswap_ext.demo.files import Watcher, cache_folder, checkpoint_file
+from dynswap_ext.demo.measure import disk_bandwidth, drop_file_cache
+from dynswap_ext.demo.model import config_for
+from dynswap_ext.demo.run import INSTALLED, PYTHON, RESIDENT, Contender, run_contender
+from dynswap_ext.demo.units import parse_size
+
+
+def dd(path: Path) -> float:
+    """Bytes a second."""
+    drop_file_cache(path)
+    start = time.perf_counter()
+    command = ["dd", f"if={path}", "of=/dev/null", "bs=16M", "iflag=direct"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode != 0:  # a file system without direct reads
+        return disk_bandwidth(path)
+    return path.stat().st_size / (time.perf_counter() - start)
+
+
+class Bench:
+    """Runs contenders over one checkpoint and keeps what they measured."""
+
+    def __init__(self, job: Job, record: Record, scratch: Path) -> None:
+        self._job, self._record, self._scratch = job, record, scratch
+
+    def run(self, name: str, contender: Contender, *, tokens: int) -> Outcome:
+        outputs = self._scratch / f"{contender.way}-{tokens}.pt"
+        job = dataclasses.replace(self._job, way=contender.way, tokens=tokens, outputs=str(outputs))
+        outcome = run_contender(contender, job, Watcher())
+        self._record.figures.setdefault(name, []).append(dataclasses.asdict(outcome))
+        print(
+            f"{name:<28} {statistics.median(outcome.seconds):8.3f} s a pass, peak {outcome.peak_bytes} bytes"
+        )
+        return outcome
+
+    def equal(self, tokens: int) -> bool:
+        """Whether the last outputs for that input were those of the resident model, to the bit."""
+        resident, installed = (
+            torch.load(self._scratch / f"{way}-{tokens}.pt", weights_only=True)
+            for way in ("resident", "installed")
+        )
+        return all(torch.equal(left, right) for left, right in zip(resident, installed, strict=True))
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--size", default="1.5GB")
+    options.add_argument("--budget", default="384MiB")
+    options.add_argument("--prefetch", type=int, default=2)
+    options.add_argument("--tokens", type=int, default=1024, help="of the compute-bound input")
+    options.add_argument("--passes", type=int, default=5)
+    options.add_argument("--rounds", type=int, default=3, help="of dd and passes in turn")
+    options.add_argument("--folder", type=Path, default=cache_folder(), help="on the disk to be measured")
+    given = options.parse_args()
+    if given.tiny:
+        given.size, given.budget, given.tokens, given.passes, given.rounds = "24MB", "12MB", 8, 2, 1
+    record = Record("stream", given.tiny)
+    config = config_for(parse_size(given.size), torch.float32)
+    budget = parse_size(given.budget)
+    native = native_available()
+
+    with (
+        tempfile.TemporaryDirectory() as scratch,
+        checkpoint_file(given.folder, config, torch.float32, Watcher(), keep=False) as path,
+    ):
+        job = Job(
+            way="",
+            checkpoint=str(path),
+            config=dataclasses.asdict(config),
+            device="cpu",
+            dtype=None,
+            batch=1,
+            tokens=1,
+            passes=given.passes,
+            warm_up=2,
+            budget=budget,
+            prefetch=given.prefetch,
+            in_memory=False,
+            outputs="",
+        )
+        bench = Bench(job, record, Path(scratch))
+
+        rates, readings, runs = [], [dd(path)], []
+        for _ in range(given.rounds):
+            outcome = bench.run("read-bound", INSTALLED, tokens=1)
+            runs.append(outcome)
+            rates.append((outcome.moved_bytes_per_pass or 0) / statistics.median(outcome.seconds))
+            readings.append(dd(path))
+        record.figures["dd_bytes_per_second"] = readings
+        record.figures["bytes_per_second"] = rates
+        record.bar(
+            "read-bound: bytes a second / dd iflag=direct",
+            statistics.median(rates) / statistics.median(readings),
+            at_least=0.85 if native else None,
+        )
+
+        resident = bench.run("compute-bound, resident", RESIDENT, tokens=given.tokens)
+        installed = bench.run("compute-bound", INSTALLED, tokens=given.tokens)
+        both = resident.seconds
+        if not given.tiny:  # before and after: the machine may have changed its pace
+            both = both + bench.run("compute-bound, resident", RESIDENT, tokens=given.tokens).seconds
+        record.bar(
+            "compute-bound: time of a pass / resident",
+            statistics.median(installed.seconds) / statistics.median(both),
+            at_most=1.05 if native else None,
+        )
+        record.bar("compute-bound: outputs equal to the bit", bench.equal(given.tokens), at_least=1)
+        runs.append(installed)
+        record.bar(
+            "peak RSS over the start of the run, MiB",
+            max(outcome.peak_bytes or 0 for outcome in runs) / 2**20,
+            at_most=448 if native and budget == 384 << 20 else None,
+        )
+        if native and not given.tiny:
+            bench.run("read-bound, pure Python", PYTHON, tokens=1)
+    return record.finish(given.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
