@@ -32,17 +32,6 @@ std::shared_ptr<const File> open_once(const Mappings::Range& range) {
 
 }  // namespace
 
-MasterState MasterState::of(const c10::TensorImpl& master) noexcept {
-  MasterState state;
-  state.impl = &master;
-  state.storage = master.unsafe_storage().unsafeGetStorageImpl();
-  state.storage_offset = master.storage_offset();
-  const auto& version = master.version_counter();
-  state.version = version.enabled() ? version.current_version() : 0;
-  state.requires_grad = master.requires_grad();
-  return state;
-}
-
 bool streamable(const at::Tensor& master) noexcept {
   return master.layout() == at::kStrided && master.device().is_cpu() && !master.is_quantized() &&
          !master.is_neg() && !master.is_conj() && master.has_storage() && master.numel() > 0 &&
@@ -90,10 +79,11 @@ std::uint64_t fingerprint(const void* data, std::size_t bytes) noexcept {
 }
 
 bool SilentWrites::look(const Source& source) {
-  const std::uint64_t now = source.file
-                                ? std::uint64_t{privately_modified(source.address, source.stored_bytes())}
-                                : fingerprint(source.address, source.stored_bytes());
-  return std::exchange(fingerprint_, now) != now;
+  std::uint64_t now = 0;
+  // A mapping that nobody has written to is not touched: that would read the file.
+  const std::size_t modified = source.file ? privately_modified(source.address, source.stored_bytes()) : 1;
+  if (modified > 0) now = modified ^ fingerprint(source.address, source.stored_bytes());
+  return std::exchange(seen_, now) != now;
 }
 
 }  // namespace dynswap

@@ -19,11 +19,18 @@ struct MasterState {
   std::uint32_t version = 0;
   bool requires_grad = false;
 
-  static MasterState of(const c10::TensorImpl& master) noexcept;
+  static MasterState of(const c10::TensorImpl& master) noexcept {
+    const auto& version = master.version_counter();
+    return {&master, master.unsafe_storage().unsafeGetStorageImpl(), master.storage_offset(),
+            version.enabled() ? version.current_version() : 0, master.requires_grad()};
+  }
 
-  bool operator==(const MasterState& other) const noexcept {
-    return impl == other.impl && storage == other.storage && storage_offset == other.storage_offset &&
-           version == other.version && requires_grad == other.requires_grad;
+  bool operator==(const MasterState&) const noexcept = default;
+
+  /// The tensor is the same, and its bytes are where they were (they may be other bytes).
+  bool same_place(const c10::TensorImpl& master) const noexcept {
+    return impl == &master && storage == master.unsafe_storage().unsafeGetStorageImpl() &&
+           storage_offset == master.storage_offset();
   }
 };
 
@@ -52,7 +59,7 @@ class SilentWrites {
   bool look(const Source& source);
 
  private:
-  std::uint64_t fingerprint_ = 0;
+  std::uint64_t seen_ = 0;
 };
 
 }  // namespace dynswap

@@ -103,8 +103,9 @@ c10::StreamId Session::stream_id() const {
 // -------------------------------------------------------------------------------------------- access
 
 PyObject* Session::access_unchanged(Weight& weight, PyObject* master) noexcept {
-  if (weight.cached == nullptr) return nullptr;
-  if (!(MasterState::of(*THPVariable_Unpack(master).unsafeGetTensorImpl()) == weight.state)) return nullptr;
+  const c10::TensorImpl& impl = *THPVariable_Unpack(master).unsafeGetTensorImpl();
+  if (weight.way == Weight::Way::as_is) return weight.state.same_place(impl) ? Py_NewRef(master) : nullptr;
+  if (weight.cached == nullptr || !(MasterState::of(impl) == weight.state)) return nullptr;
   const Weight* const last = std::exchange(last_, &weight);
   if (&weight == anchor_ && last != &weight) return nullptr;
   if (!device_.is_cpu() && stream_id() != weight.cached_stream) return nullptr;
@@ -187,13 +188,14 @@ void Session::classify(Weight& weight, PyObject* master_object, const Mappings& 
   const at::Tensor& master = THPVariable_Unpack(master_object);
   weight.state = MasterState::of(*master.unsafeGetTensorImpl());
   weight.wanted = wanted_type(master, dtype_);
-  if (PyObject_HasAttrString(master_object, "materialize") == 1) {
+  const bool plain = THPVariable_CheckExact(master_object);
+  if (!plain && PyObject_HasAttrString(master_object, "materialize") == 1) {
     weight.way = Weight::Way::as_is;  // of a lazy module: there is nothing to move yet
     return;
   }
-  const bool plain = THPVariable_CheckExact(master_object) && streamable(master);
   const bool in_place = master.device() == device_ && master.scalar_type() == weight.wanted;
-  if (plain && scalar_of(weight.wanted)) {
+  if (plain && streamable(master) && scalar_of(weight.wanted) &&
+      (!in_place || mappings.find(master.const_data_ptr(), master.nbytes()))) {
     const auto source = source_of(master, weight.wanted, weight.name, mappings);
     if (!in_place || source->file) {
       weight.way = Weight::Way::streamed;
@@ -206,19 +208,14 @@ void Session::classify(Weight& weight, PyObject* master_object, const Mappings& 
 }
 
 void Session::master_changed(Weight& weight, PyObject* master_object) {
-  const at::Tensor& master = THPVariable_Unpack(master_object);
-  const MasterState now = MasterState::of(*master.unsafeGetTensorImpl());
-  const MasterState then = weight.state;
-  if (weight.way == Weight::Way::as_is && now.storage == then.storage) {
-    weight.state = now;
-    return;
-  }
+  const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
+  const MasterState now = MasterState::of(master);
+  const bool same_place = weight.state.same_place(master);
+  const bool written = std::exchange(weight.state, now).version != now.version;
+  if (weight.way == Weight::Way::as_is && same_place) return;
   weight.forget();
-  if (weight.way == Weight::Way::streamed && now.impl == then.impl && now.storage == then.storage &&
-      now.storage_offset == then.storage_offset) {
-    // Written in place, or another requires_grad: the bytes are where they were.
-    weight.state = now;
-    if (now.version != then.version) refetch(weight);
+  if (weight.way == Weight::Way::streamed && same_place) {
+    if (written) refetch(weight);
     return;
   }
   classify(weight, master_object, Mappings::of_this_process());

@@ -27,13 +27,16 @@ Mappings Mappings::of_this_process() {
   for (std::string line; std::getline(maps, line);) {
     Mapping mapping;
     int path_at = 0;
+    char access[5] = "";  // "rw-p": p for private, s for shared
     // 7f..-7f.. rw-p 00000000 fd:00 12345   /path with spaces
-    if (std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR " %*s %" SCNx64 " %*s %" SCNu64 " %n", &mapping.begin,
-                    &mapping.end, &mapping.file.offset, &mapping.file.inode, &path_at) < 4) {
+    if (std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR " %4s %" SCNx64 " %*s %" SCNu64 " %n", &mapping.begin,
+                    &mapping.end, access, &mapping.file.offset, &mapping.file.inode, &path_at) < 5) {
       continue;
     }
     mapping.file.path = path_at > 0 ? line.substr(static_cast<std::size_t>(path_at)) : std::string();
     if (mapping.file.inode == 0 || !is_checkpoint_like(mapping.file.path)) continue;
+    // Writing there changes the file itself, which is not to be taken for somebody else's change.
+    if (access[1] == 'w' && access[3] == 's') continue;
     // Writing to a private mapping can split it; what is one file range is one mapping to us.
     if (!result.mappings_.empty()) {
       Mapping& last = result.mappings_.back();

@@ -23,7 +23,8 @@ class Mappings {
   static Mappings of_this_process();
 
   /// Where [address, address + bytes) comes from. Nothing if it is not, as a whole, one mapping of an
-  /// ordinary file that still has its name (shared memory and deleted files are plain RAM to us).
+  /// ordinary file that still has its name (shared memory, deleted files, and what this process may write
+  /// into the file through are plain RAM to us).
   std::optional<Range> find(const void* address, std::size_t bytes) const;
 
  private:
