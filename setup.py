@@ -7,6 +7,6 @@ from setuptools import setup
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "build_backend"))
 
-from dynswap_build.extension import setup_arguments  # noqa: E402
+from dynswap_build.extension import setup_arguments
 
 setup(**setup_arguments())

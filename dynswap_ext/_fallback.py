@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ._attribute import Attribute, ModuleState
 from ._exclusive import Exclusive
 from ._handout import Copy, Place, Weight
 from ._residency import choose_residents
@@ -26,56 +27,6 @@ from .errors import BudgetError, OutOfMemoryError
 __all__ = ["Attribute", "ModuleState", "Session"]
 
 SwapClass = Callable[[type], "type | None"]
-
-
-class ModuleState:
-    """What an installed module carries in its `__dict__`."""
-
-    __slots__ = ("owner", "session", "weights")
-
-    def __init__(self, session: Session, module: nn.Module) -> None:
-        self.session = session
-        #: A copy of the module's `__dict__` brings the state along, but not the module.
-        self.owner = weakref.ref(module)
-        self.weights: dict[str, Weight] = {}
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()  # a copied or unpickled state is none
-
-
-class Attribute:
-    """Data descriptor that serves one parameter or buffer name of installed modules."""
-
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __get__(self, module: Any, owner: type | None = None) -> Any:
-        if module is None:
-            return self
-        name, held = self._name, module.__dict__
-        if name in held:
-            return held[name]
-        parameters = held.get("_parameters") or {}
-        is_param = name in parameters
-        try:
-            master = parameters[name] if is_param else held["_buffers"][name]
-        except KeyError:
-            raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'") from None
-        state = held.get(STATE_KEY)
-        if state is None or master is None or state.owner() is not module:
-            return master
-        return state.session.hand_out(state, name, master, is_param=is_param, training=module.training)
-
-    def __set__(self, module: Any, value: Any) -> None:
-        module.__dict__[self._name] = value
-
-    def __delete__(self, module: Any) -> None:
-        try:
-            del module.__dict__[self._name]
-        except KeyError:
-            raise AttributeError(self._name) from None
 
 
 class Session:
@@ -421,4 +372,4 @@ def _renew_locks() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    0 and os.register_at_fork(after_in_child=_renew_locks)
+    os.register_at_fork(after_in_child=_renew_locks)

@@ -285,9 +285,7 @@ def _survey(model: nn.Module) -> tuple[int, dict[_provider.Session, int]]:
             serving[session] = serving.get(session, 0) + 1
         for members in (held["_parameters"], held["_buffers"]):
             if members:
-                for master in members.values():
-                    if master is not None and master.is_meta:
-                        meta.append(master)
+                meta += [master for master in members.values() if master is not None and master.is_meta]
     if meta:
         names = ", ".join(name_in(model, master) for master in meta[:5])
         more = f" and {len(meta) - 5} more" if len(meta) > 5 else ""

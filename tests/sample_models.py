@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -60,3 +62,17 @@ class Recurrent(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x, _ = self.lstm(x)
         return self.gru(x)[0]
+
+
+Trace = list[tuple[type, list[str], dict[str, Any]]]
+
+
+def trace(model: nn.Module) -> Trace:
+    """Class, and keys and values of the `__dict__`, of every module."""
+    found = []
+    for module in model.modules():
+        held = {key: value for key, value in module.__dict__.items() if not isinstance(value, dict)}
+        for name in ("_parameters", "_buffers", "_modules"):
+            held.update({f"{name}.{key}": id(value) for key, value in module.__dict__[name].items()})
+        found.append((type(module), list(module.__dict__), held))
+    return found

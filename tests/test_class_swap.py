@@ -256,6 +256,17 @@ def test_a_deepcopy_of_the_classes_own(provider: Provider) -> None:
     testing.assert_bit_equal(copied(x), testing.moved(model)(x))
 
 
+def test_a_copy_of_the_dict_does_not_bring_the_install_along(provider: Provider) -> None:
+    model = nn.Linear(4, 4)
+    provider.pair(model)
+    replica = type(model).__new__(type(model))  # as nn.parallel.replicate does
+    replica.__dict__ = model.__dict__.copy()
+    replica._parameters = {"weight": torch.ones(4, 4), "bias": None}
+    assert replica.weight is replica._parameters["weight"]
+    assert replica.bias is None
+    assert model.weight.dtype == torch.float64
+
+
 def test_slices_of_containers_are_plain_containers(provider: Provider) -> None:
     model = mlp()
     provider.pair(model)

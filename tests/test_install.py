@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import gc
-import importlib
 import threading
 import tracemalloc
-import warnings
 import weakref
 from typing import Any
 
@@ -18,20 +16,7 @@ import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
 from dynswap_ext._class_swap import is_swap_class
-from sample_models import ConvNet, Recurrent, TinyTransformer, mlp
-
-Trace = list[tuple[type, list[str], dict[str, Any]]]
-
-
-def trace(model: nn.Module) -> Trace:
-    """Class, and keys and values of the `__dict__`, of every module."""
-    found = []
-    for module in model.modules():
-        held = {key: value for key, value in module.__dict__.items() if not isinstance(value, dict)}
-        for name in ("_parameters", "_buffers", "_modules"):
-            held.update({f"{name}.{key}": id(value) for key, value in module.__dict__[name].items()})
-        found.append((type(module), list(module.__dict__), held))
-    return found
+from sample_models import ConvNet, Recurrent, TinyTransformer, mlp, trace
 
 
 def classes(model: nn.Module) -> list[type]:
@@ -211,47 +196,6 @@ def test_uninstalling_the_parts_ends_the_install(provider: Provider) -> None:
     assert not handle.active
 
 
-def test_a_failed_install_leaves_the_model_as_it_was(provider: Provider) -> None:
-    model = mlp()
-    before = trace(model)
-    with pytest.raises(dynswap_ext.BudgetError):
-        provider.install(model, dtype=torch.float64, budget=100)
-    assert trace(model) == before
-
-
-def test_a_failed_second_install_leaves_the_first(provider: Provider) -> None:
-    model = mlp()
-    moved, handle = provider.pair(model)
-    x = provider.randn(2, 16)
-    for part in (model, model[0]):
-        with pytest.raises(dynswap_ext.BudgetError):
-            provider.install(part, dtype=torch.float64, budget=100)
-        assert handle.active
-        assert all(swapped(model))
-        handle.reset_stats()
-        testing.assert_bit_equal(model(x), moved(x))
-        assert handle.stats().bytes_moved > 0
-    handle.uninstall()
-    assert not any(swapped(model))
-
-
-def test_a_swap_that_fails_halfway(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = ConvNet()
-    before = trace(model)
-    install = importlib.import_module("dynswap_ext.install")  # the package's `install` is the function
-
-    def fails(cls: type, attribute: type) -> type | None:
-        if cls is nn.Linear:
-            raise MemoryError("no class for you")
-        return original(cls, attribute)
-
-    original = install.swap_class
-    monkeypatch.setattr(install, "swap_class", fails)
-    with pytest.raises(MemoryError, match="no class"):
-        provider.install(model, dtype=torch.float64)
-    assert trace(model) == before
-
-
 def test_many_cycles_do_not_grow(provider: Provider) -> None:
     model = mlp()
     x = provider.randn(2, 16)
@@ -301,47 +245,6 @@ def test_deleted_installs_do_not_grow(provider: Provider) -> None:
     gc.collect()
     assert len(gc.get_objects()) - objects < 100
     assert threading.active_count() <= threads
-
-
-def test_masters_on_meta_are_named(provider: Provider) -> None:
-    model = mlp()
-    model[2].to("meta")
-    model[4].to("meta")
-    before = trace(model)
-    with pytest.raises(dynswap_ext.ConfigError) as raised:
-        provider.install(model)
-    assert "4 master(s)" in str(raised.value)
-    assert "2.weight, 2.bias, 4.weight, 4.bias" in str(raised.value)
-    assert "dynswap_ext.checkpoint.load(model, path)" in str(raised.value)
-    assert trace(model) == before
-
-
-def test_at_most_five_meta_masters_are_named(provider: Provider) -> None:
-    with pytest.raises(dynswap_ext.ConfigError, match=r"4\.weight and 3 more\. Load"):
-        provider.install(mlp(layers=4).to("meta"))
-
-
-@pytest.mark.filterwarnings("ignore::DeprecationWarning:torch")
-def test_script_modules_are_left_alone_with_one_warning(provider: Provider) -> None:
-    scripted = torch.jit.script(nn.Linear(16, 16).to(provider.device, torch.float64))
-    traced = torch.jit.trace(nn.Linear(16, 16).to(provider.device, torch.float64), provider.randn(2, 16))
-    model = nn.Sequential(nn.Linear(16, 16), scripted, nn.Linear(16, 16), traced)
-    cls = type(scripted)
-    with pytest.warns(dynswap_ext.DynswapWarning) as caught:
-        handle = provider.install(model, dtype=torch.float64)
-    assert [str(w.message)[:32] for w in caught] == ["2 TorchScript module(s) are left"]
-    assert type(scripted) is cls
-    model(provider.randn(2, 16))
-    assert handle.stats().bytes_moved > 0
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        handle.uninstall()
-    assert type(model[0]) is nn.Linear
-
-
-def test_only_modules_can_be_installed() -> None:
-    with pytest.raises(dynswap_ext.ConfigError, match="Tensor"):
-        dynswap_ext.install(torch.ones(2))  # type: ignore[arg-type]
 
 
 def test_a_container_without_weights(provider: Provider) -> None:

@@ -16,7 +16,7 @@ from conftest import Provider
 ROOT = Path(dynswap_ext.__file__).parent.parent
 
 HEAD = """
-import os, sys, threading, torch, dynswap_ext
+import os, signal, sys, threading, torch, dynswap_ext
 from torch import nn
 model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
 handle = dynswap_ext.install(model, device={device!r}, dtype=torch.float64, backend={backend!r})
@@ -95,6 +95,7 @@ def test_a_forked_child_does_not_inherit_a_lock_held(provider: Provider) -> None
         entered.wait()
         child = os.fork()
         if child == 0:
+            signal.alarm(60)
             os._exit(0 if torch.equal(model[0].weight, expected) else 1)
         status = os.waitpid(child, 0)[1]
         leave.set()

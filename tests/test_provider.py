@@ -134,7 +134,7 @@ def test_backend_info() -> None:
 
 
 def test_the_fallback_never_imports_the_extension() -> None:
-    for name in ("_fallback", "_handout", "_exclusive", "_residency", "_state"):
+    for name in ("_fallback", "_attribute", "_handout", "_exclusive", "_residency", "_state"):
         tree = ast.parse((ROOT / "dynswap_ext" / f"{name}.py").read_text())
         imported = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
         assert imported

@@ -57,7 +57,9 @@ def prepare_metadata_for_build_editable(metadata_directory: str, config_settings
     return build_meta.prepare_metadata_for_build_editable(metadata_directory, config_settings)
 
 
-def build_wheel(wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None) -> str:
+def build_wheel(
+    wheel_directory: str, config_settings: Any = None, metadata_directory: str | None = None
+) -> str:
     """Compile and pack the wheel."""
     reveal_torch()
     return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)

@@ -13,6 +13,9 @@ from pathlib import Path
 #: The first nvcc that compiles C++20.
 OLDEST = (12, 0)
 
+#: Where toolkits are installed, in the order in which they are tried, the newest of a pattern first.
+DEFAULTS = ("/usr/local/cuda", "/usr/local/cuda-*")
+
 
 class ToolkitNotFound(Exception):
     """No usable toolkit; the message lists where was looked and what was missing there."""
@@ -57,9 +60,9 @@ def _candidates() -> Iterator[tuple[str, Path]]:
         top = re.search(r"^#\$ TOP=(.+)$", _output([nvcc, "--dryrun", "-E", "-x", "cu", os.devnull]), re.M)
         if top:
             yield "what nvcc on PATH starts", Path(top[1].strip()).resolve()
-    yield "default", Path("/usr/local/cuda").resolve()
-    for home in sorted(Path("/usr/local").glob("cuda-*"), key=_version_in_name, reverse=True):
-        yield "default", home.resolve()
+    for pattern in map(Path, DEFAULTS):
+        for home in sorted(pattern.parent.glob(pattern.name), key=_version_in_name, reverse=True):
+            yield "default", home.resolve()
 
 
 def _version_in_name(home: Path) -> list[int]:

@@ -192,6 +192,7 @@ void Session::plan(const std::vector<std::pair<Weight*, std::uint64_t>>& streame
     weight->source = sources[i];
     weight->id = engine_->add_weight(sources[i], unit);
     weight->planned = true;
+    by_id_.push_back(weight);
   }
   const py::gil_scoped_release release;
   engine_->plan();

@@ -12,20 +12,15 @@ namespace autograd = torch::autograd;
 namespace {
 
 // torch owned its nodes by shared_ptr up to 2.11, and counts them intrusively since.
-template <class Pointer>
-struct NewNode;
-
-template <>
-struct NewNode<c10::intrusive_ptr<autograd::Node>> {
-  static c10::intrusive_ptr<autograd::Node> make(const at::Tensor& master) {
-    return c10::make_intrusive<FetchBackward>(master);
-  }
+template <class Pointer, class Made>
+struct NewNode {
+  static Pointer make(const at::Tensor& master) { return c10::make_intrusive<Made>(master); }
 };
 
-template <class Node>
-struct NewNode<std::shared_ptr<Node>> {
+template <class Node, class Made>
+struct NewNode<std::shared_ptr<Node>, Made> {
   static std::shared_ptr<Node> make(const at::Tensor& master) {
-    return std::shared_ptr<Node>(new FetchBackward(master), [](Node* node) { deleteNode(node); });
+    return std::shared_ptr<Node>(new Made(master), [](Node* node) { deleteNode(node); });
   }
 };
 
@@ -41,7 +36,7 @@ autograd::variable_list FetchBackward::apply(autograd::variable_list&& gradients
 }
 
 void FetchBackward::connect(const at::Tensor& handed_out, const at::Tensor& master) {
-  auto node = NewNode<decltype(autograd::Edge::function)>::make(master);
+  auto node = NewNode<decltype(autograd::Edge::function), FetchBackward>::make(master);
   node->add_input_metadata(handed_out);
   autograd::impl::set_gradient_edge(handed_out, {std::move(node), 0});
 }

@@ -152,6 +152,7 @@ PyObject* Session::access(Weight& weight, PyObject* master_object, bool training
 
 PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
   const Stream consumer = current_stream(device_);
+  const std::uint64_t forgotten = weight.forgotten;
   Lease lease;
   {
     const py::gil_scoped_release release;
@@ -159,8 +160,10 @@ PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
   }
   const at::Tensor tensor = HandedOut::make(std::move(lease), master, weight.wanted, device_);
   if (master.requires_grad()) FetchBackward::connect(tensor, master);
-  weight.latest = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr());
   PyObject* const object = wrap(weight, tensor);
+  // The master may have changed while other threads could run: then this is the last that sees the old one.
+  if (weight.forgotten != forgotten) return object;
+  weight.latest = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr());
   if (engine_->resident(weight.id) && weight.cached == nullptr) {
     weight.cached = Py_NewRef(object);
     weight.cached_stream = stream_id();
@@ -213,7 +216,7 @@ void Session::master_changed(Weight& weight, PyObject* master_object) {
   const bool same_place = weight.state.same_place(master);
   const bool written = std::exchange(weight.state, now).version != now.version;
   if (weight.way == Weight::Way::as_is && same_place) return;
-  weight.forget();
+  forget_group(weight);
   if (weight.way == Weight::Way::streamed && same_place) {
     if (written) refetch(weight);
     return;
@@ -229,8 +232,14 @@ void Session::master_changed(Weight& weight, PyObject* master_object) {
   }
 }
 
+void Session::forget_group(Weight& weight) {
+  if (!weight.planned) return weight.forget();
+  // They share one copy. Did the session go on keeping one of them, there would be no room for the next.
+  for (const WeightId id : engine_->companions(weight.id)) by_id_[id]->forget();
+}
+
 void Session::refetch(Weight& weight) {
-  weight.forget();
+  forget_group(weight);
   weight.silent.look(*weight.source);
   engine_->update_source(weight.id, weight.source);
 }

@@ -72,6 +72,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void classify(Weight& weight, PyObject* master, const Mappings& mappings);
   void master_changed(Weight& weight, PyObject* master);
   void refetch(Weight& weight);
+  void forget_group(Weight& weight);
   void look_for_silent_writes();
   void write_back(Weight& weight);
   PyObject* hand_out(Weight& weight, const at::Tensor& master);
@@ -88,6 +89,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::shared_ptr<void> pinned_;  ///< keeps the masters page-locked
   std::vector<std::unique_ptr<Weight>> weights_;
   std::unordered_map<const c10::TensorImpl*, Weight*> by_master_;  ///< for ties; valid during attach and adopt
+  std::vector<Weight*> by_id_;  ///< by the engine's WeightId
   std::size_t modules_ = 0;
   bool closed_ = false;
   bool abandoned_ = false;

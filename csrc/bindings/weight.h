@@ -35,8 +35,10 @@ struct Weight {
   c10::StreamId cached_stream = 0;  ///< the stream that is known to wait for its copy
   /// The latest tensor handed out, if somebody still has it: one access gives what the other gave.
   c10::weak_intrusive_ptr<c10::TensorImpl> latest{c10::intrusive_ptr<c10::TensorImpl>()};
+  std::uint64_t forgotten = 0;  ///< how often what had been handed out was given up as outdated
 
   void forget() {
+    ++forgotten;
     latest.reset();
     Py_CLEAR(cached);
   }

@@ -87,6 +87,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// The source that the next copy will read.
   SourcePtr source(WeightId weight) const;
   bool resident(WeightId weight) const;
+  /// The weights that travel with this one, itself included.
+  const std::vector<WeightId>& companions(WeightId weight) const;
 
   Stats stats() const;
   void reset_counters();

@@ -41,7 +41,9 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
   // to be worth a transfer. Only a unit too large to travel at once is cut, and its small weights (a
   // bias) go with the weight before them.
   const auto [enough, too_large] = grouping;
-  const std::size_t small = enough / 4;
+  std::size_t largest = 0;
+  for (const Weight& weight : weights_) largest = std::max<std::size_t>(largest, weight.source->wanted_bytes());
+  const std::size_t small = std::max(enough / 4, largest / 16);
   groups_.clear();
   std::size_t open_bytes = 0;
   bool open = false;
@@ -102,7 +104,7 @@ void Engine::plan() {
   }
   std::vector<std::size_t> bytes = form_groups(preferred_grouping());
   if (options_.budget > 0 && *std::max_element(bytes.begin(), bytes.end()) > options_.budget) {
-    bytes = form_groups({0, 0});  // each weight on its own: what does not fit now never will
+    bytes = form_groups({1, 0});  // each large weight on its own: what does not fit now never will
   }
   stats_.groups = groups_.size();
   stats_.weight_bytes = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});

@@ -91,7 +91,7 @@ def _table(result: DemoResult) -> Table:
 
 def _verdict(name: str, result: DemoResult) -> str:
     if name == RESIDENT.name:
-        return "(reference)"
+        return "reference"
     return "[red]differ" if name in result.differing else "bit-equal"
 
 

@@ -208,6 +208,16 @@ Counts counts() {
   return state().counts;
 }
 
+bool is_locked(const void* address, std::size_t bytes) {
+  auto at = reinterpret_cast<std::uintptr_t>(address);
+  const std::uintptr_t end = at + bytes;
+  const std::lock_guard lock(state().mutex);
+  for (const auto& [first, last] : state().pinned) {
+    if (first <= at && at < last) at = last;
+  }
+  return at >= end;
+}
+
 cudaStream_t make_stream() { return new CUstream_st; }
 void destroy_stream(cudaStream_t stream) { delete stream; }
 void enqueue(cudaStream_t stream, std::function<void()> work) { stream->add(std::move(work)); }
@@ -456,7 +466,9 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
   enter("cudaLaunchHostFunc");
   {
     const std::lock_guard lock(state().mutex);
-    ++state().counts.host_functions;
+    if (static_cast<int>(++state().counts.host_functions) == state().faults.fail_host_function) {
+      return cudaErrorInvalidValue;
+    }
   }
   stream->add([=] {
     in_host_function = true;
@@ -487,6 +499,7 @@ cudaError_t cudaFreeHost(void* block) {
 
 cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
   enter("cudaHostRegister");
+  std::this_thread::sleep_for(std::chrono::microseconds(50));
   if (dynswap::fake_cuda::locked(address, bytes) != dynswap::fake_cuda::Locked::no) {
     violate("a page is registered twice");
     return cudaErrorHostMemoryAlreadyRegistered;
@@ -501,6 +514,7 @@ cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
 
 cudaError_t cudaHostUnregister(void* address) {
   enter("cudaHostUnregister");
+  std::this_thread::sleep_for(std::chrono::microseconds(50));
   const auto begin = reinterpret_cast<std::uintptr_t>(address);
   const std::unique_lock lock(state().mutex);
   const auto found = state().pinned.find(begin);

@@ -25,6 +25,7 @@ void reset(std::uint64_t seed = 1);
 struct Faults {
   bool no_batches = false;                  ///< cudaMemcpyBatchAsync is not supported
   int fail_copy = 0;                        ///< the copy with this number (from 1) is refused
+  int fail_host_function = 0;               ///< likewise
   std::size_t register_at_most = SIZE_MAX;  ///< bytes that may be page-locked in all
 };
 Faults& faults();
@@ -44,6 +45,9 @@ struct Counts {
   std::size_t contexts = 0;    ///< retained
 };
 Counts counts();
+
+/// True if all of it is page-locked.
+bool is_locked(const void* address, std::size_t bytes);
 
 /// A stream of the test's, and work on it.
 cudaStream_t make_stream();

@@ -1,6 +1,7 @@
 // The CUDA backend over a runtime without a GPU (fake_cudart.h): which bytes arrive, in what order, and
 // what it asks of the driver.
 #include <array>
+#include <atomic>
 #include <chrono>
 #include <cstring>
 #include <functional>
@@ -26,9 +27,16 @@ using namespace dynswap::test;
 constexpr std::array kFloating{Scalar::f64,  Scalar::f32,       Scalar::f16,
                                Scalar::bf16, Scalar::f8_e4m3fn, Scalar::f8_e5m2};
 
+std::atomic<bool> slow_readers{false};  ///< those that cast
+
+void cast_by_reader(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count) {
+  if (slow_readers) std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  fake_cuda::cast(dst, dst_type, src, src_type, count);
+}
+
 CudaOptions options_with_small_ring() {
   CudaOptions options;
-  options.cast = &fake_cuda::cast;
+  options.cast = &cast_by_reader;
   options.staging_bytes = 1u << 20;
   options.staging_buffers = 2;
   options.readers = 2;
@@ -261,16 +269,36 @@ TEST(cuda_a_failing_read_is_thrown_by_wait_and_by_no_other) {
   expect_arrives(fixture, good, good->address);
 }
 
-TEST(cuda_a_refused_copy_leaves_the_backend_usable) {
-  for (int refused = 1; refused <= 6; ++refused) {
-    Fixture fixture(static_cast<std::uint64_t>(refused));
-    const SourcePtr source = in_ram(5'000'000, Scalar::f16, Scalar::f32, 10);
-    std::vector<std::byte> device(source->wanted_bytes());
-    fake_cuda::faults().fail_copy = refused;
-    EXPECT_THROWS(fixture.backend->copy(whole(source, device.data())), DeviceError);
-    std::vector<std::byte>().swap(device);  // nothing may be under way to it
-    expect_arrives(fixture, source, source->address);
+TEST(cuda_a_refused_call_leaves_the_backend_usable) {
+  for (int refused = 1; refused <= 4; ++refused) {
+    for (const bool host_function : {false, true}) {
+      Fixture fixture(static_cast<std::uint64_t>(refused));
+      const SourcePtr source = in_ram(5'000'000, Scalar::f16, Scalar::f8_e5m2, 10);
+      const SourcePtr other = in_ram(5'000'000, Scalar::raw8, Scalar::raw8, 11);
+      std::vector<std::byte> device(source->wanted_bytes());
+      slow_readers = true;
+      (host_function ? fake_cuda::faults().fail_host_function : fake_cuda::faults().fail_copy) = refused;
+      EXPECT_THROWS(fixture.backend->copy(whole(source, device.data())), DeviceError);
+      std::vector<std::byte>().swap(device);  // nothing may be under way to it, nor to a buffer of the ring
+      expect_arrives(fixture, other, other->address);
+      slow_readers = false;
+    }
   }
+}
+
+TEST(cuda_a_refused_call_among_pinned_copies) {
+  Fixture fixture;
+  fake_cuda::faults().no_batches = true;
+  fake_cuda::faults().fail_copy = 2;
+  const SourcePtr source = fixture.pinned(in_ram(8u << 20, Scalar::raw8, Scalar::raw8, 12));
+  std::vector<std::byte> device(8u << 20);
+  const Consumer consumer;
+  consumer.enqueue([] { std::this_thread::sleep_for(std::chrono::milliseconds(30)); });
+  CopyRequest request = whole(source, device.data(), {fixture.backend->record(consumer.stream())});
+  request.steps[0].pieces = {{source, 0, 6u << 20, device.data()},
+                             {source, 6u << 20, 2u << 20, device.data()}};
+  EXPECT_THROWS(fixture.backend->copy(std::move(request)), DeviceError);
+  std::vector<std::byte>().swap(device);  // the first copy may not be under way to it
 }
 
 TEST(cuda_closing_with_copies_in_flight) {
@@ -288,14 +316,18 @@ TEST(cuda_closing_with_copies_in_flight) {
 
 TEST(cuda_sources_live_until_their_copy_is_over) {
   Fixture fixture;
-  std::vector<std::byte> device(2u << 20);
+  const Consumer consumer;
+  std::vector<std::byte> device(1000);
+  consumer.enqueue([] { std::this_thread::sleep_for(std::chrono::milliseconds(30)); });
+  const EventPtr slot_is_free = fixture.backend->record(consumer.stream());
   std::weak_ptr<const Source> watched;
   EventPtr copied;
   {
-    const SourcePtr source = in_ram(2u << 20, Scalar::raw8, Scalar::raw8, 11);
+    const SourcePtr source = fixture.pinned(in_ram(1000, Scalar::raw8, Scalar::raw8, 11));
     watched = source;
-    copied = fixture.backend->copy(whole(source, device.data()));
+    copied = fixture.backend->copy(whole(source, device.data(), {slot_is_free}));
   }
+  EXPECT(!watched.expired());
   fixture.backend->synchronise(copied);
   const SourcePtr other = in_ram(16, Scalar::raw8, Scalar::raw8, 11);
   const EventPtr later =

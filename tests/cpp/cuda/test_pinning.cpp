@@ -170,7 +170,7 @@ TEST(pin_from_many_threads) {
       for (std::size_t k = 0; k < 200; ++k) {
         std::vector<SourcePtr> sources{source(pages.address + ((7 * i + k) % 40) * kPage + 3, 9 * kPage)};
         const auto handle = pin(0, sources);
-        EXPECT(sources[0]->pinned);
+        EXPECT(sources[0]->pinned && fake_cuda::is_locked(sources[0]->address, sources[0]->count));
       }
     });
   }

@@ -1,0 +1,66 @@
+"""What stands on a swap class and in an installed module's `__dict__` (pure-Python provider)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from ._handout import Weight
+from ._state import STATE_KEY
+
+if TYPE_CHECKING:
+    from ._fallback import Session
+
+__all__ = ["Attribute", "ModuleState"]
+
+
+class ModuleState:
+    """What an installed module carries in its `__dict__`."""
+
+    __slots__ = ("owner", "session", "weights")
+
+    def __init__(self, session: Session, module: nn.Module) -> None:
+        self.session = session
+        #: A copy of the module's `__dict__` brings the state along, but not the module.
+        self.owner = weakref.ref(module)
+        self.weights: dict[str, Weight] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copied or unpickled state is none
+
+
+class Attribute:
+    """Data descriptor that serves one parameter or buffer name of installed modules."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        if module is None:
+            return self
+        name, held = self._name, module.__dict__
+        if name in held:
+            return held[name]
+        parameters = held.get("_parameters") or {}
+        is_param = name in parameters
+        try:
+            master = parameters[name] if is_param else held["_buffers"][name]
+        except KeyError:
+            raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'") from None
+        state = held.get(STATE_KEY)
+        if state is None or master is None or state.owner() is not module:
+            return master
+        return state.session.hand_out(state, name, master, is_param=is_param, training=module.training)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        module.__dict__[self._name] = value
+
+    def __delete__(self, module: Any) -> None:
+        try:
+            del module.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None

@@ -1,0 +1,174 @@
+"""The build backend: which torch and which CUDA toolkit it builds with, and what it says if it cannot."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "build_backend"))
+
+from dynswap_build import cuda_toolkit, extension, installed_torch  # noqa: E402
+
+# The package's hooks import setuptools, which a build environment has and this one hides.
+LOAD_ALONE = (
+    "import importlib.util as u; s = u.spec_from_file_location('installed_torch', "
+    "'build_backend/dynswap_build/installed_torch.py'); installed_torch = u.module_from_spec(s); "
+    "s.loader.exec_module(installed_torch)"
+)
+
+
+@pytest.fixture
+def toolkit(tmp_path: Path) -> Path:
+    """A folder that looks like a toolkit."""
+    home = tmp_path / "cuda"
+    for name in ("bin", "include", "lib64"):
+        (home / name).mkdir(parents=True)
+    (home / "include/cuda_runtime_api.h").touch()
+    (home / "lib64/libcudart_static.a").touch()
+    write_nvcc(home, "13.0")
+    return home
+
+
+def write_nvcc(home: Path, release: str) -> None:
+    nvcc = home / "bin/nvcc"
+    nvcc.write_text(
+        f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\necho '#$ TOP={home}'\n"
+    )
+    nvcc.chmod(0o755)
+
+
+@pytest.fixture
+def nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No toolkit but the one that a test names."""
+    for variable in ("CUDA_HOME", "CUDA_PATH"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("PATH", "/usr/bin:/bin")
+    monkeypatch.setattr(cuda_toolkit, "DEFAULTS", ())
+
+
+@pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
+def test_toolkit_named_by_the_environment(
+    toolkit: Path, nothing_else: None, monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.setenv(variable, str(toolkit))
+    found = cuda_toolkit.find_toolkit()
+    assert found.home == toolkit
+    assert found.version == (13, 0)
+    assert found.static_runtime == toolkit / "lib64/libcudart_static.a"
+
+
+def test_toolkit_behind_a_script_on_path(
+    toolkit: Path, nothing_else: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    wrapper = tmp_path / "wrappers/nvcc"
+    wrapper.parent.mkdir()
+    wrapper.write_text(f'#!/bin/sh\nexec {toolkit}/bin/nvcc "$@"\n')
+    wrapper.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{wrapper.parent}:/usr/bin:/bin")
+    assert cuda_toolkit.find_toolkit().home == toolkit
+
+
+@pytest.mark.parametrize(
+    ("missing", "said"),
+    [
+        ("bin/nvcc", "no bin/nvcc"),
+        ("include/cuda_runtime_api.h", "no include/cuda_runtime_api.h"),
+        ("lib64/libcudart_static.a", "no libcudart_static.a"),
+    ],
+)
+def test_cuda_demanded_and_incomplete(
+    toolkit: Path, nothing_else: None, monkeypatch: pytest.MonkeyPatch, missing: str, said: str
+) -> None:
+    (toolkit / missing).unlink()
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    monkeypatch.setenv("DYNSWAP_CUDA", "1")
+    with pytest.raises(SystemExit, match=re.escape(f"{toolkit} (CUDA_HOME): {said}")):
+        extension.wanted_toolkit()
+    monkeypatch.setenv("DYNSWAP_CUDA", "auto")
+    assert extension.wanted_toolkit() is None
+
+
+def test_cuda_demanded_and_too_old(
+    toolkit: Path, nothing_else: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_nvcc(toolkit, "11.8")
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    monkeypatch.setenv("DYNSWAP_CUDA", "1")
+    with pytest.raises(SystemExit, match=r"CUDA 11\.8 is older than 12\.0"):
+        extension.wanted_toolkit()
+
+
+def test_cuda_demanded_and_nowhere(nothing_else: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNSWAP_CUDA", "1")
+    with pytest.raises(SystemExit, match="neither CUDA_HOME nor CUDA_PATH is set"):
+        extension.wanted_toolkit()
+
+
+def test_cuda_refused(toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    monkeypatch.setenv("DYNSWAP_CUDA", "0")
+    assert extension.wanted_toolkit() is None
+
+
+@pytest.mark.parametrize(
+    ("variable", "use"), [("DYNSWAP_CUDA", "wanted_toolkit"), ("DYNSWAP_BUILD", "wants_extension")]
+)
+def test_unknown_settings_are_named(monkeypatch: pytest.MonkeyPatch, variable: str, use: str) -> None:
+    monkeypatch.setenv(variable, "perhaps")
+    with pytest.raises(SystemExit, match=f"{variable}='perhaps' is not known"):
+        getattr(extension, use)()
+
+
+def test_pure_python_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNSWAP_BUILD", "python")
+    assert not extension.wants_extension()
+    assert extension.setup_arguments() == {}
+
+
+@pytest.mark.parametrize(
+    ("version", "supported"),
+    [
+        ("2.10.1", False),
+        ("2.11.0", True),
+        ("2.13.0+cpu", True),
+        ("2.13.1+cu130", True),
+        ("2.14.0", False),
+        ("3.0", False),
+    ],
+)
+def test_supported_torch(version: str, supported: bool) -> None:
+    assert installed_torch.supported(version) is supported
+
+
+def test_the_range_of_torch_is_the_one_declared() -> None:
+    assert f'"{installed_torch.REQUIREMENT}"' in (ROOT / "pyproject.toml").read_text()
+
+
+def test_torch_is_found_past_an_isolated_build(tmp_path: Path) -> None:
+    """As pip does it: another path, no user site, and a hook that hides the interpreter's own packages."""
+    site = tmp_path / "site"
+    site.mkdir()
+    (site / "sitecustomize.py").write_text(
+        "import sys, sysconfig\nhidden = {sysconfig.get_path('purelib'), sysconfig.get_path('platlib')}\n"
+        "sys.path[:] = [p for p in sys.path if p not in hidden]\n"
+    )
+    probe = (
+        "import importlib.util, sys; sys.path.insert(0, 'build_backend')\n"
+        "assert importlib.util.find_spec('torch') is None, 'not isolated'\n"
+        f"{LOAD_ALONE}\n"
+        "assert installed_torch.reveal_torch()\n"
+        "import torch; print(torch.__version__)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", probe],
+        env={"PYTHONPATH": str(site), "PYTHONNOUSERSITE": "1", "PATH": "/usr/bin:/bin"},
+        cwd=ROOT, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == torch.__version__
