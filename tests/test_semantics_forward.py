@@ -107,7 +107,7 @@ def test_two_models_with_the_same_names(provider: Provider) -> None:
 
 
 def test_torch_compile_gives_the_same_output(provider: Provider, request: pytest.FixtureRequest) -> None:
-    if provider.native:
+    if provider.native and not torch.__version__.startswith("2.11."):
         reason = "dynamo guards what it finds in _parameters, the master, and not what the attribute gives"
         request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError))
     model = mlp().eval()

@@ -66,7 +66,8 @@ struct Session::Attaching {
   bool served(PyTypeObject* swap, const py::object& name) {
     const auto [entry, is_new] = names[swap].try_emplace(name.ptr(), false);
     if (is_new) {
-      entry->second = py::handle(reinterpret_cast<PyObject*>(swap)).attr("_dynswap_ensure")(name).cast<bool>();
+      entry->second =
+          py::handle(reinterpret_cast<PyObject*>(swap)).attr("_dynswap_ensure")(name).cast<bool>();
     }
     return entry->second;
   }
@@ -161,7 +162,8 @@ void Session::adopt(const py::object& module, const py::object& name_given) {
   state->entries->push_back({name, parameter, nullptr});
 }
 
-Weight& Session::weight_of(PyObject* master, const std::string& name, bool parameter, const Mappings& mappings) {
+Weight& Session::weight_of(PyObject* master, const std::string& name, bool parameter,
+                           const Mappings& mappings) {
   Weight*& known = by_master_[THPVariable_Unpack(master).unsafeGetTensorImpl()];
   if (known != nullptr && known->state.impl != nullptr &&
       known->state == MasterState::of(*THPVariable_Unpack(master).unsafeGetTensorImpl())) {
@@ -176,7 +178,8 @@ Weight& Session::weight_of(PyObject* master, const std::string& name, bool param
 }
 
 Weight& Session::late_weight(PyObject* master, PyObject* name, bool parameter) {
-  Weight& weight = weight_of(master, py::cast<std::string>(py::handle(name)), parameter, Mappings::of_this_process());
+  Weight& weight =
+      weight_of(master, py::cast<std::string>(py::handle(name)), parameter, Mappings::of_this_process());
   // The engine has made its plan without it.
   if (weight.way == Weight::Way::streamed && !weight.planned) weight.way = Weight::Way::converted;
   return weight;
@@ -186,7 +189,8 @@ void Session::plan(const std::vector<std::pair<Weight*, std::uint64_t>>& streame
   std::vector<SourcePtr> sources;
   sources.reserve(streamed.size());
   for (const auto& [weight, unit] : streamed) sources.push_back(weight->source);
-  if (options_.pin.value_or(true)) pinned_ = pin_sources(device_, sources, [this](const std::string& why) { warn_(why); });
+  if (options_.pin.value_or(true))
+    pinned_ = pin_sources(device_, sources, [this](const std::string& why) { warn_(why); });
   for (std::size_t i = 0; i < streamed.size(); ++i) {
     const auto& [weight, unit] = streamed[i];
     weight->source = sources[i];

@@ -11,8 +11,7 @@ namespace dynswap {
 namespace {
 
 struct Attribute {
-  PyObject_HEAD
-  PyObject* name;
+  PyObject_HEAD PyObject* name;
 };
 
 PyTypeObject* attribute_type = nullptr;
@@ -23,7 +22,8 @@ PyTypeObject* state_type = nullptr;
 PyObject* fall_through(PyObject* module, PyObject* dict, PyObject* name) {
   if (PyObject* value = PyDict_GetItemWithError(dict, name)) return Py_NewRef(value);
   if (!PyErr_Occurred()) {
-    PyErr_Format(PyExc_AttributeError, "'%.100s' object has no attribute '%U'", Py_TYPE(module)->tp_name, name);
+    PyErr_Format(PyExc_AttributeError, "'%.100s' object has no attribute '%U'", Py_TYPE(module)->tp_name,
+                 name);
   }
   return nullptr;
 }
@@ -49,8 +49,7 @@ PyObject* get(PyObject* self, PyObject* module, PyObject*) {
       }
     }
     if (entry == nullptr) return fall_through(module, dict.ptr(), name);
-    PyObject* const master =
-        find_in(dict.ptr(), entry->parameter ? names.parameters : names.buffers, name);
+    PyObject* const master = find_in(dict.ptr(), entry->parameter ? names.parameters : names.buffers, name);
     if (master == nullptr) return PyErr_Occurred() ? nullptr : fall_through(module, dict.ptr(), name);
     if (!THPVariable_Check(master)) return Py_NewRef(master);
     Session& session = **state->session;
@@ -89,7 +88,8 @@ int set(PyObject* self, PyObject* module, PyObject* value) {
 PyObject* new_attribute(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
   PyObject* name = nullptr;
   static const char* const kNames[] = {"name", nullptr};
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "U", const_cast<char**>(kNames), &name)) return nullptr;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "U", const_cast<char**>(kNames), &name))
+    return nullptr;
   PyObject* const self = type->tp_alloc(type, 0);
   if (self == nullptr) return nullptr;
   Py_INCREF(name);
@@ -177,20 +177,23 @@ void set_class(PyObject* module, PyTypeObject* type) {
 }
 
 void define_attribute(py::module_& m) {
-  static PyMemberDef members[] = {{"name", T_OBJECT_EX, offsetof(Attribute, name), READONLY, "The name it serves."},
-                                  {nullptr, 0, 0, 0, nullptr}};
-  static PyType_Slot attribute_slots[] = {{Py_tp_doc, const_cast<char*>("Serves one managed name of a swap class.")},
-                                          {Py_tp_new, reinterpret_cast<void*>(&new_attribute)},
-                                          {Py_tp_dealloc, reinterpret_cast<void*>(&free_attribute)},
-                                          {Py_tp_descr_get, reinterpret_cast<void*>(&get)},
-                                          {Py_tp_descr_set, reinterpret_cast<void*>(&set)},
-                                          {Py_tp_members, members},
-                                          {0, nullptr}};
-  attribute_type = make_type(
-      {"dynswap_ext._C.Attribute", sizeof(Attribute), 0, Py_TPFLAGS_DEFAULT, attribute_slots});
+  static PyMemberDef members[] = {
+      {"name", T_OBJECT_EX, offsetof(Attribute, name), READONLY, "The name it serves."},
+      {nullptr, 0, 0, 0, nullptr}};
+  static PyType_Slot attribute_slots[] = {
+      {Py_tp_doc, const_cast<char*>("Serves one managed name of a swap class.")},
+      {Py_tp_new, reinterpret_cast<void*>(&new_attribute)},
+      {Py_tp_dealloc, reinterpret_cast<void*>(&free_attribute)},
+      {Py_tp_descr_get, reinterpret_cast<void*>(&get)},
+      {Py_tp_descr_set, reinterpret_cast<void*>(&set)},
+      {Py_tp_members, members},
+      {0, nullptr}};
+  attribute_type =
+      make_type({"dynswap_ext._C.Attribute", sizeof(Attribute), 0, Py_TPFLAGS_DEFAULT, attribute_slots});
 
-  static PyGetSetDef state_attributes[] = {{"session", &state_session, nullptr, "The install it belongs to.", nullptr},
-                                           {nullptr, nullptr, nullptr, nullptr, nullptr}};
+  static PyGetSetDef state_attributes[] = {
+      {"session", &state_session, nullptr, "The install it belongs to.", nullptr},
+      {nullptr, nullptr, nullptr, nullptr, nullptr}};
   static PyMethodDef state_methods[] = {{"__copy__", &copy_as_none, METH_NOARGS, nullptr},
                                         {"__deepcopy__", &copy_as_none, METH_O, nullptr},
                                         {"__reduce__", &reduce_to_none, METH_NOARGS, nullptr},

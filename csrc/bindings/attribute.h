@@ -21,8 +21,7 @@ struct Entry {
 /// What an installed module carries in its __dict__ under "_dynswap". `owner` does not own: a copy of the
 /// __dict__ in another module (DataParallel's replicas) is recognised by it and serves nothing.
 struct ModuleState {
-  PyObject_HEAD
-  PyObject* owner;
+  PyObject_HEAD PyObject* owner;
   PyObject* session_object;  ///< the session as Python sees it, so that weak references to it hold; owned
   std::shared_ptr<Session>* session;
   std::vector<Entry>* entries;

@@ -27,7 +27,8 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
     options.allocate = [device](std::size_t bytes) {
       // The engine asks without the GIL, so the stream is not read through Python.
       const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-      return CudaMemory{allocate_through_torch(device, bytes), reinterpret_cast<Stream>(stream.native_handle())};
+      return CudaMemory{allocate_through_torch(device, bytes),
+                        reinterpret_cast<Stream>(stream.native_handle())};
     };
     return make_cuda_backend(std::move(options));
   }

@@ -74,9 +74,9 @@ void cast_elements(void* dst, Scalar dst_type, const void* src, Scalar src_type,
     const auto run = static_cast<std::int64_t>(std::min(kRun, count - done));
     at::Tensor to = at::from_blob(static_cast<std::byte*>(dst) + done * scalar_size(dst_type), {run},
                                   at::TensorOptions().dtype(torch_type(dst_type)));
-    const at::Tensor from =
-        at::from_blob(const_cast<std::byte*>(static_cast<const std::byte*>(src)) + done * scalar_size(src_type),
-                      {run}, at::TensorOptions().dtype(torch_type(src_type)));
+    const at::Tensor from = at::from_blob(
+        const_cast<std::byte*>(static_cast<const std::byte*>(src)) + done * scalar_size(src_type), {run},
+        at::TensorOptions().dtype(torch_type(src_type)));
     to.copy_(from);
   }
 }

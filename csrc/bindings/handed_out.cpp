@@ -22,14 +22,16 @@ HandedOut::HandedOut(const at::Tensor& master, at::ScalarType wanted, const at::
   bytes_ = static_cast<std::size_t>(master.numel()) * c10::elementSize(wanted);
 }
 
-at::Tensor HandedOut::make(Lease lease, const at::Tensor& master, at::ScalarType wanted, const at::Device& device) {
+at::Tensor HandedOut::make(Lease lease, const at::Tensor& master, at::ScalarType wanted,
+                           const at::Device& device) {
   std::unique_ptr<HandedOut> record(new HandedOut(master, wanted, device));
   record->data_ = lease.data();
   record->lease_ = std::move(lease);
   return finish(std::move(record), master);
 }
 
-at::Tensor HandedOut::make_private(const at::Tensor& master, at::ScalarType wanted, const at::Device& device) {
+at::Tensor HandedOut::make_private(const at::Tensor& master, at::ScalarType wanted,
+                                   const at::Device& device) {
   const PlainTorch guard;
   std::unique_ptr<HandedOut> record(new HandedOut(master, wanted, device));
   record->own_ = master.to(record->options_, /*non_blocking=*/false, /*copy=*/true);
@@ -44,8 +46,10 @@ at::Tensor HandedOut::finish(std::unique_ptr<HandedOut> record, const at::Tensor
   c10::Storage storage(c10::Storage::use_byte_size_t(), self->bytes_,
                        c10::DataPtr(self->data_, record.release(), &delete_record, device),
                        /*allocator=*/nullptr, /*resizable=*/false);
-  const c10::DispatchKeySet keys(c10::computeDispatchKey(self->options_.dtype().toScalarType(), at::kStrided, device));
-  at::Tensor tensor = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, self->options_.dtype());
+  const c10::DispatchKeySet keys(
+      c10::computeDispatchKey(self->options_.dtype().toScalarType(), at::kStrided, device));
+  at::Tensor tensor =
+      at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, self->options_.dtype());
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(master.sizes(), master.strides());
   self->version_ = tensor.unsafeGetTensorImpl()->version_counter();
   self->seen_version_ = self->version_.current_version();

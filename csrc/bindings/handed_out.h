@@ -17,7 +17,8 @@ namespace dynswap {
 class HandedOut {
  public:
   /// A tensor over the leased bytes, shaped and strided as `master`, of type `wanted` on `device`.
-  static at::Tensor make(Lease lease, const at::Tensor& master, at::ScalarType wanted, const at::Device& device);
+  static at::Tensor make(Lease lease, const at::Tensor& master, at::ScalarType wanted,
+                         const at::Device& device);
   /// A converted copy with memory of its own.
   static at::Tensor make_private(const at::Tensor& master, at::ScalarType wanted, const at::Device& device);
   /// The record of a tensor made here, or null if its storage is another one by now.

@@ -52,7 +52,8 @@ using LayerTuple = std::tuple<std::string, std::uint64_t, double, std::uint64_t>
 py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, std::uint32_t prefetch,
                   double bandwidth, double latency, int passes) {
   sim::Workload workload;
-  for (const auto& [name, bytes, seconds, unit] : weights) workload.layers.push_back({name, bytes, seconds, unit});
+  for (const auto& [name, bytes, seconds, unit] : weights)
+    workload.layers.push_back({name, bytes, seconds, unit});
   EngineOptions options;
   options.budget = budget;
   options.prefetch = prefetch;
@@ -88,7 +89,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   translate_errors();
   define_attribute(m);
 
-  py::class_<Session, std::shared_ptr<Session>>(m, "Session", "One install: a model's weights and their engine.")
+  py::class_<Session, std::shared_ptr<Session>>(m, "Session",
+                                                "One install: a model's weights and their engine.")
       .def(py::init([](const at::Device& device, std::optional<at::ScalarType> dtype, std::uint32_t prefetch,
                        std::optional<std::size_t> budget, bool strict_budget, std::optional<bool> pin,
                        std::string backend, py::object warn) {
@@ -114,9 +116,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("close", &Session::close);
 
   m.def("build_info", &build_info, "What the extension was built with and for.");
-  m.def("simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"), py::arg("bandwidth"),
-        py::arg("latency"), py::arg("passes"),
-        "Runs the engine on a virtual clock. weights: (name, bytes, compute seconds, unit) in the order of use; "
+  m.def("simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"),
+        py::arg("bandwidth"), py::arg("latency"), py::arg("passes"),
+        "Runs the engine on a virtual clock. weights: (name, bytes, compute seconds, unit) in the order of "
+        "use; "
         "budget in bytes (0: only the ring); bandwidth in bytes a second; latency in seconds a copy.");
 
   // Copies in flight end before the interpreter does; a forked child has no threads to end them.

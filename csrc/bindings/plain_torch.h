@@ -11,8 +11,8 @@ namespace dynswap {
 /// also inside the user's inference_mode: the cache must never hold an inference tensor.
 class PlainTorch {
   c10::InferenceMode ordinary_{false};
-  c10::impl::ExcludeDispatchKeyGuard below_{c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::python_ks |
-                                            c10::functorch_transforms_ks};
+  c10::impl::ExcludeDispatchKeyGuard below_{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
+                                            c10::python_ks | c10::functorch_transforms_ks};
 };
 
 }  // namespace dynswap

@@ -88,7 +88,8 @@ Stats Session::stats() const {
   Stats stats = engine_->stats();
   // What the session keeps for itself is not handed out.
   for (const auto& weight : weights_) {
-    if (weight->cached != nullptr && Py_REFCNT(weight->cached) == 1 && stats.live_leases > 0) --stats.live_leases;
+    if (weight->cached != nullptr && Py_REFCNT(weight->cached) == 1 && stats.live_leases > 0)
+      --stats.live_leases;
   }
   return stats;
 }
@@ -116,7 +117,8 @@ PyObject* Session::access_unchanged(Weight& weight, PyObject* master) noexcept {
 PyObject* Session::access(Weight& weight, PyObject* master_object, bool training) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
   if (weight.way != Weight::Way::converted || weight.planned) {
-    if (!(MasterState::of(*master.unsafeGetTensorImpl()) == weight.state)) master_changed(weight, master_object);
+    if (!(MasterState::of(*master.unsafeGetTensorImpl()) == weight.state))
+      master_changed(weight, master_object);
   }
   if (weight.way == Weight::Way::as_is) return Py_NewRef(master_object);
   if (weight.way == Weight::Way::converted || abandoned_ || closed_) return convert(weight, master_object);

@@ -20,14 +20,15 @@ struct SessionOptions {
   std::uint32_t prefetch = 2;
   std::optional<std::size_t> budget;  ///< bytes
   bool strict_budget = false;
-  std::optional<bool> pin;            ///< nothing: pin what can be pinned
+  std::optional<bool> pin;  ///< nothing: pin what can be pinned
   std::string backend = "auto";
 };
 
 /// LOCK: the GIL guards it. The engine has locks of its own.
 class Session : public std::enable_shared_from_this<Session> {
  public:
-  Session(const at::Device& device, std::optional<at::ScalarType> dtype, SessionOptions options, py::object warn);
+  Session(const at::Device& device, std::optional<at::ScalarType> dtype, SessionOptions options,
+          py::object warn);
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -88,7 +89,8 @@ class Session : public std::enable_shared_from_this<Session> {
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<void> pinned_;  ///< keeps the masters page-locked
   std::vector<std::unique_ptr<Weight>> weights_;
-  std::unordered_map<const c10::TensorImpl*, Weight*> by_master_;  ///< for ties; valid during attach and adopt
+  std::unordered_map<const c10::TensorImpl*, Weight*>
+      by_master_;               ///< for ties; valid during attach and adopt
   std::vector<Weight*> by_id_;  ///< by the engine's WeightId
   std::size_t modules_ = 0;
   bool closed_ = false;

@@ -26,7 +26,7 @@ struct Weight {
   bool planned = false;  ///< the engine knows it as `id`
   WeightId id = 0;
   at::ScalarType wanted = at::kFloat;
-  MasterState state;     ///< the master whose bytes the engine has
+  MasterState state;  ///< the master whose bytes the engine has
   SourcePtr source;
   SilentWrites silent;
 

@@ -17,7 +17,7 @@ constexpr std::uint64_t kFree = std::numeric_limits<std::uint64_t>::max();
 struct Window {
   std::size_t first = 0;
   std::size_t last = 0;
-  std::uint64_t rank = 0;        ///< of its least willing occupant
+  std::uint64_t rank = 0;  ///< of its least willing occupant
   std::size_t evicted_bytes = 0;
 
   bool better_than(const Window& other) const noexcept {

@@ -84,7 +84,8 @@ class Backend {
   virtual EventPtr record(Stream consumer) = 0;
 
   /// Blocks the calling thread until every copy is over, drops those that have not begun and that no
-  /// consumer was made to wait for, and stops the backend's threads. Later copies fail. Called once, from any thread, never in the steady state.
+  /// consumer was made to wait for, and stops the backend's threads. Later copies fail. Called once, from any
+  /// thread, never in the steady state.
   virtual void close() noexcept = 0;
 
   /// Blocks the calling thread until `event` is done. Tear-down only, never in the steady state.

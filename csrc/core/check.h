@@ -47,12 +47,11 @@ class DeviceError : public Error {
 }  // namespace dynswap
 
 /// Throws dynswap::Error with the streamed message if `condition` does not hold.
-#define DYNSWAP_CHECK(condition, message)                                   \
-  do {                                                                      \
-    if (!(condition)) {                                                     \
-      std::ostringstream dynswap_stream_;                                   \
-      dynswap_stream_ << message << " [" #condition ", " << __FILE__ << ':' \
-                      << __LINE__ << ']';                                   \
-      throw ::dynswap::Error(dynswap_stream_.str());                        \
-    }                                                                       \
+#define DYNSWAP_CHECK(condition, message)                                                       \
+  do {                                                                                          \
+    if (!(condition)) {                                                                         \
+      std::ostringstream dynswap_stream_;                                                       \
+      dynswap_stream_ << message << " [" #condition ", " << __FILE__ << ':' << __LINE__ << ']'; \
+      throw ::dynswap::Error(dynswap_stream_.str());                                            \
+    }                                                                                           \
   } while (false)

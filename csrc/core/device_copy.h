@@ -27,7 +27,7 @@ struct DeviceCopy {
   std::uint32_t group = 0;
   Place place = Place::arena;
   State state = State::issuing;
-  Memory memory;                ///< keeps the block that `base` points into
+  Memory memory;  ///< keeps the block that `base` points into
   std::byte* base = nullptr;
   std::size_t bytes = 0;
 
@@ -41,9 +41,9 @@ struct DeviceCopy {
   std::vector<std::pair<Stream, EventPtr>> released;
 
   std::uint32_t leases = 0;
-  std::uint64_t last_use = 0;   ///< the engine's tick at the last acquire
-  bool attached = true;         ///< still the group's current copy
-  bool read = false;            ///< somebody acquired it
+  std::uint64_t last_use = 0;  ///< the engine's tick at the last acquire
+  bool attached = true;        ///< still the group's current copy
+  bool read = false;           ///< somebody acquired it
 
   bool evictable() const noexcept { return leases == 0 && state != State::issuing; }
 

@@ -118,7 +118,9 @@ SourcePtr Engine::source(WeightId id) const {
 
 bool Engine::resident(WeightId id) const { return groups_[weights_[id].group].resident; }
 
-const std::vector<WeightId>& Engine::companions(WeightId id) const { return groups_[weights_[id].group].weights; }
+const std::vector<WeightId>& Engine::companions(WeightId id) const {
+  return groups_[weights_[id].group].weights;
+}
 
 Stats Engine::stats() const {
   const std::lock_guard lock(mutex_);

@@ -85,7 +85,8 @@ void Engine::issue(std::vector<Planned>& planned) {
       }
       if (error && PROTECTED(failed_copy_refused)) detach(item.copy);
       // It was given up while it was being issued.
-      else if (!copy.attached && copy.evictable()) dispose(item.copy);
+      else if (!copy.attached && copy.evictable())
+        dispose(item.copy);
     }
     issued_.notify_all();
   }
@@ -168,7 +169,8 @@ void Engine::release(const std::shared_ptr<DeviceCopy>& copy) noexcept {
   if (to_free) free_retired();
 }
 
-void Engine::record_readers(const std::shared_ptr<DeviceCopy>& copy, const std::vector<Stream>& streams) noexcept {
+void Engine::record_readers(const std::shared_ptr<DeviceCopy>& copy,
+                            const std::vector<Stream>& streams) noexcept {
   for (const Stream stream : streams) {
     EventPtr event;
     try {

@@ -172,17 +172,21 @@ void Engine::dispose(const std::shared_ptr<DeviceCopy>& copy) {
 }
 
 std::string Engine::holders() const {
-  std::ostringstream names;
-  int named = 0;
+  std::vector<GroupId> held;
   for (const Arena::Region& region : arena_.regions()) {
-    if (!region.occupant || region.occupant->leases == 0) continue;
-    if (named++ == 3) {
-      names << ", ...";
-      break;
-    }
-    const WeightId first = groups_[region.occupant->group].weights.front();
-    names << (named > 1 ? ", " : "") << weights_[first].source->name;
+    if (region.occupant && region.occupant->leases > 0) held.push_back(region.occupant->group);
   }
+  for (GroupId id = 0; id < groups_.size(); ++id) {
+    // An outdated copy of a resident that somebody still reads.
+    const DeviceCopy* const copy = groups_[id].home_occupant.get();
+    if (copy && copy->leases > 0 && !copy->attached) held.push_back(id);
+  }
+  constexpr std::size_t kMostNamed = 3;
+  std::ostringstream names;
+  for (std::size_t i = 0; i < std::min(held.size(), kMostNamed); ++i) {
+    names << (i > 0 ? ", " : "") << weights_[groups_[held[i]].weights.front()].source->name;
+  }
+  if (held.size() > kMostNamed) names << ", ...";
   return names.str();
 }
 

@@ -42,7 +42,8 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
   // bias) go with the weight before them.
   const auto [enough, too_large] = grouping;
   std::size_t largest = 0;
-  for (const Weight& weight : weights_) largest = std::max<std::size_t>(largest, weight.source->wanted_bytes());
+  for (const Weight& weight : weights_)
+    largest = std::max<std::size_t>(largest, weight.source->wanted_bytes());
   const std::size_t small = std::max(enough / 4, largest / 16);
   groups_.clear();
   std::size_t open_bytes = 0;

@@ -8,10 +8,10 @@
 namespace dynswap {
 
 struct ResidencyPlan {
-  std::vector<bool> resident;      ///< a group each
+  std::vector<bool> resident;  ///< a group each
   std::size_t resident_bytes = 0;
   std::size_t arena_bytes = 0;
-  std::uint32_t depth = 0;         ///< streamed groups that fit ahead of the current one, wherever it is
+  std::uint32_t depth = 0;  ///< streamed groups that fit ahead of the current one, wherever it is
 };
 
 /// Static, strided residency for a cyclic scan. LRU would miss everything; keeping a fixed set and

@@ -50,7 +50,6 @@ constexpr bool is_floating(Scalar scalar) noexcept { return scalar >= Scalar::f6
 /// Casts `count` contiguous elements. Supplied by the caller of the engine (torch's own conversion
 /// in the extension), so that a streamed weight is equal to `.to(dtype)` to the bit.
 /// Must be thread-safe and must not start threads of its own.
-using CastFn = void (*)(void* dst, Scalar dst_type, const void* src, Scalar src_type,
-                        std::size_t count);
+using CastFn = void (*)(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count);
 
 }  // namespace dynswap

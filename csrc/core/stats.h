@@ -6,25 +6,25 @@
 namespace dynswap {
 
 struct Stats {
-  std::uint64_t hits = 0;             ///< groups found on the device or on their way when they were needed
-  std::uint64_t late_hits = 0;        ///< of those, on their way but not there yet
-  std::uint64_t misses = 0;           ///< groups whose copy was issued only when they were needed
-  std::uint64_t prefetches = 0;       ///< copies issued ahead of need
-  std::uint64_t wasted_prefetches = 0;///< of those, overwritten before anybody read them
-  std::uint64_t refetches = 0;        ///< copies thrown away because their master had changed
-  std::uint64_t copies = 0;           ///< copies issued
-  std::uint64_t bytes_moved = 0;      ///< bytes read from masters by those copies
-  std::uint64_t stall_ns = 0;         ///< time the calling threads were blocked in Backend::wait
-  std::uint64_t overflow_bytes = 0;   ///< bytes ever allocated outside the arena because leases held it
-  std::uint64_t peak_bytes = 0;       ///< most device bytes held at one time (arena, residents, overflow)
+  std::uint64_t hits = 0;               ///< groups found on the device or on their way when they were needed
+  std::uint64_t late_hits = 0;          ///< of those, on their way but not there yet
+  std::uint64_t misses = 0;             ///< groups whose copy was issued only when they were needed
+  std::uint64_t prefetches = 0;         ///< copies issued ahead of need
+  std::uint64_t wasted_prefetches = 0;  ///< of those, overwritten before anybody read them
+  std::uint64_t refetches = 0;          ///< copies thrown away because their master had changed
+  std::uint64_t copies = 0;             ///< copies issued
+  std::uint64_t bytes_moved = 0;        ///< bytes read from masters by those copies
+  std::uint64_t stall_ns = 0;           ///< time the calling threads were blocked in Backend::wait
+  std::uint64_t overflow_bytes = 0;     ///< bytes ever allocated outside the arena because leases held it
+  std::uint64_t peak_bytes = 0;         ///< most device bytes held at one time (arena, residents, overflow)
   std::uint64_t host_synchronisations = 0;
   // The plan.
   std::uint64_t groups = 0;
   std::uint64_t resident_groups = 0;
-  std::uint64_t weight_bytes = 0;     ///< device bytes of all weights
+  std::uint64_t weight_bytes = 0;  ///< device bytes of all weights
   std::uint64_t resident_bytes = 0;
   std::uint64_t arena_bytes = 0;
-  std::uint64_t depth = 0;            ///< groups that the arena holds ahead of the current one
+  std::uint64_t depth = 0;  ///< groups that the arena holds ahead of the current one
   // Now.
   std::uint64_t live_leases = 0;
 };

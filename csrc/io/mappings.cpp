@@ -29,8 +29,9 @@ Mappings Mappings::of_this_process() {
     int path_at = 0;
     char access[5] = "";  // "rw-p": p for private, s for shared
     // 7f..-7f.. rw-p 00000000 fd:00 12345   /path with spaces
-    if (std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR " %4s %" SCNx64 " %*s %" SCNu64 " %n", &mapping.begin,
-                    &mapping.end, access, &mapping.file.offset, &mapping.file.inode, &path_at) < 5) {
+    if (std::sscanf(line.c_str(), "%" SCNxPTR "-%" SCNxPTR " %4s %" SCNx64 " %*s %" SCNu64 " %n",
+                    &mapping.begin, &mapping.end, access, &mapping.file.offset, &mapping.file.inode,
+                    &path_at) < 5) {
       continue;
     }
     mapping.file.path = path_at > 0 ? line.substr(static_cast<std::size_t>(path_at)) : std::string();
