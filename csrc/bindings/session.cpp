@@ -78,12 +78,6 @@ void Session::abandon_all_after_fork() {
   }
 }
 
-std::uint64_t Session::as_is_weights() const noexcept {
-  std::uint64_t count = 0;
-  for (const auto& weight : weights_) count += weight->way == Weight::Way::as_is;
-  return count;
-}
-
 Stats Session::stats() const {
   Stats stats = engine_->stats();
   // What the session keeps for itself is not handed out.

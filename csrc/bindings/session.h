@@ -51,7 +51,6 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Takes what was written on handed-out tensors to their masters.
   void flush();
   Stats stats() const;
-  std::uint64_t as_is_weights() const noexcept;
   void reset_stats();
   void close();
 
