@@ -3,8 +3,6 @@
 
 #include <torch/extension.h>
 
-#include <atomic>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
