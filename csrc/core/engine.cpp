@@ -51,7 +51,7 @@ Engine::~Engine() {
   }
 }
 
-Lease Engine::acquire(WeightId id, Stream consumer) {
+Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
   if (abandoned_) throw Error("the engine has been left behind in another process");
   std::shared_ptr<DeviceCopy> copy;
   std::vector<Planned> planned;
@@ -65,9 +65,9 @@ Lease Engine::acquire(WeightId id, Stream consumer) {
     Group& group = groups_[group_id];
     ++tick_;
     group.expected_at = tick_;
-    Schedule::Cursor& cursor = cursor_of_this_thread();
+    Schedule::Cursor& cursor = cursor_of(use.thread);
     // Residents are no part of the order: the fast path hands them out without asking the engine.
-    const bool moved = !group.resident && schedule_.observe(cursor, group_id);
+    const bool moved = use.in_order && !group.resident && schedule_.observe(cursor, group_id);
     hit = group.copy != nullptr;
     if (!hit) {
       planned.push_back(plan_copy(group_id, /*demanded=*/true));
@@ -89,7 +89,7 @@ Lease Engine::acquire(WeightId id, Stream consumer) {
     ++stats_.live_leases;
     lease.engine_ = shared_from_this();
     lease.copy_ = copy;
-    if (options_.prefetch > 0 && (moved || !hit)) look_ahead(cursor, group_id, planned);
+    if (options_.prefetch > 0 && use.in_order && (moved || !hit)) look_ahead(cursor, group_id, planned);
   }
   if (!warning.empty() && warn_) warn_(warning);
   if (!planned.empty()) issue(planned);

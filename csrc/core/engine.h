@@ -32,6 +32,15 @@ struct EngineOptions {
   std::size_t split_bytes = 64u << 20;  ///< a module with more than this is cut between its weights
 };
 
+/// What an access has to do with the order of accesses.
+struct Use {
+  /// Whose place in the schedule it moves: a backward pass goes on where its forward pass ended, on
+  /// whichever thread it runs.
+  std::thread::id thread = std::this_thread::get_id();
+  /// False for a probe: nothing is learned from it, and nothing fetched ahead.
+  bool in_order = true;
+};
+
 class Engine;
 
 /// What a handed-out tensor holds on its slot until its storage dies (Invariant 1). Move-only; dropping
@@ -78,7 +87,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   /// The weight's bytes, on their way or there, ordered before later work of `consumer`.
   /// Throws SourceError if they could not be read; the next call tries again.
-  Lease acquire(WeightId weight, Stream consumer);
+  Lease acquire(WeightId weight, Stream consumer, Use use = {});
 
   /// The master has changed: its bytes are elsewhere, or other ones (Invariant 6). Copies already made
   /// are not handed out any more. The new source has as many elements, of the same types.
@@ -154,7 +163,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::size_t lay_out(Group& group);
 
   // engine_place.cpp: under the lock
-  Schedule::Cursor& cursor_of_this_thread();
+  Schedule::Cursor& cursor_of(std::thread::id thread);
   Planned plan_copy(GroupId id, bool demanded);
   bool place_in_arena(Planned& planned, const Arena::Rank& rank);
   void place_outside(Planned& planned);

@@ -29,8 +29,7 @@ bool evictable(const DeviceCopy& copy) noexcept {
 
 }  // namespace
 
-Schedule::Cursor& Engine::cursor_of_this_thread() {
-  const std::thread::id thread = std::this_thread::get_id();
+Schedule::Cursor& Engine::cursor_of(std::thread::id thread) {
   auto oldest = consumers_.begin();
   for (auto it = consumers_.begin(); it != consumers_.end(); ++it) {
     if (it->thread == thread) {

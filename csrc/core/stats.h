@@ -1,6 +1,7 @@
 // What the engine counts. Bytes are bytes, times are nanoseconds of the host's monotonic clock.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 namespace dynswap {
@@ -27,6 +28,22 @@ struct Stats {
   std::uint64_t depth = 0;  ///< groups that the arena holds ahead of the current one
   // Now.
   std::uint64_t live_leases = 0;
+
+  /// Goes on counting from where another engine of the same install ended.
+  void add_counters(const Stats& earlier) noexcept {
+    hits += earlier.hits;
+    late_hits += earlier.late_hits;
+    misses += earlier.misses;
+    prefetches += earlier.prefetches;
+    wasted_prefetches += earlier.wasted_prefetches;
+    refetches += earlier.refetches;
+    copies += earlier.copies;
+    bytes_moved += earlier.bytes_moved;
+    stall_ns += earlier.stall_ns;
+    overflow_bytes += earlier.overflow_bytes;
+    peak_bytes = std::max(peak_bytes, earlier.peak_bytes);
+    host_synchronisations += earlier.host_synchronisations;
+  }
 };
 
 }  // namespace dynswap

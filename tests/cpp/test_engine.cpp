@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <memory>
 #include <string>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -74,6 +75,41 @@ TEST(engine_steady_state_has_no_misses_and_moves_each_byte_once) {
   EXPECT_EQ(model.stats().wasted_prefetches, 0u);
   EXPECT_EQ(model.clock->bytes_copied() - before, 3 * 12 * 8 * kMiB);
   EXPECT_EQ(model.stats().bytes_moved, 3 * 12 * 8 * kMiB);
+}
+
+TEST(engine_backward_on_another_thread_goes_on_in_the_order_of_the_forward_pass) {
+  constexpr std::size_t kLayers = 12;
+  Model model(std::vector<std::size_t>(kLayers, 8 * kMiB), with_budget(0));
+  const std::thread::id forward = std::this_thread::get_id();
+  const auto step = [&] {
+    model.pass();
+    std::thread([&] {
+      for (std::size_t i = kLayers; i-- > 0;) {
+        const Lease lease = model.engine->acquire(model.weights[i], 0, {.thread = forward});
+        model.clock->kernel(1);
+      }
+    }).join();
+  };
+  for (int i = 0; i < 3; ++i) step();
+  model.engine->reset_counters();
+  for (int i = 0; i < 3; ++i) step();
+  EXPECT_EQ(model.stats().misses, 0u);
+  EXPECT_EQ(model.stats().wasted_prefetches, 0u);
+  // At either turn the last layers are still there.
+  EXPECT(model.stats().bytes_moved <= 3 * 2 * (kLayers - 1) * 8 * kMiB);
+}
+
+TEST(engine_a_probe_changes_no_order) {
+  Model model(std::vector<std::size_t>(12, 8 * kMiB), with_budget(0));
+  for (int i = 0; i < 2; ++i) model.pass();
+  for (const std::size_t index : {7u, 3u, 11u, 0u, 5u}) {
+    const Lease probe = model.engine->acquire(model.weights[index], 0, {.in_order = false});
+  }
+  model.pass();  // what the probes displaced comes back
+  model.engine->reset_counters();
+  for (int i = 0; i < 2; ++i) model.pass();
+  EXPECT_EQ(model.stats().misses, 0u);
+  EXPECT_EQ(model.stats().bytes_moved, 2 * 12 * 8 * kMiB);
 }
 
 TEST(engine_all_resident_moves_nothing_after_the_first_pass) {
