@@ -5,10 +5,14 @@ from __future__ import annotations
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
+from ._calls import namespace_for
 from ._handout import Weight
 from ._state import STATE_KEY
+from ._traced import live_name
+from ._untraced import untraced
 
 if TYPE_CHECKING:
     from ._fallback import Session
@@ -34,11 +38,16 @@ class ModuleState:
 class Attribute:
     """Data descriptor that serves one parameter or buffer name of installed modules."""
 
-    __slots__ = ("_name",)
+    __slots__ = ("_live", "_name")
+
+    #: What a swap class needs beside its descriptors.
+    namespace_for = staticmethod(namespace_for)
 
     def __init__(self, name: str) -> None:
         self._name = name
+        self._live = live_name(name)
 
+    @untraced
     def __get__(self, module: Any, owner: type | None = None) -> Any:
         if module is None:
             return self
@@ -54,7 +63,10 @@ class Attribute:
         state = held.get(STATE_KEY)
         if state is None or master is None or state.owner() is not module:
             return master
-        return state.session.hand_out(state, name, master, is_param=is_param, training=module.training)
+        training = not is_param and module.training
+        if training and torch.compiler.is_dynamo_compiling() and not state.session.place.holds(master):
+            return getattr(module, self._live)  # see Note [Buffers are inputs in training]
+        return state.session.hand_out(state, name, master, is_param=is_param, training=training)
 
     def __set__(self, module: Any, value: Any) -> None:
         module.__dict__[self._name] = value

@@ -18,21 +18,28 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-from ._recurrent import namespace_for
-from ._state import STATE_KEY, is_scripted, session_of, set_class
+from ._distributed import refuse_sharding
+from ._outside import HandedOut, master_of
+from ._parametrized import copy_over, is_copy, made_by_torch
+from ._special import namespace_for
+from ._state import STATE_KEY, is_scripted, modules_of, session_of, set_class
+from ._traced import let_go, live, live_name
 
-__all__ = ["ensure", "is_swap_class", "original_class", "swap_class"]
+__all__ = ["Dress", "ensure", "is_swap_class", "original_class", "swap_class"]
+
+#: From the original class: the swap class's ``__name__``, and what else stands in its namespace.
+Dress = Callable[[type], tuple[str, dict[str, Any]]]
 
 # Reentrant: a metaclass's code runs under it.
 _lock = threading.RLock()
 # Values are weak too: a swap class holds its original (its base), and would keep it alive for ever.
 # LOCK: guarded by `_lock`.
-_swap_classes: weakref.WeakKeyDictionary[type, weakref.WeakValueDictionary[type, type]] = (
-    weakref.WeakKeyDictionary()
-)
+_swap_classes: weakref.WeakKeyDictionary[
+    type, weakref.WeakValueDictionary[tuple[type, Dress | None], type]
+] = weakref.WeakKeyDictionary()
 
 
-def swap_class(cls: type, attribute_type: type) -> type | None:
+def swap_class(cls: type, attribute_type: type, dress: Dress | None = None) -> type | None:
     """Find or make the swap class of a module class.
 
     Parameters
@@ -41,6 +48,8 @@ def swap_class(cls: type, attribute_type: type) -> type | None:
         The class of a module, never a swap class made for another module class.
     attribute_type : type
         The provider's data descriptor; ``attribute_type(name)`` serves one name.
+    dress : callable, optional
+        Makes swap classes that show (`compat`); they are cached for themselves. Default: the original's name.
 
     Returns
     -------
@@ -52,11 +61,11 @@ def swap_class(cls: type, attribute_type: type) -> type | None:
     if is_scripted(cls):
         return None
     with _lock:
-        made = _swap_classes.setdefault(cls, weakref.WeakValueDictionary()).get(attribute_type)
+        made = _swap_classes.setdefault(cls, weakref.WeakValueDictionary()).get((attribute_type, dress))
         if made is None:
-            made = _make(cls, attribute_type)
+            made = _make(cls, attribute_type, dress)
             if made is not None:
-                _swap_classes[cls][attribute_type] = made
+                _swap_classes[cls][attribute_type, dress] = made
         return made
 
 
@@ -70,6 +79,9 @@ def ensure(swap: type, name: str) -> bool:
         defines itself (a property, a class attribute): there the class's own definition keeps its say.
     """
     owner: Any = next(base for base in swap.__mro__ if is_swap_class(base))
+    if is_copy(owner):
+        # What is on the class below stays where it is if the parametrisation is taken off.
+        return ensure(owner.__bases__[0], name) and name not in owner.__dict__
     present = owner.__dict__.get(name)
     if present is not None:
         return isinstance(present, owner._dynswap_attribute)
@@ -77,6 +89,7 @@ def ensure(swap: type, name: str) -> bool:
     if any(name in base.__dict__ for base in original.__mro__ if not is_swap_class(base)):
         return False
     setattr(owner, name, owner._dynswap_attribute(name))
+    setattr(owner, live_name(name), live(name))
     becomes = owner.__dict__.get("cls_to_become")
     if becomes is not None:
         ensure(becomes, name)
@@ -93,7 +106,12 @@ def original_class(cls: type) -> type:
     return cast(type, cls.__dict__.get("_dynswap_original", cls))
 
 
-def _make(cls: type, attribute_type: type) -> type | None:
+def _make(cls: type, attribute_type: type, dress: Dress | None) -> type | None:
+    name, shown = (cls.__name__, {}) if dress is None else dress(cls)
+    if made_by_torch(cls):
+        base = swap_class(cls.__bases__[0], attribute_type, dress)
+        own = {"_dynswap_original": cls, "_dynswap_attribute": attribute_type, "_dynswap_dress": dress}
+        return None if base is None else copy_over(cls, name, base, {**own, **shown})
     namespace: dict[str, Any] = {
         "__slots__": (),
         "__module__": cls.__module__,
@@ -102,15 +120,18 @@ def _make(cls: type, attribute_type: type) -> type | None:
         "__init__": _initialiser(cls),
         "_dynswap_original": cls,
         "_dynswap_attribute": attribute_type,
-        **namespace_for(cls),
+        "_dynswap_dress": dress,
+        **namespace_for(cls, _join),
+        **getattr(attribute_type, "namespace_for", _nothing_for)(cls),
+        **shown,
     }
     becomes = getattr(cls, "cls_to_become", None)
     if isinstance(becomes, type) and issubclass(cls, nn.modules.lazy.LazyModuleMixin):
         # A lazy module sets its class to this one when it turns real; it stays installed then.
-        namespace["cls_to_become"] = swap_class(becomes, attribute_type)
+        namespace["cls_to_become"] = swap_class(becomes, attribute_type, dress)
     try:
         for bases in _bases_for(cls):
-            made: type = type(cls)(cls.__name__, bases, namespace)
+            made: type = type(cls)(name, bases, namespace)
             if _assignable(made, cls):
                 return made
     except Exception:  # the code of a metaclass or of an `__init_subclass__`, whatever it raises
@@ -166,6 +187,10 @@ def _initialiser(cls: type) -> Callable[..., None]:
     return __init__
 
 
+def _nothing_for(cls: type) -> dict[str, Any]:
+    return {}
+
+
 def _behaviour_over(base: type) -> type:
     """What every swap class does, as a class over `base`."""
 
@@ -175,6 +200,7 @@ def _behaviour_over(base: type) -> type:
 
         _dynswap_original: type
         _dynswap_attribute: type
+        _dynswap_dress: Dress | None
 
         def __init_subclass__(cls, **kwargs: Any) -> None:
             # The original's own hook is not run: it may want arguments, or register the class somewhere, and
@@ -186,27 +212,40 @@ def _behaviour_over(base: type) -> type:
         def _dynswap_ensure(cls, name: str) -> bool:
             return ensure(cls, name)
 
-        # What is registered after the install joins it.
+        # What is registered after the install joins it; a handed-out tensor stands for its master.
 
         def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-            super().register_parameter(name, param)
+            super().register_parameter(name, _as_master(param))
             _adopt(self, name)
 
         def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-            super().register_buffer(name, tensor, persistent)
+            super().register_buffer(name, _as_master(tensor), persistent)
             _adopt(self, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if isinstance(value, torch.Tensor):
+                value = _as_buffer(self, name, _as_master(value))
+            super().__setattr__(name, value)
+            if isinstance(value, nn.Module):
+                _join(self, value)
+
+        def add_module(self, name: str, module: nn.Module | None) -> None:
+            super().add_module(name, module)
+            _join(self, module)
 
         # Whoever is about to read or write masters finds in them what was written on handed-out tensors.
 
         def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
-            _flush(self)
+            _flush_module(self)
             super()._save_to_state_dict(*args, **kwargs)
 
         def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-            _flush(self)
+            _release(self)
             super()._load_from_state_dict(*args, **kwargs)
+            _check(self)
 
         def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+            refuse_sharding(self)
             _flush(self)
             return cast(Iterator[tuple[str, Any]], super()._named_members(*args, **kwargs))
 
@@ -216,18 +255,26 @@ def _behaviour_over(base: type) -> type:
         def get_buffer(self, target: str) -> torch.Tensor:
             return cast(torch.Tensor, _master_at(self, target, "_buffers", super().get_buffer))
 
+        def _replicate_for_data_parallel(self) -> Any:
+            replica = super()._replicate_for_data_parallel()
+            vars(replica).pop(STATE_KEY, None)
+            set_class(replica, original_class(type(replica)))
+            return replica
+
         def _apply(self, *args: Any, **kwargs: Any) -> Any:
-            _flush(self)
-            return super()._apply(*args, **kwargs)
+            _release(self)
+            applied = super()._apply(*args, **kwargs)
+            _check(self)
+            return applied
 
         # Copies and pickles are plain modules.
 
         def __reduce_ex__(self, protocol: Any) -> Any:
-            _flush(self)
+            _flush_module(self)
             return _plain_reduction(self, super().__reduce_ex__(protocol))
 
         def __getstate__(self) -> Any:
-            _flush(self)
+            _flush_module(self)
             inherited = getattr(super(), "__getstate__", None)  # `object` has none before Python 3.11
             return _plain_state(vars(self) if inherited is None else inherited())
 
@@ -238,9 +285,48 @@ _Swapped: Final = _behaviour_over(object)
 
 
 def _adopt(module: Any, name: str) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return  # a graph may put another master under a name that is served, and register no new ones
     session = session_of(module)
     if session is not None and ensure(type(module), name):
         session.adopt(module, name)
+
+
+def _join(module: Any, child: Any) -> None:
+    session = session_of(module)
+    if session is not None and isinstance(child, nn.Module):
+        _put_masters(child)
+        attribute_type, dress = type(module)._dynswap_attribute, type(module)._dynswap_dress
+        session.attach(child, lambda cls: swap_class(cls, attribute_type, dress))
+
+
+def _put_masters(root: nn.Module) -> None:
+    """Let plain modules that were built over handed-out tensors, as parametrisations are, have masters."""
+    for module in modules_of(root):
+        if not is_scripted(type(module)):
+            for members in (module._parameters, module._buffers):
+                for name, tensor in members.items():
+                    members[name] = _as_master(tensor)
+
+
+def _as_master(value: Any) -> Any:
+    return master_of(value) if type(value) is HandedOut else value
+
+
+def _as_buffer(module: Any, name: str, value: torch.Tensor) -> torch.Tensor:
+    """What takes a buffer's place where a forward assigns what it computed: a master as the old one was."""
+    session = session_of(module)
+    old = vars(module).get("_buffers", {}).get(name)
+    if session is None or old is None or isinstance(value, nn.Parameter):
+        return value
+    if value.device != session.device:
+        return value
+    if not torch.compiler.is_dynamo_compiling() and not session.inside_call():
+        return value
+    computed = session.dtype if session.dtype is not None and old.is_floating_point() else old.dtype
+    if value.dtype == computed and value.shape == old.shape and value is getattr(module, name):
+        return cast(torch.Tensor, old)  # what was handed out, written in place: the master gets that
+    return value.to(device=old.device, dtype=old.dtype if value.dtype == computed else value.dtype)
 
 
 def _master_at(module: Any, target: str, members: str, otherwise: Callable[[str], Any]) -> Any:
@@ -250,14 +336,37 @@ def _master_at(module: Any, target: str, members: str, otherwise: Callable[[str]
     master = vars(owner).get(members, {}).get(name)
     if master is None:
         return otherwise(target)
-    _flush(owner)
+    _flush_module(owner)
     return master
 
 
 def _flush(module: Any) -> None:
     session = session_of(module)
     if session is not None:
+        let_go()
         session.flush()
+
+
+def _flush_module(module: Any) -> None:
+    session = session_of(module)
+    if session is not None:
+        let_go()
+        session.flush_module(module)
+
+
+def _check(module: Any) -> None:
+    session = session_of(module)
+    if session is not None:
+        session.check(module)
+
+
+def _release(module: Any) -> None:
+    session = session_of(module)
+    let_go()
+    if session is not None and torch.__future__.get_swap_module_params_on_conversion():
+        session.release(module)
+    elif session is not None:
+        session.flush_module(module)
 
 
 def _plain_reduction(module: Any, reduction: Any) -> Any:

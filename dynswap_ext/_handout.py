@@ -11,13 +11,18 @@ import contextlib
 import weakref
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
+from torch import nn
+from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import is_lazy
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-__all__ = ["Copy", "Place", "Weight", "bits", "detached"]
+if TYPE_CHECKING:
+    from ._fallback import Session
+
+__all__ = ["Copy", "Place", "Weight", "bits", "copy_of", "detached", "has_tangent"]
 
 Death = Callable[["Handed"], None]
 
@@ -37,7 +42,9 @@ class Place:
 
     def holds(self, master: torch.Tensor) -> bool:
         """Whether a master is handed out itself: it is what and where it should be, or is nothing yet."""
-        if is_lazy(master):
+        if isinstance(master, UninitializedTensorMixin) or (
+            master.numel() == 0 and not isinstance(master, nn.Parameter)
+        ):
             return True
         return master.device == self.device and master.dtype == self.dtype_for(master)
 
@@ -53,11 +60,14 @@ class Place:
 class Weight:
     """One managed master. Modules that share it share the weight."""
 
-    __slots__ = ("__weakref__", "copy", "master", "resident")
+    __slots__ = ("__weakref__", "copy", "kept", "master", "resident")
 
     def __init__(self, master: torch.Tensor) -> None:
-        self.master = weakref.ref(master)
+        #: Not weakly: torch swaps no tensor that somebody refers to weakly (`torch.utils.swap_tensors`).
+        self.master = master
         self.resident = False
+        #: Whether the running module may ask for it again.
+        self.kept = False
         #: Invariant: what the next access hands out, if the master is still what it was then.
         self.copy: Copy | None = None
 
@@ -76,23 +86,30 @@ class Copy:
     """A weight's bytes on the device."""
 
     __slots__ = (
+        "__weakref__",
         "_freed",
         "_guard",
         "_seen",
+        "_weight",
         "compare",
         "data",
         "handed",
+        "master",
         "nbytes",
         "place",
+        "session",
         "stream",
         "users",
         "version",
-        "weight",
     )
 
-    def __init__(self, weight: Weight, master: torch.Tensor, place: Place, freed: deque[int]) -> None:
-        self.weight = weight
-        self.place = place
+    def __init__(self, weight: Weight, session: Session, freed: deque[int]) -> None:
+        # Weakly, as the weight has its current copy: a model is freed with its last reference.
+        self._weight = weakref.ref(weight)
+        self.master = weight.master
+        self.session = weakref.ref(session)
+        self.place = place = session.place
+        master = self.master
         with detached():
             self.data = place.convert(master.detach())
         self.stream = _current_stream(place.device)
@@ -104,24 +121,30 @@ class Copy:
         #: Whether writes may have happened that no version counter shows.
         self.compare = False
         self.note(master)
+        _copies[self.data.untyped_storage()._cdata] = self
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # never made: out of memory
             self._freed.append(self.nbytes)
 
+    @property
+    def weight(self) -> Weight | None:
+        """The weight that it is the current copy of; None if there is another by now."""
+        weight = self._weight()
+        return weight if weight is not None and weight.copy is self else None
+
     def note(self, master: torch.Tensor) -> None:
         """Remember the present state of both sides as equal."""
         self.version = self.data._version
         self._guard = StorageWeakRef(master.untyped_storage())  # type: ignore[no-untyped-call]  # its address is not given to another
-        self._seen = (*_identity(master), _sample(master) if self.weight.resident else None)
+        self._seen = (*_identity(master), _sample(master))
 
     def current(self, master: torch.Tensor) -> bool:
         """Whether the master is still what was copied (Invariant 6)."""
         seen = self._seen
         if seen[:-1] != _identity(master) or seen[0] is None:
             return False
-        # `p.data.mul_()` bumps no version; a resident copy would miss it for ever.
-        return seen[-1] is None or seen[-1] == _sample(master)
+        return bool(seen[-1] == _sample(master))  # `p.data.mul_()` bumps no version
 
     def tensor(
         self, master: torch.Tensor, is_param: bool, key: int, session: Any, died: Death
@@ -237,6 +260,22 @@ class detached:
             self._inference.__exit__(*error)
 
 
+def copy_of(tensor: torch.Tensor) -> Copy | None:
+    """The copy whose bytes a tensor, or a view, shows."""
+    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    try:
+        copy = _copies.get(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):  # it has none
+        return None
+    # A copy may be gone, and its storage's address another's.
+    return copy if copy is not None and tensor.dtype == copy.data.dtype else None
+
+
+#: By the address of their storage, which lives as long as they do.
+_copies: weakref.WeakValueDictionary[int, Copy] = weakref.WeakValueDictionary()
+
+
 def _identity(master: torch.Tensor) -> tuple[Any, ...]:
     """What changes when the master's content does; version None means that it cannot be told."""
     version = None if master.is_inference() else master._version
@@ -245,11 +284,15 @@ def _identity(master: torch.Tensor) -> tuple[Any, ...]:
 
 def _sample(master: torch.Tensor, count: int = 16) -> list[Any] | None:
     """A few elements, spread evenly, of a master in RAM."""
-    if master.device.type != "cpu" or master.numel() == 0 or not master.is_contiguous():
+    if master.device.type != "cpu" or master.numel() == 0:
         return None
     with detached():
-        flat = bits(master.detach()).view(-1)
-        return flat[:: max(1, flat.numel() // count)].tolist()
+        if master.is_contiguous():
+            flat = bits(master.detach()).view(-1)
+            return flat[:: max(1, flat.numel() // count)].tolist()
+        each = max(2, round(count ** (1 / master.dim())))  # of each dimension
+        few = master.detach()[tuple(slice(None, None, max(1, size // each)) for size in master.shape)]
+        return bits(few.contiguous()).view(-1).tolist()
 
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -262,6 +305,14 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
     if not tensor.is_floating_point():
         return tensor
     return tensor.view(_BITS[tensor.element_size()])
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a dual number of forward-mode differentiation."""
+    if forward_ad._current_level < 0:
+        return False
+    dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return dual.tangent is not None
 
 
 def _current_stream(device: torch.device) -> Any:

@@ -41,8 +41,35 @@ class Session(Protocol):
     def backend(self) -> str:
         """Either "host", "cuda", or "torch"."""
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What floating weights are cast into; None if they are not."""
+
+    @property
+    def modules(self) -> int:
+        """How many modules it serves."""
+
+    @property
+    def outdated(self) -> bool:
+        """Whether there are masters that the plan does not know, by their identity, size or dtype."""
+
+    def check(self, module: nn.Module) -> None:
+        """Look whether masters of this module are others than planned for; then `outdated` is True."""
+
+    def inside_call(self) -> bool:
+        """Whether the calling thread is inside the call of an installed module."""
+
+    def plan_again(self, root: nn.Module) -> None:
+        """Plan for the masters that the modules of the tree have now. If that fails, the old plan stays."""
+
     def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:
-        """Swap every module of the tree, and return how many; on an error, none.
+        """Swap the modules of the tree that no session serves; return how many. On an error, none.
+
+        Later calls let modules join that have come into the tree since.
 
         `swap_class` is called once per class; None leaves its modules alone. For each name that the modules
         of a class hold, the swap class's ``_dynswap_ensure(name)`` is called once.
@@ -56,6 +83,12 @@ class Session(Protocol):
 
     def flush(self) -> None:
         """What was written on handed-out tensors is in the masters when this returns."""
+
+    def flush_module(self, module: nn.Module) -> None:
+        """Flush what was written on tensors handed out from this module."""
+
+    def release(self, module: nn.Module) -> None:
+        """Flush a module, and keep nothing by which torch would refuse to swap its masters."""
 
     def stats(self) -> dict[str, int]:
         """Counters and plan, named as in csrc/core/stats.h."""

@@ -11,11 +11,15 @@ import torch
 from torch import nn
 
 from . import _provider, config
-from ._class_swap import swap_class
+from ._class_swap import Dress, swap_class
+from ._distributed import refuse_to_install
+from ._parametrized import give_back
 from ._state import STATE_KEY, is_scripted, modules_of, name_in, session_of
 from ._stats import Stats
+from ._traced import let_go
+from ._untraced import untraced
 from ._warn import warn
-from .errors import ConfigError
+from .errors import BudgetError, ConfigError, OutOfMemoryError
 
 __all__ = ["Handle", "install", "is_installed", "uninstall"]
 
@@ -71,14 +75,13 @@ def install(
     Raises
     ------
     ConfigError
-        An option has a value that cannot be used, or a master is on the meta device.
+        An option has a value that cannot be used, a master is on the meta device, or the model is sharded
+        with `fully_shard`.
     BudgetError
         The budget cannot hold the largest group; ``smallest_bytes`` would do.
 
     After any error the model is as it was.
     """
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     options = config.resolve(
         device=device,
         dtype=dtype,
@@ -88,10 +91,17 @@ def install(
         backend=backend,
         strict_budget=strict_budget,
     )
+    return install_with(model, options)
+
+
+def install_with(model: nn.Module, options: config.Options, dress: Dress | None = None) -> Handle:
+    """`install`, with options that are resolved, and with what the swap classes show (`compat`)."""
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     with _lock:
         provider = _provider.select(options.backend, options.device)
         scripted, serving = _survey(model)
-        record = _Record(options, weakref.ref(model), _new_session(provider, options))
+        record = _Record(options, weakref.ref(model), _new_session(provider, options), dress)
         replaced = _take_out(model, serving)
         try:
             record.begin(model, provider.attribute)
@@ -123,11 +133,7 @@ def uninstall(model: nn.Module) -> nn.Module:
         The model itself.
     """
     with _lock:
-        serving: dict[_provider.Session, int] = {}
-        for module in modules_of(model):
-            session = session_of(module)
-            if session is not None:
-                serving[session] = serving.get(session, 0) + 1
+        serving = {session for module in modules_of(model) if (session := session_of(module)) is not None}
         for record in _take_out(model, serving):
             if record.installed == 0:
                 record.end()
@@ -177,6 +183,7 @@ class Handle:
 
     def stats(self) -> Stats:
         """What has been counted so far, also after an uninstall."""
+        let_go()
         counters = self._record.session.stats()
         return Stats.from_counters(counters, provider=self.provider, backend=self.backend)
 
@@ -186,6 +193,7 @@ class Handle:
 
     def flush(self) -> None:
         """What was written on handed-out tensors is in the masters when this returns."""
+        let_go()
         self._record.session.flush()
 
     def uninstall(self) -> None:
@@ -194,7 +202,7 @@ class Handle:
         with _lock:
             model = record.root()
             if model is not None and record.installed > 0:
-                record.session.detach(model)
+                _detach(record.session, model)
                 record.end()
 
     def __enter__(self) -> Handle:
@@ -217,21 +225,26 @@ class _Record:
     options: config.Options
     root: weakref.ref[nn.Module]
     session: _provider.Session
-    #: How many modules were swapped and not given back.
-    installed: int = 0
+    #: What its swap classes show.
+    dress: Dress | None
     _forget: weakref.finalize[..., nn.Module] | None = None
+
+    @property
+    def installed(self) -> int:
+        """How many modules were swapped, or have joined since, and were not given back."""
+        return self.session.modules
 
     def begin(self, model: nn.Module, attribute: type) -> None:
         """Swap the tree. On an error the tree is as it was."""
         refused: list[type] = []
 
         def swap(cls: type) -> type | None:
-            made = swap_class(cls, attribute)
+            made = swap_class(cls, attribute, self.dress)
             if made is None and not is_scripted(cls):
                 refused.append(cls)
             return made
 
-        self.installed = self.session.attach(model, swap)
+        self.session.attach(model, swap)
         _records[id(self.session)] = self
         self._forget = weakref.finalize(model, _records.pop, id(self.session), None)
         self._forget.atexit = False
@@ -244,7 +257,7 @@ class _Record:
         model = self.root()
         if model is None:
             return
-        self.session.detach(model)
+        _detach(self.session, model)
         self.end()
         provider = _provider.select(self.options.backend, self.options.device)
         self.session = _new_session(provider, self.options)
@@ -252,7 +265,6 @@ class _Record:
 
     def end(self) -> None:
         """Every module was given back."""
-        self.installed = 0
         self.session.close()
         if self._forget is not None:
             self._forget()
@@ -263,14 +275,14 @@ class _Record:
 _records: dict[int, _Record] = {}
 
 
-def _survey(model: nn.Module) -> tuple[int, dict[_provider.Session, int]]:
+def _survey(model: nn.Module) -> tuple[int, set[_provider.Session]]:
     """Look at a tree before an install.
 
-    Returns how many TorchScript modules it has, and how many of its modules each session serves. Raises
-    ConfigError if a master holds no data.
+    Returns how many TorchScript modules it has, and which sessions serve its modules. Raises
+    ConfigError if a master holds no data, or if the tree is sharded.
     """
     scripted = 0
-    serving: dict[_provider.Session, int] = {}
+    serving: set[_provider.Session] = set()
     meta: list[torch.Tensor] = []
     classes: dict[type, bool] = {}
     for module in modules_of(model):
@@ -280,9 +292,9 @@ def _survey(model: nn.Module) -> tuple[int, dict[_provider.Session, int]]:
         if classes[cls]:
             scripted += 1
             continue
+        refuse_to_install(module)
         if STATE_KEY in held:
-            session = session_of(module)
-            serving[session] = serving.get(session, 0) + 1
+            serving.add(session_of(module))
         for members in (held["_parameters"], held["_buffers"]):
             if members:
                 meta += [master for master in members.values() if master is not None and master.is_meta]
@@ -296,16 +308,38 @@ def _survey(model: nn.Module) -> tuple[int, dict[_provider.Session, int]]:
     return scripted, serving
 
 
-def _take_out(model: nn.Module, serving: dict[_provider.Session, int]) -> list[_Record]:
+def _detach(session: _provider.Session, model: nn.Module) -> None:
+    let_go()
+    give_back(model, session)
+    session.detach(model)
+
+
+def _take_out(model: nn.Module, serving: set[_provider.Session]) -> list[_Record]:
     """Give the modules of a tree back, from whatever installs serve them; the records of those."""
     taken = []
-    for session, count in serving.items():
-        session.detach(model)
+    for session in serving:
+        _detach(session, model)
         record = _records.get(id(session))
         if record is not None:  # else the installed tree's root is gone, and only a part of it lives on
-            record.installed -= count
             taken.append(record)
     return taken
+
+
+@untraced
+def plan_again(session: _provider.Session) -> None:
+    """Plan an install anew for the masters that its model has by now.
+
+    The native provider asks for it at the beginning of a model's call. If the new masters do not fit the
+    budget, the old plan stays, and what it does not know is moved at each access.
+    """
+    record = _records.get(id(session))
+    model = None if record is None else record.root()
+    if model is None:
+        return
+    try:
+        session.plan_again(model)
+    except (BudgetError, OutOfMemoryError) as error:
+        warn(f"the model's masters have changed and cannot be planned for anew: {error}")
 
 
 def _new_session(provider: _provider.Provider, options: config.Options) -> _provider.Session:

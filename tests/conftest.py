@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 import dynswap_ext
-from dynswap_ext import _provider, config, testing
+from dynswap_ext import _provider, testing
+from dynswap_ext import config as dynswap_config
 
 PROVIDERS = ("python", "native-host", "python-cuda", "native-cuda")
 
@@ -49,9 +50,21 @@ class Provider:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.device, dtype)
 
 
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """A second run under DYNSWAP_BACKEND=python is for what follows the environment.
+
+    Tests of the `provider` fixture name their provider, and have run over each of them in the first.
+    """
+    if dynswap_config.backend_from_environment() != "python":
+        return
+    repeated = [item for item in items if "provider" in getattr(item, "fixturenames", ())]
+    config.hook.pytest_deselected(items=repeated)
+    items[:] = [item for item in items if item not in set(repeated)]
+
+
 def skip_or_fail(reason: str, *, cuda: bool) -> None:
     """Skip for a visible reason, or fail where a machine is expected to have CUDA."""
-    if cuda and config.require_cuda():
+    if cuda and dynswap_config.require_cuda():
         pytest.fail(f"DYNSWAP_REQUIRE_CUDA=1, but {reason}", pytrace=False)
     pytest.skip(reason)
 

@@ -106,10 +106,7 @@ def test_two_models_with_the_same_names(provider: Provider) -> None:
         testing.assert_bit_equal(second(x), moved_second(x))
 
 
-def test_torch_compile_gives_the_same_output(provider: Provider, request: pytest.FixtureRequest) -> None:
-    if provider.native and not torch.__version__.startswith("2.11."):
-        reason = "dynamo guards what it finds in _parameters, the master, and not what the attribute gives"
-        request.applymarker(pytest.mark.xfail(reason=reason, raises=AssertionError))
+def test_torch_compile_gives_the_same_output(provider: Provider) -> None:
     model = mlp().eval()
     moved, _ = provider.pair(model)
     x = provider.randn(2, 16)

@@ -26,7 +26,6 @@ def test_what_it_is(provider: Provider) -> None:
     weight, table = model.weight, model.table
     assert isinstance(weight, nn.Parameter)
     assert not isinstance(table, nn.Parameter)
-    assert type(weight) is torch.Tensor
     assert weight.device == table.device == provider.device
     assert weight.dtype == table.dtype == torch.float64
     assert weight.requires_grad and not table.requires_grad

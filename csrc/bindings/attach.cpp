@@ -6,6 +6,7 @@
 
 #include "bindings/attribute.h"
 #include "bindings/backends.h"
+#include "bindings/call.h"
 #include "bindings/session.h"
 
 namespace dynswap {
@@ -44,7 +45,7 @@ std::vector<Visited> modules_of(PyObject* root) {
 
 }  // namespace
 
-/// What attach() will do, before it does any of it.
+/// What an attach will do, before it does any of it.
 struct Session::Attaching {
   struct Module {
     PyObject* module;
@@ -59,7 +60,10 @@ struct Session::Attaching {
 
   PyTypeObject* swap_class(PyTypeObject* original, const py::object& make) {
     const auto [entry, is_new] = swap_classes.try_emplace(original);
-    if (is_new) entry->second = make(py::handle(reinterpret_cast<PyObject*>(original)));
+    if (is_new) {
+      entry->second = make(py::handle(reinterpret_cast<PyObject*>(original)));
+      if (!entry->second.is_none()) serve_calls(reinterpret_cast<PyTypeObject*>(entry->second.ptr()));
+    }
     return entry->second.is_none() ? nullptr : reinterpret_cast<PyTypeObject*>(entry->second.ptr());
   }
 
@@ -76,13 +80,12 @@ struct Session::Attaching {
 std::size_t Session::attach(const py::object& self, const py::object& root, const py::object& swap_class) {
   const Mappings mappings = Mappings::of_this_process();
   Attaching attaching;
-  std::uint64_t unit = 0;
   for (const Visited& visited : modules_of(root.ptr())) {
+    const py::object dict = module_dict(visited.module);
+    if (module_state(visited.module, dict.ptr()) != nullptr) continue;  // it has been installed before
     PyTypeObject* const swap = attaching.swap_class(Py_TYPE(visited.module), swap_class);
     if (swap == nullptr) continue;
     Attaching::Module plan{visited.module, swap, {}};
-    ++unit;
-    const py::object dict = module_dict(visited.module);
     for (const bool parameter : {true, false}) {
       PyObject* const held =
           PyDict_GetItemWithError(dict.ptr(), parameter ? Names::get().parameters : Names::get().buffers);
@@ -92,22 +95,18 @@ std::size_t Session::attach(const py::object& self, const py::object& root, cons
         PyObject* interned = Py_NewRef(key);
         PyUnicode_InternInPlace(&interned);
         const auto name = py::reinterpret_steal<py::object>(interned);
-        if (!attaching.served(swap, name)) continue;
-        Entry entry{name, parameter, nullptr};
-        if (THPVariable_Check(master)) {
-          const std::size_t known = weights_.size();
-          entry.weight =
-              &weight_of(master, visited.prefix + py::cast<std::string>(name), parameter, mappings);
-          if (weights_.size() > known && entry.weight->way == Weight::Way::streamed) {
-            attaching.streamed.emplace_back(entry.weight, unit);
-          }
-        }
-        plan.entries.push_back(std::move(entry));
+        if (attaching.served(swap, name)) plan.entries.push_back({name, parameter, nullptr});
       }
     }
+    find_weights(dict.ptr(), visited.prefix, attaching.modules.size(), mappings, plan.entries,
+                 attaching.streamed);
     attaching.modules.push_back(std::move(plan));
   }
-  plan(attaching.streamed);
+  if (!std::exchange(planned_, true)) {
+    plan(attaching.streamed);
+  } else {
+    outdated_ = true;  // modules that join an install wait for the next plan
+  }
 
   std::size_t done = 0;
   try {
@@ -125,6 +124,72 @@ std::size_t Session::attach(const py::object& self, const py::object& root, cons
     throw;
   }
   return done;
+}
+
+void Session::find_weights(PyObject* module_dict, const std::string& prefix, std::uint64_t unit,
+                           const Mappings& mappings, std::vector<Entry>& entries,
+                           std::vector<std::pair<Weight*, std::uint64_t>>& streamed) {
+  for (Entry& entry : entries) {
+    entry.bind(nullptr);
+    PyObject* const master = find_in(
+        module_dict, entry.parameter ? Names::get().parameters : Names::get().buffers, entry.name.ptr());
+    if (master == nullptr || !THPVariable_Check(master)) continue;
+    const std::size_t known = weights_.size();  // a wrapper brings its inner tensors along
+    entry.bind(&weight_of(master, prefix + py::cast<std::string>(entry.name), entry.parameter, mappings));
+    for (std::size_t i = known; i < weights_.size(); ++i) {
+      if (weights_[i]->way == Weight::Way::streamed) streamed.emplace_back(weights_[i].get(), unit);
+    }
+  }
+}
+
+void Session::plan_again(const py::object& root) {
+  const std::shared_ptr<Session> self = shared_from_this();
+  outdated_ = false;
+  flush();
+  std::vector<std::unique_ptr<Weight>> old_weights = std::exchange(weights_, {});
+  const auto old_by_master = std::exchange(by_master_, {});
+  const auto old_by_id = std::exchange(by_id_, {});
+  const auto old_engine = std::exchange(engine_, nullptr);
+  const auto old_pinned = std::exchange(pinned_, nullptr);
+  const bool old_streams = streams_any_;
+  std::vector<std::pair<ModuleState*, std::vector<Weight*>>> old_entries;
+  try {
+    engine_ = new_engine();
+    const Mappings mappings = Mappings::of_this_process();
+    std::vector<std::pair<Weight*, std::uint64_t>> streamed;
+    std::uint64_t unit = 0;
+    for (const Visited& visited : modules_of(root.ptr())) {
+      const py::object dict = module_dict(visited.module);
+      ModuleState* const state = module_state(visited.module, dict.ptr());
+      if (state == nullptr || state->session->get() != this) continue;
+      auto& [kept, weights] = old_entries.emplace_back(state, std::vector<Weight*>());
+      for (const Entry& entry : *state->entries) weights.push_back(entry.weight);
+      find_weights(dict.ptr(), visited.prefix, ++unit, mappings, *state->entries, streamed);
+    }
+    plan(streamed);
+  } catch (...) {
+    for (const auto& [state, weights] : old_entries) {
+      for (std::size_t i = 0; i < weights.size(); ++i) (*state->entries)[i].bind(weights[i]);
+    }
+    weights_ = std::move(old_weights);
+    by_master_ = old_by_master;
+    by_id_ = old_by_id;
+    engine_ = old_engine;
+    pinned_ = old_pinned;
+    streams_any_ = old_streams;
+    throw;
+  }
+  Stats counters = old_engine->stats();
+  counters.add_counters(beside_);
+  beside_ = counters;
+  anchor_ = last_ = nullptr;
+  for (auto& weight : old_weights) {
+    weight->forget();
+    weight->planned = false;
+    superseded_.push_back(std::move(weight));
+  }
+  const py::gil_scoped_release release;
+  old_engine->close();
 }
 
 void Session::restore(PyObject* module) {
@@ -163,25 +228,27 @@ void Session::adopt(const py::object& module, const py::object& name_given) {
 }
 
 Weight& Session::weight_of(PyObject* master, const std::string& name, bool parameter,
-                           const Mappings& mappings) {
+                           const Mappings& mappings, bool exact) {
   Weight*& known = by_master_[THPVariable_Unpack(master).unsafeGetTensorImpl()];
   if (known != nullptr && known->state.impl != nullptr &&
       known->state == MasterState::of(*THPVariable_Unpack(master).unsafeGetTensorImpl())) {
     return *known;
   }
   weights_.push_back(std::make_unique<Weight>());
-  known = weights_.back().get();
-  known->name = name;
-  known->parameter = parameter;
-  classify(*known, master, mappings);
-  return *known;
+  Weight& weight = *weights_.back();
+  known = &weight;  // before the inner tensors' entries, which may move it
+  weight.name = name;
+  weight.parameter = parameter;
+  weight.exact = exact;
+  classify(weight, master, mappings);
+  return weight;
 }
 
 Weight& Session::late_weight(PyObject* master, PyObject* name, bool parameter) {
   Weight& weight =
       weight_of(master, py::cast<std::string>(py::handle(name)), parameter, Mappings::of_this_process());
   // The engine has made its plan without it.
-  if (weight.way == Weight::Way::streamed && !weight.planned) weight.way = Weight::Way::converted;
+  if (weight.way == Weight::Way::streamed && !weight.planned) outdated_ = true;
   return weight;
 }
 
@@ -198,8 +265,12 @@ void Session::plan(const std::vector<std::pair<Weight*, std::uint64_t>>& streame
     weight->planned = true;
     by_id_.push_back(weight);
   }
-  const py::gil_scoped_release release;
-  engine_->plan();
+  {
+    const py::gil_scoped_release release;
+    engine_->plan();
+  }
+  streams_any_ = false;
+  for (const auto& [weight, unit] : streamed) streams_any_ = streams_any_ || streams(*weight);
 }
 
 }  // namespace dynswap

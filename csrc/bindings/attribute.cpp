@@ -1,18 +1,21 @@
 #include "bindings/attribute.h"
 
-#include <structmember.h>
-
 #include <utility>
 
+#include "bindings/call.h"
 #include "bindings/errors.h"
 
 namespace dynswap {
 
 namespace {
 
-struct Attribute {
-  PyObject_HEAD PyObject* name;
-};
+/// Note [The descriptor is a property]
+/// It derives from Python's `property` and overrides what runs: `__get__` and `__set__` in C. Its `fget`, a
+/// Python function, is what torch.compile traces in its place (dynswap_ext/_traced.py). The name lies behind
+/// the base's fields, whose size only Python knows.
+PyObject*& name_of(PyObject* attribute) {
+  return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(attribute) + PyProperty_Type.tp_basicsize);
+}
 
 PyTypeObject* attribute_type = nullptr;
 PyTypeObject* state_type = nullptr;
@@ -28,14 +31,9 @@ PyObject* fall_through(PyObject* module, PyObject* dict, PyObject* name) {
   return nullptr;
 }
 
-PyObject* find_in(PyObject* dict, PyObject* container, PyObject* name) {
-  PyObject* const held = PyDict_GetItemWithError(dict, container);
-  return held != nullptr && PyDict_Check(held) ? PyDict_GetItemWithError(held, name) : nullptr;
-}
-
 PyObject* get(PyObject* self, PyObject* module, PyObject*) {
   if (module == nullptr || module == Py_None) return Py_NewRef(self);
-  PyObject* const name = reinterpret_cast<Attribute*>(self)->name;
+  PyObject* const name = name_of(self);
   try {
     const Names& names = Names::get();
     const py::object dict = module_dict(module);
@@ -53,18 +51,27 @@ PyObject* get(PyObject* self, PyObject* module, PyObject*) {
     if (master == nullptr) return PyErr_Occurred() ? nullptr : fall_through(module, dict.ptr(), name);
     if (!THPVariable_Check(master)) return Py_NewRef(master);
     Session& session = **state->session;
-    if (entry->weight == nullptr) entry->weight = &session.late_weight(master, name, entry->parameter);
+    if (entry->weight == nullptr) {
+      entry->bind(&session.late_weight(master, name, entry->parameter));
+    } else if (entry->weight->state.impl != THPVariable_Unpack(master).unsafeGetTensorImpl()) {
+      entry->bind(&session.weight_now(*entry->weight, master, name));
+    }
     bool training = false;
     if (!entry->parameter) {
       training = PyDict_GetItemWithError(dict.ptr(), names.training) == Py_True;
     }
+    const bool inside = inside_call();
     if (!training) {
-      if (PyObject* const unchanged = session.access_unchanged(*entry->weight, master)) return unchanged;
+      if (PyObject* const unchanged = session.access_unchanged(*entry->weight, master, inside))
+        return unchanged;
     }
     // The slow path may run Python code (and let other threads run it), which may uninstall the model.
     const std::shared_ptr<Session> keep = *state->session;
     const py::object keep_master = py::reinterpret_borrow<py::object>(master);
-    return keep->access(*entry->weight, master, training);
+    serve_calls(Py_TYPE(module));
+    Weight& weight = *entry->weight;
+    PyObject* const handed_out = keep->access(weight, master, training);
+    return inside ? handed_out : Session::seen_from_outside(weight, master, handed_out);
   } catch (...) {
     set_python_error();
     return nullptr;
@@ -73,7 +80,7 @@ PyObject* get(PyObject* self, PyObject* module, PyObject*) {
 
 int set(PyObject* self, PyObject* module, PyObject* value) {
   // Reached only by object.__setattr__: nn.Module's has found no parameter, buffer or module of this name.
-  PyObject* const name = reinterpret_cast<Attribute*>(self)->name;
+  PyObject* const name = name_of(self);
   try {
     const py::object dict = module_dict(module);
     if (value != nullptr) return PyDict_SetItem(dict.ptr(), name, value);
@@ -85,25 +92,38 @@ int set(PyObject* self, PyObject* module, PyObject* value) {
   return -1;
 }
 
-PyObject* new_attribute(PyTypeObject* type, PyObject* arguments, PyObject* keywords) {
+int initialise_attribute(PyObject* self, PyObject* arguments, PyObject* keywords) {
   PyObject* name = nullptr;
   static const char* const kNames[] = {"name", nullptr};
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "U", const_cast<char**>(kNames), &name))
-    return nullptr;
-  PyObject* const self = type->tp_alloc(type, 0);
-  if (self == nullptr) return nullptr;
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "U", const_cast<char**>(kNames), &name)) return -1;
+  try {
+    const py::object getter = py::module_::import("dynswap_ext._traced").attr("getter")(py::handle(name));
+    if (PyProperty_Type.tp_init(self, py::make_tuple(getter).ptr(), nullptr) != 0) return -1;
+  } catch (...) {
+    set_python_error();
+    return -1;
+  }
   Py_INCREF(name);
   PyUnicode_InternInPlace(&name);
-  reinterpret_cast<Attribute*>(self)->name = name;
-  return self;
+  Py_XSETREF(name_of(self), name);
+  return 0;
 }
 
 void free_attribute(PyObject* self) {
   PyTypeObject* const type = Py_TYPE(self);
-  Py_CLEAR(reinterpret_cast<Attribute*>(self)->name);
-  type->tp_free(self);
+  Py_CLEAR(name_of(self));
+  PyProperty_Type.tp_dealloc(self);
   Py_DECREF(type);
 }
+
+PyObject* attribute_name(PyObject* self, void*) { return Py_NewRef(name_of(self)); }
+
+PyObject* attribute_doc(PyObject*, void*) {
+  return PyUnicode_FromString("Serves one managed name of a swap class.");
+}
+
+/// `property` gives instances of derived types a docstring of their own, which nobody needs here.
+int ignore_doc(PyObject*, PyObject*, void*) { return 0; }
 
 void free_state(PyObject* self) {
   auto* const state = reinterpret_cast<ModuleState*>(self);
@@ -122,6 +142,17 @@ PyObject* state_session(PyObject* self, void*) {
   return Py_NewRef(reinterpret_cast<ModuleState*>(self)->session_object);
 }
 
+PyObject* state_place(PyObject* self, void* closure) {
+  try {
+    const Session& session = **reinterpret_cast<ModuleState*>(self)->session;
+    if (closure == nullptr) return py::cast(session.device()).release().ptr();
+    return py::cast(session.dtype()).release().ptr();
+  } catch (...) {
+    set_python_error();
+    return nullptr;
+  }
+}
+
 /// A copy of a module is a plain module: the state is copied, and pickled, as None.
 PyObject* copy_as_none(PyObject*, PyObject*) { return Py_NewRef(Py_None); }
 
@@ -129,13 +160,18 @@ PyObject* reduce_to_none(PyObject*, PyObject*) {
   return Py_BuildValue("(O())", reinterpret_cast<PyObject*>(Py_TYPE(Py_None)));
 }
 
-PyTypeObject* make_type(PyType_Spec spec) {
-  PyObject* const type = PyType_FromSpec(&spec);
+PyTypeObject* make_type(PyType_Spec spec, PyTypeObject* base = nullptr) {
+  PyObject* const type = PyType_FromSpecWithBases(&spec, reinterpret_cast<PyObject*>(base));
   if (type == nullptr) throw py::error_already_set();
   return reinterpret_cast<PyTypeObject*>(type);
 }
 
 }  // namespace
+
+PyObject* find_in(PyObject* dict, PyObject* container, PyObject* name) {
+  PyObject* const held = PyDict_GetItemWithError(dict, container);
+  return held != nullptr && PyDict_Check(held) ? PyDict_GetItemWithError(held, name) : nullptr;
+}
 
 const Names& Names::get() {
   static const Names names{PyUnicode_InternFromString("_dynswap"), PyUnicode_InternFromString("_parameters"),
@@ -177,22 +213,25 @@ void set_class(PyObject* module, PyTypeObject* type) {
 }
 
 void define_attribute(py::module_& m) {
-  static PyMemberDef members[] = {
-      {"name", T_OBJECT_EX, offsetof(Attribute, name), READONLY, "The name it serves."},
-      {nullptr, 0, 0, 0, nullptr}};
-  static PyType_Slot attribute_slots[] = {
-      {Py_tp_doc, const_cast<char*>("Serves one managed name of a swap class.")},
-      {Py_tp_new, reinterpret_cast<void*>(&new_attribute)},
-      {Py_tp_dealloc, reinterpret_cast<void*>(&free_attribute)},
-      {Py_tp_descr_get, reinterpret_cast<void*>(&get)},
-      {Py_tp_descr_set, reinterpret_cast<void*>(&set)},
-      {Py_tp_members, members},
-      {0, nullptr}};
-  attribute_type =
-      make_type({"dynswap_ext._C.Attribute", sizeof(Attribute), 0, Py_TPFLAGS_DEFAULT, attribute_slots});
+  static PyGetSetDef attribute_attributes[] = {
+      {"name", &attribute_name, nullptr, "The name it serves.", nullptr},
+      {"__doc__", &attribute_doc, &ignore_doc, nullptr, nullptr},
+      {nullptr, nullptr, nullptr, nullptr, nullptr}};
+  static PyType_Slot attribute_slots[] = {{Py_tp_init, reinterpret_cast<void*>(&initialise_attribute)},
+                                          {Py_tp_dealloc, reinterpret_cast<void*>(&free_attribute)},
+                                          {Py_tp_descr_get, reinterpret_cast<void*>(&get)},
+                                          {Py_tp_descr_set, reinterpret_cast<void*>(&set)},
+                                          {Py_tp_getset, attribute_attributes},
+                                          {0, nullptr}};
+  attribute_type = make_type(
+      {"dynswap_ext._C.Attribute", static_cast<int>(PyProperty_Type.tp_basicsize + sizeof(PyObject*)), 0,
+       Py_TPFLAGS_DEFAULT, attribute_slots},
+      &PyProperty_Type);
 
   static PyGetSetDef state_attributes[] = {
       {"session", &state_session, nullptr, "The install it belongs to.", nullptr},
+      {"device", &state_place, nullptr, "Where the module computes.", nullptr},
+      {"dtype", &state_place, nullptr, "What floating weights are cast into, or None.", state_attributes},
       {nullptr, nullptr, nullptr, nullptr, nullptr}};
   static PyMethodDef state_methods[] = {{"__copy__", &copy_as_none, METH_NOARGS, nullptr},
                                         {"__deepcopy__", &copy_as_none, METH_O, nullptr},

@@ -16,6 +16,12 @@ struct Entry {
   py::object name;           ///< interned: compared by identity
   bool parameter = true;     ///< in `_parameters`; else in `_buffers`
   Weight* weight = nullptr;  ///< null while the module holds None under the name
+
+  void bind(Weight* other) noexcept {
+    if (weight != nullptr) --weight->holders;
+    weight = other;
+    if (weight != nullptr) ++weight->holders;
+  }
 };
 
 /// What an installed module carries in its __dict__ under "_dynswap". `owner` does not own: a copy of the
@@ -36,6 +42,9 @@ struct Names {
   PyObject* training;
   static const Names& get();
 };
+
+/// What `dict[container][name]` is, if anything; a borrowed reference.
+PyObject* find_in(PyObject* dict, PyObject* container, PyObject* name);
 
 /// The module's own __dict__, and its state if the module is installed (a borrowed reference).
 py::object module_dict(PyObject* module);

@@ -1,23 +1,20 @@
-// The autograd node between a handed-out tensor and its master.
+// The autograd nodes between a handed-out tensor and its master.
 #pragma once
 
-#include <torch/csrc/autograd/function.h>
+#include <ATen/core/Tensor.h>
 
 namespace dynswap {
 
-/// Takes the gradient of what was handed out to the master's device and dtype (Invariant 7). The same as
-/// the backward of `master.to(device, dtype)`, and differentiable like it.
-class FetchBackward : public torch::autograd::Node {
- public:
-  explicit FetchBackward(const at::Tensor& master);
-  torch::autograd::variable_list apply(torch::autograd::variable_list&& gradients) override;
-  std::string name() const override { return "DynswapFetchBackward"; }
-
-  /// Makes `handed_out` (no history, not a leaf yet) the result of fetching `master`.
-  static void connect(const at::Tensor& handed_out, const at::Tensor& master);
-
- private:
-  at::TensorOptions master_;
-};
+/// Makes `handed_out` (no history, not a leaf yet) the result of fetching `master`: gradients reach the
+/// master on its device and in its dtype (Invariant 7), as by the backward of `master.to(device, dtype)`, and
+/// differentiable like it.
+///
+/// Note [Gradients travel on a stream of their own]
+/// From an accelerator they are copied into pinned memory on a side stream, after the work that made them, in
+/// the smaller of the two dtypes. The node that follows belongs to the CPU: the autograd engine runs it on
+/// the thread that called backward(), which has nothing else to do there, and it waits for its copy. So the
+/// device goes on with the backward pass meanwhile, and whoever gets a gradient (accumulation, the
+/// parameter's hooks, the caller after backward()) gets it whole.
+void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master);
 
 }  // namespace dynswap

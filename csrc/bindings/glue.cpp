@@ -94,6 +94,22 @@ Stream current_stream(const at::Device& device) {
   return handle.cast<Stream>();
 }
 
+void refuse_capture(const at::Device& device, const std::string& weight) {
+  if (device.is_cpu()) return;
+  static PyObject* const capturing = [] {
+    return PyObject_GetAttrString(py::module_::import("torch._C").ptr(), "_cuda_isCurrentStreamCapturing");
+  }();
+  if (capturing == nullptr) throw py::error_already_set();
+  const auto answer = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(capturing));
+  if (!answer) throw py::error_already_set();
+  if (answer.ptr() != Py_True) return;
+  throw DeviceError(
+      "'" + weight +
+      "' passes through a slot that other weights use too, so it cannot be read while a CUDA graph "
+      "is captured; run the model once before the capture with a budget that keeps it resident, or "
+      "capture without an install");
+}
+
 Memory allocate_through_torch(const at::Device& device, std::size_t bytes) {
   const c10::InferenceMode guard(false);
   try {

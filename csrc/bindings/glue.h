@@ -4,6 +4,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <optional>
+#include <string>
 
 #include "core/backend.h"
 #include "core/scalar.h"
@@ -19,6 +20,10 @@ void cast_elements(void* dst, Scalar dst_type, const void* src, Scalar src_type,
 /// The calling thread's current stream on `device`; 0 on the CPU. Must be read on the consumer's own
 /// thread, outside any guard of ours (Invariant 2). Needs the GIL.
 Stream current_stream(const at::Device& device);
+
+/// Throws DeviceError if the calling thread is capturing a CUDA graph: a replay would read what has come into
+/// the slot since. Residents stay where they are, and can be captured once they are there. Needs the GIL.
+void refuse_capture(const at::Device& device, const std::string& weight);
 
 /// Device memory through torch's allocator, so that its statistics and its handling of an exhausted
 /// device stay true. Throws OutOfMemory.

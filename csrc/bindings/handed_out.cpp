@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "bindings/plain_torch.h"
+#include "bindings/weight.h"
 
 namespace dynswap {
 
@@ -15,25 +16,28 @@ void delete_record(void* context) { delete static_cast<HandedOut*>(context); }
 
 }  // namespace
 
-HandedOut::HandedOut(const at::Tensor& master, at::ScalarType wanted, const at::Device& device)
-    : options_(at::TensorOptions().dtype(wanted).device(device)),
-      master_(master.getIntrusivePtr()),
-      master_state_(MasterState::of(*master.unsafeGetTensorImpl())) {
-  bytes_ = static_cast<std::size_t>(master.numel()) * c10::elementSize(wanted);
+HandedOut::HandedOut(const Origin& origin, const at::Tensor& master, const at::Device& device)
+    : origin_(origin),
+      options_(at::TensorOptions().dtype(origin.weight->wanted).device(device)),
+      source_(origin.weight->source),
+      master_written_(origin.weight->silent) {
+  master_ = alias_of(master);
+  master_version_ = version_of(master_);
+  bytes_ = static_cast<std::size_t>(master.numel()) * options_.dtype().itemsize();
 }
 
-at::Tensor HandedOut::make(Lease lease, const at::Tensor& master, at::ScalarType wanted,
+at::Tensor HandedOut::make(Lease lease, const Origin& origin, const at::Tensor& master,
                            const at::Device& device) {
-  std::unique_ptr<HandedOut> record(new HandedOut(master, wanted, device));
+  std::unique_ptr<HandedOut> record(new HandedOut(origin, master, device));
   record->data_ = lease.data();
   record->lease_ = std::move(lease);
   return finish(std::move(record), master);
 }
 
-at::Tensor HandedOut::make_private(const at::Tensor& master, at::ScalarType wanted,
-                                   const at::Device& device) {
+at::Tensor HandedOut::make_private(const Origin& origin, const at::Tensor& master, const at::Device& device) {
   const PlainTorch guard;
-  std::unique_ptr<HandedOut> record(new HandedOut(master, wanted, device));
+  std::unique_ptr<HandedOut> record(new HandedOut(origin, master, device));
+  if (master.is_cpu()) record->master_fingerprint_ = fingerprint(master.const_data_ptr(), master.nbytes());
   record->own_ = master.to(record->options_, /*non_blocking=*/false, /*copy=*/true);
   record->data_ = static_cast<std::byte*>(record->own_.data_ptr());
   return finish(std::move(record), master);
@@ -59,7 +63,11 @@ at::Tensor HandedOut::finish(std::unique_ptr<HandedOut> record, const at::Tensor
 
 HandedOut* HandedOut::of(const c10::TensorImpl& tensor) noexcept {
   const c10::Storage& storage = tensor.unsafe_storage();
-  if (!storage || storage.data_ptr().get_deleter() != &delete_record) return nullptr;
+  return storage ? of(*storage.unsafeGetStorageImpl()) : nullptr;
+}
+
+HandedOut* HandedOut::of(const c10::StorageImpl& storage) noexcept {
+  if (storage.data_ptr().get_deleter() != &delete_record) return nullptr;
   return static_cast<HandedOut*>(storage.data_ptr().get_context());
 }
 
@@ -76,6 +84,16 @@ void HandedOut::use_on(Stream consumer) {
   if (lease_) lease_.use_on(consumer);
 }
 
+bool HandedOut::master_unchanged() const {
+  if (version_of(master_) != master_version_) return false;
+  if (master_fingerprint_)
+    return fingerprint(master_.const_data_ptr(), master_.nbytes()) == *master_fingerprint_;
+  // Whether the file's pages were as the file has them cannot be told of a single weight any more.
+  if (source_ == nullptr || !master_written_.any()) return true;
+  SilentWrites written = master_written_;
+  return !written.look(*source_);
+}
+
 at::Tensor HandedOut::view() const {
   return at::from_blob(data_, {static_cast<std::int64_t>(bytes_ / options_.dtype().itemsize())}, options_);
 }
@@ -87,14 +105,11 @@ bool HandedOut::written() const {
   return options_.device().is_cpu() && fingerprint(data_, bytes_) != seen_fingerprint_;
 }
 
-std::optional<MasterState> HandedOut::write_back() {
-  if (!compare_bytes_ && !written()) return std::nullopt;
-  const c10::intrusive_ptr<c10::TensorImpl> impl = master_.lock();
-  if (!impl || !(MasterState::of(*impl) == master_state_)) return std::nullopt;
+std::optional<std::uint32_t> HandedOut::write_back() {
+  if ((!compare_bytes_ && !written()) || !master_unchanged()) return std::nullopt;
   const PlainTorch guard;
-  const at::Tensor master = at::Tensor::wrap_tensor_impl(impl);
   // The master is dense: its bytes, in memory order, are those of the device copy.
-  const at::Tensor flat = master.as_strided({master.numel()}, {1}, master.storage_offset());
+  const at::Tensor flat = master_.as_strided({master_.numel()}, {1}, master_.storage_offset());
   const at::Tensor device = view();
   if (compare_bytes_) {
     const at::Tensor now = device.view(at::kByte).cpu();
@@ -102,11 +117,13 @@ std::optional<MasterState> HandedOut::write_back() {
     if (at::equal(now, then)) return std::nullopt;
   }
   flat.copy_(device);
-  impl->bump_version();
-  master_state_ = MasterState::of(*impl);
+  master_.unsafeGetTensorImpl()->bump_version();
+  master_version_ = version_of(master_);
+  if (source_) master_written_.look(*source_);
+  if (master_fingerprint_) master_fingerprint_ = fingerprint(master_.const_data_ptr(), master_.nbytes());
   seen_version_ = version_.current_version();
   if (options_.device().is_cpu()) seen_fingerprint_ = fingerprint(data_, bytes_);
-  return master_state_;
+  return master_version_;
 }
 
 }  // namespace dynswap

@@ -15,24 +15,44 @@ namespace dynswap {
 struct MasterState {
   const c10::TensorImpl* impl = nullptr;  ///< an identity, never dereferenced
   const c10::StorageImpl* storage = nullptr;
+  const void* data = nullptr;  ///< of the storage; `share_memory()` gives it other memory
   std::int64_t storage_offset = 0;
   std::uint32_t version = 0;
   bool requires_grad = false;
 
   static MasterState of(const c10::TensorImpl& master) noexcept {
     const auto& version = master.version_counter();
-    return {&master, master.unsafe_storage().unsafeGetStorageImpl(), master.storage_offset(),
-            version.enabled() ? version.current_version() : 0, master.requires_grad()};
+    c10::StorageImpl* const storage = master.unsafe_storage().unsafeGetStorageImpl();
+    return {&master,
+            storage,
+            storage == nullptr ? nullptr : storage->data(),
+            master.storage_offset(),
+            version.enabled() ? version.current_version() : 0,
+            master.requires_grad()};
   }
 
   bool operator==(const MasterState&) const noexcept = default;
 
   /// The tensor is the same, and its bytes are where they were (they may be other bytes).
   bool same_place(const c10::TensorImpl& master) const noexcept {
-    return impl == &master && storage == master.unsafe_storage().unsafeGetStorageImpl() &&
-           storage_offset == master.storage_offset();
+    const MasterState other = of(master);
+    return impl == &master && storage == other.storage && data == other.data &&
+           storage_offset == other.storage_offset;
+  }
+
+  /// The tensor is the same or an alias, and no write to its bytes is unknown.
+  bool same_bytes(const c10::TensorImpl& alias) const noexcept {
+    const MasterState other = of(alias);
+    return storage == other.storage && data == other.data && storage_offset == other.storage_offset &&
+           version == other.version;
   }
 };
+
+/// 0 for an inference tensor, which has none.
+inline std::uint32_t version_of(const at::Tensor& tensor) noexcept {
+  const auto& version = tensor.unsafeGetTensorImpl()->version_counter();
+  return version.enabled() ? version.current_version() : 0;
+}
 
 /// A master's bytes can be moved as they lie in memory: plain, dense, of a type that the engine knows.
 bool streamable(const at::Tensor& master) noexcept;
@@ -57,6 +77,8 @@ class SilentWrites {
   explicit SilentWrites(const Source& source) { look(source); }
   /// True if something has changed since the last look.
   bool look(const Source& source);
+  /// False of a mapping that nobody had written to at the last look.
+  bool any() const noexcept { return seen_ != 0; }
 
  private:
   std::uint64_t seen_ = 0;

@@ -7,6 +7,7 @@
 
 #include "bindings/attribute.h"
 #include "bindings/backends.h"
+#include "bindings/call.h"
 #include "bindings/errors.h"
 #include "bindings/session.h"
 #include "sim/roofline.h"
@@ -79,6 +80,13 @@ py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, st
   return out;
 }
 
+py::object fetch(const py::handle& master) {
+  const auto [session, weight] = Session::serving(THPVariable_Unpack(master.ptr()));
+  if (!session) return py::none();
+  const InsideCall compiled;
+  return py::reinterpret_steal<py::object>(session->access(*weight, master.ptr(), /*training=*/false));
+}
+
 }  // namespace
 
 }  // namespace dynswap
@@ -110,11 +118,22 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("root"), py::arg("swap_class"))
       .def("detach", &Session::detach, py::arg("root"))
       .def("adopt", &Session::adopt, py::arg("module"), py::arg("name"))
+      .def("plan_again", &Session::plan_again, py::arg("root"))
+      .def_property_readonly("outdated", &Session::outdated)
+      .def_property_readonly("modules", &Session::modules)
+      .def_property_readonly("device", &Session::device)
+      .def_property_readonly("dtype", &Session::dtype)
       .def("flush", &Session::flush)
+      .def("flush_module", &Session::flush_module, py::arg("module"))
+      .def("release", &Session::release, py::arg("module"))
+      .def("check", &Session::check, py::arg("module"))
+      .def_static("inside_call", &inside_call)
       .def("stats", [](const Session& session) { return as_dict(session.stats()); })
       .def("reset_stats", &Session::reset_stats)
       .def("close", &Session::close);
 
+  m.def("fetch", &fetch, py::arg("master"),
+        "What a forward gets for a master; None if no install of this process serves it.");
   m.def("build_info", &build_info, "What the extension was built with and for.");
   m.def("simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"),
         py::arg("bandwidth"), py::arg("latency"), py::arg("passes"),

@@ -1,6 +1,7 @@
 // Runs torch operations as bare kernels.
 #pragma once
 
+#include <ATen/core/Tensor.h>
 #include <c10/core/InferenceMode.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
 
@@ -14,5 +15,14 @@ class PlainTorch {
   c10::impl::ExcludeDispatchKeyGuard below_{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
                                             c10::python_ks | c10::functorch_transforms_ks};
 };
+
+/// Shares bytes and version counter with `tensor`, and is no part of its graph. As `detach()`, which would be
+/// dispatched (and seen by the user's modes); tensors that torch wraps are detached by it all the same.
+inline at::Tensor alias_of(const at::Tensor& tensor) {
+  c10::TensorImpl* const impl = tensor.unsafeGetTensorImpl();
+  if (impl->key_set().has_any(c10::python_ks | c10::functorch_transforms_ks)) return tensor.detach();
+  return at::Tensor(
+      impl->shallow_copy_and_detach(impl->version_counter(), /*allow_tensor_metadata_change=*/true));
+}
 
 }  // namespace dynswap

@@ -5,7 +5,9 @@
 #include <unordered_set>
 #include <utility>
 
+#include "bindings/attribute.h"
 #include "bindings/backends.h"
+#include "bindings/call.h"
 #include "bindings/fetch_backward.h"
 #include "bindings/glue.h"
 #include "bindings/handed_out.h"
@@ -35,17 +37,21 @@ void mark_as_parameter(PyObject* tensor) {
 Session::Session(const at::Device& device, std::optional<at::ScalarType> dtype, SessionOptions options,
                  py::object warn)
     : device_(device), dtype_(dtype), options_(std::move(options)), warn_(std::move(warn)) {
+  engine_ = new_engine();
+  sessions().insert(this);
+}
+
+std::shared_ptr<Engine> Session::new_engine() {
   auto backend = make_backend(device_, options_.backend);
   backend_ = backend->name();
   EngineOptions engine;
   engine.budget = options_.budget.value_or(0);
   engine.prefetch = options_.prefetch;
   engine.strict_budget = options_.strict_budget;
-  engine_ = std::make_shared<Engine>(std::move(backend), engine, [this](const std::string& message) {
+  return std::make_shared<Engine>(std::move(backend), engine, [this](const std::string& message) {
     const py::gil_scoped_acquire gil;
     warn_(message);
   });
-  sessions().insert(this);
 }
 
 Session::~Session() {
@@ -80,15 +86,18 @@ void Session::abandon_all_after_fork() {
 
 Stats Session::stats() const {
   Stats stats = engine_->stats();
+  stats.add_counters(beside_);
   // What the session keeps for itself is not handed out.
   for (const auto& weight : weights_) {
-    if (weight->cached != nullptr && Py_REFCNT(weight->cached) == 1 && stats.live_leases > 0)
-      --stats.live_leases;
+    if (weight->only_cached() && stats.live_leases > 0) --stats.live_leases;
   }
   return stats;
 }
 
-void Session::reset_stats() { engine_->reset_counters(); }
+void Session::reset_stats() {
+  beside_ = Stats();
+  engine_->reset_counters();
+}
 
 c10::StreamId Session::stream_id() const {
   if (device_.is_cpu()) return 0;
@@ -97,31 +106,62 @@ c10::StreamId Session::stream_id() const {
 
 // -------------------------------------------------------------------------------------------- access
 
-PyObject* Session::access_unchanged(Weight& weight, PyObject* master) noexcept {
+PyObject* Session::access_unchanged(Weight& weight, PyObject* master, bool inside) noexcept {
   const c10::TensorImpl& impl = *THPVariable_Unpack(master).unsafeGetTensorImpl();
   if (weight.way == Weight::Way::as_is) return weight.state.same_place(impl) ? Py_NewRef(master) : nullptr;
-  if (weight.cached == nullptr || !(MasterState::of(impl) == weight.state)) return nullptr;
+  if (weight.dressed) return nullptr;
+  PyObject* const kept = inside ? weight.cached : weight.cached_outside;
+  if (kept == nullptr || !(MasterState::of(impl) == weight.state)) return nullptr;
   const Weight* const last = std::exchange(last_, &weight);
   if (&weight == anchor_ && last != &weight) return nullptr;
   if (!device_.is_cpu() && stream_id() != weight.cached_stream) return nullptr;
-  Py_INCREF(weight.cached);
-  return weight.cached;
+  return Py_NewRef(kept);
 }
 
-PyObject* Session::access(Weight& weight, PyObject* master_object, bool training) {
-  const at::Tensor& master = THPVariable_Unpack(master_object);
-  if (weight.way != Weight::Way::converted || weight.planned) {
-    if (!(MasterState::of(*master.unsafeGetTensorImpl()) == weight.state))
-      master_changed(weight, master_object);
+PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out) {
+  const auto inside = py::reinterpret_steal<py::object>(handed_out);
+  if (inside.ptr() == master) return Py_NewRef(master);
+  static PyObject* const alias_of =
+      PyObject_GetAttrString(py::module_::import("dynswap_ext._outside").ptr(), "seen_from_outside");
+  PyObject* const alias = PyObject_CallFunctionObjArgs(alias_of, inside.ptr(), master, nullptr);
+  if (alias == nullptr) throw py::error_already_set();
+  if (weight.cached == inside.ptr() && weight.cached != alias) {
+    Py_XSETREF(weight.cached_outside, Py_NewRef(alias));
   }
+  return alias;
+}
+
+std::pair<std::shared_ptr<Session>, Weight*> Session::serving(const at::Tensor& master) {
+  const c10::TensorImpl& impl = *master.unsafeGetTensorImpl();
+  for (Session* session : sessions()) {
+    if (session->closed_ || session->abandoned_) continue;
+    const auto found = session->by_master_.find(&impl);
+    if (found != session->by_master_.end() && found->second->state.same_place(impl))
+      return {session->shared_from_this(), found->second};
+  }
+  return {};
+}
+
+PyObject* Session::access(Weight& weight, PyObject* master, bool training) {
+  PyObject* const handed_out = plain_access(weight, master, training);
+  return weight.dressed && handed_out != master ? dress(weight, master, handed_out) : handed_out;
+}
+
+PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool training) {
+  const at::Tensor& master = THPVariable_Unpack(master_object);
+  if (!(MasterState::of(*master.unsafeGetTensorImpl()) == weight.state))
+    master_changed(weight, master_object);
   if (weight.way == Weight::Way::as_is) return Py_NewRef(master_object);
-  if (weight.way == Weight::Way::converted || abandoned_ || closed_) return convert(weight, master_object);
+  if (weight.way == Weight::Way::wrapped) return put_together(weight, master_object);
+  if (weight.way == Weight::Way::converted || abandoned_ || closed_ || master._fw_grad(0).defined())
+    return convert(weight, master_object);
 
   const bool small_buffer = !weight.parameter && weight.source->wanted_bytes() <= kSmallBuffer;
   last_ = &weight;
   if (anchor_ == nullptr) anchor_ = &weight;
   if (anchor_ == &weight) look_for_silent_writes();
-  if (!engine_->resident(weight.id) && weight.silent.look(*weight.source)) refetch(weight);
+  if (!resident(weight) && weight.silent.look(*weight.source)) refetch(weight);
+  if (weight.cached == nullptr) refuse_capture(device_, weight.name);
 
   if (const auto alive = weight.latest.lock()) {
     if (HandedOut* record = HandedOut::of(*alive)) {
@@ -137,10 +177,17 @@ PyObject* Session::access(Weight& weight, PyObject* master_object, bool training
       return wrap(weight, tensor);
     }
   }
-  if (small_buffer && training && !master.requires_grad()) {
-    const at::Tensor copy = HandedOut::make_private(master, weight.wanted, device_);
-    HandedOut::of(*copy.unsafeGetTensorImpl())->compare_bytes();
-    weight.latest = c10::weak_intrusive_ptr<c10::TensorImpl>(copy.getIntrusivePtr());
+  const bool watched = small_buffer && training && !master.requires_grad();
+  if (watched || !weight.planned) {
+    write_back(weight);  // of a copy that is held by a graph alone
+    const at::Tensor copy = HandedOut::make_private({weak_from_this(), &weight}, master, device_);
+    if (watched) HandedOut::of(*copy.unsafeGetTensorImpl())->compare_bytes();
+    if (master.requires_grad()) connect_to_master(copy, master);
+    if (!weight.planned) {
+      ++beside_.copies;
+      beside_.bytes_moved += master.nbytes();
+    }
+    weight.remember(copy);
     return wrap(weight, copy);
   }
   return hand_out(weight, master);
@@ -152,19 +199,41 @@ PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
   Lease lease;
   {
     const py::gil_scoped_release release;
-    lease = engine_->acquire(weight.id, consumer);
+    lease = engine_->acquire(weight.id, consumer, {.in_order = inside_call()});
   }
-  const at::Tensor tensor = HandedOut::make(std::move(lease), master, weight.wanted, device_);
-  if (master.requires_grad()) FetchBackward::connect(tensor, master);
+  const at::Tensor tensor = HandedOut::make(std::move(lease), {weak_from_this(), &weight}, master, device_);
+  if (master.requires_grad()) connect_to_master(tensor, master);
   PyObject* const object = wrap(weight, tensor);
   // The master may have changed while other threads could run: then this is the last that sees the old one.
   if (weight.forgotten != forgotten) return object;
-  weight.latest = c10::weak_intrusive_ptr<c10::TensorImpl>(tensor.getIntrusivePtr());
+  weight.remember(tensor);
   if (engine_->resident(weight.id) && weight.cached == nullptr) {
     weight.cached = Py_NewRef(object);
     weight.cached_stream = stream_id();
   }
   return object;
+}
+
+at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::thread::id reader) {
+  const bool served = weight.way == Weight::Way::streamed && weight.planned && !closed_ && !abandoned_;
+  // Another master may have taken its place since.
+  if (served && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
+    if (!resident(weight) && weight.silent.look(*weight.source)) refetch(weight);
+    const Stream consumer = current_stream(device_);
+    Lease lease;
+    {
+      const py::gil_scoped_release release;
+      lease = engine_->acquire(weight.id, consumer, {.thread = reader});
+    }
+    return HandedOut::make(std::move(lease), {weak_from_this(), &weight}, master, device_);
+  }
+  return HandedOut::make_private({weak_from_this(), &weight}, master, device_);
+}
+
+bool Session::resident(const Weight& weight) const { return weight.planned && engine_->resident(weight.id); }
+
+bool Session::streams(const Weight& weight) const {
+  return weight.way == Weight::Way::streamed && weight.planned && !engine_->resident(weight.id);
 }
 
 PyObject* Session::wrap(const Weight& weight, const at::Tensor& tensor) {
@@ -174,96 +243,35 @@ PyObject* Session::wrap(const Weight& weight, const at::Tensor& tensor) {
   return object.release().ptr();
 }
 
+PyObject* Session::put_together(Weight& weight, PyObject* master) {
+  py::dict inner;
+  for (auto& [name, part] : weight.parts) {
+    const py::object tensor = py::handle(master).attr(name);
+    part = &weight_now(*part, tensor.ptr(), name.ptr());
+    inner[name] = py::reinterpret_steal<py::object>(access(*part, tensor.ptr(), /*training=*/false));
+  }
+  const py::object made =
+      py::module_::import("dynswap_ext._subclasses")
+          .attr("put_together")(py::handle(master), inner, py::cast(device_),
+                                py::cast(wanted_type(THPVariable_Unpack(master), dtype_)));
+  if (weight.parameter) mark_as_parameter(made.ptr());
+  return Py_NewRef(made.ptr());
+}
+
+PyObject* Session::dress(const Weight& weight, PyObject* master, PyObject* handed_out) const {
+  const auto plain = py::reinterpret_steal<py::object>(handed_out);
+  if (!THPVariable_CheckExact(plain.ptr())) return Py_NewRef(plain.ptr());  // it was converted
+  const py::object made = py::module_::import("dynswap_ext._subclasses")
+                              .attr("dressed")(plain, py::handle(master), py::cast(device_));
+  if (weight.parameter) mark_as_parameter(made.ptr());
+  return Py_NewRef(made.ptr());
+}
+
 PyObject* Session::convert(const Weight& weight, PyObject* master) const {
   const at::ScalarType wanted = wanted_type(THPVariable_Unpack(master), dtype_);
   const py::object moved = py::handle(master).attr("to")(py::cast(device_), py::cast(wanted));
   if (weight.parameter && moved.ptr() != master) mark_as_parameter(moved.ptr());
   return Py_NewRef(moved.ptr());
-}
-
-// ------------------------------------------------------------------------------- masters are the truth
-
-void Session::classify(Weight& weight, PyObject* master_object, const Mappings& mappings) {
-  const at::Tensor& master = THPVariable_Unpack(master_object);
-  weight.state = MasterState::of(*master.unsafeGetTensorImpl());
-  weight.wanted = wanted_type(master, dtype_);
-  const bool plain = THPVariable_CheckExact(master_object);
-  if (!plain && PyObject_HasAttrString(master_object, "materialize") == 1) {
-    weight.way = Weight::Way::as_is;  // of a lazy module: there is nothing to move yet
-    return;
-  }
-  const bool in_place = master.device() == device_ && master.scalar_type() == weight.wanted;
-  if (plain && streamable(master) && scalar_of(weight.wanted) &&
-      (!in_place || mappings.find(master.const_data_ptr(), master.nbytes()))) {
-    const auto source = source_of(master, weight.wanted, weight.name, mappings);
-    if (!in_place || source->file) {
-      weight.way = Weight::Way::streamed;
-      weight.source = source;
-      weight.silent = SilentWrites(*source);
-      return;
-    }
-  }
-  weight.way = in_place ? Weight::Way::as_is : Weight::Way::converted;
-}
-
-void Session::master_changed(Weight& weight, PyObject* master_object) {
-  const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
-  const MasterState now = MasterState::of(master);
-  const bool same_place = weight.state.same_place(master);
-  const bool written = std::exchange(weight.state, now).version != now.version;
-  if (weight.way == Weight::Way::as_is && same_place) return;
-  forget_group(weight);
-  if (weight.way == Weight::Way::streamed && same_place) {
-    if (written) refetch(weight);
-    return;
-  }
-  classify(weight, master_object, Mappings::of_this_process());
-  if (weight.way != Weight::Way::streamed) return;
-  const SourcePtr old = weight.planned ? engine_->source(weight.id) : nullptr;
-  if (old && weight.source->count == old->count && weight.source->stored == old->stored &&
-      weight.source->wanted == old->wanted) {
-    engine_->update_source(weight.id, weight.source);
-  } else {
-    weight.way = Weight::Way::converted;
-  }
-}
-
-void Session::forget_group(Weight& weight) {
-  if (!weight.planned) return weight.forget();
-  // They share one copy. Did the session go on keeping one of them, there would be no room for the next.
-  for (const WeightId id : engine_->companions(weight.id)) by_id_[id]->forget();
-}
-
-void Session::refetch(Weight& weight) {
-  forget_group(weight);
-  weight.silent.look(*weight.source);
-  engine_->update_source(weight.id, weight.source);
-}
-
-void Session::look_for_silent_writes() {
-  for (const auto& weight : weights_) {
-    if (weight->cached == nullptr) continue;
-    write_back(*weight);
-    // Looking at a file mapping costs a system call a weight; it is looked at when it is fetched.
-    if (!weight->source->file && weight->silent.look(*weight->source)) refetch(*weight);
-  }
-}
-
-void Session::write_back(Weight& weight) {
-  const auto alive = weight.latest.lock();
-  HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
-  if (record == nullptr) return;
-  if (const auto written = record->write_back()) {
-    // The tensor that was written is the newest there is, so it stays the one to hand out.
-    weight.state = *written;
-    weight.silent.look(*weight.source);
-  }
-}
-
-void Session::flush() {
-  for (const auto& weight : weights_) {
-    if (weight->way == Weight::Way::streamed) write_back(*weight);
-  }
 }
 
 }  // namespace dynswap

@@ -3,9 +3,11 @@
 
 #include <torch/extension.h>
 
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
+#include <thread>
 #include <unordered_map>
 #include <vector>
 
@@ -13,6 +15,8 @@
 #include "core/engine.h"
 
 namespace dynswap {
+
+struct Entry;
 
 struct SessionOptions {
   std::uint32_t prefetch = 2;
@@ -36,25 +40,57 @@ class Session : public std::enable_shared_from_this<Session> {
   void detach(const py::object& root);
   void adopt(const py::object& module, const py::object& name);
 
+  /// Masters have come, or changed their type or size, that the engine's plan does not know: they are
+  /// converted at each access. plan_again() makes a new plan for the modules of `root` that this session
+  /// serves; if that fails, the old one stays.
+  bool outdated() const noexcept { return outdated_; }
+  void check(const py::object& module);
+  void plan_again(const py::object& root);
+
+  /// The session and the weight of a master, if it is one.
+  static std::pair<std::shared_ptr<Session>, Weight*> serving(const at::Tensor& master);
+
   /// The weight of a master that the module has come to hold since the install.
   Weight& late_weight(PyObject* master, PyObject* name, bool parameter);
+
+  /// The weight of an entry that `weight` has been the weight of, now that `master` is in its place.
+  Weight& weight_now(Weight& weight, PyObject* master, PyObject* name);
 
   /// What an access to the weight hands out. `master` is what the module holds under the name now; a new
   /// reference. Throws the engine's errors and py::error_already_set.
   PyObject* access(Weight& weight, PyObject* master, bool training);
 
   /// The same, where nothing has changed since the last time; null if something may have.
-  PyObject* access_unchanged(Weight& weight, PyObject* master) noexcept;
+  PyObject* access_unchanged(Weight& weight, PyObject* master, bool inside) noexcept;
+
+  /// What code outside a forward gets for what access() has handed out (dynswap_ext/_outside.py). Steals
+  /// and returns a reference.
+  static PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out);
+
+  /// The weight's bytes for a backward pass; no part of a graph, nor kept. `reader` is the thread of the
+  /// forward pass.
+  at::Tensor fetch_again(Weight& weight, const at::Tensor& master, std::thread::id reader);
+
+  /// Whether the weight passes through the arena: it is not resident, and moved by the engine.
+  bool streams(const Weight& weight) const;
+  bool streams_any() const noexcept { return streams_any_; }
 
   /// Takes what was written on handed-out tensors to their masters.
   void flush();
+  void flush_module(const py::object& module);  ///< of this module's masters alone
+  /// flush_module(), and keeps nothing by which its masters could not be swapped
+  /// (`torch.utils.swap_tensors`).
+  void release(const py::object& module);
+  void write_back(Weight& weight);
   Stats stats() const;
   void reset_stats();
   void close();
 
   const std::string& backend() const noexcept { return backend_; }
   const at::Device& device() const noexcept { return device_; }
+  std::optional<at::ScalarType> dtype() const noexcept { return dtype_; }
 
+  std::size_t modules() const noexcept { return modules_; }  ///< that it serves
   void module_attached() noexcept { ++modules_; }
   void module_gone();
 
@@ -63,18 +99,29 @@ class Session : public std::enable_shared_from_this<Session> {
 
  private:
   struct Attaching;  // attach.cpp
+  void find_weights(PyObject* module_dict, const std::string& prefix, std::uint64_t unit,
+                    const Mappings& mappings, std::vector<Entry>& entries,
+                    std::vector<std::pair<Weight*, std::uint64_t>>& streamed);
 
+  std::shared_ptr<Engine> new_engine();
   void plan(const std::vector<std::pair<Weight*, std::uint64_t>>& streamed);
-  Weight& weight_of(PyObject* master, const std::string& name, bool parameter, const Mappings& mappings);
+  Weight& weight_of(PyObject* master, const std::string& name, bool parameter, const Mappings& mappings,
+                    bool exact = false);
   void restore(PyObject* module);
   void classify(Weight& weight, PyObject* master, const Mappings& mappings);
   void master_changed(Weight& weight, PyObject* master);
   void refetch(Weight& weight);
   void forget_group(Weight& weight);
+  void write_back_whole(Weight& weight);  ///< and the parts of a wrapper
+  void for_entries(const py::object& module,
+                   const std::function<void(const Entry&, PyObject* master)>& use) const;
+  bool resident(const Weight& weight) const;
   void look_for_silent_writes();
-  void write_back(Weight& weight);
+  PyObject* plain_access(Weight& weight, PyObject* master, bool training);
   PyObject* hand_out(Weight& weight, const at::Tensor& master);
   static PyObject* wrap(const Weight& weight, const at::Tensor& tensor);
+  PyObject* put_together(Weight& weight, PyObject* master);
+  PyObject* dress(const Weight& weight, PyObject* master, PyObject* handed_out) const;
   PyObject* convert(const Weight& weight, PyObject* master) const;
   c10::StreamId stream_id() const;
 
@@ -86,10 +133,15 @@ class Session : public std::enable_shared_from_this<Session> {
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<void> pinned_;  ///< keeps the masters page-locked
   std::vector<std::unique_ptr<Weight>> weights_;
-  std::unordered_map<const c10::TensorImpl*, Weight*>
-      by_master_;               ///< for ties; valid during attach and adopt
-  std::vector<Weight*> by_id_;  ///< by the engine's WeightId
+  /// For ties. A master may have died, and its address be another's by now: `state` tells.
+  std::unordered_map<const c10::TensorImpl*, Weight*> by_master_;
+  std::vector<Weight*> by_id_;                       ///< by the engine's WeightId
+  std::vector<std::unique_ptr<Weight>> superseded_;  ///< of earlier plans: graphs may refer to them
+  Stats beside_;                                     ///< counted by earlier plans, and without an engine
   std::size_t modules_ = 0;
+  bool streams_any_ = false;  ///< some weight is not resident
+  bool planned_ = false;
+  bool outdated_ = false;
   bool closed_ = false;
   bool abandoned_ = false;
 

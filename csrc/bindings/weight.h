@@ -2,8 +2,11 @@
 #pragma once
 
 #include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <string>
+#include <utility>
+#include <vector>
 
 #include "bindings/master.h"
 #include "core/engine.h"
@@ -15,31 +18,61 @@ struct Weight {
   /// How an access is served.
   enum class Way : std::uint8_t {
     as_is,      ///< the master is where and what is asked for already
-    streamed,   ///< by the engine
+    streamed,   ///< by the engine; copied at each access until the engine's plan knows it
+    wrapped,    ///< its inner tensors, which are weights; it is put together around them
     converted,  ///< by torch's own `.to()` at each access: what the engine cannot move (subclasses, sparse,
-                ///< overlapping), and what was registered after the engine had made its plan
+                ///< overlapping)
   };
 
   std::string name;
   bool parameter = true;
   Way way = Way::converted;
-  bool planned = false;  ///< the engine knows it as `id`
+  bool exact = false;  ///< an inner tensor: never cast
+  bool dressed =
+      false;  ///< streamed: what is handed out gets the master's class (dynswap_ext/_subclasses.py)
+  std::vector<std::pair<py::object, Weight*>> parts;  ///< wrapped: the inner tensors, by their names
+  bool planned = false;                               ///< the engine knows it as `id`
+  int holders = 0;                                    ///< entries of modules that it is the weight of
   WeightId id = 0;
   at::ScalarType wanted = at::kFloat;
-  MasterState state;  ///< the master whose bytes the engine has
+  MasterState state;             ///< the master whose bytes the engine has
+  c10::VariableVersion version;  ///< the master's counter, shared with it
   SourcePtr source;
   SilentWrites silent;
 
-  /// A resident's tensor, kept for good. Owned.
+  /// A resident's tensor, kept for good, and its alias for accesses from outside a forward. Owned.
   PyObject* cached = nullptr;
+  PyObject* cached_outside = nullptr;
   c10::StreamId cached_stream = 0;  ///< the stream that is known to wait for its copy
   /// The latest tensor handed out, if somebody still has it: one access gives what the other gave.
   c10::weak_intrusive_ptr<c10::TensorImpl> latest{c10::intrusive_ptr<c10::TensorImpl>()};
+  /// Its storage, which a view or an autograd graph may keep when the tensor itself is gone.
+  c10::weak_intrusive_ptr<c10::StorageImpl> latest_storage{c10::intrusive_ptr<c10::StorageImpl>()};
   std::uint64_t forgotten = 0;  ///< how often what had been handed out was given up as outdated
+
+  /// Nobody but the session has the resident's tensor.
+  bool only_cached() const {
+    if (cached == nullptr) return false;
+    if (cached_outside == nullptr) return Py_REFCNT(cached) == 1;
+    return Py_REFCNT(cached_outside) == 1 && Py_REFCNT(cached) == 2;  // the alias has it
+  }
+
+  /// What is copied from now on is the master as it is now.
+  void note_master() {
+    if (version.enabled()) state.version = version.current_version();
+    if (source) silent.look(*source);
+  }
+
+  void remember(const at::Tensor& handed_out) {
+    latest = c10::weak_intrusive_ptr<c10::TensorImpl>(handed_out.getIntrusivePtr());
+    latest_storage = handed_out.storage().getWeakStorageImpl();
+  }
 
   void forget() {
     ++forgotten;
     latest.reset();
+    latest_storage.reset();
+    Py_CLEAR(cached_outside);
     Py_CLEAR(cached);
   }
 };

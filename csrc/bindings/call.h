@@ -1,0 +1,28 @@
+// Calling an installed module.
+#pragma once
+
+#include <torch/extension.h>
+
+namespace dynswap {
+
+/// Note [A call is a slot]
+/// A swap class is called through the type slot `tp_call`, and not through a `__call__` in its namespace:
+/// that would cost each call of each module a Python function, and torch.compile takes a module whose
+/// `__call__` is not nn.Module's for one that it has to trace through. Python sets the slot anew when
+/// somebody patches `nn.Module.__call__`; then the next access through the class's descriptors puts it back.
+void serve_calls(PyTypeObject* type) noexcept;
+
+/// While it lives, its thread is inside the call of an installed module.
+class InsideCall {
+ public:
+  InsideCall() noexcept;
+  ~InsideCall();
+  InsideCall(const InsideCall&) = delete;
+  InsideCall& operator=(const InsideCall&) = delete;
+};
+
+/// Whether this thread is inside the call of an installed module: what is read there is read by a forward,
+/// and not by somebody who looks at the model.
+bool inside_call() noexcept;
+
+}  // namespace dynswap

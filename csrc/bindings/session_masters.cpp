@@ -1,0 +1,165 @@
+// Session: masters are the truth (Invariant 6). What they are, whether they have changed, and what was
+// written on handed-out tensors.
+#include <utility>
+
+#include "bindings/attribute.h"
+#include "bindings/glue.h"
+#include "bindings/handed_out.h"
+#include "bindings/session.h"
+
+namespace dynswap {
+
+void Session::classify(Weight& weight, PyObject* master_object, const Mappings& mappings) {
+  const at::Tensor& master = THPVariable_Unpack(master_object);
+  weight.state = MasterState::of(*master.unsafeGetTensorImpl());
+  weight.version = master.unsafeGetTensorImpl()->version_counter();
+  weight.wanted = weight.exact ? master.scalar_type() : wanted_type(master, dtype_);
+  weight.dressed = false;
+  weight.parts.clear();
+  const bool plain = THPVariable_CheckExact(master_object);
+  const bool lazy = !plain && PyObject_HasAttrString(master_object, "materialize") == 1;
+  // There is nothing to move yet. An empty buffer may be about to be resized in place, as observers do.
+  if (lazy || (!weight.parameter && master.numel() == 0)) {
+    weight.way = Weight::Way::as_is;
+    return;
+  }
+  const bool in_place = master.device() == device_ && master.scalar_type() == weight.wanted;
+  bool streams = plain;
+  if (!plain) {
+    const py::module_ subclasses = py::module_::import("dynswap_ext._subclasses");
+    const py::object names = subclasses.attr("inner_names")(py::handle(master_object));
+    if (!names.is_none()) {
+      weight.way = Weight::Way::wrapped;
+      for (const py::handle inner : names) {
+        const auto name = py::reinterpret_borrow<py::object>(inner);
+        const py::object tensor = py::handle(master_object).attr(name);
+        Weight& part = weight_of(tensor.ptr(), weight.name + "." + py::cast<std::string>(name),
+                                 /*parameter=*/false, mappings, /*exact=*/true);
+        ++part.holders;
+        weight.parts.emplace_back(name, &part);
+      }
+      return;
+    }
+    streams = subclasses.attr("adds_attributes_only")(py::handle(master_object)).cast<bool>();
+  }
+  if (streams && streamable(master) && scalar_of(weight.wanted) &&
+      (!in_place || mappings.find(master.const_data_ptr(), master.nbytes()))) {
+    const auto source = source_of(master, weight.wanted, weight.name, mappings);
+    if (!in_place || source->file) {
+      weight.way = Weight::Way::streamed;
+      weight.dressed = !plain;
+      weight.source = source;
+      weight.silent = SilentWrites(*source);
+      return;
+    }
+  }
+  weight.way = in_place ? Weight::Way::as_is : Weight::Way::converted;
+}
+
+void Session::master_changed(Weight& weight, PyObject* master_object) {
+  const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
+  const MasterState now = MasterState::of(master);
+  const bool same_place = weight.state.same_place(master);
+  const bool written = std::exchange(weight.state, now).version != now.version;
+  if (weight.way == Weight::Way::as_is && same_place) return;
+  forget_group(weight);
+  if (weight.way == Weight::Way::streamed && same_place) {
+    if (written) refetch(weight);
+    return;
+  }
+  by_master_[&master] = &weight;
+  classify(weight, master_object, Mappings::of_this_process());
+  if (weight.way != Weight::Way::streamed) return;
+  const SourcePtr old = weight.planned ? engine_->source(weight.id) : nullptr;
+  if (old && weight.source->count == old->count && weight.source->stored == old->stored &&
+      weight.source->wanted == old->wanted) {
+    refetch(weight);
+  } else {
+    weight.planned = false;
+    outdated_ = true;
+  }
+}
+
+void Session::forget_group(Weight& weight) {
+  if (!weight.planned) return weight.forget();
+  // They share one copy. Did the session go on keeping one of them, there would be no room for the next.
+  for (const WeightId id : engine_->companions(weight.id)) by_id_[id]->forget();
+}
+
+void Session::refetch(Weight& weight) {
+  forget_group(weight);
+  if (!weight.planned) return weight.note_master();
+  // An optimizer's step changes all masters of a group, which then travels once.
+  for (const WeightId id : engine_->companions(weight.id)) by_id_[id]->note_master();
+  engine_->update_source(weight.id, weight.source);
+}
+
+void Session::look_for_silent_writes() {
+  for (const auto& weight : weights_) {
+    if (weight->cached == nullptr) continue;
+    write_back(*weight);
+    if (weight->silent.look(*weight->source)) refetch(*weight);
+  }
+}
+
+void Session::write_back(Weight& weight) {
+  const auto alive = weight.latest_storage.lock();
+  HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
+  if (record == nullptr) return;
+  if (const auto written = record->write_back()) {
+    // The tensor that was written is the newest there is, so it stays the one to hand out.
+    weight.state.version = *written;
+    weight.silent.look(*weight.source);
+  }
+}
+
+Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* name) {
+  const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
+  if (weight.state.impl == &master) return weight;
+  // Another master. It may be one that is known (a tie was made), or this one may be another's too (a tie was
+  // broken); else it takes the old one's place in the plan.
+  const auto known = by_master_.find(&master);
+  if (known != by_master_.end() && known->second->state.same_place(master)) return *known->second;
+  return weight.holders > 1 ? late_weight(master_object, name, weight.parameter) : weight;
+}
+
+void Session::check(const py::object& module) {
+  for_entries(module, [this](const Entry& entry, PyObject* master) {
+    if (!entry.weight->state.same_place(*THPVariable_Unpack(master).unsafeGetTensorImpl())) outdated_ = true;
+  });
+}
+
+void Session::release(const py::object& module) {
+  for_entries(module, [this](const Entry& entry, PyObject*) {
+    write_back_whole(*entry.weight);
+    entry.weight->forget();
+    for (const auto& [name, part] : entry.weight->parts) part->forget();
+  });
+}
+
+void Session::flush_module(const py::object& module) {
+  for_entries(module, [this](const Entry& entry, PyObject*) { write_back_whole(*entry.weight); });
+}
+
+void Session::flush() {
+  for (const auto& weight : weights_) write_back(*weight);
+}
+
+void Session::write_back_whole(Weight& weight) {
+  write_back(weight);
+  for (const auto& [name, part] : weight.parts) write_back_whole(*part);
+}
+
+void Session::for_entries(const py::object& module,
+                          const std::function<void(const Entry&, PyObject*)>& use) const {
+  const py::object dict = module_dict(module.ptr());
+  ModuleState* const state = module_state(module.ptr(), dict.ptr());
+  if (state == nullptr) return;
+  for (const Entry& entry : *state->entries) {
+    PyObject* const master = find_in(
+        dict.ptr(), entry.parameter ? Names::get().parameters : Names::get().buffers, entry.name.ptr());
+    if (entry.weight != nullptr && master != nullptr && THPVariable_Check(master)) use(entry, master);
+  }
+}
+
+}  // namespace dynswap

@@ -1,0 +1,174 @@
+"""The copies that a session of the pure-Python provider has on the device, and how they go."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._exclusive import Exclusive
+from ._handout import Copy, Weight
+from ._state import STATE_KEY, name_in
+from ._untraced import untraced
+
+__all__ = ["Holdings"]
+
+
+class Holdings:
+    """What is on the device for one install, and who still has it. Thread-safe."""
+
+    def __init__(self, warn: Callable[[str], None]) -> None:
+        self._warn = warn
+        self._warned: set[str] = set()
+        self._closed = False
+        self._root: Callable[[], nn.Module | None] = lambda: None
+        # LOCK: guards everything below, and the counters, except the deques.
+        self._exclusive = Exclusive(self._settle_deaths)
+        # By the master's id. The modules' states own the weights, which own the residents' copies.
+        self._weights: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
+        self._held: dict[int, Copy] = {}
+        self._orphans: dict[int, Copy] = {}
+        self._bytes = 0
+        self._freed: deque[int] = deque()
+        self._deaths: deque[tuple[int, bool]] = deque()
+        _sessions.add(self)
+
+    def flush(self) -> None:
+        """What was written on handed-out tensors is in the masters when this returns."""
+        with self._exclusive:
+            self._settle_deaths()
+            self._find_lost()
+            self._sweep()
+            for copy in list(self._held.values()):
+                if copy.weight is not None and copy.current(copy.master):
+                    copy.write_back(copy.master)
+
+    def flush_module(self, module: nn.Module) -> None:
+        """Flush; what is held is little here, and not sorted by module."""
+        self.flush()
+
+    def release(self, module: nn.Module) -> None:
+        """Flush, and keep no resident's tensor, which is part of its master's graph."""
+        self.flush()
+        with self._exclusive:
+            for weight in module.__dict__[STATE_KEY].weights.values():
+                if weight.copy is not None and id(weight.copy) not in self._held:
+                    weight.copy = None
+
+    def _settle(self, key: int, aliased: bool) -> None:
+        """A handed-out tensor has died."""
+        copy = self._held.get(key)
+        if copy is None:
+            return
+        if aliased:
+            # `w.data`, `w.detach()`: the bytes can still be written, and with no version counter's trace.
+            copy.compare = True
+            self._orphans[key] = copy
+        if copy.handed is not None and copy.handed() is not None:
+            return  # handed out again since
+        copy.handed = None
+        if not aliased:
+            self._finish(copy)
+
+    def _sweep(self) -> None:
+        for copy in list(self._orphans.values()):
+            if copy.handed is None and not copy.aliased():
+                self._finish(copy)
+
+    def _finish(self, copy: Copy) -> None:
+        """Nobody can write the copy's bytes any more."""
+        self._held.pop(id(copy), None)
+        self._orphans.pop(id(copy), None)
+        weight = copy.weight
+        if weight is not None and copy.current(copy.master):
+            # The next access gets what the master has of it, which may be rounded.
+            weight.kept = not copy.write_back(copy.master) and weight.kept
+        elif copy.written():
+            self._warn_lost(copy.master)
+        copy.compare = False
+        if weight is not None:
+            self._drop(weight)
+
+    def _drop(self, weight: Weight) -> None:
+        """Let the copy go if nothing wants it to stay."""
+        if weight.copy is not None and not (weight.resident or weight.kept or id(weight.copy) in self._held):
+            weight.copy = None
+
+    def let_go(self, weight: Weight) -> None:
+        """The call that the weight's copy was kept for is over."""
+        with self._exclusive:
+            weight.kept = False
+            self._drop(weight)
+
+    def _find_lost(self) -> None:
+        """Settle deaths whose notice was lost: an interrupt can come in a weak reference's callback."""
+        for key, copy in list(self._held.items()):
+            if copy.handed is not None and copy.handed() is None:
+                self._settle(key, aliased=True)
+
+    def _held_bytes(self) -> int:
+        """Device bytes of all copies that exist."""
+        while self._freed:
+            self._bytes -= self._freed.popleft()
+        return self._bytes
+
+    def close(self) -> None:
+        """Let go of device memory, except what handed-out tensors hold; those can still be written."""
+        with self._exclusive:
+            self._closed = True
+            for weight in list(self._weights.values()):
+                weight.resident = weight.kept = False
+                self._drop(weight)
+
+    def _name(self, master: torch.Tensor) -> str:
+        root = self._root()
+        return "a weight" if root is None else name_in(root, master)
+
+    def _warn_lost(self, master: torch.Tensor) -> None:
+        self._warn_once(
+            "lost",
+            f"a tensor handed out from {self._name(master)} was written in place although its master had "
+            "changed since; the master stands, and what was written is dropped",
+        )
+
+    def _warn_once(self, kind: str, message: str) -> None:
+        if kind not in self._warned:
+            self._warned.add(kind)
+            self._warn(message)
+
+    def _settle_deaths(self) -> None:
+        while self._deaths:
+            self._settle(*self._deaths.popleft())
+
+    @staticmethod
+    @untraced
+    def _died(handed: Any) -> None:
+        session = handed.session()
+        if session is not None and not sys.is_finalizing():
+            session._on_death(handed.key)
+
+    def _on_death(self, key: int) -> None:
+        copy = self._held.get(key)
+        if copy is None:
+            return
+        self._deaths.append((key, copy.aliased_at_death()))
+        self._exclusive.settle_if_free()
+
+
+_sessions: weakref.WeakSet[Holdings] = weakref.WeakSet()
+
+
+def _renew_locks() -> None:
+    """In a forked child: no thread is left that could release a lock held at the fork."""
+    for session in list(_sessions):
+        session._exclusive.renew()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_renew_locks)
