@@ -49,10 +49,10 @@ def test_a_swap_that_fails_halfway(provider: Provider, monkeypatch: pytest.Monke
     before = trace(model)
     install = importlib.import_module("dynswap_ext.install")  # the package's `install` is the function
 
-    def fails(cls: type, attribute: type) -> type | None:
+    def fails(cls: type, attribute: type, dress: object) -> type | None:
         if cls is nn.Linear:
             raise MemoryError("no class for you")
-        return original(cls, attribute)
+        return original(cls, attribute, dress)
 
     original = install.swap_class
     monkeypatch.setattr(install, "swap_class", fails)

@@ -1,0 +1,115 @@
+"""A drop-in replacement for the `DynamicSwapInstaller` of FramePack and Forge.
+
+>>> from dynswap_ext.compat import DynamicSwapInstaller
+>>> DynamicSwapInstaller.install_model(model, device="cuda")  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from . import config
+from .errors import ConfigError
+from .install import Handle, _lock, install_with, uninstall
+
+__all__ = ["DynamicSwapInstaller"]
+
+_OPTIONS: Final = tuple(inspect.signature(config.resolve).parameters)
+
+
+class DynamicSwapInstaller:
+    """The classic's four calls, as callers know them; beneath them is :func:`dynswap_ext.install`.
+
+    While a module is installed through this class, and not through :func:`dynswap_ext.install`, its class's
+    ``__name__`` begins with ``DynamicSwap_`` (``__qualname__`` and ``__module__`` are the original's), and it
+    has an attribute ``forge_backup_original_class``: callers ask for both.
+    """
+
+    @staticmethod
+    def install_model(
+        model: nn.Module, target_device: torch.device | str | int | None = None, **kwargs: Any
+    ) -> Handle:
+        """Install the model, or give an installed one other settings.
+
+        Parameters
+        ----------
+        model : torch.nn.Module
+            Its weights stay where they are.
+        target_device : torch.device, str or int, optional
+            Where the model computes, as Forge calls it.
+        **kwargs
+            ``device``, as FramePack calls it, and every other option of :func:`dynswap_ext.install`.
+            ``non_blocking``, which the classic handed on to ``Tensor.to``, changes nothing: copies run ahead
+            anyway.
+
+        Returns
+        -------
+        Handle
+            The classic returns None; callers may ignore it.
+
+        Raises
+        ------
+        ConfigError
+            An option is unknown, or has a value that cannot be used. The model is as it was.
+        """
+        return _install(model, target_device, kwargs)
+
+    @staticmethod
+    def uninstall_model(model: nn.Module) -> None:
+        """Give every module of the tree its own class back, however it was installed."""
+        uninstall(model)
+
+    @staticmethod
+    def _install_module(
+        module: nn.Module, target_device: torch.device | str | int | None = None, **kwargs: Any
+    ) -> Handle:
+        """Install this module without its children: an install of its own, with its own budget."""
+        with _childless(module):
+            return _install(module, target_device, kwargs)
+
+    @staticmethod
+    def _uninstall_module(module: nn.Module) -> None:
+        """Uninstall this module; its children stay as they are."""
+        with _childless(module):
+            uninstall(module)
+
+
+def _install(
+    model: nn.Module, target_device: torch.device | str | int | None, given: dict[str, Any]
+) -> Handle:
+    options = {name: value for name, value in given.items() if name != "non_blocking"}
+    unknown = sorted(set(options).difference(_OPTIONS))
+    if unknown:
+        raise ConfigError(
+            f"DynamicSwapInstaller does not know {', '.join(map(repr, unknown))}; expected target_device or "
+            f"one of {', '.join(_OPTIONS)}"
+        )
+    if target_device is not None and options.setdefault("device", target_device) is not target_device:
+        raise ConfigError(
+            f"both target_device ({target_device!r}) and device ({options['device']!r}) are given; they are "
+            "two names of one option"
+        )
+    return install_with(model, config.resolve(**options), _dress)
+
+
+def _dress(original: type) -> tuple[str, dict[str, Any]]:
+    return f"DynamicSwap_{original.__name__}", {"forge_backup_original_class": original}
+
+
+@contextlib.contextmanager
+def _childless(module: nn.Module) -> Iterator[None]:
+    """Hide a module's children, so that what works on trees works on the module alone."""
+    with _lock:  # or another thread's install would find none either
+        held = vars(module)
+        children = held["_modules"]
+        held["_modules"] = {}
+        try:
+            yield
+        finally:
+            held["_modules"] = children
