@@ -1,0 +1,269 @@
+"""Modes of torch that a caller sets around an installed model's call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_gradients_as_moved, assert_moved, assert_same_training_step, total
+from torch import nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode
+
+from conftest import Provider
+from dynswap_ext import testing
+from sample_models import TinyTransformer, mlp
+
+Mode = Callable[[], AbstractContextManager[Any]]
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+@contextmanager
+def deterministic() -> Iterator[None]:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+class Counted(TorchDispatchMode):
+    """A mode of the caller's own."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+MODES: dict[str, Mode] = {
+    "default device meta": lambda: torch.device("meta"),
+    "default dtype float64": lambda: default_dtype(torch.float64),
+    "default dtype bfloat16": lambda: default_dtype(torch.bfloat16),
+    "deterministic": deterministic,
+    "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=True),
+    "save on cpu": save_on_cpu,
+    "no saved-tensor hooks": lambda: disable_saved_tensors_hooks("not here"),
+    "dispatch mode": Counted,
+    "no multithreading": lambda: torch.autograd.set_multithreading_enabled(False),
+    "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("around", ["forward", "forward and backward", "install"])
+def test_outputs_and_gradients(provider: Provider, mode: str, around: str) -> None:
+    model = mlp(layers=2)
+    moved = testing.moved(model, provider.device, torch.float64)
+    x = provider.randn(3, 16)
+    if around == "install":
+        with MODES[mode]():
+            handle = provider.install(model, dtype=torch.float64)
+        assert_same_training_step(model, moved, lambda m: m(x))
+    else:
+        handle = provider.install(model, dtype=torch.float64)
+        losses = []
+        for m in (model, moved):
+            with MODES[mode]():
+                y = m(x)
+                losses.append((y, y.square().sum()))
+                if around == "forward and backward":
+                    losses[-1][1].backward()
+            if around == "forward":
+                losses[-1][1].backward()
+        testing.assert_bit_equal(losses[0], losses[1], "output")
+        assert_gradients_as_moved(model, moved)
+    assert_moved(handle, model)
+
+
+@pytest.mark.parametrize("training", [False, True], ids=["no grad", "grad"])
+@pytest.mark.parametrize("cache", [True, False], ids=["cached casts", "uncached"])
+def test_autocast(provider: Provider, training: bool, cache: bool) -> None:
+    # Masters in half precision, as on the CPU the same dtype would be handed out itself.
+    model = TinyTransformer().half()
+    moved, handle = provider.pair(model, torch.float32)
+    tokens = torch.arange(12).reshape(2, 6).to(provider.device)
+    for _ in range(2):
+        outputs = []
+        for m in (model, moved):
+            m.zero_grad()
+            with (
+                torch.set_grad_enabled(training),
+                torch.autocast(provider.device.type, torch.bfloat16, cache_enabled=cache),
+            ):
+                outputs.append(m(tokens))
+        assert outputs[0].dtype == torch.bfloat16
+        testing.assert_bit_equal(outputs[0], outputs[1], "output")
+        if training:
+            for y in outputs:
+                total(y.float()).backward()
+            for name, p in moved.named_parameters():
+                grad = dict(model.named_parameters())[name].grad
+                assert grad.dtype == torch.float16
+                torch.testing.assert_close(
+                    grad, p.grad.half().to(grad.device), rtol=1e-2, atol=1e-2, msg=name
+                )
+    assert_moved(handle, model)
+
+
+def test_gradients_under_autocast_to_the_bit(provider: Provider) -> None:
+    model = mlp(layers=2).half()
+    moved, handle = provider.pair(model, torch.float32)
+    x = provider.randn(3, 16, dtype=torch.float32)
+
+    def run(m: nn.Module) -> torch.Tensor:
+        with torch.autocast(provider.device.type, torch.bfloat16):
+            return m(x)
+
+    assert_same_training_step(model, moved, run)
+    assert_moved(handle, model)
+
+
+def test_inference_mode_and_training_in_turn(provider: Provider) -> None:
+    model = mlp(layers=2)
+    moved, handle = provider.pair(model, budget="1GiB")
+    x = provider.randn(3, 16)
+    for _ in range(2):
+        with torch.inference_mode():
+            y, expected = model(x), moved(x)
+            assert y.is_inference()
+            testing.assert_bit_equal(y, expected, "output in inference mode")
+            with torch.inference_mode(False):
+                inner = [m(x) for m in (model, moved)]
+        testing.assert_bit_equal(inner[0], inner[1], "output in the mode left for a while")
+        for m, z in zip((model, moved), inner, strict=True):
+            m.zero_grad()
+            z.square().sum().backward()
+        assert_gradients_as_moved(model, moved)
+        assert_same_training_step(model, moved, lambda m: m(x))
+    assert_moved(handle, model)
+
+
+def test_installed_in_inference_mode(provider: Provider) -> None:
+    model = mlp(layers=2)
+    moved = testing.moved(model, provider.device, torch.float64)
+    with torch.inference_mode():
+        handle = provider.install(model, dtype=torch.float64, budget="1GiB")
+        testing.assert_bit_equal(model(provider.randn(3, 16)), moved(provider.randn(3, 16)), "output")
+    x = provider.randn(3, 16)
+    assert_same_training_step(model, moved, lambda m: m(x))
+    assert_moved(handle, model)
+
+
+def test_grad_mode_changed_in_the_forward(provider: Provider) -> None:
+    class Half(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.frozen, self.trained = nn.Linear(16, 16), nn.Linear(16, 16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                x = self.frozen(x)
+            with torch.set_grad_enabled(True):
+                return self.trained(x)
+
+    model = Half()
+    moved, handle = provider.pair(model)
+    x = provider.randn(3, 16)
+    assert_same_training_step(model, moved, lambda m: m(x))
+    assert model.frozen.get_parameter("weight").grad is None
+    with torch.no_grad():
+        assert_same_training_step(model, moved, lambda m: _with_grad(m, x))
+    assert_moved(handle, model)
+
+
+def _with_grad(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    with torch.enable_grad():
+        return model(x)
+
+
+def test_anomaly_mode_finds_a_nan(provider: Provider) -> None:
+    class Root(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return (super().forward(x) * 0).sqrt() * 0
+
+    model = Root(16, 16)
+    _, handle = provider.pair(model)
+    with (
+        pytest.warns(UserWarning, match="Anomaly Detection"),
+        torch.autograd.detect_anomaly(),
+        pytest.raises(RuntimeError, match="returned nan values"),
+    ):
+        model(provider.randn(3, 16)).sum().backward()
+    testing.assert_nothing_held(handle)
+
+
+class Packed:
+    """Hooks of the caller's own, which note the activations: what is as many rows as the input."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self.packed: list[tuple[int, ...]] = []
+        self.unpacked: list[tuple[int, ...]] = []
+
+    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() and tensor.shape[0] == self.rows:
+            self.packed.append(tuple(tensor.shape))
+        return tensor.detach() * 1
+
+    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.dim() and tensor.shape[0] == self.rows:
+            self.unpacked.append(tuple(tensor.shape))
+        return tensor
+
+
+def test_the_callers_hooks_get_the_activations(provider: Provider) -> None:
+    model = mlp()
+    moved, handle = provider.pair(model)
+    x = provider.randn(5, 16)
+    seen = []
+    for m in (model, moved):
+        hooks = Packed(rows=5)
+        with saved_tensors_hooks(hooks.pack, hooks.unpack):
+            y = m(x)
+        total(y).backward()
+        seen.append((hooks.packed, hooks.unpacked))
+    assert seen[0] == seen[1]
+    assert seen[1][0]
+    assert_gradients_as_moved(model, moved)
+    assert_moved(handle, model)
+
+
+def test_hooks_that_a_forward_sets_itself(provider: Provider) -> None:
+    class Offloaded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = mlp(layers=2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with save_on_cpu():
+                return self.inner(x)
+
+    model = Offloaded()
+    moved, handle = provider.pair(model)
+    x = provider.randn(3, 16)
+    assert_same_training_step(model, moved, lambda m: m(x))
+    assert_moved(handle, model)
+
+
+def test_operations_are_counted_as_in_the_moved_model(provider: Provider) -> None:
+    model = mlp(layers=2)
+    moved, _ = provider.pair(model)
+    counts = []
+    for m in (model, moved):
+        with FlopCounterMode(display=False) as counter:
+            m(provider.randn(3, 16)).sum().backward()
+        counts.append(counter.get_total_flops())
+    assert counts[0] == counts[1] > 0
