@@ -1,0 +1,339 @@
+"""A training step of a model on disk under a budget: LoRA and full, beside the ways that others have.
+
+A decoder whose masters are mapped from a safetensors file, on the CPU, each contender in its own process:
+
+resident      All weights in RAM.
+dynswap       Installed with a budget; the native provider, and pure Python.
+classic hook  Each attribute read converts the weight anew. Its gradients go to copies that nobody keeps.
+accelerate    cpu_offload with the masters in RAM, and disk_offload; diffusers' group offload.
+RamTorch      Its Linear in place of torch's.
+
+A step is forward and backward over one input; then the trained weights' gradients are compared with the
+resident model's and let go. LoRA trains a low-rank pair beside each matrix, and streams the frozen matrices
+twice: forward and backward. A full step needs room for every gradient, too. Bytes moved a step stand beside
+the least: what does not fit the budget, twice. A contender that cannot run says why in its row; the peers
+come with `pip install accelerate diffusers ramtorch`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import dynswap_ext
+from common import Record, native_available, parser
+from dynswap_ext import checkpoint
+from dynswap_ext.demo.files import Watcher, cache_folder, checkpoint_file
+from dynswap_ext.demo.hook import install_hook
+from dynswap_ext.demo.measure import MemoryMeter, drop_file_cache
+from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
+from dynswap_ext.demo.units import parse_size
+
+NATIVE, PYTHON, RESIDENT = "dynswap", "dynswap in pure Python", "resident"
+#: What stands in a contender's row beside its figures.
+NOTES = {
+    "classic hook": "its gradients go to copies that nobody keeps; the masters get none, without an error",
+    "accelerate cpu_offload": "its hooks put copies in the parameters' places for the forward alone",
+    "diffusers group offload": "on the CPU alone it moves nothing: all weights are in RAM",
+    "accelerate disk_offload": "its hooks put copies in the parameters' places for the forward alone",
+}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process does."""
+
+    way: str
+    task: str
+    checkpoint: str
+    config: dict[str, int]
+    budget: int
+    prefetch: int
+    tokens: int
+    steps: int
+    rank: int
+    gradients: str
+
+
+@dataclass
+class Row:
+    """What a process measured, or why it could not."""
+
+    seconds: list[float] = field(default_factory=list)
+    peak_bytes: int | None = None
+    failure: str = ""
+    stats: dict[str, Any] = field(default_factory=dict)
+
+
+class LowRank(nn.Module):
+    """A frozen matrix and a trained pair beside it."""
+
+    def __init__(self, base: nn.Linear, rank: int) -> None:
+        super().__init__()
+        self.base = base
+        self.down = nn.Parameter(torch.randn(rank, base.in_features) / base.in_features**0.5)
+        self.up = nn.Parameter(torch.randn(base.out_features, rank) / rank**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.base(x) + x @ self.down.t() @ self.up.t()
+        return y
+
+
+def add_low_rank(model: nn.Module, rank: int) -> None:
+    model.requires_grad_(False)
+    torch.manual_seed(0)
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if type(child) is nn.Linear and name != "head":  # that one is the embedding's
+                setattr(module, name, LowRank(child, rank))
+
+
+def make_resident(model: nn.Module, path: Path) -> None:
+    for tensor in (*model.parameters(), *model.buffers()):
+        tensor.data = tensor.data.clone()
+    drop_file_cache(path)
+
+
+def prepare(job: Job, model: nn.Module) -> tuple[nn.Module, Any]:
+    """The model as the contender runs it, and dynswap's handle."""
+    path, device = Path(job.checkpoint), torch.device("cpu")
+    if job.way in (NATIVE, PYTHON):
+        backend = "native" if job.way == NATIVE else "python"
+        return model, dynswap_ext.install(
+            model, device=device, budget=job.budget, prefetch=job.prefetch, backend=backend
+        )
+    if job.way == "accelerate disk_offload":
+        from accelerate import disk_offload
+
+        folder = Path(job.gradients).with_suffix("")
+        disk_offload(model, str(folder), execution_device=device, offload_buffers=True)
+        return model, None
+    if job.way == "classic hook":
+        # With `device` alone it hands out the mapping itself on the CPU; a copy is what it makes elsewhere.
+        install_hook(model, device=device, copy=True)
+        return model, None
+    make_resident(model, path)
+    if job.way == "accelerate cpu_offload":
+        from accelerate import cpu_offload
+
+        cpu_offload(model, execution_device=device, offload_buffers=True)
+    elif job.way == "diffusers group offload":
+        from diffusers.hooks import apply_group_offloading
+
+        apply_group_offloading(model, onload_device=device, offload_device=device, offload_type="leaf_level")
+    elif job.way == "RamTorch":
+        from ramtorch.helpers import replace_linear_with_ramtorch
+
+        model = replace_linear_with_ramtorch(model, device="cpu")
+    return model, None
+
+
+def run(job: Job) -> Row:
+    """One process's work."""
+    config = DecoderConfig(**job.config)
+    path = Path(job.checkpoint)
+    model: nn.Module = checkpoint.load(lambda: Decoder(config), path)
+    if job.task == "lora":
+        add_low_rank(model, job.rank)
+    names = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    drop_file_cache(path)
+    memory = MemoryMeter()
+    model, handle = prepare(job, model)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(config.vocabulary, (1, job.tokens), generator=generator)
+    row = Row()
+    before: dict[str, Any] = {}
+    for number in range(job.steps + 2):
+        for master in names.values():
+            master.grad = None
+        if number == 2:  # the first step learns the order, the second begins with a full ring
+            before = dataclasses.asdict(handle.stats()) if handle else {}
+        if job.way != RESIDENT:
+            drop_file_cache(path)
+        start = time.perf_counter()
+        loss = functional.cross_entropy(model(tokens).float(), tokens[:, -1])
+        loss.backward()
+        seconds = time.perf_counter() - start
+        del loss
+        if number >= 2:
+            row.seconds.append(seconds)
+    row.peak_bytes = memory.peak_growth()
+    if handle:
+        row.stats = dataclasses.asdict(handle.stats())
+        row.stats["bytes_moved_per_step"] = (row.stats["bytes_moved"] - before["bytes_moved"]) / job.steps
+    current = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    gradients = {name: master.grad for name, master in names.items()}
+    if all(grad is None for grad in gradients.values()) and set(current) == set(names):
+        gradients = {name: p.grad for name, p in current.items()}  # a peer may have put others in their place
+    torch.save({name: grad for name, grad in gradients.items() if grad is not None}, job.gradients)
+    return row
+
+
+def run_apart(job: Job) -> Row:
+    """Run the job in a process of its own."""
+    command = [sys.executable, __file__, "--job", json.dumps(dataclasses.asdict(job))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
+    if done.returncode == 0:
+        return Row(**json.loads(done.stdout.splitlines()[-1]))
+    lines = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
+    return Row(failure=lines[-1][:300])
+
+
+def compare(path: Path, expected_path: Path) -> str:
+    """What the gradients are, in words."""
+    expected = torch.load(expected_path, weights_only=True)
+    actual = torch.load(path, weights_only=True)
+    missing = len(expected) - len(set(actual) & set(expected))
+    if missing:
+        return f"wrong: {missing} of {len(expected)} masters have none"
+    if all(torch.equal(actual[name], grad) for name, grad in expected.items()):
+        return "equal to the bit"
+    worst = max(
+        float((actual[name] - grad).norm() / grad.norm().clamp_min(1e-30)) for name, grad in expected.items()
+    )
+    return f"within {worst:.1e}" if worst < 1e-4 else f"wrong: off by {worst:.1e} of their norm"
+
+
+def least_bytes(model_bytes: int, budget: int) -> int:
+    """No step can move less: what has no room stays, at best, from forward's end for backward's begin."""
+    return 2 * max(0, model_bytes - budget)
+
+
+def describe(row: dict[str, Any], least: int) -> str:
+    moved = row["stats"].get("bytes_moved_per_step")
+    return (
+        f"{statistics.median(row['seconds']):7.3f} s a step ({row['ratio_to_resident']:.2f} x resident), "
+        f"peak RSS {(row['peak_bytes'] or 0) / 2**20:.0f} MiB, "
+        f"moved {'-' if moved is None else f'{moved / 2**20:.0f} MiB'} (least {least / 2**20:.0f}), "
+        f"gradients {row['gradients']}"
+    )
+
+
+CONTENDERS = (
+    RESIDENT,
+    NATIVE,
+    PYTHON,
+    "classic hook",
+    "accelerate cpu_offload",
+    "accelerate disk_offload",
+    "diffusers group offload",
+    "RamTorch",
+)
+
+
+class Bench:
+    """Runs every contender for a task and keeps the rows."""
+
+    def __init__(self, record: Record, job: Job, contenders: list[str], scratch: Path) -> None:
+        self._record, self._job, self._contenders, self._scratch = record, job, contenders, scratch
+
+    def run(self, task: str, model_bytes: int) -> None:
+        rows: dict[str, Any] = self._record.figures.setdefault(task, {})
+        least = least_bytes(model_bytes, self._job.budget)
+
+        def files(way: str) -> Path:
+            return self._scratch / f"{task}-{way.replace(' ', '_')}.pt"
+
+        for way in self._contenders:
+            job = dataclasses.replace(self._job, way=way, task=task, gradients=str(files(way)))
+            row = run_apart(job)
+            shown = rows[way] = dataclasses.asdict(row)
+            if row.failure:
+                shown["gradients"] = "-"
+                print(f"{task:<5} {way:<24} cannot run: {row.failure}", flush=True)
+                continue
+            shown["gradients"] = compare(files(way), files(RESIDENT))
+            if way in NOTES:
+                shown["note"] = NOTES[way]
+            shown["least_bytes_per_step"] = least
+            shown["ratio_to_resident"] = statistics.median(row.seconds) / statistics.median(
+                rows[RESIDENT]["seconds"]
+            )
+            print(f"{task:<5} {way:<24} {describe(shown, least)}", flush=True)
+        self._bars(task, rows, least)
+
+    def _bars(self, task: str, rows: dict[str, Any], least: int) -> None:
+        way = NATIVE if NATIVE in rows else PYTHON
+        mine = rows[way]
+        if mine["failure"]:
+            self._record.bar(f"{task}: {way} runs", 0, at_least=1)
+            return
+        record = self._record
+        record.bar(f"{task}: time of a step / resident", mine["ratio_to_resident"])
+        record.bar(f"{task}: gradients are right", "wrong" not in mine["gradients"], at_least=1)
+        record.bar(f"{task}: bytes beyond the budget", mine["stats"]["overflow_bytes"], at_most=0)
+        record.bar(
+            f"{task}: engine's peak / budget", mine["stats"]["peak_bytes"] / self._job.budget, at_most=1
+        )
+        if least and way == NATIVE:
+            record.bar(
+                f"{task}: bytes moved a step / the least", mine["stats"]["bytes_moved_per_step"] / least
+            )
+        for name, row in rows.items():
+            if name in (RESIDENT, NATIVE, PYTHON) or row["failure"] or "wrong" in row["gradients"]:
+                continue
+            ratio = statistics.median(row["seconds"]) / statistics.median(mine["seconds"])
+            record.bar(f"{task}: time of {name} / {way}", ratio)
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--size", default="240MB")
+    options.add_argument("--budget", default="60MB")
+    options.add_argument("--prefetch", type=int, default=2)
+    options.add_argument("--tokens", type=int, default=64)
+    options.add_argument("--steps", type=int, default=3)
+    options.add_argument("--rank", type=int, default=8)
+    options.add_argument("--only", help="contenders, with commas between them; the resident always runs")
+    options.add_argument("--folder", type=Path, default=cache_folder(), help="on the disk to be measured")
+    options.add_argument("--job", help="used between the processes")
+    given = options.parse_args()
+    if given.job:
+        print(json.dumps(dataclasses.asdict(run(Job(**json.loads(given.job))))))
+        return 0
+    if given.tiny:
+        given.size, given.budget, given.tokens, given.steps = "6MB", "2MB", 8, 1
+    record = Record("train", given.tiny)
+    config = config_for(parse_size(given.size), torch.float32)
+    wanted = given.only.split(",") if given.only else list(CONTENDERS)
+    contenders = [way for way in CONTENDERS if way == RESIDENT or way in wanted]
+    if not native_available():
+        contenders.remove(NATIVE)
+    with (
+        checkpoint_file(given.folder, config, torch.float32, Watcher(), keep=False) as path,
+        tempfile.TemporaryDirectory(dir=given.folder) as scratch,
+    ):
+        job = Job(
+            way="",
+            task="",
+            checkpoint=str(path),
+            config=dataclasses.asdict(config),
+            budget=parse_size(given.budget),
+            prefetch=given.prefetch,
+            tokens=given.tokens,
+            steps=given.steps,
+            rank=given.rank,
+            gradients="",
+        )
+        bench = Bench(record, job, contenders, Path(scratch))
+        record.figures["model_bytes"], record.figures["budget"] = config.parameters * 4, job.budget
+        for task in ("lora", "full"):
+            bench.run(task, config.parameters * 4)
+    return record.finish(given.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
