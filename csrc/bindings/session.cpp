@@ -187,7 +187,7 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
       ++beside_.copies;
       beside_.bytes_moved += master.nbytes();
     }
-    weight.remember(copy);
+    remember(weight, copy);
     return wrap(weight, copy);
   }
   return hand_out(weight, master);
@@ -206,12 +206,21 @@ PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
   PyObject* const object = wrap(weight, tensor);
   // The master may have changed while other threads could run: then this is the last that sees the old one.
   if (weight.forgotten != forgotten) return object;
-  weight.remember(tensor);
+  remember(weight, tensor);
   if (engine_->resident(weight.id) && weight.cached == nullptr) {
     weight.cached = Py_NewRef(object);
     weight.cached_stream = stream_id();
   }
   return object;
+}
+
+void Session::remember(Weight& weight, const at::Tensor& handed_out) {
+  weight.remember(handed_out);
+  constexpr std::size_t kMany = 4;
+  if (recent_.size() >= kMany) std::erase_if(recent_, [](Weight* other) { return other->let_go_if_dead(); });
+  // A graph, or residents, may keep as many alive: those are not looked at again.
+  if (recent_.size() >= kMany) recent_.clear();
+  recent_.push_back(&weight);
 }
 
 at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::thread::id reader) {

@@ -112,6 +112,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void master_changed(Weight& weight, PyObject* master);
   void refetch(Weight& weight);
   void forget_group(Weight& weight);
+  void remember(Weight& weight, const at::Tensor& handed_out);
   void write_back_whole(Weight& weight);  ///< and the parts of a wrapper
   void for_entries(const py::object& module,
                    const std::function<void(const Entry&, PyObject* master)>& use) const;
@@ -137,6 +138,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::unordered_map<const c10::TensorImpl*, Weight*> by_master_;
   std::vector<Weight*> by_id_;                       ///< by the engine's WeightId
   std::vector<std::unique_ptr<Weight>> superseded_;  ///< of earlier plans: graphs may refer to them
+  std::vector<Weight*> recent_;                      ///< whose latest tensors were alive when last looked at
   Stats beside_;                                     ///< counted by earlier plans, and without an engine
   std::size_t modules_ = 0;
   bool streams_any_ = false;  ///< some weight is not resident

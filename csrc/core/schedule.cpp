@@ -1,6 +1,7 @@
 #include "core/schedule.h"
 
 #include <algorithm>
+#include <bit>
 
 namespace dynswap {
 
@@ -26,11 +27,51 @@ std::uint64_t Schedule::Cursor::key(std::size_t length) const noexcept {
   return key;
 }
 
+void Schedule::Runs::reserve(std::size_t runs) {
+  if (2 * runs <= entries_.size()) return;
+  std::vector<Entry> old(std::bit_ceil(std::max<std::size_t>(2 * runs, 16)));
+  old.swap(entries_);
+  for (const Entry& entry : old) {
+    if (entry.used) entries_[place_of(entry.key)] = entry;
+  }
+}
+
+std::size_t Schedule::Runs::place_of(std::uint64_t key) const noexcept {
+  const std::size_t mask = entries_.size() - 1;
+  std::size_t place = key & mask;  // keys are hashes already
+  while (entries_[place].used && entries_[place].key != key) place = (place + 1) & mask;
+  return place;
+}
+
+const Schedule::Successor* Schedule::Runs::find(std::uint64_t key) const noexcept {
+  if (entries_.empty()) return nullptr;
+  const Entry& entry = entries_[place_of(key)];
+  return entry.used ? &entry.successor : nullptr;
+}
+
+std::pair<Schedule::Successor*, bool> Schedule::Runs::try_emplace(std::uint64_t key, Group next) {
+  reserve(size_ + 1);
+  Entry& entry = entries_[place_of(key)];
+  const bool is_new = !entry.used;
+  if (is_new) {
+    entry = {key, {next, false}, true};
+    ++size_;
+  }
+  return {&entry.successor, is_new};
+}
+
+void Schedule::Runs::clear() noexcept {
+  std::fill(entries_.begin(), entries_.end(), Entry());
+  size_ = 0;
+}
+
 void Schedule::prime(const std::vector<Group>& order) {
+  // Room for a forward and a backward pass.
+  for (Runs& runs : runs_) runs.reserve(std::min(4 * order.size(), kMostRuns));
   for (std::size_t i = 0; i < order.size() && order.size() > 1; ++i) {
     Cursor cursor;
     cursor.push(order[i]);
-    runs_.back().insert_or_assign(cursor.key(1), Successor{order[(i + 1) % order.size()], false});
+    *runs_.back().try_emplace(cursor.key(1), 0).first = {order[(i + 1) % order.size()], false};
   }
 }
 
@@ -39,8 +80,8 @@ bool Schedule::observe(Cursor& cursor, Group group) {
   for (std::size_t i = 0; i < kLengths.size(); ++i) {
     if (cursor.size_ < kLengths[i]) continue;
     if (runs_[i].size() >= kMostRuns) runs_[i].clear();
-    const auto [entry, is_new] = runs_[i].try_emplace(cursor.key(kLengths[i]), Successor{group, false});
-    Successor& successor = entry->second;
+    const auto [known, is_new] = runs_[i].try_emplace(cursor.key(kLengths[i]), group);
+    Successor& successor = *known;
     if (is_new) continue;
     if (successor.next == group) {
       successor.confirmed = true;
@@ -57,10 +98,10 @@ bool Schedule::observe(Cursor& cursor, Group group) {
 std::optional<Schedule::Group> Schedule::advance(Cursor& cursor) const {
   for (std::size_t i = 0; i < kLengths.size(); ++i) {
     if (cursor.size_ < kLengths[i]) continue;
-    const auto entry = runs_[i].find(cursor.key(kLengths[i]));
-    if (entry == runs_[i].end()) continue;
-    cursor.push(entry->second.next);
-    return entry->second.next;
+    const Successor* const successor = runs_[i].find(cursor.key(kLengths[i]));
+    if (successor == nullptr) continue;
+    cursor.push(successor->next);
+    return successor->next;
   }
   return std::nullopt;
 }

@@ -5,7 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <optional>
-#include <unordered_map>
+#include <utility>
 #include <vector>
 
 namespace dynswap {
@@ -53,10 +53,32 @@ class Schedule {
   static constexpr std::size_t kMostRuns = 1u << 16;  ///< a table; random orders must not grow it for ever
 
   struct Successor {
-    Group next;
-    bool confirmed;
+    Group next = 0;
+    bool confirmed = false;
   };
-  std::array<std::unordered_map<std::uint64_t, Successor>, kLengths.size()> runs_;
+
+  /// What followed which run. Open addressing in one block of memory, which grows by doubling: see Note
+  /// [Small blocks pin large holes].
+  class Runs {
+   public:
+    void reserve(std::size_t runs);
+    const Successor* find(std::uint64_t key) const noexcept;
+    /// The run's successor, and whether it is new (then it is `next`).
+    std::pair<Successor*, bool> try_emplace(std::uint64_t key, Group next);
+    std::size_t size() const noexcept { return size_; }
+    void clear() noexcept;
+
+   private:
+    struct Entry {
+      std::uint64_t key = 0;
+      Successor successor;
+      bool used = false;
+    };
+    std::size_t place_of(std::uint64_t key) const noexcept;  ///< where it is, or would go
+    std::vector<Entry> entries_;                             ///< a power of two, at most half of them used
+    std::size_t size_ = 0;
+  };
+  std::array<Runs, kLengths.size()> runs_;
 };
 
 }  // namespace dynswap
