@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include <cstring>
+#include <stdexcept>
 #include <utility>
 
 #include "bindings/plain_torch.h"
@@ -13,6 +14,19 @@ namespace dynswap {
 namespace {
 
 void delete_record(void* context) { delete static_cast<HandedOut*>(context); }
+
+/// A tensor that a forward has been handed. `.data = t` would give it other bytes and the master none: that
+/// is refused, as it would be lost. (Outside a forward there is an alias, dynswap_ext/_outside.py, which
+/// knows the master.)
+class HandedOutImpl final : public c10::TensorImpl {
+ public:
+  using c10::TensorImpl::TensorImpl;
+  void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>&) override {
+    throw std::runtime_error(
+        "`.data = t` on a weight of an installed model, inside a forward, would be lost: the tensor is the "
+        "forward's own. Write in place (`.data.copy_(t)`), or assign outside the forward");
+  }
+};
 
 }  // namespace
 
@@ -53,7 +67,7 @@ at::Tensor HandedOut::finish(std::unique_ptr<HandedOut> record, const at::Tensor
   const c10::DispatchKeySet keys(
       c10::computeDispatchKey(self->options_.dtype().toScalarType(), at::kStrided, device));
   at::Tensor tensor =
-      at::detail::make_tensor<c10::TensorImpl>(std::move(storage), keys, self->options_.dtype());
+      at::detail::make_tensor<HandedOutImpl>(std::move(storage), keys, self->options_.dtype());
   tensor.unsafeGetTensorImpl()->set_sizes_and_strides(master.sizes(), master.strides());
   self->version_ = tensor.unsafeGetTensorImpl()->version_counter();
   self->seen_version_ = self->version_.current_version();
