@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from ._handout import Copy, Weight, copy_of, detached
+from ._handout import Copy, Weight, copy_of, detached, storage_address
 from ._state import session_of
 from ._traced import let_go
 from ._untraced import untraced
@@ -164,7 +164,7 @@ def _over(inner_pack: Any, inner_unpack: Any) -> tuple[Callable[..., Any], Calla
             return packed[0].unpack()
         tensor: torch.Tensor = inner_unpack(packed)
         # Saved whole in the forward pass, a stand-in when it was computed again.
-        _, saved = _stand_ins.get(_storage(tensor), (None, None))
+        _, saved = _stand_ins.get(storage_address(tensor), (None, None))
         return tensor if saved is None else saved.unpack()
 
     return pack, unpack
@@ -182,15 +182,9 @@ def _stand_in_for(tensor: torch.Tensor, saved: _SavedWeight) -> torch.Tensor:
         # Were it ever computed with, that should show.
         value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
         one = torch.full((1,), value, dtype=tensor.dtype, device=tensor.device)
-    _stand_ins[_storage(one)] = StorageWeakRef(one.untyped_storage()), saved  # type: ignore[no-untyped-call]
+    storage = StorageWeakRef(one.untyped_storage())  # type: ignore[no-untyped-call]
+    _stand_ins[storage_address(one)] = storage, saved
     return one.expand(tensor.shape)
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # it has none
-        return 0
 
 
 def _innermost() -> Any:

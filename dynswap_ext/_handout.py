@@ -22,7 +22,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 if TYPE_CHECKING:
     from ._fallback import Session
 
-__all__ = ["Copy", "Place", "Weight", "bits", "copy_of", "detached", "has_tangent"]
+__all__ = ["Copy", "Place", "Weight", "bits", "copy_of", "detached", "has_tangent", "storage_address"]
 
 Death = Callable[["Handed"], None]
 
@@ -121,7 +121,7 @@ class Copy:
         #: Whether writes may have happened that no version counter shows.
         self.compare = False
         self.note(master)
-        _copies[self.data.untyped_storage()._cdata] = self
+        _copies[storage_address(self.data)] = self
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # never made: out of memory
@@ -264,12 +264,17 @@ def copy_of(tensor: torch.Tensor) -> Copy | None:
     """The copy whose bytes a tensor, or a view, shows."""
     if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
         return None
-    try:
-        copy = _copies.get(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):  # it has none
-        return None
+    copy = _copies.get(storage_address(tensor))
     # A copy may be gone, and its storage's address another's.
     return copy if copy is not None and tensor.dtype == copy.data.dtype else None
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """What tells a tensor's storage from others that are alive; 0 if it has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return 0
 
 
 #: By the address of their storage, which lives as long as they do.

@@ -8,7 +8,6 @@ an access gives an alias of that tensor, of the class below.
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import weakref
 from collections.abc import Callable
@@ -209,6 +208,6 @@ def _as_master(value: torch.Tensor, handed_out: torch.Tensor, master: torch.Tens
 
 
 def _plain_copy(tensor: HandedOut) -> torch.Tensor:
-    with torch.inference_mode(False), contextlib.nullcontext():
+    with torch.inference_mode(False):
         values = _plain.detach(tensor).clone()
     return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values

@@ -26,9 +26,15 @@ def _no_global_hook_is_left() -> Iterator[None]:
     assert not module_globals._has_any_global_hook()
 
 
-def pair_with(provider: Provider, *, before: bool, hook: Callable[[nn.Module, Seen], None]) -> Any:
+def pair_with(
+    provider: Provider,
+    *,
+    before: bool,
+    hook: Callable[[nn.Module, Seen], None],
+    make: Callable[[], nn.Module] = lambda: mlp(layers=2),
+) -> Any:
     """An installed and a moved model, hooked before or after the install, and what their hooks saw."""
-    model = mlp(layers=2)
+    model = make()
     moved = testing.moved(model, provider.device, torch.float64)
     seen: list[Seen] = [[], []]
     if before:
@@ -80,10 +86,6 @@ def test_hooks_with_keyword_arguments_and_in_front(provider: Provider, before: b
         def forward(self, x: torch.Tensor, *, by: float = 1.0) -> torch.Tensor:
             return super().forward(x) * by
 
-    model = Scaled(8, 8)
-    moved = testing.moved(model, provider.device, torch.float64)
-    seen: list[Seen] = [[], []]
-
     def hook(m: nn.Module, found: Seen) -> None:
         def pre(module: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
             found.append(("pre", sorted(kwargs)))
@@ -96,12 +98,7 @@ def test_hooks_with_keyword_arguments_and_in_front(provider: Provider, before: b
         m.register_forward_pre_hook(pre, with_kwargs=True, prepend=True)
         m.register_forward_hook(post, with_kwargs=True)
 
-    if before:
-        hook(model, seen[0])
-    handle = provider.install(model, dtype=torch.float64)
-    if not before:
-        hook(model, seen[0])
-    hook(moved, seen[1])
+    model, moved, seen, handle = pair_with(provider, before=before, hook=hook, make=lambda: Scaled(8, 8))
     x = provider.randn(3, 8)
     testing.assert_bit_equal(model(x, by=3.0), moved(x, by=3.0), "output")
     assert seen[0] == seen[1] == [("pre", ["by"]), "plain", ("post", 6.0)]

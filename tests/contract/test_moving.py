@@ -132,28 +132,17 @@ def test_channels_last(provider: Provider, whole: bool) -> None:
     assert handle.stats().bytes_moved >= master_bytes(model.conv)
 
 
-def test_to_empty_and_a_load(provider: Provider) -> None:
+@pytest.mark.parametrize("meta", [False, True], ids=["emptied", "refused on the meta device"])
+def test_masters_come_back_by_to_empty_and_a_load(provider: Provider, meta: bool) -> None:
     model = mlp()
     moved, handle = provider.pair(model)
     state = state_copy(model)
     x = provider.randn(3, 16)
     model(x)
-    model.to_empty(device="cpu")
-    model.load_state_dict(state)
-    handle.reset_stats()
-    assert_same_training_step(model, moved, lambda m: m(x))
-    assert handle.stats().bytes_moved >= master_bytes(model)
-
-
-def test_masters_on_the_meta_device_are_refused_and_can_come_back(provider: Provider) -> None:
-    model = mlp()
-    moved, handle = provider.pair(model)
-    state = state_copy(model)
-    x = provider.randn(3, 16)
-    model(x)
-    model.to("meta")
-    with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
-        model(x)
+    if meta:
+        model.to("meta")
+        with pytest.raises((RuntimeError, NotImplementedError), match="meta"):
+            model(x)
     model.to_empty(device="cpu")
     model.load_state_dict(state)
     handle.reset_stats()
