@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
@@ -12,8 +13,9 @@ import torch
 from torch import nn
 
 from dynswap_ext.checkpoint.buffers import rebuild_unsaved
-from dynswap_ext.checkpoint.formats import open_tensors
+from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.keys import KeyReport
+from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.errors import ConfigError
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -81,10 +83,10 @@ def load(
             f"not a {type(model_or_factory).__name__}"
         )
 
-    tensors = open_tensors(path)
+    given = open_checkpoint(path)
     before = _snapshot(model)
     try:
-        _assign(model, tensors, path, strict)
+        _assign(model, given, strict)
         rebuild_unsaved(model, factory, unless=set(model.state_dict(keep_vars=True)))
     except BaseException:
         _restore(before)
@@ -92,10 +94,11 @@ def load(
     return model
 
 
-def _assign(model: nn.Module, tensors: dict[str, Any], path: Path, strict: bool) -> None:
+def _assign(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> None:
+    path = checkpoint.path
     own: dict[str, Any] = model.state_dict(keep_vars=True)
     ties = _ties(own)
-    given = _with_ties(tensors, ties, path)
+    given = _with_ties(checkpoint, ties)
     report = KeyReport.compare(own, given, path)
     if report.mismatched:
         raise ConfigError(report.text(strict))
@@ -123,21 +126,22 @@ def _ties(own: dict[str, Any]) -> list[_Tie]:
     return [tie for tie in names.values() if len(tie) > 1]
 
 
-def _with_ties(tensors: dict[str, Any], ties: list[_Tie], path: Path) -> dict[str, Any]:
+def _with_ties(checkpoint: Checkpoint, ties: list[_Tie]) -> dict[str, Any]:
     """The file's entries, with those of shared weights under each of their names."""
-    given = tensors.copy()
-    if metadata := getattr(tensors, "_metadata", None):  # dict.copy() of an OrderedDict drops attributes
-        given._metadata = metadata  # type: ignore[attr-defined]
+    given = OrderedDict(checkpoint)
+    if checkpoint.versions is not None:  # load_state_dict reads them off that attribute
+        given._metadata = checkpoint.versions  # type: ignore[attr-defined]
     for tie in ties:
-        present = [name for name in tie if name in tensors]
+        present = [name for name in tie if name in given]
         if not present:
             continue
-        kept = tensors[present[0]]
+        kept = given[present[0]]
         for name in present[1:]:
-            if not _same(kept, tensors[name]):
+            if not _same(kept, given[name]):
                 raise ConfigError(
-                    f"the model shares one weight between {present[0]} and {name}, and {path} has two "
-                    "different ones; untie them in the model's configuration, or delete one from the file"
+                    f"the model shares one weight between {present[0]} and {name}, and {checkpoint.path} "
+                    "has two different ones; untie them in the model's configuration, or delete one from "
+                    "the file"
                 )
         given.update(dict.fromkeys(tie, kept))
     return given
