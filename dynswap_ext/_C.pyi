@@ -35,6 +35,7 @@ class Session:
         budget: int | None,
         strict_budget: bool,
         pin: bool | None,
+        page_cache: int,
         backend: str,
         warn: Callable[[str], None],
     ) -> None: ...

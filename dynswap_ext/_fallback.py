@@ -47,6 +47,7 @@ class Session(Holdings):
         budget: int | None,
         strict_budget: bool,
         pin: bool | None,
+        page_cache: int,
         backend: str,
         warn: Callable[[str], None],
     ) -> None:

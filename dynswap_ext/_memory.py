@@ -22,12 +22,12 @@ _UNITS: Final = {
 _AMOUNT: Final = re.compile(r"\s*(?P<number>[+-]?[\d.]+(?:e[+-]?\d+)?)\s*(?P<unit>[a-z]*)\s*", re.IGNORECASE)
 _FORMS: Final = (
     "expected a number of bytes (6_000_000_000), a string ('6GiB', '512 MB', '1.5e9'), or a fraction of the "
-    "device's free memory as a float over 0 and up to 1.0 (0.5)"
+    "free memory as a float over 0 and up to 1.0 (0.5)"
 )
 
 
-def parse_bytes(given: int | float | str) -> int | float:
-    """Read an amount of memory.
+def parse_bytes(given: int | float | str, option: str = "budget") -> int | float:
+    """Read an amount of memory; `option` is what it was given as, for the error.
 
     Returns
     -------
@@ -40,23 +40,23 @@ def parse_bytes(given: int | float | str) -> int | float:
         If it is none of these, zero or negative; the message names the accepted forms.
     """
     if isinstance(given, bool) or not isinstance(given, (int, float, str)):
-        raise ConfigError(f"budget is {given!r}; {_FORMS}")
+        raise ConfigError(f"{option} is {given!r}; {_FORMS}")
     if isinstance(given, float) and 0 < given <= 1:
         return given
-    number = _number(given) if isinstance(given, str) else float(given)
+    number = _number(given, option) if isinstance(given, str) else float(given)
     if not math.isfinite(number) or number < 1:
-        raise ConfigError(f"budget is {given!r}; {_FORMS}")
+        raise ConfigError(f"{option} is {given!r}; {_FORMS}")
     return given if isinstance(given, int) else int(number)
 
 
-def _number(text: str) -> float:
+def _number(text: str, option: str) -> float:
     match = _AMOUNT.fullmatch(text)
     if match is None or match["unit"].lower() not in _UNITS:
-        raise ConfigError(f"budget is {text!r}; {_FORMS}")
+        raise ConfigError(f"{option} is {text!r}; {_FORMS}")
     try:
         return float(match["number"]) * float(_UNITS[match["unit"].lower()])
     except ValueError:
-        raise ConfigError(f"budget is {text!r}; {_FORMS}") from None
+        raise ConfigError(f"{option} is {text!r}; {_FORMS}") from None
 
 
 def format_bytes(amount: int) -> str:

@@ -15,6 +15,7 @@ DYNSWAP_REQUIRE_CUDA : {"0", "1"}
 from __future__ import annotations
 
 import os
+import sys
 from dataclasses import dataclass
 from typing import Final
 
@@ -24,6 +25,9 @@ from ._memory import free_bytes, parse_bytes
 from .errors import ConfigError
 
 __all__ = ["BACKENDS", "Options", "available_devices", "backend_from_environment", "require_cuda", "resolve"]
+
+#: The rest is for what else wants to grow.
+_AUTO_PAGE_CACHE: Final = 0.8
 
 BACKENDS: Final = ("auto", "native", "python")
 
@@ -40,6 +44,8 @@ class Options:
     budget: int | None
     #: None leaves it to the backend.
     pin: bool | None
+    #: Bytes of checkpoint files that may stay in the page cache.
+    page_cache: int
     #: One of `BACKENDS`.
     backend: str
     strict_budget: bool
@@ -52,6 +58,7 @@ def resolve(
     prefetch: int = 2,
     budget: int | float | str | None = None,
     pin: bool | str = "auto",
+    page_cache: bool | int | float | str = "auto",
     backend: str = "auto",
     strict_budget: bool = False,
 ) -> Options:
@@ -69,6 +76,7 @@ def resolve(
         prefetch=_prefetch(prefetch),
         budget=_budget(budget, where),
         pin=_pin(pin),
+        page_cache=_page_cache(page_cache),
         backend=_backend(backend),
         strict_budget=_flag("strict_budget", strict_budget),
     )
@@ -162,6 +170,15 @@ def _pin(given: bool | str) -> bool | None:
     if isinstance(given, bool):
         return given
     raise ConfigError(f"pin is {given!r}; expected True, False or 'auto'")
+
+
+def _page_cache(given: bool | int | float | str) -> int:
+    if isinstance(given, bool):
+        return sys.maxsize if given else 0
+    amount = _AUTO_PAGE_CACHE if given == "auto" else parse_bytes(given, "page_cache")
+    if isinstance(amount, int):
+        return amount
+    return int(amount * free_bytes(torch.device("cpu")))
 
 
 def _backend(given: str) -> str:

@@ -35,6 +35,7 @@ def install(
     prefetch: int = 2,
     budget: int | float | str | None = None,
     pin: bool | str = "auto",
+    page_cache: bool | int | float | str = "auto",
     backend: str = "auto",
     strict_budget: bool = False,
 ) -> Handle:
@@ -61,6 +62,12 @@ def install(
         Default: just what `prefetch` needs, no residents.
     pin : bool or "auto"
         Whether to page-lock masters in RAM, so that an accelerator can read them by itself.
+    page_cache : bool, int, float, str or "auto"
+        How much of checkpoint files may enter the page cache of the system, from which they come at the
+        speed of memory: all (True), nothing (False: the cache does not grow by what the engine reads), or
+        an amount as for `budget`. It is memory that the system takes back as it needs it. What is read once
+        never enters; what is read a second time does. Default: four fifths of the RAM that is free. The
+        pure-Python provider reads through mappings, and leaves this to the system.
     backend : {"auto", "native", "python"}
         Which provider answers; "auto" follows ``DYNSWAP_BACKEND``, else prefers the native extension.
     strict_budget : bool
@@ -88,6 +95,7 @@ def install(
         prefetch=prefetch,
         budget=budget,
         pin=pin,
+        page_cache=page_cache,
         backend=backend,
         strict_budget=strict_budget,
     )
@@ -350,6 +358,7 @@ def _new_session(provider: _provider.Provider, options: config.Options) -> _prov
         budget=options.budget,
         strict_budget=options.strict_budget,
         pin=options.pin,
+        page_cache=options.page_cache,
         backend=provider.backend,
         warn=warn,
     )

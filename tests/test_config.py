@@ -123,6 +123,8 @@ def test_a_fraction_is_one_of_the_free_memory() -> None:
         ({"pin": 1}, r"pin is 1"),
         ({"backend": "cuda"}, r"backend is 'cuda'; expected one of auto, native, python"),
         ({"strict_budget": "no"}, r"strict_budget is 'no'; expected True or False"),
+        ({"page_cache": "much"}, r"page_cache is 'much'; expected a number of bytes"),
+        ({"page_cache": -1}, r"page_cache is -1; expected a number of bytes"),
     ],
     ids=str,
 )
@@ -141,6 +143,7 @@ def test_defaults() -> None:
     assert options.device.type == "cpu" or options.device.index is not None
     assert (options.dtype, options.prefetch, options.budget, options.pin) == (None, 2, None, None)
     assert not options.strict_budget
+    assert 0 < options.page_cache < 1 << 60
 
 
 def test_errors_can_be_caught_as_what_they_are() -> None:

@@ -58,9 +58,10 @@ inline std::uint32_t version_of(const at::Tensor& tensor) noexcept {
 bool streamable(const at::Tensor& master) noexcept;
 
 /// Where the bytes of a streamable master are: a range of the file that it is mapped from, else RAM.
-/// `wanted` is the dtype on the device (masters that do not float keep theirs).
+/// `wanted` is the dtype on the device (masters that do not float keep theirs). As far as `page_cache`
+/// bytes go, and taken from them, the file's bytes may stay in the page cache.
 SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
-                    const Mappings& mappings);
+                    const Mappings& mappings, std::uint64_t& page_cache);
 
 /// The dtype that a master has on the device.
 at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarType> dtype) noexcept;

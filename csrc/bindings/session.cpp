@@ -36,7 +36,11 @@ void mark_as_parameter(PyObject* tensor) {
 
 Session::Session(const at::Device& device, std::optional<at::ScalarType> dtype, SessionOptions options,
                  py::object warn)
-    : device_(device), dtype_(dtype), options_(std::move(options)), warn_(std::move(warn)) {
+    : device_(device),
+      dtype_(dtype),
+      options_(std::move(options)),
+      warn_(std::move(warn)),
+      page_cache_left_(options_.page_cache) {
   engine_ = new_engine();
   sessions().insert(this);
 }

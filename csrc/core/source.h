@@ -12,6 +12,9 @@ namespace dynswap {
 
 class File;  // io/file.h: an open checkpoint file; the core only passes it on
 
+/// Whether bytes of a file may stay in the page cache, for the next time.
+enum class Keep : bool { no, yes };
+
 /// One weight's bytes, and what they shall become. Immutable once it is given to the engine: a master
 /// that changes place gets a new Source.
 struct Source {
@@ -22,6 +25,7 @@ struct Source {
   const std::byte* address = nullptr;  ///< the master's bytes in this process (RAM, or a file mapping)
   std::shared_ptr<const File> file;    ///< set: read the bytes from here and leave `address` untouched
   std::uint64_t offset = 0;            ///< bytes from the start of `file`
+  Keep keep = Keep::yes;               ///< what is read from `file`
   std::shared_ptr<const void> owner;   ///< keeps `address` valid
   bool pinned = false;                 ///< page-locked: the device may read `address` by itself
 

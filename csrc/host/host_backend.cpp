@@ -6,15 +6,13 @@
 
 #include "core/check.h"
 #include "io/aligned_buffer.h"
+#include "io/file.h"
 
 namespace dynswap {
 
 namespace {
 
 constexpr std::size_t kHugePage = 2u << 20;
-
-/// Smaller weights are read through the page cache anyway (io/file.h), and would only waste arena.
-constexpr std::size_t kInPlaceBytes = 64u << 10;
 
 /// Where a handed-out tensor has to begin, so that kernels choose as they do on torch's own memory.
 constexpr std::size_t kTensorAlign = 64;
@@ -24,7 +22,7 @@ constexpr std::size_t kTensorAlign = 64;
 std::size_t HostBackend::alignment() const noexcept { return kDirectAlign; }
 
 std::optional<std::size_t> HostBackend::phase(const Source& source) const noexcept {
-  const bool in_place = source.file && !source.cast() && source.stored_bytes() >= kInPlaceBytes &&
+  const bool in_place = source.file && !source.cast() && source.stored_bytes() >= kSmallRead &&
                         source.offset % kTensorAlign == 0;
   if (!in_place) return std::nullopt;
   return source.offset % kDirectAlign;

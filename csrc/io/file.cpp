@@ -2,12 +2,12 @@
 
 #include <fcntl.h>
 #include <sys/stat.h>
-#include <sys/syscall.h>
 #include <sys/uio.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <cerrno>
+#include <chrono>
 #include <cstring>
 #include <sstream>
 
@@ -21,37 +21,13 @@ namespace {
 
 constexpr std::size_t kWindowBytes = 4u << 20;  ///< the page cache is asked about so much at a time
 constexpr std::size_t kBounceBytes = 1u << 20;  ///< one transfer through the bounce buffer
-constexpr std::size_t kSmallBytes = 64u << 10;  ///< below, a read is better cached than quick
+constexpr std::size_t kMeasured = 1u << 20;     ///< shorter reads say little of a disk's speed
 
 /// As errno names it. (std::strerror need not be thread-safe.)
 std::string describe(int error) { return std::generic_category().message(error); }
 
 std::int64_t modified_ns(const struct stat& status) noexcept {
   return static_cast<std::int64_t>(status.st_mtim.tv_sec) * 1'000'000'000 + status.st_mtim.tv_nsec;
-}
-
-/// How many pages of a range the page cache holds; -1 if the kernel (before 6.5) or a sandbox does not say.
-std::int64_t cached_pages(int fd, std::uint64_t offset, std::size_t bytes) noexcept {
-#ifdef SYS_cachestat
-  constexpr long kCachestat = SYS_cachestat;
-#else
-  constexpr long kCachestat = 451;  // newer than the C library's headers
-#endif
-  struct Range {
-    std::uint64_t offset;
-    std::uint64_t bytes;
-  } range{offset, bytes};
-  struct Counts {
-    std::uint64_t cached, dirty, writeback, evicted, recently_evicted;
-  } counts{};
-  return ::syscall(kCachestat, fd, &range, &counts, 0u) == 0 ? static_cast<std::int64_t>(counts.cached) : -1;
-}
-
-/// Whether the byte at `offset` can be read without waiting for the disk.
-bool readable_now(int fd, std::uint64_t offset) noexcept {
-  std::byte byte;
-  const iovec target{&byte, 1};
-  return ::preadv2(fd, &target, 1, static_cast<off_t>(offset), RWF_NOWAIT) == 1;
 }
 
 bool congruent(std::uint64_t offset, const std::byte* address, std::size_t alignment) noexcept {
@@ -83,6 +59,8 @@ File::File(const std::string& path) : path_(path) {
   inode_ = status.st_ino;
   device_ = status.st_dev;
   modified_ns_ = modified_ns(status);
+  admission_ = std::make_unique<Admission>(size_);
+  ::posix_fadvise(fd_, 0, 0, POSIX_FADV_SEQUENTIAL);  // longer read-ahead for what enters the page cache
   open_direct();
 }
 
@@ -109,7 +87,8 @@ void File::open_direct() noexcept {
   direct_ = direct_fd_ >= 0;
 }
 
-void File::read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const std::string& who) const {
+void File::read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const std::string& who,
+                Keep keep) const {
   const auto where = [&] {
     std::ostringstream text;
     text << "weight '" << who << "' (bytes " << offset << " to " << offset + bytes << " of '" << path_
@@ -120,14 +99,13 @@ void File::read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const s
     throw SourceError(where() + " lies beyond the end of the file, which has " + std::to_string(size_) +
                       " bytes: the file is truncated; get a complete copy and load it again");
   }
-  const bool small = bytes < kSmallBytes;
   std::size_t done = 0;
   while (done < bytes) {
     const std::uint64_t at = offset + done;
     // Windows end where blocks end, so that no block is read twice.
     const std::size_t window =
         std::min<std::uint64_t>(bytes - done, align_down(at + kWindowBytes, kDirectAlign) - at);
-    const std::int64_t got = read_some(at, dst + done, window, small);
+    const std::int64_t got = read_some(at, dst + done, window, way(at, window, keep));
     if (got > 0) {
       done += static_cast<std::size_t>(got);
       continue;
@@ -161,25 +139,32 @@ void File::check_unchanged(const std::string& who) const {
   throw SourceError(text.str());
 }
 
-bool File::in_page_cache(std::uint64_t offset, std::size_t bytes) const noexcept {
-  static const auto kPage = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-  const auto pages = static_cast<std::int64_t>((offset + bytes - 1) / kPage - offset / kPage + 1);
-  const std::int64_t cached = cached_pages(fd_, offset, bytes);
-  // Past one half, copying what is there saves more time than waiting for the rest costs.
-  if (cached >= 0) return 2 * cached > pages;
-  return readable_now(fd_, offset) && readable_now(fd_, offset + bytes / 2) &&
-         readable_now(fd_, offset + bytes - 1);
+File::Way File::way(std::uint64_t offset, std::size_t bytes, Keep keep) const noexcept {
+  const bool may_stay = keep == Keep::yes;
+  if (may_stay && bytes < kSmallRead) return Way::enter;
+  if (in_page_cache(fd_, offset, bytes)) return Way::copy;
+  if (may_stay && admission_->admit(offset)) return Way::enter;
+  if (direct_.load(std::memory_order_relaxed)) return Way::direct;
+  return may_stay ? Way::enter : Way::through;
 }
 
-std::int64_t File::read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, bool cached) const {
+std::int64_t File::read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, Way way) const {
   for (;;) {
-    const bool direct = !cached && direct_.load(std::memory_order_relaxed) && !in_page_cache(offset, bytes);
-    const std::int64_t got =
-        direct ? read_direct(offset, dst, bytes) : ::pread(fd_, dst, bytes, static_cast<off_t>(offset));
-    if (got >= 0) return got;
+    const auto begin = std::chrono::steady_clock::now();
+    const std::int64_t got = way == Way::direct ? read_direct(offset, dst, bytes)
+                                                : ::pread(fd_, dst, bytes, static_cast<off_t>(offset));
+    if (got >= 0) {
+      const auto length = static_cast<std::size_t>(got);
+      if (length >= kMeasured && way != Way::copy) {
+        admission_->took(way != Way::direct, length, std::chrono::steady_clock::now() - begin);
+      }
+      if (way == Way::through) drop_from_page_cache(fd_, offset, length);
+      return got;
+    }
     if (errno == EINTR) continue;
-    if (!direct || (errno != EINVAL && errno != EOPNOTSUPP)) return got;
+    if (way != Way::direct || (errno != EINVAL && errno != EOPNOTSUPP)) return got;
     direct_.store(false, std::memory_order_relaxed);  // the file system took the flag, but does not mean it
+    way = Way::through;
   }
 }
 

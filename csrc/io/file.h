@@ -7,7 +7,13 @@
 #include <memory>
 #include <string>
 
+#include "core/source.h"
+#include "io/page_cache.h"
+
 namespace dynswap {
+
+/// Below, a range is better in the page cache than read past it.
+inline constexpr std::size_t kSmallRead = 64u << 10;
 
 /// Immutable and thread-safe. What the file was when it was opened (size, time of its last change) is what
 /// it has to be at every read: weights that have changed under a running model are an error, not weights.
@@ -25,11 +31,12 @@ class File {
   /// what to do.
   ///
   /// Note [How a range is read]: what is in the page cache is copied from there. The rest is read past the
-  /// page cache (O_DIRECT): that is what reaches the speed of the disk, costs the least CPU time, and leaves
-  /// the cache to others. It goes straight to `dst` if address and offset are congruent modulo the disk's
-  /// memory alignment (modulo 4096 is always enough), else through a bounce buffer. Small ranges, and file
-  /// systems that refuse O_DIRECT, are read through the page cache.
-  void read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const std::string& who) const;
+  /// page cache (O_DIRECT), straight to `dst` if address and offset are congruent modulo the disk's memory
+  /// alignment (modulo 4096 is always enough), else through a bounce buffer. With Keep::yes, small ranges
+  /// and what is read again and again enter the page cache (io/page_cache.h, Note [What enters the page
+  /// cache]). With Keep::no nothing does: where the file system refuses O_DIRECT, what was read through the
+  /// cache is taken out of it.
+  void read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const std::string& who, Keep keep) const;
 
   const std::string& path() const noexcept { return path_; }
   std::uint64_t size() const noexcept { return size_; }
@@ -40,10 +47,17 @@ class File {
   explicit File(const std::string& path);
 
   void open_direct() noexcept;
-  bool in_page_cache(std::uint64_t offset, std::size_t bytes) const noexcept;
+  enum class Way {
+    copy,     ///< from the page cache
+    enter,    ///< from the disk, through the page cache, and left there
+    through,  ///< from the disk, through the page cache, and taken out of it
+    direct,   ///< from the disk, past the page cache
+  };
+  Way way(std::uint64_t offset, std::size_t bytes, Keep keep) const noexcept;
+
   /// These read at least one and at most `bytes` bytes and return how many; 0 at the end of the file, and
-  /// -1 with errno. `cached`: through the page cache in any case.
-  std::int64_t read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, bool cached) const;
+  /// -1 with errno.
+  std::int64_t read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, Way way) const;
   std::int64_t read_direct(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;
   std::int64_t read_in_place(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;
   void check_unchanged(const std::string& who) const;
@@ -58,6 +72,7 @@ class File {
   std::size_t memory_align_ = 0;             ///< what O_DIRECT asks of addresses
   std::size_t offset_align_ = 0;             ///< what O_DIRECT asks of offsets and lengths
   mutable std::atomic<bool> direct_{false};  ///< O_DIRECT has not been refused yet
+  std::unique_ptr<Admission> admission_;     ///< shared by all readers; thread-safe
 };
 
 }  // namespace dynswap

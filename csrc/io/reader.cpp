@@ -23,7 +23,9 @@ void fetch(const Source& source, std::uint64_t begin, std::byte* dst, std::size_
     return;
   }
   const auto read = [&](std::size_t from, std::size_t to) {
-    if (from < to) source.file->read(source.offset + begin + from, dst + from, to - from, source.name);
+    if (from < to) {
+      source.file->read(source.offset + begin + from, dst + from, to - from, source.name, source.keep);
+    }
   };
   std::size_t done = 0;
   if (source.address != nullptr) {

@@ -119,7 +119,12 @@ def run(job: Job, report: Callable[[dict[str, Any]], None]) -> Outcome:
         import dynswap_ext
 
         handle = dynswap_ext.install(
-            model, device=device, dtype=dtype, prefetch=job.prefetch, budget=job.budget
+            model,
+            device=device,
+            dtype=dtype,
+            prefetch=job.prefetch,
+            budget=job.budget,
+            page_cache=False,  # a model that does not fit the memory does not fit the cache either
         )
     report({"event": "ready"})
 

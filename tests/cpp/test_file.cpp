@@ -31,11 +31,11 @@ constexpr std::byte kUntouched{0xEE};
 
 /// Reads a range to an address that is `phase` past a page, and looks at the bytes there and around them.
 void expect_reads(const File& file, const TempFile& written, std::uint64_t offset, std::size_t bytes,
-                  std::size_t phase) {
+                  std::size_t phase, Keep keep = Keep::yes) {
   const AlignedBuffer buffer(bytes + 2 * kPage);
   std::byte* const dst = buffer.data() + phase;
   std::memset(buffer.data(), static_cast<int>(kUntouched), bytes + 2 * kPage);
-  file.read(offset, dst, bytes, "w");
+  file.read(offset, dst, bytes, "w", keep);
   EXPECT(std::memcmp(dst, written.at(offset), bytes) == 0);
   for (std::size_t i = 0; i < phase; ++i)
     EXPECT_EQ(static_cast<int>(buffer.data()[i]), static_cast<int>(kUntouched));
@@ -59,22 +59,57 @@ TEST(file_reads_any_range_to_any_address) {
     const std::size_t phases[] = {offset % kPage, offset % 512, (offset + 8) % kPage, random.below(kPage)};
     expect_reads(*file, written, offset, bytes, phases[i % 4]);
   }
-  file->read(size, nullptr, 0, "an empty weight at the end");
+  file->read(size, nullptr, 0, "an empty weight at the end", Keep::yes);
 }
 
-TEST(file_reads_large_cold_ranges_past_the_page_cache) {
+TEST(file_reads_what_is_large_and_cold_past_the_page_cache) {
   const std::size_t size = 8u << 20;
   TempFile written(size);
   const auto file = File::open(written.path());
   written.evict();
   if (written.cached_pages(0, size) > 0) return;  // tmpfs: it is the page cache
   expect_reads(*file, written, 0, size, 0);
-  expect_reads(*file, written, 512, 1u << 20, 512);
-  expect_reads(*file, written, 8, 2u << 20, 0);
   EXPECT_EQ(written.cached_pages(0, size), 0);
   // What is small is better cached: it is there at the next pass.
   expect_reads(*file, written, 3 * kPage + 5, 100, 0);
   EXPECT(written.cached_pages(3 * kPage, kPage) == 1);
+}
+
+TEST(file_enters_the_page_cache_when_it_is_read_again) {
+  // Note [What enters the page cache]
+  const std::size_t size = (8u << 20) + 5;
+  TempFile written(size);
+  const auto file = File::open(written.path());
+  written.evict();
+  if (written.cached_pages(0, size) > 0) return;
+  const std::size_t half = 4u << 20;
+  expect_reads(*file, written, 0, half, 0);
+  EXPECT_EQ(written.cached_pages(0, size), 0);
+  expect_reads(*file, written, half, size - half, 0);
+  EXPECT_EQ(written.cached_pages(0, half), 0);
+  expect_reads(*file, written, 0, half, 0);
+  EXPECT_EQ(written.cached_pages(0, half), half / kPage);
+  const std::uint64_t before = bytes_from_disks();
+  expect_reads(*file, written, 0, half, 0);
+  EXPECT_EQ(bytes_from_disks(), before);
+}
+
+TEST(file_keeps_the_page_cache_as_it_is_when_asked) {
+  for (const char* folder : {"/tmp", "/dev/shm"}) {
+    if (!std::filesystem::is_directory(folder)) continue;
+    const std::size_t size = 4u << 20;
+    TempFile written(size, 1, folder);
+    const auto file = File::open(written.path());
+    written.evict();
+    const std::size_t cached = written.cached_pages(0, size);  // all of it on tmpfs
+    for (int pass = 0; pass < 3; ++pass) {
+      expect_reads(*file, written, 0, size, 0, Keep::no);
+      expect_reads(*file, written, 512, 1u << 20, 512, Keep::no);
+      expect_reads(*file, written, 8, 2u << 20, 0, Keep::no);
+      expect_reads(*file, written, 3 * kPage + 5, 100, 0, Keep::no);
+    }
+    EXPECT_EQ(written.cached_pages(0, size), cached);
+  }
 }
 
 TEST(file_takes_from_the_page_cache_what_is_there) {
@@ -112,9 +147,11 @@ TEST(file_too_short_for_a_weight) {
   const TempFile written(100000);
   const auto file = File::open(written.path());
   std::vector<std::byte> dst(200000);
-  EXPECT_THROWS(file->read(50000, dst.data(), 50001, "layer.weight"), SourceError);
-  EXPECT(contains(message_of([&] { file->read(~std::uint64_t{0}, dst.data(), 2, "w"); }), "beyond the end"));
-  const std::string message = message_of([&] { file->read(100001, dst.data(), 0, "layer.weight"); });
+  EXPECT_THROWS(file->read(50000, dst.data(), 50001, "layer.weight", Keep::yes), SourceError);
+  EXPECT(contains(message_of([&] { file->read(~std::uint64_t{0}, dst.data(), 2, "w", Keep::yes); }),
+                  "beyond the end"));
+  const std::string message =
+      message_of([&] { file->read(100001, dst.data(), 0, "layer.weight", Keep::yes); });
   EXPECT(contains(message, "'layer.weight'") && contains(message, written.path()));
   EXPECT(contains(message, "100000 bytes") && contains(message, "truncated"));
 }
@@ -125,23 +162,23 @@ TEST(file_changed_after_load) {
       TempFile written(2u << 20);
       const auto file = File::open(written.path());
       const AlignedBuffer dst(bytes);
-      file->read(1u << 20, dst.data(), bytes, "layer.weight");
+      file->read(1u << 20, dst.data(), bytes, "layer.weight", Keep::yes);
       if (how[0] == 't')
         written.truncate(contains(how, "scrap") ? (1u << 20) + bytes - 100 : (1u << 20) + 500);
       written.evict();
       if (how[0] == 'g') written.truncate(3u << 20);
       if (how[0] == 'r') written.touch();
       for (int i = 0; i < 2; ++i) {
-        EXPECT_THROWS(file->read(1u << 20, dst.data(), bytes, "layer.weight"), SourceError);
+        EXPECT_THROWS(file->read(1u << 20, dst.data(), bytes, "layer.weight", Keep::yes), SourceError);
       }
       const std::string message =
-          message_of([&] { file->read(1u << 20, dst.data(), bytes, "layer.weight"); });
+          message_of([&] { file->read(1u << 20, dst.data(), bytes, "layer.weight", Keep::yes); });
       EXPECT(contains(message, "'layer.weight'") && contains(message, written.path()));
       EXPECT(
           contains(message, how[0] == 't' ? "truncated since it was loaded" : "changed since it was loaded"));
       EXPECT(contains(message, "load it again"));
       // Loaded again, what is there is right.
-      File::open(written.path())->read(0, dst.data(), 500, "layer.weight");
+      File::open(written.path())->read(0, dst.data(), 500, "layer.weight", Keep::yes);
       EXPECT(std::memcmp(dst.data(), written.at(0), 500) == 0);
     }
   }

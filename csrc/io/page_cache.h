@@ -1,0 +1,60 @@
+// What the page cache holds of a file, and what shall be added to it.
+#pragma once
+
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+namespace dynswap {
+
+/// Whether more than half of a range can be copied from the page cache: past that, copying what is there
+/// saves more time than waiting for the rest costs.
+bool in_page_cache(int fd, std::uint64_t offset, std::size_t bytes) noexcept;
+
+/// Takes the pages of a range out of the page cache, those at its ends included, as far as nobody has
+/// changed or mapped them.
+void drop_from_page_cache(int fd, std::uint64_t offset, std::size_t bytes) noexcept;
+
+/// Note [What enters the page cache]: a range that is read once is read past the cache. That is what reaches
+/// the speed of the disk at the least CPU time, and a model that is run once displaces nothing. A range that
+/// is read a second time will be read again, and enters the cache with that read (LRU-2 admits so, O'Neil et
+/// al. 1993): from the third pass on it comes at the speed of memory. It does not where this detour is seen
+/// to be so slow that more than kPayback passes would be needed to win the time back.
+///
+/// Thread-safe.
+class Admission {
+ public:
+  explicit Admission(std::uint64_t file_bytes);
+
+  /// Whether a range that is not in the cache shall be read through it. Remembers the range.
+  bool admit(std::uint64_t offset) noexcept;
+
+  /// Tells how long bytes took to come from the disk.
+  void took(bool through_cache, std::size_t bytes, std::chrono::nanoseconds time) noexcept;
+
+ private:
+  /// Passes whose gain may be spent on filling the cache.
+  static constexpr double kPayback = 3;
+  /// Ranges are told apart by where they begin; those that are asked about are no smaller.
+  static constexpr std::uint64_t kBlockBytes = 64u << 10;
+  /// What has to be read in a way before its speed counts.
+  static constexpr std::uint64_t kEnoughBytes = 32u << 20;
+
+  struct Speed {
+    std::atomic<std::uint64_t> bytes{0};
+    std::atomic<std::uint64_t> nanoseconds{0};
+
+    bool known() const noexcept { return bytes >= kEnoughBytes; }
+    double ns_per_byte() const noexcept {
+      return static_cast<double>(nanoseconds) / static_cast<double>(bytes);
+    }
+  };
+
+  std::vector<std::atomic<std::uint64_t>> read_before_;  ///< a bit for each block
+  Speed direct_;
+  Speed through_cache_;
+};
+
+}  // namespace dynswap

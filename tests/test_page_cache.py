@@ -1,0 +1,119 @@
+"""What the engine reads from a checkpoint enters the page cache as far as `page_cache` allows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from conftest import Provider
+from dynswap_ext import checkpoint
+from dynswap_ext.demo.measure import disk_bytes_read, drop_file_cache
+from dynswap_ext.errors import SourceError
+
+LAYER = 1024 * 1024 * 4
+LAYERS = 6
+
+
+def build() -> nn.Module:
+    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(LAYERS)))
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A checkpoint of 24 MiB, none of it in the page cache."""
+    path = tmp_path / "model.safetensors"
+    save_file(build().state_dict(), path)
+    with path.open("rb+") as file:
+        os.fsync(file.fileno())  # dirty pages cannot be dropped
+    drop_file_cache(path)
+    before = disk_bytes_read()
+    path.read_bytes()
+    if before is None or disk_bytes_read() == before:
+        pytest.skip("this file system is in memory, or reads are not counted")
+    drop_file_cache(path)
+    return path
+
+
+def read_by_each_pass(provider: Provider, path: Path, **options: Any) -> list[float]:
+    """What storage delivered to each of four passes, in layers. All but one are streamed."""
+    if not provider.native:
+        pytest.skip("pure Python reads through mappings, and leaves the page cache to the system")
+    model = checkpoint.load(build, path)
+    handle = provider.install(model, budget=3 * LAYER + (1 << 20), prefetch=1, **options)
+    x = provider.randn(1, 1024, dtype=torch.float32)
+    counts, outputs = [], []
+    for _ in range(4):
+        before = disk_bytes_read() or 0
+        with torch.inference_mode():
+            outputs.append(model(x))
+        counts.append(((disk_bytes_read() or 0) - before) / LAYER)
+    assert handle.stats().bytes_moved > 4 * (LAYERS - 2) * LAYER
+    handle.uninstall()
+    with torch.inference_mode():
+        resident = checkpoint.load(build, path).to(provider.device)(x)
+    assert all(torch.equal(output, resident) for output in outputs)
+    return counts
+
+
+@pytest.mark.parametrize("page_cache", ["auto", True, "1GiB"])
+def test_comes_from_memory_from_the_third_pass_on(
+    provider: Provider, path: Path, page_cache: bool | str
+) -> None:
+    first, second, _, last = read_by_each_pass(provider, path, page_cache=page_cache)
+    assert first > LAYERS - 2 and second > 1  # once past the cache, once into it
+    assert last < 0.5
+
+
+def test_does_not_grow_when_asked(provider: Provider, path: Path) -> None:
+    counts = read_by_each_pass(provider, path, page_cache=False)
+    assert min(counts) > LAYERS - 3
+
+
+def test_grows_by_what_is_allowed(provider: Provider, path: Path) -> None:
+    last = read_by_each_pass(provider, path, page_cache=2 * LAYER)[-1]
+    assert 1 < last < LAYERS - 2
+
+
+@pytest.mark.parametrize("change", ["shrunk", "emptied", "overwritten"])
+def test_a_file_changed_under_an_installed_model_is_an_error(
+    provider: Provider, path: Path, change: str
+) -> None:
+    # Never SIGBUS: the engine reads the file, and touches no page of its mapping.
+    if not provider.native:
+        pytest.skip("pure Python reads through mappings, which the system ends with a signal")
+    model = checkpoint.load(build, path)
+    handle = provider.install(model, prefetch=0)
+    x = provider.randn(1, 1024, dtype=torch.float32)
+    with torch.inference_mode():
+        model(x)
+        whole = path.read_bytes()
+        if change == "overwritten":
+            with path.open("rb+") as file:
+                file.write(whole)
+        else:
+            os.truncate(path, len(whole) // 2 if change == "shrunk" else 0)
+        with pytest.raises(SourceError, match=r"weight '\d\.weight'.*load it again") as raised:
+            model(x)
+        assert str(path) in str(raised.value)
+        assert ("truncated" in str(raised.value)) == (change != "overwritten")
+    handle.uninstall()
+
+
+def test_a_replaced_file_goes_on_as_it_was(provider: Provider, path: Path) -> None:
+    # As every careful writer saves: the name goes to another file, and ours lives until it is let go.
+    model = checkpoint.load(build, path)
+    x = provider.randn(1, 1024, dtype=torch.float32)
+    handle = provider.install(model, prefetch=0)
+    with torch.inference_mode():
+        before = model(x)
+        other = path.with_name("other")
+        save_file(build().state_dict(), other)
+        other.replace(path)
+        assert torch.equal(model(x), before)
+    handle.uninstall()
