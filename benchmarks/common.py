@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 import dynswap_ext
+from dynswap_ext.demo.measure import disk_bandwidth, drop_file_cache
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -144,6 +145,28 @@ def machine() -> dict[str, Any]:
         },
         "dynswap_ext": dataclasses.asdict(info),
     }
+
+
+def run_apart(script: str, job: dict[str, Any]) -> dict[str, Any]:
+    """Run `script --job` in a process of its own; return what its last line says, or why it ended."""
+    command = [sys.executable, script, "--job", json.dumps(job)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode == 0:
+        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+        return result
+    lines = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
+    return {"failure": lines[-1][:300]}
+
+
+def dd(path: Path) -> float:
+    """Bytes a second of `dd iflag=direct bs=16M`."""
+    drop_file_cache(path)
+    start = time.perf_counter()
+    command = ["dd", f"if={path}", "of=/dev/null", "bs=16M", "iflag=direct"]
+    done = subprocess.run(command, capture_output=True, check=False)
+    if done.returncode != 0:  # a file system without direct reads
+        return disk_bandwidth(path)
+    return path.stat().st_size / (time.perf_counter() - start)
 
 
 def native_available(device: str = "cpu") -> bool:

@@ -17,32 +17,18 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 
 import torch
 
-from common import Record, native_available, parser
+from common import Record, dd, native_available, parser
 from dynswap_ext.demo.contender import Job, Outcome
 from dynswap_ext.demo.files import Watcher, cache_folder, checkpoint_file
-from dynswap_ext.demo.measure import disk_bandwidth, drop_file_cache
 from dynswap_ext.demo.model import config_for
 from dynswap_ext.demo.run import INSTALLED, PYTHON, RESIDENT, Contender, run_contender
 from dynswap_ext.demo.units import parse_size
-
-
-def dd(path: Path) -> float:
-    """Bytes a second."""
-    drop_file_cache(path)
-    start = time.perf_counter()
-    command = ["dd", f"if={path}", "of=/dev/null", "bs=16M", "iflag=direct"]
-    done = subprocess.run(command, capture_output=True, check=False)
-    if done.returncode != 0:  # a file system without direct reads
-        return disk_bandwidth(path)
-    return path.stat().st_size / (time.perf_counter() - start)
 
 
 class Bench:

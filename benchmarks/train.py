@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -34,7 +32,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import dynswap_ext
-from common import Record, native_available, parser
+from common import Record, native_available, parser, run_apart
 from dynswap_ext import checkpoint
 from dynswap_ext.demo.files import Watcher, cache_folder, checkpoint_file
 from dynswap_ext.demo.hook import install_hook
@@ -182,16 +180,6 @@ def run(job: Job) -> Row:
     return row
 
 
-def run_apart(job: Job) -> Row:
-    """Run the job in a process of its own."""
-    command = [sys.executable, __file__, "--job", json.dumps(dataclasses.asdict(job))]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ)
-    if done.returncode == 0:
-        return Row(**json.loads(done.stdout.splitlines()[-1]))
-    lines = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
-    return Row(failure=lines[-1][:300])
-
-
 def compare(path: Path, expected_path: Path) -> str:
     """What the gradients are, in words."""
     expected = torch.load(expected_path, weights_only=True)
@@ -249,7 +237,7 @@ class Bench:
 
         for way in self._contenders:
             job = dataclasses.replace(self._job, way=way, task=task, gradients=str(files(way)))
-            row = run_apart(job)
+            row = Row(**run_apart(__file__, dataclasses.asdict(job)))
             shown = rows[way] = dataclasses.asdict(row)
             if row.failure:
                 shown["gradients"] = "-"
