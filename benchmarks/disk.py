@@ -45,6 +45,7 @@ PEERS = (
     "safetensors load_file",
     "accelerate disk offload",
 )
+PARTS = ["first", "output", "warm", "shared"]
 
 
 @dataclass(frozen=True)
@@ -249,6 +250,7 @@ def main() -> int:
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--passes", type=int, default=5)
     options.add_argument("--folder", type=Path, default=cache_folder(), help="on the disk to be measured")
+    options.add_argument("--only", type=lambda text: text.split(","), default=PARTS, help="some of the parts")
     options.add_argument("--job", help="used between the processes")
     options.add_argument("--hold", action="store_true", help="used between the processes")
     given = options.parse_args()
@@ -286,11 +288,15 @@ def main() -> int:
             scratch=scratch,
         )
         record.figures["file_bytes"], record.figures["budget"] = path.stat().st_size, job.budget
-        first_pass(record, job, path, given.rounds, 0.90 if native else None)
-        for tokens in (1, given.balanced):
-            to_the_output(record, job, tokens, given.rounds, 1.5 if native else None)
-        warm(record, job, given.tokens, given.passes, 1.10 if native else None)
-        shared(record, job, path, 1 if native else None)
+        if "first" in given.only:
+            first_pass(record, job, path, given.rounds, 0.90 if native else None)
+        if "output" in given.only:
+            to_the_output(record, job, 1, given.rounds, None)  # the disk's own speed bounds everybody
+            to_the_output(record, job, given.balanced, given.rounds, 1.5 if native else None)
+        if "warm" in given.only:
+            warm(record, job, given.tokens, given.passes, 1.10 if native else None)
+        if "shared" in given.only:
+            shared(record, job, path, 1 if native else None)
     return record.finish(given.output)
 
 

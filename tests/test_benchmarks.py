@@ -28,10 +28,15 @@ def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-@pytest.mark.parametrize("script", ["access", "install", "stream", "train", "virtual_clock", "gpu_stack"])
+@pytest.mark.parametrize(
+    "script",
+    "script",
+    ["access", "install", "stream", "train", "disk", "load", "virtual_clock", "gpu_stack"],
+)
 def test_tiny_run_writes_its_record(script: str, tmp_path: Path) -> None:
-    more = ["--folder", str(tmp_path)] if script in ("stream", "train") else []
+    more = ["--folder", str(tmp_path)] if script in ("stream", "train", "disk", "load") else []
     more += ["--only", "dynswap,classic hook"] if script == "train" else []
+    more += ["--only", "first,shared"] if script == "disk" else []
     more += ["--device", "cpu"] if script in ("access", "install", "gpu_stack") else []
     done = _run(script, "--tiny", "--output", str(tmp_path / "record.json"), *more)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,127 @@
+"""How long until a checkpoint of 4 GB is a model, and what memory that takes.
+
+A decoder in a safetensors file (float32), on the CPU, each contender in a process of its own. The libraries'
+own code has run once on a small file; of the large one nothing is in the page cache.
+
+onto a skeleton  `checkpoint.load(skeleton, path)`, the skeleton on the meta device, made before.
+from a factory   `checkpoint.load(lambda: Model(config), path)`: the skeleton's making included.
+others           PyTorch's recipe with `torch.load(mmap=True)` and `assign=True`, and safetensors' load_file.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from common import Record, parser, run_apart
+from dynswap_ext import checkpoint
+from dynswap_ext.demo.files import Watcher, cache_folder, checkpoint_file
+from dynswap_ext.demo.measure import MemoryMeter, disk_bytes_read, drop_file_cache
+from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
+from dynswap_ext.demo.units import parse_size
+from dynswap_ext.demo.weights import write_random
+
+SKELETON, FACTORY = "load onto a skeleton", "load from a factory"
+WAYS = (SKELETON, FACTORY, "torch.load(mmap=True), assign", "safetensors load_file, assign")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one process does."""
+
+    way: str
+    config: dict[str, int]
+    safetensors: str
+    torch: str
+
+
+def skeleton(config: DecoderConfig) -> nn.Module:
+    """On the meta device, but for the buffers that no checkpoint holds."""
+    return checkpoint.init_empty(lambda: Decoder(config))
+
+
+def load(way: str, config: DecoderConfig, model: nn.Module, job: Job) -> nn.Module:
+    if way == SKELETON:
+        return checkpoint.load(model, job.safetensors)
+    if way == FACTORY:
+        return checkpoint.load(lambda: Decoder(config), job.safetensors)
+    state = load_file(job.safetensors) if "safetensors" in way else torch.load(job.torch, mmap=True)
+    model.load_state_dict(state, assign=True, strict=False)  # the tied head stands once in the file
+    return model
+
+
+def run(job: Job) -> dict[str, Any]:
+    """One process's work."""
+    config = DecoderConfig(**job.config)
+    small = dataclasses.replace(config, layers=1, vocabulary=64)
+    with tempfile.TemporaryDirectory() as folder:
+        warm_up = dataclasses.replace(job, safetensors=f"{folder}/w.safetensors", torch=f"{folder}/w.pt")
+        write_random(Path(warm_up.safetensors), skeleton(small), torch.float32)
+        torch.save(load_file(warm_up.safetensors), warm_up.torch)
+        load(job.way, small, skeleton(small), warm_up)
+    model = skeleton(config) if job.way != FACTORY else nn.Module()
+    drop_file_cache(Path(job.safetensors))
+    memory, read = MemoryMeter(), disk_bytes_read() or 0
+    start = time.perf_counter()
+    model = load(job.way, config, model, job)
+    seconds = time.perf_counter() - start
+    assert not next(model.parameters()).is_meta
+    return {
+        "seconds": seconds,
+        "rss_bytes": memory.peak_growth(),
+        "disk_bytes": (disk_bytes_read() or 0) - read,
+        "tensors": len(list(model.parameters())),
+    }
+
+
+def main() -> int:
+    options = parser(__doc__)
+    options.add_argument("--size", default="4GB")
+    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--folder", type=Path, default=cache_folder(), help="on the disk to be measured")
+    options.add_argument("--job", help="used between the processes")
+    given = options.parse_args()
+    if given.job:
+        print(json.dumps(run(Job(**json.loads(given.job)))))
+        return 0
+    if given.tiny:
+        given.size, given.rounds = "24MB", 1
+    record = Record("load", given.tiny)
+    config = config_for(parse_size(given.size), torch.float32)
+    with (
+        checkpoint_file(given.folder, config, torch.float32, Watcher(), keep=False) as path,
+        tempfile.TemporaryDirectory(dir=given.folder) as scratch,
+    ):
+        pickled = Path(scratch) / "model.pt"
+        torch.save(dict(checkpoint.load(lambda: Decoder(config), path).state_dict()), pickled)
+        job = Job("", dataclasses.asdict(config), str(path), str(pickled))
+        rows: dict[str, list[dict[str, Any]]] = {}
+        for _ in range(given.rounds):
+            for way in WAYS:
+                row = run_apart(__file__, dataclasses.asdict(dataclasses.replace(job, way=way)))
+                if "failure" in row:
+                    raise SystemExit(f"{way}: {row['failure']}")
+                rows.setdefault(way, []).append(row)
+        record.figures |= {"file_bytes": path.stat().st_size, "rows": rows}
+    for way in WAYS:
+        seconds = statistics.median(row["seconds"] for row in rows[way])
+        memory = max(row["rss_bytes"] or 0 for row in rows[way]) / 2**20
+        ours = way == SKELETON
+        record.bar(f"{way}: ms", seconds * 1e3, at_most=50 if ours else None)
+        record.bar(f"{way}: RSS + MiB", memory, at_most=20 if ours else None)
+    return record.finish(given.output)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
