@@ -14,6 +14,7 @@ from torch import nn
 
 from dynswap_ext.checkpoint.buffers import rebuild_unsaved
 from dynswap_ext.checkpoint.formats import open_checkpoint
+from dynswap_ext.checkpoint.gguf.tensor import GGUFTensor
 from dynswap_ext.checkpoint.keys import KeyReport
 from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.errors import ConfigError
@@ -102,6 +103,7 @@ def _assign(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> None:
     report = KeyReport.compare(own, given, path)
     if report.mismatched:
         raise ConfigError(report.text(strict))
+    _freeze_quantised(own, given)
     try:
         outcome = model.load_state_dict(given, strict=False, assign=True)
     except RuntimeError as error:
@@ -113,6 +115,13 @@ def _assign(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> None:
             raise ConfigError(report.text(strict))
         warnings.warn(report.text(strict), stacklevel=3)
     _tie_again(model, ties)
+
+
+def _freeze_quantised(own: dict[str, Any], given: dict[str, Any]) -> None:
+    """Quantised blocks have no gradient, and load_state_dict gives what it assigns the skeleton's flag."""
+    for name, tensor in own.items():
+        if isinstance(tensor, nn.Parameter) and isinstance(given.get(name), GGUFTensor):
+            tensor.requires_grad_(False)
 
 
 # ---- ties --------------------------------------------------------------------------------------------------
@@ -176,15 +185,28 @@ def _tie_again(model: nn.Module, ties: list[_Tie]) -> None:
 
 # ---- all or nothing ----------------------------------------------------------------------------------------
 
-_Entries = tuple[nn.Module, dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]
+_Entries = tuple[
+    nn.Module, dict[str, nn.Parameter | None], dict[str, torch.Tensor | None], list[tuple[nn.Parameter, bool]]
+]
 
 
 def _snapshot(model: nn.Module) -> list[_Entries]:
     # References are enough: load_state_dict(assign=True) replaces tensors and writes into none.
-    return [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+    # What it does write is whether they are trained (_freeze_quantised).
+    return [
+        (
+            module,
+            dict(module._parameters),
+            dict(module._buffers),
+            [(parameter, parameter.requires_grad) for parameter in module.parameters(recurse=False)],
+        )
+        for module in model.modules()
+    ]
 
 
 def _restore(entries: list[_Entries]) -> None:
-    for module, parameters, buffers in entries:
+    for module, parameters, buffers, trained in entries:
         module._parameters.update(parameters)
         module._buffers.update(buffers)
+        for parameter, requires_grad in trained:
+            parameter.requires_grad_(requires_grad)

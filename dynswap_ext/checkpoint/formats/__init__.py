@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from pathlib import Path
 
-from dynswap_ext.checkpoint.formats import safetensors_file, torch_zip
+from dynswap_ext.checkpoint.formats import gguf, safetensors_file, torch_zip
 from dynswap_ext.checkpoint.formats.common import AGAIN
 from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.errors import SourceError
@@ -14,7 +14,6 @@ __all__ = ["open_checkpoint"]
 
 #: How files begin that people take for checkpoints, and what to do with them.
 _RELATED: tuple[tuple[bytes, str], ...] = (
-    (b"GGUF", "a GGUF file; load the safetensors file that it was made from"),
     (b"\x89HDF", "an HDF5 file; convert it with safetensors.torch.save_file(tensors, path)"),
     (b"version https://git-lfs", "a Git LFS pointer, not the weights; fetch them with `git lfs pull`"),
     (
@@ -45,6 +44,8 @@ def open_checkpoint(path: Path, *, weights_only: bool = True) -> Checkpoint:
         return torch_zip.TorchZip(path, weights_only=weights_only)
     if safetensors_file.matches(head):
         return safetensors_file.SafetensorsFile(path)
+    if gguf.matches(head):
+        return gguf.GGUFFile(path)
     for start, meaning in _RELATED:
         if head.startswith(start):
             raise SourceError(f"{path} is {meaning}")
