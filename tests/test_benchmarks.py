@@ -31,10 +31,10 @@ def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize(
     "script",
     "script",
-    ["access", "install", "stream", "train", "disk", "load", "virtual_clock", "gpu_stack"],
+    ["access", "convert", "disk", "install", "load", "stream", "train", "virtual_clock", "gpu_stack"],
 )
 def test_tiny_run_writes_its_record(script: str, tmp_path: Path) -> None:
-    more = ["--folder", str(tmp_path)] if script in ("stream", "train", "disk", "load") else []
+    more = ["--folder", str(tmp_path)] if script in ("convert", "disk", "load", "stream", "train") else []
     more += ["--only", "dynswap,classic hook"] if script == "train" else []
     more += ["--only", "first,shared"] if script == "disk" else []
     more += ["--device", "cpu"] if script in ("access", "install", "gpu_stack") else []

@@ -1,37 +1,14 @@
-"""The command line: ``dynswap``, or ``python -m dynswap_ext``."""
+"""``dynswap demo``."""
 
 from __future__ import annotations
 
 import argparse
-import sys
-from collections.abc import Sequence
 from pathlib import Path
-
-from dynswap_ext._version import __version__
-from dynswap_ext.errors import DynswapError
+from typing import Any
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a command; return the exit status: 0 well, 1 outputs that differ, 2 an error that was explained."""
-    options = _parser().parse_args(arguments)
-    try:
-        status: int = options.command(options)
-    except DynswapError as error:
-        print(f"dynswap: {error}", file=sys.stderr)
-        return 2
-    return status
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="dynswap", description="Run PyTorch models that do not fit the device, streaming their weights."
-    )
-    parser.add_argument("--version", action="version", version=f"dynswap-ext {__version__}")
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
-    info = commands.add_parser("info", help="say which provider and backends are active, and why")
-    info.set_defaults(command=_info)
-
+def add_to(commands: Any) -> None:
+    """Add the command to a parser."""
     demo = commands.add_parser(
         "demo",
         help="run a model under a memory budget and compare",
@@ -59,15 +36,6 @@ def _parser() -> argparse.ArgumentParser:
         metavar="SENTENCE",
         help="embed sentences with all-MiniLM-L6-v2 instead, resident and streamed",
     )
-    return parser
-
-
-def _info(options: argparse.Namespace) -> int:
-    import dynswap_ext
-
-    print(f"dynswap-ext      {__version__}")
-    print(dynswap_ext.backend_info())
-    return 0
 
 
 def _demo(options: argparse.Namespace) -> int:

@@ -1,0 +1,191 @@
+"""Writes a model's masters to a checkpoint that takes the place of the one before at once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import closing
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from torch import nn
+
+from dynswap_ext.checkpoint.writing.blocks import BlockWriter
+from dynswap_ext.checkpoint.writing.direct import check_free, explained, sync_folder
+from dynswap_ext.checkpoint.writing.layout import (
+    DEFAULT_SHARD,
+    Layout,
+    Piece,
+    check_dtype,
+    check_metadata,
+    index_text,
+    shard_bytes,
+    split,
+)
+from dynswap_ext.checkpoint.writing.sources import Files, Mappings, source_of
+from dynswap_ext.checkpoint.writing.target import Partial, Target
+from dynswap_ext.errors import ConfigError, SourceError
+
+#: Of files that torch.save writes.
+_TORCH: Final = (".pt", ".pth", ".bin")
+
+
+def save(
+    model: nn.Module,
+    path: str | PathLike[str],
+    *,
+    max_shard_size: int | str | None = None,
+    metadata: Mapping[str, str] | None = None,
+) -> Path:
+    """Write the state dict of a model, installed or not: its masters, with what forwards wrote to them.
+
+    Parameters
+    ----------
+    model
+        Any module. Masters that are mapped from a file are read from there, not into memory.
+    path
+        ``*.safetensors`` for one file; ``*.pt``, ``*.pth`` or ``*.bin`` for a file of ``torch.save``; any
+        other path is a folder (made if need be) with a checkpoint as Hugging Face lays it out: one
+        ``model.safetensors``, or shards and an index.
+    max_shard_size
+        Bytes, or a size such as ``"5GB"``, of the tensors of one shard; where there is more there are shards.
+        Default: one file, in a folder 5 GB.
+    metadata
+        Text to put into the header of each safetensors file.
+
+    Returns
+    -------
+    Path
+        What can be loaded: the file, or the index of shards.
+
+    Raises
+    ------
+    ConfigError
+        Something in the state dict cannot go into the format (extra state, a tensor subclass, a dtype), is on
+        the meta device, or another process is writing there. Names what.
+    SourceError
+        The disk is full, permission is missing, or a master cannot be read. Says how much room it takes.
+
+    After any error, and after a crash, what was at `path` before is whole; after an error nothing else is
+    left.
+
+    Notes
+    -----
+    Tensors that are one (same memory, shape and strides) are written once, under the first of their names,
+    and the metadata has the others, as ``safetensors.torch.save_model`` does it. It takes some 40 MB of
+    memory beside the model, with ``torch.save`` as much as that touches: all pages of mapped masters, which
+    the system can take back. The metadata has a CRC-32 of each 4 MiB too, which `verify` compares.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"save() takes a torch.nn.Module, not a {type(model).__name__}")
+    path = Path(path)
+    limit, said = shard_bytes(max_shard_size), check_metadata(metadata)
+    if path.suffix in _TORCH and not path.is_dir():
+        if limit is not None or said:
+            raise ConfigError(
+                f"{path} would be a file of torch.save, which has neither shards nor metadata; leave out "
+                "max_shard_size and metadata, or save to a path that ends in .safetensors"
+            )
+        return _save_torch(model.state_dict(), Path(os.path.realpath(path)))
+    target = Target.of(path, sharded=limit is not None)
+    with Files() as files:
+        pieces = _pieces(model.state_dict(), files)
+        layouts = split(pieces, limit if target.one_file else limit or DEFAULT_SHARD, said)
+        return _save_layouts(layouts, target)
+
+
+def _save_layouts(layouts: list[Layout], target: Target) -> Path:
+    needed = sum(layout.file_bytes for layout in layouts)
+    with explained(target.path, target.folder, needed):
+        partial = Partial(target)
+        try:
+            partial.empty()  # left by a crash
+            check_free(target.path, partial.folder, needed)
+            paths = partial.files(len(layouts))
+            writer = BlockWriter(layouts, paths, verify=False)
+            writer.allocate()
+            with closing(writer.write(writer.all_blocks())) as written:
+                checksums = dict(written)
+            writer.finish(checksums)
+            if len(layouts) == 1:
+                return partial.replace_file(paths[0])
+            names = target.shard_names(len(layouts))
+            return partial.replace_shards(paths, names, index_text(layouts, names))
+        finally:
+            partial.remove()
+
+
+def _save_torch(state: dict[str, Any], path: Path) -> Path:
+    _refuse_meta({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
+    needed = sum(value.nbytes for value in state.values() if type(value) in (torch.Tensor, nn.Parameter))
+    target = Target(path.parent, path.name, path, True)
+    with explained(path, path.parent, needed):
+        partial = Partial(target)
+        try:
+            partial.empty()
+            check_free(path, partial.folder, needed)
+            written = partial.folder / path.name
+            with written.open("wb") as file:
+                try:
+                    torch.save(state, file)
+                except RuntimeError as error:  # how torch reports an error of the file's
+                    file.seek(0, os.SEEK_END)
+                    cause = error.__cause__ or error.__context__
+                    if isinstance(cause, OSError):
+                        raise cause from None
+                    raise SourceError(f"{path} cannot be written: {error}") from error
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(written, path)
+            sync_folder(path.parent)
+            return path
+        finally:
+            partial.remove()
+
+
+def _pieces(state: dict[str, Any], files: Files) -> list[Piece]:
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    if len(tensors) < len(state):
+        others = [name for name in state if name not in tensors]
+        raise ConfigError(
+            f"the model has state that is no tensor ({_some(others)}), which safetensors cannot hold; save "
+            "to a path that ends in .pt"
+        )
+    _refuse_meta(tensors)
+    ties: dict[object, list[str]] = {}
+    for name, tensor in tensors.items():
+        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+            raise ConfigError(
+                f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, and safetensors holds plain "
+                "tensors alone; save to a path that ends in .pt, or replace it by a plain tensor"
+            )
+        check_dtype(name, tensor.dtype)
+        ties.setdefault(_identity(name, tensor), []).append(name)
+    mappings = Mappings()
+    return [
+        Piece(tuple(sorted(names)), tensor.dtype, tuple(tensor.shape), source_of(tensor, mappings, files))
+        for names in ties.values()
+        for tensor in [tensors[names[0]].detach()]
+    ]
+
+
+def _identity(name: str, tensor: torch.Tensor) -> object:
+    if not tensor.numel():
+        return name
+    bits = tensor.is_conj(), tensor.is_neg()
+    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), bits
+
+
+def _refuse_meta(tensors: dict[str, torch.Tensor]) -> None:
+    meta = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if meta:
+        raise ConfigError(
+            f"{len(meta)} tensor(s) are on the meta device and hold no data: {_some(meta)}; load them first, "
+            "for instance with dynswap_ext.checkpoint.load(model, path)"
+        )
+
+
+def _some(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

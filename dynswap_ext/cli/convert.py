@@ -1,0 +1,87 @@
+"""``dynswap convert``."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING, Any
+
+from dynswap_ext.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to a parser."""
+    convert = commands.add_parser(
+        "convert",
+        help="write a checkpoint as safetensors: cast, sharded or renamed",
+        description="Write a checkpoint of any format as safetensors, in little memory, each block compared "
+        "by checksum after it was written. After an interruption the same command goes on where it was.",
+    )
+    convert.set_defaults(command=_convert)
+    add = convert.add_argument
+    add("source", metavar="SRC", help="a file, an index, or a folder")
+    add("destination", metavar="DST", help="a path that ends in .safetensors, or a folder")
+    add("--dtype", help="of floating tensors: bf16, fp16, fp32, float8_e4m3fn, ... (default: as they are)")
+    add("--shard", metavar="SIZE", help="split into files of at most so much, such as 5GB")
+    add(
+        "--rename",
+        metavar="PATTERN=REPLACEMENT",
+        action="append",
+        default=[],
+        help="a regular expression for names, and what takes its place; may be given again",
+    )
+    add("--overwrite", action="store_true", help="replace what is there")
+
+
+def _convert(options: argparse.Namespace) -> int:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import TransferSpeedColumn as Speed
+
+    from dynswap_ext import checkpoint
+    from dynswap_ext._memory import format_bytes
+
+    console = Console(stderr=True)
+    columns = TextColumn("converting"), BarColumn(), DownloadColumn(binary_units=True), Speed()
+    # A log file has no use for a bar.
+    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        done = checkpoint.convert(
+            options.source,
+            options.destination,
+            dtype=_dtype(options.dtype),
+            max_shard_size=options.shard,
+            rename=[_rule(text) for text in options.rename] or None,
+            overwrite=options.overwrite,
+            progress=lambda position, whole: bar.update(task, completed=position, total=whole),
+        )
+    resumed = f", {format_bytes(done.resumed_bytes)} of it by an earlier run" if done.resumed_bytes else ""
+    files = f" in {len(done.files)} files" if len(done.files) > 1 else ""
+    print(
+        f"{done.path}: {done.tensors} tensors, {format_bytes(done.source_bytes)} -> "
+        f"{format_bytes(done.written_bytes)}{files}{resumed}, verified, {done.seconds:.1f} s"
+    )
+    return 0
+
+
+def _dtype(text: str | None) -> torch.dtype | None:
+    import torch
+
+    if text is None:
+        return None
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    found = getattr(torch, short.get(text, text.removeprefix("torch.")), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(
+            f"--dtype is {text!r}; expected bf16, fp16, fp32 or another floating dtype of torch"
+        )
+    return found
+
+
+def _rule(text: str) -> tuple[str, str]:
+    pattern, equals, replacement = text.rpartition("=")
+    if not equals or not pattern:
+        raise ConfigError(rf"--rename is {text!r}; expected PATTERN=REPLACEMENT, such as '^model\.='")
+    return pattern, replacement

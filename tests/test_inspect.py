@@ -1,0 +1,169 @@
+"""checkpoint.summary and `dynswap inspect`: what they say is so, the smallest budget above all."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file, save_model
+from torch import nn
+
+import dynswap_ext
+from conftest import skip_or_fail
+from dynswap_ext import _provider, checkpoint, cli
+from dynswap_ext._memory import format_bytes
+from dynswap_ext.errors import BudgetError
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(501, 303)
+        self.head = nn.Linear(303, 501)
+        self.head.weight = self.embed.weight
+
+
+def _stack(*sizes: int) -> nn.Module:
+    return nn.Sequential(*(nn.Linear(a, b) for a, b in itertools.pairwise(sizes)))
+
+
+_MODELS: dict[str, Callable[[], nn.Module]] = {
+    "equal layers": lambda: _stack(256, 256, 256, 256),
+    "odd layers": lambda: _stack(33, 1001, 77, 3333, 5),
+    "half": lambda: _stack(33, 1001, 77, 3333, 5).bfloat16(),
+    "small": lambda: _stack(3, 5, 7),
+    "convolutions": lambda: nn.Sequential(
+        nn.Conv2d(3, 64, 7), nn.BatchNorm2d(64), nn.Conv2d(64, 333, 3, bias=False), nn.BatchNorm2d(333)
+    ),
+    "recurrent": lambda: nn.LSTM(200, 300, 2),
+    "attention": lambda: nn.TransformerEncoderLayer(200, 4, 777),
+    "tied": Tied,
+    "wide bias": lambda: _stack(2, 50_000),
+}
+
+
+@pytest.mark.parametrize("kind", ["save", "library"])
+@pytest.mark.parametrize("name", _MODELS)
+def test_the_smallest_budget_is_an_installs(name: str, kind: str, tmp_path: Path) -> None:
+    if reason := _provider.native_unavailable(torch.device("cpu")):
+        skip_or_fail(reason, cuda=False)
+    path = tmp_path / "model.safetensors"
+    if kind == "save":
+        checkpoint.save(_MODELS[name](), path)
+    else:
+        save_model(_MODELS[name](), str(path))
+    found = checkpoint.summary(path)
+    model = checkpoint.load(_MODELS[name], path)
+    with pytest.raises(BudgetError) as caught:
+        dynswap_ext.install(model, device="cpu", backend="native", budget=1)
+    needed = caught.value.smallest_bytes
+    dynswap_ext.install(model, device="cpu", backend="native", budget=found.smallest_budget).uninstall()
+    if (name, kind) == ("recurrent", "library"):  # sorted by name: which weight is before the biases?
+        assert needed <= found.smallest_budget <= needed + 4 * 1200 * 4
+    else:
+        assert found.smallest_budget == needed
+    assert found.largest_group is not None
+    assert set(found.largest_group.names) <= set(found.entries)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    tensors = {f"layers.{i}.{name}": torch.zeros(100, 10) for i in range(32) for name in ("up", "down")}
+    tensors |= {f"experts.{i}.{j}.w": torch.zeros(3).half() for i in (0, 1, 2, 7) for j in range(2)}
+    tensors["layers.3.special"] = torch.zeros((), dtype=torch.int64)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt", "author": "me"})
+    return tmp_path / "model.safetensors"
+
+
+def test_summary(path: Path) -> None:
+    found = checkpoint.summary(path)
+    assert found.format == "safetensors" and found.files == (path,) and found.ties == ()
+    assert found.bytes_by_dtype == {"float32": 64 * 4000, "float16": 8 * 6, "int64": 8}
+    assert found.total_bytes == 64 * 4000 + 56 and len(found.entries) == 73
+    assert found.metadata == {"format": "pt", "author": "me"} and not found.checksums
+    assert checkpoint.summary(checkpoint.convert(path, path.with_name("b")).path).checksums
+
+
+def test_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_file({}, tmp_path / "w.safetensors")
+    found = checkpoint.summary(tmp_path / "w.safetensors")
+    assert found.largest_group is None and found.smallest_budget == 0 and found.total_bytes == 0
+    assert cli.main(["inspect", str(tmp_path / "w.safetensors")]) == 0
+    assert checkpoint.convert(tmp_path / "w.safetensors", tmp_path / "v.safetensors").tensors == 0
+    assert checkpoint.verify(tmp_path / "v.safetensors") == 0
+
+
+def test_shared_tensors_count_once(tmp_path: Path) -> None:
+    model = Tied()
+    path = checkpoint.save(model, tmp_path / "w.safetensors")
+    found = checkpoint.summary(path)
+    assert found.ties == (("embed.weight", "head.weight"),)
+    assert found.total_bytes == sum(parameter.nbytes for parameter in model.parameters())
+    assert "embed.weight" not in found.metadata and "head.weight" not in found.metadata
+
+
+def _printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
+    monkeypatch.setenv("COLUMNS", "160")
+    assert cli.main(["inspect", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_table(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    text = _printed(capsys, monkeypatch, str(path))
+    lines = [" ".join(line.replace("│", " ").split()) for line in text.splitlines()]
+    assert "layers.{0..31}.up 32 100 x 10 float32 125 KiB" in lines
+    assert "layers.3.special 1 scalar int64 8 bytes" in lines
+    assert "experts.{0..2,7}.{0..1}.w 8 3 float16 48 bytes" in lines
+    found = checkpoint.summary(path)
+    assert f"smallest budget {format_bytes(found.smallest_budget)} ({found.smallest_budget} bytes)" in lines
+    assert "format safetensors" in lines and "checksums none" in lines
+    whole = _printed(capsys, monkeypatch, str(path), "--all")
+    assert whole.count("layers.") >= 65 and "layers.17.up" in whole
+
+
+def test_ties_in_the_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = _printed(capsys, monkeypatch, str(checkpoint.save(Tied(), tmp_path / "w.safetensors")), "--verify")
+    assert "embed.weight = head.weight" in text and "compared, and equal" in text
+
+
+def test_budget(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    smallest = checkpoint.summary(path).smallest_budget
+    assert "does: " in _printed(capsys, monkeypatch, str(path), "--budget", str(smallest))
+    assert "holds all of it" in _printed(capsys, monkeypatch, str(path), "--budget", "1GB")
+    assert cli.main(["inspect", str(path), "--budget", str(smallest - 1)]) == 1
+    assert "is too small" in capsys.readouterr().out
+    assert cli.main(["inspect", str(path), "--budget", "a lot"]) == 2
+
+
+def test_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = checkpoint.summary(path)
+    assert cli.main(["inspect", str(path), "--json", "--budget", "1/2"]) == 0
+    written: dict[str, Any] = json.loads(capsys.readouterr().out)
+    assert written["tensors"]["layers.0.up"]["shape"] == [100, 10] and len(written["tensors"]) == 73
+    assert written["smallest_budget"] == found.smallest_budget == written["largest_group"]["bytes"]
+    assert written["budget"] == {"bytes": found.total_bytes // 2, "works": True}
+    assert written["total_bytes"] == found.total_bytes
+
+
+def test_errors_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["inspect", str(tmp_path / "nothing")]) == 2
+    assert "no such file" in capsys.readouterr().err
+    save_file({"a": torch.zeros(2)}, tmp_path / "w.safetensors")
+    assert cli.main(["inspect", str(tmp_path / "w.safetensors"), "--verify"]) == 2
+    assert "no checksums" in capsys.readouterr().err
+
+
+def test_names_with_brackets_and_odd_numbers(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file(
+        {"[red]a.0": torch.zeros(1), "[red]a.\u00b2": torch.zeros(1), "": torch.zeros(1)}, tmp_path / "w"
+    )
+    assert "[red]a.0" in _printed(capsys, monkeypatch, str(tmp_path / "w"))
