@@ -16,6 +16,7 @@ DYNSWAP_CUDA ?= auto
 DYNSWAP_WERROR ?= 0
 PYTEST_ARGS ?=
 DEMO_ARGS ?=
+FUZZ_SECONDS ?= 60
 export DYNSWAP_CUDA DYNSWAP_WERROR
 
 BIN := $(VENV)/bin
@@ -25,7 +26,7 @@ CTEST := $(dir $(CMAKE))ctest
 CPP := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 SOURCES := $(shell find csrc build_backend -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py')
 
-.PHONY: help demo demo-text build test test-native test-python cpp-test sanitize cuda-compile lint types format ci clean FORCE
+.PHONY: help demo demo-text build test test-native test-python cpp-test sanitize fuzz cuda-compile lint types format ci clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -60,6 +61,11 @@ cpp-test: build/cpp/.built
 sanitize: build/address/.built build/thread/.built
 	$(CTEST) --test-dir build/address --output-on-failure
 	$(CTEST) --test-dir build/thread --output-on-failure
+
+## make fuzz           the readers of checkpoint headers, guided by coverage; FUZZ_SECONDS=600 and so on
+fuzz: build
+	$(PIP) install 'atheris>=3'
+	$(BIN)/python tests/fuzz/fuzz_headers.py -max_total_time=$(FUZZ_SECONDS)
 
 ## make cuda-compile   the extension with CUDA, without a warning; it has to import without a GPU
 cuda-compile:

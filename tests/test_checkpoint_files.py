@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,8 +51,82 @@ def test_not_there_suggests_a_neighbour(safetensors_file: Path) -> None:
     _raises(safetensors_file.parent / "nowhere" / "model.safetensors", "nor is there a folder")
 
 
-def test_folder(safetensors_file: Path) -> None:
-    _raises(safetensors_file.parent, r"is a folder.*model\.safetensors")
+def test_folder_with_one_checkpoint(safetensors_file: Path) -> None:
+    loaded = checkpoint.load(_model, safetensors_file.parent)
+    assert set(checkpoint.load(_model, safetensors_file).state_dict()) == set(loaded.state_dict())
+
+
+class TestNotAFile:
+    """What has a name and cannot be mapped. None of them may block."""
+
+    def test_pipe(self, tmp_path: Path) -> None:
+        os.mkfifo(tmp_path / "pipe")
+        _raises(tmp_path / "pipe", "a device or a pipe, not a file that can be mapped; copy its content")
+
+    def test_device(self) -> None:
+        _raises(Path("/dev/zero"), "a device or a pipe, not a file")
+
+    def test_socket(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(tmp_path)  # the name of a socket has to be short
+        with socket.socket(socket.AF_UNIX) as server:
+            server.bind("socket")
+            _raises(Path("socket"), "cannot be read")
+
+    def test_links_in_a_circle(self, tmp_path: Path) -> None:
+        (tmp_path / "a").symlink_to("b")
+        (tmp_path / "b").symlink_to("a")
+        _raises(tmp_path / "a", "symbolic link that leads back to itself; link it to the file anew")
+
+    def test_link_to_nothing(self, tmp_path: Path) -> None:
+        (tmp_path / "a").symlink_to("blobs/0")
+        _raises(tmp_path / "a", "no such file.*a link to blobs/0, which is gone")
+
+    def test_below_a_file(self, safetensors_file: Path) -> None:
+        _raises(safetensors_file / "weights", "cannot be read: Not a directory")
+
+    def test_name_that_is_too_long(self, tmp_path: Path) -> None:
+        _raises(tmp_path / ("x" * 300), "cannot be read: File name too long")
+
+    def test_name_with_a_nul(self, tmp_path: Path) -> None:
+        with pytest.raises(SourceError, match=r"is no file name.*correct the name"):
+            checkpoint.load(_model, tmp_path / "a\0b")
+
+    @pytest.mark.parametrize("what", ["file", "folder"])
+    def test_no_permission(self, what: str, reachable: Path) -> None:
+        save_file(_model().state_dict(), reachable / "w")
+        locked = reachable / "w" if what == "file" else reachable
+        locked.chmod(0)
+        asked = subprocess.run(
+            [sys.executable, "-c", _AS_NOBODY, str(locked)], capture_output=True, text=True, timeout=120
+        )
+        assert f"{locked} cannot be read: Permission denied; check its permissions" in asked.stdout
+
+
+@pytest.fixture
+def reachable() -> Iterator[Path]:
+    """A folder that others can reach, which tmp_path is not."""
+    folder = Path(tempfile.mkdtemp())
+    folder.chmod(0o755)
+    yield folder
+    folder.chmod(0o700)
+    shutil.rmtree(folder)
+
+
+#: No permission stops root, who gives his rights up here after he has imported what is needed.
+_AS_NOBODY = """
+import os, sys
+from pathlib import Path
+from dynswap_ext.checkpoint.formats import open_checkpoint
+from dynswap_ext.errors import SourceError
+if os.geteuid() == 0:
+    os.setgroups([])
+    os.setgid(65534)
+    os.setuid(65534)
+try:
+    open_checkpoint(Path(sys.argv[1]))
+except SourceError as error:
+    print(error)
+"""
 
 
 @pytest.mark.parametrize("kept", [1, 4, 5, 8, 40, 100, 8192, -1])
@@ -93,7 +174,7 @@ def _with_header(path: Path, header: Any, data: bytes = b"") -> Path:
     [
         (b"{not json", "damaged safetensors header"),
         ({"weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 4]}}, "weight.*disagree"),
-        ({"weight": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, "weight.*disagree"),
+        ({"weight": {"dtype": "F32", "shape": [-1], "data_offsets": [4, 0]}}, "weight.*length -1"),
         ({"weight": {"dtype": "F4", "shape": [2], "data_offsets": [0, 1]}}, "weight.*cannot be mapped"),
         ({"weight": {"shape": [2]}}, "weight.*cannot be mapped"),
         ({"weight": 3}, "weight.*cannot be mapped"),

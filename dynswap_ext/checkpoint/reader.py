@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import torch
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Entry:
     """What a checkpoint says of one tensor before any of it is read."""
 
@@ -20,8 +20,8 @@ class Entry:
     #: As stored: with `encoding`, less or more than shape and dtype say.
     nbytes: int
     file: Path
-    #: Bytes from the start of `file`; None if the tensor is not one range of one file. Entries with equal
-    #: file and offset are ties.
+    #: Bytes from the start of `file` to the elements, in row-major order; None if the tensor is not one such
+    #: range of one file. Entries with equal file and offset are ties.
     offset: int | None
     #: How the bytes encode values of `dtype`, such as "Q4_K"; empty when they are those values.
     encoding: str = ""

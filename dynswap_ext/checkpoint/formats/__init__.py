@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from pathlib import Path
 
-from dynswap_ext.checkpoint.formats import gguf, safetensors_file, torch_zip
-from dynswap_ext.checkpoint.formats.common import AGAIN
+from dynswap_ext.checkpoint.formats import dcp, folder, gguf, safetensors_file, sharded, torch_zip
+from dynswap_ext.checkpoint.formats.common import AGAIN, opened, pread
 from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.errors import SourceError
 
@@ -30,22 +29,41 @@ def open_checkpoint(path: Path, *, weights_only: bool = True) -> Checkpoint:
     Parameters
     ----------
     path
-        A safetensors file or a zip file written by ``torch.save``, told apart by content.
+        A safetensors file, a zip file written by ``torch.save``, a GGUF file, an index of several such files
+        (``*.index.json``), a folder that ``torch.distributed.checkpoint`` wrote, or a folder with one of the
+        others in it. Files are told apart by content.
     weights_only
         False lets a pickle run code: only for files from somebody whose code you would run.
 
     Raises
     ------
     SourceError
-        The file is not there, cut short, or of another format. Names the file and the remedy.
+        The file is not there, cut short, damaged, or of another format. Names file, key and remedy.
     """
+    if _is_folder(path):
+        path = folder.choose(path)
+    if path.name == dcp.METADATA:
+        path = path.parent
+    if _is_folder(path):
+        return dcp.DistributedCheckpoint(path, weights_only=weights_only)
     head = _head(path)
+    if sharded.matches(head):
+        return sharded.Sharded(path, lambda shard: _open_file(shard, _head(shard), weights_only))
+    return _open_file(path, head, weights_only)
+
+
+def _open_file(path: Path, head: bytes, weights_only: bool) -> Checkpoint:
+    """A file that is a checkpoint by itself."""
+    if path.suffix == ".distcp":
+        raise SourceError(
+            f"{path} is a part of a folder of torch.distributed.checkpoint; name the folder, {path.parent}"
+        )
     if torch_zip.matches(head):
         return torch_zip.TorchZip(path, weights_only=weights_only)
-    if safetensors_file.matches(head):
-        return safetensors_file.SafetensorsFile(path)
     if gguf.matches(head):
         return gguf.GGUFFile(path)
+    if safetensors_file.matches(head):
+        return safetensors_file.SafetensorsFile(path)
     for start, meaning in _RELATED:
         if head.startswith(start):
             raise SourceError(f"{path} is {meaning}")
@@ -56,29 +74,19 @@ def open_checkpoint(path: Path, *, weights_only: bool = True) -> Checkpoint:
             f"{path} is cut short: it has {len(head)} bytes, no checkpoint is so small; {AGAIN}"
         )
     raise SourceError(
-        f"{path} is neither a safetensors file nor a zip file of torch.save (it begins with {head[:8]!r}); "
+        f"{path} is neither a safetensors file, nor a zip file of torch.save, nor GGUF (it begins with "
+        f"{head[:8]!r}); "
         "save the weights with safetensors.torch.save_file(model.state_dict(), path)"
     )
 
 
-def _head(path: Path) -> bytes:
+def _is_folder(path: Path) -> bool:
     try:
-        with path.open("rb") as file:
-            return file.read(32)
-    except FileNotFoundError as error:
-        raise SourceError(f"no such file: {path}{_neighbours(path)}") from error
-    except IsADirectoryError as error:
-        found = sorted(
-            entry.name for suffix in ("*.safetensors", "*.pt", "*.pth") for entry in path.glob(suffix)
-        )
-        inside = f"; it has {', '.join(found[:5])}" if found else ""
-        raise SourceError(f"{path} is a folder; name the checkpoint file itself{inside}") from error
-    except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
+        return path.is_dir()
+    except (OSError, ValueError):
+        return False  # opening it says what is wrong
 
 
-def _neighbours(path: Path) -> str:
-    if not path.parent.is_dir():
-        return f" (nor is there a folder {path.parent})"
-    close = difflib.get_close_matches(path.name, [entry.name for entry in path.parent.iterdir()], n=3)
-    return f"; did you mean {' or '.join(close)}?" if close else ""
+def _head(path: Path) -> bytes:
+    with opened(path) as (descriptor, _):
+        return pread(descriptor, 64, 0)

@@ -1,9 +1,17 @@
-"""What the formats share: mapping a range of a file, and how errors end."""
+"""What the formats share: opening a file that may be anything, JSON from strangers, mapping a range."""
 
 from __future__ import annotations
 
+import difflib
+import errno
+import json
+import os
+import reprlib
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
@@ -11,6 +19,9 @@ from dynswap_ext.errors import SourceError
 
 #: The remedy for a file that lacks something.
 AGAIN = "download or copy it again"
+
+#: No tensor has more elements or bytes: what torch counts with.
+_LARGEST = (1 << 63) - 1
 
 
 def truncated(path: Path, expected: int, size: int, what: str) -> SourceError:
@@ -20,9 +31,143 @@ def truncated(path: Path, expected: int, size: int, what: str) -> SourceError:
     )
 
 
-def map_file(path: Path, size: int) -> torch.UntypedStorage:
-    """The file's first `size` bytes, mapped copy-on-write. Nothing is read."""
-    storage = torch.UntypedStorage.from_file(str(path), False, size)
+# ---- opening -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[tuple[int, int]]:
+    """A regular file's descriptor and its size. What fails inside for the file's sake is a SourceError too.
+
+    Raises
+    ------
+    SourceError
+        It is not there, not a regular file, not permitted, or the disk fails. Names the file and the remedy.
+    """
+    try:
+        # Without O_NONBLOCK, opening a FIFO waits for somebody to write to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    except (OSError, ValueError) as error:
+        raise _unopened(path, error) from error
+    try:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode):
+            kind = "folder" if stat.S_ISDIR(status.st_mode) else "device or a pipe"
+            raise SourceError(
+                f"{path} is a {kind}, not a file that can be mapped; copy its content to a file"
+            )
+        yield descriptor, status.st_size
+    except SourceError:
+        raise
+    except OSError as error:
+        raise _unopened(path, error) from error
+    finally:
+        os.close(descriptor)
+
+
+def _unopened(path: Path, error: OSError | ValueError) -> SourceError:
+    if isinstance(error, FileNotFoundError):
+        return SourceError(f"no such file: {path}{_neighbours(path)}")
+    if isinstance(error, ValueError):
+        return SourceError(f"{str(path)!r} is no file name ({error}); correct the name")
+    if error.errno == errno.ELOOP:
+        return SourceError(f"{path} is a symbolic link that leads back to itself; link it to the file anew")
+    return SourceError(f"{path} cannot be read: {error.strerror}; check its permissions and the disk")
+
+
+def _neighbours(path: Path) -> str:
+    try:
+        if path.is_symlink():
+            return f" (a link to {os.readlink(path)}, which is gone; download it again)"
+        names = [entry.name for entry in path.parent.iterdir()]
+    except FileNotFoundError:
+        return f" (nor is there a folder {path.parent})"
+    except OSError:
+        return ""
+    close = difflib.get_close_matches(path.name, names, n=3)
+    return f"; did you mean {' or '.join(close)}?" if close else ""
+
+
+def pread(descriptor: int, length: int, offset: int) -> bytes:
+    """As `os.pread`, which may return less than there is; less than `length` at the end of the file only."""
+    data = os.pread(descriptor, length, offset)
+    while len(data) < length and (more := os.pread(descriptor, length - len(data), offset + len(data))):
+        data += more
+    return data
+
+
+# ---- JSON --------------------------------------------------------------------------------------------------
+
+
+def parse_json(data: bytes) -> Any:
+    """What UTF-8 JSON says, more strictly than `json` reads it.
+
+    Raises
+    ------
+    ValueError
+        Not UTF-8, not JSON, a name twice in one object, NaN or an infinity, or nested too deeply. Says which.
+    """
+    try:
+        return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    result = dict(pairs)
+    if len(result) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
+        raise ValueError(f"it has {shown(twice)} twice")
+    return result
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"it has {name}, which is no JSON")
+
+
+_SHORT = reprlib.Repr()
+_SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxstring = 3, 6, 8, 8, 200
+
+
+def shown(value: object) -> str:
+    """What a file says, for an error: on one line, and about as long as one."""
+    return _SHORT.repr(value)
+
+
+# ---- sizes and mappings ------------------------------------------------------------------------------------
+
+
+def byte_count(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
+    """The bytes of a tensor.
+
+    Raises
+    ------
+    ValueError
+        The shape is not one of a tensor: lengths that are no integers, negative, or too large to count.
+    """
+    count = occupied = dtype.itemsize
+    for length in shape:
+        if type(length) is not int or length < 0:  # a bool is an int, and no length
+            raise ValueError(f"its shape has the length {shown(length)}")
+        count *= length
+        occupied *= length or 1  # what strides are computed from
+        if occupied > _LARGEST:
+            raise ValueError("it has more bytes than can be counted")
+    return count
+
+
+def map_file(path: Path, descriptor: int, size: int) -> torch.UntypedStorage:
+    """The open file's first `size` bytes, mapped copy-on-write. Nothing is read.
+
+    Through the descriptor, so that it is the file whose header was read, whatever bears its name by now.
+    """
+    try:
+        storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", False, size)
+    except RuntimeError as error:
+        raise SourceError(
+            f"{path} cannot be mapped: it had {size:,} bytes and has {os.fstat(descriptor).st_size:,} now "
+            f"({first_line(error)}); {AGAIN}, and load when nothing writes to it"
+        ) from error
     return cast("torch.UntypedStorage", storage)  # torch's stub is wider
 
 
@@ -35,3 +180,8 @@ def mapped_tensor(
         # A slice, so that each tensor has a storage of just its bytes (torch.save writes storages whole).
         tensor.set_(storage[offset : offset + nbytes])
     return tensor.reshape(shape)
+
+
+def first_line(error: Exception) -> str:
+    """An error of torch without the stack of C++ functions that some have."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -14,7 +14,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from dynswap_ext.checkpoint.formats.common import AGAIN, map_file, mapped_tensor, truncated
+from dynswap_ext.checkpoint.formats.common import (
+    AGAIN,
+    map_file,
+    mapped_tensor,
+    opened,
+    pread,
+    truncated,
+)
 from dynswap_ext.checkpoint.gguf.encodings import ENCODINGS
 from dynswap_ext.checkpoint.gguf.tensor import GGUFTensor
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
@@ -68,8 +75,7 @@ class GGUFFile(Checkpoint):
         # Of a model that was split, the first file has what is said of the whole.
         metadata = parts[files[0]].metadata
         super().__init__(path, entries, files=files, metadata=metadata)
-        self._sizes = {file: part.size for file, part in parts.items()}
-        self._storages: dict[Path, torch.UntypedStorage] = {}
+        self._storages = {file: part.storage for file, part in parts.items()}
 
     def tensor(self, name: str) -> torch.Tensor:
         """See `Checkpoint.tensor`."""
@@ -81,8 +87,6 @@ class GGUFFile(Checkpoint):
                 f"only {', '.join(ENCODINGS)}; quantise the model to one of these (llama-quantize), or load "
                 "its safetensors file"
             )
-        if entry.file not in self._storages:
-            self._storages[entry.file] = map_file(entry.file, self._sizes[entry.file])
         storage = self._storages[entry.file]
         if not entry.encoding:
             return mapped_tensor(storage, entry.offset, entry.nbytes, entry.dtype, entry.shape)
@@ -122,27 +126,27 @@ class _Part(NamedTuple):
 
     entries: dict[str, Entry]  # in the order of their bytes
     metadata: dict[str, str]
-    size: int
+    storage: torch.UntypedStorage
 
 
 def _read(path: Path) -> _Part:
-    size = path.stat().st_size
-    _check_start(path, size)
-    header = _header(path)
+    with opened(path) as (descriptor, size):
+        _check_start(path, descriptor, size)
+        header = _header(path)
+        storage = map_file(path, descriptor, size)
     entries = {
         name: _entry(name, listing, header.begin, path, size) for name, listing in header.tensors.items()
     }
     entries = dict(sorted(entries.items(), key=lambda item: item[1].offset or 0))
     _check_overlaps(path, entries)
-    return _Part(entries, header.metadata, size)
+    return _Part(entries, header.metadata, storage)
 
 
-def _check_start(path: Path, size: int) -> None:
+def _check_start(path: Path, descriptor: int, size: int) -> None:
     """What has to be known before anything is counted or allocated by the file's own numbers."""
     if size < 24:
         raise truncated(path, 24, size, "the header of a GGUF file")
-    with path.open("rb") as file:
-        version, tensors, pairs = struct.unpack("<4xIQQ", file.read(24))
+    version, tensors, pairs = struct.unpack("<4xIQQ", pread(descriptor, 24, 0))
     if version & 0xFFFF == 0:
         raise SourceError(
             f"{path} is a big-endian GGUF file; convert it with gguf-convert-endian (of the gguf package)"

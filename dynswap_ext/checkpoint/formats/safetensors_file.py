@@ -5,14 +5,23 @@ The format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-import json
-import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dynswap_ext.checkpoint.formats.common import AGAIN, map_file, mapped_tensor, truncated
+from dynswap_ext.checkpoint.formats.common import (
+    AGAIN,
+    byte_count,
+    map_file,
+    mapped_tensor,
+    opened,
+    parse_json,
+    pread,
+    shown,
+    truncated,
+)
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import SourceError
 
@@ -26,7 +35,9 @@ DTYPES = {
     "F16": "float16",
     "BF16": "bfloat16",
     "F8_E4M3": "float8_e4m3fn",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
     "F8_E5M2": "float8_e5m2",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
     "F8_E8M0": "float8_e8m0fnu",
     "C64": "complex64",
     "I64": "int64",
@@ -39,6 +50,9 @@ DTYPES = {
     "U8": "uint8",
     "BOOL": "bool",
 }
+_TORCH_DTYPES: dict[str, torch.dtype] = {
+    name: getattr(torch, torch_name) for name, torch_name in DTYPES.items() if hasattr(torch, torch_name)
+}
 
 
 def matches(head: bytes) -> bool:
@@ -49,6 +63,9 @@ def matches(head: bytes) -> bool:
 class SafetensorsFile(Checkpoint):
     """One safetensors file.
 
+    As the library does, it refuses a file whose tensors overlap, or leave bytes between them or behind them:
+    no writer makes one, so it is damaged or two files in one.
+
     Not opened through the safetensors library: its get_tensor() touches each tensor, and with the kernel's
     read-around that was measured to read all of a 1.5 GB file from the disk at load time.
     """
@@ -56,59 +73,103 @@ class SafetensorsFile(Checkpoint):
     format = "safetensors"
 
     def __init__(self, path: Path) -> None:
-        entries, metadata, size = _read_header(path)
+        with opened(path) as (descriptor, size):
+            entries, metadata = _read_header(path, descriptor, size)
+            self._storage = map_file(path, descriptor, size)
         super().__init__(path, entries, files=(path,), metadata=metadata)
-        self._size = size
-        self._storage: torch.UntypedStorage | None = None
 
     def tensor(self, name: str) -> torch.Tensor:
         """See `Checkpoint.tensor`."""
         entry = self.entries[name]
-        if self._storage is None:
-            self._storage = map_file(self.path, self._size)
         assert entry.offset is not None
         return mapped_tensor(self._storage, entry.offset, entry.nbytes, entry.dtype, entry.shape)
 
 
-def _read_header(path: Path) -> tuple[dict[str, Entry], dict[str, str], int]:
-    """The entries, in the order of their bytes, the metadata, and the file's size."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > _HEADER_LIMIT:
-            raise SourceError(
-                f"{path} has a safetensors header of {length:,} bytes, the format allows {_HEADER_LIMIT:,}; "
-                f"{AGAIN}"
-            )
-        if 8 + length > size:
-            raise truncated(path, 8 + length, size, "its header alone")
-        try:
-            listed: dict[str, Any] = json.loads(file.read(length))
-        except ValueError as error:
-            raise SourceError(f"{path} has a damaged safetensors header; {AGAIN}") from error
-    metadata = listed.pop("__metadata__", {})
-    entries = {name: _entry(name, listing, path, 8 + length) for name, listing in listed.items()}
-    expected = max((entry.offset + entry.nbytes for entry in entries.values()), default=8 + length)  # type: ignore[operator]
-    if expected > size:
-        raise truncated(path, expected, size, "what its header lists")
-    return dict(sorted(entries.items(), key=lambda item: item[1].offset or 0)), metadata, size
+def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
+    """The entries, in the order of their bytes, and the metadata."""
+    if size < 8:
+        raise truncated(path, 8, size, "the length of its header")
+    length = int.from_bytes(pread(descriptor, 8, 0), "little")
+    begin = 8 + length
+    if length > _HEADER_LIMIT:
+        raise SourceError(
+            f"{path} has a safetensors header of {length:,} bytes, the format allows "
+            f"{_HEADER_LIMIT:,}; {AGAIN}"
+        )
+    if begin > size:
+        raise truncated(path, begin, size, "its header alone")
+    try:
+        listed = parse_json(pread(descriptor, length, 8))
+    except ValueError as error:
+        raise SourceError(f"{path} has a damaged safetensors header: {error}; {AGAIN}") from error
+    if not isinstance(listed, dict):
+        raise SourceError(f"{path} has a damaged safetensors header: it is no JSON object; {AGAIN}")
+    metadata = _checked_metadata(path, listed.pop("__metadata__", {}))
+    entries = [(name, _entry(name, listing, path, begin)) for name, listing in listed.items()]
+    entries.sort(key=_place)
+    _check_places(path, entries, begin, size)
+    return dict(entries), metadata
+
+
+def _checked_metadata(path: Path, metadata: Any) -> dict[str, str]:
+    if isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()):
+        return metadata
+    raise SourceError(
+        f"{path} has {shown(metadata)} for __metadata__ in its safetensors header, expected an object of "
+        f"text; save it anew with safetensors.torch.save_file(tensors, path, metadata), or {AGAIN}"
+    )
 
 
 def _entry(name: str, listing: Any, path: Path, begin: int) -> Entry:
     try:
-        return _parse(listing, path, begin)
-    except (ValueError, TypeError, LookupError, AttributeError) as error:
+        return _parse(name, listing, path, begin)
+    except KeyError as error:
         raise SourceError(
-            f"{path} lists {name} as {listing!r}, which cannot be mapped here ({error!r}); "
-            f"{AGAIN}, or save it anew in a dtype that this torch has"
+            f"{path} lists {shown(name)} as {shown(listing)}, which cannot be mapped here: {error} is "
+            f"missing, or is a dtype that this torch has not; {AGAIN}, or save it anew in another dtype"
+        ) from error
+    except (ValueError, TypeError) as error:
+        raise SourceError(
+            f"{path} lists {shown(name)} as {shown(listing)}, which cannot be mapped here: {error}; {AGAIN}"
         ) from error
 
 
-def _parse(listing: Any, path: Path, begin: int) -> Entry:
-    """Raises ValueError, TypeError or LookupError for what the format does not allow."""
-    start, end = (int(offset) for offset in listing["data_offsets"])
-    shape = tuple(int(length) for length in listing["shape"])
-    dtype: torch.dtype = getattr(torch, DTYPES[listing["dtype"]])
-    if start < 0 or min(shape, default=0) < 0 or math.prod(shape) * dtype.itemsize != end - start:
+def _parse(name: str, listing: Any, path: Path, begin: int) -> Entry:
+    """Raises ValueError, TypeError or KeyError for what the format does not allow."""
+    name.encode()  # a half of a surrogate pair is no text: UnicodeError is a ValueError
+    start, end = listing["data_offsets"]
+    shape = listing["shape"]
+    dtype = _TORCH_DTYPES[listing["dtype"]]
+    if type(start) is not int or type(end) is not int or type(shape) is not list:
+        raise ValueError("offsets have to be integers, and a shape a list of them")
+    shape = tuple(shape)
+    nbytes = byte_count(dtype, shape)
+    if start < 0 or nbytes != end - start:
         raise ValueError("offsets and shape disagree")
-    return Entry(dtype, shape, end - start, path, begin + start)
+    return Entry(dtype, shape, nbytes, path, begin + start)
+
+
+def _place(item: tuple[str, Entry]) -> tuple[int, int]:
+    entry = item[1]
+    return entry.offset or 0, entry.nbytes
+
+
+def _check_places(path: Path, entries: Iterable[tuple[str, Entry]], begin: int, size: int) -> None:
+    """That the entries, in order of their bytes, fill the file."""
+    at, before = begin, "the header"
+    wrong = ""
+    for name, entry in entries:
+        offset = entry.offset or 0
+        if offset != at and not wrong:
+            relation = "overlaps" if offset < at else f"leaves {offset - at:,} bytes unused after"
+            wrong = f"{shown(name)} {relation} {before}"
+        at, before = max(at, offset + entry.nbytes), shown(name)
+    if at > size:
+        raise truncated(path, at, size, "what its header lists")
+    if at < size and not wrong:
+        wrong = f"{size - at:,} bytes follow {before}"
+    if wrong:
+        raise SourceError(
+            f"{path} has a damaged safetensors header, or was put together from several files: {wrong}, and "
+            f"the format allows neither gaps nor overlaps; {AGAIN}"
+        )

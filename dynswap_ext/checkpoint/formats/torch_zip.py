@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dynswap_ext.checkpoint.formats.common import AGAIN
+from dynswap_ext.checkpoint.formats.common import AGAIN, first_line, opened
+from dynswap_ext.checkpoint.formats.nested import find_state_dict
+from dynswap_ext.checkpoint.formats.zip_records import Records
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import SourceError
 
@@ -25,14 +29,17 @@ class TorchZip(Checkpoint):
     format = "torch"
 
     def __init__(self, path: Path, *, weights_only: bool = True) -> None:
-        self._state = _state_dict(path, weights_only)
+        with opened(path) as (descriptor, size):
+            mappable = _check_records(path, descriptor, size)
+            content = _load(path, weights_only, mappable)
+            self._state = find_state_dict(path, content, _dimensions)
+            mapped = _Mapped(path, os.fstat(descriptor).st_ino) if mappable else None
         tensors = {name: value for name, value in self._state.items() if isinstance(value, torch.Tensor)}
-        objects = {name: value for name, value in self._state.items() if name not in tensors}
         super().__init__(
             path,
-            _entries(tensors, path),
+            {name: _entry(tensor, path, mapped) for name, tensor in tensors.items()},
             files=(path,),
-            objects=objects,
+            objects={name: value for name, value in self._state.items() if name not in tensors},
             versions=getattr(self._state, "_metadata", None),
         )
 
@@ -42,61 +49,102 @@ class TorchZip(Checkpoint):
         return tensor
 
 
-def _entries(tensors: dict[str, torch.Tensor], path: Path) -> dict[str, Entry]:
-    # Torch does not say where in the file a storage lies, but where it is in memory tells them apart.
-    return {
-        name: Entry(tensor.dtype, tuple(tensor.shape), tensor.numel() * tensor.element_size(), path, None)
-        for name, tensor in tensors.items()
-    }
-
-
-def _state_dict(path: Path, weights_only: bool) -> dict[str, Any]:
-    if not zipfile.is_zipfile(path):
-        size = path.stat().st_size
+def _check_records(path: Path, descriptor: int, size: int) -> bool:
+    """Whether the bytes can be used as they are in the file."""
+    if not _has_directory(descriptor):
         raise SourceError(
             f"{path} is cut short: it begins as a zip file and ends, after {size:,} bytes, without the "
             f"directory of one; {AGAIN}"
         )
     try:
-        content = torch.load(path, map_location="cpu", mmap=True, weights_only=weights_only)
+        records = Records(descriptor, 0, size)
+        foreign = records.foreign_byte_order()
+    except ValueError as error:
+        raise SourceError(f"{path} is damaged, or no file of torch.save: {error}; {AGAIN}") from error
+    if "constants.pkl" in records:
+        raise SourceError(
+            f"{path} is a TorchScript archive, which is a program; save its weights with "
+            "torch.save(torch.jit.load(path).state_dict(), new_path)"
+        )
+    return not foreign
+
+
+def _has_directory(descriptor: int) -> bool:
+    with open(descriptor, "rb", closefd=False) as file:
+        try:
+            return zipfile.is_zipfile(file)
+        except zipfile.BadZipFile:
+            return True  # and what is wrong with it is found when it is read
+
+
+def _load(path: Path, weights_only: bool, mappable: bool) -> Any:
+    try:
+        return torch.load(path, map_location="cpu", mmap=mappable, weights_only=weights_only)
     except pickle.UnpicklingError as error:
         raise SourceError(
             f"{path} holds more than tensors, and is not unpickled because that may run any code: save just "
-            f"the weights with torch.save(model.state_dict(), path). Torch says: {_first_line(error)}"
+            "the weights with torch.save(model.state_dict(), path), or, if you would run any program of "
+            f"whoever made it, say weights_only=False. Torch says: {_reason(error)}"
         ) from error
-    except RuntimeError as error:
+    except Exception as error:  # a damaged pickle can raise whatever there is
         raise SourceError(
-            f"{path} is not a zip file of torch.save, or a damaged one: {_first_line(error)}; "
+            f"{path} is not a zip file of torch.save, or a damaged one: {first_line(error)}; "
             f"{AGAIN}, or save the weights anew"
         ) from error
-    return _find_state_dict(path, content)
 
 
-def _find_state_dict(path: Path, content: object) -> dict[str, Any]:
-    """The state dict in what torch.load returned: the whole, or the one entry that is a state dict."""
-    if isinstance(content, dict) and _is_state_dict(content):
-        return content  # itself: load_state_dict reads the module versions off its _metadata
-    if isinstance(content, dict):
-        inner = {str(key): value for key, value in content.items() if value and _is_state_dict(value)}
-        if len(inner) == 1:
-            return next(iter(inner.values()))
-        if inner:
-            raise SourceError(
-                f"{path} has {len(inner)} state dicts ({', '.join(inner)}), and which is meant is unclear: "
-                "save that one alone with torch.save(checkpoint[name], new_path)"
-            )
-    raise SourceError(
-        f"{path} has no state dict (it holds a {type(content).__name__}); "
-        "save the weights with torch.save(model.state_dict(), path)"
+def _reason(error: pickle.UnpicklingError) -> str:
+    """What torch found, without its advice around it."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    found = (line for line in lines if "GLOBAL" in line or line.startswith("WeightsUnpickler error"))
+    return next(found, first_line(error))
+
+
+def _dimensions(value: object) -> int | None:
+    return value.dim() if isinstance(value, torch.Tensor) else None
+
+
+# ---- entries -----------------------------------------------------------------------------------------------
+
+
+def _entry(tensor: torch.Tensor, path: Path, mapped: _Mapped | None) -> Entry:
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    offset = None
+    if plain and mapped is not None and tensor.numel() and tensor.is_contiguous() and not _is_lazy(tensor):
+        offset = mapped.offset(tensor.data_ptr())
+    encoding = (
+        "" if plain else type(tensor).__name__ if tensor.layout is torch.strided else str(tensor.layout)
     )
+    return Entry(tensor.dtype, tuple(tensor.shape), _nbytes(tensor), path, offset, encoding)
 
 
-def _is_state_dict(value: object) -> bool:
-    return isinstance(value, dict) and all(
-        isinstance(key, str) and (isinstance(entry, torch.Tensor) or key.endswith("_extra_state"))
-        for key, entry in value.items()
-    )
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    """Whether the values are not the bytes but their conjugate or negative."""
+    return tensor.is_conj() or tensor.is_neg()
 
 
-def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _nbytes(tensor: torch.Tensor) -> int:
+    if is_traceable_wrapper_subclass(tensor):
+        names, _ = tensor.__tensor_flatten__()
+        return sum(_nbytes(getattr(tensor, name)) for name in names)
+    return tensor.numel() * tensor.element_size()
+
+
+class _Mapped:
+    """Where in a file an address is. Torch maps the file, and does not say where it put it."""
+
+    def __init__(self, path: Path, inode: int) -> None:
+        self._ranges: list[tuple[int, int, int]] = []
+        name = os.path.realpath(path)
+        for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
+            addresses, _, offset, _, number, *mapped = line.split(maxsplit=5)
+            # Some file systems give one inode two numbers, and a name may be escaped: one has to agree.
+            if mapped and (int(number) == inode or mapped[0] == name):
+                start, end = (int(address, 16) for address in addresses.split("-"))
+                self._ranges.append((start, end, int(offset, 16)))
+
+    def offset(self, address: int) -> int | None:
+        for start, end, offset in self._ranges:
+            if start <= address < end:
+                return address - start + offset
+        return None

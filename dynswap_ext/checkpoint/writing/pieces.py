@@ -86,8 +86,8 @@ def _check(checkpoint: Checkpoint, name: str) -> None:
     entry = checkpoint.entries[name]
     if entry.encoding:
         raise ConfigError(
-            f"{name} in {checkpoint.path} is quantised as {entry.encoding}, which safetensors has no dtype "
-            "for; convert the checkpoint that it was quantised from"
+            f"{name} in {checkpoint.path} is stored as {entry.encoding}, which safetensors has no dtype "
+            "for; convert the checkpoint that it was made from"
         )
 
 

@@ -1,0 +1,129 @@
+"""Small checkpoints of each format, made by their own libraries, for the tests that damage them."""
+
+from __future__ import annotations
+
+import json
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import save_file
+from torch import nn
+
+from dynswap_ext.checkpoint.formats import open_checkpoint
+from dynswap_ext.checkpoint.reader import Checkpoint
+from dynswap_ext.errors import SourceError
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A checkpoint: what is opened, and the file of it that a test damages."""
+
+    opened: Path
+    damaged: Path
+
+
+def state() -> dict[str, torch.Tensor]:
+    return {
+        "embed.weight": torch.arange(12.0).reshape(4, 3),
+        "layer.bias": torch.arange(4, dtype=torch.int16),
+        "scale": torch.tensor(0.5),
+    }
+
+
+def make_safetensors(folder: Path) -> Sample:
+    path = folder / "model.safetensors"
+    save_file(state(), path, metadata={"format": "pt"})
+    return Sample(path, path)
+
+
+def make_torch(folder: Path) -> Sample:
+    path = folder / "model.pt"
+    torch.save({"model": state(), "epoch": 3}, path)
+    return Sample(path, path)
+
+
+def make_index(folder: Path) -> Sample:
+    return Sample(folder, write_sharded(folder))
+
+
+def write_sharded(folder: Path, suffix: str = "safetensors") -> Path:
+    """As hubs have them: an index, and a file for each tensor here."""
+    names = {name: f"model-{number:05}-of-00003.{suffix}" for number, name in enumerate(state(), 1)}
+    for name, file in names.items():
+        tensors = {name: state()[name]}
+        if suffix == "safetensors":
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+        else:
+            torch.save(tensors, folder / file)
+    return write_index(folder / f"model.{suffix}.index.json", names)
+
+
+def write_index(path: Path, weight_map: Any) -> Path:
+    path.write_text(json.dumps({"metadata": {"total_size": 60}, "weight_map": weight_map}))
+    return path
+
+
+def save_distributed(content: dict[str, Any], folder: Path, **options: Any) -> Path:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that there is no process group
+        dcp.save(content, checkpoint_id=folder, **options)
+    return folder
+
+
+def make_dcp_metadata(folder: Path) -> Sample:
+    save_distributed({"model": state(), "step": torch.tensor(3)}, folder)
+    return Sample(folder, folder / ".metadata")
+
+
+def make_dcp_items(folder: Path) -> Sample:
+    save_distributed({"model": state()}, folder)
+    return Sample(folder, folder / "__0_0.distcp")
+
+
+SAMPLES = {
+    "safetensors": make_safetensors,
+    "torch": make_torch,
+    "index": make_index,
+    "dcp-metadata": make_dcp_metadata,
+    "dcp-items": make_dcp_items,
+}
+
+
+def look(path: Path) -> Checkpoint | None:
+    """Opens, and looks at each tensor's shape and ends. None for a SourceError, which names the file."""
+    try:
+        checkpoint = open_checkpoint(path)
+        for name, entry in checkpoint.entries.items():
+            tensor = checkpoint[name]
+            assert tuple(tensor.shape) == entry.shape and tensor.dtype == entry.dtype
+            if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
+                for end in (0, -1):  # memory that is not there ends the process
+                    assert tensor[(end,) * tensor.dim()].clone().dim() == 0
+    except SourceError as error:
+        assert str(path) in str(error) and len(str(error)) < 4000, error
+        return None
+    return checkpoint
+
+
+def weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    return {name: checkpoint[name] for name in checkpoint.entries}
+
+
+def assert_same(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> None:
+    assert left.keys() == right.keys()
+    for name, tensor in left.items():
+        assert tensor.dtype == right[name].dtype and torch.equal(tensor, right[name]), name
+
+
+class Tied(nn.Module):
+    """Two names for one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 3)
+        self.head = nn.Linear(3, 6, bias=False)
+        self.head.weight = self.embedding.weight
