@@ -71,10 +71,12 @@ class ScaledInt8(torch.Tensor):
             return _Linear.apply(x, weight) + (0 if bias is None else bias)
         if func is torch.Tensor.module_load:
             # As PyTorch's recipe for swap_tensors: the other tensor in this one's form.
-            other = args[1]
-            return (
-                other.detach() if isinstance(other, ScaledInt8) else ScaledInt8.quantise(other, args[0].tag)
-            )
+            own, other = args[:2]
+            if not isinstance(own, ScaledInt8):
+                return (
+                    other.dequantise().to(own.dtype) if not (kwargs or {}).get("assign") else other.detach()
+                )
+            return other.detach() if isinstance(other, ScaledInt8) else ScaledInt8.quantise(other, own.tag)
         return super().__torch_function__(func, types, args, kwargs or {})
 
     @classmethod

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import warnings
 from pathlib import Path
 
 import pytest
@@ -14,52 +13,17 @@ from torch import nn
 from dynswap_ext import checkpoint
 from dynswap_ext.demo.measure import disk_bytes_read, drop_file_cache, mapped_ranges, resident_bytes
 from dynswap_ext.errors import ConfigError
-
-
-class Net(nn.Module):
-    """Two layers, a saved buffer, a buffer that no checkpoint holds, and a tensor kept as an attribute."""
-
-    def __init__(self, width: int = 8) -> None:
-        super().__init__()
-        self.scale: torch.Tensor
-        self.first = nn.Linear(4, width)
-        self.norm = nn.BatchNorm1d(width)
-        self.second = nn.Linear(width, 4)
-        self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
-        self.offset = torch.arange(4.0)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        hidden: torch.Tensor = self.second(self.norm(self.first(x)).relu())
-        return hidden * self.scale + self.offset
-
-
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(6, 3)
-        self.head = nn.Linear(3, 6, bias=False)
-        self.head.weight = self.embedding.weight
+from sample_loads import Net, kinds, saved
 
 
 def _mapped(tensor: torch.Tensor, path: Path) -> bool:
     return any(start <= tensor.data_ptr() < start + length for start, length in mapped_ranges(path))
 
 
-def _save(kind: str, model: nn.Module, path: Path) -> Path:
-    if kind == "safetensors":
-        save_file(model.state_dict(), path)
-    else:
-        torch.save(model.state_dict(), path)
-    return path
-
-
-kinds = pytest.mark.parametrize("kind", ["safetensors", "torch"])
-
-
 @kinds
 def test_factory_gets_mapped_masters_and_equal_outputs(kind: str, tmp_path: Path) -> None:
     reference = Net().eval()
-    path = _save(kind, reference, tmp_path / "weights")
+    path = saved(kind, reference, tmp_path / "weights")
     model = checkpoint.load(Net, path).eval()
     assert all(_mapped(parameter, path) for parameter in model.parameters())
     x = torch.randn(3, 4)
@@ -69,11 +33,11 @@ def test_factory_gets_mapped_masters_and_equal_outputs(kind: str, tmp_path: Path
 @kinds
 def test_nothing_is_read_but_headers(kind: str, tmp_path: Path) -> None:
     width = 1 << 20  # 36 MiB
-    path = _save(kind, Net(width), tmp_path / "weights")
+    path = saved(kind, Net(width), tmp_path / "weights")
     with path.open("rb+") as file:
         os.fsync(file.fileno())  # dirty pages cannot be dropped
     drop_file_cache(path)
-    checkpoint.load(Net, _save(kind, Net(), tmp_path / "small"))  # torch's own code is not the file's memory
+    checkpoint.load(Net, saved(kind, Net(), tmp_path / "small"))  # torch's own code is not the file's memory
     read, used = disk_bytes_read() or 0, resident_bytes() or 0
     model = checkpoint.load(lambda: Net(width), path)
     # 36 MiB are there to be read. What is not: the buffers of BatchNorm, 8 MiB, which the factory makes for
@@ -85,14 +49,14 @@ def test_nothing_is_read_but_headers(kind: str, tmp_path: Path) -> None:
 
 @kinds
 def test_real_module_lets_its_weights_go(kind: str, tmp_path: Path) -> None:
-    path = _save(kind, Net(), tmp_path / "weights")
+    path = saved(kind, Net(), tmp_path / "weights")
     model = Net()
     assert checkpoint.load(model, path) is model
     assert all(_mapped(parameter, path) for parameter in model.parameters())
 
 
 def test_dtypes_are_the_files(tmp_path: Path) -> None:
-    path = _save("safetensors", Net().bfloat16(), tmp_path / "weights")
+    path = saved("safetensors", Net().bfloat16(), tmp_path / "weights")
     assert checkpoint.load(Net, path).first.weight.dtype is torch.bfloat16
 
 
@@ -138,7 +102,7 @@ def test_every_dtype_of_safetensors(dtype: torch.dtype, tmp_path: Path) -> None:
 
 
 def test_requires_grad_is_the_skeletons(tmp_path: Path) -> None:
-    path = _save("safetensors", Net(), tmp_path / "weights")
+    path = saved("safetensors", Net(), tmp_path / "weights")
 
     def frozen() -> Net:
         net = Net()
@@ -152,7 +116,7 @@ def test_requires_grad_is_the_skeletons(tmp_path: Path) -> None:
 
 
 def test_writing_to_a_master_leaves_the_file(tmp_path: Path) -> None:
-    path = _save("safetensors", Net(), tmp_path / "weights")
+    path = saved("safetensors", Net(), tmp_path / "weights")
     before = path.read_bytes()
     model = checkpoint.load(Net, path)
     with torch.no_grad():
@@ -161,14 +125,14 @@ def test_writing_to_a_master_leaves_the_file(tmp_path: Path) -> None:
 
 
 def test_unsaved_tensors_of_a_factory_are_made_again(tmp_path: Path) -> None:
-    path = _save("safetensors", Net(), tmp_path / "weights")
+    path = saved("safetensors", Net(), tmp_path / "weights")
     model = checkpoint.load(Net, path)
     assert torch.equal(model.scale, torch.full((4,), 2.0))
     assert torch.equal(model.offset, torch.arange(4.0))
 
 
 def test_unsaved_buffer_of_a_meta_module_is_named(tmp_path: Path) -> None:
-    path = _save("safetensors", Net(), tmp_path / "weights")
+    path = saved("safetensors", Net(), tmp_path / "weights")
     with torch.device("meta"):
         skeleton = Net()
     with pytest.raises(ConfigError, match=r"scale, offset.*load\(lambda"):
@@ -176,99 +140,8 @@ def test_unsaved_buffer_of_a_meta_module_is_named(tmp_path: Path) -> None:
     assert skeleton.first.weight.is_meta  # as it was
 
 
-class TestTies:
-    def test_kept_with_one_entry(self, tmp_path: Path) -> None:
-        weight = torch.randn(6, 3)
-        for name in ("embedding.weight", "head.weight"):
-            save_file({name: weight}, tmp_path / name)
-            model = checkpoint.load(Tied, tmp_path / name)
-            assert model.head.weight is model.embedding.weight
-            assert torch.equal(model.head.weight, weight)
-
-    @kinds
-    def test_kept_with_two_equal_entries(self, kind: str, tmp_path: Path) -> None:
-        tied = Tied()
-        if kind == "safetensors":  # which refuses shared tensors, so the file has two copies
-            save_file({name: value.clone() for name, value in tied.state_dict().items()}, tmp_path / "w")
-        else:
-            torch.save(tied.state_dict(), tmp_path / "w")
-        model = checkpoint.load(Tied, tmp_path / "w")
-        assert model.head.weight is model.embedding.weight
-
-    def test_two_different_entries_are_refused(self, tmp_path: Path) -> None:
-        save_file({"embedding.weight": torch.zeros(6, 3), "head.weight": torch.ones(6, 3)}, tmp_path / "w")
-        with pytest.raises(ConfigError, match=r"embedding\.weight and head\.weight.*untie"):
-            checkpoint.load(Tied, tmp_path / "w")
-
-
-class TestKeys:
-    def test_all_differences_at_once_with_near_matches(self, tmp_path: Path) -> None:
-        state = Net().state_dict()
-        state["frist.weight"] = state.pop("first.weight")
-        state["second.weight"] = torch.zeros(4, 9)
-        state["extra"] = torch.zeros(1)
-        save_file(state, tmp_path / "w")
-        with pytest.raises(ConfigError) as caught:
-            checkpoint.load(Net, tmp_path / "w")
-        text = str(caught.value)
-        assert "second.weight: the model has [4, 8], the file [4, 9]" in text
-        assert "first.weight  (the file has frist.weight)" in text
-        assert "extra" in text and str(tmp_path / "w") in text
-
-    def test_prefix_is_noticed(self, tmp_path: Path) -> None:
-        save_file({f"model.{name}": value for name, value in Net().state_dict().items()}, tmp_path / "w")
-        with pytest.raises(ConfigError, match=r"keys of the file begin with 'model\.'"):
-            checkpoint.load(Net, tmp_path / "w")
-
-    def test_integers_for_a_floating_weight_are_refused(self, tmp_path: Path) -> None:
-        state = Net().state_dict()
-        state["first.weight"] = state["first.weight"].to(torch.int8)
-        save_file(state, tmp_path / "w")
-        with pytest.raises(
-            ConfigError, match=r"first\.weight: the model has torch\.float32, the file torch\.int8"
-        ):
-            checkpoint.load(Net, tmp_path / "w")
-
-    @pytest.mark.parametrize("broken", ["missing", "unexpected", "mismatched"])
-    def test_error_leaves_a_given_module_as_it_was(self, broken: str, tmp_path: Path) -> None:
-        state = Net().state_dict()
-        if broken == "missing":
-            del state["second.bias"]
-        elif broken == "unexpected":
-            state["more"] = torch.zeros(1)
-        else:
-            state["second.bias"] = torch.zeros(5)
-        save_file(state, tmp_path / "w")
-        model = Net()
-        before = {
-            name: (id(value), value.clone()) for name, value in model.state_dict(keep_vars=True).items()
-        }
-        with pytest.raises(ConfigError):
-            checkpoint.load(model, tmp_path / "w")
-        for name, value in model.state_dict(keep_vars=True).items():
-            assert before[name][0] == id(value) and torch.equal(before[name][1], value)
-
-    def test_not_strict_keeps_what_is_missing_and_warns(self, tmp_path: Path) -> None:
-        state = Net().state_dict()
-        del state["second.bias"]
-        state["more"] = torch.zeros(1)
-        save_file(state, tmp_path / "w")
-        model = Net()
-        bias = model.second.bias
-        with pytest.warns(UserWarning, match=r"second\.bias"):
-            checkpoint.load(model, tmp_path / "w", strict=False)
-        assert model.second.bias is bias
-        assert torch.equal(model.first.weight, state["first.weight"])
-
-    def test_a_fitting_file_warns_of_nothing(self, tmp_path: Path) -> None:
-        path = _save("safetensors", Net(), tmp_path / "w")
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            checkpoint.load(Net(), path, strict=False)
-
-
 def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
-    path = _save("safetensors", Net(), tmp_path / "w")
+    path = saved("safetensors", Net(), tmp_path / "w")
     with pytest.raises(ConfigError, match="returned a int"):
         checkpoint.load(lambda: 3, path)  # type: ignore[type-var]
     with pytest.raises(ConfigError, match="not a str"):

@@ -1,10 +1,8 @@
-"""Gives a model the tensors of a checkpoint file without reading them."""
+"""Gives a model the tensors of a checkpoint, without reading them where that is not asked for."""
 
 from __future__ import annotations
 
-import warnings
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -12,201 +10,185 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
-from dynswap_ext.checkpoint.buffers import rebuild_unsaved
+from dynswap_ext._warn import warn
 from dynswap_ext.checkpoint.formats import open_checkpoint
-from dynswap_ext.checkpoint.gguf.tensor import GGUFTensor
-from dynswap_ext.checkpoint.keys import KeyReport
+from dynswap_ext.checkpoint.loading.buffers import put_in, remake_unsaved
+from dynswap_ext.checkpoint.loading.identity import Before
+from dynswap_ext.checkpoint.loading.incoming import Conversion, Incoming, Transform
+from dynswap_ext.checkpoint.loading.keys import KeyReport
+from dynswap_ext.checkpoint.loading.skeleton import factory_of, make
+from dynswap_ext.checkpoint.loading.ties import ties_of
+from dynswap_ext.checkpoint.loading.walk import load_state, own_ways
+from dynswap_ext.checkpoint.loading.window import Window
 from dynswap_ext.checkpoint.reader import Checkpoint
-from dynswap_ext.errors import ConfigError
+from dynswap_ext.checkpoint.rename import Rename, renamed
+from dynswap_ext.errors import ConfigError, DynswapError
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
-#: Names of one parameter or buffer: more than one when modules share it.
-_Tie = list[str]
-
 
 def load(
-    model_or_factory: ModuleT | Callable[[], ModuleT],
-    path: str | PathLike[str],
+    target: ModuleT | Callable[[], ModuleT],
+    path: str | PathLike[str] | Checkpoint,
     *,
+    device: torch.device | str | int = "cpu",
+    dtype: torch.dtype | None = None,
     strict: bool = True,
+    rename: Rename | None = None,
+    transform: Transform | None = None,
+    assign: bool = True,
+    weights_only: bool = True,
 ) -> ModuleT:
-    """Make the tensors of a checkpoint file the masters of a model, mapped and not read.
+    r"""Make the tensors of a checkpoint the masters of a model, mapped and not read.
 
     Parameters
     ----------
-    model_or_factory
-        A module (on the meta device or with weights, which are let go), or a callable without arguments
-        that makes one. The callable runs under ``torch.device("meta")``, so it neither allocates nor
-        initialises weights.
+    target
+        A module (on the meta device or with weights, installed or not), or a callable without arguments that
+        makes one, which runs as in `init_empty`.
     path
-        A safetensors file, or a zip file that ``torch.save`` wrote.
+        A checkpoint of any format (see docs/checkpoints.md), or one that is open. Models that are loaded from
+        one open checkpoint share its memory.
+    device
+        Where the masters are to be. The CPU: mapped. Elsewhere: moved there a window at a time.
+    dtype
+        A floating dtype for floating entries. One that has it already stays mapped; others are read, a
+        window at a time, and cast into memory. Encoded entries (GGUF's) are left as they are.
     strict
         False leaves what the file lacks as it is and ignores what the model lacks, with a warning.
         Shapes have to agree all the same.
+    rename
+        From the checkpoint's names to the model's: a function, or rules as in ``{r"^module\.": ""}``. None
+        as a new name leaves the entry out.
+    transform
+        ``transform(name, tensor) -> tensor``, called without gradients for one entry after the other, with
+        the model's name and a tensor of its own, on `device` and in `dtype`. What it returns becomes the
+        master, a tensor subclass as well; an entry that it returns as it was given stays mapped.
+    assign
+        True: the file's tensors become the masters, in the parameter objects that the model has, so that
+        optimizers know them still; gradients are let go. False: values are copied into the model's own
+        tensors, whose device and dtype stay, one after the other; where either is a tensor subclass,
+        through its ``module_load``.
+    weights_only
+        False lets a pickle run code: only for files from somebody whose code you would run.
 
     Returns
     -------
     torch.nn.Module
-        The module given, or the one made. Its parameters have the file's dtypes and the skeleton's
-        ``requires_grad``; what modules share they go on sharing. The mapping is private: writing to such a
-        tensor changes this process's copy of a page and never the file.
+        The module given, or the one made. Its parameters have the skeleton's ``requires_grad``, unless they
+        have become what has no gradient (quantised blocks); what modules share they go on sharing. The
+        mapping is private: writing to such a tensor changes this process's copy of a page and never the file.
 
     Raises
     ------
     SourceError
         The file is not there, cut short, or of an unknown format.
     ConfigError
-        Keys are missing, unexpected or of another shape (all are named at once), tied weights differ in
-        the file, or a meta skeleton has buffers that no checkpoint holds and cannot be made again.
-        The module is as it was.
+        An argument has a value that cannot be used; keys are missing, unexpected or of another shape (all are
+        named at once); the transform failed; tied weights differ in the file; or a meta skeleton has buffers
+        that no checkpoint holds and cannot be made again.
+
+    After an error the module is as it was. With ``assign=False`` that holds for all that is found before the
+    first byte is written: arguments, names, shapes, ties. A disk or a transform that fails after that, or a
+    module's own way to load that does, leaves the tensors before it with the file's values.
 
     Notes
     -----
-    Non-persistent buffers are in no checkpoint. A factory is called once more for them, outside the meta
-    device, with its parameters let go as soon as they are registered. Two checkpoint entries for one shared
-    weight are the one case where weights are read here: they are compared, since only one can be kept.
+    Non-persistent buffers are in no checkpoint. For a skeleton of `init_empty`, or a factory, that is called
+    once more for them, outside the meta device, with its parameters let go as soon as they are registered.
+    Two checkpoint entries for one shared weight are compared, which reads them, since only one can be kept.
     """
-    path = Path(path)
-    factory: Callable[[], ModuleT] | None = None
-    model: ModuleT
-    if isinstance(model_or_factory, nn.Module):
-        model = cast("ModuleT", model_or_factory)
-    elif callable(model_or_factory):
-        factory = model_or_factory
-        with torch.device("meta"):
-            model = factory()
-        if not isinstance(model, nn.Module):
-            raise ConfigError(f"the model factory returned a {type(model).__name__}, not a torch.nn.Module")
-    else:
-        raise ConfigError(
-            "load() takes a torch.nn.Module or a callable that makes one, "
-            f"not a {type(model_or_factory).__name__}"
-        )
-
-    given = open_checkpoint(path)
-    before = _snapshot(model)
+    conversion = Conversion.of(device, dtype, transform, assign=assign)
+    checkpoint = _open(path, weights_only)
+    model, factory = _skeleton(target)
+    names = renamed(checkpoint, rename)
+    before = Before(model)
     try:
-        _assign(model, given, strict)
-        rebuild_unsaved(model, factory, unless=set(model.state_dict(keep_vars=True)))
+        with Window(checkpoint) as window:
+            own: dict[str, Any] = model.state_dict(keep_vars=True)
+            incoming = Incoming(checkpoint, names, conversion, window)
+            _give(model, own, incoming, before, strict=strict, assign=assign)
+        remade = remake_unsaved(model, factory, unless=own)
+        before.keep_objects()
+        put_in(model, remade)
     except BaseException:
-        _restore(before)
+        before.restore()
         raise
     return model
 
 
-def _assign(model: nn.Module, checkpoint: Checkpoint, strict: bool) -> None:
-    path = checkpoint.path
-    own: dict[str, Any] = model.state_dict(keep_vars=True)
-    ties = _ties(own)
-    given = _with_ties(checkpoint, ties)
-    report = KeyReport.compare(own, given, path)
-    if report.mismatched:
-        raise ConfigError(report.text(strict))
-    _freeze_quantised(own, given)
+def _open(path: str | PathLike[str] | Checkpoint, weights_only: bool) -> Checkpoint:
+    if isinstance(path, Checkpoint):
+        return path
     try:
-        outcome = model.load_state_dict(given, strict=False, assign=True)
+        return open_checkpoint(Path(path), weights_only=weights_only)
+    except TypeError as error:
+        if isinstance(path, (str, PathLike)):
+            raise
+        raise ConfigError(f"path is {path!r}; expected a path, or an open checkpoint") from error
+
+
+def _skeleton(
+    target: ModuleT | Callable[[], ModuleT],
+) -> tuple[ModuleT, Callable[[], nn.Module] | None]:
+    if isinstance(target, nn.Module):
+        return cast("ModuleT", target), factory_of(target)
+    if callable(target):
+        return make(target), target
+    raise ConfigError(
+        f"load() takes a torch.nn.Module or a callable that makes one, not a {type(target).__name__}"
+    )
+
+
+def _give(
+    model: nn.Module,
+    own: Mapping[str, Any],
+    incoming: Incoming,
+    before: Before,
+    *,
+    strict: bool,
+    assign: bool,
+) -> None:
+    """Let the model load, and say what does not fit."""
+    path = incoming.checkpoint.path
+    incoming.share(ties_of(own))
+    report = KeyReport.compare(own, incoming.described(), path, incoming.names)
+    certain = report.certain(own_ways(model)) if report else report
+    # Reading takes long, and what is copied cannot be taken back.
+    early = incoming.converted or not assign
+    if certain.mismatched or (early and strict and certain):
+        raise ConfigError(report.text(strict))
+    left_out = certain.unexpected if early else ()
+    if assign:
+        state: Mapping[str, Any] = incoming.state(but=left_out)
+        made = KeyReport.compare(own, state, path, incoming.names) if incoming.transformed else report
+        if made.mismatched:
+            raise ConfigError(made.text(strict))
+        before.freeze(own, state)
+    else:
+        _refuse_meta(own, incoming.names)
+        state = incoming.lazy_state(but=left_out)
+    try:
+        outcome = load_state(model, state, assign=assign)
+    except DynswapError:
+        raise
     except RuntimeError as error:
         raise ConfigError(f"{path} does not fit the model: {error}") from error
-    # What load_state_dict says counts, not the comparison: modules may rename keys while they load.
-    report = report.only(missing=outcome.missing_keys, unexpected=outcome.unexpected_keys)
+    if outcome.errors:
+        raise ConfigError("\n  ".join([f"{path} does not fit the model:", *outcome.errors]))
+    # What it says counts, not the comparison: modules may rename keys while they load.
+    report = report.only(missing=outcome.missing, unexpected=(*outcome.unexpected, *left_out))
+    if report and strict:
+        raise ConfigError(report.text(strict))
     if report:
-        if strict:
-            raise ConfigError(report.text(strict))
-        warnings.warn(report.text(strict), stacklevel=3)
-    _tie_again(model, ties)
+        warn(report.text(strict))
 
 
-def _freeze_quantised(own: dict[str, Any], given: dict[str, Any]) -> None:
-    """Quantised blocks have no gradient, and load_state_dict gives what it assigns the skeleton's flag."""
-    for name, tensor in own.items():
-        if isinstance(tensor, nn.Parameter) and isinstance(given.get(name), GGUFTensor):
-            tensor.requires_grad_(False)
-
-
-# ---- ties --------------------------------------------------------------------------------------------------
-
-
-def _ties(own: dict[str, Any]) -> list[_Tie]:
-    names: dict[int, _Tie] = {}
-    for name, tensor in own.items():
-        if isinstance(tensor, torch.Tensor):
-            names.setdefault(id(tensor), []).append(name)
-    return [tie for tie in names.values() if len(tie) > 1]
-
-
-def _with_ties(checkpoint: Checkpoint, ties: list[_Tie]) -> dict[str, Any]:
-    """The file's entries, with those of shared weights under each of their names."""
-    given = OrderedDict(checkpoint)
-    if checkpoint.versions is not None:  # load_state_dict reads them off that attribute
-        given._metadata = checkpoint.versions  # type: ignore[attr-defined]
-    for tie in ties:
-        present = [name for name in tie if name in given]
-        if not present:
-            continue
-        kept = given[present[0]]
-        for name in present[1:]:
-            if not _same(kept, given[name]):
-                raise ConfigError(
-                    f"the model shares one weight between {present[0]} and {name}, and {checkpoint.path} "
-                    "has two different ones; untie them in the model's configuration, or delete one from "
-                    "the file"
-                )
-        given.update(dict.fromkeys(tie, kept))
-    return given
-
-
-def _same(left: torch.Tensor, right: torch.Tensor) -> bool:
-    if left.dtype != right.dtype or left.shape != right.shape:
-        return False
-    if left.data_ptr() == right.data_ptr():
-        return True
-    return torch.equal(_bits(left), _bits(right))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)  # bytes, so that NaN equals itself
-
-
-def _tie_again(model: nn.Module, ties: list[_Tie]) -> None:
-    for tie in ties:
-        owner, _, attribute = tie[0].rpartition(".")
-        first = model.get_submodule(owner)
-        parameter = first._parameters.get(attribute)
-        buffer = first._buffers.get(attribute)
-        for name in tie[1:]:
-            owner, _, attribute = name.rpartition(".")
-            module = model.get_submodule(owner)
-            if parameter is not None and attribute in module._parameters:
-                module._parameters[attribute] = parameter
-            elif buffer is not None and attribute in module._buffers:
-                module._buffers[attribute] = buffer
-
-
-# ---- all or nothing ----------------------------------------------------------------------------------------
-
-_Entries = tuple[
-    nn.Module, dict[str, nn.Parameter | None], dict[str, torch.Tensor | None], list[tuple[nn.Parameter, bool]]
-]
-
-
-def _snapshot(model: nn.Module) -> list[_Entries]:
-    # References are enough: load_state_dict(assign=True) replaces tensors and writes into none.
-    # What it does write is whether they are trained (_freeze_quantised).
-    return [
-        (
-            module,
-            dict(module._parameters),
-            dict(module._buffers),
-            [(parameter, parameter.requires_grad) for parameter in module.parameters(recurse=False)],
+def _refuse_meta(own: Mapping[str, Any], given: Collection[str]) -> None:
+    empty = [name for name, tensor in own.items() if name in given and getattr(tensor, "is_meta", False)]
+    if empty:
+        raise ConfigError(
+            f"assign=False copies values into the module's own tensors, and {len(empty)} of them are on the "
+            f"meta device: {', '.join(empty[:5])}; leave assign=False out, or call "
+            "model.to_empty(device='cpu') first"
         )
-        for module in model.modules()
-    ]
-
-
-def _restore(entries: list[_Entries]) -> None:
-    for module, parameters, buffers, trained in entries:
-        module._parameters.update(parameters)
-        module._buffers.update(buffers)
-        for parameter, requires_grad in trained:
-            parameter.requires_grad_(requires_grad)

@@ -1,0 +1,1 @@
+"""What `load` is made of: skeletons, names, reading and converting, and models that stay what they were."""

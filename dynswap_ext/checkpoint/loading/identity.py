@@ -1,0 +1,189 @@
+"""What a model held before a load: put back after an error, and the same objects after a success.
+
+An optimizer, an average of weights or another module may know a parameter by its object. So what is loaded is
+moved into the objects that were there: `.data =` where torch can, else `torch.utils.swap_tensors`, as for a
+skeleton on the meta device.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dynswap_ext._state import session_of
+from dynswap_ext._warn import warn
+from dynswap_ext.checkpoint.loading.window import is_plain
+
+__all__ = ["Before"]
+
+Undo = Callable[[], object]
+
+
+class Before:
+    """The tensors of a model and the extra state of its modules, as they are now."""
+
+    def __init__(self, model: nn.Module) -> None:
+        # References are enough: what is assigned replaces tensors and writes into none.
+        self._held = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
+        self._extra = [
+            (module, copy.deepcopy(module.get_extra_state()))
+            for module, _, _ in self._held
+            if type(module).set_extra_state is not nn.Module.set_extra_state
+        ]
+        self._undo: list[Undo] = [_unmaterialise(tensor) for tensor in self._tensors() if is_lazy(tensor)]
+        if torch.__future__.get_swap_module_params_on_conversion():
+            # load_state_dict then changes the objects themselves.
+            self._undo += [_give_back(tensor) for tensor in self._tensors() if not is_lazy(tensor)]
+
+    def restore(self) -> None:
+        """Give the model back what it held."""
+        for undo in reversed(self._undo):
+            undo()
+        for module, parameters, buffers in self._held:
+            module._parameters.update(parameters)
+            module._buffers.update(buffers)
+            _tell(module)
+        for module, state in self._extra:
+            module.set_extra_state(state)
+
+    def freeze(self, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+        """Stop the training of parameters that are about to get what has no gradient, as quantised blocks."""
+        for name, parameter in own.items():
+            value = given.get(name)
+            if (
+                isinstance(value, torch.Tensor)
+                and not is_plain(value)
+                and isinstance(parameter, nn.Parameter)
+                and parameter.requires_grad
+                and not _can_train(value)
+            ):
+                parameter.requires_grad_(False)
+                self._undo.append(functools.partial(parameter.requires_grad_, True))
+
+    def keep_objects(self) -> None:
+        """Move what was assigned into the objects that were there before, ties included."""
+        kept: dict[int, torch.Tensor] = {}
+        lost: list[str] = []
+        for module, parameters, buffers in self._held:
+            touched = False
+            for old_members, members in ((parameters, module._parameters), (buffers, module._buffers)):
+                for name, old in old_members.items():
+                    new = members.get(name)
+                    if old is None or new is None or new is old:
+                        continue
+                    if not touched:
+                        touched = True
+                        _prepare(module)
+                    if id(old) not in kept:
+                        kept[id(old)] = old if self._move(old, new) else new
+                        if kept[id(old)] is new:
+                            lost.append(f"{type(module).__name__}.{name}")
+                    members[name] = kept[id(old)]  # type: ignore[assignment]
+            if touched:
+                _tell(module)
+        if lost:
+            warn(
+                f"{len(lost)} tensor(s) of the model are new objects after the load, as torch cannot swap "
+                f"them ({', '.join(lost[:5])}): make optimizers that were built before the load anew"
+            )
+
+    def _move(self, old: torch.Tensor, new: torch.Tensor) -> bool:
+        try:
+            self._undo.append(_set_data(old, new) if _takes_data(old, new) else _swap(old, new))
+        except RuntimeError:
+            return False
+        return True
+
+    def _tensors(self) -> list[torch.Tensor]:
+        held = (tensor for _, *both in self._held for members in both for tensor in members.values())  # type: ignore[attr-defined]
+        return list({id(tensor): tensor for tensor in held if tensor is not None}.values())
+
+
+def _can_train(value: torch.Tensor) -> bool:
+    try:
+        value.detach().requires_grad_(True)
+    except RuntimeError:
+        return False
+    return True
+
+
+def _prepare(module: nn.Module) -> None:
+    """Let go of what stands in the way of a swap; `_tell` makes it anew."""
+    session = session_of(module)
+    if session is not None:
+        session.release(module)
+    elif isinstance(module, nn.RNNBase):
+        vars(module)["_flat_weight_refs"] = []  # weak references to its weights
+
+
+def _tell(module: nn.Module) -> None:
+    """Let those know that keep something of a module's tensors beside them."""
+    session = session_of(module)
+    if session is not None:
+        session.check(module)
+    elif isinstance(module, nn.RNNBase):
+        module._init_flat_weights()
+
+
+def _takes_data(old: torch.Tensor, new: torch.Tensor) -> bool:
+    return (
+        type(old) is type(new)
+        and is_plain(old)
+        and not old.is_inference()
+        and torch._has_compatible_shallow_copy_type(old, new)
+    )
+
+
+def _set_data(old: torch.Tensor, new: torch.Tensor) -> Undo:
+    data, grad = old.data, old.grad
+
+    def undo() -> None:
+        old.data = data
+        old.grad = grad
+
+    try:
+        old.grad = None  # of other values, and perhaps of another dtype
+        old.data = new.data
+        with torch.no_grad():
+            torch.autograd.graph.increment_version(old)  # a graph that has saved the old values says so
+    except BaseException:
+        undo()
+        raise
+    return undo
+
+
+def _swap(old: torch.Tensor, new: torch.Tensor) -> Undo:
+    attributes = dict(vars(old)) if is_plain(old) and is_plain(new) else {}
+    other = new if isinstance(new, nn.Parameter) else new.detach()
+    torch.utils.swap_tensors(old, other)  # type: ignore[no-untyped-call]
+    vars(old).update(attributes)
+    return lambda: torch.utils.swap_tensors(old, other)  # type: ignore[no-untyped-call]
+
+
+def _give_back(tensor: torch.Tensor) -> Undo:
+    held, saved, grad = vars(tensor), tensor.detach(), tensor.grad
+    required = tensor.requires_grad
+
+    def undo() -> None:
+        if vars(tensor) is not held:  # it was swapped
+            _swap(tensor, nn.Parameter(saved, required) if isinstance(tensor, nn.Parameter) else saved)
+            tensor.grad = grad
+
+    return undo
+
+
+def _unmaterialise(tensor: Any) -> Undo:
+    kind, data = type(tensor), tensor.data
+
+    def undo() -> None:
+        if type(tensor) is not kind:
+            tensor.data = data
+            tensor.__class__ = kind
+
+    return undo

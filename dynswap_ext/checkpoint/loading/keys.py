@@ -1,0 +1,168 @@
+"""Says how a checkpoint's keys differ from a model's, all at once and with what was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.nn.parameter import is_lazy
+
+from dynswap_ext.checkpoint.reader import Entry
+
+#: Keys of one kind that an error lists before it only counts them.
+_LISTED = 10
+#: difflib compares each pair; past this many candidates a guess costs more than it is worth.
+_CANDIDATES = 4000
+#: What wrappers put into names, at the beginning or in the middle.
+_WRAPPERS = ("module.", "_orig_mod.", "model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+
+
+@dataclass(frozen=True)
+class KeyReport:
+    """The differences between a model's state dict and a file's entries.
+
+    ``bool(report)`` is True when there are any.
+    """
+
+    path: Path
+    missing: tuple[str, ...]  # in the model alone
+    unexpected: tuple[str, ...]  # in the file alone, by the names that the model would have for them
+    mismatched: Mapping[str, str]  # sentences: the name, and both shapes or dtypes
+    old: Mapping[str, str]  # the model's name for each entry, and the file's
+
+    @classmethod
+    def compare(
+        cls, own: Mapping[str, Any], given: Mapping[str, Any], path: Path, old: Mapping[str, str]
+    ) -> KeyReport:
+        """Compares by name, shape and kind of dtype; `given` has entries, or tensors."""
+        report = cls(
+            path=path,
+            missing=tuple(name for name in own if name not in given),
+            unexpected=tuple(name for name in given if name not in own),
+            mismatched={},
+            old=old,
+        )
+        mismatched = {
+            name: f"{report._called(name)}: {difference}"
+            for name, tensor in own.items()
+            if name in given and (difference := _difference(tensor, given[name]))
+        }
+        return replace(report, mismatched=mismatched)
+
+    def only(self, *, missing: Iterable[str], unexpected: Iterable[str]) -> KeyReport:
+        """The report with other lists, such as load_state_dict makes."""
+        return replace(self, missing=tuple(missing), unexpected=tuple(unexpected))
+
+    def certain(self, own_ways: Iterable[str]) -> KeyReport:
+        """What no module can still put right, given the prefixes of those with a way of their own to load.
+
+        BatchNorm adds the counter that files of early versions lack.
+        """
+        open_to = tuple(own_ways)
+        certain = {name: text for name, text in self.mismatched.items() if not name.startswith(open_to)}
+        return replace(self, mismatched=certain).only(
+            missing=[
+                name
+                for name in self.missing
+                if not name.startswith(open_to) and not name.endswith("num_batches_tracked")
+            ],
+            unexpected=[name for name in self.unexpected if not name.startswith(open_to)],
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.missing or self.unexpected or self.mismatched)
+
+    def text(self, strict: bool) -> str:
+        """The whole report as a message for a person; `strict` as in `load`."""
+        lines = [f"{self.path} does not fit the model:"]
+        lines += _listing("mismatched", tuple(self.mismatched.values()))
+        lines += _listing("missing (in the model, not in the file)", self._with_guesses())
+        lines += _listing(
+            "unexpected (in the file, not in the model)", tuple(map(self._called, self.unexpected))
+        )
+        if hint := self._prefix_hint():
+            lines.append(hint)
+        if strict and not self.mismatched:
+            lines.append("Load with strict=False if that is meant: what is missing keeps its present value.")
+        return "\n".join(lines)
+
+    def _called(self, name: str) -> str:
+        old = self.old.get(name, name)
+        return name if old == name else f"{name} ({old} in the file)"
+
+    def _with_guesses(self) -> tuple[str, ...]:
+        candidates = self.unexpected[:_CANDIDATES]
+        guessed = [
+            f"{name}  (the file has {self._called(close[0])})"
+            if (close := difflib.get_close_matches(name, candidates, n=1, cutoff=0.75))
+            else name
+            for name in self.missing[:_LISTED]
+        ]
+        return (*guessed, *self.missing[_LISTED:])
+
+    def _prefix_hint(self) -> str:
+        """Files saved from a wrapper have one prefix too many, or one too few."""
+        missing, unexpected = set(self.missing), set(self.unexpected)
+        for prefix in (*_front(unexpected, missing), *_WRAPPERS):
+            if _mostly({name.replace(prefix, "") for name in unexpected if prefix in name}, missing):
+                front = all(name.startswith(prefix) for name in unexpected)
+                where, rule = (
+                    ("begin with", rf"^{re.escape(prefix)}")
+                    if front
+                    else ("have", rf"(^|(?<=\.)){re.escape(prefix)}")
+                )
+                return (
+                    f"The keys of the file {where} {prefix!r} and the model's do not: "
+                    f"{self._remedy(rule, '')}."
+                )
+        for prefix in (*_front(missing, unexpected), *_WRAPPERS):
+            if _mostly({prefix + name for name in unexpected}, missing):
+                return (
+                    f"The keys of the model begin with {prefix!r} and the file's do not: load into that "
+                    f"submodule, or {self._remedy('^', prefix)}."
+                )
+        return ""
+
+    def _remedy(self, pattern: str, replacement: str) -> str:
+        rule = f"{pattern!r}: {replacement!r}".replace("\\\\", "\\")
+        renamed = any(name != old for name, old in self.old.items())
+        if renamed:
+            return f"add to rename= the rule r{rule}"
+        return f"give load() rename={{r{rule}}}"
+
+
+def _front(longer: set[str], shorter: set[str]) -> list[str]:
+    """What one side's names may begin with beside the other's: judged by a few of the shortest."""
+    some = sorted(shorter, key=len)[:8]
+    prefixes = {name.removesuffix(end) for end in some for name in longer if name.endswith(f".{end}")}
+    return sorted(prefixes, key=len)[:8]
+
+
+def _mostly(made: set[str], wanted: set[str]) -> bool:
+    return bool(wanted) and 2 * len(made & wanted) > len(wanted)
+
+
+def _difference(own: Any, given: Any) -> str:
+    if not isinstance(own, torch.Tensor) or not isinstance(given, (torch.Tensor, Entry)) or is_lazy(own):
+        return (
+            ""  # extra state, which the module itself judges, or a module that takes its shape from the file
+        )
+    shape = tuple(given.shape)
+    if own.shape != shape and not (own.dim() == 0 and shape == (1,)):  # so did torch before 0.4 write scalars
+        return f"the model has {list(own.shape)}, the file {list(shape)}"
+    kind = (own.dtype.is_floating_point, own.dtype.is_complex)
+    if kind != (given.dtype.is_floating_point, given.dtype.is_complex):
+        return f"the model has {own.dtype}, the file {given.dtype}"
+    return ""
+
+
+def _listing(title: str, entries: tuple[str, ...]) -> list[str]:
+    if not entries:
+        return []
+    shown = [f"  {title}: {len(entries)}", *(f"    {entry}" for entry in entries[:_LISTED])]
+    return shown if len(entries) <= _LISTED else [*shown, f"    ... and {len(entries) - _LISTED} more"]

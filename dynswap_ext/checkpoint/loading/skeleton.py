@@ -1,0 +1,122 @@
+"""Models without weights: made on the meta device, or known to have been."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from torch.overrides import TorchFunctionMode
+
+from dynswap_ext.errors import ConfigError
+
+__all__ = ["factory_of", "init_empty", "make", "make_without_weights"]
+
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Factory = Callable[[], nn.Module]
+
+#: What `init_empty` made a module with, by the module's id: no attribute of the module shows it, and classes
+#: may define equality, so that they have no hash.
+_factories: dict[int, tuple[weakref.ref[nn.Module], Factory]] = {}
+
+
+def init_empty(factory: Callable[[], ModuleT]) -> ModuleT:
+    """Make a model's skeleton: modules, names, shapes and dtypes, and no memory for weights.
+
+    Parameters
+    ----------
+    factory
+        A callable without arguments that makes the model. It runs under ``torch.device("meta")``, with the
+        functions that initialise weights left out. A tensor that it makes with an explicit ``device="cpu"``
+        is a real one. `load` may call it once more, to make tensors that no checkpoint holds.
+
+    Returns
+    -------
+    torch.nn.Module
+        The module, whose parameters and buffers are on the meta device. Optimizers may be built over its
+        parameters before it is loaded.
+
+    Raises
+    ------
+    ConfigError
+        The factory is not callable, or does not return a module.
+    """
+    if isinstance(factory, nn.Module) or not callable(factory):
+        raise ConfigError(
+            "init_empty() takes a callable that makes a torch.nn.Module, as in "
+            f"init_empty(lambda: Model(config)), not a {type(factory).__name__}"
+        )
+    model = make(factory)
+    key = id(model)
+    _factories[key] = (weakref.ref(model, lambda _: _factories.pop(key, None)), factory)
+    return model
+
+
+def factory_of(model: nn.Module) -> Factory | None:
+    """What `init_empty` made the module with, None if it did not make it."""
+    reference, factory = _factories.get(id(model), (None, None))
+    return factory if reference is not None and reference() is model else None
+
+
+def make(factory: Callable[[], ModuleT]) -> ModuleT:
+    """The factory's model on the meta device, nothing initialised."""
+    with torch.device("meta"), _NoInitialisation():
+        model = factory()
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"the model factory returned a {type(model).__name__}, not a torch.nn.Module")
+    return model
+
+
+def make_without_weights(factory: Factory) -> nn.Module:
+    """The factory's model with its parameters on the meta device and all else for real."""
+    with _parameters_on_meta(), _NoInitialisation():
+        return factory()
+
+
+class _NoInitialisation(TorchFunctionMode):
+    """Leaves out what would fill a meta tensor, which torch works out in Python for the sake of no value."""
+
+    _FILLS = frozenset(
+        [getattr(nn.init, name) for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
+        + [
+            getattr(torch.Tensor, name)
+            for name in ("bernoulli_", "erfinv_", "exponential_", "fill_", "normal_", "uniform_", "zero_")
+        ]
+    )
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func in self._FILLS:
+            filled = args[0] if args else kwargs.get("tensor")
+            if isinstance(filled, torch.Tensor) and filled.is_meta:
+                return filled
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def _parameters_on_meta() -> Iterator[None]:
+    """Modules made here, by this thread, let go of each parameter as soon as it is registered."""
+    thread = threading.get_ident()
+    seen: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id; the first keeps that id taken
+
+    def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
+        if threading.get_ident() != thread or parameter is None or parameter.is_meta:
+            return None
+        if id(parameter) not in seen:
+            empty = nn.Parameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+            seen[id(parameter)] = (parameter, empty)
+        return seen[id(parameter)][1]
+
+    # Torch annotates the hook as returning None; what it returns replaces the parameter.
+    registration = register_module_parameter_registration_hook(to_meta)  # type: ignore[arg-type]
+    try:
+        yield
+    finally:
+        registration.remove()

@@ -1,0 +1,45 @@
+"""Models that are saved and loaded, and how they are saved."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+kinds = pytest.mark.parametrize("kind", ["safetensors", "torch"])
+
+
+class Net(nn.Module):
+    """Two layers, a saved buffer, a buffer that no checkpoint holds, and a tensor kept as an attribute."""
+
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.scale: torch.Tensor
+        self.first = nn.Linear(4, width)
+        self.norm = nn.BatchNorm1d(width)
+        self.second = nn.Linear(width, 4)
+        self.register_buffer("scale", torch.full((4,), 2.0), persistent=False)
+        self.offset = torch.arange(4.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden: torch.Tensor = self.second(self.norm(self.first(x)).relu())
+        return hidden * self.scale + self.offset
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 3)
+        self.head = nn.Linear(3, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+
+def saved(kind: str, model: nn.Module, path: Path) -> Path:
+    if kind == "safetensors":
+        save_file(model.state_dict(), path)
+    else:
+        torch.save(model.state_dict(), path)
+    return path

@@ -1,0 +1,56 @@
+"""The page about checkpoints: its Python runs as it stands, and prints what it says."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from sample_subclasses import ScaledInt8
+
+PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
+BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+class Model(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(2))
+        self.register_buffer("positions", torch.arange(width), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x + self.positions
+
+
+@pytest.fixture
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What the page takes for granted."""
+    monkeypatch.chdir(tmp_path)
+    state = Model(8).state_dict()
+    save_file(state, "model.safetensors")
+    save_file({f"module.{name}": value for name, value in state.items()}, "wrapped.safetensors")
+    average = {f"ema.{name}": value / 2 for name, value in state.items()}
+    save_file({**state, **average}, "training.safetensors")
+    with torch.serialization.safe_globals([ScaledInt8]):  # so that it ends with the test
+        yield {"Model": Model, "config": 8, "x": torch.randn(3, 8), "state": state, "ScaledInt8": ScaledInt8}
+
+
+def test_every_block_runs(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    text = PAGE.read_text()
+    ran = 0
+    for block in BLOCK.finditer(text):
+        line = text[: block.start("code")].count("\n")
+        if block["kind"] == "python":
+            ran += 1
+            exec(compile("\n" * line + block["code"], str(PAGE), "exec"), names)
+        elif block["kind"] == "text":
+            assert capsys.readouterr().out == block["code"], f"the output at line {line} is another one"
+    assert ran == text.count("```python") > 8

@@ -1,0 +1,108 @@
+"""checkpoint.load: keys and ties that do not fit are named at once, and the model is as it was."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from dynswap_ext import checkpoint
+from dynswap_ext.errors import ConfigError
+from sample_loads import Net, Tied, kinds, saved
+
+
+def test_ties_kept_with_one_entry(tmp_path: Path) -> None:
+    weight = torch.randn(6, 3)
+    for name in ("embedding.weight", "head.weight"):
+        save_file({name: weight}, tmp_path / name)
+        model = checkpoint.load(Tied, tmp_path / name)
+        assert model.head.weight is model.embedding.weight
+        assert torch.equal(model.head.weight, weight)
+
+
+@kinds
+def test_ties_kept_with_two_equal_entries(kind: str, tmp_path: Path) -> None:
+    tied = Tied()
+    if kind == "safetensors":  # which refuses shared tensors, so the file has two copies
+        save_file({name: value.clone() for name, value in tied.state_dict().items()}, tmp_path / "w")
+    else:
+        torch.save(tied.state_dict(), tmp_path / "w")
+    model = checkpoint.load(Tied, tmp_path / "w")
+    assert model.head.weight is model.embedding.weight
+
+
+def test_ties_two_different_entries_are_refused(tmp_path: Path) -> None:
+    save_file({"embedding.weight": torch.zeros(6, 3), "head.weight": torch.ones(6, 3)}, tmp_path / "w")
+    with pytest.raises(ConfigError, match=r"embedding\.weight and head\.weight.*untie"):
+        checkpoint.load(Tied, tmp_path / "w")
+
+
+def test_all_differences_at_once_with_near_matches(tmp_path: Path) -> None:
+    state = Net().state_dict()
+    state["frist.weight"] = state.pop("first.weight")
+    state["second.weight"] = torch.zeros(4, 9)
+    state["extra"] = torch.zeros(1)
+    save_file(state, tmp_path / "w")
+    with pytest.raises(ConfigError) as caught:
+        checkpoint.load(Net, tmp_path / "w")
+    text = str(caught.value)
+    assert "second.weight: the model has [4, 8], the file [4, 9]" in text
+    assert "first.weight  (the file has frist.weight)" in text
+    assert "extra" in text and str(tmp_path / "w") in text
+
+
+def test_prefix_is_noticed(tmp_path: Path) -> None:
+    save_file({f"model.{name}": value for name, value in Net().state_dict().items()}, tmp_path / "w")
+    with pytest.raises(ConfigError, match=r"keys of the file begin with 'model\.'"):
+        checkpoint.load(Net, tmp_path / "w")
+
+
+def test_integers_for_a_floating_weight_are_refused(tmp_path: Path) -> None:
+    state = Net().state_dict()
+    state["first.weight"] = state["first.weight"].to(torch.int8)
+    save_file(state, tmp_path / "w")
+    with pytest.raises(
+        ConfigError, match=r"first\.weight: the model has torch\.float32, the file torch\.int8"
+    ):
+        checkpoint.load(Net, tmp_path / "w")
+
+
+@pytest.mark.parametrize("broken", ["missing", "unexpected", "mismatched"])
+def test_error_leaves_a_given_module_as_it_was(broken: str, tmp_path: Path) -> None:
+    state = Net().state_dict()
+    if broken == "missing":
+        del state["second.bias"]
+    elif broken == "unexpected":
+        state["more"] = torch.zeros(1)
+    else:
+        state["second.bias"] = torch.zeros(5)
+    save_file(state, tmp_path / "w")
+    model = Net()
+    before = {name: (id(value), value.clone()) for name, value in model.state_dict(keep_vars=True).items()}
+    with pytest.raises(ConfigError):
+        checkpoint.load(model, tmp_path / "w")
+    for name, value in model.state_dict(keep_vars=True).items():
+        assert before[name][0] == id(value) and torch.equal(before[name][1], value)
+
+
+def test_not_strict_keeps_what_is_missing_and_warns(tmp_path: Path) -> None:
+    state = Net().state_dict()
+    del state["second.bias"]
+    state["more"] = torch.zeros(1)
+    save_file(state, tmp_path / "w")
+    model = Net()
+    bias = model.second.bias
+    with pytest.warns(UserWarning, match=r"second\.bias"):
+        checkpoint.load(model, tmp_path / "w", strict=False)
+    assert model.second.bias is bias
+    assert torch.equal(model.first.weight, state["first.weight"])
+
+
+def test_a_fitting_file_warns_of_nothing(tmp_path: Path) -> None:
+    path = saved("safetensors", Net(), tmp_path / "w")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        checkpoint.load(Net(), path, strict=False)
