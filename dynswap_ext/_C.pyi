@@ -36,6 +36,7 @@ class Session:
         strict_budget: bool,
         pin: bool | None,
         page_cache: int,
+        page_cache_always: bool,
         backend: str,
         warn: Callable[[str], None],
     ) -> None: ...

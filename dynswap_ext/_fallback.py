@@ -48,6 +48,7 @@ class Session(Holdings):
         strict_budget: bool,
         pin: bool | None,
         page_cache: int,
+        page_cache_always: bool,
         backend: str,
         warn: Callable[[str], None],
     ) -> None:

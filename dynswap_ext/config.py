@@ -46,6 +46,8 @@ class Options:
     pin: bool | None
     #: Bytes of checkpoint files that may stay in the page cache.
     page_cache: int
+    #: Whether they come from there also where that does not pay.
+    page_cache_always: bool
     #: One of `BACKENDS`.
     backend: str
     strict_budget: bool
@@ -77,6 +79,7 @@ def resolve(
         budget=_budget(budget, where),
         pin=_pin(pin),
         page_cache=_page_cache(page_cache),
+        page_cache_always=page_cache != "auto",
         backend=_backend(backend),
         strict_budget=_flag("strict_budget", strict_budget),
     )

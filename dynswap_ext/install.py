@@ -66,8 +66,10 @@ def install(
         How much of checkpoint files may enter the page cache of the system, from which they come at the
         speed of memory: all (True), nothing (False: the cache does not grow by what the engine reads), or
         an amount as for `budget`. It is memory that the system takes back as it needs it. What is read once
-        never enters; what is read a second time does. Default: four fifths of the RAM that is free. The
-        pure-Python provider reads through mappings, and leaves this to the system.
+        never enters; what is read a second time does. Default: up to four fifths of the RAM that is free,
+        and where it pays: on the CPU, copying from there takes time from the compute, so while no weight is
+        waited for, the disk brings them. The pure-Python provider reads through mappings, and leaves all
+        this to the system.
     backend : {"auto", "native", "python"}
         Which provider answers; "auto" follows ``DYNSWAP_BACKEND``, else prefers the native extension.
     strict_budget : bool
@@ -359,6 +361,7 @@ def _new_session(provider: _provider.Provider, options: config.Options) -> _prov
         strict_budget=options.strict_budget,
         pin=options.pin,
         page_cache=options.page_cache,
+        page_cache_always=options.page_cache_always,
         backend=provider.backend,
         warn=warn,
     )

@@ -61,7 +61,7 @@ def read_by_each_pass(provider: Provider, path: Path, **options: Any) -> list[fl
     return counts
 
 
-@pytest.mark.parametrize("page_cache", ["auto", True, "1GiB"])
+@pytest.mark.parametrize("page_cache", [True, "1GiB"])
 def test_comes_from_memory_from_the_third_pass_on(
     provider: Provider, path: Path, page_cache: bool | str
 ) -> None:

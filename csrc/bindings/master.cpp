@@ -43,7 +43,7 @@ at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarTyp
 }
 
 SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
-                    const Mappings& mappings, std::uint64_t& page_cache) {
+                    const Mappings& mappings, PageCacheShare& page_cache) {
   auto source = std::make_shared<Source>();
   source->name = name;
   source->stored = *scalar_of(master.scalar_type());
@@ -60,8 +60,8 @@ SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::
       source->file = file;
       source->offset = range->offset;
       const std::uint64_t bytes = source->stored_bytes();
-      source->keep = bytes <= page_cache ? Keep::yes : Keep::no;
-      if (source->keep == Keep::yes) page_cache -= bytes;
+      source->keep = bytes <= page_cache.bytes ? page_cache.keep : Keep::no;
+      if (source->keep != Keep::no) page_cache.bytes -= bytes;
     }
   }
   return source;

@@ -54,14 +54,20 @@ inline std::uint32_t version_of(const at::Tensor& tensor) noexcept {
   return version.enabled() ? version.current_version() : 0;
 }
 
+/// What a session's weights may keep of the page cache.
+struct PageCacheShare {
+  std::uint64_t bytes = 0;
+  Keep keep = Keep::yes;  ///< for those within these bytes
+};
+
 /// A master's bytes can be moved as they lie in memory: plain, dense, of a type that the engine knows.
 bool streamable(const at::Tensor& master) noexcept;
 
 /// Where the bytes of a streamable master are: a range of the file that it is mapped from, else RAM.
 /// `wanted` is the dtype on the device (masters that do not float keep theirs). As far as `page_cache`
-/// bytes go, and taken from them, the file's bytes may stay in the page cache.
+/// goes, and taken from it, the file's bytes may stay in the page cache.
 SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
-                    const Mappings& mappings, std::uint64_t& page_cache);
+                    const Mappings& mappings, PageCacheShare& page_cache);
 
 /// The dtype that a master has on the device.
 at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarType> dtype) noexcept;

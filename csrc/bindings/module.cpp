@@ -101,15 +101,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                                 "One install: a model's weights and their engine.")
       .def(py::init([](const at::Device& device, std::optional<at::ScalarType> dtype, std::uint32_t prefetch,
                        std::optional<std::size_t> budget, bool strict_budget, std::optional<bool> pin,
-                       std::uint64_t page_cache, std::string backend, py::object warn) {
-             return std::make_shared<Session>(
-                 device, dtype,
-                 SessionOptions{prefetch, budget, strict_budget, pin, page_cache, std::move(backend)},
-                 std::move(warn));
+                       std::uint64_t page_cache, bool page_cache_always, std::string backend,
+                       py::object warn) {
+             return std::make_shared<Session>(device, dtype,
+                                              SessionOptions{prefetch, budget, strict_budget, pin, page_cache,
+                                                             page_cache_always, std::move(backend)},
+                                              std::move(warn));
            }),
            py::arg("device"), py::arg("dtype"), py::kw_only(), py::arg("prefetch"), py::arg("budget"),
-           py::arg("strict_budget"), py::arg("pin"), py::arg("page_cache"), py::arg("backend"),
-           py::arg("warn"))
+           py::arg("strict_budget"), py::arg("pin"), py::arg("page_cache"), py::arg("page_cache_always"),
+           py::arg("backend"), py::arg("warn"))
       .def_property_readonly("provider", [](const Session&) { return "native"; })
       .def_property_readonly("backend", &Session::backend)
       .def(

@@ -40,7 +40,7 @@ Session::Session(const at::Device& device, std::optional<at::ScalarType> dtype, 
       dtype_(dtype),
       options_(std::move(options)),
       warn_(std::move(warn)),
-      page_cache_left_(options_.page_cache) {
+      page_cache_{options_.page_cache, options_.page_cache_always ? Keep::always : Keep::yes} {
   engine_ = new_engine();
   sessions().insert(this);
 }

@@ -22,8 +22,9 @@ struct SessionOptions {
   std::uint32_t prefetch = 2;
   std::optional<std::size_t> budget;  ///< bytes
   bool strict_budget = false;
-  std::optional<bool> pin;       ///< nothing: pin what can be pinned
-  std::uint64_t page_cache = 0;  ///< bytes of checkpoint files that may stay in the page cache
+  std::optional<bool> pin;         ///< nothing: pin what can be pinned
+  std::uint64_t page_cache = 0;    ///< bytes of checkpoint files that may stay in the page cache
+  bool page_cache_always = false;  ///< and come from there, also where that does not pay
   std::string backend = "auto";
 };
 
@@ -140,7 +141,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<Weight*> by_id_;                       ///< by the engine's WeightId
   std::vector<std::unique_ptr<Weight>> superseded_;  ///< of earlier plans: graphs may refer to them
   std::vector<Weight*> recent_;                      ///< whose latest tensors were alive when last looked at
-  std::uint64_t page_cache_left_;                    ///< of options_.page_cache, for weights to come
+  PageCacheShare page_cache_;                        ///< what is left for weights to come
   Stats beside_;                                     ///< counted by earlier plans, and without an engine
   std::size_t modules_ = 0;
   bool streams_any_ = false;  ///< some weight is not resident

@@ -44,7 +44,7 @@ void Session::classify(Weight& weight, PyObject* master_object, const Mappings& 
   }
   if (streams && streamable(master) && scalar_of(weight.wanted) &&
       (!in_place || mappings.find(master.const_data_ptr(), master.nbytes()))) {
-    const auto source = source_of(master, weight.wanted, weight.name, mappings, page_cache_left_);
+    const auto source = source_of(master, weight.wanted, weight.name, mappings, page_cache_);
     if (!in_place || source->file) {
       weight.way = Weight::Way::streamed;
       weight.dressed = !plain;

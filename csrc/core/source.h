@@ -12,8 +12,9 @@ namespace dynswap {
 
 class File;  // io/file.h: an open checkpoint file; the core only passes it on
 
-/// Whether bytes of a file may stay in the page cache, for the next time.
-enum class Keep : bool { no, yes };
+/// Whether bytes of a file may stay in the page cache for the next time, and come from there: not, where it
+/// pays, or always.
+enum class Keep { no, yes, always };
 
 /// One weight's bytes, and what they shall become. Immutable once it is given to the engine: a master
 /// that changes place gets a new Source.

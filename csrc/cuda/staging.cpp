@@ -59,7 +59,7 @@ void StagingRing::read(std::uint64_t number) noexcept {
       pieces = &chunks_[number - first_].pieces;  // stays there until finish()
     }
     for (const StagedPiece& staged : *pieces) {
-      read_piece(staged.piece, buffer_of(number) + staged.offset, cast_);
+      read_piece(staged.piece, buffer_of(number) + staged.offset, cast_, Pace::quick);
     }
   } catch (...) {
     error = std::current_exception();

@@ -50,6 +50,7 @@ CopyQueue::CopyQueue(CastFn cast, int threads) : cast_(cast), pool_(threads) {}
 CopyQueue::~CopyQueue() { close(); }
 
 EventPtr CopyQueue::copy(CopyRequest request) {
+  haste_.reading(Haste::Clock::now());
   auto copy = std::make_shared<Copy>();
   copy->parts.resize(request.steps.size());
   copy->parts_left = request.steps.size();
@@ -113,7 +114,10 @@ void CopyQueue::run(const PartRef& ref, std::size_t chunk) {
   std::exception_ptr error;
   if (!ref.copy->failed.load(std::memory_order_relaxed)) {
     try {
-      for (const Piece& piece : ref.copy->parts[ref.index].chunks[chunk]) read_piece(piece, piece.dst, cast_);
+      const Pace pace = haste_.pace();
+      for (const Piece& piece : ref.copy->parts[ref.index].chunks[chunk]) {
+        read_piece(piece, piece.dst, cast_, pace);
+      }
     } catch (...) {
       error = std::current_exception();
     }
@@ -167,8 +171,10 @@ void CopyQueue::wait(const EventPtr& event) {
   if (!event) return;
   const auto copy = std::static_pointer_cast<Copy>(event);
   if (!copy->done()) {
+    const auto begin = Haste::Clock::now();
     promote(copy);
     synchronise(event);
+    haste_.waited(Haste::Clock::now() - begin);
   }
   if (copy->failed.load(std::memory_order_relaxed)) std::rethrow_exception(copy->error);
 }

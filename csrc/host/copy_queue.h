@@ -11,6 +11,7 @@
 #include "core/backend.h"
 #include "core/scalar.h"
 #include "host/chunks.h"
+#include "io/haste.h"
 #include "io/worker_pool.h"
 
 namespace dynswap {
@@ -53,6 +54,7 @@ class CopyQueue {
   void promote(const std::shared_ptr<Copy>& copy);
 
   const CastFn cast_;
+  Haste haste_;
   std::mutex mutex_;
   std::condition_variable over_;  ///< some copy is over
   bool closed_ = false;           ///< LOCK: mutex_, which guards the copies' fields too

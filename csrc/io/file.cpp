@@ -87,8 +87,8 @@ void File::open_direct() noexcept {
   direct_ = direct_fd_ >= 0;
 }
 
-void File::read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const std::string& who,
-                Keep keep) const {
+void File::read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const std::string& who, Keep keep,
+                Pace pace) const {
   const auto where = [&] {
     std::ostringstream text;
     text << "weight '" << who << "' (bytes " << offset << " to " << offset + bytes << " of '" << path_
@@ -105,7 +105,7 @@ void File::read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const s
     // Windows end where blocks end, so that no block is read twice.
     const std::size_t window =
         std::min<std::uint64_t>(bytes - done, align_down(at + kWindowBytes, kDirectAlign) - at);
-    const std::int64_t got = read_some(at, dst + done, window, way(at, window, keep));
+    const std::int64_t got = read_some(at, dst + done, window, way(at, window, keep, pace));
     if (got > 0) {
       done += static_cast<std::size_t>(got);
       continue;
@@ -139,12 +139,15 @@ void File::check_unchanged(const std::string& who) const {
   throw SourceError(text.str());
 }
 
-File::Way File::way(std::uint64_t offset, std::size_t bytes, Keep keep) const noexcept {
-  const bool may_stay = keep == Keep::yes;
+File::Way File::way(std::uint64_t offset, std::size_t bytes, Keep keep, Pace pace) const noexcept {
+  const bool may_stay = keep != Keep::no;
   if (may_stay && bytes < kSmallRead) return Way::enter;
-  if (in_page_cache(fd_, offset, bytes)) return Way::copy;
-  if (may_stay && admission_->admit(offset)) return Way::enter;
+  const bool quick = pace == Pace::quick || keep == Keep::always;
+  const bool cached = in_page_cache(fd_, offset, bytes);
+  if (cached && quick) return Way::copy;
+  if (!cached && quick && may_stay && admission_->admit(offset)) return Way::enter;
   if (direct_.load(std::memory_order_relaxed)) return Way::direct;
+  if (cached) return Way::copy;
   return may_stay ? Way::enter : Way::through;
 }
 

@@ -17,14 +17,14 @@ namespace {
 constexpr std::size_t kScratchBytes = 1u << 20;
 
 /// Brings stored bytes of `source`, from `begin` on, to `dst`.
-void fetch(const Source& source, std::uint64_t begin, std::byte* dst, std::size_t bytes) {
+void fetch(const Source& source, std::uint64_t begin, std::byte* dst, std::size_t bytes, Pace pace) {
   if (!source.file) {
     std::memcpy(dst, source.address + begin, bytes);
     return;
   }
   const auto read = [&](std::size_t from, std::size_t to) {
     if (from < to) {
-      source.file->read(source.offset + begin + from, dst + from, to - from, source.name, source.keep);
+      source.file->read(source.offset + begin + from, dst + from, to - from, source.name, source.keep, pace);
     }
   };
   std::size_t done = 0;
@@ -49,11 +49,11 @@ void cast_in_runs(const Source& source, std::byte* dst, const std::byte* src, st
 
 }  // namespace
 
-void read_piece(const Piece& piece, std::byte* dst, CastFn cast) {
+void read_piece(const Piece& piece, std::byte* dst, CastFn cast, Pace pace) {
   const Source& source = *piece.source;
   const std::size_t element = scalar_size(source.stored);
   if (!source.cast()) {
-    fetch(source, piece.first * element, dst, piece.count * element);
+    fetch(source, piece.first * element, dst, piece.count * element, pace);
     return;
   }
   DYNSWAP_CHECK(cast != nullptr,
@@ -70,7 +70,7 @@ void read_piece(const Piece& piece, std::byte* dst, CastFn cast) {
     const std::size_t count = std::min<std::uint64_t>(most, piece.count - done);
     const std::uint64_t begin = (piece.first + done) * element;
     std::byte* const stored = scratch.data() + (phase + begin) % kDirectAlign;
-    fetch(source, begin, stored, count * element);
+    fetch(source, begin, stored, count * element, pace);
     cast_in_runs(source, dst + done * scalar_size(source.wanted), stored, count, cast);
   }
 }

@@ -5,6 +5,7 @@
 
 #include "core/backend.h"
 #include "core/scalar.h"
+#include "io/haste.h"
 
 namespace dynswap {
 
@@ -15,8 +16,10 @@ inline constexpr std::size_t kCastRun = 32768;
 /// Writes the elements of `piece` to `dst` in RAM (`piece.dst` is ignored), cast where the source asks for
 /// it. Runs on the calling thread and blocks it. Throws SourceError.
 ///
+/// `pace` is for what the page cache has (io/haste.h).
+///
 /// A file source is read from its file, except the pages of its mapping that this process has written
 /// to: there the mapping is the truth (Invariant 6, see io/private_pages.h).
-void read_piece(const Piece& piece, std::byte* dst, CastFn cast);
+void read_piece(const Piece& piece, std::byte* dst, CastFn cast, Pace pace);
 
 }  // namespace dynswap

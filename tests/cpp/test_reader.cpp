@@ -120,11 +120,11 @@ TEST(reader_sees_what_was_written_through_a_private_mapping) {
   source.offset = 8;
   source.address = mapping.data() + 8;
   std::vector<std::byte> dst(pages * kPage - 8);
-  read_piece(piece_of(source, 0, source.count), dst.data(), nullptr);
+  read_piece(piece_of(source, 0, source.count), dst.data(), nullptr, Pace::quick);
   EXPECT(std::memcmp(dst.data(), expected.data() + 8, dst.size()) == 0);
 
   source.wanted = Scalar::bf16;
-  read_piece(piece_of(source, 1, source.count - 1), dst.data(), &upper_half);
+  read_piece(piece_of(source, 1, source.count - 1), dst.data(), &upper_half, Pace::quick);
   const auto halves = upper_halves(expected.data() + 12, source.count - 1);
   EXPECT(std::memcmp(dst.data(), halves.data(), halves.size()) == 0);
 }
@@ -140,7 +140,7 @@ TEST(reader_leaves_unwritten_pages_of_a_mapping_alone) {
   source.file = File::open(written.path());
   source.address = mapping.data();
   std::vector<std::byte> dst(64 * kPage);
-  read_piece(piece_of(source, 0, source.count), dst.data(), nullptr);
+  read_piece(piece_of(source, 0, source.count), dst.data(), nullptr, Pace::quick);
   EXPECT(dst == expected);
 }
 
@@ -162,7 +162,7 @@ TEST(reader_casts_in_runs) {
       if (from_file) written.evict();
       const std::size_t first = 12345;
       std::vector<std::byte> dst(2 * (count - first) + 1, kUntouched);
-      read_piece(piece_of(source, first, count - first), dst.data(), &upper_half);
+      read_piece(piece_of(source, first, count - first), dst.data(), &upper_half, Pace::quick);
       const auto expected = upper_halves(written.at(offset + 4 * first), count - first);
       EXPECT(std::memcmp(dst.data(), expected.data(), expected.size()) == 0);
       EXPECT(dst.back() == kUntouched);
@@ -170,7 +170,9 @@ TEST(reader_casts_in_runs) {
   }
   EXPECT_EQ(longest_run.load(), kCastRun);
   EXPECT_EQ(misaligned.load(), 0);
-  EXPECT_THROWS(read_piece(piece_of(source_of(Scalar::f32, Scalar::bf16, 1), 0, 1), nullptr, nullptr), Error);
+  EXPECT_THROWS(
+      read_piece(piece_of(source_of(Scalar::f32, Scalar::bf16, 1), 0, 1), nullptr, nullptr, Pace::quick),
+      Error);
 }
 
 }  // namespace
