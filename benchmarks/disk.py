@@ -7,7 +7,9 @@ first pass     The first forward after `load` and `install`, an input of one tok
                `dd iflag=direct bs=16M` of the same file. Readings of dd and passes alternate.
 to the output  Time of load and first forward, for an input of one token and for one that computes about as
                long as the file takes to read, against PyTorch's mmap recipe, torch.load + load_state_dict,
-               safetensors' load_file, and accelerate's disk offload (`pip install accelerate`).
+               safetensors' load_file, and accelerate's disk offload (`pip install accelerate`). Mappings live
+               by the system's read-ahead: once with the machine's, once with Linux's default (128 KiB), which
+               takes root to set for that time.
 warm           Later passes with a budget of a quarter, compute-bound, against the resident model's.
 shared         Two processes stream one file at a time: their memory, summed (PSS), and what both read of it.
 """
@@ -22,6 +24,8 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -170,13 +174,15 @@ def first_pass(record: Record, job: Job, path: Path, rounds: int, bar: float | N
     record.bar("first pass, cold: bytes a second / dd iflag=direct", ratio, at_least=bar)
 
 
-def to_the_output(record: Record, job: Job, tokens: int, rounds: int, bar: float | None) -> None:
+def to_the_output(
+    record: Record, job: Job, tokens: int, rounds: int, bar: float | None, under: str = ""
+) -> None:
     """Load and first forward of every contender, in turn."""
     rows: dict[str, list[Row]] = {}
     for _ in range(rounds):
         for way in (DYNSWAP, *PEERS):
             rows.setdefault(way, []).append(apart(dataclasses.replace(job, way=way, tokens=tokens, passes=1)))
-    record.figures[f"to_the_output_{tokens}"] = {
+    record.figures[f"to the output, {tokens} token(s){under}"] = {
         way: [dataclasses.asdict(row) for row in each] for way, each in rows.items()
     }
     times = {}
@@ -189,7 +195,7 @@ def to_the_output(record: Record, job: Job, tokens: int, rounds: int, bar: float
         print(f"{tokens:>5} tokens  {way:<30} {times[way]:7.3f} s, of it {loading:.3f} s to load", flush=True)
     ours = times.pop(DYNSWAP)
     best = min(times, key=times.__getitem__)
-    name = f"load and first pass, {tokens} token(s): time of the best other ({best}) / ours"
+    name = f"load and first pass, {tokens} token(s){under}: best other ({best}) / ours"
     record.bar(name, times[best] / ours, at_least=bar)
 
 
@@ -206,6 +212,27 @@ def warm(record: Record, job: Job, tokens: int, passes: int, bar: float | None) 
     medians = {way: statistics.median(row.seconds[2:]) for way, row in rows.items()}
     name = "warm passes, compute-bound, budget a quarter: time / resident"
     record.bar(name, medians[DYNSWAP] / medians[RESIDENT], at_most=bar)
+
+
+@contextmanager
+def read_ahead(folder: Path, kib: int) -> Iterator[bool]:
+    """The disk's read-ahead set for a while; False where that is not permitted."""
+    number = os.stat(folder).st_dev
+    device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
+    setting = next(
+        (p / "queue/read_ahead_kb" for p in (device, device.parent) if (p / "queue").is_dir()), None
+    )
+    try:
+        before = setting.read_text() if setting else ""
+        if setting:
+            setting.write_text(str(kib))
+    except OSError:
+        setting = None
+    try:
+        yield setting is not None
+    finally:
+        if setting:
+            setting.write_text(before)
 
 
 def pss(pid: int) -> int:
@@ -292,7 +319,11 @@ def main() -> int:
             first_pass(record, job, path, given.rounds, 0.90 if native else None)
         if "output" in given.only:
             to_the_output(record, job, 1, given.rounds, None)  # the disk's own speed bounds everybody
-            to_the_output(record, job, given.balanced, given.rounds, 1.5 if native else None)
+            bar = 1.5 if native else None
+            to_the_output(record, job, given.balanced, given.rounds, bar, ", the machine's read-ahead")
+            with read_ahead(given.folder, 128) as permitted:
+                if permitted:
+                    to_the_output(record, job, given.balanced, given.rounds, bar, ", read-ahead 128 KiB")
         if "warm" in given.only:
             warm(record, job, given.tokens, given.passes, 1.10 if native else None)
         if "shared" in given.only:
