@@ -53,11 +53,17 @@ class Provider:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """A second run under DYNSWAP_BACKEND=python is for what follows the environment.
 
-    Tests of the `provider` fixture name their provider, and have run over each of them in the first.
+    Tests of the `provider` fixture name their provider, and have run over each of them in the first; those of
+    checkpoints install nothing without it.
     """
     if dynswap_config.backend_from_environment() != "python":
         return
-    repeated = [item for item in items if "provider" in getattr(item, "fixturenames", ())]
+    checkpoints = Path(__file__).parent / "checkpoint"
+    repeated = [
+        item
+        for item in items
+        if "provider" in getattr(item, "fixturenames", ()) or checkpoints in item.path.parents
+    ]
     config.hook.pytest_deselected(items=repeated)
     items[:] = [item for item in items if item not in set(repeated)]
 

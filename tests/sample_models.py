@@ -51,6 +51,16 @@ class TinyTransformer(nn.Module):
         return self.output(x)
 
 
+class Tied(nn.Module):
+    """Two names for one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(6, 3)
+        self.head = nn.Linear(3, 6, bias=False)
+        self.head.weight = self.embedding.weight
+
+
 class Recurrent(nn.Module):
     """An LSTM and a GRU: torch keeps their weights in a list beside the parameters, too."""
 

@@ -10,7 +10,7 @@ TESTS = Path(__file__).parent
 
 def test_the_contract_names_tests_that_there_are() -> None:
     page = (TESTS.parent / "docs" / "contract.md").read_text()
-    named = set(re.findall(r"`((?:contract/)?test_\w+\.py)`", page))
+    named = set(re.findall(r"`((?:contract/|checkpoint/)?test_\w+\.py)`", page))
     assert len(named) > 20
     assert sorted(name for name in named if not (TESTS / name).exists()) == []
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from sample_subclasses import ScaledInt8
 
-PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
+PAGE = Path(__file__).parents[1] / "docs" / "checkpoints.md"
 BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import atheris
 
-sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+sys.path[:0] = [str(Path(__file__).parents[1] / "checkpoint"), str(Path(__file__).parents[2])]
 
 with atheris.instrument_imports(include=["zipfile"], enable_loader_override=False):
     import zipfile  # noqa: F401  before torch imports it: it reads directories for us

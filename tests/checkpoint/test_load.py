@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from sample_loads import Net, kinds, saved
 from torch import nn
 
 from dynswap_ext import checkpoint
 from dynswap_ext.demo.measure import disk_bytes_read, drop_file_cache, mapped_ranges, resident_bytes
 from dynswap_ext.errors import ConfigError
-from sample_loads import Net, kinds, saved
 
 
 def _mapped(tensor: torch.Tensor, path: Path) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from sample_gguf import random_weight, write_gguf
 from torch import nn
 
 import dynswap_ext
@@ -14,7 +15,6 @@ from conftest import Provider
 from dynswap_ext import checkpoint, testing
 from dynswap_ext.checkpoint.gguf import GGUFTensor
 from dynswap_ext.checkpoint.gguf import tensor as gguf_tensor
-from sample_gguf import random_weight, write_gguf
 from sample_models import trace
 
 WIDTH, LAYERS, WORDS = 256, 6, 32

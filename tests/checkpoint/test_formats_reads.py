@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from sample_checkpoints import save_distributed, write_index
 
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.demo.measure import disk_bytes_read, drop_file_cache, mapped_ranges, resident_bytes
-from sample_checkpoints import save_distributed, write_index
 
 _TENSORS, _BYTES = 8, 8 << 20
 

@@ -11,10 +11,10 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
+from sample_checkpoints import assert_same, state, weights
 
 from dynswap_ext.checkpoint.formats import common, open_checkpoint
 from dynswap_ext.errors import SourceError
-from sample_checkpoints import assert_same, state, weights
 
 
 def _write(path: Path, header: object, data: bytes = bytes(8)) -> Path:

@@ -8,12 +8,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from sample_gguf import random_blocks, reference
 from torch.profiler import ProfilerActivity, profile
 
 from dynswap_ext.checkpoint.gguf.encodings import ENCODINGS, decode
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.testing import assert_bit_equal
-from sample_gguf import random_blocks, reference
 
 encodings = pytest.mark.parametrize("encoding", ENCODINGS)
 

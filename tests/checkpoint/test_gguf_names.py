@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from sample_gguf import random_weight, write_gguf
 from torch import nn
 
 from dynswap_ext.checkpoint.gguf import GGUFTensor, names_for, original_rows
 from dynswap_ext.errors import ConfigError
-from sample_gguf import random_weight, write_gguf
 
 HEADS, KEYS = 4, 2
 #: As transformers names the tensors of a Llama.

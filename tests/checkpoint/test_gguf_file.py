@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sample_gguf import array_of_strings, random_weight, raw_header, reference, write_gguf
 from torch import nn
 
 from dynswap_ext import checkpoint
@@ -18,7 +19,6 @@ from dynswap_ext.checkpoint.gguf.encodings import ENCODINGS
 from dynswap_ext.demo.measure import mapped_ranges, resident_bytes
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.testing import assert_bit_equal
-from sample_gguf import array_of_strings, random_weight, raw_header, reference, write_gguf
 
 
 class Net(nn.Module):

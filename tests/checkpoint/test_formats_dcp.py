@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 import torch
+from sample_checkpoints import assert_same, save_distributed, state, weights
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dynswap_ext import checkpoint
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.errors import SourceError
-from sample_checkpoints import assert_same, save_distributed, state, weights
 
 
 def _refused(folder: Path, pattern: str) -> None:

@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from sample_loads import Net, kinds, saved
 
 from dynswap_ext import checkpoint
 from dynswap_ext.errors import ConfigError
-from sample_loads import Net, Tied, kinds, saved
+from sample_models import Tied
 
 
 def test_ties_kept_with_one_entry(tmp_path: Path) -> None:

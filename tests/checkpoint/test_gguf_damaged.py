@@ -11,10 +11,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from sample_gguf import array_of_strings, number, random_weight, raw_header, write_gguf
 
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.errors import SourceError
-from sample_gguf import array_of_strings, number, random_weight, raw_header, write_gguf
 
 KEY = struct.pack("<Q", 1) + b"k"
 

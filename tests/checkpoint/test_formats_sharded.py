@@ -10,11 +10,11 @@ import pytest
 import torch
 from huggingface_hub import save_torch_state_dict
 from safetensors.torch import save_file
+from sample_checkpoints import assert_same, save_distributed, state, weights, write_index, write_sharded
 from torch.distributed.checkpoint import HuggingFaceStorageWriter
 
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.errors import SourceError
-from sample_checkpoints import assert_same, save_distributed, state, weights, write_index, write_sharded
 
 
 def _refused(path: Path, pattern: str) -> None:

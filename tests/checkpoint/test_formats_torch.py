@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from sample_checkpoints import assert_same, state, weights
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
 
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.errors import SourceError
-from sample_checkpoints import Tied, assert_same, state, weights
+from sample_models import Tied
 
 
 def _save(content: object, path: Path) -> Path:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
+from sample_checkpoints import SAMPLES, Sample, look, state
 
 from dynswap_ext.checkpoint.formats.safetensors_file import DTYPES
-from sample_checkpoints import SAMPLES, Sample, look, state
 
 #: What a damaged sample of a few KB may make this process allocate, beyond what it has.
 _ADDRESS_SPACE = 4 << 30

@@ -29,14 +29,6 @@ class Net(nn.Module):
         return hidden * self.scale + self.offset
 
 
-class Tied(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.embedding = nn.Embedding(6, 3)
-        self.head = nn.Linear(3, 6, bias=False)
-        self.head.weight = self.embedding.weight
-
-
 def saved(kind: str, model: nn.Module, path: Path) -> Path:
     if kind == "safetensors":
         save_file(model.state_dict(), path)

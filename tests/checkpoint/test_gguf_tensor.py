@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from sample_gguf import random_blocks, random_weight
 from torch import nn
 from torch.nn import functional
 
@@ -16,7 +17,6 @@ from dynswap_ext.checkpoint.gguf import GGUFTensor
 from dynswap_ext.checkpoint.gguf import tensor as under_test
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.testing import assert_bit_equal
-from sample_gguf import random_blocks, random_weight
 
 
 @pytest.fixture
