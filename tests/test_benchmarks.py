@@ -30,7 +30,6 @@ def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize(
     "script",
-    "script",
     ["access", "convert", "disk", "install", "load", "stream", "train", "virtual_clock", "gpu_stack"],
 )
 def test_tiny_run_writes_its_record(script: str, tmp_path: Path) -> None:
