@@ -14,7 +14,7 @@ from dynswap_ext._warn import warn
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.loading.buffers import put_in, remake_unsaved
 from dynswap_ext.checkpoint.loading.identity import Before
-from dynswap_ext.checkpoint.loading.incoming import Conversion, Incoming, Transform
+from dynswap_ext.checkpoint.loading.incoming import Incoming, Processing, Transform
 from dynswap_ext.checkpoint.loading.keys import KeyReport
 from dynswap_ext.checkpoint.loading.skeleton import factory_of, make
 from dynswap_ext.checkpoint.loading.ties import ties_of
@@ -98,7 +98,7 @@ def load(
     once more for them, outside the meta device, with its parameters let go as soon as they are registered.
     Two checkpoint entries for one shared weight are compared, which reads them, since only one can be kept.
     """
-    conversion = Conversion.of(device, dtype, transform, assign=assign)
+    processing = Processing.of(device, dtype, transform, assign=assign)
     checkpoint = _open(path, weights_only)
     model, factory = _skeleton(target)
     names = renamed(checkpoint, rename)
@@ -106,7 +106,7 @@ def load(
     try:
         with Window(checkpoint) as window:
             own: dict[str, Any] = model.state_dict(keep_vars=True)
-            incoming = Incoming(checkpoint, names, conversion, window)
+            incoming = Incoming(checkpoint, names, processing, window)
             _give(model, own, incoming, before, strict=strict, assign=assign)
         remade = remake_unsaved(model, factory, unless=own)
         before.keep_objects()

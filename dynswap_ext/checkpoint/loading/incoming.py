@@ -13,14 +13,14 @@ from dynswap_ext.checkpoint.loading.window import Window, is_plain
 from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.errors import ConfigError
 
-__all__ = ["Conversion", "Incoming", "LazyState", "Transform"]
+__all__ = ["Incoming", "LazyState", "Processing", "Transform"]
 
 #: From a name, as the model has it, and the file's tensor to the tensor that becomes the master.
 Transform: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Conversion:
+class Processing:
     """What is done to each tensor on its way: in this order, moved, cast, transformed."""
 
     device: torch.device
@@ -35,7 +35,7 @@ class Conversion:
         transform: Transform | None,
         *,
         assign: bool,
-    ) -> Conversion:
+    ) -> Processing:
         """The arguments of `load`, checked.
 
         Raises
@@ -93,31 +93,31 @@ class Incoming:
         Where they come from.
     names
         The model's names, each with the checkpoint's.
-    conversion
+    processing
         What is done to them.
     window
         Reads the checkpoint.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, names: Mapping[str, str], conversion: Conversion, window: Window
+        self, checkpoint: Checkpoint, names: Mapping[str, str], processing: Processing, window: Window
     ) -> None:
         self.checkpoint = checkpoint
         self.names = dict(names)
-        self._conversion = conversion
+        self._processing = processing
         self._window = window
         self._first: dict[str, str] = {}  # of shared weights: each name with the one that is converted
 
     @property
     def converted(self) -> bool:
         """Whether any entry is read before it is given."""
-        how = self._conversion
+        how = self._processing
         return how.transform is not None or how.device.type != "cpu" or how.dtype is not None
 
     @property
     def transformed(self) -> bool:
         """Whether shapes and dtypes are known only once the values are made."""
-        return self._conversion.transform is not None
+        return self._processing.transform is not None
 
     def share(self, ties: list[list[str]]) -> None:
         """Give what the model shares under each of its names, from the one entry there has to be.
@@ -181,7 +181,7 @@ class Incoming:
         entry = self.checkpoint.entries.get(old)
         if entry is None:
             return self.checkpoint.objects[old]
-        how = self._conversion
+        how = self._processing
         as_stored = how.device.type == "cpu" and how.wanted(entry.dtype, entry.encoding) == entry.dtype
         if as_stored and how.transform is None:
             return self._mapped(old)
@@ -196,17 +196,17 @@ class Incoming:
         return tensor.detach() if type(tensor) is torch.nn.Parameter else tensor
 
     def _own_value(self, name: str) -> torch.Tensor:
-        old, how = self.names[name], self._conversion
+        old, how = self.names[name], self._processing
         entry = self.checkpoint.entries[old]
         with torch.no_grad():
             source = self._window.read(old, how.device, how.wanted(entry.dtype, entry.encoding))
             return source if how.transform is None else self._transformed(name, source)
 
     def _transformed(self, name: str, source: torch.Tensor) -> torch.Tensor:
-        assert self._conversion.transform is not None
+        assert self._processing.transform is not None
         called = name if name == self.names[name] else f"{name} ({self.names[name]} in the file)"
         try:
-            made = self._conversion.transform(name, source)
+            made = self._processing.transform(name, source)
         except Exception as error:
             raise ConfigError(
                 f"the transform failed at {called} of {self.checkpoint.path}: {type(error).__name__}: {error}"
