@@ -18,9 +18,14 @@ from typing import Any
 
 import torch
 
-__all__ = ["adds_attributes_only", "dressed", "inner_names", "put_together", "taken_apart"]
+__all__ = ["adds_attributes_only", "dressed", "inner_names", "is_plain", "put_together", "taken_apart"]
 
 _DRESSED = "_dynswap_dressed"
+
+
+def is_plain(tensor: object) -> bool:
+    """Whether a tensor's class adds nothing to its bytes."""
+    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 def inner_names(master: torch.Tensor) -> list[str] | None:

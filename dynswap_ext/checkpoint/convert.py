@@ -20,7 +20,7 @@ from dynswap_ext.checkpoint.rename import Rename
 from dynswap_ext.checkpoint.writing.blocks import Block, BlockWriter
 from dynswap_ext.checkpoint.writing.direct import check_free, explained
 from dynswap_ext.checkpoint.writing.journal import Journal
-from dynswap_ext.checkpoint.writing.layout import DEFAULT_SHARD, Layout, index_text, shard_bytes, split
+from dynswap_ext.checkpoint.writing.layout import DEFAULT_SHARD, Layout, shard_bytes, split
 from dynswap_ext.checkpoint.writing.pieces import pieces_of, text_of
 from dynswap_ext.checkpoint.writing.sources import Files
 from dynswap_ext.checkpoint.writing.target import Partial, Target
@@ -154,7 +154,7 @@ class _Run:
             with explained(target.path, target.folder, needed):
                 paths = partial.files(len(self._layouts))
                 self._fill(partial, paths, known, needed)
-                result = self._place(partial, paths)
+                result = partial.place(paths, self._layouts)
             keep = False
             return result
         except BaseException as error:
@@ -212,14 +212,6 @@ class _Run:
                 "writes to it"
             )
         writer.finish(self._done)
-
-    def _place(self, partial: Partial, paths: list[Path]) -> tuple[Path, list[Path]]:
-        if len(paths) == 1:
-            path = partial.replace_file(paths[0])
-            return path, [path]
-        names = self._target.shard_names(len(paths))
-        index = partial.replace_shards(paths, names, index_text(self._layouts, names))
-        return index, [self._target.folder / name for name in names]
 
     def _size(self, block: Block) -> int:
         return self._layouts[block.file].block(block.number)[1]

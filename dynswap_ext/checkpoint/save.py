@@ -12,6 +12,8 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from dynswap_ext._subclasses import is_plain
+from dynswap_ext.checkpoint.formats.common import listed
 from dynswap_ext.checkpoint.writing.blocks import BlockWriter
 from dynswap_ext.checkpoint.writing.direct import check_free, explained, sync_folder
 from dynswap_ext.checkpoint.writing.layout import (
@@ -20,7 +22,6 @@ from dynswap_ext.checkpoint.writing.layout import (
     Piece,
     check_dtype,
     check_metadata,
-    index_text,
     shard_bytes,
     split,
 )
@@ -109,17 +110,14 @@ def _save_layouts(layouts: list[Layout], target: Target) -> Path:
             with closing(writer.write(writer.all_blocks())) as written:
                 checksums = dict(written)
             writer.finish(checksums)
-            if len(layouts) == 1:
-                return partial.replace_file(paths[0])
-            names = target.shard_names(len(layouts))
-            return partial.replace_shards(paths, names, index_text(layouts, names))
+            return partial.place(paths, layouts)[0]
         finally:
             partial.remove()
 
 
 def _save_torch(state: dict[str, Any], path: Path) -> Path:
     _refuse_meta({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
-    needed = sum(value.nbytes for value in state.values() if type(value) in (torch.Tensor, nn.Parameter))
+    needed = sum(value.nbytes for value in state.values() if is_plain(value))
     target = Target(path.parent, path.name, path, True)
     with explained(path, path.parent, needed):
         partial = Partial(target)
@@ -150,13 +148,13 @@ def _pieces(state: dict[str, Any], files: Files) -> list[Piece]:
     if len(tensors) < len(state):
         others = [name for name in state if name not in tensors]
         raise ConfigError(
-            f"the model has state that is no tensor ({_some(others)}), which safetensors cannot hold; save "
-            "to a path that ends in .pt"
+            f"the model has state that is no tensor ({listed(others, 5)}), which safetensors cannot hold; "
+            "save to a path that ends in .pt"
         )
     _refuse_meta(tensors)
     ties: dict[object, list[str]] = {}
     for name, tensor in tensors.items():
-        if type(tensor) not in (torch.Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        if not is_plain(tensor) or tensor.layout != torch.strided:
             raise ConfigError(
                 f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, and safetensors holds plain "
                 "tensors alone; save to a path that ends in .pt, or replace it by a plain tensor"
@@ -182,10 +180,6 @@ def _refuse_meta(tensors: dict[str, torch.Tensor]) -> None:
     meta = [name for name, tensor in tensors.items() if tensor.is_meta]
     if meta:
         raise ConfigError(
-            f"{len(meta)} tensor(s) are on the meta device and hold no data: {_some(meta)}; load them first, "
-            "for instance with dynswap_ext.checkpoint.load(model, path)"
+            f"{len(meta)} tensor(s) are on the meta device and hold no data: {listed(meta, 5)}; load them "
+            "first, for instance with dynswap_ext.checkpoint.load(model, path)"
         )
-
-
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from dynswap_ext.checkpoint.formats import open_checkpoint
+from dynswap_ext.checkpoint.formats.common import listed
 from dynswap_ext.checkpoint.writing.blocks import checksum_of, in_parallel
 from dynswap_ext.checkpoint.writing.direct import ALIGNMENT, DirectFile, page_buffer
 from dynswap_ext.checkpoint.writing.layout import CHECKSUMS
@@ -75,7 +76,7 @@ def _verify(path: Path, progress: Callable[[int, int], None] | None) -> int:
         ]
         raise SourceError(
             f"{path} is not what was written: {len(damaged)} of {len(sums)} checksums differ, in the bytes "
-            f"of {', '.join(names[:10])}{f' and {len(names) - 10} more' if len(names) > 10 else ''}; copy or "
+            f"of {listed(names, 10)}; copy or "
             "convert it again"
         )
     return end - begin

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import torch
 
+from dynswap_ext._mappings import mappings
+
 _BLOCK = 16 << 20
 _MADV_DONTNEED = 4
 
@@ -65,13 +67,7 @@ def disk_bytes_read() -> int | None:
 def mapped_ranges(path: Path) -> list[tuple[int, int]]:
     """Address and length of each of this process's mappings of a file."""
     wanted = str(path.resolve())
-    ranges = []
-    for line in Path("/proc/self/maps").read_text().splitlines():
-        fields = line.split(maxsplit=5)
-        if len(fields) == 6 and fields[5] == wanted:
-            start, end = (int(bound, 16) for bound in fields[0].split("-"))
-            ranges.append((start, end - start))
-    return ranges
+    return [(mapping.begin, mapping.end - mapping.begin) for mapping in mappings() if mapping.name == wanted]
 
 
 def drop_file_cache(path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -11,15 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-#: Tensor data begins at a multiple of this, so that a file range can be read around the page cache.
-_DATA_ALIGNMENT = 4096
-
-_NAMES: dict[torch.dtype, str] = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-}
+from dynswap_ext.checkpoint.writing.layout import TAGS, header_of
 
 
 def write_random(
@@ -71,11 +62,9 @@ def _header(shapes: dict[str, torch.Size], dtype: torch.dtype) -> bytes:
     offset = 0
     for name, shape in shapes.items():
         end = offset + shape.numel() * dtype.itemsize
-        entries[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, end]}
+        entries[name] = {"dtype": TAGS[dtype], "shape": list(shape), "data_offsets": [offset, end]}
         offset = end
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    padded = -(-(8 + len(text)) // _DATA_ALIGNMENT) * _DATA_ALIGNMENT - 8
-    return padded.to_bytes(8, "little") + text.ljust(padded)  # the format allows trailing spaces
+    return header_of(entries)
 
 
 def _random(

@@ -29,6 +29,16 @@ class Net(nn.Module):
         return hidden * self.scale + self.offset
 
 
+class SharedWeight(nn.Module):
+    """Two layers with one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(3, 3, bias=False)
+        self.b = nn.Linear(3, 3, bias=False)
+        self.b.weight = self.a.weight
+
+
 def saved(kind: str, model: nn.Module, path: Path) -> Path:
     if kind == "safetensors":
         save_file(model.state_dict(), path)

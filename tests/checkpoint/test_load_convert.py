@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from sample_loads import SharedWeight
 from torch import nn
 
 from conftest import skip_or_fail
@@ -199,16 +200,9 @@ def test_what_does_not_fit_is_said_before_anything_is_read(tmp_path: Path) -> No
 
 
 def test_a_shared_weight_is_transformed_once(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a = nn.Linear(3, 3, bias=False)
-            self.b = nn.Linear(3, 3, bias=False)
-            self.b.weight = self.a.weight
-
     called: list[str] = []
     save_file({"b.weight": torch.ones(3, 3)}, tmp_path / "w")
-    model = checkpoint.load(Tied, tmp_path / "w", transform=lambda n, t: called.append(n) or t * 3)
+    model = checkpoint.load(SharedWeight, tmp_path / "w", transform=lambda n, t: called.append(n) or t * 3)
     assert model.a.weight is model.b.weight and model.a.weight[0, 0] == 3
     assert called == ["b.weight"]
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from sample_loads import SharedWeight
 from torch import nn
 
 from dynswap_ext import checkpoint, testing
@@ -108,12 +109,9 @@ def test_a_failing_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def test_shared_weights_and_a_hook_that_renames(tmp_path: Path) -> None:
-    class Tied(nn.Module):
+    class Renaming(SharedWeight):
         def __init__(self) -> None:
             super().__init__()
-            self.a = nn.Linear(3, 3, bias=False)
-            self.b = nn.Linear(3, 3, bias=False)
-            self.b.weight = self.a.weight
             self.register_load_state_dict_pre_hook(self.rename)
 
         @staticmethod
@@ -123,7 +121,7 @@ def test_shared_weights_and_a_hook_that_renames(tmp_path: Path) -> None:
                     state[name.replace("kernel", "weight")] = state.pop(name)
 
     save_file({"a.kernel": torch.full((3, 3), 2.0), "b.kernel": torch.full((3, 3), 2.0)}, tmp_path / "w")
-    model = Tied()
+    model = Renaming()
     weight = model.a.weight
     checkpoint.load(model, tmp_path / "w", assign=False)
     assert model.a.weight is weight is model.b.weight and weight.unique().tolist() == [2]

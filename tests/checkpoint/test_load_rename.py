@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import save_file
+from sample_loads import SharedWeight
 from torch import nn
 
 from dynswap_ext import checkpoint, testing
@@ -117,14 +118,10 @@ def test_a_tie_that_only_the_file_has(tmp_path: Path) -> None:
 
 
 def test_entries_that_a_rename_ties_and_that_differ(tmp_path: Path) -> None:
-    class Tied(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False)
-            self.b.weight = self.a.weight
-
     save_file({"x.weight": torch.zeros(3, 3), "b.weight": torch.ones(3, 3)}, tmp_path / "w")
     with pytest.raises(ConfigError, match=r"a\.weight and b\.weight.*two different ones.*rename="):
-        checkpoint.load(Tied, tmp_path / "w", rename={"^x": "a"})
-    model = checkpoint.load(Tied, tmp_path / "w", rename=lambda name: name if name[0] == "b" else None)
+        checkpoint.load(SharedWeight, tmp_path / "w", rename={"^x": "a"})
+    model = checkpoint.load(
+        SharedWeight, tmp_path / "w", rename=lambda name: name if name[0] == "b" else None
+    )
     assert model.a.weight is model.b.weight and model.a.weight.sum() == 9

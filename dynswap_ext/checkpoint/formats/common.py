@@ -8,7 +8,7 @@ import json
 import os
 import reprlib
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -180,6 +180,12 @@ def mapped_tensor(
         # A slice, so that each tensor has a storage of just its bytes (torch.save writes storages whole).
         tensor.set_(storage[offset : offset + nbytes])
     return tensor.reshape(shape)
+
+
+def listed(names: Sequence[str], most: int) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def first_line(error: Exception) -> str:

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from dynswap_ext._mappings import mappings
+from dynswap_ext._subclasses import is_plain
 from dynswap_ext.checkpoint.formats.common import AGAIN, first_line, opened
 from dynswap_ext.checkpoint.formats.nested import find_state_dict
 from dynswap_ext.checkpoint.formats.zip_records import Records
@@ -108,7 +110,7 @@ def _dimensions(value: object) -> int | None:
 
 
 def _entry(tensor: torch.Tensor, path: Path, mapped: _Mapped | None) -> Entry:
-    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    plain = is_plain(tensor) and tensor.layout is torch.strided
     offset = None
     if plain and mapped is not None and tensor.numel() and tensor.is_contiguous() and not _is_lazy(tensor):
         offset = mapped.offset(tensor.data_ptr())
@@ -136,12 +138,10 @@ class _Mapped:
     def __init__(self, path: Path, inode: int) -> None:
         self._ranges: list[tuple[int, int, int]] = []
         name = os.path.realpath(path)
-        for line in Path("/proc/self/maps").read_text(errors="replace").splitlines():
-            addresses, _, offset, _, number, *mapped = line.split(maxsplit=5)
+        for mapping in mappings():
             # Some file systems give one inode two numbers, and a name may be escaped: one has to agree.
-            if mapped and (int(number) == inode or mapped[0] == name):
-                start, end = (int(address, 16) for address in addresses.split("-"))
-                self._ranges.append((start, end, int(offset, 16)))
+            if mapping.inode == inode or mapping.name == name:
+                self._ranges.append((mapping.begin, mapping.end, mapping.offset))
 
     def offset(self, address: int) -> int | None:
         for start, end, offset in self._ranges:

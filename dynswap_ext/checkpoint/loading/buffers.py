@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Iterator
 import torch
 from torch import nn
 
+from dynswap_ext.checkpoint.formats.common import listed
 from dynswap_ext.checkpoint.loading.skeleton import make_without_weights
 from dynswap_ext.errors import ConfigError
 
@@ -41,7 +42,7 @@ def remake_unsaved(
         return {}
     if factory is None:
         raise ConfigError(
-            f"the skeleton is on the meta device and no checkpoint holds {_list(lost)} (non-persistent "
+            f"the skeleton is on the meta device and no checkpoint holds {listed(lost, 10)} (non-persistent "
             "buffers, or tensors kept as plain attributes); give load() what makes the model instead of the "
             "model, as in load(lambda: Model(config), path), or make the skeleton with "
             "init_empty(lambda: Model(config)), and they are made again"
@@ -51,8 +52,8 @@ def remake_unsaved(
     for name, made in remade.items():
         if made is None or made.is_meta:
             raise ConfigError(
-                f"no checkpoint holds {_list(lost)}, and calling the factory again made no value for {name}; "
-                "make it on the CPU explicitly (device='cpu') or register it as a persistent buffer"
+                f"no checkpoint holds {listed(lost, 10)}, and calling the factory again made no value for "
+                f"{name}; make it on the CPU explicitly (device='cpu') or register it as a persistent buffer"
             )
     return {name: made for name, made in remade.items() if made is not None}
 
@@ -84,7 +85,3 @@ def _meta_tensors(model: nn.Module) -> Iterator[str]:
             for attribute, value in members.items():
                 if type(value) not in _NO_TENSORS and isinstance(value, torch.Tensor) and value.is_meta:
                     yield f"{prefix}.{attribute}" if prefix else attribute
-
-
-def _list(names: list[str]) -> str:
-    return ", ".join(names[:10]) + (f" and {len(names) - 10} more" if len(names) > 10 else "")

@@ -17,8 +17,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dynswap_ext._state import session_of
+from dynswap_ext._subclasses import is_plain
 from dynswap_ext._warn import warn
-from dynswap_ext.checkpoint.loading.window import is_plain
 
 __all__ = ["Before"]
 

@@ -9,7 +9,8 @@ from typing import Any, TypeAlias
 
 import torch
 
-from dynswap_ext.checkpoint.loading.window import Window, is_plain
+from dynswap_ext._subclasses import is_plain
+from dynswap_ext.checkpoint.loading.window import Window
 from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.errors import ConfigError
 

@@ -16,8 +16,8 @@ from torch.overrides import TorchFunctionMode
 
 from dynswap_ext._class_swap import original_class
 from dynswap_ext._state import session_of
+from dynswap_ext._subclasses import is_plain
 from dynswap_ext.checkpoint.loading.incoming import LazyState
-from dynswap_ext.checkpoint.loading.window import is_plain
 
 __all__ = ["Outcome", "load_state", "own_ways"]
 

@@ -18,7 +18,7 @@ from typing import BinaryIO
 
 import torch
 
-from dynswap_ext._subclasses import taken_apart
+from dynswap_ext._subclasses import is_plain, taken_apart
 from dynswap_ext.checkpoint.formats.common import AGAIN
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import SourceError
@@ -30,15 +30,10 @@ _malloc_trim: Callable[[int], object] = getattr(
 #: Less than that the heap holds without harm, and a mapping would cost more than it.
 _OF_THE_HEAP = 1 << 16
 
-__all__ = ["Window", "is_plain"]
+__all__ = ["Window"]
 
 #: What is read at a time of an entry that is cast, moved or compared. Larger ones read no faster.
 _WINDOW = 16 << 20
-
-
-def is_plain(tensor: object) -> bool:
-    """Whether a tensor's class adds nothing to its bytes."""
-    return type(tensor) in (torch.Tensor, torch.nn.Parameter)
 
 
 class Window:

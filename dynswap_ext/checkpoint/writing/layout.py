@@ -24,7 +24,8 @@ CHECKSUMS: Final = "dynswap.crc32"
 #: As huggingface_hub splits by default.
 DEFAULT_SHARD: Final = 5_000_000_000
 
-_NAMES: Final = {getattr(torch, name, None): tag for tag, name in DTYPES.items()}
+#: Safetensors' names of torch's dtypes.
+TAGS: Final = {getattr(torch, name, None): tag for tag, name in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -97,13 +98,18 @@ class Layout:
         listed: dict[str, object] = {"__metadata__": {"format": "pt", **ties, **self.metadata, **said}}
         for piece, offset in zip(self.pieces, self.offsets, strict=True):
             listed[piece.names[0]] = {
-                "dtype": _NAMES[piece.dtype],
+                "dtype": TAGS[piece.dtype],
                 "shape": list(piece.shape),
                 "data_offsets": [offset, offset + piece.nbytes],
             }
-        text = json.dumps(listed, separators=(",", ":")).encode()
-        length = align_up(8 + len(text), ALIGNMENT) - 8  # the format allows spaces at the end
-        return length.to_bytes(8, "little") + text.ljust(length)
+        return header_of(listed)
+
+
+def header_of(listed: Mapping[str, object]) -> bytes:
+    """The first bytes of a file that lists so; whole pages, so that tensors can be read past the cache."""
+    text = json.dumps(listed, separators=(",", ":")).encode()
+    length = align_up(8 + len(text), ALIGNMENT) - 8  # the format allows spaces at the end
+    return length.to_bytes(8, "little") + text.ljust(length)
 
 
 def split(pieces: Sequence[Piece], limit: int | None, metadata: Mapping[str, str]) -> list[Layout]:
@@ -132,7 +138,7 @@ def index_text(layouts: Sequence[Layout], names: Sequence[str]) -> str:
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise ConfigError for a dtype that safetensors has not."""
-    if dtype not in _NAMES:
+    if dtype not in TAGS:
         raise ConfigError(
             f"{name} is {dtype}, which the safetensors format has no name for; cast it, or save to a path "
             "that ends in .pt"

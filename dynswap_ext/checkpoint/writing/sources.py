@@ -16,6 +16,7 @@ from typing import Final, NamedTuple
 
 import torch
 
+from dynswap_ext._mappings import mappings
 from dynswap_ext.checkpoint.writing.direct import ALIGNMENT, DirectFile, page_buffer
 
 #: Bytes that are read from a file at a time.
@@ -206,22 +207,15 @@ def source_of(tensor: torch.Tensor, mappings: Mappings, files: Files) -> Source:
 
 def _mappings() -> list[_Mapping]:
     found: list[_Mapping] = []
-    try:
-        lines = Path("/proc/self/maps").read_text().splitlines()
-    except OSError:
-        return found
     known: dict[tuple[str, int], Path | None] = {}
-    for line in lines:
-        fields = line.split(maxsplit=5)
-        if len(fields) < 6 or fields[4] == "0":
+    for begin, end, offset, device, inode, name in mappings():
+        if inode == 0:
             continue
-        if fields[5].endswith("(deleted)") and fields[5].startswith(("/dev/", "/memfd:", "/SYSV")):
+        if name.endswith("(deleted)") and name.startswith(("/dev/", "/memfd:", "/SYSV")):
             continue  # shared memory
-        begin, end = (int(bound, 16) for bound in fields[0].split("-"))
-        offset, inode = int(fields[2], 16), int(fields[4])
-        key = fields[5], inode
+        key = name, inode
         if key not in known:
-            known[key] = _if_same_file(Path(fields[5]), fields[3], inode)
+            known[key] = _if_same_file(Path(name), device, inode)
         last = found[-1] if found else None
         if last and last.inode == inode and last.end == begin and offset - last.offset == begin - last.begin:
             found[-1] = _Mapping(last.begin, end, last.offset, inode, last.path)  # the kernel splits them

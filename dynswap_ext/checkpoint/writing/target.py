@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from dynswap_ext.checkpoint.writing.direct import sync_folder
+from dynswap_ext.checkpoint.writing.layout import Layout, index_text
 from dynswap_ext.errors import ConfigError, SourceError
 
 SUFFIX: Final = ".safetensors"
@@ -129,7 +130,16 @@ class Partial:
         for path in self.folder.iterdir():
             path.unlink()
 
-    def replace_file(self, path: Path) -> Path:
+    def place(self, paths: Sequence[Path], layouts: Sequence[Layout]) -> tuple[Path, list[Path]]:
+        """Let files that are complete take their place; what can be loaded, and the files."""
+        if len(paths) == 1:
+            path = self._replace_file(paths[0])
+            return path, [path]
+        names = self._target.shard_names(len(paths))
+        index = self._replace_shards(paths, names, index_text(layouts, names))
+        return index, [self._target.folder / name for name in names]
+
+    def _replace_file(self, path: Path) -> Path:
         """Let a file that is complete take its place; what is there stays whole until then."""
         target = self._target
         if not target.one_file:
@@ -141,7 +151,7 @@ class Partial:
             self._recover()
         return target.file
 
-    def replace_shards(self, paths: Sequence[Path], names: Sequence[str], index: str) -> Path:
+    def _replace_shards(self, paths: Sequence[Path], names: Sequence[str], index: str) -> Path:
         """Let shards that are complete take their place, then the index; then remove what it replaced."""
         target = self._target
         self._note(
