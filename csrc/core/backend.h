@@ -2,6 +2,7 @@
 // cuda/, sim/ (a virtual clock), and the adversarial fake device in tests/cpp.
 #pragma once
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -16,6 +17,12 @@ namespace dynswap {
 /// A consumer's stream: the native handle on CUDA (0 is the default stream), ignored on the host.
 using Stream = std::uintptr_t;
 
+/// Nanoseconds of Backend::now()'s clock.
+struct Interval {
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+};
+
 /// A point in the work of one stream, fixed when it was recorded: recording another event later does
 /// not move it.
 class Event {
@@ -23,6 +30,9 @@ class Event {
   virtual ~Event() = default;
   /// True once everything before the point is complete. Never blocks. Thread-safe.
   virtual bool done() const noexcept = 0;
+  /// When the copy ran that it is the end of, or (begin and end alike) when a mark was passed. Nothing before
+  /// it is done, and where the backend took no time. Not under a lock.
+  virtual std::optional<Interval> when() const noexcept { return std::nullopt; }
 };
 
 /// Null stands for "already complete".
@@ -82,6 +92,23 @@ class Backend {
 
   /// An event at the end of what `consumer` has been given so far. May be null (see EventPtr).
   virtual EventPtr record(Stream consumer) = 0;
+
+  /// The calling thread's time, in nanoseconds: of the monotonic clock, where time is real.
+  virtual std::int64_t now() const noexcept {
+    const auto since = std::chrono::steady_clock::now().time_since_epoch();
+    return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+  }
+
+  /// Whether the events made from now on shall know when they happened. Where that costs nothing they always
+  /// do.
+  virtual void keep_times(bool) {}
+
+  /// Whether consumers are streams with a time of their own, so that only marks see them wait.
+  virtual bool device_time() const noexcept { return false; }
+
+  /// An event that knows when the consumer passed it. Null where only a device's own times could tell, and
+  /// none are kept.
+  virtual EventPtr mark(Stream) { return nullptr; }
 
   /// Blocks the calling thread until every copy is over, drops those that have not begun and that no
   /// consumer was made to wait for, and stops the backend's threads. Later copies fail. Called once, from any

@@ -5,10 +5,12 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <optional>
 #include <utility>
 #include <vector>
 
 #include "core/backend.h"
+#include "core/figures.h"
 
 namespace dynswap {
 
@@ -44,6 +46,11 @@ struct DeviceCopy {
   std::uint64_t last_use = 0;  ///< the engine's tick at the last acquire
   bool attached = true;        ///< still the group's current copy
   bool read = false;           ///< somebody acquired it
+
+  // For Note [Why a wait was one].
+  bool demanded = false;           ///< issued only when it was needed
+  std::optional<Cause> held_back;  ///< what kept it from being issued before
+  EventPtr behind;                 ///< the copy that was issued before it
 
   bool evictable() const noexcept { return leases == 0 && state != State::issuing; }
 

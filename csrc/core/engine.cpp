@@ -72,6 +72,7 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
     if (!hit) {
       planned.push_back(plan_copy(group_id, /*demanded=*/true));
       ++stats_.misses;
+      ++group.figures.misses;
       const bool over_budget = group.copy->place == Place::overflow && options_.budget > 0;
       if (over_budget && !std::exchange(warned_, true)) {
         warning = "every slot of the arena is held by tensors that are still in use (" + holders() +
@@ -80,6 +81,7 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
       }
     } else if (moved || !group.copy->read) {
       ++stats_.hits;
+      ++group.figures.hits;
     }
     copy = group.copy;
     copy->last_use = tick_;
@@ -94,6 +96,7 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
   if (!warning.empty() && warn_) warn_(warning);
   if (!planned.empty()) issue(planned);
   order_after_copy(copy, consumer, hit);
+  if (recorder_.on()) note_use(id, consumer);
   lease.data_ = copy->base + weights_[id].offset;
   return lease;
 }
@@ -108,6 +111,7 @@ void Engine::update_source(WeightId id, SourcePtr source) {
   const std::shared_ptr<DeviceCopy> copy = groups_[weight.group].copy;
   if (!copy || !PROTECTED(stale_copy_refused)) return;
   ++stats_.refetches;
+  groups_[weight.group].held_back = Cause::master_changed;
   detach(copy);
 }
 
@@ -120,27 +124,6 @@ bool Engine::resident(WeightId id) const { return groups_[weights_[id].group].re
 
 const std::vector<WeightId>& Engine::companions(WeightId id) const {
   return groups_[weights_[id].group].weights;
-}
-
-Stats Engine::stats() const {
-  const std::lock_guard lock(mutex_);
-  Stats stats = stats_;
-  if (!abandoned_) stats.host_synchronisations = backend_->host_synchronisations();
-  return stats;
-}
-
-void Engine::reset_counters() {
-  const std::lock_guard lock(mutex_);
-  Stats fresh;
-  fresh.groups = stats_.groups;
-  fresh.resident_groups = stats_.resident_groups;
-  fresh.weight_bytes = stats_.weight_bytes;
-  fresh.resident_bytes = stats_.resident_bytes;
-  fresh.arena_bytes = stats_.arena_bytes;
-  fresh.depth = stats_.depth;
-  fresh.live_leases = stats_.live_leases;
-  stats_ = fresh;
-  note_peak();
 }
 
 void Engine::close() noexcept {

@@ -8,6 +8,7 @@
 #include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <thread>
 #include <vector>
@@ -16,6 +17,8 @@
 #include "core/backend.h"
 #include "core/check.h"
 #include "core/device_copy.h"
+#include "core/figures.h"
+#include "core/recorder.h"
 #include "core/schedule.h"
 #include "core/stats.h"
 
@@ -24,12 +27,19 @@ namespace dynswap {
 using WeightId = std::uint32_t;
 using GroupId = std::uint32_t;
 
+struct GivenPlan {
+  std::vector<GroupId> group_of;  ///< each weight's group: 0, 0, 1, ... in the order of add_weight()
+  std::vector<bool> resident;     ///< each group
+};
+
 struct EngineOptions {
   std::size_t budget = 0;               ///< bytes of arena + residents; 0: just the ring for `prefetch`
   std::uint32_t prefetch = 2;           ///< groups to have ahead of the one in use
   bool strict_budget = false;           ///< raise BudgetError instead of allocating outside the arena
   std::size_t group_bytes = 4u << 20;   ///< small weights travel together until a group has this many bytes
   std::size_t split_bytes = 64u << 20;  ///< a module with more than this is cut between its weights
+  /// A plan that somebody has made for just these weights: instead of forming groups and choosing residents.
+  std::optional<GivenPlan> given;
 };
 
 /// What an access has to do with the order of accesses.
@@ -101,6 +111,27 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   Stats stats() const;
   void reset_counters();
+
+  /// One group, as it is planned, and what has been counted.
+  struct GroupReport {
+    std::vector<WeightId> weights;
+    std::size_t bytes = 0;  ///< on the device
+    bool resident = false;
+    GroupFigures figures;
+  };
+  /// In the order of use. Where only the device knows when it worked, waits and copies are those of the
+  /// latest recording.
+  std::vector<GroupReport> groups() const;
+  /// The plan as it could be given to another engine for the same weights.
+  GivenPlan given_plan() const;
+
+  /// Begins a recording (and drops the one before), or ends it.
+  void record(bool on);
+  Timeline timeline() const { return recorder_.timeline(); }
+  bool recording() const noexcept { return recorder_.on(); }
+  /// For a recording: the weight is used without acquire(), or the model's call begins.
+  void note_use(WeightId weight, Stream consumer);
+  void note_pass(Stream consumer);
   const Backend& backend() const noexcept { return *backend_; }
 
   /// Lets go of all device memory that no lease holds, after the copies in flight. Idempotent. Later
@@ -127,6 +158,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::shared_ptr<DeviceCopy> copy;           ///< the current one: on its way or there
     std::shared_ptr<DeviceCopy> home_occupant;  ///< resident: the latest copy in the group's own block
     std::uint64_t expected_at = 0;              ///< the tick of the latest look ahead that met it
+    std::optional<Cause> held_back = Cause::first_use;  ///< why its next copy has not been issued yet
+    GroupFigures figures;
   };
 
   /// One thread's place in the schedule.
@@ -160,6 +193,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // engine_plan.cpp
   Grouping preferred_grouping() const;
   std::vector<std::size_t> form_groups(const Grouping& grouping);  ///< returns their sizes
+  std::vector<std::size_t> take_groups(const GivenPlan& given);    ///< returns their sizes
+  std::vector<std::size_t> lay_out_groups();
   std::size_t lay_out(Group& group);
 
   // engine_place.cpp: under the lock
@@ -170,8 +205,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void look_ahead(const Schedule::Cursor& cursor, GroupId current, std::vector<Planned>& planned);
   void detach(const std::shared_ptr<DeviceCopy>& copy);
   void dispose(const std::shared_ptr<DeviceCopy>& copy);
+  void note_held_back(Group& group, GroupId current) noexcept;
   std::string holders() const;
   void note_peak() noexcept;
+  std::size_t held_bytes() const noexcept;
 
   // engine_issue.cpp: without the lock, but for let_go()
   void issue(std::vector<Planned>& planned);
@@ -192,6 +229,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool planned_ = false;
 
   std::atomic<bool> abandoned_{false};
+  Recorder recorder_;
 
   mutable std::mutex mutex_;
   std::condition_variable issued_;  ///< some copy has left State::issuing
@@ -202,6 +240,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Schedule schedule_;
   std::vector<Consumer> consumers_;
   std::vector<Retired> retired_;
+  EventPtr latest_copy_;            ///< the end of the copy that was issued last
   std::size_t cold_residents_ = 0;  ///< residents that have not been copied yet
   std::size_t overflow_now_ = 0;    ///< bytes
   std::uint64_t tick_ = 0;

@@ -2,8 +2,8 @@
 #include "core/engine.h"
 
 #include <algorithm>
-#include <chrono>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 #include "core/protection.h"
@@ -59,6 +59,8 @@ void Engine::issue(std::vector<Planned>& planned) {
   free_retired();
   for (Planned& item : planned) {
     DeviceCopy& copy = *item.copy;
+    std::uint64_t bytes = 0;
+    for (const SourcePtr& source : item.sources) bytes += source->stored_bytes();
     EventPtr copied;
     std::exception_ptr error;
     try {
@@ -67,16 +69,20 @@ void Engine::issue(std::vector<Planned>& planned) {
         copy.base = copy.memory.get();
       }
       copied = backend_->copy(request(item));
+      recorder_.copied(copy.group, copied, copy.demanded, bytes);
     } catch (...) {
       error = std::current_exception();
     }
     {
       const std::lock_guard lock(mutex_);
+      if (copied) copy.behind = std::exchange(latest_copy_, copied);
       copy.copied = std::move(copied);
       copy.error = error;
       copy.state = error ? DeviceCopy::State::failed : DeviceCopy::State::issued;
       ++stats_.copies;
-      for (const SourcePtr& source : item.sources) stats_.bytes_moved += source->stored_bytes();
+      stats_.bytes_moved += bytes;
+      ++groups_[copy.group].figures.copies;
+      groups_[copy.group].figures.bytes_moved += bytes;
       if (error) {
         // Nothing was enqueued, so what was to be waited for is still to be waited for.
         for (const Arena::Region& region : item.displaced) {
@@ -94,6 +100,7 @@ void Engine::issue(std::vector<Planned>& planned) {
 
 void Engine::order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream consumer, bool prefetched) {
   EventPtr copied;
+  Lateness late;
   {
     std::unique_lock lock(mutex_);
     issued_.wait(lock, [&] { return copy->state != DeviceCopy::State::issuing; });
@@ -101,9 +108,11 @@ void Engine::order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream co
     if (copy->has_waited(consumer)) return;
     const bool first = copy->waited.empty();
     if (first ? PROTECTED(read_after_copy) : PROTECTED(every_stream_waits)) copied = copy->copied;
+    late = {prefetched, copy->held_back, copied, copy->behind};
   }
-  const bool late = prefetched && copied && !copied->done();
-  const auto begin = std::chrono::steady_clock::now();
+  const bool waits = copied && !copied->done();
+  const EventPtr from = waits && recorder_.on() ? backend_->mark(consumer) : nullptr;
+  const std::int64_t begin = backend_->now();
   try {
     if (copied) backend_->wait(consumer, copied);
   } catch (...) {
@@ -115,11 +124,25 @@ void Engine::order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream co
     }
     throw;
   }
-  const auto stalled = std::chrono::steady_clock::now() - begin;
+  const std::int64_t stalled = waits ? backend_->now() - begin : 0;
+  const Cause cause = waits ? why(late, stalled) : Cause::bus_bound;
+  if (from) recorder_.waited(copy->group, from, backend_->mark(consumer), late);
+  const std::optional<Interval> when = copied ? copied->when() : std::nullopt;
   const std::lock_guard lock(mutex_);
-  if (late) ++stats_.late_hits;
-  stats_.stall_ns +=
-      static_cast<std::uint64_t>(std::chrono::duration_cast<std::chrono::nanoseconds>(stalled).count());
+  GroupFigures& figures = groups_[copy->group].figures;
+  if (waits) {
+    const auto stall = static_cast<std::uint64_t>(stalled);
+    stats_.stall_ns += stall;
+    figures.stall_ns[static_cast<std::size_t>(cause)] += stall;
+  }
+  if (waits && prefetched) {
+    ++stats_.late_hits;
+    ++figures.late_hits;
+  }
+  if (when && copy->waited.empty()) {
+    figures.copy_ns += static_cast<std::uint64_t>(when->end - when->begin);
+    ++figures.timed_copies;
+  }
   if (!copy->has_waited(consumer)) copy->waited.push_back(consumer);
 }
 

@@ -54,6 +54,10 @@ Engine::Planned Engine::plan_copy(GroupId id, bool demanded) {
   planned.copy->group = id;
   planned.copy->bytes = group.bytes;
   planned.copy->last_use = tick_;
+  planned.copy->demanded = demanded;
+  // Without prefetch, every copy is as late as it can be.
+  const auto next_time = options_.prefetch == 0 ? std::optional(Cause::late_prefetch) : std::nullopt;
+  planned.copy->held_back = std::exchange(group.held_back, next_time);
   for (const WeightId weight : group.weights) planned.sources.push_back(weights_[weight].source);
   if (!demanded) return planned;  // look_ahead places it, or gives it up
 
@@ -137,10 +141,20 @@ void Engine::look_ahead(const Schedule::Cursor& cursor, GroupId current, std::ve
     group.expected_at = tick_;
     if (group.copy) continue;
     Planned prefetch = plan_copy(*next, /*demanded=*/false);
-    if (!place_in_arena(prefetch, rank)) return;
+    if (!place_in_arena(prefetch, rank)) return note_held_back(group, current);
     group.copy = prefetch.copy;
     planned.push_back(std::move(prefetch));
     ++stats_.prefetches;
+  }
+}
+
+void Engine::note_held_back(Group& group, GroupId current) noexcept {
+  if (group.held_back == Cause::first_use) return;
+  group.held_back = Cause::arena_full;
+  for (const Arena::Region& region : arena_.regions()) {
+    if (!region.occupant || region.occupant->leases == 0 || region.occupant->group == current) continue;
+    group.held_back = Cause::slot_held;
+    group.figures.held_by = region.occupant->group;
   }
 }
 
@@ -187,6 +201,13 @@ std::string Engine::holders() const {
   }
   if (held.size() > kMostNamed) names << ", ...";
   return names.str();
+}
+
+std::size_t Engine::held_bytes() const noexcept {
+  std::size_t bytes = overflow_now_;
+  for (const Group& group : groups_) bytes += group.home_occupant ? group.bytes : 0;
+  for (const Arena::Region& region : arena_.regions()) bytes += region.occupant ? region.bytes : 0;
+  return bytes;
 }
 
 void Engine::note_peak() noexcept {

@@ -73,6 +73,23 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
     first = last;
   }
 
+  return lay_out_groups();
+}
+
+std::vector<std::size_t> Engine::take_groups(const GivenPlan& given) {
+  DYNSWAP_CHECK(given.group_of.size() == weights_.size(), "the plan was made for other weights");
+  groups_.clear();
+  for (WeightId weight = 0; weight < weights_.size(); ++weight) {
+    const GroupId id = given.group_of[weight];
+    DYNSWAP_CHECK(id == groups_.size() || id + 1 == groups_.size(), "groups are numbered in order");
+    if (id == groups_.size()) groups_.emplace_back();
+    groups_[id].weights.push_back(weight);
+  }
+  DYNSWAP_CHECK(given.resident.size() == groups_.size(), "the plan was made for other groups");
+  return lay_out_groups();
+}
+
+std::vector<std::size_t> Engine::lay_out_groups() {
   std::vector<std::size_t> bytes;
   for (GroupId id = 0; id < groups_.size(); ++id) {
     for (const WeightId weight : groups_[id].weights) weights_[weight].group = id;
@@ -103,15 +120,17 @@ void Engine::plan() {
     planned_ = true;
     return;
   }
-  std::vector<std::size_t> bytes = form_groups(preferred_grouping());
-  if (options_.budget > 0 && *std::max_element(bytes.begin(), bytes.end()) > options_.budget) {
+  const std::optional<GivenPlan>& given = options_.given;
+  std::vector<std::size_t> bytes = given ? take_groups(*given) : form_groups(preferred_grouping());
+  if (!given && options_.budget > 0 && *std::max_element(bytes.begin(), bytes.end()) > options_.budget) {
     bytes = form_groups({1, 0});  // each large weight on its own: what does not fit now never will
   }
   stats_.groups = groups_.size();
   stats_.weight_bytes = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});
 
   const std::size_t budget = PROTECTED(cap_respected) ? options_.budget : 2 * options_.budget;
-  const ResidencyPlan residency = plan_residency(bytes, budget, options_.prefetch);
+  const ResidencyPlan residency = given ? residency_of(given->resident, bytes, budget, options_.prefetch)
+                                        : plan_residency(bytes, budget, options_.prefetch);
   Memory arena, residents;  // both or neither
   if (residency.arena_bytes > 0) arena = backend_->allocate(residency.arena_bytes);
   if (residency.resident_bytes > 0) residents = backend_->allocate(residency.resident_bytes);

@@ -151,4 +151,22 @@ ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, std::size_t 
   return {none, 0, budget, 0};
 }
 
+ResidencyPlan residency_of(const std::vector<bool>& resident, const std::vector<std::size_t>& bytes,
+                           std::size_t budget, std::uint32_t prefetch) {
+  const std::size_t kept = bytes_of(bytes, resident);
+  const std::size_t streamed = sum(bytes) - kept;
+  std::size_t largest = 0;
+  for (std::size_t i = 0; i < bytes.size(); ++i) largest = std::max(largest, resident[i] ? 0 : bytes[i]);
+  if (kept + largest > budget) {
+    std::ostringstream message;
+    message << "a budget of " << budget << " bytes cannot hold residents of " << kept
+            << " bytes and a group of " << largest << " bytes";
+    throw BudgetError(message.str(), kept + largest);
+  }
+  const std::size_t arena = std::min(budget - kept, streamed);
+  std::uint32_t depth = prefetch;
+  while (depth > 0 && ring_bytes(bytes, resident, depth, Room::exact) > arena) --depth;
+  return {resident, kept, arena, depth};
+}
+
 }  // namespace dynswap

@@ -26,4 +26,9 @@ struct ResidencyPlan {
 ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, std::size_t budget,
                              std::uint32_t prefetch);
 
+/// The plan in which just these groups are resident, and the others have the rest of the budget.
+/// Throws BudgetError if that does not hold the largest of them.
+ResidencyPlan residency_of(const std::vector<bool>& resident, const std::vector<std::size_t>& bytes,
+                           std::size_t budget, std::uint32_t prefetch);
+
 }  // namespace dynswap

@@ -41,6 +41,8 @@ class CopyIssuer {
   /// Enqueues the request. Returns its reads, null if it has none. The device's context is current. If it
   /// throws, nothing of the request is under way any more.
   std::shared_ptr<Reads> issue(const CopyRequest& request);
+  /// What is enqueued from now on comes after these.
+  void wait_for(const std::vector<EventPtr>& events);
 
   /// StagingRing::wait().
   bool wait(const Reads& reads, std::chrono::milliseconds patience);
@@ -75,7 +77,6 @@ class CopyIssuer {
   };
 
   void issue_step(const Step& step, const Staged& staged);
-  void wait_for(const std::vector<EventPtr>& events);
   void add_pinned(Batch& batch, void* dst, const std::byte* src, std::size_t bytes);
   void enqueue(Batch& batch);
   void enqueue_cast(const Piece& piece, const std::byte* stored, bool registered);

@@ -40,6 +40,9 @@ class CudaBackend final : public Backend {
   EventPtr copy(CopyRequest request) override;
   void wait(Stream consumer, const EventPtr& copied) override;
   EventPtr record(Stream consumer) override;
+  void keep_times(bool keep) override;
+  bool device_time() const noexcept override { return true; }
+  EventPtr mark(Stream consumer) override;
   void close() noexcept override;
   void synchronise(const EventPtr& event) noexcept override;
   std::uint64_t host_synchronisations() const noexcept override { return host_synchronisations_; }
@@ -51,6 +54,7 @@ class CudaBackend final : public Backend {
     std::vector<Step> steps;
   };
 
+  std::shared_ptr<const DeviceClock> clock() const;
   void wait_for_stream() noexcept;
   void wait_for_reads(const CudaEvent& copied);
   void reap() noexcept;
@@ -65,8 +69,9 @@ class CudaBackend final : public Backend {
   std::atomic<int> copying_{0};  ///< threads inside copy()
   std::atomic<std::uint64_t> host_synchronisations_{0};
 
-  std::mutex mutex_;
-  std::deque<InFlight> in_flight_;  ///< LOCK: mutex_
+  mutable std::mutex mutex_;
+  std::deque<InFlight> in_flight_;            ///< LOCK: mutex_
+  std::shared_ptr<const DeviceClock> clock_;  ///< LOCK: mutex_; null: times are not kept
 };
 
 CudaBackend::CudaBackend(CudaOptions options)
@@ -125,8 +130,16 @@ EventPtr CudaBackend::copy(CopyRequest request) {
   DYNSWAP_CHECK(!closed_, "the backend is closed");
   reap();
   const ContextGuard guard(*context_);
-  auto copied = std::make_shared<CudaEvent>(events_);
+  const std::shared_ptr<const DeviceClock> timed_by = clock();
+  auto copied = std::make_shared<CudaEvent>(events_, timed_by);
   try {
+    if (timed_by) {
+      // The copy's time is not that of the readers which it waits for.
+      if (!request.steps.empty()) issuer_->wait_for(request.steps.front().after);
+      auto begin = std::make_shared<CudaEvent>(events_, timed_by);
+      begin->record(stream_);
+      copied->begin = std::move(begin);
+    }
     copied->reads = issuer_->issue(request);
     copied->record(stream_);
   } catch (...) {
@@ -170,6 +183,28 @@ void CudaBackend::wait_for_reads(const CudaEvent& copied) {
 EventPtr CudaBackend::record(Stream consumer) {
   const ContextGuard guard(*context_);
   auto event = std::make_shared<CudaEvent>(events_);
+  event->record(handle_of(consumer));
+  return event;
+}
+
+void CudaBackend::keep_times(bool keep) {
+  if (closed_ || !cuda_usable()) return;
+  if (keep) ++host_synchronisations_;
+  auto started = keep ? std::make_shared<const DeviceClock>(context_, stream_) : nullptr;
+  const std::lock_guard lock(mutex_);
+  clock_.swap(started);
+}
+
+std::shared_ptr<const DeviceClock> CudaBackend::clock() const {
+  const std::lock_guard lock(mutex_);
+  return clock_;
+}
+
+EventPtr CudaBackend::mark(Stream consumer) {
+  std::shared_ptr<const DeviceClock> timed_by = clock();
+  if (!timed_by) return nullptr;
+  const ContextGuard guard(*context_);
+  auto event = std::make_shared<CudaEvent>(events_, std::move(timed_by));
   event->record(handle_of(consumer));
   return event;
 }

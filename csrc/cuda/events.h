@@ -1,11 +1,14 @@
-// Events without timing, pooled: a pass records thousands and creates none.
+// Events, pooled: a pass records thousands and creates none. They take no time unless they are asked to.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <atomic>
+#include <cstdint>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <vector>
 
 #include "core/backend.h"
@@ -15,6 +18,24 @@ namespace dynswap {
 
 class Reads;  // cuda/staging.h
 
+/// One moment on the device and on the host: what times of events are told by. Thread-safe.
+class DeviceClock {
+ public:
+  /// Makes the calling thread wait for `stream`.
+  DeviceClock(std::shared_ptr<const DeviceContext> context, cudaStream_t stream);
+  ~DeviceClock();
+  DeviceClock(const DeviceClock&) = delete;
+  DeviceClock& operator=(const DeviceClock&) = delete;
+
+  /// Nanoseconds of the host's monotonic clock, of an event with timing that is done.
+  std::optional<std::int64_t> time_of(cudaEvent_t event) const noexcept;
+
+ private:
+  const std::shared_ptr<const DeviceContext> context_;
+  cudaEvent_t zero_ = nullptr;
+  std::int64_t host_ns_ = 0;
+};
+
 /// Thread-safe. Outlives the backend while an event is held.
 class EventPool {
  public:
@@ -23,14 +44,14 @@ class EventPool {
   EventPool(const EventPool&) = delete;
   EventPool& operator=(const EventPool&) = delete;
 
-  cudaEvent_t take();
-  void give_back(cudaEvent_t event) noexcept;
+  cudaEvent_t take(bool timed);
+  void give_back(cudaEvent_t event, bool timed) noexcept;
   const DeviceContext& context() const noexcept { return *context_; }
 
  private:
   const std::shared_ptr<const DeviceContext> context_;
   std::mutex mutex_;
-  std::vector<cudaEvent_t> free_;  ///< LOCK: mutex_
+  std::array<std::vector<cudaEvent_t>, 2> free_;  ///< LOCK: mutex_; without timing, and with it
 };
 
 /// A point of one stream. Recorded once, by whoever makes it, before anybody else sees it. The handle
@@ -38,22 +59,28 @@ class EventPool {
 /// handle again later moves nothing.
 class CudaEvent final : public Event {
  public:
-  explicit CudaEvent(std::shared_ptr<EventPool> pool) : pool_(std::move(pool)), event_(pool_->take()) {}
-  ~CudaEvent() override { pool_->give_back(event_); }
+  /// With a clock it knows when it happened.
+  explicit CudaEvent(std::shared_ptr<EventPool> pool, std::shared_ptr<const DeviceClock> clock = nullptr)
+      : pool_(std::move(pool)), clock_(std::move(clock)), event_(pool_->take(clock_ != nullptr)) {}
+  ~CudaEvent() override { pool_->give_back(event_, clock_ != nullptr); }
   CudaEvent(const CudaEvent&) = delete;
   CudaEvent& operator=(const CudaEvent&) = delete;
 
   void record(cudaStream_t stream);
   bool done() const noexcept override;
+  std::optional<Interval> when() const noexcept override;
   /// True if done() has said so before: no call is made.
   bool known_done() const noexcept { return done_.load(std::memory_order_acquire); }
   cudaEvent_t handle() const noexcept { return event_; }
 
   /// Set for the end of a copy with staged pieces: its reads (Note [A staged copy]).
   std::shared_ptr<Reads> reads;
+  /// Set for the end of a copy that is timed.
+  std::shared_ptr<const CudaEvent> begin;
 
  private:
   const std::shared_ptr<EventPool> pool_;
+  const std::shared_ptr<const DeviceClock> clock_;
   const cudaEvent_t event_;
   mutable std::atomic<bool> done_{false};
 };

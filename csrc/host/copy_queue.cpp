@@ -1,8 +1,10 @@
 #include "host/copy_queue.h"
 
 #include <atomic>
+#include <chrono>
 #include <exception>
 #include <iterator>
+#include <optional>
 #include <utility>
 
 #include "core/check.h"
@@ -14,6 +16,11 @@ namespace {
 
 std::exception_ptr closed_error() {
   return std::make_exception_ptr(Error("the host backend was closed before the weights had arrived"));
+}
+
+std::int64_t now_ns() noexcept {
+  const auto since = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
 }
 
 }  // namespace
@@ -29,10 +36,16 @@ struct CopyQueue::Part {
 
 struct CopyQueue::Copy final : Event {
   bool done() const noexcept override { return over.load(std::memory_order_acquire); }
+  std::optional<Interval> when() const noexcept override {
+    if (!done() || began == 0) return std::nullopt;
+    return Interval{began, ended};
+  }
 
   std::atomic<bool> urgent{false};
   std::atomic<bool> failed{false};  ///< the chunks that have not begun are skipped
   std::atomic<bool> over{false};
+  std::atomic<std::int64_t> began{0};  ///< the first of its chunks; 0: none has
+  std::int64_t ended = 0;              ///< constant once `over` is set
   // LOCK: the queue's mutex. Invariant: `error` does not change any more once `over` is set.
   std::vector<Part> parts;
   std::size_t parts_left = 0;
@@ -114,6 +127,9 @@ void CopyQueue::run(const PartRef& ref, std::size_t chunk) {
   std::exception_ptr error;
   if (!ref.copy->failed.load(std::memory_order_relaxed)) {
     try {
+      std::int64_t none = 0;
+      if (ref.copy->began.load(std::memory_order_relaxed) == 0)
+        ref.copy->began.compare_exchange_strong(none, now_ns());
       const Pace pace = haste_.pace();
       for (const Piece& piece : ref.copy->parts[ref.index].chunks[chunk]) {
         read_piece(piece, piece.dst, cast_, pace);
@@ -142,6 +158,7 @@ std::vector<CopyQueue::PartRef> CopyQueue::chunks_over(const PartRef& ref, std::
       if (--dependant.copy->parts[dependant.index].waits == 0) ready.push_back(std::move(dependant));
     }
     copy.dependants.clear();
+    copy.ended = now_ns();
     copy.over.store(true, std::memory_order_release);
   }
   over_.notify_all();

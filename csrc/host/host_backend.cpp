@@ -2,6 +2,7 @@
 
 #include <sys/mman.h>
 
+#include <memory>
 #include <string>
 
 #include "core/check.h"
@@ -16,6 +17,17 @@ constexpr std::size_t kHugePage = 2u << 20;
 
 /// Where a handed-out tensor has to begin, so that kernels choose as they do on torch's own memory.
 constexpr std::size_t kTensorAlign = 64;
+
+/// A consumer is the calling thread, which passes a mark as it makes it.
+class Mark final : public Event {
+ public:
+  explicit Mark(std::int64_t at) noexcept : at_(at) {}
+  bool done() const noexcept override { return true; }
+  std::optional<Interval> when() const noexcept override { return Interval{at_, at_}; }
+
+ private:
+  const std::int64_t at_;
+};
 
 }  // namespace
 
@@ -39,5 +51,7 @@ Memory HostBackend::allocate(std::size_t bytes) {
   if (mapped >= kHugePage) ::madvise(address, mapped, MADV_HUGEPAGE);
   return Memory(static_cast<std::byte*>(address), [mapped](std::byte* memory) { ::munmap(memory, mapped); });
 }
+
+EventPtr HostBackend::mark(Stream) { return std::make_shared<Mark>(now()); }
 
 }  // namespace dynswap

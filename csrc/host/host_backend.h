@@ -28,6 +28,7 @@ class HostBackend final : public Backend {
   EventPtr copy(CopyRequest request) override { return copies_.copy(std::move(request)); }
   void wait(Stream, const EventPtr& copied) override { copies_.wait(copied); }
   EventPtr record(Stream) override { return nullptr; }
+  EventPtr mark(Stream) override;
   void close() noexcept override { copies_.close(); }
   void synchronise(const EventPtr& event) noexcept override { copies_.synchronise(event); }
   std::uint64_t host_synchronisations() const noexcept override { return 0; }

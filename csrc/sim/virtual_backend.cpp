@@ -10,12 +10,18 @@ namespace dynswap::sim {
 /// A point of virtual time. The clock outlives its events: the engine that holds them owns the backend.
 class VirtualBackend::Instant final : public Event {
  public:
-  Instant(const VirtualBackend& clock, double at) : clock_(clock), at_(at) {}
-  bool done() const noexcept override { return at_ <= clock_.now(); }
+  Instant(const VirtualBackend& clock, double at) : Instant(clock, at, at) {}
+  Instant(const VirtualBackend& clock, double begin, double at) : clock_(clock), begin_(begin), at_(at) {}
+  bool done() const noexcept override { return at_ <= clock_.now_; }
+  std::optional<Interval> when() const noexcept override {
+    if (!done()) return std::nullopt;
+    return Interval{nanoseconds(begin_), nanoseconds(at_)};
+  }
   double at() const noexcept { return at_; }
 
  private:
   const VirtualBackend& clock_;
+  const double begin_;
   const double at_;
 };
 
@@ -60,7 +66,7 @@ EventPtr VirtualBackend::copy(CopyRequest request) {
   copying_ += busy;
   copy_free_ = end;
   ++copies_;
-  return std::make_shared<Instant>(*this, end);
+  return std::make_shared<Instant>(*this, end - busy, end);
 }
 
 void VirtualBackend::wait(Stream, const EventPtr& copied) {

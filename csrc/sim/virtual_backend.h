@@ -24,7 +24,7 @@ class VirtualBackend final : public Backend {
   /// The consumer works for `seconds`.
   void kernel(double seconds) noexcept { now_ += seconds; }
 
-  double now() const noexcept { return now_; }
+  double seconds() const noexcept { return now_; }
   double stalled() const noexcept { return stalled_; }  ///< seconds the consumer waited for copies
   double copying() const noexcept { return copying_; }  ///< seconds the copy stream was at work
   std::uint64_t bytes_copied() const noexcept { return bytes_copied_; }
@@ -37,12 +37,17 @@ class VirtualBackend final : public Backend {
   EventPtr copy(CopyRequest request) override;
   void wait(Stream consumer, const EventPtr& copied) override;
   EventPtr record(Stream consumer) override;
+  std::int64_t now() const noexcept override { return nanoseconds(now_); }
+  EventPtr mark(Stream consumer) override { return record(consumer); }
   void close() noexcept override {}
   void synchronise(const EventPtr& event) noexcept override;
   std::uint64_t host_synchronisations() const noexcept override { return host_synchronisations_; }
 
  private:
   class Instant;
+  static std::int64_t nanoseconds(double seconds) noexcept {
+    return static_cast<std::int64_t>(seconds * 1e9);
+  }
 
   const double bytes_per_second_;
   const double latency_;

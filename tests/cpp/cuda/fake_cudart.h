@@ -39,10 +39,11 @@ struct Counts {
   std::size_t casts = 0;
   std::size_t host_functions = 0;
   std::size_t synchronisations = 0;
-  std::size_t events = 0;      ///< alive
-  std::size_t streams = 0;     ///< alive
-  std::size_t registered = 0;  ///< bytes page-locked in place
-  std::size_t contexts = 0;    ///< retained
+  std::size_t events = 0;        ///< alive
+  std::size_t timed_events = 0;  ///< ever made
+  std::size_t streams = 0;       ///< alive
+  std::size_t registered = 0;    ///< bytes page-locked in place
+  std::size_t contexts = 0;      ///< retained
 };
 Counts counts();
 

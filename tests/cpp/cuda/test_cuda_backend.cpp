@@ -387,4 +387,41 @@ TEST(cuda_threads_that_copy_everything_at_once) {
   }
 }
 
+TEST(cuda_events_take_time_only_while_they_are_asked_to) {
+  Fixture fixture;
+  const Consumer consumer;
+  const SourcePtr source = fixture.pinned(in_ram(1u << 20, Scalar::f32, Scalar::f32, 5));
+  std::vector<std::byte> device(source->wanted_bytes());
+  const auto bring = [&] {
+    const EventPtr copied = fixture.backend->copy(whole(source, device.data()));
+    fixture.backend->wait(consumer.stream(), copied);
+    return copied;
+  };
+  const EventPtr untimed = bring();
+  consumer.finish();
+  EXPECT(!untimed->when());
+  EXPECT(!fixture.backend->mark(consumer.stream()));
+  EXPECT_EQ(fake_cuda::counts().timed_events, 0u);
+
+  const std::int64_t begin = fixture.backend->now();
+  fixture.backend->keep_times(true);
+  const EventPtr before = fixture.backend->mark(consumer.stream());
+  const EventPtr copied = bring();
+  const EventPtr after = fixture.backend->mark(consumer.stream());
+  consumer.finish();
+  const auto from = before->when(), copy = copied->when(), to = after->when();
+  EXPECT(from && copy && to);
+  EXPECT(from->begin == from->end && to->begin == to->end);
+  EXPECT(begin <= from->begin && copy->begin < copy->end && copy->end <= to->begin);
+  EXPECT(to->end <= fixture.backend->now() + 1'000'000);  // a float of milliseconds
+
+  fixture.backend->keep_times(false);
+  const std::size_t made = fake_cuda::counts().timed_events;
+  const EventPtr again = bring();
+  consumer.finish();
+  EXPECT(!again->when());
+  EXPECT(copied->when());  // and it goes on knowing
+  EXPECT_EQ(fake_cuda::counts().timed_events, made);
+}
+
 }  // namespace

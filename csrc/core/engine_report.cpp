@@ -1,0 +1,90 @@
+// Engine: what has been counted and recorded, and a plan to give to another engine.
+#include <utility>
+
+#include "core/engine.h"
+
+namespace dynswap {
+
+Stats Engine::stats() const {
+  const std::lock_guard lock(mutex_);
+  Stats stats = stats_;
+  if (!abandoned_) stats.host_synchronisations = backend_->host_synchronisations();
+  return stats;
+}
+
+void Engine::reset_counters() {
+  const std::lock_guard lock(mutex_);
+  Stats fresh;
+  fresh.groups = stats_.groups;
+  fresh.resident_groups = stats_.resident_groups;
+  fresh.weight_bytes = stats_.weight_bytes;
+  fresh.resident_bytes = stats_.resident_bytes;
+  fresh.arena_bytes = stats_.arena_bytes;
+  fresh.depth = stats_.depth;
+  fresh.live_leases = stats_.live_leases;
+  stats_ = fresh;
+  for (Group& group : groups_) group.figures = {};
+  note_peak();
+}
+
+std::vector<Engine::GroupReport> Engine::groups() const {
+  std::vector<GroupReport> reports;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const Group& group : groups_) {
+      reports.push_back({group.weights, group.bytes, group.resident, group.figures});
+    }
+  }
+  if (!backend_->device_time()) return reports;
+  for (GroupReport& report : reports) {
+    report.figures.copy_ns = report.figures.timed_copies = 0;
+    report.figures.stall_ns = {};
+  }
+  for (const Span& span : timeline().spans) {
+    GroupFigures& figures = reports[span.group].figures;
+    const auto ns = static_cast<std::uint64_t>(span.when.end - span.when.begin);
+    if (span.kind == Span::Kind::copy) {
+      figures.copy_ns += ns;
+      ++figures.timed_copies;
+    } else if (span.kind == Span::Kind::wait) {
+      figures.stall_ns[static_cast<std::size_t>(span.cause)] += ns;
+    }
+  }
+  return reports;
+}
+
+GivenPlan Engine::given_plan() const {
+  const std::lock_guard lock(mutex_);
+  GivenPlan plan;
+  for (const Weight& weight : weights_) plan.group_of.push_back(weight.group);
+  for (const Group& group : groups_) plan.resident.push_back(group.resident);
+  return plan;
+}
+
+void Engine::record(bool on) {
+  if (abandoned_) return;
+  backend_->keep_times(on);
+  if (on) {
+    recorder_.begin();
+  } else {
+    recorder_.end();
+  }
+}
+
+void Engine::note_use(WeightId weight, Stream consumer) {
+  std::size_t bytes = 0;
+  GroupId group = 0;
+  {
+    const std::lock_guard lock(mutex_);
+    if (abandoned_ || closed_) return;
+    bytes = held_bytes();
+    group = weights_[weight].group;
+  }
+  recorder_.used(group, backend_->mark(consumer), bytes);
+}
+
+void Engine::note_pass(Stream consumer) {
+  if (!abandoned_) recorder_.pass(backend_->mark(consumer));
+}
+
+}  // namespace dynswap

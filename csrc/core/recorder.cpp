@@ -1,0 +1,95 @@
+#include "core/recorder.h"
+
+#include <algorithm>
+#include <functional>
+#include <optional>
+#include <thread>
+#include <utility>
+
+namespace dynswap {
+
+namespace {
+
+std::uint64_t this_thread() noexcept { return std::hash<std::thread::id>()(std::this_thread::get_id()); }
+
+}  // namespace
+
+/// Note [Why a wait was one]: the copy that a consumer waits for began when the one before it was over, or
+/// else the bus was idle. A bus that worked through is the limit, however early the copy had been asked
+/// for; one that was idle for half of the wait could have brought the weight sooner, had the copy been issued
+/// sooner, and what kept it from that was noted when it was foreseen. What nobody foresaw is a matter of its
+/// own.
+Cause why(const Lateness& late, std::int64_t stalled_ns) {
+  const Cause reason = late.held_back.value_or(late.prefetched ? Cause::late_prefetch : Cause::not_predicted);
+  const bool foreseen =
+      reason != Cause::first_use && reason != Cause::not_predicted && reason != Cause::master_changed;
+  if (!late.prefetched && !foreseen) return reason;
+  const std::optional<Interval> own = late.copied->when();
+  const std::optional<Interval> before = late.behind ? late.behind->when() : std::nullopt;
+  const bool idle = !before || (own && own->begin - before->end > stalled_ns / 2);
+  return idle ? reason : Cause::bus_bound;
+}
+
+void Recorder::begin() {
+  const std::lock_guard lock(mutex_);
+  entries_.clear();
+  dropped_ = 0;
+  on_.store(true);
+}
+
+void Recorder::add(Entry entry) {
+  if (!entry.to) return;
+  const std::lock_guard lock(mutex_);
+  if (entries_.size() == kMost) {
+    ++dropped_;
+    return;
+  }
+  entries_.push_back(std::move(entry));
+}
+
+void Recorder::copied(std::uint32_t group, EventPtr copy, bool demanded, std::uint64_t bytes) {
+  if (!on()) return;
+  add({{Span::Kind::copy, group, {}, {}, demanded, bytes, 0}, nullptr, std::move(copy), {}});
+}
+
+void Recorder::waited(std::uint32_t group, EventPtr from, EventPtr to, Lateness late) {
+  if (!on() || !from) return;
+  add({{Span::Kind::wait, group, {}, {}, false, 0, this_thread()},
+       std::move(from),
+       std::move(to),
+       std::move(late)});
+}
+
+void Recorder::used(std::uint32_t group, EventPtr at, std::uint64_t held_bytes) {
+  if (!on()) return;
+  add({{Span::Kind::use, group, {}, {}, false, held_bytes, this_thread()}, nullptr, std::move(at), {}});
+}
+
+void Recorder::pass(EventPtr at) {
+  if (!on()) return;
+  add({{Span::Kind::pass, 0, {}, {}, false, 0, this_thread()}, nullptr, std::move(at), {}});
+}
+
+Timeline Recorder::timeline() const {
+  std::vector<Entry> entries;
+  Timeline timeline;
+  {
+    const std::lock_guard lock(mutex_);
+    entries = entries_;
+    timeline.dropped = dropped_;
+  }
+  for (const Entry& entry : entries) {
+    const std::optional<Interval> to = entry.to->when();
+    const std::optional<Interval> from = entry.from ? entry.from->when() : to;
+    if (!to || !from) continue;
+    Span span = entry.span;
+    span.when = {from->begin, to->end};
+    if (entry.late) span.cause = why(*entry.late, span.when.end - span.when.begin);
+    timeline.spans.push_back(span);
+  }
+  std::stable_sort(timeline.spans.begin(), timeline.spans.end(),
+                   [](const Span& a, const Span& b) { return a.when.begin < b.when.begin; });
+  return timeline;
+}
+
+}  // namespace dynswap
