@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "sim/placement.h"
 #include "sim/virtual_backend.h"
 
 namespace dynswap::sim {
@@ -16,7 +17,7 @@ constexpr Stream kConsumer = 0;
 /// What has been counted so far; the difference of two is what happened between them.
 struct Count {
   Count(const VirtualBackend& clock, const Engine& engine)
-      : seconds(clock.now()),
+      : seconds(clock.seconds()),
         stalled(clock.stalled()),
         bytes(static_cast<double>(clock.bytes_copied())),
         copies(static_cast<double>(clock.copies())),
@@ -41,27 +42,60 @@ void run_pass(const Workload& workload, const std::vector<WeightId>& weights, En
 
 }  // namespace
 
-Result simulate(const Workload& workload, const EngineOptions& options, double bytes_per_second,
-                double latency, int passes) {
-  DYNSWAP_CHECK(passes >= 2, "the first half of the passes is warm-up: give two at least");
-  auto backend = std::make_unique<VirtualBackend>(bytes_per_second, latency);
-  VirtualBackend& clock = *backend;
-  const auto engine = std::make_shared<Engine>(std::move(backend), options);
-
-  std::vector<WeightId> weights;
-  for (const Layer& layer : workload.layers) {
-    auto source = std::make_shared<Source>();
-    source->name = layer.name;
-    source->count = layer.bytes;
-    weights.push_back(engine->add_weight(std::move(source), layer.unit));
+Rhythm rhythm_of(const Workload& workload, const GivenPlan& groups, double bytes_per_second, double latency) {
+  Rhythm rhythm;
+  rhythm.bytes_per_second = bytes_per_second;
+  rhythm.latency = latency;
+  rhythm.bytes.resize(groups.resident.size());
+  const std::vector<Layer>& layers = workload.layers;
+  for (std::size_t i = 0; i < layers.size(); ++i) {
+    const GroupId group = groups.group_of[i];
+    rhythm.bytes[group] += layers[i].bytes;
+    const bool new_group = i == 0 || group != groups.group_of[i - 1];
+    if (new_group) rhythm.steps.push_back({group, 0, true});
+    rhythm.steps.back().compute_seconds += layers[i].compute_seconds;
+    if (i > 0 && new_group && layers[i - 1].unit == layers[i].unit) {
+      // A module computes when it has all of its groups, and lets them go together.
+      Step& before = rhythm.steps[rhythm.steps.size() - 2];
+      rhythm.steps.back().compute_seconds += std::exchange(before.compute_seconds, 0);
+      before.lets_go = false;
+    }
   }
-  engine->plan();
+  return rhythm;
+}
+
+Result simulate(const Workload& workload, const EngineOptions& options, double bytes_per_second,
+                double latency, int passes, Residents residents) {
+  DYNSWAP_CHECK(passes >= 2, "the first half of the passes is warm-up: give two at least");
+  std::vector<WeightId> weights;
+  const auto planned = [&](const EngineOptions& with) {
+    auto backend = std::make_unique<VirtualBackend>(bytes_per_second, latency);
+    auto made = std::make_shared<Engine>(std::move(backend), with);
+    weights.clear();
+    for (const Layer& layer : workload.layers) {
+      auto source = std::make_shared<Source>();
+      source->name = layer.name;
+      source->count = layer.bytes;
+      weights.push_back(made->add_weight(std::move(source), layer.unit));
+    }
+    made->plan();
+    return made;
+  };
+  std::shared_ptr<Engine> engine = planned(options);
+  if (residents == Residents::by_time && options.budget > 0 && !workload.layers.empty()) {
+    EngineOptions timed = options;
+    timed.given = engine->given_plan();
+    const Rhythm rhythm = rhythm_of(workload, *timed.given, bytes_per_second, latency);
+    timed.given->resident = place_by_time(rhythm, options.budget, options.prefetch).resident;
+    engine = planned(timed);
+  }
+  auto& clock = const_cast<VirtualBackend&>(static_cast<const VirtualBackend&>(engine->backend()));
 
   Result result;
   const int warm_up = passes / 2;
   for (int pass = 0; pass < warm_up; ++pass) {
     run_pass(workload, weights, *engine, clock);
-    if (pass == 0) result.first_pass_seconds = clock.now();
+    if (pass == 0) result.first_pass_seconds = clock.seconds();
   }
   const Count before(clock, *engine);
   for (int pass = warm_up; pass < passes; ++pass) run_pass(workload, weights, *engine, clock);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "core/engine.h"
+#include "sim/ring_model.h"
 
 namespace dynswap::sim {
 
@@ -41,10 +42,19 @@ struct Result {
   std::uint64_t depth = 0;
 };
 
+/// How residents are chosen.
+enum class Residents : bool {
+  even,     ///< spread over the bytes (core/residency.h)
+  by_time,  ///< by what they save (placement.h)
+};
+
+/// The groups that an engine with these options forms of the workload, and when they are used.
+Rhythm rhythm_of(const Workload& workload, const GivenPlan& groups, double bytes_per_second, double latency);
+
 /// Runs the real engine over the virtual clock: in each pass each module acquires its weights, computes,
 /// and lets go of them. The first half of `passes` (at least one) is warm-up. Throws what the engine
 /// throws, BudgetError for instance.
 Result simulate(const Workload& workload, const EngineOptions& options, double bytes_per_second,
-                double latency, int passes);
+                double latency, int passes, Residents residents = Residents::even);
 
 }  // namespace dynswap::sim

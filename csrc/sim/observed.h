@@ -1,0 +1,25 @@
+// What a recording of a model's passes says about them.
+#pragma once
+
+#include <cstddef>
+#include <vector>
+
+#include "core/recorder.h"
+#include "sim/ring_model.h"
+
+namespace dynswap::sim {
+
+struct Observed {
+  Rhythm rhythm;               ///< of the passes that were recorded from beginning to end
+  std::size_t passes = 0;      ///< how many those are; 0: there is nothing to go by
+  double compute_seconds = 0;  ///< of one pass: all of it but the waits
+  double wait_seconds = 0;     ///< of one pass
+};
+
+/// The time from a use to whatever comes next is the compute of that use; what lies between two passes
+/// counts as the last one's, since copies can go on in it. The bus's speed is that of the copies while
+/// any was under way: 0 if there was none. `bytes`: each group's, on the device. Of several consumers, the
+/// one that used most is looked at.
+Observed observe(const Timeline& timeline, const std::vector<std::size_t>& bytes);
+
+}  // namespace dynswap::sim

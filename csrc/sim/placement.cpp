@@ -1,0 +1,285 @@
+#include "sim/placement.h"
+
+#include <algorithm>
+#include <cmath>
+#include <functional>
+#include <limits>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <utility>
+
+#include "core/check.h"
+#include "core/residency.h"
+#include "sim/virtual_backend.h"
+
+namespace dynswap::sim {
+
+namespace {
+
+constexpr double kNever = std::numeric_limits<double>::infinity();
+constexpr Stream kConsumer = 0;
+
+/// Work that a search may do, in steps that are walked: a fraction of a second.
+constexpr std::size_t kModelSteps = 12'000'000;
+constexpr std::size_t kEngineSteps = 60'000;
+constexpr std::size_t kFinalists = 6;
+
+/// A set of residents, and what it costs.
+struct Candidate {
+  std::vector<bool> resident;
+  std::size_t resident_bytes = 0;
+  double seconds = kNever;
+
+  /// By time; where that is the same, by what has to travel.
+  bool better_than(const Candidate& other) const {
+    const double tolerance = 1e-9 * std::min(seconds, other.seconds);
+    if (std::abs(seconds - other.seconds) > tolerance) return seconds < other.seconds;
+    return resident_bytes > other.resident_bytes;
+  }
+};
+
+/// Searches from a candidate on by moves of one group or two, over whatever tells a candidate's seconds.
+class Search {
+ public:
+  using Evaluate = std::function<void(Candidate&)>;
+  using Blame = std::function<std::vector<double>(const Candidate&)>;
+
+  Search(const Rhythm& rhythm, std::size_t budget)
+      : rhythm_(rhythm), budget_(budget), order_(rhythm.bytes.size()), random_(20'26) {
+    std::iota(order_.begin(), order_.end(), 0u);
+  }
+
+  Candidate candidate(std::vector<bool> resident) const {
+    Candidate made{std::move(resident), 0, kNever};
+    for (std::size_t i = 0; i < made.resident.size(); ++i) {
+      made.resident_bytes += made.resident[i] ? rhythm_.bytes[i] : 0;
+    }
+    return made;
+  }
+
+  /// What the arena has to hold for the groups in use at one time, if these are streamed.
+  bool fits(const Candidate& candidate) const {
+    if (candidate.resident_bytes > budget_) return false;
+    const std::size_t arena = budget_ - candidate.resident_bytes;
+    std::size_t together = 0;
+    for (const Step& step : rhythm_.steps) {
+      together += candidate.resident[step.group] ? 0 : rhythm_.bytes[step.group];
+      if (together > arena) return false;
+      if (step.lets_go) together = 0;
+    }
+    return true;
+  }
+
+  /// Residents of at most `quota` bytes, such that what is streamed keeps in step with time: with the compute
+  /// (`share` 1), with the bytes (0: evenly spread), or with both.
+  Candidate in_step(std::size_t quota, double share) const {
+    std::vector<double> compute(rhythm_.bytes.size(), 0);
+    double compute_total = 0;
+    for (const Step& step : rhythm_.steps) {
+      compute[step.group] += step.compute_seconds;
+      compute_total += step.compute_seconds;
+    }
+    double bytes_total = 0;
+    for (const std::size_t bytes : rhythm_.bytes) bytes_total += static_cast<double>(bytes);
+    const auto streaming = [&](double streamed) {
+      std::vector<bool> resident(rhythm_.bytes.size());
+      double owed = 0;
+      for (std::size_t i = 0; i < resident.size(); ++i) {
+        const auto bytes = static_cast<double>(rhythm_.bytes[i]);
+        const double time = compute_total > 0 ? compute[i] / compute_total : bytes / bytes_total;
+        owed += streamed * (share * time + (1 - share) * bytes / bytes_total);
+        resident[i] = owed < bytes / 2;
+        if (!resident[i]) owed -= bytes;
+      }
+      return candidate(std::move(resident));
+    };
+    // Where much is computed for few bytes, not all that is owed can be streamed: so more may be asked for
+    // than there is.
+    double low = 0, high = 16 * bytes_total;
+    for (int i = 0; i < 40; ++i) {
+      const double middle = (low + high) / 2;
+      (streaming(middle).resident_bytes > quota ? low : high) = middle;
+    }
+    return streaming(high);
+  }
+
+  /// The best met in a walk of `moves` that goes uphill ever less willingly.
+  Candidate anneal(const Candidate& from, std::size_t moves, const Evaluate& evaluate, const Blame& blame) {
+    Candidate best = from, at = from, next;
+    std::vector<double> likely;
+    std::uniform_real_distribution<double> chance(0, 1);
+    for (std::size_t i = 0; i < moves; ++i) {
+      if (blame && i % kBlameEvery == 0) likely = blame(at);
+      if (!move(at, likely, next)) continue;
+      evaluate(next);
+      const double left = 1 - static_cast<double>(i) / static_cast<double>(moves);
+      const double temperature = warmest() * left * left * best.seconds;
+      if (!next.better_than(at) && chance(random_) >= std::exp((at.seconds - next.seconds) / temperature))
+        continue;
+      std::swap(at, next);
+      if (at.better_than(best)) best = at;
+    }
+    return best;
+  }
+
+ private:
+  /// How much worse is often accepted at first, of the seconds: as much as one group is of them all.
+  double warmest() const { return 1.0 / static_cast<double>(order_.size()); }
+  static constexpr std::size_t kBlameEvery = 16;
+
+  /// One group more or less, or one for another; or nothing, if that does not fit.
+  bool move(const Candidate& from, const std::vector<double>& weight_of_adding, Candidate& to) {
+    to = from;
+    const int kind = static_cast<int>(random_() % 4);  // add, drop, swap, swap
+    if (kind != 1) {
+      const std::size_t added = pick(from.resident, false, weight_of_adding);
+      if (added == kNone) return false;
+      flip(to, added);
+    }
+    if (kind != 0) {
+      const std::size_t dropped = pick(from.resident, true, {});
+      if (dropped == kNone) return false;
+      flip(to, dropped);
+    }
+    return fits(to);
+  }
+
+  static constexpr std::size_t kNone = ~std::size_t{0};
+
+  void flip(Candidate& candidate, std::size_t group) const {
+    candidate.resident[group] = !candidate.resident[group];
+    if (candidate.resident[group]) {
+      candidate.resident_bytes += rhythm_.bytes[group];
+    } else {
+      candidate.resident_bytes -= rhythm_.bytes[group];
+    }
+  }
+
+  /// A group that is (or is not) resident: half of the time any, else one of the likely ones.
+  std::size_t pick(const std::vector<bool>& resident, bool wanted, const std::vector<double>& weights) {
+    std::vector<std::size_t> eligible;
+    double total = 0;
+    for (std::size_t i = 0; i < resident.size(); ++i) {
+      if (resident[i] != wanted) continue;
+      eligible.push_back(i);
+      if (!weights.empty()) total += weights[i];
+    }
+    if (eligible.empty()) return kNone;
+    if (total > 0 && random_() % 2 == 0) {
+      double at = std::uniform_real_distribution<double>(0, total)(random_);
+      for (const std::size_t group : eligible) {
+        at -= weights[group];
+        if (at <= 0) return group;
+      }
+    }
+    return eligible[random_() % eligible.size()];
+  }
+
+  const Rhythm& rhythm_;
+  const std::size_t budget_;
+  std::vector<std::uint32_t> order_;
+  std::mt19937_64 random_;
+};
+
+}  // namespace
+
+double measure(const Rhythm& rhythm, const std::vector<bool>& resident, std::size_t budget,
+               std::uint32_t prefetch) {
+  auto backend = std::make_unique<VirtualBackend>(rhythm.bytes_per_second, rhythm.latency);
+  VirtualBackend& clock = *backend;
+  EngineOptions options;
+  options.budget = budget;
+  options.prefetch = prefetch;
+  options.given.emplace();
+  options.given->resident = resident;
+  const std::size_t groups = rhythm.bytes.size();
+  options.given->group_of.resize(groups);
+  std::iota(options.given->group_of.begin(), options.given->group_of.end(), 0u);
+  const auto engine = std::make_shared<Engine>(std::move(backend), options);
+  for (std::size_t i = 0; i < groups; ++i) {
+    auto source = std::make_shared<Source>();
+    source->count = rhythm.bytes[i];
+    engine->add_weight(std::move(source), i);
+  }
+  try {
+    engine->plan();
+  } catch (const BudgetError&) {
+    return kNever;
+  }
+  double begin = 0;
+  constexpr int kWarmUp = 3;
+  constexpr int kMeasured = 2;
+  for (int round = 0; round < kWarmUp + kMeasured; ++round) {
+    if (round == kWarmUp) begin = clock.seconds();
+    std::vector<Lease> leases;
+    for (const Step& step : rhythm.steps) {
+      leases.push_back(engine->acquire(step.group, kConsumer));
+      clock.kernel(step.compute_seconds);
+      if (step.lets_go) leases.clear();
+    }
+  }
+  return (clock.seconds() - begin) / kMeasured;
+}
+
+Placement place_by_time(const Rhythm& rhythm, std::size_t budget, std::uint32_t prefetch) {
+  DYNSWAP_CHECK(!rhythm.steps.empty() && rhythm.bytes_per_second > 0,
+                "a rhythm has steps, and a bus a speed");
+  const std::size_t total = std::accumulate(rhythm.bytes.begin(), rhythm.bytes.end(), std::size_t{0});
+  const ResidencyPlan even = plan_residency(rhythm.bytes, budget, prefetch);
+  if (total <= budget || budget == 0)
+    return {even.resident, measure(rhythm, even.resident, budget, prefetch)};
+
+  const RingModel model(rhythm);
+  Search search(rhythm, budget);
+  const auto evaluate = [&](Candidate& candidate) {
+    candidate.seconds = model.seconds(candidate.resident, budget - candidate.resident_bytes);
+  };
+
+  std::vector<std::vector<bool>> starts{even.resident};
+  for (const std::uint32_t depth : {1u, 2u, 3u, 4u, 6u, 8u, 12u, 16u, 24u}) {
+    std::vector<bool> resident = plan_residency(rhythm.bytes, budget, depth).resident;
+    if (std::find(starts.begin(), starts.end(), resident) == starts.end())
+      starts.push_back(std::move(resident));
+  }
+  const auto blame = [&](const Candidate& at) {
+    return model.blame(at.resident, budget - at.resident_bytes);
+  };
+  for (const double of_budget : {0.5, 0.7, 0.8, 0.88, 0.94, 0.97}) {
+    const auto quota = static_cast<std::size_t>(of_budget * static_cast<double>(budget));
+    for (const double share : {0.4, 0.7, 1.0}) starts.push_back(search.in_step(quota, share).resident);
+  }
+  std::vector<Candidate> found;
+  for (const std::vector<bool>& start : starts) {
+    Candidate from = search.candidate(start);
+    if (!search.fits(from)) continue;
+    evaluate(from);
+    found.push_back(std::move(from));
+  }
+  const auto best_first = [&] {
+    std::sort(found.begin(), found.end(),
+              [](const Candidate& a, const Candidate& b) { return a.better_than(b); });
+    found.resize(std::min(found.size(), kFinalists));
+  };
+  best_first();
+  const std::size_t moves = std::max<std::size_t>(200, kModelSteps / (3 * rhythm.steps.size() * kFinalists));
+  for (std::size_t i = found.size(); i-- > 0;)
+    found.push_back(search.anneal(found[i], moves, evaluate, blame));
+  best_first();
+  if (found.empty()) return {even.resident, measure(rhythm, even.resident, budget, prefetch)};
+  found.push_back(search.candidate(even.resident));
+
+  // The real engine has the last word.
+  const auto ask_engine = [&](Candidate& candidate) {
+    candidate.seconds = measure(rhythm, candidate.resident, budget, prefetch);
+  };
+  Candidate best;
+  for (Candidate& candidate : found) {
+    ask_engine(candidate);
+    if (candidate.better_than(best)) best = candidate;
+  }
+  best = search.anneal(best, kEngineSteps / (5 * rhythm.steps.size()), ask_engine, {});
+  return {best.resident, best.seconds};
+}
+
+}  // namespace dynswap::sim
