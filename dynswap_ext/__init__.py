@@ -24,7 +24,7 @@ from .errors import (
 from .install import Handle, install, is_installed, uninstall
 
 if TYPE_CHECKING:
-    from . import checkpoint, testing
+    from . import checkpoint, inspect, testing
 
 __all__ = [
     "BackendInfo",
@@ -40,6 +40,7 @@ __all__ = [
     "__version__",
     "backend_info",
     "checkpoint",
+    "inspect",
     "install",
     "is_installed",
     "testing",
@@ -48,8 +49,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import `checkpoint` and `testing` when they are first used: not everybody needs what they import."""
-    if name in ("checkpoint", "testing"):
+    """Import these when they are first used: not everybody needs what they import."""
+    if name in ("checkpoint", "inspect", "testing"):
         import importlib
 
         return importlib.import_module(f".{name}", __name__)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,10 +11,10 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from pages import run_page
 from sample_subclasses import ScaledInt8
 
 PAGE = Path(__file__).parents[1] / "docs" / "checkpoints.md"
-BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 class Model(nn.Module):
@@ -44,13 +43,4 @@ def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str,
 
 
 def test_every_block_runs(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    text = PAGE.read_text()
-    ran = 0
-    for block in BLOCK.finditer(text):
-        line = text[: block.start("code")].count("\n")
-        if block["kind"] == "python":
-            ran += 1
-            exec(compile("\n" * line + block["code"], str(PAGE), "exec"), names)
-        elif block["kind"] == "text":
-            assert capsys.readouterr().out == block["code"], f"the output at line {line} is another one"
-    assert ran == text.count("```python") > 8
+    assert run_page(PAGE, names, capsys) > 8

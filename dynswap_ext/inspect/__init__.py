@@ -1,0 +1,29 @@
+"""Looks into models, plain or installed: layers, memory, gradients. Finds data, and prints it as tables."""
+
+from __future__ import annotations
+
+from dynswap_ext.inspect._where import Weight
+from dynswap_ext.inspect.gradients import (
+    Gradient,
+    GradientFlow,
+    GradientHealth,
+    gradient_flow,
+    gradient_health,
+)
+from dynswap_ext.inspect.memory import Call, MemoryProfile, memory_profile
+from dynswap_ext.inspect.summary import Layer, Summary, summary
+
+__all__ = [
+    "Call",
+    "Gradient",
+    "GradientFlow",
+    "GradientHealth",
+    "Layer",
+    "MemoryProfile",
+    "Summary",
+    "Weight",
+    "gradient_flow",
+    "gradient_health",
+    "memory_profile",
+    "summary",
+]

@@ -1,0 +1,166 @@
+"""Watching a forward from outside: hooks that are gone afterwards, and a model left as it was."""
+
+from __future__ import annotations
+
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynswap_ext._state import is_scripted, modules_of, session_of
+from dynswap_ext.errors import ConfigError
+from dynswap_ext.inspect._tree import entries
+
+__all__ = ["Arguments", "arguments", "computes_on", "evaluating", "one_call", "watching"]
+
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+#: Of a module, and of what it was called with.
+Enter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+#: Of a module, and of what it returned; None if it raised.
+Leave = Callable[[nn.Module, Any], None]
+
+
+def arguments(given: Any, kwargs: Mapping[str, Any] | None, name: str) -> Arguments:
+    """Positional and keyword arguments from what stands for a call's inputs.
+
+    Parameters
+    ----------
+    given
+        A list or tuple: the positional ones. A mapping: keywords. Anything else: the only one. None: none.
+    kwargs
+        More keywords.
+    name
+        What `given` was given as, for the error.
+
+    Raises
+    ------
+    ConfigError
+        `kwargs` is no mapping of names, or both name the same argument.
+    """
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ConfigError(f"kwargs is a {type(kwargs).__name__}; expected a mapping of argument names")
+    keywords = dict(kwargs or {})
+    if given is None:
+        return (), keywords
+    if not isinstance(given, Mapping):
+        return (tuple(given) if isinstance(given, (list, tuple)) else (given,)), keywords
+    both = sorted(set(given) & set(keywords))
+    wrong = [key for key in (*given, *keywords) if not isinstance(key, str)]
+    if both or wrong:
+        why = f"both name {', '.join(both)}" if both else f"{wrong[0]!r} is no name of an argument"
+        raise ConfigError(
+            f"{name} is a mapping, so its entries are keyword arguments, and {why}; for a model that takes a "
+            f"mapping as its one argument, give {name}=(mapping,)"
+        )
+    return (), {**given, **keywords}
+
+
+def computes_on(root: nn.Module) -> torch.device:
+    """Where a model computes: as installed, else where its first weight is, else the CPU."""
+    for module in modules_of(root):
+        session = session_of(module)
+        if session is not None:
+            device: torch.device = session.device
+            return device
+    for module in modules_of(root):
+        for _, master, _ in entries(module):
+            return master.device
+    return torch.device("cpu")
+
+
+@contextmanager
+def watching(modules: Iterable[nn.Module], enter: Enter, leave: Leave) -> Iterator[None]:
+    """Call `enter` and `leave` around each call of the modules that this thread makes.
+
+    Each `enter` has its `leave`, unless the exception that ends the call ends the block too. Hooks stand
+    before the user's on the way in and after them on the way out, and are gone when the block is left.
+    TorchScript modules take none, and are passed over.
+    """
+    thread = threading.get_ident()
+    running: list[nn.Module] = []
+
+    def before(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            running.append(module)
+            enter(module, args, kwargs)
+
+    def after(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if threading.get_ident() != thread or not any(other is module for other in running):
+            return  # another pre-hook raised before ours ran
+        while running:
+            ended = running.pop()  # above the module: those that an interrupt ended without their hooks
+            leave(ended, output if ended is module else None)
+            if ended is module:
+                return
+
+    with ExitStack() as hooks:
+        for module in modules:
+            if is_scripted(type(module)):
+                continue
+            hooks.callback(
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove,
+            )
+            hooks.callback(
+                module.register_forward_hook(after, with_kwargs=True, always_call=True).remove,
+            )
+        yield
+
+
+@contextmanager
+def one_call(root: nn.Module) -> Iterator[None]:
+    """For a forward that nobody asked for: random numbers go on as if it had not been, compiled code rests.
+
+    Code that `torch.compile` has made looks at no hook, so what it was made from runs in its place.
+    """
+    numpy: Any = sys.modules.get("numpy.random")
+    python_state = random.getstate()
+    numpy_state = numpy.get_state() if numpy is not None else None
+    devices = {computes_on(root)}
+    for module in modules_of(root):
+        devices.update(master.device for _, master, _ in entries(module))
+    accelerated = sorted(
+        (device for device in devices if device.type not in ("cpu", "meta") and device.index is not None),
+        key=str,
+    )
+    with ExitStack() as ways_back:
+        if accelerated:
+            kind = accelerated[0].type
+            indices = [device.index for device in accelerated if device.type == kind]
+            ways_back.enter_context(torch.random.fork_rng(indices, device_type=kind))
+        else:
+            ways_back.enter_context(torch.random.fork_rng([]))
+        if "torch._dynamo" in sys.modules:
+            ways_back.enter_context(torch.compiler.set_stance("force_eager"))
+        try:
+            yield
+        finally:
+            random.setstate(python_state)
+            if numpy_state is not None:
+                numpy.set_state(numpy_state)
+
+
+@contextmanager
+def evaluating(root: nn.Module) -> Iterator[None]:
+    """Every module in eval mode, without gradients; each as it was when the block is left.
+
+    The flag is set by itself: a `train()` of the model's own may do more, as merging adapters.
+    """
+    before = [
+        (module, module.training)
+        for top in modules_of(root)
+        for module in (top.modules() if is_scripted(type(top)) else (top,))
+        if hasattr(module, "training")  # a frozen TorchScript module has no such flag
+    ]
+    try:
+        for module, _ in before:
+            module.training = False
+        with torch.no_grad():
+            yield
+    finally:
+        for module, training in before:
+            module.training = training

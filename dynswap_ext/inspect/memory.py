@@ -1,0 +1,277 @@
+"""What each layer's call takes and leaves in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynswap_ext._state import modules_of, session_of
+from dynswap_ext.errors import ConfigError
+from dynswap_ext.inspect import _text
+from dynswap_ext.inspect._hooks import arguments, computes_on, one_call, watching
+from dynswap_ext.inspect._live import Meter, meter_for
+from dynswap_ext.inspect._tensors import shapes_in, storages_of, tensors_in
+from dynswap_ext.inspect._tree import Node, class_name, root_of, walk
+from dynswap_ext.inspect._where import Surveyor
+
+__all__ = ["Call", "MemoryProfile", "memory_profile"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of one module. Bytes are live bytes over those at the start of the profile."""
+
+    #: Dotted, "" for the model itself.
+    path: str
+    class_name: str
+    #: How many calls of other modules it was made in.
+    depth: int
+    #: Counted from 0 for each module.
+    index: int
+    before: int
+    after: int
+    #: The most while it ran, calls inside it included.
+    peak: int
+    output_shapes: tuple[tuple[int, ...], ...]
+
+    @property
+    def kept(self) -> int:
+        """What it has left: outputs, and what autograd saves. Less than zero if it let more go."""
+        return self.after - self.before
+
+    @property
+    def extra(self) -> int:
+        """What it needed for itself at its peak, over what was there before it."""
+        return self.peak - self.before
+
+
+@dataclass(frozen=True, repr=False)
+class MemoryProfile:
+    """What `memory_profile` found. ``print`` it; rich prints it in colour."""
+
+    #: In the order in which they began.
+    calls: tuple[Call, ...]
+    device: torch.device
+    #: "torch.cuda", or "storages".
+    measured: str
+    #: Bytes on the device before the forward. Measured by torch.cuda: all that its allocator had given out.
+    #: Else: the inputs, and the weights (of an install: the arena, residents, and masters that are in place).
+    base_bytes: int
+    #: Paths of modules that were not called, and nothing in them.
+    not_called: tuple[str, ...]
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most over `base_bytes`."""
+        return max((call.peak for call in self.calls), default=0)
+
+    def largest(self, count: int = 10) -> tuple[Call, ...]:
+        """The calls that needed most for themselves, of modules that called none inside, largest first."""
+        leaves = [
+            call
+            for call, following in zip(self.calls, (*self.calls[1:], None), strict=True)
+            if following is None or following.depth <= call.depth
+        ]
+        return tuple(sorted(leaves, key=lambda call: -call.extra)[:count])
+
+    def __repr__(self) -> str:
+        return (
+            f"<MemoryProfile on {self.device}: {len(self.calls)} calls, "
+            f"peak {_text.amount(self.peak_bytes)} over {_text.amount(self.base_bytes)}>"
+        )
+
+    def __str__(self) -> str:
+        return _text.as_text(*self._parts())
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
+        """The table and the totals, for rich."""
+        yield from self._parts()
+
+    def _parts(self) -> tuple[Any, Any]:
+        numbers = ("before", "after", "kept", "peak")
+        rows = [
+            [
+                "  " * call.depth + (f"{call.path}: {call.class_name}" if call.path else call.class_name),
+                *(_text.amount(size) for size in (call.before, call.after, call.kept, call.peak)),
+            ]
+            for call in self.calls
+        ]
+        facts = [
+            (
+                "peak",
+                f"{_text.amount(self.peak_bytes)} over {_text.amount(self.base_bytes)} on {self.device}",
+            ),
+            ("measured by", self.measured),
+        ]
+        if self.not_called:
+            facts.append(("not called", _text.some(self.not_called)))
+        return _text.table(["call", *numbers], rows, right=numbers), _text.facts(facts)
+
+
+def memory_profile(
+    model: nn.Module,
+    inputs: Any = None,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    device: torch.device | str | None = None,
+) -> MemoryProfile:
+    """Run one forward, and measure live memory around each module's call.
+
+    The forward runs in the modes that the model and the caller are in: train or eval, with gradients or
+    without (then nothing is saved for backward). Random numbers and every hook are as before when this
+    returns or raises. An installed model counts that forward as any other.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Plain or installed. One that `torch.compile` made is run as the model that it was made from.
+    inputs : optional
+        A tuple or list: the positional arguments; a mapping: keyword arguments; anything else: the only one.
+    kwargs : mapping, optional
+        More keyword arguments.
+    device : torch.device or str, optional
+        What to measure. Default: where the model computes. With a model and inputs on the meta device, what
+        it would take is told without memory, by the operations that torch has for that device.
+
+    Returns
+    -------
+    MemoryProfile
+        A row for each call, so several for a module that is called again.
+
+    Raises
+    ------
+    ConfigError
+        `model` is no module, or one of the others has a value that cannot be used.
+
+    Whatever the forward raises is passed on.
+
+    Notes
+    -----
+    On CUDA these are the statistics of torch's allocator: scratch inside operations is in them, sizes are
+    rounded up to 512 bytes, and so is what other threads allocate; its peak statistics are reset. Elsewhere
+    they are exact bytes of the storages that operations make, without scratch inside an operation; the
+    resident size of the process would be neither exact nor a layer's (see Note [What is measured on a CPU]).
+
+    Of an installed model, streamed weights pass through the arena, which is in `base_bytes`. The pure-Python
+    provider makes a tensor for each, and on the CPU they count in the layer that they are made for.
+    """
+    root = root_of(model)
+    args, keywords = arguments(inputs, kwargs, "inputs")
+    where = _device(device, root)
+    nodes = [node for node in walk(root) if node.same_as is None]
+    paths = {id(node.module): node.path for node in nodes}
+    with ExitStack() as ways_back:
+        ways_back.enter_context(one_call(root))
+        base = _base(root, (args, keywords), where)
+        meter = ways_back.enter_context(meter_for(where))
+        frames = _Frames(meter, paths)
+        ways_back.enter_context(watching((node.module for node in nodes), frames.enter, frames.leave))
+        root(*args, **keywords)
+    return MemoryProfile(
+        calls=tuple(frames.calls()),
+        device=where,
+        measured="torch.cuda" if where.type == "cuda" else "storages",
+        base_bytes=base,
+        not_called=tuple(node.path for node in nodes if not _called(node, frames.counts)),
+    )
+
+
+class _Frame:
+    """A call that has begun."""
+
+    def __init__(self, module: nn.Module, depth: int, index: int, before: int) -> None:
+        self.module, self.depth, self.index = module, depth, index
+        self.before = self.after = self.peak = before
+        self.output_shapes: tuple[tuple[int, ...], ...] = ()
+
+
+class _Frames:
+    """Follows the calls, and gives each the peak of its time."""
+
+    def __init__(self, meter: Meter, paths: Mapping[int, str]) -> None:
+        self._meter = meter
+        self._paths = paths
+        self._all: list[_Frame] = []
+        self._open: list[_Frame] = []
+        #: Calls of each module, by its id.
+        self.counts: dict[int, int] = {}
+
+    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self._settle()
+        index = self.counts.get(id(module), 0)
+        self.counts[id(module)] = index + 1
+        frame = _Frame(module, len(self._open), index, self._meter.current)
+        self._all.append(frame)
+        self._open.append(frame)
+
+    def leave(self, module: nn.Module, output: Any) -> None:
+        self._settle()
+        frame = self._open.pop()
+        frame.after = self._meter.current
+        frame.output_shapes = shapes_in(output)
+
+    def _settle(self) -> None:
+        peak = self._meter.take_peak()
+        for frame in self._open:
+            frame.peak = max(frame.peak, peak)
+
+    def calls(self) -> Iterable[Call]:
+        for frame in self._all:
+            yield Call(
+                path=self._paths[id(frame.module)],
+                class_name=class_name(frame.module),
+                depth=frame.depth,
+                index=frame.index,
+                before=frame.before,
+                after=frame.after,
+                peak=frame.peak,
+                output_shapes=frame.output_shapes,
+            )
+
+
+def _called(node: Node, counts: Mapping[int, int]) -> bool:
+    return id(node.module) in counts or any(_called(child, counts) for child in node.children)
+
+
+def _device(given: Any, root: nn.Module) -> torch.device:
+    if given is None:
+        return computes_on(root)
+    try:
+        device = torch.device(given)
+    except (RuntimeError, TypeError) as error:
+        raise ConfigError(f"device is {given!r}; expected a device such as 'cuda' or 'cpu'") from error
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ConfigError(f"device is '{device}', and torch finds no CUDA device")
+    if device.type == "cuda" and device.index is None:
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def _base(root: nn.Module, given: Any, device: torch.device) -> int:
+    """Bytes on the device before the forward."""
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device)
+    sessions = {id(session): session for module in modules_of(root) if (session := session_of(module))}
+    plans = [session.stats() for session in sessions.values() if session.device == device]
+    surveyor = Surveyor()
+    weights = [
+        w for node in walk(root) if not node.same_as for w in surveyor.describe(node.module, node.path)
+    ]
+    masters = [
+        weight.nbytes
+        for weight in weights
+        if weight.device == device and weight.tied_to is None and weight.served in (None, "in place")
+    ]
+    inputs = {
+        storage._cdata: storage.nbytes()
+        for tensor in tensors_in(given)
+        if tensor.device == device
+        for storage in storages_of(tensor)
+    }
+    arenas: int = sum(plan["resident_bytes"] + plan["arena_bytes"] for plan in plans)
+    return sum(masters) + sum(inputs.values()) + arenas

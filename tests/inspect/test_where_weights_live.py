@@ -1,0 +1,101 @@
+"""A summary tells where each weight is, and what an install does with it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import Provider, skip_or_fail
+from dynswap_ext.inspect import summary
+from sample_models import mlp
+from sample_subclasses import ScaledInt8
+
+Map = Callable[[nn.Module], nn.Module]
+
+
+def lives(model: nn.Module) -> set[str]:
+    return {weight.lives for weight in summary(model).weights}
+
+
+def test_plain_models(tmp_path: Path, mapped: Map) -> None:
+    assert lives(mlp()) == {"RAM"}
+    assert lives(mlp().share_memory()) == {"shared RAM"}
+    model = mapped(mlp())
+    assert lives(model) == {"model.pt"}
+    assert {weight.file for weight in summary(model).weights} == {tmp_path / "model.pt"}
+    (tmp_path / "model.pt").unlink()
+    assert lives(model) == {"file (gone)"}
+
+
+def test_pinned_and_on_a_gpu() -> None:
+    if not torch.cuda.is_available():
+        skip_or_fail("torch finds no CUDA device", cuda=True)
+    model = mlp()
+    for parameter in model.parameters():
+        parameter.data = parameter.data.pin_memory()
+    assert lives(model) == {"pinned RAM"}
+    assert lives(mlp().cuda()) == {f"cuda:{torch.cuda.current_device()}"}
+
+
+def test_streamed_resident_and_in_place(provider: Provider, mapped: Map) -> None:
+    model = mapped(mlp())
+    handle = provider.install(model, dtype=torch.float64)
+    assert lives(model) == {"model.pt, streamed"}
+    handle.uninstall()
+    handle = provider.install(model, dtype=torch.float64, budget="1MiB")
+    assert lives(model) == {"model.pt, resident"}
+    handle.uninstall()
+    assert lives(model) == {"model.pt"}
+
+
+def test_masters_that_are_where_they_are_wanted(provider: Provider) -> None:
+    model = mlp().to(provider.device)
+    provider.install(model)
+    assert {weight.served for weight in summary(model).weights} == {"in place"}
+
+
+def test_some_are_resident(provider: Provider) -> None:
+    model = mlp(64, layers=8)
+    handle = provider.install(model, dtype=torch.float64, budget="160KiB")
+    assert 0 < handle.stats().resident_groups < handle.stats().groups
+    served = {weight.served for weight in summary(model).weights}
+    # The native provider tells how many are, and not which.
+    assert served == ({"resident or streamed"} if provider.native else {"resident", "streamed"})
+
+
+def test_a_part_of_a_model_is_installed(provider: Provider) -> None:
+    model = mlp()
+    provider.install(model[0], dtype=torch.float64)
+    served = {weight.name: weight.served for weight in summary(model).weights}
+    assert served["0.weight"] == "streamed" and served["2.weight"] is None
+
+
+def test_quantised_weights_count_as_they_are_stored() -> None:
+    model = nn.Linear(8, 4, bias=False)
+    quantised = ScaledInt8.quantise(model.weight.detach())
+    model.weight = nn.Parameter(quantised, requires_grad=False)
+    (weight,) = summary(model).weights
+    assert weight.shape == (4, 8) and weight.elements == 32
+    assert weight.nbytes == quantised.inner_bytes()
+
+
+def test_nothing_is_fetched(provider: Provider, mapped: Map) -> None:
+    model = mapped(mlp())
+    handle = provider.install(model, dtype=torch.float64, budget="1MiB")
+    before = handle.stats()
+    assert str(summary(model))
+    assert handle.stats() == before
+
+
+@pytest.mark.parametrize("names", [1, 3])
+def test_more_places_than_a_row_names(names: int, tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(names)))
+    for index, part in enumerate(model):
+        torch.save(part.state_dict(), tmp_path / f"{index}.pt")
+        part.load_state_dict(torch.load(tmp_path / f"{index}.pt", mmap=True), assign=True)
+    row = str(summary(model, depth=0)).splitlines()[2]
+    assert row.endswith("0.pt; 1.pt; 1 more" if names == 3 else "0.pt")
