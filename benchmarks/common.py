@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout that is to be measured
+
 import dynswap_ext
 from dynswap_ext.demo.measure import disk_bandwidth, drop_file_cache
 
@@ -95,7 +97,7 @@ class Record:
         self.bars.append(bar)
         print(bar, flush=True)
 
-    def write(self, path: Path | None = None) -> Path | None:
+    def write(self, path: Path | None = None, *, complete: bool = False) -> Path | None:
         """Write what there is so far; a tiny run, whose figures mean nothing, only where it is told to."""
         if path is None:
             if self.tiny:
@@ -105,17 +107,28 @@ class Record:
             "script": self.script,
             "figures": self.figures,
             "bars": [dataclasses.asdict(bar) | {"reached": bar.reached} for bar in self.bars],
+            "complete": complete,
             **machine(),
         }
-        path.write_text(json.dumps(content, indent=2, default=str) + "\n")
+        write_whole(path, json.dumps(content, indent=2, default=str) + "\n")
         return path
 
     def finish(self, path: Path | None = None) -> int:
         """Write, and return the exit status: 1 if a bar was missed; a tiny run misses none."""
-        written = self.write(path)
+        written = self.write(path, complete=True)
         if written:
             print(f"written to {written}")
         return 0 if self.tiny or all(bar.reached for bar in self.bars) else 1
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file so that whoever is cut off leaves the old one or the new one, and never a half."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        beside.write_text(text)
+        os.replace(beside, path)
+    finally:
+        beside.unlink(missing_ok=True)
 
 
 def machine() -> dict[str, Any]:

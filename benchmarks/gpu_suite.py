@@ -1,145 +1,277 @@
 """Everything that needs a GPU, with one command: `python benchmarks/gpu_suite.py`.
 
-Parts: what was built, the tests (those that need CUDA may not be skipped), access, install, a stack of layers
-at compute:copy 0.2, 1 and 5 and with a cast, the demo, and compute-sanitizer's memcheck and racecheck where
-it is installed. Each part is a process of its own with a time limit; the record is written after each, so
-that a run that is cut short leaves what it had.
+Parts: the build, the tests of tests/cuda (which may not be skipped), compute-sanitizer's memcheck and
+racecheck where it is installed, the bandwidth of the bus, access, install, a stack of layers at compute:copy
+0.2, 1 and 5 and with a cast, a checkpoint streamed from disk, loading onto the device, the peers, training
+steps, and the contract's tests on the GPU.
 
-`--dry-run` runs every part on the CPU at tiny sizes, which proves that they start.
+The whole ends within `--time-limit` seconds. Each part is a process of its own with its share of that time;
+what it leaves over is shared by all later parts, and at its limit it is ended. The record is written before
+and after each part, so that a run that is cut off leaves what it had. A table of all parts comes last.
+
+`--dry-run` runs every part on the CPU at tiny sizes, which proves that they start. Of the build it runs what
+comes before the compiler.
 """
 
 from __future__ import annotations
 
-import json
+import dataclasses
+import importlib.util
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 
 from common import Record, parser
+from dynswap_ext.demo.files import cache_folder
+from suite_parts import (
+    BARS,
+    FAILED,
+    LATE,
+    OK,
+    ROOT,
+    SKIPPED,
+    STOPPED,
+    Part,
+    Result,
+    Runner,
+    Stopped,
+    bars_of,
+    last_line,
+    limit_of,
+    stop_on_signals,
+)
 
-HERE = Path(__file__).parent
-ROOT = HERE.parent
-_TAIL = 4000  # characters of a part's output that the record keeps
+HERE = Path(__file__).resolve().parent
+#: For the table, and for what is written after the last part.
+_RESERVE = 6.0
+_LEAST = 3.0  # a part with less time than this cannot even import torch
+_SHOWN_OF_FAILED = 25  # lines
+_COLOURS = {OK: "green", BARS: "yellow", SKIPPED: "dim"}
+
+_NATIVE = (
+    "import sys, torch; from dynswap_ext import _provider; "
+    "sys.exit(_provider.native_unavailable(torch.device('cuda')) or None)"
+)
 
 
-@dataclass(frozen=True)
-class Part:
-    """One process. `record` says how its own JSON is asked for."""
-
-    name: str
-    command: list[str]
-    record: str = ""
-    environment: dict[str, str] = field(default_factory=dict)
-
-
-def parts(dry_run: bool) -> list[Part]:
+def build(dry_run: bool) -> Part:
+    """Compile for the device that is here, all cores at once, and prove that the result serves it."""
     python = sys.executable
-    device = ["--device", "cpu" if dry_run else "cuda"]
-    tiny = ["--tiny"] if dry_run else []
+    info, said = [python, "-m", "dynswap_ext", "info"], "CUDA backend"
+    if dry_run:  # the toolkit, the sources and the flags are put together; nothing is compiled
+        return Part("build", ([python, "setup.py", "build_ext", "--help"], info), share=180, line=said)
+    major, minor = torch.cuda.get_device_capability()
+    environment = {
+        "DYNSWAP_CUDA": "1",
+        "TORCH_CUDA_ARCH_LIST": os.environ.get("TORCH_CUDA_ARCH_LIST", f"{major}.{minor}"),
+        "MAX_JOBS": os.environ.get("MAX_JOBS", str(len(os.sched_getaffinity(0)))),
+    }
+    compiling = [python, "setup.py", "build_ext", "--inplace"]
+    commands = (compiling, info, [python, "-c", _NATIVE])
+    return Part("build", commands, share=180, environment=environment, line=said)
 
-    def script(name: str, *more: str) -> list[str]:
-        return [python, str(HERE / f"{name}.py"), *device, *tiny, *more]
 
-    stack = [
-        Part(f"stack {ratio}", script("gpu_stack", "--ratio", ratio), "--output")
-        for ratio in ("0.2", "1", "5")
-    ]
-    demo = [python, "-m", "dynswap_ext", "demo", *device]
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
-    small = [python, str(HERE / "gpu_stack.py"), "--device", "cuda", "--tiny", "--cast"]
-    checks = [
-        Part(f"compute-sanitizer {tool}", [sanitizer, "--tool", tool, "--error-exitcode", "9", *small])
-        for tool in ("memcheck", "racecheck")
-        if not dry_run and Path(sanitizer).exists()
-    ]
-    tests = [python, "-m", "pytest", "-q", "tests", *(["--collect-only"] if dry_run else [])]
+def tests(dry_run: bool) -> tuple[Part, Part]:
+    """Those that were written for a GPU, and every other that has a GPU's provider as a parameter."""
+    pytest = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider"]
+    # A module that cannot be imported costs its own tests alone; a test that hangs says where.
+    pytest += ["--continue-on-collection-errors", "-o", "faulthandler_timeout=60"]
+    demand = {} if dry_run else {"DYNSWAP_REQUIRE_CUDA": "1"}
+    missing = "" if importlib.util.find_spec("pytest") else "pytest is not installed"
+    at_once = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
+    every = ["--collect-only"] if dry_run else at_once
+    real = [] if dry_run else ["-k", "not rehearsal"]
+    contract = [*pytest, "tests", "--ignore=tests/cuda", "-k", "cuda", *every]
+    return (
+        Part("tests", ([*pytest, "tests/cuda", *real],), share=80, environment=demand, missing=missing),
+        Part("contract tests", (contract,), share=80, environment=demand, missing=missing),
+    )
+
+
+def sanitizer(tool: str, dry_run: bool) -> Part:
+    """A small stack of layers under one of compute-sanitizer's tools; alone, in a dry run."""
+    device = "cpu" if dry_run else "cuda"
+    small = [sys.executable, str(HERE / "gpu_stack.py"), "--device", device, "--tiny", "--cast", "--ours"]
+    found = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
+    wrapper = [] if dry_run else [found or "", "--tool", tool, "--error-exitcode", "9"]
+    missing = "" if dry_run or found else "compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin"
+    return Part(f"sanitizer {tool}", ([*wrapper, *small],), share=30, missing=missing, line="SUMMARY")
+
+
+def parts(dry_run: bool, folder: str) -> list[Part]:
+    device = "cpu" if dry_run else "cuda"
+
+    def script(
+        name: str, *more: str, share: float, shows: tuple[str, ...], part: str = "", limit: str = ""
+    ) -> Part:
+        tiny = ["--tiny"] if dry_run else []
+        command = [sys.executable, str(HERE / f"{name}.py"), "--device", device, *tiny, *more]
+        return Part(part or name, (command,), share, "--output", limit, shows=shows)
+
+    def stack(ratio: str, *more: str, part: str) -> Part:
+        return script(
+            "gpu_stack", "--ratio", ratio, *more, part=part, share=18, shows=("time / limit", "accelerate")
+        )
+
+    on_disk, size = ["--folder", folder], [] if dry_run else ["--size", "gpu"]
+    first, contract = tests(dry_run)
     return [
-        Part("build", [python, "-m", "dynswap_ext", "info"]),
-        Part("tests", tests, environment={} if dry_run else {"DYNSWAP_REQUIRE_CUDA": "1"}),
-        Part("access", script("access"), "--output"),
-        Part("install", script("install"), "--output"),
-        *stack,
-        Part("stack 1, cast", script("gpu_stack", "--ratio", "1", "--cast"), "--output"),
-        Part(
-            "demo",
-            [*demo, *(["--size", "24MB", "--passes", "1"] if dry_run else ["--size", "8GB"])],
-            "--json",
+        build(dry_run),
+        first,
+        sanitizer("memcheck", dry_run),
+        sanitizer("racecheck", dry_run),
+        script("bandwidth", share=12, shows=("GB/s", "registered")),
+        script("access", share=10, shows=("native, copy",)),
+        script("install", share=10, shows=("native: us",)),
+        stack("0.2", part="stream 0.2"),
+        stack("1", part="stream 1"),
+        stack("5", part="stream 5"),
+        stack("1", "--cast", part="stream 1, cast"),
+        script(
+            "stream",
+            *on_disk,
+            *("--size", "1GB", "--budget", "256MiB", "--rounds", "1"),
+            part="checkpoint",
+            share=45,
+            shows=("/ dd", "/ copies", "/ limit", "equal"),
         ),
-        *checks,
+        script("load", *on_disk, "--size", "1GB", "--rounds", "1", share=35, shows=("GB/s", "skeleton: ms")),
+        script("peers", *on_disk, *size, share=140, shows=("/ limit",), limit="--time-limit"),
+        script(
+            "train",
+            *on_disk,
+            *("--only", "dynswap,classic hook,accelerate cpu_offload"),
+            share=60,
+            shows=("/ limit", "gradients are right", "/ resident"),
+        ),
+        contract,
     ]
 
 
-def run(part: Part, timeout: float) -> dict[str, Any]:
-    """What came of a part: its status, seconds, the end of its output, and its own record."""
-    environment = os.environ | part.environment
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "record.json")
-        command = [*part.command, *([part.record, str(file)] if part.record else [])]
-        start = time.perf_counter()
-        try:
-            done = subprocess.run(
-                command,
-                cwd=ROOT,
-                env=environment,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                text=True,
-                timeout=timeout,
-                check=False,
-            )
-            status, output = done.returncode, done.stdout
-        except subprocess.TimeoutExpired as error:
-            partial = error.stdout or b""
-            status = 124
-            output = partial.decode(errors="replace") if isinstance(partial, bytes) else partial
-        return {
-            "command": " ".join(part.command),
-            "status": status,
-            "seconds": round(time.perf_counter() - start, 1),
-            "output": output[-_TAIL:],
-            "record": json.loads(file.read_text()) if file.exists() else None,
-        }
+def tells(part: Part, result: Result) -> str:
+    """The part's figures in a line."""
+    if result.reason:
+        return result.reason
+    bars = bars_of(result.record)
+    shown = [bar for bar in bars if any(word in bar["name"] for word in part.shows)]
+    bounded = [bar for bar in bars if bar.get("at_most") is not None or bar.get("at_least") is not None]
+    words = [f"{bar['name']} {bar['value']:.4g}" for bar in shown[:4]]
+    words += [text.strip("= ") for text in result.output.splitlines() if part.line and part.line in text][-1:]
+    if bounded:
+        words.append(f"{sum(bar['reached'] for bar in bounded)} of {len(bounded)} bars reached")
+    return "\n".join(words) if words else last_line(result.output)
+
+
+def table(done: list[tuple[Part, Result]]) -> Table:
+    shown = Table(title="gpu_suite", title_justify="left", show_edge=False, pad_edge=False)
+    shown.add_column("part", no_wrap=True)
+    shown.add_column("state", no_wrap=True)
+    shown.add_column("s", justify="right", no_wrap=True)
+    shown.add_column("limit", justify="right", no_wrap=True)
+    shown.add_column("figures", overflow="fold")
+    for part, result in done:
+        colour = _COLOURS.get(result.state, "red")
+        figures = tells(part, result).replace("[", r"\[")
+        state = f"[{colour}]{result.state}[/]"
+        shown.add_row(part.name, state, f"{result.seconds:.0f}", f"{result.limit_seconds:.0f}", figures)
+    return shown
+
+
+class Suite:
+    """Runs the parts in turn and keeps their results."""
+
+    def __init__(self, chosen: list[Part], record: Record, output: Path | None, deadline: float) -> None:
+        self._chosen, self._record, self._output, self._deadline = chosen, record, output, deadline
+        self._runner = Runner()
+        self.done: list[tuple[Part, Result]] = []
+
+    def run(self) -> None:
+        for number, part in enumerate(self._chosen):
+            remaining = self._deadline - time.perf_counter()
+            limit = limit_of(part, self._chosen[number + 1 :], remaining)
+            if not part.missing and limit < _LEAST:
+                part = dataclasses.replace(part, missing=f"no time was left ({remaining:.0f} s)")
+            print(f"== {part.name} (at most {limit:.0f} s)", flush=True)
+            self._record.figures[part.name] = {"state": "under way"}
+            self._record.write(self._output)
+            self._keep(part, self._runner.run(part, limit))
+
+    def stop(self, stopped: Stopped) -> None:
+        """Keep what the part that was on has left, and say of the later ones why they did not run."""
+        if self._runner.under_way:
+            part, result = self._runner.under_way
+            result.reason = f"the suite was ended by {stopped}"
+            self._keep(part, result)
+        finished = {part.name for part, _ in self.done}
+        for part in self._chosen:
+            if part.name not in finished:
+                self._keep(part, Result(SKIPPED, "", reason=f"the suite was ended by {stopped}"))
+
+    def _keep(self, part: Part, result: Result) -> None:
+        self.done.append((part, result))
+        self._record.figures[part.name] = dataclasses.asdict(result)
+        self._record.write(self._output)
+        if result.state in (FAILED, LATE):
+            print("\n".join(result.output.splitlines()[-_SHOWN_OF_FAILED:]), flush=True)
+        said = f": {result.reason}" if result.reason else ""
+        print(f"== {part.name}: {result.state} after {result.seconds:.1f} s{said}", flush=True)
+
+
+def choose(every: list[Part], only: str | None) -> list[Part]:
+    """The parts whose names begin with one of those words."""
+    if only is None:
+        return every
+    words = [word.strip() for word in only.split(",")]
+    strange = [word for word in words if not any(part.name.startswith(word) for part in every)]
+    if strange:
+        names = ", ".join(part.name for part in every)
+        raise SystemExit(f"--only: no part begins with {', '.join(map(repr, strange))}; there are {names}")
+    return [part for part in every if any(part.name.startswith(word) for word in words)]
 
 
 def main() -> int:
+    begun = time.perf_counter()
+    stop_on_signals()
     options = parser(__doc__)
     options.add_argument("--dry-run", action="store_true", help="on the CPU, at tiny sizes")
     options.add_argument("--only", help="names of parts, comma-separated, by their beginning")
     options.add_argument(
-        "--timeout", type=float, default=240, help="seconds for a part (default: %(default)s)"
+        "--time-limit", type=float, default=540, help="seconds for all of it (default: %(default)s)"
     )
-    given = options.parse_args()
+    options.add_argument("--folder", type=Path, default=cache_folder(), help="where checkpoints are written")
+    given: Any = options.parse_args()
     dry_run: bool = given.dry_run or given.tiny
     if not dry_run and not torch.cuda.is_available():
         print("this torch sees no CUDA device; --dry-run proves the parts on the CPU", file=sys.stderr)
         return 2
+    given.folder.mkdir(parents=True, exist_ok=True)
     record = Record("gpu_suite", dry_run)
-    wanted = given.only.split(",") if given.only else [""]
-    failed = []
-    for part in parts(dry_run):
-        if not any(part.name.startswith(name) for name in wanted):
-            continue
-        print(f"== {part.name}", flush=True)
-        result = run(part, given.timeout)
-        print(result["output"], flush=True)
-        print(f"== {part.name}: status {result['status']} after {result['seconds']} s", flush=True)
-        record.figures[part.name] = result
-        record.write(given.output)
-        if result["status"] != 0:
-            failed.append(part.name)
-    if failed:
-        print(f"parts with a status other than 0: {', '.join(failed)}")
-    return 1 if failed else 0
+    with tempfile.TemporaryDirectory(dir=given.folder) as folder:
+        chosen = choose(parts(dry_run, folder), given.only)
+        suite = Suite(chosen, record, given.output, begun + given.time_limit - _RESERVE)
+        status = 0
+        try:
+            suite.run()
+        except Stopped as stopped:
+            suite.stop(stopped)
+            status = 128 + stopped.number
+    written = record.write(given.output, complete=not status)
+    if written:
+        print(f"written to {written}")
+    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
+    console.print(table(suite.done))
+    came = [result.state for _, result in suite.done]
+    return status or int(any(state in (FAILED, LATE, BARS, STOPPED) for state in came))
 
 
 if __name__ == "__main__":
+    os.chdir(ROOT)
     sys.exit(main())

@@ -1,10 +1,11 @@
 """How long until a checkpoint of 4 GB is a model, and what memory that takes.
 
-A decoder in a safetensors file (float32), on the CPU, each contender in a process of its own. The libraries'
+A decoder in a safetensors file (float32), each contender in a process of its own. The libraries'
 own code has run once on a small file; of the large one nothing is in the page cache.
 
 onto a skeleton  `checkpoint.load(skeleton, path)`, the skeleton on the meta device, made before.
 from a factory   `checkpoint.load(lambda: Model(config), path)`: the skeleton's making included.
+onto the device  With `--device cuda`: from the file until every weight is on the GPU, for all of them.
 others           PyTorch's recipe with `torch.load(mmap=True)` and `assign=True`, and safetensors' load_file.
 """
 
@@ -24,7 +25,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from common import Record, parser, run_apart
+from common import Record, dd, parser, run_apart
 from dynswap_ext import checkpoint
 from dynswap_ext.demo.files import Watcher, cache_folder, checkpoint_file
 from dynswap_ext.demo.measure import MemoryMeter, disk_bytes_read, drop_file_cache
@@ -44,20 +45,27 @@ class Job:
     config: dict[str, int]
     safetensors: str
     torch: str
+    device: str = "cpu"
 
 
-def skeleton(config: DecoderConfig) -> nn.Module:
+def skeleton(config: DecoderConfig) -> Any:
     """On the meta device, but for the buffers that no checkpoint holds."""
     return checkpoint.init_empty(lambda: Decoder(config))
 
 
 def load(way: str, config: DecoderConfig, model: nn.Module, job: Job) -> nn.Module:
     if way == SKELETON:
-        return checkpoint.load(model, job.safetensors)
+        return checkpoint.load(model, job.safetensors, device=job.device)
     if way == FACTORY:
-        return checkpoint.load(lambda: Decoder(config), job.safetensors)
-    state = load_file(job.safetensors) if "safetensors" in way else torch.load(job.torch, mmap=True)
+        return checkpoint.load(lambda: Decoder(config), job.safetensors, device=job.device)
+    if "safetensors" in way:
+        state = load_file(job.safetensors, device=job.device)
+    else:
+        state = torch.load(job.torch, mmap=True)
     model.load_state_dict(state, assign=True, strict=False)  # the tied head stands once in the file
+    model.head.weight = model.embedding.weight
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(job.device)
     return model
 
 
@@ -71,10 +79,13 @@ def run(job: Job) -> dict[str, Any]:
         torch.save(load_file(warm_up.safetensors), warm_up.torch)
         load(job.way, small, skeleton(small), warm_up)
     model = skeleton(config) if job.way != FACTORY else nn.Module()
-    drop_file_cache(Path(job.safetensors))
+    for path in (job.safetensors, job.torch):
+        drop_file_cache(Path(path))
     memory, read = MemoryMeter(), disk_bytes_read() or 0
     start = time.perf_counter()
     model = load(job.way, config, model, job)
+    if job.device != "cpu":
+        torch.cuda.synchronize()
     seconds = time.perf_counter() - start
     assert not next(model.parameters()).is_meta
     return {
@@ -88,6 +99,7 @@ def run(job: Job) -> dict[str, Any]:
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--size", default="4GB")
+    options.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--folder", type=Path, default=cache_folder(), help="on the disk to be measured")
     options.add_argument("--job", help="used between the processes")
@@ -97,7 +109,8 @@ def main() -> int:
         return 0
     if given.tiny:
         given.size, given.rounds = "24MB", 1
-    record = Record("load", given.tiny)
+    cuda = given.device == "cuda"
+    record = Record("load_cuda" if cuda else "load", given.tiny)
     config = config_for(parse_size(given.size), torch.float32)
     with (
         checkpoint_file(given.folder, config, torch.float32, Watcher(), keep=False) as path,
@@ -105,7 +118,7 @@ def main() -> int:
     ):
         pickled = Path(scratch) / "model.pt"
         torch.save(dict(checkpoint.load(lambda: Decoder(config), path).state_dict()), pickled)
-        job = Job("", dataclasses.asdict(config), str(path), str(pickled))
+        job = Job("", dataclasses.asdict(config), str(path), str(pickled), given.device)
         rows: dict[str, list[dict[str, Any]]] = {}
         for _ in range(given.rounds):
             for way in WAYS:
@@ -113,12 +126,18 @@ def main() -> int:
                 if "failure" in row:
                     raise SystemExit(f"{way}: {row['failure']}")
                 rows.setdefault(way, []).append(row)
-        record.figures |= {"file_bytes": path.stat().st_size, "rows": rows}
+        file_bytes = path.stat().st_size
+        record.figures |= {"file_bytes": file_bytes, "rows": rows}
+        if cuda:
+            record.figures["dd_bytes_per_second"] = reading = dd(path)
+            record.bar("dd iflag=direct: GB/s", reading / 1e9)
     for way in WAYS:
         seconds = statistics.median(row["seconds"] for row in rows[way])
         memory = max(row["rss_bytes"] or 0 for row in rows[way]) / 2**20
-        ours = way == SKELETON
+        ours = way == SKELETON and not cuda  # nothing is read then
         record.bar(f"{way}: ms", seconds * 1e3, at_most=50 if ours else None)
+        if cuda:
+            record.bar(f"{way}: GB/s", file_bytes / seconds / 1e9)
         record.bar(f"{way}: RSS + MiB", memory, at_most=20 if ours else None)
     return record.finish(given.output)
 

@@ -1,13 +1,17 @@
 """A model on disk under a budget: how close a pass comes to the disk, and to the resident model.
 
 Three questions about a decoder of 1.5 GB whose masters are mapped from a safetensors file, with a budget of
-384 MiB, on the CPU, each contender in a process of its own:
+384 MiB, each contender in a process of its own:
 
 read-bound     An input of one token. Bytes moved / time of a pass, against `dd iflag=direct bs=16M` of the
                same file; readings of dd and passes alternate, and medians are compared.
 compute-bound  An input that computes for longer than the weights take to arrive. Time of a pass against
                the resident model's.
 memory         Peak resident set over the start of the run, in both.
+
+On a GPU (`--device cuda`) weights travel from the disk through pinned buffers to the device; peak memory is
+the device's, the time of the compute-bound pass stands beside max(resident, bytes / dd), and one more
+contender has its masters in RAM, against the bandwidth of copies from pinned memory.
 
 None of the file is in the page cache when a pass begins. What storage delivered (/proc/self/io) is recorded
 beside what the engine says it moved.
@@ -26,6 +30,7 @@ import torch
 from common import Record, dd, native_available, parser
 from dynswap_ext.demo.contender import Job, Outcome
 from dynswap_ext.demo.files import Watcher, cache_folder, checkpoint_file
+from dynswap_ext.demo.measure import pinned_bandwidth
 from dynswap_ext.demo.model import config_for
 from dynswap_ext.demo.run import INSTALLED, PYTHON, RESIDENT, Contender, run_contender
 from dynswap_ext.demo.units import parse_size
@@ -37,15 +42,26 @@ class Bench:
     def __init__(self, job: Job, record: Record, scratch: Path) -> None:
         self._job, self._record, self._scratch = job, record, scratch
 
-    def run(self, name: str, contender: Contender, *, tokens: int) -> Outcome:
+    def run(self, name: str, contender: Contender, *, tokens: int, in_memory: bool = False) -> Outcome:
         outputs = self._scratch / f"{contender.way}-{tokens}.pt"
-        job = dataclasses.replace(self._job, way=contender.way, tokens=tokens, outputs=str(outputs))
+        job = dataclasses.replace(
+            self._job, way=contender.way, tokens=tokens, in_memory=in_memory, outputs=str(outputs)
+        )
         outcome = run_contender(contender, job, Watcher())
         self._record.figures.setdefault(name, []).append(dataclasses.asdict(outcome))
         print(
-            f"{name:<28} {statistics.median(outcome.seconds):8.3f} s a pass, peak {outcome.peak_bytes} bytes"
+            f"{name:<28} {statistics.median(outcome.seconds):8.3f} s a pass, peak {outcome.peak_bytes} bytes",
+            flush=True,
         )
         return outcome
+
+    def from_memory(self, bandwidth: float, native: bool) -> None:
+        """Masters in RAM, and an input of one token: what the bus allows."""
+        outcome = self.run("from RAM", INSTALLED, tokens=1, in_memory=True)
+        rate = (outcome.moved_bytes_per_pass or 0) / statistics.median(outcome.seconds)
+        self._record.figures["pinned_bytes_per_second"] = bandwidth
+        name = "from RAM: bytes a second / copies from pinned memory"
+        self._record.bar(name, rate / bandwidth, at_least=0.9 if native else None)
 
     def equal(self, tokens: int) -> bool:
         """Whether the last outputs for that input were those of the resident model, to the bit."""
@@ -61,17 +77,22 @@ def main() -> int:
     options.add_argument("--size", default="1.5GB")
     options.add_argument("--budget", default="384MiB")
     options.add_argument("--prefetch", type=int, default=2)
-    options.add_argument("--tokens", type=int, default=1024, help="of the compute-bound input")
+    options.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options.add_argument(
+        "--tokens", type=int, help="of the compute-bound input (default: 1024, 16384 on a GPU)"
+    )
     options.add_argument("--passes", type=int, default=5)
     options.add_argument("--rounds", type=int, default=3, help="of dd and passes in turn")
     options.add_argument("--folder", type=Path, default=cache_folder(), help="on the disk to be measured")
     given = options.parse_args()
     if given.tiny:
         given.size, given.budget, given.tokens, given.passes, given.rounds = "24MB", "12MB", 8, 2, 1
-    record = Record("stream", given.tiny)
+    cuda = given.device == "cuda"
+    given.tokens = given.tokens or (16384 if cuda else 1024)
+    record = Record("stream_cuda" if cuda else "stream", given.tiny)
     config = config_for(parse_size(given.size), torch.float32)
     budget = parse_size(given.budget)
-    native = native_available()
+    native = native_available(given.device)
 
     with (
         tempfile.TemporaryDirectory() as scratch,
@@ -81,7 +102,7 @@ def main() -> int:
             way="",
             checkpoint=str(path),
             config=dataclasses.asdict(config),
-            device="cpu",
+            device=given.device,
             dtype=None,
             batch=1,
             tokens=1,
@@ -100,6 +121,7 @@ def main() -> int:
             runs.append(outcome)
             rates.append((outcome.moved_bytes_per_pass or 0) / statistics.median(outcome.seconds))
             readings.append(dd(path))
+            record.write(given.output)
         record.figures["dd_bytes_per_second"] = readings
         record.figures["bytes_per_second"] = rates
         record.bar(
@@ -116,16 +138,23 @@ def main() -> int:
         record.bar(
             "compute-bound: time of a pass / resident",
             statistics.median(installed.seconds) / statistics.median(both),
-            at_most=1.05 if native else None,
+            at_most=1.05 if native and not cuda else None,
         )
         record.bar("compute-bound: outputs equal to the bit", bench.equal(given.tokens), at_least=1)
         runs.append(installed)
+        if cuda:
+            limit = max(
+                statistics.median(both),
+                (installed.moved_bytes_per_pass or 0) / statistics.median(readings),
+            )
+            record.bar("compute-bound: time of a pass / limit", statistics.median(installed.seconds) / limit)
+            bench.from_memory(pinned_bandwidth(torch.device("cuda")), native)
         record.bar(
-            "peak RSS over the start of the run, MiB",
+            "peak allocated on the device, MiB" if cuda else "peak RSS over the start of the run, MiB",
             max(outcome.peak_bytes or 0 for outcome in runs) / 2**20,
-            at_most=448 if native and budget == 384 << 20 else None,
+            at_most=448 if native and not cuda and budget == 384 << 20 else None,
         )
-        if native and not given.tiny:
+        if native and not given.tiny and not cuda:
             bench.run("read-bound, pure Python", PYTHON, tokens=1)
     return record.finish(given.output)
 

@@ -1,8 +1,10 @@
 """A training step of a model on disk under a budget: LoRA and full, beside the ways that others have.
 
-A decoder whose masters are mapped from a safetensors file, on the CPU, each contender in its own process:
+A decoder whose masters are mapped from a safetensors file, each contender in its own process. On a GPU
+(`--device cuda`) masters are copied to RAM first, from where they stream, and time stands beside the limit:
+max(resident, bytes moved / bandwidth of copies from pinned memory, gradients' bytes / the same).
 
-resident      All weights in RAM.
+resident      All weights in RAM, or on the GPU.
 dynswap       Installed with a budget; the native provider, and pure Python.
 classic hook  Each attribute read converts the weight anew. Its gradients go to copies that nobody keeps.
 accelerate    cpu_offload with the masters in RAM, and disk_offload; diffusers' group offload.
@@ -36,7 +38,7 @@ from common import Record, native_available, parser, run_apart
 from dynswap_ext import checkpoint
 from dynswap_ext.demo.files import Watcher, cache_folder, checkpoint_file
 from dynswap_ext.demo.hook import install_hook
-from dynswap_ext.demo.measure import MemoryMeter, drop_file_cache
+from dynswap_ext.demo.measure import MemoryMeter, drop_file_cache, pinned_bandwidth
 from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
 from dynswap_ext.demo.units import parse_size
 
@@ -64,6 +66,7 @@ class Job:
     steps: int
     rank: int
     gradients: str
+    device: str = "cpu"
 
 
 @dataclass
@@ -74,6 +77,7 @@ class Row:
     peak_bytes: int | None = None
     failure: str = ""
     stats: dict[str, Any] = field(default_factory=dict)
+    trained_bytes: int = 0
 
 
 class LowRank(nn.Module):
@@ -107,8 +111,10 @@ def make_resident(model: nn.Module, path: Path) -> None:
 
 def prepare(job: Job, model: nn.Module) -> tuple[nn.Module, Any]:
     """The model as the contender runs it, and dynswap's handle."""
-    path, device = Path(job.checkpoint), torch.device("cpu")
+    path, device = Path(job.checkpoint), torch.device(job.device)
     if job.way in (NATIVE, PYTHON):
+        if device.type != "cpu":
+            make_resident(model, path)  # in RAM: page-locked there, and streamed from there
         backend = "native" if job.way == NATIVE else "python"
         return model, dynswap_ext.install(
             model, device=device, budget=job.budget, prefetch=job.prefetch, backend=backend
@@ -124,6 +130,8 @@ def prepare(job: Job, model: nn.Module) -> tuple[nn.Module, Any]:
         install_hook(model, device=device, copy=True)
         return model, None
     make_resident(model, path)
+    if job.way == RESIDENT:
+        return model.to(device), None
     if job.way == "accelerate cpu_offload":
         from accelerate import cpu_offload
 
@@ -131,18 +139,24 @@ def prepare(job: Job, model: nn.Module) -> tuple[nn.Module, Any]:
     elif job.way == "diffusers group offload":
         from diffusers.hooks import apply_group_offloading
 
-        apply_group_offloading(model, onload_device=device, offload_device=device, offload_type="leaf_level")
+        apply_group_offloading(
+            model,
+            onload_device=device,
+            offload_device=torch.device("cpu"),
+            offload_type="leaf_level",
+            use_stream=device.type == "cuda",
+        )
     elif job.way == "RamTorch":
         from ramtorch.helpers import replace_linear_with_ramtorch
 
-        model = replace_linear_with_ramtorch(model, device="cpu")
+        model = replace_linear_with_ramtorch(model, device=job.device)
     return model, None
 
 
 def run(job: Job) -> Row:
     """One process's work."""
     config = DecoderConfig(**job.config)
-    path = Path(job.checkpoint)
+    path, cuda = Path(job.checkpoint), job.device.startswith("cuda")
     model: nn.Module = checkpoint.load(lambda: Decoder(config), path)
     if job.task == "lora":
         add_low_rank(model, job.rank)
@@ -151,24 +165,30 @@ def run(job: Job) -> Row:
     memory = MemoryMeter()
     model, handle = prepare(job, model)
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(config.vocabulary, (1, job.tokens), generator=generator)
-    row = Row()
+    tokens = torch.randint(config.vocabulary, (1, job.tokens), generator=generator).to(job.device)
+    row = Row(trained_bytes=sum(master.nbytes for master in names.values()))
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
     before: dict[str, Any] = {}
     for number in range(job.steps + 2):
         for master in names.values():
             master.grad = None
         if number == 2:  # the first step learns the order, the second begins with a full ring
             before = dataclasses.asdict(handle.stats()) if handle else {}
-        if job.way != RESIDENT:
+        if job.way != RESIDENT and not cuda:
             drop_file_cache(path)
+        if cuda:
+            torch.cuda.synchronize()
         start = time.perf_counter()
         loss = functional.cross_entropy(model(tokens).float(), tokens[:, -1])
         loss.backward()
+        if cuda:
+            torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         del loss
         if number >= 2:
             row.seconds.append(seconds)
-    row.peak_bytes = memory.peak_growth()
+    row.peak_bytes = torch.cuda.max_memory_allocated() if cuda else memory.peak_growth()
     if handle:
         row.stats = dataclasses.asdict(handle.stats())
         row.stats["bytes_moved_per_step"] = (row.stats["bytes_moved"] - before["bytes_moved"]) / job.steps
@@ -176,7 +196,7 @@ def run(job: Job) -> Row:
     gradients = {name: master.grad for name, master in names.items()}
     if all(grad is None for grad in gradients.values()) and set(current) == set(names):
         gradients = {name: p.grad for name, p in current.items()}  # a peer may have put others in their place
-    torch.save({name: grad for name, grad in gradients.items() if grad is not None}, job.gradients)
+    torch.save({name: grad.cpu() for name, grad in gradients.items() if grad is not None}, job.gradients)
     return row
 
 
@@ -200,11 +220,17 @@ def least_bytes(model_bytes: int, budget: int) -> int:
     return 2 * max(0, model_bytes - budget)
 
 
+def limit_of(row: dict[str, Any], resident: float, bandwidth: float) -> float:
+    """Seconds that a step takes at least: compute, weights to the device, gradients from it, side by side."""
+    moved = max(row["stats"].get("bytes_moved_per_step", 0), row["trained_bytes"])
+    return max(resident, moved / bandwidth)
+
+
 def describe(row: dict[str, Any], least: int) -> str:
     moved = row["stats"].get("bytes_moved_per_step")
     return (
         f"{statistics.median(row['seconds']):7.3f} s a step ({row['ratio_to_resident']:.2f} x resident), "
-        f"peak RSS {(row['peak_bytes'] or 0) / 2**20:.0f} MiB, "
+        f"peak {(row['peak_bytes'] or 0) / 2**20:.0f} MiB, "
         f"moved {'-' if moved is None else f'{moved / 2**20:.0f} MiB'} (least {least / 2**20:.0f}), "
         f"gradients {row['gradients']}"
     )
@@ -225,8 +251,17 @@ CONTENDERS = (
 class Bench:
     """Runs every contender for a task and keeps the rows."""
 
-    def __init__(self, record: Record, job: Job, contenders: list[str], scratch: Path) -> None:
+    def __init__(
+        self,
+        record: Record,
+        job: Job,
+        contenders: list[str],
+        scratch: Path,
+        output: Path | None,
+        bandwidth: float | None,
+    ) -> None:
         self._record, self._job, self._contenders, self._scratch = record, job, contenders, scratch
+        self._output, self._bandwidth = output, bandwidth
 
     def run(self, task: str, model_bytes: int) -> None:
         rows: dict[str, Any] = self._record.figures.setdefault(task, {})
@@ -244,13 +279,14 @@ class Bench:
                 print(f"{task:<5} {way:<24} cannot run: {row.failure}", flush=True)
                 continue
             shown["gradients"] = compare(files(way), files(RESIDENT))
-            if way in NOTES:
+            if way in NOTES and self._bandwidth is None:
                 shown["note"] = NOTES[way]
             shown["least_bytes_per_step"] = least
             shown["ratio_to_resident"] = statistics.median(row.seconds) / statistics.median(
                 rows[RESIDENT]["seconds"]
             )
             print(f"{task:<5} {way:<24} {describe(shown, least)}", flush=True)
+            self._record.write(self._output)
         self._bars(task, rows, least)
 
     def _bars(self, task: str, rows: dict[str, Any], least: int) -> None:
@@ -261,6 +297,9 @@ class Bench:
             return
         record = self._record
         record.bar(f"{task}: time of a step / resident", mine["ratio_to_resident"])
+        if self._bandwidth is not None:
+            limit = limit_of(mine, statistics.median(rows[RESIDENT]["seconds"]), self._bandwidth)
+            record.bar(f"{task}: time of a step / limit", statistics.median(mine["seconds"]) / limit)
         record.bar(f"{task}: gradients are right", "wrong" not in mine["gradients"], at_least=1)
         record.bar(f"{task}: bytes beyond the budget", mine["stats"]["overflow_bytes"], at_most=0)
         record.bar(
@@ -279,10 +318,11 @@ class Bench:
 
 def main() -> int:
     options = parser(__doc__)
-    options.add_argument("--size", default="240MB")
-    options.add_argument("--budget", default="60MB")
+    options.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    options.add_argument("--size", help="default: 240MB, 1GB on a GPU")
+    options.add_argument("--budget", help="default: a quarter of --size")
     options.add_argument("--prefetch", type=int, default=2)
-    options.add_argument("--tokens", type=int, default=64)
+    options.add_argument("--tokens", type=int, help="default: 64, 1024 on a GPU")
     options.add_argument("--steps", type=int, default=3)
     options.add_argument("--rank", type=int, default=8)
     options.add_argument("--only", help="contenders, with commas between them; the resident always runs")
@@ -294,12 +334,18 @@ def main() -> int:
         return 0
     if given.tiny:
         given.size, given.budget, given.tokens, given.steps = "6MB", "2MB", 8, 1
-    record = Record("train", given.tiny)
+    cuda = given.device == "cuda"
+    given.size = given.size or ("1GB" if cuda else "240MB")
+    given.budget = given.budget or str(parse_size(given.size) // 4)
+    given.tokens = given.tokens or (1024 if cuda else 64)
+    record = Record("train_cuda" if cuda else "train", given.tiny)
     config = config_for(parse_size(given.size), torch.float32)
     wanted = given.only.split(",") if given.only else list(CONTENDERS)
     contenders = [way for way in CONTENDERS if way == RESIDENT or way in wanted]
-    if not native_available():
-        contenders.remove(NATIVE)
+    if not native_available(given.device) and NATIVE in contenders:
+        contenders[contenders.index(NATIVE)] = PYTHON
+        contenders = list(dict.fromkeys(contenders))
+    bandwidth = pinned_bandwidth(torch.device("cuda")) if cuda else None
     with (
         checkpoint_file(given.folder, config, torch.float32, Watcher(), keep=False) as path,
         tempfile.TemporaryDirectory(dir=given.folder) as scratch,
@@ -315,8 +361,10 @@ def main() -> int:
             steps=given.steps,
             rank=given.rank,
             gradients="",
+            device=given.device,
         )
-        bench = Bench(record, job, contenders, Path(scratch))
+        bench = Bench(record, job, contenders, Path(scratch), given.output, bandwidth)
+        record.figures["pinned_bytes_per_second"] = bandwidth
         record.figures["model_bytes"], record.figures["budget"] = config.parameters * 4, job.budget
         for task in ("lora", "full"):
             bench.run(task, config.parameters * 4)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ._provider import BackendInfo, backend_info
 from ._stats import Stats
+from ._tuning import Tuning
 from ._version import __version__
 from .errors import (
     BudgetError,
@@ -21,7 +22,8 @@ from .errors import (
     OutOfMemoryError,
     SourceError,
 )
-from .install import Handle, install, is_installed, uninstall
+from .handle import Handle
+from .install import install, is_installed, uninstall
 
 if TYPE_CHECKING:
     from . import checkpoint, inspect, testing
@@ -37,6 +39,7 @@ __all__ = [
     "OutOfMemoryError",
     "SourceError",
     "Stats",
+    "Tuning",
     "__version__",
     "backend_info",
     "checkpoint",

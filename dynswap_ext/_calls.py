@@ -63,10 +63,12 @@ def namespace_for(cls: type) -> dict[str, Any]:
         if torch.compiler.is_dynamo_compiling():
             return call(self, *args, **kwargs)
         session = session_of(self)
-        if session is not None and session.outdated and _thread.depth == 0:
-            from .install import plan_again
+        if session is not None and _thread.depth == 0:
+            if session.outdated:
+                from .install import plan_again
 
-            plan_again(session)
+                plan_again(session)
+            session.pass_begins()
         if _thread.kept:
             _end_of_call()
         let_go()
@@ -76,6 +78,10 @@ def namespace_for(cls: type) -> dict[str, Any]:
             if hooked:
                 _push()
             return call(self, *args, **kwargs)
+        except Exception as error:
+            if session is not None and session.on_pass is not None and _thread.depth == 1:
+                session.on_pass.call_failed(error)
+            raise
         finally:
             _thread.depth -= 1
             if hooked:

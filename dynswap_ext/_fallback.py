@@ -17,8 +17,8 @@ from torch import nn
 
 from ._attribute import Attribute, ModuleState
 from ._calls import inside_call, keep
+from ._figures import Figures
 from ._handout import Copy, Place, Weight, has_tangent
-from ._holdings import Holdings
 from ._outside import show_outside
 from ._residency import choose_residents
 from ._state import STATE_KEY, modules_of, session_of, set_class
@@ -29,7 +29,7 @@ __all__ = ["Attribute", "ModuleState", "Session"]
 SwapClass = Callable[[type], "type | None"]
 
 
-class Session(Holdings):
+class Session(Figures):
     """One install. Thread-safe.
 
     It owns no module and no master; their states own the weights, whose device memory goes with them.
@@ -58,8 +58,6 @@ class Session(Holdings):
         self._strict = strict_budget
         self.modules = 0
         self.outdated = False
-        self._counters = dict.fromkeys(_COUNTERS, 0)
-        self._plan = dict.fromkeys(_PLAN, 0)
 
     # Modules ------------------------------------------------------------------------------------------
 
@@ -102,6 +100,8 @@ class Session(Holdings):
     def detach(self, root: nn.Module) -> None:
         """Give every module of the tree that this session serves its own class back."""
         self.flush()
+        with self._exclusive:
+            self._describe()
         for module in modules_of(root):
             if session_of(module) is self:
                 original = type(module).__dict__.get("_dynswap_original")
@@ -129,12 +129,26 @@ class Session(Holdings):
             before = {module: module.__dict__[STATE_KEY].weights for module in served}
             try:
                 for module in served:
-                    module.__dict__[STATE_KEY].weights = self._weights_of(module)
+                    weights = module.__dict__[STATE_KEY].weights = self._weights_of(module)
+                    for name, old in before[module].items():
+                        if name in weights:
+                            _take_over(weights[name], old)
                 self._make_plan([module.__dict__[STATE_KEY] for module in served])
             except BaseException:
                 for module, weights in before.items():
                     module.__dict__[STATE_KEY].weights = weights
                 raise
+
+    def retune(self, root: nn.Module, budget: int | None) -> dict[str, Any]:
+        """Choose residents anew, for this budget; if it does not work, the old one stays."""
+        seen = self.seen()
+        before, self._budget = self._budget, budget
+        try:
+            self.plan_again(root)
+        except BaseException:
+            self._budget = before
+            raise
+        return seen
 
     def adopt(self, module: nn.Module, name: str) -> None:
         """Serve a name registered after the install; weights are found at their first access."""
@@ -179,6 +193,9 @@ class Session(Holdings):
         residents = choose_residents(sizes, self._budget, together)
         for weight, resident in zip(weights, residents, strict=True):
             weight.resident = resident
+            weight.counts.bytes, weight.counts.resident = size_of[weight], resident
+        self._ledger.plan(weight.counts for weight in weights)
+        self._ledger.name(self._root(), {weight.counts: weight.master for weight in weights})
         self._plan.update(
             groups=len(weights),
             resident_groups=sum(residents),
@@ -214,6 +231,8 @@ class Session(Holdings):
             if weight is None or weight.master is not master:
                 weight = state.weights[name] = self._replaced(weight, master)
             copy = self._current_copy(weight, master)
+            if self._ledger.recording:
+                self._ledger.used(weight.counts, self._held_bytes())
             if training and master.is_floating_point():
                 copy.compare = True  # F.batch_norm writes its running statistics without a trace
             inside = inside_call()
@@ -235,11 +254,17 @@ class Session(Holdings):
         """The weight's bytes for a backward pass."""
         with self._exclusive:
             copy = weight.copy
-            return copy if copy is not None and copy.current(weight.master) else self._new_copy(weight)
+            if copy is None or not copy.current(weight.master):
+                copy = self._new_copy(weight)
+            if self._ledger.recording:
+                self._ledger.used(weight.counts, self._held_bytes())
+            return copy
 
     def _replaced(self, old: Weight | None, master: torch.Tensor) -> Weight:
         new = self._weight(master)
         self.outdated = True
+        if old is not None:
+            _take_over(new, old)
         if old is not None and old.resident and new.copy is None:
             # The place in the plan stays with the module's name.
             old.resident, old.copy = False, None
@@ -253,8 +278,10 @@ class Session(Holdings):
                 if copy.written():
                     copy.write_back(master)
                 self._counters["hits"] += 1
+                self._ledger.hit(weight.counts)
                 return copy
             weight.copy = copy = None  # the master wins; what was handed out stays as it is
+            weight.counts.changed = True
             self._counters["refetches"] += 1
         weight.copy = copy = self._new_copy(weight)
         return copy
@@ -263,19 +290,21 @@ class Session(Holdings):
         master = weight.master
         self._sweep()
         self._make_room(weight, self.place.bytes_for(master))
-        begin = time.perf_counter_ns()
+        begin = time.monotonic_ns()
         try:
             copy = Copy(weight, self, self._freed)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"no device memory for {self._name(master)} ({self.place.bytes_for(master)} bytes): {error}"
             ) from error
+        end, moved = time.monotonic_ns(), master.numel() * master.element_size()
         counters = self._counters
-        counters["stall_ns"] += time.perf_counter_ns() - begin
+        counters["stall_ns"] += end - begin
         counters["misses"] += 1
         counters["copies"] += 1
-        counters["bytes_moved"] += master.numel() * master.element_size()
+        counters["bytes_moved"] += moved
         self._bytes += copy.nbytes
+        self._ledger.copied(weight.counts, begin, end, moved)
         counters["peak_bytes"] = max(counters["peak_bytes"], self._held_bytes())
         return copy
 
@@ -300,21 +329,12 @@ class Session(Holdings):
         self._counters["overflow_bytes"] += size
         self._warn_once("overflow", f"{message}; more memory than the budget is used")
 
-    # Figures ------------------------------------------------------------------------------------------
 
-    def stats(self) -> dict[str, int]:
-        """Counters and plan, named as in csrc/core/stats.h."""
-        with self._exclusive:
-            self._settle_deaths()
-            self._find_lost()
-            self._sweep()
-            return {**self._counters, **self._plan, "live_leases": len(self._held)}
-
-    def reset_stats(self) -> None:
-        """Set the counters to zero; the plan stays."""
-        with self._exclusive:
-            self._counters = dict.fromkeys(_COUNTERS, 0)
-            self._counters["peak_bytes"] = self._held_bytes()
+def _take_over(new: Weight, old: Weight) -> None:
+    """A weight in another's place goes on with its counts."""
+    if new is not old and not new.counts.copied_before:
+        new.counts = old.counts
+        new.counts.changed = True
 
 
 def _is_plain(master: torch.Tensor) -> bool:
@@ -327,20 +347,3 @@ def _is_plain(master: torch.Tensor) -> bool:
         and not torch._C._are_functorch_transforms_active()
         and not has_tangent(master)
     )
-
-
-_COUNTERS = (
-    "hits",
-    "late_hits",
-    "misses",
-    "prefetches",
-    "wasted_prefetches",
-    "refetches",
-    "copies",
-    "bytes_moved",
-    "stall_ns",
-    "overflow_bytes",
-    "peak_bytes",
-    "host_synchronisations",
-)
-_PLAN = ("groups", "resident_groups", "weight_bytes", "resident_bytes", "arena_bytes", "depth")

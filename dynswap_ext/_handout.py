@@ -19,6 +19,8 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from ._counting import Counts
+
 if TYPE_CHECKING:
     from ._fallback import Session
 
@@ -60,9 +62,10 @@ class Place:
 class Weight:
     """One managed master. Modules that share it share the weight."""
 
-    __slots__ = ("__weakref__", "copy", "kept", "master", "resident")
+    __slots__ = ("__weakref__", "copy", "counts", "kept", "master", "resident")
 
     def __init__(self, master: torch.Tensor) -> None:
+        self.counts = Counts()
         #: Not weakly: torch swaps no tensor that somebody refers to weakly (`torch.utils.swap_tensors`).
         self.master = master
         self.resident = False

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 __all__ = ["Mapping", "mappings"]
@@ -25,7 +24,8 @@ class Mapping(NamedTuple):
 def mappings() -> list[Mapping]:
     """All of them, by address. None where there is no such list (not Linux)."""
     try:
-        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()
+        with open("/proc/self/maps", errors="replace") as file:
+            lines = file.read().splitlines()
     except OSError:
         return []
     found = []

@@ -11,7 +11,10 @@ import torch
 
 from .errors import ConfigError
 
-__all__ = ["format_bytes", "free_bytes", "parse_bytes"]
+__all__ = ["all_bytes", "first_budget", "format_bytes", "free_bytes", "parse_bytes"]
+
+#: The rest is for activations, until they have been measured.
+_FIRST_SHARE: Final = 0.5
 
 _UNITS: Final = {
     "": 1,
@@ -65,6 +68,18 @@ def format_bytes(amount: int) -> str:
         return f"{amount} bytes"
     power = min(4, (amount.bit_length() - 1) // 10)
     return f"{amount / 1024**power:.4g} {'KMGT'[power - 1]}iB"
+
+
+def first_budget(device: torch.device) -> int:
+    """Bytes to begin with, while nobody knows what the activations take."""
+    return max(1, int(_FIRST_SHARE * free_bytes(device)))
+
+
+def all_bytes(device: torch.device) -> int:
+    """Memory of the device, in bytes."""
+    if device.type == "cpu":
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return int(getattr(torch, device.type).mem_get_info(device)[1])
 
 
 def free_bytes(device: torch.device) -> int:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from . import _fallback
+from ._logging import logger
 from ._warn import warn
 from .config import available_devices, backend_from_environment
 from .errors import ConfigError
@@ -96,6 +97,24 @@ class Session(Protocol):
     def reset_stats(self) -> None:
         """Set the counters to zero."""
 
+    def groups(self) -> list[dict[str, Any]]:
+        """Figures of each group in the order of use, named as in `GroupFigures`."""
+
+    #: Told of the model's calls: a `Tuner`, or None.
+    on_pass: Any
+
+    def note_pass(self) -> None:
+        """For a recording: a pass ends here, and the next one begins."""
+
+    def retune(self, root: nn.Module, budget: int | None) -> dict[str, Any]:
+        """Plan anew by what was recorded; returns that, as `Tuning` has it."""
+
+    def record(self, on: bool) -> None:
+        """Begin to record, dropping what was recorded, or end."""
+
+    def timeline(self) -> dict[str, Any]:
+        """What was recorded: "spans", each the fields of `Span`, "dropped", and the "clock"."""
+
     def close(self) -> None:
         """Let go of the device memory and the threads. Idempotent."""
 
@@ -167,13 +186,16 @@ def select(backend: str, device: torch.device) -> Provider:
         If "native" was asked for and cannot be had; the message says why.
     """
     if backend == "python":
+        logger.debug("the python provider serves %s, as asked for", device)
         return _python()
     extension = _extension()
     reason = extension.reason or _unsupported(extension, device)
     if not reason:
+        logger.debug("the native provider serves %s", device)
         return _native(extension, device)
     if backend == "native":
         raise ConfigError(f"the native provider was asked for, but {reason}")
+    logger.info("the python provider serves %s: %s", device, reason)
     if extension.reason:
         _warn_once(f"dynswap_ext runs in pure Python, without prefetch: {reason}. {_REMEDY}")
     return _python()

@@ -7,6 +7,7 @@ import warnings
 from pathlib import Path
 from typing import Final
 
+from ._logging import logger
 from .errors import DynswapWarning
 
 __all__ = ["warn"]
@@ -19,4 +20,5 @@ def warn(message: str) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
         level, frame = level + 1, frame.f_back
+    logger.warning("%s", message)
     warnings.warn(message, DynswapWarning, stacklevel=level)

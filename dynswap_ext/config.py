@@ -5,6 +5,9 @@ Environment variables
 DYNSWAP_BACKEND : {"auto", "native", "python"}
     The provider for installs that do not name one themselves. ``auto`` (the default) takes the native
     extension where it can serve the device, else pure Python. ``native`` raises where it cannot.
+DYNSWAP_LOG : {"debug", "info", "warning", "error", "off"}
+    Logs to stderr from that level on. Default: the logger "dynswap_ext" is silent, unless the program
+    configures it.
 DYNSWAP_REQUIRE_CUDA : {"0", "1"}
     For tests: ``1`` turns "skipped for lack of CUDA" into a failure, so that a GPU machine cannot pass
     without having used its GPU.
@@ -14,6 +17,7 @@ DYNSWAP_REQUIRE_CUDA : {"0", "1"}
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from dataclasses import dataclass
@@ -21,15 +25,30 @@ from typing import Final
 
 import torch
 
-from ._memory import free_bytes, parse_bytes
+from ._memory import first_budget, free_bytes, parse_bytes
+from ._progress import ProgressOption, check_progress
 from .errors import ConfigError
 
-__all__ = ["BACKENDS", "Options", "available_devices", "backend_from_environment", "require_cuda", "resolve"]
+__all__ = [
+    "BACKENDS",
+    "Options",
+    "available_devices",
+    "backend_from_environment",
+    "log_level",
+    "require_cuda",
+    "resolve",
+]
 
 #: The rest is for what else wants to grow.
 _AUTO_PAGE_CACHE: Final = 0.8
 
 BACKENDS: Final = ("auto", "native", "python")
+_LOG_LEVELS: Final = {
+    "debug": logging.DEBUG,
+    "info": logging.INFO,
+    "warning": logging.WARNING,
+    "error": logging.ERROR,
+}
 
 
 @dataclass(frozen=True)
@@ -42,6 +61,8 @@ class Options:
     prefetch: int
     #: Bytes for arena and residents together; None keeps just what `prefetch` needs.
     budget: int | None
+    #: Whether `budget` is only where to begin, until passes have been measured.
+    automatic: bool
     #: None leaves it to the backend.
     pin: bool | None
     #: Bytes of checkpoint files that may stay in the page cache.
@@ -51,6 +72,8 @@ class Options:
     #: One of `BACKENDS`.
     backend: str
     strict_budget: bool
+    #: Who is told of the first pass.
+    progress: ProgressOption
 
 
 def resolve(
@@ -63,6 +86,7 @@ def resolve(
     page_cache: bool | int | float | str = "auto",
     backend: str = "auto",
     strict_budget: bool = False,
+    progress: ProgressOption = False,
 ) -> Options:
     """Check the arguments of :func:`dynswap_ext.install`.
 
@@ -76,12 +100,14 @@ def resolve(
         device=where,
         dtype=_dtype(dtype),
         prefetch=_prefetch(prefetch),
-        budget=_budget(budget, where),
+        budget=first_budget(where) if budget == "auto" else resolve_budget(budget, where),
+        automatic=budget == "auto",
         pin=_pin(pin),
         page_cache=_page_cache(page_cache),
         page_cache_always=page_cache != "auto",
         backend=_backend(backend),
         strict_budget=_flag("strict_budget", strict_budget),
+        progress=check_progress(progress),
     )
 
 
@@ -91,6 +117,16 @@ def backend_from_environment() -> str:
     if value not in BACKENDS:
         raise ConfigError(f"DYNSWAP_BACKEND is {value!r}; expected one of {', '.join(BACKENDS)}")
     return value
+
+
+def log_level() -> int | None:
+    """``DYNSWAP_LOG`` as a level of `logging`; None if it is not set, or "off"."""
+    value = os.environ.get("DYNSWAP_LOG", "").strip().lower()
+    if value in ("", "off"):
+        return None
+    if value not in _LOG_LEVELS:
+        raise ConfigError(f"DYNSWAP_LOG is {value!r}; expected one of {', '.join(_LOG_LEVELS)}, off")
+    return _LOG_LEVELS[value]
 
 
 def require_cuda() -> bool:
@@ -158,7 +194,8 @@ def _prefetch(given: int) -> int:
     return given
 
 
-def _budget(given: int | float | str | None, device: torch.device) -> int | None:
+def resolve_budget(given: int | float | str | None, device: torch.device) -> int | None:
+    """Bytes of a budget: an amount, a fraction of what the device has free, or None."""
     if given is None:
         return None
     amount = parse_bytes(given)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 import weakref
-from dataclasses import dataclass
-from types import TracebackType
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -13,13 +14,18 @@ from torch import nn
 from . import _provider, config
 from ._class_swap import Dress, swap_class
 from ._distributed import refuse_to_install
+from ._first_pass import FirstPass
+from ._logging import follow_environment, logger
+from ._memory import format_bytes
 from ._parametrized import give_back
+from ._progress import ProgressOption
 from ._state import STATE_KEY, is_scripted, modules_of, name_in, session_of
-from ._stats import Stats
 from ._traced import let_go
+from ._tuning import Tuner, smaller_budget
 from ._untraced import untraced
 from ._warn import warn
 from .errors import BudgetError, ConfigError, OutOfMemoryError
+from .handle import Handle
 
 __all__ = ["Handle", "install", "is_installed", "uninstall"]
 
@@ -38,6 +44,7 @@ def install(
     page_cache: bool | int | float | str = "auto",
     backend: str = "auto",
     strict_budget: bool = False,
+    progress: ProgressOption = False,
 ) -> Handle:
     """Make attribute access of every parameter and buffer hand out a tensor on the compute device.
 
@@ -59,6 +66,9 @@ def install(
     budget : int, float or str, optional
         Device memory for streamed and resident weights together: bytes (``6_000_000_000``), a string
         (``"6GiB"``, ``"512 MB"``), or a fraction of what the device has free (a float in (0, 1]).
+        ``"auto"``: half of what is free at first; the second and third call of the model are measured, and
+        from the fourth on it is what they leave, with those weights resident that save the most time. If
+        memory runs out in a call, it shrinks (the error is raised all the same). See `Handle.retune`.
         Default: just what `prefetch` needs, no residents.
     pin : bool or "auto"
         Whether to page-lock masters in RAM, so that an accelerator can read them by itself.
@@ -75,6 +85,10 @@ def install(
     strict_budget : bool
         Raise :class:`BudgetError` where handed-out tensors that somebody keeps leave no room within the
         budget. Default: allocate outside it, count it (``overflow_bytes``) and warn once.
+    progress : bool or callable
+        True shows how far the first pass is, in bytes of weights that have come, where stderr is a terminal
+        or a notebook. A function is called with the bytes so far and the whole, by another thread. Ends with
+        the pass.
 
     Returns
     -------
@@ -100,6 +114,7 @@ def install(
         page_cache=page_cache,
         backend=backend,
         strict_budget=strict_budget,
+        progress=progress,
     )
     return install_with(model, options)
 
@@ -108,13 +123,15 @@ def install_with(model: nn.Module, options: config.Options, dress: Dress | None 
     """`install`, with options that are resolved, and with what the swap classes show (`compat`)."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    follow_environment()
+    begun = time.monotonic()
     with _lock:
         provider = _provider.select(options.backend, options.device)
         scripted, serving = _survey(model)
         record = _Record(options, weakref.ref(model), _new_session(provider, options), dress)
         replaced = _take_out(model, serving)
         try:
-            record.begin(model, provider.attribute)
+            record.begin_fitting(model, provider)
         except BaseException:
             record.session.close()
             for other in replaced:
@@ -123,6 +140,8 @@ def install_with(model: nn.Module, options: config.Options, dress: Dress | None 
         for other in replaced:
             if other.installed == 0:
                 other.end()
+    _log_plan("installed", record.session, f"{type(model).__name__} in {time.monotonic() - begun:.3f} s")
+    logger.debug("the install's options: %s", options)
     if scripted:
         warn(
             f"{scripted} TorchScript module(s) are left as they are: their weights are not streamed, "
@@ -155,79 +174,6 @@ def is_installed(module: nn.Module) -> bool:
     return session_of(module) is not None
 
 
-class Handle:
-    """One install. Leaving its ``with`` block uninstalls."""
-
-    def __init__(self, record: _Record) -> None:
-        self._record = record
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return self._record.options.device
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """What floating weights are cast into; None if they are not."""
-        return self._record.options.dtype
-
-    @property
-    def budget(self) -> int | None:
-        """Bytes for streamed and resident weights together."""
-        return self._record.options.budget
-
-    @property
-    def provider(self) -> str:
-        """Either "native" or "python"."""
-        return self._record.session.provider
-
-    @property
-    def backend(self) -> str:
-        """Either "host", "cuda", or "torch" (pure Python)."""
-        return self._record.session.backend
-
-    @property
-    def active(self) -> bool:
-        """Whether modules of the model are installed through this handle."""
-        return self._record.installed > 0 and self._record.root() is not None
-
-    def stats(self) -> Stats:
-        """What has been counted so far, also after an uninstall."""
-        let_go()
-        counters = self._record.session.stats()
-        return Stats.from_counters(counters, provider=self.provider, backend=self.backend)
-
-    def reset_stats(self) -> None:
-        """Set the counters to zero; the plan stays."""
-        self._record.session.reset_stats()
-
-    def flush(self) -> None:
-        """What was written on handed-out tensors is in the masters when this returns."""
-        let_go()
-        self._record.session.flush()
-
-    def uninstall(self) -> None:
-        """Undo this install. No effect if it is undone already, was replaced, or the model is gone."""
-        record = self._record
-        with _lock:
-            model = record.root()
-            if model is not None and record.installed > 0:
-                _detach(record.session, model)
-                record.end()
-
-    def __enter__(self) -> Handle:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.uninstall()
-
-    def __repr__(self) -> str:
-        state = "active" if self.active else "undone"
-        return f"<dynswap_ext.Handle {state}: {self.provider}/{self.backend} on {self.device}>"
-
-
 @dataclass
 class _Record:
     """What the front end knows of one install. Does not keep the model alive."""
@@ -238,11 +184,28 @@ class _Record:
     #: What its swap classes show.
     dress: Dress | None
     _forget: weakref.finalize[..., nn.Module] | None = None
+    tuner: Tuner | None = None
+    _first_pass: FirstPass | None = None
 
     @property
     def installed(self) -> int:
         """How many modules were swapped, or have joined since, and were not given back."""
         return self.session.modules
+
+    def begin_fitting(self, model: nn.Module, provider: _provider.Provider) -> None:
+        """`begin`; an automatic budget shrinks until there is memory for it."""
+        try:
+            self.begin(model, provider.attribute)
+        except (BudgetError, OutOfMemoryError) as error:
+            budget = self.options.budget
+            if not self.options.automatic or budget is None:
+                raise
+            logger.info("a budget of %s does not work: %s", format_bytes(budget), error)
+            self.session.close()
+            smaller = smaller_budget(budget) if isinstance(error, OutOfMemoryError) else None
+            self.options = replace(self.options, budget=smaller)
+            self.session = _new_session(provider, self.options)
+            self.begin_fitting(model, provider)
 
     def begin(self, model: nn.Module, attribute: type) -> None:
         """Swap the tree. On an error the tree is as it was."""
@@ -258,6 +221,10 @@ class _Record:
         _records[id(self.session)] = self
         self._forget = weakref.finalize(model, _records.pop, id(self.session), None)
         self._forget.atexit = False
+        if self.options.automatic:
+            self._tuner()
+        if self.options.progress:
+            self._first_pass = FirstPass(self.session, model, self.options.progress)
         if refused:
             names = ", ".join(cls.__qualname__ for cls in refused)
             warn(f"modules of classes that refuse to be swapped are left as they are: {names}")
@@ -273,9 +240,40 @@ class _Record:
         self.session = _new_session(provider, self.options)
         self.begin(model, provider.attribute)
 
+    def _tuner(self) -> Tuner:
+        options = self.options
+        self.tuner = Tuner(self.session, self.root, options.budget, automatic=options.automatic)
+        return self.tuner
+
+    def retune(self, budget: int | float | str | None) -> None:
+        """See `Handle.retune`."""
+        with _lock:
+            if self.installed == 0:
+                raise ConfigError("the model has been uninstalled: there is nothing to plan for")
+            tuner = self.tuner or self._tuner()
+            if budget is None:
+                tuner.measure(tuner.budget)
+            elif budget == "auto":
+                tuner.measure(tuner.budget, automatic=True)
+            else:
+                tuner.measure(config.resolve_budget(budget, self.options.device), automatic=False)
+
+    def undo(self) -> None:
+        """Give back what this install serves. No effect if it was, was replaced, or the model is gone."""
+        with _lock:
+            model = self.root()
+            if model is not None and self.installed > 0:
+                _detach(self.session, model)
+                self.end()
+
     def end(self) -> None:
         """Every module was given back."""
+        if self._first_pass is not None:
+            self._first_pass.stop()
+            self._first_pass = None
+        self.session.on_pass = None
         self.session.close()
+        _log_end(self.session)
         if self._forget is not None:
             self._forget()
             self._forget = None
@@ -348,6 +346,7 @@ def plan_again(session: _provider.Session) -> None:
         return
     try:
         session.plan_again(model)
+        _log_plan("planned again", session, type(model).__name__)
     except (BudgetError, OutOfMemoryError) as error:
         warn(f"the model's masters have changed and cannot be planned for anew: {error}")
 
@@ -364,4 +363,41 @@ def _new_session(provider: _provider.Provider, options: config.Options) -> _prov
         page_cache_always=options.page_cache_always,
         backend=provider.backend,
         warn=warn,
+    )
+
+
+def _log_plan(what: str, session: _provider.Session, of: str) -> None:
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    plan = session.stats()
+    logger.info(
+        "%s %s: %d modules, %s/%s on %s, %d groups of %s, %d of them resident (%s), arena %s, %d ahead",
+        what,
+        of,
+        session.modules,
+        session.provider,
+        session.backend,
+        session.device,
+        plan["groups"],
+        format_bytes(plan["weight_bytes"]),
+        plan["resident_groups"],
+        format_bytes(plan["resident_bytes"]),
+        format_bytes(plan["arena_bytes"]),
+        plan["depth"],
+    )
+
+
+def _log_end(session: _provider.Session) -> None:
+    if not logger.isEnabledFor(logging.INFO):
+        return
+    counted = session.stats()
+    logger.info(
+        "uninstalled: %d hits (%d late), %d misses, %s moved, %.3f s stalled, at most %s on %s",
+        counted["hits"],
+        counted["late_hits"],
+        counted["misses"],
+        format_bytes(counted["bytes_moved"]),
+        counted["stall_ns"] / 1e9,
+        format_bytes(counted["peak_bytes"]),
+        session.device,
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from torch import nn
 import dynswap_ext
 from dynswap_ext import _provider, testing
 from dynswap_ext import config as dynswap_config
+from gpu_under_test import Gpu, Rehearsal
 
 PROVIDERS = ("python", "native-host", "python-cuda", "native-cuda")
 
@@ -62,7 +64,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     repeated = [
         item
         for item in items
-        if "provider" in getattr(item, "fixturenames", ()) or checkpoints in item.path.parents
+        if {"provider", "gpu"} & set(getattr(item, "fixturenames", ())) or checkpoints in item.path.parents
     ]
     config.hook.pytest_deselected(items=repeated)
     items[:] = [item for item in items if item not in set(repeated)]
@@ -75,10 +77,9 @@ def skip_or_fail(reason: str, *, cuda: bool) -> None:
     pytest.skip(reason)
 
 
-@pytest.fixture(params=PROVIDERS)
-def provider(request: pytest.FixtureRequest) -> Iterator[Provider]:
-    """Every provider in turn. A test ends with nothing held on the device."""
-    name: str = request.param
+@contextmanager
+def under_test(name: str) -> Iterator[Provider]:
+    """One provider, or the reason why it cannot run here. A test ends with nothing held on the device."""
     cuda = name.endswith("cuda")
     if cuda and not torch.cuda.is_available():
         skip_or_fail("torch finds no CUDA device", cuda=True)
@@ -92,6 +93,25 @@ def provider(request: pytest.FixtureRequest) -> Iterator[Provider]:
     for handle in under_test.handles:
         handle.uninstall()  # residents may hold their place until then
         testing.assert_nothing_held(handle)
+
+
+@pytest.fixture(params=PROVIDERS)
+def provider(request: pytest.FixtureRequest) -> Iterator[Provider]:
+    """Every provider in turn."""
+    with under_test(request.param) as each:
+        yield each
+
+
+@pytest.fixture(params=("rehearsal", "python-cuda", "native-cuda"))
+def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
+    """A GPU with each provider; and a rehearsal on the CPU, which proves the test's own code."""
+    if request.param != "rehearsal":
+        with under_test(request.param) as each:
+            yield Gpu(each)
+        return
+    native = not _provider.native_unavailable(torch.device("cpu"))
+    with under_test("native-host" if native else "python") as each:
+        yield Rehearsal(each)
 
 
 @pytest.fixture

@@ -21,6 +21,25 @@ ternaryfunc plain_call() {
   return slot;
 }
 
+void begin_pass(const ModuleState& state) {
+  Session& session = **state.session;
+  if (session.outdated()) {
+    py::module_::import("dynswap_ext.install").attr("plan_again")(py::handle(state.session_object));
+  }
+  session.pass_begins();
+}
+
+/// Python's error stays set.
+void fail_call(PyObject* self) {
+  py::error_already_set error;
+  const py::object dict = module_dict(self);
+  if (ModuleState* const state = module_state(self, dict.ptr())) {
+    const std::shared_ptr<Session> session = *state->session;
+    session->call_failed(error);
+  }
+  error.restore();
+}
+
 PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
   const bool outermost = !inside_call();
   const InsideCall inside;
@@ -30,12 +49,12 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
     if (outermost || refetch) {
       const py::object dict = module_dict(self);
       ModuleState* const state = module_state(self, dict.ptr());
-      if (state != nullptr && outermost && (*state->session)->outdated()) {
-        py::module_::import("dynswap_ext.install").attr("plan_again")(py::handle(state->session_object));
-      }
+      if (state != nullptr && outermost) begin_pass(*state);
       if (state != nullptr && refetch && (*state->session)->streams_any()) hooks.emplace();
     }
-    return plain_call()(self, arguments, keywords);
+    PyObject* const result = plain_call()(self, arguments, keywords);
+    if (result == nullptr && outermost) fail_call(self);
+    return result;
   } catch (...) {
     set_python_error();
     return nullptr;

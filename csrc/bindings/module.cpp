@@ -51,7 +51,11 @@ py::dict build_info() {
 using LayerTuple = std::tuple<std::string, std::uint64_t, double, std::uint64_t>;
 
 py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, std::uint32_t prefetch,
-                  double bandwidth, double latency, int passes) {
+                  double bandwidth, double latency, int passes, const std::string& placement) {
+  if (placement != "even" && placement != "timed") {
+    throw py::value_error("placement is '" + placement + "'; expected 'even' or 'timed'");
+  }
+  const auto residents = placement == "timed" ? sim::Residents::by_time : sim::Residents::even;
   sim::Workload workload;
   for (const auto& [name, bytes, seconds, unit] : weights)
     workload.layers.push_back({name, bytes, seconds, unit});
@@ -61,7 +65,7 @@ py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, st
   sim::Result result;
   {
     const py::gil_scoped_release release;
-    result = sim::simulate(workload, options, bandwidth, latency, passes);
+    result = sim::simulate(workload, options, bandwidth, latency, passes, residents);
   }
   py::dict out;
   out["seconds_per_pass"] = result.seconds;
@@ -133,16 +137,24 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_static("inside_call", &inside_call)
       .def("stats", [](const Session& session) { return as_dict(session.stats()); })
       .def("reset_stats", &Session::reset_stats)
+      .def("groups", &Session::groups)
+      .def("residents", &Session::residents, py::arg("module"))
+      .def("record", &Session::record, py::arg("on"))
+      .def("timeline", &Session::timeline)
+      .def("note_pass", &Session::note_pass)
+      .def("retune", &Session::retune, py::arg("root"), py::arg("budget"))
+      .def_property("on_pass", &Session::on_pass, &Session::set_on_pass)
       .def("close", &Session::close);
 
   m.def("fetch", &fetch, py::arg("master"),
         "What a forward gets for a master; None if no install of this process serves it.");
   m.def("build_info", &build_info, "What the extension was built with and for.");
   m.def("simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"),
-        py::arg("bandwidth"), py::arg("latency"), py::arg("passes"),
+        py::arg("bandwidth"), py::arg("latency"), py::arg("passes"), py::arg("placement") = "even",
         "Runs the engine on a virtual clock. weights: (name, bytes, compute seconds, unit) in the order of "
         "use; "
-        "budget in bytes (0: only the ring); bandwidth in bytes a second; latency in seconds a copy.");
+        "budget in bytes (0: only the ring); bandwidth in bytes a second; latency in seconds a copy; "
+        "placement: residents spread evenly (\"even\"), or by what they save (\"timed\").");
 
   // Copies in flight end before the interpreter does; a forked child has no threads to end them.
   py::module_::import("atexit").attr("register")(py::cpp_function(&Session::close_all));

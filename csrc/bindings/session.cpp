@@ -52,6 +52,7 @@ std::shared_ptr<Engine> Session::new_engine() {
   engine.budget = options_.budget.value_or(0);
   engine.prefetch = options_.prefetch;
   engine.strict_budget = options_.strict_budget;
+  engine.given = given_;
   return std::make_shared<Engine>(std::move(backend), engine, [this](const std::string& message) {
     const py::gil_scoped_acquire gil;
     warn_(message);
@@ -113,7 +114,7 @@ c10::StreamId Session::stream_id() const {
 PyObject* Session::access_unchanged(Weight& weight, PyObject* master, bool inside) noexcept {
   const c10::TensorImpl& impl = *THPVariable_Unpack(master).unsafeGetTensorImpl();
   if (weight.way == Weight::Way::as_is) return weight.state.same_place(impl) ? Py_NewRef(master) : nullptr;
-  if (weight.dressed) return nullptr;
+  if (weight.dressed || recording_) return nullptr;
   PyObject* const kept = inside ? weight.cached : weight.cached_outside;
   if (kept == nullptr || !(MasterState::of(impl) == weight.state)) return nullptr;
   const Weight* const last = std::exchange(last_, &weight);
@@ -176,6 +177,7 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
       {
         const py::gil_scoped_release release;
         record->use_on(consumer);
+        if (recording_ && weight.planned) engine_->note_use(weight.id, consumer);
       }
       if (weight.cached != nullptr) weight.cached_stream = stream_id();
       return wrap(weight, tensor);

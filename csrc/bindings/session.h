@@ -88,6 +88,28 @@ class Session : public std::enable_shared_from_this<Session> {
   void reset_stats();
   void close();
 
+  // session_figures.cpp: what dynswap_ext/inspect shows (see dynswap_ext/_C.pyi).
+  py::list groups() const;
+  py::dict residents(const py::object& module) const;
+  void record(bool on);
+  py::dict timeline() const;
+
+  /// The model's call begins.
+  void pass_begins();
+  /// It ended with an error.
+  void call_failed(const py::error_already_set& error);
+  /// For a recording: a pass ends here, and the next one begins.
+  void note_pass();
+  /// What is called at the beginning of each of the model's calls, and its `call_failed` where one ends with
+  /// an error (dynswap_ext/_tuning.py); None: nothing is.
+  void set_on_pass(py::object callback) { on_pass_ = std::move(callback); }
+  const py::object& on_pass() const noexcept { return on_pass_; }
+
+  /// Plans anew for this budget, with residents by what they save in the passes that were recorded (evenly
+  /// spread, if there were none), and returns what was seen in them. The old plan's memory goes first, so
+  /// that both are never needed at once; if the new one does not fit, each access copies until one does.
+  py::dict retune(const py::object& root, std::optional<std::size_t> budget);
+
   const std::string& backend() const noexcept { return backend_; }
   const at::Device& device() const noexcept { return device_; }
   std::optional<at::ScalarType> dtype() const noexcept { return dtype_; }
@@ -106,6 +128,8 @@ class Session : public std::enable_shared_from_this<Session> {
                     std::vector<std::pair<Weight*, std::uint64_t>>& streamed);
 
   std::shared_ptr<Engine> new_engine();
+  void replace_plan(const py::object& root, std::optional<std::size_t> budget,
+                    std::optional<GivenPlan> given);
   void plan(const std::vector<std::pair<Weight*, std::uint64_t>>& streamed);
   Weight& weight_of(PyObject* master, const std::string& name, bool parameter, const Mappings& mappings,
                     bool exact = false);
@@ -119,6 +143,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void for_entries(const py::object& module,
                    const std::function<void(const Entry&, PyObject* master)>& use) const;
   bool resident(const Weight& weight) const;
+  bool stays(const Weight& weight) const;  ///< and so do its parts
   void look_for_silent_writes();
   PyObject* plain_access(Weight& weight, PyObject* master, bool training);
   PyObject* hand_out(Weight& weight, const at::Tensor& master);
@@ -130,7 +155,7 @@ class Session : public std::enable_shared_from_this<Session> {
 
   const at::Device device_;
   const std::optional<at::ScalarType> dtype_;
-  const SessionOptions options_;
+  SessionOptions options_;
   const py::object warn_;
   std::string backend_;
   std::shared_ptr<Engine> engine_;
@@ -149,6 +174,9 @@ class Session : public std::enable_shared_from_this<Session> {
   bool outdated_ = false;
   bool closed_ = false;
   bool abandoned_ = false;
+  bool recording_ = false;
+  std::optional<GivenPlan> given_;  ///< what the next plan shall be
+  py::object on_pass_ = py::none();
 
   /// A pass begins when this weight is used after another one: then residents are looked at for writes
   /// that bump no version.

@@ -65,6 +65,7 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
     Group& group = groups_[group_id];
     ++tick_;
     group.expected_at = tick_;
+    if (group.first_use == 0) group.first_use = tick_;
     Schedule::Cursor& cursor = cursor_of(use.thread);
     // Residents are no part of the order: the fast path hands them out without asking the engine.
     const bool moved = use.in_order && !group.resident && schedule_.observe(cursor, group_id);

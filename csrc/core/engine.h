@@ -117,10 +117,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::vector<WeightId> weights;
     std::size_t bytes = 0;  ///< on the device
     bool resident = false;
+    std::uint64_t first_use = 0;  ///< when it was first used, after others with a smaller number; 0: never
     GroupFigures figures;
   };
-  /// In the order of use. Where only the device knows when it worked, waits and copies are those of the
-  /// latest recording.
+  /// In the order of the weights. Where only the device knows when it worked, waits and copies are those of
+  /// the latest recording.
   std::vector<GroupReport> groups() const;
   /// The plan as it could be given to another engine for the same weights.
   GivenPlan given_plan() const;
@@ -159,6 +160,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::shared_ptr<DeviceCopy> home_occupant;  ///< resident: the latest copy in the group's own block
     std::uint64_t expected_at = 0;              ///< the tick of the latest look ahead that met it
     std::optional<Cause> held_back = Cause::first_use;  ///< why its next copy has not been issued yet
+    std::uint64_t first_use = 0;                        ///< the tick; 0: none
     GroupFigures figures;
   };
 

@@ -32,7 +32,7 @@ std::vector<Engine::GroupReport> Engine::groups() const {
   {
     const std::lock_guard lock(mutex_);
     for (const Group& group : groups_) {
-      reports.push_back({group.weights, group.bytes, group.resident, group.figures});
+      reports.push_back({group.weights, group.bytes, group.resident, group.first_use, group.figures});
     }
   }
   if (!backend_->device_time()) return reports;

@@ -1,16 +1,17 @@
 #include "core/recorder.h"
 
+#include <pthread.h>
+
 #include <algorithm>
-#include <functional>
 #include <optional>
-#include <thread>
 #include <utility>
 
 namespace dynswap {
 
 namespace {
 
-std::uint64_t this_thread() noexcept { return std::hash<std::thread::id>()(std::this_thread::get_id()); }
+/// The id by which Python's threading knows it.
+std::uint64_t this_thread() noexcept { return static_cast<std::uint64_t>(pthread_self()); }
 
 }  // namespace
 

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 
+from dynswap_ext._progress import ProgressOption, shown
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.checkpoint.rename import Rename
@@ -54,7 +55,7 @@ def convert(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str | None = None,
     rename: Rename | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    progress: ProgressOption | None = None,
     overwrite: bool = False,
 ) -> Conversion:
     """Write a checkpoint of any format as safetensors.
@@ -77,7 +78,8 @@ def convert(
     rename
         As in `load`. Also the way to leave entries out.
     progress
-        Called with the bytes written so far, those found done included, and the whole.
+        True shows a bar where stderr is a terminal or a notebook. A function is called with the bytes written
+        so far, those found done included, and the whole.
     overwrite
         Replace a checkpoint that is there, and drop what was begun with other arguments.
 
@@ -108,8 +110,9 @@ def convert(
     with Files() as files:
         pieces = pieces_of(checkpoint, dtype, rename, files)
         layouts = split(pieces, limit if target.one_file else limit or DEFAULT_SHARD, text_of(checkpoint))
-        run = _Run(checkpoint, stamps, target, layouts, progress)
-        path, written = run(overwrite)
+        with shown(progress, "converting") as told:
+            run = _Run(checkpoint, stamps, target, layouts, told)
+            path, written = run(overwrite)
     return Conversion(
         path=path,
         files=tuple(written),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from os import PathLike
 from pathlib import Path
@@ -10,6 +11,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import nn
 
+from dynswap_ext._logging import follow_environment, logger
+from dynswap_ext._progress import ProgressOption, check_progress, shown
 from dynswap_ext._warn import warn
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.loading.buffers import put_in, remake_unsaved
@@ -38,6 +41,7 @@ def load(
     transform: Transform | None = None,
     assign: bool = True,
     weights_only: bool = True,
+    progress: ProgressOption = False,
 ) -> ModuleT:
     r"""Make the tensors of a checkpoint the masters of a model, mapped and not read.
 
@@ -71,6 +75,9 @@ def load(
         through its ``module_load``.
     weights_only
         False lets a pickle run code: only for files from somebody whose code you would run.
+    progress
+        True shows a bar where stderr is a terminal or a notebook. A function is called with the bytes of the
+        file that the model has got, and the whole. What stays mapped is there at once.
 
     Returns
     -------
@@ -98,15 +105,18 @@ def load(
     once more for them, outside the meta device, with its parameters let go as soon as they are registered.
     Two checkpoint entries for one shared weight are compared, which reads them, since only one can be kept.
     """
+    follow_environment()
+    begun = time.monotonic()
     processing = Processing.of(device, dtype, transform, assign=assign)
+    check_progress(progress)
     checkpoint = _open(path, weights_only)
     model, factory = _skeleton(target)
     names = renamed(checkpoint, rename)
     before = Before(model)
     try:
-        with Window(checkpoint) as window:
+        with Window(checkpoint) as window, shown(progress, "loading") as told:
             own: dict[str, Any] = model.state_dict(keep_vars=True)
-            incoming = Incoming(checkpoint, names, processing, window)
+            incoming = Incoming(checkpoint, names, processing, window, told)
             _give(model, own, incoming, before, strict=strict, assign=assign)
         remade = remake_unsaved(model, factory, unless=own)
         before.keep_objects()
@@ -114,6 +124,15 @@ def load(
     except BaseException:
         before.restore()
         raise
+    logger.info(
+        "loaded %s into %s: %d entries of %s, %s, in %.3f s",
+        checkpoint.path,
+        type(model).__name__,
+        len(names),
+        checkpoint.format,
+        "converted" if incoming.converted else "mapped" if assign else "copied",
+        time.monotonic() - begun,
+    )
     return model
 
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Final
 
+from dynswap_ext._patterns import key_of, pattern_of
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.checkpoint.writing.direct import ALIGNMENT, align_up
@@ -196,12 +196,11 @@ def rows(found: Summary, *, collapse: bool = True) -> list[Row]:
     """
     alike: dict[object, list[str]] = {}
     for name, entry in found.entries.items():
-        words = tuple(None if word.isdecimal() else word for word in name.split("."))
-        key = (words, dtype_name(entry), entry.shape) if collapse else name
+        key = (key_of(name), dtype_name(entry), entry.shape) if collapse else name
         alike.setdefault(key, []).append(name)
     return [
         Row(
-            _pattern(names),
+            pattern_of(names),
             tuple(names),
             dtype_name(found.entries[names[0]]),
             found.entries[names[0]].shape,
@@ -209,19 +208,3 @@ def rows(found: Summary, *, collapse: bool = True) -> list[Row]:
         )
         for names in alike.values()
     ]
-
-
-def _pattern(names: Sequence[str]) -> str:
-    columns = zip(*(name.split(".") for name in names), strict=True)
-    return ".".join(_word(list(dict.fromkeys(column))) for column in columns)
-
-
-def _word(words: list[str]) -> str:
-    if len(words) == 1:
-        return words[0]
-    numbers = sorted(int(word) for word in words)
-    ranges = []
-    for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
-        first, *rest = (number for _, number in run)
-        ranges.append(f"{first}..{rest[-1]}" if rest else str(first))
-    return "{" + ",".join(ranges) + "}"

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from dynswap_ext._version import __version__
-from dynswap_ext.cli import convert, demo, inspect
+from dynswap_ext.cli import convert, demo, inspect, plan
 from dynswap_ext.errors import DynswapError
 
 
@@ -40,6 +40,7 @@ def _parser() -> argparse.ArgumentParser:
     demo.add_to(commands)
     inspect.add_to(commands)
     convert.add_to(commands)
+    plan.add_to(commands)
     return parser
 
 

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from dynswap_ext.cli.dtypes import parse_dtype
 from dynswap_ext.errors import ConfigError
-
-if TYPE_CHECKING:
-    import torch
 
 
 def add_to(commands: Any) -> None:
@@ -36,27 +34,18 @@ def add_to(commands: Any) -> None:
 
 
 def _convert(options: argparse.Namespace) -> int:
-    from rich.console import Console
-    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
-    from rich.progress import TransferSpeedColumn as Speed
-
     from dynswap_ext import checkpoint
     from dynswap_ext._memory import format_bytes
 
-    console = Console(stderr=True)
-    columns = TextColumn("converting"), BarColumn(), DownloadColumn(binary_units=True), Speed()
-    # A log file has no use for a bar.
-    with Progress(*columns, TimeRemainingColumn(), console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task("", total=None)
-        done = checkpoint.convert(
-            options.source,
-            options.destination,
-            dtype=_dtype(options.dtype),
-            max_shard_size=options.shard,
-            rename=[_rule(text) for text in options.rename] or None,
-            overwrite=options.overwrite,
-            progress=lambda position, whole: bar.update(task, completed=position, total=whole),
-        )
+    done = checkpoint.convert(
+        options.source,
+        options.destination,
+        dtype=parse_dtype(options.dtype),
+        max_shard_size=options.shard,
+        rename=[_rule(text) for text in options.rename] or None,
+        overwrite=options.overwrite,
+        progress=True,
+    )
     resumed = f", {format_bytes(done.resumed_bytes)} of it by an earlier run" if done.resumed_bytes else ""
     files = f" in {len(done.files)} files" if len(done.files) > 1 else ""
     print(
@@ -64,20 +53,6 @@ def _convert(options: argparse.Namespace) -> int:
         f"{format_bytes(done.written_bytes)}{files}{resumed}, verified, {done.seconds:.1f} s"
     )
     return 0
-
-
-def _dtype(text: str | None) -> torch.dtype | None:
-    import torch
-
-    if text is None:
-        return None
-    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
-    found = getattr(torch, short.get(text, text.removeprefix("torch.")), None)
-    if not isinstance(found, torch.dtype) or not found.is_floating_point:
-        raise ConfigError(
-            f"--dtype is {text!r}; expected bf16, fp16, fp32 or another floating dtype of torch"
-        )
-    return found
 
 
 def _rule(text: str) -> tuple[str, str]:

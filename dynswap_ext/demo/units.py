@@ -1,11 +1,18 @@
-"""Sizes, shares and times as people write and read them."""
+"""Sizes, shares, times and rates as people write and read them."""
 
 from __future__ import annotations
 
+import re
 from fractions import Fraction
+from typing import Final
 
 from dynswap_ext._memory import format_bytes, parse_bytes
 from dynswap_ext.errors import ConfigError
+
+_NUMBER: Final = r"\s*(?P<number>\d+(\.\d*)?(e[+-]?\d+)?|\.\d+)\s*"
+_THROUGHPUT: Final = re.compile(rf"{_NUMBER}(?P<prefix>[kmgtp]?)flop(s|/s|ps)\s*", re.IGNORECASE)
+_TIME: Final = re.compile(rf"{_NUMBER}(?P<unit>s|ms|us|µs|min)\s*", re.IGNORECASE)
+_TIMES: Final = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
 
 
 def parse_size(text: str) -> int:
@@ -40,3 +47,29 @@ def show_seconds(seconds: float | None) -> str:
     if seconds is None:
         return "-"
     return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def parse_bandwidth(text: str) -> float:
+    """Bytes a second of "25GB/s", "900 MiB/s" or "26e9"."""
+    amount = re.sub(r"\s*/\s*s(ec)?\s*$", "", text)
+    try:
+        return float(parse_size(amount))
+    except ConfigError:
+        raise ConfigError(f"{text!r} is not a bandwidth; write one as 25GB/s, in bytes, not bits") from None
+
+
+def parse_throughput(text: str) -> float:
+    """Floating-point operations a second of "300TFLOPS" or "1.2 PFLOP/s"."""
+    match = _THROUGHPUT.fullmatch(text)
+    rate = float(match["number"]) * 1000 ** " kmgtp".index(match["prefix"].lower() or " ") if match else 0.0
+    if not rate > 0:
+        raise ConfigError(f"{text!r} is not a throughput above zero; write one as 300TFLOPS")
+    return rate
+
+
+def parse_seconds(text: str) -> float:
+    """Seconds of "350ms", "1.2s" or "7us"."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a time; write one as 350ms or 1.2s")
+    return float(match["number"]) * _TIMES[match["unit"].lower()]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -45,8 +45,8 @@ class Weight:
     device: torch.device
     #: What it is mapped from; None for other places, and for a file that is deleted or was replaced.
     file: Path | None
-    #: None on a plain model. "resident", "streamed", "resident or streamed" (where the provider tells only
-    #: how many are), "in place" (handed out itself), or "converted" (at each access, by its `.to()`).
+    #: None on a plain model. "resident", "streamed", "in place" (handed out itself), or "converted" (at each
+    #: access, by its `.to()`).
     served: str | None
 
     @property
@@ -67,7 +67,6 @@ class Surveyor:
         # With the master, so that no other one gets its id.
         self._names: dict[int, tuple[str, torch.Tensor]] = {}
         self._mappings: Mappings | None = None
-        self._residents: dict[int, tuple[int, int]] = {}
 
     def describe(self, module: nn.Module, path: str) -> tuple[Weight, ...]:
         """A module's own weights; `path` is its place in the model."""
@@ -137,16 +136,7 @@ class Surveyor:
             return "converted" if weight is None else "resident" if weight.resident else "streamed"
         if not is_plain(master) and inner_names(master) is None and not adds_attributes_only(master):
             return "converted"
-        residents, groups = self._plan(session)
-        if residents == groups:
-            return "resident"
-        return "resident or streamed" if residents else "streamed"
-
-    def _plan(self, session: Any) -> tuple[int, int]:
-        if id(session) not in self._residents:
-            stats = session.stats()
-            self._residents[id(session)] = int(stats["resident_groups"]), int(stats["groups"])
-        return self._residents[id(session)]
+        return "resident" if session.residents(module).get(name) else "streamed"
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:

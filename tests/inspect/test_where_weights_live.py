@@ -63,8 +63,7 @@ def test_some_are_resident(provider: Provider) -> None:
     handle = provider.install(model, dtype=torch.float64, budget="160KiB")
     assert 0 < handle.stats().resident_groups < handle.stats().groups
     served = {weight.served for weight in summary(model).weights}
-    # The native provider tells how many are, and not which.
-    assert served == ({"resident or streamed"} if provider.native else {"resident", "streamed"})
+    assert served == {"resident", "streamed"}
 
 
 def test_a_part_of_a_model_is_installed(provider: Provider) -> None:

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from dynswap_ext._progress import Told
 from dynswap_ext._subclasses import is_plain
 from dynswap_ext.checkpoint.loading.window import Window
 from dynswap_ext.checkpoint.reader import Checkpoint
@@ -98,15 +99,25 @@ class Incoming:
         What is done to them.
     window
         Reads the checkpoint.
+    told
+        Who is told of the bytes that were given, and of all that will be.
     """
 
     def __init__(
-        self, checkpoint: Checkpoint, names: Mapping[str, str], processing: Processing, window: Window
+        self,
+        checkpoint: Checkpoint,
+        names: Mapping[str, str],
+        processing: Processing,
+        window: Window,
+        told: Told | None = None,
     ) -> None:
         self.checkpoint = checkpoint
         self.names = dict(names)
         self._processing = processing
         self._window = window
+        self._told = told
+        self._given: set[str] = set()
+        self._given_bytes = self._whole = 0
         self._first: dict[str, str] = {}  # of shared weights: each name with the one that is converted
 
     @property
@@ -149,27 +160,53 @@ class Incoming:
 
     def state(self, *, but: Collection[str] = ()) -> OrderedDict[str, Any]:
         """The values, each made once; all of them, but some."""
+        self._expect(but)
         made: dict[str, Any] = {}
         for name in self.names:
             first = self._first.get(name, name)
             if first not in made and name not in but:
                 made[first] = self._value(first)
+                self._tell(first)
         return self._versioned(
             {name: made[self._first.get(name, name)] for name in self.names if name not in but}
         )
 
     def lazy_state(self, *, but: Collection[str] = ()) -> LazyState:
         """The same, each made when it is asked for."""
+        self._expect(but)
+
+        def make(name: str) -> torch.Tensor:
+            made = self._own_value(name)
+            self._tell(name)
+            return made
 
         def later(name: str) -> Any:
             old = self.names[name]
             if old in self.checkpoint.objects:
                 return self.checkpoint.objects[old]
-            return _Later(lambda: self._own_value(self._first.get(name, name)))
+            return _Later(lambda: make(self._first.get(name, name)))
 
         state = LazyState({name: later(name) for name in self.names if name not in but})
         state._metadata = self.checkpoint.versions  # type: ignore[attr-defined]
         return state
+
+    def _expect(self, but: Collection[str]) -> None:
+        firsts = {self._first.get(name, name) for name in self.names if name not in but}
+        self._whole = sum(map(self._size_of, firsts))
+        self._given.clear()
+        self._given_bytes = 0
+        if self._told is not None:
+            self._told(0, self._whole)
+
+    def _tell(self, name: str) -> None:
+        if self._told is not None and name not in self._given:
+            self._given.add(name)
+            self._given_bytes += self._size_of(name)
+            self._told(self._given_bytes, self._whole)
+
+    def _size_of(self, name: str) -> int:
+        entry = self.checkpoint.entries.get(self.names[name])
+        return 0 if entry is None else entry.nbytes
 
     def _versioned(self, values: dict[str, Any]) -> OrderedDict[str, Any]:
         state = OrderedDict(values)

@@ -1,0 +1,204 @@
+// Session: what Python is told about the groups, and a plan made from what was recorded.
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "bindings/attribute.h"
+#include "bindings/glue.h"
+#include "bindings/session.h"
+#include "sim/observed.h"
+#include "sim/placement.h"
+
+namespace dynswap {
+
+namespace {
+
+const char* where(const Source& source) {
+  if (source.file) return "file";
+  return source.pinned ? "pinned RAM" : "RAM";
+}
+
+const char* detail(const Span& span) {
+  switch (span.kind) {
+    case Span::Kind::copy:
+      return span.demanded ? "demanded" : "prefetched";
+    case Span::Kind::wait:
+      return name_of(span.cause);
+    default:
+      return "";
+  }
+}
+
+const char* name_of(Span::Kind kind) {
+  switch (kind) {
+    case Span::Kind::copy:
+      return "copy";
+    case Span::Kind::wait:
+      return "wait";
+    case Span::Kind::use:
+      return "use";
+    case Span::Kind::pass:
+      return "pass";
+  }
+  return "";
+}
+
+/// Groups by when they were first used; those never used come last.
+std::vector<std::uint32_t> order_of_use(const std::vector<Engine::GroupReport>& reports) {
+  std::vector<std::uint32_t> order(reports.size());
+  std::iota(order.begin(), order.end(), 0u);
+  std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
+    return reports[a].first_use - 1 < reports[b].first_use - 1;  // 0 becomes the largest
+  });
+  return order;
+}
+
+}  // namespace
+
+py::list Session::groups() const {
+  const std::vector<Engine::GroupReport> reports = engine_->groups();
+  const auto name_of_first = [&](std::uint32_t group) {
+    return by_id_[reports[group].weights.front()]->name;
+  };
+  py::list groups;
+  for (const std::uint32_t index : order_of_use(reports)) {
+    const Engine::GroupReport& report = reports[index];
+    py::list names;
+    for (const WeightId id : report.weights) names.append(by_id_[id]->name);
+    py::dict causes;
+    std::uint64_t stall_ns = 0;
+    for (std::size_t i = 0; i < report.figures.stall_ns.size(); ++i) {
+      const std::uint64_t ns = report.figures.stall_ns[i];
+      stall_ns += ns;
+      if (ns > 0) causes[name_of(static_cast<Cause>(i))] = ns;
+    }
+    const GroupFigures& figures = report.figures;
+    const bool timed = figures.timed_copies > 0 || figures.copies == 0;
+    py::dict group;
+    group["names"] = names;
+    group["bytes"] = report.bytes;
+    group["source"] = where(*engine_->source(report.weights.front()));
+    group["resident"] = report.resident;
+    group["hits"] = figures.hits;
+    group["late_hits"] = figures.late_hits;
+    group["misses"] = figures.misses;
+    group["copies"] = figures.copies;
+    group["bytes_moved"] = figures.bytes_moved;
+    group["copy_ns"] = timed ? py::object(py::int_(figures.copy_ns)) : py::object(py::none());
+    group["stall_ns"] = stall_ns;
+    group["causes"] = causes;
+    group["held_by"] = figures.held_by ? name_of_first(*figures.held_by) : std::string();
+    groups.append(group);
+  }
+  return groups;
+}
+
+bool Session::stays(const Weight& weight) const {
+  if (weight.way != Weight::Way::wrapped) return resident(weight);
+  return std::all_of(weight.parts.begin(), weight.parts.end(),
+                     [this](const auto& part) { return stays(*part.second); });
+}
+
+py::dict Session::residents(const py::object& module) const {
+  py::dict residents;
+  for_entries(module, [&](const Entry& entry, PyObject*) { residents[entry.name] = stays(*entry.weight); });
+  return residents;
+}
+
+void Session::record(bool on) {
+  recording_ = on;
+  const py::gil_scoped_release release;
+  engine_->record(on);
+}
+
+py::dict Session::timeline() const {
+  Timeline timeline;
+  std::vector<std::int64_t> place;  // of each group in groups()
+  {
+    const py::gil_scoped_release release;
+    timeline = engine_->timeline();
+    const std::vector<std::uint32_t> order = order_of_use(engine_->groups());
+    place.resize(order.size());
+    for (std::size_t i = 0; i < order.size(); ++i) place[order[i]] = static_cast<std::int64_t>(i);
+  }
+  py::list spans;
+  for (const Span& span : timeline.spans) {
+    const std::int64_t group = span.kind == Span::Kind::pass ? -1 : place[span.group];
+    spans.append(py::make_tuple(name_of(span.kind), group, span.when.begin, span.when.end, detail(span),
+                                span.bytes, span.thread));
+  }
+  py::dict out;
+  out["spans"] = spans;
+  out["dropped"] = timeline.dropped;
+  out["clock"] = "monotonic";
+  return out;
+}
+
+void Session::note_pass() {
+  if (recording_) engine_->note_pass(current_stream(device_));
+}
+
+void Session::pass_begins() {
+  note_pass();
+  if (!on_pass_.is_none()) on_pass_();
+}
+
+void Session::call_failed(const py::error_already_set& error) {
+  if (!on_pass_.is_none()) on_pass_.attr("call_failed")(error.value());
+}
+
+py::dict Session::retune(const py::object& root, std::optional<std::size_t> budget) {
+  sim::Observed seen;
+  GivenPlan plan = engine_->given_plan();
+  std::optional<sim::Placement> placed;
+  double before = 0;
+  {
+    const py::gil_scoped_release release;
+    std::vector<std::size_t> bytes;
+    for (const Engine::GroupReport& report : engine_->groups()) bytes.push_back(report.bytes);
+    seen = sim::observe(engine_->timeline(), bytes);
+    if (budget && seen.passes > 0 && seen.rhythm.bytes_per_second > 0) {
+      try {
+        before = sim::measure(seen.rhythm, plan.resident, options_.budget.value_or(0), options_.prefetch);
+        placed = sim::place_by_time(seen.rhythm, *budget, options_.prefetch);
+      } catch (const BudgetError&) {
+        // Smaller groups may fit: the engine forms them, and spreads residents evenly.
+      }
+    }
+  }
+  const auto passes = static_cast<double>(seen.passes);
+  py::dict out;
+  out["passes"] = seen.passes;
+  out["compute_seconds"] = seen.compute_seconds;
+  out["wait_seconds"] = seen.wait_seconds;
+  out["bytes_per_second"] = seen.rhythm.bytes_per_second;
+  out["seconds_before"] = placed ? py::object(py::float_(before / passes)) : py::object(py::none());
+  out["seconds_after"] = placed ? py::object(py::float_(placed->seconds / passes)) : py::object(py::none());
+  if (placed) plan.resident = placed->resident;
+  replace_plan(root, budget, placed ? std::optional(std::move(plan)) : std::nullopt);
+  return out;
+}
+
+void Session::replace_plan(const py::object& root, std::optional<std::size_t> budget,
+                           std::optional<GivenPlan> given) {
+  // There is no room for two plans. What is handed out keeps its memory; the rest goes first.
+  flush();
+  for (const auto& weight : weights_) weight->forget();
+  {
+    const py::gil_scoped_release release;
+    engine_->close();
+  }
+  options_.budget = budget;
+  given_ = std::move(given);
+  try {
+    plan_again(root);
+  } catch (...) {
+    // Every access copies until a plan works.
+    for (const auto& weight : weights_) weight->planned = false;
+    given_.reset();
+    throw;
+  }
+  given_.reset();
+}
+
+}  // namespace dynswap

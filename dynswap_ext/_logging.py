@@ -1,0 +1,51 @@
+"""The package's logger, "dynswap_ext": silent unless the program, or ``DYNSWAP_LOG``, asks for it.
+
+Nothing is logged where weights are accessed.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+from typing import Final
+
+from .config import log_level
+
+__all__ = ["follow_environment", "logger"]
+
+logger: Final = logging.getLogger("dynswap_ext")
+logger.addHandler(logging.NullHandler())
+
+
+class _ToStderr(logging.Handler):
+    """Writes to what stderr is by then, as programs and tests exchange it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.setFormatter(logging.Formatter("%(asctime)s %(name)s %(levelname)s: %(message)s"))
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            print(self.format(record), file=sys.stderr, flush=True)
+        except Exception:
+            self.handleError(record)
+
+
+def follow_environment() -> None:
+    """Log to stderr from the level on that ``DYNSWAP_LOG`` names, if it names one.
+
+    Raises
+    ------
+    ConfigError
+        It names something else.
+    """
+    level = log_level()
+    own = next((handler for handler in logger.handlers if isinstance(handler, _ToStderr)), None)
+    if level is None:
+        if own is not None:
+            logger.removeHandler(own)
+            logger.setLevel(logging.NOTSET)
+        return
+    if own is None:
+        logger.addHandler(_ToStderr())
+    logger.setLevel(level)

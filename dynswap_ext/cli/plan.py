@@ -1,0 +1,307 @@
+"""``dynswap plan``."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from dynswap_ext.cli.dtypes import parse_dtype
+from dynswap_ext.errors import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+    from dynswap_ext.planning import Machine, Outline, Weight
+
+
+#: Of a table that is written to a file.
+_WIDTH: Final = 100
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to a parser."""
+    plan = commands.add_parser(
+        "plan",
+        help="predict the time of a pass and the stalls, for several budgets",
+        description="Predict what a model costs under a budget: time of a pass, resident share and "
+        "stalls, from "
+        "the engine itself on a virtual clock. Of a checkpoint only headers are read; of a config.json a "
+        "model "
+        "without weights is made. Compute and bandwidth are given, or measured here (--device, --model), "
+        "or else "
+        "those of an assumed card, which the output names.",
+        epilog="dynswap plan flux1-dev.safetensors --budget 6GiB --bandwidth 25GB/s --compute 120TFLOPS "
+        "--tokens 4608",
+    )
+    plan.set_defaults(command=_plan)
+    add = plan.add_argument
+    add(
+        "path",
+        metavar="CHECKPOINT_OR_CONFIG",
+        nargs="?",
+        help="a checkpoint's file, index or folder; or a config.json of transformers or diffusers",
+    )
+    add(
+        "--budget",
+        action="append",
+        default=[],
+        help="for weights on the device: a size, or a share of the model; may be given again (exit status 1 "
+        "if one is too small)",
+    )
+    add("--dtype", help="of floating weights on the device: bf16, fp16, ... (default: as stored)")
+    add("--prefetch", type=int, default=2, help="groups to have ahead (default: %(default)s)")
+    add("--bandwidth", help="from masters to the device, such as 25GB/s")
+    add("--latency", help="of a copy, such as 7us")
+    add(
+        "--compute",
+        help="of a pass with all weights resident, such as 350ms; or the device's throughput, such as "
+        "120TFLOPS",
+    )
+    add("--memory", help="bandwidth of the device's memory, such as 900GB/s (with a throughput)")
+    add("--tokens", type=int, help="rows that a pass multiplies by each matrix (default: 1, or an image's)")
+    add("--batch", type=int, help="so many times the tokens (default: 1)")
+    add("--device", help="cpu or cuda: measure what is not given, on that device of this machine")
+    add(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="measure instead: a function that returns a model and the inputs of a pass. The model runs "
+        "here, "
+        "installed, so that it need not fit",
+    )
+    add("--passes", type=int, default=3, help="timed passes of --model (default: %(default)s)")
+    add("--plot", metavar="FILE", help="draw time and stalls over the budget: .png, .svg, .pdf")
+    add("--json", action="store_true", help="everything, for programs")
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What is planned for: weights with their compute, and a bus."""
+
+    weights: tuple[Weight, ...]
+    bandwidth: float
+    latency: float
+    #: For people, and for programs.
+    facts: dict[str, str]
+    values: dict[str, Any]
+    notes: tuple[str, ...]
+    #: With these, compute follows from rows.
+    machine: Machine | None
+
+
+def _plan(options: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from dynswap_ext import planning
+    from dynswap_ext.demo.units import parse_share
+    from dynswap_ext.planning.plot import can_plot
+    from dynswap_ext.planning.show import as_json, show
+
+    if (options.path is None) == (options.model is None):
+        raise ConfigError(
+            "name either a checkpoint or config, or --model module:function; `dynswap plan --help` has "
+            "examples"
+        )
+    dtype = parse_dtype(options.dtype)
+    if options.plot:
+        can_plot(options.plot)  # before anything is measured
+    case = _measured(options, dtype) if options.model else _outlined(options, dtype)
+    whole = sum(weight.nbytes for weight in case.weights)
+    made = planning.plan(
+        case.weights,
+        budgets=[parse_share(text, whole) for text in options.budget],
+        bandwidth=case.bandwidth,
+        latency=case.latency,
+        prefetch=options.prefetch,
+    )
+    notes = [*_rows_notes(made, case), *case.notes]
+    if options.json:
+        print(json.dumps(as_json(made, case.values, notes), indent=2))
+    else:
+        # Files and pipes have no width of their own.
+        console = Console()
+        show(made, case.facts, notes, console if console.is_terminal else Console(width=_WIDTH))
+    if options.plot:
+        written = planning.plot(made, options.plot, title=case.facts["model"])
+        print(f"drawn: {written}", file=sys.stderr if options.json else sys.stdout)
+    return 1 if made.too_small else 0
+
+
+# ---- from an outline ---------------------------------------------------------------------------------------
+
+
+def _outlined(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
+    import dataclasses
+
+    from dynswap_ext import config, planning
+    from dynswap_ext.demo.units import parse_bandwidth, parse_seconds, parse_throughput
+
+    device = None if options.device is None else config.resolve(device=options.device).device
+    found = planning.outline(options.path, dtype=dtype, disk=device is not None and device.type == "cpu")
+    rows = _rows(options, found)
+    machine = planning.ASSUMED
+    source = from_bus = f"assumed: {machine.name}"
+    if device is not None:
+        largest = max(found.files, key=lambda file: file.stat().st_size, default=None)
+        machine = planning.measure_machine(device, dtype=dtype, file=largest)
+        source = f"measured: {machine.name}"
+        from_bus = f"measured: {machine.bandwidth_kind}"
+    from_compute = source
+    if options.bandwidth:
+        machine, from_bus = (
+            dataclasses.replace(machine, bandwidth=parse_bandwidth(options.bandwidth)),
+            "given",
+        )
+    if options.latency:
+        machine = dataclasses.replace(machine, latency=parse_seconds(options.latency))
+    if options.memory:
+        machine = dataclasses.replace(machine, memory=parse_bandwidth(options.memory))
+    whole_pass = options.compute is not None and "flop" not in options.compute.lower()
+    if whole_pass:
+        _refuse(options, ("tokens", "batch", "memory"), "--compute is the time of a pass, whatever its rows")
+        weights = planning.spread(found.weights, parse_seconds(options.compute))
+        compute = f"{options.compute} a pass (given), spread over the matrices by their size"
+    else:
+        if options.compute:
+            machine = dataclasses.replace(machine, arithmetic=parse_throughput(options.compute))
+            from_compute = "given"
+        weights = planning.timed(found.weights, machine, rows=rows)
+        asked = "" if options.tokens else f" (assumed: {found.rows_as}; --tokens says how many)"
+        compute = (
+            f"{rows:,} row{'s' if rows > 1 else ''} a pass{asked}\n"
+            f"{machine.arithmetic / 1e12:.4g} TFLOPS ({from_compute}), {machine.memory / 1e9:.4g} GB/s of "
+            f"the "
+            f"device's memory ({'given' if options.memory else source})"
+        )
+    return _Case(
+        weights=weights,
+        bandwidth=machine.bandwidth,
+        latency=machine.latency,
+        facts={
+            "model": found.title,
+            "on the device": _on_device(weights, options.dtype),
+            "order of use": found.order,
+            "bandwidth": f"{machine.bandwidth / 1e9:.4g} GB/s ({from_bus}), {machine.latency * 1e6:.3g} "
+            "us a copy",
+            "compute": compute,
+        },
+        values=_values(found, machine, None if whole_pass else rows, from_bus, from_compute),
+        notes=(*found.notes, *_assumptions(found, measured=whole_pass)),
+        machine=None if whole_pass else machine,
+    )
+
+
+def _values(
+    found: Outline, machine: Machine, rows: int | None, from_bus: str, from_compute: str
+) -> dict[str, Any]:
+    rates = {} if rows is None else {"arithmetic": machine.arithmetic, "memory": machine.memory, "rows": rows}
+    return {
+        "model": found.title,
+        "order": found.order,
+        "bandwidth_from": from_bus,
+        "compute_from": "given" if rows is None else from_compute,
+        **rates,
+    }
+
+
+def _assumptions(found: Outline, *, measured: bool) -> tuple[str, ...]:
+    if measured:
+        return ()
+    return (
+        "Compute counts matrix products (a convolution is one, with as many rows) and norms, at the full "
+        "rate; "
+        "attention products and activations are not counted. --model measures a real pass.",
+    )
+
+
+def _rows(options: argparse.Namespace, found: Outline) -> int:
+    for name in ("tokens", "batch"):
+        given = getattr(options, name)
+        if given is not None and given < 1:
+            raise ConfigError(f"--{name} is {given}; expected 1 or more")
+    rows: int = (options.tokens or found.rows) * (options.batch or 1)
+    return rows
+
+
+def _rows_notes(made: Any, case: _Case) -> list[str]:
+    """How many rows would hide the copies, at the budgets that were asked for."""
+    from dynswap_ext._memory import format_bytes
+    from dynswap_ext.planning import rows_to_hide
+
+    notes: list[str] = []
+    if case.machine is None:
+        return notes
+    asked = [prediction for prediction in made.predictions if prediction.budget in made.asked]
+    for prediction in asked:
+        if prediction.hidden:
+            continue
+        rows = rows_to_hide(case.weights, case.machine, prediction.copy_seconds)
+        if rows is not None:
+            notes.append(
+                f"At {format_bytes(prediction.budget)} a pass of about {rows:,} rows computes for as long "
+                f"as its "
+                "copies take."
+            )
+    return notes
+
+
+# ---- from a model that runs --------------------------------------------------------------------------------
+
+
+def _measured(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
+    from dynswap_ext import planning
+    from dynswap_ext.demo.units import parse_bandwidth, parse_seconds, show_seconds
+    from dynswap_ext.planning.factory import model_and_inputs
+
+    _refuse(
+        options, ("compute", "memory", "tokens", "batch"), "--model measures the compute of its own inputs"
+    )
+    model, inputs = model_and_inputs(options.model)
+    found = planning.measure(model, inputs, device=options.device, dtype=dtype, passes=options.passes)
+    bandwidth, source = found.bandwidth, f"measured: {found.bandwidth_kind}"
+    if options.bandwidth:
+        bandwidth, source = parse_bandwidth(options.bandwidth), "given"
+    latency = parse_seconds(options.latency) if options.latency else found.latency
+    seconds = sorted(found.compute_seconds)
+    title = f"{options.model}: {type(model).__name__}, {len(found.weights)} weights"
+    return _Case(
+        weights=found.weights,
+        bandwidth=bandwidth,
+        latency=latency,
+        facts={
+            "model": title,
+            "on the device": f"{_on_device(found.weights, options.dtype)}, {found.device}",
+            "order of use": "as modules were called",
+            "bandwidth": f"{bandwidth / 1e9:.4g} GB/s ({source}), {latency * 1e6:.3g} us a copy",
+            "compute": f"measured module by module: {show_seconds(seconds[0])} to "
+            f"{show_seconds(seconds[-1])} "
+            f"in {len(seconds)} passes, waits for copies left out",
+        },
+        values={
+            "model": title,
+            "order": "called",
+            "device": str(found.device),
+            "bandwidth_from": source,
+            "compute_from": "measured",
+            "measured_compute_seconds": list(found.compute_seconds),
+        },
+        notes=found.notes,
+        machine=None,
+    )
+
+
+def _refuse(options: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
+    given = [f"--{name}" for name in names if getattr(options, name) is not None]
+    if given:
+        raise ConfigError(f"{why}; leave out {', '.join(given)}")
+
+
+def _on_device(weights: tuple[Weight, ...], dtype: str | None) -> str:
+    from dynswap_ext._memory import format_bytes
+
+    nbytes = sum(weight.nbytes for weight in weights)
+    moved = sum(weight.moved_bytes for weight in weights)
+    cast = f", {format_bytes(moved)} moved, as the masters are of another dtype" if moved != nbytes else ""
+    return f"{format_bytes(nbytes)}{f' as {dtype}' if dtype else ''}{cast}"

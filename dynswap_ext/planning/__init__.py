@@ -1,0 +1,39 @@
+"""What a budget costs, before anything runs: time per pass and stalls, from the engine on a virtual clock.
+
+>>> from dynswap_ext import planning
+>>> outline = planning.outline("model.safetensors", dtype=torch.bfloat16)       # doctest: +SKIP
+>>> weights = planning.timed(outline.weights, planning.ASSUMED, rows=4096)      # doctest: +SKIP
+>>> made = planning.plan(weights, budgets=[6 << 30], bandwidth=25e9)            # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+from dynswap_ext.planning.machine import ASSUMED, Machine, rows_to_hide, spread, timed
+from dynswap_ext.planning.measure import Measured, measure
+from dynswap_ext.planning.outline import outline, outline_of_checkpoint, outline_of_config
+from dynswap_ext.planning.plot import plot
+from dynswap_ext.planning.predict import Plan, Prediction, plan, predict
+from dynswap_ext.planning.rates import measure_machine
+from dynswap_ext.planning.weights import Outline, Weight, outline_of_model
+
+__all__ = [
+    "ASSUMED",
+    "Machine",
+    "Measured",
+    "Outline",
+    "Plan",
+    "Prediction",
+    "Weight",
+    "measure",
+    "measure_machine",
+    "outline",
+    "outline_of_checkpoint",
+    "outline_of_config",
+    "outline_of_model",
+    "plan",
+    "plot",
+    "predict",
+    "rows_to_hide",
+    "spread",
+    "timed",
+]

@@ -1,0 +1,192 @@
+"""From a path to an outline: a checkpoint's headers, or a config made into a model without weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from os import PathLike
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from dynswap_ext.checkpoint.formats import open_checkpoint
+from dynswap_ext.checkpoint.reader import Entry
+from dynswap_ext.checkpoint.writing.pieces import tie_identity
+from dynswap_ext.errors import SourceError
+from dynswap_ext.planning.configs import config_in, model_of_config
+from dynswap_ext.planning.weights import Kind, Outline, Weight, cast_bytes, multiplied, outline_of_model
+
+__all__ = ["outline", "outline_of_checkpoint", "outline_of_config"]
+
+#: How models call tables that rows are looked up in: the module's name, the last word before ".weight".
+_TABLES: Final = frozenset(
+    (
+        *("embed_tokens", "embed_positions", "tok_embeddings", "token_embd", "token_embedding", "shared"),
+        *("wte", "wpe", "embedding", "embeddings", "position_embedding", "position_embeddings"),
+        *("word_embeddings", "token_type_embeddings", "relative_attention_bias"),
+    )
+)
+#: Dtypes of what is no matrix, though it has rows and columns: indices, masks, positions.
+_NOT_MULTIPLIED: Final = frozenset((torch.bool, torch.int16, torch.int32, torch.int64))
+_DIFFUSION: Final = re.compile(
+    r"transformer_blocks\.|double_blocks\.|joint_blocks\.|x_embedder\.|patch_embedding\."
+)
+_EXPERTS: Final = re.compile(r"(^|\.)(experts|ffn_(gate|up|down)_exps)(\.|$)")
+
+
+def outline(path: str | PathLike[str], *, dtype: torch.dtype | None = None, disk: bool = False) -> Outline:
+    """Look at a checkpoint or a config. Of a checkpoint nothing is read but headers.
+
+    Parameters
+    ----------
+    path
+        What `checkpoint.load` takes; or a ``config.json`` of transformers or diffusers, or a folder with one
+        and no checkpoint.
+    dtype
+        As for `install`: what floating weights are on the device.
+    disk
+        Copies read masters from a disk, which moves them as they are stored.
+
+    Raises
+    ------
+    SourceError
+        It is neither, or cannot be read.
+    ConfigError
+        The config's library is not installed, or has no such model.
+    """
+    where = Path(path)
+    config = config_in(where)
+    if config is not None:
+        return outline_of_config(config, dtype=dtype, disk=disk)
+    return outline_of_checkpoint(where, dtype=dtype, disk=disk)
+
+
+def outline_of_config(
+    path: str | PathLike[str], *, dtype: torch.dtype | None = None, disk: bool = False
+) -> Outline:
+    """The model that a ``config.json`` describes, made on the meta device: names and shapes, no weights.
+
+    Raises
+    ------
+    SourceError
+        There is no such file, or it is no config.
+    ConfigError
+        The config's library is not installed, or has no such model.
+    """
+    made = model_of_config(Path(path))
+    # Checkpoints of a model whose config names no dtype come in several.
+    stored = made.stored or dtype
+    found = outline_of_model(
+        made.model, title=made.title, dtype=dtype, stored=stored, disk=disk, share=made.share
+    )
+    unknown = "The config names no dtype: float32, unless --dtype says otherwise."
+    notes = made.notes if stored is not None else (*made.notes, unknown)
+    rows, rows_as = _rows(weight.name for weight in found.weights)
+    return dataclasses.replace(found, notes=notes, rows=rows, rows_as=rows_as)
+
+
+def outline_of_checkpoint(
+    path: str | PathLike[str], *, dtype: torch.dtype | None = None, disk: bool = False
+) -> Outline:
+    """Weights from the headers of a checkpoint of any format.
+
+    Notes
+    -----
+    Weights of one module are those with the same name up to the last dot. The order is the file's, unless
+    that is the order of names as text, which says nothing: then numbers in names are compared as numbers.
+
+    Raises
+    ------
+    SourceError
+        It cannot be read.
+    """
+    checkpoint = open_checkpoint(Path(path))
+    names: dict[object, str] = {}
+    for name, entry in checkpoint.entries.items():
+        names.setdefault(tie_identity(name, entry), name)
+    entries = {
+        name: checkpoint.entries[name] for name in names.values() if _elements(checkpoint.entries[name])
+    }
+    if not entries:
+        raise SourceError(
+            f"{path} has no tensors, so there is nothing to plan for; name the file with the weights"
+        )
+    by_name = _sorted_as_text(entries)
+    order = sorted(entries, key=natural) if by_name else list(entries)
+    modules: dict[str, list[str]] = {}
+    for name in order:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    weights = [
+        _weight(name, unit, entries, members, dtype, disk=disk)
+        for unit, members in enumerate(modules.values())
+        for name in (_largest_first(members, entries) if by_name else members)
+    ]
+    notes = []
+    if any(_EXPERTS.search(name) for name in entries):
+        notes.append(
+            "The names are those of a mixture of experts: compute and copies are counted as if every row "
+            "went "
+            "through every expert. The config instead of the checkpoint knows how many do; --model measures."
+        )
+    stored = sum(entry.nbytes for entry in entries.values())
+    title = f"{Path(path)}: {checkpoint.format}, {len(weights)} weights, {stored / 1e9:.3g} GB as stored"
+    told = "names, numbers as numbers" if by_name else "as stored"
+    return Outline(title, tuple(weights), told, tuple(notes), checkpoint.files, *_rows(entries))
+
+
+def _rows(names: Iterable[str]) -> tuple[int, str]:
+    """Rows of a pass where nobody says how many: those of an image, if the names are a diffusion model's."""
+    if any(_DIFFUSION.search(name) for name in names):
+        return 4096, "an image of 1024 x 1024"
+    return 1, "one token, as in decoding"
+
+
+def natural(name: str) -> tuple[tuple[int, str], ...]:
+    """A key under which "layers.2" is before "layers.10"."""
+    words = re.split(r"(\d+)", name)
+    return tuple((int(word), "") if word.isdecimal() else (-1, word) for word in words)
+
+
+def _sorted_as_text(entries: Mapping[str, Entry]) -> bool:
+    """Whether the files have them by name. safetensors sorts by the width of the dtype first."""
+    parts: dict[object, list[str]] = {}
+    for name, entry in entries.items():
+        parts.setdefault((entry.file, entry.dtype), []).append(name)
+    return all(part == sorted(part) for part in parts.values())
+
+
+def _largest_first(members: Sequence[str], entries: Mapping[str, Entry]) -> list[str]:
+    """A bias, which is before its weight by name, is after it in the module."""
+    return sorted(members, key=lambda name: -entries[name].nbytes)
+
+
+def _elements(entry: Entry) -> int:
+    return torch.Size(entry.shape).numel()
+
+
+def _weight(
+    name: str,
+    unit: int,
+    entries: Mapping[str, Entry],
+    members: Sequence[str],
+    dtype: torch.dtype | None,
+    *,
+    disk: bool,
+) -> Weight:
+    entry = entries[name]
+    if entry.encoding:  # streams as it is stored, and is decoded by the operation that uses it
+        nbytes = moved = entry.nbytes
+    else:
+        nbytes, moved = cast_bytes(entry.nbytes, _elements(entry), entry.dtype, dtype, disk=disk)
+    return Weight(name, nbytes, moved, unit, _kind(name, entries, members), _elements(entry))
+
+
+def _kind(name: str, entries: Mapping[str, Entry], members: Sequence[str]) -> Kind:
+    entry = entries[name]
+    if entry.dtype in _NOT_MULTIPLIED:
+        return "lookup"
+    if len(entry.shape) >= 2:
+        return "lookup" if name.rpartition(".")[0].rpartition(".")[2] in _TABLES else multiplied(name)
+    return "norm" if all(len(entries[other].shape) < 2 for other in members) else "vector"

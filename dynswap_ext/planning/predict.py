@@ -1,0 +1,245 @@
+"""Predictions: what a pass takes at each budget, and from which budget on copies are hidden."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from dynswap_ext.errors import ConfigError
+from dynswap_ext.planning.engine import smallest_budget, virtual_pass
+from dynswap_ext.planning.machine import ASSUMED
+from dynswap_ext.planning.weights import Weight
+
+__all__ = ["Plan", "Prediction", "plan", "predict"]
+
+#: Shares of the model that a plan looks at beside what is asked for.
+_SHARES: Final = (0.10, 0.25, 0.50, 0.75, 0.90)
+#: Copies are hidden where a pass takes at most so much of its compute.
+HIDDEN: Final = 1.01
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """One budget's pass in the steady state. Bytes are bytes; times are seconds."""
+
+    budget: int
+    #: Of all weights, by device bytes: 0 to 1.
+    resident_share: float
+    resident_bytes: int
+    #: What a pass moves to the device.
+    moved_bytes: float
+    seconds: float
+    #: Of the pass with all weights resident.
+    compute_seconds: float
+    #: What the bus needs for what a pass moves: the streamed weights, or fewer if some stay in the arena.
+    copy_seconds: float
+    #: The compute waited for copies.
+    stall_seconds: float
+    #: Groups whose copy began only when they were needed.
+    misses: float
+    groups: int
+    #: Groups that the arena holds ahead of the one in use.
+    depth: int
+
+    @property
+    def limit_seconds(self) -> float:
+        """max(compute, copies): no order of copies can be faster."""
+        return max(self.compute_seconds, self.copy_seconds)
+
+    @property
+    def to_limit(self) -> float:
+        """Time over the limit; 1 is perfect."""
+        return self.seconds / self.limit_seconds if self.limit_seconds > 0 else 1.0
+
+    @property
+    def to_resident(self) -> float:
+        """Time over that of the model all resident; infinite where that takes none."""
+        if self.compute_seconds > 0:
+            return self.seconds / self.compute_seconds
+        return math.inf if self.seconds > 0 else 1.0
+
+    @property
+    def hidden(self) -> bool:
+        """Whether compute hides the copies."""
+        return self.seconds <= HIDDEN * self.compute_seconds or self.resident_share >= 1
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Predictions for a sweep of budgets, by budget."""
+
+    weights: tuple[Weight, ...]
+    bandwidth: float
+    latency: float
+    prefetch: int
+    predictions: tuple[Prediction, ...]
+    #: Budgets that were asked for: those that work, and those that do not.
+    asked: tuple[int, ...]
+    too_small: tuple[int, ...]
+    smallest: int
+    #: The budget with which every weight is resident.
+    all: int
+    #: From about this budget on, compute hides the copies; `all` if nothing less does.
+    hidden_from: int
+
+    def at(self, budget: int) -> Prediction:
+        """A prediction for any budget. Raises BudgetError under the smallest."""
+        return predict(
+            self.weights,
+            budgets=[budget],
+            bandwidth=self.bandwidth,
+            latency=self.latency,
+            prefetch=self.prefetch,
+        )[0]
+
+    def curve(self, points: int = 60) -> list[Prediction]:
+        """Predictions at some `points` budgets from the smallest to all, and at those of the sweep."""
+        step = (self.all - self.smallest) / max(1, points - 1)
+        budgets = {self.smallest + round(step * number) for number in range(points)}
+        # Where little fits, a little more is much.
+        budgets |= {round(self.smallest + step * share) for share in (0.03, 0.06, 0.12, 0.25, 0.5)}
+        known = {prediction.budget: prediction for prediction in self.predictions}
+        return [known.get(budget) or self.at(budget) for budget in sorted(budgets | known.keys())]
+
+
+def predict(
+    weights: Sequence[Weight],
+    *,
+    budgets: Iterable[int],
+    bandwidth: float,
+    latency: float = ASSUMED.latency,
+    prefetch: int = 2,
+) -> list[Prediction]:
+    """What a pass takes at each budget: the engine itself, on a virtual clock.
+
+    Parameters
+    ----------
+    weights
+        In the order of use, with their compute (`timed`, `spread` or `measure` gave it).
+    budgets
+        Bytes for streamed and resident weights together, as for `install`.
+    bandwidth
+        Bytes a second from masters to the device.
+    latency
+        Seconds to begin a copy.
+    prefetch
+        As for `install`.
+
+    Returns
+    -------
+    list of Prediction
+        One for each budget, in their order.
+
+    Raises
+    ------
+    BudgetError
+        A budget is under the smallest that works, which the error names.
+    ConfigError
+        There are no weights, a number cannot be used, or the native extension is not there.
+    """
+    _check(weights, bandwidth, latency, prefetch)
+    total = sum(weight.nbytes for weight in weights)
+    predictions = []
+    for budget in budgets:
+        if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+            raise ConfigError(f"a budget is {budget!r}; expected bytes, 1 or more")
+        result = virtual_pass(weights, budget, bandwidth=bandwidth, latency=latency, prefetch=prefetch)
+        predictions.append(
+            Prediction(
+                budget=budget,
+                resident_share=1 - result["streamed_bytes"] / total,
+                resident_bytes=result["resident_bytes"],
+                moved_bytes=result["bus_bytes"],
+                seconds=result["seconds_per_pass"],
+                compute_seconds=result["compute_seconds"],
+                copy_seconds=result["copy_seconds"] * _moved_share(result),
+                stall_seconds=result["stall_seconds"],
+                misses=result["misses"],
+                groups=result["groups"],
+                depth=result["depth"],
+            )
+        )
+    return predictions
+
+
+def plan(
+    weights: Sequence[Weight],
+    *,
+    budgets: Iterable[int] = (),
+    bandwidth: float,
+    latency: float = ASSUMED.latency,
+    prefetch: int = 2,
+) -> Plan:
+    """Predictions for the budgets that are asked for, and for a sweep from the smallest to all.
+
+    The sweep has the smallest budget that works, 10, 25, 50, 75 and 90 % of the model, and all of it. Other
+    parameters are those of `predict`.
+
+    Raises
+    ------
+    ConfigError
+        As `predict`. A budget that is too small is no error: it is named in the plan.
+    """
+    _check(weights, bandwidth, latency, prefetch)
+    kept = tuple(weights)
+    smallest = smallest_budget(kept, prefetch=prefetch)
+
+    def at(budget: int) -> Prediction:
+        return predict(kept, budgets=[budget], bandwidth=bandwidth, latency=latency, prefetch=prefetch)[0]
+
+    # What groups take with what lies between their weights: a little more than the weights.
+    whole = at(2 * sum(weight.nbytes for weight in kept) + (1 << 20) * len(kept)).resident_bytes
+    wanted = sorted(set(budgets))
+    asked = tuple(budget for budget in wanted if budget >= smallest)
+    sweep = {smallest, whole, *asked, *(round(share * whole) for share in _SHARES)}
+    predictions = tuple(at(budget) for budget in sorted(sweep) if budget >= smallest)
+    return Plan(
+        weights=kept,
+        bandwidth=bandwidth,
+        latency=latency,
+        prefetch=prefetch,
+        predictions=predictions,
+        asked=asked,
+        too_small=tuple(budget for budget in wanted if budget < smallest),
+        smallest=smallest,
+        all=whole,
+        hidden_from=_hidden_from(predictions, at, whole),
+    )
+
+
+def _hidden_from(predictions: Sequence[Prediction], at: Callable[[int], Prediction], whole: int) -> int:
+    """By halving, between the largest budget of the sweep that does not hide the copies and the next."""
+    behind = [prediction.budget for prediction in predictions if not prediction.hidden]
+    if not behind:
+        return predictions[0].budget
+    low = behind[-1]
+    high = min(prediction.budget for prediction in predictions if prediction.budget > low)
+    while high - low > max(1, whole // 256):
+        middle = (low + high) // 2
+        low, high = (low, middle) if at(middle).hidden else (middle, high)
+    return high
+
+
+def _moved_share(result: dict[str, Any]) -> float:
+    """Of the streamed weights, what a pass moves; what it moves twice is no need of the bus."""
+    streamed: int = result["streamed_bytes"]
+    return min(1.0, result["moved_bytes"] / streamed) if streamed else 1.0
+
+
+def _check(weights: Sequence[Weight], bandwidth: float, latency: float, prefetch: int) -> None:
+    if not weights or not sum(weight.nbytes for weight in weights):
+        raise ConfigError("there are no weights to plan for; name a checkpoint or a model that has some")
+    if not math.isfinite(bandwidth) or bandwidth <= 0:
+        raise ConfigError(f"bandwidth is {bandwidth!r}; expected bytes a second, above zero")
+    if not math.isfinite(latency) or latency < 0:
+        raise ConfigError(f"latency is {latency!r}; expected seconds a copy, 0 or more")
+    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
+        raise ConfigError(f"prefetch is {prefetch!r}; expected the number of groups to read ahead, 0 or more")
+    wrong = [w.name for w in weights if not (math.isfinite(w.seconds) and w.seconds >= 0 and w.nbytes > 0)]
+    if wrong:
+        raise ConfigError(
+            f"{len(wrong)} weight(s) have no bytes, or a compute that is no time: {', '.join(wrong[:5])}; "
+            "expected bytes above zero and seconds, 0 or more"
+        )

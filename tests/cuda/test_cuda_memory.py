@@ -1,0 +1,130 @@
+"""Peak memory of the device is what was allowed, all of it comes back, and running out of it is survived."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import dynswap_ext
+from dynswap_ext import testing
+from gpu_under_test import LAYER_BYTES, LAYERS, Exact, Gpu
+
+#: In float64, with what alignment may add.
+LAYER = 2 * LAYER_BYTES
+SLACK = 1 << 20
+
+
+def peak_of_activations(gpu: Gpu, moved: nn.Module, x: torch.Tensor) -> int:
+    """What a pass of the moved model takes beside its weights; torch's own workspaces are there after it."""
+    with torch.no_grad():
+        moved(x)
+        with gpu.peak(lambda: None) as peak:
+            moved(x)
+    return peak.bytes
+
+
+@pytest.mark.parametrize("budget", [3 * LAYER, 5 * LAYER], ids=["ring", "ring and residents"])
+def test_peak_is_the_budget_and_the_activations(gpu: Gpu, budget: int) -> None:
+    model = Exact().double().eval()  # no cast, so that nothing but the weights crosses
+    if not gpu.real:
+        model.float()  # on the CPU a cast is what moves them
+    moved = testing.moved(model, gpu.device, torch.float64)
+    x = gpu.whole_numbers()
+    activations = peak_of_activations(gpu, moved, x)
+    handle: dynswap_ext.Handle | None = None
+    with gpu.peak(lambda: handle) as peak:
+        handle = gpu.install(model, dtype=torch.float64, budget=budget)
+        with torch.no_grad():
+            for _ in range(3):
+                model(x)
+    stats = handle.stats()
+    assert stats.bytes_moved >= LAYERS * LAYER_BYTES
+    assert stats.overflow_bytes == 0 and stats.peak_bytes <= budget
+    assert LAYER <= peak.bytes <= budget + activations + SLACK
+    assert stats.weight_bytes > budget
+
+
+def test_all_of_it_comes_back(gpu: Gpu) -> None:
+    model = Exact(layers=3).eval()
+    moved = testing.moved(model, gpu.device, torch.float64)
+    x = gpu.whole_numbers()
+    with torch.no_grad():
+        expected = moved(x)
+        gpu.synchronise()
+        before = gpu.allocated()
+        for budget in (None, "1GiB", 3 * LAYER):
+            with gpu.install(model, dtype=torch.float64, budget=budget):
+                testing.assert_bit_equal(model(x), expected)
+            gc.collect()
+            assert gpu.allocated() == before, f"device memory left behind with budget {budget}"
+    assert all(p.device.type == "cpu" for p in model.parameters())
+
+
+def test_a_model_that_dies_takes_its_memory_along(gpu: Gpu) -> None:
+    x = gpu.whole_numbers()
+    moved = Exact(layers=1).to(gpu.device, torch.float64)
+    with torch.no_grad():
+        moved(x)
+        before = gpu.allocated()
+        model = Exact(layers=3).eval()
+        dynswap_ext.install(model, device=gpu.device, backend=gpu.provider.backend, dtype=torch.float64)
+        model(x)
+        del model
+    gc.collect()
+    gpu.synchronise()
+    assert gpu.allocated() == before
+
+
+@pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
+def test_no_room_for_the_budget(gpu: Gpu) -> None:
+    gpu.needs_real("an allocator that can be limited")
+    model = Exact().eval()
+    moved = testing.moved(model, gpu.device, torch.float64)
+    x = gpu.whole_numbers()
+    with torch.no_grad():
+        expected = moved(x)
+        with (
+            gpu.room_for(2 * LAYER),
+            pytest.raises(dynswap_ext.OutOfMemoryError, match=r"no room|no device memory"),
+        ):
+            gpu.install(model, dtype=torch.float64, budget=5 * LAYER)
+            model(x)
+        dynswap_ext.uninstall(model)
+        gpu.install(model, dtype=torch.float64, budget=5 * LAYER)
+        testing.assert_bit_equal(model(x), expected, "after there was room again")
+
+
+def test_activations_that_do_not_fit(gpu: Gpu) -> None:
+    gpu.needs_real("an allocator that can be limited")
+    model = Exact().eval()
+    moved, handle = gpu.pair(model, budget=3 * LAYER)
+    x = gpu.whole_numbers()
+    with torch.no_grad():
+        testing.assert_bit_equal(model(x), moved(x))
+        large = gpu.whole_numbers(rows=16 * 1024)  # 151 MB each
+        with gpu.room_for(8 << 20), pytest.raises(torch.OutOfMemoryError):
+            model(large)
+        gc.collect()
+        testing.assert_nothing_held(handle)
+        testing.assert_bit_equal(model(x), moved(x), "after the failed pass")
+    assert handle.stats().overflow_bytes == 0
+
+
+def test_what_is_kept_is_counted_and_given_back(gpu: Gpu) -> None:
+    model = Exact().eval()
+    before = gpu.allocated()
+    handle = gpu.install(model, dtype=torch.float64, budget=3 * LAYER)
+    with pytest.warns(dynswap_ext.DynswapWarning):
+        kept = [layer.weight for layer in model.layers]
+    gpu.synchronise()
+    for weight, master in zip(kept, model.parameters(), strict=True):
+        testing.assert_bit_equal(weight.detach().cpu(), master.detach().double())
+    if gpu.native:
+        assert handle.stats().overflow_bytes >= (LAYERS - 3) * LAYER
+    del kept, weight
+    handle.uninstall()
+    gc.collect()
+    assert gpu.allocated() == before

@@ -1,0 +1,110 @@
+"""Masters in RAM are page-locked where they are while they stream, and as before afterwards."""
+
+from __future__ import annotations
+
+import mmap
+
+import pytest
+import torch
+from torch import nn
+
+from dynswap_ext import testing
+from gpu_under_test import Exact, Gpu
+
+
+def pinned(gpu: Gpu, model: nn.Module) -> list[bool]:
+    return [p.is_pinned() for p in model.parameters()] if gpu.real else []
+
+
+def pinning(gpu: Gpu) -> bool:
+    return gpu.real and gpu.native
+
+
+@pytest.mark.parametrize("pin", ["auto", True, False])
+def test_masters_are_locked_in_place(gpu: Gpu, pin: bool | str) -> None:
+    model = Exact().eval()
+    addresses = [p.data_ptr() for p in model.parameters()]
+    values = [p.detach().clone() for p in model.parameters()]
+    moved, handle = gpu.pair(model, pin=pin)
+    x = gpu.whole_numbers()
+    with torch.no_grad():
+        for _ in range(2):
+            testing.assert_bit_equal(model(x), moved(x))
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    if pinning(gpu):
+        assert all(pinned(gpu, model)) if pin else not any(pinned(gpu, model))
+    handle.uninstall()
+    assert not any(pinned(gpu, model))
+    assert [p.data_ptr() for p in model.parameters()] == addresses
+    testing.assert_bit_equal([p.detach() for p in model.parameters()], values)
+
+
+def test_what_the_user_pinned_stays_pinned(gpu: Gpu) -> None:
+    model = Exact(layers=3).eval()
+    if gpu.real:
+        for p in model.parameters():
+            p.data = p.data.pin_memory()
+    moved, handle = gpu.pair(model)
+    x = gpu.whole_numbers()
+    with torch.no_grad():
+        testing.assert_bit_equal(model(x), moved(x))
+    handle.uninstall()
+    assert all(pinned(gpu, model))
+    with torch.no_grad():
+        testing.assert_bit_equal(model.to(gpu.device, torch.float64)(x), moved(x))
+
+
+def test_two_models_share_masters(gpu: Gpu) -> None:
+    """The pages stay locked until the last of them is uninstalled."""
+    models = [Exact(layers=3).eval() for _ in range(2)]
+    for left, right in zip(models[0].layers, models[1].layers, strict=True):
+        right.weight = left.weight
+    moved, first = gpu.pair(models[0])
+    second = gpu.install(models[1], dtype=torch.float64)
+    x = gpu.whole_numbers()
+    with torch.no_grad():
+        for model in models:
+            testing.assert_bit_equal(model(x), moved(x))
+        first.uninstall()
+        if pinning(gpu):
+            assert all(pinned(gpu, models[1]))
+        testing.assert_bit_equal(models[1](x), moved(x))
+    second.uninstall()
+    assert not any(pinned(gpu, models[1]))
+
+
+def test_a_replaced_master_is_streamed_from_its_new_place(gpu: Gpu) -> None:
+    model = Exact(layers=3).eval()
+    gpu.pair(model)
+    x = gpu.whole_numbers()
+    with torch.no_grad():
+        model(x)
+        for p in model.parameters():
+            p.data = -p.data
+        moved = testing.moved(model, gpu.device, torch.float64)
+        for _ in range(2):
+            testing.assert_bit_equal(model(x), moved(x))
+
+
+def test_errors_of_a_refused_registration_are_not_left_behind(gpu: Gpu) -> None:
+    """Memory that cannot be locked (here: it is already, by the user) streams all the same."""
+    gpu.needs_real("page-locked memory")
+    model = Exact(layers=3).eval()
+    cudart = torch.cuda.cudart()
+    masters = list(model.parameters())
+    for p in masters:  # onto whole pages of their own, which the user locks
+        pages = torch.frombuffer(mmap.mmap(-1, p.nbytes), dtype=p.dtype).view_as(p)
+        p.data = pages.copy_(p.detach())
+        assert int(cudart.cudaHostRegister(p.data_ptr(), p.nbytes, 0)) == 0
+    try:
+        moved, handle = gpu.pair(model)
+        x = gpu.whole_numbers()
+        with torch.no_grad():
+            for _ in range(2):
+                testing.assert_bit_equal(model(x), moved(x))
+        handle.uninstall()
+        gpu.synchronise()  # would raise what was left behind
+        assert all(p.is_pinned() for p in masters)
+    finally:
+        for p in masters:
+            cudart.cudaHostUnregister(p.data_ptr())

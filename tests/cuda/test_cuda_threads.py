@@ -1,0 +1,95 @@
+"""Several threads, each with a stream of its own, share an installed model; several models share a GPU."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+
+from dynswap_ext import testing
+from gpu_under_test import LAYER_BYTES, Exact, Gpu
+
+THREADS, PASSES = 4, 5
+LAYER = 2 * LAYER_BYTES
+
+
+def in_threads(work: Callable[[int], None]) -> None:
+    """Run in threads that begin together; raise what any of them raised."""
+    barrier = threading.Barrier(THREADS)
+
+    def run(index: int) -> None:
+        barrier.wait()
+        work(index)
+
+    with ThreadPoolExecutor(THREADS) as pool:
+        for result in [pool.submit(run, index) for index in range(THREADS)]:
+            result.result(timeout=60)
+
+
+@pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")  # four threads may hold three slots
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("budget", [3 * LAYER, 5 * LAYER], ids=["ring", "some resident"])
+def test_threads_share_a_model(gpu: Gpu, budget: int, prefetch: int) -> None:
+    model = Exact().eval()
+    moved, handle = gpu.pair(model, budget=budget, prefetch=prefetch)
+    inputs = [gpu.whole_numbers(seed=seed) for seed in range(THREADS)]
+    with torch.no_grad():
+        expected = [moved(x) for x in inputs]
+    gpu.synchronise()
+    outputs: list[list[torch.Tensor]] = [[] for _ in range(THREADS)]
+
+    def work(index: int) -> None:
+        with torch.no_grad(), gpu.on(gpu.new_stream()):
+            for number in range(PASSES):
+                gpu.delay(2 * ((index + number) % 3))
+                outputs[index].append(model(inputs[index]))
+
+    in_threads(work)
+    gpu.synchronise()
+    for index in range(THREADS):
+        testing.assert_bit_equal(outputs[index], [expected[index]] * PASSES, f"outputs of thread {index}")
+    assert handle.stats().bytes_moved > 0
+
+
+def test_threads_with_models_of_their_own(gpu: Gpu) -> None:
+    models = [Exact(layers=3).eval() for _ in range(THREADS)]
+    pairs = [gpu.pair(model, budget=2 * LAYER) for model in models]
+    inputs = [gpu.whole_numbers(seed=seed) for seed in range(THREADS)]
+    with torch.no_grad():
+        expected = [moved(x) for (moved, _), x in zip(pairs, inputs, strict=True)]
+    gpu.synchronise()
+    outputs: list[list[torch.Tensor]] = [[] for _ in range(THREADS)]
+
+    def work(index: int) -> None:
+        with torch.no_grad(), gpu.on(gpu.new_stream()):
+            for _ in range(PASSES):
+                outputs[index].append(models[index](inputs[index]))
+
+    in_threads(work)
+    gpu.synchronise()
+    for index, (_, handle) in enumerate(pairs):
+        testing.assert_bit_equal(outputs[index], [expected[index]] * PASSES, f"outputs of thread {index}")
+        assert handle.stats().bytes_moved >= 3 * LAYER_BYTES
+
+
+def test_a_tensor_dies_on_another_thread(gpu: Gpu) -> None:
+    """The last owner may be a thread that has never used the device."""
+    model = Exact().eval()
+    moved, handle = gpu.pair(model, budget=3 * LAYER)
+    x = gpu.whole_numbers()
+    with torch.no_grad():
+        expected = moved(x)
+        gpu.synchronise()
+        for _ in range(3):
+            held = [model.layers[0].weight]
+            gpu.delay(5)
+            product = torch.nn.functional.linear(x, held[0])
+            thread = threading.Thread(target=held.clear)
+            thread.start()
+            thread.join()
+            testing.assert_bit_equal(model(x), expected)
+            testing.assert_bit_equal(product, torch.nn.functional.linear(x, moved.layers[0].weight))
+    testing.assert_nothing_held(handle)

@@ -1,0 +1,155 @@
+"""Training on a GPU: gradients reach the masters in RAM, to the bit and within the budget."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dynswap_ext import testing
+from gpu_under_test import LAYER_BYTES, LAYERS, WIDTH, Exact, Gpu
+
+LAYER = 2 * LAYER_BYTES  # in float64
+RING = 3 * LAYER
+SLACK = 1 << 20
+
+
+def loss_of(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x).square().sum()
+
+
+def expected_step(gpu: Gpu, model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradients (as a master gets them) of the moved model."""
+    moved = testing.moved(model, gpu.device, torch.float64)
+    moved.zero_grad()
+    loss = loss_of(moved, x)
+    loss.backward()
+    return loss.detach(), [p.grad.to("cpu", torch.float32) for p in moved.parameters()]
+
+
+def assert_gradients(model: nn.Module, expected: list[Tensor], what: str = "") -> None:
+    for (name, p), wanted in zip(model.named_parameters(), expected, strict=True):
+        assert p.device.type == "cpu" and p.grad is not None, f"{name} has no gradient {what}"
+        testing.assert_bit_equal(p.grad, wanted, f"gradient of {name} {what}")
+
+
+@pytest.mark.parametrize("late", ["nothing", "readers", "copies"])
+@pytest.mark.parametrize("budget", [RING, "1GiB"], ids=["streamed", "resident"])
+def test_steps(gpu: Gpu, budget: int | str, late: str) -> None:
+    """Three steps of SGD, whose writes the next step sees."""
+    model = Exact()
+    handle = gpu.install(model, dtype=torch.float64, budget=budget)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    for step in range(3):
+        x = gpu.whole_numbers(seed=step)
+        expected, gradients = expected_step(gpu, model, x)
+        optimizer.zero_grad()
+        if late == "copies":
+            gpu.congest()
+        loss = loss_of(model, x)
+        if late == "readers":
+            gpu.delay(20)
+        loss.backward()
+        gpu.synchronise()
+        testing.assert_bit_equal(loss.detach(), expected, f"loss of step {step}")
+        assert_gradients(model, gradients, f"in step {step}")
+        optimizer.step()
+    stats = handle.stats()
+    assert stats.overflow_bytes == 0
+    if budget == RING:  # both ways, but for what is left in the ring at the turn
+        assert stats.bytes_moved >= 3 * (2 * LAYERS - 6) * LAYER_BYTES
+
+
+def test_backward_on_a_stream_of_the_users_own(gpu: Gpu) -> None:
+    model = Exact()
+    gpu.install(model, dtype=torch.float64, budget=RING)
+    x = gpu.whole_numbers()
+    expected, gradients = expected_step(gpu, model, x)
+    gpu.synchronise()
+    stream = gpu.new_stream()
+    with gpu.on(stream):
+        gpu.delay(20)
+        loss = loss_of(model, x)
+        loss.backward()
+    gpu.synchronise()
+    testing.assert_bit_equal(loss.detach(), expected)
+    assert_gradients(model, gradients)
+
+
+def test_accumulated_gradients(gpu: Gpu) -> None:
+    model = Exact(layers=3)
+    moved, _ = gpu.pair(model, budget=RING)
+    for seed in range(3):
+        x = gpu.whole_numbers(seed=seed)
+        loss_of(model, x).backward()
+        loss_of(moved, x).backward()
+    gpu.synchronise()
+    for p, q in zip(model.parameters(), moved.parameters(), strict=True):
+        # Summed in the master's dtype, where the moved model sums in float64.
+        torch.testing.assert_close(p.grad, q.grad.to("cpu", torch.float32), rtol=1e-6, atol=0)
+
+
+def test_a_frozen_base_is_fetched_again_and_gets_nothing(gpu: Gpu) -> None:
+    model = Exact()
+    model.requires_grad_(False)
+    model.layers[0].weight.requires_grad_(True)
+    handle = gpu.install(model, dtype=torch.float64, budget=RING)
+    x = gpu.whole_numbers()
+    moved = testing.moved(model, gpu.device, torch.float64)
+    loss_of(moved, x).backward()
+    loss_of(model, x).backward()
+    gpu.synchronise()
+    first, *others = model.parameters()
+    testing.assert_bit_equal(first.grad, moved.layers[0].weight.grad.to("cpu", torch.float32))
+    assert all(p.grad is None for p in others)
+    assert handle.stats().overflow_bytes == 0
+    assert handle.stats().bytes_moved >= (2 * LAYERS - 6) * LAYER_BYTES
+
+
+def test_checkpointing(gpu: Gpu) -> None:
+    class Checkpointed(Exact):
+        def forward(self, x: Tensor) -> Tensor:
+            for layer in self.layers:
+                x = torch.remainder(checkpoint(layer, x, use_reentrant=False), 7.0)
+            return x
+
+    model = Checkpointed()
+    handle = gpu.install(model, dtype=torch.float64, budget=RING)
+    x = gpu.whole_numbers().requires_grad_()
+    expected, gradients = expected_step(gpu, model, x)
+    gpu.delay(10)
+    loss = loss_of(model, x)
+    loss.backward()
+    gpu.synchronise()
+    testing.assert_bit_equal(loss.detach(), expected)
+    assert_gradients(model, gradients)
+    assert handle.stats().overflow_bytes == 0
+
+
+def test_peak_of_a_step_is_the_budget_the_activations_and_a_gradient(gpu: Gpu) -> None:
+    """A graph of the moved model holds every weight; this one holds none."""
+    model = Exact()
+    handle = gpu.install(model, dtype=torch.float64, budget=RING)
+    x = gpu.whole_numbers(rows=8)
+
+    def steps() -> Iterator[None]:
+        for _ in range(2):
+            model.zero_grad()
+            loss_of(model, x).backward()
+            yield
+
+    everything = steps()
+    next(everything)  # torch's own workspaces are there after it
+    with gpu.peak(lambda: handle) as peak:
+        next(everything)
+    stats = handle.stats()
+    assert stats.overflow_bytes == 0 and stats.peak_bytes <= RING
+    if gpu.real and gpu.native:
+        # The arena was there before. Beside it: a layer's gradient, its cast, and what is on its way to RAM.
+        activations = 4 * LAYERS * x.nbytes
+        assert peak.bytes <= 4 * LAYER + activations + SLACK
+        assert peak.bytes < LAYERS * LAYER
+    assert x.shape[1] == WIDTH and stats.bytes_moved > 0

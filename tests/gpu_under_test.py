@@ -1,0 +1,207 @@
+"""What the tests in tests/cuda ask of a device: streams, delays, memory. A rehearsal does without a GPU.
+
+The rehearsal runs the same tests over the CPU, where there is one stream and nothing is ever late: it proves
+that the tests' own code is right, and nothing about a GPU. What has no meaning there it skips.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynswap_ext
+from dynswap_ext import testing
+
+#: Wide enough for a layer to be a group of its own; its bytes in float32.
+WIDTH, LAYERS = 1152, 6
+LAYER_BYTES = WIDTH * WIDTH * 4
+_CYCLES_A_MILLISECOND = 2_000_000  # at the clock of the fastest devices; on others a delay is longer
+
+
+class Exact(nn.Module):
+    """Layers over small whole numbers, whose products are exact in whatever order they are summed.
+
+    A layer computed with any byte of another's weights gives another output, and so does all that follows.
+    """
+
+    def __init__(self, layers: int = LAYERS, width: int = WIDTH) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(layers))
+        for layer in self.layers:
+            layer.weight.data = torch.randint(-1, 2, (width, width)).float()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.remainder(layer(x), 7.0)
+        return x
+
+
+@dataclass
+class Peak:
+    """Device bytes that a block needed at most, over those before it."""
+
+    bytes: int = 0
+
+
+class Gpu:
+    """A GPU and a provider (conftest's) to test with."""
+
+    real = True
+
+    def __init__(self, provider: Any) -> None:
+        self.provider = provider
+        self._ballast: tuple[Tensor, Tensor] | None = None
+
+    @property
+    def device(self) -> torch.device:
+        return self.provider.device
+
+    @property
+    def native(self) -> bool:
+        return self.provider.native
+
+    def install(self, model: nn.Module, **options: Any) -> dynswap_ext.Handle:
+        return self.provider.install(model, **options)
+
+    def pair(
+        self, model: nn.Module, dtype: torch.dtype | None = torch.float64, **options: Any
+    ) -> tuple[nn.Module, dynswap_ext.Handle]:
+        """A moved copy of the model, and the handle of its install."""
+        moved = testing.moved(model, self.device, dtype)
+        return moved, self.install(model, dtype=dtype, **options)
+
+    def whole_numbers(
+        self, rows: int = 4, seed: int = 0, dtype: torch.dtype = torch.float64, width: int = WIDTH
+    ) -> Tensor:
+        """An input for `Exact`."""
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randint(0, 7, (rows, width), generator=generator).to(self.device, dtype)
+
+    def moves(self, dtype: torch.dtype | None) -> bool:
+        """Whether float32 masters in RAM are copied for that dtype."""
+        return True
+
+    def needs_real(self, what: str) -> None:
+        """Skip a rehearsal: what the test asks for has no meaning on the CPU."""
+
+    # Streams ------------------------------------------------------------------------------------------
+
+    def new_stream(self) -> Any:
+        return torch.cuda.Stream(self.device)
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return torch.cuda.stream(stream)
+
+    def follow(self, stream: Any) -> None:
+        """Let the current stream wait for all that is queued on another."""
+        torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def delay(self, milliseconds: float) -> None:
+        """Let the current stream do nothing for a while; the host goes on."""
+        torch.cuda._sleep(int(milliseconds * _CYCLES_A_MILLISECOND))
+
+    def congest(self) -> None:
+        """Keep the bus busy: copies that are asked for from here on arrive late."""
+        if self._ballast is None:
+            here = torch.empty(64 << 20, dtype=torch.uint8).pin_memory()
+            self._ballast = here, torch.empty_like(here, device=self.device)
+        here, there = self._ballast
+        with self.on(self.new_stream()):
+            for _ in range(16):
+                there.copy_(here, non_blocking=True)
+
+    def synchronise(self) -> None:
+        torch.cuda.synchronize(self.device)
+
+    def done(self) -> None:
+        """Wait for the current stream alone."""
+        torch.cuda.current_stream(self.device).synchronize()
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        """Forbid host synchronisations."""
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            yield
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    # Memory -------------------------------------------------------------------------------------------
+
+    def allocated(self) -> int:
+        return torch.cuda.memory_allocated(self.device)
+
+    @contextmanager
+    def peak(self, handle: Callable[[], dynswap_ext.Handle | None]) -> Iterator[Peak]:
+        """Measure a block. `handle` is for the rehearsal: it knows what the engine counts, and no more."""
+        self.synchronise()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before, found = self.allocated(), Peak()
+        yield found
+        self.synchronise()
+        found.bytes = torch.cuda.max_memory_allocated(self.device) - before
+
+    @contextmanager
+    def room_for(self, size: int) -> Iterator[None]:
+        """Let torch's allocator take that many bytes more, and refuse the rest."""
+        torch.cuda.empty_cache()
+        total = torch.cuda.mem_get_info(self.device)[1]
+        share = (torch.cuda.memory_reserved(self.device) + size) / total
+        torch.cuda.set_per_process_memory_fraction(share, self.device)
+        try:
+            yield
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+
+
+class Rehearsal(Gpu):
+    """The CPU in a GPU's place. Masters are cast, so that they move."""
+
+    real = False
+
+    def moves(self, dtype: torch.dtype | None) -> bool:
+        return dtype not in (None, torch.float32)
+
+    def needs_real(self, what: str) -> None:
+        pytest.skip(f"needs a GPU: {what}")
+
+    def new_stream(self) -> Any:
+        return None
+
+    def on(self, stream: Any) -> AbstractContextManager[Any]:
+        return nullcontext()
+
+    def follow(self, stream: Any) -> None:
+        pass
+
+    def delay(self, milliseconds: float) -> None:
+        pass
+
+    def congest(self) -> None:
+        pass
+
+    def synchronise(self) -> None:
+        pass
+
+    def done(self) -> None:
+        pass
+
+    @contextmanager
+    def silent(self) -> Iterator[None]:
+        yield
+
+    def allocated(self) -> int:
+        return 0
+
+    @contextmanager
+    def peak(self, handle: Callable[[], dynswap_ext.Handle | None]) -> Iterator[Peak]:
+        found = Peak()
+        yield found
+        installed = handle()
+        found.bytes = installed.stats().peak_bytes if installed else 0

@@ -1,0 +1,192 @@
+"""`handle.report()`: figures that agree with the counters, and a verdict that names the cause."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+
+import pytest
+import torch
+from sample_recordings import FakeSession
+from torch import nn
+
+import dynswap_ext
+from conftest import Provider
+from dynswap_ext._recording import CAUSES
+from dynswap_ext.inspect.report import Report
+from sample_models import mlp
+
+SUMMED = ("hits", "late_hits", "misses", "copies", "bytes_moved")
+
+
+def names_of(report: Report) -> list[str]:
+    return sorted(name for row in report.rows for name in row.names)
+
+
+@pytest.mark.parametrize("budget", [None, "3MiB", "64MiB"])
+def test_rows_add_up_to_the_counters(provider: Provider, budget: str | None) -> None:
+    model = mlp(features=256, layers=6)
+    handle = provider.install(model, dtype=torch.float64, budget=budget)
+    for _ in range(3):
+        model(provider.randn(2, 256))
+    report = handle.report()
+    stats = report.stats
+    for key in SUMMED:
+        assert sum(getattr(row, key) for row in report.rows) == getattr(stats, key), key
+    assert stats.bytes_moved > 0
+    assert sum(row.resident for row in report.rows) == stats.resident_groups
+    assert names_of(report) == sorted(name for name, _ in model.named_parameters())
+    for row in report.rows:
+        assert sum(row.causes.values()) == row.stall_ns and set(row.causes) <= set(CAUSES)
+    assert report.stall_ns == sum(report.causes.values())
+
+
+def test_rows_are_in_the_order_of_use(provider: Provider) -> None:
+    class Backwards(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last = nn.Linear(1024, 1024, bias=False)
+            self.first = nn.Linear(1024, 1024, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.first(x))
+
+    model = Backwards()
+    handle = provider.install(model, dtype=torch.float64)
+    for _ in range(2):
+        model(provider.randn(2, 1024))
+    assert [row.names for row in handle.report().rows] == [("first.weight",), ("last.weight",)]
+
+
+def test_the_source_of_masters(provider: Provider, mapped: Callable[[nn.Module], nn.Module]) -> None:
+    in_ram, on_disk = mlp(features=256), mapped(mlp(features=256))
+    options = {"dtype": torch.float64, "pin": False}
+    assert {row.source for row in provider.install(in_ram, **options).report().rows} == {"RAM"}
+    assert {row.source for row in provider.install(on_disk, **options).report().rows} == {"file"}
+
+
+def test_it_answers_after_an_uninstall_and_after_the_model(provider: Provider) -> None:
+    model = mlp(features=256)
+    handle = provider.install(model, dtype=torch.float64, budget="64MiB")
+    model(provider.randn(2, 256))
+    before = handle.report()
+    handle.uninstall()
+    assert handle.report().rows == before.rows and before.rows
+    del model
+    assert handle.report().as_dict()["groups"] == before.as_dict()["groups"]
+
+
+def test_reset_stats_resets_rows_and_not_the_history(provider: Provider) -> None:
+    model = mlp(features=256)
+    handle = provider.install(model, dtype=torch.float64)
+    model(provider.randn(2, 256))
+    handle.reset_stats()
+    assert handle.report().stall_ns == 0 and all(row.copies == 0 for row in handle.report().rows)
+    model(provider.randn(2, 256))
+    assert "first use" not in handle.report().causes
+
+
+def test_nothing_used_and_nothing_to_move(provider: Provider) -> None:
+    assert "nothing has been used yet" in provider.install(mlp(), dtype=torch.float64).report().verdict
+    if provider.device.type == "cpu":
+        assert provider.install(mlp()).report().verdict.startswith("no weight has to be moved")
+
+
+def test_what_changes_a_master_is_the_cause() -> None:
+    model = mlp(features=64)
+    with dynswap_ext.install(
+        model, device="cpu", dtype=torch.float64, backend="python", budget="1MiB"
+    ) as handle:
+        x = torch.randn(2, 64, dtype=torch.float64)
+        model(x)
+        with torch.no_grad():
+            next(model.parameters()).mul_(2)  # in place
+            model[2].weight = nn.Parameter(torch.randn(64, 64))  # another one
+        handle.reset_stats()
+        model(x)
+        changed = {row.names[0] for row in handle.report().rows if row.causes}
+        assert changed == {"0.weight", "2.weight"}
+        assert set(handle.report().causes) == {"master changed"}
+        assert handle.report().verdict.startswith("master changed: 100 %")
+
+
+@pytest.mark.parametrize(
+    ("cause", "advice"),
+    [
+        ("bus-bound", r"more residents would help: budget="),
+        ("late prefetch", r"a deeper prefetch would help: prefetch=4"),
+        ("not predicted", r"order of use is another .* budget="),
+        ("arena full", r"more room would help: budget="),
+        ("slot held", r"let go of tensors of head\.weight .* budget="),
+        ("master changed", r"what writes to the masters"),
+    ],
+)
+def test_the_verdict_names_the_main_cause_and_the_remedy(cause: str, advice: str) -> None:
+    session = FakeSession(6)
+    for figure in session.figures:
+        figure["causes"], figure["stall_ns"] = {"first use": 10**6}, 10**6
+    session.figures[2]["causes"] = {cause: 10**8, "first use": 10**6}
+    session.figures[2]["stall_ns"] = 10**8 + 10**6
+    session.figures[2]["held_by"] = "head.weight"
+    verdict = session.report().verdict
+    assert verdict.startswith(f"{cause}: 94 % of 106 ms stalled was ")
+    assert "(6 % was for the first use" in verdict
+    assert re.search(advice, verdict), verdict
+
+
+def test_a_first_pass_is_not_blamed_on_anything_else() -> None:
+    session = FakeSession(6)
+    for figure in session.figures:
+        figure["causes"], figure["stall_ns"] = {"first use": 10**8}, 10**8
+    assert session.report().verdict.startswith("first use: all of 600 ms stalled")
+    session.figures[2]["causes"]["bus-bound"] = 10**6
+    session.figures[2]["stall_ns"] += 10**6
+    verdict = session.report().verdict
+    assert verdict.startswith("first use: 100 % of 601 ms") and "Of the rest, 1 ms was the bus" in verdict
+
+
+def test_the_budget_that_is_advised_follows_from_the_stall() -> None:
+    """Copies of 40 streamed groups of 12 MiB take 200 ms, 50 of which are waited for: a quarter too much."""
+    session = FakeSession(60)
+    for figure in session.figures:
+        figure["causes"], figure["stall_ns"], figure["copy_ns"] = (
+            {},
+            0,
+            0 if figure["resident"] else 5 * 10**6,
+        )
+    session.figures[0]["causes"], session.figures[0]["stall_ns"] = {"bus-bound": 50 * 10**6}, 50 * 10**6
+    now = (sum(session.resident) + 3) * 12
+    report = session.report(budget=now << 20)
+    assert f'budget="{now + 40 * 12 // 4}MiB" (now {now} MiB)' in report.verdict
+
+
+def test_repeated_layers_share_a_line() -> None:
+    report = FakeSession(60, residents=0).report()
+    short = report.text(width=200)
+    assert "blocks.{0..57}.{attention.qkv.weight, 2 more}" in short
+    assert len(short.splitlines()) < 15 < 60 < len(report.text(collapse=False, width=200).splitlines())
+    apart = FakeSession(12).report().text(width=200)  # residents are listed by themselves
+    assert "blocks.{1..2,4..5,7..8}" in apart and "blocks.{0…9}" in apart
+
+
+@pytest.mark.parametrize("width", [80, 120, 200])
+def test_it_fits_the_terminal(width: int) -> None:
+    text = FakeSession(60, skipped=3).report().text(width=width)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(line.endswith("│") for line in lines if line.startswith("│"))
+    assert "first use" in text.replace("\n", " ")
+
+
+def test_it_prints_and_serialises(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    report = FakeSession(5).report()
+    print(report)
+    shown = capsys.readouterr().out
+    assert shown.rstrip().endswith(report.verdict) or report.verdict.split(";")[0] in shown.replace("\n", " ")
+    assert "embed.weight" in shown and "resident" in shown and "prefetch 2" in shown
+    content = json.loads(json.dumps(report.as_dict()))
+    assert content["groups"][0]["names"] == ["embed.weight"] and content["verdict"] == report.verdict

@@ -1,0 +1,198 @@
+"""``dynswap plan``: what it prints, draws and refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from conftest import skip_or_fail
+from dynswap_ext import _provider, cli, planning
+from dynswap_ext.demo.units import parse_bandwidth, parse_seconds, parse_throughput
+from dynswap_ext.errors import ConfigError
+
+
+@pytest.fixture(autouse=True)
+def _native() -> None:
+    if reason := _provider.native_unavailable(torch.device("cpu")):
+        skip_or_fail(reason, cuda=False)
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    save_file({f"layers.{i}.weight": torch.ones(256, 256) for i in range(20)}, tmp_path / "m.safetensors")
+    return tmp_path / "m.safetensors"
+
+
+def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    assert cli.main(["plan", *arguments, "--json"]) == 0
+    content: dict[str, Any] = json.loads(capsys.readouterr().out)
+    return content
+
+
+def test_the_table(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--bandwidth", "1GB/s", "--compute", "5ms", "--budget", "2MiB", "--budget", "1/2"]
+    assert cli.main(["plan", str(path), *given]) == 0
+    printed = capsys.readouterr().out
+    assert (
+        "20 weights" in " ".join(printed.split())
+        and "1 GB/s (given)" in printed
+        and "5ms a pass (given)" in printed
+    )
+    assert "smallest" in printed and "all" in printed and "…" not in printed
+    assert "2 MiB: " in printed and "2.5 MiB: " in printed and "copies" in printed
+    assert all(len(line) <= 100 for line in printed.splitlines())
+
+
+def test_what_is_assumed_is_said(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(path), "--budget", "1MiB"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "26 GB/s (assumed: a PCIe 4 card)" in printed
+    assert "1 row a pass (assumed: one token" in printed and "120 TFLOPS (assumed" in printed
+    assert "computes for as long as its copies take" in printed
+
+
+def test_a_budget_that_is_too_small_is_the_exit_status(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", str(path), "--budget", "1KiB", "--budget", "2MiB"]) == 1
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "1 KiB is too small" in printed and f"{256 * 256 * 4} bytes" in printed and "2 MiB: " in printed
+
+
+def test_json_says_the_same_as_the_library(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--bandwidth", "2GB/s", "--latency", "0s", "--compute", "20ms", "--budget", "2MiB"]
+    found = plan_json(capsys, str(path), *given)
+    weights = planning.spread(planning.outline(path).weights, 20e-3)
+    (expected,) = planning.predict(weights, budgets=[2 << 20], bandwidth=2e9, latency=0.0)
+    (row,) = [row for row in found["budgets"] if row["budget"] == 2 << 20]
+    assert row["seconds"] == expected.seconds and row["stall_seconds"] == expected.stall_seconds
+    assert found["weights"] == 20 and found["weight_bytes"] == 20 * 4 * 256 * 256
+    assert found["asked"] == [2 << 20] and found["smallest_budget"] == 4 * 256 * 256
+
+
+def test_dtype_tokens_and_batch(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    given = ["--compute", "1TFLOPS", "--tokens", "100"]
+    once = plan_json(capsys, str(path), *given)
+    twice = plan_json(capsys, str(path), *given, "--batch", "2", "--dtype", "bf16")
+    assert twice["rows"] == 200 and twice["weight_bytes"] * 2 == once["weight_bytes"]
+    compute = [found["budgets"][-1]["compute_seconds"] for found in (once, twice)]
+    assert compute[0] == pytest.approx(2 * 20 * 256 * 256 * 100 / 1e12)
+    assert compute[1] == pytest.approx(2 * compute[0])
+
+
+def test_a_device_of_this_machine_is_measured(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan_json(capsys, str(path), "--device", "cpu")
+    assert "m.safetensors" in found["bandwidth_from"] and "cpu" in found["compute_from"]
+    assert found["bandwidth"] > 1e6
+
+
+def test_a_model_is_measured(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "models_to_plan.py").write_text(
+        "import torch\n"
+        "def make():\n    return torch.nn.Linear(64, 64), torch.randn(2, 64)\n"
+        "def wrong():\n    return torch.nn.Linear(4, 4)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.path", [*sys.path])
+    found = plan_json(capsys, "--model", "models_to_plan:make", "--device", "cpu", "--passes", "2")
+    assert found["compute_from"] == "measured" and len(found["measured_compute_seconds"]) == 2
+    for name, said in {
+        "models_to_plan:wrong": "returned .*Linear",
+        "models_to_plan:nothing": "has no function 'nothing'",
+        "no_such_module:make": "neither installed nor in",
+        "models_to_plan": "expected MODULE:FUNCTION",
+    }.items():
+        assert cli.main(["plan", "--model", name]) == 2
+        assert re.search(said, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("suffix", ["png", "svg"])
+def test_the_picture(suffix: str, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("matplotlib")
+    picture = tmp_path / f"plan.{suffix}"
+    assert cli.main(["plan", str(path), "--budget", "2MiB", "--compute", "5ms", "--plot", str(picture)]) == 0
+    assert picture.stat().st_size > 5000 and "drawn" in capsys.readouterr().out
+
+
+def test_labels_of_the_picture_do_not_overlap(path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.text import Text
+
+    from dynswap_ext.planning.plot import draw
+
+    weights = planning.spread(planning.outline(path).weights, 1e-4)
+    budgets = [(1 << 20) + step * 100_000 for step in range(12)]
+    figure = draw(planning.plan(weights, budgets=budgets, bandwidth=1e9), title="a" * 200)
+    canvas = FigureCanvasAgg(figure)
+    canvas.draw()
+    # Of the text alone: an annotation's own extent has its leader in it.
+    boxes = [Text.get_window_extent(text, canvas.get_renderer()) for text in figure.axes[0].texts]
+    assert len(boxes) >= 4
+    for index, box in enumerate(boxes):
+        assert not any(box.overlaps(other) for other in boxes[:index])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ([], "name either a checkpoint or config"),
+        (["PATH", "--model", "a:b"], "name either"),
+        (["PATH", "--tokens", "0"], "--tokens is 0"),
+        (["PATH", "--bandwidth", "25Gbit/s"], "'25Gbit/s' is not a bandwidth"),
+        (["PATH", "--compute", "fast"], "'fast' is not a time"),
+        (["PATH", "--compute", "0TFLOPS"], "not a throughput above zero"),
+        (["PATH", "--compute", "350ms", "--tokens", "5"], "leave out --tokens"),
+        (["--model", "a:b", "--compute", "350ms"], "leave out --compute"),
+        (["PATH", "--budget", "much"], "'much' is not a size"),
+        (["PATH", "--prefetch", "-1"], "prefetch is -1"),
+        (["PATH", "--dtype", "int8"], "--dtype is 'int8'"),
+        (["PATH", "--device", "toaster"], "toaster"),
+        (["nothing.safetensors"], "no such file"),
+    ],
+)
+def test_bad_options_are_explained(
+    arguments: list[str], said: str, path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["plan", *(str(path) if word == "PATH" else word for word in arguments)]) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("dynswap: ") and said in printed.err and not printed.out
+
+
+@pytest.mark.parametrize(("name", "said"), [("plan.doc", ".png, .svg"), ("gone/plan.png", "no folder")])
+def test_a_picture_that_cannot_be_is_refused_first(
+    name: str, said: str, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib")
+    assert cli.main(["plan", str(path), "--plot", str(tmp_path / name)]) == 2
+    printed = capsys.readouterr()
+    assert said in printed.err and not printed.out
+
+
+def test_a_picture_without_matplotlib_names_the_extra(
+    path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    assert cli.main(["plan", str(path), "--plot", "plan.png"]) == 2
+    assert "dynswap-ext[plot]" in capsys.readouterr().err
+
+
+def test_units() -> None:
+    assert parse_bandwidth("25GB/s") == 25e9 and parse_bandwidth("1 GiB / s") == 2**30
+    assert parse_throughput("300TFLOPS") == 300e12 and parse_throughput("1.5 PFLOP/s") == 1.5e15
+    assert parse_throughput("7 flops") == 7.0
+    assert parse_seconds("350ms") == pytest.approx(0.35) and parse_seconds("7us") == pytest.approx(7e-6)
+    assert parse_seconds("2min") == 120 and parse_seconds(".5s") == 0.5
+    for parse in (parse_bandwidth, parse_throughput, parse_seconds):
+        for text in ("", "x", "-1s", "1.2.3s", "nan s"):
+            with pytest.raises(ConfigError, match="is not a"):
+                parse(text)

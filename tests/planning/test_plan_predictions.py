@@ -1,0 +1,178 @@
+"""Predictions: what arithmetic says of simple models, and refusals."""
+
+from __future__ import annotations
+
+import math
+import sys
+from itertools import pairwise
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import skip_or_fail
+from dynswap_ext import _provider, planning
+from dynswap_ext.errors import BudgetError, ConfigError
+
+_MIB = 1 << 20
+
+
+@pytest.fixture(autouse=True)
+def _native() -> None:
+    if reason := _provider.native_unavailable(torch.device("cpu")):
+        skip_or_fail(reason, cuda=False)
+
+
+def layers(count: int = 40, *, seconds: float = 1e-3, moved: int = 8 * _MIB) -> list[planning.Weight]:
+    """Equal matrices of 8 MiB on the device, a module each."""
+    return [
+        planning.Weight(f"layers.{i}.weight", 8 * _MIB, moved, i, "matrix", 4 * _MIB, seconds=seconds)
+        for i in range(count)
+    ]
+
+
+def predict(weights: list[planning.Weight], budget: int, **options: Any) -> planning.Prediction:
+    options = {"bandwidth": 10e9, "latency": 0.0, **options}
+    return planning.predict(weights, budgets=[budget], **options)[0]
+
+
+def test_all_resident_takes_its_compute() -> None:
+    found = predict(layers(), 320 * _MIB)
+    assert found.seconds == pytest.approx(40e-3) and found.compute_seconds == pytest.approx(40e-3)
+    assert found.resident_share == 1 and found.moved_bytes == 0 and found.stall_seconds == pytest.approx(0)
+    assert found.to_limit == pytest.approx(1) and found.to_resident == pytest.approx(1) and found.hidden
+
+
+def test_a_slow_bus_takes_bytes_over_bandwidth() -> None:
+    found = predict(layers(), 80 * _MIB, bandwidth=1e8, latency=0.01)
+    streamed = 320 * _MIB * (1 - found.resident_share)
+    assert 0 < found.resident_share < 0.25 and found.moved_bytes == pytest.approx(streamed)
+    copies = streamed / (8 * _MIB)
+    assert found.seconds == pytest.approx(streamed / 1e8 + copies * 0.01, rel=0.02)
+    assert found.limit_seconds == pytest.approx(found.copy_seconds) and not found.hidden
+    assert found.stall_seconds == pytest.approx(found.seconds - 40e-3, rel=0.02)
+
+
+def test_compute_hides_copies_of_a_fast_bus() -> None:
+    found = predict(layers(), 40 * _MIB, bandwidth=100e9)
+    assert found.resident_share < 0.2 and found.hidden
+    assert found.seconds == pytest.approx(40e-3, rel=0.01)
+
+
+def test_more_budget_is_not_slower() -> None:
+    plan = planning.plan(layers(), bandwidth=4e9)
+    times = [prediction.seconds for prediction in plan.curve(30)]
+    assert len(times) >= 30 and times[0] > 1.5 * times[-1]
+    assert all(later <= 1.01 * earlier for earlier, later in pairwise(times))
+
+
+def test_a_cast_moves_the_masters_bytes() -> None:
+    same = predict(layers(), 80 * _MIB, bandwidth=1e9)
+    half = predict(layers(moved=4 * _MIB), 80 * _MIB, bandwidth=1e9)
+    assert half.resident_share == same.resident_share
+    assert half.moved_bytes == pytest.approx(same.moved_bytes / 2)
+    assert half.seconds == pytest.approx(same.seconds / 2, rel=0.02)
+
+
+class TestPlan:
+    def test_the_sweep_has_the_ends_and_what_was_asked_for(self) -> None:
+        plan = planning.plan(layers(), budgets=[100 * _MIB, 1, 100 * _MIB], bandwidth=4e9)
+        assert plan.smallest == 8 * _MIB and plan.all == 320 * _MIB
+        assert plan.asked == (100 * _MIB,) and plan.too_small == (1,)
+        budgets = [prediction.budget for prediction in plan.predictions]
+        assert budgets == sorted(set(budgets)) and 100 * _MIB in budgets
+        assert budgets[0] == plan.smallest and budgets[-1] == plan.all and 160 * _MIB in budgets
+        assert plan.predictions[0].resident_share == 0 and plan.predictions[-1].resident_share == 1
+
+    def test_the_smallest_budget_is_the_engines(self) -> None:
+        plan = planning.plan(layers(), bandwidth=4e9)
+        assert plan.at(plan.smallest).budget == plan.smallest
+        with pytest.raises(BudgetError) as caught:
+            plan.at(plan.smallest - 1)
+        assert caught.value.smallest_bytes == plan.smallest
+
+    def test_copies_are_hidden_from_where_arithmetic_says(self) -> None:
+        # A pass computes for 40 ms, in which 160 of 320 MiB come; the ring takes some of the budget.
+        plan = planning.plan(layers(), bandwidth=160 * _MIB / 40e-3, latency=0.0)
+        assert 160 * _MIB <= plan.hidden_from <= 160 * _MIB + 4 * 8 * _MIB
+        assert plan.at(plan.hidden_from).hidden
+
+    def test_copies_hidden_always_or_never(self) -> None:
+        always = planning.plan(layers(seconds=1.0), bandwidth=10e9)
+        assert always.hidden_from == always.smallest  # a copy takes 0.8 ms of a layer's second
+        never = planning.plan(layers(seconds=0.0), bandwidth=10e9)
+        assert never.hidden_from == never.all
+        assert math.isinf(never.predictions[0].to_resident) and never.predictions[-1].to_resident == 1
+
+    def test_one_small_weight(self) -> None:
+        plan = planning.plan([planning.Weight("w", 3, 3, 0, "vector", 3)], bandwidth=1e9)
+        assert plan.smallest <= plan.all and plan.predictions[-1].resident_share == 1
+
+
+class TestCompute:
+    MACHINE = planning.Machine("m", bandwidth=1e9, arithmetic=1e12, memory=1e10)
+
+    def seconds(self, kind: Any, rows: int, share: float = 1.0) -> float:
+        weight = planning.Weight("w", 2000, 2000, 0, kind, 1000, share=share)
+        return planning.timed([weight], self.MACHINE, rows=rows)[0].seconds
+
+    def test_by_hand(self) -> None:
+        assert self.seconds("matrix", 1) == pytest.approx(2000 / 1e10)  # bound by the device's memory
+        assert self.seconds("matrix", 10_000) == pytest.approx(2 * 1000 * 10_000 / 1e12)
+        assert self.seconds("matrix", 10_000, share=0.25) == pytest.approx(2 * 1000 * 2500 / 1e12)
+        assert self.seconds("once", 10_000) == self.seconds("matrix", 1)
+        assert self.seconds("lookup", 10_000) == 0
+        assert self.seconds("vector", 10_000) == pytest.approx(2000 / 1e10)
+        assert self.seconds("norm", 10) == pytest.approx((2000 + 2 * 10 * 2000) / 1e10)
+
+    def test_a_given_time_is_spread_by_operations(self) -> None:
+        sizes = {"matrix": 300, "lookup": 999, "vector": 50}
+        weights = [planning.Weight(k, n, n, i, k, n) for i, (k, n) in enumerate(sizes.items())]  # type: ignore[arg-type]
+        weights.append(planning.Weight("m", 100, 100, 3, "matrix", 100))
+        assert [w.seconds for w in planning.spread(weights, 8.0)] == [6.0, 0.0, 0.0, 2.0]
+        vectors = [planning.Weight("v", n, n, 0, "vector", n) for n in (1, 3)]
+        assert [w.seconds for w in planning.spread(vectors, 8.0)] == [2.0, 6.0]
+
+    def test_rows_to_hide(self) -> None:
+        weights = [planning.Weight("w", 2000, 2000, 0, "matrix", 1000)]
+        rows = planning.rows_to_hide(weights, self.MACHINE, 2e-3)
+        assert rows == pytest.approx(1_000_000, rel=0.02)
+        table = [planning.Weight("w", 2000, 2000, 0, "lookup", 1000)]
+        assert planning.rows_to_hide(table, self.MACHINE, 2e-3) is None
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"weights": []}, "no weights to plan for"),
+        ({"bandwidth": 0.0}, "bandwidth is 0.0"),
+        ({"bandwidth": math.nan}, "bandwidth is nan"),
+        ({"latency": -1.0}, "latency is -1.0"),
+        ({"prefetch": -1}, "prefetch is -1"),
+        ({"budgets": [0]}, "a budget is 0"),
+        ({"budgets": [0.5]}, "a budget is 0.5"),
+        ({"weights": layers(1, seconds=math.inf)}, "layers.0.weight"),
+    ],
+)
+def test_what_cannot_be_used_is_named(change: dict[str, Any], said: str) -> None:
+    options: dict[str, Any] = {"weights": layers(), "budgets": [80 * _MIB], "bandwidth": 1e9, **change}
+    with pytest.raises(ConfigError, match=said):
+        planning.predict(options.pop("weights"), **options)
+
+
+def test_rows_and_times_are_checked() -> None:
+    with pytest.raises(ConfigError, match="rows is 0"):
+        planning.timed(layers(), planning.ASSUMED, rows=0)
+    with pytest.raises(ConfigError, match="arithmetic of the machine is 0"):
+        planning.timed(layers(), planning.Machine("m", 1.0, 0.0, 1.0))
+    with pytest.raises(ConfigError, match="expected seconds"):
+        planning.spread(layers(), -1.0)
+
+
+def test_without_the_extension_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    import dynswap_ext
+
+    monkeypatch.delattr(dynswap_ext, "_C", raising=False)
+    monkeypatch.setitem(sys.modules, "dynswap_ext._C", None)
+    with pytest.raises(ConfigError, match=r"native extension.*dynswap info"):
+        planning.predict(layers(), budgets=[80 * _MIB], bandwidth=1e9)
