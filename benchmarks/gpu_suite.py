@@ -144,7 +144,7 @@ def parts(dry_run: bool, folder: str) -> list[Part]:
             shows=("/ dd", "/ copies", "/ limit", "equal"),
         ),
         script("load", *on_disk, "--size", "1GB", "--rounds", "1", share=35, shows=("GB/s", "skeleton: ms")),
-        script("peers", *on_disk, *size, share=140, shows=("/ limit",), limit="--time-limit"),
+        script("peers", *on_disk, *size, share=140, shows=("/ limit",), limit="--total"),
         script(
             "train",
             *on_disk,

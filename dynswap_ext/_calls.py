@@ -72,18 +72,19 @@ def namespace_for(cls: type) -> dict[str, Any]:
         if _thread.kept:
             _end_of_call()
         let_go()
-        _thread.depth += 1
-        hooked = session is not None and _refetch_wanted()
-        try:
-            if hooked:
+        depth, hooked = _thread.depth, False
+        try:  # whatever interrupts it, and wherever
+            _thread.depth = depth + 1
+            if session is not None and _refetch_wanted():
                 _push()
+                hooked = True
             return call(self, *args, **kwargs)
         except Exception as error:
-            if session is not None and session.on_pass is not None and _thread.depth == 1:
+            if session is not None and session.on_pass is not None and depth == 0:
                 session.on_pass.call_failed(error)
             raise
         finally:
-            _thread.depth -= 1
+            _thread.depth = depth
             if hooked:
                 _autograd._pop_saved_tensors_default_hooks()
             if _thread.kept:

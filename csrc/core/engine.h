@@ -19,6 +19,7 @@
 #include "core/device_copy.h"
 #include "core/figures.h"
 #include "core/recorder.h"
+#include "core/residency.h"
 #include "core/schedule.h"
 #include "core/stats.h"
 
@@ -28,7 +29,7 @@ using WeightId = std::uint32_t;
 using GroupId = std::uint32_t;
 
 struct GivenPlan {
-  std::vector<GroupId> group_of;  ///< each weight's group: 0, 0, 1, ... in the order of add_weight()
+  std::vector<GroupId> group_of;  ///< each weight's group, numbered in the order of add_weight()
   std::vector<bool> resident;     ///< each group
 };
 
@@ -154,6 +155,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct Group {
     std::vector<WeightId> weights;
     std::size_t bytes = 0;
+    bool tiny = false;  ///< of tiny units alone
     bool resident = false;
     std::size_t home_offset = 0;                ///< resident: in residents_
     std::shared_ptr<DeviceCopy> copy;           ///< the current one: on its way or there
@@ -190,12 +192,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct Grouping {
     std::size_t enough;     ///< a group of this size takes no further unit
     std::size_t too_large;  ///< a unit of more is cut between its weights
+    std::size_t tiny;       ///< units of no more stay on the device, together; 0: none do
   };
 
   // engine_plan.cpp
   Grouping preferred_grouping() const;
+  std::size_t end_of_unit(WeightId first) const noexcept;
+  std::size_t unit_bytes(WeightId first) const noexcept;
   std::vector<std::size_t> form_groups(const Grouping& grouping);  ///< returns their sizes
-  std::vector<std::size_t> take_groups(const GivenPlan& given);    ///< returns their sizes
+  ResidencyPlan choose_residents(const std::vector<std::size_t>& bytes, std::size_t budget) const;
+  std::vector<std::size_t> take_groups(const GivenPlan& given);  ///< returns their sizes
   std::vector<std::size_t> lay_out_groups();
   std::size_t lay_out(Group& group);
 

@@ -14,6 +14,13 @@ namespace {
 constexpr std::size_t kWeightAlignment = 64;  ///< as torch's own allocations, so that kernels choose alike
 constexpr std::size_t kFewestGroups = 16;     ///< about so many, however small the model
 
+/// Note [Tiny weights stay]: norms are often defined behind the large weights that they are used before. Were
+/// they to travel with their neighbours by definition, those would be needed twice a pass, and often copied
+/// twice. All together they are nothing beside the model, so they stay, if they are: units of less than this
+/// part of a transfer, of all of them no more than that part of the model.
+constexpr std::size_t kTinyPart = 32;
+constexpr std::size_t kTinyPartOfModel = 128;
+
 std::size_t align_up(std::size_t value, std::size_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
 }
@@ -32,15 +39,36 @@ Engine::Grouping Engine::preferred_grouping() const {
   // A small model, or a small budget, is streamed all the same: then less is enough.
   const std::size_t ring = std::size_t{options_.prefetch} + 1;
   const std::size_t share = options_.budget > 0 ? options_.budget / (2 * ring) : total;
-  return {std::min({options_.group_bytes, total / kFewestGroups, share}),
-          std::min(options_.split_bytes, options_.budget > 0 ? 2 * share : total)};
+  Grouping grouping{std::min({options_.group_bytes, total / kFewestGroups, share}),
+                    std::min(options_.split_bytes, options_.budget > 0 ? 2 * share : total), 0};
+  const std::size_t tiny = grouping.enough / kTinyPart;
+  std::size_t tiny_total = 0;
+  for (WeightId first = 0; first < weights_.size(); first = static_cast<WeightId>(end_of_unit(first))) {
+    const std::size_t bytes = unit_bytes(first);
+    if (bytes <= tiny) tiny_total += align_up(bytes, kWeightAlignment);
+  }
+  if (tiny_total <= total / kTinyPartOfModel) grouping.tiny = tiny;
+  return grouping;
+}
+
+std::size_t Engine::end_of_unit(WeightId first) const noexcept {
+  std::size_t last = first;
+  while (last < weights_.size() && weights_[last].unit == weights_[first].unit) ++last;
+  return last;
+}
+
+std::size_t Engine::unit_bytes(WeightId first) const noexcept {
+  std::size_t bytes = 0;
+  for (std::size_t weight = first; weight < end_of_unit(first); ++weight)
+    bytes += weights_[weight].source->wanted_bytes();
+  return bytes;
 }
 
 std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
   // A unit's weights are used together, so a group holds whole units: small ones until there is enough
   // to be worth a transfer. Only a unit too large to travel at once is cut, and its small weights (a
   // bias) go with the weight before them.
-  const auto [enough, too_large] = grouping;
+  const auto [enough, too_large, tiny] = grouping;
   std::size_t largest = 0;
   for (const Weight& weight : weights_)
     largest = std::max<std::size_t>(largest, weight.source->wanted_bytes());
@@ -48,22 +76,30 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
   groups_.clear();
   std::size_t open_bytes = 0;
   bool open = false;
+  std::size_t current = 0;  // the group that is open
   const auto append = [&](WeightId weight) {
     if (!open) {
+      current = groups_.size();
       groups_.emplace_back();
       open_bytes = 0;
       open = true;
     }
-    groups_.back().weights.push_back(weight);
+    groups_[current].weights.push_back(weight);
     open_bytes += weights_[weight].source->wanted_bytes();
   };
+  std::optional<std::size_t> tinies;
   for (WeightId first = 0; first < weights_.size();) {
-    WeightId last = first;
-    std::size_t unit_bytes = 0;
-    for (; last < weights_.size() && weights_[last].unit == weights_[first].unit; ++last) {
-      unit_bytes += weights_[last].source->wanted_bytes();
+    const auto last = static_cast<WeightId>(end_of_unit(first));
+    const std::size_t bytes_of_unit = unit_bytes(first);
+    if (bytes_of_unit <= tiny) {
+      if (!tinies) {
+        tinies = groups_.size();
+        groups_.emplace_back().tiny = true;
+      }
+      for (; first < last; ++first) groups_[*tinies].weights.push_back(first);
+      continue;
     }
-    const bool cut = unit_bytes > too_large;
+    const bool cut = bytes_of_unit > too_large;
     for (WeightId weight = first; weight < last; ++weight) {
       const std::size_t bytes = weights_[weight].source->wanted_bytes();
       if (cut && open_bytes >= enough && bytes > small) open = false;
@@ -76,12 +112,29 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
   return lay_out_groups();
 }
 
+ResidencyPlan Engine::choose_residents(const std::vector<std::size_t>& bytes, std::size_t budget) const {
+  const auto tiny =
+      std::find_if(groups_.begin(), groups_.end(), [](const Group& group) { return group.tiny; });
+  if (tiny == groups_.end() || groups_.size() == 1) return plan_residency(bytes, budget, options_.prefetch);
+  const auto at = tiny - groups_.begin();
+  const std::size_t kept = tiny->bytes;
+  std::vector<std::size_t> others = bytes;
+  others.erase(others.begin() + at);
+  const std::size_t largest = *std::max_element(others.begin(), others.end());
+  // The smallest budgets have no byte to spare: there they travel like others.
+  if (budget > 0 && budget < largest + kept) return plan_residency(bytes, budget, options_.prefetch);
+  ResidencyPlan plan = plan_residency(others, budget > 0 ? budget - kept : 0, options_.prefetch);
+  plan.resident.insert(plan.resident.begin() + at, true);
+  plan.resident_bytes += kept;
+  return plan;
+}
+
 std::vector<std::size_t> Engine::take_groups(const GivenPlan& given) {
   DYNSWAP_CHECK(given.group_of.size() == weights_.size(), "the plan was made for other weights");
   groups_.clear();
   for (WeightId weight = 0; weight < weights_.size(); ++weight) {
     const GroupId id = given.group_of[weight];
-    DYNSWAP_CHECK(id == groups_.size() || id + 1 == groups_.size(), "groups are numbered in order");
+    DYNSWAP_CHECK(id <= groups_.size(), "groups are numbered in order");
     if (id == groups_.size()) groups_.emplace_back();
     groups_[id].weights.push_back(weight);
   }
@@ -123,14 +176,14 @@ void Engine::plan() {
   const std::optional<GivenPlan>& given = options_.given;
   std::vector<std::size_t> bytes = given ? take_groups(*given) : form_groups(preferred_grouping());
   if (!given && options_.budget > 0 && *std::max_element(bytes.begin(), bytes.end()) > options_.budget) {
-    bytes = form_groups({1, 0});  // each large weight on its own: what does not fit now never will
+    bytes = form_groups({1, 0, 0});  // each large weight on its own: what does not fit now never will
   }
   stats_.groups = groups_.size();
   stats_.weight_bytes = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});
 
   const std::size_t budget = PROTECTED(cap_respected) ? options_.budget : 2 * options_.budget;
   const ResidencyPlan residency = given ? residency_of(given->resident, bytes, budget, options_.prefetch)
-                                        : plan_residency(bytes, budget, options_.prefetch);
+                                        : choose_residents(bytes, budget);
   Memory arena, residents;  // both or neither
   if (residency.arena_bytes > 0) arena = backend_->allocate(residency.arena_bytes);
   if (residency.resident_bytes > 0) residents = backend_->allocate(residency.resident_bytes);

@@ -20,13 +20,16 @@ bool is_private(std::uint64_t entry) noexcept {
   return (entry & (kPresent | kSwapped)) != 0 && (entry & kOfFile) == 0;
 }
 
-/// Opened for every look: a descriptor kept open would, in a forked child, still show the parent's pages.
+/// One descriptor a thread, for hundreds of looks a pass. In a forked child the parent's would still show the
+/// parent's pages, so a child opens its own.
 class Pagemap {
  public:
-  Pagemap() : fd_(::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC)) {}
-  ~Pagemap() {
-    if (fd_ >= 0) ::close(fd_);
+  static const Pagemap& of_this_thread() {
+    thread_local Pagemap pagemap;
+    if (pagemap.process_ != ::getpid()) pagemap.open();
+    return pagemap;
   }
+  ~Pagemap() { close(); }
   Pagemap(const Pagemap&) = delete;
   Pagemap& operator=(const Pagemap&) = delete;
 
@@ -38,7 +41,18 @@ class Pagemap {
   }
 
  private:
-  const int fd_;
+  Pagemap() { open(); }
+  void open() noexcept {
+    close();
+    process_ = ::getpid();
+    fd_ = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
+  }
+  void close() const noexcept {
+    if (fd_ >= 0) ::close(fd_);
+  }
+
+  int fd_ = -1;
+  pid_t process_ = 0;
 };
 
 }  // namespace
@@ -57,7 +71,7 @@ std::vector<ByteRange> private_ranges(const void* address, std::size_t bytes) {
     }
   };
 
-  const Pagemap pagemap;
+  const Pagemap& pagemap = Pagemap::of_this_thread();
   std::array<std::uint64_t, 1024> entries;
   const std::uintptr_t end_page = (begin + bytes + kPage - 1) / kPage;
   for (std::uintptr_t page = begin / kPage; page < end_page;) {

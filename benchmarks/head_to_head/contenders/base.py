@@ -1,0 +1,124 @@
+"""What a contender is, and what it is given."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynswap_ext import checkpoint
+from dynswap_ext.demo.measure import drop_file_cache
+from head_to_head.job import FILE, RAM
+
+REFERENCE, PEER, OURS = "reference", "peer", "ours"
+_DROP_EVERY = 32 << 20
+EXTRA = "pip install 'dynswap-ext[peers]'"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What a contender is given."""
+
+    device: torch.device
+    placement: str
+    checkpoint: Path
+    scratch: Path
+    build: Callable[[], nn.Module]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of the checkpoint."""
+        return self.checkpoint.stat().st_size
+
+    def mapped(self) -> nn.Module:
+        """The model, with masters that are mapped from the checkpoint: nothing is read yet."""
+        return checkpoint.load(self.build, self.checkpoint).requires_grad_(False).eval()
+
+    def in_ram(self) -> nn.Module:
+        """The model, with weights in ordinary memory."""
+        model, read = self.mapped(), 0
+        for tensor in (*model.parameters(), *model.buffers()):
+            tensor.data = tensor.data.clone()
+            read += tensor.nbytes
+            if read > _DROP_EVERY:
+                drop_file_cache(self.checkpoint)  # or the mapping would count beside the copy
+                read = 0
+        drop_file_cache(self.checkpoint)
+        return model
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A model that can be called, and what it was prepared with."""
+
+    model: nn.Module
+    handle: Any = None  #: dynswap's
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Contender:
+    """One way to run a model.
+
+    Attributes
+    ----------
+    name, kind
+        `kind` is REFERENCE (all weights where they compute: what others are measured by), PEER or OURS.
+    prepare
+        Makes the model ready, as the contender's documentation has it.
+    does
+        What it has to do in a call, by placement; on an accelerator ``"bus"`` stands for RAM. A placement
+        that is not there is not its own.
+    package
+        The module it needs.
+    accelerator
+        Why it does not run on the CPU; "" if it does.
+    compiles
+        Whether it is under torch.compile.
+    rewrites
+        Whether it writes its files anew in each process, under other names.
+    """
+
+    name: str
+    kind: str
+    prepare: Callable[[Setting], Prepared]
+    does: dict[str, str] = field(default_factory=dict)
+    package: str = ""
+    accelerator: str = ""
+    compiles: bool = False
+    rewrites: bool = False
+
+    def has(self, placement: str, device: torch.device) -> bool:
+        """Whether it is one of that section."""
+        return self.task(placement, device) != ""
+
+    def task(self, placement: str, device: torch.device) -> str:
+        """What it has to do in a call there."""
+        return self.does.get("bus" if placement == RAM and device.type != "cpu" else placement, "")
+
+    def why_not(self, device: torch.device) -> str:
+        """Why it cannot run here; "" if it can."""
+        if self.package and importlib.util.find_spec(self.package) is None:
+            return f"{self.package} is not installed: {EXTRA}"
+        return self.accelerator if device.type == "cpu" else ""
+
+
+def compiled(prepare: Callable[[Setting], Prepared]) -> Callable[[Setting], Prepared]:
+    """The same, under torch.compile."""
+
+    def prepare_compiled(setting: Setting) -> Prepared:
+        prepared = prepare(setting)
+        prepared.model.compile()
+        return prepared
+
+    return prepare_compiled
+
+
+__all__ = [
+    "FILE", "OURS", "PEER", "RAM", "REFERENCE", "Contender", "Prepared", "Setting", "compiled",
+]  # fmt: skip

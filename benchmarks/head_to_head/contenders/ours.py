@@ -1,0 +1,82 @@
+"""dynswap_ext, at several budgets and prefetch depths, and with each provider."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import dynswap_ext
+from dynswap_ext.demo.units import show_bytes
+from dynswap_ext.errors import BudgetError
+from head_to_head.contenders.base import FILE, OURS, RAM, Contender, Prepared, Setting, compiled
+
+
+def _installed(
+    share: float | None, *, prefetch: int = 2, backend: str = "native"
+) -> Callable[[Setting], Prepared]:
+    def prepare(setting: Setting) -> Prepared:
+        model = setting.mapped() if setting.placement == FILE else setting.in_ram()
+        options: dict[str, Any] = {"device": setting.device, "prefetch": prefetch, "backend": backend}
+        if setting.placement == FILE:
+            # A model that does not fit the memory does not fit the system's cache of the file either.
+            options["page_cache"] = False
+        if share is None:
+            return Prepared(model, dynswap_ext.install(model, **options))
+        budget, note = int(share * setting.weight_bytes), ""
+        try:
+            handle = dynswap_ext.install(model, budget=budget, **options)
+        except BudgetError as error:
+            if not error.smallest_bytes:
+                raise
+            note = f"budget {show_bytes(error.smallest_bytes)}, the smallest, as {show_bytes(budget)} is less"
+            handle = dynswap_ext.install(model, budget=error.smallest_bytes, **options)
+        return Prepared(model, handle, note)
+
+    return prepare
+
+
+_AS_IT_IS = "nothing moves: masters are handed out as they are"
+_STREAMS = {
+    "bus": "streams from pinned memory what the budget has no room for",
+    FILE: "reads ahead what the budget has no room for",
+}
+#: More than the weights: small groups are padded.
+_ALL = 1.25
+
+
+def _at(name: str, share: float, *, prefetch: int = 2, backend: str = "native") -> Contender:
+    does = dict(_STREAMS)
+    if share >= 1:
+        does = {"bus": "nothing: all is resident", FILE: "nothing after the first call: all is resident"}
+    elif prefetch == 0 or backend == "python":
+        does = {
+            "bus": "copies at each read what the budget has no room for",
+            FILE: "page faults of the mapping, as it hands it out; keeps all that it read"
+            if backend == "python"
+            else "reads at each read what the budget has no room for",
+        }
+    return Contender(name, OURS, _installed(share, prefetch=prefetch, backend=backend), does)
+
+
+#: What others are compared with: on the CPU masters in RAM are handed out as they are, whatever the budget.
+OURS_IN_RAM = Contender("ours", OURS, _installed(None), {RAM: _AS_IT_IS})
+OURS_STREAMED = _at("ours, 1/4", 0.25)
+CONTENDERS = [
+    OURS_IN_RAM,
+    Contender("ours, prefetch 0", OURS, _installed(None, prefetch=0), {RAM: _AS_IT_IS}),
+    Contender("ours, pure Python", OURS, _installed(None, backend="python"), {RAM: _AS_IT_IS}),
+    Contender("ours, torch.compile", OURS, compiled(_installed(None)), {RAM: _AS_IT_IS}, compiles=True),
+    OURS_STREAMED,
+    _at("ours, 1/4, prefetch 0", 0.25, prefetch=0),
+    _at("ours, 1/4, prefetch 4", 0.25, prefetch=4),
+    _at("ours, 1/2", 0.5),
+    _at("ours, all resident", _ALL),
+    _at("ours, 1/4, pure Python", 0.25, backend="python"),
+    Contender(
+        "ours, all resident, torch.compile",
+        OURS,
+        compiled(_installed(_ALL)),
+        {"bus": "nothing: all is resident"},
+        compiles=True,
+    ),
+]

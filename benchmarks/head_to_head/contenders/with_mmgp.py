@@ -1,0 +1,40 @@
+"""mmgp: blocks of lists are brought before their forward, under a budget."""
+
+from __future__ import annotations
+
+import torch
+
+from head_to_head.contenders.base import PEER, RAM, Contender, Prepared, Setting
+
+
+def _all(setting: Setting) -> Prepared:
+    from mmgp import offload
+
+    model = setting.in_ram()
+    megabytes = max(1, setting.weight_bytes // 4 >> 20)
+    # A plain number for `budgets` is accepted and not looked at; a dictionary is. Neither quantised nor cast.
+    offload.all(
+        {"transformer": model},
+        pinnedMemory=True,
+        quantizeTransformer=False,
+        convertWeightsFloatTo=None,
+        budgets={"*": megabytes},
+        verboseLevel=0,
+    )
+    torch.set_default_device("cpu")  # it leaves another one behind
+    return Prepared(model)
+
+
+CONTENDERS = [
+    Contender(
+        "mmgp",
+        PEER,
+        _all,
+        {
+            RAM: "-",
+            "bus": "copies blocks from pinned memory, the next one ahead; budget a quarter",
+        },
+        package="mmgp",
+        accelerator="it runs on CUDA alone",
+    )
+]

@@ -1,0 +1,7 @@
+"""Importing this imports what contenders need: for the server that forks them."""
+
+from __future__ import annotations
+
+from head_to_head.apart import preload
+
+preload()

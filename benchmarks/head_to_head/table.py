@@ -1,0 +1,263 @@
+"""Rows as tables: for a terminal while they are measured, and in Markdown from a record."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from dynswap_ext.demo.units import show_bytes
+from head_to_head.contenders import CONTENDERS, OURS, PEER, PRIMARY, RESIDENT
+from head_to_head.job import FILE, PLACEMENTS, RAM, Row
+
+_WIDE = 190
+_HARDLY = 0.01  # of the weights, read in a call
+_KEPT = "read nothing: its weights stayed in RAM, and it is not compared"
+BIT_EQUAL = "bit-equal"
+
+
+@dataclass
+class Section:
+    """One workload with its weights in one place: the rows of all contenders."""
+
+    workload: str
+    title: str
+    placement: str
+    device: str
+    unit: str
+    weight_bytes: int
+    bandwidth: float | None  #: bytes a second of what weights come through; None where nothing moves
+    bandwidth_kind: str
+    rows: dict[str, Row] = field(default_factory=dict)
+
+    @property
+    def ours(self) -> str:
+        """The contender of ours that peers are compared with; "" if none ran."""
+        return next((name for name in PRIMARY if self.median(name) is not None), "")
+
+    def median(self, name: str) -> float | None:
+        """Seconds of a call; None if it did not run."""
+        row = self.rows.get(name)
+        return statistics.median(row.seconds) if row and row.seconds else None
+
+    def moved(self, name: str) -> float | None:
+        """Bytes a call: what the system says that the disk delivered, else as it was counted."""
+        row = self.rows[name]
+        return row.moved_bytes if row.disk_bytes is None else row.disk_bytes
+
+    def limit(self, name: str) -> float | None:
+        """max(compute, bytes that it moves / bandwidth), in seconds."""
+        compute = self.median(RESIDENT)
+        moved = self.moved(name)
+        if compute is None:
+            return None
+        return max(compute, moved / self.bandwidth) if moved and self.bandwidth else compute
+
+    def ratio(self, name: str, to: float | None) -> float | None:
+        """Its time in terms of another."""
+        mine = self.median(name)
+        return mine / to if mine is not None and to else None
+
+    def stays(self, name: str) -> bool:
+        """Whether it should have streamed from the file, and has kept the weights in RAM instead."""
+        read = self.rows[name].disk_bytes
+        streams = self.placement == FILE and CONTENDERS[name].kind == PEER
+        return streams and read is not None and read < _HARDLY * self.weight_bytes
+
+    def best_peer(self) -> str:
+        """The fastest peer that does its work, with the resident model's outputs; "" if none ran."""
+        ran = [
+            name
+            for name, row in self.rows.items()
+            if CONTENDERS[name].kind == PEER
+            and row.seconds
+            and row.outputs == BIT_EQUAL
+            and not self.stays(name)
+        ]
+        return min(ran, key=lambda name: statistics.median(self.rows[name].seconds), default="")
+
+    def tied(self, name: str) -> bool:
+        """Whether its times and ours overlap in the middle half."""
+        here, there = (_middle(self.rows[each].seconds) for each in (name, self.ours))
+        return here[0] <= there[1] and there[0] <= here[1]
+
+    def to_record(self) -> dict[str, Any]:
+        """What the record keeps."""
+        ours = self.median(self.ours) if self.ours else None
+        rows = {}
+        for name, row in self.rows.items():
+            rows[name] = {
+                **vars(row),
+                "stays_in_ram": self.stays(name),
+                "kind": CONTENDERS[name].kind,
+                "task": CONTENDERS[name].task(self.placement, torch.device(self.device)),
+                "moved": self.moved(name),
+                "median": self.median(name),
+                "ratio_to_ours": self.ratio(name, ours),
+                "limit_seconds": self.limit(name) if row.seconds else None,
+                "ratio_to_limit": self.ratio(name, self.limit(name)) if row.seconds else None,
+            }
+        facts = {name: value for name, value in vars(self).items() if name != "rows"}
+        return {**facts, "ours": self.ours, "best_peer": self.best_peer(), "rows": rows}
+
+
+def _middle(seconds: list[float]) -> tuple[float, float]:
+    ordered = sorted(seconds)
+    return ordered[len(ordered) // 4], ordered[-1 - len(ordered) // 4]
+
+
+def where(placement: str, device: str) -> str:
+    """What a section asks for, in words."""
+    if placement == RAM:
+        if torch.device(device).type == "cpu":
+            return "weights in RAM, where they compute: nothing has to move, access is what costs"
+        return "weights in RAM, computing on the device: what does not stay there crosses the bus"
+    return (
+        "weights in a file, none of which is in the page cache when a call begins: "
+        "all but the resident model stream from the disk"
+    )
+
+
+def show(section: Section, console: Console) -> None:
+    """Print a section's table."""
+    rate = f"; {section.bandwidth_kind}: {show_bytes(section.bandwidth)}/s" if section.bandwidth else ""
+    table = Table(
+        title=f"{section.workload}: {section.title}; {show_bytes(section.weight_bytes)} of weights{rate}\n"
+        + where(section.placement, section.device),
+        title_justify="left",
+    )
+    table.add_column("contender", no_wrap=True)
+    for heading in (
+        f"a {section.unit}",
+        "fastest..slowest",
+        "/ ours",
+        "/ limit",
+        "ready in",
+        "peak",
+        "moved",
+    ):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("outputs", no_wrap=True)
+    table.add_column("what it has to do, or why it does not run")
+    ours = section.median(section.ours) if section.ours else None
+    device = torch.device(section.device)
+    for name, row in section.rows.items():
+        style = {OURS: "bold", PEER: ""}.get(CONTENDERS[name].kind, "dim")
+        if not row.seconds:
+            table.add_row(name, *["-"] * 8, f"[yellow]does not run: {_plain(row.failure)}", style=style)
+            continue
+        task = _KEPT if section.stays(name) else CONTENDERS[name].task(section.placement, device)
+        table.add_row(
+            name,
+            show_seconds(section.median(name)),
+            f"{show_seconds(min(row.seconds))}..{show_seconds(max(row.seconds))}",
+            _ratio(section.ratio(name, ours)),
+            _ratio(section.ratio(name, section.limit(name))),
+            show_seconds(row.ready_seconds + row.first_seconds),
+            show_bytes(row.peak_bytes),
+            show_bytes(section.moved(name)),
+            row.outputs if row.outputs == BIT_EQUAL else f"[red]{row.outputs}",
+            task + (f" ({_plain(row.note)})" if row.note else ""),
+            style=style,
+        )
+    console.print(table)
+
+
+def explain(console: Console) -> None:
+    """Say what the columns are."""
+    console.print(
+        "Medians of calls after warm-up, each contender in a process of its own. / ours: time in terms of "
+        f"the first of these that ran: {'; '.join(PRIMARY)}. / limit: in terms of max(time of the resident "
+        "model, bytes moved / bandwidth measured in this run). ready in: from the checkpoint to the first "
+        "output. peak: of the timed calls, resident set above the start of the process, or allocated on the "
+        "device. moved: what the disk delivered a call, as the system tells; over the bus, ours by its own "
+        "count, others by the copies that torch was asked for."
+    )
+
+
+def console() -> Console:
+    """A terminal, or a wide page where there is none."""
+    made = Console()
+    return made if made.is_terminal else Console(width=_WIDE)
+
+
+def show_seconds(seconds: float | None) -> str:
+    """Three digits, in s, ms or us; a dash for None."""
+    if seconds is None:
+        return "-"
+    unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e3)) if seconds * s >= 1), ("us", 1e6))
+    value = seconds * scale
+    return f"{value:.{max(0, 2 - len(str(int(value))) + 1)}f} {unit}"
+
+
+def _ratio(value: float | None) -> str:
+    return "-" if value is None else f"{value:.2f}"
+
+
+def _plain(text: str) -> str:
+    return text.replace("[", "\\[")
+
+
+def markdown(path: Path) -> str:
+    """The tables of a record for a README: one a placement, contenders down, workloads across."""
+    record = json.loads(path.read_text())
+    parts = []
+    for placement in PLACEMENTS:
+        sections = {
+            workload: places[placement]
+            for workload, places in record["figures"].items()
+            if isinstance(places, dict) and placement in places
+        }
+        if sections:
+            parts += _markdown_table(placement, sections)
+    machine = record["machine"]
+    devices = ", ".join(machine["accelerators"]) or f"{machine['cores']} cores of {machine['processor']}"
+    parts.append(f"`{record['command']}`, {devices}, torch {record['versions']['torch']}, {record['date']}.")
+    return "\n".join(parts)
+
+
+def _markdown_table(placement: str, sections: dict[str, Any]) -> list[str]:
+    device = next(iter(sections.values()))["device"]
+    text = where(placement, device)
+    lines = [f"{text[0].upper()}{text[1:]}.", ""]
+    lines.append(f"| time / ours | {' | '.join(sections)} |")
+    lines.append(f"| --- |{' ---: |' * len(sections)}")
+    primary = [_time(section["rows"].get(section["ours"])) for section in sections.values()]
+    lines.append(f"| **ours, a call** | {' | '.join(primary)} |")
+    names = dict.fromkeys(name for section in sections.values() for name in section["rows"])
+    reasons: dict[str, list[str]] = {}
+    for name in names:
+        cells = []
+        for workload, section in sections.items():
+            row = section["rows"].get(name)
+            if row and row["median"] is None:
+                reasons.setdefault(f"{name}: {row['failure']}", []).append(workload)
+            cells.append(_cell(row, section))
+        shown = f"**{name}**" if name in PRIMARY else name
+        lines.append(f"| {shown} | {' | '.join(cells)} |")
+    marks = "† Its outputs are not those of the resident model, to the bit."
+    if any(row["stays_in_ram"] for section in sections.values() for row in section["rows"].values()):
+        marks += " ‡ It read nothing, as its weights stayed in RAM."
+    lines += ["", f"{marks} -: does not run.", ""]
+    lines += [
+        f"- {reason}" + ("" if len(where_) == len(sections) else f" ({', '.join(where_)})")
+        for reason, where_ in reasons.items()
+    ]
+    return [*lines, *([""] if reasons else [])]
+
+
+def _time(row: dict[str, Any] | None) -> str:
+    return "-" if row is None else show_seconds(row["median"])
+
+
+def _cell(row: dict[str, Any] | None, section: dict[str, Any]) -> str:
+    if row is None or row["median"] is None:
+        return "-"
+    mark = ("" if row["outputs"] == BIT_EQUAL else " †") + (" ‡" if row["stays_in_ram"] else "")
+    return (f"{row['ratio_to_ours']:.2f}" if row["ratio_to_ours"] is not None else "-") + mark
