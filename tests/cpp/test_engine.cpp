@@ -122,6 +122,43 @@ TEST(engine_all_resident_moves_nothing_after_the_first_pass) {
   EXPECT_EQ(model.stats().resident_groups, 6u);
 }
 
+// Note [Tiny weights stay]. A norm that is defined behind the layers it is used before would travel with the
+// next ones, and bring them twice a pass.
+TEST(engine_tiny_weights_stay_and_are_used_in_any_order) {
+  constexpr std::size_t kTiny = 4096;
+  std::vector<std::size_t> sizes;
+  for (int block = 0; block < 8; ++block) sizes.insert(sizes.end(), {8 * kMiB, 8 * kMiB, kTiny});
+  for (const std::size_t budget : {std::size_t{0}, 64 * kMiB}) {
+    Model model(sizes, with_budget(budget));
+    const auto pass = [&] {
+      for (std::size_t block = 0; block < sizes.size(); block += 3) {
+        for (const std::size_t index : {block + 2, block, block + 1}) model.use(index);
+      }
+    };
+    for (int i = 0; i < 3; ++i) pass();
+    EXPECT(model.engine->resident(model.weights[2]) && model.engine->resident(model.weights[23]));
+    std::size_t streamed = 0;
+    for (const WeightId weight : model.weights) {
+      streamed += model.engine->resident(weight) ? 0 : model.engine->source(weight)->stored_bytes();
+    }
+    EXPECT(streamed > 0);
+    model.engine->reset_counters();
+    pass();
+    EXPECT_EQ(model.stats().bytes_moved, streamed);
+    EXPECT_EQ(model.stats().misses, 0u);
+    if (budget > 0) EXPECT(model.stats().arena_bytes + model.stats().resident_bytes <= budget);
+  }
+}
+
+TEST(engine_the_smallest_budget_has_no_byte_for_tiny_weights) {
+  std::vector<std::size_t> sizes;
+  for (int block = 0; block < 40; ++block) sizes.insert(sizes.end(), {8 * kMiB, 4096});
+  Model model(sizes, with_budget(8 * kMiB));
+  for (int i = 0; i < 2; ++i) model.pass();
+  EXPECT_EQ(model.stats().arena_bytes + model.stats().resident_bytes, 8 * kMiB);
+  EXPECT_EQ(model.stats().overflow_bytes, 0u);
+}
+
 TEST(engine_prefetch_zero_fetches_on_demand) {
   Model model(std::vector<std::size_t>(6, 8 * kMiB), with_budget(0, 0));
   for (int i = 0; i < 2; ++i) model.pass();
