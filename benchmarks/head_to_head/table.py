@@ -87,6 +87,17 @@ class Section:
         here, there = (_middle(self.rows[each].seconds) for each in (name, self.ours))
         return here[0] <= there[1] and there[0] <= here[1]
 
+    def noise(self) -> float:
+        """By how much the same work differs from process to process: the slowest over the fastest median.
+
+        With the weights in RAM and nothing to move, ours at any prefetch does what the resident model does.
+        """
+        if self.placement != RAM or self.device != "cpu":
+            return 1.0
+        alike = [self.median(name) for name in (RESIDENT, "ours", "ours, prefetch 0")]
+        medians = [median for median in alike if median]
+        return max(medians) / min(medians) if medians else 1.0
+
     def to_record(self) -> dict[str, Any]:
         """What the record keeps."""
         ours = self.median(self.ours) if self.ours else None
@@ -104,6 +115,7 @@ class Section:
                 "ratio_to_limit": self.ratio(name, self.limit(name)) if row.seconds else None,
             }
         facts = {name: value for name, value in vars(self).items() if name != "rows"}
+        facts["noise"] = self.noise()
         return {**facts, "ours": self.ours, "best_peer": self.best_peer(), "rows": rows}
 
 
