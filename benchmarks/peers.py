@@ -10,9 +10,9 @@ ram     Weights lie in RAM. Where RAM is also where they compute, nothing has to
 file    Weights lie in a checkpoint file, and none of it is in the page cache when a call begins, as on a
         machine whose memory the model does not fit. Contenders that only know weights in RAM are not in it.
 
-With nothing to move, every contender runs the same kernels on the same bytes, and times differ by chance, as the
-resident model's and ours do: a peer has to be faster by more than that to be ahead (but for `narrow`, which is
-nothing but accesses).
+With nothing to move, every contender runs the same kernels on the same bytes, and times differ by chance, as
+the resident model's and ours do: a peer has to be faster by more than that to be ahead (but for `narrow`,
+which is nothing but accesses).
 
 The limit is max(time of the resident model, bytes moved / bandwidth measured in this run). The peers come
 with `pip install 'dynswap-ext[peers]'`; one that cannot run says why in its row.

@@ -56,15 +56,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """A second run under DYNSWAP_BACKEND=python is for what follows the environment.
 
     Tests of the `provider` fixture name their provider, and have run over each of them in the first; those of
-    checkpoints install nothing without it.
+    checkpoints, plans and records install nothing without it.
     """
     if dynswap_config.backend_from_environment() != "python":
         return
-    checkpoints = Path(__file__).parent / "checkpoint"
+    here = Path(__file__).parent
+    apart = {here / name for name in ("checkpoint", "planning", "test_compare.py", "test_gpu_suite.py")}
     repeated = [
         item
         for item in items
-        if {"provider", "gpu"} & set(getattr(item, "fixturenames", ())) or checkpoints in item.path.parents
+        if {"provider", "gpu"} & set(getattr(item, "fixturenames", ())) or apart & {item.path, *item.path.parents}
     ]
     config.hook.pytest_deselected(items=repeated)
     items[:] = [item for item in items if item not in set(repeated)]

@@ -182,6 +182,35 @@ class Search {
   std::mt19937_64 random_;
 };
 
+/// As the engine does by itself: residents spread over the bytes, and what is tiny and used again and again
+/// in a pass stays (Note [Tiny weights stay]).
+std::vector<bool> evenly(const Rhythm& rhythm, std::size_t budget, std::uint32_t depth) {
+  constexpr std::size_t kTinyPartOfModel = 128;
+  std::vector<std::size_t> uses(rhythm.bytes.size(), 0);
+  for (const Step& step : rhythm.steps) ++uses[step.group];
+  const std::size_t once = *std::min_element(uses.begin(), uses.end());
+  std::size_t total = 0, kept = 0, largest = 0;
+  for (const std::size_t bytes : rhythm.bytes) total += bytes;
+  std::vector<bool> stays(rhythm.bytes.size(), false);
+  std::vector<std::size_t> others;
+  for (std::size_t i = 0; i < stays.size(); ++i) {
+    stays[i] = uses[i] > once && rhythm.bytes[i] <= total / kTinyPartOfModel;
+    if (stays[i]) {
+      kept += rhythm.bytes[i];
+    } else {
+      others.push_back(rhythm.bytes[i]);
+      largest = std::max(largest, rhythm.bytes[i]);
+    }
+  }
+  const bool room = budget > 0 && kept <= total / kTinyPartOfModel && largest + kept <= budget;
+  if (!room) return plan_residency(rhythm.bytes, budget, depth).resident;
+  const std::vector<bool> resident = plan_residency(others, budget - kept, depth).resident;
+  for (std::size_t i = 0, other = 0; i < stays.size(); ++i) {
+    if (!stays[i]) stays[i] = resident[other++];
+  }
+  return stays;
+}
+
 }  // namespace
 
 double measure(const Rhythm& rhythm, const std::vector<bool>& resident, std::size_t budget,
@@ -226,9 +255,12 @@ Placement place_by_time(const Rhythm& rhythm, std::size_t budget, std::uint32_t 
   DYNSWAP_CHECK(!rhythm.steps.empty() && rhythm.bytes_per_second > 0,
                 "a rhythm has steps, and a bus a speed");
   const std::size_t total = std::accumulate(rhythm.bytes.begin(), rhythm.bytes.end(), std::size_t{0});
-  const ResidencyPlan even = plan_residency(rhythm.bytes, budget, prefetch);
-  if (total <= budget || budget == 0)
-    return {even.resident, measure(rhythm, even.resident, budget, prefetch)};
+  const std::vector<bool> even = evenly(rhythm, budget, prefetch);
+  const double seconds = measure(rhythm, even, budget, prefetch);
+  double compute = 0;
+  for (const Step& step : rhythm.steps) compute += step.compute_seconds;
+  const bool hidden = seconds <= 1.0005 * compute;  // nothing is left to save
+  if (total <= budget || budget == 0 || hidden) return {even, seconds};
 
   const RingModel model(rhythm);
   Search search(rhythm, budget);
@@ -236,9 +268,9 @@ Placement place_by_time(const Rhythm& rhythm, std::size_t budget, std::uint32_t 
     candidate.seconds = model.seconds(candidate.resident, budget - candidate.resident_bytes);
   };
 
-  std::vector<std::vector<bool>> starts{even.resident};
+  std::vector<std::vector<bool>> starts{even};
   for (const std::uint32_t depth : {1u, 2u, 3u, 4u, 6u, 8u, 12u, 16u, 24u}) {
-    std::vector<bool> resident = plan_residency(rhythm.bytes, budget, depth).resident;
+    std::vector<bool> resident = evenly(rhythm, budget, depth);
     if (std::find(starts.begin(), starts.end(), resident) == starts.end())
       starts.push_back(std::move(resident));
   }
@@ -266,8 +298,8 @@ Placement place_by_time(const Rhythm& rhythm, std::size_t budget, std::uint32_t 
   for (std::size_t i = found.size(); i-- > 0;)
     found.push_back(search.anneal(found[i], moves, evaluate, blame));
   best_first();
-  if (found.empty()) return {even.resident, measure(rhythm, even.resident, budget, prefetch)};
-  found.push_back(search.candidate(even.resident));
+  if (found.empty()) return {even, seconds};
+  found.push_back(search.candidate(even));
 
   // The real engine has the last word.
   const auto ask_engine = [&](Candidate& candidate) {
