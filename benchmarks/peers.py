@@ -166,7 +166,7 @@ class Contest:
             return
         self._record.bar(
             f"{name}: {section.ours}, outputs equal to the bit",
-            section.rows[section.ours].outputs == table.BIT_EQUAL,
+            section.equal(section.ours),
             at_least=1,
         )
         peer = section.best_peer()

@@ -62,11 +62,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     here = Path(__file__).parent
     apart = {here / name for name in ("checkpoint", "planning", "test_compare.py", "test_gpu_suite.py")}
-    repeated = [
-        item
-        for item in items
-        if {"provider", "gpu"} & set(getattr(item, "fixturenames", ())) or apart & {item.path, *item.path.parents}
-    ]
+
+    def repeats(item: pytest.Item) -> bool:
+        named = {"provider", "gpu"} & set(getattr(item, "fixturenames", ()))
+        return bool(named or apart & {item.path, *item.path.parents})
+
+    repeated = [item for item in items if repeats(item)]
     config.hook.pytest_deselected(items=repeated)
     items[:] = [item for item in items if item not in set(repeated)]
 
