@@ -3,29 +3,14 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-_ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(_ROOT / "benchmarks"))
+from benchmark_scripts import run_script
 
-import common  # noqa: E402
-import shapes  # noqa: E402
-
-
-def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(_ROOT / "benchmarks" / f"{script}.py"), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+import common  # isort: skip
+import shapes  # isort: skip
 
 
 @pytest.mark.parametrize(
@@ -50,7 +35,7 @@ def test_tiny_run_writes_its_record(script: str, tmp_path: Path) -> None:
     more += ["--only", "dynswap,classic hook"] if script == "train" else []
     more += ["--only", "first,shared"] if script == "disk" else []
     more += ["--device", "cpu"] if script in ("access", "bandwidth", "install", "gpu_stack") else []
-    done = _run(script, "--tiny", "--output", str(tmp_path / "record.json"), *more)
+    done = run_script(script, "--tiny", "--output", str(tmp_path / "record.json"), *more)
     assert done.returncode == 0, done.stdout + done.stderr
     if script in ("plan", "virtual_clock") and "left out" in done.stdout:
         pytest.skip("the virtual clock is part of the extension, which is not built")

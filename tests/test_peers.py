@@ -3,34 +3,18 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
-_ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(_ROOT / "benchmarks"))
-
-from head_to_head.job import Row  # noqa: E402
-from head_to_head.table import Section  # noqa: E402
-
-
-def _run(script: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(_ROOT), "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, str(_ROOT / "benchmarks" / f"{script}.py"), *arguments],
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+from benchmark_scripts import run_script
+from head_to_head.job import Row
+from head_to_head.table import Section
 
 
 def test_peers_has_a_row_for_each_contender(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     contenders = "ours;ours, 1/4;classic hook;classic hook, pinned;accelerate cpu_offload;mmgp"
     more = ["--only", "narrow,conditional,unet", "--contenders", contenders, "--device", "cpu"]
-    done = _run("peers", "--tiny", "--output", str(path), "--folder", str(tmp_path), *more)
+    done = run_script("peers", "--tiny", "--output", str(path), "--folder", str(tmp_path), *more)
     assert done.returncode == 0, done.stdout + done.stderr
     record = json.loads(path.read_text())
     assert set(record["figures"]) == {"narrow", "conditional", "unet"} and record["bars"]
@@ -52,7 +36,7 @@ def test_peers_has_a_row_for_each_contender(tmp_path: Path) -> None:
         assert sections["ram"]["rows"]["mmgp"]["failure"]
     assert not list(tmp_path.glob("peers-*"))  # what was written for the run is gone
 
-    done = _run("peers", "--markdown", str(path))
+    done = run_script("peers", "--markdown", str(path))
     assert done.returncode == 0, done.stderr
     assert "| classic hook |" in done.stdout and "| **ours** |" in done.stdout
 
@@ -60,11 +44,11 @@ def test_peers_has_a_row_for_each_contender(tmp_path: Path) -> None:
 def test_peers_leaves_what_was_finished_when_its_time_is_over(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     more = ["--only", "narrow", "--contenders", "ours", "--device", "cpu", "--total", "0"]
-    done = _run("peers", "--tiny", "--output", str(path), "--folder", str(tmp_path), *more)
+    done = run_script("peers", "--tiny", "--output", str(path), "--folder", str(tmp_path), *more)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = json.loads(path.read_text())["figures"]["narrow"]["ram"]["rows"]
     assert all("--total" in row["failure"] for row in rows.values())
-    done = _run("peers", "--tiny", "--contenders", "nobody")
+    done = run_script("peers", "--tiny", "--contenders", "nobody")
     assert done.returncode == 2 and "nobody" in done.stderr
 
 
