@@ -94,8 +94,9 @@ TEST(placement_is_near_the_best_there_is) {
   }
   std::printf("worst / best of all %.4f; prefix / ours %.3f, even / ours %.3f on average\n", worst,
               against_prefix, against_even);
+  if (kCases < 16) return;  // too few for an average
   EXPECT(against_prefix > 1.02);
-  EXPECT(against_even > 1.0);
+  EXPECT(against_even > 1.02);
 }
 
 // Where a long stretch of little compute follows one of much (a decoder's convolutions after its blocks), it
