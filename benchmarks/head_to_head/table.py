@@ -76,8 +76,7 @@ class Section:
         A kernel may sum in another order where memory happens to lie otherwise: then the resident model's own
         outputs are others in some of its processes, and what a contender's are in some says nothing of it.
         """
-        mine, resident = self.rows[name].outputs, self.rows[RESIDENT].outputs
-        return mine == BIT_EQUAL or (BIT_EQUAL in mine and resident not in ("", BIT_EQUAL))
+        return _equal(self.rows[name].outputs, self.rows[RESIDENT].outputs)
 
     def best_peer(self) -> str:
         """The fastest peer that does its work, with the resident model's outputs; "" if none ran."""
@@ -111,7 +110,6 @@ class Section:
         for name, row in self.rows.items():
             rows[name] = {
                 **vars(row),
-                "equal": self.equal(name),
                 "stays_in_ram": self.stays(name),
                 "kind": CONTENDERS[name].kind,
                 "task": CONTENDERS[name].task(self.placement, torch.device(self.device)),
@@ -223,6 +221,11 @@ def _plain(text: str) -> str:
     return text.replace("[", "\\[")
 
 
+def _equal(outputs: str, resident: str) -> bool:
+    """See `Section.equal`."""
+    return outputs == BIT_EQUAL or (BIT_EQUAL in outputs and resident not in ("", BIT_EQUAL))
+
+
 def markdown(path: Path) -> str:
     """The tables of a record for a README: one a placement, contenders down, workloads across."""
     record = json.loads(path.read_text())
@@ -278,5 +281,6 @@ def _time(row: dict[str, Any] | None) -> str:
 def _cell(row: dict[str, Any] | None, section: dict[str, Any]) -> str:
     if row is None or row["median"] is None:
         return "-"
-    mark = ("" if row["equal"] else " †") + (" ‡" if row["stays_in_ram"] else "")
+    equal = _equal(row["outputs"], section["rows"][RESIDENT]["outputs"])
+    mark = ("" if equal else " †") + (" ‡" if row["stays_in_ram"] else "")
     return (f"{row['ratio_to_ours']:.2f}" if row["ratio_to_ours"] is not None else "-") + mark
