@@ -138,7 +138,8 @@ def test_pure_python_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
         ("2.11.0", True),
         ("2.13.0+cpu", True),
         ("2.13.1+cu130", True),
-        ("2.14.0", False),
+        ("2.15.1", True),
+        ("2.16.0", False),
         ("3.0", False),
     ],
 )
@@ -148,6 +149,38 @@ def test_supported_torch(version: str, supported: bool) -> None:
 
 def test_the_range_of_torch_is_the_one_declared() -> None:
     assert f'"{installed_torch.REQUIREMENT}"' in (ROOT / "pyproject.toml").read_text()
+
+
+@pytest.mark.parametrize(
+    ("implementation", "version", "gil", "said"),
+    [
+        ("CPython", (3, 10), True, ""),
+        ("CPython", (3, 13), True, ""),
+        ("CPython", (3, 9), True, "this is CPython 3.9:"),
+        ("CPython", (3, 14), True, "this is CPython 3.14:"),
+        ("CPython", (3, 13), False, "this is CPython 3.13 without the GIL:"),
+        ("PyPy", (3, 11), True, "this is PyPy 3.11:"),
+    ],
+)
+def test_an_unknown_interpreter_is_refused(
+    implementation: str, version: tuple[int, int], gil: bool, said: str
+) -> None:
+    refused = extension.refusal(implementation, version, gil=gil)
+    assert said in refused and bool(said) == bool(refused)
+    if refused:
+        assert "CPython 3.10 to 3.13" in refused and "DYNSWAP_BUILD=python" in refused
+
+
+def test_the_bindings_check_for_the_same_interpreters() -> None:
+    header = (ROOT / "csrc/bindings/cpython.h").read_text()
+    (oldest, newest) = extension.PYTHONS
+    assert f"PY_VERSION_HEX < 0x03{oldest[1]:02X}0000" in header
+    assert f"PY_VERSION_HEX >= 0x03{newest[1] + 1:02X}0000" in header
+    declared = f'requires-python = ">={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"'
+    project = (ROOT / "pyproject.toml").read_text()
+    assert declared in project
+    listed = re.findall(r"Python :: (3\.\d+)\"", project)
+    assert listed == [f"3.{minor}" for minor in range(oldest[1], newest[1] + 1)]
 
 
 def test_torch_is_found_past_an_isolated_build(tmp_path: Path) -> None:

@@ -7,7 +7,10 @@ DYNSWAP_BUILD         ``python``: no extension, pure Python. Default: the extens
 DYNSWAP_CUDA          ``1``: with the CUDA backend, or fail; ``0``: without; ``auto`` (default): with it
                       where a toolkit is found.
 DYNSWAP_WERROR        ``1``: warnings are errors.
-TORCH_CUDA_ARCH_LIST  as for every torch extension. Default: ``8.0;9.0+PTX``.
+DYNSWAP_UNITY         ``1``: few large translation units, as torch's headers are most of what is compiled; a
+                      wheel's default. Else one for each file.
+TORCH_CUDA_ARCH_LIST  as for every torch extension. Default: ``7.0;8.0;9.0+PTX``, from CUDA 13 on, which
+                      knows no 7.0, ``7.5;8.0;9.0+PTX``.
 MAX_JOBS              compilers at a time. Default: as many as cores and memory allow.
 ====================  ==================================================================================
 """
@@ -15,7 +18,10 @@ MAX_JOBS              compilers at a time. Default: as many as cores and memory 
 from __future__ import annotations
 
 import os
+import platform
+import shutil
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +30,11 @@ from dynswap_build.installed_torch import REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 FOLDERS = ("core", "io", "host", "sim", "bindings")
-ARCHITECTURES = "8.0;9.0+PTX"
+#: The CPython releases that the bindings are known to hold for: csrc/bindings/cpython.h, which checks it too.
+PYTHONS = ((3, 10), (3, 13))
+#: Into how many units the files of a folder go: two of those that take longest, for two cores. Names in the
+#: files of other folders would clash.
+UNITS = {"core": 1, "io": 1, "host": 1, "bindings": 2}
 BYTES_PER_COMPILER = 2 << 30  # torch's headers take that much
 
 
@@ -56,10 +66,26 @@ def wanted_toolkit() -> Toolkit | None:
         return None
 
 
+def refusal(implementation: str, version: tuple[int, int], *, gil: bool) -> str:
+    """Say why the extension is not built for an interpreter; empty if it is."""
+    oldest, newest = (".".join(map(str, known)) for known in PYTHONS)
+    found = f"{implementation} {version[0]}.{version[1]}{'' if gil else ' without the GIL'}"
+    if implementation == "CPython" and gil and PYTHONS[0] <= version <= PYTHONS[1]:
+        return ""
+    return (
+        f"dynswap_ext._C is for CPython {oldest} to {newest} with the GIL, and this is {found}: it relies on "
+        "what no release promises the next (csrc/bindings/cpython.h says on what). Use one of those, or set "
+        "DYNSWAP_BUILD=python for the pure-Python provider."
+    )
+
+
 def setup_arguments() -> dict[str, Any]:
     """Return the arguments of setup() that pyproject.toml cannot hold."""
     if not wants_extension() or not _compiles():
         return {}
+    gil = not sysconfig.get_config_var("Py_GIL_DISABLED")
+    if refused := refusal(platform.python_implementation(), sys.version_info[:2], gil=gil):
+        raise SystemExit(refused)
     try:
         import torch
         from torch.utils import cpp_extension
@@ -87,7 +113,7 @@ def _compiles() -> bool:
 
 def _extension(toolkit: Toolkit | None, cpp_extension: Any) -> Any:
     strict = os.environ.get("DYNSWAP_WERROR") == "1"
-    sources = [path for folder in FOLDERS for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
+    sources = [path for folder in FOLDERS for path in _units(folder)]
     cxx = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
     nvcc = ["-std=c++20", "-O3", "-Xcompiler=-Wall,-Wextra,-fvisibility=hidden"]
     # torch's headers as the system's: their warnings are not ours
@@ -111,7 +137,28 @@ def _extension(toolkit: Toolkit | None, cpp_extension: Any) -> Any:
         extra_link_args=link,
     )
     extension.include_dirs = [str(ROOT / "csrc")]
+    # A change of what they include is one too; ninja then knows which are concerned.
+    extension.depends = [str(path) for path in (ROOT / "csrc").rglob("*") if path.is_file()]
     return extension
+
+
+def _units(folder: str) -> list[Path]:
+    """Return the translation units of a folder: its files, or some that include them (DYNSWAP_UNITY)."""
+    files = sorted((ROOT / "csrc" / folder).glob("*.cpp"))
+    if os.environ.get("DYNSWAP_UNITY") != "1":
+        for stale in (ROOT / "build").glob("temp.*/build/unity"):  # tests/device links what it finds
+            shutil.rmtree(stale)
+        return files
+    if folder not in UNITS:
+        return files
+    number = UNITS[folder]
+    units = [ROOT / "build" / "unity" / f"{folder}_{index}.cpp" for index in range(number)]
+    for index, unit in enumerate(units):
+        text = "".join(f'#include "{folder}/{path.name}"\n' for path in files[index::number])
+        unit.parent.mkdir(parents=True, exist_ok=True)
+        if not unit.exists() or unit.read_text() != text:
+            unit.write_text(text)
+    return units
 
 
 def _point_torch_to(toolkit: Toolkit, cpp_extension: Any) -> None:
@@ -119,7 +166,13 @@ def _point_torch_to(toolkit: Toolkit, cpp_extension: Any) -> None:
     cpp_extension.CUDA_HOME = str(toolkit.home)
     # refuses a toolkit of another major version than torch's own; our .cu files include nothing of torch
     cpp_extension._check_cuda_version = lambda *_: None
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", ARCHITECTURES)
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", _architectures(toolkit))
+
+
+def _architectures(toolkit: Toolkit) -> str:
+    """Return the oldest that the toolkit compiles for, and two later ones; the newest as PTX, too."""
+    oldest = "7.5" if toolkit.version >= (13, 0) else "7.0"
+    return f"{oldest};8.0;9.0+PTX"
 
 
 def _jobs() -> int:

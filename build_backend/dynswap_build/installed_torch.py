@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 
 _OLDEST = (2, 11)
-_NEWEST = (2, 13)
+_NEWEST = (2, 15)
 
 #: The range in pyproject.toml. The extension runs with the very minor version that it was built against.
 REQUIREMENT = f"torch>={_OLDEST[0]}.{_OLDEST[1]},<{_NEWEST[0]}.{_NEWEST[1] + 1}"

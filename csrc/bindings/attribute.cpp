@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "bindings/call.h"
+#include "bindings/cpython.h"
 #include "bindings/errors.h"
 
 namespace dynswap {
@@ -12,7 +13,7 @@ namespace {
 /// Note [The descriptor is a property]
 /// It derives from Python's `property` and overrides what runs: `__get__` and `__set__` in C. Its `fget`, a
 /// Python function, is what torch.compile traces in its place (dynswap_ext/_traced.py). The name lies behind
-/// the base's fields, whose size only Python knows.
+/// the base's fields, whose size only Python knows: Note [What CPython has to be like] in cpython.h.
 PyObject*& name_of(PyObject* attribute) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(attribute) + PyProperty_Type.tp_basicsize);
 }
@@ -205,8 +206,16 @@ py::object new_module_state(PyObject* module, const py::object& session, std::ve
   return py::reinterpret_steal<py::object>(self);
 }
 
+py::object own_attribute(PyTypeObject* type, PyObject* name) {
+  const py::object namespace_of_type = type_dict(type);
+  return py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(namespace_of_type.ptr(), name));
+}
+
 void set_class(PyObject* module, PyTypeObject* type) {
-  static PyObject* const descriptor = PyDict_GetItemString(PyBaseObject_Type.tp_dict, "__class__");
+  static PyObject* const descriptor = [] {
+    const py::str name("__class__");
+    return own_attribute(&PyBaseObject_Type, name.ptr()).release().ptr();
+  }();
   if (Py_TYPE(descriptor)->tp_descr_set(descriptor, module, reinterpret_cast<PyObject*>(type)) != 0) {
     throw py::error_already_set();
   }

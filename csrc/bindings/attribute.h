@@ -53,6 +53,9 @@ ModuleState* module_state(PyObject* module, PyObject* dict);
 /// A new state for `module`. Does not touch the module.
 py::object new_module_state(PyObject* module, const py::object& session, std::vector<Entry> entries);
 
+/// What a class has under `name` in its own namespace, if anything; no base is asked.
+py::object own_attribute(PyTypeObject* type, PyObject* name);
+
 /// Gives `module` another class, as `object.__class__.__set__` does: no code of the module's runs.
 void set_class(PyObject* module, PyTypeObject* type);
 
