@@ -146,13 +146,25 @@ void Session::plan_again(const py::object& root) {
   const std::shared_ptr<Session> self = shared_from_this();
   outdated_ = false;
   flush();
+  if (std::exchange(captured_, false)) {
+    warn_(
+        "a new plan puts weights elsewhere on the device: CUDA graphs that were captured with this model are "
+        "not valid any more; capture them again");
+  }
   std::vector<std::unique_ptr<Weight>> old_weights = std::exchange(weights_, {});
   const auto old_by_master = std::exchange(by_master_, {});
   const auto old_by_id = std::exchange(by_id_, {});
   const auto old_engine = std::exchange(engine_, nullptr);
-  const auto old_pinned = std::exchange(pinned_, nullptr);
+  const auto old_holds = std::exchange(holds_, std::make_shared<Holds>());
   const bool old_streams = streams_any_;
   std::vector<std::pair<ModuleState*, std::vector<Weight*>>> old_entries;
+  bool old_is_gone = false;
+  const auto make_room = [&] {
+    old_is_gone = true;
+    for (const auto& weight : old_weights) weight->forget();
+    const py::gil_scoped_release release;
+    old_engine->close();
+  };
   try {
     engine_ = new_engine();
     const Mappings mappings = Mappings::of_this_process();
@@ -166,7 +178,7 @@ void Session::plan_again(const py::object& root) {
       for (const Entry& entry : *state->entries) weights.push_back(entry.weight);
       find_weights(dict.ptr(), visited.prefix, ++unit, mappings, *state->entries, streamed);
     }
-    plan(streamed);
+    plan(streamed, make_room);
   } catch (...) {
     for (const auto& [state, weights] : old_entries) {
       for (std::size_t i = 0; i < weights.size(); ++i) (*state->entries)[i].bind(weights[i]);
@@ -175,10 +187,15 @@ void Session::plan_again(const py::object& root) {
     by_master_ = old_by_master;
     by_id_ = old_by_id;
     engine_ = old_engine;
-    pinned_ = old_pinned;
+    holds_ = old_holds;
+    to_pin_.clear();
     streams_any_ = old_streams;
+    if (old_is_gone) {
+      for (const auto& weight : weights_) weight->planned = false;
+    }
     throw;
   }
+  if (!old_is_gone) make_room();  // closed by another thread, meanwhile
   Stats counters = old_engine->stats();
   counters.add_counters(beside_);
   beside_ = counters;
@@ -188,8 +205,7 @@ void Session::plan_again(const py::object& root) {
     weight->planned = false;
     superseded_.push_back(std::move(weight));
   }
-  const py::gil_scoped_release release;
-  old_engine->close();
+  old_holds->end();
 }
 
 void Session::restore(PyObject* module) {
@@ -198,8 +214,8 @@ void Session::restore(PyObject* module) {
   if (state == nullptr || state->session->get() != this) return;
   // A class that was put over the swap class since (a parametrization's) stays.
   static PyObject* const key = PyUnicode_InternFromString("_dynswap_original");
-  if (PyObject* const original = PyDict_GetItemWithError(Py_TYPE(module)->tp_dict, key)) {
-    set_class(module, reinterpret_cast<PyTypeObject*>(original));
+  if (const py::object original = own_attribute(Py_TYPE(module), key)) {
+    set_class(module, reinterpret_cast<PyTypeObject*>(original.ptr()));
   }
   if (PyDict_DelItem(dict.ptr(), Names::get().state) != 0) throw py::error_already_set();
 }
@@ -252,22 +268,29 @@ Weight& Session::late_weight(PyObject* master, PyObject* name, bool parameter) {
   return weight;
 }
 
-void Session::plan(const std::vector<std::pair<Weight*, std::uint64_t>>& streamed) {
-  std::vector<SourcePtr> sources;
-  sources.reserve(streamed.size());
-  for (const auto& [weight, unit] : streamed) sources.push_back(weight->source);
-  if (options_.pin.value_or(true))
-    pinned_ = pin_sources(device_, sources, [this](const std::string& why) { warn_(why); });
-  for (std::size_t i = 0; i < streamed.size(); ++i) {
-    const auto& [weight, unit] = streamed[i];
-    weight->source = sources[i];
-    weight->id = engine_->add_weight(sources[i], unit);
-    weight->planned = true;
+void Session::plan(const std::vector<std::pair<Weight*, std::uint64_t>>& streamed,
+                   const std::function<void()>& make_room) {
+  std::vector<Weight*> weights;
+  for (const auto& [weight, unit] : streamed) weights.push_back(weight);
+  to_pin_.clear();
+  pin(weights);
+  if (closed_) return;  // by another thread, meanwhile
+  for (const auto& [weight, unit] : streamed) {
+    weight->id = engine_->add_weight(weight->source, unit);
     by_id_.push_back(weight);
   }
   {
     const py::gil_scoped_release release;
+    engine_->arrange();
+  }
+  if (make_room) make_room();
+  {
+    const py::gil_scoped_release release;
     engine_->plan();
+  }
+  for (const auto& [weight, unit] : streamed) {
+    // Not those whose masters have changed while other threads could run.
+    weight->planned = engine_->source(weight->id) == weight->source;
   }
   streams_any_ = false;
   for (const auto& [weight, unit] : streamed) streams_any_ = streams_any_ || streams(*weight);

@@ -16,7 +16,8 @@
 
 namespace dynswap {
 
-std::unique_ptr<Backend> make_backend(const at::Device& device, const std::string& wanted) {
+std::unique_ptr<Backend> make_backend(const at::Device& device, const std::string& wanted,
+                                      [[maybe_unused]] const std::function<void(const std::string&)>& warn) {
   const bool host = device.is_cpu() && (wanted == "auto" || wanted == "host");
   if (host) return std::make_unique<HostBackend>(&cast_elements);
 #ifdef DYNSWAP_WITH_CUDA
@@ -24,6 +25,7 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
     CudaOptions options;
     options.device = device.index();
     options.cast = &cast_elements;
+    options.warn = warn;
     options.allocate = [device](std::size_t bytes) {
       // The engine asks without the GIL, so the stream is not read through Python.
       const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
@@ -37,13 +39,20 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
               (cuda_version().empty() ? " (it was compiled without CUDA)" : ""));
 }
 
-std::shared_ptr<void> pin_sources([[maybe_unused]] const at::Device& device,
-                                  [[maybe_unused]] std::vector<SourcePtr>& sources,
-                                  [[maybe_unused]] const std::function<void(const std::string&)>& refused) {
+std::string pin_items([[maybe_unused]] const at::Device& device,
+                      [[maybe_unused]] std::vector<Lockable>& items) {
 #ifdef DYNSWAP_WITH_CUDA
-  if (device.is_cuda()) return pin(device.index(), sources, refused);
+  if (device.is_cuda()) return pin(device.index(), items);
 #endif
-  return nullptr;
+  return {};
+}
+
+int device_count() {
+#ifdef DYNSWAP_WITH_CUDA
+  return cuda_device_count();
+#else
+  return 0;
+#endif
 }
 
 std::string cuda_version() {

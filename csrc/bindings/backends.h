@@ -3,26 +3,29 @@
 
 #include <ATen/core/Tensor.h>
 
-#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "core/backend.h"
+#include "core/lockable.h"
 
 namespace dynswap {
 
 /// The backend for `device`; `wanted` is "auto", "host" or "cuda". Throws Error if there is none in this
 /// build.
-std::unique_ptr<Backend> make_backend(const at::Device& device, const std::string& wanted);
+/// `warn` is given what makes it less than it could be.
+std::unique_ptr<Backend> make_backend(const at::Device& device, const std::string& wanted,
+                                      const std::function<void(const std::string&)>& warn);
 
-/// Page-locks the sources that lie in RAM, as far as the system allows, and replaces them by ones that say
-/// so. What it returns keeps them page-locked. Null where pinning means nothing. `refused` is given the
-/// reason, once, if the system refuses some.
-std::shared_ptr<void> pin_sources(const at::Device& device, std::vector<SourcePtr>& sources,
-                                  const std::function<void(const std::string&)>& refused);
+/// pin() for the backend of `device`; nothing where pinning means nothing. Without the GIL.
+std::string pin_items(const at::Device& device, std::vector<Lockable>& items);
 
 /// Of the CUDA runtime that is linked, "13.0" for instance; empty in a build without CUDA.
 std::string cuda_version();
+
+/// How many CUDA devices the native provider can serve; 0 in a build without CUDA. Wakes the driver: see
+/// cuda/cuda_backend.h. Throws DeviceError where the runtime cannot say.
+int device_count();
 
 }  // namespace dynswap

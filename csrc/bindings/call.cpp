@@ -3,8 +3,10 @@
 #include <optional>
 
 #include "bindings/attribute.h"
+#include "bindings/cpython.h"
 #include "bindings/errors.h"
 #include "bindings/saved.h"
+#include "bindings/written_buffers.h"
 
 namespace dynswap {
 
@@ -23,6 +25,7 @@ ternaryfunc plain_call() {
 
 void begin_pass(const ModuleState& state) {
   Session& session = **state.session;
+  if ((session.outdated() || !session.on_pass().is_none()) && session.capturing()) return session.note_pass();
   if (session.outdated()) {
     py::module_::import("dynswap_ext.install").attr("plan_again")(py::handle(state.session_object));
   }
@@ -52,9 +55,13 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
       if (state != nullptr && outermost) begin_pass(*state);
       if (state != nullptr && refetch && (*state->session)->streams_any()) hooks.emplace();
     }
-    PyObject* const result = plain_call()(self, arguments, keywords);
-    if (result == nullptr && outermost) fail_call(self);
-    return result;
+    auto result = py::reinterpret_steal<py::object>(plain_call()(self, arguments, keywords));
+    if (outermost) {
+      if (!result) fail_call(self);
+      const py::error_scope keep;
+      bring_home();
+    }
+    return result.release().ptr();
   } catch (...) {
     set_python_error();
     return nullptr;

@@ -4,6 +4,7 @@
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
@@ -12,7 +13,8 @@
 #include <memory>
 #include <mutex>
 #include <utility>
-#include <vector>
+
+#include "core/protection.h"
 
 namespace dynswap {
 
@@ -61,34 +63,67 @@ c10::Stream side_stream(const at::Device& device) {
   return made;
 }
 
+/// What the storage of a gradient on its way to the host owns. It is the tensor that knows whether it has
+/// come, not a node: several backward passes may go through one node, on several threads, and end in the
+/// middle.
+struct Arrival {
+  at::Tensor host;  ///< the bytes, pinned
+  /// What they are copied from. Kept meanwhile: autograd adds into a gradient in place, and gives it to a
+  /// leaf as its own, where nobody else has it.
+  at::Tensor sent;
+  c10::Event copied;
+};
+
+void delete_arrival(void* context) { delete static_cast<Arrival*>(context); }
+
+Arrival* arrival_of(const at::Tensor& gradient) {
+  if (gradient.layout() != at::kStrided || !gradient.has_storage()) return nullptr;
+  const c10::DataPtr& data = gradient.storage().data_ptr();
+  return data.get_deleter() == &delete_arrival ? static_cast<Arrival*>(data.get_context()) : nullptr;
+}
+
+/// A tensor over the bytes of `arrival`, laid out as what was sent.
+at::Tensor arriving(std::unique_ptr<Arrival> arrival) {
+  const at::Tensor host = arrival->host;
+  c10::Storage storage(c10::Storage::use_byte_size_t(), host.nbytes(),
+                       c10::DataPtr(host.data_ptr(), arrival.release(), &delete_arrival, host.device()),
+                       /*allocator=*/nullptr, /*resizable=*/false);
+  at::Tensor tensor =
+      at::detail::make_tensor<c10::TensorImpl>(std::move(storage), host.key_set(), host.dtype());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(host.sizes(), host.strides());
+  return tensor;
+}
+
+/// The values of a gradient as they can be copied as one block, without lazy bits (which would be resolved on
+/// the host, before the data has come). A dimension along which they are the same is sent once.
+at::Tensor as_block(at::Tensor gradient) {
+  for (std::int64_t dim = 0; dim < gradient.dim(); ++dim) {
+    if (gradient.stride(dim) == 0 && gradient.size(dim) > 1) gradient = gradient.narrow(dim, 0, 1);
+  }
+  gradient = gradient.resolve_conj().resolve_neg();
+  return gradient.is_non_overlapping_and_dense() ? gradient : gradient.contiguous();
+}
+
 /// The end of a gradient's way to the host. See Note [Gradients travel on a stream of their own].
 class ArriveBackward : public autograd::Node {
  public:
   explicit ArriveBackward(const at::Tensor& master)
       : Node(autograd::edge_list{autograd::impl::gradient_edge(master)}), master_(place_of(master)) {}
 
-  void expect(c10::Event copied) {
-    const std::lock_guard lock(mutex_);
-    under_way_.push_back(std::move(copied));
-  }
-
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
-    std::vector<c10::Event> copies;
-    {
-      const std::lock_guard lock(mutex_);
-      copies.swap(under_way_);
-    }
-    for (const c10::Event& copied : copies) copied.synchronize();
     const at::Tensor& gradient = gradients[0];
-    return {gradient.defined() ? gradient.to(master_) : at::Tensor()};
+    if (!gradient.defined()) return {at::Tensor()};
+    if (Arrival* const arrival = arrival_of(gradient)) {
+      if (PROTECTED(gradient_arrived)) arrival->copied.synchronize();
+      arrival->sent.reset();
+    }
+    return {gradient.to(master_)};
   }
 
   std::string name() const override { return "DynswapArriveBackward"; }
 
  private:
   const at::TensorOptions master_;
-  std::mutex mutex_;
-  std::vector<c10::Event> under_way_;  ///< LOCK: mutex_
 };
 
 using ArrivePtr = decltype(new_node<ArriveBackward>(std::declval<const at::Tensor&>()));
@@ -102,29 +137,42 @@ class CarryBackward : public autograd::Node {
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     const at::Tensor& gradient = gradients[0];
     if (!gradient.defined()) return {at::Tensor()};
-    // One that is differentiated again, or is sparse, goes torch's own way.
-    if (at::GradMode::is_enabled() || gradient.layout() != at::kStrided) return {gradient.to(host_)};
-    const at::Tensor sent = gradient.to(host_.dtype());  // on the device
+    // One that is differentiated again, is sparse or empty, or that somebody looks at on its way, goes
+    // torch's own way.
+    if (at::GradMode::is_enabled() || gradient.layout() != at::kStrided || gradient.numel() == 0 ||
+        is_looked_at())
+      return {gradient.to(host_)};
+    const at::Tensor sent = as_block(gradient).to(host_.dtype());  // on the device
     const at::Device device = sent.device();
     const c10::Stream side = side_stream(device);
-    const at::Tensor arriving = at::empty_strided(sent.sizes(), sent.strides(), host_.pinned_memory(true));
+    std::unique_ptr<Arrival> arrival(
+        new Arrival{at::empty_strided(sent.sizes(), sent.strides(), host_.pinned_memory(true)), sent,
+                    c10::Event(device.type())});
     c10::Event made(device.type());
     made.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
-    made.block(side);
-    c10::Event copied(device.type());
+    if (PROTECTED(gradient_made)) made.block(side);
     {
       const c10::StreamGuard guard(side);
-      arriving.copy_(sent, /*non_blocking=*/true);
-      copied.record(side);
+      arrival->host.copy_(sent, /*non_blocking=*/true);
+      arrival->copied.record(side);
     }
-    sent.record_stream(side);
-    arrive_->expect(std::move(copied));
-    return {arriving};
+    if (PROTECTED(gradient_held)) {
+      sent.record_stream(side);
+    } else {
+      arrival->sent.reset();
+    }
+    return {arriving(std::move(arrival)).expand(gradient.sizes())};
   }
 
   std::string name() const override { return "DynswapCarryBackward"; }
 
  private:
+  /// Anomaly mode reads what a node returns, and hooks do, before the node that waits runs.
+  bool is_looked_at() const {
+    return autograd::AnomalyMode::is_enabled() || !post_hooks().empty() || !arrive_->pre_hooks().empty() ||
+           !arrive_->tensor_pre_hooks().empty();
+  }
+
   const ArrivePtr arrive_;
   const at::TensorOptions host_;
 };

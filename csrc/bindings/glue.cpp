@@ -1,10 +1,12 @@
 #include "bindings/glue.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/extension.h>
 
 #include <algorithm>
 #include <string>
 
+#include "bindings/plain_torch.h"
 #include "core/check.h"
 
 namespace dynswap {
@@ -94,24 +96,52 @@ Stream current_stream(const at::Device& device) {
   return handle.cast<Stream>();
 }
 
-void refuse_capture(const at::Device& device, const std::string& weight) {
-  if (device.is_cpu()) return;
-  static PyObject* const capturing = [] {
-    return PyObject_GetAttrString(py::module_::import("torch._C").ptr(), "_cuda_isCurrentStreamCapturing");
-  }();
-  if (capturing == nullptr) throw py::error_already_set();
-  const auto answer = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(capturing));
-  if (!answer) throw py::error_already_set();
-  if (answer.ptr() != Py_True) return;
+c10::Stream torch_stream(const at::Device& device) {
+  return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
+}
+
+namespace {
+
+/// A guard that cannot be asked (before torch 2.13) is asked through Python, about the current stream.
+template <class Guard>
+bool is_captured(const Guard& guard, const c10::Stream& stream) {
+  if constexpr (requires { guard.isStreamCapturing(stream); }) {
+    return guard.isStreamCapturing(stream);
+  } else {
+    if (stream != guard.getStream(stream.device())) return false;
+    const py::gil_scoped_acquire gil;
+    static PyObject* const ask =
+        PyObject_GetAttrString(py::module_::import("torch._C").ptr(), "_cuda_isCurrentStreamCapturing");
+    const auto answer = py::reinterpret_steal<py::object>(ask ? PyObject_CallNoArgs(ask) : nullptr);
+    if (!answer) throw py::error_already_set();
+    return answer.ptr() == Py_True;
+  }
+}
+
+}  // namespace
+
+bool capturing(const c10::Stream& stream) {
+  return is_captured(c10::impl::VirtualGuardImpl(stream.device_type()), stream);
+}
+
+bool capturing(const at::Device& device) { return !device.is_cpu() && capturing(torch_stream(device)); }
+
+void refuse_capture(const at::Device& device, const std::string& weight, bool resident) {
+  if (!capturing(device)) return;
+  if (resident) {
+    throw DeviceError(
+        "'" + weight +
+        "' is not on the device yet, and cannot be brought there while a CUDA graph is captured; "
+        "run the model once before the capture");
+  }
   throw DeviceError(
       "'" + weight +
       "' passes through a slot that other weights use too, so it cannot be read while a CUDA graph "
-      "is captured; run the model once before the capture with a budget that keeps it resident, or "
-      "capture without an install");
+      "is captured; capture with a budget that keeps it resident, or without an install");
 }
 
 Memory allocate_through_torch(const at::Device& device, std::size_t bytes) {
-  const c10::InferenceMode guard(false);
+  const PlainTorch guard;  // memory of our own: no transform, mode or graph of the user's has a part in it
   try {
     auto block = std::make_shared<at::Tensor>(
         at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device)));

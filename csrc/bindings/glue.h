@@ -2,6 +2,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
 #include <optional>
 #include <string>
@@ -21,9 +22,17 @@ void cast_elements(void* dst, Scalar dst_type, const void* src, Scalar src_type,
 /// thread, outside any guard of ours (Invariant 2). Needs the GIL.
 Stream current_stream(const at::Device& device);
 
+/// The calling thread's current stream on an accelerator, as torch knows it.
+c10::Stream torch_stream(const at::Device& device);
+
+/// Whether what the stream (or the calling thread's current one; false on the CPU) is given goes into a CUDA
+/// graph.
+bool capturing(const c10::Stream& stream);
+bool capturing(const at::Device& device);
+
 /// Throws DeviceError if the calling thread is capturing a CUDA graph: a replay would read what has come into
-/// the slot since. Residents stay where they are, and can be captured once they are there. Needs the GIL.
-void refuse_capture(const at::Device& device, const std::string& weight);
+/// the slot since. Residents stay where they are, and can be captured once they are there.
+void refuse_capture(const at::Device& device, const std::string& weight, bool resident);
 
 /// Device memory through torch's allocator, so that its statistics and its handling of an exhausted
 /// device stay true. Throws OutOfMemory.

@@ -1,32 +1,93 @@
 #include "bindings/handed_out.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <algorithm>
 #include <cstring>
 #include <stdexcept>
 #include <utility>
 
+#include "bindings/glue.h"
 #include "bindings/plain_torch.h"
 #include "bindings/weight.h"
+#include "bindings/written_buffers.h"
+#include "core/protection.h"
 
 namespace dynswap {
 
 namespace {
 
-void delete_record(void* context) { delete static_cast<HandedOut*>(context); }
+void delete_record(void* context) {
+  std::unique_ptr<HandedOut> record(static_cast<HandedOut*>(context));
+  keep_until_the_call_ends(record);
+}
 
-/// A tensor that a forward has been handed. `.data = t` would give it other bytes and the master none: that
-/// is refused, as it would be lost. (Outside a forward there is an alias, dynswap_ext/_outside.py, which
-/// knows the master.)
+/// Note [Writes without a trace]
+/// What is written in place on a handed-out tensor, or on a view of it, bumps the version counter that they
+/// share, and that tells whether there is something to take to the master. `.data` (torch's variable_data(),
+/// in C++ too) makes an alias whose counter is its own. It asks the tensor's implementation for it, which
+/// therefore knows: from then on the bytes are compared with the master's, all of them, whenever masters are
+/// asked for, at the next access, and when the storage dies. A later access gives the same bytes for as long
+/// as such an alias lives (else its writes would go where nobody looks). detach() and what autograd saves
+/// share the counter, and cost nothing. What this does not see is `.data` of a *view*, whose implementation
+/// is torch's own: on the CPU a fingerprint finds it if it changes more than a part.
 class HandedOutImpl final : public c10::TensorImpl {
  public:
   using c10::TensorImpl::TensorImpl;
+
+  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(const c10::VariableVersion& version,
+                                                              bool allow_metadata_change) const override {
+    note(version);
+    return c10::TensorImpl::shallow_copy_and_detach(version, allow_metadata_change);
+  }
+
+  c10::intrusive_ptr<c10::TensorImpl> shallow_copy_and_detach(c10::VariableVersion&& version,
+                                                              bool allow_metadata_change) const override {
+    note(version);
+    return c10::TensorImpl::shallow_copy_and_detach(std::move(version), allow_metadata_change);
+  }
+
+  /// `.data = t` would give the tensor of a forward other bytes and the master none: that is refused, as it
+  /// would be lost. (Outside a forward there is an alias, dynswap_ext/_outside.py, which knows the master.)
   void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>&) override {
     throw std::runtime_error(
         "`.data = t` on a weight of an installed model, inside a forward, would be lost: the tensor is the "
         "forward's own. Write in place (`.data.copy_(t)`), or assign outside the forward");
   }
+
+ private:
+  /// The tensor's own counter has two owners at least: the tensor and its record.
+  void note(const c10::VariableVersion& version) const noexcept {
+    HandedOut* const record = version.unique() ? HandedOut::of(*this) : nullptr;
+    if (record != nullptr && PROTECTED(untracked_alias_noted)) record->note_untracked_alias();
+  }
 };
+
+/// A copy of a master. Small ones are staged, so that nobody waits for them to have been read.
+at::Tensor copied_to(const at::TensorOptions& options, const at::Tensor& master) {
+  constexpr std::size_t kSmall = 1u << 20;
+  if (options.device().is_cpu() || !master.is_cpu() || master.nbytes() > kSmall)
+    return master.to(options, /*non_blocking=*/false, /*copy=*/true);
+  const at::Tensor staged =
+      at::empty_strided(master.sizes(), master.strides(), options.device(at::kCPU).pinned_memory(true));
+  return staged.copy_(master).to(options, /*non_blocking=*/true);
+}
+
+/// The elements' bits, of which NaN equals itself and 0.0 is not -0.0.
+at::Tensor bits_of(const at::Tensor& flat) {
+  switch (flat.element_size()) {
+    case 1:
+      return flat.view(at::kByte);
+    case 2:
+      return flat.view(at::kShort);
+    case 4:
+      return flat.view(at::kInt);
+    default:
+      return flat.view(at::kLong);  // wider ones are two
+  }
+}
 
 }  // namespace
 
@@ -52,26 +113,44 @@ at::Tensor HandedOut::make_private(const Origin& origin, const at::Tensor& maste
   const PlainTorch guard;
   std::unique_ptr<HandedOut> record(new HandedOut(origin, master, device));
   if (master.is_cpu()) record->master_fingerprint_ = fingerprint(master.const_data_ptr(), master.nbytes());
-  record->own_ = master.to(record->options_, /*non_blocking=*/false, /*copy=*/true);
+  record->own_ = copied_to(record->options_, master);
   record->data_ = static_cast<std::byte*>(record->own_.data_ptr());
   return finish(std::move(record), master);
 }
 
 at::Tensor HandedOut::finish(std::unique_ptr<HandedOut> record, const at::Tensor& master) {
-  const PlainTorch guard;
   HandedOut* const self = record.get();
-  const at::Device device = self->options_.device();
-  c10::Storage storage(c10::Storage::use_byte_size_t(), self->bytes_,
-                       c10::DataPtr(self->data_, record.release(), &delete_record, device),
-                       /*allocator=*/nullptr, /*resizable=*/false);
-  const c10::DispatchKeySet keys(
-      c10::computeDispatchKey(self->options_.dtype().toScalarType(), at::kStrided, device));
-  at::Tensor tensor =
-      at::detail::make_tensor<HandedOutImpl>(std::move(storage), keys, self->options_.dtype());
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(master.sizes(), master.strides());
+  at::Tensor tensor = again(std::move(record), master);
   self->version_ = tensor.unsafeGetTensorImpl()->version_counter();
-  self->seen_version_ = self->version_.current_version();
-  if (device.is_cpu()) self->seen_fingerprint_ = fingerprint(self->data_, self->bytes_);
+  self->note_equal();
+  if (!self->options_.device().is_cpu()) self->note_user(torch_stream(self->options_.device()));
+  return tensor;
+}
+
+at::Tensor HandedOut::tensor_over(c10::Storage storage, const HandedOut& record, const at::Tensor& master) {
+  const PlainTorch guard;
+  const caffe2::TypeMeta type = record.options_.dtype();
+  const c10::DispatchKeySet keys(
+      c10::computeDispatchKey(type.toScalarType(), at::kStrided, record.options_.device()));
+  at::Tensor tensor = at::detail::make_tensor<HandedOutImpl>(std::move(storage), keys, type);
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(master.sizes(), master.strides());
+  return tensor;
+}
+
+at::Tensor HandedOut::again(c10::intrusive_ptr<c10::StorageImpl> storage, const at::Tensor& master) {
+  const HandedOut& record = *of(*storage);
+  at::Tensor tensor = tensor_over(c10::Storage(std::move(storage)), record, master);
+  tensor.unsafeGetTensorImpl()->set_version_counter(record.version_);
+  return tensor;
+}
+
+at::Tensor HandedOut::again(std::unique_ptr<HandedOut> record, const at::Tensor& master) {
+  const HandedOut& self = *record;
+  c10::Storage storage(c10::Storage::use_byte_size_t(), self.bytes_,
+                       c10::DataPtr(self.data_, record.release(), &delete_record, self.options_.device()),
+                       /*allocator=*/nullptr, /*resizable=*/false);
+  at::Tensor tensor = tensor_over(std::move(storage), self, master);
+  if (self.version_.enabled()) tensor.unsafeGetTensorImpl()->set_version_counter(self.version_);
   return tensor;
 }
 
@@ -87,15 +166,68 @@ HandedOut* HandedOut::of(const c10::StorageImpl& storage) noexcept {
 
 HandedOut::~HandedOut() {
   try {
-    write_back();
+    if (PROTECTED(written_back)) write_back();
+    if (postponed_) {
+      TORCH_WARN(
+          "dynswap_ext: what was written on a handed-out tensor is not taken to its master, since the tensor "
+          "died while a CUDA graph was captured on a stream that used it");
+    }
   } catch (const std::exception& error) {
     TORCH_WARN("dynswap_ext: what was written on a handed-out tensor could not be taken to its master: ",
                error.what());
   }
 }
 
-void HandedOut::use_on(Stream consumer) {
-  if (lease_) lease_.use_on(consumer);
+void HandedOut::use_here() {
+  if (options_.device().is_cpu()) {
+    if (lease_) lease_.use_on(0);
+    return;
+  }
+  const c10::Stream here = torch_stream(options_.device());
+  const bool is_new = note_user(here);
+  if (lease_) return lease_.use_on(reinterpret_cast<Stream>(here.native_handle()));
+  if (!is_new) return;
+  c10::Event made(here.device_type());
+  {
+    const std::lock_guard lock(mutex_);
+    made.record(users_.front());
+  }
+  made.block(here);
+  c10::impl::VirtualGuardImpl(here.device_type()).recordDataPtrOnStream(own_.storage().data_ptr(), here);
+}
+
+void HandedOut::record_stream(const c10::Stream& stream) {
+  if (!PROTECTED(record_stream_heard) || !note_user(stream)) return;
+  if (lease_) return lease_.add_reader(reinterpret_cast<Stream>(stream.native_handle()));
+  c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(own_.storage().data_ptr(), stream);
+}
+
+bool HandedOut::note_user(const c10::Stream& stream) {
+  const std::lock_guard lock(mutex_);
+  if (std::find(users_.begin(), users_.end(), stream) != users_.end()) return false;
+  users_.push_back(stream);
+  return true;
+}
+
+bool HandedOut::wait_for_users() {
+  if (options_.device().is_cpu()) return true;
+  const c10::Stream here = torch_stream(options_.device());
+  std::vector<c10::Stream> users;
+  {
+    const std::lock_guard lock(mutex_);
+    users = users_;
+  }
+  if (capturing(here) ||
+      std::any_of(users.begin(), users.end(), [](const c10::Stream& user) { return capturing(user); })) {
+    return false;
+  }
+  for (const c10::Stream& user : users) {
+    if (user == here || !PROTECTED(written_before_read)) continue;
+    c10::Event written(here.device_type());
+    written.record(user);
+    written.block(here);
+  }
+  return true;
 }
 
 bool HandedOut::master_unchanged() const {
@@ -119,24 +251,56 @@ bool HandedOut::written() const {
   return options_.device().is_cpu() && fingerprint(data_, bytes_) != seen_fingerprint_;
 }
 
-std::optional<std::uint32_t> HandedOut::write_back() {
-  if ((!compare_bytes_ && !written()) || !master_unchanged()) return std::nullopt;
+void HandedOut::note_equal() {
+  seen_version_ = version_.current_version();
+  if (options_.device().is_cpu()) seen_fingerprint_ = fingerprint(data_, bytes_);
+}
+
+std::shared_ptr<const c10::Event> HandedOut::send_home() {
+  if (!(watched() || untracked_ || written()) || !master_unchanged() || !wait_for_users()) return nullptr;
+  const PlainTorch guard;
+  const at::Tensor device = view();
+  sent_ = at::empty(device.sizes(), options_.device(at::kCPU).pinned_memory(true));
+  sent_.copy_(device, /*non_blocking=*/true);
+  const auto arrived = std::make_shared<c10::Event>(options_.device().type());
+  arrived->record(c10::impl::VirtualGuardImpl(options_.device().type()).getStream(options_.device()));
+  return arrived_ = arrived;
+}
+
+at::Tensor HandedOut::on_host() {
+  if (!arrived_) return view().cpu();
+  if (PROTECTED(statistics_arrived)) arrived_->synchronize();
+  arrived_.reset();
+  return std::move(sent_);
+}
+
+std::optional<std::uint32_t> HandedOut::write_back(bool look) {
+  look = look || watched() || untracked_;
+  if ((!look && !written()) || (PROTECTED(master_wins) && !master_unchanged())) return std::nullopt;
+  postponed_ = !wait_for_users();
+  if (postponed_) return std::nullopt;
   const PlainTorch guard;
   // The master is dense: its bytes, in memory order, are those of the device copy.
   const at::Tensor flat = master_.as_strided({master_.numel()}, {1}, master_.storage_offset());
-  const at::Tensor device = view();
-  if (compare_bytes_) {
-    const at::Tensor now = device.view(at::kByte).cpu();
-    const at::Tensor then = flat.to(options_.dtype()).view(at::kByte);
-    if (at::equal(now, then)) return std::nullopt;
+  const bool cast = flat.scalar_type() != options_.dtype().toScalarType();
+  if (!cast && !look) {
+    flat.copy_(view());
+  } else {
+    const at::Tensor now = on_host();
+    const at::Tensor differs = bits_of(now).ne(bits_of(flat.to(now.scalar_type())));
+    if (!differs.any().item<bool>()) {
+      note_equal();
+      return std::nullopt;
+    }
+    // Elements that were not written keep the master's precision.
+    const at::Tensor bits = bits_of(flat);
+    bits.copy_(cast ? at::where(differs, bits_of(now.to(flat.scalar_type())), bits) : bits_of(now));
   }
-  flat.copy_(device);
   master_.unsafeGetTensorImpl()->bump_version();
   master_version_ = version_of(master_);
   if (source_) master_written_.look(*source_);
   if (master_fingerprint_) master_fingerprint_ = fingerprint(master_.const_data_ptr(), master_.nbytes());
-  seen_version_ = version_.current_version();
-  if (options_.device().is_cpu()) seen_fingerprint_ = fingerprint(data_, bytes_);
+  note_equal();
   return master_version_;
 }
 

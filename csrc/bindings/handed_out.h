@@ -2,10 +2,16 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/Stream.h>
 
+#include <c10/core/Event.h>
+
+#include <atomic>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <optional>
+#include <vector>
 
 #include "bindings/master.h"
 #include "core/engine.h"
@@ -33,34 +39,64 @@ class HandedOut {
   /// The record of a tensor made here, or null if its storage is another one by now.
   static HandedOut* of(const c10::TensorImpl& tensor) noexcept;
   static HandedOut* of(const c10::StorageImpl& storage) noexcept;
+  /// Another tensor over the bytes of one that is gone; `storage` is that one's.
+  static at::Tensor again(c10::intrusive_ptr<c10::StorageImpl> storage, const at::Tensor& master);
+  /// The same where the storage is gone too, and its record was kept.
+  static at::Tensor again(std::unique_ptr<HandedOut> record, const at::Tensor& master);
 
   ~HandedOut();
   HandedOut(const HandedOut&) = delete;
   HandedOut& operator=(const HandedOut&) = delete;
 
-  void use_on(Stream consumer);
+  /// The calling thread's current stream uses it too.
+  void use_here();
+  /// Another stream uses it, in an order that the user has made: what Tensor.record_stream() says.
+  void record_stream(const c10::Stream& stream);
 
   const Origin& origin() const noexcept { return origin_; }
   at::ScalarType dtype() const noexcept { return options_.dtype().toScalarType(); }
   bool leased() const noexcept { return static_cast<bool>(lease_); }
+  bool on_cpu() const noexcept { return options_.device().is_cpu(); }
   /// The master's bytes and version counter; not the master itself, which nothing here keeps.
   const at::Tensor& master() const noexcept { return master_; }
   /// Whether the master is still what was handed out, as far as can be told.
   bool master_unchanged() const;
 
-  /// From now on its bytes tell whether it was written, not its version: F.batch_norm writes its running
-  /// statistics and bumps nothing.
-  void compare_bytes() noexcept { compare_bytes_ = true; }
+  /// Its bytes tell whether it was written, not its version: F.batch_norm writes its running statistics and
+  /// bumps nothing. As often as it is not unwatched. See Note [Statistics come home together].
+  void watch() noexcept { ++watchers_; }
+  void unwatch() noexcept { --watchers_; }
+  void unwatch_all() noexcept { watchers_ = 0; }
+  bool watched() const noexcept { return watchers_ > 0; }
+
+  /// Somebody has made an alias with a version counter of its own. See Note [Writes without a trace].
+  void note_untracked_alias() noexcept { untracked_ = true; }
+  bool has_untracked_alias() const noexcept { return untracked_; }
+  /// No such alias is left.
+  void no_untracked_alias() noexcept { untracked_ = false; }
 
   /// Takes to the master what was written in place. Does nothing if nothing was, or if the master has
   /// been written itself since (masters are the truth). Returns the master's version after a write.
-  std::optional<std::uint32_t> write_back();
+  /// Note [Written on any stream]: it reads what the streams have written that used the tensor, whatever
+  /// stream is current where the tensor dies. During a capture of one of them it does nothing.
+  /// `look`: the bytes tell whether it was written.
+  std::optional<std::uint32_t> write_back(bool look = false);
+
+  /// Queues the copy to the host that the next write_back() will take, so that many need one wait, and
+  /// returns its end. Null if there is nothing to take, as far as can be told without the bytes. Not on the
+  /// CPU.
+  std::shared_ptr<const c10::Event> send_home();
 
  private:
   HandedOut(const Origin& origin, const at::Tensor& master, const at::Device& device);
   static at::Tensor finish(std::unique_ptr<HandedOut> record, const at::Tensor& master);
+  static at::Tensor tensor_over(c10::Storage storage, const HandedOut& record, const at::Tensor& master);
   bool written() const;
   at::Tensor view() const;
+  at::Tensor on_host();
+  void note_equal();
+  bool note_user(const c10::Stream& stream);  ///< false: it is known
+  bool wait_for_users();
 
   Lease lease_;
   Origin origin_;
@@ -73,8 +109,14 @@ class HandedOut {
   SourcePtr source_;
   SilentWrites master_written_;
   std::optional<std::uint64_t> master_fingerprint_;  ///< of a private copy's master
-  bool compare_bytes_ = false;
-  c10::VariableVersion version_;  ///< shared with the tensor and its views
+  std::atomic<int> watchers_{0};
+  std::atomic<bool> untracked_{false};
+  at::Tensor sent_;  ///< the bytes on the host, once `arrived_` is over
+  std::shared_ptr<const c10::Event> arrived_;
+  bool postponed_ = false;  ///< the latest write_back() met a capture
+  std::mutex mutex_;
+  std::vector<c10::Stream> users_;  ///< LOCK: mutex_; that have used it. None on the CPU
+  c10::VariableVersion version_;    ///< shared with the tensor and its views
   std::uint32_t seen_version_ = 0;
   std::uint64_t seen_fingerprint_ = 0;
 };

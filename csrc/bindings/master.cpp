@@ -9,6 +9,7 @@
 
 #include "bindings/glue.h"
 #include "core/check.h"
+#include "core/protection.h"
 #include "io/file.h"
 #include "io/private_pages.h"
 
@@ -43,7 +44,7 @@ at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarTyp
 }
 
 SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
-                    const Mappings& mappings, PageCacheShare& page_cache) {
+                    const Mappings& mappings, PageCacheShare& page_cache, Holds& holds) {
   auto source = std::make_shared<Source>();
   source->name = name;
   source->stored = *scalar_of(master.scalar_type());
@@ -52,7 +53,7 @@ SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::
   source->wanted = *target;
   source->count = static_cast<std::uint64_t>(master.numel());
   source->address = static_cast<const std::byte*>(master.const_data_ptr());
-  source->owner = std::make_shared<c10::Storage>(master.storage());
+  source->owner = holds.hold(master.storage());
   if (const auto range = mappings.find(source->address, source->stored_bytes())) {
     const auto file = open_once(*range);
     // Under another inode the path names another file by now; what is mapped can still be read in RAM.
@@ -86,7 +87,7 @@ bool SilentWrites::look(const Source& source) {
   // A mapping that nobody has written to is not touched: that would read the file.
   const std::size_t modified = source.file ? privately_modified(source.address, source.stored_bytes()) : 1;
   if (modified > 0) now = modified ^ fingerprint(source.address, source.stored_bytes());
-  return std::exchange(seen_, now) != now;
+  return std::exchange(seen_, now) != now && PROTECTED(silent_write_seen);
 }
 
 }  // namespace dynswap

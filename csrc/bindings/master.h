@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <string>
 
+#include "bindings/holds.h"
 #include "core/source.h"
 #include "io/mappings.h"
 
@@ -65,9 +66,9 @@ bool streamable(const at::Tensor& master) noexcept;
 
 /// Where the bytes of a streamable master are: a range of the file that it is mapped from, else RAM.
 /// `wanted` is the dtype on the device (masters that do not float keep theirs). As far as `page_cache`
-/// goes, and taken from it, the file's bytes may stay in the page cache.
+/// goes, and taken from it, the file's bytes may stay in the page cache. The bytes are held through `holds`.
 SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
-                    const Mappings& mappings, PageCacheShare& page_cache);
+                    const Mappings& mappings, PageCacheShare& page_cache, Holds& holds);
 
 /// The dtype that a master has on the device.
 at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarType> dtype) noexcept;

@@ -9,6 +9,7 @@
 #include "bindings/backends.h"
 #include "bindings/call.h"
 #include "bindings/errors.h"
+#include "bindings/handed_out.h"
 #include "bindings/session.h"
 #include "sim/roofline.h"
 
@@ -91,6 +92,13 @@ py::object fetch(const py::handle& master) {
   return py::reinterpret_steal<py::object>(session->access(*weight, master.ptr(), /*training=*/false));
 }
 
+void note_untracked_alias(const py::handle& tensor) {
+  const at::Tensor& handed_out = THPVariable_Unpack(tensor.ptr());
+  if (!handed_out.has_storage()) return;
+  if (HandedOut* const record = HandedOut::of(*handed_out.unsafeGetTensorImpl()))
+    record->note_untracked_alias();
+}
+
 }  // namespace
 
 }  // namespace dynswap
@@ -148,7 +156,14 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   m.def("fetch", &fetch, py::arg("master"),
         "What a forward gets for a master; None if no install of this process serves it.");
-  m.def("build_info", &build_info, "What the extension was built with and for.");
+  m.def(
+      "note_untracked_alias", &note_untracked_alias, py::arg("tensor"),
+      "Somebody outside a forward takes `.data` of a handed-out tensor, whose bytes tell from now on whether "
+      "it was written.");
+  m.def("build_info", &build_info, "What the extension was built with and for. Wakes no driver.");
+  m.def("cuda_device_count", &device_count, py::call_guard<py::gil_scoped_release>(),
+        "How many CUDA devices the native provider can serve. Wakes the driver, so that processes forked "
+        "afterwards cannot use CUDA. Raises DeviceError where the CUDA runtime cannot say.");
   m.def("simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"),
         py::arg("bandwidth"), py::arg("latency"), py::arg("passes"), py::arg("placement") = "even",
         "Runs the engine on a virtual clock. weights: (name, bytes, compute seconds, unit) in the order of "

@@ -12,8 +12,11 @@ namespace dynswap {
 /// also inside the user's inference_mode: the cache must never hold an inference tensor.
 class PlainTorch {
   c10::InferenceMode ordinary_{false};
-  c10::impl::ExcludeDispatchKeyGuard below_{c10::autograd_dispatch_keyset_with_ADInplaceOrView |
-                                            c10::python_ks | c10::functorch_transforms_ks};
+  c10::impl::ExcludeDispatchKeyGuard below_{
+      c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::python_ks | c10::functorch_transforms_ks |
+      // Inside a transform these catch what has no wrapped tensor among its arguments, too: at::empty().
+      c10::DispatchKeySet({c10::DispatchKey::FuncTorchDynamicLayerFrontMode,
+                           c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
 };
 
 /// Shares bytes and version counter with `tensor`, and is no part of its graph. As `detach()`, which would be

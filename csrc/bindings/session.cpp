@@ -1,7 +1,5 @@
 #include "bindings/session.h"
 
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include <unordered_set>
 #include <utility>
 
@@ -11,6 +9,9 @@
 #include "bindings/fetch_backward.h"
 #include "bindings/glue.h"
 #include "bindings/handed_out.h"
+#include "bindings/record_stream.h"
+#include "bindings/written_buffers.h"
+#include "core/protection.h"
 
 namespace dynswap {
 
@@ -41,12 +42,16 @@ Session::Session(const at::Device& device, std::optional<at::ScalarType> dtype, 
       options_(std::move(options)),
       warn_(std::move(warn)),
       page_cache_{options_.page_cache, options_.page_cache_always ? Keep::always : Keep::yes} {
+  if (device_.is_cuda()) hear_of_record_stream();
   engine_ = new_engine();
   sessions().insert(this);
 }
 
 std::shared_ptr<Engine> Session::new_engine() {
-  auto backend = make_backend(device_, options_.backend);
+  auto backend = make_backend(device_, options_.backend, [this](const std::string& message) {
+    const py::gil_scoped_acquire gil;
+    warn_(message);
+  });
   backend_ = backend->name();
   EngineOptions engine;
   engine.budget = options_.budget.value_or(0);
@@ -72,9 +77,11 @@ void Session::close() {
   if (std::exchange(closed_, true)) return;
   for (const auto& weight : weights_) weight->forget();
   if (abandoned_) return;
-  const py::gil_scoped_release release;
-  engine_->close();
-  pinned_.reset();
+  {
+    const py::gil_scoped_release release;
+    engine_->close();
+  }
+  holds_->end();
 }
 
 void Session::close_all() {
@@ -86,6 +93,7 @@ void Session::abandon_all_after_fork() {
   for (Session* session : sessions()) {
     session->abandoned_ = true;
     session->engine_->abandon();
+    session->holds_->abandon();
   }
 }
 
@@ -104,10 +112,9 @@ void Session::reset_stats() {
   engine_->reset_counters();
 }
 
-c10::StreamId Session::stream_id() const {
-  if (device_.is_cpu()) return 0;
-  return c10::impl::VirtualGuardImpl(device_.type()).getStream(device_).id();
-}
+c10::StreamId Session::stream_id() const { return device_.is_cpu() ? 0 : torch_stream(device_).id(); }
+
+bool Session::capturing() const { return dynswap::capturing(device_); }
 
 // -------------------------------------------------------------------------------------------- access
 
@@ -116,10 +123,14 @@ PyObject* Session::access_unchanged(Weight& weight, PyObject* master, bool insid
   if (weight.way == Weight::Way::as_is) return weight.state.same_place(impl) ? Py_NewRef(master) : nullptr;
   if (weight.dressed || recording_) return nullptr;
   PyObject* const kept = inside ? weight.cached : weight.cached_outside;
-  if (kept == nullptr || !(MasterState::of(impl) == weight.state)) return nullptr;
+  if (kept == nullptr) return nullptr;
+  if (PROTECTED(changed_master_seen) && !(MasterState::of(impl) == weight.state)) return nullptr;
   const Weight* const last = std::exchange(last_, &weight);
   if (&weight == anchor_ && last != &weight) return nullptr;
-  if (!device_.is_cpu() && stream_id() != weight.cached_stream) return nullptr;
+  if (!device_.is_cpu()) {
+    if (PROTECTED(resident_per_stream) && stream_id() != weight.cached_stream) return nullptr;
+    if (!captured_ && capturing()) return nullptr;  // plain_access() takes note
+  }
   return Py_NewRef(kept);
 }
 
@@ -154,40 +165,41 @@ PyObject* Session::access(Weight& weight, PyObject* master, bool training) {
 
 PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool training) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
-  if (!(MasterState::of(*master.unsafeGetTensorImpl()) == weight.state))
+  if (PROTECTED(changed_master_seen) && !(MasterState::of(*master.unsafeGetTensorImpl()) == weight.state))
     master_changed(weight, master_object);
   if (weight.way == Weight::Way::as_is) return Py_NewRef(master_object);
   if (weight.way == Weight::Way::wrapped) return put_together(weight, master_object);
   if (weight.way == Weight::Way::converted || abandoned_ || closed_ || master._fw_grad(0).defined())
     return convert(weight, master_object);
 
-  const bool small_buffer = !weight.parameter && weight.source->wanted_bytes() <= kSmallBuffer;
+  const bool small_buffer =
+      PROTECTED(private_copies) && !weight.parameter && weight.source->wanted_bytes() <= kSmallBuffer;
   last_ = &weight;
   if (anchor_ == nullptr) anchor_ = &weight;
   if (anchor_ == &weight) look_for_silent_writes();
   if (!resident(weight) && weight.silent.look(*weight.source)) refetch(weight);
-  if (weight.cached == nullptr) refuse_capture(device_, weight.name);
+  if (weight.cached == nullptr && PROTECTED(capture_refused))
+    refuse_capture(device_, weight.name, resident(weight));
+  if (!captured_) captured_ = capturing();
 
-  if (const auto alive = weight.latest.lock()) {
-    if (HandedOut* record = HandedOut::of(*alive)) {
-      const at::Tensor tensor = at::Tensor::wrap_tensor_impl(alive);
-      write_back(weight);
-      if (small_buffer && training) record->compare_bytes();
-      const Stream consumer = current_stream(device_);
-      {
-        const py::gil_scoped_release release;
-        record->use_on(consumer);
-        if (recording_ && weight.planned) engine_->note_use(weight.id, consumer);
-      }
-      if (weight.cached != nullptr) weight.cached_stream = stream_id();
-      return wrap(weight, tensor);
-    }
-  }
   const bool watched = small_buffer && training && !master.requires_grad();
+  if (const at::Tensor tensor = still_handed_out(weight, master, watched); tensor.defined()) {
+    HandedOut* const record = HandedOut::of(*tensor.unsafeGetTensorImpl());
+    if (!record->watched() || !inside_call()) write_back(weight);
+    if (small_buffer && training) watch(tensor);
+    const Stream consumer = current_stream(device_);
+    {
+      const py::gil_scoped_release release;
+      if (PROTECTED(second_stream_told)) record->use_here();
+      if (recording_ && weight.planned) engine_->note_use(weight.id, consumer);
+    }
+    if (weight.cached != nullptr) weight.cached_stream = stream_id();
+    return wrap(weight, tensor);
+  }
   if (watched || !weight.planned) {
     write_back(weight);  // of a copy that is held by a graph alone
     const at::Tensor copy = HandedOut::make_private({weak_from_this(), &weight}, master, device_);
-    if (watched) HandedOut::of(*copy.unsafeGetTensorImpl())->compare_bytes();
+    if (watched) watch(copy);
     if (master.requires_grad()) connect_to_master(copy, master);
     if (!weight.planned) {
       ++beside_.copies;
@@ -199,13 +211,42 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
   return hand_out(weight, master);
 }
 
+at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, bool watched) {
+  if (auto alive = weight.latest.lock(); alive && HandedOut::of(*alive) != nullptr)
+    return at::Tensor::wrap_tensor_impl(std::move(alive));
+  at::Tensor tensor;
+  auto storage = weight.latest_storage.lock();
+  HandedOut* const record = storage ? HandedOut::of(*storage) : nullptr;
+  if (record != nullptr && (record->has_untracked_alias() || (record->watched() && inside_call()))) {
+    tensor = HandedOut::again(std::move(storage), master);
+  } else if (watched) {
+    auto kept = taken_back(weight);
+    if (kept && weight.state.same_bytes(*kept->master().unsafeGetTensorImpl()) && kept->master_unchanged())
+      tensor = HandedOut::again(std::move(kept), master);
+  }
+  if (!tensor.defined()) return tensor;
+  if (master.requires_grad()) connect_to_master(tensor, master);
+  remember(weight, tensor);
+  return tensor;
+}
+
+void Session::watch(const at::Tensor& tensor) {
+  if (inside_call()) {
+    bring_home_with_the_call(tensor);
+  } else {
+    HandedOut::of(*tensor.unsafeGetTensorImpl())->watch();
+  }
+}
+
 PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
   const Stream consumer = current_stream(device_);
   const std::uint64_t forgotten = weight.forgotten;
   Lease lease;
   {
     const py::gil_scoped_release release;
-    lease = engine_->acquire(weight.id, consumer, {.in_order = inside_call()});
+    lease = engine_->acquire(weight.id, consumer,
+                             {.in_order = inside_call(),
+                              .after_consumer = captured_ && resident(weight) && PROTECTED(after_replays)});
   }
   const at::Tensor tensor = HandedOut::make(std::move(lease), {weak_from_this(), &weight}, master, device_);
   if (master.requires_grad()) connect_to_master(tensor, master);
@@ -234,6 +275,7 @@ at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::t
   // Another master may have taken its place since.
   if (served && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
     if (!resident(weight) && weight.silent.look(*weight.source)) refetch(weight);
+    refuse_capture(device_, weight.name, resident(weight));
     const Stream consumer = current_stream(device_);
     Lease lease;
     {

@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "bindings/holds.h"
 #include "bindings/weight.h"
 #include "core/engine.h"
 
@@ -44,7 +45,9 @@ class Session : public std::enable_shared_from_this<Session> {
 
   /// Masters have come, or changed their type or size, that the engine's plan does not know: they are
   /// converted at each access. plan_again() makes a new plan for the modules of `root` that this session
-  /// serves; if that fails, the old one stays.
+  /// serves. The old plan's memory goes before the new one's comes, so that both are never needed at once. If
+  /// the budget allows no plan (BudgetError), the old one stays; if there is no memory for the new one
+  /// (OutOfMemory), each access copies until there is.
   bool outdated() const noexcept { return outdated_; }
   void check(const py::object& module);
   void plan_again(const py::object& root);
@@ -106,9 +109,12 @@ class Session : public std::enable_shared_from_this<Session> {
   const py::object& on_pass() const noexcept { return on_pass_; }
 
   /// Plans anew for this budget, with residents by what they save in the passes that were recorded (evenly
-  /// spread, if there were none), and returns what was seen in them. The old plan's memory goes first, so
-  /// that both are never needed at once; if the new one does not fit, each access copies until one does.
+  /// spread, if there were none), and returns what was seen in them. If it fails, what is left is as after
+  /// plan_again().
   py::dict retune(const py::object& root, std::optional<std::size_t> budget);
+
+  /// Whether the calling thread is capturing a CUDA graph. Then nothing is planned: graphs know addresses.
+  bool capturing() const;
 
   const std::string& backend() const noexcept { return backend_; }
   const at::Device& device() const noexcept { return device_; }
@@ -130,14 +136,19 @@ class Session : public std::enable_shared_from_this<Session> {
   std::shared_ptr<Engine> new_engine();
   void replace_plan(const py::object& root, std::optional<std::size_t> budget,
                     std::optional<GivenPlan> given);
-  void plan(const std::vector<std::pair<Weight*, std::uint64_t>>& streamed);
+  void plan(const std::vector<std::pair<Weight*, std::uint64_t>>& streamed,
+            const std::function<void()>& make_room = {});
   Weight& weight_of(PyObject* master, const std::string& name, bool parameter, const Mappings& mappings,
                     bool exact = false);
   void restore(PyObject* module);
   void classify(Weight& weight, PyObject* master, const Mappings& mappings);
   void master_changed(Weight& weight, PyObject* master);
   void refetch(Weight& weight);
+  void pin(const std::vector<Weight*>& weights);  ///< lets go of the GIL for a while
+  void pin_replaced();
+  void update_group(Weight& weight);
   void forget_group(Weight& weight);
+  void let_companions_go(const Weight& weight);
   void remember(Weight& weight, const at::Tensor& handed_out);
   void write_back_whole(Weight& weight);  ///< and the parts of a wrapper
   void for_entries(const py::object& module,
@@ -146,6 +157,8 @@ class Session : public std::enable_shared_from_this<Session> {
   bool stays(const Weight& weight) const;  ///< and so do its parts
   void look_for_silent_writes();
   PyObject* plain_access(Weight& weight, PyObject* master, bool training);
+  at::Tensor still_handed_out(Weight& weight, const at::Tensor& master, bool watched);
+  static void watch(const at::Tensor& tensor);
   PyObject* hand_out(Weight& weight, const at::Tensor& master);
   static PyObject* wrap(const Weight& weight, const at::Tensor& tensor);
   PyObject* put_together(Weight& weight, PyObject* master);
@@ -159,13 +172,14 @@ class Session : public std::enable_shared_from_this<Session> {
   const py::object warn_;
   std::string backend_;
   std::shared_ptr<Engine> engine_;
-  std::shared_ptr<void> pinned_;  ///< keeps the masters page-locked
+  std::shared_ptr<Holds> holds_ = std::make_shared<Holds>();  ///< never null
   std::vector<std::unique_ptr<Weight>> weights_;
   /// For ties. A master may have died, and its address be another's by now: `state` tells.
   std::unordered_map<const c10::TensorImpl*, Weight*> by_master_;
   std::vector<Weight*> by_id_;                       ///< by the engine's WeightId
   std::vector<std::unique_ptr<Weight>> superseded_;  ///< of earlier plans: graphs may refer to them
   std::vector<Weight*> recent_;                      ///< whose latest tensors were alive when last looked at
+  std::vector<Weight*> to_pin_;                      ///< whose masters were replaced since the last pass
   PageCacheShare page_cache_;                        ///< what is left for weights to come
   Stats beside_;                                     ///< counted by earlier plans, and without an engine
   std::size_t modules_ = 0;
@@ -175,6 +189,8 @@ class Session : public std::enable_shared_from_this<Session> {
   bool closed_ = false;
   bool abandoned_ = false;
   bool recording_ = false;
+  bool captured_ = false;  ///< residents have gone into a graph since the plan was made
+  bool said_slower_ = false;
   std::optional<GivenPlan> given_;  ///< what the next plan shall be
   py::object on_pass_ = py::none();
 

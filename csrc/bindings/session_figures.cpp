@@ -139,6 +139,7 @@ void Session::note_pass() {
 }
 
 void Session::pass_begins() {
+  if (!to_pin_.empty()) pin_replaced();
   note_pass();
   if (!on_pass_.is_none()) on_pass_();
 }
@@ -181,20 +182,13 @@ py::dict Session::retune(const py::object& root, std::optional<std::size_t> budg
 
 void Session::replace_plan(const py::object& root, std::optional<std::size_t> budget,
                            std::optional<GivenPlan> given) {
-  // There is no room for two plans. What is handed out keeps its memory; the rest goes first.
-  flush();
-  for (const auto& weight : weights_) weight->forget();
-  {
-    const py::gil_scoped_release release;
-    engine_->close();
-  }
-  options_.budget = budget;
+  const std::optional<std::size_t> old_budget = std::exchange(options_.budget, budget);
   given_ = std::move(given);
+  const std::shared_ptr<Engine> old_engine = engine_;
   try {
     plan_again(root);
   } catch (...) {
-    // Every access copies until a plan works.
-    for (const auto& weight : weights_) weight->planned = false;
+    if (!old_engine->closed()) options_.budget = old_budget;
     given_.reset();
     throw;
   }

@@ -6,6 +6,8 @@
 #include "bindings/glue.h"
 #include "bindings/handed_out.h"
 #include "bindings/session.h"
+#include "bindings/written_buffers.h"
+#include "core/protection.h"
 
 namespace dynswap {
 
@@ -44,7 +46,7 @@ void Session::classify(Weight& weight, PyObject* master_object, const Mappings& 
   }
   if (streams && streamable(master) && scalar_of(weight.wanted) &&
       (!in_place || mappings.find(master.const_data_ptr(), master.nbytes()))) {
-    const auto source = source_of(master, weight.wanted, weight.name, mappings, page_cache_);
+    const auto source = source_of(master, weight.wanted, weight.name, mappings, page_cache_, *holds_);
     if (!in_place || source->file) {
       weight.way = Weight::Way::streamed;
       weight.dressed = !plain;
@@ -70,28 +72,75 @@ void Session::master_changed(Weight& weight, PyObject* master_object) {
   by_master_[&master] = &weight;
   classify(weight, master_object, Mappings::of_this_process());
   if (weight.way != Weight::Way::streamed) return;
-  const SourcePtr old = weight.planned ? engine_->source(weight.id) : nullptr;
+  SourcePtr old = weight.planned ? engine_->source(weight.id) : nullptr;
   if (old && weight.source->count == old->count && weight.source->stored == old->stored &&
       weight.source->wanted == old->wanted) {
     refetch(weight);
+    to_pin_.push_back(&weight);
   } else {
     weight.planned = false;
     outdated_ = true;
+  }
+  if (old && old->pinned) {
+    const py::gil_scoped_release release;  // its memory may have to be unlocked, and is freed
+    old.reset();
   }
 }
 
 void Session::forget_group(Weight& weight) {
   if (!weight.planned) return weight.forget();
   // They share one copy. Did the session go on keeping one of them, there would be no room for the next.
-  for (const WeightId id : engine_->companions(weight.id)) by_id_[id]->forget();
+  let_companions_go(weight);
+  weight.forget();
+}
+
+void Session::let_companions_go(const Weight& weight) {
+  for (const WeightId id : engine_->companions(weight.id)) {
+    Weight& other = *by_id_[id];
+    if (&other == &weight) continue;
+    // Its writes would go where nobody looks (Note [Writes without a trace]).
+    if (other.still_handed_out()) {
+      other.let_go();
+    } else {
+      other.forget();
+    }
+  }
 }
 
 void Session::refetch(Weight& weight) {
   forget_group(weight);
   if (!weight.planned) return weight.note_master();
+  update_group(weight);
+}
+
+void Session::update_group(Weight& weight) {
   // An optimizer's step changes all masters of a group, which then travels once.
   for (const WeightId id : engine_->companions(weight.id)) by_id_[id]->note_master();
   engine_->update_source(weight.id, weight.source);
+}
+
+void Session::pin(const std::vector<Weight*>& weights) {
+  if (device_.is_cpu() || !options_.pin.value_or(true)) return;
+  const std::shared_ptr<Holds> holds = holds_;
+  std::vector<SourcePtr> before;
+  for (const Weight* weight : weights) before.push_back(weight->source);
+  std::vector<SourcePtr> sources = before;
+  const std::string slower = holds->pin(device_, sources);
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    // Other threads could run: the master may be another by now.
+    if (weights[i]->source == before[i]) weights[i]->source = std::move(sources[i]);
+  }
+  if (!slower.empty() && !std::exchange(said_slower_, true)) warn_(slower);
+}
+
+void Session::pin_replaced() {
+  const std::vector<Weight*> weights = std::exchange(to_pin_, {});
+  pin(weights);
+  for (const Weight* weight : weights) {
+    if (weight->way == Weight::Way::streamed && weight->planned && !closed_) {
+      engine_->replace_source(weight->id, weight->source);
+    }
+  }
 }
 
 void Session::look_for_silent_writes() {
@@ -103,14 +152,24 @@ void Session::look_for_silent_writes() {
 }
 
 void Session::write_back(Weight& weight) {
+  bring_home(weight);
   const auto alive = weight.latest_storage.lock();
   HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
-  if (record == nullptr) return;
-  if (const auto written = record->write_back()) {
-    // The tensor that was written is the newest there is, so it stays the one to hand out.
-    weight.state.version = *written;
-    weight.silent.look(*weight.source);
-  }
+  if (record == nullptr || !PROTECTED(living_written_back)) return;
+  // Is nobody left but those who tell of each further alias? They may, while the bytes are looked at.
+  const std::size_t telling = 1 + !weight.latest.expired() + (weight.cached_outside != nullptr);
+  const bool last_look = record->has_untracked_alias() && alive.use_count() <= telling;
+  if (last_look) record->no_untracked_alias();
+  const auto written = record->write_back(last_look);
+  if (!written) return;
+  // The tensor that was written is the newest there is, so it stays the one to hand out.
+  weight.state.version = *written;
+  weight.silent.look(*weight.source);
+  if (!weight.planned || record->leased()) return;
+  // The engine's copy is another one.
+  let_companions_go(weight);
+  weight.let_go();
+  update_group(weight);
 }
 
 Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* name) {

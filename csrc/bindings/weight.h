@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/cpython.h"
 #include "bindings/master.h"
 #include "core/engine.h"
 
@@ -50,7 +51,7 @@ struct Weight {
   c10::weak_intrusive_ptr<c10::StorageImpl> latest_storage{c10::intrusive_ptr<c10::StorageImpl>()};
   std::uint64_t forgotten = 0;  ///< how often what had been handed out was given up as outdated
 
-  /// Nobody but the session has the resident's tensor.
+  /// Nobody but the session has the resident's tensor. See Note [What CPython has to be like].
   bool only_cached() const {
     if (cached == nullptr) return false;
     if (cached_outside == nullptr) return Py_REFCNT(cached) == 1;
@@ -83,8 +84,21 @@ struct Weight {
     ++forgotten;
     latest.reset();
     latest_storage.reset();
+    let_go();
+  }
+
+  /// The session keeps nothing of it; what somebody else still has is handed out again.
+  void let_go() {
     Py_CLEAR(cached_outside);
     Py_CLEAR(cached);
+  }
+
+  /// Somebody has what was handed out last, and the master is still that, as far as can be told.
+  bool still_handed_out() const {
+    if (latest_storage.expired() || !version.enabled() || version.current_version() != state.version)
+      return false;
+    SilentWrites written = silent;
+    return !source || !written.look(*source);
   }
 };
 

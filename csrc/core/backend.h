@@ -17,6 +17,12 @@ namespace dynswap {
 /// A consumer's stream: the native handle on CUDA (0 is the default stream), ignored on the host.
 using Stream = std::uintptr_t;
 
+/// Nanoseconds of the host's monotonic clock, which Python calls time.monotonic_ns().
+inline std::int64_t monotonic_ns() noexcept {
+  const auto since = std::chrono::steady_clock::now().time_since_epoch();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+}
+
 /// Nanoseconds of Backend::now()'s clock.
 struct Interval {
   std::int64_t begin = 0;
@@ -72,12 +78,21 @@ class Backend {
   /// Alignment in bytes of every slot, a power of two.
   virtual std::size_t alignment() const noexcept = 0;
 
+  /// Alignment in bytes of every weight within its slot, a power of two, no more than alignment(): as the
+  /// device's own allocations have it, so that kernels choose as they would for those.
+  virtual std::size_t weight_alignment() const noexcept { return 64; }
+
   /// Where in its slot a weight would best begin, modulo alignment() (a file range that is read straight
   /// into place has to keep its phase within a disk sector). Nothing if it does not matter.
   virtual std::optional<std::size_t> phase(const Source&) const noexcept { return std::nullopt; }
 
   /// Blocks of device memory, aligned to alignment(). Throws OutOfMemory. Does not synchronise.
   virtual Memory allocate(std::size_t bytes) = 0;
+
+  /// To be called before memory from allocate() is let go whose users may not be done: whoever is given it
+  /// next comes after `after`, and nobody waits here. False if that cannot be had: then it has to be kept
+  /// until they are done.
+  virtual bool let_go_after(const Memory&, const std::vector<EventPtr>& /*after*/) noexcept { return false; }
 
   /// Enqueues a copy and returns the event of its end. Does not block on the copy. The pieces' sources
   /// are kept alive until the copy is over. Copies are not ordered among themselves except by `after`.
@@ -86,18 +101,21 @@ class Backend {
   virtual EventPtr copy(CopyRequest request) = 0;
 
   /// Makes all later work of `consumer` wait for `copied`, an event of copy(). A device with streams of
-  /// its own does not block the calling thread; the host, whose consumer is the calling thread, does.
+  /// its own does not block the calling thread, unless capturing(consumer); the host, whose consumer is the
+  /// calling thread, does.
   /// Throws what made the copy fail (SourceError, DeviceError).
   virtual void wait(Stream consumer, const EventPtr& copied) = 0;
 
-  /// An event at the end of what `consumer` has been given so far. May be null (see EventPtr).
+  /// An event at the end of what `consumer` has been given so far. May be null (see EventPtr). Not while
+  /// capturing(consumer).
   virtual EventPtr record(Stream consumer) = 0;
 
+  /// Whether what `consumer` is given goes into a graph, to be done another time: there is no point of it now
+  /// that anybody could wait for.
+  virtual bool capturing(Stream /*consumer*/) const noexcept { return false; }
+
   /// The calling thread's time, in nanoseconds: of the monotonic clock, where time is real.
-  virtual std::int64_t now() const noexcept {
-    const auto since = std::chrono::steady_clock::now().time_since_epoch();
-    return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
-  }
+  virtual std::int64_t now() const noexcept { return monotonic_ns(); }
 
   /// Whether the events made from now on shall know when they happened. Where that costs nothing they always
   /// do.

@@ -48,7 +48,6 @@ struct DeviceCopy {
   bool read = false;           ///< somebody acquired it
 
   // For Note [Why a wait was one].
-  bool demanded = false;           ///< issued only when it was needed
   std::optional<Cause> held_back;  ///< what kept it from being issued before
   EventPtr behind;                 ///< the copy that was issued before it
 

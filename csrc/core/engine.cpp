@@ -21,6 +21,11 @@ Lease& Lease::operator=(Lease&& other) noexcept {
 
 void Lease::use_on(Stream consumer) { engine_->use_on(copy_, consumer); }
 
+void Lease::add_reader(Stream consumer) {
+  const std::lock_guard lock(engine_->mutex_);
+  copy_->add_reader(consumer);
+}
+
 void Lease::release() noexcept {
   if (!copy_) return;
   engine_->release(copy_);
@@ -46,6 +51,7 @@ Engine::~Engine() {
     return;
   }
   close();
+  release_postponed();
   for (const Retired& retired : retired_) {
     for (const EventPtr& event : retired.after) backend_->synchronise(event);
   }
@@ -53,9 +59,11 @@ Engine::~Engine() {
 
 Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
   if (abandoned_) throw Error("the engine has been left behind in another process");
+  if (any_postponed_) release_postponed();
   std::shared_ptr<DeviceCopy> copy;
   std::vector<Planned> planned;
   std::string warning;
+  const EventPtr present = use.after_consumer ? backend_->record(consumer) : nullptr;
   bool hit = false;
   Lease lease;
   {
@@ -72,6 +80,9 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
     hit = group.copy != nullptr;
     if (!hit) {
       planned.push_back(plan_copy(group_id, /*demanded=*/true));
+      if (present && group.resident) {
+        for (Arena::Region& region : planned.back().displaced) region.after.push_back(present);
+      }
       ++stats_.misses;
       ++group.figures.misses;
       const bool over_budget = group.copy->place == Place::overflow && options_.budget > 0;
@@ -102,13 +113,23 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
   return lease;
 }
 
-void Engine::update_source(WeightId id, SourcePtr source) {
-  const std::lock_guard lock(mutex_);
-  Weight& weight = weights_[id];
+void Engine::exchange_source(Weight& weight, SourcePtr& source) {
   DYNSWAP_CHECK(source->count == weight.source->count && source->stored == weight.source->stored &&
                     source->wanted == weight.source->wanted,
                 "the new master of " << source->name << " has another size or type");
-  weight.source = std::move(source);
+  // The caller lets go of the old one without the lock: its memory may have to be unlocked and freed.
+  weight.source.swap(source);
+}
+
+void Engine::replace_source(WeightId id, SourcePtr source) {
+  const std::lock_guard lock(mutex_);
+  exchange_source(weights_[id], source);
+}
+
+void Engine::update_source(WeightId id, SourcePtr source) {
+  const std::lock_guard lock(mutex_);
+  Weight& weight = weights_[id];
+  exchange_source(weight, source);
   const std::shared_ptr<DeviceCopy> copy = groups_[weight.group].copy;
   if (!copy || !PROTECTED(stale_copy_refused)) return;
   ++stats_.refetches;
@@ -135,6 +156,7 @@ void Engine::close() noexcept {
     closed_ = true;
   }
   backend_->close();
+  release_postponed();
   // What leases still hold keeps its memory through the copy; the rest goes here, after its readers.
   std::vector<std::shared_ptr<DeviceCopy>> copies;
   Memory arena;
@@ -159,10 +181,15 @@ void Engine::close() noexcept {
       }
     }
     arena_ = Arena();
-    retired_.push_back({std::move(arena_memory_), after, 0});
-    retired_.push_back({std::move(resident_memory_), std::move(after), 0});
+    retired_.push_back({std::move(arena_memory_), after, 0, true});
+    retired_.push_back({std::move(resident_memory_), std::move(after), 0, true});
   }
   free_retired();
+}
+
+bool Engine::closed() const {
+  const std::lock_guard lock(mutex_);
+  return closed_;
 }
 
 void Engine::abandon() noexcept { abandoned_ = true; }

@@ -50,6 +50,9 @@ struct Use {
   std::thread::id thread = std::this_thread::get_id();
   /// False for a probe: nothing is learned from it, and nothing fetched ahead.
   bool in_order = true;
+  /// A resident's new copy comes after all that the consumer has been given so far: replays of graphs read
+  /// residents, and hold no lease.
+  bool after_consumer = false;
 };
 
 class Engine;
@@ -69,6 +72,8 @@ class Lease {
   std::byte* data() const noexcept { return data_; }
   /// Declares that `consumer` reads the weight too, and makes it wait for the copy (Invariant 2).
   void use_on(Stream consumer);
+  /// Declares that `consumer` reads the weight, where it has been made to wait otherwise.
+  void add_reader(Stream consumer);
   void release() noexcept;
 
  private:
@@ -92,8 +97,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// (a module) travel together. Only before plan().
   WeightId add_weight(SourcePtr source, std::uint64_t unit);
 
-  /// Forms groups, chooses residents and sizes the arena. Throws BudgetError (naming the smallest budget
-  /// that works) or OutOfMemory; nothing is held then.
+  /// Forms groups, chooses residents and sizes the arena. Throws BudgetError, naming the smallest budget that
+  /// works. Called once, before plan(), or by it.
+  void arrange();
+  /// Takes the memory for it. Throws what arrange() does, or OutOfMemory; nothing is held then.
   void plan();
 
   /// The weight's bytes, on their way or there, ordered before later work of `consumer`.
@@ -103,6 +110,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// The master has changed: its bytes are elsewhere, or other ones (Invariant 6). Copies already made
   /// are not handed out any more. The new source has as many elements, of the same types.
   void update_source(WeightId weight, SourcePtr source);
+  /// The same bytes, to be read another way from now on. Copies already made stay good.
+  void replace_source(WeightId weight, SourcePtr source);
 
   /// The source that the next copy will read.
   SourcePtr source(WeightId weight) const;
@@ -139,6 +148,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Lets go of all device memory that no lease holds, after the copies in flight. Idempotent. Later
   /// acquire() calls throw Error.
   void close() noexcept;
+  bool closed() const;
   /// Close without touching the device or joining threads: for a forked child, or interpreter exit.
   void abandon() noexcept;
 
@@ -186,6 +196,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     Memory memory;
     std::vector<EventPtr> after;
     std::size_t overflow_bytes = 0;  ///< outside the budget until it is freed
+    bool at_once = false;            ///< Note [A plan goes before the next one comes]
   };
 
   /// How weights are put together, in bytes.
@@ -195,13 +206,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::size_t tiny;       ///< units of no more stay on the device, together; 0: none do
   };
 
+  static void exchange_source(Weight& weight, SourcePtr& source);
+
   // engine_plan.cpp
   Grouping preferred_grouping() const;
   std::size_t end_of_unit(WeightId first) const noexcept;
   std::size_t unit_bytes(WeightId first) const noexcept;
   std::vector<std::size_t> form_groups(const Grouping& grouping);  ///< returns their sizes
-  ResidencyPlan choose_residents(const std::vector<std::size_t>& bytes, std::size_t budget) const;
-  std::vector<std::size_t> take_groups(const GivenPlan& given);  ///< returns their sizes
+  std::vector<std::size_t> take_groups(const GivenPlan& given);    ///< returns their sizes
   std::vector<std::size_t> lay_out_groups();
   std::size_t lay_out(Group& group);
 
@@ -225,7 +237,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void use_on(const std::shared_ptr<DeviceCopy>& copy, Stream consumer);
   void release(const std::shared_ptr<DeviceCopy>& copy) noexcept;
   void let_go(const std::shared_ptr<DeviceCopy>& copy);
-  void record_readers(const std::shared_ptr<DeviceCopy>& copy, const std::vector<Stream>& streams) noexcept;
+  bool record_readers(const std::shared_ptr<DeviceCopy>& copy, const std::vector<Stream>& streams) noexcept;
+  void release_postponed() noexcept;
   void free_retired() noexcept;
 
   // Set before plan() returns, constant afterwards.
@@ -234,9 +247,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::function<void(const std::string&)> warn_;
   Memory arena_memory_;
   Memory resident_memory_;
+  ResidencyPlan residency_;
+  bool arranged_ = false;
   bool planned_ = false;
 
   std::atomic<bool> abandoned_{false};
+  std::atomic<bool> any_postponed_{false};
   Recorder recorder_;
 
   mutable std::mutex mutex_;
@@ -248,6 +264,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Schedule schedule_;
   std::vector<Consumer> consumers_;
   std::vector<Retired> retired_;
+  /// Leases' copies that await the end of a capture: Note [A lease that dies inside a capture].
+  std::vector<std::shared_ptr<DeviceCopy>> postponed_;
   EventPtr latest_copy_;            ///< the end of the copy that was issued last
   std::size_t cold_residents_ = 0;  ///< residents that have not been copied yet
   std::size_t overflow_now_ = 0;    ///< bytes

@@ -69,7 +69,7 @@ void Engine::issue(std::vector<Planned>& planned) {
         copy.base = copy.memory.get();
       }
       copied = backend_->copy(request(item));
-      recorder_.copied(copy.group, copied, copy.demanded, bytes);
+      recorder_.copied(copy.group, copied, item.demanded, bytes);
     } catch (...) {
       error = std::current_exception();
     }
@@ -187,14 +187,29 @@ void Engine::release(const std::shared_ptr<DeviceCopy>& copy) noexcept {
         }
       }
     }
-    record_readers(copy, streams);
+    if (!record_readers(copy, streams)) held = false;
   }
   if (to_free) free_retired();
 }
 
-void Engine::record_readers(const std::shared_ptr<DeviceCopy>& copy,
+/// Note [A lease that dies inside a capture]: a reader whose stream is captured has no point in time that a
+/// copy could be made to wait for. What it was given before the capture may still be queued, though. So the
+/// lease is kept for it, with nobody holding it any more, until its stream can be recorded on again. Returns
+/// false if that is so.
+bool Engine::record_readers(const std::shared_ptr<DeviceCopy>& copy,
                             const std::vector<Stream>& streams) noexcept {
+  bool all = true;
   for (const Stream stream : streams) {
+    if (backend_->capturing(stream)) {
+      const std::lock_guard lock(mutex_);
+      copy->add_reader(stream);
+      if (std::exchange(all, false)) {
+        --stats_.live_leases;
+        postponed_.push_back(copy);
+        any_postponed_ = true;
+      }
+      continue;
+    }
     EventPtr event;
     try {
       event = backend_->record(stream);
@@ -203,9 +218,27 @@ void Engine::record_readers(const std::shared_ptr<DeviceCopy>& copy,
     }
     const std::lock_guard lock(mutex_);
     copy->add_released(stream, std::move(event));
-    if (!PROTECTED(record_every_stream)) return;
+    if (!PROTECTED(record_every_stream)) return all;
   }
+  return all;
 }
+
+void Engine::release_postponed() noexcept {
+  std::vector<std::shared_ptr<DeviceCopy>> copies;
+  {
+    const std::lock_guard lock(mutex_);
+    copies.swap(postponed_);
+    any_postponed_ = false;
+    stats_.live_leases += copies.size();
+  }
+  for (const std::shared_ptr<DeviceCopy>& copy : copies) release(copy);
+}
+
+/// Note [A plan goes before the next one comes]: there is no room for two of them, so a closed engine's
+/// memory is given back at once, though its last readers may be queued: what they read is not handed out
+/// again before they are done, in the order of the allocator's stream. Where that cannot be arranged, and for
+/// memory outside the budget, which is given back all the time and shall hold up no stream, it is kept until
+/// then.
 
 void Engine::free_retired() noexcept {
   std::vector<Retired> retired;
@@ -214,9 +247,10 @@ void Engine::free_retired() noexcept {
     if (retired_.empty()) return;
     retired.swap(retired_);
   }
-  const auto still_used = std::stable_partition(retired.begin(), retired.end(), [](const Retired& item) {
-    return std::all_of(item.after.begin(), item.after.end(),
-                       [](const EventPtr& event) { return !event || event->done(); });
+  const auto still_used = std::stable_partition(retired.begin(), retired.end(), [this](const Retired& item) {
+    const auto done = [](const EventPtr& event) { return !event || event->done(); };
+    if (std::all_of(item.after.begin(), item.after.end(), done)) return true;
+    return item.at_once && backend_->let_go_after(item.memory, item.after);
   });
   std::size_t freed_bytes = 0;
   for (auto item = retired.begin(); item != still_used; ++item) freed_bytes += item->overflow_bytes;

@@ -54,7 +54,6 @@ Engine::Planned Engine::plan_copy(GroupId id, bool demanded) {
   planned.copy->group = id;
   planned.copy->bytes = group.bytes;
   planned.copy->last_use = tick_;
-  planned.copy->demanded = demanded;
   // Without prefetch, every copy is as late as it can be.
   const auto next_time = options_.prefetch == 0 ? std::optional(Cause::late_prefetch) : std::nullopt;
   planned.copy->held_back = std::exchange(group.held_back, next_time);
@@ -167,7 +166,7 @@ void Engine::detach(const std::shared_ptr<DeviceCopy>& copy) {
 
 void Engine::dispose(const std::shared_ptr<DeviceCopy>& copy) {
   if (closed_ && copy->place != Place::overflow) {
-    retired_.push_back({std::move(copy->memory), overwrite_after(*copy), 0});
+    retired_.push_back({std::move(copy->memory), overwrite_after(*copy), 0, true});
     return;
   }
   switch (copy->place) {
@@ -179,7 +178,7 @@ void Engine::dispose(const std::shared_ptr<DeviceCopy>& copy) {
     case Place::overflow:
       retired_.push_back({std::move(copy->memory),
                           PROTECTED(retire_after_events) ? overwrite_after(*copy) : std::vector<EventPtr>(),
-                          copy->bytes});
+                          copy->bytes, false});
       break;
   }
 }

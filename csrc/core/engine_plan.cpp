@@ -11,15 +11,13 @@ namespace dynswap {
 
 namespace {
 
-constexpr std::size_t kWeightAlignment = 64;  ///< as torch's own allocations, so that kernels choose alike
-constexpr std::size_t kFewestGroups = 16;     ///< about so many, however small the model
+constexpr std::size_t kFewestGroups = 16;  ///< about so many, however small the model
 
 /// Note [Tiny weights stay]: norms are often defined behind the large weights that they are used before. Were
 /// they to travel with their neighbours by definition, those would be needed twice a pass, and often copied
 /// twice. All together they are nothing beside the model, so they stay, if they are: units of less than this
 /// part of a transfer, of all of them no more than that part of the model.
 constexpr std::size_t kTinyPart = 32;
-constexpr std::size_t kTinyPartOfModel = 128;
 
 std::size_t align_up(std::size_t value, std::size_t alignment) {
   return (value + alignment - 1) / alignment * alignment;
@@ -42,10 +40,13 @@ Engine::Grouping Engine::preferred_grouping() const {
   Grouping grouping{std::min({options_.group_bytes, total / kFewestGroups, share}),
                     std::min(options_.split_bytes, options_.budget > 0 ? 2 * share : total), 0};
   const std::size_t tiny = grouping.enough / kTinyPart;
+  const std::size_t alignment = backend_->weight_alignment();
   std::size_t tiny_total = 0;
   for (WeightId first = 0; first < weights_.size(); first = static_cast<WeightId>(end_of_unit(first))) {
-    const std::size_t bytes = unit_bytes(first);
-    if (bytes <= tiny) tiny_total += align_up(bytes, kWeightAlignment);
+    if (unit_bytes(first) > tiny) continue;
+    const std::size_t end = end_of_unit(first);
+    for (std::size_t weight = first; weight < end; ++weight)
+      tiny_total += align_up(weights_[weight].source->wanted_bytes(), alignment);
   }
   if (tiny_total <= total / kTinyPartOfModel) grouping.tiny = tiny;
   return grouping;
@@ -59,8 +60,8 @@ std::size_t Engine::end_of_unit(WeightId first) const noexcept {
 
 std::size_t Engine::unit_bytes(WeightId first) const noexcept {
   std::size_t bytes = 0;
-  for (std::size_t weight = first; weight < end_of_unit(first); ++weight)
-    bytes += weights_[weight].source->wanted_bytes();
+  const std::size_t end = end_of_unit(first);
+  for (std::size_t weight = first; weight < end; ++weight) bytes += weights_[weight].source->wanted_bytes();
   return bytes;
 }
 
@@ -112,23 +113,6 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
   return lay_out_groups();
 }
 
-ResidencyPlan Engine::choose_residents(const std::vector<std::size_t>& bytes, std::size_t budget) const {
-  const auto tiny =
-      std::find_if(groups_.begin(), groups_.end(), [](const Group& group) { return group.tiny; });
-  if (tiny == groups_.end() || groups_.size() == 1) return plan_residency(bytes, budget, options_.prefetch);
-  const auto at = tiny - groups_.begin();
-  const std::size_t kept = tiny->bytes;
-  std::vector<std::size_t> others = bytes;
-  others.erase(others.begin() + at);
-  const std::size_t largest = *std::max_element(others.begin(), others.end());
-  // The smallest budgets have no byte to spare: there they travel like others.
-  if (budget > 0 && budget < largest + kept) return plan_residency(bytes, budget, options_.prefetch);
-  ResidencyPlan plan = plan_residency(others, budget > 0 ? budget - kept : 0, options_.prefetch);
-  plan.resident.insert(plan.resident.begin() + at, true);
-  plan.resident_bytes += kept;
-  return plan;
-}
-
 std::vector<std::size_t> Engine::take_groups(const GivenPlan& given) {
   DYNSWAP_CHECK(given.group_of.size() == weights_.size(), "the plan was made for other weights");
   groups_.clear();
@@ -157,7 +141,7 @@ std::size_t Engine::lay_out(Group& group) {
   std::size_t end = 0;
   for (const WeightId id : group.weights) {
     Weight& weight = weights_[id];
-    std::size_t offset = align_up(end, kWeightAlignment);
+    std::size_t offset = align_up(end, backend_->weight_alignment());
     if (const auto phase = backend_->phase(*weight.source)) {
       offset += (alignment + *phase - offset % alignment) % alignment;
     }
@@ -167,12 +151,10 @@ std::size_t Engine::lay_out(Group& group) {
   return std::max(align_up(end, alignment), alignment);
 }
 
-void Engine::plan() {
-  DYNSWAP_CHECK(!planned_, "plan() is called once");
-  if (weights_.empty()) {
-    planned_ = true;
-    return;
-  }
+void Engine::arrange() {
+  DYNSWAP_CHECK(!arranged_, "arrange() is called once, and before plan()");
+  arranged_ = true;
+  if (weights_.empty()) return;
   const std::optional<GivenPlan>& given = options_.given;
   std::vector<std::size_t> bytes = given ? take_groups(*given) : form_groups(preferred_grouping());
   if (!given && options_.budget > 0 && *std::max_element(bytes.begin(), bytes.end()) > options_.budget) {
@@ -182,8 +164,20 @@ void Engine::plan() {
   stats_.weight_bytes = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});
 
   const std::size_t budget = PROTECTED(cap_respected) ? options_.budget : 2 * options_.budget;
-  const ResidencyPlan residency = given ? residency_of(given->resident, bytes, budget, options_.prefetch)
-                                        : choose_residents(bytes, budget);
+  std::vector<bool> tiny;
+  for (const Group& group : groups_) tiny.push_back(group.tiny);
+  residency_ = given ? residency_of(given->resident, bytes, budget, options_.prefetch)
+                     : plan_residency(bytes, tiny, budget, options_.prefetch);
+}
+
+void Engine::plan() {
+  DYNSWAP_CHECK(!planned_, "plan() is called once");
+  if (!arranged_) arrange();
+  if (weights_.empty()) {
+    planned_ = true;
+    return;
+  }
+  const ResidencyPlan residency = std::exchange(residency_, {});
   Memory arena, residents;  // both or neither
   if (residency.arena_bytes > 0) arena = backend_->allocate(residency.arena_bytes);
   if (residency.resident_bytes > 0) residents = backend_->allocate(residency.resident_bytes);

@@ -4,6 +4,7 @@
 #include <numeric>
 #include <optional>
 #include <sstream>
+#include <utility>
 
 #include "core/check.h"
 
@@ -149,6 +150,25 @@ ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, std::size_t 
   }
   // Where some group leaves no room for the next one, room is worth more than residents.
   return {none, 0, budget, 0};
+}
+
+ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, const std::vector<bool>& stay,
+                             std::size_t budget, std::uint32_t prefetch) {
+  std::vector<std::size_t> others;
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    if (!stay[i]) others.push_back(bytes[i]);
+  }
+  if (others.empty() || others.size() == bytes.size()) return plan_residency(bytes, budget, prefetch);
+  const std::size_t kept = bytes_of(bytes, stay);
+  const std::size_t largest = *std::max_element(others.begin(), others.end());
+  if (budget > 0 && budget < largest + kept) return plan_residency(bytes, budget, prefetch);
+  ResidencyPlan plan = plan_residency(others, budget > 0 ? budget - kept : 0, prefetch);
+  const std::vector<bool> resident = std::exchange(plan.resident, stay);
+  for (std::size_t i = 0, other = 0; i < bytes.size(); ++i) {
+    if (!stay[i]) plan.resident[i] = resident[other++];
+  }
+  plan.resident_bytes += kept;
+  return plan;
 }
 
 ResidencyPlan residency_of(const std::vector<bool>& resident, const std::vector<std::size_t>& bytes,

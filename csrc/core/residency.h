@@ -7,6 +7,9 @@
 
 namespace dynswap {
 
+/// Note [Tiny weights stay] (engine_plan.cpp): all of them together are at most this part of the model.
+constexpr std::size_t kTinyPartOfModel = 128;
+
 struct ResidencyPlan {
   std::vector<bool> resident;  ///< a group each
   std::size_t resident_bytes = 0;
@@ -25,6 +28,11 @@ struct ResidencyPlan {
 /// Throws BudgetError if the largest group does not fit.
 ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, std::size_t budget,
                              std::uint32_t prefetch);
+
+/// The same, with the groups of `stay` resident in any case: but where a budget has no room for them beside
+/// the largest of the others, they are like others.
+ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, const std::vector<bool>& stay,
+                             std::size_t budget, std::uint32_t prefetch);
 
 /// The plan in which just these groups are resident, and the others have the rest of the budget.
 /// Throws BudgetError if that does not hold the largest of them.

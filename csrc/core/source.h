@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "core/scalar.h"
@@ -15,6 +16,17 @@ class File;  // io/file.h: an open checkpoint file; the core only passes it on
 /// Whether bytes of a file may stay in the page cache for the next time, and come from there: not, where it
 /// pays, or always.
 enum class Keep { no, yes, always };
+
+/// Note [A small master has a page-locked copy]: a weight of a few kilobytes shares its pages with others,
+/// and is worth neither a registration of its own nor a reader's thread. So it has room in a page-locked
+/// block of ours, and whoever issues a copy compares that with the master first, and writes it anew if they
+/// differ. The device so reads the master as it was when the copy was issued, also after writes that nothing
+/// told of. A copy still under way reads the same bytes, unless somebody wrote to the master without waiting
+/// for the pass, which the README's limits forbid for every page-locked master.
+struct PinnedCopy {
+  std::shared_ptr<std::byte> bytes;  ///< LOCK: refreshing, to write
+  std::mutex refreshing;
+};
 
 /// One weight's bytes, and what they shall become. Immutable once it is given to the engine: a master
 /// that changes place gets a new Source.
@@ -28,7 +40,8 @@ struct Source {
   std::uint64_t offset = 0;            ///< bytes from the start of `file`
   Keep keep = Keep::yes;               ///< what is read from `file`
   std::shared_ptr<const void> owner;   ///< keeps `address` valid
-  bool pinned = false;                 ///< page-locked: the device may read `address` by itself
+  bool pinned = false;                 ///< page-locked: the device may read `address` by itself, or, if it
+  std::shared_ptr<PinnedCopy> pinned_copy;  ///< is set, this
 
   std::uint64_t stored_bytes() const noexcept { return count * scalar_size(stored); }
   std::uint64_t wanted_bytes() const noexcept { return count * scalar_size(wanted); }

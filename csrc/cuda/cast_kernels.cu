@@ -75,6 +75,11 @@ cudaError_t launch_to(void* dst, const void* src, Scalar src_type, std::size_t c
 
 }  // namespace
 
+cudaError_t kernels_for_this_device() noexcept {
+  cudaFuncAttributes attributes{};
+  return cudaFuncGetAttributes(&attributes, reinterpret_cast<const void*>(&cast_kernel<BF16, float>));
+}
+
 cudaError_t launch_cast(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count,
                         cudaStream_t stream) noexcept {
   switch (dst_type) {

@@ -71,14 +71,26 @@ DeviceContext::~DeviceContext() {
 ContextGuard::ContextGuard(const DeviceContext& context) {
   CUcontext current = nullptr;
   check_driver(driver().get_current(&current), "cuCtxGetCurrent", context.device());
-  if (current == context.context_) return;
-  check_driver(driver().push(context.context_), "cuCtxPushCurrent", context.device());
-  pushed_ = true;
+  if (current != context.context_) {
+    check_driver(driver().push(context.context_), "cuCtxPushCurrent", context.device());
+    pushed_ = true;
+  }
+  DYNSWAP_CUDA_NOEXCEPT(cudaThreadExchangeStreamCaptureMode(&mode_));
 }
 
 ContextGuard::~ContextGuard() {
+  DYNSWAP_CUDA_NOEXCEPT(cudaThreadExchangeStreamCaptureMode(&mode_));
   CUcontext popped = nullptr;
   if (pushed_ && cuda_usable()) (void)driver().pop(&popped);
+}
+
+bool is_captured(cudaStream_t stream) noexcept {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const cudaError_t error = cudaStreamIsCapturing(stream, &status);
+  if (error != cudaSuccess) (void)cudaGetLastError();
+  // So answers the default stream while a stream is captured that it would have to wait for.
+  if (error == cudaErrorStreamCaptureImplicit) return true;
+  return error == cudaSuccess && status != cudaStreamCaptureStatusNone;
 }
 
 }  // namespace dynswap

@@ -1,13 +1,14 @@
 #include "cuda/copy_issuer.h"
 
 #include <algorithm>
+#include <cstring>
+#include <string>
 #include <utility>
 
 #include "core/check.h"
 #include "cuda/cast_kernels.h"
 #include "cuda/cuda_check.h"
 #include "cuda/events.h"
-#include "cuda/pinning.h"
 
 namespace dynswap {
 namespace {
@@ -17,6 +18,15 @@ constexpr std::size_t kBufferAlignment = 16;  // what a cast kernel loads at onc
 constexpr std::size_t kFragment = 1u << 20;   // a piece is not cut for less than this
 constexpr std::size_t kScratchBytes = 16u << 20;
 constexpr auto kPatience = std::chrono::milliseconds(100);
+
+/// Throws for any other reason why a kernel could not be launched.
+bool has_kernels() {
+  const cudaError_t error = kernels_for_this_device();
+  if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction)
+    DYNSWAP_CUDA(error, "the cast kernels");
+  (void)cudaGetLastError();
+  return error == cudaSuccess;
+}
 
 /// What the stream tells the ring.
 struct Progress {
@@ -35,38 +45,51 @@ void CUDART_CB tell(void* data) {
 }
 
 /// The element type in which a staged source lies in its buffer.
-Scalar carried(const Source& source) noexcept {
-  return CopyIssuer::cast_by_readers(source) ? source.wanted : source.stored;
+Scalar carried(const Source& source, bool cast_by_readers) noexcept {
+  return cast_by_readers ? source.wanted : source.stored;
 }
 
 /// The source as a reader shall read it.
-SourcePtr as_carried(const SourcePtr& source) {
-  if (carried(*source) == source->wanted) return source;
+SourcePtr as_carried(const SourcePtr& source, bool cast_by_readers) {
+  if (carried(*source, cast_by_readers) == source->wanted) return source;
   auto unchanged = std::make_shared<Source>(*source);
   unchanged->wanted = source->stored;
   return unchanged;
 }
 
 /// Where in its buffer a piece begins that comes after `used` bytes.
-std::size_t place(const Piece& piece, std::size_t used) noexcept {
+std::size_t place(const Piece& piece, std::size_t used, bool cast_by_readers) noexcept {
   const Source& source = *piece.source;
-  if (!source.file || CopyIssuer::cast_by_readers(source)) {
+  if (!source.file || cast_by_readers) {
     return (used + kBufferAlignment - 1) / kBufferAlignment * kBufferAlignment;
   }
   const std::size_t phase = (source.offset + piece.first * scalar_size(source.stored)) % kSector;
   return used + (phase + kSector - used % kSector) % kSector;
 }
 
+/// Where the device reads a piece of a pinned source.
+const std::byte* in_reach(const Source& source, const Piece& piece) {
+  const std::size_t first = piece.first * scalar_size(source.stored);
+  const std::byte* const master = source.address + first;
+  if (!source.pinned_copy) return master;
+  // Note [A small master has a page-locked copy]
+  std::byte* const copy = source.pinned_copy->bytes.get() + first;
+  const std::size_t bytes = piece.count * scalar_size(source.stored);
+  const std::lock_guard lock(source.pinned_copy->refreshing);
+  if (std::memcmp(copy, master, bytes) != 0) std::memcpy(copy, master, bytes);
+  return copy;
+}
+
 }  // namespace
 
-bool CopyIssuer::cast_by_readers(const Source& source) noexcept {
+bool CopyIssuer::cast_by_readers(const Source& source) const noexcept {
   if (!source.cast()) return false;
-  if (!device_casts_to(source.wanted)) return true;
+  if (!kernels_ || !device_casts_to(source.wanted)) return true;
   const bool in_reach = source.pinned && !source.file;
   return !in_reach && scalar_size(source.wanted) < scalar_size(source.stored);
 }
 
-Way CopyIssuer::way(const Source& source) noexcept {
+Way CopyIssuer::way(const Source& source) const noexcept {
   if (!source.pinned || source.file || cast_by_readers(source)) return Way::staged;
   return source.cast() ? Way::cast_after : Way::direct;
 }
@@ -76,17 +99,26 @@ CopyIssuer::CopyIssuer(const CudaOptions& options, cudaStream_t stream,
     : options_(options),
       stream_(stream),
       allocate_(std::move(allocate)),
-      scratch_bytes_(std::max(kScratchBytes, options.staging_bytes)) {}
+      scratch_bytes_(std::max(kScratchBytes, options.staging_bytes)),
+      kernels_(has_kernels()) {}
 
 std::shared_ptr<Reads> CopyIssuer::issue(const CopyRequest& request) {
   bool is_staged = false;
   bool is_cast = false;
+  bool lacks_kernel = false;
   for (const Step& step : request.steps) {
     for (const Piece& piece : step.pieces) {
-      const Way way = CopyIssuer::way(*piece.source);
+      const Way way = this->way(*piece.source);
       is_staged = is_staged || way == Way::staged;
       is_cast = is_cast || (piece.source->cast() && !cast_by_readers(*piece.source));
+      lacks_kernel = lacks_kernel || (!kernels_ && piece.source->cast());
     }
+  }
+  if (lacks_kernel && options_.warn && !warned_.exchange(true)) {
+    options_.warn(
+        "this build has no code for the capability of CUDA device " + std::to_string(options_.device) +
+        " (cudaErrorNoKernelImageForDevice): weights are cast on the host, which is slower. Build with "
+        "that of torch.cuda.get_device_capability() in TORCH_CUDA_ARCH_LIST");
   }
   if (is_cast) prepare_scratch();
   if (!is_staged && !is_cast) {
@@ -113,13 +145,12 @@ void CopyIssuer::issue_step(const Step& step, const Staged& staged) {
   for (const Piece& piece : step.pieces) {
     if (piece.count == 0) continue;
     const Source& source = *piece.source;
-    const std::byte* stored = source.address + piece.first * scalar_size(source.stored);
     switch (way(source)) {
       case Way::direct:
-        add_pinned(batch, piece.dst, stored, piece.count * scalar_size(source.stored));
+        batch.add(piece.dst, in_reach(source, piece), piece.count * scalar_size(source.stored));
         break;
       case Way::cast_after:
-        enqueue_cast(piece, stored, /*registered=*/true);
+        enqueue_cast(piece, in_reach(source, piece));
         break;
       case Way::staged:
         stage(piece, chunk, staged);
@@ -151,17 +182,6 @@ void CopyIssuer::Batch::clear() {
   dsts.clear();
   srcs.clear();
   sizes.clear();
-}
-
-void CopyIssuer::add_pinned(Batch& batch, void* dst, const std::byte* src, std::size_t bytes) {
-  // Note [One registration at a page]
-  for (auto* to = static_cast<std::byte*>(dst); bytes > 0;) {
-    const std::size_t run = PinRegistry::of_this_process().run_length(src, bytes);
-    batch.add(to, src, run);
-    to += run;
-    src += run;
-    bytes -= run;
-  }
 }
 
 void CopyIssuer::enqueue(Batch& batch) {
@@ -203,17 +223,13 @@ void CopyIssuer::enqueue(Batch& batch) {
 
 /// Note [The scratch block]: a cast lands here first, chunk by chunk, always at the start: the stream's
 /// order keeps the copy of a chunk behind the kernel of the one before. It is not part of the budget.
-void CopyIssuer::enqueue_cast(const Piece& piece, const std::byte* stored, bool registered) {
+void CopyIssuer::enqueue_cast(const Piece& piece, const std::byte* stored) {
   const Source& source = *piece.source;
   const std::size_t size = scalar_size(source.stored);
   for (std::uint64_t done = 0; done < piece.count;) {
     const std::uint64_t count = std::min<std::uint64_t>(piece.count - done, scratch_bytes_ / size);
     Batch batch;
-    if (registered) {
-      add_pinned(batch, scratch_.get(), stored + done * size, count * size);
-    } else {
-      batch.add(scratch_.get(), stored + done * size, count * size);
-    }
+    batch.add(scratch_.get(), stored + done * size, count * size);
     enqueue(batch);
     DYNSWAP_CUDA(launch_cast(piece.dst + done * scalar_size(source.wanted), source.wanted, scratch_.get(),
                              source.stored, count, stream_),
@@ -227,11 +243,12 @@ void CopyIssuer::enqueue_cast(const Piece& piece, const std::byte* stored, bool 
 void CopyIssuer::stage(const Piece& piece, Chunk& chunk, const Staged& staged) {
   const std::size_t capacity = staged.ring->buffer_bytes();
   const Source& source = *piece.source;
-  const std::size_t size = scalar_size(carried(source));
-  const SourcePtr read_as = as_carried(piece.source);
+  const bool by_readers = cast_by_readers(source);
+  const std::size_t size = scalar_size(carried(source, by_readers));
+  const SourcePtr read_as = as_carried(piece.source, by_readers);
   Piece rest = piece;
   while (rest.count > 0) {
-    const std::size_t offset = place(rest, chunk.used);
+    const std::size_t offset = place(rest, chunk.used, by_readers);
     const std::uint64_t room = offset < capacity ? (capacity - offset) / size : 0;
     Piece part = rest;
     if (room < rest.count) {
@@ -260,8 +277,8 @@ void CopyIssuer::enqueue_chunk(Chunk& chunk, const Staged& staged) {
   for (const Landing& landing : chunk.landings) {
     const Source& source = *landing.piece.source;
     const std::byte* buffer = ticket.buffer + landing.offset;
-    if (carried(source) != source.wanted) {
-      enqueue_cast(landing.piece, buffer, /*registered=*/false);
+    if (carried(source, cast_by_readers(source)) != source.wanted) {
+      enqueue_cast(landing.piece, buffer);
     } else {
       batch.add(landing.piece.dst, buffer, landing.piece.count * scalar_size(source.wanted));
     }

@@ -26,8 +26,9 @@ namespace dynswap {
 ///   - Into f8_e4m3fn: always by the readers, through torch's own conversion, because torch's releases
 ///     differ in what they make of values that are too large (NaN, or the largest). So even a pinned
 ///     source is staged then.
+///   - On a device that the kernels were not compiled for: always by the readers, with a warning.
 enum class Way {
-  direct,      ///< pinned, not cast: straight from the master into place
+  direct,      ///< pinned, not cast: straight into place
   cast_after,  ///< pinned: to the scratch block, then cast into place
   staged,      ///< read into a pinned buffer first, and from there one of the two
 };
@@ -49,8 +50,8 @@ class CopyIssuer {
   /// StagingRing::close(). The stream is to be synchronised after it and before this object goes.
   void close() noexcept;
 
-  static Way way(const Source& source) noexcept;
-  static bool cast_by_readers(const Source& source) noexcept;
+  Way way(const Source& source) const noexcept;
+  bool cast_by_readers(const Source& source) const noexcept;
 
  private:
   /// Copies that are enqueued together.
@@ -77,9 +78,8 @@ class CopyIssuer {
   };
 
   void issue_step(const Step& step, const Staged& staged);
-  void add_pinned(Batch& batch, void* dst, const std::byte* src, std::size_t bytes);
   void enqueue(Batch& batch);
-  void enqueue_cast(const Piece& piece, const std::byte* stored, bool registered);
+  void enqueue_cast(const Piece& piece, const std::byte* stored);
   void stage(const Piece& piece, Chunk& chunk, const Staged& staged);
   void enqueue_chunk(Chunk& chunk, const Staged& staged);
   void enqueue_host_function(StagingRing& ring, std::uint64_t chunk, bool arrive);
@@ -92,6 +92,8 @@ class CopyIssuer {
   const cudaStream_t stream_;
   const std::function<Memory(std::size_t)> allocate_;
   const std::size_t scratch_bytes_;
+  const bool kernels_;               ///< there is code for this device
+  std::atomic<bool> warned_{false};  ///< that there is none
   std::atomic<bool> batches_{true};  ///< the driver knows batched copies
 
   std::mutex setup_;

@@ -14,6 +14,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/protection.h"
 #include "cuda/context.h"
 #include "cuda/copy_issuer.h"
 #include "cuda/cuda_check.h"
@@ -36,10 +37,13 @@ class CudaBackend final : public Backend {
 
   const char* name() const noexcept override { return "cuda"; }
   std::size_t alignment() const noexcept override { return kSlotAlignment; }
+  std::size_t weight_alignment() const noexcept override { return kSlotAlignment; }
   Memory allocate(std::size_t bytes) override;
+  bool let_go_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept override;
   EventPtr copy(CopyRequest request) override;
   void wait(Stream consumer, const EventPtr& copied) override;
   EventPtr record(Stream consumer) override;
+  bool capturing(Stream consumer) const noexcept override;
   void keep_times(bool keep) override;
   bool device_time() const noexcept override { return true; }
   EventPtr mark(Stream consumer) override;
@@ -52,6 +56,13 @@ class CudaBackend final : public Backend {
   struct InFlight {
     std::shared_ptr<CudaEvent> copied;
     std::vector<Step> steps;
+  };
+
+  /// Deletes memory by letting it go, and knows the stream in whose order its allocator hands it out again.
+  struct Allocated {
+    Memory memory;
+    Stream stream;
+    void operator()(std::byte*) noexcept { memory.reset(); }
   };
 
   std::shared_ptr<const DeviceClock> clock() const;
@@ -110,14 +121,37 @@ CudaBackend::~CudaBackend() {
 
 Memory CudaBackend::allocate(std::size_t bytes) {
   CudaMemory block = options_.allocate(bytes);
+  const ContextGuard guard(*context_);
+  // A graph's own pool would have it back.
+  if (is_captured(handle_of(block.stream)))
+    throw DeviceError("weights cannot be given memory while a CUDA graph is captured");
   // Note [Fresh memory is old memory]: a caching allocator hands out blocks whose last readers may still
   // be queued on the stream that it allocates for. Work on that stream comes after them; the copy stream
   // has to be told.
-  const ContextGuard guard(*context_);
   CudaEvent freed(events_);
   freed.record(handle_of(block.stream));
-  DYNSWAP_CUDA(cudaStreamWaitEvent(stream_, freed.handle(), 0), "");
-  return std::move(block.memory);
+  if (PROTECTED(fresh_memory_waits)) DYNSWAP_CUDA(cudaStreamWaitEvent(stream_, freed.handle(), 0), "");
+  std::byte* const data = block.memory.get();
+  return Memory(data, Allocated{std::move(block.memory), block.stream});
+}
+
+bool CudaBackend::let_go_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept {
+  const Allocated* const allocated = std::get_deleter<Allocated>(memory);
+  if (allocated == nullptr) return memory == nullptr;
+  if (!cuda_usable()) return false;
+  try {
+    const ContextGuard guard(*context_);
+    cudaStream_t stream = handle_of(allocated->stream);
+    if (is_captured(stream)) return false;
+    for (const EventPtr& event : after) {
+      if (!PROTECTED(plan_goes_after_readers)) break;
+      if (!event || static_cast<const CudaEvent&>(*event).known_done()) continue;
+      DYNSWAP_CUDA(cudaStreamWaitEvent(stream, static_cast<const CudaEvent&>(*event).handle(), 0), "");
+    }
+    return true;
+  } catch (const std::exception&) {
+    return false;  // the stream may be gone: it was the user's
+  }
 }
 
 EventPtr CudaBackend::copy(CopyRequest request) {
@@ -156,9 +190,16 @@ EventPtr CudaBackend::copy(CopyRequest request) {
 void CudaBackend::wait(Stream consumer, const EventPtr& copied) {
   if (!copied) return;
   const auto& event = static_cast<const CudaEvent&>(*copied);
-  if (event.reads) wait_for_reads(event);
+  if (event.reads && PROTECTED(failed_read_told)) wait_for_reads(event);
   if (event.known_done()) return;
   const ContextGuard guard(*context_);
+  if (is_captured(handle_of(consumer))) {
+    // Note [Somebody captures a graph]; replays will find it there
+    if (event.done()) return;
+    ++host_synchronisations_;
+    DYNSWAP_CUDA(cudaEventSynchronize(event.handle()), "");
+    return;
+  }
   DYNSWAP_CUDA(cudaStreamWaitEvent(handle_of(consumer), event.handle(), 0), "stream " << consumer);
 }
 
@@ -187,6 +228,16 @@ EventPtr CudaBackend::record(Stream consumer) {
   return event;
 }
 
+bool CudaBackend::capturing(Stream consumer) const noexcept {
+  if (!cuda_usable()) return false;
+  try {
+    const ContextGuard guard(*context_);
+    return is_captured(handle_of(consumer));
+  } catch (const std::exception&) {
+    return false;  // the device is lost
+  }
+}
+
 void CudaBackend::keep_times(bool keep) {
   if (closed_ || !cuda_usable()) return;
   if (keep) ++host_synchronisations_;
@@ -204,6 +255,7 @@ EventPtr CudaBackend::mark(Stream consumer) {
   std::shared_ptr<const DeviceClock> timed_by = clock();
   if (!timed_by) return nullptr;
   const ContextGuard guard(*context_);
+  if (is_captured(handle_of(consumer))) return nullptr;
   auto event = std::make_shared<CudaEvent>(events_, std::move(timed_by));
   event->record(handle_of(consumer));
   return event;
@@ -250,7 +302,7 @@ void CudaBackend::close() noexcept {
   if (closed_.exchange(true) || !cuda_usable()) return;
   issuer_->close();  // reads that have not begun fail, so nothing below waits for a disk
   while (copying_ > 0) std::this_thread::yield();
-  wait_for_stream();
+  if (PROTECTED(close_waits)) wait_for_stream();
   reap();
 }
 
@@ -260,11 +312,18 @@ std::unique_ptr<Backend> make_cuda_backend(CudaOptions options) {
   return std::make_unique<CudaBackend>(std::move(options));
 }
 
-int cuda_device_count() noexcept {
+int cuda_device_count() {
+  if (!cuda_usable())
+    throw DeviceError("CUDA cannot be used in a process that was forked from one that had used it");
+  watch_process();
   int devices = 0;
-  if (cuda_usable() && cudaGetDeviceCount(&devices) == cudaSuccess) return devices;
-  (void)cudaGetLastError();
-  return 0;
+  const cudaError_t error = cudaGetDeviceCount(&devices);
+  if (error == cudaErrorNoDevice) {
+    (void)cudaGetLastError();
+    return 0;
+  }
+  if (error != cudaSuccess) throw_cuda_error(error, "cudaGetDeviceCount", "");
+  return devices;
 }
 
 int cuda_runtime_version() noexcept { return CUDART_VERSION; }

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/backend.h"
+#include "core/lockable.h"
 
 namespace dynswap {
 
@@ -27,6 +28,9 @@ struct CudaOptions {
   /// Casts on the host, what is cast there (Note [Where a weight is cast] in cuda_backend.cpp).
   CastFn cast = nullptr;
 
+  /// Is told what makes this backend less than it could be, in a sentence for the user. May be null.
+  std::function<void(const std::string&)> warn;
+
   /// The ring of pinned buffers between sources that are not pinned and the device. It exists from the
   /// first such source on.
   std::size_t staging_bytes = 8u << 20;  ///< of one buffer
@@ -37,18 +41,17 @@ struct CudaOptions {
 /// Throws DeviceError if there is no such device, or its driver is too old.
 std::unique_ptr<Backend> make_cuda_backend(CudaOptions options);
 
-/// Page-locks the sources that lie in plain RAM, and replaces those it has locked by ones that say so.
-/// Returns what keeps them locked, and their bytes alive: let it go only after the copies that read them.
-/// `refused` is called, once, with the reason if the system refuses some; they stay as they are.
-/// Throws DeviceError only if there is no such device.
-///
-/// Locking is in place and exact: the pages that the sources lie on, no copy, no rounding up.
-std::shared_ptr<void> pin(int device, std::vector<SourcePtr>& sources,
-                          const std::function<void(const std::string&)>& refused = {});
+/// Page-locks what lies in plain RAM as far as it may be and the system allows, and replaces those sources by
+/// ones that say so: the master in place where its block may be locked, or is already, and a copy beside it
+/// where it is small. The others stay as they are. Returns a sentence for the user about
+/// those, empty if there is nothing to say. Takes seconds for gigabytes. Throws DeviceError only if there is
+/// no such device.
+std::string pin(int device, std::vector<Lockable>& items);
 
-/// 0 where there is no device, no driver, or one too old for the runtime that is linked. Wakes the driver:
-/// a process forked afterwards cannot use CUDA.
-int cuda_device_count() noexcept;
+/// How many devices the runtime that is linked finds; 0 where there is none. Throws DeviceError, in CUDA's
+/// words, where it cannot say: a driver too old for the runtime, a process forked from one that had used
+/// CUDA. Makes no context, but wakes the driver: a process forked afterwards cannot use CUDA.
+int cuda_device_count();
 
 /// Version of the runtime that is linked, as CUDA counts: 13000 is 13.0.
 int cuda_runtime_version() noexcept;

@@ -17,6 +17,10 @@ bool cuda_usable() noexcept;
 /// Arranges that cuda_usable() knows. Called before the first CUDA object is made.
 void watch_process() noexcept;
 
+/// Whether a device that answers so has given up all that was enqueued: nothing of it reads or writes any
+/// more.
+bool ends_all_work(cudaError_t error) noexcept;
+
 /// For what cannot throw: an error is cleared, and printed in a debug build.
 void ignore_cuda_error(cudaError_t error, const char* call) noexcept;
 

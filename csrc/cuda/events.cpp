@@ -1,6 +1,5 @@
 #include "cuda/events.h"
 
-#include <chrono>
 #include <exception>
 #include <new>
 
@@ -19,8 +18,7 @@ DeviceClock::DeviceClock(std::shared_ptr<const DeviceContext> context, cudaStrea
     DYNSWAP_CUDA_NOEXCEPT(cudaEventDestroy(zero_));
     throw;
   }
-  const auto since = std::chrono::steady_clock::now().time_since_epoch();
-  host_ns_ = std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
+  host_ns_ = monotonic_ns();
 }
 
 DeviceClock::~DeviceClock() { DYNSWAP_CUDA_NOEXCEPT(cudaEventDestroy(zero_)); }
@@ -92,15 +90,12 @@ bool CudaEvent::done() const noexcept {
     const ContextGuard guard(pool_->context());
     state = cudaEventQuery(event_);
   } catch (const std::exception&) {
-    return true;  // the device is lost
+    return false;  // it was not asked
   }
-  if (state == cudaErrorNotReady) {
-    // "not yet" is remembered as if it were an error
-    (void)cudaGetLastError();
-    return false;
-  }
-  // An error that a device cannot recover from ends everything that was enqueued, too.
-  ignore_cuda_error(state, "cudaEventQuery");
+  // "Not yet" is remembered as if it were an error.
+  if (state != cudaSuccess) (void)cudaGetLastError();
+  // Whatever else keeps the question from being answered says nothing about the work before the event.
+  if (state != cudaSuccess && !ends_all_work(state)) return false;
   done_.store(true, std::memory_order_release);
   return true;
 }

@@ -1,230 +1,241 @@
-#include "cuda/pinning.h"
-
+// Page-locking masters: in place, beside them, or not at all.
+#include <cuda_runtime_api.h>
 #include <unistd.h>
 
-#include <algorithm>
+#include <cstddef>
+#include <cstdlib>
 #include <exception>
-#include <iterator>
-#include <set>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <string>
 #include <utility>
+#include <vector>
 
+#include "cuda/context.h"
 #include "cuda/cuda_backend.h"
 #include "cuda/cuda_check.h"
 
 namespace dynswap {
 
-class PinRegistry::Handle {
+namespace {
+
+constexpr std::size_t kSmall = 64u << 10;   // up to here a master has a page-locked copy
+constexpr std::size_t kCopyAlignment = 64;  // more than any cast kernel asks
+constexpr std::size_t kUnsaidPart = 16;     // one of this many bytes may be staged in silence
+
+using ContextPtr = std::shared_ptr<const DeviceContext>;
+
+/// Clears the error, which would surface at the next, innocent call.
+std::string refusal(cudaError_t error) {
+  (void)cudaGetLastError();
+  return std::string(cudaGetErrorName(error)) + ", " + cudaGetErrorString(error);
+}
+
+/// Memory that is locked while it lives.
+class Registration {
  public:
-  Handle(PinRegistry& registry, std::shared_ptr<const DeviceContext> context)
-      : registry_(registry), context_(std::move(context)) {}
-  ~Handle() { registry_.unlock(*this); }
-  Handle(const Handle&) = delete;
-  Handle& operator=(const Handle&) = delete;
-
- private:
-  friend class PinRegistry;
-  PinRegistry& registry_;
-  const std::shared_ptr<const DeviceContext> context_;
-  std::set<std::uintptr_t> held_;  ///< first bytes of the registrations that count this handle
-};
-
-PinRegistry& PinRegistry::of_this_process() {
-  static PinRegistry* const registry = new PinRegistry;
-  return *registry;
-}
-
-std::vector<PageRun> PinRegistry::runs(const std::vector<Lockable>& ranges, std::size_t page_bytes) {
-  struct Span {
-    PageRun run;
-    bool small;
-  };
-  std::vector<Span> spans;
-  for (const Lockable& range : ranges) {
-    if (range.bytes == 0) continue;
-    const auto first = reinterpret_cast<std::uintptr_t>(range.address);
-    spans.push_back(
-        {{first / page_bytes * page_bytes, (first + range.bytes + page_bytes - 1) / page_bytes * page_bytes},
-         range.bytes < kSmall});
-  }
-  std::sort(spans.begin(), spans.end(),
-            [](const Span& a, const Span& b) { return a.run.begin < b.run.begin; });
-
-  std::vector<Span> merged;
-  for (const Span& span : spans) {
-    if (!merged.empty()) {
-      Span& last = merged.back();
-      const bool shares_page = span.run.begin < last.run.end;
-      const bool small_neighbour = span.run.begin == last.run.end && span.small && last.small &&
-                                   span.run.end - last.run.begin <= kLongestSharedRun;
-      if (shares_page || small_neighbour) {
-        last.run.end = std::max(last.run.end, span.run.end);
-        last.small = last.small && span.small;
-        continue;
-      }
-    }
-    merged.push_back(span);
-  }
-
-  std::vector<PageRun> result;
-  for (const Span& span : merged) {
-    for (std::uintptr_t begin = span.run.begin; begin < span.run.end; begin += kLongestRun) {
-      result.push_back({begin, std::min<std::uintptr_t>(begin + kLongestRun, span.run.end)});
-    }
-  }
-  return result;
-}
-
-PinRegistry::Registrations::iterator PinRegistry::first_reaching(std::uintptr_t address) {
-  auto found = registrations_.upper_bound(address);
-  if (found != registrations_.begin() && std::prev(found)->second.end > address) --found;
-  return found;
-}
-
-bool PinRegistry::changing(const PageRun& run) {
-  for (auto it = first_reaching(run.begin); it != registrations_.end() && it->first < run.end; ++it) {
-    if (it->second.state == Registration::State::changing) return true;
-  }
-  return false;
-}
-
-/// Counts the registrations under `run` for `handle`, and claims the gaps between them.
-void PinRegistry::take(const PageRun& run, Handle& handle, std::vector<PageRun>& gaps) {
-  std::uintptr_t at = run.begin;
-  std::vector<PageRun> claimed;
-  for (auto it = first_reaching(at); it != registrations_.end() && it->first < run.end; ++it) {
-    if (at < it->first) claimed.push_back({at, it->first});
-    if (handle.held_.insert(it->first).second) ++it->second.handles;
-    at = it->second.end;
-  }
-  if (at < run.end) claimed.push_back({at, run.end});
-  for (const PageRun& gap : claimed) {
-    handle.held_.insert(gap.begin);
-    registrations_[gap.begin] = {gap.end, 1, Registration::State::changing, {}};
-    gaps.push_back(gap);
-  }
-}
-
-std::shared_ptr<PinRegistry::Handle> PinRegistry::lock(const std::shared_ptr<const DeviceContext>& context,
-                                                       const std::vector<Lockable>& ranges,
-                                                       std::vector<bool>& locked, std::string& reason) {
-  const auto handle = std::make_shared<Handle>(*this, context);
-  const ContextGuard guard(*context);
-  for (const PageRun& run : runs(ranges, static_cast<std::size_t>(sysconf(_SC_PAGESIZE)))) {
-    std::vector<PageRun> gaps;
-    {
-      std::unique_lock lock(mutex_);
-      changed_.wait(lock, [&] { return !changing(run); });
-      take(run, *handle, gaps);
-    }
-    for (const PageRun& gap : gaps) {
-      // Portable: pinned for every device of the process.
-      const cudaError_t error =
-          cudaHostRegister(reinterpret_cast<void*>(gap.begin), gap.end - gap.begin, cudaHostRegisterPortable);
-      if (error != cudaSuccess) {
-        (void)cudaGetLastError();  // else it would surface at the next, innocent call
-        if (reason.empty()) reason = std::string(cudaGetErrorName(error)) + ", " + cudaGetErrorString(error);
-      }
-      {
-        const std::lock_guard lock(mutex_);
-        if (error == cudaSuccess) {
-          registrations_[gap.begin].state = Registration::State::locked;
-        } else {
-          registrations_.erase(gap.begin);
-          handle->held_.erase(gap.begin);
-        }
-      }
-      changed_.notify_all();
-    }
-  }
-
-  const std::lock_guard lock(mutex_);
-  locked.assign(ranges.size(), false);
-  for (std::size_t i = 0; i < ranges.size(); ++i) {
-    const auto begin = reinterpret_cast<std::uintptr_t>(ranges[i].address);
-    std::uintptr_t at = begin;
-    std::vector<Registration*> under;
-    for (auto it = first_reaching(begin); it != registrations_.end() && at < begin + ranges[i].bytes; ++it) {
-      if (it->first > at || !handle->held_.contains(it->first)) break;
-      under.push_back(&it->second);
-      at = it->second.end;
-    }
-    // The owner goes to whatever lies under it, locked as a whole or not.
-    for (Registration* registration : under) registration->owners.push_back(ranges[i].owner);
-    locked[i] = at >= begin + ranges[i].bytes;
-  }
-  return handle;
-}
-
-void PinRegistry::unlock(Handle& handle) noexcept {
-  std::vector<std::uintptr_t> last;
-  {
-    const std::lock_guard lock(mutex_);
-    for (const std::uintptr_t begin : handle.held_) {
-      Registration& registration = registrations_.at(begin);
-      if (--registration.handles > 0) continue;
-      registration.state = Registration::State::changing;
-      last.push_back(begin);
-    }
-  }
-  for (const std::uintptr_t begin : last) {
+  Registration(ContextPtr context, void* address) : context_(std::move(context)), address_(address) {}
+  ~Registration() {
+    if (!cuda_usable()) return;
     try {
-      const ContextGuard guard(*handle.context_);
-      DYNSWAP_CUDA_NOEXCEPT(cudaHostUnregister(reinterpret_cast<void*>(begin)));
+      const ContextGuard guard(*context_);
+      DYNSWAP_CUDA_NOEXCEPT(cudaHostUnregister(address_));
     } catch (const std::exception&) {
       // the device is lost, and its registrations with it
     }
-    std::vector<std::shared_ptr<const void>> owners;  // let go without the mutex
-    {
-      const std::lock_guard lock(mutex_);
-      const auto found = registrations_.find(begin);
-      owners = std::move(found->second.owners);
-      registrations_.erase(found);
-    }
-    changed_.notify_all();
   }
+  Registration(const Registration&) = delete;
+  Registration& operator=(const Registration&) = delete;
+
+ private:
+  const ContextPtr context_;
+  void* const address_;
+};
+
+bool is_locked(const std::byte* byte) {
+  cudaPointerAttributes attributes{};
+  if (cudaPointerGetAttributes(&attributes, byte) == cudaSuccess)
+    return attributes.type == cudaMemoryTypeHost;
+  (void)cudaGetLastError();
+  return false;
 }
 
-std::size_t PinRegistry::run_length(const std::byte* address, std::size_t bytes) const {
-  const auto at = reinterpret_cast<std::uintptr_t>(address);
-  const std::lock_guard lock(mutex_);
-  auto found = registrations_.upper_bound(at);
-  if (found == registrations_.begin()) return bytes;
-  --found;
-  return found->second.end <= at ? bytes : std::min<std::size_t>(bytes, found->second.end - at);
+/// Somebody has page-locked all of it, as `pin_memory()` does.
+bool is_locked(const Source& source) {
+  return is_locked(source.address) && is_locked(source.address + source.stored_bytes() - 1);
 }
 
-std::shared_ptr<void> pin(int device, std::vector<SourcePtr>& sources,
-                          const std::function<void(const std::string&)>& refused) {
-  std::vector<Lockable> ranges;
-  std::vector<std::size_t> which;
-  for (std::size_t i = 0; i < sources.size(); ++i) {
-    const Source& source = *sources[i];
-    if (source.pinned || source.file || source.address == nullptr || source.stored_bytes() == 0) continue;
-    ranges.push_back({source.address, source.stored_bytes(), source.owner});
-    which.push_back(i);
-  }
-  std::vector<bool> locked;
-  std::string reason;
-  auto handle = PinRegistry::of_this_process().lock(std::make_shared<const DeviceContext>(device), ranges,
-                                                    locked, reason);
-  std::size_t refused_bytes = 0;
-  for (std::size_t i = 0; i < which.size(); ++i) {
-    if (!locked[i]) {
-      refused_bytes += ranges[i].bytes;
-      continue;
+/// Note [Does the driver tell bytes from pages]: it locks pages, but what it takes for locked may be just the
+/// bytes that it was asked to lock. No manual says, so it is tried, on memory of ours: of a page that is
+/// locked for some bytes, are the others known not to be, and can they be locked for somebody else? Then any
+/// block can be locked, whoever lies on its pages too. Else only one with pages of its own.
+bool tells_bytes_from_pages() {
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  void* const memory = std::aligned_alloc(page, 2 * page);
+  if (memory == nullptr) return false;
+  const std::unique_ptr<void, decltype(&std::free)> owner(memory, &std::free);
+  auto* const left = static_cast<std::byte*>(memory) + page / 4;
+  auto* const right = left + page;  // they meet in the middle of the second page
+  const auto lock = [](std::byte* block, std::size_t bytes) {
+    return cudaHostRegister(block, bytes, cudaHostRegisterPortable) == cudaSuccess;
+  };
+  bool tells = false;
+  if (lock(left, page)) {
+    if (!is_locked(left - 1) && is_locked(left) && !is_locked(right) && lock(right, page / 2)) {
+      tells = !is_locked(right + page / 2);
+      DYNSWAP_CUDA_NOEXCEPT(cudaHostUnregister(right));
+      tells = tells && !is_locked(right) && is_locked(right - 1);
     }
-    auto source = std::make_shared<Source>(*sources[which[i]]);
-    source->pinned = true;
-    sources[which[i]] = std::move(source);
+    DYNSWAP_CUDA_NOEXCEPT(cudaHostUnregister(left));
   }
-  if (refused_bytes > 0 && refused) {
-    refused("the system refused to page-lock " + std::to_string(refused_bytes) + " bytes of weights (" +
-            reason +
-            "): they go to the device through a small pinned buffer, which is slower. Raise the limit of "
-            "locked memory (ulimit -l, or the container's), or pass pin=False to install() to have it so "
-            "without this warning");
+  (void)cudaGetLastError();
+  return tells;
+}
+
+std::shared_ptr<std::byte> locked_block(const ContextPtr& context, std::size_t bytes, std::string& reason) {
+  void* block = nullptr;
+  // Portable: locked for every device of the process.
+  const cudaError_t error = cudaHostAlloc(&block, bytes, cudaHostAllocPortable);
+  if (error != cudaSuccess) {
+    reason = refusal(error);
+    return nullptr;
   }
-  return handle;
+  return {static_cast<std::byte*>(block), [context](std::byte* memory) {
+            if (!cuda_usable()) return;
+            try {
+              const ContextGuard guard(*context);
+              DYNSWAP_CUDA_NOEXCEPT(cudaFreeHost(memory));
+            } catch (const std::exception&) {
+              // the device is lost
+            }
+          }};
+}
+
+/// What becomes of the sources of one pin().
+class Pinning {
+ public:
+  explicit Pinning(int device) : context_(std::make_shared<const DeviceContext>(device)), guard_(*context_) {}
+
+  /// In place, if it may be locked there or is locked already.
+  void in_place(Lockable& item) {
+    const Source& source = *item.source;
+    const bool small = source.stored_bytes() <= kSmall;
+    bool others = false;  // have locked it
+    const auto locker = [&]() -> std::shared_ptr<void> {
+      others = is_locked(source);
+      // A small one alone is not worth a registration; in a block that is locked for others it is there
+      // already.
+      return others || small || !may_be_locked(item) ? nullptr : register_block(item);
+    };
+    if (item.held) {
+      item.locked = item.held->lock(locker);
+    } else {
+      others = is_locked(source);
+    }
+    if (item.locked || others) {
+      replace(item).pinned = true;
+    } else if (!small) {
+      (may_be_locked(item) ? refused_bytes_ : shared_bytes_) += source.stored_bytes();
+    }
+  }
+
+  /// Beside the masters: Note [A small master has a page-locked copy].
+  void beside(const std::vector<Lockable*>& small) {
+    std::size_t bytes = 0;
+    for (const Lockable* item : small) bytes += room(*item);
+    if (bytes == 0) return;
+    const std::shared_ptr<std::byte> block = locked_block(context_, bytes, reason_);
+    if (!block) {
+      refused_bytes_ += bytes;
+      return;
+    }
+    std::byte* at = block.get();
+    for (Lockable* item : small) {
+      auto copy = std::make_shared<PinnedCopy>();
+      copy->bytes = {block, at};
+      at += room(*item);
+      Source& source = replace(*item);
+      source.pinned = true;
+      source.pinned_copy = std::move(copy);
+    }
+  }
+
+  std::string what_is_slower(std::size_t all_bytes) const {
+    std::ostringstream text;
+    if (refused_bytes_ > 0) {
+      text << "the system refused to page-lock " << refused_bytes_ << " bytes of weights (" << reason_
+           << "): they go to the device through a small pinned buffer, which is slower. Raise the limit of "
+              "locked memory (ulimit -l, or the container's), or pass pin=False to install() to have it so "
+              "without this warning";
+    }
+    if (shared_bytes_ > all_bytes / kUnsaidPart) {
+      if (refused_bytes_ > 0) text << ". Also, ";
+      text
+          << shared_bytes_
+          << " bytes of weights lie on memory pages that are not known to be theirs alone, so they are not "
+             "page-locked, and go to the device through a small pinned buffer, which is slower. Start Python "
+             "with MALLOC_MMAP_THRESHOLD_=65536 in the environment to give tensors pages of their own, pin "
+             "the "
+             "masters yourself (Tensor.pin_memory), or pass pin=False to install() to have it so without "
+             "this "
+             "warning";
+    }
+    return text.str();
+  }
+
+ private:
+  static std::size_t room(const Lockable& item) {
+    return (item.source->stored_bytes() + kCopyAlignment - 1) / kCopyAlignment * kCopyAlignment;
+  }
+
+  static Source& replace(Lockable& item) {
+    auto source = std::make_shared<Source>(*item.source);
+    Source& changed = *source;
+    item.source = std::move(source);
+    return changed;
+  }
+
+  bool may_be_locked(const Lockable& item) {
+    if (!item.held || item.own_pages) return item.held != nullptr;
+    if (!tells_bytes_) tells_bytes_ = tells_bytes_from_pages();
+    return *tells_bytes_;
+  }
+
+  std::shared_ptr<void> register_block(const Lockable& item) {
+    // In one call, however large: a copy may not span two registrations, and torch copies tensors whole.
+    void* const block = const_cast<std::byte*>(item.block);
+    const cudaError_t error = cudaHostRegister(block, item.block_bytes, cudaHostRegisterPortable);
+    if (error == cudaSuccess) return std::make_shared<Registration>(context_, block);
+    reason_ = refusal(error);
+    return nullptr;
+  }
+
+  const ContextPtr context_;
+  const ContextGuard guard_;
+  std::optional<bool> tells_bytes_;
+  std::size_t refused_bytes_ = 0;
+  std::size_t shared_bytes_ = 0;
+  std::string reason_;
+};
+
+}  // namespace
+
+std::string pin(int device, std::vector<Lockable>& items) {
+  Pinning pinning(device);
+  std::vector<Lockable*> large, small;
+  std::size_t bytes = 0;
+  for (Lockable& item : items) {
+    const Source& source = *item.source;
+    if (source.pinned || source.file || source.address == nullptr || source.count == 0) continue;
+    (source.stored_bytes() <= kSmall ? small : large).push_back(&item);
+    bytes += source.stored_bytes();
+  }
+  for (Lockable* item : large) pinning.in_place(*item);
+  for (Lockable* item : small) pinning.in_place(*item);  // in the blocks of large ones
+  std::erase_if(small, [](const Lockable* item) { return item->source->pinned; });
+  pinning.beside(small);
+  return pinning.what_is_slower(bytes);
 }
 
 }  // namespace dynswap

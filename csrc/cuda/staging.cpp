@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "core/protection.h"
 #include "io/reader.h"
 
 namespace dynswap {
@@ -37,7 +38,9 @@ std::uint64_t StagingRing::next() const {
 std::vector<std::uint64_t> StagingRing::startable() {
   std::vector<std::uint64_t> chunks;
   const std::uint64_t end = first_ + chunks_.size();
-  while (started_ < end && started_ < passed_ + buffers_.size()) chunks.push_back(started_++);
+  while (started_ < end && (started_ < passed_ + buffers_.size() || !PROTECTED(staged_read_waits))) {
+    chunks.push_back(started_++);
+  }
   return chunks;
 }
 
@@ -94,6 +97,7 @@ void StagingRing::passed(std::uint64_t chunk) noexcept {
 
 void StagingRing::arrive(std::uint64_t chunk) noexcept {
   passed(chunk);
+  if (!PROTECTED(staged_copy_waits)) return;
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return chunks_[chunk - first_].over; });
 }

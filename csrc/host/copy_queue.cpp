@@ -1,7 +1,6 @@
 #include "host/copy_queue.h"
 
 #include <atomic>
-#include <chrono>
 #include <exception>
 #include <iterator>
 #include <optional>
@@ -16,11 +15,6 @@ namespace {
 
 std::exception_ptr closed_error() {
   return std::make_exception_ptr(Error("the host backend was closed before the weights had arrived"));
-}
-
-std::int64_t now_ns() noexcept {
-  const auto since = std::chrono::steady_clock::now().time_since_epoch();
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(since).count();
 }
 
 }  // namespace
@@ -129,7 +123,7 @@ void CopyQueue::run(const PartRef& ref, std::size_t chunk) {
     try {
       std::int64_t none = 0;
       if (ref.copy->began.load(std::memory_order_relaxed) == 0)
-        ref.copy->began.compare_exchange_strong(none, now_ns());
+        ref.copy->began.compare_exchange_strong(none, monotonic_ns());
       const Pace pace = haste_.pace();
       for (const Piece& piece : ref.copy->parts[ref.index].chunks[chunk]) {
         read_piece(piece, piece.dst, cast_, pace);
@@ -158,7 +152,7 @@ std::vector<CopyQueue::PartRef> CopyQueue::chunks_over(const PartRef& ref, std::
       if (--dependant.copy->parts[dependant.index].waits == 0) ready.push_back(std::move(dependant));
     }
     copy.dependants.clear();
-    copy.ended = now_ns();
+    copy.ended = monotonic_ns();
     copy.over.store(true, std::memory_order_release);
   }
   over_.notify_all();

@@ -185,30 +185,18 @@ class Search {
 /// As the engine does by itself: residents spread over the bytes, and what is tiny and used again and again
 /// in a pass stays (Note [Tiny weights stay]).
 std::vector<bool> evenly(const Rhythm& rhythm, std::size_t budget, std::uint32_t depth) {
-  constexpr std::size_t kTinyPartOfModel = 128;
   std::vector<std::size_t> uses(rhythm.bytes.size(), 0);
   for (const Step& step : rhythm.steps) ++uses[step.group];
   const std::size_t once = *std::min_element(uses.begin(), uses.end());
-  std::size_t total = 0, kept = 0, largest = 0;
-  for (const std::size_t bytes : rhythm.bytes) total += bytes;
-  std::vector<bool> stays(rhythm.bytes.size(), false);
-  std::vector<std::size_t> others;
-  for (std::size_t i = 0; i < stays.size(); ++i) {
-    stays[i] = uses[i] > once && rhythm.bytes[i] <= total / kTinyPartOfModel;
-    if (stays[i]) {
-      kept += rhythm.bytes[i];
-    } else {
-      others.push_back(rhythm.bytes[i]);
-      largest = std::max(largest, rhythm.bytes[i]);
-    }
+  const std::size_t total = std::accumulate(rhythm.bytes.begin(), rhythm.bytes.end(), std::size_t{0});
+  std::vector<bool> tiny;
+  std::size_t tiny_bytes = 0;
+  for (std::size_t i = 0; i < uses.size(); ++i) {
+    tiny.push_back(uses[i] > once && rhythm.bytes[i] <= total / kTinyPartOfModel);
+    if (tiny.back()) tiny_bytes += rhythm.bytes[i];
   }
-  const bool room = budget > 0 && kept <= total / kTinyPartOfModel && largest + kept <= budget;
-  if (!room) return plan_residency(rhythm.bytes, budget, depth).resident;
-  const std::vector<bool> resident = plan_residency(others, budget - kept, depth).resident;
-  for (std::size_t i = 0, other = 0; i < stays.size(); ++i) {
-    if (!stays[i]) stays[i] = resident[other++];
-  }
-  return stays;
+  if (tiny_bytes > total / kTinyPartOfModel) return plan_residency(rhythm.bytes, budget, depth).resident;
+  return plan_residency(rhythm.bytes, tiny, budget, depth).resident;
 }
 
 }  // namespace

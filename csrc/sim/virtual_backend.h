@@ -33,6 +33,7 @@ class VirtualBackend final : public Backend {
 
   const char* name() const noexcept override { return "virtual"; }
   std::size_t alignment() const noexcept override { return 512; }
+  std::size_t weight_alignment() const noexcept override { return 512; }
   Memory allocate(std::size_t bytes) override;
   EventPtr copy(CopyRequest request) override;
   void wait(Stream consumer, const EventPtr& copied) override;

@@ -1,12 +1,13 @@
-// Each protection of core/protection.h is needed, and would be missed: taken away, some seed of the fake
-// device sees a wrong byte or another violation. This binary's core is built with DYNSWAP_MUTANTS.
+// Each of the engine's protections (core/protection.h) is needed, and would be missed: taken away, some seed
+// of the fake device sees a wrong byte or another violation. This binary's core is built with
+// DYNSWAP_MUTANTS.
 #include <cstdint>
 #include <cstdio>
 #include <string>
 #include <vector>
 
 #include "check.h"
-#include "core/protection.h"
+#include "protection_names.h"
 #include "random_program.h"
 
 #ifndef DYNSWAP_MUTANTS
@@ -19,41 +20,6 @@ namespace {
 
 constexpr unsigned kCountedSeeds = 200;  ///< as many as CI runs
 constexpr unsigned kMostSeeds = 2000;    ///< for a hazard rarer than that
-
-const char* name_of(Protection protection) {
-  // No default: a protection that is added there has to be named here (-Wall -Werror).
-  switch (protection) {
-    case Protection::none:
-      return "none";
-    case Protection::read_after_copy:
-      return "read_after_copy";
-    case Protection::every_stream_waits:
-      return "every_stream_waits";
-    case Protection::write_after_read:
-      return "write_after_read";
-    case Protection::record_every_stream:
-      return "record_every_stream";
-    case Protection::lease_blocks_eviction:
-      return "lease_blocks_eviction";
-    case Protection::release_before_reuse:
-      return "release_before_reuse";
-    case Protection::copy_after_copy:
-      return "copy_after_copy";
-    case Protection::step_waits:
-      return "step_waits";
-    case Protection::stale_copy_refused:
-      return "stale_copy_refused";
-    case Protection::failed_copy_refused:
-      return "failed_copy_refused";
-    case Protection::retire_after_events:
-      return "retire_after_events";
-    case Protection::cap_respected:
-      return "cap_respected";
-    case Protection::count:
-      break;
-  }
-  return "?";
-}
 
 /// Takes a protection away as long as it lives.
 class Without {
@@ -73,7 +39,7 @@ TEST(protections_all_in_place) {
 }
 
 TEST(protections_each_is_missed) {
-  for (int i = 1; i < static_cast<int>(Protection::count); ++i) {
+  for (int i = 1; i <= static_cast<int>(kLastOfEngine); ++i) {
     const auto protection = static_cast<Protection>(i);
     const Without without(protection);
     std::string first;

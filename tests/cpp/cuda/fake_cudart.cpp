@@ -12,6 +12,7 @@
 #include <memory>
 #include <mutex>
 #include <thread>
+#include <utility>
 
 #include "cuda/cast_kernels.h"
 #include "cuda/convert.h"
@@ -41,6 +42,8 @@ struct Point {
 
 std::atomic<std::uint64_t> seeds{1};
 thread_local bool in_host_function = false;
+thread_local cudaStreamCaptureMode capture_mode = cudaStreamCaptureModeGlobal;
+thread_local cudaError_t last_error = cudaSuccess;
 thread_local std::vector<CUcontext> contexts;
 
 }  // namespace
@@ -58,6 +61,7 @@ struct CUstream_st {
   std::condition_variable changed;
   std::deque<std::function<void()>> queue;
   bool stopping = false;
+  std::atomic<bool> captured{false};
   std::thread thread{[this] { run(); }};
 
   ~CUstream_st() {
@@ -128,6 +132,18 @@ void enter(const char* call) {
   if (contexts.empty()) violate(std::string(call) + " without a context");
 }
 
+/// As the next cudaGetLastError() will say.
+cudaError_t fail(cudaError_t error) {
+  last_error = error;
+  return error;
+}
+
+/// What is locked for an address: its page, or just itself.
+std::uintptr_t lock_unit() { return state().faults.locks_bytes ? 1 : 4096; }
+std::uintptr_t first_locked(const void* address) {
+  return reinterpret_cast<std::uintptr_t>(address) / lock_unit() * lock_unit();
+}
+
 enum class Locked { no, whole, torn };
 
 Locked locked(const void* address, std::size_t bytes) {
@@ -143,7 +159,7 @@ Locked locked(const void* address, std::size_t bytes) {
 
 cudaError_t copy(void* dst, const void* src, std::size_t bytes, cudaStream_t stream) {
   const Locked source = locked(src, bytes);
-  if (source == Locked::torn) violate("a copy spans the end of a registration");
+  if (source == Locked::torn) return fail(cudaErrorInvalidValue);
   {
     const std::lock_guard lock(state().mutex);
     if (source == Locked::no) ++state().counts.pageable_copies;
@@ -225,6 +241,7 @@ cudaStream_t make_stream() { return new CUstream_st; }
 void destroy_stream(cudaStream_t stream) { delete stream; }
 void enqueue(cudaStream_t stream, std::function<void()> work) { stream->add(std::move(work)); }
 void finish(cudaStream_t stream) { stream->finish(); }
+void capture(cudaStream_t stream, bool captured) { stream->captured = captured; }
 
 void cast(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count) {
   switch (dst_type) {
@@ -252,6 +269,11 @@ using dynswap::fake_cuda::state;
 using dynswap::fake_cuda::violate;
 
 namespace dynswap {
+
+cudaError_t kernels_for_this_device() noexcept {
+  enter("kernels_for_this_device");
+  return state().faults.no_kernels ? cudaErrorNoKernelImageForDevice : cudaSuccess;
+}
 
 cudaError_t launch_cast(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count,
                         cudaStream_t stream) noexcept {
@@ -308,7 +330,7 @@ extern "C" {
 
 const char* cudaGetErrorName(cudaError_t error) { return error == cudaSuccess ? "cudaSuccess" : "cudaError"; }
 const char* cudaGetErrorString(cudaError_t) { return "an error of the fake runtime"; }
-cudaError_t cudaGetLastError() { return cudaSuccess; }
+cudaError_t cudaGetLastError() { return std::exchange(last_error, cudaSuccess); }
 
 cudaError_t cudaGetDeviceCount(int* count) {
   *count = 1;
@@ -354,6 +376,18 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
   return cudaSuccess;
 }
 
+cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
+  std::swap(*mode, capture_mode);
+  return cudaSuccess;
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
+  enter("cudaStreamIsCapturing");
+  const bool captured = stream != nullptr && stream->captured;
+  *status = captured ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
+  return cudaSuccess;
+}
+
 cudaError_t cudaStreamQuery(cudaStream_t) {
   enter("cudaStreamQuery");
   return cudaErrorNotReady;
@@ -371,6 +405,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
   enter("cudaStreamWaitEvent");
+  if (stream->captured) violate("a captured stream waits for what is not captured");
   std::shared_ptr<Point> point;
   {
     const std::lock_guard lock(event->mutex);
@@ -400,6 +435,7 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
   enter("cudaEventRecord");
+  if (stream->captured) violate("an event is recorded on a captured stream");
   const auto point = std::make_shared<Point>();
   {
     const std::lock_guard lock(event->mutex);
@@ -411,6 +447,8 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
   enter("cudaEventQuery");
+  if (capture_mode != cudaStreamCaptureModeRelaxed) violate("a query that would spoil captures");
+  if (state().faults.query_error != 0) return static_cast<cudaError_t>(state().faults.query_error);
   std::shared_ptr<Point> point;
   {
     const std::lock_guard lock(event->mutex);
@@ -439,6 +477,7 @@ cudaError_t cudaEventElapsedTime(float* milliseconds, cudaEvent_t from, cudaEven
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
   enter("cudaEventSynchronize");
+  if (capture_mode != cudaStreamCaptureModeRelaxed) violate("a wait that would spoil captures");
   std::shared_ptr<Point> point;
   {
     const std::lock_guard lock(event->mutex);
@@ -500,10 +539,11 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 
 cudaError_t cudaHostAlloc(void** block, size_t bytes, unsigned) {
   enter("cudaHostAlloc");
+  if (state().faults.no_host_memory) return dynswap::fake_cuda::fail(cudaErrorMemoryAllocation);
   *block = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
   const std::lock_guard lock(state().mutex);
   const auto begin = reinterpret_cast<std::uintptr_t>(*block);
-  state().pinned[begin] = begin + bytes;
+  state().pinned[begin] = begin + (bytes + 4095) / 4096 * 4096;
   return cudaSuccess;
 }
 
@@ -520,22 +560,35 @@ cudaError_t cudaFreeHost(void* block) {
 cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
   enter("cudaHostRegister");
   std::this_thread::sleep_for(std::chrono::microseconds(50));
-  if (dynswap::fake_cuda::locked(address, bytes) != dynswap::fake_cuda::Locked::no) {
+  const auto begin = dynswap::fake_cuda::first_locked(address);
+  const std::uintptr_t unit = dynswap::fake_cuda::lock_unit();
+  const std::uintptr_t end = (reinterpret_cast<std::uintptr_t>(address) + bytes + unit - 1) / unit * unit;
+  if (dynswap::fake_cuda::locked(reinterpret_cast<void*>(begin), end - begin) !=
+      dynswap::fake_cuda::Locked::no) {
     violate("a page is registered twice");
-    return cudaErrorHostMemoryAlreadyRegistered;
+    return dynswap::fake_cuda::fail(cudaErrorHostMemoryAlreadyRegistered);
   }
   const std::lock_guard lock(state().mutex);
-  if (state().counts.registered + bytes > state().faults.register_at_most) return cudaErrorMemoryAllocation;
-  state().counts.registered += bytes;
-  const auto begin = reinterpret_cast<std::uintptr_t>(address);
-  state().pinned[begin] = begin + bytes;
+  if (state().counts.registered + (end - begin) > state().faults.register_at_most) {
+    return dynswap::fake_cuda::fail(cudaErrorMemoryAllocation);
+  }
+  state().counts.registered += end - begin;
+  state().pinned[begin] = end;
+  return cudaSuccess;
+}
+
+cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void* address) {
+  enter("cudaPointerGetAttributes");
+  *attributes = {};
+  const bool locked = dynswap::fake_cuda::locked(address, 1) != dynswap::fake_cuda::Locked::no;
+  attributes->type = locked ? cudaMemoryTypeHost : cudaMemoryTypeUnregistered;
   return cudaSuccess;
 }
 
 cudaError_t cudaHostUnregister(void* address) {
   enter("cudaHostUnregister");
   std::this_thread::sleep_for(std::chrono::microseconds(50));
-  const auto begin = reinterpret_cast<std::uintptr_t>(address);
+  const auto begin = dynswap::fake_cuda::first_locked(address);
   const std::unique_lock lock(state().mutex);
   const auto found = state().pinned.find(begin);
   if (found == state().pinned.end()) {

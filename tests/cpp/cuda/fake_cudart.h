@@ -1,7 +1,8 @@
 // A CUDA runtime without a GPU, as far as csrc/cuda calls it: streams are threads that dawdle, events
 // keep the point that a wait saw, "device memory" is RAM. What the real one forbids is counted as a
-// violation: a call without a context, a call in a host function, a page registered twice, a copy that
-// spans two registrations, an object destroyed twice.
+// violation: a call without a context, a call in a host function, a page registered twice, an object
+// destroyed twice. Pages are locked whole, and a copy that spans locked and other pages, or two
+// registrations, is refused.
 //
 // The kernels are replaced too (launch_cast), by the same conversions on the stream's thread.
 #pragma once
@@ -26,7 +27,11 @@ struct Faults {
   bool no_batches = false;                  ///< cudaMemcpyBatchAsync is not supported
   int fail_copy = 0;                        ///< the copy with this number (from 1) is refused
   int fail_host_function = 0;               ///< likewise
-  std::size_t register_at_most = SIZE_MAX;  ///< bytes that may be page-locked in all
+  std::size_t register_at_most = SIZE_MAX;  ///< bytes that may be page-locked in place in all
+  bool locks_bytes = false;                 ///< and not all of their pages
+  bool no_host_memory = false;              ///< cudaHostAlloc fails
+  int query_error = 0;                      ///< the cudaError_t that event queries answer with
+  bool no_kernels = false;                  ///< none was compiled for the device
 };
 Faults& faults();
 
@@ -55,6 +60,8 @@ cudaStream_t make_stream();
 void destroy_stream(cudaStream_t stream);
 void enqueue(cudaStream_t stream, std::function<void()> work);
 void finish(cudaStream_t stream);
+/// While it is captured, nobody may record on it, nor make it wait.
+void capture(cudaStream_t stream, bool captured);
 
 /// The conversions that are compared with torch's elsewhere. Into f8_e4m3fn: some function of the value.
 void cast(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count);

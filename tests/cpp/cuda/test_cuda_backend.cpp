@@ -16,6 +16,7 @@
 #include "cuda/cuda_backend.h"
 #include "fake_cudart.h"
 #include "io/file.h"
+#include "master_memory.h"
 #include "random.h"
 #include "temp_file.h"
 
@@ -57,8 +58,12 @@ struct Fixture {
     backend = make_cuda_backend(std::move(options));
   }
   ~Fixture() {
-    pins.clear();
     backend.reset();
+    for (Lockable& item : pins) {
+      if (item.locked) item.held->unlock();
+    }
+    pins.clear();
+    masters.clear();
     fake_cuda::destroy_stream(allocation_stream);
     for (const std::string& what : fake_cuda::violations()) fail(__FILE__, __LINE__, what);
     const fake_cuda::Counts left = fake_cuda::counts();
@@ -69,18 +74,37 @@ struct Fixture {
     EXPECT_EQ(left.pageable_copies, 0u);
   }
 
-  /// Page-locks a source.
+  /// Page-locks sources, moved to where that may be done.
+  void lock(std::vector<SourcePtr>& sources) {
+    std::vector<Lockable> items;
+    for (const SourcePtr& source : sources) {
+      masters.push_back(std::make_unique<MasterMemory>(source->stored_bytes()));
+      Lockable item = masters.back()->lockable();
+      auto moved = std::make_shared<Source>(*source);
+      std::memcpy(masters.back()->data(), source->address, source->stored_bytes());
+      moved->address = masters.back()->data();
+      moved->owner = item.held;
+      item.source = std::move(moved);
+      items.push_back(std::move(item));
+    }
+    EXPECT_EQ(pin(0, items), "");
+    for (std::size_t i = 0; i < sources.size(); ++i) {
+      sources[i] = std::move(items[i].source);
+      EXPECT(sources[i]->pinned);
+      if (items[i].locked) pins.push_back(std::move(items[i]));
+    }
+  }
   SourcePtr pinned(SourcePtr source) {
     std::vector<SourcePtr> sources{std::move(source)};
-    pins.push_back(pin(0, sources));
-    EXPECT(sources[0]->pinned);
+    lock(sources);
     return sources[0];
   }
 
   cudaStream_t allocation_stream = nullptr;
   Memory cached_block;  ///< what the allocator hands out next, if anything
   std::unique_ptr<Backend> backend;
-  std::vector<std::shared_ptr<void>> pins;
+  std::vector<std::unique_ptr<MasterMemory>> masters;
+  std::vector<Lockable> pins;  ///< without their sources
 };
 
 /// A consumer's stream that goes with its object.
@@ -195,7 +219,7 @@ void many_small(Fixture& fixture, bool pinned) {
     sources.push_back(in_ram(100 + 37 * i, Scalar::f32, i % 5 == 4 ? Scalar::f16 : Scalar::f32, i));
     bytes += sources.back()->wanted_bytes();
   }
-  if (pinned) fixture.pins.push_back(pin(0, sources));
+  if (pinned) fixture.lock(sources);
   std::vector<std::byte> device(bytes);
   CopyRequest request;
   request.steps.emplace_back();
@@ -218,6 +242,30 @@ TEST(cuda_small_pinned_weights_go_in_one_batch) {
   Fixture fixture;
   many_small(fixture, true);
   EXPECT_EQ(fake_cuda::counts().batches, 1u);
+}
+
+TEST(cuda_a_small_pinned_master_is_copied_as_it_is_now) {
+  Fixture fixture;
+  for (const Scalar wanted : {Scalar::f32, Scalar::bf16}) {
+    const SourcePtr source = fixture.pinned(in_ram(500, Scalar::f32, wanted, 3));
+    EXPECT(source->pinned_copy);
+    expect_arrives(fixture, source, source->address);
+    // In silence: nobody is told.
+    auto* const master = const_cast<std::byte*>(source->address);
+    master[1999] = ~master[1999];
+    expect_arrives(fixture, source, source->address);
+  }
+  EXPECT_EQ(fake_cuda::counts().host_functions, 0u);
+}
+
+TEST(cuda_a_master_that_is_torn_is_refused_by_the_driver) {
+  // The stand-in's own rule, on which the tests of pinning rest.
+  Fixture fixture;
+  const SourcePtr source = fixture.pinned(in_ram(100'000, Scalar::raw8, Scalar::raw8, 3));
+  auto beyond = std::make_shared<Source>(*source);
+  beyond->count += kPage;
+  std::vector<std::byte> device(beyond->count);
+  EXPECT_THROWS(fixture.backend->copy(whole(beyond, device.data())), DeviceError);
 }
 
 TEST(cuda_small_staged_weights_share_a_buffer) {

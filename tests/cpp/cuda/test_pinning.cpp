@@ -1,180 +1,304 @@
 // Page-locking: whose pages, how often, and for how long.
-#include "cuda/pinning.h"
+#include <cuda_runtime_api.h>
 
-#include <sys/mman.h>
-#include <unistd.h>
-
+#include <cstring>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <vector>
 
 #include "check.h"
+#include "cuda/context.h"
 #include "cuda/cuda_backend.h"
 #include "fake_cudart.h"
+#include "master_memory.h"
 
 namespace {
 
 using namespace dynswap;
+using namespace dynswap::test;
 
-const std::size_t kPage = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
-
-/// Whole pages.
-struct Pages {
-  explicit Pages(std::size_t count) : bytes(count * kPage) {
-    address = static_cast<std::byte*>(
-        mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
-  }
-  ~Pages() { munmap(address, bytes); }
-  Pages(const Pages&) = delete;
-  Pages& operator=(const Pages&) = delete;
-  std::byte* address;
-  std::size_t bytes;
-};
-
-SourcePtr source(const std::byte* address, std::size_t bytes, std::shared_ptr<const void> owner = {}) {
-  auto result = std::make_shared<Source>();
-  result->address = address;
-  result->count = bytes;
-  result->owner = std::move(owner);
-  return result;
-}
+constexpr std::size_t kLarge = 100'000;  // more than gets a copy
 
 std::size_t registered_pages() { return fake_cuda::counts().registered / kPage; }
 
 void expect_nothing_left() {
   EXPECT_EQ(registered_pages(), 0u);
-  for (const std::string& what : fake_cuda::violations()) test::fail(__FILE__, __LINE__, what);
+  EXPECT_EQ(fake_cuda::counts().contexts, 0u);
+  for (const std::string& what : fake_cuda::violations()) fail(__FILE__, __LINE__, what);
 }
 
-TEST(pin_locks_the_pages_of_the_sources_and_no_other) {
+/// Part of what `memory` holds.
+Lockable part_of(MasterMemory& memory, std::size_t first, std::size_t bytes) {
+  Lockable item = memory.lockable();
+  auto part = std::make_shared<Source>(*item.source);
+  part->address += first;
+  part->count = bytes;
+  item.source = std::move(part);
+  return item;
+}
+
+/// A session's end.
+void unpin(std::vector<Lockable>& items, MasterMemory& memory) {
+  for (Lockable& item : items) {
+    if (item.locked) item.held->unlock();
+    item.held->leave(&memory.context);
+  }
+  items.clear();
+}
+
+/// What code that knows nothing of us gets for a copy to the device.
+cudaError_t others_copy(const std::byte* from, std::size_t bytes) {
+  const auto context = std::make_shared<const DeviceContext>(0);
+  const ContextGuard guard(*context);
+  const cudaStream_t stream = fake_cuda::make_stream();
+  std::vector<std::byte> device(bytes);
+  const cudaError_t error = cudaMemcpyAsync(device.data(), from, bytes, cudaMemcpyHostToDevice, stream);
+  fake_cuda::finish(stream);
+  fake_cuda::destroy_stream(stream);
+  return error;
+}
+
+TEST(pin_locks_a_block_on_pages_of_its_own_as_a_whole) {
   fake_cuda::reset();
-  const Pages pages(16);
-  std::vector<SourcePtr> sources{source(pages.address + kPage + 10, 100),
-                                 source(pages.address + 5 * kPage, kPage + 1),
-                                 source(pages.address + 12 * kPage - 1, 2)};
-  auto handle = pin(0, sources);
-  EXPECT_EQ(registered_pages(), 1u + 2u + 2u);
-  for (const SourcePtr& each : sources) EXPECT(each->pinned);
-  handle.reset();
+  MasterMemory memory(kLarge);
+  std::vector<Lockable> items{memory.lockable()};
+  EXPECT_EQ(pin(0, items), "");
+  EXPECT(items[0].source->pinned && !items[0].source->pinned_copy && items[0].locked);
+  EXPECT(items[0].source->address == memory.data());
+  EXPECT(fake_cuda::is_locked(memory.data(), memory.bytes()));
+  EXPECT_EQ(others_copy(memory.data(), memory.bytes()), cudaSuccess);  // torch's `.to()` of the master
+  unpin(items, memory);
   expect_nothing_left();
 }
 
-TEST(pin_counts_pages_that_engines_share) {
+TEST(pin_leaves_pages_alone_that_others_may_share) {
   fake_cuda::reset();
-  const Pages pages(8);
-  std::vector<SourcePtr> first{source(pages.address, 3 * kPage + 7)};
-  std::vector<SourcePtr> second{source(pages.address + 3 * kPage + 7, 3 * kPage)};
-  std::vector<SourcePtr> same{source(pages.address, 3 * kPage + 7)};
-  auto a = pin(0, first);
-  EXPECT_EQ(registered_pages(), 4u);
-  auto b = pin(0, second);
-  EXPECT_EQ(registered_pages(), 7u);
-  auto c = pin(0, same);
-  EXPECT_EQ(registered_pages(), 7u);
-  a.reset();
-  EXPECT_EQ(registered_pages(), 7u);
-  c.reset();
-  EXPECT_EQ(registered_pages(),
-            7u);  // the page in the middle is still the second's, and so is the run it is in
-  b.reset();
+  // A heap: the master, and right behind it a tensor that is none.
+  MasterMemory heap(3 * kLarge);
+  std::vector<Lockable> items{part_of(heap, 0, kLarge)};
+  items[0].own_pages = false;
+  const std::string said = pin(0, items);
+  EXPECT(!items[0].source->pinned);
+  EXPECT(said.find(std::to_string(kLarge)) != std::string::npos);
+  EXPECT(said.find("MALLOC_MMAP_THRESHOLD_") != std::string::npos);
+  EXPECT_EQ(others_copy(heap.data() + kLarge, 2 * kLarge), cudaSuccess);  // a foreign tensor
+  EXPECT_EQ(others_copy(heap.data(), kLarge), cudaSuccess);               // the master
+  EXPECT_EQ(registered_pages(), 0u);
+  unpin(items, heap);
   expect_nothing_left();
 }
 
-TEST(pin_cuts_copies_where_a_registration_ends) {
+TEST(pin_locks_any_block_where_the_driver_tells_bytes_from_pages) {
   fake_cuda::reset();
-  const Pages pages(8);
-  std::vector<SourcePtr> first{source(pages.address, 2 * kPage)};
-  std::vector<SourcePtr> second{source(pages.address + kPage, 3 * kPage)};
-  const auto a = pin(0, first);
-  const auto b = pin(0, second);
-  EXPECT(second[0]->pinned);
-  const PinRegistry& registry = PinRegistry::of_this_process();
-  EXPECT_EQ(registry.run_length(pages.address + kPage, 3 * kPage), kPage);
-  EXPECT_EQ(registry.run_length(pages.address + 2 * kPage, 2 * kPage), 2 * kPage);
-  EXPECT_EQ(registry.run_length(pages.address + 6 * kPage, 100), 100u);
-}
-
-TEST(pin_refused_is_said_once_and_leaves_the_source_as_it_is) {
-  fake_cuda::reset();
-  fake_cuda::faults().register_at_most = 4 * kPage;
-  const Pages pages(16);
-  std::vector<SourcePtr> sources{source(pages.address, 2 * kPage),
-                                 source(pages.address + 4 * kPage, 10 * kPage),
-                                 source(pages.address + 15 * kPage, 8)};
-  int warnings = 0;
-  std::string said;
-  auto handle = pin(0, sources, [&](const std::string& message) {
-    ++warnings;
-    said = message;
-  });
-  EXPECT(sources[0]->pinned);
-  EXPECT(!sources[1]->pinned);
-  EXPECT_EQ(warnings, 1);
-  EXPECT(said.find(std::to_string(10 * kPage)) != std::string::npos);
-  handle.reset();
+  fake_cuda::faults().locks_bytes = true;
+  MasterMemory heap(3 * kLarge);
+  MasterMemory other(kLarge);
+  std::vector<Lockable> items{heap.lockable()};
+  std::vector<Lockable> others{other.lockable()};
+  items[0].own_pages = others[0].own_pages = false;
+  EXPECT_EQ(pin(0, items), "");
+  EXPECT_EQ(pin(0, others), "");
+  EXPECT(items[0].locked && others[0].locked);
+  EXPECT_EQ(fake_cuda::counts().registered, heap.bytes() + other.bytes());
+  EXPECT_EQ(others_copy(heap.data(), heap.bytes()), cudaSuccess);
+  unpin(items, heap);
+  unpin(others, other);
   expect_nothing_left();
 }
 
-TEST(pin_keeps_the_bytes_of_what_it_locks) {
+TEST(pin_says_nothing_of_a_few_bytes_that_cannot_be_locked) {
   fake_cuda::reset();
-  auto pages = std::make_shared<Pages>(2);
-  const std::weak_ptr<Pages> watched = pages;
-  std::vector<SourcePtr> sources{source(pages->address, 100, pages)};
-  auto handle = pin(0, sources);
-  pages.reset();
-  sources.clear();
-  EXPECT(!watched.expired());
-  handle.reset();
-  EXPECT(watched.expired());
+  MasterMemory most(40 * kLarge);
+  MasterMemory heap(kLarge);
+  std::vector<Lockable> items{most.lockable()};
+  std::vector<Lockable> shared{heap.lockable()};
+  shared[0].own_pages = false;
+  items.push_back(shared[0]);
+  EXPECT_EQ(pin(0, items), "");
+  items.pop_back();
+  unpin(items, most);
+  unpin(shared, heap);
+  expect_nothing_left();
+}
+
+TEST(pin_gives_a_small_master_a_copy) {
+  fake_cuda::reset();
+  MasterMemory memory(1000);
+  std::vector<Lockable> items{part_of(memory, 0, 500), part_of(memory, 500, 300)};
+  EXPECT_EQ(pin(0, items), "");
+  EXPECT_EQ(registered_pages(), 0u);
+  for (const Lockable& item : items) {
+    EXPECT(item.source->pinned && !item.locked && item.source->pinned_copy);
+    EXPECT(fake_cuda::is_locked(item.source->pinned_copy->bytes.get(), item.source->count));
+  }
+  EXPECT(items[0].source->pinned_copy->bytes.get() + 500 <= items[1].source->pinned_copy->bytes.get());
+  EXPECT_EQ(others_copy(memory.data(), memory.bytes()), cudaSuccess);
+  unpin(items, memory);
+  expect_nothing_left();
+}
+
+TEST(pin_locks_a_block_once_for_all_that_lie_in_it) {
+  fake_cuda::reset();
+  MasterMemory memory(3 * kLarge);
+  std::vector<Lockable> items{part_of(memory, 100, 200), part_of(memory, kLarge, kLarge),
+                              part_of(memory, 2 * kLarge, kLarge)};
+  EXPECT_EQ(pin(0, items), "");
+  EXPECT_EQ(registered_pages(), memory.pages());
+  for (const Lockable& item : items) EXPECT(item.source->pinned && item.locked && !item.source->pinned_copy);
+  unpin(items, memory);
+  expect_nothing_left();
+}
+
+TEST(pin_is_shared_by_sessions) {
+  fake_cuda::reset();
+  MasterMemory memory(kLarge);
+  std::vector<Lockable> first{memory.lockable()};
+  std::vector<Lockable> second{memory.lockable()};
+  pin(0, first);
+  pin(0, second);
+  EXPECT(first[0].locked && second[0].locked);
+  unpin(first, memory);
+  EXPECT(fake_cuda::is_locked(memory.data(), memory.bytes()));
+  unpin(second, memory);
+  EXPECT(memory.context.get_deleter() == &MasterMemory::free_block);
+  expect_nothing_left();
+}
+
+TEST(pin_uses_what_somebody_else_has_locked) {
+  fake_cuda::reset();
+  MasterMemory memory(kLarge);
+  MasterMemory small(100);
+  const auto context = std::make_shared<const DeviceContext>(0);
+  {
+    const ContextGuard guard(*context);
+    EXPECT_EQ(cudaHostRegister(memory.data(), memory.bytes(), 0), cudaSuccess);
+    EXPECT_EQ(cudaHostRegister(small.data(), small.bytes(), 0), cudaSuccess);
+  }
+  const std::size_t before = registered_pages();
+  std::vector<Lockable> items{memory.lockable()};
+  std::vector<Lockable> others{small.lockable()};
+  items.push_back(others[0]);
+  EXPECT_EQ(pin(0, items), "");
+  for (const Lockable& item : items) EXPECT(item.source->pinned && !item.locked && !item.source->pinned_copy);
+  items.pop_back();
+  unpin(items, memory);
+  unpin(others, small);
+  EXPECT_EQ(registered_pages(), before);
+  const ContextGuard guard(*context);
+  cudaHostUnregister(memory.data());
+  cudaHostUnregister(small.data());
+}
+
+TEST(pin_refused_is_said_once_and_leaves_no_error_behind) {
+  fake_cuda::reset();
+  fake_cuda::faults().register_at_most = 30 * kPage;
+  MasterMemory fits(kLarge);
+  MasterMemory does_not(kLarge + 1);
+  std::vector<Lockable> items{fits.lockable()};
+  std::vector<Lockable> refused{does_not.lockable()};
+  items.push_back(refused[0]);
+  const std::string said = pin(0, items);
+  EXPECT(items[0].source->pinned);
+  EXPECT(!items[1].source->pinned && !items[1].locked);
+  EXPECT(said.find(std::to_string(kLarge + 1)) != std::string::npos);
+  EXPECT(said.find("ulimit") != std::string::npos);
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  items.pop_back();
+  unpin(items, fits);
+  unpin(refused, does_not);
+  expect_nothing_left();
+}
+
+TEST(pin_without_memory_for_copies) {
+  fake_cuda::reset();
+  fake_cuda::faults().no_host_memory = true;
+  MasterMemory memory(1000);
+  std::vector<Lockable> items{memory.lockable()};
+  EXPECT(pin(0, items).find("refused") != std::string::npos);
+  EXPECT(!items[0].source->pinned);
+  EXPECT_EQ(cudaGetLastError(), cudaSuccess);
+  unpin(items, memory);
   expect_nothing_left();
 }
 
 TEST(pin_leaves_files_and_the_already_pinned_alone) {
   fake_cuda::reset();
-  const Pages pages(2);
-  auto locked_by_torch = std::make_shared<Source>(*source(pages.address, 100));
-  locked_by_torch->pinned = true;
-  std::vector<SourcePtr> sources{locked_by_torch, source(nullptr, 100), source(pages.address, 0)};
-  const auto handle = pin(0, sources);
+  MasterMemory memory(kLarge);
+  std::vector<Lockable> items{memory.lockable(), memory.lockable(), memory.lockable()};
+  auto pinned = std::make_shared<Source>(*items[0].source);
+  pinned->pinned = true;
+  items[0].source = pinned;
+  auto nowhere = std::make_shared<Source>(*items[1].source);
+  nowhere->address = nullptr;
+  items[1].source = nowhere;
+  auto empty = std::make_shared<Source>(*items[2].source);
+  empty->count = 0;
+  items[2].source = empty;
+  EXPECT_EQ(pin(0, items), "");
+  EXPECT(items[0].source == pinned && items[1].source == nowhere && items[2].source == empty);
   EXPECT_EQ(registered_pages(), 0u);
-  EXPECT(sources[0] == locked_by_torch);
+  unpin(items, memory);
+  expect_nothing_left();
 }
 
-TEST(pin_runs_are_short_and_keep_large_tensors_apart) {
-  const auto lockable = [](std::uintptr_t begin, std::size_t bytes) {
-    return Lockable{reinterpret_cast<const std::byte*>(begin), bytes, nullptr};
-  };
-  const std::uintptr_t base = std::uintptr_t{1} << 40;
-  const std::size_t large = std::size_t{5} << 29;  // 2.5 GiB
-  const auto huge = PinRegistry::runs({lockable(base, large)}, 4096);
-  EXPECT_EQ(huge.size(), 3u);
-  for (const PageRun& run : huge) EXPECT(run.end - run.begin <= PinRegistry::kLongestRun);
-  EXPECT_EQ(huge.front().begin, base);
-  EXPECT_EQ(huge.back().end, base + large);
+// MasterMemory looks, when it is freed, whether a page is still locked.
 
-  const std::size_t tensor = std::size_t{4} << 20;
-  EXPECT_EQ(PinRegistry::runs({lockable(base, tensor), lockable(base + tensor, tensor)}, 4096).size(), 2u);
-  // ... unless they share a page, or are small
-  EXPECT_EQ(PinRegistry::runs({lockable(base, tensor - 1), lockable(base + tensor - 1, tensor)}, 4096).size(),
-            1u);
-  EXPECT_EQ(PinRegistry::runs({lockable(base + 4096, 4096), lockable(base, 4096)}, 4096).size(), 1u);
+TEST(pin_ends_before_memory_that_its_storage_lets_go_of) {
+  fake_cuda::reset();
+  MasterMemory memory(kLarge);
+  std::vector<Lockable> items{memory.lockable()};
+  pin(0, items);
+  const std::weak_ptr<HeldBytes> held = items[0].held;
+  items[0].held.reset();
+  memory.context.reset();  // `resize_(0)`: a copy may be reading, and the engine has the source
+  EXPECT(!held.expired());
+  EXPECT(fake_cuda::is_locked(memory.data(), memory.bytes()));
+  items.clear();  // the engine has the new one, the copies are over
+  EXPECT(held.expired());
+  expect_nothing_left();
+}
+
+TEST(pin_ends_at_once_where_nothing_reads) {
+  fake_cuda::reset();
+  MasterMemory memory(kLarge);
+  std::vector<Lockable> items{memory.lockable()};
+  pin(0, items);
+  items.clear();
+  EXPECT(fake_cuda::is_locked(memory.data(), memory.bytes()));
+  memory.context.reset();
+  expect_nothing_left();
 }
 
 TEST(pin_from_many_threads) {
   fake_cuda::reset();
-  const Pages pages(64);
+  std::vector<std::unique_ptr<MasterMemory>> memories;
+  for (int i = 0; i < 3; ++i) memories.push_back(std::make_unique<MasterMemory>(kLarge));
+  std::mutex gil;
   std::vector<std::thread> threads;
   for (std::size_t i = 0; i < 4; ++i) {
     threads.emplace_back([&, i] {
-      for (std::size_t k = 0; k < 200; ++k) {
-        std::vector<SourcePtr> sources{source(pages.address + ((7 * i + k) % 40) * kPage + 3, 9 * kPage)};
-        const auto handle = pin(0, sources);
-        EXPECT(sources[0]->pinned && fake_cuda::is_locked(sources[0]->address, sources[0]->count));
+      for (std::size_t k = 0; k < 100; ++k) {
+        MasterMemory& memory = *memories[(i + k) % memories.size()];
+        std::vector<Lockable> items;
+        {
+          const std::lock_guard lock(gil);
+          items.push_back(memory.lockable());
+        }
+        pin(0, items);
+        EXPECT(items[0].locked && fake_cuda::is_locked(memory.data(), memory.bytes()));
+        items[0].held->unlock();
+        const std::lock_guard lock(gil);
+        items[0].held->leave(&memory.context);
+        items.clear();
       }
     });
   }
   for (std::thread& thread : threads) thread.join();
+  for (const auto& memory : memories) {
+    EXPECT(memory->context.get_deleter() == &MasterMemory::free_block);
+  }
   expect_nothing_left();
 }
 

@@ -1,0 +1,134 @@
+#include "bindings/holds.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <pybind11/pybind11.h>
+
+#include <exception>
+#include <type_traits>
+#include <utility>
+
+#include "bindings/backends.h"
+#include "io/own_pages.h"
+
+namespace dynswap {
+
+namespace {
+
+namespace py = pybind11;
+
+/// The way in which the storage frees its memory, to be exchanged without touching the pointer to it, which
+/// others may be reading.
+HeldBytes::Context& context_of(c10::StorageImpl& storage) {
+  auto&& context = storage._mutable_data_ptr_no_checks().move_context();  // a reference: nothing is moved yet
+  static_assert(std::is_same_v<decltype(context), HeldBytes::Context&&>);
+  return context;
+}
+
+/// Note [Whose context may be exchanged]
+bool may_be_held(c10::StorageImpl& storage) {
+  const c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
+  if (!data.device().is_cpu() || data.get() == nullptr) return false;
+  if (HeldBytes::of(context_of(storage))) return true;
+  return data.get_context() == data.get() &&
+         data.get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter();
+}
+
+void leave(HeldBytes& bytes, c10::StorageImpl* storage) noexcept {
+  bytes.leave(storage == nullptr ? nullptr : &context_of(*storage));
+}
+
+}  // namespace
+
+std::shared_ptr<const void> Holds::hold(const c10::Storage& storage) {
+  c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
+  if (!may_be_held(impl)) return std::make_shared<c10::Storage>(storage);
+  if (std::shared_ptr<HeldBytes> known = HeldBytes::of(context_of(impl))) {
+    const auto entry = held_.find(known.get());
+    if (entry != held_.end() && entry->second.bytes.lock() == known) return known;
+  }
+  if (held_.size() >= sweep_at_) {
+    std::erase_if(held_, [](const auto& entry) { return entry.second.bytes.expired(); });
+    sweep_at_ = 2 * held_.size() + 64;
+  }
+  std::shared_ptr<HeldBytes> bytes = HeldBytes::hold(context_of(impl));
+  held_.insert_or_assign(bytes.get(), Held{bytes, storage.getWeakStorageImpl(), 0});
+  return bytes;
+}
+
+std::string Holds::pin(const at::Device& device, std::vector<SourcePtr>& sources) {
+  // Held once more for the time without the GIL, in which another thread may end() this.
+  struct Candidate {
+    std::shared_ptr<HeldBytes> bytes;
+    c10::intrusive_ptr<c10::StorageImpl> storage;
+  };
+  std::vector<Candidate> candidates(sources.size());
+  std::vector<Lockable> items(sources.size());
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    items[i].source = sources[i];
+    const auto found = held_.find(sources[i]->owner.get());
+    if (found == held_.end()) continue;
+    auto storage = found->second.storage.lock();
+    auto bytes = found->second.bytes.lock();
+    // Bytes that their storage has let go of are read once more at most.
+    if (!storage || !bytes || HeldBytes::of(context_of(*storage)) != bytes) continue;
+    items[i].held = HeldBytes::hold(context_of(*storage));
+    items[i].block = static_cast<const std::byte*>(storage->data());
+    items[i].block_bytes = storage->nbytes();
+    items[i].own_pages = has_own_pages(items[i].block, items[i].block_bytes);
+    candidates[i] = {std::move(bytes), std::move(storage)};
+  }
+  std::string said;
+  std::exception_ptr error;
+  {
+    const py::gil_scoped_release release;
+    try {
+      said = pin_items(device, items);
+    } catch (...) {
+      error = std::current_exception();
+    }
+  }
+  std::vector<std::shared_ptr<HeldBytes>> owed;
+  for (std::size_t i = 0; i < sources.size(); ++i) {
+    sources[i] = std::move(items[i].source);
+    const auto& [bytes, storage] = candidates[i];
+    if (!bytes) continue;
+    const auto found = held_.find(bytes.get());
+    if (items[i].locked && found != held_.end()) {
+      ++found->second.locks;
+    } else if (items[i].locked) {
+      owed.push_back(bytes);
+    }
+  }
+  if (!owed.empty()) {
+    const py::gil_scoped_release release;
+    for (const auto& bytes : owed) bytes->unlock();
+  }
+  for (const auto& [bytes, storage] : candidates) {
+    if (bytes) leave(*bytes, storage.get());
+  }
+  if (error) std::rethrow_exception(error);
+  return said;
+}
+
+void Holds::end() noexcept {
+  std::vector<std::pair<std::shared_ptr<HeldBytes>, Held>> alive;
+  bool locked = false;
+  for (auto& [key, held] : std::exchange(held_, {})) {
+    locked = locked || held.locks > 0;
+    if (auto bytes = held.bytes.lock()) alive.emplace_back(std::move(bytes), std::move(held));
+  }
+  if (locked) {
+    const py::gil_scoped_release release;
+    for (auto& [bytes, held] : alive) {
+      for (; held.locks > 0; --held.locks) bytes->unlock();
+    }
+  }
+  for (const auto& [bytes, held] : alive) {
+    const auto storage = held.storage.lock();
+    leave(*bytes, storage.get());
+  }
+}
+
+void Holds::abandon() noexcept { new auto(std::exchange(held_, {})); }
+
+}  // namespace dynswap

@@ -1,0 +1,51 @@
+// What one session holds of its masters' memory.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/StorageImpl.h>
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "core/held_bytes.h"
+#include "core/source.h"
+
+namespace dynswap {
+
+/// LOCK: the GIL. pin() and end() let go of it while the driver works, and nothing that an access takes is
+/// held meanwhile.
+class Holds {
+ public:
+  Holds() = default;
+  ~Holds() { end(); }
+  Holds(const Holds&) = delete;
+  Holds& operator=(const Holds&) = delete;
+
+  /// What keeps the bytes of this storage where they are, whatever becomes of the storage (Note [Bytes that
+  /// outlive their storage]); of memory that may not be held, the storage itself.
+  std::shared_ptr<const void> hold(const c10::Storage& storage);
+
+  /// Page-locks the sources as far as it may be, and replaces them by ones that say so. Returns what is to be
+  /// told the user. Their owners are from hold().
+  std::string pin(const at::Device& device, std::vector<SourcePtr>& sources);
+
+  /// Unlocks all, and leaves the storages as they were. Only once no copy reads them any more.
+  void end() noexcept;
+
+  /// In a forked child, where another thread may have been in the middle of it: forgets all.
+  void abandon() noexcept;
+
+ private:
+  struct Held {
+    std::weak_ptr<HeldBytes> bytes;  ///< weak, so that memory which its storage has let go of can be freed
+    c10::weak_intrusive_ptr<c10::StorageImpl> storage;
+    int locks = 0;
+  };
+
+  std::unordered_map<const void*, Held> held_;  ///< by their HeldBytes
+  std::size_t sweep_at_ = 64;                   ///< entries, among which there may be dead ones
+};
+
+}  // namespace dynswap

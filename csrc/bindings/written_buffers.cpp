@@ -1,0 +1,101 @@
+#include "bindings/written_buffers.h"
+
+#include <torch/extension.h>
+
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "bindings/call.h"
+#include "bindings/handed_out.h"
+#include "bindings/session.h"
+#include "core/protection.h"
+
+namespace dynswap {
+
+namespace {
+
+struct Buffers {
+  /// By their addresses, which the weak pointers keep from being given to others.
+  std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> handed_out;
+  std::unordered_map<const Weight*, std::unique_ptr<HandedOut>> kept;  ///< whose storages have died
+};
+
+Buffers& buffers() {
+  thread_local Buffers of_this_thread;
+  return of_this_thread;
+}
+
+/// The tensor lives on; it may be the one that the next access gives.
+void write_back(const c10::intrusive_ptr<c10::StorageImpl>& storage, HandedOut& record) {
+  Weight* const weight = record.origin().weight;
+  const std::shared_ptr<Session> session = record.origin().session.lock();
+  if (session && weight->latest_storage.lock() == storage) {
+    session->write_back(*weight);
+  } else {
+    record.write_back();
+  }
+  record.unwatch();
+}
+
+/// Of what there is now.
+void bring_home_all() {
+  Buffers now = std::exchange(buffers(), {});
+  std::vector<c10::intrusive_ptr<c10::StorageImpl>> alive;
+  std::vector<HandedOut*> records;
+  for (const auto& [address, storage] : now.handed_out) {
+    auto held = storage.lock();
+    HandedOut* const record = held ? HandedOut::of(*held) : nullptr;
+    if (record == nullptr || !record->watched()) continue;
+    records.push_back(record);
+    alive.push_back(std::move(held));
+  }
+  std::vector<HandedOut*> to_send = records;
+  for (const auto& [weight, record] : now.kept) to_send.push_back(record.get());
+  std::vector<std::shared_ptr<const c10::Event>> arrivals;
+  for (HandedOut* const record : to_send) {
+    if (!record->on_cpu()) arrivals.push_back(record->send_home());
+  }
+  {
+    const py::gil_scoped_release release;
+    for (const auto& arrived : arrivals) {
+      if (arrived && PROTECTED(statistics_arrived)) arrived->synchronize();
+    }
+  }
+  now.kept.clear();  // destroyed, they write back
+  for (std::size_t i = 0; i < alive.size(); ++i) write_back(alive[i], *records[i]);
+}
+
+}  // namespace
+
+void bring_home_with_the_call(const at::Tensor& handed_out) {
+  c10::StorageImpl& storage = *handed_out.storage().unsafeGetStorageImpl();
+  if (buffers().handed_out.try_emplace(&storage, handed_out.storage().getWeakStorageImpl()).second)
+    HandedOut::of(storage)->watch();
+}
+
+void keep_until_the_call_ends(std::unique_ptr<HandedOut>& record) noexcept {
+  if (!record->watched() || !inside_call() || record->on_cpu()) return;
+  try {
+    std::unique_ptr<HandedOut>& place = buffers().kept[record->origin().weight];
+    place = std::move(record);
+  } catch (const std::bad_alloc&) {
+    // It writes back now, and waits.
+  }
+}
+
+std::unique_ptr<HandedOut> taken_back(const Weight& weight) {
+  auto found = buffers().kept.extract(&weight);
+  if (found.empty() || found.mapped()->origin().session.expired()) return nullptr;
+  found.mapped()->unwatch_all();
+  return std::move(found.mapped());
+}
+
+void bring_home(const Weight& weight) { buffers().kept.erase(&weight); }
+
+void bring_home() {
+  // One that is watched for good may die here, and is kept.
+  while (!buffers().handed_out.empty() || !buffers().kept.empty()) bring_home_all();
+}
+
+}  // namespace dynswap

@@ -1,0 +1,76 @@
+// Memory as masters lie in it: blocks that know how they are freed, on pages of their own.
+#pragma once
+
+#include <sys/mman.h>
+#include <unistd.h>
+
+#include <cstddef>
+#include <memory>
+#include <utility>
+
+#include "check.h"
+#include "core/lockable.h"
+#include "cuda/cuda_backend.h"
+#include "fake_cudart.h"
+
+namespace dynswap::test {
+
+inline const std::size_t kPage = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+
+/// As a storage of torch: it frees its memory by its context. Its bytes begin behind a header, as malloc's
+/// do. Freed while a page is locked, it fails the test.
+class MasterMemory {
+ public:
+  static constexpr std::size_t kHeader = 64;
+
+  explicit MasterMemory(std::size_t bytes) : bytes_(bytes) {
+    auto block = std::make_unique<Block>();
+    block->bytes = (kHeader + bytes + kPage - 1) / kPage * kPage;
+    block->address = static_cast<std::byte*>(
+        mmap(nullptr, block->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    data_ = block->address + kHeader;
+    pages_ = block->bytes / kPage;
+    context = HeldBytes::Context(block.release(), &free_block);
+  }
+
+  std::byte* data() const { return data_; }
+  std::size_t bytes() const { return bytes_; }
+  std::size_t pages() const { return pages_; }
+
+  /// All of it is one source; its owner holds the bytes.
+  Lockable lockable() {
+    auto source = std::make_shared<Source>();
+    source->name = "master";
+    source->address = data_;
+    source->count = bytes_;
+    Lockable item;
+    item.held = HeldBytes::hold(context);
+    source->owner = item.held;
+    item.source = std::move(source);
+    item.block = data_;
+    item.block_bytes = bytes_;
+    item.own_pages = true;
+    return item;
+  }
+
+  HeldBytes::Context context{nullptr, nullptr};
+
+  static void free_block(void* context) {
+    const std::unique_ptr<Block> block(static_cast<Block*>(context));
+    for (std::size_t at = 0; at < block->bytes; at += kPage) {
+      EXPECT(!fake_cuda::is_locked(block->address + at, 1));
+    }
+    munmap(block->address, block->bytes);
+  }
+
+ private:
+  struct Block {
+    std::byte* address;
+    std::size_t bytes;
+  };
+  std::size_t bytes_;
+  std::byte* data_;
+  std::size_t pages_;
+};
+
+}  // namespace dynswap::test
