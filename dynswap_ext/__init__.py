@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from . import integrations  # noqa: F401  (what it knows is used from the first install on)
 from ._provider import BackendInfo, backend_info
 from ._stats import Stats
 from ._tuning import Tuning

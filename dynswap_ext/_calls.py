@@ -89,6 +89,8 @@ def namespace_for(cls: type) -> dict[str, Any]:
                 _autograd._pop_saved_tensors_default_hooks()
             if _thread.kept:
                 _end_of_call()
+            if session is not None and depth == 0:
+                session.bring_buffers_home()
 
     return {"__call__": __call__}
 

@@ -18,11 +18,14 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
+from ._asked import Members, as_asked, looked_at
+from ._asked import namespace_for as answers_for
 from ._distributed import refuse_sharding
 from ._outside import HandedOut, master_of
 from ._parametrized import copy_over, is_copy, made_by_torch
 from ._special import namespace_for
 from ._state import STATE_KEY, is_scripted, modules_of, session_of, set_class
+from ._staying import staying
 from ._traced import let_go, live, live_name
 
 __all__ = ["Dress", "ensure", "is_swap_class", "original_class", "swap_class"]
@@ -123,6 +126,7 @@ def _make(cls: type, attribute_type: type, dress: Dress | None) -> type | None:
         "_dynswap_dress": dress,
         **namespace_for(cls, _join),
         **getattr(attribute_type, "namespace_for", _nothing_for)(cls),
+        **answers_for(cls),
         **shown,
     }
     becomes = getattr(cls, "cls_to_become", None)
@@ -201,6 +205,8 @@ def _behaviour_over(base: type) -> type:
         _dynswap_original: type
         _dynswap_attribute: type
         _dynswap_dress: Dress | None
+        #: Whether Note [Sent where it computes] holds.
+        _dynswap_stays = True
 
         def __init_subclass__(cls, **kwargs: Any) -> None:
             # The original's own hook is not run: it may want arguments, or register the class somewhere, and
@@ -244,10 +250,16 @@ def _behaviour_over(base: type) -> type:
             super()._load_from_state_dict(*args, **kwargs)
             _check(self)
 
-        def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        def _named_members(
+            self, get_members_fn: Members, *args: Any, **kwargs: Any
+        ) -> Iterator[tuple[str, Any]]:
             refuse_sharding(self)
-            _flush(self)
-            return cast(Iterator[tuple[str, Any]], super()._named_members(*args, **kwargs))
+            asked = None if torch.compiler.is_dynamo_compiling() else as_asked(get_members_fn)
+            if asked is None:
+                _flush(self)
+            return cast(
+                Iterator[tuple[str, Any]], super()._named_members(asked or get_members_fn, *args, **kwargs)
+            )
 
         def get_parameter(self, target: str) -> nn.Parameter:
             return cast(nn.Parameter, _master_at(self, target, "_parameters", super().get_parameter))
@@ -261,9 +273,9 @@ def _behaviour_over(base: type) -> type:
             set_class(replica, original_class(type(replica)))
             return replica
 
-        def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             _release(self)
-            applied = super()._apply(*args, **kwargs)
+            applied = super()._apply(staying(self, fn) if self._dynswap_stays else fn, *args, **kwargs)
             _check(self)
             return applied
 
@@ -336,6 +348,7 @@ def _master_at(module: Any, target: str, members: str, otherwise: Callable[[str]
     master = vars(owner).get(members, {}).get(name)
     if master is None:
         return otherwise(target)
+    looked_at(owner, master)
     _flush_module(owner)
     return master
 

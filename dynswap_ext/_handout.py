@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ._counting import Counts
+from ._outside import untracked_alias_made
 
 if TYPE_CHECKING:
     from ._fallback import Session
@@ -270,6 +271,16 @@ def copy_of(tensor: torch.Tensor) -> Copy | None:
     copy = _copies.get(storage_address(tensor))
     # A copy may be gone, and its storage's address another's.
     return copy if copy is not None and tensor.dtype == copy.data.dtype else None
+
+
+def _compare(tensor: torch.Tensor) -> None:
+    """Let the bytes tell whether it was written: its version will not."""
+    copy = copy_of(tensor)
+    if copy is not None:
+        copy.compare = True
+
+
+untracked_alias_made.append(_compare)
 
 
 def storage_address(tensor: torch.Tensor) -> int:

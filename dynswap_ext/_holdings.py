@@ -49,6 +49,14 @@ class Holdings:
                 if copy.weight is not None and copy.current(copy.master):
                     copy.write_back(copy.master)
 
+    def bring_buffers_home(self) -> None:
+        """What a call wrote on buffers, with or without a trace, is in the masters when it is over."""
+        with self._exclusive:
+            for copy in list(self._held.values()):
+                watched = copy.compare and not isinstance(copy.master, nn.Parameter)
+                if watched and copy.weight is not None and copy.current(copy.master):
+                    copy.write_back(copy.master)
+
     def flush_module(self, module: nn.Module) -> None:
         """Flush; what is held is little here, and not sorted by module."""
         self.flush()

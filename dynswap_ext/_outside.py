@@ -19,12 +19,15 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ._untraced import untraced
 
-__all__ = ["HandedOut", "inside_of", "master_of", "seen_from_outside", "show_outside"]
+__all__ = ["HandedOut", "inside_of", "master_of", "seen_from_outside", "show_outside", "untracked_alias_made"]
 
 # Both in the `__dict__` of tensors: the class adds no slots, so that it can be given to a tensor that exists.
 _MASTER: Final = "_dynswap_master"
 _ALIAS: Final = "_dynswap_alias"
 _TENSOR: Final = "_dynswap_tensor"
+
+#: Called with a tensor whose `.data` is taken: what is written on that bumps no version. The providers' own.
+untracked_alias_made: Final[list[Callable[[torch.Tensor], None]]] = []
 
 _plain: Final[Any] = torch.Tensor
 _REGISTER: Final = nn.Module.register_parameter.__code__
@@ -42,6 +45,8 @@ class HandedOut(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The values, on the device. Set: the master's values (and the tensor's own)."""
+        for note in untracked_alias_made:
+            note(self)
         return _plain.data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter

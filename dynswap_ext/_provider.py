@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
@@ -14,16 +15,15 @@ from torch import nn
 
 from . import _fallback
 from ._logging import logger
+from ._outside import untracked_alias_made
 from ._warn import warn
-from .config import available_devices, backend_from_environment
-from .errors import ConfigError
+from .config import backend_from_environment, listed_devices
+from .errors import ConfigError, DeviceError
 
 __all__ = ["BackendInfo", "Provider", "Session", "backend_info", "native_unavailable", "select"]
 
-_REMEDY = (
-    "Reinstall it against this torch (`pip install --no-build-isolation --force-reinstall .` in a checkout), "
-    "or set DYNSWAP_BACKEND=python to use pure Python without this warning."
-)
+_REINSTALL = "`pip install --no-build-isolation --force-reinstall .` in a checkout"
+_SILENCE = "DYNSWAP_BACKEND=python takes pure Python without this warning"
 
 
 class Session(Protocol):
@@ -128,13 +128,16 @@ class Provider:
     attribute: type
     #: The engine's backend: "host", "cuda", or "torch" (pure Python).
     backend: str
+    #: Why it is not the native one; empty if it is, and where pure Python was asked for.
+    reason: str = ""
 
 
 @dataclass(frozen=True)
 class BackendInfo:
     """What is active in this process, and why. ``print`` it."""
 
-    #: The provider that an install on the default device takes: "native" or "python".
+    #: The provider that an install on the default device takes: "native" or "python". Whether the driver can
+    #: serve a CUDA device is known only once something has used one.
     provider: str
     #: Whether the extension could be imported.
     extension: bool
@@ -160,6 +163,15 @@ class BackendInfo:
             "devices": ", ".join(self.devices),
         }
         return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
+
+
+@dataclass(frozen=True)
+class _Obstacle:
+    """What keeps the native provider from serving a device."""
+
+    reason: str
+    #: What to do about it, as a clause that ", or " may follow.
+    remedy: str
 
 
 @dataclass(frozen=True)
@@ -189,42 +201,48 @@ def select(backend: str, device: torch.device) -> Provider:
         logger.debug("the python provider serves %s, as asked for", device)
         return _python()
     extension = _extension()
-    reason = extension.reason or _unsupported(extension, device)
-    if not reason:
+    obstacle = _obstacle(extension, device)
+    if obstacle is None:
         logger.debug("the native provider serves %s", device)
         return _native(extension, device)
     if backend == "native":
-        raise ConfigError(f"the native provider was asked for, but {reason}")
-    logger.info("the python provider serves %s: %s", device, reason)
-    if extension.reason:
-        _warn_once(f"dynswap_ext runs in pure Python, without prefetch: {reason}. {_REMEDY}")
-    return _python()
+        raise ConfigError(f"the native provider was asked for, but {obstacle.reason}")
+    _warn_once(
+        f"dynswap_ext runs in pure Python on '{device}', without prefetch (each weight is waited for): "
+        f"{obstacle.reason}. {obstacle.remedy}; {_SILENCE}."
+    )
+    return _python(obstacle.reason)
 
 
 def backend_info() -> BackendInfo:
-    """Say which provider is active, and why. Warns about nothing."""
+    """Say which provider is active, and why. Warns about nothing, and wakes no CUDA driver.
+
+    A process that has woken the driver cannot be forked for work with CUDA. So CUDA devices are those that
+    NVML lists, and whether the extension can use them is not asked, unless CUDA is in use already. (Where
+    there is a driver and no NVML, torch itself asks the driver how many there are.)
+    """
     extension = _extension()
     asked = backend_from_environment()
-    device = torch.device(available_devices()[-1])
-    reason = (
-        "DYNSWAP_BACKEND=python" if asked == "python" else extension.reason or _unsupported(extension, device)
-    )
+    devices = listed_devices()
+    in_use = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    obstacle = _obstacle(extension, torch.device(devices[-1]), ask_driver=in_use)
+    reason = "DYNSWAP_BACKEND=python" if asked == "python" else obstacle.reason if obstacle else None
     return BackendInfo(
         provider="python" if reason else "native",
         extension=extension.module is not None,
-        reason=reason or None,
+        reason=reason,
         torch=torch.__version__,
         built_for_torch=extension.build.get("torch") or None,
         cuda=bool(extension.build.get("cuda")),
         compiler=extension.build.get("compiler") or None,
-        devices=available_devices(),
+        devices=devices,
     )
 
 
 def native_unavailable(device: torch.device) -> str:
-    """Why the native provider cannot serve the device; empty if it can."""
-    extension = _extension()
-    return extension.reason or _unsupported(extension, device)
+    """Why the native provider cannot serve the device; empty if it can. Wakes the driver of a CUDA device."""
+    obstacle = _obstacle(_extension(), device)
+    return obstacle.reason if obstacle else ""
 
 
 @functools.cache
@@ -232,8 +250,8 @@ def _warn_once(message: str) -> None:
     warn(message)
 
 
-def _python() -> Provider:
-    return Provider("python", _fallback.Session, _fallback.Attribute, "torch")
+def _python(reason: str = "") -> Provider:
+    return Provider("python", _fallback.Session, _fallback.Attribute, "torch", reason)
 
 
 def _native(extension: _Extension, device: torch.device) -> Provider:
@@ -242,15 +260,47 @@ def _native(extension: _Extension, device: torch.device) -> Provider:
     return Provider("native", cast("Callable[..., Session]", module.Session), module.Attribute, backend)
 
 
-def _unsupported(extension: _Extension, device: torch.device) -> str:
-    """Why the extension cannot serve a device; empty if it can."""
+def _obstacle(extension: _Extension, device: torch.device, *, ask_driver: bool = True) -> _Obstacle | None:
+    """What keeps the extension from serving a device, if anything."""
+    if extension.module is None:
+        return _Obstacle(extension.reason, f"Reinstall it against this torch ({_REINSTALL})")
     if device.type == "cpu":
-        return ""
-    if device.type == "cuda":
-        if not extension.build.get("cuda"):
-            return "the extension was built without CUDA"
-        return "" if extension.build.get("cuda_devices") else "the extension finds no CUDA device"
-    return f"the extension does not know the device '{device}'"
+        return None
+    if device.type != "cuda":
+        return _Obstacle(
+            f"the extension has no backend for devices of the type '{device.type}'",
+            "Weights that fit can stay on the device (`budget=`), where nothing waits for them",
+        )
+    if torch.version.hip:
+        return _Obstacle(
+            "the extension is for NVIDIA's GPUs, and this torch is for AMD's",
+            "Weights that fit can stay on the device (`budget=`), where nothing waits for them",
+        )
+    if not extension.build.get("cuda"):
+        return _Obstacle(
+            "the extension was built without CUDA",
+            f"Reinstall it where there is a CUDA toolkit (`DYNSWAP_CUDA=1`, then {_REINSTALL})",
+        )
+    return _without_driver(extension, device) if ask_driver else None
+
+
+def _without_driver(extension: _Extension, device: torch.device) -> _Obstacle | None:
+    """Why the CUDA runtime in the extension cannot use a device, if it cannot. Wakes the driver."""
+    module: Any = extension.module
+    built = f"the extension, built with CUDA {extension.build.get('cuda')},"
+    older = (
+        "Update the NVIDIA driver, or reinstall the extension with a toolkit that is as old as the driver "
+        f"(`CUDA_HOME`, then {_REINSTALL})"
+    )
+    try:
+        count = int(module.cuda_device_count())
+    except DeviceError as error:
+        return _Obstacle(f"{built} cannot use the driver: {error}", older)
+    if (device.index or 0) < count:
+        return None
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is '{visible}')"
+    return _Obstacle(f"{built} finds {count} CUDA device(s), and not '{device}'{shown}", older)
 
 
 @functools.cache
@@ -267,6 +317,7 @@ def _extension() -> _Extension:
         return _Extension(
             None, f"the extension was built for torch {built}, and torch {torch.__version__} runs", build
         )
+    untracked_alias_made.append(module.note_untracked_alias)
     return _Extension(module, "", build)
 
 

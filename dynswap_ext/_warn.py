@@ -7,18 +7,32 @@ import warnings
 from pathlib import Path
 from typing import Final
 
+import torch
+
 from ._logging import logger
 from .errors import DynswapWarning
 
 __all__ = ["warn"]
 
-_PACKAGE: Final = str(Path(__file__).parent)
+_NOT_THE_CALLER: Final = tuple(f"{Path(file).parent}/" for file in (__file__, str(torch.__file__)))
 
 
-def warn(message: str) -> None:
-    """Warn, on behalf of the first frame that is not the package's own."""
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_PACKAGE):
-        level, frame = level + 1, frame.f_back
+def warn(message: str, *, always: bool = False) -> None:
+    """Warn, on behalf of the first frame that is neither the package's own nor torch's.
+
+    Parameters
+    ----------
+    message : str
+        Whole sentences.
+    always : bool
+        Show it also where the same line has led to it before: it is about another install.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
+        frame = frame.f_back
     logger.warning("%s", message)
-    warnings.warn(message, DynswapWarning, stacklevel=level)
+    shown = {} if always else frame.f_globals.setdefault("__warningregistry__", {})
+    name = frame.f_globals.get("__name__") or "<unknown>"
+    warnings.warn_explicit(
+        message, DynswapWarning, frame.f_code.co_filename, frame.f_lineno, name, registry=shown
+    )

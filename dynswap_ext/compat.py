@@ -99,7 +99,9 @@ def _install(
 
 
 def _dress(original: type) -> tuple[str, dict[str, Any]]:
-    return f"DynamicSwap_{original.__name__}", {"forge_backup_original_class": original}
+    # Callers move a leaf to the device to keep it there.
+    shown = {"forge_backup_original_class": original, "_dynswap_stays": False}
+    return f"DynamicSwap_{original.__name__}", shown
 
 
 @contextlib.contextmanager

@@ -34,6 +34,7 @@ __all__ = [
     "Options",
     "available_devices",
     "backend_from_environment",
+    "listed_devices",
     "log_level",
     "require_cuda",
     "resolve",
@@ -140,13 +141,15 @@ def require_cuda() -> bool:
 
 
 def available_devices() -> tuple[str, ...]:
-    """Devices on which an install can compute."""
-    names = ["cpu"]
-    if torch.accelerator.is_available():
-        accelerator = torch.accelerator.current_accelerator()
-        if accelerator is not None:
-            names += [f"{accelerator.type}:{i}" for i in range(torch.accelerator.device_count())]
-    return tuple(names)
+    """Devices on which an install can compute. Wakes the driver: on CUDA, torch asks its runtime."""
+    return listed_devices() if torch.accelerator.is_available() else ("cpu",)
+
+
+def listed_devices() -> tuple[str, ...]:
+    """Devices that the system lists; of those with CUDA, what NVML has, so that the driver sleeps on."""
+    accelerator = torch.accelerator.current_accelerator()
+    count = 0 if accelerator is None else torch.accelerator.device_count()
+    return ("cpu", *(f"{accelerator}:{index}" for index in range(count)))
 
 
 def _device(given: torch.device | str | int | None) -> torch.device:

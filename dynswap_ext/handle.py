@@ -31,6 +31,10 @@ class Install(Protocol):
         """What it was asked for."""
 
     @property
+    def reason(self) -> str:
+        """Why its provider is not the native one; empty if it is, or if that was not asked for."""
+
+    @property
     def root(self) -> Callable[[], nn.Module | None]:
         """The model, while it lives."""
 
@@ -148,7 +152,8 @@ class Handle:
         stats = self.stats()
         options = self._record.options
         rows = figures_of(self._record.session)
-        return Report(rows, stats, str(options.device), self.budget, options.prefetch)
+        reason = self._record.reason
+        return Report(rows, stats, str(options.device), self.budget, options.prefetch, reason)
 
     def record(self) -> InRecording:
         """Record copies, waits and uses while a block runs, for `trace` and `plot`.

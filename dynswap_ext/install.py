@@ -128,7 +128,7 @@ def install_with(model: nn.Module, options: config.Options, dress: Dress | None 
     with _lock:
         provider = _provider.select(options.backend, options.device)
         scripted, serving = _survey(model)
-        record = _Record(options, weakref.ref(model), _new_session(provider, options), dress)
+        record = _Record(options, weakref.ref(model), _new_session(provider, options), dress, provider.reason)
         replaced = _take_out(model, serving)
         try:
             record.begin_fitting(model, provider)
@@ -183,6 +183,8 @@ class _Record:
     session: _provider.Session
     #: What its swap classes show.
     dress: Dress | None
+    #: Why its provider is not the native one; empty if it is, or if that was not asked for.
+    reason: str
     _forget: weakref.finalize[..., nn.Module] | None = None
     tuner: Tuner | None = None
     _first_pass: FirstPass | None = None
@@ -340,8 +342,7 @@ def plan_again(session: _provider.Session) -> None:
     The native provider asks for it at the beginning of a model's call. If the new masters do not fit the
     budget, the old plan stays, and what it does not know is moved at each access.
     """
-    record = _records.get(id(session))
-    model = None if record is None else record.root()
+    model = root_of(session)
     if model is None:
         return
     try:
@@ -349,6 +350,12 @@ def plan_again(session: _provider.Session) -> None:
         _log_plan("planned again", session, type(model).__name__)
     except (BudgetError, OutOfMemoryError) as error:
         warn(f"the model's masters have changed and cannot be planned for anew: {error}")
+
+
+def root_of(session: _provider.Session) -> nn.Module | None:
+    """The model that a session was made for, while both live."""
+    record = _records.get(id(session))
+    return None if record is None else record.root()
 
 
 def _new_session(provider: _provider.Provider, options: config.Options) -> _provider.Session:

@@ -57,6 +57,8 @@ class Report:
     budget: int | None
     #: As given to the install.
     prefetch: int
+    #: Why the install got pure Python, where it was given the choice; else empty.
+    reason: str = ""
 
     @property
     def stall_ns(self) -> int:
@@ -80,6 +82,7 @@ class Report:
         """Everything, in what JSON knows."""
         return {
             "device": self.device,
+            "reason": self.reason,
             "budget": self.budget,
             "prefetch": self.prefetch,
             "stall_ns": self.stall_ns,
@@ -106,6 +109,8 @@ class Report:
         columns = shutil.get_terminal_size((160, 25)).columns if width is None else width
         console = Console(file=io.StringIO(), width=columns, color_system=None)
         console.print(self.table(collapse=collapse, width=columns))
+        if self.reason:
+            console.print(Text(f"pure Python, without prefetch: {self.reason}"))
         console.print(Text(self.verdict))
         assert isinstance(console.file, io.StringIO)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

@@ -1,0 +1,22 @@
+"""What is to be known of other libraries, so that their programs run unchanged on an installed model.
+
+Nothing here imports a library, and none is changed: they may be imported before this package or after it.
+What is listed was read in the versions that `tests/programs` runs with.
+"""
+
+from __future__ import annotations
+
+from .._asked import know
+
+__all__: list[str] = []
+
+# ``next(model.parameters()).device`` is asked all over their code, in models' forwards too.
+know("accelerate", "get_parameter_device")
+know("diffusers", "get_parameter_device", "get_parameter_dtype")
+know("peft")
+know("sentence_transformers")
+know("transformers", "get_parameter_device", "get_parameter_dtype", "get_parameter_first_dtype")
+
+# Code that comes with a checkpoint (``trust_remote_code=True``).
+know("diffusers_modules")
+know("transformers_modules")

@@ -1,0 +1,230 @@
+"""An installed model that is sent to the device where it computes already."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import assert_same_training_step, state_copy
+from torch import nn
+
+import dynswap_ext
+from conftest import Provider
+from dynswap_ext import testing
+from dynswap_ext.compat import DynamicSwapInstaller
+from sample_models import ConvNet, mlp
+
+HOME = torch.device("cpu")
+
+
+def to(provider: Provider) -> dict[str, Callable[[nn.Module], Any]]:
+    device = provider.device
+    ways: dict[str, Callable[[nn.Module], Any]] = {
+        "device": lambda m: m.to(device),
+        "text": lambda m: m.to(str(device)),
+        "no index": lambda m: m.to(device.type),
+        "keyword": lambda m: m.to(device=device, non_blocking=True),
+        "tensor": lambda m: m.to(torch.empty(0, device=device)),
+        "method": lambda m: getattr(m, device.type)(),
+    }
+    if device.type != "cpu":
+        ways["method of an index"] = lambda m: getattr(m, device.type)(device.index)
+        ways["index"] = lambda m: m.to(device.index)
+    return ways
+
+
+WAYS = ["device", "text", "no index", "keyword", "tensor", "method", "method of an index", "index"]
+
+
+def told(caught: list[warnings.WarningMessage]) -> list[str]:
+    return [str(w.message) for w in caught if issubclass(w.category, dynswap_ext.DynswapWarning)]
+
+
+def times(provider: Provider) -> int:
+    """How often it is told: on the CPU, where the masters are, nothing is out of the ordinary."""
+    return 0 if provider.device.type == "cpu" else 1
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_masters_stay(provider: Provider, way: str) -> None:
+    if way not in to(provider):
+        pytest.skip("the CPU has no index")
+    model = mlp()
+    moved, handle = provider.pair(model)
+    masters = list(model.parameters())
+    x = provider.randn(3, 16)
+    assert_same_training_step(model, moved, lambda m: m(x))
+    for p in masters:
+        assert p.grad is not None
+    handle.reset_stats()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            assert to(provider)[way](model) is model
+    assert len(told(caught)) == times(provider)
+    assert all(
+        f"Sequential is installed and computes on {provider.device} already" in t for t in told(caught)
+    )
+    assert all("uninstall(model)" in t for t in told(caught))
+    assert handle.stats().bytes_moved == 0
+    assert [a is b for a, b in zip(model.parameters(), masters, strict=True)] == [True] * 6
+    assert {(p.device, p.grad.device, p.dtype) for p in masters if p.grad is not None} == {
+        (HOME, HOME, torch.float32)
+    }
+    assert_same_training_step(model, moved, lambda m: m(x))
+
+
+def test_the_notice_is_shown_for_each_install_and_points_at_the_caller(provider: Provider) -> None:
+    if provider.device.type == "cpu":
+        pytest.skip("nothing to notice")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        for _ in range(2):
+            model = mlp()
+            provider.install(model)
+            model.to(provider.device)
+    assert len(told(caught)) == 2
+    assert {w.filename for w in caught} == {__file__}
+
+
+def test_a_notice_that_is_an_error_changes_nothing(provider: Provider) -> None:
+    if provider.device.type == "cpu":
+        pytest.skip("nothing to notice")
+    model = mlp()
+    moved, _ = provider.pair(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(dynswap_ext.DynswapWarning):
+            model.to(provider.device, torch.float16)
+    assert {(p.device, p.dtype) for p in model.parameters()} == {(HOME, torch.float32)}
+    x = provider.randn(3, 16)
+    assert_same_training_step(model, moved, lambda m: m(x))
+
+
+@pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
+def test_a_cast_in_the_same_call_is_done(provider: Provider) -> None:
+    model = ConvNet().eval()
+    _, handle = provider.pair(model)
+    model.to(provider.device, torch.float16, memory_format=torch.channels_last)
+    assert {p.device for p in model.parameters()} == {HOME}
+    assert {p.dtype for p in model.parameters()} == {torch.float16}
+    assert model.conv.get_parameter("weight").is_contiguous(memory_format=torch.channels_last)
+    moved = testing.moved(model, provider.device, torch.float64)
+    handle.reset_stats()
+    x = provider.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        testing.assert_bit_equal(model(x), moved(x), "output")
+    assert handle.stats().bytes_moved > 0
+
+
+def test_elsewhere_they_move(provider: Provider) -> None:
+    model = mlp()
+    moved, _ = provider.pair(model)
+    x = provider.randn(3, 16)
+    elsewhere = [HOME]
+    if provider.device.type != "cpu":
+        other = torch.device(provider.device.type, 1)
+        elsewhere += [other, HOME]
+        model.to(other)
+        assert {p.device for p in model.parameters()} == {other}
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            model.to(provider.device)  # also from there
+        assert {p.device for p in model.parameters()} == {other}
+        with torch.no_grad():
+            testing.assert_bit_equal(model(x), moved(x), "output")
+    for device in elsewhere:
+        model.to(device)
+        assert {p.device for p in model.parameters()} == {device}
+    with torch.no_grad():
+        testing.assert_bit_equal(model(x), moved(x), "output")
+
+
+def test_on_purpose(provider: Provider) -> None:
+    """After an uninstall, of a part too; or by a function of one's own."""
+    model = mlp()
+    moved, handle = provider.pair(model)
+    x = provider.randn(3, 16)
+    dynswap_ext.uninstall(model[0]).to(provider.device, torch.float64)
+    assert model[0].weight.device == provider.device
+    model[2]._apply(lambda t: t.to(provider.device))
+    assert model[2].get_parameter("weight").device == provider.device
+    assert_same_output(model, moved, x)
+    handle.uninstall()
+    model.to(provider.device, torch.float64)
+    assert {p.device for p in model.parameters()} == {provider.device}
+    assert_same_output(model, moved, x)
+
+
+def assert_same_output(model: nn.Module, moved: nn.Module, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        testing.assert_bit_equal(model(x), moved(x), "output")
+
+
+class WithPlainTensor(nn.Module):
+    """As many modules have them: moved by an `_apply` of the class's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = mlp()
+        self.scale = nn.Parameter(torch.randn(16))
+        self.table = torch.randn(16)
+
+    def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
+        super()._apply(fn, recurse)
+        self.table = fn(self.table)
+        return self
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x) * self.scale + self.table
+
+
+class Wrapper(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.head = nn.Linear(16, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.model(x))
+
+
+@pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
+def test_what_is_not_a_master_moves(provider: Provider) -> None:
+    """Plain tensors of a class that moves them, and modules that are not installed."""
+    model = WithPlainTensor().to(torch.float64)
+    wrapper = Wrapper(model).to(torch.float64)
+    moved = testing.moved(wrapper, provider.device)
+    state = state_copy(model)
+    provider.install(model)
+    wrapper.to(provider.device)
+    assert model.table.device == wrapper.head.weight.device == provider.device
+    assert {p.device for p in model.parameters()} == {HOME}
+    assert_same_training_step(wrapper, moved, lambda m: m(provider.randn(3, 16)))
+    testing.assert_bit_equal(state_copy(model), state)
+
+
+@pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
+def test_parts_of_several_installs(provider: Provider) -> None:
+    model = nn.Sequential(mlp(), nn.Linear(16, 16))
+    provider.install(model[0])
+    other = torch.device("cpu")
+    handle = dynswap_ext.install(model[1], device=other, backend=provider.backend)
+    model.to(provider.device)
+    assert {p.device for p in model[0].parameters()} == {HOME}
+    assert {p.device for p in model[1].parameters()} == {provider.device}
+    handle.uninstall()
+
+
+def test_the_drop_in_class_moves_a_leaf(provider: Provider) -> None:
+    model = mlp()
+    handle = DynamicSwapInstaller.install_model(model, device=provider.device, backend=provider.backend)
+    provider.handles.append(handle)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        model[0].to(provider.device)
+    assert model[0].get_parameter("weight").device == provider.device
+    assert told(caught) == []

@@ -1,0 +1,259 @@
+"""What an installed model answers to those who ask where, and in which dtype, it computes."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dynswap_ext
+from conftest import Provider
+from dynswap_ext import testing
+from sample_models import mlp
+
+HOME = torch.device("cpu")
+
+
+class Asked(nn.Module):
+    """Asks its parameters in the ways that libraries have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("steps", torch.zeros(2, dtype=torch.int64))
+        self.body = mlp()
+        self.kept_on = torch.device("cpu")
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The first floating one."""
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x.to(self.dtype)) + torch.ones(1, device=self.device, dtype=self.dtype)
+
+
+class Loops(Asked):
+    @property
+    def device(self) -> torch.device:
+        return self._first("device")
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._first("dtype")
+
+    def _first(self, what: str) -> Any:
+        for _, tensor in (*self.named_buffers(), *self.named_parameters()):
+            if tensor.is_floating_point():
+                return getattr(tensor, what)
+        raise StopIteration
+
+
+class ByName(Asked):
+    @property
+    def device(self) -> torch.device:
+        return self.get_parameter("body.0.weight").device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.body[0].weight.dtype
+
+
+class OverAnother(Loops):
+    @property
+    def device(self) -> torch.device:
+        return super().device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return super().dtype
+
+
+@pytest.mark.parametrize("cls", [Asked, Loops, ByName, OverAnother], ids=lambda c: c.__name__)
+def test_properties_that_look_at_masters(provider: Provider, cls: type[Asked]) -> None:
+    model = cls()
+    moved, handle = provider.pair(model)
+    assert (model.device, model.dtype) == (provider.device, torch.float64) == (moved.device, moved.dtype)
+    x = provider.randn(3, 16, dtype=torch.float32)
+    testing.assert_bit_equal(model(x), moved(x), "output")
+    assert {(p.device, p.dtype) for p in model.parameters()} == {(HOME, torch.float32)}
+    handle.uninstall()
+    assert (model.device, model.dtype) == (HOME, torch.float32)
+
+
+def test_without_a_cast_the_dtype_is_the_masters(provider: Provider) -> None:
+    model = Asked().half()
+    provider.install(model)
+    assert (model.device, model.dtype) == (provider.device, torch.float16)
+    model.bfloat16()
+    assert model.dtype == torch.bfloat16
+
+
+def test_a_property_that_means_something_else(provider: Provider) -> None:
+    """Also where it happens to be the masters' device, or asks about itself first."""
+
+    class Other(nn.Linear):
+        set_to: Any = None
+
+        @property
+        def device(self) -> torch.device:
+            return torch.device("cpu")
+
+        @property
+        def dtype(self) -> Any:
+            any(p.requires_grad for p in self.parameters())
+            return "as of last year"
+
+        @dtype.setter
+        def dtype(self, value: Any) -> None:
+            self.set_to = value
+
+        @dtype.deleter
+        def dtype(self) -> None:
+            self.set_to = "deleted"
+
+    model = Other(4, 4)
+    provider.pair(model)
+    assert (model.device, model.dtype) == (torch.device("cpu"), "as of last year")
+    model.dtype = torch.float16
+    assert model.set_to == torch.float16
+    del model.dtype
+    assert model.set_to == "deleted"
+    assert Other.dtype.__doc__ == type(model).dtype.__doc__
+
+
+def test_a_property_that_raises(provider: Provider) -> None:
+    class Empty(nn.Module):
+        device = Asked.device
+
+    model = Empty()
+    provider.install(model)
+    with pytest.raises(StopIteration):
+        model.device  # noqa: B018
+    assert next(mlp().parameters()).device == HOME
+
+
+def test_a_part_that_is_not_installed_answers_for_itself(provider: Provider) -> None:
+    model = Asked()
+    provider.pair(model)
+    dynswap_ext.uninstall(model.body[0])
+    assert (model.device, model.dtype) == (HOME, torch.float32)  # its first parameter's
+    dynswap_ext.uninstall(model)
+    provider.install(model.body, dtype=torch.float64)
+    assert (model.device, model.dtype) == (HOME, torch.float32)  # the model itself is plain
+
+
+def test_asking_costs_no_fetch_and_no_flush(provider: Provider) -> None:
+    model = Asked()
+    _, handle = provider.pair(model)
+    weight = model.body[0].weight
+    handle.reset_stats()
+    with torch.no_grad():
+        weight.fill_(3)
+        assert model.dtype == torch.float64
+    assert handle.stats().bytes_moved == 0
+    del weight
+    testing.assert_bit_equal(next(iter(model.parameters())), torch.full((16, 16), 3.0).requires_grad_())
+
+
+def test_a_programs_own_iteration_gets_masters(provider: Provider) -> None:
+    model = mlp()
+    masters = [model[0]._parameters["weight"], model[0]._parameters["bias"]]
+    provider.pair(model)
+    assert next(model.parameters()).device == HOME
+    assert next(model.parameters()).dtype == torch.float32
+    assert next(p.device for p in model.parameters()) == HOME
+    assert [a is b for a, b in zip(model.parameters(), masters, strict=False)] == [True, True]
+
+
+LIBRARY = """
+import itertools
+
+def first(m):
+    return next(m.parameters()).device, next(iter(m.parameters())).dtype
+
+def chained(m):
+    return next(itertools.chain(m.parameters(), m.buffers())).device, next(m.parameters()).dtype
+
+def generated(m):
+    dtype = next(x.dtype for x in m.parameters() if x.is_floating_point())
+    return next(p.device for p in m.parameters()), dtype
+
+def listed(m):
+    return [next(k.parameters()).device for k in [m]][0], [next(k.parameters()).dtype for k in [m]][0]
+
+def get_parameter_dtype(m):
+    for name, p in m.named_parameters():
+        if "norm" not in name and p.is_floating_point():
+            return p.dtype
+
+def get_parameter_device(m):
+    for p in m.parameters():
+        return p.device
+
+def helpers(m):
+    return get_parameter_device(m), get_parameter_dtype(m)
+
+def masters(m):
+    tensor = next(m.parameters())
+    device = tensor.device
+    on_it = (p for p in m.parameters() if p.device == device)
+    return tensor, *on_it, *m.parameters(), next(iter(list(m.parameters())))
+"""
+
+
+@pytest.fixture
+def library() -> Iterator[Any]:
+    module: Any = types.ModuleType("diffusers.pipelines.made_up")
+    exec(compile(LIBRARY, "made_up.py", "exec"), module.__dict__)
+    yield module
+
+
+@pytest.mark.parametrize("way", ["first", "chained", "generated", "listed", "helpers"])
+def test_a_known_library_that_asks_parameters(provider: Provider, library: Any, way: str) -> None:
+    model = mlp()
+    provider.pair(model)
+    for _ in range(2):
+        assert getattr(library, way)(model) == (provider.device, torch.float64)
+    dynswap_ext.uninstall(model)
+    assert getattr(library, way)(model) == (HOME, torch.float32)
+
+
+def test_a_known_library_that_uses_parameters(provider: Provider, library: Any) -> None:
+    model = mlp()
+    masters = list(model.parameters())
+    provider.pair(model)
+    expected = [masters[0], *masters, *masters, masters[0]]
+    assert [a is b for a, b in zip(library.masters(model), expected, strict=True)] == [True] * len(expected)
+
+
+def test_compiled(provider: Provider) -> None:
+    model = Asked()
+    moved, _ = provider.pair(model)
+    x = provider.randn(3, 16, dtype=torch.float32)
+    if provider.device.type != "cpu":
+        pytest.skip("the compiler knows no pretend device")
+    compiled = torch.compile(model, backend="eager", fullgraph=provider.native)
+    with torch.no_grad():
+        testing.assert_bit_equal(compiled(x), moved(x), "output")
+        dynswap_ext.uninstall(model)
+        assert compiled(x).dtype == torch.float32
+
+
+def test_no_library_is_imported() -> None:
+    names = ["transformers", "diffusers", "peft", "accelerate", "torch._dynamo"]
+    code = (
+        "import sys, dynswap_ext, torch; dynswap_ext.install(torch.nn.Linear(2, 2)); "
+        f"print([name for name in {names} if name in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]", done.stdout

@@ -1,0 +1,113 @@
+"""What the first programs have in common: a model installed and the same one moved, and what has to hold."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+import dynswap_ext
+from conftest import Provider
+from dynswap_ext import testing
+
+T = TypeVar("T")
+
+#: On the CPU weights have to be cast, or nothing would have to move.
+INFERENCE_DTYPE = torch.float64
+
+
+def library(name: str) -> Any:
+    """Import a library, or skip for a visible reason."""
+    return pytest.importorskip(name, reason=f"{name} is not installed (pip install -e '.[programs]')")
+
+
+def seeded() -> None:
+    """Start every generator from the same place, those of devices too."""
+    random.seed(0)
+    torch.manual_seed(0)
+
+
+def inference_dtype(provider: Provider) -> torch.dtype | None:
+    return INFERENCE_DTYPE if provider.device.type == "cpu" else None
+
+
+def bytes_of(*models: nn.Module) -> int:
+    """Bytes of the masters of models, tied ones once."""
+    masters = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}
+    return sum(master.nbytes for master in masters.values())
+
+
+class _Installed:
+    """Models that are installed, and the same ones moved."""
+
+    def __init__(self, provider: Provider, models: tuple[nn.Module, ...], dtype: torch.dtype | None) -> None:
+        # Together, as some share parts.
+        self.moved: tuple[nn.Module, ...] = copy.deepcopy(models)
+        for model in self.moved:
+            model.to(provider.device, dtype)
+        self._masters = [[(name, t, t.device) for name, t in _masters(m)] for m in models]
+        self.models = models
+        self._dtype = dtype
+        self.handles = [provider.install(model, dtype=dtype) for model in models]
+
+    @property
+    def bytes_moved(self) -> int:
+        return sum(handle.stats().bytes_moved for handle in self.handles)
+
+    def check(self) -> None:
+        """Every weight was moved by the engine, and the masters are the same tensors at the same place."""
+        device = self.handles[0].device
+        for model, handle, masters in zip(self.models, self.handles, self._masters, strict=True):
+            held = {id(t) for _, t in _masters(model)}  # under other names perhaps
+            for name, master, where in masters:
+                assert id(master) in held and master.device == where, name
+            if device.type != "cpu" or self._dtype is not None:
+                assert handle.stats().bytes_moved > 0.5 * bytes_of(model)
+
+
+def _masters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+@contextmanager
+def both(
+    provider: Provider, *models: nn.Module, dtype: torch.dtype | None = None
+) -> Iterator[tuple[Any, Any]]:
+    """The models installed, and copies of them moved; one of each, or tuples."""
+    installed = _Installed(provider, models, dtype)
+    yield (models[0], installed.moved[0]) if len(models) == 1 else (models, installed.moved)
+    installed.check()
+
+
+def same(program: Callable[[Any], T], installed: Any, moved: Any) -> T:
+    """Run a program on both, from the same seed; assert that it comes to the same, to the bit."""
+    seeded()
+    expected = program(moved)
+    seeded()
+    actual = program(installed)
+    testing.assert_bit_equal(actual, expected, "result")
+    return actual
+
+
+def assert_told_once(told: pytest.WarningsRecorder | list[Any], times: int) -> None:
+    texts = [str(w.message) for w in told if issubclass(w.category, dynswap_ext.DynswapWarning)]
+    assert len([text for text in texts if "moves nothing" in text]) == times, texts
+
+
+def word_tokenizer(**special: str) -> Any:
+    """A tokenizer of a few words, made by hand."""
+    tokenizers = library("tokenizers")
+    transformers = library("transformers")
+    words = ["a", "the", "cat", "dog", "sat", "ran", "on", "mat", "red", "blue", "photo", "of"]
+    vocabulary = {word: i for i, word in enumerate(["<pad>", "<s>", "</s>", "<unk>", *words])}
+    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="<unk>"))
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    options = {"pad_token": "<pad>", "bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", **special}
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, model_max_length=16, **options)

@@ -1,0 +1,69 @@
+"""First programs with accelerate: a training loop of one's own, prepared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import Provider
+from dynswap_ext import testing
+from programs import assert_told_once, both, library, same
+from sample_models import mlp
+
+accelerate = library("accelerate")
+
+
+@pytest.fixture(autouse=True)
+def _fresh_state() -> Iterator[None]:
+    """Accelerate keeps the options of the process's first accelerator."""
+    yield
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_prepared_loop(provider: Provider, accumulate: int, recwarn: pytest.WarningsRecorder) -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(24, 16), torch.randn(24, 16))
+
+    def program(model: nn.Module) -> list[Any]:
+        accelerator = accelerate.Accelerator(
+            cpu=provider.device.type == "cpu", gradient_accumulation_steps=accumulate
+        )
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = torch.utils.data.DataLoader(data, batch_size=4, shuffle=True)
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        losses = []
+        for x, y in loader:
+            assert x.device == provider.device
+            with accelerator.accumulate(model):
+                loss = nn.functional.mse_loss(model(x), y)
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                losses.append(loss.item())
+        assert accelerator.unwrap_model(model) is not None
+        accelerator.free_memory()
+        return losses
+
+    with both(provider, mlp()) as (model, moved):
+        same(program, model, moved)
+        testing.assert_bit_equal(model.state_dict(), moved.cpu().state_dict())
+    assert_told_once(recwarn, 0 if provider.device.type == "cpu" else 1)
+
+
+def test_autocast(provider: Provider) -> None:
+    x = torch.randn(4, 16)
+
+    def program(model: nn.Module) -> torch.Tensor:
+        accelerator = accelerate.Accelerator(cpu=provider.device.type == "cpu", mixed_precision="bf16")
+        prepared = accelerator.prepare_model(model, evaluation_mode=True)
+        output = prepared(x.to(accelerator.device)).detach()
+        accelerator.unwrap_model(prepared, keep_fp32_wrapper=False)
+        return output
+
+    with both(provider, mlp()) as (model, moved):
+        same(program, model, moved)
