@@ -6,6 +6,7 @@
 #   TORCH='torch==2.12.0'    another torch; TORCH= VENV_FLAGS=--system-site-packages for the system's own
 #   DYNSWAP_CUDA=0|1|auto    without CUDA, with it or fail, with it where there is a toolkit
 #   DYNSWAP_WERROR=1         warnings are errors
+#   DYNSWAP_UNITY=1          few large translation units: quick from nothing, slow after each change
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
@@ -14,19 +15,32 @@ VENV_FLAGS ?=
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 DYNSWAP_CUDA ?= auto
 DYNSWAP_WERROR ?= 0
+DYNSWAP_UNITY ?= 0
 PYTEST_ARGS ?=
+TEETH_ARGS ?= --enough
 DEMO_ARGS ?=
 FUZZ_SECONDS ?= 60
-export DYNSWAP_CUDA DYNSWAP_WERROR
+SEEDS ?= 3
+# On the pretend device; CUDA_TESTS=tests is all of them, which the nightly run has.
+CUDA_TESTS ?= tests/device tests/contract tests/cuda
+OTHER_PYTHON ?= 3.13
+MATRIX_ARGS ?=
+export DYNSWAP_CUDA DYNSWAP_WERROR DYNSWAP_UNITY
 
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CMAKE := $(or $(shell command -v cmake 2>/dev/null),$(BIN)/cmake)
 CTEST := $(dir $(CMAKE))ctest
 CPP := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+# Two runs of the Python tests: those that share the machine, and then, alone, those that measure it.
+PYTEST := $(BIN)/python -m pytest
+ALONGSIDE := OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist worksteal -m 'not alone'
+ALONE := $(PYTEST) -m alone
+# Builds the pretend device (tests/device), or says why there is none here and leaves the command out.
+PRETEND := PYTHONPATH=tests/device $(BIN)/python -m pretend_cuda
 SOURCES := $(shell find csrc build_backend -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py')
 
-.PHONY: help demo demo-text build test test-native test-python cpp-test sanitize fuzz cuda-compile lint types format ci clean FORCE
+.PHONY: help demo demo-text build test test-native test-python test-cuda cruel teeth nightly cpp-test sanitize fuzz cuda-compile matrix other-python lint types format ci clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -45,13 +59,36 @@ demo-text: build $(VENV)/.text
 build: build/.built
 
 ## make test           everything that a change has to pass on this machine
-test: test-native test-python cpp-test
+test: test-native test-python test-cuda cpp-test
 
 test-native: build
-	DYNSWAP_BACKEND=native $(BIN)/python -m pytest $(PYTEST_ARGS)
+	DYNSWAP_BACKEND=native $(ALONGSIDE) $(PYTEST_ARGS)
+	DYNSWAP_BACKEND=native $(ALONE) $(PYTEST_ARGS) || [ $$? = 5 ]
 
 test-python: build
-	DYNSWAP_BACKEND=python $(BIN)/python -m pytest $(PYTEST_ARGS)
+	DYNSWAP_BACKEND=python $(ALONGSIDE) $(PYTEST_ARGS)
+	DYNSWAP_BACKEND=python $(ALONE) $(PYTEST_ARGS) || [ $$? = 5 ]
+
+## make test-cuda      the tests of both providers on a pretend CUDA device; DYNSWAP_SEED=7 is another order of its work
+test-cuda: build
+	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend $(ALONGSIDE) $(CUDA_TESTS) $(PYTEST_ARGS)
+	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend $(ALONE) $(CUDA_TESTS) $(PYTEST_ARGS) || [ $$? = 5 ]
+
+## make cruel          random programs on the pretend device, each with three orders; SEEDS=200 and so on
+cruel: build
+	$(PRETEND) $(BIN)/python tests/cruel/sweep.py --seeds $(SEEDS)
+
+## make teeth          the same without one protection at a time, each of which has to be missed; a table
+teeth: build
+	$(PRETEND) --mutants $(BIN)/python tests/cruel/teeth.py --seeds $(SEEDS) $(TEETH_ARGS)
+
+## make nightly        what is too long for each change
+nightly: build
+	$(MAKE) test-cuda CUDA_TESTS=tests DYNSWAP_SEED=$$(date +%j) DYNSWAP_TEST_ALL=1
+	$(MAKE) cruel SEEDS=200
+	$(MAKE) teeth SEEDS=20
+	$(MAKE) other-python
+	$(MAKE) fuzz FUZZ_SECONDS=600
 
 ## make cpp-test       the C++ tests
 cpp-test: build/cpp/.built
@@ -71,6 +108,14 @@ fuzz: build
 cuda-compile:
 	$(MAKE) build DYNSWAP_CUDA=1 DYNSWAP_WERROR=1
 	$(BIN)/python -c "import torch; from dynswap_ext import _C; info = _C.build_info(); print(info); assert info['cuda']"
+
+## make matrix         each supported Python with a torch, from nothing: benchmarks/results/matrix.json
+matrix: build
+	$(BIN)/python benchmarks/matrix.py $(MATRIX_ARGS)
+
+# What it takes to know that the extension serves another Python than this one.
+other-python: build
+	$(BIN)/python benchmarks/matrix.py --tiny --only $(OTHER_PYTHON) --cuda 0
 
 ## make lint types     what is checked without running it; make format mends what it can
 lint: $(VENV)/.dev
@@ -103,7 +148,7 @@ $(VENV)/.torch: Makefile
 
 # The package itself as a link to this folder: what is written here is what runs.
 $(VENV)/.installed: pyproject.toml $(VENV)/.torch
-	DYNSWAP_BUILD=python $(PIP) install --no-build-isolation --editable '.[test]'
+	DYNSWAP_BUILD=python $(PIP) install --no-build-isolation --editable '.[test,programs]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.installed
@@ -119,7 +164,8 @@ $(VENV)/.text: pyproject.toml $(VENV)/.installed
 # Changes only when the settings do.
 build/.settings: FORCE
 	@mkdir -p build
-	@echo '$(DYNSWAP_CUDA) $(DYNSWAP_WERROR)' | cmp -s - $@ || echo '$(DYNSWAP_CUDA) $(DYNSWAP_WERROR)' > $@
+	@echo '$(DYNSWAP_CUDA) $(DYNSWAP_WERROR) $(DYNSWAP_UNITY)' > $@.now
+	@if cmp -s $@.now $@; then rm $@.now; else mv $@.now $@; fi
 
 build/.built: $(VENV)/.installed setup.py build/.settings $(SOURCES)
 	@echo "compiling the extension (build/build.log)"

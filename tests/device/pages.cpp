@@ -1,0 +1,41 @@
+// Whether memory is still what it was when it was registered: a mapping that was made anew at the same
+// addresses has not the mark.
+#include "pages.h"
+
+#include <sys/mman.h>
+
+#include <cinttypes>
+#include <cstdio>
+#include <cstring>
+
+namespace pretend {
+
+void mark_pages(void* address, std::size_t bytes) {
+  // A core dump leaves them out: nothing else heeds it, and the system shows it of each mapping.
+  (void)madvise(address, bytes, MADV_DONTDUMP);
+}
+
+void unmark_pages(void* address, std::size_t bytes) { (void)madvise(address, bytes, MADV_DODUMP); }
+
+bool pages_marked(const void* address, std::size_t bytes) {
+  std::FILE* const file = std::fopen("/proc/self/smaps", "r");
+  if (file == nullptr) return true;
+  const auto begin = reinterpret_cast<std::uintptr_t>(address);
+  std::size_t marked = 0;
+  std::uintptr_t first = 0, last = 0;
+  char line[512];
+  while (std::fgets(line, sizeof line, file) != nullptr) {
+    std::uintptr_t from = 0, to = 0;
+    if (std::sscanf(line, "%" SCNxPTR "-%" SCNxPTR " ", &from, &to) == 2) {
+      first = from < begin ? begin : from;
+      last = to > begin + bytes ? begin + bytes : to;
+    } else if (first < last && std::strncmp(line, "VmFlags:", 8) == 0) {
+      if (std::strstr(line, " dd") != nullptr) marked += last - first;
+      first = last = 0;
+    }
+  }
+  std::fclose(file);
+  return marked == bytes;
+}
+
+}  // namespace pretend

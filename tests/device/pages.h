@@ -1,0 +1,16 @@
+// Whether memory is still what it was when it was registered.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace pretend {
+
+/// Whole pages.
+void mark_pages(void* address, std::size_t bytes);
+void unmark_pages(void* address, std::size_t bytes);
+/// All of them are mapped, and have been since they were marked. Slow: reads what the system has of the
+/// process.
+bool pages_marked(const void* address, std::size_t bytes);
+
+}  // namespace pretend

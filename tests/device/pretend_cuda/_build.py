@@ -1,0 +1,171 @@
+"""Builds the pretend device, and the extension once more: the same objects over the pretend runtime.
+
+And, where it is asked for, a third time with DYNSWAP_MUTANTS: there a protection (csrc/core/protection.h) can
+be taken away.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+SOURCES = Path(__file__).resolve().parent.parent
+ROOT = SOURCES.parent.parent
+TARGET = ROOT / "build" / f"pretend-{sys.implementation.cache_tag}"
+DEVICE = TARGET / "_pretend.so"
+EXTENSION = TARGET / "_C.so"
+MUTANTS = TARGET / "_C_mutants.so"
+#: The folders of csrc with protections in them, and into how many units their files go; 0: one for each file.
+MUTATED = {"core": 1, "cuda": 0, "bindings": 2}
+
+
+class Unavailable(Exception):
+    """The pretend device cannot be had on this machine; the message says why."""
+
+
+def torch_folder() -> Path:
+    """Where torch is installed. It is not imported."""
+    spec = importlib.util.find_spec("torch")
+    if spec is None or not spec.submodule_search_locations:
+        raise Unavailable("torch is not installed")
+    return Path(next(iter(spec.submodule_search_locations)))
+
+
+def cuda_headers() -> Path | None:
+    """The folder of cuda_runtime_api.h; None if there is no toolkit."""
+    sys.path.insert(0, str(ROOT / "build_backend"))
+    try:
+        from dynswap_build.cuda_toolkit import ToolkitNotFound, find_toolkit
+
+        return find_toolkit().include
+    except ToolkitNotFound:
+        return None
+    finally:
+        sys.path.pop(0)
+
+
+def build(mutants: bool = False) -> None:
+    """Compile what is out of date, and the mutants if they are asked for. Processes may ask at once."""
+    import fcntl
+
+    torch = torch_folder()
+    if any((torch / "lib").glob("libtorch_cuda.so")):
+        raise Unavailable("torch is a CUDA build: the pretend device takes its place under a CPU build alone")
+    headers = cuda_headers()
+    if headers is None:
+        raise Unavailable("there is no CUDA toolkit, whose headers it is compiled with")
+    TARGET.mkdir(parents=True, exist_ok=True)
+    with (TARGET / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _run_ninja(torch, headers, [DEVICE, EXTENSION, *([MUTANTS] if mutants else [])])
+
+
+def _run_ninja(torch: Path, headers: Path, wanted: list[Path]) -> None:
+    launcher = "ccache " if _on_path("ccache") else ""
+    include = [ROOT / "csrc"]
+    system = [
+        torch / "include",
+        torch / "include/torch/csrc/api/include",
+        headers,
+        sysconfig.get_paths()["include"],
+    ]
+    flags = [
+        "-std=c++20 -O2 $debug -fPIC -fvisibility=hidden -Wall -Wextra $more",
+        *(f"-I{path}" for path in include),
+        *(f"-isystem {path}" for path in system),
+    ]
+    link = f"-shared -Wl,-rpath,{torch}/lib -L{torch}/lib -ltorch_python -ltorch_cpu -lc10"
+    device = {source: TARGET / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
+    # The extension's own objects, as setup.py left them: the pretend runtime takes the place of libcudart.
+    tag = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
+    built = ROOT / "build" / f"temp.{tag}"
+    units = sorted((built / "build/unity").glob("*.o"))  # of a build with DYNSWAP_UNITY=1
+    whole = {path.stem.rpartition("_")[0] for path in units}
+    files = [path for path in sorted((built / "csrc").rglob("*.o")) if path.parent.name not in whole]
+    extension = [*units, *files]
+    if not any(path.parent.name == "cuda" for path in extension):
+        raise Unavailable("the extension was built without CUDA (DYNSWAP_CUDA=1 make build)")
+    mutants = {source: TARGET / f"mutant_{source.stem}.o" for source in _mutants()}
+    same = [path for path in extension if not _is_mutated(path)]
+    rules = [
+        "ninja_required_version = 1.3",
+        f"cxx = {launcher}{os.environ.get('CXX', 'g++')}",
+        "rule compile",
+        f"  command = $cxx {' '.join(flags)} -MMD -MF $out.d -c $in -o $out",
+        "  depfile = $out.d",
+        "  deps = gcc",
+        "rule link",
+        f"  command = $cxx $in -o $out {link} $more",
+        *_compile(device, "-g1", "-DTORCH_EXTENSION_NAME=_pretend"),
+        *_compile(
+            mutants,
+            "-O0 -g0",
+            f"-DTORCH_EXTENSION_NAME=_C -DDYNSWAP_WITH_CUDA -DDYNSWAP_MUTANTS -I{ROOT / 'tests'}",
+        ),
+        *_link(DEVICE, device.values(), f"-Wl,-soname,{DEVICE.name}"),
+        *_link(EXTENSION, [*extension, DEVICE], f"-Wl,-rpath,{TARGET}"),
+        *_link(MUTANTS, [*same, *mutants.values(), DEVICE], f"-Wl,-rpath,{TARGET}"),
+        "",
+    ]
+    file = TARGET / "build.ninja"
+    text = "\n".join(rules)
+    if not file.exists() or file.read_text() != text:
+        file.write_text(text)
+    ninja = Path(sys.executable).parent / "ninja"
+    command = [str(ninja) if ninja.exists() else "ninja", "-C", str(TARGET), "-j", str(_jobs())]
+    command += map(str, wanted)
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(
+            f"the pretend device does not compile:\n{done.stdout[-4000:]}{done.stderr[-2000:]}"
+        )
+
+
+def _mutants() -> list[Path]:
+    """The folders with protections in them, in few units, and the switch."""
+    sources = [SOURCES / "mutants" / "switch.cpp"]
+    for folder, units in MUTATED.items():
+        files = sorted((ROOT / "csrc" / folder).glob("*.cpp"))
+        if not units:
+            sources += files
+        for index in range(units):
+            unit = TARGET / "mutants" / f"{folder}_{index}.cpp"
+            text = "".join(f'#include "{folder}/{path.name}"\n' for path in files[index::units])
+            unit.parent.mkdir(exist_ok=True)
+            if not unit.exists() or unit.read_text() != text:
+                unit.write_text(text)
+            sources.append(unit)
+    return sources
+
+
+def _is_mutated(built: Path) -> bool:
+    """Whether an object of the extension has another in its place. A kernel's has not."""
+    if built.parent.name == "unity":
+        return built.stem.rpartition("_")[0] in MUTATED
+    folder = built.parent.name
+    return folder in MUTATED and (ROOT / "csrc" / folder / f"{built.stem}.cpp").exists()
+
+
+def _compile(objects: dict[Path, Path], debug: str, more: str) -> Iterator[str]:
+    for source, target in objects.items():
+        yield from (f"build {target}: compile {source}", f"  debug = {debug}", f"  more = {more}")
+
+
+def _link(target: Path, objects: Iterable[Path], flags: str) -> Iterator[str]:
+    yield f"build {target}: link {' '.join(map(str, objects))}"
+    yield f"  more = {flags}"
+
+
+def _on_path(name: str) -> bool:
+    import shutil
+
+    return shutil.which(name) is not None
+
+
+def _jobs() -> int:
+    return len(os.sched_getaffinity(0))

@@ -1,0 +1,563 @@
+// The device guard, the hooks, the allocators and the generators of the pretend device.
+#include "torch_device.h"
+
+#include <ATen/Context.h>
+#include <ATen/Parallel.h>
+#include <ATen/Utils.h>
+#include <ATen/core/CachingHostAllocator.h>
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <ATen/native/DispatchStub.h>
+#include <ATen/ops/empty.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+#include <c10/util/CallOnce.h>
+
+#include <algorithm>
+#include <cstring>
+#include <map>
+#include <mutex>
+#include <unordered_map>
+
+namespace pretend {
+
+namespace {
+
+thread_local Stream* streams[kDevices]{};
+
+struct Event {
+  PointPtr point;
+  bool timed = false;
+};
+
+}  // namespace
+
+// -------------------------------------------------------------------------------------------- streams
+
+Stream& current_stream(int device) noexcept {
+  Stream* const stream = streams[device];
+  return stream == nullptr ? default_stream(device) : *stream;
+}
+
+Stream& stream_of(const c10::Stream& stream) noexcept {
+  if (stream.id() == 0) return default_stream(stream.device_index());
+  return *reinterpret_cast<Stream*>(static_cast<std::intptr_t>(stream.id()));
+}
+
+c10::Stream as_torch(Stream& stream) noexcept {
+  const int device = device_of(stream);
+  const c10::Device where(c10::kCUDA, static_cast<c10::DeviceIndex>(device));
+  const bool is_default = &stream == &default_stream(device);
+  const auto id = static_cast<c10::StreamId>(reinterpret_cast<std::intptr_t>(&stream));
+  return c10::Stream(c10::Stream::UNSAFE, where, is_default ? 0 : id);
+}
+
+c10::Stream stream_from_pool(int device, int priority) {
+  // As torch's: 32 streams of each priority, handed out in turn.
+  static std::mutex mutex;
+  static std::map<std::pair<int, int>, std::vector<Stream*>> pools;
+  static std::size_t next = 0;
+  const std::lock_guard lock(mutex);
+  auto& pool = pools[{device, priority}];
+  if (pool.size() < 32) pool.push_back(&make_stream(device, priority));
+  return as_torch(*pool[pool.size() < 32 ? pool.size() - 1 : next++ % 32]);
+}
+
+int& sync_debug_mode() noexcept {
+  static int mode = 0;
+  return mode;
+}
+
+void note_synchronisation() {
+  if (sync_debug_mode() == 2) TORCH_CHECK(false, "called a synchronizing CUDA operation");
+  if (sync_debug_mode() == 1) TORCH_WARN("called a synchronizing CUDA operation");
+}
+
+namespace {
+
+struct Guard final : c10::impl::DeviceGuardImplInterface {
+  static void refuse_in_capture(const char* who) {
+    TORCH_CHECK(!capture_forbids(who), "CUDA error: operation not permitted when stream is capturing");
+  }
+  static int index(c10::Device device) { return device.index() < 0 ? current_device() : device.index(); }
+
+  c10::DeviceType type() const override { return c10::kCUDA; }
+  c10::Device getDevice() const override {
+    return {c10::kCUDA, static_cast<c10::DeviceIndex>(current_device())};
+  }
+  c10::Device exchangeDevice(c10::Device device) const override {
+    const c10::Device before = getDevice();
+    setDevice(device);
+    return before;
+  }
+  void setDevice(c10::Device device) const override {
+    if (device.index() < 0) return;
+    TORCH_CHECK(device.index() < kDevices, "CUDA error: invalid device ordinal ", int(device.index()));
+    set_device(device.index());
+  }
+  void uncheckedSetDevice(c10::Device device) const noexcept override {
+    if (device.index() >= 0) set_device(device.index());
+  }
+  c10::Stream getStream(c10::Device device) const override { return as_torch(current_stream(index(device))); }
+  c10::Stream getDefaultStream(c10::Device device) const override {
+    return as_torch(default_stream(index(device)));
+  }
+  c10::Stream getNewStream(c10::Device device, int priority) const override {
+    return stream_from_pool(index(device), priority);
+  }
+  c10::Stream getStreamFromGlobalPool(c10::Device device, bool high) const override {
+    return stream_from_pool(index(device), high ? -1 : 0);
+  }
+  c10::Stream exchangeStream(c10::Stream stream) const override {
+    const c10::Stream before = getStream(stream.device());
+    streams[stream.device_index()] = &stream_of(stream);
+    return before;
+  }
+  void* getStreamNativeHandle(const c10::Stream stream) const override {
+    return stream.id() == 0 ? nullptr : &stream_of(stream);
+  }
+  c10::DeviceIndex deviceCount() const noexcept override { return faults().no_devices ? 0 : kDevices; }
+
+  void destroyEvent(void* event, const c10::DeviceIndex) const noexcept override {
+    delete static_cast<Event*>(event);
+  }
+  void record(void** event, const c10::Stream& stream, const c10::DeviceIndex,
+              const c10::EventFlag flag) const override {
+    if (*event == nullptr) *event = new Event{nullptr, flag == c10::EventFlag::BACKEND_DEFAULT};
+    static_cast<Event*>(*event)->point = checked([&] { return pretend::record(stream_of(stream)); });
+  }
+  void block(void* event, const c10::Stream& stream) const override {
+    if (event != nullptr)
+      checked([&] { pretend::wait(stream_of(stream), static_cast<Event*>(event)->point); });
+  }
+  bool queryEvent(void* event) const override {
+    refuse_in_capture("Event.query");
+    return event == nullptr || checked([&] { return reached(static_cast<Event*>(event)->point); });
+  }
+  void synchronizeEvent(void* event) const override {
+    refuse_in_capture("Event.synchronize");
+    if (event != nullptr)
+      checked([&] { synchronise(static_cast<Event*>(event)->point, "Event.synchronize"); });
+  }
+  double elapsedTime(void* from, void* to, const c10::DeviceIndex) const override {
+    const PointPtr& begin = static_cast<Event*>(from)->point;
+    const PointPtr& end = static_cast<Event*>(to)->point;
+    TORCH_CHECK(begin && end && reached(begin) && reached(end), "both events must be recorded and over");
+    return std::chrono::duration<double, std::milli>(time_of(end) - time_of(begin)).count();
+  }
+  bool queryStream(const c10::Stream& stream) const override {
+    refuse_in_capture("Stream.query");
+    return checked([&] { return idle(stream_of(stream)); });
+  }
+  bool isStreamCapturing(const c10::Stream& stream) const override { return capturing(stream_of(stream)); }
+  void synchronizeStream(const c10::Stream& stream) const override {
+    checked([&] { synchronise(stream_of(stream), "Stream.synchronize"); });
+  }
+  void synchronizeDevice(const c10::DeviceIndex device) const override {
+    checked([&] { synchronise_device(device < 0 ? current_device() : device, "torch.cuda.synchronize"); });
+  }
+  void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
+    allocator().recordStream(data, stream);
+  }
+};
+
+}  // namespace
+
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+
+// ------------------------------------------------------------------------------------------ allocator
+
+namespace {
+
+struct Block {
+  void* address;
+  std::size_t bytes;
+  int device;
+  Stream* stream;  ///< that it was allocated for
+  std::vector<Stream*> used_on;
+  bool of_graph = false;  ///< allocated inside a capture, whose replays use it: it is never handed out again
+};
+
+class CachingAllocator final : public Allocator {
+ public:
+  c10::DataPtr allocate(std::size_t bytes) override {
+    const int device = current_device();
+    const c10::Device where(c10::kCUDA, static_cast<c10::DeviceIndex>(device));
+    TORCH_CHECK(!on_device_thread(), "device memory is allocated by queued work");
+    if (bytes == 0) return {nullptr, where};
+    note_call();
+    Block* const block = take(device, (bytes + 511) / 512 * 512);
+    return {block->address, block, &give_back, where};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &give_back_address; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    checked([&] { copy(current_stream(current_device()), to, from, bytes); });
+  }
+  bool initialized() override { return true; }
+
+  void emptyCache(c10::MempoolId_t) override {
+    for (int device = 0; device < kDevices; ++device) {
+      if (idle_bytes(device) == 0) continue;
+      checked([&] { synchronise_device(device, "torch.cuda.empty_cache"); });
+      trim(device);
+    }
+  }
+  void recordStream(const c10::DataPtr& data, c10::Stream stream) override {
+    const std::lock_guard lock(mutex_);
+    const auto found = live_.find(data.get());
+    if (found == live_.end()) return;  // not ours: memory that somebody wrapped
+    Block& block = *found->second;
+    Stream* const user = &stream_of(stream);
+    if (user != block.stream && !std::count(block.used_on.begin(), block.used_on.end(), user)) {
+      block.used_on.push_back(user);
+    }
+  }
+
+  c10::CachingDeviceAllocator::DeviceStats getDeviceStats(c10::DeviceIndex device) override {
+    const std::lock_guard lock(mutex_);
+    return stats_[device];
+  }
+  void resetAccumulatedStats(c10::DeviceIndex device) override {
+    const std::lock_guard lock(mutex_);
+    for (auto* stat : all(device)) stat->reset_accumulated();
+  }
+  void resetPeakStats(c10::DeviceIndex device) override {
+    const std::lock_guard lock(mutex_);
+    for (auto* stat : all(device)) stat->reset_peak();
+  }
+  std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
+    const std::lock_guard lock(mutex_);
+    return {kTotal - reserved(device), kTotal};
+  }
+  void set_cap(int device, std::size_t bytes) override { caps_[device] = bytes; }
+  std::size_t cap(int device) const override { return caps_[device]; }
+  std::size_t total(int) const override { return kTotal; }
+
+ private:
+  static constexpr std::size_t kTotal = std::size_t{8} << 30;
+  using Stat = c10::CachingAllocator::Stat;
+
+  std::vector<Stat*> all(int device) {
+    auto& stats = stats_[device];
+    return {&stats.allocation[0], &stats.allocated_bytes[0], &stats.reserved_bytes[0], &stats.active_bytes[0],
+            &stats.active[0],     &stats.requested_bytes[0], &stats.segment[0]};
+  }
+  std::size_t reserved(int device) const { return stats_[device].reserved_bytes[0].current; }
+
+  /// LOCK held. What was recorded on other streams is freed once they have come so far.
+  void settle() {
+    for (auto it = pending_.begin(); it != pending_.end();) {
+      auto& [points, block] = *it;
+      std::erase_if(points, [](const PointPtr& point) { return reached(point); });
+      if (!points.empty()) {
+        ++it;
+        continue;
+      }
+      put(block);
+      it = pending_.erase(it);
+    }
+  }
+
+  void put(Block* block) {
+    poison(*block->stream, block->address, block->bytes);
+    free_[block->stream].emplace(block->bytes, block);
+    stats_[block->device].active_bytes[0].decrease(block->bytes);
+  }
+
+  Block* take(int device, std::size_t bytes) {
+    Stream& stream = current_stream(device);
+    for (int attempt = 0; attempt < 3; ++attempt) {
+      {
+        const std::lock_guard lock(mutex_);
+        settle();
+        auto& free = free_[&stream];
+        const auto found = free.lower_bound(bytes);
+        Block* block = nullptr;
+        const bool captured = capturing(stream);
+        if (!captured && found != free.end() && found->first <= 2 * bytes) {
+          block = found->second;
+          free.erase(found);
+        } else if (reserved(device) + bytes <= caps_[device]) {
+          if (void* const address = reserve(device, bytes)) {
+            block = new Block{address, bytes, device, &stream, {}, captured};
+            stats_[device].reserved_bytes[0].increase(bytes);
+            stats_[device].segment[0].increase(1);
+          }
+        }
+        if (block != nullptr) {
+          live_[block->address] = block;
+          auto& stats = stats_[device];
+          stats.allocation[0].increase(1);
+          stats.active[0].increase(1);
+          stats.allocated_bytes[0].increase(block->bytes);
+          stats.active_bytes[0].increase(block->bytes);
+          stats.requested_bytes[0].increase(bytes);
+          return block;
+        }
+        ++stats_[device].num_alloc_retries;
+      }
+      if (attempt == 0) {
+        checked([&] { synchronise_device(device, "the allocator, which is out of memory"); });
+        trim(device);
+      } else {
+        // As torch's: whoever keeps memory that it could do without is asked for it.
+        break;
+      }
+    }
+    ++stats_[device].num_ooms;
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", bytes / 1048576.0,
+                     " MiB. GPU ", device, " has a total capacity of ", kTotal / 1048576.0, " MiB of which ",
+                     (caps_[device] - reserved(device)) / 1048576.0, " MiB is free.");
+  }
+
+  std::size_t idle_bytes(int device) {
+    const std::lock_guard lock(mutex_);
+    settle();
+    std::size_t bytes = 0;
+    for (const auto& [stream, blocks] : free_) {
+      for (const auto& [size, block] : blocks) bytes += block->device == device ? size : 0;
+    }
+    return bytes;
+  }
+
+  /// The device's streams are idle.
+  void trim(int device) {
+    const std::lock_guard lock(mutex_);
+    settle();
+    bool poisoned = false;
+    for (auto& [stream, blocks] : free_) {
+      std::erase_if(blocks, [&](const auto& entry) {
+        Block* const block = entry.second;
+        if (block->device != device) return false;
+        if (!std::exchange(poisoned, true)) synchronise_poison(device);
+        release(device, block->address, block->bytes);
+        stats_[device].reserved_bytes[0].decrease(block->bytes);
+        stats_[device].segment[0].decrease(1);
+        delete block;
+        return true;
+      });
+    }
+  }
+  /// settle() may just have queued some.
+  static void synchronise_poison(int device) {
+    const bool forbidden = synchronisation_forbidden();
+    if (!forbidden) synchronise_device(device, "the allocator");
+  }
+
+  static void give_back(void* context);
+  static void give_back_address(void*) { TORCH_CHECK(false, "raw deletes are not served"); }
+  void free(Block* block) {
+    note_call();
+    const std::lock_guard lock(mutex_);
+    live_.erase(block->address);
+    auto& stats = stats_[block->device];
+    stats.allocation[0].decrease(1);
+    stats.active[0].decrease(1);
+    stats.allocated_bytes[0].decrease(block->bytes);
+    if (block->of_graph) return;
+    try {
+      if (block->used_on.empty()) return put(block);
+      std::vector<PointPtr> points;
+      for (Stream* user : block->used_on) points.push_back(record(*user));
+      block->used_on.clear();
+      pending_.emplace_back(std::move(points), block);
+    } catch (const DeviceFault&) {
+      // the device has failed: the memory is lost until reset()
+    }
+  }
+
+  std::mutex mutex_;
+  // LOCK: mutex_, all below.
+  std::unordered_map<const void*, Block*> live_;
+  std::unordered_map<Stream*, std::multimap<std::size_t, Block*>> free_;
+  std::vector<std::pair<std::vector<PointPtr>, Block*>> pending_;
+  c10::CachingDeviceAllocator::DeviceStats stats_[kDevices];
+  std::size_t caps_[kDevices]{kTotal, kTotal};
+};
+
+CachingAllocator& caching() {
+  static auto* const one = new CachingAllocator;
+  return *one;
+}
+
+void CachingAllocator::give_back(void* context) { caching().free(static_cast<Block*>(context)); }
+
+const bool registered_allocator = [] {
+  c10::SetAllocator(c10::kCUDA, &caching(), 100);
+  return true;
+}();
+
+// ------------------------------------------------------------------------------------- pinned memory
+
+/// torch's pinned memory: given back when the copies that were asked of it are over.
+struct PinnedAllocator final : c10::Allocator {
+  struct Block {
+    void* address;
+    std::vector<PointPtr> users;
+  };
+  static PinnedAllocator& one() {
+    static auto* const all = new PinnedAllocator;
+    return *all;
+  }
+  c10::DataPtr allocate(std::size_t bytes) override {
+    if (bytes == 0) return {nullptr, c10::Device(c10::kCPU)};
+    auto* const block = new Block{allocate_pinned(bytes), {}};
+    const std::lock_guard lock(mutex);
+    blocks[reinterpret_cast<std::uintptr_t>(block->address)] = {block, bytes};
+    return {block->address, block, &give_back, c10::Device(c10::kCPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
+  void copy_data(void* to, const void* from, std::size_t bytes) const override {
+    std::memcpy(to, from, bytes);
+  }
+  /// A queued copy uses this memory, if it is ours.
+  void used(const void* address, Stream& stream) {
+    const std::lock_guard lock(mutex);
+    const auto at = reinterpret_cast<std::uintptr_t>(address);
+    auto found = blocks.upper_bound(at);
+    if (found == blocks.begin()) return;
+    --found;
+    if (at < found->first + found->second.second) found->second.first->users.push_back(record(stream));
+  }
+  static void give_back(void* context) {
+    auto* const block = static_cast<Block*>(context);
+    {
+      const std::lock_guard lock(one().mutex);
+      one().blocks.erase(reinterpret_cast<std::uintptr_t>(block->address));
+    }
+    free_pinned(block->address, std::move(block->users));
+    delete block;
+  }
+  std::mutex mutex;
+  std::map<std::uintptr_t, std::pair<Block*, std::size_t>> blocks;
+};
+
+}  // namespace
+
+Allocator& allocator() { return caching(); }
+
+void note_pinned_use(const void* address, Stream& stream) { PinnedAllocator::one().used(address, stream); }
+
+// ----------------------------------------------------------------------------------------- generators
+
+namespace {
+
+struct GeneratorImpl final : c10::GeneratorImpl {
+  explicit GeneratorImpl(c10::DeviceIndex device)
+      : c10::GeneratorImpl(c10::Device(c10::kCUDA, device), c10::DispatchKeySet(c10::DispatchKey::CUDA)) {}
+  void set_current_seed(std::uint64_t value) override {
+    seed_ = value;
+    offset_ = 0;
+  }
+  void set_offset(std::uint64_t value) override { offset_ = value; }
+  std::uint64_t get_offset() const override { return offset_; }
+  std::uint64_t current_seed() const override { return seed_; }
+  std::uint64_t seed() override {
+    set_current_seed(c10::detail::getNonDeterministicRandom());
+    return seed_;
+  }
+  c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    const at::Tensor state = at::empty({16}, at::TensorOptions().dtype(at::kByte));
+    std::memcpy(state.data_ptr(), &seed_, 8);
+    std::memcpy(static_cast<char*>(state.data_ptr()) + 8, &offset_, 8);
+    return state.getIntrusivePtr();
+  }
+  void set_state(const c10::TensorImpl& state) override {
+    TORCH_CHECK(state.numel() == 16, "RNG state is wrong size");
+    std::memcpy(&seed_, state.data(), 8);
+    std::memcpy(&offset_, static_cast<const char*>(state.data()) + 8, 8);
+  }
+  c10::GeneratorImpl* clone_impl() const override {
+    auto* const other = new GeneratorImpl(device_.index());
+    other->seed_ = seed_;
+    other->offset_ = offset_;
+    return other;
+  }
+  std::uint64_t next() {
+    const std::lock_guard lock(mutex_);
+    offset_ += 4;
+    return (seed_ ^ (offset_ * 0x9E3779B97F4A7C15ull)) * 0xBF58476D1CE4E5B9ull;
+  }
+  std::uint64_t seed_ = 0, offset_ = 0;
+};
+
+}  // namespace
+
+at::Generator new_generator(int device) {
+  return at::make_generator<GeneratorImpl>(static_cast<c10::DeviceIndex>(device));
+}
+
+const at::Generator& default_generator(int device) {
+  static const auto* const all = new std::vector<at::Generator>{new_generator(0), new_generator(1)};
+  return (*all)[device < 0 ? current_device() : device];
+}
+
+at::Generator draw(const std::optional<at::Generator>& generator, int device) {
+  const at::Generator& from = generator && generator->defined() ? *generator : default_generator(device);
+  TORCH_CHECK(from.device().type() == c10::kCUDA,
+              "Expected a 'cuda' device type for generator but found 'cpu'");
+  at::Generator drawn = at::detail::createCPUGenerator();
+  drawn.set_current_seed(static_cast<GeneratorImpl*>(from.unsafeGetGeneratorImpl())->next());
+  return drawn;
+}
+
+// ---------------------------------------------------------------------------------------------- hooks
+
+namespace {
+
+// Registered by this name, under which torch asks for them.
+struct CUDAHooks final : at::CUDAHooksInterface {
+  explicit CUDAHooks(at::CUDAHooksArgs) {}
+  void init() const override {}
+  bool isBuilt() const override { return true; }
+  bool isAvailable() const override { return !faults().no_devices; }
+  bool hasCUDA() const override { return !faults().no_devices; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
+  bool isPinnedPtr(const void* data) const override { return pinned(data, 1) == Pinned::whole; }
+  at::Allocator* getPinnedMemoryAllocator() const override { return &PinnedAllocator::one(); }
+  at::Allocator* getCUDADeviceAllocator() const override { return &caching(); }
+  at::Device getDeviceFromPtr(void* data) const override {
+    const int device = device_of(data);
+    TORCH_CHECK(device >= 0,
+                "The specified pointer resides on host memory and is not registered with any CUDA device.");
+    return {c10::kCUDA, static_cast<c10::DeviceIndex>(device)};
+  }
+  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
+    return default_generator(device);
+  }
+  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
+    return new_generator(device < 0 ? current_device() : device);
+  }
+  c10::DeviceIndex deviceCount() const override { return faults().no_devices ? 0 : kDevices; }
+  int getNumGPUs() const override { return deviceCount(); }
+  c10::DeviceIndex current_device() const override {
+    return static_cast<c10::DeviceIndex>(pretend::current_device());
+  }
+  c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
+  void setCurrentDevice(c10::DeviceIndex device) const override { set_device(device); }
+  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
+    const c10::DeviceIndex before = current_device();
+    if (device >= 0) set_device(device);
+    return before;
+  }
+  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
+    return exchangeDevice(device);
+  }
+  void deviceSynchronize(c10::DeviceIndex device) const override {
+    checked([&] { synchronise_device(device, "synchronize"); });
+  }
+  std::string showConfig() const override { return "a pretend device"; }
+};
+
+const bool set_up_thread = [] {
+  set_thread_setup([] { at::set_num_threads(1); });
+  return true;
+}();
+
+}  // namespace
+
+using at::CUDAHooksArgs;
+using at::CUDAHooksRegistry;
+using at::RegistererCUDAHooksRegistry;
+REGISTER_CUDA_HOOKS(CUDAHooks)
+
+}  // namespace pretend

@@ -1,0 +1,58 @@
+// torch's face of the pretend machine: what its device guard, allocator, generators and operators share.
+#pragma once
+
+#include <ATen/core/Generator.h>
+#include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Stream.h>
+#include <c10/util/Exception.h>
+
+#include <cstdint>
+#include <utility>
+#include <vector>
+
+#include "machine.h"
+
+namespace pretend {
+
+/// Runs what may fault; torch's own error comes out.
+template <class Body>
+auto checked(Body body) {
+  try {
+    return body();
+  } catch (const DeviceFault& fault) {
+    throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, fault.code,
+                                std::string("CUDA error: ") + fault.what());
+  }
+}
+
+/// The calling thread's current stream on a device.
+Stream& current_stream(int device) noexcept;
+Stream& stream_of(const c10::Stream& stream) noexcept;
+c10::Stream as_torch(Stream& stream) noexcept;
+c10::Stream stream_from_pool(int device, int priority);
+
+/// torch.cuda.set_sync_debug_mode: 0 default, 1 warn, 2 error.
+int& sync_debug_mode() noexcept;
+/// What torch does before its own synchronisations.
+void note_synchronisation();
+
+/// torch's caching allocator, as far as its order goes: memory that is freed is handed out again to the
+/// stream that it was allocated for, at once; after `record_stream`, when that stream has come so far.
+class Allocator : public c10::DeviceAllocator {
+ public:
+  virtual void set_cap(int device, std::size_t bytes) = 0;
+  virtual std::size_t cap(int device) const = 0;
+  virtual std::size_t total(int device) const = 0;
+};
+Allocator& allocator();
+
+/// A queued copy on `stream` uses this host memory. If it is torch's pinned memory, it lasts until then.
+void note_pinned_use(const void* address, Stream& stream);
+
+/// A CPU generator for the next random operator, seeded by a CUDA generator, which it advances. Its default
+/// one if none is given.
+at::Generator draw(const std::optional<at::Generator>& generator, int device);
+const at::Generator& default_generator(int device);
+at::Generator new_generator(int device);
+
+}  // namespace pretend
