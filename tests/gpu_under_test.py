@@ -1,21 +1,17 @@
-"""What the tests in tests/cuda ask of a device: streams, delays, memory. A rehearsal does without a GPU.
-
-The rehearsal runs the same tests over the CPU, where there is one stream and nothing is ever late: it proves
-that the tests' own code is right, and nothing about a GPU. What has no meaning there it skips.
-"""
+"""What tests/cuda asks of a GPU, the pretend one (tests/device) or a real one: streams, delays, memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor, nn
 
 import dynswap_ext
+import pretend_cuda
 from dynswap_ext import testing
 
 #: Wide enough for a layer to be a group of its own; its bytes in float32.
@@ -52,8 +48,6 @@ class Peak:
 class Gpu:
     """A GPU and a provider (conftest's) to test with."""
 
-    real = True
-
     def __init__(self, provider: Any) -> None:
         self.provider = provider
         self._ballast: tuple[Tensor, Tensor] | None = None
@@ -83,13 +77,6 @@ class Gpu:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(0, 7, (rows, width), generator=generator).to(self.device, dtype)
 
-    def moves(self, dtype: torch.dtype | None) -> bool:
-        """Whether float32 masters in RAM are copied for that dtype."""
-        return True
-
-    def needs_real(self, what: str) -> None:
-        """Skip a rehearsal: what the test asks for has no meaning on the CPU."""
-
     # Streams ------------------------------------------------------------------------------------------
 
     def new_stream(self) -> Any:
@@ -101,6 +88,13 @@ class Gpu:
     def follow(self, stream: Any) -> None:
         """Let the current stream wait for all that is queued on another."""
         torch.cuda.current_stream(self.device).wait_stream(stream)
+
+    def wait_for_default(self, stream: Any) -> None:
+        """Let a stream wait for all that is queued on the default one."""
+        stream.wait_stream(torch.cuda.default_stream(self.device))
+
+    def record_stream(self, tensor: Tensor, stream: Any) -> None:
+        tensor.record_stream(stream)
 
     def delay(self, milliseconds: float) -> None:
         """Let the current stream do nothing for a while; the host goes on."""
@@ -125,10 +119,11 @@ class Gpu:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Forbid host synchronisations."""
+        """Forbid host synchronisations; on the pretend device the engine's own, too."""
         torch.cuda.set_sync_debug_mode("error")
         try:
-            yield
+            with pretend_cuda.no_synchronisation() if pretend_cuda.active() else nullcontext():
+                yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -138,8 +133,8 @@ class Gpu:
         return torch.cuda.memory_allocated(self.device)
 
     @contextmanager
-    def peak(self, handle: Callable[[], dynswap_ext.Handle | None]) -> Iterator[Peak]:
-        """Measure a block. `handle` is for the rehearsal: it knows what the engine counts, and no more."""
+    def peak(self) -> Iterator[Peak]:
+        """Measure a block."""
         self.synchronise()
         torch.cuda.reset_peak_memory_stats(self.device)
         before, found = self.allocated(), Peak()
@@ -158,50 +153,3 @@ class Gpu:
             yield
         finally:
             torch.cuda.set_per_process_memory_fraction(1.0, self.device)
-
-
-class Rehearsal(Gpu):
-    """The CPU in a GPU's place. Masters are cast, so that they move."""
-
-    real = False
-
-    def moves(self, dtype: torch.dtype | None) -> bool:
-        return dtype not in (None, torch.float32)
-
-    def needs_real(self, what: str) -> None:
-        pytest.skip(f"needs a GPU: {what}")
-
-    def new_stream(self) -> Any:
-        return None
-
-    def on(self, stream: Any) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def follow(self, stream: Any) -> None:
-        pass
-
-    def delay(self, milliseconds: float) -> None:
-        pass
-
-    def congest(self) -> None:
-        pass
-
-    def synchronise(self) -> None:
-        pass
-
-    def done(self) -> None:
-        pass
-
-    @contextmanager
-    def silent(self) -> Iterator[None]:
-        yield
-
-    def allocated(self) -> int:
-        return 0
-
-    @contextmanager
-    def peak(self, handle: Callable[[], dynswap_ext.Handle | None]) -> Iterator[Peak]:
-        found = Peak()
-        yield found
-        installed = handle()
-        found.bytes = installed.stats().peak_bytes if installed else 0

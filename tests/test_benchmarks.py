@@ -12,6 +12,8 @@ from benchmark_scripts import run_script
 import common  # isort: skip
 import shapes  # isort: skip
 
+pytestmark = pytest.mark.alone
+
 
 @pytest.mark.parametrize(
     "script",

@@ -24,6 +24,8 @@ from dynswap_ext.demo.units import parse_share
 from dynswap_ext.demo.weights import write_random
 from dynswap_ext.errors import ConfigError, DynswapError, SourceError
 
+pytestmark = pytest.mark.alone
+
 _CONFIG = DecoderConfig(hidden=64, inner=192, layers=3, vocabulary=512)
 
 

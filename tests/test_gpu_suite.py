@@ -20,6 +20,8 @@ import gpu_suite  # noqa: E402
 import suite_parts  # noqa: E402
 from suite_parts import Part, Runner  # noqa: E402
 
+pytestmark = pytest.mark.alone
+
 _COMMAND = [sys.executable, str(_ROOT / "benchmarks" / "gpu_suite.py"), "--dry-run"]
 _ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 

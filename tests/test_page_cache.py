@@ -16,6 +16,8 @@ from dynswap_ext import checkpoint
 from dynswap_ext.demo.measure import disk_bytes_read, drop_file_cache
 from dynswap_ext.errors import SourceError
 
+pytestmark = pytest.mark.alone
+
 LAYER = 1024 * 1024 * 4
 LAYERS = 6
 

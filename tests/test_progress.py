@@ -22,6 +22,8 @@ from conftest import Provider
 from dynswap_ext import ConfigError, checkpoint
 from sample_models import mlp
 
+pytestmark = pytest.mark.alone
+
 Steps = list[tuple[int, int]]
 
 

@@ -16,6 +16,8 @@ from conftest import Provider
 from dynswap_ext import ConfigError, _memory, _tuning, testing
 from sample_models import mlp
 
+pytestmark = pytest.mark.alone
+
 #: Wide enough for a layer to be a group of its own.
 WIDTH, LAYERS = 768, 12
 #: Bytes of one layer (weight and bias) in float64, what alignment may add, and the whole model.

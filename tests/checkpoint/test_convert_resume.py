@@ -21,6 +21,8 @@ from dynswap_ext import checkpoint, cli
 from dynswap_ext.errors import ConfigError, SourceError
 from dynswap_ext.testing import assert_bit_equal
 
+pytestmark = pytest.mark.alone
+
 blocks: Any = sys.modules["dynswap_ext.checkpoint.writing.blocks"]
 direct: Any = sys.modules["dynswap_ext.checkpoint.writing.direct"]
 _BLOCK = 4 << 20

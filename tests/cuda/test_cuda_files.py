@@ -51,14 +51,13 @@ def test_loading_onto_the_device(gpu: Gpu, name: str, dtype: torch.dtype | None,
     for (key, value), wanted in zip(model.state_dict().items(), source.parameters(), strict=True):
         testing.assert_bit_equal(value, wanted.detach().to(gpu.device, dtype), key)
     weights = 3 * LAYER_BYTES * (dtype.itemsize if dtype else 4) // 4
-    if gpu.real:
-        assert gpu.allocated() - before == weights, "more than the weights is left on the device"
+    assert gpu.allocated() - before == weights, "more than the weights is left on the device"
     handle = gpu.install(model)
     x = gpu.whole_numbers(dtype=dtype or torch.float32)
     with torch.no_grad():
         testing.assert_bit_equal(model(x), source.to(gpu.device, dtype)(x))
-    if gpu.real:  # masters that are on the device already are handed out as they are
-        assert handle.stats().bytes_moved == 0
+    # Masters that are on the device already are handed out as they are.
+    assert handle.stats().bytes_moved == 0
 
 
 def blocks_of(encoding: str, rows: int = 8, columns: int = 1024) -> torch.Tensor:

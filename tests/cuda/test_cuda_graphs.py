@@ -2,23 +2,42 @@
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
 import pytest
 import torch
 
-from dynswap_ext import DeviceError, testing
-from gpu_under_test import LAYER_BYTES, Exact, Gpu
+from dynswap_ext import DeviceError, DynswapWarning, testing
+from gpu_under_test import LAYER_BYTES, LAYERS, Exact, Gpu
+
+RING = 3 * 2 * LAYER_BYTES
+DELAY = 20.0  # milliseconds
 
 
 def only_native(gpu: Gpu) -> None:
-    gpu.needs_real("CUDA graphs")
     if not gpu.native:
         pytest.skip("pure Python copies pageable memory, which no capture takes")
+
+
+@contextmanager
+def captured_on(gpu: Gpu, stream: Any) -> Iterator[torch.cuda.CUDAGraph]:
+    """As torch.cuda.graph(), which waits for the device first."""
+    graph = torch.cuda.CUDAGraph()
+    with gpu.on(stream):
+        graph.capture_begin()
+        try:
+            yield graph
+        finally:
+            graph.capture_end()
 
 
 def test_a_streamed_weight_is_refused(gpu: Gpu) -> None:
     only_native(gpu)
     model = Exact().eval()
-    moved, _ = gpu.pair(model, budget=3 * 2 * LAYER_BYTES)
+    moved, _ = gpu.pair(model, budget=RING)
     x = gpu.whole_numbers()
     with torch.no_grad():
         expected = moved(x)
@@ -54,3 +73,164 @@ def test_residents_are_captured(gpu: Gpu, stream: str) -> None:
             testing.assert_bit_equal(output, wanted)
         testing.assert_bit_equal(model(inputs[1]), expected[1], "beside the graph")
     assert handle.stats().resident_bytes == handle.stats().weight_bytes
+
+
+def test_residents_on_their_way_are_captured(gpu: Gpu) -> None:
+    """Their copies are queued when the capture begins, which cannot wait for them."""
+    only_native(gpu)
+    model = Exact().eval()
+    moved, _ = gpu.pair(model, budget="1GiB")
+    x, side = gpu.whole_numbers(), gpu.new_stream()
+    with torch.no_grad():
+        expected = moved(x)
+        gpu.synchronise()
+        gpu.congest()
+        for layer in model.layers:
+            assert layer.weight is not None
+        with captured_on(gpu, side) as graph:
+            output = model(x)
+        graph.replay()
+        gpu.synchronise()
+        testing.assert_bit_equal(output, expected)
+
+
+def test_a_model_that_streams_while_a_graph_is_captured(gpu: Gpu) -> None:
+    """A capture forbids all threads what could synchronise, questions after events included."""
+    only_native(gpu)
+    model = Exact().eval()
+    moved, _ = gpu.pair(model, budget=RING)
+    x = gpu.whole_numbers()
+    outputs: list[torch.Tensor] = []
+
+    def run() -> None:
+        with torch.no_grad(), gpu.on(other):
+            outputs.extend(model(x) for _ in range(3))
+
+    other = gpu.new_stream()
+    with torch.no_grad():
+        expected = moved(x)
+        for _ in range(2):
+            model(x)
+        gpu.synchronise()
+        with captured_on(gpu, gpu.new_stream()) as graph:
+            twice = 2 * x
+            thread = threading.Thread(target=run)
+            thread.start()
+            thread.join()
+        graph.replay()
+    gpu.synchronise()
+    testing.assert_bit_equal(twice, 2 * x)
+    testing.assert_bit_equal(outputs, [expected] * 3)
+
+
+def test_a_tensor_that_dies_inside_a_capture(gpu: Gpu) -> None:
+    """What read it is queued on the captured stream, where no event can be recorded meanwhile."""
+    only_native(gpu)
+    model = Exact().eval()
+    moved, handle = gpu.pair(model, budget=RING)
+    x, side = gpu.whole_numbers(), gpu.new_stream()
+    with torch.no_grad():
+        expected, passes = moved.layers[0](x), [moved(x)] * 3
+        gpu.synchronise()
+        with gpu.on(side):
+            weight = model.layers[0].weight
+            gpu.delay(DELAY)
+            y = torch.nn.functional.linear(x, weight)
+        with captured_on(gpu, side) as graph:
+            twice = 2 * x
+            del weight
+            with gpu.on(gpu.new_stream()):
+                outputs = [model(x)]  # the ring goes round, but for one slot
+        outputs += [model(x) for _ in range(2)]
+        graph.replay()
+    gpu.synchronise()
+    testing.assert_bit_equal(y, expected)
+    testing.assert_bit_equal(twice, 2 * x)
+    testing.assert_bit_equal(outputs, passes)
+    assert handle.stats().overflow_bytes == 0
+    before = handle.stats()
+    with torch.no_grad():
+        model(x)
+    assert handle.stats().bytes_moved - before.bytes_moved <= LAYERS * LAYER_BYTES
+    testing.assert_nothing_held(handle)
+
+
+def test_masters_that_change_under_a_graph(gpu: Gpu) -> None:
+    """A queued replay reads the old weights, on whatever stream; later ones read the new."""
+    only_native(gpu)
+    model = Exact().eval()
+    moved, _ = gpu.pair(model, budget="1GiB")
+    x, side = gpu.whole_numbers(), gpu.new_stream()
+    with torch.no_grad():
+        old = moved(x)
+        with gpu.on(side):
+            model(x)
+        gpu.synchronise()
+        with captured_on(gpu, side) as graph:
+            output = model(x)
+        for p in model.parameters():
+            p.neg_().add_(1)
+        new = testing.moved(model, gpu.device, torch.float64)(x)
+        gpu.synchronise()
+        gpu.delay(DELAY)
+        graph.replay()
+        first = output.clone()
+        eager = model(x)
+        graph.replay()
+    gpu.synchronise()
+    testing.assert_bit_equal([first, eager, output], [old, new, new])
+
+
+def test_a_new_plan_ends_a_graph_aloud(gpu: Gpu) -> None:
+    only_native(gpu)
+    model = Exact().eval()
+    _, handle = gpu.pair(model, budget="1GiB")
+    x, side = gpu.whole_numbers(), gpu.new_stream()
+    with torch.no_grad():
+        with gpu.on(side):
+            model(x)
+        gpu.synchronise()
+        with captured_on(gpu, side):
+            model(x)
+        handle.retune()
+        with pytest.warns(DynswapWarning, match="capture them again"):
+            for _ in range(5):
+                model(x)
+
+
+def test_nothing_is_planned_inside_a_capture(gpu: Gpu) -> None:
+    """What has been asked for waits until the capture is over: its memory would be the graph's."""
+    only_native(gpu)
+    model = Exact().eval()
+    moved, _ = gpu.pair(model, budget="1GiB")
+    x, side = gpu.whole_numbers(), gpu.new_stream()
+    with torch.no_grad():
+        with gpu.on(side):
+            model(x)
+        gpu.synchronise()
+        model.extra = torch.nn.Linear(8, 8)
+        with captured_on(gpu, side) as graph:
+            output = model(x)
+        graph.replay()
+        gpu.synchronise()
+        testing.assert_bit_equal(output, moved(x))
+
+
+def test_what_was_written_reaches_masters_after_the_capture(gpu: Gpu) -> None:
+    """A copy to the host cannot be made while the graph is captured; it is not forgotten."""
+    only_native(gpu)
+    model = Exact().eval()
+    gpu.pair(model, budget="1GiB")
+    x, side = gpu.whole_numbers(), gpu.new_stream()
+    with torch.no_grad():
+        with gpu.on(side):
+            model(x)
+            model.layers[0].weight.add_(1)
+        with captured_on(gpu, side) as graph:
+            output = model(x)
+        graph.replay()
+        gpu.synchronise()
+        written = model.layers[0].weight.detach().cpu()
+        master = model.state_dict()["layers.0.weight"]
+    testing.assert_bit_equal(master.double(), written)
+    assert output.shape == x.shape

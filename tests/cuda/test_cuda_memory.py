@@ -21,7 +21,7 @@ def peak_of_activations(gpu: Gpu, moved: nn.Module, x: torch.Tensor) -> int:
     """What a pass of the moved model takes beside its weights; torch's own workspaces are there after it."""
     with torch.no_grad():
         moved(x)
-        with gpu.peak(lambda: None) as peak:
+        with gpu.peak() as peak:
             moved(x)
     return peak.bytes
 
@@ -29,13 +29,10 @@ def peak_of_activations(gpu: Gpu, moved: nn.Module, x: torch.Tensor) -> int:
 @pytest.mark.parametrize("budget", [3 * LAYER, 5 * LAYER], ids=["ring", "ring and residents"])
 def test_peak_is_the_budget_and_the_activations(gpu: Gpu, budget: int) -> None:
     model = Exact().double().eval()  # no cast, so that nothing but the weights crosses
-    if not gpu.real:
-        model.float()  # on the CPU a cast is what moves them
     moved = testing.moved(model, gpu.device, torch.float64)
     x = gpu.whole_numbers()
     activations = peak_of_activations(gpu, moved, x)
-    handle: dynswap_ext.Handle | None = None
-    with gpu.peak(lambda: handle) as peak:
+    with gpu.peak() as peak:
         handle = gpu.install(model, dtype=torch.float64, budget=budget)
         with torch.no_grad():
             for _ in range(3):
@@ -80,7 +77,6 @@ def test_a_model_that_dies_takes_its_memory_along(gpu: Gpu) -> None:
 
 @pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
 def test_no_room_for_the_budget(gpu: Gpu) -> None:
-    gpu.needs_real("an allocator that can be limited")
     model = Exact().eval()
     moved = testing.moved(model, gpu.device, torch.float64)
     x = gpu.whole_numbers()
@@ -98,7 +94,6 @@ def test_no_room_for_the_budget(gpu: Gpu) -> None:
 
 
 def test_activations_that_do_not_fit(gpu: Gpu) -> None:
-    gpu.needs_real("an allocator that can be limited")
     model = Exact().eval()
     moved, handle = gpu.pair(model, budget=3 * LAYER)
     x = gpu.whole_numbers()

@@ -12,12 +12,8 @@ from dynswap_ext import testing
 from gpu_under_test import Exact, Gpu
 
 
-def pinned(gpu: Gpu, model: nn.Module) -> list[bool]:
-    return [p.is_pinned() for p in model.parameters()] if gpu.real else []
-
-
-def pinning(gpu: Gpu) -> bool:
-    return gpu.real and gpu.native
+def pinned(model: nn.Module) -> list[bool]:
+    return [p.is_pinned() for p in model.parameters()]
 
 
 @pytest.mark.parametrize("pin", ["auto", True, False])
@@ -31,25 +27,24 @@ def test_masters_are_locked_in_place(gpu: Gpu, pin: bool | str) -> None:
         for _ in range(2):
             testing.assert_bit_equal(model(x), moved(x))
     assert [p.data_ptr() for p in model.parameters()] == addresses
-    if pinning(gpu):
-        assert all(pinned(gpu, model)) if pin else not any(pinned(gpu, model))
+    if gpu.native:
+        assert all(pinned(model)) if pin else not any(pinned(model))
     handle.uninstall()
-    assert not any(pinned(gpu, model))
+    assert not any(pinned(model))
     assert [p.data_ptr() for p in model.parameters()] == addresses
     testing.assert_bit_equal([p.detach() for p in model.parameters()], values)
 
 
 def test_what_the_user_pinned_stays_pinned(gpu: Gpu) -> None:
     model = Exact(layers=3).eval()
-    if gpu.real:
-        for p in model.parameters():
-            p.data = p.data.pin_memory()
+    for p in model.parameters():
+        p.data = p.data.pin_memory()
     moved, handle = gpu.pair(model)
     x = gpu.whole_numbers()
     with torch.no_grad():
         testing.assert_bit_equal(model(x), moved(x))
     handle.uninstall()
-    assert all(pinned(gpu, model))
+    assert all(pinned(model))
     with torch.no_grad():
         testing.assert_bit_equal(model.to(gpu.device, torch.float64)(x), moved(x))
 
@@ -66,11 +61,11 @@ def test_two_models_share_masters(gpu: Gpu) -> None:
         for model in models:
             testing.assert_bit_equal(model(x), moved(x))
         first.uninstall()
-        if pinning(gpu):
-            assert all(pinned(gpu, models[1]))
+        if gpu.native:
+            assert all(pinned(models[1]))
         testing.assert_bit_equal(models[1](x), moved(x))
     second.uninstall()
-    assert not any(pinned(gpu, models[1]))
+    assert not any(pinned(models[1]))
 
 
 def test_a_replaced_master_is_streamed_from_its_new_place(gpu: Gpu) -> None:
@@ -88,7 +83,6 @@ def test_a_replaced_master_is_streamed_from_its_new_place(gpu: Gpu) -> None:
 
 def test_errors_of_a_refused_registration_are_not_left_behind(gpu: Gpu) -> None:
     """Memory that cannot be locked (here: it is already, by the user) streams all the same."""
-    gpu.needs_real("page-locked memory")
     model = Exact(layers=3).eval()
     cudart = torch.cuda.cudart()
     masters = list(model.parameters())

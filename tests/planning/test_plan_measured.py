@@ -15,6 +15,8 @@ import dynswap_ext
 from dynswap_ext import checkpoint, planning
 from dynswap_ext.errors import ConfigError
 
+pytestmark = pytest.mark.alone
+
 
 class Slow(nn.Linear):
     """Takes its time."""

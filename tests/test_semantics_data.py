@@ -1,0 +1,172 @@
+"""What is written through `.data`, which has a version counter of its own, reaches the master."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+import pretend_cuda
+from conftest import Provider
+from dynswap_ext import testing
+
+ROWS = 40
+BUDGETS = pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+MODES = pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+
+
+class Cache(nn.Module):
+    """A buffer and a weight, of which a forward may write a row; the sampled words lie in others."""
+
+    def __init__(self, write: str = "") -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(ROWS, 8))
+        self.register_buffer("cache", torch.randn(ROWS, 8))
+        self.write = write
+
+    def forward(self, x: torch.Tensor, row: int = 0) -> torch.Tensor:
+        if self.write == "attribute":
+            self.cache.data[row, 1:3] = 7.0
+            self.weight.data[row, 1:3] = 7.0
+        elif self.write == "name":
+            cache, weight = self.cache, self.weight
+            cache.data[row, 1:3] = 7.0
+            weight.data[row, 1:3] = 7.0
+        return x @ self.weight.t() @ self.cache
+
+
+def written(model: nn.Module, *rows: int) -> dict[str, torch.Tensor]:
+    """The state with these rows written, as it should be afterwards."""
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    for value in state.values():
+        for row in rows:
+            value[row, 1:3] = 7.0
+    return state
+
+
+@BUDGETS
+@MODES
+def test_a_part_of_a_tensor(provider: Provider, budget: str | None, training: bool) -> None:
+    model = Cache().train(training)
+    moved, _ = provider.pair(model, budget=budget)
+    expected = written(model, 3)
+    for m in (model, moved):
+        m.cache.data[3:4, 1:3] = 7.0
+        m.weight.data[3, 1:3].fill_(7.0)
+    x = provider.randn(2, 8)
+    testing.assert_bit_equal(model(x), moved(x))
+    testing.assert_bit_equal(model.state_dict(), expected, "state")
+
+
+@BUDGETS
+def test_of_a_tensor_that_is_kept(provider: Provider, budget: str | None) -> None:
+    model = Cache()
+    provider.pair(model, budget=budget)
+    expected = written(model, 3, 5)
+    kept = [model.cache, model.weight]
+    for tensor in kept:
+        tensor.data[3, 1:3] = 7.0
+        tensor.detach().data[5, 1:3] = 7.0
+    testing.assert_bit_equal(model.state_dict(), expected, "state while they live")
+    expected = written(model, 9)
+    for tensor in kept:
+        tensor.data[9, 1:3] = 7.0
+    del kept, tensor
+    gc.collect()
+    testing.assert_bit_equal(model.state_dict(), expected, "state afterwards")
+
+
+@BUDGETS
+def test_through_an_alias_that_is_kept_over_calls(provider: Provider, budget: str | None) -> None:
+    model = Cache()
+    moved, _ = provider.pair(model, budget=budget)
+    x = provider.randn(2, 8)
+    aliases = [(m.cache.data, m.weight.data) for m in (model, moved)]
+    with torch.no_grad():
+        for row in (3, 5, 9):
+            expected = written(model, row)
+            for cache, weight in aliases:
+                cache[row, 1:3] = 7.0
+                weight[row, 1:3] = 7.0
+            if row != 5:  # whichever looks first
+                testing.assert_bit_equal(model.state_dict(), expected, "state")
+            testing.assert_bit_equal(model(x), moved(x), "output")
+            testing.assert_bit_equal(model.state_dict(), expected, "state after the call")
+
+
+@BUDGETS
+@MODES
+@pytest.mark.parametrize("write", ["attribute", "name"])
+def test_inside_a_forward(provider: Provider, write: str, training: bool, budget: str | None) -> None:
+    if write == "name" and not provider.native:
+        pytest.skip("pure Python does not see `.data` of a tensor that outlives it, inside a forward")
+    model = Cache(write).train(training)
+    moved, _ = provider.pair(model, budget=budget)
+    x = provider.randn(2, 8)
+    with torch.no_grad():
+        for row in (3, 5):
+            expected = written(model, row)
+            testing.assert_bit_equal(model(x, row), moved(x, row), "output")
+            testing.assert_bit_equal(model.state_dict(), expected, "state")
+
+
+def test_only_written_elements_lose_precision(provider: Provider) -> None:
+    model = Cache()
+    provider.install(model, dtype=torch.bfloat16)
+    expected = written(model, 3)
+    model.cache.data[3, 1:3] = 7.0
+    model.weight.data[3, 1:3] = 7.0
+    testing.assert_bit_equal(model.state_dict(), expected, "state")
+
+
+@BUDGETS
+def test_reading_writes_nothing(provider: Provider, budget: str | None) -> None:
+    model = Cache()
+    _, handle = provider.pair(model, budget=budget)
+    x = provider.randn(2, 8)
+    with torch.no_grad():
+        model(x)
+        before = {name: (value, value._version) for name, value in model.state_dict(keep_vars=True).items()}
+        for _ in range(2):
+            assert model.weight.data.sum() != model.cache.data.sum()
+            model(x)
+    for name, value in model.state_dict(keep_vars=True).items():
+        assert before[name][0] is value
+        assert before[name][1] == value._version, f"{name} was written"
+    if budget:
+        assert handle.stats().copies <= 2
+
+
+def test_a_later_change_of_the_master_wins(provider: Provider) -> None:
+    model = Cache()
+    provider.pair(model)
+    alias = model.cache.data
+    alias[3, 1:3] = 7.0
+    with torch.no_grad():
+        model._buffers["cache"].fill_(2.0)
+    assert model.cache.unique().tolist() == [2.0]
+    del alias
+    gc.collect()
+    assert model.cache.unique().tolist() == [2.0]
+    assert model._buffers["cache"].unique().tolist() == [2.0]
+
+
+@pytest.mark.skipif(not pretend_cuda.active(), reason="only the pretend device counts synchronisations")
+def test_nothing_is_compared_where_nobody_took_it(provider: Provider) -> None:
+    if not provider.native:
+        pytest.skip("pure Python compares what a view has outlived")
+    model = Cache()
+    provider.pair(model, budget="1GiB")
+    x = provider.randn(2, 8)
+    with torch.no_grad():
+        model(x)
+        model.weight.data[0, 0] = 1.0
+        for _ in range(3):
+            model(x)
+        torch.cuda.synchronize()
+        before = pretend_cuda.counts()["synchronisations"]
+        for _ in range(3):
+            model(x)
+    assert pretend_cuda.counts()["synchronisations"] == before
