@@ -15,6 +15,7 @@ from . import _provider, config
 from ._class_swap import Dress, swap_class
 from ._distributed import refuse_to_install
 from ._first_pass import FirstPass
+from ._grad_scaler import keep_scales_on_host
 from ._logging import follow_environment, logger
 from ._memory import format_bytes
 from ._parametrized import give_back
@@ -227,6 +228,8 @@ class _Record:
             self._tuner()
         if self.options.progress:
             self._first_pass = FirstPass(self.session, model, self.options.progress)
+        if self.options.device.type != "cpu":
+            keep_scales_on_host(_computes_on)
         if refused:
             names = ", ".join(cls.__qualname__ for cls in refused)
             warn(f"modules of classes that refuse to be swapped are left as they are: {names}")
@@ -283,6 +286,10 @@ class _Record:
 
 # By the id of the session, which the record keeps. An entry goes with its install, or with its model.
 _records: dict[int, _Record] = {}
+
+
+def _computes_on(device: torch.device) -> bool:
+    return any(record.options.device == device for record in list(_records.values()))
 
 
 def _survey(model: nn.Module) -> tuple[int, set[_provider.Session]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import pytest
@@ -222,17 +223,45 @@ def test_a_loop_with_clipping_and_accumulation(
         assert handle.stats().bytes_moved >= 4 * master_bytes(model)
 
 
-def test_a_scaler(provider: Provider) -> None:
+@pytest.mark.parametrize("fused", [False, True], ids=["foreach", "fused"])
+@pytest.mark.parametrize("spike", [False, True], ids=["finite", "one step overflows"])
+def test_a_scaler(provider: Provider, fused: bool, spike: bool) -> None:
     model = mlp(FEATURES, 2)
     moved, _ = provider.pair(model)
-    steps = []
+    steps, scales = [], []
     for m in (model, moved):
-        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.1)
-        scaler.scale(m(provider.randn(4, FEATURES)).square().mean()).backward()
-        scaler.step(optimizer)
-        scaler.update()
+        scaler = torch.amp.GradScaler(provider.device.type, init_scale=8.0, growth_interval=2)
+        optimizer = torch.optim.SGD(m.parameters(), lr=0.1, fused=fused or None)
+        for step in range(4):
+            loss = m(provider.randn(4, FEATURES, seed=step)).square().mean()
+            scaler.scale(loss * float("inf") if spike and step == 1 else loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
         steps.append([p.detach().float().cpu() for p in m.parameters()])
+        scales.append(scaler.get_scale())
+    assert scales[0] == scales[1]
+    for p, q in zip(*steps, strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
+
+
+def test_a_scaler_of_gradients_here_and_there(provider: Provider) -> None:
+    """One optimizer has an installed model, and a head that lies on the device; the scaler has a past."""
+    model, head = mlp(FEATURES, 2), nn.Linear(FEATURES, 3, dtype=torch.float64).to(provider.device)
+    scaler = torch.amp.GradScaler(provider.device.type, init_scale=8.0)
+    scaler.scale(head(provider.randn(2, FEATURES)).sum()).backward()
+    head.zero_grad()
+    start = copy.deepcopy(head)
+    moved, _ = provider.pair(model)
+    steps = []
+    for m, h in ((model, head), (moved, start)):
+        optimizer = torch.optim.SGD([*m.parameters(), *h.parameters()], lr=0.1)
+        for step in range(3):
+            scaler.scale(h(m(provider.randn(4, FEATURES, seed=step))).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        steps.append([p.detach().float().cpu() for p in (*m.parameters(), *h.parameters())])
     for p, q in zip(*steps, strict=True):
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
