@@ -155,6 +155,12 @@ def skip_or_fail(reason: str, *, cuda: bool) -> None:
     pytest.skip(reason)
 
 
+def dense_alone_is_pretended(layout: str) -> None:
+    """Skip, on the pretend device, a test that makes tensors of another layout there."""
+    if PRETEND:
+        skip_or_fail(f"the pretend device has no {layout} tensors, a GPU has", cuda=True)
+
+
 @contextmanager
 def under_test(name: str) -> Iterator[Provider]:
     """One provider, or the reason why it cannot run here. A test ends with nothing held on the device."""

@@ -157,7 +157,7 @@ def test_a_later_change_of_the_master_wins(provider: Provider) -> None:
 def test_nothing_is_compared_where_nobody_took_it(provider: Provider) -> None:
     if not provider.native:
         pytest.skip("pure Python compares what a view has outlived")
-    model = Cache()
+    model = Cache().eval()
     provider.pair(model, budget="1GiB")
     x = provider.randn(2, 8)
     with torch.no_grad():

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from conftest import Provider
+from conftest import Provider, dense_alone_is_pretended
 from dynswap_ext import testing
 from sample_models import ConvNet, Recurrent, TinyTransformer, mlp
 
@@ -140,6 +140,7 @@ def test_double_backward(provider: Provider) -> None:
 
 
 def test_a_sparse_gradient_stays_sparse(provider: Provider) -> None:
+    dense_alone_is_pretended("sparse")
     model = nn.Sequential(nn.Embedding(10, 4, sparse=True))
     provider.pair(model)
     model(torch.tensor([1, 3], device=provider.device)).sum().backward()

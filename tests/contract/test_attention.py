@@ -11,7 +11,7 @@ import torch
 from oracle import assert_moved, assert_same_training_step
 from torch import nn
 
-from conftest import Provider
+from conftest import Provider, dense_alone_is_pretended
 from dynswap_ext import testing
 
 CASES: dict[str, Callable[[], nn.MultiheadAttention]] = {
@@ -102,6 +102,7 @@ def test_the_encoders_fast_path(
 
 
 def test_nested_tensors_from_a_padding_mask(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+    dense_alone_is_pretended("nested")
     model = encoder().eval()
     moved, handle = provider.pair(model)
     x = provider.randn(3, 4, 8)
@@ -117,6 +118,7 @@ def test_nested_tensors_from_a_padding_mask(provider: Provider, monkeypatch: pyt
 
 
 def test_a_nested_input(provider: Provider) -> None:
+    dense_alone_is_pretended("nested")
     model = encoder().eval()
     moved, handle = provider.pair(model)
     x = torch.nested.nested_tensor([provider.randn(n, 8, seed=n) for n in (2, 4)])

@@ -293,6 +293,8 @@ def test_two_installs_on_one_class_do_not_share_a_graph(provider: Provider) -> N
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(provider: Provider) -> None:
+    if provider.device.type == "cuda":
+        pytest.importorskip("triton", reason="inductor needs triton on a GPU")
     model = mlp(layers=2)
     moved, _ = provider.pair(model)
     compiled = torch.compile(model, fullgraph=True)

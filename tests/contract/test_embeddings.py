@@ -9,7 +9,7 @@ import torch
 from oracle import assert_moved, assert_same_training_step, master_bytes
 from torch import nn
 
-from conftest import Provider
+from conftest import Provider, dense_alone_is_pretended
 from dynswap_ext import testing
 
 INDICES = torch.tensor([[1, 3, 0], [3, 5, 1]])
@@ -53,6 +53,7 @@ def test_per_sample_weights(provider: Provider) -> None:
     ids=["embedding", "bag"],
 )
 def test_sparse_gradients_and_a_sparse_optimizer(provider: Provider, make: Callable[[], nn.Module]) -> None:
+    dense_alone_is_pretended("sparse")
     model = make()
     plain = testing.moved(model, provider.device)
     handle = provider.install(model, dtype=torch.float64)

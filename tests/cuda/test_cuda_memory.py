@@ -50,7 +50,7 @@ def test_all_of_it_comes_back(gpu: Gpu) -> None:
     x = gpu.whole_numbers()
     with torch.no_grad():
         expected = moved(x)
-        gpu.synchronise()
+        gc.collect()  # of other tests
         before = gpu.allocated()
         for budget in (None, "1GiB", 3 * LAYER):
             with gpu.install(model, dtype=torch.float64, budget=budget):
@@ -65,6 +65,7 @@ def test_a_model_that_dies_takes_its_memory_along(gpu: Gpu) -> None:
     moved = Exact(layers=1).to(gpu.device, torch.float64)
     with torch.no_grad():
         moved(x)
+        gc.collect()  # of other tests
         before = gpu.allocated()
         model = Exact(layers=3).eval()
         dynswap_ext.install(model, device=gpu.device, backend=gpu.provider.backend, dtype=torch.float64)
@@ -100,7 +101,7 @@ def test_activations_that_do_not_fit(gpu: Gpu) -> None:
     with torch.no_grad():
         testing.assert_bit_equal(model(x), moved(x))
         large = gpu.whole_numbers(rows=16 * 1024)  # 151 MB each
-        with gpu.room_for(8 << 20), pytest.raises(torch.OutOfMemoryError):
+        with gpu.room_for(64 << 20), pytest.raises(torch.OutOfMemoryError):
             model(large)
         gc.collect()
         testing.assert_nothing_held(handle)
@@ -110,6 +111,7 @@ def test_activations_that_do_not_fit(gpu: Gpu) -> None:
 
 def test_what_is_kept_is_counted_and_given_back(gpu: Gpu) -> None:
     model = Exact().eval()
+    gc.collect()  # of other tests
     before = gpu.allocated()
     handle = gpu.install(model, dtype=torch.float64, budget=3 * LAYER)
     with pytest.warns(dynswap_ext.DynswapWarning):

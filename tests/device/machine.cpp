@@ -124,7 +124,12 @@ thread_local bool device_thread = false;
 Machine& machine() {
   static Machine* const one = [] {
     // A process that has not begun to use the device may fork.
-    pthread_atfork(nullptr, nullptr, [] { forked = machine().thread.joinable(); });
+    // No thread but the forking one is in the child: a lock that another held would be held for ever.
+    pthread_atfork([] { machine().mutex.lock(); }, [] { machine().mutex.unlock(); },
+                   [] {
+                     machine().mutex.unlock();
+                     forked = machine().thread.joinable();
+                   });
     return new Machine;
   }();
   return *one;

@@ -4,13 +4,10 @@
 #include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/Utils.h>
-#include <ATen/core/CachingHostAllocator.h>
 #include <ATen/detail/CUDAHooksInterface.h>
-#include <ATen/native/DispatchStub.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <c10/util/CallOnce.h>
 
 #include <algorithm>
 #include <cstring>
@@ -171,6 +168,7 @@ namespace {
 struct Block {
   void* address;
   std::size_t bytes;
+  std::size_t asked;  ///< of them, by who has it now: what the statistics count, as torch's splits blocks
   int device;
   Stream* stream;  ///< that it was allocated for
   std::vector<Stream*> used_on;
@@ -260,53 +258,51 @@ class CachingAllocator final : public Allocator {
   void put(Block* block) {
     poison(*block->stream, block->address, block->bytes);
     free_[block->stream].emplace(block->bytes, block);
-    stats_[block->device].active_bytes[0].decrease(block->bytes);
+    stats_[block->device].active_bytes[0].decrease(block->asked);
   }
 
   Block* take(int device, std::size_t bytes) {
     Stream& stream = current_stream(device);
-    for (int attempt = 0; attempt < 3; ++attempt) {
-      {
-        const std::lock_guard lock(mutex_);
-        settle();
-        auto& free = free_[&stream];
-        const auto found = free.lower_bound(bytes);
-        Block* block = nullptr;
-        const bool captured = capturing(stream);
-        if (!captured && found != free.end() && found->first <= 2 * bytes) {
-          block = found->second;
-          free.erase(found);
-        } else if (reserved(device) + bytes <= caps_[device]) {
-          if (void* const address = reserve(device, bytes)) {
-            block = new Block{address, bytes, device, &stream, {}, captured};
-            stats_[device].reserved_bytes[0].increase(bytes);
-            stats_[device].segment[0].increase(1);
-          }
-        }
-        if (block != nullptr) {
-          live_[block->address] = block;
-          auto& stats = stats_[device];
-          stats.allocation[0].increase(1);
-          stats.active[0].increase(1);
-          stats.allocated_bytes[0].increase(block->bytes);
-          stats.active_bytes[0].increase(block->bytes);
-          stats.requested_bytes[0].increase(bytes);
-          return block;
-        }
-        ++stats_[device].num_alloc_retries;
-      }
-      if (attempt == 0) {
-        checked([&] { synchronise_device(device, "the allocator, which is out of memory"); });
-        trim(device);
-      } else {
-        // As torch's: whoever keeps memory that it could do without is asked for it.
-        break;
-      }
-    }
+    if (Block* const block = try_take(stream, device, bytes)) return block;
+    checked([&] { synchronise_device(device, "the allocator, which is out of memory"); });
+    trim(device);
+    if (Block* const block = try_take(stream, device, bytes)) return block;
     ++stats_[device].num_ooms;
     TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", bytes / 1048576.0,
                      " MiB. GPU ", device, " has a total capacity of ", kTotal / 1048576.0, " MiB of which ",
                      (caps_[device] - reserved(device)) / 1048576.0, " MiB is free.");
+  }
+
+  Block* try_take(Stream& stream, int device, std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    settle();
+    auto& stats = stats_[device];
+    auto& free = free_[&stream];
+    const auto found = free.lower_bound(bytes);
+    Block* block = nullptr;
+    const bool captured = capturing(stream);
+    if (!captured && found != free.end() && found->first <= 2 * bytes) {
+      block = found->second;
+      block->asked = bytes;
+      free.erase(found);
+    } else if (reserved(device) + bytes <= caps_[device]) {
+      if (void* const address = reserve(device, bytes)) {
+        block = new Block{address, bytes, bytes, device, &stream, {}, captured};
+        stats.reserved_bytes[0].increase(bytes);
+        stats.segment[0].increase(1);
+      }
+    }
+    if (block == nullptr) {
+      ++stats.num_alloc_retries;
+      return nullptr;
+    }
+    live_[block->address] = block;
+    stats.allocation[0].increase(1);
+    stats.active[0].increase(1);
+    stats.allocated_bytes[0].increase(block->asked);
+    stats.active_bytes[0].increase(block->asked);
+    stats.requested_bytes[0].increase(block->asked);
+    return block;
   }
 
   std::size_t idle_bytes(int device) {
@@ -352,7 +348,8 @@ class CachingAllocator final : public Allocator {
     auto& stats = stats_[block->device];
     stats.allocation[0].decrease(1);
     stats.active[0].decrease(1);
-    stats.allocated_bytes[0].decrease(block->bytes);
+    stats.allocated_bytes[0].decrease(block->asked);
+    stats.requested_bytes[0].decrease(block->asked);
     if (block->of_graph) return;
     try {
       if (block->used_on.empty()) return put(block);

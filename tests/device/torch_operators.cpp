@@ -10,6 +10,7 @@
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/native/Resize.h>
+#include <ATen/record_function.h>
 #include <ATen/ops/_reshape_alias_native.h>
 #include <ATen/ops/as_strided_native.h>
 #include <ATen/ops/is_set_to_native.h>
@@ -36,6 +37,7 @@ using torch::jit::Stack;
 /// Nothing of the user's modes and graphs sees what is done under it.
 struct BareKernels {
   c10::InferenceMode ordinary{false};  // first: it lets autograd in again
+  at::DisableRecordFunctionGuard unrecorded;
   c10::impl::ExcludeDispatchKeyGuard guard{
       c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset | c10::python_ks |
       c10::functorch_transforms_ks |
@@ -101,8 +103,8 @@ void each_tensor(const c10::IValue& value, const Use& use) {
 /// Operators that take CPU tensors beside the device's (indices, values of one element aside).
 bool takes_host_tensors(const std::string& name) {
   static const std::set<std::string> all{
-      "aten::index",         "aten::index_put_",        "aten::_index_put_impl_",      "aten::index_put",
-      "aten::_unsafe_index", "aten::_unsafe_index_put", "aten::_pack_padded_sequence", "aten::tensor_split"};
+      "aten::index",         "aten::index_put_",        "aten::_index_put_impl_", "aten::index_put",
+      "aten::_unsafe_index", "aten::_unsafe_index_put", "aten::tensor_split"};
   return all.contains(name);
 }
 
@@ -139,6 +141,7 @@ struct Call {
   const c10::IValue* arguments;
   std::size_t count;
   int device;
+  bool inference;  ///< the caller's mode, which is that of the results
 
   const c10::FunctionSchema& schema() const { return op->schema(); }
 
@@ -217,8 +220,9 @@ struct Call {
   }
 };
 
-at::Tensor empty_as(const at::Tensor& example, int device) {
-  const c10::Device where(c10::kCUDA, static_cast<c10::DeviceIndex>(device));
+at::Tensor empty_as(const at::Tensor& example, const Call& call) {
+  const c10::InferenceMode mode(call.inference);
+  const c10::Device where(c10::kCUDA, static_cast<c10::DeviceIndex>(call.device));
   at::Tensor made = at::empty_strided(example.sizes(), example.strides(), example.options().device(where));
   if (example.is_conj()) made._set_conj(true);
   if (example.is_neg()) made._set_neg(true);
@@ -301,7 +305,7 @@ void run_at_once(const Call& call, Stack& stack) {
       results.push_back(call.arguments[returned]);
     } else {
       results.push_back(mapped(done[i], [&](const at::Tensor& result) {
-        const at::Tensor made = empty_as(result, call.device);
+        const at::Tensor made = empty_as(result, call);
         checked([&] { synchronise(stream, "a result"); });  // freshly freed memory is still being poisoned
         host_view(made).copy_(result);
         return made;
@@ -314,7 +318,7 @@ void run_at_once(const Call& call, Stack& stack) {
 void serve(const c10::OperatorHandle& op, Stack* stack) {
   const std::size_t count = op.schema().arguments().size();
   const c10::IValue* const arguments = stack->data() + (stack->size() - count);
-  Call call{&op, arguments, count, device_of_call(op, arguments, count)};
+  Call call{&op, arguments, count, device_of_call(op, arguments, count), c10::InferenceMode::is_enabled()};
   const c10::DeviceGuard device(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(call.device)));
   const BareKernels guard;
   const std::string name = op.schema().name();
@@ -353,7 +357,7 @@ void serve(const c10::OperatorHandle& op, Stack* stack) {
     }
     if (meta[i].isTensor() && !meta[i].toTensor().defined()) targets.emplace_back();
     results.push_back(mapped(meta[i], [&](const at::Tensor& result) {
-      const at::Tensor made = empty_as(result, call.device);
+      const at::Tensor made = empty_as(result, call);
       targets.push_back(host_view(made));
       return made;
     }));
@@ -637,6 +641,7 @@ bool served_as_a_whole(const c10::OperatorHandle& op) {
                                                "aten::_fw_primal_copy",
                                                "aten::_resize_output",
                                                "aten::bernoulli",
+                                               "aten::_pack_padded_sequence",  // sizes on the CPU
                                                "aten::rrelu",
                                                "aten::native_dropout"};
   const c10::FunctionSchema& schema = op.schema();

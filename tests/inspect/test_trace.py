@@ -117,8 +117,14 @@ def test_it_lines_up_with_the_profiler(provider: Provider, tmp_path: Path) -> No
         slack = 100  # microseconds, between two calibrations of one clock
         assert all(begin - slack <= e["ts"] and e["ts"] + e["dur"] <= end + slack for e in waits_and_compute)
         computing = lanes["compute (MainThread)"]
-        products = [e for e in trace["traceEvents"] if e["name"] == "aten::addmm" and begin <= e["ts"] <= end]
+        products = [
+            e
+            for e in trace["traceEvents"]
+            if e["name"] == "aten::addmm" and begin <= e["ts"] <= end and e["tid"] == marker["tid"]
+        ]
         assert len(products) == 4
+        if provider.name == "native-cuda":
+            continue  # which tells when the device computes, and torch here when it was asked to
         for layer, product in zip((0, 2, 4, 6), products, strict=True):
             middle = product["ts"] + product["dur"] / 2
             (during,) = (e for e in computing if e["ts"] <= middle <= e["ts"] + e["dur"])
