@@ -45,8 +45,10 @@ class Place:
 
     def holds(self, master: torch.Tensor) -> bool:
         """Whether a master is handed out itself: it is what and where it should be, or is nothing yet."""
-        if isinstance(master, UninitializedTensorMixin) or (
-            master.numel() == 0 and not isinstance(master, nn.Parameter)
+        if (
+            isinstance(master, UninitializedTensorMixin)
+            or master.is_meta
+            or (master.numel() == 0 and not isinstance(master, nn.Parameter))
         ):
             return True
         return master.device == self.device and master.dtype == self.dtype_for(master)
@@ -273,11 +275,12 @@ def copy_of(tensor: torch.Tensor) -> Copy | None:
     return copy if copy is not None and tensor.dtype == copy.data.dtype else None
 
 
-def _compare(tensor: torch.Tensor) -> None:
+def _compare(tensor: torch.Tensor) -> bool:
     """Let the bytes tell whether it was written: its version will not."""
     copy = copy_of(tensor)
     if copy is not None:
         copy.compare = True
+    return copy is not None
 
 
 untracked_alias_made.append(_compare)

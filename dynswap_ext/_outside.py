@@ -26,8 +26,9 @@ _MASTER: Final = "_dynswap_master"
 _ALIAS: Final = "_dynswap_alias"
 _TENSOR: Final = "_dynswap_tensor"
 
-#: Called with a tensor whose `.data` is taken: what is written on that bumps no version. The providers' own.
-untracked_alias_made: Final[list[Callable[[torch.Tensor], None]]] = []
+#: Called with a tensor whose `.data` is taken: what is written on that bumps no version. The providers' own,
+#: of which the one that handed the tensor out answers True.
+untracked_alias_made: Final[list[Callable[[torch.Tensor], bool]]] = []
 
 _plain: Final[Any] = torch.Tensor
 _REGISTER: Final = nn.Module.register_parameter.__code__
@@ -45,8 +46,7 @@ class HandedOut(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The values, on the device. Set: the master's values (and the tensor's own)."""
-        for note in untracked_alias_made:
-            note(self)
+        any(note(self) for note in untracked_alias_made)
         return _plain.data.__get__(self)  # type: ignore[no-any-return]
 
     @data.setter

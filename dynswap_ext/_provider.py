@@ -317,7 +317,8 @@ def _extension() -> _Extension:
         return _Extension(
             None, f"the extension was built for torch {built}, and torch {torch.__version__} runs", build
         )
-    untracked_alias_made.append(module.note_untracked_alias)
+    # First: asking a tensor for its storage, as pure Python has to, makes the storage shared for good.
+    untracked_alias_made.insert(0, module.note_untracked_alias)
     return _Extension(module, "", build)
 
 

@@ -144,13 +144,8 @@ void Session::find_weights(PyObject* module_dict, const std::string& prefix, std
 
 void Session::plan_again(const py::object& root) {
   const std::shared_ptr<Session> self = shared_from_this();
-  outdated_ = false;
   flush();
-  if (std::exchange(captured_, false)) {
-    warn_(
-        "a new plan puts weights elsewhere on the device: CUDA graphs that were captured with this model are "
-        "not valid any more; capture them again");
-  }
+  outdated_ = false;
   std::vector<std::unique_ptr<Weight>> old_weights = std::exchange(weights_, {});
   const auto old_by_master = std::exchange(by_master_, {});
   const auto old_by_id = std::exchange(by_id_, {});
@@ -192,6 +187,8 @@ void Session::plan_again(const py::object& root) {
     streams_any_ = old_streams;
     if (old_is_gone) {
       for (const auto& weight : weights_) weight->planned = false;
+      outdated_ = true;  // there may be room another time
+      captured_ = false;
     }
     throw;
   }
@@ -203,9 +200,15 @@ void Session::plan_again(const py::object& root) {
   for (auto& weight : old_weights) {
     weight->forget();
     weight->planned = false;
+    weight->let_go_of_bytes();
     superseded_.push_back(std::move(weight));
   }
   old_holds->end();
+  if (std::exchange(captured_, false)) {
+    warn_(
+        "a new plan put weights elsewhere on the device: CUDA graphs that were captured with this model are "
+        "not valid any more; capture them again");
+  }
 }
 
 void Session::restore(PyObject* module) {

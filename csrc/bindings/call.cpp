@@ -57,9 +57,11 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
     }
     auto result = py::reinterpret_steal<py::object>(plain_call()(self, arguments, keywords));
     if (outermost) {
+      {
+        const py::error_scope keep;
+        bring_home();
+      }
       if (!result) fail_call(self);
-      const py::error_scope keep;
-      bring_home();
     }
     return result.release().ptr();
   } catch (...) {

@@ -126,6 +126,14 @@ bool capturing(const c10::Stream& stream) {
 
 bool capturing(const at::Device& device) { return !device.is_cpu() && capturing(torch_stream(device)); }
 
+void refuse_capture_of_written(const at::Device& device, const std::string& buffer) {
+  if (!capturing(device)) return;
+  throw DeviceError("'" + buffer +
+                    "' is a buffer that its module may write while it trains, so it is looked at after each "
+                    "call, which cannot be captured in a CUDA graph; call eval() on the module before the "
+                    "capture, or capture without an install");
+}
+
 void refuse_capture(const at::Device& device, const std::string& weight, bool resident) {
   if (!capturing(device)) return;
   if (resident) {

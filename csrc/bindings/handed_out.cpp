@@ -165,6 +165,7 @@ HandedOut* HandedOut::of(const c10::StorageImpl& storage) noexcept {
 }
 
 HandedOut::~HandedOut() {
+  if (!version_.enabled()) return;  // it has never been handed out
   try {
     if (PROTECTED(written_back)) write_back();
     if (postponed_) {
@@ -172,6 +173,9 @@ HandedOut::~HandedOut() {
           "dynswap_ext: what was written on a handed-out tensor is not taken to its master, since the tensor "
           "died while a CUDA graph was captured on a stream that used it");
     }
+  } catch (const c10::Error& error) {
+    TORCH_WARN("dynswap_ext: what was written on a handed-out tensor could not be taken to its master: ",
+               error.what_without_backtrace());
   } catch (const std::exception& error) {
     TORCH_WARN("dynswap_ext: what was written on a handed-out tensor could not be taken to its master: ",
                error.what());
@@ -256,21 +260,18 @@ void HandedOut::note_equal() {
   if (options_.device().is_cpu()) seen_fingerprint_ = fingerprint(data_, bytes_);
 }
 
-std::shared_ptr<const c10::Event> HandedOut::send_home() {
-  if (!(watched() || untracked_ || written()) || !master_unchanged() || !wait_for_users()) return nullptr;
+bool HandedOut::send_home() {
+  if (!(watched() || untracked_ || written()) || !master_unchanged() || !wait_for_users()) return false;
   const PlainTorch guard;
   const at::Tensor device = view();
   sent_ = at::empty(device.sizes(), options_.device(at::kCPU).pinned_memory(true));
   sent_.copy_(device, /*non_blocking=*/true);
-  const auto arrived = std::make_shared<c10::Event>(options_.device().type());
-  arrived->record(c10::impl::VirtualGuardImpl(options_.device().type()).getStream(options_.device()));
-  return arrived_ = arrived;
+  is_home_ = false;
+  return true;
 }
 
 at::Tensor HandedOut::on_host() {
-  if (!arrived_) return view().cpu();
-  if (PROTECTED(statistics_arrived)) arrived_->synchronize();
-  arrived_.reset();
+  if (!std::exchange(is_home_, false)) return view().cpu();
   return std::move(sent_);
 }
 
@@ -296,7 +297,9 @@ std::optional<std::uint32_t> HandedOut::write_back(bool look) {
     const at::Tensor bits = bits_of(flat);
     bits.copy_(cast ? at::where(differs, bits_of(now.to(flat.scalar_type())), bits) : bits_of(now));
   }
-  master_.unsafeGetTensorImpl()->bump_version();
+  // An inference tensor has none.
+  if (master_.unsafeGetTensorImpl()->version_counter().enabled())
+    master_.unsafeGetTensorImpl()->bump_version();
   master_version_ = version_of(master_);
   if (source_) master_written_.look(*source_);
   if (master_fingerprint_) master_fingerprint_ = fingerprint(master_.const_data_ptr(), master_.nbytes());

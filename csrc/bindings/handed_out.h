@@ -4,8 +4,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/Stream.h>
 
-#include <c10/core/Event.h>
-
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -82,10 +80,13 @@ class HandedOut {
   /// `look`: the bytes tell whether it was written.
   std::optional<std::uint32_t> write_back(bool look = false);
 
-  /// Queues the copy to the host that the next write_back() will take, so that many need one wait, and
-  /// returns its end. Null if there is nothing to take, as far as can be told without the bytes. Not on the
-  /// CPU.
-  std::shared_ptr<const c10::Event> send_home();
+  /// Queues the copy to the host that the next write_back() will take, on the device's current stream, so
+  /// that many need one wait. False if there is nothing to take, as far as can be told without the bytes. Not
+  /// on the CPU.
+  bool send_home();
+  /// That copy is over.
+  void note_home() noexcept { is_home_ = sent_.defined(); }
+  c10::Device device() const noexcept { return options_.device(); }
 
  private:
   HandedOut(const Origin& origin, const at::Tensor& master, const at::Device& device);
@@ -111,8 +112,8 @@ class HandedOut {
   std::optional<std::uint64_t> master_fingerprint_;  ///< of a private copy's master
   std::atomic<int> watchers_{0};
   std::atomic<bool> untracked_{false};
-  at::Tensor sent_;  ///< the bytes on the host, once `arrived_` is over
-  std::shared_ptr<const c10::Event> arrived_;
+  at::Tensor sent_;  ///< the bytes on the host, if `is_home_`
+  bool is_home_ = false;
   bool postponed_ = false;  ///< the latest write_back() met a capture
   std::mutex mutex_;
   std::vector<c10::Stream> users_;  ///< LOCK: mutex_; that have used it. None on the CPU

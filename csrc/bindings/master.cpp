@@ -34,7 +34,10 @@ std::shared_ptr<const File> open_once(const Mappings::Range& range) {
 }  // namespace
 
 bool streamable(const at::Tensor& master) noexcept {
-  return master.layout() == at::kStrided && master.device().is_cpu() && !master.is_quantized() &&
+  // Of functorch's wrappers and of those of functionalize() the bytes are elsewhere.
+  constexpr c10::DispatchKeySet wrapped =
+      c10::functorch_transforms_ks | c10::python_ks | c10::DispatchKeySet(c10::DispatchKey::Functionalize);
+  return !master.key_set().has_any(wrapped) && master.layout() == at::kStrided && master.device().is_cpu() && !master.is_quantized() &&
          !master.is_neg() && !master.is_conj() && master.has_storage() && master.numel() > 0 &&
          master.is_non_overlapping_and_dense() && scalar_of(master.scalar_type()).has_value();
 }
@@ -83,6 +86,7 @@ std::uint64_t fingerprint(const void* data, std::size_t bytes) noexcept {
 }
 
 bool SilentWrites::look(const Source& source) {
+  if (source.address == nullptr) return false;
   std::uint64_t now = 0;
   // A mapping that nobody has written to is not touched: that would read the file.
   const std::size_t modified = source.file ? privately_modified(source.address, source.stored_bytes()) : 1;

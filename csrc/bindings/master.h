@@ -26,8 +26,9 @@ struct MasterState {
     c10::StorageImpl* const storage = master.unsafe_storage().unsafeGetStorageImpl();
     return {&master,
             storage,
-            storage == nullptr ? nullptr : storage->data(),
-            master.storage_offset(),
+            // Not data(), which throws where torch wants a read to be an error.
+            storage == nullptr ? nullptr : storage->_mutable_data_ptr_no_checks().get(),
+            master.has_symbolic_sizes_strides() ? 0 : master.storage_offset(),
             version.enabled() ? version.current_version() : 0,
             master.requires_grad()};
   }

@@ -92,11 +92,12 @@ py::object fetch(const py::handle& master) {
   return py::reinterpret_steal<py::object>(session->access(*weight, master.ptr(), /*training=*/false));
 }
 
-void note_untracked_alias(const py::handle& tensor) {
+bool note_untracked_alias(const py::handle& tensor) {
   const at::Tensor& handed_out = THPVariable_Unpack(tensor.ptr());
-  if (!handed_out.has_storage()) return;
-  if (HandedOut* const record = HandedOut::of(*handed_out.unsafeGetTensorImpl()))
-    record->note_untracked_alias();
+  HandedOut* const record =
+      handed_out.has_storage() ? HandedOut::of(*handed_out.unsafeGetTensorImpl()) : nullptr;
+  if (record != nullptr) record->note_untracked_alias();
+  return record != nullptr;
 }
 
 }  // namespace

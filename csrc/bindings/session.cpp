@@ -81,6 +81,7 @@ void Session::close() {
     const py::gil_scoped_release release;
     engine_->close();
   }
+  for (const auto& weight : weights_) weight->let_go_of_bytes();
   holds_->end();
 }
 
@@ -118,7 +119,7 @@ bool Session::capturing() const { return dynswap::capturing(device_); }
 
 // -------------------------------------------------------------------------------------------- access
 
-PyObject* Session::access_unchanged(Weight& weight, PyObject* master, bool inside) noexcept {
+PyObject* Session::access_unchanged(Weight& weight, PyObject* master, bool inside) {
   const c10::TensorImpl& impl = *THPVariable_Unpack(master).unsafeGetTensorImpl();
   if (weight.way == Weight::Way::as_is) return weight.state.same_place(impl) ? Py_NewRef(master) : nullptr;
   if (weight.dressed || recording_) return nullptr;
@@ -178,11 +179,12 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
   if (anchor_ == nullptr) anchor_ = &weight;
   if (anchor_ == &weight) look_for_silent_writes();
   if (!resident(weight) && weight.silent.look(*weight.source)) refetch(weight);
-  if (weight.cached == nullptr && PROTECTED(capture_refused))
-    refuse_capture(device_, weight.name, resident(weight));
-  if (!captured_) captured_ = capturing();
-
   const bool watched = small_buffer && training && !master.requires_grad();
+  if (weight.cached == nullptr && PROTECTED(capture_refused)) {
+    if (watched) refuse_capture_of_written(device_, weight.name);
+    refuse_capture(device_, weight.name, resident(weight));
+  }
+  if (!captured_) captured_ = capturing();
   if (const at::Tensor tensor = still_handed_out(weight, master, watched); tensor.defined()) {
     HandedOut* const record = HandedOut::of(*tensor.unsafeGetTensorImpl());
     if (!record->watched() || !inside_call()) write_back(weight);

@@ -66,7 +66,7 @@ class Session : public std::enable_shared_from_this<Session> {
   PyObject* access(Weight& weight, PyObject* master, bool training);
 
   /// The same, where nothing has changed since the last time; null if something may have.
-  PyObject* access_unchanged(Weight& weight, PyObject* master, bool inside) noexcept;
+  PyObject* access_unchanged(Weight& weight, PyObject* master, bool inside);
 
   /// What code outside a forward gets for what access() has handed out (dynswap_ext/_outside.py). Steals
   /// and returns a reference.

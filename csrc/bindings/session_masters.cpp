@@ -20,8 +20,9 @@ void Session::classify(Weight& weight, PyObject* master_object, const Mappings& 
   weight.parts.clear();
   const bool plain = THPVariable_CheckExact(master_object);
   const bool lazy = !plain && PyObject_HasAttrString(master_object, "materialize") == 1;
-  // There is nothing to move yet. An empty buffer may be about to be resized in place, as observers do.
-  if (lazy || (!weight.parameter && master.numel() == 0)) {
+  // There is nothing to move yet, or not any more (offloading gives a module masters without data between its
+  // calls). An empty buffer may be about to be resized in place, as observers do.
+  if (lazy || master.is_meta() || (!weight.parameter && master.sym_numel() == 0)) {
     weight.way = Weight::Way::as_is;
     return;
   }

@@ -51,6 +51,11 @@ struct Weight {
   c10::weak_intrusive_ptr<c10::StorageImpl> latest_storage{c10::intrusive_ptr<c10::StorageImpl>()};
   std::uint64_t forgotten = 0;  ///< how often what had been handed out was given up as outdated
 
+  /// Its master's memory is its owner's again.
+  void let_go_of_bytes() {
+    if (source) source = without_bytes(*source);
+  }
+
   /// Nobody but the session has the resident's tensor. See Note [What CPython has to be like].
   bool only_cached() const {
     if (cached == nullptr) return false;

@@ -1,7 +1,10 @@
 #include "bindings/written_buffers.h"
 
+#include <c10/core/Event.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/extension.h>
 
+#include <algorithm>
 #include <unordered_map>
 #include <utility>
 #include <vector>
@@ -38,6 +41,21 @@ void write_back(const c10::intrusive_ptr<c10::StorageImpl>& storage, HandedOut& 
   record.unwatch();
 }
 
+/// One wait for each device. All were sent on its current stream.
+void wait_for_all(const std::vector<HandedOut*>& sent) {
+  if (!PROTECTED(statistics_arrived)) return;
+  const py::gil_scoped_release release;
+  std::vector<c10::Device> waited_for;
+  for (const HandedOut* const record : sent) {
+    const c10::Device device = record->device();
+    if (std::find(waited_for.begin(), waited_for.end(), device) != waited_for.end()) continue;
+    waited_for.push_back(device);
+    c10::Event arrived(device.type());
+    arrived.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
+    arrived.synchronize();
+  }
+}
+
 /// Of what there is now.
 void bring_home_all() {
   Buffers now = std::exchange(buffers(), {});
@@ -52,16 +70,12 @@ void bring_home_all() {
   }
   std::vector<HandedOut*> to_send = records;
   for (const auto& [weight, record] : now.kept) to_send.push_back(record.get());
-  std::vector<std::shared_ptr<const c10::Event>> arrivals;
+  std::vector<HandedOut*> sent;
   for (HandedOut* const record : to_send) {
-    if (!record->on_cpu()) arrivals.push_back(record->send_home());
+    if (!record->on_cpu() && record->send_home()) sent.push_back(record);
   }
-  {
-    const py::gil_scoped_release release;
-    for (const auto& arrived : arrivals) {
-      if (arrived && PROTECTED(statistics_arrived)) arrived->synchronize();
-    }
-  }
+  wait_for_all(sent);
+  for (HandedOut* const record : sent) record->note_home();
   now.kept.clear();  // destroyed, they write back
   for (std::size_t i = 0; i < alive.size(); ++i) write_back(alive[i], *records[i]);
 }

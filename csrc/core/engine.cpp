@@ -105,11 +105,11 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
     lease.copy_ = copy;
     if (options_.prefetch > 0 && use.in_order && (moved || !hit)) look_ahead(cursor, group_id, planned);
   }
-  if (!warning.empty() && warn_) warn_(warning);
   if (!planned.empty()) issue(planned);
   order_after_copy(copy, consumer, hit);
   if (recorder_.on()) note_use(id, consumer);
   lease.data_ = copy->base + weights_[id].offset;
+  if (!warning.empty() && warn_) warn_(warning);  // last: the user may have made an error of it
   return lease;
 }
 
@@ -159,8 +159,7 @@ void Engine::close() noexcept {
   release_postponed();
   // What leases still hold keeps its memory through the copy; the rest goes here, after its readers.
   std::vector<std::shared_ptr<DeviceCopy>> copies;
-  Memory arena;
-  Memory residents;
+  std::vector<SourcePtr> sources;
   {
     const std::lock_guard lock(mutex_);
     std::vector<EventPtr> after;
@@ -183,6 +182,11 @@ void Engine::close() noexcept {
     arena_ = Arena();
     retired_.push_back({std::move(arena_memory_), after, 0, true});
     retired_.push_back({std::move(resident_memory_), std::move(after), 0, true});
+    // Leases may keep the engine; the masters' memory is their owners' again.
+    for (Weight& weight : weights_) {
+      sources.push_back(weight.source);
+      weight.source = without_bytes(*weight.source);
+    }
   }
   free_retired();
 }

@@ -96,6 +96,8 @@ void Engine::issue(std::vector<Planned>& planned) {
     }
     issued_.notify_all();
   }
+  // What was given up meanwhile by close(), nobody else frees.
+  if (closed()) free_retired();
 }
 
 void Engine::order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream consumer, bool prefetched) {

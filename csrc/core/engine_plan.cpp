@@ -181,8 +181,12 @@ void Engine::plan() {
   Memory arena, residents;  // both or neither
   if (residency.arena_bytes > 0) arena = backend_->allocate(residency.arena_bytes);
   if (residency.resident_bytes > 0) residents = backend_->allocate(residency.resident_bytes);
-  arena_memory_ = std::move(arena);
-  resident_memory_ = std::move(residents);
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) return;  // by another thread, meanwhile
+    arena_memory_ = std::move(arena);
+    resident_memory_ = std::move(residents);
+  }
 
   std::size_t home = 0;
   std::vector<Schedule::Group> streamed;

@@ -68,6 +68,8 @@ void Engine::record(bool on) {
     recorder_.begin();
   } else {
     recorder_.end();
+    // Whoever reads it next shall find all of it.
+    for (const EventPtr& end : recorder_.ends()) backend_->synchronise(end);
   }
 }
 

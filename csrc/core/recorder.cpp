@@ -71,6 +71,13 @@ void Recorder::pass(EventPtr at) {
   add({{Span::Kind::pass, 0, {}, {}, false, 0, this_thread()}, nullptr, std::move(at), {}});
 }
 
+std::vector<EventPtr> Recorder::ends() const {
+  const std::lock_guard lock(mutex_);
+  std::vector<EventPtr> ends;
+  for (const Entry& entry : entries_) ends.push_back(entry.to);
+  return ends;
+}
+
 Timeline Recorder::timeline() const {
   std::vector<Entry> entries;
   Timeline timeline;

@@ -60,6 +60,8 @@ class Recorder {
   void used(std::uint32_t group, EventPtr at, std::uint64_t held_bytes);
   void pass(EventPtr at);
 
+  /// The ends of what was recorded.
+  std::vector<EventPtr> ends() const;
   /// What is over by now of what was recorded.
   Timeline timeline() const;
 

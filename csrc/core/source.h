@@ -40,8 +40,8 @@ struct Source {
   std::uint64_t offset = 0;            ///< bytes from the start of `file`
   Keep keep = Keep::yes;               ///< what is read from `file`
   std::shared_ptr<const void> owner;   ///< keeps `address` valid
-  bool pinned = false;                 ///< page-locked: the device may read `address` by itself, or, if it
-  std::shared_ptr<PinnedCopy> pinned_copy;  ///< is set, this
+  bool pinned = false;  ///< page-locked: the device may read it, at `pinned_copy` if that is set, else at `address`
+  std::shared_ptr<PinnedCopy> pinned_copy;  ///< of a small master; else null
 
   std::uint64_t stored_bytes() const noexcept { return count * scalar_size(stored); }
   std::uint64_t wanted_bytes() const noexcept { return count * scalar_size(wanted); }
@@ -49,5 +49,17 @@ struct Source {
 };
 
 using SourcePtr = std::shared_ptr<const Source>;
+
+/// The same weight, of which nothing can be read any more, and nothing is kept.
+inline SourcePtr without_bytes(const Source& source) {
+  auto made = std::make_shared<Source>();
+  made->name = source.name;
+  made->stored = source.stored;
+  made->wanted = source.wanted;
+  made->count = source.count;
+  made->file = source.file;
+  made->pinned = source.pinned;
+  return made;
+}
 
 }  // namespace dynswap

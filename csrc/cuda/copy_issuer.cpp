@@ -17,6 +17,7 @@ constexpr std::size_t kSector = 4096;         // of the disk; File reads straigh
 constexpr std::size_t kBufferAlignment = 16;  // what a cast kernel loads at once
 constexpr std::size_t kFragment = 1u << 20;   // a piece is not cut for less than this
 constexpr std::size_t kScratchBytes = 16u << 20;
+constexpr std::size_t kLeastScratchBytes = 1u << 18;
 constexpr auto kPatience = std::chrono::milliseconds(100);
 
 /// Throws for any other reason why a kernel could not be launched.
@@ -99,7 +100,6 @@ CopyIssuer::CopyIssuer(const CudaOptions& options, cudaStream_t stream,
     : options_(options),
       stream_(stream),
       allocate_(std::move(allocate)),
-      scratch_bytes_(std::max(kScratchBytes, options.staging_bytes)),
       kernels_(has_kernels()) {}
 
 std::shared_ptr<Reads> CopyIssuer::issue(const CopyRequest& request) {
@@ -222,7 +222,8 @@ void CopyIssuer::enqueue(Batch& batch) {
 }
 
 /// Note [The scratch block]: a cast lands here first, chunk by chunk, always at the start: the stream's
-/// order keeps the copy of a chunk behind the kernel of the one before. It is not part of the budget.
+/// order keeps the copy of a chunk behind the kernel of the one before. It is not part of the budget, and
+/// smaller where there is no room for it.
 void CopyIssuer::enqueue_cast(const Piece& piece, const std::byte* stored) {
   const Source& source = *piece.source;
   const std::size_t size = scalar_size(source.stored);
@@ -337,9 +338,20 @@ void CopyIssuer::prepare_scratch() {
     const std::lock_guard lock(setup_);
     if (scratch_) return;
   }
-  Memory scratch = allocate_(scratch_bytes_);
+  Memory scratch;
+  std::size_t bytes = kScratchBytes;
+  while (!scratch) {
+    try {
+      scratch = allocate_(bytes);
+    } catch (const OutOfMemory&) {
+      if (bytes <= kLeastScratchBytes) throw;
+      bytes /= 2;
+    }
+  }
   const std::lock_guard lock(setup_);
-  if (!scratch_) scratch_ = std::move(scratch);
+  if (scratch_) return;
+  scratch_ = std::move(scratch);
+  scratch_bytes_ = bytes;
 }
 
 bool CopyIssuer::wait(const Reads& reads, std::chrono::milliseconds patience) {
@@ -353,6 +365,12 @@ void CopyIssuer::close() noexcept {
     ring = ring_.get();
   }
   if (ring != nullptr) ring->close();
+}
+
+void CopyIssuer::release_scratch() noexcept {
+  Memory taken;
+  const std::lock_guard lock(setup_);
+  taken.swap(scratch_);
 }
 
 }  // namespace dynswap

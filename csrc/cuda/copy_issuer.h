@@ -49,6 +49,8 @@ class CopyIssuer {
   bool wait(const Reads& reads, std::chrono::milliseconds patience);
   /// StagingRing::close(). The stream is to be synchronised after it and before this object goes.
   void close() noexcept;
+  /// Gives the scratch block back. The stream is idle, and nothing is issued any more.
+  void release_scratch() noexcept;
 
   Way way(const Source& source) const noexcept;
   bool cast_by_readers(const Source& source) const noexcept;
@@ -91,14 +93,14 @@ class CopyIssuer {
   const CudaOptions& options_;
   const cudaStream_t stream_;
   const std::function<Memory(std::size_t)> allocate_;
-  const std::size_t scratch_bytes_;
   const bool kernels_;               ///< there is code for this device
   std::atomic<bool> warned_{false};  ///< that there is none
   std::atomic<bool> batches_{true};  ///< the driver knows batched copies
 
   std::mutex setup_;
   std::unique_ptr<StagingRing> ring_;  ///< LOCK: setup_; does not change once it is set
-  Memory scratch_;                     ///< LOCK: setup_; does not change once it is set
+  Memory scratch_;                     ///< LOCK: setup_; does not change once it is set, until the end
+  std::size_t scratch_bytes_ = 0;      ///< LOCK: setup_; the same
 
   /// Note [One issuer at a time]: a request that is staged or cast enqueues several things that nothing
   /// of another request may come between: the chunks' order is the stream's order (Note [A staged copy]),

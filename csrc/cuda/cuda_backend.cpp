@@ -303,6 +303,7 @@ void CudaBackend::close() noexcept {
   issuer_->close();  // reads that have not begun fail, so nothing below waits for a disk
   while (copying_ > 0) std::this_thread::yield();
   if (PROTECTED(close_waits)) wait_for_stream();
+  issuer_->release_scratch();  // a handle may outlive its install
   reap();
 }
 
