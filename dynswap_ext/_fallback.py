@@ -242,6 +242,14 @@ class Session(Figures):
             tensor = copy.tensor(master, is_param, id(copy), weakref.ref(self), self._died)
         return tensor if inside or graph else show_outside(tensor, master)
 
+    def hand_out_anew(self, weight: Weight, master: torch.Tensor) -> torch.Tensor:
+        """What the weight of a master that has other data now is handed out as."""
+        with self._exclusive:
+            copy = self._current_copy(weight, master)
+            self._held[id(copy)] = copy
+            is_param = isinstance(master, nn.Parameter)
+            return copy.tensor(master, is_param, id(copy), weakref.ref(self), self._died)
+
     def hand_out_inside(self, module: nn.Module, name: str) -> torch.Tensor:
         """A buffer as a forward in training gets it, for a graph of torch.compile."""
         master = module._buffers[name]

@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ._counting import Counts
-from ._outside import untracked_alias_made
+from ._outside import handed_out_anew, untracked_alias_made
 
 if TYPE_CHECKING:
     from ._fallback import Session
@@ -284,6 +284,16 @@ def _compare(tensor: torch.Tensor) -> bool:
 
 
 untracked_alias_made.append(_compare)
+
+
+def _anew(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor | None:
+    copy = copy_of(tensor)
+    session = None if copy is None else copy.session()
+    weight = None if copy is None else copy._weight()
+    return None if session is None or weight is None else session.hand_out_anew(weight, master)
+
+
+handed_out_anew.append(_anew)
 
 
 def storage_address(tensor: torch.Tensor) -> int:

@@ -19,7 +19,15 @@ from torch.nn.utils.parametrize import ParametrizationList
 
 from ._untraced import untraced
 
-__all__ = ["HandedOut", "inside_of", "master_of", "seen_from_outside", "show_outside", "untracked_alias_made"]
+__all__ = [
+    "HandedOut",
+    "handed_out_anew",
+    "inside_of",
+    "master_of",
+    "seen_from_outside",
+    "show_outside",
+    "untracked_alias_made",
+]
 
 # Both in the `__dict__` of tensors: the class adds no slots, so that it can be given to a tensor that exists.
 _MASTER: Final = "_dynswap_master"
@@ -29,6 +37,9 @@ _TENSOR: Final = "_dynswap_tensor"
 #: Called with a tensor whose `.data` is taken: what is written on that bumps no version. The providers' own,
 #: of which the one that handed the tensor out answers True.
 untracked_alias_made: Final[list[Callable[[torch.Tensor], bool]]] = []
+#: Called with a tensor and its master, which has other data now: what the master is handed out as, on which
+#: writes are looked for. The providers' own; None from one that does not serve the master.
+handed_out_anew: Final[list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]]] = []
 
 _plain: Final[Any] = torch.Tensor
 _REGISTER: Final = nn.Module.register_parameter.__code__
@@ -55,6 +66,12 @@ class HandedOut(torch.Tensor):
         if master is not self:
             master.data = _as_master(value, self, master)
             value = value.to(device=self.device)
+            # What is written on this tensor from now on has to reach the master as before.
+            anew = next((t for give in handed_out_anew if (t := give(self, master)) is not None), None)
+            if anew is not None and anew.shape == value.shape and anew.dtype == value.dtype:
+                any(note(anew) for note in untracked_alias_made)
+                vars(self)[_TENSOR] = anew
+                value = _plain.detach(anew)
         _plain.data.__set__(self, value)
 
     @property

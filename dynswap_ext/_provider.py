@@ -15,7 +15,7 @@ from torch import nn
 
 from . import _fallback
 from ._logging import logger
-from ._outside import untracked_alias_made
+from ._outside import handed_out_anew, untracked_alias_made
 from ._warn import warn
 from .config import backend_from_environment, listed_devices
 from .errors import ConfigError, DeviceError
@@ -319,6 +319,7 @@ def _extension() -> _Extension:
         )
     # First: asking a tensor for its storage, as pure Python has to, makes the storage shared for good.
     untracked_alias_made.insert(0, module.note_untracked_alias)
+    handed_out_anew.insert(0, lambda _, master: module.fetch(master, True))
     return _Extension(module, "", build)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -170,3 +171,50 @@ def test_nothing_is_compared_where_nobody_took_it(provider: Provider) -> None:
         for _ in range(3):
             model(x)
     assert pretend_cuda.counts()["synchronisations"] == before
+
+
+def set_a_part_through_data(w: torch.Tensor) -> None:
+    w.data[:2] = 1.0
+
+
+def add_through_data(w: torch.Tensor) -> None:
+    w.data.add_(1)
+
+
+def copy_through_data(w: torch.Tensor) -> None:
+    w.data.copy_(torch.ones_like(w.data))
+
+
+def add_in_place(w: torch.Tensor) -> None:
+    w.add_(1)
+
+
+def set_a_part(w: torch.Tensor) -> None:
+    w[1:3] = 1.0
+
+
+WAYS = [set_a_part_through_data, add_through_data, copy_through_data, add_in_place, set_a_part]
+
+
+@BUDGETS
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", ["weight", "cache"])
+def test_a_tensor_that_was_given_other_data_is_written(
+    provider: Provider, way: Callable[[torch.Tensor], None], name: str, budget: str | None
+) -> None:
+    """As peft's `add_weighted_adapter(combination_type="cat")` does."""
+    model = Cache()
+    moved, _ = provider.pair(model, budget=budget)
+    x = provider.randn(2, 8)
+    with torch.no_grad():
+        for m in (model, moved):
+            m(x)
+            tensor = getattr(m, name)
+            tensor.data = tensor.data * 0.0
+            way(tensor)
+            way(tensor)
+        del tensor
+        testing.assert_bit_equal(model(x), moved(x), "output")
+    testing.assert_bit_equal(
+        model.state_dict()[name], moved.state_dict()[name].to("cpu", torch.float32), "master"
+    )

@@ -85,8 +85,8 @@ py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, st
   return out;
 }
 
-py::object fetch(const py::handle& master) {
-  const auto [session, weight] = Session::serving(THPVariable_Unpack(master.ptr()));
+py::object fetch(const py::handle& master, bool moved) {
+  const auto [session, weight] = Session::serving(THPVariable_Unpack(master.ptr()), moved);
   if (!session) return py::none();
   const InsideCall compiled;
   return py::reinterpret_steal<py::object>(session->access(*weight, master.ptr(), /*training=*/false));
@@ -155,8 +155,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property("on_pass", &Session::on_pass, &Session::set_on_pass)
       .def("close", &Session::close);
 
-  m.def("fetch", &fetch, py::arg("master"),
-        "What a forward gets for a master; None if no install of this process serves it.");
+  m.def("fetch", &fetch, py::arg("master"), py::arg("moved") = false,
+        "What a forward gets for a master, which may have `moved` to other memory; None if no install of this "
+        "process serves it.");
   m.def(
       "note_untracked_alias", &note_untracked_alias, py::arg("tensor"),
       "Somebody outside a forward takes `.data` of a handed-out tensor, whose bytes tell from now on whether "

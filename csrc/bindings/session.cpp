@@ -148,12 +148,12 @@ PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject*
   return alias;
 }
 
-std::pair<std::shared_ptr<Session>, Weight*> Session::serving(const at::Tensor& master) {
+std::pair<std::shared_ptr<Session>, Weight*> Session::serving(const at::Tensor& master, bool moved) {
   const c10::TensorImpl& impl = *master.unsafeGetTensorImpl();
   for (Session* session : sessions()) {
     if (session->closed_ || session->abandoned_) continue;
     const auto found = session->by_master_.find(&impl);
-    if (found != session->by_master_.end() && found->second->state.same_place(impl))
+    if (found != session->by_master_.end() && (moved || found->second->state.same_place(impl)))
       return {session->shared_from_this(), found->second};
   }
   return {};

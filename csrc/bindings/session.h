@@ -52,8 +52,8 @@ class Session : public std::enable_shared_from_this<Session> {
   void check(const py::object& module);
   void plan_again(const py::object& root);
 
-  /// The session and the weight of a master, if it is one.
-  static std::pair<std::shared_ptr<Session>, Weight*> serving(const at::Tensor& master);
+  /// The session and the weight of a master, if it is one. `moved`: it may have other memory by now.
+  static std::pair<std::shared_ptr<Session>, Weight*> serving(const at::Tensor& master, bool moved = false);
 
   /// The weight of a master that the module has come to hold since the install.
   Weight& late_weight(PyObject* master, PyObject* name, bool parameter);

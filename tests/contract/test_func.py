@@ -10,7 +10,19 @@ import torch
 from oracle import assert_gradients_as_moved, assert_moved, total
 from torch import nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
+from torch.func import (
+    functional_call,
+    functionalize,
+    grad,
+    hessian,
+    jacfwd,
+    jacrev,
+    jvp,
+    stack_module_state,
+    vjp,
+    vmap,
+)
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import dynswap_ext
 from conftest import Provider
@@ -226,3 +238,33 @@ def test_forward_mode_over_a_handed_out_weight(provider: Provider) -> None:
         out = forward_ad.unpack_dual(x @ weight.t())
         torch.testing.assert_close(out.tangent.detach(), x @ tangent.t())
     assert forward_ad.unpack_dual(model[0].weight.detach()).tangent is None
+
+
+@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
+def test_tracing_through_functionalize(provider: Provider, mode: str) -> None:
+    """Masters are wrappers there, whose bytes lie elsewhere."""
+    model = mlp(layers=2)
+    moved, _ = provider.pair(model)
+    x = provider.randn(3, 16)
+
+    def run(m: nn.Module, values: Tensors, x: torch.Tensor) -> torch.Tensor:
+        return functional_call(m, values, (x,))
+
+    values, there = masters_of(model), masters_of(moved)
+    expected = functionalize(lambda p, x: run(moved, p, x))(there, x)
+    testing.assert_bit_equal(functionalize(lambda p, x: run(model, p, x))(values, x), expected)
+    graph = make_fx(functionalize(lambda p, x: run(model, p, x)), tracing_mode=mode)(values, x)
+    testing.assert_bit_equal(graph(values, x), expected)
+
+
+def test_batched_gradients(provider: Provider) -> None:
+    model = mlp(layers=2)
+    moved, _ = provider.pair(model)
+    x = provider.randn(3, 16)
+    batches = torch.eye(48, dtype=torch.float64, device=provider.device).view(48, 3, 16)
+    found = [
+        torch.autograd.grad(m(x), list(m.parameters()), batches, is_grads_batched=True) for m in (model, moved)
+    ]
+    for mine, theirs in zip(*found, strict=True):
+        assert mine.device.type == "cpu"
+        torch.testing.assert_close(mine, theirs.float().cpu(), rtol=1e-5, atol=1e-6)

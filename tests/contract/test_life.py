@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import os
 import threading
+import warnings
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 import dynswap_ext
 from conftest import Provider
@@ -244,6 +246,63 @@ def test_cycles_of_every_kind_do_not_grow(provider: Provider) -> None:
     assert counts() == before
     grown = (resident_bytes() or 0) - (memory or 0)
     assert grown < 8 << 20, f"{grown} bytes of RAM kept by 100 cycles"
+
+
+@pytest.mark.parametrize("end", ["a new plan", "uninstall"])
+def test_masters_memory_goes_while_the_handle_stays(provider: Provider, end: str) -> None:
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(4))).share_memory()
+    handle = provider.install(model, dtype=torch.float64)
+    x = provider.randn(2, 256)
+    model(x)
+    memory = StorageWeakRef(model[1].get_parameter("weight").untyped_storage())
+    del model[1]
+    if end == "uninstall":
+        handle.uninstall()
+    else:
+        model.append(nn.Linear(256, 256))
+        for _ in range(2):
+            model(x)
+    gc.collect()
+    assert memory.expired(), "the handle keeps what the model has let go"
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_masters_that_lose_their_data_are_handed_out_as_they_are(
+    provider: Provider, budget: str | None
+) -> None:
+    """As accelerate's offloading does between calls."""
+    model = mlp(layers=2)
+    moved, _ = provider.pair(model, budget=budget)
+    x = provider.randn(2, 16)
+    kept = {name: value.clone() for name, value in model.state_dict().items()}
+    testing.assert_bit_equal(model(x), moved(x))
+    for module in model:
+        for name, p in list(module.named_parameters(recurse=False)):
+            module._parameters[name] = nn.Parameter(p.detach().to("meta"))
+    assert model[0].weight.is_meta and model[0].weight is model[0]._parameters["weight"]
+    model.load_state_dict(kept, assign=True)
+    testing.assert_bit_equal(model(x), moved(x))
+
+
+def test_an_overflow_that_the_user_made_an_error(provider: Provider) -> None:
+    """The weights that were on their way with it can be had afterwards."""
+    if not provider.native:
+        pytest.skip("pure Python has nothing on its way")
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
+    moved, handle = provider.pair(model, budget=3 * 2 * 64 * 65 * 8)
+    x = provider.randn(2, 64)
+    with warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("error", dynswap_ext.DynswapWarning)
+        with pytest.raises(dynswap_ext.DynswapWarning, match="every slot of the arena"):
+            kept = [layer.weight for layer in model]
+    kept = []
+    assert kept == []
+    outputs: list[torch.Tensor] = []
+    thread = threading.Thread(target=lambda: outputs.append(model(x)), daemon=True)
+    thread.start()
+    thread.join(60)
+    assert outputs, "the pass hangs"
+    testing.assert_bit_equal(outputs[0], moved(x))
 
 
 def test_threads_that_train_infer_and_look(provider: Provider) -> None:

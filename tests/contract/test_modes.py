@@ -162,6 +162,29 @@ def test_installed_in_inference_mode(provider: Provider) -> None:
     assert_moved(handle, model)
 
 
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_masters_made_in_inference_mode_are_written(provider: Provider, budget: str | None) -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("small", torch.zeros(3))
+            self.register_buffer("large", torch.zeros(400_000))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.small += 1
+            self.large.add_(1)
+            return x + self.small.sum() + self.large.sum()
+
+    with torch.inference_mode():
+        model = Counts()
+        moved, _ = provider.pair(model, budget=budget)
+        x = provider.randn(3)
+        for _ in range(3):
+            testing.assert_bit_equal(model(x), moved(x), "output")
+    for buffer in model.state_dict().values():
+        assert buffer.unique().tolist() == [3.0]
+
+
 def test_grad_mode_changed_in_the_forward(provider: Provider) -> None:
     class Half(nn.Module):
         def __init__(self) -> None:

@@ -168,8 +168,8 @@ class RandomProgram:
 
         def change(model: Layers) -> None:
             for index in some:
-                weight = model.layers[index].weight
-                (weight.data if silently else weight).neg_()
+                layer = model.layers[index]
+                (layer.get_parameter("weight").data if silently else layer.weight).neg_()
 
         self.held.clear()  # a tensor that is held is not written to by what is written on the master
         self.both(change)

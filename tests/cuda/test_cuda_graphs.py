@@ -198,6 +198,25 @@ def test_a_new_plan_ends_a_graph_aloud(gpu: Gpu) -> None:
                 model(x)
 
 
+def test_a_norm_that_trains_is_refused_for_what_it_is(gpu: Gpu) -> None:
+    if not gpu.native:
+        pytest.skip("pure Python writes statistics back as they die, which a capture refuses by itself")
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8))
+    gpu.install(model, budget="1GiB")
+    x = torch.ones(4, 8, device=gpu.device)
+    with torch.no_grad():
+        for _ in range(2):
+            model(x)
+        gpu.synchronise()
+        graph = torch.cuda.CUDAGraph()
+        with pytest.raises(DeviceError, match=r"'1\..*call eval\(\)"), torch.cuda.graph(graph):
+            model(x)
+        model.eval()(x)
+        gpu.synchronise()
+        with torch.cuda.graph(torch.cuda.CUDAGraph()):
+            model(x)
+
+
 def test_nothing_is_planned_inside_a_capture(gpu: Gpu) -> None:
     """What has been asked for waits until the capture is over: its memory would be the graph's."""
     only_native(gpu)

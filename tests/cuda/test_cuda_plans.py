@@ -11,7 +11,7 @@ from torch import nn
 
 import dynswap_ext
 from dynswap_ext import testing
-from gpu_under_test import LAYER_BYTES, Exact, Gpu
+from gpu_under_test import LAYER_BYTES, LAYERS, Exact, Gpu
 
 LAYER = 2 * LAYER_BYTES  # in float64
 BUDGET = 5 * LAYER
@@ -74,10 +74,14 @@ def test_a_new_plan_that_finds_no_room(gpu: Gpu) -> None:
         handle.retune(6 * LAYER)
         with gpu.room_for(2 * LAYER):
             outputs = [model(x) for _ in range(5)]
+        outputs += [model(x) for _ in range(2)]  # there is room again, and a plan is found
+        handle.reset_stats()
+        outputs.append(model(x))
+        assert handle.stats().copies < LAYERS, "the weights are copied one by one for ever"
         handle.retune(3 * LAYER)
         outputs += [model(x) for _ in range(5)]
     gpu.synchronise()
-    testing.assert_bit_equal(outputs, [expected] * 10)
+    testing.assert_bit_equal(outputs, [expected] * 13)
 
 
 def test_a_budget_for_which_there_is_no_plan(gpu: Gpu) -> None:
