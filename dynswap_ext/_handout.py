@@ -147,10 +147,12 @@ class Copy:
 
     def current(self, master: torch.Tensor) -> bool:
         """Whether the master is still what was copied (Invariant 6)."""
+        return self._seen[0] is not None and self.unchanged(master)
+
+    def unchanged(self, master: torch.Tensor) -> bool:
+        """The same as far as can be told: an inference tensor has no version."""
         seen = self._seen
-        if seen[:-1] != _identity(master) or seen[0] is None:
-            return False
-        return bool(seen[-1] == _sample(master))  # `p.data.mul_()` bumps no version
+        return seen[:-1] == _identity(master) and bool(seen[-1] == _sample(master))  # `p.data.mul_()`
 
     def tensor(
         self, master: torch.Tensor, is_param: bool, key: int, session: Any, died: Death

@@ -46,7 +46,7 @@ class Holdings:
             self._find_lost()
             self._sweep()
             for copy in list(self._held.values()):
-                if copy.weight is not None and copy.current(copy.master):
+                if copy.weight is not None and copy.unchanged(copy.master):
                     copy.write_back(copy.master)
 
     def bring_buffers_home(self) -> None:
@@ -54,7 +54,7 @@ class Holdings:
         with self._exclusive:
             for copy in list(self._held.values()):
                 watched = copy.compare and not isinstance(copy.master, nn.Parameter)
-                if watched and copy.weight is not None and copy.current(copy.master):
+                if watched and copy.weight is not None and copy.unchanged(copy.master):
                     copy.write_back(copy.master)
 
     def flush_module(self, module: nn.Module) -> None:
@@ -94,7 +94,7 @@ class Holdings:
         self._held.pop(id(copy), None)
         self._orphans.pop(id(copy), None)
         weight = copy.weight
-        if weight is not None and copy.current(copy.master):
+        if weight is not None and copy.unchanged(copy.master):
             # The next access gets what the master has of it, which may be rounded.
             weight.kept = not copy.write_back(copy.master) and weight.kept
         elif copy.written():
