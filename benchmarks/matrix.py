@@ -33,8 +33,8 @@ TESTS = ("contract", "test_class_swap.py", "test_install.py", "test_provider.py"
 LEFT_OUT = ("contract/test_compile.py",)
 #: For proving that an interpreter is served at all.
 QUICK = ("contract/test_attributes.py", "contract/test_training.py", "test_class_swap.py", "test_install.py")
-#: Lift the machine's own caps on versions; a pair is what it says, or it has not run.
-UNCAPPED = {"PIP_CONFIG_FILE": os.devnull, "PIP_CONSTRAINT": ""}
+#: Ignores pip's local configuration and constraints, so that a pair runs the torch that it names.
+WITHOUT_PIP_CONFIG = {"PIP_CONFIG_FILE": os.devnull, "PIP_CONSTRAINT": ""}
 
 
 class Failed(Exception):
@@ -58,8 +58,8 @@ class Outcome:
     install_seconds: float = 0.0
     build_seconds: float = 0.0
     test_seconds: float = 0.0
-    #: Whether pip found this torch only without the machine's settings.
-    settings_lifted: bool = False
+    #: Whether this torch could be installed only with pip's local configuration ignored.
+    pip_config_ignored: bool = False
     #: Tests that failed, or the step before them that did.
     failures: tuple[str, ...] = ()
     not_run: str = ""
@@ -122,7 +122,7 @@ def prepare(outcome: Outcome, folder: Path, tests: list[str], options: argparse.
     interpreter = find_interpreter(outcome.python)
     call([str(interpreter), "-m", "venv", str(folder / "venv")], folder)
     bin_ = folder / "venv" / "bin"
-    outcome.settings_lifted = install_torch(bin_, outcome.torch, folder)
+    outcome.pip_config_ignored = install_torch(bin_, outcome.torch, folder)
     outcome.install_seconds = round(time.monotonic() - begun, 1)
     outcome.python, outcome.torch = (
         call([str(bin_ / "python"), "-c", f"import {module}; print({version})"], folder).split()[-1]
@@ -134,7 +134,7 @@ def prepare(outcome: Outcome, folder: Path, tests: list[str], options: argparse.
     copy_checkout(source)
     # As a user does, with the defaults of a wheel.
     environment = {"DYNSWAP_CUDA": options.cuda, "DYNSWAP_UNITY": "1"}
-    environment |= UNCAPPED if outcome.settings_lifted else {}
+    environment |= WITHOUT_PIP_CONFIG if outcome.pip_config_ignored else {}
     call([str(bin_ / "pip"), "install", "--quiet", f"{source}[test]"], folder, environment)
     outcome.build_seconds = round(time.monotonic() - begun, 1)
 
@@ -170,7 +170,7 @@ def candidates(python: str) -> Iterator[Path]:
 
 
 def install_torch(bin_: Path, torch: str, folder: Path) -> bool:
-    """Install a minor version of torch; return whether the machine's settings of pip were in the way."""
+    """Install a minor version of torch; return whether pip's local configuration had to be ignored."""
     command = [str(bin_ / "pip"), "install", "--quiet", f"torch=={torch}.*"]
     try:
         call(command, folder)
@@ -178,7 +178,7 @@ def install_torch(bin_: Path, torch: str, folder: Path) -> bool:
     except Failed:
         pass
     try:
-        call(command, folder, UNCAPPED)
+        call(command, folder, WITHOUT_PIP_CONFIG)
         return True
     except Failed as error:
         raise NotRun(str(error)) from None

@@ -4,7 +4,8 @@ Note [Where a model computes]
 Libraries put inputs, masks and caches where a model computes, and they take that from its parameters. Those
 of an installed model are masters, which are elsewhere. Yet masters they have to be for whoever uses them as
 tensors (optimizers, `state_dict`, clipping), and a class is free to mean something else by its property
-`device`. So neither a property's name decides nor its class, but what happens while it is evaluated:
+`device`. The answer is therefore decided by what the property reads while it is evaluated, not by its name
+or its class:
 
 - A property `device` or `dtype` of a module's class is evaluated as it is, and note is taken of the masters
   that it looks at. If it answers the device (the dtype) of one of them, it meant the weights, and the answer
@@ -38,6 +39,8 @@ __all__ = ["Members", "as_asked", "know", "looked_at", "namespace_for"]
 Members = Callable[[nn.Module], Iterable[tuple[str, Any]]]
 
 _NAMES: Final = ("device", "dtype")
+#: Whether a graph of torch.compile takes the answer of a property as a constant.
+CONSTANT_IN_GRAPHS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
 _TORCH: Final = nn.Module.__module__
 
 #: By the library's top module: its functions that go through parameters only to learn a device or a dtype.
@@ -89,8 +92,10 @@ def _answering(getter: Callable[[Any], Any]) -> Callable[[Any], Any]:
             _asking.looked = outer
 
     # `torch.compiler.assume_constant_result`, without the second that importing torch._dynamo takes. A graph
-    # that uses weights has guards on the masters and on the install anyway.
-    answer._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    # that uses weights has guards on the masters and on the install anyway. Before torch 2.13 a module could be
+    # no argument of such a function: there it breaks the graph (`torch.compiler.disable`).
+    mark = "_dynamo_marked_constant" if CONSTANT_IN_GRAPHS else "_torchdynamo_disable"
+    setattr(answer, mark, True)
     return answer
 
 

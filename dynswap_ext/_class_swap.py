@@ -205,7 +205,8 @@ def _behaviour_over(base: type) -> type:
         _dynswap_original: type
         _dynswap_attribute: type
         _dynswap_dress: Dress | None
-        #: Whether Note [Sent where it computes] holds.
+        #: Whether a move of the model to its compute device leaves the masters where they are
+        #: (Note [Sent where it computes]).
         _dynswap_stays = True
 
         def __init_subclass__(cls, **kwargs: Any) -> None:

@@ -170,7 +170,7 @@ class _Obstacle:
     """What keeps the native provider from serving a device."""
 
     reason: str
-    #: What to do about it, as a clause that ", or " may follow.
+    #: What to do about it: a sentence without its full stop.
     remedy: str
 
 
@@ -206,7 +206,10 @@ def select(backend: str, device: torch.device) -> Provider:
         logger.debug("the native provider serves %s", device)
         return _native(extension, device)
     if backend == "native":
-        raise ConfigError(f"the native provider was asked for, but {obstacle.reason}")
+        raise ConfigError(
+            f"the native provider was asked for, but {obstacle.reason}. {obstacle.remedy}, or pass "
+            "backend='auto'"
+        )
     _warn_once(
         f"dynswap_ext runs in pure Python on '{device}', without prefetch (each weight is waited for): "
         f"{obstacle.reason}. {obstacle.remedy}; {_SILENCE}."
@@ -300,7 +303,8 @@ def _without_driver(extension: _Extension, device: torch.device) -> _Obstacle | 
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is '{visible}')"
-    return _Obstacle(f"{built} finds {count} CUDA device(s), and not '{device}'{shown}", older)
+    among = f"Use one of cuda:0 to cuda:{count - 1}, or look at CUDA_VISIBLE_DEVICES" if count else older
+    return _Obstacle(f"{built} finds {count} CUDA device(s), and not '{device}'{shown}", among)
 
 
 @functools.cache

@@ -32,7 +32,7 @@ class Install(Protocol):
 
     @property
     def reason(self) -> str:
-        """Why its provider is not the native one; empty if it is, or if that was not asked for."""
+        """Why its provider is not the native one; empty if it is, or if pure Python was asked for."""
 
     @property
     def root(self) -> Callable[[], nn.Module | None]:

@@ -184,7 +184,7 @@ class _Record:
     session: _provider.Session
     #: What its swap classes show.
     dress: Dress | None
-    #: Why its provider is not the native one; empty if it is, or if that was not asked for.
+    #: Why its provider is not the native one; empty if it is, or if pure Python was asked for.
     reason: str
     _forget: weakref.finalize[..., nn.Module] | None = None
     tuner: Tuner | None = None
@@ -344,7 +344,7 @@ def _take_out(model: nn.Module, serving: set[_provider.Session]) -> list[_Record
 
 @untraced
 def plan_again(session: _provider.Session) -> None:
-    """Plan an install anew for the masters that its model has by now.
+    """Plan an install again for the masters that its model has by now.
 
     The native provider asks for it at the beginning of a model's call. If the new masters do not fit the
     budget, the old plan stays, and what it does not know is moved at each access.
@@ -356,7 +356,7 @@ def plan_again(session: _provider.Session) -> None:
         session.plan_again(model)
         _log_plan("planned again", session, type(model).__name__)
     except (BudgetError, OutOfMemoryError) as error:
-        warn(f"the model's masters have changed and cannot be planned for anew: {error}")
+        warn(f"the model's masters have changed and cannot be planned for again: {error}")
 
 
 def root_of(session: _provider.Session) -> nn.Module | None:

@@ -98,7 +98,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     first; those of checkpoints, plans and records install nothing without it.
     """
     if PRETEND:
-        _expect_known_failures(items)
         every = os.environ.get("DYNSWAP_TEST_ALL") == "1"
         # Compiles for minutes; the run on the CPU has it.
         items[:] = [item for item in items if every or item.path.name != "test_compile.py"]
@@ -115,21 +114,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     _keep(
         config, items, lambda item: not (_names_a_provider(item) or apart & {item.path, *item.path.parents})
     )
-
-
-def _expect_known_failures(items: list[pytest.Item]) -> None:
-    """tests/device/known_failures.txt: what fails on the pretend device, and why, until somebody mends it."""
-    known = {}
-    for line in (Path(__file__).parent / "device" / "known_failures.txt").read_text().splitlines():
-        if line and not line.startswith("#"):
-            test, _, reason = line.partition("  ")
-            known[test] = reason.strip()
-    here = Path(__file__).parent
-    for item in items:
-        function = getattr(item, "originalname", item.name)
-        reason = known.get(f"{item.path.relative_to(here)}::{function}")
-        if reason:
-            item.add_marker(pytest.mark.xfail(reason=reason, strict=False))
 
 
 def _names_a_provider(item: pytest.Item) -> bool:

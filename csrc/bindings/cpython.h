@@ -5,14 +5,12 @@
 
 /// Note [What CPython has to be like]
 /// Three things here hold for the releases below, and no documentation promises them for the next one:
-/// - `tp_call` of a class that Python code made may be set, and is what a call of an instance runs
-/// (call.cpp).
+/// - `tp_call` of a class made in Python may be set, and a call of an instance runs it (call.cpp).
 /// - A type derived from `property` keeps fields of its own behind the base's, `property`'s own `tp_init` and
 ///   `tp_dealloc` serve the base's part, and the interpreter takes no short cut past `__get__` for it, as it
 ///   does for `property` itself (attribute.cpp).
 /// - A reference count of one means that nobody else has the object (weight.h). Without the GIL counts are
-/// split
-///   between threads, and from 3.14 on the interpreter's stack borrows references.
+///   split between threads, and from 3.14 on the interpreter's stack borrows references.
 /// A new release is added here, and in build_backend/dynswap_build/extension.py, after benchmarks/matrix.py
 /// has run with it.
 #if !defined(PY_VERSION_HEX) || PY_VERSION_HEX < 0x030A0000 || PY_VERSION_HEX >= 0x030E0000

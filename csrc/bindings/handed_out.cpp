@@ -250,8 +250,8 @@ at::Tensor HandedOut::view() const {
 
 bool HandedOut::written() const {
   if (version_.current_version() != seen_version_) return true;
-  // `.data` hands out a tensor with a version counter of its own; the bytes tell, where reading them is
-  // cheap.
+  // `.data` of a view is not noted (Note [Writes without a trace]): on the CPU a fingerprint of the bytes
+  // finds most such writes.
   return options_.device().is_cpu() && fingerprint(data_, bytes_) != seen_fingerprint_;
 }
 

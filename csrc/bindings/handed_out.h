@@ -61,7 +61,7 @@ class HandedOut {
   bool master_unchanged() const;
 
   /// Its bytes tell whether it was written, not its version: F.batch_norm writes its running statistics and
-  /// bumps nothing. As often as it is not unwatched. See Note [Statistics come home together].
+  /// bumps nothing. Counted: each watch() needs one unwatch(). See Note [Statistics come home together].
   void watch() noexcept { ++watchers_; }
   void unwatch() noexcept { --watchers_; }
   void unwatch_all() noexcept { watchers_ = 0; }

@@ -129,6 +129,8 @@ void Holds::end() noexcept {
   }
 }
 
+// Leaked on purpose: destroying the entries could call CUDA, or wait for a mutex that no thread of the child
+// will release.
 void Holds::abandon() noexcept { new auto(std::exchange(held_, {})); }
 
 }  // namespace dynswap

@@ -37,9 +37,10 @@ bool streamable(const at::Tensor& master) noexcept {
   // Of functorch's wrappers and of those of functionalize() the bytes are elsewhere.
   constexpr c10::DispatchKeySet wrapped =
       c10::functorch_transforms_ks | c10::python_ks | c10::DispatchKeySet(c10::DispatchKey::Functionalize);
-  return !master.key_set().has_any(wrapped) && master.layout() == at::kStrided && master.device().is_cpu() && !master.is_quantized() &&
-         !master.is_neg() && !master.is_conj() && master.has_storage() && master.numel() > 0 &&
-         master.is_non_overlapping_and_dense() && scalar_of(master.scalar_type()).has_value();
+  return !master.key_set().has_any(wrapped) && master.layout() == at::kStrided && master.device().is_cpu() &&
+         !master.is_quantized() && !master.is_neg() && !master.is_conj() && master.has_storage() &&
+         master.numel() > 0 && master.is_non_overlapping_and_dense() &&
+         scalar_of(master.scalar_type()).has_value();
 }
 
 at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarType> dtype) noexcept {

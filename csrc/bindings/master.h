@@ -24,13 +24,11 @@ struct MasterState {
   static MasterState of(const c10::TensorImpl& master) noexcept {
     const auto& version = master.version_counter();
     c10::StorageImpl* const storage = master.unsafe_storage().unsafeGetStorageImpl();
-    return {&master,
-            storage,
+    return {&master, storage,
             // Not data(), which throws where torch wants a read to be an error.
             storage == nullptr ? nullptr : storage->_mutable_data_ptr_no_checks().get(),
             master.has_symbolic_sizes_strides() ? 0 : master.storage_offset(),
-            version.enabled() ? version.current_version() : 0,
-            master.requires_grad()};
+            version.enabled() ? version.current_version() : 0, master.requires_grad()};
   }
 
   bool operator==(const MasterState&) const noexcept = default;

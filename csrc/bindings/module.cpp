@@ -155,9 +155,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property("on_pass", &Session::on_pass, &Session::set_on_pass)
       .def("close", &Session::close);
 
-  m.def("fetch", &fetch, py::arg("master"), py::arg("moved") = false,
-        "What a forward gets for a master, which may have `moved` to other memory; None if no install of this "
-        "process serves it.");
+  m.def(
+      "fetch", &fetch, py::arg("master"), py::arg("moved") = false,
+      "What a forward gets for a master, which may have `moved` to other memory; None if no install of this "
+      "process serves it.");
   m.def(
       "note_untracked_alias", &note_untracked_alias, py::arg("tensor"),
       "Somebody outside a forward takes `.data` of a handed-out tensor, whose bytes tell from now on whether "

@@ -2,8 +2,9 @@
 //
 // In production PROTECTED(name) is the constant `true`. The race tests are built with DYNSWAP_MUTANTS: there
 // one protection at a time is taken away, and a wrong byte has to be seen: of the engine's by a seed of the
-// fake device (tests/cpp/test_protections.cpp), of all by a program that installs a model on the pretend GPU
-// (tests/cruel). A protection that can be taken away unnoticed is either not needed or not tested.
+// fake device (tests/cpp/test_protections.cpp), of all but those in NOT_SEEN (tests/cruel/teeth.py) by a
+// program that installs a model on the pretend GPU (tests/cruel). A protection that can be taken away
+// unnoticed is either not needed or not tested.
 #pragma once
 
 #include <atomic>

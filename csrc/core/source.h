@@ -40,7 +40,8 @@ struct Source {
   std::uint64_t offset = 0;            ///< bytes from the start of `file`
   Keep keep = Keep::yes;               ///< what is read from `file`
   std::shared_ptr<const void> owner;   ///< keeps `address` valid
-  bool pinned = false;  ///< page-locked: the device may read it, at `pinned_copy` if that is set, else at `address`
+  bool pinned =
+      false;  ///< page-locked: the device may read it, at `pinned_copy` if that is set, else at `address`
   std::shared_ptr<PinnedCopy> pinned_copy;  ///< of a small master; else null
 
   std::uint64_t stored_bytes() const noexcept { return count * scalar_size(stored); }

@@ -9,7 +9,7 @@
 
 namespace dynswap {
 
-/// True if launch_cast() can cast into `wanted` (Note [Where a weight is cast] in cuda_backend.cpp).
+/// True if launch_cast() can cast into `wanted` (Note [Where a weight is cast] in copy_issuer.h).
 constexpr bool device_casts_to(Scalar wanted) noexcept {
   return is_floating(wanted) && wanted != Scalar::f8_e4m3fn;
 }

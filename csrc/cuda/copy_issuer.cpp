@@ -97,10 +97,7 @@ Way CopyIssuer::way(const Source& source) const noexcept {
 
 CopyIssuer::CopyIssuer(const CudaOptions& options, cudaStream_t stream,
                        std::function<Memory(std::size_t)> allocate)
-    : options_(options),
-      stream_(stream),
-      allocate_(std::move(allocate)),
-      kernels_(has_kernels()) {}
+    : options_(options), stream_(stream), allocate_(std::move(allocate)), kernels_(has_kernels()) {}
 
 std::shared_ptr<Reads> CopyIssuer::issue(const CopyRequest& request) {
   bool is_staged = false;
@@ -116,9 +113,11 @@ std::shared_ptr<Reads> CopyIssuer::issue(const CopyRequest& request) {
   }
   if (lacks_kernel && options_.warn && !warned_.exchange(true)) {
     options_.warn(
-        "this build has no code for the capability of CUDA device " + std::to_string(options_.device) +
-        " (cudaErrorNoKernelImageForDevice): weights are cast on the host, which is slower. Build with "
-        "that of torch.cuda.get_device_capability() in TORCH_CUDA_ARCH_LIST");
+        "this build has no kernels for the compute capability of CUDA device " +
+        std::to_string(options_.device) +
+        " (cudaErrorNoKernelImageForDevice): weights are cast on the host, which is slower. Rebuild with "
+        "TORCH_CUDA_ARCH_LIST set to the device's capability, such as 8.6; "
+        "torch.cuda.get_device_capability() tells it");
   }
   if (is_cast) prepare_scratch();
   if (!is_staged && !is_cast) {

@@ -124,7 +124,9 @@ Memory CudaBackend::allocate(std::size_t bytes) {
   const ContextGuard guard(*context_);
   // A graph's own pool would have it back.
   if (is_captured(handle_of(block.stream)))
-    throw DeviceError("weights cannot be given memory while a CUDA graph is captured");
+    throw DeviceError(
+        "memory for weights cannot be allocated while a CUDA graph is captured: run the model once before "
+        "the capture");
   // Note [Fresh memory is old memory]: a caching allocator hands out blocks whose last readers may still
   // be queued on the stream that it allocates for. Work on that stream comes after them; the copy stream
   // has to be told.

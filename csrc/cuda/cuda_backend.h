@@ -25,7 +25,8 @@ struct CudaOptions {
   /// stream that was current when it was asked. Throws OutOfMemory. Never called under a lock.
   std::function<CudaMemory(std::size_t bytes)> allocate;
 
-  /// Casts on the host, what is cast there (Note [Where a weight is cast] in cuda_backend.cpp).
+  /// Casts elements on the host, for weights that are cast there (Note [Where a weight is cast] in
+  /// copy_issuer.h).
   CastFn cast = nullptr;
 
   /// Is told what makes this backend less than it could be, in a sentence for the user. May be null.

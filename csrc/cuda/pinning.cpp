@@ -166,7 +166,7 @@ class Pinning {
     if (refused_bytes_ > 0) {
       text << "the system refused to page-lock " << refused_bytes_ << " bytes of weights (" << reason_
            << "): they go to the device through a small pinned buffer, which is slower. Raise the limit of "
-              "locked memory (ulimit -l, or the container's), or pass pin=False to install() to have it so "
+              "locked memory (ulimit -l, or the container's), or pass pin=False to install() to accept this "
               "without this warning";
     }
     if (shared_bytes_ > all_bytes / kUnsaidPart) {
@@ -177,7 +177,7 @@ class Pinning {
              "page-locked, and go to the device through a small pinned buffer, which is slower. Start Python "
              "with MALLOC_MMAP_THRESHOLD_=65536 in the environment to give tensors pages of their own, pin "
              "the "
-             "masters yourself (Tensor.pin_memory), or pass pin=False to install() to have it so without "
+             "masters yourself (Tensor.pin_memory), or pass pin=False to install() to accept this without "
              "this "
              "warning";
     }

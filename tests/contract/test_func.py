@@ -263,7 +263,7 @@ def test_batched_gradients(provider: Provider) -> None:
     x = provider.randn(3, 16)
     batches = torch.eye(48, dtype=torch.float64, device=provider.device).view(48, 3, 16)
     found = [
-        torch.autograd.grad(m(x), list(m.parameters()), batches, is_grads_batched=True) for m in (model, moved)
+        torch.autograd.grad(m(x), [*m.parameters()], batches, is_grads_batched=True) for m in (model, moved)
     ]
     for mine, theirs in zip(*found, strict=True):
         assert mine.device.type == "cpu"

@@ -289,7 +289,7 @@ def test_an_overflow_that_the_user_made_an_error(provider: Provider) -> None:
     if not provider.native:
         pytest.skip("pure Python has nothing on its way")
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))
-    moved, handle = provider.pair(model, budget=3 * 2 * 64 * 65 * 8)
+    moved, _ = provider.pair(model, budget=3 * 2 * 64 * 65 * 8)
     x = provider.randn(2, 64)
     with warnings.catch_warnings(), torch.no_grad():
         warnings.simplefilter("error", dynswap_ext.DynswapWarning)

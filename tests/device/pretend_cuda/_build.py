@@ -55,10 +55,13 @@ def build(mutants: bool = False) -> None:
 
     torch = torch_folder()
     if any((torch / "lib").glob("libtorch_cuda.so")):
-        raise Unavailable("torch is a CUDA build: the pretend device takes its place under a CPU build alone")
+        raise Unavailable(
+            "torch is a CUDA build, and the pretend device needs a CPU build: install torch from "
+            "https://download.pytorch.org/whl/cpu"
+        )
     headers = cuda_headers()
     if headers is None:
-        raise Unavailable("there is no CUDA toolkit, whose headers it is compiled with")
+        raise Unavailable("there is no CUDA toolkit to take the headers from: install one, or set CUDA_HOME")
     TARGET.mkdir(parents=True, exist_ok=True)
     with (TARGET / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
