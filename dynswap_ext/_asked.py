@@ -92,8 +92,8 @@ def _answering(getter: Callable[[Any], Any]) -> Callable[[Any], Any]:
             _asking.looked = outer
 
     # `torch.compiler.assume_constant_result`, without the second that importing torch._dynamo takes. A graph
-    # that uses weights has guards on the masters and on the install anyway. Before torch 2.13 a module could be
-    # no argument of such a function: there it breaks the graph (`torch.compiler.disable`).
+    # that uses weights has guards on the masters and on the install anyway. Before torch 2.13 a module could
+    # be no argument of such a function: there it breaks the graph (`torch.compiler.disable`).
     mark = "_dynamo_marked_constant" if CONSTANT_IN_GRAPHS else "_torchdynamo_disable"
     setattr(answer, mark, True)
     return answer
