@@ -21,8 +21,8 @@ TEETH_ARGS ?= --enough
 DEMO_ARGS ?=
 FUZZ_SECONDS ?= 60
 SEEDS ?= 3
-# On the pretend device; CUDA_TESTS=tests is all of them, which the nightly run has.
-CUDA_TESTS ?= tests/device tests/contract tests/cuda
+# On the pretend device.
+CUDA_TESTS ?= tests
 OTHER_PYTHON ?= 3.13
 MATRIX_ARGS ?=
 export DYNSWAP_CUDA DYNSWAP_WERROR DYNSWAP_UNITY
@@ -69,7 +69,7 @@ test-python: build
 	DYNSWAP_BACKEND=python $(ALONGSIDE) $(PYTEST_ARGS)
 	DYNSWAP_BACKEND=python $(ALONE) $(PYTEST_ARGS) || [ $$? = 5 ]
 
-## make test-cuda      the tests of both providers on a pretend CUDA device; DYNSWAP_SEED=7 is another order of its work
+## make test-cuda      what installs a model, on a pretend CUDA device; DYNSWAP_SEED=7 is another order of its work
 test-cuda: build
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend $(ALONGSIDE) $(CUDA_TESTS) $(PYTEST_ARGS)
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend $(ALONE) $(CUDA_TESTS) $(PYTEST_ARGS) || [ $$? = 5 ]
@@ -84,7 +84,7 @@ teeth: build
 
 ## make nightly        what is too long for each change
 nightly: build
-	$(MAKE) test-cuda CUDA_TESTS=tests DYNSWAP_SEED=$$(date +%j) DYNSWAP_TEST_ALL=1
+	$(MAKE) test-cuda DYNSWAP_SEED=$$(date +%j) DYNSWAP_TEST_ALL=1
 	$(MAKE) cruel SEEDS=200
 	$(MAKE) teeth SEEDS=20
 	$(MAKE) other-python
@@ -113,7 +113,7 @@ cuda-compile:
 matrix: build
 	$(BIN)/python benchmarks/matrix.py $(MATRIX_ARGS)
 
-# What it takes to know that the extension serves another Python than this one.
+## make other-python   a wheel for another Python (OTHER_PYTHON=3.13), and some tests with it
 other-python: build
 	$(BIN)/python benchmarks/matrix.py --tiny --only $(OTHER_PYTHON) --cuda 0
 
@@ -182,6 +182,6 @@ $(BIN)/cmake: $(VENV)/.torch
 build/address/.built: SANITIZE = address
 build/thread/.built: SANITIZE = thread
 build/%/.built: CMakeLists.txt $(CPP) | $(filter $(BIN)/cmake,$(CMAKE))
-	$(CMAKE) -S . -B build/$* -DDYNSWAP_CUDA=0 -DDYNSWAP_SANITIZE=$(SANITIZE)
+	$(CMAKE) -S . -B build/$* -DDYNSWAP_CUDA=0 -DDYNSWAP_SANITIZE=$(SANITIZE) -DDYNSWAP_UNITY=$(DYNSWAP_UNITY)
 	$(CMAKE) --build build/$* --parallel $(JOBS)
 	@touch $@

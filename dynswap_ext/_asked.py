@@ -24,6 +24,7 @@ import dis
 import functools
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType
 from typing import Any, Final
@@ -82,14 +83,30 @@ def namespace_for(cls: type) -> dict[str, Any]:
 
 
 def _answering(getter: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    #: By the id of a module: its session, what the property said of its masters, and what that became. A
+    #: property that keeps its first answer looks at no master when it is asked again.
+    before: dict[int, tuple[Any, Any, Any]] = {}
+
     @functools.wraps(getter)
     def answer(self: Any) -> Any:
         outer, _asking.looked = _asking.looked, []
         try:
             answered = getter(self)
-            return _translated(answered, _asking.looked)
+            looked = _asking.looked
         finally:
             _asking.looked = outer
+        if looked:
+            translated = _translated(answered, looked)
+            session = session_of(self)
+            if translated != answered and session is not None:
+                if id(self) not in before:
+                    weakref.finalize(self, before.pop, id(self), None).atexit = False
+                before[id(self)] = weakref.ref(session), answered, translated
+            return translated
+        served, said, became = before.get(id(self), (None, None, None))
+        return (
+            became if served is not None and served() is session_of(self) and said == answered else answered
+        )
 
     # `torch.compiler.assume_constant_result`, without the second that importing torch._dynamo takes. A graph
     # that uses weights has guards on the masters and on the install anyway. Before torch 2.13 a module could

@@ -237,6 +237,27 @@ def test_a_known_library_that_uses_parameters(provider: Provider, library: Any) 
     assert [a is b for a, b in zip(library.masters(model), expected, strict=True)] == [True] * len(expected)
 
 
+def test_a_property_that_keeps_its_answer(provider: Provider) -> None:
+    class Keeps(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body = nn.Linear(4, 4)
+            self.kept: torch.dtype | None = None
+
+        @property
+        def dtype(self) -> torch.dtype:
+            if self.kept is None:
+                self.kept = next(self.parameters()).dtype
+            return self.kept
+
+    model = Keeps()
+    with provider.install(model, dtype=torch.float64):
+        assert [model.dtype, model.dtype] == [torch.float64, torch.float64]
+    assert model.dtype == torch.float32
+    with provider.install(model, dtype=torch.bfloat16):
+        assert model.dtype == torch.float32, "nothing tells where that is from"
+
+
 def test_compiled(provider: Provider) -> None:
     model = Asked()
     moved, _ = provider.pair(model)
