@@ -288,11 +288,11 @@ def _compare(tensor: torch.Tensor) -> bool:
 untracked_alias_made.append(_compare)
 
 
-def _anew(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor | None:
+def _anew(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
     copy = copy_of(tensor)
     session = None if copy is None else copy.session()
     weight = None if copy is None else copy._weight()
-    return None if session is None or weight is None else session.hand_out_anew(weight, master)
+    return None if session is None or weight is None else lambda master: session.hand_out_anew(weight, master)
 
 
 handed_out_anew.append(_anew)

@@ -8,6 +8,7 @@ an access gives an alias of that tensor, of the class below.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import weakref
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
 from ._untraced import untraced
+from .errors import BudgetError, OutOfMemoryError
 
 __all__ = [
     "HandedOut",
@@ -34,12 +36,14 @@ _MASTER: Final = "_dynswap_master"
 _ALIAS: Final = "_dynswap_alias"
 _TENSOR: Final = "_dynswap_tensor"
 
+Fetch = Callable[[torch.Tensor], torch.Tensor | None]
+
 #: Called with a tensor whose `.data` is taken: what is written on that bumps no version. The providers' own,
 #: of which the one that handed the tensor out answers True.
 untracked_alias_made: Final[list[Callable[[torch.Tensor], bool]]] = []
-#: Called with a tensor and its master, which has other data now: what the master is handed out as, on which
-#: writes are looked for. The providers' own; None from one that does not serve the master.
-handed_out_anew: Final[list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor | None]]] = []
+#: Called with a tensor whose master is about to have other data: how to get what the master is handed out as
+#: then, on which writes are looked for. The providers' own; None from one that does not serve the tensor.
+handed_out_anew: Final[list[Callable[[torch.Tensor], Fetch | None]]] = []
 
 _plain: Final[Any] = torch.Tensor
 _REGISTER: Final = nn.Module.register_parameter.__code__
@@ -63,16 +67,24 @@ class HandedOut(torch.Tensor):
     @data.setter
     def data(self, value: torch.Tensor) -> None:
         master = master_of(self)
-        if master is not self:
-            master.data = _as_master(value, self, master)
+        if master is self:
+            _plain.data.__set__(self, value)
+        elif not _is_alias(value, self):  # `w.data += t` was a write in place, which reaches the master
+            fetches = [fetch for serve in handed_out_anew if (fetch := serve(self)) is not None]
+            as_master = _as_master(value, self, master)
             value = value.to(device=self.device)
-            # What is written on this tensor from now on has to reach the master as before.
-            anew = next((t for give in handed_out_anew if (t := give(self, master)) is not None), None)
+            vars(self).pop(_TENSOR, None)
+            _plain.data.__set__(self, value)  # the place of the old bytes is free for the new ones
+            master.data = as_master
+            # What is written on this tensor from now on has to reach the master as before. Where there is no
+            # room for it beside the old bytes, which a view's base may hold, it is a tensor like any other.
+            anew = None
+            with contextlib.suppress(BudgetError, OutOfMemoryError):
+                anew = next((tensor for fetch in fetches if (tensor := fetch(master)) is not None), None)
             if anew is not None and anew.shape == value.shape and anew.dtype == value.dtype:
                 any(note(anew) for note in untracked_alias_made)
                 vars(self)[_TENSOR] = anew
-                value = _plain.detach(anew)
-        _plain.data.__set__(self, value)
+                _plain.data.__set__(self, _plain.detach(anew))
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -221,6 +233,18 @@ def show_outside(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
         vars(tensor)[_MASTER] = master
         tensor.__class__ = HandedOut
     return tensor
+
+
+def _is_alias(value: torch.Tensor, of: torch.Tensor) -> bool:
+    """Whether both are the same bytes, laid out in the same way."""
+    return (
+        value.device == of.device
+        and value.dtype == of.dtype
+        and value.layout == of.layout == torch.strided
+        and value.shape == of.shape
+        and value.stride() == of.stride()
+        and value.data_ptr() == of.data_ptr()
+    )
 
 
 def _as_master(value: torch.Tensor, handed_out: torch.Tensor, master: torch.Tensor) -> torch.Tensor:

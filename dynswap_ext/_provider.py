@@ -323,7 +323,7 @@ def _extension() -> _Extension:
         )
     # First: asking a tensor for its storage, as pure Python has to, makes the storage shared for good.
     untracked_alias_made.insert(0, module.note_untracked_alias)
-    handed_out_anew.insert(0, lambda _, master: module.fetch(master, True))
+    handed_out_anew.insert(0, lambda _: lambda master: module.fetch(master, True))
     return _Extension(module, "", build)
 
 

@@ -173,6 +173,29 @@ def test_nothing_is_compared_where_nobody_took_it(provider: Provider) -> None:
     assert pretend_cuda.counts()["synchronisations"] == before
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["lenient", "strict"])
+@pytest.mark.parametrize("assign", ["in place", "another"])
+@pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
+def test_data_of_residents_is_set(provider: Provider, assign: str, strict: bool) -> None:
+    """As peft's `merge_and_unload` does."""
+    model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
+    for p in model.parameters():
+        p.data = torch.randint_like(p, -2, 3)
+    moved, handle = provider.pair(model, budget=5 * 65 * 64 * 8 + 4096, strict_budget=strict)
+    x = provider.randn(2, 64)
+    with torch.no_grad():
+        model(x)
+        for m in (model, moved):
+            for layer in m:
+                if assign == "in place":
+                    layer.weight.data += 1
+                else:
+                    layer.weight.data = layer.weight.data * 2
+        testing.assert_bit_equal(model(x), moved(x), "output")
+    if assign == "in place" or strict:
+        assert handle.stats().overflow_bytes == 0
+
+
 def set_a_part_through_data(w: torch.Tensor) -> None:
     w.data[:2] = 1.0
 
