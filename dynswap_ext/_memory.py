@@ -46,6 +46,8 @@ def parse_bytes(given: int | float | str, option: str = "budget") -> int | float
         raise ConfigError(f"{option} is {given!r}; {_FORMS}")
     if isinstance(given, float) and 0 < given <= 1:
         return given
+    if isinstance(given, float) and given < 1024 and not given.is_integer():
+        raise ConfigError(f"{option} is {given!r}; {_FORMS}")
     number = _number(given, option) if isinstance(given, str) else float(given)
     if not math.isfinite(number) or number < 1:
         raise ConfigError(f"{option} is {given!r}; {_FORMS}")

@@ -201,7 +201,10 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
     """Bytes of a budget: an amount, a fraction of what the device has free, or None."""
     if given is None:
         return None
-    amount = parse_bytes(given)
+    try:
+        amount = parse_bytes(given)
+    except ConfigError as error:
+        raise ConfigError(f"{error}, or 'auto'") from None
     if isinstance(amount, int):
         return amount
     return max(1, int(amount * free_bytes(device)))

@@ -191,7 +191,9 @@ class _Line:
 
     @property
     def stalled(self) -> str:
-        return show_ns(sum(row.stall_ns for row in self.rows))
+        stalled = sum(row.stall_ns for row in self.rows)
+        untimed = any(row.copies and row.copy_ns is None for row in self.rows)
+        return show_ns(stalled) if stalled or not untimed else "?"
 
     @property
     def because(self) -> str:

@@ -42,6 +42,13 @@ def verdict_of(
             if rows
             else "no weight has to be moved: every master is already where and what it should be"
         )
+    waited_for = sum(row.misses + row.late_hits for row in rows)
+    if not whole and waited_for and any(row.copies and row.copy_ns is None for row in rows):
+        uses = sum(row.hits + row.misses for row in rows)
+        return (
+            f"{waited_for} of {uses} uses waited for a copy; how long is timed on this device only while it "
+            "is recorded: run the model in `with handle.record():`, then ask again"
+        )
     if not whole:
         return "no time was lost: all weights were there when they were needed"
     first = causes.get("first use", 0)
