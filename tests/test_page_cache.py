@@ -63,10 +63,16 @@ def read_by_each_pass(provider: Provider, path: Path, **options: Any) -> list[fl
     return counts
 
 
+def counted_where_little_is_read_at_once(provider: Provider) -> None:
+    if provider.device.type == "cuda":
+        pytest.skip("reads for a GPU are long, and a disk may read as far ahead as the file goes")
+
+
 @pytest.mark.parametrize("page_cache", [True, "1GiB"])
 def test_comes_from_memory_from_the_third_pass_on(
     provider: Provider, path: Path, page_cache: bool | str
 ) -> None:
+    counted_where_little_is_read_at_once(provider)
     first, second, _, last = read_by_each_pass(provider, path, page_cache=page_cache)
     assert first > LAYERS - 2 and second > 1  # once past the cache, once into it
     assert last < 0.5
@@ -78,6 +84,7 @@ def test_does_not_grow_when_asked(provider: Provider, path: Path) -> None:
 
 
 def test_grows_by_what_is_allowed(provider: Provider, path: Path) -> None:
+    counted_where_little_is_read_at_once(provider)
     last = read_by_each_pass(provider, path, page_cache=2 * LAYER)[-1]
     assert 1 < last < LAYERS - 2
 
