@@ -6,11 +6,13 @@ PATH, or pyenv's), a compiler, and 6 GB of disk for a pair at a time, as torch b
 
     python benchmarks/matrix.py                              # all pairs: half an hour and more on two cores
     python benchmarks/matrix.py --only 3.13 --tests tests/test_install.py
+    python benchmarks/matrix.py --only 3.13 --output benchmarks/results/matrix.json    # that pair again
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import re
 import shutil
@@ -60,6 +62,8 @@ class Outcome:
     test_seconds: float = 0.0
     #: Whether this torch could be installed only with pip's local configuration ignored.
     pip_config_ignored: bool = False
+    #: Of this checkout, when it ran.
+    commit: str = ""
     #: Tests that failed, or the step before them that did.
     failures: tuple[str, ...] = ()
     not_run: str = ""
@@ -83,9 +87,10 @@ def main() -> int:
 
     # A part, or a quick run, is no record of the whole.
     record = common.Record("matrix", tiny=options.tiny or options.only is not None)
-    outcomes = []
+    outcomes = others(options)
     for python, torch in pairs:
         outcomes.append(run_pair(python, torch, tests, options))
+        outcomes.sort(key=lambda outcome: tuple(map(int, outcome.python.split("."))))
         record.figures = {"tests": tests, "pairs": [asdict(outcome) for outcome in outcomes]}
         record.write(options.output)
     print(table(outcomes))
@@ -98,9 +103,18 @@ def main() -> int:
     return status if all(outcome.good or outcome.not_run for outcome in outcomes) else 1
 
 
+def others(options: argparse.Namespace) -> list[Outcome]:
+    """The pairs that are not run again, from the record that is written."""
+    if options.only is None or options.output is None or not Path(options.output).exists():
+        return []
+    pairs = json.loads(Path(options.output).read_text())["figures"]["pairs"]
+    kept = [Outcome(**pair | {"failures": tuple(pair["failures"])}) for pair in pairs]
+    return [outcome for outcome in kept if not outcome.python.startswith(f"{options.only}.")]
+
+
 def run_pair(python: str, torch: str, tests: list[str], options: argparse.Namespace) -> Outcome:
     """Build and test one pair from nothing; its folder goes afterwards."""
-    outcome = Outcome(python, torch)
+    outcome = Outcome(python, torch, commit=call(["git", "rev-parse", "HEAD"], ROOT).strip())
     folder: Path = options.work.resolve() / f"{python}-{torch}"
     shutil.rmtree(folder, ignore_errors=True)
     print(f"== Python {python}, torch {torch}", flush=True)
