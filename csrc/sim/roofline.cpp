@@ -85,7 +85,11 @@ Result simulate(const Workload& workload, const EngineOptions& options, double b
   if (residents == Residents::by_time && options.budget > 0 && !workload.layers.empty()) {
     EngineOptions timed = options;
     timed.given = engine->given_plan();
-    const Rhythm rhythm = rhythm_of(workload, *timed.given, bytes_per_second, latency);
+    Rhythm rhythm = rhythm_of(workload, *timed.given, bytes_per_second, latency);
+    // A group takes more on the device than its weights do on the bus: what lies between them.
+    rhythm.copy_bytes.assign(rhythm.bytes.begin(), rhythm.bytes.end());
+    const std::vector<Engine::GroupReport> groups = engine->groups();
+    for (std::size_t i = 0; i < groups.size(); ++i) rhythm.bytes[i] = groups[i].bytes;
     timed.given->resident = place_by_time(rhythm, options.budget, options.prefetch).resident;
     engine = planned(timed);
   }

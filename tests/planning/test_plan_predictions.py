@@ -84,6 +84,18 @@ class TestPlan:
         assert budgets[0] == plan.smallest and budgets[-1] == plan.all and 160 * _MIB in budgets
         assert plan.predictions[0].resident_share == 0 and plan.predictions[-1].resident_share == 1
 
+    @pytest.mark.parametrize("nbytes", [32, 1000, 4224, 8448])
+    def test_small_models_have_a_plan_for_every_budget(self, nbytes: int) -> None:
+        """What lies between their weights is much of them."""
+        weights = [
+            planning.Weight(f"{i}.{name}", nbytes, nbytes, i, "matrix", nbytes // 4, seconds=1e-6)
+            for i in range(12)
+            for name in ("weight", "bias")
+        ]
+        found = planning.plan(weights, bandwidth=1e9)
+        assert found.predictions[-1].budget == found.all >= 24 * nbytes
+        assert all(p.resident_bytes <= p.budget for p in found.predictions)
+
     def test_the_smallest_budget_is_the_engines(self) -> None:
         plan = planning.plan(layers(), bandwidth=4e9)
         assert plan.at(plan.smallest).budget == plan.smallest
