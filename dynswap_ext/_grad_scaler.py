@@ -13,10 +13,15 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch.amp import GradScaler
+
+from ._logging import logger
+
+#: What is used of it beside its public methods; the same in torch 2.11 to 2.15.
+_KNOWN: Final = ("_unscale_grads_", "_lazy_init_scale_growth_tracker")
 
 _wrapped = False
 
@@ -27,15 +32,24 @@ def keep_scales_on_host(while_: Callable[[torch.device], bool]) -> None:
     if _wrapped:
         return
     _wrapped = True
+    if not all(hasattr(GradScaler, name) for name in _KNOWN):
+        logger.warning(
+            "the GradScaler of torch %s is not the one that dynswap_ext knows: with gradients on the host it "
+            "may read its scale before it has come; train in bfloat16, or without a scaler",
+            torch.__version__,
+        )
+        return
     scale_of_torch: Any = GradScaler.scale
     unscale_of_torch: Any = GradScaler._unscale_grads_
 
     @functools.wraps(scale_of_torch)
     def scale(self: Any, outputs: Any) -> Any:
+        if not self._enabled:  # it has no scale
+            return scale_of_torch(self, outputs)
         kept, device = self._scale, _device_of(outputs)
-        if self._enabled and kept is None and device is not None and while_(device):
+        if kept is None and device is not None and while_(device):
             self._lazy_init_scale_growth_tracker(torch.device("cpu"))
-        elif self._enabled and kept is not None and kept.device.type != "cpu" and while_(kept.device):
+        elif kept is not None and kept.device.type != "cpu" and while_(kept.device):
             self._scale, self._growth_tracker = kept.cpu(), self._growth_tracker.cpu()
         return scale_of_torch(self, outputs)
 

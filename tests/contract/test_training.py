@@ -245,6 +245,18 @@ def test_a_scaler(provider: Provider, fused: bool, spike: bool) -> None:
         torch.testing.assert_close(p, q, rtol=1e-6, atol=1e-6)
 
 
+def test_a_scaler_that_is_switched_off(provider: Provider) -> None:
+    model = mlp(FEATURES, 2)
+    provider.pair(model)
+    scaler = torch.amp.GradScaler(provider.device.type, enabled=False)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(model(provider.randn(4, FEATURES)).square().mean()).backward()
+    before = [p.detach().clone() for p in model.parameters()]
+    scaler.step(optimizer)
+    scaler.update()
+    assert not any(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
 def test_a_scaler_of_gradients_here_and_there(provider: Provider) -> None:
     """One optimizer has an installed model, and a head that lies on the device; the scaler has a past."""
     model, head = mlp(FEATURES, 2), nn.Linear(FEATURES, 3, dtype=torch.float64).to(provider.device)
