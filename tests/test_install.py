@@ -209,18 +209,18 @@ def test_many_cycles_do_not_grow(provider: Provider) -> None:
     try:
         for _ in range(20):  # what stays of the first ones is not theirs alone
             cycle()
-        gc.collect()
-        kept, objects, threads = (
-            tracemalloc.get_traced_memory()[0],
-            len(gc.get_objects()),
-            threading.active_count(),
-        )
-        for _ in range(100):
-            cycle()
-        gc.collect()
-        grown = tracemalloc.get_traced_memory()[0] - kept
-        assert grown < 50_000, f"{grown} bytes kept by 100 cycles"
-        assert len(gc.get_objects()) - objects < 100
+        threads, grown = threading.active_count(), []
+        for _ in range(3):  # what leaks grows each time; other tests' garbage and caches do not
+            gc.collect()
+            kept, objects = tracemalloc.get_traced_memory()[0], len(gc.get_objects())
+            for _ in range(100):
+                cycle()
+            gc.collect()
+            grown.append((tracemalloc.get_traced_memory()[0] - kept, len(gc.get_objects()) - objects))
+            if grown[-1][0] < 50_000 and grown[-1][1] < 100:
+                break
+        else:
+            pytest.fail(f"kept by each 100 cycles, bytes and objects: {grown}")
         assert threading.active_count() == threads
     finally:
         tracemalloc.stop()
