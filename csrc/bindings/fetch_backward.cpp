@@ -15,6 +15,7 @@
 #include <utility>
 
 #include "bindings/glue.h"
+#include "bindings/plain_torch.h"
 #include "core/protection.h"
 
 namespace dynswap {
@@ -46,13 +47,6 @@ struct NewNode<std::shared_ptr<Node>, Made> {
 template <class Made, class... Arguments>
 auto new_node(Arguments&&... arguments) {
   return NewNode<NodePtr, Made>::make(std::forward<Arguments>(arguments)...);
-}
-
-/// Its bytes lie in its storage: it is not sparse, a subclass, or one of functorch's (`is_grads_batched`).
-bool is_plain(const at::Tensor& tensor) {
-  constexpr c10::DispatchKeySet wrapped =
-      c10::functorch_transforms_ks | c10::python_ks | c10::DispatchKeySet(c10::DispatchKey::Functionalize);
-  return tensor.layout() == at::kStrided && !tensor.key_set().has_any(wrapped) && tensor.has_storage();
 }
 
 at::TensorOptions place_of(const at::Tensor& tensor) {
@@ -147,7 +141,7 @@ class CarryBackward : public autograd::Node {
     if (!gradient.defined()) return {at::Tensor()};
     // One that is differentiated again, is sparse or empty, or that somebody looks at on its way, goes
     // torch's own way.
-    if (at::GradMode::is_enabled() || !is_plain(gradient) || gradient.numel() == 0 || is_looked_at() ||
+    if (at::GradMode::is_enabled() || !has_own_bytes(gradient) || gradient.numel() == 0 || is_looked_at() ||
         capturing(side_stream(gradient.device())))
       return {gradient.to(host_)};
     const at::Tensor sent = as_block(gradient).to(host_.dtype());  // on the device

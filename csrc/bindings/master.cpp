@@ -8,6 +8,7 @@
 #include <utility>
 
 #include "bindings/glue.h"
+#include "bindings/plain_torch.h"
 #include "core/check.h"
 #include "core/protection.h"
 #include "io/file.h"
@@ -34,12 +35,8 @@ std::shared_ptr<const File> open_once(const Mappings::Range& range) {
 }  // namespace
 
 bool streamable(const at::Tensor& master) noexcept {
-  // Of functorch's wrappers and of those of functionalize() the bytes are elsewhere.
-  constexpr c10::DispatchKeySet wrapped =
-      c10::functorch_transforms_ks | c10::python_ks | c10::DispatchKeySet(c10::DispatchKey::Functionalize);
-  return !master.key_set().has_any(wrapped) && master.layout() == at::kStrided && master.device().is_cpu() &&
-         !master.is_quantized() && !master.is_neg() && !master.is_conj() && master.has_storage() &&
-         master.numel() > 0 && master.is_non_overlapping_and_dense() &&
+  return has_own_bytes(master) && master.device().is_cpu() && !master.is_quantized() && !master.is_neg() &&
+         !master.is_conj() && master.numel() > 0 && master.is_non_overlapping_and_dense() &&
          scalar_of(master.scalar_type()).has_value();
 }
 

@@ -19,6 +19,14 @@ class PlainTorch {
                            c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
 };
 
+/// Whether a tensor's bytes lie in its own storage: it is dense, and no wrapper of functorch's or of
+/// functionalize()'s, nor a class that dispatches to Python.
+inline bool has_own_bytes(const at::Tensor& tensor) noexcept {
+  constexpr c10::DispatchKeySet wrapped =
+      c10::functorch_transforms_ks | c10::python_ks | c10::DispatchKeySet(c10::DispatchKey::Functionalize);
+  return !tensor.key_set().has_any(wrapped) && tensor.layout() == at::kStrided && tensor.has_storage();
+}
+
 /// Shares bytes and version counter with `tensor`, and is no part of its graph. As `detach()`, which would be
 /// dispatched (and seen by the user's modes); tensors that torch wraps are detached by it all the same.
 inline at::Tensor alias_of(const at::Tensor& tensor) {

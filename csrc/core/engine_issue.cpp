@@ -57,6 +57,7 @@ CopyRequest Engine::request(const Planned& planned) const {
 
 void Engine::issue(std::vector<Planned>& planned) {
   free_retired();
+  bool closed = false;
   for (Planned& item : planned) {
     DeviceCopy& copy = *item.copy;
     std::uint64_t bytes = 0;
@@ -75,6 +76,7 @@ void Engine::issue(std::vector<Planned>& planned) {
     }
     {
       const std::lock_guard lock(mutex_);
+      closed = closed_;
       if (copied) copy.behind = std::exchange(latest_copy_, copied);
       copy.copied = std::move(copied);
       copy.error = error;
@@ -97,7 +99,7 @@ void Engine::issue(std::vector<Planned>& planned) {
     issued_.notify_all();
   }
   // What was given up meanwhile by close(), nobody else frees.
-  if (closed()) free_retired();
+  if (closed) free_retired();
 }
 
 void Engine::order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream consumer, bool prefetched) {
