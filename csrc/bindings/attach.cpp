@@ -156,7 +156,9 @@ void Session::plan_again(const py::object& root) {
   bool old_is_gone = false;
   const auto make_room = [&] {
     old_is_gone = true;
-    for (const auto& weight : old_weights) weight->forget();
+    LetGo dropped;
+    for (const auto& weight : old_weights) weight->forget(dropped);
+    dropped.clear();
     const py::gil_scoped_release release;
     old_engine->close();
   };
@@ -196,9 +198,9 @@ void Session::plan_again(const py::object& root) {
   Stats counters = old_engine->stats();
   counters.add_counters(beside_);
   beside_ = counters;
-  anchor_ = last_ = nullptr;
+  LetGo dropped;
   for (auto& weight : old_weights) {
-    weight->forget();
+    weight->forget(dropped);
     weight->planned = false;
     weight->let_go_of_bytes();
     superseded_.push_back(std::move(weight));

@@ -13,6 +13,7 @@ namespace dynswap {
 namespace {
 
 thread_local int depth = 0;
+std::uint64_t begun = 0;
 
 /// What Python calls an instance of a Python class with; finds the class's `__call__`.
 ternaryfunc plain_call() {
@@ -76,10 +77,14 @@ void serve_calls(PyTypeObject* type) noexcept {
   if (type->tp_call != &call) type->tp_call = &call;
 }
 
-InsideCall::InsideCall() noexcept { ++depth; }
+InsideCall::InsideCall() noexcept {
+  if (depth++ == 0) ++begun;
+}
 
 InsideCall::~InsideCall() { --depth; }
 
 bool inside_call() noexcept { return depth > 0; }
+
+std::uint64_t calls_begun() noexcept { return begun; }
 
 }  // namespace dynswap

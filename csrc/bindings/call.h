@@ -3,6 +3,8 @@
 
 #include <torch/extension.h>
 
+#include <cstdint>
+
 namespace dynswap {
 
 /// Note [A call is a slot]
@@ -25,5 +27,9 @@ class InsideCall {
 /// Whether this thread is inside the call of an installed module: what is read there is read by a forward,
 /// and not by somebody who looks at the model.
 bool inside_call() noexcept;
+
+/// How many calls of installed modules have begun, on any thread: of models, not of the modules in them.
+/// LOCK: the GIL.
+std::uint64_t calls_begun() noexcept;
 
 }  // namespace dynswap

@@ -75,7 +75,9 @@ void Session::module_gone() {
 
 void Session::close() {
   if (std::exchange(closed_, true)) return;
-  for (const auto& weight : weights_) weight->forget();
+  LetGo dropped;
+  for (const auto& weight : weights_) weight->forget(dropped);
+  dropped.clear();
   if (abandoned_) return;
   {
     const py::gil_scoped_release release;
@@ -126,11 +128,13 @@ PyObject* Session::access_unchanged(Weight& weight, PyObject* master, bool insid
   PyObject* const kept = inside ? weight.cached : weight.cached_outside;
   if (kept == nullptr) return nullptr;
   if (PROTECTED(changed_master_seen) && !(MasterState::of(impl) == weight.state)) return nullptr;
-  const Weight* const last = std::exchange(last_, &weight);
-  if (&weight == anchor_ && last != &weight) return nullptr;
   if (!device_.is_cpu()) {
     if (PROTECTED(resident_per_stream) && stream_id() != weight.cached_stream) return nullptr;
     if (!captured_ && capturing()) return nullptr;  // plain_access() takes note
+  }
+  if (weight.look_is_due(inside)) {
+    look_for_silent_write(weight);
+    if ((inside ? weight.cached : weight.cached_outside) != kept) return nullptr;
   }
   return Py_NewRef(kept);
 }
@@ -175,10 +179,7 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
 
   const bool small_buffer =
       PROTECTED(private_copies) && !weight.parameter && weight.source->wanted_bytes() <= kSmallBuffer;
-  last_ = &weight;
-  if (anchor_ == nullptr) anchor_ = &weight;
-  if (anchor_ == &weight) look_for_silent_writes();
-  if (!resident(weight) && weight.silent.look(*weight.source)) refetch(weight);
+  if (!resident(weight) || weight.look_is_due(inside_call())) look_for_silent_write(weight);
   const bool watched = small_buffer && training && !master.requires_grad();
   if (weight.cached == nullptr && PROTECTED(capture_refused)) {
     if (watched) refuse_capture_of_written(device_, weight.name);
@@ -276,7 +277,7 @@ at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::t
   const bool served = weight.way == Weight::Way::streamed && weight.planned && !closed_ && !abandoned_;
   // Another master may have taken its place since.
   if (served && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
-    if (!resident(weight) && weight.silent.look(*weight.source)) refetch(weight);
+    if (LetGo dropped; !resident(weight) && weight.silent.look(*weight.source)) refetch(weight, dropped);
     refuse_capture(device_, weight.name, resident(weight));
     const Stream consumer = current_stream(device_);
     Lease lease;

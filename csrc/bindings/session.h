@@ -142,20 +142,21 @@ class Session : public std::enable_shared_from_this<Session> {
                     bool exact = false);
   void restore(PyObject* module);
   void classify(Weight& weight, PyObject* master, const Mappings& mappings);
+  Weight::Way way_of(Weight& weight, PyObject* master, const Mappings& mappings);
   void master_changed(Weight& weight, PyObject* master);
-  void refetch(Weight& weight);
+  void refetch(Weight& weight, LetGo& dropped);
   void pin(const std::vector<Weight*>& weights);  ///< lets go of the GIL for a while
   void pin_replaced();
   void update_group(Weight& weight);
-  void forget_group(Weight& weight);
-  void let_companions_go(const Weight& weight);
+  void forget_group(Weight& weight, LetGo& dropped);
+  void let_companions_go(const Weight& weight, LetGo& dropped);
   void remember(Weight& weight, const at::Tensor& handed_out);
   void write_back_whole(Weight& weight);  ///< and the parts of a wrapper
   void for_entries(const py::object& module,
                    const std::function<void(const Entry&, PyObject* master)>& use) const;
   bool resident(const Weight& weight) const;
   bool stays(const Weight& weight) const;  ///< and so do its parts
-  void look_for_silent_writes();
+  void look_for_silent_write(Weight& weight);
   PyObject* plain_access(Weight& weight, PyObject* master, bool training);
   at::Tensor still_handed_out(Weight& weight, const at::Tensor& master, bool watched);
   static void watch(const at::Tensor& tensor);
@@ -193,11 +194,6 @@ class Session : public std::enable_shared_from_this<Session> {
   bool said_slower_ = false;
   std::optional<GivenPlan> given_;  ///< what the next plan shall be
   py::object on_pass_ = py::none();
-
-  /// A pass begins when this weight is used after another one: then residents are looked at for writes
-  /// that bump no version.
-  const Weight* anchor_ = nullptr;
-  const Weight* last_ = nullptr;
 };
 
 }  // namespace dynswap

@@ -3,6 +3,7 @@
 #include <utility>
 
 #include "bindings/attribute.h"
+#include "bindings/call.h"
 #include "bindings/glue.h"
 #include "bindings/handed_out.h"
 #include "bindings/session.h"
@@ -13,18 +14,23 @@ namespace dynswap {
 
 void Session::classify(Weight& weight, PyObject* master_object, const Mappings& mappings) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
-  weight.state = MasterState::of(*master.unsafeGetTensorImpl());
-  weight.version = master.unsafeGetTensorImpl()->version_counter();
   weight.wanted = weight.exact ? master.scalar_type() : wanted_type(master, dtype_);
   weight.dressed = false;
+  weight.way = way_of(weight, master_object, mappings);
+  // Last, since Python code may have run: to other threads it has been the old master until now.
+  weight.state = MasterState::of(*master.unsafeGetTensorImpl());
+  weight.version = master.unsafeGetTensorImpl()->version_counter();
+}
+
+Weight::Way Session::way_of(Weight& weight, PyObject* master_object, const Mappings& mappings) {
+  const at::Tensor& master = THPVariable_Unpack(master_object);
   weight.parts.clear();
   const bool plain = THPVariable_CheckExact(master_object);
   const bool lazy = !plain && PyObject_HasAttrString(master_object, "materialize") == 1;
   // There is nothing to move yet, or not any more (offloading gives a module masters without data between its
   // calls). An empty buffer may be about to be resized in place, as observers do.
   if (lazy || master.is_meta() || (!weight.parameter && master.sym_numel() == 0)) {
-    weight.way = Weight::Way::as_is;
-    return;
+    return Weight::Way::as_is;
   }
   const bool in_place = master.device() == device_ && master.scalar_type() == weight.wanted;
   bool streams = plain;
@@ -32,16 +38,17 @@ void Session::classify(Weight& weight, PyObject* master_object, const Mappings& 
     const py::module_ subclasses = py::module_::import("dynswap_ext._subclasses");
     const py::object names = subclasses.attr("inner_names")(py::handle(master_object));
     if (!names.is_none()) {
-      weight.way = Weight::Way::wrapped;
+      std::vector<std::pair<py::object, Weight*>> parts;
       for (const py::handle inner : names) {
         const auto name = py::reinterpret_borrow<py::object>(inner);
         const py::object tensor = py::handle(master_object).attr(name);
         Weight& part = weight_of(tensor.ptr(), weight.name + "." + py::cast<std::string>(name),
                                  /*parameter=*/false, mappings, /*exact=*/true);
         ++part.holders;
-        weight.parts.emplace_back(name, &part);
+        parts.emplace_back(name, &part);
       }
-      return;
+      weight.parts = std::move(parts);
+      return Weight::Way::wrapped;
     }
     streams = subclasses.attr("adds_attributes_only")(py::handle(master_object)).cast<bool>();
   }
@@ -49,36 +56,36 @@ void Session::classify(Weight& weight, PyObject* master_object, const Mappings& 
       (!in_place || mappings.find(master.const_data_ptr(), master.nbytes()))) {
     const auto source = source_of(master, weight.wanted, weight.name, mappings, page_cache_, *holds_);
     if (!in_place || source->file) {
-      weight.way = Weight::Way::streamed;
       weight.dressed = !plain;
       weight.source = source;
       weight.silent = SilentWrites(*source);
-      return;
+      return Weight::Way::streamed;
     }
   }
-  weight.way = in_place ? Weight::Way::as_is : Weight::Way::converted;
+  return in_place ? Weight::Way::as_is : Weight::Way::converted;
 }
 
 void Session::master_changed(Weight& weight, PyObject* master_object) {
   const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
-  const MasterState now = MasterState::of(master);
-  const bool same_place = weight.state.same_place(master);
-  const bool written = std::exchange(weight.state, now).version != now.version;
-  if (weight.way == Weight::Way::as_is && same_place) return;
-  forget_group(weight);
-  if (weight.way == Weight::Way::streamed && same_place) {
-    if (written) refetch(weight);
+  LetGo dropped;
+  if (weight.state.same_place(master) &&
+      (weight.way == Weight::Way::as_is || weight.way == Weight::Way::streamed)) {
+    const MasterState now = MasterState::of(master);
+    const bool written = std::exchange(weight.state, now).version != now.version;
+    if (weight.way == Weight::Way::as_is) return;
+    written ? refetch(weight, dropped) : forget_group(weight, dropped);
     return;
   }
   by_master_[&master] = &weight;
   classify(weight, master_object, Mappings::of_this_process());
-  if (weight.way != Weight::Way::streamed) return;
+  if (weight.way != Weight::Way::streamed) return forget_group(weight, dropped);
   SourcePtr old = weight.planned ? engine_->source(weight.id) : nullptr;
   if (old && weight.source->count == old->count && weight.source->stored == old->stored &&
       weight.source->wanted == old->wanted) {
-    refetch(weight);
+    refetch(weight, dropped);
     to_pin_.push_back(&weight);
   } else {
+    forget_group(weight, dropped);
     weight.planned = false;
     outdated_ = true;
   }
@@ -88,28 +95,27 @@ void Session::master_changed(Weight& weight, PyObject* master_object) {
   }
 }
 
-void Session::forget_group(Weight& weight) {
-  if (!weight.planned) return weight.forget();
+void Session::forget_group(Weight& weight, LetGo& dropped) {
   // They share one copy. Did the session go on keeping one of them, there would be no room for the next.
-  let_companions_go(weight);
-  weight.forget();
+  if (weight.planned) let_companions_go(weight, dropped);
+  weight.forget(dropped);
 }
 
-void Session::let_companions_go(const Weight& weight) {
+void Session::let_companions_go(const Weight& weight, LetGo& dropped) {
   for (const WeightId id : engine_->companions(weight.id)) {
     Weight& other = *by_id_[id];
     if (&other == &weight) continue;
     // Its writes would go where nobody looks (Note [Writes without a trace]).
     if (other.still_handed_out()) {
-      other.let_go();
+      other.let_go(dropped);
     } else {
-      other.forget();
+      other.forget(dropped);
     }
   }
 }
 
-void Session::refetch(Weight& weight) {
-  forget_group(weight);
+void Session::refetch(Weight& weight, LetGo& dropped) {
+  forget_group(weight, dropped);
   if (!weight.planned) return weight.note_master();
   update_group(weight);
 }
@@ -144,12 +150,11 @@ void Session::pin_replaced() {
   }
 }
 
-void Session::look_for_silent_writes() {
-  for (const auto& weight : weights_) {
-    if (weight->cached == nullptr) continue;
-    write_back(*weight);
-    if (weight->silent.look(*weight->source)) refetch(*weight);
-  }
+void Session::look_for_silent_write(Weight& weight) {
+  weight.looked_at = calls_begun();
+  if (weight.cached != nullptr) write_back(weight);
+  LetGo dropped;
+  if (weight.silent.look(*weight.source)) refetch(weight, dropped);
 }
 
 void Session::write_back(Weight& weight) {
@@ -168,8 +173,9 @@ void Session::write_back(Weight& weight) {
   weight.silent.look(*weight.source);
   if (!weight.planned || record->leased()) return;
   // The engine's copy is another one.
-  let_companions_go(weight);
-  weight.let_go();
+  LetGo dropped;
+  let_companions_go(weight, dropped);
+  weight.let_go(dropped);
   update_group(weight);
 }
 
@@ -192,8 +198,9 @@ void Session::check(const py::object& module) {
 void Session::release(const py::object& module) {
   for_entries(module, [this](const Entry& entry, PyObject*) {
     write_back_whole(*entry.weight);
-    entry.weight->forget();
-    for (const auto& [name, part] : entry.weight->parts) part->forget();
+    LetGo dropped;
+    entry.weight->forget(dropped);
+    for (const auto& [name, part] : entry.weight->parts) part->forget(dropped);
   });
 }
 

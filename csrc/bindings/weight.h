@@ -8,11 +8,19 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/call.h"
 #include "bindings/cpython.h"
 #include "bindings/master.h"
 #include "core/engine.h"
 
 namespace dynswap {
+
+/// Note [A change is made whole]
+/// Letting go of a tensor may run other threads: torch lets go of the GIL where a tensor dies, and what was
+/// written on it goes to its master. So what a change makes the session let go of is put here first, and
+/// dropped when the session and the engine both know the change. A thread that ran in between would get the
+/// old copy, and keep it as the new one's.
+using LetGo = std::vector<py::object>;
 
 /// LOCK: the GIL guards every field.
 struct Weight {
@@ -40,6 +48,7 @@ struct Weight {
   c10::VariableVersion version;  ///< the master's counter, shared with it
   SourcePtr source;
   SilentWrites silent;
+  std::uint64_t looked_at = 0;  ///< a resident: the call (calls_begun()) in which it was looked at last
 
   /// A resident's tensor, kept for good, and its alias for accesses from outside a forward. Owned.
   PyObject* cached = nullptr;
@@ -49,7 +58,7 @@ struct Weight {
   c10::weak_intrusive_ptr<c10::TensorImpl> latest{c10::intrusive_ptr<c10::TensorImpl>()};
   /// Its storage, which a view or an autograd graph may keep when the tensor itself is gone.
   c10::weak_intrusive_ptr<c10::StorageImpl> latest_storage{c10::intrusive_ptr<c10::StorageImpl>()};
-  std::uint64_t forgotten = 0;  ///< how often what had been handed out was given up as outdated
+  std::uint64_t forgotten = 0;  ///< how often the session let go of what it had handed out
 
   /// Its master's memory is its owner's again.
   void let_go_of_bytes() {
@@ -62,6 +71,10 @@ struct Weight {
     if (cached_outside == nullptr) return Py_REFCNT(cached) == 1;
     return Py_REFCNT(cached_outside) == 1 && Py_REFCNT(cached) == 2;  // the alias has it
   }
+
+  /// Whether what the session kept may have been outdated by a write that bumps no version. What is read in
+  /// one call is one state of the masters.
+  bool look_is_due(bool inside_call) const { return !inside_call || looked_at != calls_begun(); }
 
   /// What is copied from now on is the master as it is now.
   void note_master() {
@@ -85,17 +98,20 @@ struct Weight {
     return true;
   }
 
-  void forget() {
-    ++forgotten;
+  /// What was handed out is outdated.
+  void forget(LetGo& dropped) {
     latest.reset();
     latest_storage.reset();
-    let_go();
+    let_go(dropped);
   }
 
   /// The session keeps nothing of it; what somebody else still has is handed out again.
-  void let_go() {
-    Py_CLEAR(cached_outside);
-    Py_CLEAR(cached);
+  void let_go(LetGo& dropped) {
+    ++forgotten;
+    for (PyObject** const kept : {&cached_outside, &cached}) {
+      if (*kept != nullptr)
+        dropped.push_back(py::reinterpret_steal<py::object>(std::exchange(*kept, nullptr)));
+    }
   }
 
   /// Somebody has what was handed out last, and the master is still that, as far as can be told.
