@@ -155,9 +155,7 @@ py::dict Session::retune(const py::object& root, std::optional<std::size_t> budg
   double before = 0;
   {
     const py::gil_scoped_release release;
-    std::vector<std::size_t> bytes;
-    for (const Engine::GroupReport& report : engine_->groups()) bytes.push_back(report.bytes);
-    seen = sim::observe(engine_->timeline(), bytes);
+    seen = sim::observe(engine_->timeline(), engine_->groups());
     if (budget && seen.passes > 0 && seen.rhythm.bytes_per_second > 0) {
       try {
         before = sim::measure(seen.rhythm, plan.resident, options_.budget.value_or(0), options_.prefetch);

@@ -125,7 +125,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// One group, as it is planned, and what has been counted.
   struct GroupReport {
     std::vector<WeightId> weights;
-    std::size_t bytes = 0;  ///< on the device
+    std::size_t bytes = 0;           ///< on the device
+    std::uint64_t master_bytes = 0;  ///< of its masters: what a copy reads
     bool resident = false;
     std::uint64_t first_use = 0;  ///< when it was first used, after others with a smaller number; 0: never
     GroupFigures figures;

@@ -32,7 +32,10 @@ std::vector<Engine::GroupReport> Engine::groups() const {
   {
     const std::lock_guard lock(mutex_);
     for (const Group& group : groups_) {
-      reports.push_back({group.weights, group.bytes, group.resident, group.first_use, group.figures});
+      std::uint64_t master_bytes = 0;
+      for (const WeightId id : group.weights) master_bytes += weights_[id].source->stored_bytes();
+      reports.push_back(
+          {group.weights, group.bytes, master_bytes, group.resident, group.first_use, group.figures});
     }
   }
   if (!backend_->device_time()) return reports;

@@ -26,7 +26,7 @@ std::uint64_t main_thread(const Timeline& timeline) {
   return most == uses.end() ? 0 : most->first;
 }
 
-/// Bytes a second while any copy was under way.
+/// Bytes of masters a second, while any copy was under way.
 double bus_speed(const Timeline& timeline) {
   double bytes = 0;
   std::int64_t busy = 0;
@@ -42,10 +42,13 @@ double bus_speed(const Timeline& timeline) {
 
 }  // namespace
 
-Observed observe(const Timeline& timeline, const std::vector<std::size_t>& bytes) {
+Observed observe(const Timeline& timeline, const std::vector<Engine::GroupReport>& groups) {
   Observed observed;
   Rhythm& rhythm = observed.rhythm;
-  rhythm.bytes = bytes;
+  for (const Engine::GroupReport& group : groups) {
+    rhythm.bytes.push_back(group.bytes);
+    rhythm.copy_bytes.push_back(static_cast<double>(group.master_bytes));
+  }
   rhythm.bytes_per_second = bus_speed(timeline);
 
   const std::uint64_t thread = main_thread(timeline);

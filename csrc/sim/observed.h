@@ -4,6 +4,7 @@
 #include <cstddef>
 #include <vector>
 
+#include "core/engine.h"
 #include "core/recorder.h"
 #include "sim/ring_model.h"
 
@@ -18,8 +19,7 @@ struct Observed {
 
 /// The time from a use to whatever comes next is the compute of that use; what lies between two passes
 /// counts as the last one's, since copies can go on in it. The bus's speed is that of the copies while
-/// any was under way: 0 if there was none. `bytes`: each group's, on the device. Of several consumers, the
-/// one that used most is looked at.
-Observed observe(const Timeline& timeline, const std::vector<std::size_t>& bytes);
+/// any was under way: 0 if there was none. Of several consumers, the one that used most is looked at.
+Observed observe(const Timeline& timeline, const std::vector<Engine::GroupReport>& groups);
 
 }  // namespace dynswap::sim

@@ -7,6 +7,7 @@
 #include <memory>
 #include <numeric>
 #include <random>
+#include <unordered_map>
 #include <utility>
 
 #include "core/check.h"
@@ -205,6 +206,7 @@ double measure(const Rhythm& rhythm, const std::vector<bool>& resident, std::siz
                std::uint32_t prefetch) {
   auto backend = std::make_unique<VirtualBackend>(rhythm.bytes_per_second, rhythm.latency);
   VirtualBackend& clock = *backend;
+  std::unordered_map<const Source*, double> copy_bytes;
   EngineOptions options;
   options.budget = budget;
   options.prefetch = prefetch;
@@ -217,12 +219,19 @@ double measure(const Rhythm& rhythm, const std::vector<bool>& resident, std::siz
   for (std::size_t i = 0; i < groups; ++i) {
     auto source = std::make_shared<Source>();
     source->count = rhythm.bytes[i];
+    if (!rhythm.copy_bytes.empty()) copy_bytes[source.get()] = rhythm.copy_bytes[i];
     engine->add_weight(std::move(source), i);
   }
   try {
     engine->plan();
   } catch (const BudgetError&) {
     return kNever;
+  }
+  if (!copy_bytes.empty()) {
+    clock.set_copy_bytes([&](const Piece& piece) {
+      const double share = static_cast<double>(piece.count) / static_cast<double>(piece.source->count);
+      return share * copy_bytes.at(piece.source.get());
+    });
   }
   double begin = 0;
   constexpr int kWarmUp = 3;

@@ -54,11 +54,11 @@ EventPtr VirtualBackend::copy(CopyRequest request) {
       if (event) end = std::max(end, static_cast<const Instant&>(*event).at());
     }
     for (const Piece& piece : step.pieces) {
-      // The bus carries the smaller type.
       const std::size_t element =
           std::min(scalar_size(piece.source->stored), scalar_size(piece.source->wanted));
-      const double seconds = static_cast<double>(piece.count * element) / bytes_per_second_;
-      bytes_copied_ += piece.count * element;
+      const double bytes = copy_bytes_ ? copy_bytes_(piece) : static_cast<double>(piece.count * element);
+      const double seconds = bytes / bytes_per_second_;
+      bytes_copied_ += static_cast<std::uint64_t>(bytes);
       end += seconds;
       busy += seconds;
     }

@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <limits>
 #include <memory>
+#include <utility>
 
 #include "core/backend.h"
 
@@ -20,6 +22,10 @@ class VirtualBackend final : public Backend {
   /// `latency`: seconds that each copy takes besides its bytes.
   VirtualBackend(double bytes_per_second, double latency,
                  std::size_t cap = std::numeric_limits<std::size_t>::max());
+
+  /// What a piece takes on the bus, in bytes, where it is not its elements in the smaller of their two types.
+  using CopyBytes = std::function<double(const Piece&)>;
+  void set_copy_bytes(CopyBytes copy_bytes) { copy_bytes_ = std::move(copy_bytes); }
 
   /// The consumer works for `seconds`.
   void kernel(double seconds) noexcept { now_ += seconds; }
@@ -53,6 +59,7 @@ class VirtualBackend final : public Backend {
   const double bytes_per_second_;
   const double latency_;
   const std::size_t cap_;
+  CopyBytes copy_bytes_;
   double now_ = 0;        ///< of the consumer
   double copy_free_ = 0;  ///< when the copy stream has done what it was given
   double stalled_ = 0;

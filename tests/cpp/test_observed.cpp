@@ -191,8 +191,7 @@ TEST(observed_passes_are_what_was_run) {
   for (int i = 0; i < 2; ++i) pass();
   model.engine->note_pass(0);
   model.engine->record(false);
-  const std::vector<std::size_t> bytes(8, 8 * kMiB);
-  const sim::Observed seen = sim::observe(model.engine->timeline(), bytes);
+  const sim::Observed seen = sim::observe(model.engine->timeline(), model.engine->groups());
   EXPECT_EQ(seen.passes, 2u);
   EXPECT(near(seen.rhythm.bytes_per_second, kBus));
   EXPECT_EQ(seen.rhythm.steps.size(), 16u);
@@ -216,7 +215,7 @@ TEST(observed_nothing_without_two_beginnings) {
   Model model(4, with(0));
   model.engine->record(true);
   model.pass(kCopy);
-  EXPECT_EQ(sim::observe(model.engine->timeline(), std::vector<std::size_t>(4, 8 * kMiB)).passes, 0u);
+  EXPECT_EQ(sim::observe(model.engine->timeline(), model.engine->groups()).passes, 0u);
 }
 
 }  // namespace dynswap::test

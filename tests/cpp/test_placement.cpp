@@ -1,5 +1,6 @@
 // Residents by time: near the best there is, and never behind the even placement or a prefix.
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <limits>
 #include <numeric>
@@ -120,6 +121,22 @@ TEST(placement_of_many_groups_keeps_those_of_little_compute) {
   EXPECT(placed.seconds < 1.06 * compute);
   EXPECT(prefix(rhythm, budget) > 1.2 * compute);
   EXPECT(even(rhythm, budget) > 1.1 * compute);
+}
+
+// Masters of another type than the weights on the device: what they take there is not what has to travel.
+TEST(placement_takes_what_copies_read_for_their_time) {
+  Random random(3);
+  for (int i = 0; i < kCases; ++i) {
+    Rhythm rhythm = random_rhythm(random, random.between(6, 9));
+    const std::size_t budget = total(rhythm) * 3 / 5;
+    Rhythm wide = rhythm;
+    for (const std::size_t bytes : rhythm.bytes) wide.copy_bytes.push_back(2.0 * static_cast<double>(bytes));
+    rhythm.bytes_per_second /= 2;
+    const Placement narrow_bus = sim::place_by_time(rhythm, budget, kPrefetch);
+    const Placement wide_masters = sim::place_by_time(wide, budget, kPrefetch);
+    EXPECT(wide_masters.resident == narrow_bus.resident);
+    EXPECT(std::abs(wide_masters.seconds - narrow_bus.seconds) < 1e-9 * narrow_bus.seconds);
+  }
 }
 
 }  // namespace dynswap::test

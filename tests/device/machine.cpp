@@ -56,6 +56,8 @@ struct Stream {
     const char* what = "";
     PointPtr record{}, wait{};
     Clock::time_point not_before{};
+    std::chrono::nanoseconds takes{};  ///< of the virtual clock
+    Clock::time_point asked{};         ///< by the virtual clock
   };
   int device = 0;
   int priority = 0;
@@ -63,6 +65,7 @@ struct Stream {
   bool running = false;    ///< the device's thread is at its first entry
   bool destroyed = false;  ///< goes with its last entry
   bool eager = false;      ///< as drawn last, in mixed order
+  Clock::time_point now;   ///< by the virtual clock
   std::shared_ptr<Capture> capture;
 };
 
@@ -97,6 +100,8 @@ struct Machine {
   std::string sticky;
   bool draining = false;
   bool stopping = false;
+  double copy_speed = 0;  ///< bytes a second, by the virtual clock; 0: time is the machine's
+  Clock::time_point host_now;
   Work setup;
   std::thread thread;
   std::atomic<Clock::rep> last_call{0};
@@ -161,7 +166,7 @@ Stream* choose(Machine& m) {
     if (Stream* const stream = leading_to(point.get(), now)) ready.push_back(stream);
   }
   const bool idle = now.time_since_epoch().count() - m.last_call > Clock::duration(kIdle).count();
-  if (ready.empty() || m.order != Order::late) {
+  if (ready.empty() || (m.order != Order::late && m.copy_speed == 0)) {
     for (const auto& stream : m.streams) {
       if (!head_ready(*stream, now)) continue;
       if (m.order == Order::mixed && m.random() % 16 == 0) stream->eager = m.random() % 2 == 0;
@@ -198,9 +203,11 @@ void run_device() {
     if (!error.empty() && m.sticky.empty()) m.sticky = error;
     stream->queue.pop_front();
     stream->running = false;
+    if (entry.wait) stream->now = std::max(stream->now, entry.wait->at);
+    stream->now = std::max(stream->now, entry.asked) + entry.takes;
     if (entry.record) {
       entry.record->reached = true;
-      entry.record->at = Clock::now();
+      entry.record->at = m.copy_speed > 0 ? stream->now : Clock::now();
     }
     if (stream->destroyed && stream->queue.empty()) {
       std::erase_if(m.streams, [&](const auto& each) { return each.get() == stream; });
@@ -234,6 +241,7 @@ void push(Machine& m, Stream& stream, Stream::Entry entry) {
     if (entry.work) stream.capture->graph.emplace_back(std::move(entry.work), entry.what);
     return;
   }
+  entry.asked = m.host_now;
   stream.queue.push_back(std::move(entry));
   m.counts.longest_queue = std::max<std::uint64_t>(m.counts.longest_queue, stream.queue.size());
   m.work.notify_one();
@@ -302,6 +310,7 @@ void reset(std::uint64_t seed, Order order) {
   }
   m.faults = {};
   m.forbidden = m.watching_pages = false;
+  m.copy_speed = 0;
   m.violations.clear();
   m.sticky.clear();
   const Counts old = m.counts;
@@ -403,12 +412,16 @@ void destroy(Stream& stream) {
 int device_of(const Stream& stream) noexcept { return stream.device; }
 int priority_of(const Stream& stream) noexcept { return stream.priority; }
 
-void enqueue(Stream& stream, Work work, const char* what) {
+void enqueue(Stream& stream, Work work, const char* what, std::size_t copied_bytes) {
   Machine& m = machine();
   note_call();
   const std::lock_guard lock(m.mutex);
   refuse_after_error(m);
-  push(m, stream, {.work = std::move(work), .what = what});
+  const double seconds = m.copy_speed > 0 ? static_cast<double>(copied_bytes) / m.copy_speed : 0;
+  push(m, stream,
+       {.work = std::move(work),
+        .what = what,
+        .takes = std::chrono::nanoseconds(static_cast<std::int64_t>(1e9 * seconds))});
 }
 
 void enqueue_host_function(Stream& stream, Work work) {
@@ -424,6 +437,7 @@ void enqueue_delay(Stream& stream, std::chrono::nanoseconds delay) {
   Machine& m = machine();
   note_call();
   const std::lock_guard lock(m.mutex);
+  if (m.copy_speed > 0) return push(m, stream, {.what = "a delay", .takes = delay});
   push(m, stream, {.what = "a delay", .not_before = Clock::now() + delay});
 }
 
@@ -454,7 +468,7 @@ void copy(Stream& stream, void* to, const void* from, std::size_t bytes) {
   if (from_host && !pinned_source) {  // read before the call returns
     auto staged = std::make_shared<std::vector<std::byte>>(bytes);
     std::memcpy(staged->data(), from, bytes);
-    enqueue(stream, [=] { move_bytes(to, staged->data(), bytes, false, pinned_target); }, "a copy");
+    enqueue(stream, [=] { move_bytes(to, staged->data(), bytes, false, pinned_target); }, "a copy", bytes);
   } else if (pinned_source) {
     const auto begin = reinterpret_cast<std::uintptr_t>(from);
     {
@@ -468,7 +482,7 @@ void copy(Stream& stream, void* to, const void* from, std::size_t bytes) {
         m.pending_reads.erase(found);
       }
     };
-    enqueue(stream, work, "a copy from pinned memory");
+    enqueue(stream, work, "a copy from pinned memory", bytes);
   } else {
     if (pinned_target) {
       const auto begin = reinterpret_cast<std::uintptr_t>(to);
@@ -478,7 +492,8 @@ void copy(Stream& stream, void* to, const void* from, std::size_t bytes) {
       });
       if (!read) std::memset(to, kPoison, bytes);
     }
-    enqueue(stream, [=] { move_bytes(to, from, bytes, false, pinned_target); }, "a copy");
+    enqueue(
+        stream, [=] { move_bytes(to, from, bytes, false, pinned_target); }, "a copy", to_host ? bytes : 0);
   }
   if (to_host && !pinned_target) synchronise(stream, "a copy to pageable memory");
 }
@@ -518,7 +533,8 @@ bool reached(const PointPtr& point) {
   note_call();
   const std::lock_guard lock(m.mutex);
   if (point->capture) throw DeviceFault(kCapturedEvent, "an event of a capture was queried");
-  if (point->reached || m.stopping) return true;
+  if (m.stopping) return true;
+  if (point->reached) return m.copy_speed == 0 || point->at <= m.host_now;
   // Whoever asks again and again sees the device move on.
   if (m.random() % 4 == 0) {
     std::erase_if(m.wanted, [](const PointPtr& each) { return each->reached; });
@@ -554,6 +570,7 @@ void synchronise(const PointPtr& point, const char* who) {
     m.done.wait(lock, [&] { return point->reached || m.stopping || forked; });
     std::erase(m.wanted, point);
   }
+  m.host_now = std::max(m.host_now, point->at);
   note_call();
   refuse_after_error(m);
 }
@@ -732,6 +749,13 @@ void forbid_synchronisation(bool forbid) {
 void watch_pages(bool watch) {
   const std::lock_guard lock(machine().mutex);
   machine().watching_pages = watch;
+}
+
+void set_virtual_clock(double bytes_per_second) {
+  Machine& m = machine();
+  const std::lock_guard lock(m.mutex);
+  m.copy_speed = bytes_per_second;
+  m.host_now = Clock::now();
 }
 
 bool synchronisation_forbidden() { return machine().forbidden; }

@@ -89,7 +89,8 @@ int device_of(const Stream& stream) noexcept;
 int priority_of(const Stream& stream) noexcept;
 
 /// Queues work that touches device memory through hidden(). It must not need the GIL, nor call this library.
-void enqueue(Stream& stream, Work work, const char* what);
+/// A copy says how much it moves, for the virtual clock.
+void enqueue(Stream& stream, Work work, const char* what, std::size_t copied_bytes = 0);
 /// Queues a call into the host, in which no CUDA call is allowed.
 void enqueue_host_function(Stream& stream, Work work);
 /// Nothing later on this stream runs for that long.
@@ -157,15 +158,23 @@ struct Counts {
 Counts& counts();
 
 struct Faults {
-  bool no_batches = false;                  ///< a driver before 12.8
-  bool no_devices = false;                  ///< a driver that finds none
-  int driver_version = 13000;               ///< as cudaDriverGetVersion() answers
-  std::size_t register_at_most = SIZE_MAX;  ///< bytes that may be page-locked in all
-  int query_error = 0;                      ///< the cudaError_t that event queries answer with
-  bool no_kernel_image = false;             ///< a device for which no kernel was compiled
-  int registration_ms = 0;                  ///< how long one registration takes
+  bool no_batches = false;                    ///< a driver before 12.8
+  bool no_devices = false;                    ///< a driver that finds none
+  int driver_version = 13000;                 ///< as cudaDriverGetVersion() answers
+  std::size_t register_at_most = SIZE_MAX;    ///< bytes that may be page-locked in all
+  int query_error = 0;                        ///< the cudaError_t that event queries answer with
+  bool no_kernel_image = false;               ///< a device for which no kernel was compiled
+  int registration_ms = 0;                    ///< how long one registration takes
+  std::size_t memory = std::size_t{8} << 30;  ///< bytes of each device
 };
 Faults& faults();
+
+/// Note [The virtual clock]
+/// What events say of time is then no measurement: a copy takes its bytes at this speed, a delay what was
+/// asked for, and anything else nothing. Work begins when its stream has come so far, what it waits for is
+/// over and the host, which takes no time but for waiting, has asked for it. The order is the late one, so that
+/// the host is told of nothing before its time. 0: real time, again.
+void set_virtual_clock(double bytes_per_second);
 
 /// While true, a synchronisation is a violation and throws.
 void forbid_synchronisation(bool forbid);

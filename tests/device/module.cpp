@@ -144,6 +144,7 @@ PYBIND11_MODULE(_pretend, m) {
     const std::size_t used = total - free;
     return std::make_pair(std::max(allocator().cap(device), used) - used, total);
   });
+  m.def("set_virtual_clock", &set_virtual_clock);
   m.def("pin", [](std::uintptr_t address, std::size_t bytes) {
     return pin(reinterpret_cast<void*>(address), bytes);
   });
@@ -187,7 +188,8 @@ PYBIND11_MODULE(_pretend, m) {
       .def_readwrite("register_at_most", &Faults::register_at_most)
       .def_readwrite("query_error", &Faults::query_error)
       .def_readwrite("no_kernel_image", &Faults::no_kernel_image)
-      .def_readwrite("registration_ms", &Faults::registration_ms);
+      .def_readwrite("registration_ms", &Faults::registration_ms)
+      .def_readwrite("memory", &Faults::memory);
   m.def("faults", &faults, py::return_value_policy::reference);
   // For the self-test: what a broken engine would do.
   m.def("hidden", [](std::uintptr_t address) {

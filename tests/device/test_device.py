@@ -292,3 +292,37 @@ def test_queued_work_is_no_synchronisation() -> None:
         result = (there * 2).sum()
         torch.cuda.Stream().wait_stream(torch.cuda.current_stream())
     assert result.item() == 2 * SIZE
+
+
+def test_the_virtual_clock_tells_what_work_takes() -> None:
+    size = 1 << 20
+    here, there = torch.zeros(size, dtype=torch.uint8).pin_memory(), torch.empty(size, dtype=torch.uint8)
+    there = there.to("cuda")
+    copies = torch.cuda.Stream()
+    begin, copied, end = (torch.cuda.Event(enable_timing=True) for _ in range(3))
+    with pretend_cuda.virtual_clock(bytes_per_second=size / 0.25):
+        begin.record()
+        with torch.cuda.stream(copies):
+            there.copy_(here, non_blocking=True)
+            there.copy_(here, non_blocking=True)
+            copied.record()
+        torch.cuda._sleep(int(0.1 * 2e9))
+        assert not copied.query()
+        torch.cuda.current_stream().wait_event(copied)
+        there.add_(1)
+        torch.cuda._sleep(int(0.2 * 2e9))
+        end.record()
+        end.synchronize()
+        assert begin.elapsed_time(copied) == pytest.approx(500)
+        assert begin.elapsed_time(end) == pytest.approx(700)
+        assert copied.query()
+
+
+def test_a_device_has_the_memory_that_it_is_given() -> None:
+    torch.cuda.empty_cache()
+    pretend_cuda.faults().memory = torch.cuda.memory_reserved() + (8 << 20)
+    assert torch.cuda.mem_get_info() == (8 << 20, pretend_cuda.faults().memory)
+    kept = torch.empty(6 << 20, dtype=torch.uint8, device="cuda")
+    with pytest.raises(torch.OutOfMemoryError, match="2 MiB is free"):
+        torch.empty(6 << 20, dtype=torch.uint8, device="cuda")
+    del kept

@@ -224,14 +224,13 @@ class CachingAllocator final : public Allocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     const std::lock_guard lock(mutex_);
-    return {kTotal - reserved(device), kTotal};
+    return {total(device) - std::min(total(device), reserved(device)), total(device)};
   }
   void set_cap(int device, std::size_t bytes) override { caps_[device] = bytes; }
-  std::size_t cap(int device) const override { return caps_[device]; }
-  std::size_t total(int) const override { return kTotal; }
+  std::size_t cap(int device) const override { return std::min(caps_[device], total(device)); }
+  std::size_t total(int) const override { return faults().memory; }
 
  private:
-  static constexpr std::size_t kTotal = std::size_t{8} << 30;
   using Stat = c10::CachingAllocator::Stat;
 
   std::vector<Stat*> all(int device) {
@@ -269,8 +268,9 @@ class CachingAllocator final : public Allocator {
     if (Block* const block = try_take(stream, device, bytes)) return block;
     ++stats_[device].num_ooms;
     TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", bytes / 1048576.0,
-                     " MiB. GPU ", device, " has a total capacity of ", kTotal / 1048576.0, " MiB of which ",
-                     (caps_[device] - reserved(device)) / 1048576.0, " MiB is free.");
+                     " MiB. GPU ", device, " has a total capacity of ", total(device) / 1048576.0,
+                     " MiB of which ", (cap(device) - std::min(cap(device), reserved(device))) / 1048576.0,
+                     " MiB is free.");
   }
 
   Block* try_take(Stream& stream, int device, std::size_t bytes) {
@@ -285,7 +285,7 @@ class CachingAllocator final : public Allocator {
       block = found->second;
       block->asked = bytes;
       free.erase(found);
-    } else if (reserved(device) + bytes <= caps_[device]) {
+    } else if (reserved(device) + bytes <= cap(device)) {
       if (void* const address = reserve(device, bytes)) {
         block = new Block{address, bytes, bytes, device, &stream, {}, captured};
         stats.reserved_bytes[0].increase(bytes);
@@ -368,7 +368,7 @@ class CachingAllocator final : public Allocator {
   std::unordered_map<Stream*, std::multimap<std::size_t, Block*>> free_;
   std::vector<std::pair<std::vector<PointPtr>, Block*>> pending_;
   c10::CachingDeviceAllocator::DeviceStats stats_[kDevices];
-  std::size_t caps_[kDevices]{kTotal, kTotal};
+  std::size_t caps_[kDevices]{SIZE_MAX, SIZE_MAX};
 };
 
 CachingAllocator& caching() {

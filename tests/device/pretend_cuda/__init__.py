@@ -31,6 +31,7 @@ __all__ = [
     "protections",
     "reset",
     "violations",
+    "virtual_clock",
     "watch_pages",
     "without",
 ]
@@ -95,6 +96,22 @@ def no_synchronisation() -> Iterator[None]:
         yield
     finally:
         _pretend.forbid_synchronisation(False)
+
+
+@contextmanager
+def virtual_clock(bytes_per_second: float) -> Iterator[None]:
+    """Let events tell the time of a device that copies at that speed (Note [The virtual clock] in machine.h).
+
+    Its operators take no time, but for ``torch.cuda._sleep``.
+    """
+    torch = sys.modules["torch"]
+    torch.cuda.synchronize()
+    _pretend.set_virtual_clock(bytes_per_second)
+    try:
+        yield
+    finally:
+        torch.cuda.synchronize()
+        _pretend.set_virtual_clock(0)
 
 
 def protections() -> list[str]:
