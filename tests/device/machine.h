@@ -172,8 +172,8 @@ Faults& faults();
 /// Note [The virtual clock]
 /// What events say of time is then no measurement: a copy takes its bytes at this speed, a delay what was
 /// asked for, and anything else nothing. Work begins when its stream has come so far, what it waits for is
-/// over and the host, which takes no time but for waiting, has asked for it. The order is the late one, so that
-/// the host is told of nothing before its time. 0: real time, again.
+/// over and the host, which takes no time but for waiting, has asked for it. The order is the late one, so
+/// that the host is told of nothing before its time. 0: real time, again.
 void set_virtual_clock(double bytes_per_second);
 
 /// While true, a synchronisation is a violation and throws.
