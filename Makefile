@@ -31,7 +31,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
 CMAKE := $(or $(shell command -v cmake 2>/dev/null),$(BIN)/cmake)
 CTEST := $(dir $(CMAKE))ctest
-CPP := $(shell find csrc tests/cpp -name '*.h' -o -name '*.cpp' -o -name '*.cu')
+CPP := $(shell find csrc tests/cpp tests/device -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # Two runs of the Python tests: those that share the machine, and then, alone, those that measure it.
 PYTEST := $(BIN)/python -m pytest
 ALONGSIDE := OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist worksteal -m 'not alone'

@@ -45,6 +45,8 @@ class Allocator : public c10::DeviceAllocator {
   virtual std::size_t total(int device) const = 0;
 };
 Allocator& allocator();
+/// Given back when the copies that were asked of it are over.
+at::Allocator& pinned_allocator();
 
 /// A queued copy on `stream` uses this host memory. If it is torch's pinned memory, it lasts until then.
 void note_pinned_use(const void* address, Stream& stream);
