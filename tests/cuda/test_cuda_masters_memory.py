@@ -251,26 +251,24 @@ def test_locking_lets_other_threads_run(gpu: Gpu) -> None:
         pytest.skip("how long a GPU's driver takes cannot be chosen")
     pretend_cuda.faults().registration_ms = 100
     model = Exact(layers=4).eval()
-    longest, stop = 0.0, threading.Event()
+    turns, stop = 0, threading.Event()
 
     def watch() -> None:
-        nonlocal longest
-        last = time.monotonic()
+        nonlocal turns
         while not stop.is_set():
             time.sleep(0.001)
-            now = time.monotonic()
-            longest, last = max(longest, now - last), now
+            turns += 1
 
     thread = threading.Thread(target=watch)
     thread.start()
     begin = time.monotonic()
     handle = gpu.install(model, dtype=torch.float64)
-    took = time.monotonic() - begin
+    took, turns_meanwhile = time.monotonic() - begin, turns
     handle.uninstall()
     stop.set()
     thread.join()
     assert took > 0.4
-    assert longest < 0.3
+    assert turns_meanwhile > 40  # it would get a few between one registration and the next
 
 
 def test_locking_beside_threads_that_run_the_model(gpu: Gpu) -> None:
