@@ -158,7 +158,7 @@ void Session::plan_again(const py::object& root) {
     old_is_gone = true;
     LetGo dropped;
     for (const auto& weight : old_weights) weight->forget(dropped);
-    dropped.clear();
+    dropped.drop();
     const py::gil_scoped_release release;
     old_engine->close();
   };
@@ -198,6 +198,7 @@ void Session::plan_again(const py::object& root) {
   Stats counters = old_engine->stats();
   counters.add_counters(beside_);
   beside_ = counters;
+  read_.clear();
   LetGo dropped;
   for (auto& weight : old_weights) {
     weight->forget(dropped);

@@ -40,39 +40,35 @@ PyObject* get(PyObject* self, PyObject* module, PyObject*) {
     const py::object dict = module_dict(module);
     ModuleState* const state = module_state(module, dict.ptr());
     if (state == nullptr) return fall_through(module, dict.ptr(), name);
-    Entry* entry = nullptr;
-    for (Entry& candidate : *state->entries) {
-      if (candidate.name.ptr() == name) {
-        entry = &candidate;
-        break;
-      }
-    }
-    if (entry == nullptr) return fall_through(module, dict.ptr(), name);
-    PyObject* const master = find_in(dict.ptr(), entry->parameter ? names.parameters : names.buffers, name);
+    std::vector<Entry>& entries = *state->entries;
+    std::size_t index = 0;
+    while (index < entries.size() && entries[index].name.ptr() != name) ++index;
+    if (index == entries.size()) return fall_through(module, dict.ptr(), name);
+    const bool parameter = entries[index].parameter;
+    PyObject* const master = find_in(dict.ptr(), parameter ? names.parameters : names.buffers, name);
     if (master == nullptr) return PyErr_Occurred() ? nullptr : fall_through(module, dict.ptr(), name);
     if (!THPVariable_Check(master)) return Py_NewRef(master);
-    Session& session = **state->session;
-    if (entry->weight == nullptr) {
-      entry->bind(&session.late_weight(master, name, entry->parameter));
-    } else if (entry->weight->state.impl != THPVariable_Unpack(master).unsafeGetTensorImpl()) {
-      entry->bind(&session.weight_now(*entry->weight, master, name));
-    }
     bool training = false;
-    if (!entry->parameter) {
-      training = PyDict_GetItemWithError(dict.ptr(), names.training) == Py_True;
-    }
+    if (!parameter) training = PyDict_GetItemWithError(dict.ptr(), names.training) == Py_True;
     const bool inside = inside_call();
-    if (!training) {
-      if (PyObject* const unchanged = session.access_unchanged(*entry->weight, master, inside))
+    Weight* weight = entries[index].weight;
+    const bool known =
+        weight != nullptr && weight->state.impl == THPVariable_Unpack(master).unsafeGetTensorImpl();
+    if (known && !training) {
+      if (PyObject* const unchanged = (*state->session)->access_unchanged(*weight, master, inside))
         return unchanged;
     }
-    // The slow path may run Python code (and let other threads run it), which may uninstall the model.
-    const std::shared_ptr<Session> keep = *state->session;
-    const py::object keep_master = py::reinterpret_borrow<py::object>(master);
+    // The slow path may run Python code (and let other threads run it), which may do anything to the model.
+    const std::shared_ptr<Session> session = *state->session;
+    const auto keep_state = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(state));
+    const auto keep_master = py::reinterpret_borrow<py::object>(master);
     serve_calls(Py_TYPE(module));
-    Weight& weight = *entry->weight;
-    PyObject* const handed_out = keep->access(weight, master, training);
-    return inside ? handed_out : Session::seen_from_outside(weight, master, handed_out);
+    if (!known) {
+      weight = weight == nullptr ? &session->late_weight(master, name, parameter)
+                                 : &session->weight_now(*weight, master, name);
+      entries[index].bind(weight);
+    }
+    return session->access(*weight, master, training, inside);
   } catch (...) {
     set_python_error();
     return nullptr;

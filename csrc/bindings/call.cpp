@@ -1,6 +1,8 @@
 #include "bindings/call.h"
 
+#include <algorithm>
 #include <optional>
+#include <vector>
 
 #include "bindings/attribute.h"
 #include "bindings/cpython.h"
@@ -12,8 +14,11 @@ namespace dynswap {
 
 namespace {
 
-thread_local int depth = 0;
-std::uint64_t begun = 0;
+/// Whose modules' calls this thread is in, the innermost last.
+std::vector<const Session*>& calls() noexcept {
+  thread_local std::vector<const Session*> of_this_thread;
+  return of_this_thread;
+}
 
 /// What Python calls an instance of a Python class with; finds the class's `__call__`.
 ternaryfunc plain_call() {
@@ -24,11 +29,11 @@ ternaryfunc plain_call() {
   return slot;
 }
 
-void begin_pass(const ModuleState& state) {
-  Session& session = **state.session;
+void begin_pass(Session& session, const py::object& session_object) {
+  session.call_begins();
   if ((session.outdated() || !session.on_pass().is_none()) && session.capturing()) return session.note_pass();
   if (session.outdated()) {
-    py::module_::import("dynswap_ext.install").attr("plan_again")(py::handle(state.session_object));
+    py::module_::import("dynswap_ext.install").attr("plan_again")(session_object);
   }
   session.pass_begins();
 }
@@ -45,16 +50,19 @@ void fail_call(PyObject* self) {
 }
 
 PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
-  const bool outermost = !inside_call();
-  const InsideCall inside;
   try {
+    const py::object dict = module_dict(self);
+    const ModuleState* const state = module_state(self, dict.ptr());
+    const Session* const serving = state != nullptr ? state->session->get() : nullptr;
+    const bool outermost = !inside_call();
+    const bool begins = serving != nullptr && !inside_call_of(*serving);
+    const InsideCall inside(serving);
     std::optional<RefetchInBackward> hooks;
     const bool refetch = RefetchInBackward::wanted();
-    if (outermost || refetch) {
-      const py::object dict = module_dict(self);
-      ModuleState* const state = module_state(self, dict.ptr());
-      if (state != nullptr && outermost) begin_pass(*state);
-      if (state != nullptr && refetch && (*state->session)->streams_any()) hooks.emplace();
+    if (serving != nullptr && (begins || refetch)) {
+      const std::shared_ptr<Session> session = *state->session;
+      if (begins) begin_pass(*session, py::reinterpret_borrow<py::object>(state->session_object));
+      if (refetch && session->streams_any()) hooks.emplace();
     }
     auto result = py::reinterpret_steal<py::object>(plain_call()(self, arguments, keywords));
     if (outermost) {
@@ -62,8 +70,8 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
         const py::error_scope keep;
         bring_home();
       }
-      if (!result) fail_call(self);
     }
+    if (begins && !result) fail_call(self);
     return result.release().ptr();
   } catch (...) {
     set_python_error();
@@ -77,14 +85,14 @@ void serve_calls(PyTypeObject* type) noexcept {
   if (type->tp_call != &call) type->tp_call = &call;
 }
 
-InsideCall::InsideCall() noexcept {
-  if (depth++ == 0) ++begun;
+InsideCall::InsideCall(const Session* session) { calls().push_back(session); }
+
+InsideCall::~InsideCall() { calls().pop_back(); }
+
+bool inside_call() noexcept { return !calls().empty(); }
+
+bool inside_call_of(const Session& session) noexcept {
+  return std::find(calls().rbegin(), calls().rend(), &session) != calls().rend();
 }
-
-InsideCall::~InsideCall() { --depth; }
-
-bool inside_call() noexcept { return depth > 0; }
-
-std::uint64_t calls_begun() noexcept { return begun; }
 
 }  // namespace dynswap

@@ -3,9 +3,9 @@
 
 #include <torch/extension.h>
 
-#include <cstdint>
-
 namespace dynswap {
+
+class Session;
 
 /// Note [A call is a slot]
 /// A swap class is called through the type slot `tp_call`, and not through a `__call__` in its namespace:
@@ -15,10 +15,10 @@ namespace dynswap {
 /// See also Note [What CPython has to be like] in cpython.h.
 void serve_calls(PyTypeObject* type) noexcept;
 
-/// While it lives, its thread is inside the call of an installed module.
+/// While it lives, its thread is inside the call of a module that this session serves, if any does.
 class InsideCall {
  public:
-  InsideCall() noexcept;
+  explicit InsideCall(const Session* session);
   ~InsideCall();
   InsideCall(const InsideCall&) = delete;
   InsideCall& operator=(const InsideCall&) = delete;
@@ -27,9 +27,6 @@ class InsideCall {
 /// Whether this thread is inside the call of an installed module: what is read there is read by a forward,
 /// and not by somebody who looks at the model.
 bool inside_call() noexcept;
-
-/// How many calls of installed modules have begun, on any thread: of models, not of the modules in them.
-/// LOCK: the GIL.
-std::uint64_t calls_begun() noexcept;
+bool inside_call_of(const Session& session) noexcept;
 
 }  // namespace dynswap

@@ -101,11 +101,15 @@ HandedOut::HandedOut(const Origin& origin, const at::Tensor& master, const at::D
   bytes_ = static_cast<std::size_t>(master.numel()) * options_.dtype().itemsize();
 }
 
-at::Tensor HandedOut::make(Lease lease, const Origin& origin, const at::Tensor& master,
-                           const at::Device& device) {
-  std::unique_ptr<HandedOut> record(new HandedOut(origin, master, device));
+std::unique_ptr<HandedOut> HandedOut::of_weight(const Origin& origin, const at::Tensor& master,
+                                                const at::Device& device) {
+  return std::unique_ptr<HandedOut>(new HandedOut(origin, master, device));
+}
+
+at::Tensor HandedOut::make(std::unique_ptr<HandedOut> record, Lease lease) {
   record->data_ = lease.data();
   record->lease_ = std::move(lease);
+  const at::Tensor master = record->master_;
   return finish(std::move(record), master);
 }
 

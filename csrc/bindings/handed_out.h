@@ -29,9 +29,12 @@ class HandedOut {
     Weight* weight = nullptr;
   };
 
-  /// A tensor over the leased bytes, shaped and strided as `master`, of the weight's type on `device`.
-  static at::Tensor make(Lease lease, const Origin& origin, const at::Tensor& master,
-                         const at::Device& device);
+  /// The record of a tensor to come, with the weight and its master as they are now: asking for the bytes
+  /// lets other threads run.
+  static std::unique_ptr<HandedOut> of_weight(const Origin& origin, const at::Tensor& master,
+                                              const at::Device& device);
+  /// A tensor over the leased bytes, shaped and strided as the master, of the weight's type.
+  static at::Tensor make(std::unique_ptr<HandedOut> record, Lease lease);
   /// A converted copy with memory of its own.
   static at::Tensor make_private(const Origin& origin, const at::Tensor& master, const at::Device& device);
   /// The record of a tensor made here, or null if its storage is another one by now.
@@ -54,6 +57,8 @@ class HandedOut {
   const Origin& origin() const noexcept { return origin_; }
   at::ScalarType dtype() const noexcept { return options_.dtype().toScalarType(); }
   bool leased() const noexcept { return static_cast<bool>(lease_); }
+  /// Its bytes lie outside the budget.
+  bool overflows() const noexcept { return lease_.overflows(); }
   bool on_cpu() const noexcept { return options_.device().is_cpu(); }
   /// The master's bytes and version counter; not the master itself, which nothing here keeps.
   const at::Tensor& master() const noexcept { return master_; }
@@ -72,6 +77,10 @@ class HandedOut {
   bool has_untracked_alias() const noexcept { return untracked_; }
   /// No such alias is left.
   void no_untracked_alias() noexcept { untracked_ = false; }
+  /// Whether the version tells of a write, or cannot tell. Quick: looks at no bytes.
+  bool may_be_written() const noexcept { return untracked_ || version_.current_version() != seen_version_; }
+  /// The latest write_back() met a capture.
+  bool postponed() const noexcept { return postponed_; }
 
   /// Takes to the master what was written in place. Does nothing if nothing was, or if the master has
   /// been written itself since (masters are the truth). Returns the master's version after a write.
@@ -114,7 +123,7 @@ class HandedOut {
   std::atomic<bool> untracked_{false};
   at::Tensor sent_;  ///< the bytes on the host, if `is_home_`
   bool is_home_ = false;
-  bool postponed_ = false;  ///< the latest write_back() met a capture
+  bool postponed_ = false;
   std::mutex mutex_;
   std::vector<c10::Stream> users_;  ///< LOCK: mutex_; that have used it. None on the CPU
   c10::VariableVersion version_;    ///< shared with the tensor and its views

@@ -88,8 +88,9 @@ py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, st
 py::object fetch(const py::handle& master, bool moved) {
   const auto [session, weight] = Session::serving(THPVariable_Unpack(master.ptr()), moved);
   if (!session) return py::none();
-  const InsideCall compiled;
-  return py::reinterpret_steal<py::object>(session->access(*weight, master.ptr(), /*training=*/false));
+  const InsideCall compiled(nullptr);  // a graph has no call whose beginning would be known
+  return py::reinterpret_steal<py::object>(
+      session->access(*weight, master.ptr(), /*training=*/false, /*inside=*/true));
 }
 
 bool note_untracked_alias(const py::handle& tensor) {

@@ -77,7 +77,7 @@ void Session::close() {
   if (std::exchange(closed_, true)) return;
   LetGo dropped;
   for (const auto& weight : weights_) weight->forget(dropped);
-  dropped.clear();
+  dropped.drop();
   if (abandoned_) return;
   {
     const py::gil_scoped_release release;
@@ -121,7 +121,12 @@ bool Session::capturing() const { return dynswap::capturing(device_); }
 
 // -------------------------------------------------------------------------------------------- access
 
-PyObject* Session::access_unchanged(Weight& weight, PyObject* master, bool inside) {
+PyObject* Session::access_unchanged(const Weight& weight, PyObject* master, bool inside) const {
+  if (weight.way == Weight::Way::streamed && look_is_due(weight)) return nullptr;
+  return kept(weight, master, inside);
+}
+
+PyObject* Session::kept(const Weight& weight, PyObject* master, bool inside) const {
   const c10::TensorImpl& impl = *THPVariable_Unpack(master).unsafeGetTensorImpl();
   if (weight.way == Weight::Way::as_is) return weight.state.same_place(impl) ? Py_NewRef(master) : nullptr;
   if (weight.dressed || recording_) return nullptr;
@@ -131,10 +136,6 @@ PyObject* Session::access_unchanged(Weight& weight, PyObject* master, bool insid
   if (!device_.is_cpu()) {
     if (PROTECTED(resident_per_stream) && stream_id() != weight.cached_stream) return nullptr;
     if (!captured_ && capturing()) return nullptr;  // plain_access() takes note
-  }
-  if (weight.look_is_due(inside)) {
-    look_for_silent_write(weight);
-    if ((inside ? weight.cached : weight.cached_outside) != kept) return nullptr;
   }
   return Py_NewRef(kept);
 }
@@ -163,15 +164,18 @@ std::pair<std::shared_ptr<Session>, Weight*> Session::serving(const at::Tensor& 
   return {};
 }
 
-PyObject* Session::access(Weight& weight, PyObject* master, bool training) {
-  PyObject* const handed_out = plain_access(weight, master, training);
-  return weight.dressed && handed_out != master ? dress(weight, master, handed_out) : handed_out;
+PyObject* Session::access(Weight& weight, PyObject* master, bool training, bool inside) {
+  if (!settle(weight, master)) return convert(weight, master);
+  if (!training) {
+    if (PyObject* const unchanged = kept(weight, master, inside)) return unchanged;
+  }
+  PyObject* handed_out = plain_access(weight, master, training);
+  if (weight.dressed && handed_out != master) handed_out = dress(weight, master, handed_out);
+  return inside ? handed_out : seen_from_outside(weight, master, handed_out);
 }
 
 PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool training) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
-  if (PROTECTED(changed_master_seen) && !(MasterState::of(*master.unsafeGetTensorImpl()) == weight.state))
-    master_changed(weight, master_object);
   if (weight.way == Weight::Way::as_is) return Py_NewRef(master_object);
   if (weight.way == Weight::Way::wrapped) return put_together(weight, master_object);
   if (weight.way == Weight::Way::converted || abandoned_ || closed_ || master._fw_grad(0).defined())
@@ -179,28 +183,21 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
 
   const bool small_buffer =
       PROTECTED(private_copies) && !weight.parameter && weight.source->wanted_bytes() <= kSmallBuffer;
-  if (!resident(weight) || weight.look_is_due(inside_call())) look_for_silent_write(weight);
   const bool watched = small_buffer && training && !master.requires_grad();
   if (weight.cached == nullptr && PROTECTED(capture_refused)) {
     if (watched) refuse_capture_of_written(device_, weight.name);
     refuse_capture(device_, weight.name, resident(weight));
   }
   if (!captured_) captured_ = capturing();
+  LetGo dropped;
   if (const at::Tensor tensor = still_handed_out(weight, master, watched); tensor.defined()) {
     HandedOut* const record = HandedOut::of(*tensor.unsafeGetTensorImpl());
-    if (!record->watched() || !inside_call()) write_back(weight);
+    if (!record->watched() || !inside_call()) write_back(weight, dropped);
     if (small_buffer && training) watch(tensor);
-    const Stream consumer = current_stream(device_);
-    {
-      const py::gil_scoped_release release;
-      if (PROTECTED(second_stream_told)) record->use_here();
-      if (recording_ && weight.planned) engine_->note_use(weight.id, consumer);
-    }
-    if (weight.cached != nullptr) weight.cached_stream = stream_id();
-    return wrap(weight, tensor);
+    return hand_out_again(weight, tensor);
   }
   if (watched || !weight.planned) {
-    write_back(weight);  // of a copy that is held by a graph alone
+    write_back(weight, dropped);  // of a copy that is held by a graph alone
     const at::Tensor copy = HandedOut::make_private({weak_from_this(), &weight}, master, device_);
     if (watched) watch(copy);
     if (master.requires_grad()) connect_to_master(copy, master);
@@ -241,9 +238,24 @@ void Session::watch(const at::Tensor& tensor) {
   }
 }
 
+PyObject* Session::hand_out_again(Weight& weight, const at::Tensor& tensor) {
+  HandedOut* const record = HandedOut::of(*tensor.unsafeGetTensorImpl());
+  const Stream consumer = current_stream(device_);
+  {
+    const py::gil_scoped_release release;
+    if (PROTECTED(second_stream_told)) record->use_here();
+    if (recording_ && weight.planned) engine_->note_use(weight.id, consumer);
+  }
+  if (weight.cached != nullptr && THPVariable_Unpack(weight.cached).is_same(tensor)) {
+    weight.cached_stream = stream_id();
+  }
+  return wrap(weight, tensor);
+}
+
 PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
   const Stream consumer = current_stream(device_);
   const std::uint64_t forgotten = weight.forgotten;
+  auto record = HandedOut::of_weight({weak_from_this(), &weight}, master, device_);
   Lease lease;
   {
     const py::gil_scoped_release release;
@@ -251,13 +263,21 @@ PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
                              {.in_order = inside_call(),
                               .after_consumer = captured_ && resident(weight) && PROTECTED(after_replays)});
   }
-  const at::Tensor tensor = HandedOut::make(std::move(lease), {weak_from_this(), &weight}, master, device_);
+  const bool overflows = lease.overflows();
+  const at::Tensor tensor = HandedOut::make(std::move(record), std::move(lease));
+  // Other threads could run. If the master has changed, this is the last that sees the old one; if another
+  // has got the weight, one access gives what the other gave.
+  const bool outdated = weight.forgotten != forgotten;
+  if (!outdated) {
+    if (const at::Tensor other = still_handed_out(weight, master, /*watched=*/false); other.defined())
+      return hand_out_again(weight, other);
+  }
   if (master.requires_grad()) connect_to_master(tensor, master);
   PyObject* const object = wrap(weight, tensor);
-  // The master may have changed while other threads could run: then this is the last that sees the old one.
-  if (weight.forgotten != forgotten) return object;
+  if (outdated) return object;
   remember(weight, tensor);
-  if (engine_->resident(weight.id) && weight.cached == nullptr) {
+  // Kept outside the budget, it would stay there.
+  if (engine_->resident(weight.id) && weight.cached == nullptr && !overflows) {
     weight.cached = Py_NewRef(object);
     weight.cached_stream = stream_id();
   }
@@ -280,12 +300,13 @@ at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::t
     if (LetGo dropped; !resident(weight) && weight.silent.look(*weight.source)) refetch(weight, dropped);
     refuse_capture(device_, weight.name, resident(weight));
     const Stream consumer = current_stream(device_);
+    auto record = HandedOut::of_weight({weak_from_this(), &weight}, master, device_);
     Lease lease;
     {
       const py::gil_scoped_release release;
       lease = engine_->acquire(weight.id, consumer, {.thread = reader});
     }
-    return HandedOut::make(std::move(lease), {weak_from_this(), &weight}, master, device_);
+    return HandedOut::make(std::move(record), std::move(lease));
   }
   return HandedOut::make_private({weak_from_this(), &weight}, master, device_);
 }
@@ -305,10 +326,20 @@ PyObject* Session::wrap(const Weight& weight, const at::Tensor& tensor) {
 
 PyObject* Session::put_together(Weight& weight, PyObject* master) {
   py::dict inner;
-  for (auto& [name, part] : weight.parts) {
+  const std::vector<std::pair<py::object, Weight*>> parts = weight.parts;
+  for (const auto& [name, known] : parts) {
     const py::object tensor = py::handle(master).attr(name);
-    part = &weight_now(*part, tensor.ptr(), name.ptr());
-    inner[name] = py::reinterpret_steal<py::object>(access(*part, tensor.ptr(), /*training=*/false));
+    Weight& part = weight_now(*known, tensor.ptr(), name.ptr());
+    if (&part != known) {
+      for (auto& [other_name, other] : weight.parts) {
+        if (other != known || !other_name.is(name)) continue;
+        --other->holders;
+        other = &part;
+        ++other->holders;
+      }
+    }
+    inner[name] =
+        py::reinterpret_steal<py::object>(access(part, tensor.ptr(), /*training=*/false, /*inside=*/true));
   }
   const py::object made =
       py::module_::import("dynswap_ext._subclasses")

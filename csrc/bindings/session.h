@@ -63,14 +63,11 @@ class Session : public std::enable_shared_from_this<Session> {
 
   /// What an access to the weight hands out. `master` is what the module holds under the name now; a new
   /// reference. Throws the engine's errors and py::error_already_set.
-  PyObject* access(Weight& weight, PyObject* master, bool training);
+  /// `inside`: by a forward, and not by somebody who looks at the model from outside.
+  PyObject* access(Weight& weight, PyObject* master, bool training, bool inside);
 
-  /// The same, where nothing has changed since the last time; null if something may have.
-  PyObject* access_unchanged(Weight& weight, PyObject* master, bool inside);
-
-  /// What code outside a forward gets for what access() has handed out (dynswap_ext/_outside.py). Steals
-  /// and returns a reference.
-  static PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out);
+  /// The same, where nothing has changed since the last time; null if something may have. Runs nothing.
+  PyObject* access_unchanged(const Weight& weight, PyObject* master, bool inside) const;
 
   /// The weight's bytes for a backward pass; no part of a graph, nor kept. `reader` is the thread of the
   /// forward pass.
@@ -97,7 +94,10 @@ class Session : public std::enable_shared_from_this<Session> {
   void record(bool on);
   py::dict timeline() const;
 
-  /// The model's call begins.
+  /// A call of the session's modules begins that lies in no other one of theirs. What was written on
+  /// residents in the one before goes to their masters.
+  void call_begins();
+  /// The same, and it is part of no capture.
   void pass_begins();
   /// It ended with an error.
   void call_failed(const py::error_already_set& error);
@@ -141,9 +141,11 @@ class Session : public std::enable_shared_from_this<Session> {
   Weight& weight_of(PyObject* master, const std::string& name, bool parameter, const Mappings& mappings,
                     bool exact = false);
   void restore(PyObject* module);
+  struct Kind;  // session_masters.cpp
+  Kind kind_of(const Weight& weight, PyObject* master, const Mappings& mappings);
   void classify(Weight& weight, PyObject* master, const Mappings& mappings);
-  Weight::Way way_of(Weight& weight, PyObject* master, const Mappings& mappings);
-  void master_changed(Weight& weight, PyObject* master);
+  bool settle(Weight& weight, PyObject* master);
+  void master_changed(Weight& weight, PyObject* master, LetGo& dropped);
   void refetch(Weight& weight, LetGo& dropped);
   void pin(const std::vector<Weight*>& weights);  ///< lets go of the GIL for a while
   void pin_replaced();
@@ -151,14 +153,19 @@ class Session : public std::enable_shared_from_this<Session> {
   void forget_group(Weight& weight, LetGo& dropped);
   void let_companions_go(const Weight& weight, LetGo& dropped);
   void remember(Weight& weight, const at::Tensor& handed_out);
-  void write_back_whole(Weight& weight);  ///< and the parts of a wrapper
+  void write_back(Weight& weight, LetGo& dropped);
+  void write_back_whole(Weight& weight, LetGo& dropped);  ///< and the parts of a wrapper
   void for_entries(const py::object& module,
                    const std::function<void(const Entry&, PyObject* master)>& use) const;
   bool resident(const Weight& weight) const;
   bool stays(const Weight& weight) const;  ///< and so do its parts
-  void look_for_silent_write(Weight& weight);
+  bool look_is_due(const Weight& weight) const;
+  void look_for_silent_write(Weight& weight, LetGo& dropped);
   PyObject* plain_access(Weight& weight, PyObject* master, bool training);
+  PyObject* kept(const Weight& weight, PyObject* master, bool inside) const;
   at::Tensor still_handed_out(Weight& weight, const at::Tensor& master, bool watched);
+  PyObject* hand_out_again(Weight& weight, const at::Tensor& tensor);
+  static PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out);
   static void watch(const at::Tensor& tensor);
   PyObject* hand_out(Weight& weight, const at::Tensor& master);
   static PyObject* wrap(const Weight& weight, const at::Tensor& tensor);
@@ -180,10 +187,12 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<Weight*> by_id_;                       ///< by the engine's WeightId
   std::vector<std::unique_ptr<Weight>> superseded_;  ///< of earlier plans: graphs may refer to them
   std::vector<Weight*> recent_;                      ///< whose latest tensors were alive when last looked at
+  std::vector<Weight*> read_;                        ///< residents, in the latest calls
   std::vector<Weight*> to_pin_;                      ///< whose masters were replaced since the last pass
   PageCacheShare page_cache_;                        ///< what is left for weights to come
   Stats beside_;                                     ///< counted by earlier plans, and without an engine
   std::size_t modules_ = 0;
+  std::uint64_t calls_ = 0;   ///< how many have begun
   bool streams_any_ = false;  ///< some weight is not resident
   bool planned_ = false;
   bool outdated_ = false;

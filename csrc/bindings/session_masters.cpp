@@ -12,62 +12,92 @@
 
 namespace dynswap {
 
-void Session::classify(Weight& weight, PyObject* master_object, const Mappings& mappings) {
-  const at::Tensor& master = THPVariable_Unpack(master_object);
-  weight.wanted = weight.exact ? master.scalar_type() : wanted_type(master, dtype_);
-  weight.dressed = false;
-  weight.way = way_of(weight, master_object, mappings);
-  // Last, since Python code may have run: to other threads it has been the old master until now.
-  weight.state = MasterState::of(*master.unsafeGetTensorImpl());
-  weight.version = master.unsafeGetTensorImpl()->version_counter();
-}
+/// What a master is to the session.
+struct Session::Kind {
+  Weight::Way way = Weight::Way::converted;
+  at::ScalarType wanted = at::kFloat;
+  bool dressed = false;
+  std::vector<std::pair<py::object, Weight*>> parts{};
+  SourcePtr source{};  ///< if it streams
+};
 
-Weight::Way Session::way_of(Weight& weight, PyObject* master_object, const Mappings& mappings) {
+Session::Kind Session::kind_of(const Weight& weight, PyObject* master_object, const Mappings& mappings) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
-  weight.parts.clear();
+  Kind kind{.wanted = weight.exact ? master.scalar_type() : wanted_type(master, dtype_)};
   const bool plain = THPVariable_CheckExact(master_object);
   const bool lazy = !plain && PyObject_HasAttrString(master_object, "materialize") == 1;
   // There is nothing to move yet, or not any more (offloading gives a module masters without data between its
   // calls). An empty buffer may be about to be resized in place, as observers do.
   if (lazy || master.is_meta() || (!weight.parameter && master.sym_numel() == 0)) {
-    return Weight::Way::as_is;
+    kind.way = Weight::Way::as_is;
+    return kind;
   }
-  const bool in_place = master.device() == device_ && master.scalar_type() == weight.wanted;
+  const bool in_place = master.device() == device_ && master.scalar_type() == kind.wanted;
   bool streams = plain;
   if (!plain) {
     const py::module_ subclasses = py::module_::import("dynswap_ext._subclasses");
     const py::object names = subclasses.attr("inner_names")(py::handle(master_object));
     if (!names.is_none()) {
-      std::vector<std::pair<py::object, Weight*>> parts;
+      kind.way = Weight::Way::wrapped;
       for (const py::handle inner : names) {
         const auto name = py::reinterpret_borrow<py::object>(inner);
         const py::object tensor = py::handle(master_object).attr(name);
         Weight& part = weight_of(tensor.ptr(), weight.name + "." + py::cast<std::string>(name),
                                  /*parameter=*/false, mappings, /*exact=*/true);
-        ++part.holders;
-        parts.emplace_back(name, &part);
+        kind.parts.emplace_back(name, &part);
       }
-      weight.parts = std::move(parts);
-      return Weight::Way::wrapped;
+      return kind;
     }
     streams = subclasses.attr("adds_attributes_only")(py::handle(master_object)).cast<bool>();
   }
-  if (streams && streamable(master) && scalar_of(weight.wanted) &&
+  if (streams && streamable(master) && scalar_of(kind.wanted) &&
       (!in_place || mappings.find(master.const_data_ptr(), master.nbytes()))) {
-    const auto source = source_of(master, weight.wanted, weight.name, mappings, page_cache_, *holds_);
+    const auto source = source_of(master, kind.wanted, weight.name, mappings, page_cache_, *holds_);
     if (!in_place || source->file) {
-      weight.dressed = !plain;
-      weight.source = source;
-      weight.silent = SilentWrites(*source);
-      return Weight::Way::streamed;
+      kind.way = Weight::Way::streamed;
+      kind.dressed = !plain;
+      kind.source = source;
+      return kind;
     }
   }
-  return in_place ? Weight::Way::as_is : Weight::Way::converted;
+  if (in_place) kind.way = Weight::Way::as_is;
+  return kind;
 }
 
-void Session::master_changed(Weight& weight, PyObject* master_object) {
+void Session::classify(Weight& weight, PyObject* master_object, const Mappings& mappings) {
+  // May run Python code, or throw: until then the weight is what it was.
+  Kind kind = kind_of(weight, master_object, mappings);
   const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
-  LetGo dropped;
+  weight.state = MasterState::of(master);
+  weight.version = master.version_counter();
+  weight.way = kind.way;
+  weight.wanted = kind.wanted;
+  weight.dressed = kind.dressed;
+  for (const auto& [name, part] : weight.parts) --part->holders;
+  for (const auto& [name, part] : kind.parts) ++part->holders;
+  weight.parts.swap(kind.parts);
+  if (kind.source == nullptr) return;
+  weight.source = kind.source;
+  weight.silent = SilentWrites(*kind.source);
+}
+
+/// Takes note of what has happened to the master, until nothing more happens meanwhile. False if by then the
+/// weight is another master's: the module was given that one after it was asked for this one.
+bool Session::settle(Weight& weight, PyObject* master_object) {
+  const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
+  for (bool again = false;; again = true) {
+    LetGo dropped;
+    if (PROTECTED(changed_master_seen) && !(MasterState::of(master) == weight.state)) {
+      if (again && weight.state.impl != &master) return false;
+      master_changed(weight, master_object, dropped);
+    }
+    if (weight.way == Weight::Way::streamed && look_is_due(weight)) look_for_silent_write(weight, dropped);
+    if (dropped.empty()) return true;
+  }
+}
+
+void Session::master_changed(Weight& weight, PyObject* master_object, LetGo& dropped) {
+  const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
   if (weight.state.same_place(master) &&
       (weight.way == Weight::Way::as_is || weight.way == Weight::Way::streamed)) {
     const MasterState now = MasterState::of(master);
@@ -79,7 +109,7 @@ void Session::master_changed(Weight& weight, PyObject* master_object) {
   by_master_[&master] = &weight;
   classify(weight, master_object, Mappings::of_this_process());
   if (weight.way != Weight::Way::streamed) return forget_group(weight, dropped);
-  SourcePtr old = weight.planned ? engine_->source(weight.id) : nullptr;
+  const SourcePtr old = weight.planned ? engine_->source(weight.id) : nullptr;
   if (old && weight.source->count == old->count && weight.source->stored == old->stored &&
       weight.source->wanted == old->wanted) {
     refetch(weight, dropped);
@@ -89,10 +119,7 @@ void Session::master_changed(Weight& weight, PyObject* master_object) {
     weight.planned = false;
     outdated_ = true;
   }
-  if (old && old->pinned) {
-    const py::gil_scoped_release release;  // its memory may have to be unlocked, and is freed
-    old.reset();
-  }
+  if (old && old->pinned) dropped.pinned = old;
 }
 
 void Session::forget_group(Weight& weight, LetGo& dropped) {
@@ -123,7 +150,7 @@ void Session::refetch(Weight& weight, LetGo& dropped) {
 void Session::update_group(Weight& weight) {
   // An optimizer's step changes all masters of a group, which then travels once.
   for (const WeightId id : engine_->companions(weight.id)) by_id_[id]->note_master();
-  engine_->update_source(weight.id, weight.source);
+  if (!abandoned_) engine_->update_source(weight.id, weight.source);
 }
 
 void Session::pin(const std::vector<Weight*>& weights) {
@@ -150,14 +177,26 @@ void Session::pin_replaced() {
   }
 }
 
-void Session::look_for_silent_write(Weight& weight) {
-  weight.looked_at = calls_begun();
-  if (weight.cached != nullptr) write_back(weight);
-  LetGo dropped;
+/// What is read in one call is one state of the masters. A streamed weight is looked at whenever it is read.
+bool Session::look_is_due(const Weight& weight) const {
+  if (closed_ || abandoned_) return false;
+  return !resident(weight) || weight.looked_at != calls_ || !inside_call_of(*this);
+}
+
+void Session::look_for_silent_write(Weight& weight, LetGo& dropped) {
+  if (!device_.is_cpu() && capturing()) return;  // nothing can be taken to a master now
+  weight.looked_at = calls_;
+  if (resident(weight) && inside_call_of(*this)) read_.push_back(&weight);
+  if (weight.cached != nullptr) write_back(weight, dropped);
   if (weight.silent.look(*weight.source)) refetch(weight, dropped);
 }
 
 void Session::write_back(Weight& weight) {
+  LetGo dropped;
+  write_back(weight, dropped);
+}
+
+void Session::write_back(Weight& weight, LetGo& dropped) {
   bring_home(weight);
   const auto alive = weight.latest_storage.lock();
   HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
@@ -167,13 +206,13 @@ void Session::write_back(Weight& weight) {
   const bool last_look = record->has_untracked_alias() && alive.use_count() <= telling;
   if (last_look) record->no_untracked_alias();
   const auto written = record->write_back(last_look);
+  if (last_look && record->postponed()) record->note_untracked_alias();
   if (!written) return;
   // The tensor that was written is the newest there is, so it stays the one to hand out.
   weight.state.version = *written;
   weight.silent.look(*weight.source);
   if (!weight.planned || record->leased()) return;
   // The engine's copy is another one.
-  LetGo dropped;
   let_companions_go(weight, dropped);
   weight.let_go(dropped);
   update_group(weight);
@@ -196,25 +235,27 @@ void Session::check(const py::object& module) {
 }
 
 void Session::release(const py::object& module) {
-  for_entries(module, [this](const Entry& entry, PyObject*) {
-    write_back_whole(*entry.weight);
-    LetGo dropped;
+  LetGo dropped;
+  for_entries(module, [&](const Entry& entry, PyObject*) {
+    write_back_whole(*entry.weight, dropped);
     entry.weight->forget(dropped);
     for (const auto& [name, part] : entry.weight->parts) part->forget(dropped);
   });
 }
 
 void Session::flush_module(const py::object& module) {
-  for_entries(module, [this](const Entry& entry, PyObject*) { write_back_whole(*entry.weight); });
+  LetGo dropped;
+  for_entries(module, [&](const Entry& entry, PyObject*) { write_back_whole(*entry.weight, dropped); });
 }
 
 void Session::flush() {
-  for (const auto& weight : weights_) write_back(*weight);
+  LetGo dropped;
+  for (std::size_t i = 0; i < weights_.size(); ++i) write_back(*weights_[i], dropped);
 }
 
-void Session::write_back_whole(Weight& weight) {
-  write_back(weight);
-  for (const auto& [name, part] : weight.parts) write_back_whole(*part);
+void Session::write_back_whole(Weight& weight, LetGo& dropped) {
+  write_back(weight, dropped);
+  for (const auto& [name, part] : weight.parts) write_back_whole(*part, dropped);
 }
 
 void Session::for_entries(const py::object& module,
@@ -222,11 +263,14 @@ void Session::for_entries(const py::object& module,
   const py::object dict = module_dict(module.ptr());
   ModuleState* const state = module_state(module.ptr(), dict.ptr());
   if (state == nullptr) return;
+  std::vector<std::pair<Entry, py::object>> found;  // what is used may write back, which may run anything
   for (const Entry& entry : *state->entries) {
     PyObject* const master = find_in(
         dict.ptr(), entry.parameter ? Names::get().parameters : Names::get().buffers, entry.name.ptr());
-    if (entry.weight != nullptr && master != nullptr && THPVariable_Check(master)) use(entry, master);
+    if (entry.weight != nullptr && master != nullptr && THPVariable_Check(master))
+      found.emplace_back(entry, py::reinterpret_borrow<py::object>(master));
   }
+  for (const auto& [entry, master] : found) use(entry, master.ptr());
 }
 
 }  // namespace dynswap

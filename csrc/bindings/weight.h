@@ -8,7 +8,6 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/call.h"
 #include "bindings/cpython.h"
 #include "bindings/master.h"
 #include "core/engine.h"
@@ -16,11 +15,28 @@
 namespace dynswap {
 
 /// Note [A change is made whole]
-/// Letting go of a tensor may run other threads: torch lets go of the GIL where a tensor dies, and what was
-/// written on it goes to its master. So what a change makes the session let go of is put here first, and
-/// dropped when the session and the engine both know the change. A thread that ran in between would get the
-/// old copy, and keep it as the new one's.
-using LetGo = std::vector<py::object>;
+/// Letting go of a tensor, or of pinned memory, may run anything: torch lets go of the GIL where a tensor
+/// dies, and weak references to it have callbacks. So what a change makes the session let go of is put here,
+/// and dropped when the session and the engine both know the change, where nobody is in the midst of a loop,
+/// and before the next copy is asked for, which needs the room. Whoever ran in between would else get the old
+/// copy, and keep it as the new one's. Afterwards everything may be different: Session::settle() looks again.
+struct LetGo {
+  LetGo() = default;
+  LetGo(const LetGo&) = delete;
+  LetGo& operator=(const LetGo&) = delete;
+  ~LetGo() { drop(); }
+
+  bool empty() const noexcept { return tensors.empty() && !pinned; }
+  void drop() {
+    tensors.clear();
+    if (!pinned) return;
+    const py::gil_scoped_release release;  // its memory may have to be unlocked, and is freed
+    pinned.reset();
+  }
+
+  std::vector<py::object> tensors;
+  SourcePtr pinned;
+};
 
 /// LOCK: the GIL guards every field.
 struct Weight {
@@ -48,7 +64,7 @@ struct Weight {
   c10::VariableVersion version;  ///< the master's counter, shared with it
   SourcePtr source;
   SilentWrites silent;
-  std::uint64_t looked_at = 0;  ///< a resident: the call (calls_begun()) in which it was looked at last
+  std::uint64_t looked_at = 0;  ///< a resident: the call of its session in which it was looked at last
 
   /// A resident's tensor, kept for good, and its alias for accesses from outside a forward. Owned.
   PyObject* cached = nullptr;
@@ -71,10 +87,6 @@ struct Weight {
     if (cached_outside == nullptr) return Py_REFCNT(cached) == 1;
     return Py_REFCNT(cached_outside) == 1 && Py_REFCNT(cached) == 2;  // the alias has it
   }
-
-  /// Whether what the session kept may have been outdated by a write that bumps no version. What is read in
-  /// one call is one state of the masters.
-  bool look_is_due(bool inside_call) const { return !inside_call || looked_at != calls_begun(); }
 
   /// What is copied from now on is the master as it is now.
   void note_master() {
@@ -109,8 +121,8 @@ struct Weight {
   void let_go(LetGo& dropped) {
     ++forgotten;
     for (PyObject** const kept : {&cached_outside, &cached}) {
-      if (*kept != nullptr)
-        dropped.push_back(py::reinterpret_steal<py::object>(std::exchange(*kept, nullptr)));
+      if (*kept == nullptr) continue;
+      dropped.tensors.push_back(py::reinterpret_steal<py::object>(std::exchange(*kept, nullptr)));
     }
   }
 

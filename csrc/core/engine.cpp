@@ -26,6 +26,8 @@ void Lease::add_reader(Stream consumer) {
   copy_->add_reader(consumer);
 }
 
+bool Lease::overflows() const noexcept { return copy_ && copy_->place == Place::overflow; }
+
 void Lease::release() noexcept {
   if (!copy_) return;
   engine_->release(copy_);

@@ -70,6 +70,8 @@ class Lease {
   explicit operator bool() const noexcept { return copy_ != nullptr; }
   /// The weight's first byte on the device.
   std::byte* data() const noexcept { return data_; }
+  /// The bytes lie outside the budget.
+  bool overflows() const noexcept;
   /// Declares that `consumer` reads the weight too, and makes it wait for the copy (Invariant 2).
   void use_on(Stream consumer);
   /// Declares that `consumer` reads the weight, where it has been made to wait otherwise.

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from dynswap_ext import DeviceError, DynswapWarning, testing
 from gpu_under_test import LAYER_BYTES, LAYERS, Exact, Gpu
@@ -253,3 +254,33 @@ def test_what_was_written_reaches_masters_after_the_capture(gpu: Gpu) -> None:
         master = model.state_dict()["layers.0.weight"]
     testing.assert_bit_equal(master.double(), written)
     assert output.shape == x.shape
+
+
+class WritesItsWeight(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+        self.factor = 1
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.factor != 1:
+            self.weight.data.mul_(self.factor)  # bumps no version
+        return x @ self.weight
+
+
+def test_what_was_written_unnoticed_before_a_capture_comes_home_after_it(gpu: Gpu) -> None:
+    only_native(gpu)
+    model = WritesItsWeight().eval()
+    gpu.install(model, dtype=torch.float64, budget="1GiB")
+    x, side = torch.ones(2, 8, dtype=torch.float64, device=gpu.device), gpu.new_stream()
+    with torch.no_grad(), gpu.on(side):
+        model(x)
+        for factor in (3, 5):  # the second time the session knows of captures
+            model.factor = factor
+            model(x)
+            model.factor = 1
+            with captured_on(gpu, side):
+                model(x)
+            gpu.synchronise()
+            assert model.state_dict()["weight"][0, 0] == model(x)[0, 0].item() / 8
+    assert model.state_dict()["weight"][0, 0] == 15

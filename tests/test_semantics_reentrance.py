@@ -1,0 +1,307 @@
+"""Whatever runs while the session lets something go: callbacks here, other threads in programs.
+
+A resident's tensor dies when its master has changed; a weak reference's callback then does as it likes with
+the model, in the midst of the access, the flush or the pass that noticed the change.
+"""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import nullcontext, suppress
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynswap_ext
+from conftest import Provider
+from dynswap_ext import testing
+from dynswap_ext._outside import inside_of
+
+WIDTH = 24
+Change = Callable[["Layers"], None]
+
+
+class Layers(nn.Module):
+    """Calls `in_between` when the tensor dies that it was given for its first weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
+        self.in_between: Callable[[], None] | None = None
+        self.came: list[str] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.in_between is not None:
+            come, self.in_between = self.in_between, None
+            weakref.finalize(self.layers[0].weight, come)
+        result: Tensor = self.layers(x)
+        return result
+
+    def first(self) -> nn.Parameter:
+        return self.layers[0]._parameters["weight"]
+
+
+def write(model: Layers) -> None:
+    with torch.no_grad():
+        model.first().mul_(2)
+
+
+def write_silently(model: Layers) -> None:
+    model.first().data.mul_(2)
+
+
+def replace(model: Layers) -> None:
+    model.layers[0]._parameters["weight"] = nn.Parameter(3 * model.first().detach())
+
+
+def replace_with_another_dtype(model: Layers) -> None:
+    model.layers[0]._parameters["weight"] = nn.Parameter(3 * model.first().detach().double())
+
+
+def register_many(model: Layers) -> None:
+    for index in range(40):
+        model.layers[0].register_parameter(f"more_{index}", nn.Parameter(torch.ones(3)))
+        model.register_parameter(f"more_{index}", nn.Parameter(torch.ones(3)))
+
+
+def call(model: Layers) -> None:
+    model(torch.ones(1, WIDTH, dtype=torch.float64, device=inside_of(model.layers[0].weight).device))
+
+
+def read_the_state(model: Layers) -> None:
+    model.state_dict()
+    list(model.parameters())
+
+
+def uninstall(model: Layers) -> None:
+    dynswap_ext.uninstall(model)
+    gc.collect()
+
+
+def collect(model: Layers) -> None:
+    gc.collect()
+
+
+def named(changes: list[Change]) -> dict[str, object]:
+    return {"argvalues": changes, "ids": [change.__name__ for change in changes]}
+
+
+@pytest.mark.parametrize(
+    "in_between", **named([write, write_silently, replace, replace_with_another_dtype, register_many, call,
+                           read_the_state, uninstall, collect])
+)  # fmt: skip
+@pytest.mark.parametrize("change", **named([write, write_silently, replace, replace_with_another_dtype]))
+def test_an_access_survives_whatever_runs_in_its_midst(
+    provider: Provider, change: Change, in_between: Change
+) -> None:
+    model = Layers()
+    handle = provider.install(model, dtype=torch.float64, budget="1GiB")
+    x = provider.randn(2, WIDTH)
+
+    def come() -> None:
+        model.came.append(in_between.__name__)
+        with torch.no_grad():
+            in_between(model)
+
+    with torch.no_grad():
+        model(x)
+        model.in_between = come
+        # A forward whose model is uninstalled meanwhile goes on with the masters themselves.
+        with suppress(RuntimeError) if in_between is uninstall else nullcontext():
+            model(x)
+            change(model)
+            model(x)
+        expected = testing.moved(model, provider.device, torch.float64)(x)
+        assert model.came == [in_between.__name__]
+        if handle.active:
+            for _ in range(2):
+                testing.assert_bit_equal(model(x), expected, "later calls")
+    if handle.active:
+        model(x).sum().backward()
+        assert model.first().grad is not None, "the gradient goes to the master that the model has"
+
+
+def named_parameters(model: nn.Module) -> object:
+    return list(model.named_parameters())
+
+
+@pytest.mark.parametrize("module", ["layers.0", "layers.2"])
+@pytest.mark.parametrize("ask", [nn.Module.state_dict, named_parameters], ids=["state_dict", "parameters"])
+def test_a_flush_survives_weights_that_come_in_its_midst(
+    provider: Provider, ask: Callable[[nn.Module], object], module: str
+) -> None:
+    model = nn.Sequential(nn.BatchNorm1d(WIDTH), Layers())
+    provider.install(model, dtype=torch.float64, budget="1GiB")
+    came = []
+
+    def come() -> None:
+        came.append(module)
+        target = model[1].get_submodule(module)
+        for index in range(60):
+            target.register_parameter(f"more_{index}", nn.Parameter(torch.ones(4)))
+            getattr(target, f"more_{index}")
+
+    with torch.no_grad():
+        model(provider.randn(4, WIDTH))
+        statistic, companion = model[0].running_var, model[0].weight
+        weakref.finalize(inside_of(companion), come)
+        del companion
+        before = statistic.cpu().clone()
+        statistic.add_(1)
+        ask(model)
+        gc.collect()
+        testing.assert_bit_equal(model.state_dict()["0.running_var"].double(), (before + 1).float().double())
+    assert came == [module]
+
+
+class Counter(nn.Module):
+    """A large buffer, which its forward reads, and writes if it is told to."""
+
+    count: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(1 << 18))
+        self.add = 0.0
+        self.barrier: threading.Barrier | None = None
+
+    def forward(self) -> float:
+        if self.barrier is not None:
+            self.barrier.wait()
+        count = self.count
+        if self.add:
+            count.add_(self.add)
+        return count[0].item()
+
+
+def test_writes_on_what_two_threads_read_first_reach_the_master(provider: Provider) -> None:
+    for _ in range(5):
+        model = Counter().eval()
+        handle = provider.install(model, dtype=torch.float64, budget="1GiB")
+        model.barrier = threading.Barrier(2)
+        threads = [threading.Thread(target=model) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        model.barrier, model.add = None, 1.0
+        with torch.no_grad():
+            for _ in range(3):
+                model()
+            model.add = 0.0
+            assert model() == 3
+            assert model.state_dict()["count"][0] == 3
+        handle.uninstall()
+
+
+def test_threads_run_while_masters_are_written_and_replaced(provider: Provider) -> None:
+    model = Layers()
+    provider.install(model, dtype=torch.float64, budget="1GiB")
+    x = provider.randn(2, WIDTH)
+    stop, failed = threading.Event(), []
+
+    def work() -> None:
+        try:
+            with torch.no_grad():
+                while not stop.is_set():
+                    model(x)
+        except Exception as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for index in range(60 if provider.device.type == "cpu" else 20):
+            with torch.no_grad():
+                (write_silently if index % 2 else write)(model)
+                model.first().data.mul_(0.5)
+            replace(model)
+            with torch.no_grad():
+                model.first().mul_(1 / 3)
+            model(x).sum().backward()
+            assert model.first().grad is not None, f"change {index}"
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not failed, failed
+    with torch.no_grad():
+        testing.assert_bit_equal(model(x), testing.moved(model, provider.device, torch.float64)(x))
+
+
+def test_a_resident_comes_home_when_its_outdated_tensor_is_let_go(provider: Provider) -> None:
+    if not provider.native:
+        pytest.skip("pure Python keeps no place for a resident")
+    model = Layers().eval()
+    provider.install(model, dtype=torch.float64, budget="1GiB")
+    x = provider.randn(2, WIDTH)
+    held: list[Tensor] = []
+    with torch.no_grad(), pytest.warns(dynswap_ext.DynswapWarning, match="still in use"):
+        model.layers[0].register_forward_pre_hook(lambda module, args: held.append(module.weight))
+        model(x)
+        home = held[0].data_ptr()
+        write(model)
+        model(x)
+        assert held[-1].data_ptr() != home
+        held.clear()
+        model(x)
+    assert held[0].data_ptr() == home
+
+
+class Outer(nn.Module):
+    """Calls a model that has an install of its own, and writes its masters in between."""
+
+    def __init__(self, inner: nn.Linear) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+        self.__dict__["inner"] = inner
+
+    def forward(self, x: Tensor) -> list[float]:
+        outputs: list[float] = []
+        for value in range(1, 4):
+            self.inner._parameters["weight"].data.fill_(value)
+            outputs.append((self.inner(x) * self.scale).flatten()[0].item())  # waits for the pass
+        return outputs
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_a_model_called_by_another_begins_a_call_of_its_own(provider: Provider, budget: str | None) -> None:
+    inner = nn.Linear(WIDTH, WIDTH, bias=False)
+    outer = Outer(inner)
+    for model in (inner, outer):
+        provider.install(model, dtype=torch.float64, budget=budget)
+    x = torch.ones(1, WIDTH, dtype=torch.float64, device=provider.device)
+    with torch.no_grad():
+        inner(x)
+        assert outer(x) == [WIDTH, 2 * WIDTH, 3 * WIDTH]
+
+
+class WritesOnce(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.once, self.always = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(2))
+        self.first = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.first:
+            self.first = False
+            x = self.once(x)
+            self.once.weight.mul_(2)
+        result: Tensor = self.always(x)
+        return result
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_what_a_pass_wrote_is_home_with_the_next_one(provider: Provider, budget: str | None) -> None:
+    model = WritesOnce().eval()
+    master, before = model.once.weight, model.once.weight.detach().clone()
+    provider.install(model, dtype=torch.float64, budget=budget)
+    with torch.no_grad():
+        for _ in range(2):
+            model(provider.randn(2, WIDTH))
+    testing.assert_bit_equal(master.detach(), 2 * before)
