@@ -182,6 +182,7 @@ void Engine::close() noexcept {
       }
     }
     arena_ = Arena();
+    for (Retired& retired : retired_) retired.at_once = true;
     retired_.push_back({std::move(arena_memory_), after, 0, true});
     retired_.push_back({std::move(resident_memory_), std::move(after), 0, true});
     // Leases may keep the engine; the masters' memory is their owners' again.

@@ -240,10 +240,9 @@ void Engine::release_postponed() noexcept {
 
 /// Note [A plan goes before the next one comes]: there is no room for two of them, so a closed engine's
 /// memory is given back at once, though its last readers may be queued: what they read is not handed out
-/// again before they are done, in the order of the allocator's stream. Where that cannot be arranged, and for
-/// memory outside the budget, which is given back all the time and shall hold up no stream, it is kept until
-/// then.
-
+/// again before they are done, in the order of the allocator's stream. Where that cannot be arranged it is
+/// kept until then; so is memory outside the budget while the engine is open, as that is given back all the
+/// time and shall hold up no stream.
 void Engine::free_retired() noexcept {
   std::vector<Retired> retired;
   {

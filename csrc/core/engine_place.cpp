@@ -178,7 +178,7 @@ void Engine::dispose(const std::shared_ptr<DeviceCopy>& copy) {
     case Place::overflow:
       retired_.push_back({std::move(copy->memory),
                           PROTECTED(retire_after_events) ? overwrite_after(*copy) : std::vector<EventPtr>(),
-                          copy->bytes, false});
+                          copy->bytes, closed_});
       break;
   }
 }
