@@ -154,7 +154,7 @@ try:
 except KeyboardInterrupt:
     print("3 passed")
 """
-    result = Runner().run(python(code), limit=6)
+    result = Runner().run(python(code), limit=3)
     assert result.state == suite_parts.LATE and "3 passed" in result.output
 
 

@@ -1,7 +1,8 @@
-"""Whatever runs while the session lets something go: callbacks here, other threads in programs.
+"""Other code runs while the session releases tensors: weak references' callbacks, and other threads.
 
-A resident's tensor dies when its master has changed; a weak reference's callback then does as it likes with
-the model, in the midst of the access, the flush or the pass that noticed the change.
+A resident's tensor dies when its master has changed; a callback then does as it likes with the model, in the
+midst of the access, the flush or the call that noticed the change: see Note [Release after the change] in
+weight.h.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from dynswap_ext import testing
 from dynswap_ext._outside import inside_of
 
 WIDTH = 24
-Change = Callable[["Layers"], None]
+Action = Callable[["Layers"], None]
 
 
 class Layers(nn.Module):
@@ -32,12 +33,12 @@ class Layers(nn.Module):
         super().__init__()
         self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3)))
         self.in_between: Callable[[], None] | None = None
-        self.came: list[str] = []
+        self.ran: list[str] = []
 
     def forward(self, x: Tensor) -> Tensor:
         if self.in_between is not None:
-            come, self.in_between = self.in_between, None
-            weakref.finalize(self.layers[0].weight, come)
+            callback, self.in_between = self.in_between, None
+            weakref.finalize(self.layers[0].weight, callback)
         result: Tensor = self.layers(x)
         return result
 
@@ -86,7 +87,7 @@ def collect(model: Layers) -> None:
     gc.collect()
 
 
-def named(changes: list[Change]) -> dict[str, object]:
+def named(changes: list[Action]) -> dict[str, object]:
     return {"argvalues": changes, "ids": [change.__name__ for change in changes]}
 
 
@@ -96,33 +97,75 @@ def named(changes: list[Change]) -> dict[str, object]:
 )  # fmt: skip
 @pytest.mark.parametrize("change", **named([write, write_silently, replace, replace_with_another_dtype]))
 def test_an_access_survives_whatever_runs_in_its_midst(
-    provider: Provider, change: Change, in_between: Change
+    provider: Provider, change: Action, in_between: Action
 ) -> None:
     model = Layers()
     handle = provider.install(model, dtype=torch.float64, budget="1GiB")
     x = provider.randn(2, WIDTH)
 
-    def come() -> None:
-        model.came.append(in_between.__name__)
+    def callback() -> None:
+        model.ran.append(in_between.__name__)
         with torch.no_grad():
             in_between(model)
 
     with torch.no_grad():
         model(x)
-        model.in_between = come
-        # A forward whose model is uninstalled meanwhile goes on with the masters themselves.
+        model.in_between = callback
+        # Uninstalled in its midst, a forward goes on with the masters, and may fail on their dtype.
         with suppress(RuntimeError) if in_between is uninstall else nullcontext():
             model(x)
-            change(model)
+        change(model)
+        with suppress(RuntimeError) if in_between is uninstall else nullcontext():
             model(x)
         expected = testing.moved(model, provider.device, torch.float64)(x)
-        assert model.came == [in_between.__name__]
-        if handle.active:
+        assert model.ran == [in_between.__name__]
+        if in_between is uninstall:
+            assert not handle.active and type(model) is Layers
+            assert all(type(master) is nn.Parameter for master in (layer.weight for layer in model.layers))
+        else:
             for _ in range(2):
                 testing.assert_bit_equal(model(x), expected, "later calls")
     if handle.active:
         model(x).sum().backward()
         assert model.first().grad is not None, "the gradient goes to the master that the model has"
+
+
+def write_all(model: Layers) -> None:
+    with torch.no_grad():
+        for master in model.state_dict().values():
+            master.mul_(2)
+
+
+def write_all_silently(model: Layers) -> None:
+    for master in model.state_dict().values():
+        master.data.mul_(2)
+
+
+def replace_all(model: Layers) -> None:
+    for layer in model.layers:
+        for name, master in list(layer._parameters.items()):
+            assert master is not None
+            layer._parameters[name] = nn.Parameter(2 * master.detach())
+
+
+@pytest.mark.parametrize("change", **named([write_all, write_all_silently, replace_all]))
+def test_a_call_made_when_a_tensor_dies_sees_the_whole_change(provider: Provider, change: Action) -> None:
+    model = Layers().eval()
+    provider.install(model, dtype=torch.float64, budget="1GiB")
+    x = provider.randn(2, WIDTH)
+    seen: list[Tensor] = []
+    with torch.no_grad():
+        model(x)
+        model.in_between = lambda: seen.append(model(x))
+        model(x)
+        seen.clear()  # pure Python keeps nothing, and its tensors are dead already
+        change(model)
+        expected = testing.moved(model, provider.device, torch.float64)(x)
+        for _ in range(2):
+            testing.assert_bit_equal(model(x), expected, "a call after the change")
+    assert seen or not provider.native, "no tensor died: nothing ran in between"
+    for output in seen:
+        testing.assert_bit_equal(output, expected, "the call in between")
 
 
 def named_parameters(model: nn.Module) -> object:
@@ -131,15 +174,15 @@ def named_parameters(model: nn.Module) -> object:
 
 @pytest.mark.parametrize("module", ["layers.0", "layers.2"])
 @pytest.mark.parametrize("ask", [nn.Module.state_dict, named_parameters], ids=["state_dict", "parameters"])
-def test_a_flush_survives_weights_that_come_in_its_midst(
+def test_a_flush_survives_weights_registered_during_it(
     provider: Provider, ask: Callable[[nn.Module], object], module: str
 ) -> None:
     model = nn.Sequential(nn.BatchNorm1d(WIDTH), Layers())
     provider.install(model, dtype=torch.float64, budget="1GiB")
-    came = []
+    ran = []
 
-    def come() -> None:
-        came.append(module)
+    def callback() -> None:
+        ran.append(module)
         target = model[1].get_submodule(module)
         for index in range(60):
             target.register_parameter(f"more_{index}", nn.Parameter(torch.ones(4)))
@@ -148,14 +191,14 @@ def test_a_flush_survives_weights_that_come_in_its_midst(
     with torch.no_grad():
         model(provider.randn(4, WIDTH))
         statistic, companion = model[0].running_var, model[0].weight
-        weakref.finalize(inside_of(companion), come)
+        weakref.finalize(inside_of(companion), callback)
         del companion
         before = statistic.cpu().clone()
         statistic.add_(1)
         ask(model)
         gc.collect()
         testing.assert_bit_equal(model.state_dict()["0.running_var"].double(), (before + 1).float().double())
-    assert came == [module]
+    assert ran == [module]
 
 
 class Counter(nn.Module):
@@ -234,7 +277,7 @@ def test_threads_run_while_masters_are_written_and_replaced(provider: Provider) 
         testing.assert_bit_equal(model(x), testing.moved(model, provider.device, torch.float64)(x))
 
 
-def test_a_resident_comes_home_when_its_outdated_tensor_is_let_go(provider: Provider) -> None:
+def test_a_resident_returns_to_its_place_when_its_outdated_tensor_dies(provider: Provider) -> None:
     if not provider.native:
         pytest.skip("pure Python keeps no place for a resident")
     model = Layers().eval()
@@ -244,13 +287,13 @@ def test_a_resident_comes_home_when_its_outdated_tensor_is_let_go(provider: Prov
     with torch.no_grad(), pytest.warns(dynswap_ext.DynswapWarning, match="still in use"):
         model.layers[0].register_forward_pre_hook(lambda module, args: held.append(module.weight))
         model(x)
-        home = held[0].data_ptr()
+        place = held[0].data_ptr()
         write(model)
         model(x)
-        assert held[-1].data_ptr() != home
+        assert held[-1].data_ptr() != place
         held.clear()
         model(x)
-    assert held[0].data_ptr() == home
+    assert held[0].data_ptr() == place
 
 
 class Outer(nn.Module):
@@ -297,7 +340,9 @@ class WritesOnce(nn.Module):
 
 
 @pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
-def test_what_a_pass_wrote_is_home_with_the_next_one(provider: Provider, budget: str | None) -> None:
+def test_what_a_call_wrote_on_a_weight_is_in_its_master_after_the_next_call(
+    provider: Provider, budget: str | None
+) -> None:
     model = WritesOnce().eval()
     master, before = model.once.weight, model.once.weight.detach().clone()
     provider.install(model, dtype=torch.float64, budget=budget)

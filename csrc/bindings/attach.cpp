@@ -156,7 +156,7 @@ void Session::plan_again(const py::object& root) {
   bool old_is_gone = false;
   const auto make_room = [&] {
     old_is_gone = true;
-    LetGo dropped;
+    DeferredRelease dropped;
     for (const auto& weight : old_weights) weight->forget(dropped);
     dropped.drop();
     const py::gil_scoped_release release;
@@ -198,8 +198,8 @@ void Session::plan_again(const py::object& root) {
   Stats counters = old_engine->stats();
   counters.add_counters(beside_);
   beside_ = counters;
-  read_.clear();
-  LetGo dropped;
+  residents_read_.clear();
+  DeferredRelease dropped;
   for (auto& weight : old_weights) {
     weight->forget(dropped);
     weight->planned = false;

@@ -29,7 +29,7 @@ ternaryfunc plain_call() {
   return slot;
 }
 
-void begin_pass(Session& session, const py::object& session_object) {
+void begin_call(Session& session, const py::object& session_object) {
   session.call_begins();
   if ((session.outdated() || !session.on_pass().is_none()) && session.capturing()) return session.note_pass();
   if (session.outdated()) {
@@ -55,13 +55,14 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
     const ModuleState* const state = module_state(self, dict.ptr());
     const Session* const serving = state != nullptr ? state->session->get() : nullptr;
     const bool outermost = !inside_call();
-    const bool begins = serving != nullptr && !inside_call_of(*serving);
+    const bool outermost_of_session = serving != nullptr && !inside_call_of(*serving);
     const InsideCall inside(serving);
     std::optional<RefetchInBackward> hooks;
     const bool refetch = RefetchInBackward::wanted();
-    if (serving != nullptr && (begins || refetch)) {
+    if (serving != nullptr && (outermost_of_session || refetch)) {
       const std::shared_ptr<Session> session = *state->session;
-      if (begins) begin_pass(*session, py::reinterpret_borrow<py::object>(state->session_object));
+      if (outermost_of_session)
+        begin_call(*session, py::reinterpret_borrow<py::object>(state->session_object));
       if (refetch && session->streams_any()) hooks.emplace();
     }
     auto result = py::reinterpret_steal<py::object>(plain_call()(self, arguments, keywords));
@@ -71,7 +72,7 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
         bring_home();
       }
     }
-    if (begins && !result) fail_call(self);
+    if (outermost_of_session && !result) fail_call(self);
     return result.release().ptr();
   } catch (...) {
     set_python_error();

@@ -57,8 +57,6 @@ class HandedOut {
   const Origin& origin() const noexcept { return origin_; }
   at::ScalarType dtype() const noexcept { return options_.dtype().toScalarType(); }
   bool leased() const noexcept { return static_cast<bool>(lease_); }
-  /// Its bytes lie outside the budget.
-  bool overflows() const noexcept { return lease_.overflows(); }
   bool on_cpu() const noexcept { return options_.device().is_cpu(); }
   /// The master's bytes and version counter; not the master itself, which nothing here keeps.
   const at::Tensor& master() const noexcept { return master_; }

@@ -75,7 +75,7 @@ void Session::module_gone() {
 
 void Session::close() {
   if (std::exchange(closed_, true)) return;
-  LetGo dropped;
+  DeferredRelease dropped;
   for (const auto& weight : weights_) weight->forget(dropped);
   dropped.drop();
   if (abandoned_) return;
@@ -122,22 +122,22 @@ bool Session::capturing() const { return dynswap::capturing(device_); }
 // -------------------------------------------------------------------------------------------- access
 
 PyObject* Session::access_unchanged(const Weight& weight, PyObject* master, bool inside) const {
-  if (weight.way == Weight::Way::streamed && look_is_due(weight)) return nullptr;
-  return kept(weight, master, inside);
+  if (look_is_due(weight)) return nullptr;
+  return cached_tensor(weight, master, inside);
 }
 
-PyObject* Session::kept(const Weight& weight, PyObject* master, bool inside) const {
+PyObject* Session::cached_tensor(const Weight& weight, PyObject* master, bool inside) const {
   const c10::TensorImpl& impl = *THPVariable_Unpack(master).unsafeGetTensorImpl();
   if (weight.way == Weight::Way::as_is) return weight.state.same_place(impl) ? Py_NewRef(master) : nullptr;
   if (weight.dressed || recording_) return nullptr;
-  PyObject* const kept = inside ? weight.cached : weight.cached_outside;
-  if (kept == nullptr) return nullptr;
+  PyObject* const cached = inside ? weight.cached : weight.cached_outside;
+  if (cached == nullptr) return nullptr;
   if (PROTECTED(changed_master_seen) && !(MasterState::of(impl) == weight.state)) return nullptr;
   if (!device_.is_cpu()) {
     if (PROTECTED(resident_per_stream) && stream_id() != weight.cached_stream) return nullptr;
     if (!captured_ && capturing()) return nullptr;  // plain_access() takes note
   }
-  return Py_NewRef(kept);
+  return Py_NewRef(cached);
 }
 
 PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out) {
@@ -167,7 +167,7 @@ std::pair<std::shared_ptr<Session>, Weight*> Session::serving(const at::Tensor& 
 PyObject* Session::access(Weight& weight, PyObject* master, bool training, bool inside) {
   if (!settle(weight, master)) return convert(weight, master);
   if (!training) {
-    if (PyObject* const unchanged = kept(weight, master, inside)) return unchanged;
+    if (PyObject* const unchanged = cached_tensor(weight, master, inside)) return unchanged;
   }
   PyObject* handed_out = plain_access(weight, master, training);
   if (weight.dressed && handed_out != master) handed_out = dress(weight, master, handed_out);
@@ -189,7 +189,7 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
     refuse_capture(device_, weight.name, resident(weight));
   }
   if (!captured_) captured_ = capturing();
-  LetGo dropped;
+  DeferredRelease dropped;
   if (const at::Tensor tensor = still_handed_out(weight, master, watched); tensor.defined()) {
     HandedOut* const record = HandedOut::of(*tensor.unsafeGetTensorImpl());
     if (!record->watched() || !inside_call()) write_back(weight, dropped);
@@ -254,7 +254,7 @@ PyObject* Session::hand_out_again(Weight& weight, const at::Tensor& tensor) {
 
 PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
   const Stream consumer = current_stream(device_);
-  const std::uint64_t forgotten = weight.forgotten;
+  const std::uint64_t generation = weight.generation;
   auto record = HandedOut::of_weight({weak_from_this(), &weight}, master, device_);
   Lease lease;
   {
@@ -265,9 +265,9 @@ PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
   }
   const bool overflows = lease.overflows();
   const at::Tensor tensor = HandedOut::make(std::move(record), std::move(lease));
-  // Other threads could run. If the master has changed, this is the last that sees the old one; if another
-  // has got the weight, one access gives what the other gave.
-  const bool outdated = weight.forgotten != forgotten;
+  // Other threads may have run. If the master has changed, only this access sees the old one. If another
+  // thread has got the weight, this one hands out the same tensor.
+  const bool outdated = weight.generation != generation;
   if (!outdated) {
     if (const at::Tensor other = still_handed_out(weight, master, /*watched=*/false); other.defined())
       return hand_out_again(weight, other);
@@ -276,7 +276,7 @@ PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
   PyObject* const object = wrap(weight, tensor);
   if (outdated) return object;
   remember(weight, tensor);
-  // Kept outside the budget, it would stay there.
+  // A copy outside the budget is not cached: it would stay there.
   if (engine_->resident(weight.id) && weight.cached == nullptr && !overflows) {
     weight.cached = Py_NewRef(object);
     weight.cached_stream = stream_id();
@@ -297,7 +297,8 @@ at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::t
   const bool served = weight.way == Weight::Way::streamed && weight.planned && !closed_ && !abandoned_;
   // Another master may have taken its place since.
   if (served && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
-    if (LetGo dropped; !resident(weight) && weight.silent.look(*weight.source)) refetch(weight, dropped);
+    if (DeferredRelease dropped; !resident(weight) && weight.silent.look(*weight.source))
+      refetch(weight, dropped);
     refuse_capture(device_, weight.name, resident(weight));
     const Stream consumer = current_stream(device_);
     auto record = HandedOut::of_weight({weak_from_this(), &weight}, master, device_);

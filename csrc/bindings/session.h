@@ -94,10 +94,11 @@ class Session : public std::enable_shared_from_this<Session> {
   void record(bool on);
   py::dict timeline() const;
 
-  /// A call of the session's modules begins that lies in no other one of theirs. What was written on
-  /// residents in the one before goes to their masters.
+  /// Begins an outermost call of this session's modules: numbers it, and writes back what the call before it
+  /// wrote on residents.
   void call_begins();
-  /// The same, and it is part of no capture.
+  /// Pins replaced masters, notes the pass and calls `on_pass`. Follows call_begins(). A call inside a
+  /// capture that would have to plan again or to call `on_pass` gets note_pass() instead.
   void pass_begins();
   /// It ended with an error.
   void call_failed(const py::error_already_set& error);
@@ -145,24 +146,24 @@ class Session : public std::enable_shared_from_this<Session> {
   Kind kind_of(const Weight& weight, PyObject* master, const Mappings& mappings);
   void classify(Weight& weight, PyObject* master, const Mappings& mappings);
   bool settle(Weight& weight, PyObject* master);
-  void master_changed(Weight& weight, PyObject* master, LetGo& dropped);
-  void refetch(Weight& weight, LetGo& dropped);
+  void master_changed(Weight& weight, PyObject* master, DeferredRelease& dropped);
+  void refetch(Weight& weight, DeferredRelease& dropped);
   void pin(const std::vector<Weight*>& weights);  ///< lets go of the GIL for a while
   void pin_replaced();
   void update_group(Weight& weight);
-  void forget_group(Weight& weight, LetGo& dropped);
-  void let_companions_go(const Weight& weight, LetGo& dropped);
+  void forget_group(Weight& weight, DeferredRelease& dropped);
+  void let_companions_go(const Weight& weight, DeferredRelease& dropped);
   void remember(Weight& weight, const at::Tensor& handed_out);
-  void write_back(Weight& weight, LetGo& dropped);
-  void write_back_whole(Weight& weight, LetGo& dropped);  ///< and the parts of a wrapper
+  void write_back(Weight& weight, DeferredRelease& dropped);
+  void write_back_whole(Weight& weight, DeferredRelease& dropped);  ///< and the parts of a wrapper
   void for_entries(const py::object& module,
                    const std::function<void(const Entry&, PyObject* master)>& use) const;
   bool resident(const Weight& weight) const;
   bool stays(const Weight& weight) const;  ///< and so do its parts
   bool look_is_due(const Weight& weight) const;
-  void look_for_silent_write(Weight& weight, LetGo& dropped);
+  void look_for_silent_write(Weight& weight, DeferredRelease& dropped);
   PyObject* plain_access(Weight& weight, PyObject* master, bool training);
-  PyObject* kept(const Weight& weight, PyObject* master, bool inside) const;
+  PyObject* cached_tensor(const Weight& weight, PyObject* master, bool inside) const;
   at::Tensor still_handed_out(Weight& weight, const at::Tensor& master, bool watched);
   PyObject* hand_out_again(Weight& weight, const at::Tensor& tensor);
   static PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out);
@@ -187,7 +188,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<Weight*> by_id_;                       ///< by the engine's WeightId
   std::vector<std::unique_ptr<Weight>> superseded_;  ///< of earlier plans: graphs may refer to them
   std::vector<Weight*> recent_;                      ///< whose latest tensors were alive when last looked at
-  std::vector<Weight*> read_;                        ///< residents, in the latest calls
+  std::vector<Weight*> residents_read_;              ///< since the latest call began
   std::vector<Weight*> to_pin_;                      ///< whose masters were replaced since the last pass
   PageCacheShare page_cache_;                        ///< what is left for weights to come
   Stats beside_;                                     ///< counted by earlier plans, and without an engine

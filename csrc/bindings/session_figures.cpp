@@ -5,7 +5,6 @@
 
 #include "bindings/attribute.h"
 #include "bindings/glue.h"
-#include "bindings/handed_out.h"
 #include "bindings/session.h"
 #include "sim/observed.h"
 #include "sim/placement.h"
@@ -137,16 +136,6 @@ py::dict Session::timeline() const {
 
 void Session::note_pass() {
   if (recording_) engine_->note_pass(current_stream(device_));
-}
-
-void Session::call_begins() {
-  ++calls_;
-  LetGo dropped;
-  for (Weight* const weight : std::exchange(read_, {})) {
-    if (weight->cached == nullptr) continue;
-    const HandedOut* const record = HandedOut::of(*THPVariable_Unpack(weight->cached).unsafeGetTensorImpl());
-    if (record != nullptr && record->may_be_written()) write_back(*weight, dropped);
-  }
 }
 
 void Session::pass_begins() {

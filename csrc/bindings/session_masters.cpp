@@ -81,22 +81,23 @@ void Session::classify(Weight& weight, PyObject* master_object, const Mappings& 
   weight.silent = SilentWrites(*kind.source);
 }
 
-/// Takes note of what has happened to the master, until nothing more happens meanwhile. False if by then the
-/// weight is another master's: the module was given that one after it was asked for this one.
+/// Follows changes of the master until a round finds none, since releasing old copies may run code that
+/// changes it again (Note [Release after the change]). Returns false if the weight belongs to another master
+/// by then.
 bool Session::settle(Weight& weight, PyObject* master_object) {
   const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
   for (bool again = false;; again = true) {
-    LetGo dropped;
+    DeferredRelease dropped;
     if (PROTECTED(changed_master_seen) && !(MasterState::of(master) == weight.state)) {
       if (again && weight.state.impl != &master) return false;
       master_changed(weight, master_object, dropped);
     }
-    if (weight.way == Weight::Way::streamed && look_is_due(weight)) look_for_silent_write(weight, dropped);
+    if (look_is_due(weight)) look_for_silent_write(weight, dropped);
     if (dropped.empty()) return true;
   }
 }
 
-void Session::master_changed(Weight& weight, PyObject* master_object, LetGo& dropped) {
+void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRelease& dropped) {
   const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
   if (weight.state.same_place(master) &&
       (weight.way == Weight::Way::as_is || weight.way == Weight::Way::streamed)) {
@@ -122,13 +123,13 @@ void Session::master_changed(Weight& weight, PyObject* master_object, LetGo& dro
   if (old && old->pinned) dropped.pinned = old;
 }
 
-void Session::forget_group(Weight& weight, LetGo& dropped) {
+void Session::forget_group(Weight& weight, DeferredRelease& dropped) {
   // They share one copy. Did the session go on keeping one of them, there would be no room for the next.
   if (weight.planned) let_companions_go(weight, dropped);
   weight.forget(dropped);
 }
 
-void Session::let_companions_go(const Weight& weight, LetGo& dropped) {
+void Session::let_companions_go(const Weight& weight, DeferredRelease& dropped) {
   for (const WeightId id : engine_->companions(weight.id)) {
     Weight& other = *by_id_[id];
     if (&other == &weight) continue;
@@ -141,7 +142,7 @@ void Session::let_companions_go(const Weight& weight, LetGo& dropped) {
   }
 }
 
-void Session::refetch(Weight& weight, LetGo& dropped) {
+void Session::refetch(Weight& weight, DeferredRelease& dropped) {
   forget_group(weight, dropped);
   if (!weight.planned) return weight.note_master();
   update_group(weight);
@@ -177,26 +178,38 @@ void Session::pin_replaced() {
   }
 }
 
-/// What is read in one call is one state of the masters. A streamed weight is looked at whenever it is read.
+void Session::call_begins() {
+  ++calls_;
+  DeferredRelease dropped;
+  for (Weight* const weight : std::exchange(residents_read_, {})) {
+    if (weight->cached == nullptr) continue;
+    const HandedOut* const record = HandedOut::of(*THPVariable_Unpack(weight->cached).unsafeGetTensorImpl());
+    if (record != nullptr && record->may_be_written()) write_back(*weight, dropped);
+  }
+}
+
+/// All reads of a resident in one call see one state of its master. A streamed weight, and whatever is read
+/// outside a call, is looked at every time.
 bool Session::look_is_due(const Weight& weight) const {
-  if (closed_ || abandoned_) return false;
+  if (weight.way != Weight::Way::streamed || closed_ || abandoned_) return false;
   return !resident(weight) || weight.looked_at != calls_ || !inside_call_of(*this);
 }
 
-void Session::look_for_silent_write(Weight& weight, LetGo& dropped) {
+void Session::look_for_silent_write(Weight& weight, DeferredRelease& dropped) {
   if (!device_.is_cpu() && capturing()) return;  // nothing can be taken to a master now
-  weight.looked_at = calls_;
-  if (resident(weight) && inside_call_of(*this)) read_.push_back(&weight);
+  if (inside_call_of(*this) && std::exchange(weight.looked_at, calls_) != calls_ && resident(weight)) {
+    residents_read_.push_back(&weight);
+  }
   if (weight.cached != nullptr) write_back(weight, dropped);
   if (weight.silent.look(*weight.source)) refetch(weight, dropped);
 }
 
 void Session::write_back(Weight& weight) {
-  LetGo dropped;
+  DeferredRelease dropped;
   write_back(weight, dropped);
 }
 
-void Session::write_back(Weight& weight, LetGo& dropped) {
+void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   bring_home(weight);
   const auto alive = weight.latest_storage.lock();
   HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
@@ -206,7 +219,7 @@ void Session::write_back(Weight& weight, LetGo& dropped) {
   const bool last_look = record->has_untracked_alias() && alive.use_count() <= telling;
   if (last_look) record->no_untracked_alias();
   const auto written = record->write_back(last_look);
-  if (last_look && record->postponed()) record->note_untracked_alias();
+  if (last_look && record->postponed()) record->note_untracked_alias();  // in a capture: look another time
   if (!written) return;
   // The tensor that was written is the newest there is, so it stays the one to hand out.
   weight.state.version = *written;
@@ -235,7 +248,7 @@ void Session::check(const py::object& module) {
 }
 
 void Session::release(const py::object& module) {
-  LetGo dropped;
+  DeferredRelease dropped;
   for_entries(module, [&](const Entry& entry, PyObject*) {
     write_back_whole(*entry.weight, dropped);
     entry.weight->forget(dropped);
@@ -244,16 +257,16 @@ void Session::release(const py::object& module) {
 }
 
 void Session::flush_module(const py::object& module) {
-  LetGo dropped;
+  DeferredRelease dropped;
   for_entries(module, [&](const Entry& entry, PyObject*) { write_back_whole(*entry.weight, dropped); });
 }
 
 void Session::flush() {
-  LetGo dropped;
+  DeferredRelease dropped;
   for (std::size_t i = 0; i < weights_.size(); ++i) write_back(*weights_[i], dropped);
 }
 
-void Session::write_back_whole(Weight& weight, LetGo& dropped) {
+void Session::write_back_whole(Weight& weight, DeferredRelease& dropped) {
   write_back(weight, dropped);
   for (const auto& [name, part] : weight.parts) write_back_whole(*part, dropped);
 }
@@ -263,7 +276,8 @@ void Session::for_entries(const py::object& module,
   const py::object dict = module_dict(module.ptr());
   ModuleState* const state = module_state(module.ptr(), dict.ptr());
   if (state == nullptr) return;
-  std::vector<std::pair<Entry, py::object>> found;  // what is used may write back, which may run anything
+  // A copy: use() may write back, which may run code that adds entries.
+  std::vector<std::pair<Entry, py::object>> found;
   for (const Entry& entry : *state->entries) {
     PyObject* const master = find_in(
         dict.ptr(), entry.parameter ? Names::get().parameters : Names::get().buffers, entry.name.ptr());

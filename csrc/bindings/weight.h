@@ -14,17 +14,17 @@
 
 namespace dynswap {
 
-/// Note [A change is made whole]
-/// Letting go of a tensor, or of pinned memory, may run anything: torch lets go of the GIL where a tensor
-/// dies, and weak references to it have callbacks. So what a change makes the session let go of is put here,
-/// and dropped when the session and the engine both know the change, where nobody is in the midst of a loop,
-/// and before the next copy is asked for, which needs the room. Whoever ran in between would else get the old
-/// copy, and keep it as the new one's. Afterwards everything may be different: Session::settle() looks again.
-struct LetGo {
-  LetGo() = default;
-  LetGo(const LetGo&) = delete;
-  LetGo& operator=(const LetGo&) = delete;
-  ~LetGo() { drop(); }
+/// Note [Release after the change]
+/// Releasing a tensor or pinned memory can run any code: torch lets go of the GIL where a tensor dies, and
+/// weak references have callbacks. Code that ran halfway through a change would get the old copy, and keep it
+/// as the new one. So a change only collects here what it releases. That is dropped once the session and the
+/// engine both know the change, outside loops over weights, and before the engine is asked for another copy,
+/// which needs the room. After that the weight may have changed again: Session::settle() looks once more.
+struct DeferredRelease {
+  DeferredRelease() = default;
+  DeferredRelease(const DeferredRelease&) = delete;
+  DeferredRelease& operator=(const DeferredRelease&) = delete;
+  ~DeferredRelease() { drop(); }
 
   bool empty() const noexcept { return tensors.empty() && !pinned; }
   void drop() {
@@ -64,7 +64,7 @@ struct Weight {
   c10::VariableVersion version;  ///< the master's counter, shared with it
   SourcePtr source;
   SilentWrites silent;
-  std::uint64_t looked_at = 0;  ///< a resident: the call of its session in which it was looked at last
+  std::uint64_t looked_at = 0;  ///< a resident: the call (Session::calls_) in which it was last looked at
 
   /// A resident's tensor, kept for good, and its alias for accesses from outside a forward. Owned.
   PyObject* cached = nullptr;
@@ -74,7 +74,7 @@ struct Weight {
   c10::weak_intrusive_ptr<c10::TensorImpl> latest{c10::intrusive_ptr<c10::TensorImpl>()};
   /// Its storage, which a view or an autograd graph may keep when the tensor itself is gone.
   c10::weak_intrusive_ptr<c10::StorageImpl> latest_storage{c10::intrusive_ptr<c10::StorageImpl>()};
-  std::uint64_t forgotten = 0;  ///< how often the session let go of what it had handed out
+  std::uint64_t generation = 0;  ///< rises whenever the session lets go of what it has handed out
 
   /// Its master's memory is its owner's again.
   void let_go_of_bytes() {
@@ -110,16 +110,16 @@ struct Weight {
     return true;
   }
 
-  /// What was handed out is outdated.
-  void forget(LetGo& dropped) {
+  /// Lets go of what was handed out, which is outdated.
+  void forget(DeferredRelease& dropped) {
     latest.reset();
     latest_storage.reset();
     let_go(dropped);
   }
 
   /// The session keeps nothing of it; what somebody else still has is handed out again.
-  void let_go(LetGo& dropped) {
-    ++forgotten;
+  void let_go(DeferredRelease& dropped) {
+    ++generation;
     for (PyObject** const kept : {&cached_outside, &cached}) {
       if (*kept == nullptr) continue;
       dropped.tensors.push_back(py::reinterpret_steal<py::object>(std::exchange(*kept, nullptr)));

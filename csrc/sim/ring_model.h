@@ -18,7 +18,7 @@ struct Step {
 /// Passes of a model, as they were measured or are foreseen. They repeat for ever.
 struct Rhythm {
   std::vector<std::size_t> bytes;  ///< each group, on the device
-  std::vector<double> copy_bytes;  ///< each group, of what `bytes_per_second` is the speed; empty: the same
+  std::vector<double> copy_bytes;  ///< what a copy of each group moves, at `bytes_per_second`; empty: `bytes`
   std::vector<Step> steps;         ///< in the order of use
   double bytes_per_second = 0;
   double latency = 0;  ///< seconds of each copy besides its bytes

@@ -23,7 +23,8 @@ class VirtualBackend final : public Backend {
   VirtualBackend(double bytes_per_second, double latency,
                  std::size_t cap = std::numeric_limits<std::size_t>::max());
 
-  /// What a piece takes on the bus, in bytes, where it is not its elements in the smaller of their two types.
+  /// Bytes that a piece takes on the bus. Unset: its elements, in the smaller of the stored and the wanted
+  /// type.
   using CopyBytes = std::function<double(const Piece&)>;
   void set_copy_bytes(CopyBytes copy_bytes) { copy_bytes_ = std::move(copy_bytes); }
 

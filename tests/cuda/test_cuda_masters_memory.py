@@ -268,7 +268,7 @@ def test_locking_lets_other_threads_run(gpu: Gpu) -> None:
     stop.set()
     thread.join()
     assert took > 0.4
-    assert turns_meanwhile > 40  # it would get a few between one registration and the next
+    assert turns_meanwhile > 40  # had locking kept the GIL, it would get a few, between registrations
 
 
 def test_locking_beside_threads_that_run_the_model(gpu: Gpu) -> None:

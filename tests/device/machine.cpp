@@ -212,7 +212,8 @@ void set_virtual_clock(double bytes_per_second) {
   Machine& m = machine();
   const std::lock_guard lock(m.mutex);
   m.copy_speed = bytes_per_second;
-  m.host_now = Clock::now();
+  m.host_now = std::max(m.host_now, Clock::now());
+  for (const auto& stream : m.streams) m.host_now = std::max(m.host_now, stream->now);
 }
 
 bool synchronisation_forbidden() { return machine().forbidden; }

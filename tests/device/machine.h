@@ -60,7 +60,7 @@ void set_thread_setup(Work setup);
 // ---------------------------------------------------------------------------------------------- order
 
 /// Waits until all is done, and begins again with this seed: order, forbidden synchronisations, errors,
-/// faults.
+/// faults, and the virtual clock.
 void reset(std::uint64_t seed, Order order);
 
 /// The host has called something: it is not idle.
@@ -158,22 +158,22 @@ struct Counts {
 Counts& counts();
 
 struct Faults {
-  bool no_batches = false;                    ///< a driver before 12.8
-  bool no_devices = false;                    ///< a driver that finds none
-  int driver_version = 13000;                 ///< as cudaDriverGetVersion() answers
-  std::size_t register_at_most = SIZE_MAX;    ///< bytes that may be page-locked in all
-  int query_error = 0;                        ///< the cudaError_t that event queries answer with
-  bool no_kernel_image = false;               ///< a device for which no kernel was compiled
-  int registration_ms = 0;                    ///< how long one registration takes
-  std::size_t memory = std::size_t{8} << 30;  ///< bytes of each device
+  bool no_batches = false;                          ///< a driver before 12.8
+  bool no_devices = false;                          ///< a driver that finds none
+  int driver_version = 13000;                       ///< as cudaDriverGetVersion() answers
+  std::size_t register_at_most = SIZE_MAX;          ///< bytes that may be page-locked in all
+  int query_error = 0;                              ///< the cudaError_t that event queries answer with
+  bool no_kernel_image = false;                     ///< a device for which no kernel was compiled
+  int registration_ms = 0;                          ///< how long one registration takes
+  std::size_t memory_bytes = std::size_t{8} << 30;  ///< bytes of each device
 };
 Faults& faults();
 
 /// Note [The virtual clock]
-/// What events say of time is then no measurement: a copy takes its bytes at this speed, a delay what was
-/// asked for, and anything else nothing. Work begins when its stream has come so far, what it waits for is
-/// over and the host, which takes no time but for waiting, has asked for it. The order is the late one, so
-/// that the host is told of nothing before its time. 0: real time, again.
+/// Events then tell simulated time: a copy from or to the host takes its bytes at this speed, a delay takes
+/// what was asked for, and everything else takes nothing. Work begins when its stream is free, what it waits
+/// for is over, and the host has asked for it. The host takes no time except to wait. Work may run earlier in
+/// real time, but an event is done only once the host's clock has reached it. 0: real time, again.
 void set_virtual_clock(double bytes_per_second);
 
 /// While true, a synchronisation is a violation and throws.

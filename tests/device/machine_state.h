@@ -45,7 +45,7 @@ struct Stream {
     const char* what = "";
     PointPtr record{}, wait{};
     Clock::time_point not_before{};
-    std::chrono::nanoseconds takes{};  ///< of the virtual clock
+    std::chrono::nanoseconds takes{};  ///< by the virtual clock
     Clock::time_point asked{};         ///< by the virtual clock
   };
   int device = 0;
@@ -87,8 +87,8 @@ struct Machine {
   std::string sticky;
   bool draining = false;
   bool stopping = false;
-  double copy_speed = 0;  ///< bytes a second, by the virtual clock; 0: time is the machine's
-  Clock::time_point host_now;
+  double copy_speed = 0;       ///< bytes a second, by the virtual clock; 0: time is the machine's
+  Clock::time_point host_now;  ///< the host's time, by the virtual clock
   Work setup;
   std::thread thread;
   std::atomic<Clock::rep> last_call{0};
@@ -114,8 +114,9 @@ Machine& machine();
 /// Whether this process is a child that was forked when the device was in use.
 bool forked_child() noexcept;
 
-/// LOCK held, both. Throws in such a child.
+/// LOCK: mutex is held. Throws in a forked child.
 void push(Machine& m, Stream& stream, Stream::Entry entry);
+/// LOCK: mutex is held. Throws if queued work has failed.
 void refuse_after_error(Machine& m);
 
 }  // namespace pretend

@@ -189,7 +189,7 @@ PYBIND11_MODULE(_pretend, m) {
       .def_readwrite("query_error", &Faults::query_error)
       .def_readwrite("no_kernel_image", &Faults::no_kernel_image)
       .def_readwrite("registration_ms", &Faults::registration_ms)
-      .def_readwrite("memory", &Faults::memory);
+      .def_readwrite("memory_bytes", &Faults::memory_bytes);
   m.def("faults", &faults, py::return_value_policy::reference);
   // For the self-test: what a broken engine would do.
   m.def("hidden", [](std::uintptr_t address) {

@@ -196,9 +196,9 @@ def arriving(waits: bool) -> bool:
     here.copy_(there, non_blocking=True)
     if waits:
         torch.cuda.current_stream().record_event().synchronize()
-    seen = here.clone()  # the device goes on beside
+    seen = here.clone()  # the device goes on meanwhile
     right = bool((seen == 1).all())
-    assert (seen.isnan() | (seen == 1)).all(), "what has not come is neither there nor garbage"
+    assert (seen.isnan() | (seen == 1)).all(), "until it has come, memory holds poison and nothing else"
     torch.cuda.synchronize()
     return right
 
@@ -321,8 +321,8 @@ def test_the_virtual_clock_tells_what_work_takes() -> None:
 
 def test_a_device_has_the_memory_that_it_is_given() -> None:
     torch.cuda.empty_cache()
-    pretend_cuda.faults().memory = torch.cuda.memory_reserved() + (8 << 20)
-    assert torch.cuda.mem_get_info() == (8 << 20, pretend_cuda.faults().memory)
+    pretend_cuda.faults().memory_bytes = torch.cuda.memory_reserved() + (8 << 20)
+    assert torch.cuda.mem_get_info() == (8 << 20, pretend_cuda.faults().memory_bytes)
     kept = torch.empty(6 << 20, dtype=torch.uint8, device="cuda")
     with pytest.raises(torch.OutOfMemoryError, match="2 MiB is free"):
         torch.empty(6 << 20, dtype=torch.uint8, device="cuda")

@@ -74,7 +74,7 @@ class CachingAllocator final : public Allocator {
   }
   void set_cap(int device, std::size_t bytes) override { caps_[device] = bytes; }
   std::size_t cap(int device) const override { return std::min(caps_[device], total(device)); }
-  std::size_t total(int) const override { return faults().memory; }
+  std::size_t total(int) const override { return faults().memory_bytes; }
 
  private:
   using Stat = c10::CachingAllocator::Stat;
