@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ._counting import Counts
+from ._memory_watch import MemoryWatch
 from ._outside import handed_out_anew, untracked_alias_made
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Place:
 class Weight:
     """One managed master. Modules that share it share the weight."""
 
-    __slots__ = ("__weakref__", "copy", "counts", "kept", "master", "resident")
+    __slots__ = ("__weakref__", "_watch", "copy", "counts", "kept", "master", "resident")
 
     def __init__(self, master: torch.Tensor) -> None:
         self.counts = Counts()
@@ -76,6 +77,20 @@ class Weight:
         self.kept = False
         #: Invariant: what the next access hands out, if the master is still what it was then.
         self.copy: Copy | None = None
+        self._watch: MemoryWatch | None = None
+
+    def watch(self) -> MemoryWatch | None:
+        """Count the writes to the master's bytes as they are now, from now on; None if they are not in RAM."""
+        master = self.master
+        if master.device.type != "cpu" or master.numel() == 0:
+            return None
+        if self._watch is None or not self._watch.of(master):
+            self._watch = MemoryWatch(master)
+        return self._watch
+
+    def watched(self) -> MemoryWatch | None:
+        """What counts the writes already, if anything does."""
+        return self._watch
 
 
 class Handed(weakref.ref):  # type: ignore[type-arg]
@@ -96,6 +111,7 @@ class Copy:
         "_freed",
         "_guard",
         "_seen",
+        "_watch",
         "_weight",
         "compare",
         "data",
@@ -116,6 +132,8 @@ class Copy:
         self.session = weakref.ref(session)
         self.place = place = session.place
         master = self.master
+        self._watch = weight.watch()
+        writes = self._writes()
         with detached():
             self.data = place.convert(master.detach())
         self.stream = _current_stream(place.device)
@@ -126,7 +144,7 @@ class Copy:
         self.handed: Handed | None = None
         #: Whether writes may have happened that no version counter shows.
         self.compare = False
-        self.note(master)
+        self._note(master, writes)
         _copies[storage_address(self.data)] = self
 
     def __del__(self) -> None:
@@ -139,11 +157,14 @@ class Copy:
         weight = self._weight()
         return weight if weight is not None and weight.copy is self else None
 
-    def note(self, master: torch.Tensor) -> None:
-        """Remember the present state of both sides as equal."""
+    def _writes(self) -> int:
+        return 0 if self._watch is None else self._watch.writes()
+
+    def _note(self, master: torch.Tensor, writes: int) -> None:
+        """Remember the present state of both sides as equal, but for what was written to the master since."""
         self.version = self.data._version
         self._guard = StorageWeakRef(master.untyped_storage())  # type: ignore[no-untyped-call]  # its address is not given to another
-        self._seen = (*_identity(master), _sample(master))
+        self._seen = (*_identity(master), writes)
 
     def current(self, master: torch.Tensor) -> bool:
         """Whether the master is still what was copied (Invariant 6)."""
@@ -152,7 +173,7 @@ class Copy:
     def unchanged(self, master: torch.Tensor) -> bool:
         """The same as far as can be told: an inference tensor has no version."""
         seen = self._seen
-        return seen[:-1] == _identity(master) and bool(seen[-1] == _sample(master))  # `p.data.mul_()`
+        return seen[:-1] == _identity(master) and bool(seen[-1] == self._writes())
 
     def tensor(
         self, master: torch.Tensor, is_param: bool, key: int, session: Any, died: Death
@@ -211,7 +232,7 @@ class Copy:
                 mask = changed.to(master.device).view(changed.shape)
                 with torch.inference_mode(master.is_inference()):
                     master.detach().copy_(torch.where(mask, new, master.detach()))
-        self.note(master)
+        self._note(master, self._writes())
         return any_changed
 
     def aliased(self) -> bool:
@@ -313,20 +334,8 @@ _copies: weakref.WeakValueDictionary[int, Copy] = weakref.WeakValueDictionary()
 def _identity(master: torch.Tensor) -> tuple[Any, ...]:
     """What changes when the master's content does; version None means that it cannot be told."""
     version = None if master.is_inference() else master._version
-    return version, master.untyped_storage()._cdata, master.data_ptr(), master.shape, master.stride()
-
-
-def _sample(master: torch.Tensor, count: int = 16) -> list[Any] | None:
-    """A few elements, spread evenly, of a master in RAM."""
-    if master.device.type != "cpu" or master.numel() == 0:
-        return None
-    with detached():
-        if master.is_contiguous():
-            flat = bits(master.detach()).view(-1)
-            return flat[:: max(1, flat.numel() // count)].tolist()
-        each = max(2, round(count ** (1 / master.dim())))  # of each dimension
-        few = master.detach()[tuple(slice(None, None, max(1, size // each)) for size in master.shape)]
-        return bits(few.contiguous()).view(-1).tolist()
+    where = master.untyped_storage()._cdata, master.data_ptr()
+    return version, *where, master.dtype, master.shape, master.stride()
 
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -14,6 +14,7 @@ from torch import nn
 
 from ._exclusive import Exclusive
 from ._handout import Copy, Weight
+from ._memory_watch import MemoryWatch, watches_pages
 from ._state import STATE_KEY, name_in
 from ._untraced import untraced
 
@@ -68,6 +69,31 @@ class Holdings:
             for weight in module.__dict__[STATE_KEY].weights.values():
                 if weight.copy is not None and id(weight.copy) not in self._held:
                     weight.copy = None
+
+    def expect_writes(self, masters: list[torch.Tensor]) -> None:
+        """An optimizer is about to write to these masters."""
+        for watch in self._watches(masters):
+            watch.expect_writes()
+
+    def note_writes(self, masters: list[torch.Tensor]) -> None:
+        """It has, and may have bumped no version."""
+        if not watches_pages():
+            for watch in self._watches(masters):
+                watch.note_write()
+
+    def _watches(self, masters: list[torch.Tensor]) -> list[MemoryWatch]:
+        with self._exclusive:
+            known = ((master, self._weights.get(id(master))) for master in masters)
+            weights = [weight for master, weight in known if weight is not None and weight.master is master]
+            return [watch for weight in weights if (watch := weight.watched()) is not None]
+
+    @property
+    def sampled_bytes(self) -> int:
+        """Bytes of masters in which a small write that bumps no version may go unseen."""
+        if watches_pages():
+            return 0
+        with self._exclusive:
+            return sum(weight.master.nbytes for weight in list(self._weights.values()))
 
     def _settle(self, key: int, aliased: bool) -> None:
         """A handed-out tensor has died."""

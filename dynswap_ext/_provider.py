@@ -91,6 +91,16 @@ class Session(Protocol):
     def release(self, module: nn.Module) -> None:
         """Flush a module, and keep nothing by which torch would refuse to swap its masters."""
 
+    def expect_writes(self, masters: list[torch.Tensor]) -> None:
+        """An optimizer is about to write to these masters, of which some may be another session's."""
+
+    def note_writes(self, masters: list[torch.Tensor]) -> None:
+        """It has written to them, or to some, and may have bumped no version."""
+
+    @property
+    def sampled_bytes(self) -> int:
+        """Bytes of masters in which a small write that bumps no version may go unseen."""
+
     def stats(self) -> dict[str, int]:
         """Counters and plan, named as in csrc/core/stats.h."""
 

@@ -18,6 +18,7 @@ from ._first_pass import FirstPass
 from ._grad_scaler import keep_scales_on_host
 from ._logging import follow_environment, logger
 from ._memory import format_bytes
+from ._optimizers import follow, unfollow
 from ._parametrized import give_back
 from ._progress import ProgressOption
 from ._state import STATE_KEY, is_scripted, modules_of, name_in, session_of
@@ -135,6 +136,7 @@ def install_with(model: nn.Module, options: config.Options, dress: Dress | None 
             record.begin_fitting(model, provider)
         except BaseException:
             record.session.close()
+            unfollow(record.session)
             for other in replaced:
                 other.begin_again()
             raise
@@ -278,6 +280,7 @@ class _Record:
             self._first_pass = None
         self.session.on_pass = None
         self.session.close()
+        unfollow(self.session)
         _log_end(self.session)
         if self._forget is not None:
             self._forget()
@@ -366,7 +369,7 @@ def root_of(session: _provider.Session) -> nn.Module | None:
 
 
 def _new_session(provider: _provider.Provider, options: config.Options) -> _provider.Session:
-    return provider.session(
+    session = provider.session(
         options.device,
         options.dtype,
         prefetch=options.prefetch,
@@ -378,6 +381,8 @@ def _new_session(provider: _provider.Provider, options: config.Options) -> _prov
         backend=provider.backend,
         warn=warn,
     )
+    follow(session)
+    return session
 
 
 def _log_plan(what: str, session: _provider.Session, of: str) -> None:

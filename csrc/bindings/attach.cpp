@@ -204,6 +204,7 @@ void Session::plan_again(const py::object& root) {
     weight->forget(dropped);
     weight->planned = false;
     weight->let_go_of_bytes();
+    weight->watch = nullptr;  // the new one, of the same master, has its own
     superseded_.push_back(std::move(weight));
   }
   old_holds->end();
@@ -253,7 +254,7 @@ Weight& Session::weight_of(PyObject* master, const std::string& name, bool param
                            const Mappings& mappings, bool exact) {
   Weight*& known = by_master_[THPVariable_Unpack(master).unsafeGetTensorImpl()];
   if (known != nullptr && known->state.impl != nullptr &&
-      known->state == MasterState::of(*THPVariable_Unpack(master).unsafeGetTensorImpl())) {
+      known->state.is_of(*THPVariable_Unpack(master).unsafeGetTensorImpl())) {
     return *known;
   }
   weights_.push_back(std::make_unique<Weight>());

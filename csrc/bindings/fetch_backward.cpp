@@ -106,11 +106,18 @@ at::Tensor as_block(at::Tensor gradient) {
   return gradient.is_non_overlapping_and_dense() ? gradient : gradient.contiguous();
 }
 
+/// Somebody may be about to write to the master what it was for, and no kernel tells of it.
+void note_gradient(const std::shared_ptr<MemoryWatch>& watch) {
+  if (watch && !watch->exact()) watch->note_write();
+}
+
 /// The end of a gradient's way to the host. See Note [Gradients travel on a stream of their own].
 class ArriveBackward : public autograd::Node {
  public:
-  explicit ArriveBackward(const at::Tensor& master)
-      : Node(autograd::edge_list{autograd::impl::gradient_edge(master)}), master_(place_of(master)) {}
+  ArriveBackward(const at::Tensor& master, std::shared_ptr<MemoryWatch> watch)
+      : Node(autograd::edge_list{autograd::impl::gradient_edge(master)}),
+        master_(place_of(master)),
+        watch_(std::move(watch)) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     const at::Tensor& gradient = gradients[0];
@@ -119,6 +126,7 @@ class ArriveBackward : public autograd::Node {
       if (PROTECTED(gradient_arrived)) arrival->copied.synchronize();
       arrival->sent.reset();
     }
+    note_gradient(watch_);
     return {gradient.to(master_)};
   }
 
@@ -126,9 +134,11 @@ class ArriveBackward : public autograd::Node {
 
  private:
   const at::TensorOptions master_;
+  const std::shared_ptr<MemoryWatch> watch_;
 };
 
-using ArrivePtr = decltype(new_node<ArriveBackward>(std::declval<const at::Tensor&>()));
+using ArrivePtr =
+    decltype(new_node<ArriveBackward>(std::declval<const at::Tensor&>(), std::shared_ptr<MemoryWatch>()));
 
 /// Takes a gradient from an accelerator to the host.
 class CarryBackward : public autograd::Node {
@@ -182,32 +192,38 @@ class CarryBackward : public autograd::Node {
 /// Where the two are on one device.
 class FetchBackward : public autograd::Node {
  public:
-  explicit FetchBackward(const at::Tensor& master)
-      : Node(autograd::edge_list{autograd::impl::gradient_edge(master)}), master_(place_of(master)) {}
+  FetchBackward(const at::Tensor& master, std::shared_ptr<MemoryWatch> watch)
+      : Node(autograd::edge_list{autograd::impl::gradient_edge(master)}),
+        master_(place_of(master)),
+        watch_(std::move(watch)) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     const at::Tensor& gradient = gradients[0];
-    return {gradient.defined() ? gradient.to(master_) : at::Tensor()};
+    if (!gradient.defined()) return {at::Tensor()};
+    note_gradient(watch_);
+    return {gradient.to(master_)};
   }
 
   std::string name() const override { return "DynswapFetchBackward"; }
 
  private:
   const at::TensorOptions master_;
+  const std::shared_ptr<MemoryWatch> watch_;
 };
 
 }  // namespace
 
-void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master) {
+void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master,
+                       const std::shared_ptr<MemoryWatch>& watch) {
   NodePtr node;
   if (handed_out.device() == master.device() || !master.is_cpu()) {
-    node = new_node<FetchBackward>(master);
+    node = new_node<FetchBackward>(master, watch);
   } else {
     // The bus carries the smaller dtype.
     const bool as_computed = handed_out.element_size() <= master.element_size();
     const at::TensorOptions host =
         place_of(master).dtype(as_computed ? handed_out.scalar_type() : master.scalar_type());
-    auto arrive = new_node<ArriveBackward>(master);
+    auto arrive = new_node<ArriveBackward>(master, watch);
     arrive->add_input_metadata(host, handed_out.sym_sizes(), /*is_tensor_subclass=*/false,
                                /*is_nested=*/false, std::nullopt);
     node = new_node<CarryBackward>(std::move(arrive), host);

@@ -3,6 +3,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
+
+#include "io/memory_watch.h"
+
 namespace dynswap {
 
 /// Makes `handed_out` (no history, not a leaf yet) the result of fetching `master`: gradients reach the
@@ -15,6 +19,9 @@ namespace dynswap {
 /// the thread that called backward(), which has nothing else to do there, and it waits for its copy. So the
 /// device goes on with the backward pass meanwhile, and whoever gets a gradient (accumulation, the
 /// parameter's hooks, the caller after backward()) gets it whole.
-void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master);
+///
+/// `watch` is told of each gradient, if it does not see every write by itself: somebody is about to write.
+void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master,
+                       const std::shared_ptr<MemoryWatch>& watch);
 
 }  // namespace dynswap

@@ -92,10 +92,15 @@ at::Tensor bits_of(const at::Tensor& flat) {
 }  // namespace
 
 HandedOut::HandedOut(const Origin& origin, const at::Tensor& master, const at::Device& device)
-    : origin_(origin),
-      options_(at::TensorOptions().dtype(origin.weight->wanted).device(device)),
-      source_(origin.weight->source),
-      master_written_(origin.weight->silent) {
+    : origin_(origin), options_(at::TensorOptions().dtype(origin.weight->wanted).device(device)) {
+  const Weight& weight = *origin.weight;
+  if (weight.watch && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
+    master_watch_ = weight.watch;
+    master_writes_ = weight.writes_seen;
+  } else if (master.is_cpu() && has_own_bytes(master) && master.is_non_overlapping_and_dense()) {
+    master_watch_ = std::make_shared<MemoryWatch>(master.const_data_ptr(), master.nbytes());
+    master_writes_ = master_watch_->writes();
+  }
   master_ = alias_of(master);
   master_version_ = version_of(master_);
   bytes_ = static_cast<std::size_t>(master.numel()) * options_.dtype().itemsize();
@@ -116,7 +121,6 @@ at::Tensor HandedOut::make(std::unique_ptr<HandedOut> record, Lease lease) {
 at::Tensor HandedOut::make_private(const Origin& origin, const at::Tensor& master, const at::Device& device) {
   const PlainTorch guard;
   std::unique_ptr<HandedOut> record(new HandedOut(origin, master, device));
-  if (master.is_cpu()) record->master_fingerprint_ = fingerprint(master.const_data_ptr(), master.nbytes());
   record->own_ = copied_to(record->options_, master);
   record->data_ = static_cast<std::byte*>(record->own_.data_ptr());
   return finish(std::move(record), master);
@@ -240,12 +244,7 @@ bool HandedOut::wait_for_users() {
 
 bool HandedOut::master_unchanged() const {
   if (version_of(master_) != master_version_) return false;
-  if (master_fingerprint_)
-    return fingerprint(master_.const_data_ptr(), master_.nbytes()) == *master_fingerprint_;
-  // Whether the file's pages were as the file has them cannot be told of a single weight any more.
-  if (source_ == nullptr || !master_written_.any()) return true;
-  SilentWrites written = master_written_;
-  return !written.look(*source_);
+  return !master_watch_ || master_watch_->writes() == master_writes_;
 }
 
 at::Tensor HandedOut::view() const {
@@ -305,8 +304,7 @@ std::optional<std::uint32_t> HandedOut::write_back(bool look) {
   if (master_.unsafeGetTensorImpl()->version_counter().enabled())
     master_.unsafeGetTensorImpl()->bump_version();
   master_version_ = version_of(master_);
-  if (source_) master_written_.look(*source_);
-  if (master_fingerprint_) master_fingerprint_ = fingerprint(master_.const_data_ptr(), master_.nbytes());
+  if (master_watch_) master_writes_ = master_watch_->writes();
   note_equal();
   return master_version_;
 }

@@ -13,6 +13,7 @@
 
 #include "bindings/master.h"
 #include "core/engine.h"
+#include "io/memory_watch.h"
 
 namespace dynswap {
 
@@ -114,9 +115,8 @@ class HandedOut {
   at::TensorOptions options_;
   at::Tensor master_;
   std::uint32_t master_version_ = 0;
-  SourcePtr source_;
-  SilentWrites master_written_;
-  std::optional<std::uint64_t> master_fingerprint_;  ///< of a private copy's master
+  std::shared_ptr<MemoryWatch> master_watch_;  ///< null if its bytes are not in this process
+  std::uint64_t master_writes_ = 0;            ///< the watch's count, when the two were equal
   std::atomic<int> watchers_{0};
   std::atomic<bool> untracked_{false};
   at::Tensor sent_;  ///< the bytes on the host, if `is_home_`

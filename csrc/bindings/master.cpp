@@ -5,25 +5,26 @@
 #include <cstring>
 #include <map>
 #include <mutex>
+#include <tuple>
 #include <utility>
 
 #include "bindings/glue.h"
 #include "bindings/plain_torch.h"
 #include "core/check.h"
-#include "core/protection.h"
 #include "io/file.h"
-#include "io/private_pages.h"
 
 namespace dynswap {
 
 namespace {
 
-/// One open File for each file that some master is mapped from, for as long as somebody uses it.
+/// One open File for each mapping that some master lies in, for as long as somebody uses it. Not one for
+/// each file: who maps it anew, after it was rewritten, has its new bytes.
 std::shared_ptr<const File> open_once(const Mappings::Range& range) {
   static std::mutex mutex;
-  static std::map<std::pair<std::string, std::uint64_t>, std::weak_ptr<const File>> open_files;
+  static std::map<std::tuple<std::string, std::uint64_t, std::uintptr_t>, std::weak_ptr<const File>>
+      open_files;
   const std::lock_guard lock(mutex);
-  std::weak_ptr<const File>& known = open_files[{range.path, range.inode}];
+  std::weak_ptr<const File>& known = open_files[{range.path, range.inode, range.mapped_at}];
   std::shared_ptr<const File> file = known.lock();
   if (!file) {
     file = File::open(range.path);
@@ -60,6 +61,7 @@ SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::
     // Under another inode the path names another file by now; what is mapped can still be read in RAM.
     if (file->inode() == range->inode) {
       source->file = file;
+      source->of_file = true;
       source->offset = range->offset;
       const std::uint64_t bytes = source->stored_bytes();
       source->keep = bytes <= page_cache.bytes ? page_cache.keep : Keep::no;
@@ -81,15 +83,6 @@ std::uint64_t fingerprint(const void* data, std::size_t bytes) noexcept {
     hash ^= hash >> 29;
   }
   return hash;
-}
-
-bool SilentWrites::look(const Source& source) {
-  if (source.address == nullptr) return false;
-  std::uint64_t now = 0;
-  // A mapping that nobody has written to is not touched: that would read the file.
-  const std::size_t modified = source.file ? privately_modified(source.address, source.stored_bytes()) : 1;
-  if (modified > 0) now = modified ^ fingerprint(source.address, source.stored_bytes());
-  return std::exchange(seen_, now) != now && PROTECTED(silent_write_seen);
 }
 
 }  // namespace dynswap

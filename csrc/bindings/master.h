@@ -2,9 +2,11 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/util/DimVector.h>
 
 #include <cstdint>
 #include <string>
+#include <utility>
 
 #include "bindings/holds.h"
 #include "core/source.h"
@@ -20,31 +22,75 @@ struct MasterState {
   std::int64_t storage_offset = 0;
   std::uint32_t version = 0;
   bool requires_grad = false;
+  at::ScalarType type = at::kByte;
+  c10::DimVector sizes, strides;
 
-  static MasterState of(const c10::TensorImpl& master) noexcept {
+  static MasterState of(const c10::TensorImpl& master) {
     const auto& version = master.version_counter();
-    c10::StorageImpl* const storage = master.unsafe_storage().unsafeGetStorageImpl();
-    return {&master, storage,
-            // Not data(), which throws where torch wants a read to be an error.
-            storage == nullptr ? nullptr : storage->_mutable_data_ptr_no_checks().get(),
-            master.has_symbolic_sizes_strides() ? 0 : master.storage_offset(),
-            version.enabled() ? version.current_version() : 0, master.requires_grad()};
+    const auto [storage, data] = memory_of(master);
+    return {&master,
+            storage,
+            data,
+            offset_of(master),
+            version.enabled() ? version.current_version() : 0,
+            master.requires_grad(),
+            c10::typeMetaToScalarType(master.dtype()),
+            layout_of(master, &c10::TensorImpl::sizes),
+            layout_of(master, &c10::TensorImpl::strides)};
   }
 
-  bool operator==(const MasterState&) const noexcept = default;
+  /// Nothing has changed. Quicker than to make another state.
+  bool is_of(const c10::TensorImpl& master) const noexcept {
+    const auto& counter = master.version_counter();
+    return same_place(master) && version == (counter.enabled() ? counter.current_version() : 0) &&
+           requires_grad == master.requires_grad() && same_layout(master);
+  }
+
+  /// The same elements at the same bytes: `p.data = p.data.t()` changes this, and not the place.
+  bool same_layout(const c10::TensorImpl& master) const noexcept {
+    return type == c10::typeMetaToScalarType(master.dtype()) &&
+           (!has_layout(master) || (master.sizes() == sizes && master.strides() == strides));
+  }
 
   /// The tensor is the same, and its bytes are where they were (they may be other bytes).
   bool same_place(const c10::TensorImpl& master) const noexcept {
-    const MasterState other = of(master);
-    return impl == &master && storage == other.storage && data == other.data &&
-           storage_offset == other.storage_offset;
+    return impl == &master && same_memory(master);
   }
 
   /// The tensor is the same or an alias, and no write to its bytes is unknown.
   bool same_bytes(const c10::TensorImpl& alias) const noexcept {
-    const MasterState other = of(alias);
-    return storage == other.storage && data == other.data && storage_offset == other.storage_offset &&
-           version == other.version;
+    const auto& counter = alias.version_counter();
+    return same_memory(alias) && version == (counter.enabled() ? counter.current_version() : 0);
+  }
+
+ private:
+  /// Others have no strides, or run code where they are asked for them.
+  static bool has_layout(const c10::TensorImpl& master) noexcept {
+    constexpr c10::DispatchKeySet others =
+        c10::functorch_transforms_ks | c10::python_ks |
+        c10::DispatchKeySet({c10::DispatchKey::NestedTensor, c10::DispatchKey::Functionalize});
+    return !master.has_symbolic_sizes_strides() && !master.key_set().has_any(others) &&
+           master.layout() == at::kStrided;
+  }
+
+  static c10::DimVector layout_of(const c10::TensorImpl& master,
+                                  at::IntArrayRef (c10::TensorImpl::*part)() const) {
+    if (!has_layout(master)) return {};
+    return c10::DimVector((master.*part)());
+  }
+
+  static std::pair<const c10::StorageImpl*, const void*> memory_of(const c10::TensorImpl& master) noexcept {
+    c10::StorageImpl* const storage = master.unsafe_storage().unsafeGetStorageImpl();
+    // Not data(), which throws where torch wants a read to be an error.
+    return {storage, storage == nullptr ? nullptr : storage->_mutable_data_ptr_no_checks().get()};
+  }
+
+  static std::int64_t offset_of(const c10::TensorImpl& master) noexcept {
+    return master.has_symbolic_sizes_strides() ? 0 : master.storage_offset();
+  }
+
+  bool same_memory(const c10::TensorImpl& master) const noexcept {
+    return std::pair(storage, data) == memory_of(master) && storage_offset == offset_of(master);
   }
 };
 
@@ -75,20 +121,5 @@ at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarTyp
 /// A hash of a few words spread over `bytes` at `data`: catches what changes a whole tensor without
 /// bumping its version (`p.data.mul_()`), not what changes a single element.
 std::uint64_t fingerprint(const void* data, std::size_t bytes) noexcept;
-
-/// Something in this process has written to the master since it was copied, as far as can be told without
-/// a version: RAM by its fingerprint, a file mapping by its copied-on-write pages.
-class SilentWrites {
- public:
-  SilentWrites() = default;
-  explicit SilentWrites(const Source& source) { look(source); }
-  /// True if something has changed since the last look.
-  bool look(const Source& source);
-  /// False of a mapping that nobody had written to at the last look.
-  bool any() const noexcept { return seen_ != 0; }
-
- private:
-  std::uint64_t seen_ = 0;
-};
 
 }  // namespace dynswap

@@ -83,7 +83,10 @@ void Session::close() {
     const py::gil_scoped_release release;
     engine_->close();
   }
-  for (const auto& weight : weights_) weight->let_go_of_bytes();
+  for (const auto& weight : weights_) {
+    weight->let_go_of_bytes();
+    if (weight->watch) weight->watch->stop();
+  }
   holds_->end();
 }
 
@@ -128,11 +131,14 @@ PyObject* Session::access_unchanged(const Weight& weight, PyObject* master, bool
 
 PyObject* Session::cached_tensor(const Weight& weight, PyObject* master, bool inside) const {
   const c10::TensorImpl& impl = *THPVariable_Unpack(master).unsafeGetTensorImpl();
-  if (weight.way == Weight::Way::as_is) return weight.state.same_place(impl) ? Py_NewRef(master) : nullptr;
+  if (weight.way == Weight::Way::as_is) {
+    const bool same = weight.state.same_place(impl) && weight.state.same_layout(impl);
+    return same ? Py_NewRef(master) : nullptr;
+  }
   if (weight.dressed || recording_) return nullptr;
   PyObject* const cached = inside ? weight.cached : weight.cached_outside;
   if (cached == nullptr) return nullptr;
-  if (PROTECTED(changed_master_seen) && !(MasterState::of(impl) == weight.state)) return nullptr;
+  if (PROTECTED(changed_master_seen) && !weight.state.is_of(impl)) return nullptr;
   if (!device_.is_cpu()) {
     if (PROTECTED(resident_per_stream) && stream_id() != weight.cached_stream) return nullptr;
     if (!captured_ && capturing()) return nullptr;  // plain_access() takes note
@@ -200,7 +206,7 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
     write_back(weight, dropped);  // of a copy that is held by a graph alone
     const at::Tensor copy = HandedOut::make_private({weak_from_this(), &weight}, master, device_);
     if (watched) watch(copy);
-    if (master.requires_grad()) connect_to_master(copy, master);
+    if (master.requires_grad()) connect_to_master(copy, master, weight.watch);
     if (!weight.planned) {
       ++beside_.copies;
       beside_.bytes_moved += master.nbytes();
@@ -225,7 +231,7 @@ at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, b
       tensor = HandedOut::again(std::move(kept), master);
   }
   if (!tensor.defined()) return tensor;
-  if (master.requires_grad()) connect_to_master(tensor, master);
+  if (master.requires_grad()) connect_to_master(tensor, master, weight.watch);
   remember(weight, tensor);
   return tensor;
 }
@@ -272,7 +278,7 @@ PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
     if (const at::Tensor other = still_handed_out(weight, master, /*watched=*/false); other.defined())
       return hand_out_again(weight, other);
   }
-  if (master.requires_grad()) connect_to_master(tensor, master);
+  if (master.requires_grad()) connect_to_master(tensor, master, weight.watch);
   PyObject* const object = wrap(weight, tensor);
   if (outdated) return object;
   remember(weight, tensor);
@@ -297,8 +303,7 @@ at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::t
   const bool served = weight.way == Weight::Way::streamed && weight.planned && !closed_ && !abandoned_;
   // Another master may have taken its place since.
   if (served && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
-    if (DeferredRelease dropped; !resident(weight) && weight.silent.look(*weight.source))
-      refetch(weight, dropped);
+    if (DeferredRelease dropped; !resident(weight) && weight.silently_written()) refetch(weight, dropped);
     refuse_capture(device_, weight.name, resident(weight));
     const Stream consumer = current_stream(device_);
     auto record = HandedOut::of_weight({weak_from_this(), &weight}, master, device_);

@@ -84,6 +84,13 @@ class Session : public std::enable_shared_from_this<Session> {
   /// (`torch.utils.swap_tensors`).
   void release(const py::object& module);
   void write_back(Weight& weight);
+
+  /// An optimizer is about to write to these masters (those that are this session's), or has written. It may
+  /// bump no version: fused ones do not.
+  void expect_writes(const std::vector<at::Tensor>& masters);
+  void note_writes(const std::vector<at::Tensor>& masters);
+  /// Bytes of the masters in which a write that bumps no version may go unseen, if it is small.
+  std::size_t sampled_bytes() const;
   Stats stats() const;
   void reset_stats();
   void close();
@@ -156,6 +163,8 @@ class Session : public std::enable_shared_from_this<Session> {
   void remember(Weight& weight, const at::Tensor& handed_out);
   void write_back(Weight& weight, DeferredRelease& dropped);
   void write_back_whole(Weight& weight, DeferredRelease& dropped);  ///< and the parts of a wrapper
+  void for_watches(const std::vector<at::Tensor>& masters,
+                   const std::function<void(MemoryWatch&)>& use) const;
   void for_entries(const py::object& module,
                    const std::function<void(const Entry&, PyObject* master)>& use) const;
   bool resident(const Weight& weight) const;

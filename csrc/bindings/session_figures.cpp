@@ -14,7 +14,7 @@ namespace dynswap {
 namespace {
 
 const char* where(const Source& source) {
-  if (source.file) return "file";
+  if (source.of_file) return "file";
   return source.pinned ? "pinned RAM" : "RAM";
 }
 

@@ -78,7 +78,7 @@ void Session::classify(Weight& weight, PyObject* master_object, const Mappings& 
   weight.parts.swap(kind.parts);
   if (kind.source == nullptr) return;
   weight.source = kind.source;
-  weight.silent = SilentWrites(*kind.source);
+  weight.watch_master();
 }
 
 /// Follows changes of the master until a round finds none, since releasing old copies may run code that
@@ -88,7 +88,7 @@ bool Session::settle(Weight& weight, PyObject* master_object) {
   const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
   for (bool again = false;; again = true) {
     DeferredRelease dropped;
-    if (PROTECTED(changed_master_seen) && !(MasterState::of(master) == weight.state)) {
+    if (PROTECTED(changed_master_seen) && !weight.state.is_of(master)) {
       if (again && weight.state.impl != &master) return false;
       master_changed(weight, master_object, dropped);
     }
@@ -99,7 +99,7 @@ bool Session::settle(Weight& weight, PyObject* master_object) {
 
 void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRelease& dropped) {
   const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
-  if (weight.state.same_place(master) &&
+  if (weight.state.same_place(master) && weight.state.same_layout(master) &&
       (weight.way == Weight::Way::as_is || weight.way == Weight::Way::streamed)) {
     const MasterState now = MasterState::of(master);
     const bool written = std::exchange(weight.state, now).version != now.version;
@@ -163,7 +163,9 @@ void Session::pin(const std::vector<Weight*>& weights) {
   const std::string slower = holds->pin(device_, sources);
   for (std::size_t i = 0; i < weights.size(); ++i) {
     // Other threads could run: the master may be another by now.
-    if (weights[i]->source == before[i]) weights[i]->source = std::move(sources[i]);
+    if (weights[i]->source != before[i]) continue;
+    weights[i]->source = std::move(sources[i]);
+    if (weights[i]->source->pinned && weights[i]->watch) weights[i]->watch->note_pinned();
   }
   if (!slower.empty() && !std::exchange(said_slower_, true)) warn_(slower);
 }
@@ -201,7 +203,7 @@ void Session::look_for_silent_write(Weight& weight, DeferredRelease& dropped) {
     residents_read_.push_back(&weight);
   }
   if (weight.cached != nullptr) write_back(weight, dropped);
-  if (weight.silent.look(*weight.source)) refetch(weight, dropped);
+  if (weight.silently_written()) refetch(weight, dropped);
 }
 
 void Session::write_back(Weight& weight) {
@@ -223,12 +225,42 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   if (!written) return;
   // The tensor that was written is the newest there is, so it stays the one to hand out.
   weight.state.version = *written;
-  weight.silent.look(*weight.source);
+  weight.silently_written();  // by that
   if (!weight.planned || record->leased()) return;
   // The engine's copy is another one.
   let_companions_go(weight, dropped);
   weight.let_go(dropped);
   update_group(weight);
+}
+
+void Session::for_watches(const std::vector<at::Tensor>& masters,
+                          const std::function<void(MemoryWatch&)>& use) const {
+  const std::function<void(const Weight&)> visit = [&](const Weight& weight) {
+    if (weight.watch) use(*weight.watch);
+    for (const auto& [name, part] : weight.parts) visit(*part);
+  };
+  for (const at::Tensor& master : masters) {
+    const auto found = by_master_.find(master.unsafeGetTensorImpl());
+    if (found != by_master_.end() && found->second->state.impl == found->first) visit(*found->second);
+  }
+}
+
+void Session::expect_writes(const std::vector<at::Tensor>& masters) {
+  for_watches(masters, [](MemoryWatch& watch) { watch.expect_writes(); });
+}
+
+void Session::note_writes(const std::vector<at::Tensor>& masters) {
+  for_watches(masters, [](MemoryWatch& watch) {
+    if (!watch.exact()) watch.note_write();
+  });
+}
+
+std::size_t Session::sampled_bytes() const {
+  std::size_t bytes = 0;
+  for (const auto& weight : weights_) {
+    if (weight->watch && !weight->watch->exact()) bytes += weight->source->stored_bytes();
+  }
+  return bytes;
 }
 
 Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* name) {

@@ -11,6 +11,8 @@
 #include "bindings/cpython.h"
 #include "bindings/master.h"
 #include "core/engine.h"
+#include "core/protection.h"
+#include "io/memory_watch.h"
 
 namespace dynswap {
 
@@ -63,7 +65,8 @@ struct Weight {
   MasterState state;             ///< the master whose bytes the engine has
   c10::VariableVersion version;  ///< the master's counter, shared with it
   SourcePtr source;
-  SilentWrites silent;
+  std::shared_ptr<MemoryWatch> watch;  ///< of the master's bytes, if it is streamed
+  std::uint64_t writes_seen = 0;       ///< the watch's count, when last looked at
   std::uint64_t looked_at = 0;  ///< a resident: the call (Session::calls_) in which it was last looked at
 
   /// A resident's tensor, kept for good, and its alias for accesses from outside a forward. Owned.
@@ -91,7 +94,20 @@ struct Weight {
   /// What is copied from now on is the master as it is now.
   void note_master() {
     if (version.enabled()) state.version = version.current_version();
-    if (source) silent.look(*source);
+    silently_written();
+  }
+
+  /// Something has written to the master since this was last asked, and may not have told (Note [Writes that
+  /// nobody tells of]).
+  bool silently_written() {
+    if (!watch) return false;
+    const std::uint64_t now = watch->writes();
+    return std::exchange(writes_seen, now) != now && PROTECTED(silent_write_seen);
+  }
+
+  void watch_master() {
+    watch = std::make_shared<MemoryWatch>(*source);
+    writes_seen = watch->writes();
   }
 
   void remember(const at::Tensor& handed_out) {
@@ -130,8 +146,7 @@ struct Weight {
   bool still_handed_out() const {
     if (latest_storage.expired() || !version.enabled() || version.current_version() != state.version)
       return false;
-    SilentWrites written = silent;
-    return !source || !written.look(*source);
+    return !watch || watch->writes() == writes_seen;
   }
 };
 

@@ -37,6 +37,7 @@ struct Source {
   std::uint64_t count = 0;             ///< elements
   const std::byte* address = nullptr;  ///< the master's bytes in this process (RAM, or a file mapping)
   std::shared_ptr<const File> file;    ///< set: read the bytes from here and leave `address` untouched
+  bool of_file = false;                ///< so it was, while there were bytes
   std::uint64_t offset = 0;            ///< bytes from the start of `file`
   Keep keep = Keep::yes;               ///< what is read from `file`
   std::shared_ptr<const void> owner;   ///< keeps `address` valid
@@ -58,7 +59,7 @@ inline SourcePtr without_bytes(const Source& source) {
   made->stored = source.stored;
   made->wanted = source.wanted;
   made->count = source.count;
-  made->file = source.file;
+  made->of_file = source.of_file;
   made->pinned = source.pinned;
   return made;
 }

@@ -62,6 +62,7 @@ std::optional<Mappings::Range> Mappings::find(const void* address, std::size_t b
   if (begin + bytes > mapping.end) return std::nullopt;
   Range range = mapping.file;
   range.offset += begin - mapping.begin;
+  range.mapped_at = mapping.begin;
   return range;
 }
 

@@ -5,14 +5,11 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+#include "io/pagemap.h"
+
 namespace dynswap {
 
 namespace {
-
-std::uint64_t page_size() noexcept {
-  static const auto kPage = static_cast<std::uint64_t>(::sysconf(_SC_PAGESIZE));
-  return kPage;
-}
 
 /// How many pages of a range the page cache holds; -1 if the kernel (before 6.5) or a sandbox does not say.
 std::int64_t cached_pages(int fd, std::uint64_t offset, std::size_t bytes) noexcept {

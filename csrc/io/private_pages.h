@@ -22,7 +22,4 @@ struct ByteRange {
 /// Where the kernel does not say (no /proc), everything: the mapping is always right, only slower.
 std::vector<ByteRange> private_ranges(const void* address, std::size_t bytes);
 
-/// The bytes in private_ranges().
-std::size_t privately_modified(const void* address, std::size_t bytes);
-
 }  // namespace dynswap

@@ -1,0 +1,192 @@
+#include "io/page_watch.h"
+
+#include <algorithm>
+#include <atomic>
+#include <map>
+#include <mutex>
+#include <vector>
+
+#if defined(__linux__) && __has_include(<linux/userfaultfd.h>)
+#define DYNSWAP_USERFAULTFD 1
+#include <fcntl.h>
+#include <linux/userfaultfd.h>
+#include <pthread.h>
+#include <sys/ioctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#else
+#define DYNSWAP_USERFAULTFD 0
+#endif
+
+namespace dynswap {
+
+#if DYNSWAP_USERFAULTFD
+
+namespace {
+
+// As <linux/userfaultfd.h> has them, of whatever age the headers here are.
+constexpr int kUserModeOnly = 1;                           // what a process may without privileges
+constexpr std::uint64_t kWpUnpopulated = 1ull << 13;       // anonymous pages that are not there yet, too
+constexpr std::uint64_t kWpAsync = 1ull << 15;             // Linux 6.7
+constexpr unsigned long kNewFromDevice = _IO(0xAA, 0x00);  // of /dev/userfaultfd, where the call is forbidden
+
+int open_userfaultfd() noexcept {
+  int fd = static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | kUserModeOnly));
+  if (fd < 0) {
+    const int device = ::open("/dev/userfaultfd", O_RDWR | O_CLOEXEC);
+    if (device < 0) return -1;
+    fd = ::ioctl(device, kNewFromDevice, O_CLOEXEC | O_NONBLOCK | kUserModeOnly);
+    ::close(device);
+    if (fd < 0) return -1;
+  }
+  uffdio_api api{};
+  api.api = UFFD_API;
+  api.features = kWpAsync | kWpUnpopulated;
+  if (::ioctl(fd, UFFDIO_API, &api) == 0) return fd;
+  ::close(fd);
+  return -1;
+}
+
+uffdio_range range_of(Pages pages) noexcept { return {pages.begin, pages.end - pages.begin}; }
+
+bool overlap(Pages a, Pages b) noexcept { return a.begin < b.end && b.begin < a.end; }
+
+}  // namespace
+
+/// This process's userfaultfd, and what is watched through it.
+struct PageWatch::Kernel {
+  const int fd = open_userfaultfd();
+  std::mutex mutex;
+  // LOCK: mutex guards all below.
+  struct Watched {
+    PageWatch* watch = nullptr;
+    std::weak_ptr<PageWatch> shared;
+  };
+  std::multimap<std::uintptr_t, Watched> watched;  ///< by their first page
+  std::size_t longest = 0;                         ///< bytes of the longest there has been
+
+  /// Never freed: a watch may outlive static objects.
+  static std::atomic<Kernel*>& current() {
+    static std::atomic<Kernel*> kernel{nullptr};
+    return kernel;
+  }
+
+  static Kernel* of_this_process() {
+    if (Kernel* const known = current()) return known;
+    static const bool follows_forks = ::pthread_atfork(nullptr, nullptr, &PageWatch::forget_after_fork) == 0;
+    if (!follows_forks) return nullptr;
+    auto* const made = new Kernel;
+    Kernel* other = nullptr;
+    if (current().compare_exchange_strong(other, made)) return made;
+    if (made->fd >= 0) ::close(made->fd);
+    delete made;
+    return other;
+  }
+
+  bool register_pages(Pages pages) const noexcept {
+    uffdio_register arguments{};
+    arguments.range = range_of(pages);
+    arguments.mode = UFFDIO_REGISTER_MODE_WP;
+    return ::ioctl(fd, UFFDIO_REGISTER, &arguments) == 0;
+  }
+
+  void unregister_pages(Pages pages) const noexcept {
+    uffdio_range range = range_of(pages);
+    ::ioctl(fd, UFFDIO_UNREGISTER, &range);
+  }
+
+  template <class Use>
+  void for_overlapping(Pages pages, const Use& use) {
+    auto entry = watched.lower_bound(pages.begin - std::min(longest, pages.begin));
+    for (; entry != watched.end() && entry->first < pages.end; ++entry) {
+      if (overlap(entry->second.watch->pages_, pages)) use(*entry->second.watch);
+    }
+  }
+};
+
+/// Counts what was written in the pages, for all that watch them, and protects them again.
+bool PageWatch::look() {
+  bool found = false;
+  const bool told = find_written(pages_, which_, [&](Pages written) {
+    found = true;
+    kernel_.for_overlapping(written, [](PageWatch& watch) { ++watch.writes_; });
+  });
+  if (found && which_ == Which::only_private) {
+    std::size_t bytes = 0;
+    if (find_private(pages_, [&](Pages own) { bytes += own.end - own.begin; }) &&
+        bytes == pages_.end - pages_.begin)
+      which_ = Which::all;
+  }
+  return told;
+}
+
+// The lock may be held by a thread that the child has not got, and the descriptor is the parent's: through it
+// the child would change the parent's pages.
+void PageWatch::forget_after_fork() {
+  const Kernel* const parents = Kernel::current().exchange(nullptr);
+  if (parents != nullptr && parents->fd >= 0) ::close(parents->fd);
+}
+
+std::shared_ptr<PageWatch> PageWatch::over(Pages pages, Which which) {
+  Kernel* const kernel = Kernel::of_this_process();
+  if (kernel == nullptr || kernel->fd < 0 || pages.begin == pages.end) return nullptr;
+  std::vector<std::shared_ptr<PageWatch>> known;  // let go without the lock, which a destructor takes
+  std::shared_ptr<PageWatch> made;
+  const std::lock_guard lock(kernel->mutex);
+  const auto [first, last] = kernel->watched.equal_range(pages.begin);
+  for (auto entry = first; entry != last; ++entry) {
+    known.push_back(entry->second.shared.lock());
+    const PageWatch* const same = known.back().get();
+    if (same != nullptr && same->pages_.end == pages.end && !same->lost_) return known.back();
+  }
+  if (!kernel->register_pages(pages)) return nullptr;
+  made.reset(new PageWatch(*kernel, pages, which));
+  kernel->watched.emplace(pages.begin, Kernel::Watched{made.get(), made});
+  kernel->longest = std::max(kernel->longest, pages.end - pages.begin);
+  made->lost_ = !made->look();
+  if (made->lost_) return nullptr;
+  return made;
+}
+
+PageWatch::~PageWatch() {
+  if (&kernel_ != Kernel::current()) return;
+  const std::lock_guard lock(kernel_.mutex);
+  const auto [first, last] = kernel_.watched.equal_range(pages_.begin);
+  kernel_.watched.erase(
+      std::find_if(first, last, [&](const auto& entry) { return entry.second.watch == this; }));
+  kernel_.unregister_pages(pages_);
+  // Others that watch some of them do so again, and take them for written.
+  kernel_.for_overlapping(pages_, [&](PageWatch& other) {
+    if (!kernel_.register_pages(other.pages_)) other.lost_ = true;
+  });
+}
+
+std::optional<std::uint64_t> PageWatch::writes() {
+  if (&kernel_ != Kernel::current()) return std::nullopt;
+  const std::lock_guard lock(kernel_.mutex);
+  if (!lost_) lost_ = !look();
+  if (lost_) return std::nullopt;
+  return writes_;
+}
+
+void PageWatch::expect_writes() noexcept {
+  if (&kernel_ != Kernel::current()) return;
+  uffdio_writeprotect arguments{};
+  arguments.range = range_of(pages_);
+  ::ioctl(kernel_.fd, UFFDIO_WRITEPROTECT, &arguments);
+}
+
+#else
+
+struct PageWatch::Kernel {};
+
+bool PageWatch::look() { return false; }
+std::shared_ptr<PageWatch> PageWatch::over(Pages, Which) { return nullptr; }
+PageWatch::~PageWatch() = default;
+std::optional<std::uint64_t> PageWatch::writes() { return std::nullopt; }
+void PageWatch::expect_writes() noexcept {}
+void PageWatch::forget_after_fork() {}
+
+#endif
+
+}  // namespace dynswap

@@ -1,0 +1,253 @@
+// Writes to memory that nobody tells of.
+#include "io/memory_watch.h"
+
+#include <fcntl.h>
+#include <sys/mman.h>
+#include <sys/wait.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstring>
+#include <memory>
+#include <thread>
+#include <vector>
+
+#include "check.h"
+#include "io/file.h"
+#include "temp_file.h"
+
+namespace dynswap::test {
+
+namespace {
+
+constexpr std::size_t kPage = 4096;
+
+/// Pages of our own, filled with ones.
+std::shared_ptr<std::byte> pages(std::size_t count, int flags = MAP_PRIVATE | MAP_ANONYMOUS) {
+  void* const address = ::mmap(nullptr, count * kPage, PROT_READ | PROT_WRITE, flags, -1, 0);
+  std::memset(address, 1, count * kPage);
+  return {static_cast<std::byte*>(address), [count](std::byte* begin) { ::munmap(begin, count * kPage); }};
+}
+
+/// Whether this kernel watches pages; else there is nothing to test, which is said.
+bool kernel_watches() {
+  const auto memory = pages(16);
+  const bool watches = PageWatch::over(pages_within(memory.get(), 16 * kPage), Which::all) != nullptr;
+  if (!watches) std::puts("    skipped: this kernel watches no pages (Linux 6.7 and userfaultfd are needed)");
+  return watches;
+}
+
+/// Looks twice: something was written, and is counted once.
+bool seen_once(MemoryWatch& watch, std::uint64_t& count) {
+  const std::uint64_t now = watch.writes();
+  return std::exchange(count, now) != now && watch.writes() == count;
+}
+
+}  // namespace
+
+TEST(memory_watch_sees_each_byte) {
+  // Each size: hashed, watched, and with ends that share their pages; at an address that is like malloc's.
+  const bool watches = kernel_watches();
+  for (const std::size_t bytes : {1, 7, 31, 33, 4096, 20000, 40000, 65537, 300000}) {
+    const auto memory = pages(bytes / kPage + 3);
+    std::byte* const data = memory.get() + 64;
+    MemoryWatch watch(data, bytes);
+    if (!watches && !watch.exact()) continue;
+    EXPECT(watch.exact());
+    std::uint64_t count = watch.writes();
+    for (const std::size_t at : {std::size_t{0}, bytes / 3, bytes / 2, bytes - 1}) {
+      data[at] ^= std::byte{1};
+      EXPECT(seen_once(watch, count));
+    }
+    // Neighbours are not ours.
+    data[-1] = std::byte{9};
+    data[bytes] = std::byte{9};
+    EXPECT(watch.writes() == count);
+  }
+}
+
+TEST(memory_watch_sees_a_write_of_the_kernel) {
+  if (!kernel_watches()) return;
+  const auto memory = pages(64);
+  MemoryWatch watch(memory.get(), 64 * kPage);
+  std::uint64_t count = watch.writes();
+  const int zero = ::open("/dev/zero", O_RDONLY | O_CLOEXEC);
+  EXPECT(::read(zero, memory.get() + 7 * kPage, 10) == 10);
+  ::close(zero);
+  EXPECT(seen_once(watch, count));
+}
+
+TEST(memory_watch_counts_what_was_expected_once) {
+  if (!kernel_watches()) return;
+  const auto memory = pages(64);
+  MemoryWatch watch(memory.get(), 64 * kPage);
+  std::uint64_t count = watch.writes();
+  watch.expect_writes();
+  memory.get()[12345] = std::byte{5};
+  EXPECT(seen_once(watch, count));
+  memory.get()[12345] = std::byte{6};  // it is watched again
+  EXPECT(seen_once(watch, count));
+}
+
+TEST(memory_watch_over_memory_that_others_watch) {
+  // The same, a part, and one that reaches beyond; whoever looks first takes nothing from the others.
+  if (!kernel_watches()) return;
+  const auto memory = pages(256);
+  auto whole = std::make_unique<MemoryWatch>(memory.get(), 256 * kPage);
+  auto same = std::make_unique<MemoryWatch>(memory.get(), 256 * kPage);
+  MemoryWatch part(memory.get() + 100 * kPage, 50 * kPage);
+  MemoryWatch across(memory.get() + 140 * kPage, 100 * kPage);
+  std::uint64_t of_whole = whole->writes(), of_same = same->writes(), of_part = part.writes(),
+                of_across = across.writes();
+  memory.get()[145 * kPage] = std::byte{2};
+  EXPECT(seen_once(part, of_part));
+  EXPECT(seen_once(*whole, of_whole));
+  EXPECT(seen_once(across, of_across));
+  EXPECT(seen_once(*same, of_same));
+  memory.get()[200 * kPage] = std::byte{2};
+  EXPECT(part.writes() == of_part);
+  EXPECT(seen_once(across, of_across));
+  EXPECT(seen_once(*same, of_same));
+  // One that ends takes the others' pages for written at most.
+  whole.reset();
+  same.reset();
+  of_part = part.writes();
+  memory.get()[120 * kPage] = std::byte{3};
+  EXPECT(seen_once(part, of_part));
+}
+
+TEST(memory_watch_of_memory_that_was_mapped_anew) {
+  if (!kernel_watches()) return;
+  const auto memory = pages(64);
+  MemoryWatch watch(memory.get(), 64 * kPage);
+  std::uint64_t count = watch.writes();
+  void* const again = ::mmap(memory.get(), 64 * kPage, PROT_READ | PROT_WRITE,
+                             MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
+  EXPECT(again == memory.get());
+  EXPECT(seen_once(watch, count));
+  EXPECT(!watch.exact());
+  std::memset(memory.get(), 3, 64 * kPage);  // sampled
+  EXPECT(seen_once(watch, count));
+}
+
+TEST(memory_watch_that_was_stopped_touches_nothing) {
+  auto memory = pages(64);
+  MemoryWatch watch(memory.get(), 64 * kPage);
+  const std::uint64_t count = watch.writes();
+  watch.stop();
+  memory.reset();
+  watch.expect_writes();
+  watch.note_pinned();
+  EXPECT(watch.writes() == count);
+}
+
+TEST(memory_watch_in_a_forked_child) {
+  // The child's looks and ends change nothing of the parent's, and it can watch pages of its own.
+  if (!kernel_watches()) return;
+  const auto memory = pages(64);
+  auto watch = std::make_unique<MemoryWatch>(memory.get(), 64 * kPage);
+  std::uint64_t count = watch->writes();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    watch->writes();
+    watch.reset();
+    const auto own = pages(64);
+    MemoryWatch of_own(own.get(), 64 * kPage);
+    std::uint64_t own_count = of_own.writes();
+    own.get()[5 * kPage] = std::byte{7};
+    ::_exit(seen_once(of_own, own_count) && of_own.exact() ? 0 : 1);
+  }
+  int status = -1;
+  EXPECT(::waitpid(child, &status, 0) == child);
+  EXPECT(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+  EXPECT(watch->exact());
+  memory.get()[9 * kPage] = std::byte{3};
+  EXPECT(seen_once(*watch, count));
+}
+
+TEST(memory_watch_of_memory_that_processes_share) {
+  // Who else writes to it is no page of this process's: it is sampled, and says so.
+  const auto memory = pages(64, MAP_SHARED | MAP_ANONYMOUS);
+  MemoryWatch watch(memory.get(), 64 * kPage);
+  EXPECT(!watch.exact());
+  std::uint64_t count = watch.writes();
+  const pid_t child = ::fork();
+  if (child == 0) {
+    std::memset(memory.get(), 3, 64 * kPage);
+    ::_exit(0);
+  }
+  ::waitpid(child, nullptr, 0);
+  EXPECT(seen_once(watch, count));
+}
+
+TEST(memory_watch_of_a_file_mapping) {
+  const bool watches = kernel_watches();
+  const TempFile written(256 * kPage);
+  const auto file = File::open(written.path());
+  const int descriptor = ::open(written.path().c_str(), O_RDWR | O_CLOEXEC);
+  void* const mapped = ::mmap(nullptr, 256 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE, descriptor, 0);
+  ::close(descriptor);
+  auto* const data = static_cast<std::byte*>(mapped);
+  // Three weights that meet in pages: the small one lies between the others.
+  const auto source = [&](std::size_t begin, std::size_t bytes) {
+    Source made;
+    made.count = bytes;
+    made.address = data + begin;
+    made.file = file;
+    made.offset = begin;
+    return made;
+  };
+  MemoryWatch first(source(100, 100 * kPage)), small(source(100 * kPage + 100, 50)),
+      last(source(100 * kPage + 150, 150 * kPage));
+  std::uint64_t of_first = first.writes(), of_small = small.writes(), of_last = last.writes();
+  EXPECT(first.exact() && small.exact() && last.exact());
+  volatile std::byte sink = data[50 * kPage];
+  static_cast<void>(sink);
+  EXPECT(first.writes() == of_first);  // reading is no write
+  // A write to one does not count for those that share its page.
+  data[100 * kPage + 120] ^= std::byte{1};
+  EXPECT(first.writes() == of_first);
+  EXPECT(last.writes() == of_last);
+  EXPECT(seen_once(small, of_small));
+  data[100 * kPage + 140] ^= std::byte{1};
+  EXPECT(seen_once(small, of_small));
+  data[100 * kPage + 160] ^= std::byte{1};
+  EXPECT(first.writes() == of_first);
+  EXPECT(seen_once(last, of_last));
+  EXPECT(small.writes() == of_small);
+  // First a page that was as in the file, then one that is private already.
+  for (int i = 0; i < 3 && watches; ++i) {
+    data[150 * kPage + 5] ^= std::byte{1};
+    EXPECT(seen_once(last, of_last));
+  }
+  data[50 * kPage] ^= std::byte{1};
+  EXPECT(seen_once(first, of_first));
+  EXPECT_EQ(first.exact(), watches);
+  ::munmap(mapped, 256 * kPage);
+}
+
+TEST(memory_watch_and_threads_that_write) {
+  // What was written before a look is seen by it, or was seen by another.
+  if (!kernel_watches()) return;
+  const auto memory = pages(256);
+  MemoryWatch one(memory.get(), 256 * kPage), other(memory.get() + 128 * kPage, 64 * kPage);
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 2; ++t) {
+    threads.emplace_back([&, t] {
+      MemoryWatch& watch = t == 0 ? one : other;
+      std::uint64_t count = watch.writes();
+      for (int i = 0; i < 300; ++i) {
+        memory.get()[(130 + t + i % 50) * kPage] ^= std::byte{1};
+        const std::uint64_t now = watch.writes();
+        EXPECT(now != count);
+        count = now;
+        MemoryWatch brief(memory.get() + 16 * t * kPage, 64 * kPage);
+        if (i % 7 == 0) watch.expect_writes();
+      }
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
+}  // namespace dynswap::test
