@@ -80,7 +80,7 @@ class Weight:
         self._watch: MemoryWatch | None = None
 
     def watch(self) -> MemoryWatch | None:
-        """Count the writes to the master's bytes as they are now, from now on; None if they are not in RAM."""
+        """Count the writes to the master's bytes from now on; None if they are not in RAM."""
         master = self.master
         if master.device.type != "cpu" or master.numel() == 0:
             return None

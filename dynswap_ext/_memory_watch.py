@@ -1,8 +1,8 @@
 """Whether somebody has written to a master's bytes (pure-Python provider; native: csrc/io/memory_watch.h).
 
 `p.data[i] = x`, NumPy, DLPack and fused optimizers bump no version counter. The kernel knows the pages that
-were written, since Linux 6.7: they are registered with a userfaultfd and write-protected; the first write to one
-lifts its protection, and PAGEMAP_SCAN finds those and protects them again.
+were written, since Linux 6.7: they are registered with a userfaultfd and write-protected; the first write to
+one lifts its protection, and PAGEMAP_SCAN finds those and protects them again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ _REGIONS: Final = 64
 
 
 class _Kernel:
-    """This process's userfaultfd, and what is watched through it. Thread-safe."""
+    """The userfaultfd of the process, and what is watched through it. Thread-safe."""
 
     def __init__(self) -> None:
         import fcntl
