@@ -1,0 +1,65 @@
+"""A model most of whose bytes are the rows of an embedding, few of which a step of training touches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from programs import library, seeded
+
+ROWS, WIDTH, LENGTH, CLASSES = 16384, 32, 7, 3
+
+
+class Bags(nn.Module):
+    """The mean of some rows, and two layers; an embedding of 2 MiB."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(ROWS, WIDTH)
+        self.hidden = nn.Linear(WIDTH, WIDTH)
+        self.output = nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.output(torch.tanh(self.hidden(self.rows(tokens).mean(dim=1))))
+
+
+def bags() -> Bags:
+    seeded()
+    return Bags()
+
+
+def llama_classifier() -> Any:
+    """Llama with a head that has few rows, so that the embedding is nearly all of it."""
+    transformers = library("transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=ROWS,
+        hidden_size=WIDTH,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=16,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+        num_labels=CLASSES,
+    )
+    seeded()
+    return transformers.LlamaForSequenceClassification(config)
+
+
+class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Random tokens; each token is in few sentences, and each sentence is seen more than once."""
+
+    def __init__(self, count: int = 48) -> None:
+        generator = torch.Generator().manual_seed(11)
+        self.tokens = torch.randint(4, ROWS, (count, LENGTH), generator=generator)
+        self.labels = torch.randint(CLASSES, (count,), generator=generator)
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return {"input_ids": self.tokens[index], "labels": self.labels[index]}

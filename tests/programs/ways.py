@@ -1,0 +1,173 @@
+"""The ways in which a whole program's model is installed, each beside the same program on a plain one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import dynswap_ext
+from conftest import PRETEND, Provider
+from dynswap_ext import testing
+from programs import bytes_of, seeded
+
+#: What a way's name says, after which it is budgets in bytes.
+ALL_RESIDENT, LEAST = "all resident", "least"
+
+
+@dataclass(frozen=True)
+class Way:
+    """How a model is installed."""
+
+    name: str
+    #: Whether its masters are mapped from a file, which is what streams on the CPU.
+    mapped: bool = False
+    #: `ALL_RESIDENT`, `LEAST`, or what an install takes by default.
+    budget: str | None = None
+    dtype: torch.dtype | None = None
+
+    def __str__(self) -> str:
+        return self.name
+
+    def streams(self, provider: Provider) -> bool:
+        """Whether weights have to move. Pure Python hands a mapping out as it is."""
+        if provider.device.type != "cpu" or self.dtype is not None:
+            return True
+        return self.mapped and provider.native
+
+
+DEFAULT = Way("default")
+MAPPED = Way("mapped", mapped=True)
+RESIDENT = Way("resident", mapped=True, budget=ALL_RESIDENT)
+SMALLEST = Way("smallest", mapped=True, budget=LEAST)
+#: Masters in RAM, which move on the CPU too.
+CAST = Way("cast", dtype=torch.float64)
+
+# The pretend device is slow, and there masters in RAM stream.
+WAYS = (SMALLEST,) if PRETEND else (DEFAULT, MAPPED, RESIDENT, SMALLEST)
+TRAINING_WAYS = (DEFAULT, RESIDENT) if PRETEND else (*WAYS, CAST)
+
+
+def beside_plain(
+    provider: Provider,
+    way: Way,
+    folder: Path,
+    make: Callable[[], Any],
+    program: Callable[[Any], Any],
+    part: Callable[[Any], nn.Module] = lambda made: made,
+    *,
+    moved: bool = False,
+) -> Any:
+    """Run a program on a plain model and on the same one installed; assert equal results, to the bit.
+
+    They are what the program returns and the masters afterwards. Where weights have to move, at
+    least the whole model has.
+
+    Parameters
+    ----------
+    provider, way
+        How to install.
+    folder
+        Where the file of masters that are mapped goes.
+    make
+        Makes what the program takes: a model, or what holds one.
+    program
+        Takes what was made.
+    part
+        The model to install in what was made.
+    moved
+        Whether the plain model is moved to the device as a whole. Else its masters stay, so that an optimizer
+        steps on the same device in both runs.
+
+    Returns
+    -------
+    Any
+        What the program returned on the installed model.
+    """
+    seeded()
+    plain = make()
+    if moved:
+        part(plain).to(provider.device, way.dtype)
+    elif provider.device.type != "cpu" or way.dtype is not None:
+        moved_at_each_access(part(plain), provider.device, way.dtype)
+    seeded()
+    expected = program(plain)
+    seeded()
+    made = make()
+    handle = install(provider, way, folder, part(made))
+    seeded()
+    actual = program(made)
+    unequal = testing.differences(actual, expected, "result")
+    unequal += testing.differences(masters(part(made)), masters(part(plain)), "masters")
+    assert not unequal, f"{len(unequal)} differences: {'; '.join(unequal[:5])}"
+    check_moved(provider, way, handle, part(made))
+    return actual
+
+
+def install(provider: Provider, way: Way, folder: Path, model: nn.Module) -> dynswap_ext.Handle:
+    """Install a model in this way."""
+    if way.mapped:
+        testing.map_from_file(model, folder / f"masters{len(provider.handles)}.pt")
+    options: dict[str, Any] = {} if way.dtype is None else {"dtype": way.dtype}
+    if way.budget == ALL_RESIDENT:
+        options["budget"] = 1 << 30
+    elif way.budget == LEAST:
+        options["budget"] = smallest_budget(provider, model, **options)
+    return provider.install(model, **options)
+
+
+def smallest_budget(provider: Provider, model: nn.Module, **options: Any) -> int | None:
+    """The smallest budget that works, as the error names it; None where any does."""
+    try:
+        provider.install(model, budget=1, **options).uninstall()
+    except dynswap_ext.BudgetError as error:
+        return error.smallest_bytes
+    return None
+
+
+def check_moved(provider: Provider, way: Way, handle: dynswap_ext.Handle, model: nn.Module) -> None:
+    """Assert that weights moved where they have to, else the comparison would have said nothing."""
+    if not way.streams(provider):
+        return
+    stats, whole = handle.stats(), 0.9 * bytes_of(model)  # but for buffers that no file has
+    assert stats.bytes_moved > whole
+    if provider.native and way.budget == ALL_RESIDENT:
+        assert stats.resident_bytes == stats.weight_bytes
+    if provider.native and way.budget == LEAST:
+        assert stats.bytes_moved > 2 * whole
+
+
+def masters(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The state of a model, on the host."""
+    return {name: value.detach().cpu() for name, value in model.state_dict().items()}
+
+
+def moved_at_each_access(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
+    """Let each access of a weight make a copy by autograd's own `to`, which is what an install stands for.
+
+    The masters stay where they are, as those of an installed model do.
+    """
+    dressed: dict[type, type] = {}
+    for module in model.modules():
+        cls = type(module)
+        if cls not in dressed:
+            dressed[cls] = _dressed(cls, device, dtype)
+        module.__class__ = dressed[cls]
+
+
+def _dressed(cls: type, device: torch.device, dtype: torch.dtype | None) -> type:
+    def fetch(self: Any, name: str) -> Any:
+        value = cls.__getattr__(self, name)  # type: ignore[attr-defined]
+        if not isinstance(value, torch.Tensor):
+            return value
+        return value.to(device, dtype if value.is_floating_point() else None)
+
+    members: dict[str, Any] = {"__getattr__": fetch, "_apply": lambda self, *_, **__: self}
+    if isinstance(getattr(cls, "device", None), property):
+        members["device"] = property(lambda self: device)
+    names = {"__module__": cls.__module__, "__qualname__": cls.__qualname__}
+    return type(cls.__name__, (cls,), {**members, **names})
