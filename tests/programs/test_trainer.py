@@ -1,0 +1,140 @@
+"""Programs of `transformers.Trainer` on default options: full training, and LoRA with peft."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import Provider
+from programs import library, seeded
+from sparse_rows import Sentences, llama_classifier
+from ways import MAPPED, SMALLEST, TRAINING_WAYS, Way, beside_plain, masters
+
+transformers = library("transformers")
+library("accelerate")
+
+STEPS = 20
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _little_to_collect() -> Iterator[None]:
+    """Accelerate collects garbage after each training, which takes longer than the steps here."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+class Seen(transformers.TrainerCallback):
+    """What a program can see of each step: gradients as the optimizer gets them, and what is logged."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, torch.Tensor]] = []
+        self.logged: list[dict[str, Any]] = []
+
+    def on_pre_optimizer_step(self, *_: Any, model: Any, **__: Any) -> None:
+        trained = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+        assert trained
+        self.gradients.append({name: grad.detach().cpu().clone() for name, grad in trained.items()})
+
+    def on_log(self, *_: Any, logs: dict[str, Any], **__: Any) -> None:
+        self.logged.append({key: value for key, value in logs.items() if _is_no_time(key)})
+
+
+def _is_no_time(key: str) -> bool:
+    return not key.endswith(("runtime", "per_second"))
+
+
+def trainer(provider: Provider, model: Any, folder: Path, **options: Any) -> tuple[Any, Seen]:
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder),
+        **{"max_steps": STEPS, "logging_steps": 1, "save_strategy": "no", **options},
+        use_cpu=provider.device.type == "cpu",
+        report_to="none",
+        disable_tqdm=True,
+    )
+    assert arguments.optim == "adamw_torch_fused" and arguments.weight_decay == 0.0
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # else DataParallel, which installs do not take part in
+    seen = Seen()
+    made = transformers.Trainer(
+        model=model,
+        args=arguments,
+        train_dataset=Sentences(),
+        eval_dataset=Sentences(8),
+        callbacks=[seen],
+    )
+    return made, seen
+
+
+def training(provider: Provider, folder: Path, **options: Any) -> Callable[[Any], Any]:
+    def program(model: Any) -> Any:
+        made, seen = trainer(provider, model, folder, **options)
+        result = made.train()
+        assert len(seen.gradients) == result.global_step == options.get("max_steps", STEPS)
+        return result.training_loss, seen.logged, seen.gradients
+
+    return program
+
+
+@pytest.mark.parametrize("way", TRAINING_WAYS, ids=str)
+def test_default_arguments(provider: Provider, way: Way, tmp_path: Path) -> None:
+    beside_plain(provider, way, tmp_path, llama_classifier, training(provider, tmp_path))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"gradient_accumulation_steps": 4, "max_steps": 5},
+        {"gradient_checkpointing": True},
+        {"eval_strategy": "steps", "eval_steps": 4},
+    ],
+    ids=["accumulation", "checkpointing", "evaluation"],
+)
+def test_options(provider: Provider, options: dict[str, Any], tmp_path: Path) -> None:
+    beside_plain(provider, MAPPED, tmp_path, llama_classifier, training(provider, tmp_path, **options))
+
+
+def test_saved_and_resumed(provider: Provider, tmp_path: Path) -> None:
+    """A checkpoint of an installed model is taken up by another one, as by a plain one."""
+
+    def program(model: Any) -> Any:
+        made, seen = trainer(provider, model, tmp_path, max_steps=10, save_strategy="steps", save_steps=5)
+        made.train(resume_from_checkpoint=resume)
+        return seen.logged
+
+    resume = None
+    whole = beside_plain(provider, MAPPED, tmp_path, llama_classifier, program)
+    resume = str(tmp_path / "checkpoint-5")
+    rest = beside_plain(provider, MAPPED, tmp_path, llama_classifier, program)
+    assert _losses(rest)[-5:] == _losses(whole)[-5:]
+
+
+def _losses(logged: list[dict[str, Any]]) -> list[float]:
+    return [logs["loss"] for logs in logged if "loss" in logs]
+
+
+def with_adapter(model: Any) -> Any:
+    peft = library("peft")
+    targets = ["q_proj", "v_proj", "embed_tokens"]
+    seeded()
+    return peft.get_peft_model(model, peft.LoraConfig(r=4, task_type="SEQ_CLS", target_modules=targets))
+
+
+def test_lora_over_an_installed_base(provider: Provider, tmp_path: Path) -> None:
+    train = training(provider, tmp_path)
+
+    def program(model: Any) -> Any:
+        made = with_adapter(model)
+        return train(made), masters(made)
+
+    beside_plain(provider, SMALLEST, tmp_path, llama_classifier, program)
+
+
+def test_an_install_over_lora(provider: Provider, tmp_path: Path) -> None:
+    train = training(provider, tmp_path)
+    beside_plain(provider, MAPPED, tmp_path, lambda: with_adapter(llama_classifier()), train)
