@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from conftest import Provider
 from dynswap_ext import testing
 from programs import assert_told_once, both, library, same
 from sample_models import mlp
+from sparse_rows import Sentences, bags
+from ways import TRAINING_WAYS, Way, beside_plain
 
 accelerate = library("accelerate")
 
@@ -53,6 +56,32 @@ def test_a_prepared_loop(provider: Provider, accumulate: int, recwarn: pytest.Wa
         same(program, model, moved)
         testing.assert_bit_equal(model.state_dict(), moved.cpu().state_dict())
     assert_told_once(recwarn, 0 if provider.device.type == "cpu" else 1)
+
+
+@pytest.mark.parametrize("way", TRAINING_WAYS, ids=str)
+def test_a_scheduler_and_sparse_rows(provider: Provider, way: Way, tmp_path: Path) -> None:
+    def program(model: nn.Module) -> list[Any]:
+        accelerator = accelerate.Accelerator(cpu=provider.device.type == "cpu", gradient_accumulation_steps=2)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.0, fused=True)
+        scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=20)
+        loader = torch.utils.data.DataLoader(Sentences(80), batch_size=2, shuffle=True)
+        model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
+        seen: list[Any] = []
+        for batch in loader:
+            with accelerator.accumulate(model):
+                loss = nn.functional.cross_entropy(model(batch["input_ids"]), batch["labels"])
+                accelerator.backward(loss)
+                if accelerator.sync_gradients:
+                    norm = accelerator.clip_grad_norm_(model.parameters(), 0.5)
+                    seen += [norm.item(), *(p.grad.detach().clone().cpu() for p in model.parameters())]
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+            seen += [accelerator.gather(loss.detach()).item(), scheduler.get_last_lr()]
+        accelerator.free_memory()
+        return seen
+
+    beside_plain(provider, way, tmp_path, bags, program)
 
 
 def test_autocast(provider: Provider) -> None:
