@@ -1,0 +1,205 @@
+"""Small models for random programs; between them they use every kind of weight."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from sample_models import Recurrent, TinyTransformer
+
+#: Weights of a narrow model travel together; those of a wide one pass 64 KiB each.
+NARROW, WIDE = 24, 160
+#: Where a growing buffer begins again.
+LONGEST = 4
+
+
+class Extras(nn.Module):
+    """A model that also uses a parameter and a buffer that programs add, replace and delete."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.gain: nn.Parameter | None = nn.Parameter(torch.rand(width) + 0.5)
+        self.register_buffer("shift", torch.randn(width))
+
+    def finish(self, y: Tensor) -> Tensor:
+        gain, shift = getattr(self, "gain", None), getattr(self, "shift", None)
+        y = y if gain is None else y * gain
+        return y if shift is None else y + shift
+
+
+class TiedLayers(Extras):
+    """Square layers, of which the first and the last share a weight."""
+
+    def __init__(self, width: int = NARROW, layers: int = 5) -> None:
+        super().__init__(width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+        self.layers[-1].weight = self.layers[0].weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return self.finish(x)
+
+
+class Layers(Extras):
+    """Square layers, each used once."""
+
+    def __init__(self, width: int = NARROW, layers: int = 5) -> None:
+        super().__init__(width)
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = F.gelu(layer(x))
+        return self.finish(x)
+
+
+class ConvNorms(Extras):
+    """Convolutions, grouped too, and batch norms: buffers that a forward writes and bumps no version of."""
+
+    def __init__(self, width: int = NARROW) -> None:
+        super().__init__(width)
+        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(width, momentum=0.3) for _ in range(2))
+        self.grouped = nn.Conv2d(width, width, 3, padding=1, groups=width)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.relu(self.norms[0](self.stem(x)))
+        x = torch.relu(self.norms[1](self.grouped(x)))
+        return self.finish(self.head(x.mean(dim=(2, 3))))
+
+
+class Rows(Extras):
+    """An embedding of which few rows are touched, attention, a layer norm and dropout."""
+
+    def __init__(self, width: int = NARROW, sparse: bool = False) -> None:
+        super().__init__(width)
+        self.embed = nn.Embedding(40, width, padding_idx=3, sparse=sparse)
+        self.norm = nn.LayerNorm(width)
+        self.attention = nn.MultiheadAttention(width, 2, dropout=0.1, batch_first=True)
+        self.head = nn.Linear(width, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.norm(self.embed(tokens))
+        x = x + self.attention(x, x, x, need_weights=False)[0]
+        return self.finish(self.head(x))
+
+
+class SparseRows(Rows):
+    def __init__(self, width: int = NARROW) -> None:
+        super().__init__(width, sparse=True)
+
+
+class Remembers(Extras):
+    """Buffers written in a forward: counted, averaged, assigned, written in part, and a cache that grows."""
+
+    def __init__(self, width: int = NARROW) -> None:
+        super().__init__(width)
+        self.first, self.second = nn.Linear(width, width), nn.Linear(width, width)
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("mean", torch.zeros(width))
+        self.register_buffer("last", torch.zeros(width), persistent=False)
+        self.register_buffer("ring", torch.zeros(LONGEST, width))
+        self.register_buffer("cache", torch.zeros(1, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        # Written are values that every dtype has: what is read again may have been rounded.
+        self.count += 1
+        mean, ring, cache = self.mean, self.ring, self.cache
+        y = torch.tanh(self.first(x)) + self.last
+        seen = y.detach().mean(0).bfloat16().to(y.dtype)
+        mean.neg_().copy_(seen)
+        ring[int(self.count) % LONGEST] = seen
+        self.last = seen
+        cache = torch.cat([cache if len(cache) < LONGEST else cache[:1], seen[None]])
+        self.cache = cache
+        return self.finish(self.second(y - mean + ring.mean(0) + cache.sum(0)))
+
+
+class Shared(Extras):
+    """A module used twice and under two names, lists, a parametrization, a weight read from outside."""
+
+    def __init__(self, width: int = NARROW) -> None:
+        super().__init__(width)
+        self.twice = nn.Linear(width, width)
+        self.again = self.twice
+        self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(width, width))
+        self.scales = nn.ParameterList([nn.Parameter(torch.rand(width)) for _ in range(2)])
+        self.named = nn.ParameterDict({"bias": nn.Parameter(torch.randn(width))})
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.twice(x)) * self.scales[0]
+        x = torch.tanh(self.normed(x)) * self.scales[1]
+        x = self.again(x) + self.named["bias"]
+        return self.finish(F.linear(x, self.normed.weight))
+
+
+def _vectors(seed: int, width: int) -> Tensor:
+    return torch.randn(5, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def _images(seed: int, _: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(3, 3, 6, 6, generator=generator, dtype=torch.float64)
+
+
+def _tokens(seed: int, _: int) -> Tensor:
+    return torch.randint(0, 29, (2, 6), generator=torch.Generator().manual_seed(seed))
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """How a model is made and fed, and what is to be known of it.
+
+    `several`: a weight has several uses, so the order in which its gradients are summed is not given.
+    `twice`: a module has two names (torch's own functional_call leaves its new tensor in such a module).
+    `writes`: its forward writes buffers in eval, too. `norms`: it has running statistics. `widths` that it
+    is made in; `square` weights may be transposed.
+    """
+
+    name: str
+    make: Callable[[int], nn.Module]
+    inputs: Callable[[int, int], Tensor]
+    several: bool = False
+    twice: bool = False
+    writes: bool = False
+    norms: bool = False
+    sparse: bool = False
+    widths: tuple[int, ...] = (NARROW,)
+
+    def input(self, seed: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
+        x = self.inputs(seed, width)
+        return x.to(device, dtype) if x.is_floating_point() else x.to(device)
+
+
+ARCHITECTURES = {
+    each.name: each
+    for each in (
+        Architecture("Layers", Layers, _vectors, widths=(NARROW, WIDE)),
+        Architecture("TiedLayers", TiedLayers, _vectors, several=True, widths=(NARROW, WIDE)),
+        Architecture("ConvNorms", ConvNorms, _images, norms=True),
+        Architecture("Rows", Rows, _tokens, widths=(NARROW, WIDE)),
+        Architecture("SparseRows", SparseRows, _tokens, sparse=True, widths=(NARROW, WIDE)),
+        Architecture("TinyTransformer", lambda _: TinyTransformer(), _tokens, several=True),
+        Architecture("Remembers", Remembers, _vectors, writes=True, widths=(NARROW, WIDE)),
+        Architecture("Shared", Shared, _vectors, several=True, twice=True, widths=(NARROW, WIDE)),
+        Architecture("Recurrent", lambda _: Recurrent(), lambda seed, _: _vectors(seed, 6)[None]),
+    )
+}
+
+
+def make(name: str, width: int, seed: int) -> nn.Module:
+    """The model of that seed."""
+    torch.manual_seed(seed)
+    return ARCHITECTURES[name].make(width)
+
+
+def total(output: Any) -> Tensor:
+    """A scalar whose gradient is no plain sum."""
+    return output.square().mean()

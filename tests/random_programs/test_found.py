@@ -1,0 +1,324 @@
+"""Programs that gave something else than the plain model, made small; those that still do wait in NOT_YET."""
+
+from __future__ import annotations
+
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+from typing import TypeVar
+
+import pytest
+import torch
+from torch import nn
+
+import dynswap_ext
+from conftest import Provider
+from dynswap_ext import testing
+from not_yet import NOT_YET, waits
+from sample_models import mlp
+
+Test = TypeVar("Test", bound=Callable[..., None])
+Mapped = Callable[[nn.Module], nn.Module]
+
+
+def waiting_for(name: str) -> Callable[[Test], Test]:
+    """Leave a program out while its entry is in NOT_YET."""
+    return pytest.mark.skipif(waits(name), reason=NOT_YET.get(name, ""))
+
+
+def assert_as_moved(provider: Provider, model: nn.Module, x: torch.Tensor) -> None:
+    """The next call gives what a moved copy of the masters gives."""
+    with torch.no_grad():
+        found = model(x)
+        testing.assert_bit_equal(found, testing.moved(model, provider.device, x.dtype)(x), "output")
+
+
+# Writes on masters ------------------------------------------------------------------------------------
+
+SILENT: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": lambda p: p.data.__setitem__((5, 3), 9.0),
+    "data of a row": lambda p: p.data.__setitem__(5, 9.0),
+    "numpy": lambda p: p.detach().numpy().__setitem__((5, 3), 9.0),
+    "dlpack": lambda p: torch.from_dlpack(p.detach()).__setitem__((5, 3), 9.0),
+}
+
+
+@waiting_for("silent part")
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+@pytest.mark.parametrize("write", SILENT)
+def test_an_element_written_without_a_version(provider: Provider, write: str, budget: str | None) -> None:
+    model = mlp(160).eval()
+    provider.install(model, dtype=torch.float64, budget=budget)
+    x = provider.randn(2, 160)
+    with torch.no_grad():
+        model(x)
+    SILENT[write](model[2]._parameters["weight"])
+    assert_as_moved(provider, model, x)
+
+
+@waiting_for("fused")
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_a_fused_step_that_changes_one_row(provider: Provider, budget: str | None) -> None:
+    model = nn.Sequential(nn.Embedding(400, 160), nn.Linear(160, 4))
+    provider.install(model, dtype=torch.float64, budget=budget)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
+    tokens = torch.tensor([7], device=provider.device)
+    model(tokens).square().sum().backward()
+    optimizer.step()
+    with torch.no_grad():
+        found = model(tokens)
+        testing.assert_bit_equal(found, testing.moved(model, provider.device, torch.float64)(tokens))
+
+
+LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "transposed": lambda p: p.t(),
+    "transposed view": lambda p: p.view(24, 24).t(),
+}
+
+
+@waiting_for("layout")
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_data_that_is_transposed_where_it_is(provider: Provider, layout: str, budget: str | None) -> None:
+    model = mlp(24).eval()
+    provider.install(model, dtype=torch.float64, budget=budget)
+    x = provider.randn(2, 24)
+    with torch.no_grad():
+        model(x)
+    master = model[2]._parameters["weight"]
+    master.data = LAYOUTS[layout](master.data)
+    assert_as_moved(provider, model, x)
+
+
+@waiting_for("assign leaks")
+def test_what_was_assigned_over_is_freed(provider: Provider) -> None:
+    model = mlp(24).eval()
+    provider.install(model, dtype=torch.float64, budget="1GiB")
+    x = provider.randn(2, 24)
+    with torch.no_grad():
+        model(x)
+        old = weakref.ref(model[0]._parameters["weight"].untyped_storage())
+        model.load_state_dict({k: v.clone() for k, v in model.state_dict().items()}, assign=True)
+        model(x)
+    gc.collect()
+    assert old() is None
+
+
+@waiting_for("frozen swap")
+def test_a_frozen_master_is_swapped(provider: Provider) -> None:
+    model = nn.Linear(8, 8)
+    provider.install(model, dtype=torch.float64, budget="1GiB")
+    x = provider.randn(2, 8)
+    model(x).sum().backward()
+    master = model._parameters["weight"]
+    master.requires_grad_(False)
+    gc.collect()
+    torch.utils.swap_tensors(master, nn.Parameter(torch.ones(8, 8), requires_grad=False))
+    del master
+    assert_as_moved(provider, model, x)
+
+
+@waiting_for("resize")
+def test_storage_of_a_resident_that_is_resized(provider: Provider) -> None:
+    model = mlp(24).eval()
+    provider.install(model, dtype=torch.float64, budget="1GiB")
+    x = provider.randn(2, 24)
+    with torch.no_grad():
+        model(x)
+    master = model[2]._parameters["weight"]
+    values, storage = master.detach().clone(), master.untyped_storage()
+    size = storage.nbytes()
+    storage.resize_(0)
+    storage.resize_(size)
+    with torch.no_grad():
+        master.copy_(values)
+    assert_as_moved(provider, model, x)
+
+
+# Writes on what is handed out -------------------------------------------------------------------------
+
+
+class Counts(nn.Module):
+    """Its buffer, which every call writes, lies in the page of its parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(24))
+        self.register_buffer("count", torch.zeros(24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.count.add_(1)
+        return x * self.gain
+
+
+@waiting_for("mapped neighbour")
+def test_a_write_beside_a_mapped_buffer_that_is_written(provider: Provider, mapped: Mapped) -> None:
+    model = mapped(Counts())
+    provider.install(model, dtype=torch.float64, prefetch=0)
+    held, x = model.gain, provider.randn(2, 24)
+    with torch.no_grad():
+        held.fill_(0.5)
+        for _ in range(3):
+            testing.assert_bit_equal(model(x), x * 0.5)
+    assert model.state_dict()["gain"].unique().tolist() == [0.5]
+    del held
+
+
+@waiting_for("held part")
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_a_part_of_a_large_tensor_that_is_held(provider: Provider, budget: str | None) -> None:
+    model = mlp(160).eval()
+    provider.install(model, dtype=torch.float64, budget=budget)
+    x, held = provider.randn(2, 160), model[2].weight
+    with torch.no_grad():
+        for row in (5, 77):
+            held.data[row, 3] = 9.0
+            model(x)
+            assert model.state_dict()["2.weight"][row, 3] == 9.0
+            assert_as_moved(provider, model, x)
+    del held
+
+
+# Statistics and buffers -------------------------------------------------------------------------------
+
+
+@waiting_for("statistics")
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_statistics_when_masters_are_read_before_backward(provider: Provider, budget: str | None) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.BatchNorm1d(6), nn.Linear(6, 6))
+    provider.install(model, dtype=torch.bfloat16, budget=budget)
+    for step in range(3):
+        x = provider.randn(5, 6, dtype=torch.bfloat16, seed=step)
+        moved = testing.moved(model, provider.device, torch.bfloat16)
+        output, expected = model.train()(x), moved.train()(x)
+        model.state_dict()
+        output.sum().backward()
+        testing.assert_bit_equal(output.detach(), expected.detach(), f"output of step {step}")
+        for name, buffer in moved.named_buffers():
+            found = model.get_buffer(name)
+            testing.assert_bit_equal(found, buffer.to("cpu", found.dtype), f"{name} of step {step}")
+
+
+class Grows(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+        self.register_buffer("cache", torch.zeros(1, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache = torch.cat([self.cache, x[:1].detach()])
+        return self.linear(x)
+
+
+@waiting_for("growing")
+def test_a_buffer_that_grows_moves_no_resident_again(provider: Provider) -> None:
+    model = Grows().eval()
+    handle = provider.install(model, dtype=torch.float64, budget="1GiB")
+    x = provider.randn(2, 8)
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+        before = handle.stats().bytes_moved
+        for _ in range(3):
+            model(x)
+    cached = model.get_buffer("cache").numel() * 8 * 3
+    assert handle.stats().bytes_moved - before <= cached
+
+
+@waiting_for("lazy norm")
+def test_backward_of_a_lazy_norm(provider: Provider) -> None:
+    model = nn.Sequential(nn.Linear(6, 6), nn.LazyBatchNorm1d())
+    provider.install(model, dtype=torch.float64)
+    for _ in range(2):
+        model(provider.randn(5, 6)).square().sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
+@waiting_for("fnuz")
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz], ids=str)
+def test_masters_of_fnuz_types(provider: Provider, dtype: torch.dtype) -> None:
+    model = nn.Module()
+    model.register_buffer("table", torch.linspace(-4, 4, 64).to(dtype))
+    provider.install(model, dtype=torch.float32)
+    testing.assert_bit_equal(model.table.cpu(), model._buffers["table"].float())
+
+
+# Graphs, transforms, plans and threads ----------------------------------------------------------------
+
+
+@waiting_for("graph without a handle")
+@pytest.mark.parametrize("gone", ["install", "options", "model"])
+def test_a_graph_goes_backward_without_a_handle(provider: Provider, gone: str) -> None:
+    model = mlp(24)
+    moved = testing.moved(model, provider.device, torch.float64)
+    parameters, x = list(model.parameters()), provider.randn(4, 24)
+    provider.install(model, dtype=torch.float64)
+    provider.handles.clear()
+    loss = model(x).square().sum()
+    if gone == "model":
+        del model
+    elif gone == "options":
+        provider.install(model, dtype=torch.bfloat16)
+        provider.handles.clear()
+    else:
+        dynswap_ext.uninstall(model)
+    gc.collect()
+    loss.backward()
+    moved(x).square().sum().backward()
+    for found, expected in zip(parameters, moved.parameters(), strict=True):
+        testing.assert_bit_equal(found.grad, expected.grad.float().cpu(), "gradient")
+
+
+@waiting_for("func with a cast")
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_a_transform_over_a_model_that_is_cast(provider: Provider, transform: str) -> None:
+    model = mlp(24).eval()
+    moved, _ = provider.pair(model)
+    x = provider.randn(3, 24)
+
+    def run(m: nn.Module) -> torch.Tensor:
+        if transform == "vmap":
+            return torch.func.vmap(m)(x).detach()
+        return torch.func.grad(lambda value: m(value).square().sum())(x)
+
+    testing.assert_bit_equal(run(model), run(moved))
+
+
+@waiting_for("tuning in functional_call")
+@pytest.mark.parametrize("calls", [(0, 3), (0, 1, 2, 3)], ids=["two", "all"])
+def test_a_tuning_that_falls_into_a_functional_call(provider: Provider, calls: tuple[int, ...]) -> None:
+    model = mlp(24).eval()
+    moved, handle = provider.pair(model, budget="1GiB", prefetch=0)
+    x = provider.randn(2, 24)
+    handle.retune()
+    with torch.no_grad():
+        for call in range(6):
+            new = {"0.weight": provider.randn(24, 24, seed=call)} if call in calls else {}
+            found, expected = (torch.func.functional_call(m, new, (x,)) for m in (model, moved))
+            testing.assert_bit_equal(found, expected, f"output of call {call}")
+
+
+@waiting_for("retune in threads")
+def test_retune_while_threads_run_the_model(provider: Provider) -> None:
+    model = mlp(24, 5).eval()
+    moved, handle = provider.pair(model, budget="1GiB")
+    x = provider.randn(2, 24)
+    with torch.no_grad():
+        expected = moved(x)
+    wrong: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                for _ in range(100):
+                    testing.assert_bit_equal(model(x), expected)
+        except BaseException as error:
+            wrong.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    while any(thread.is_alive() for thread in threads):
+        handle.retune()
+    assert not wrong, wrong[0]

@@ -1,0 +1,345 @@
+"""A plain model and an installed one of the same seed, to which a program does the same.
+
+The plain one keeps masters of its own. Where the install computes elsewhere or in another dtype, what the
+installed model has to do is done by a moved copy of the plain one, made for each call: what the call wrote
+into it goes back to the plain masters, and so do its gradients.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dynswap_ext
+from architectures import ARCHITECTURES, make, total
+from conftest import Provider
+from dynswap_ext import checkpoint, testing
+from dynswap_ext._handout import bits
+from master_writes import Place
+from not_yet import waits
+
+_LOG = os.environ.get("DYNSWAP_PROGRAMS_LOG")
+
+
+def say(*words: object) -> None:
+    """Write a step down before it is done: what is left of a program that ends in a crash."""
+    if _LOG:
+        with open(_LOG, "a") as log:
+            log.write(" ".join(map(str, words)) + "\n")
+
+
+class Twins:
+    """Both models, how one is installed, and what is held of it."""
+
+    def __init__(
+        self, provider: Provider, name: str, width: int, source: str, seed: int, folder: Path
+    ) -> None:
+        say(f"\nTwins({provider.name!r}, {name!r}, {width}, {source!r}, {seed})")
+        self.provider, self.kind, self.width = provider, ARCHITECTURES[name], width
+        width = width if width in self.kind.widths else self.kind.widths[0]
+        self.width = width
+        self.plain = make(name, width, seed)
+        self.model = _with_masters(make(name, width, seed), source, folder / "model")
+        if source == "torch":  # which takes ties apart
+            testing.map_from_file(self.plain, folder / "plain")
+        self.mapped = source != "ram"
+        self.classes = [type(module) for module in self.model.modules()]
+        #: Of the masters, as both models agree on it.
+        self.dtype = torch.float32
+        self.cast: torch.dtype | None = None
+        self.handle: dynswap_ext.Handle | None = None
+        self.options: dict[str, Any] = {}
+        #: The last one's, whose graphs may outlive it.
+        self.kept: dynswap_ext.Handle | None = None
+        #: Handed-out tensors that the program keeps.
+        self.held: list[Tensor] = []
+        #: Whether what was written on handed-out tensors may not be in the masters yet.
+        self.pending = False
+        self.optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer] | None = None
+        self.optimizer = ""
+        self.count = 0
+
+    # The install --------------------------------------------------------------------------------------
+
+    def install(self, **options: Any) -> None:
+        if self.rounds(options.get("dtype")):
+            options["dtype"] = None
+        say("install", options)
+        self.handle = self.fitting(options)
+        self.options, self.cast = options, options.get("dtype")
+
+    def fitting(self, options: dict[str, Any]) -> dynswap_ext.Handle:
+        """Install; with a share of the weights' bytes as the budget, or what the error says is needed."""
+        given = dict(options)
+        if isinstance(given.get("budget"), float):
+            itemsize = (given.get("dtype") or self.dtype).itemsize
+            given["budget"] = int(
+                given["budget"] * itemsize * sum(p.numel() for p in self.plain.parameters())
+            )
+        where = {"device": self.provider.device, "backend": self.provider.backend}
+        try:
+            return dynswap_ext.install(self.model, **where, **given)
+        except dynswap_ext.BudgetError as error:
+            given["budget"] = error.smallest_bytes
+            return dynswap_ext.install(self.model, **where, **given)
+
+    def rounds(self, dtype: torch.dtype | None) -> bool:
+        """Whether statistics would be rounded for masters: streamed ones are then, residents not."""
+        return self.kind.norms and dtype is not None and dtype.itemsize > self.dtype.itemsize
+
+    def uninstall(self) -> None:
+        say("uninstall")
+        dynswap_ext.uninstall(self.model)
+        self.kept = self.handle if waits("graph without a handle") else None
+        self.handle, self.cast, self.pending = None, None, False
+        assert [type(module) for module in self.model.modules()] == self.classes
+
+    @property
+    def direct(self) -> bool:
+        """Whether the plain model itself does what the installed one has to do."""
+        return self.handle is None or (self.provider.device.type == "cpu" and self.cast in (None, self.dtype))
+
+    @property
+    def where(self) -> tuple[torch.device, torch.dtype]:
+        """Device and dtype of the compute."""
+        if self.handle is None:
+            return torch.device("cpu"), self.dtype
+        return self.provider.device, self.cast or self.dtype
+
+    def flush(self, how: str = "flush") -> None:
+        """Ask for masters, in one of the ways in which that brings what was written home."""
+        say("flush", how)
+        if how == "flush" and self.handle is not None:
+            self.handle.flush()
+        elif how == "state_dict":
+            self.model.state_dict()
+        else:
+            list(self.model.parameters())
+            list(self.model.buffers())
+        self.pending = False
+
+    def settle(self) -> None:
+        """Before masters are touched without a word to the install, what is pending has to be there."""
+        if self.pending and self.handle is not None:
+            self.handle.flush()
+        self.pending = False
+
+    # Calls --------------------------------------------------------------------------------------------
+
+    def stand_in(self) -> nn.Module:
+        """What is called in place of the installed model."""
+        if self.direct:
+            return self.plain
+        stand_in = testing.moved(self.plain, *self.where)
+        for p in stand_in.parameters():
+            p.grad = None
+        return stand_in
+
+    def input(self, seed: int) -> Tensor:
+        return self.kind.input(seed, self.width, *self.where)
+
+    def call(self, seed: int, training: bool) -> tuple[Tensor, Tensor, nn.Module]:
+        """Outputs of both, compared, and what stood in."""
+        self.model.train(training)
+        self.plain.train(training)
+        stand_in = self.stand_in()
+        x = self.input(seed)
+        outputs = []
+        before = self.moved_bytes()
+        for model in (stand_in, self.model):
+            torch.manual_seed(seed)
+            outputs.append(model(x))
+        self.assert_streamed(before)
+        if stand_in is not self.plain:
+            self.bring_home(stand_in)
+        self.pending |= self.kind.writes
+        testing.assert_bit_equal(outputs[1].detach(), outputs[0].detach(), "output")
+        return outputs[1], outputs[0], stand_in
+
+    def evaluate(self, seed: int) -> None:
+        say("evaluate", seed)
+        with torch.no_grad():
+            self.call(seed, False)
+
+    def forward_in_training(self, seed: int) -> None:
+        """A forward whose graph is dropped."""
+        say("forward in training", seed)
+        self.call(seed, True)
+
+    def bring_home(self, stand_in: nn.Module) -> None:
+        """What a call wrote into the stand-in goes to the plain masters, in their dtype."""
+        moved = dict(places(stand_in))
+        for name, place in places(self.plain):
+            master, now = place.master, moved[name].master.detach()
+            before = master.detach().to(*self._as_moved(master))
+            if now.shape != before.shape:
+                dtype = master.dtype if now.dtype == before.dtype else now.dtype
+                place.held_in[place.name] = now.clone().to(master.device, dtype)
+                continue
+            changed = bits(before) != bits(now)
+            if changed.any():
+                with torch.no_grad():
+                    changed = changed.to(master.device)
+                    master[changed] = now.to(master.device, master.dtype)[changed]
+
+    def _as_moved(self, master: Tensor) -> tuple[torch.device, torch.dtype]:
+        device, dtype = self.where
+        return device, dtype if master.is_floating_point() else master.dtype
+
+    def moved_bytes(self) -> int:
+        return self.handle.stats().bytes_moved if self.handle is not None else 0
+
+    def assert_streamed(self, before: int) -> None:
+        """With the least budget, a call moves bytes: an output that is right proves nothing otherwise."""
+        if self.handle is None or self.direct or self.options.get("budget") is not None or self.held:
+            return
+        stats = self.handle.stats()
+        if stats.groups > self.options.get("prefetch", 2) + 2:
+            assert stats.bytes_moved > before, f"a call moved nothing: {stats}"
+
+    def end_tuning(self, seed: int) -> None:
+        """Run the calls that a tuning measures, and the one that begins with its plan."""
+        for _ in range(4):
+            self.evaluate(seed)
+
+    # Training -----------------------------------------------------------------------------------------
+
+    def optimize_with(self, name: str, both: Callable[[nn.Module], torch.optim.Optimizer]) -> None:
+        say("optimizer", name)
+        self.optimizers, self.optimizer = (both(self.model), both(self.plain)), name
+
+    def backward(self, seed: int, between: Callable[[], None] = lambda: None) -> None:
+        """A forward and a backward pass of both."""
+        output, expected, stand_in = self.call(seed, True)
+        close = self.kind.several and (not self.direct or self.accumulates)
+        eps = torch.finfo(self.where[1]).eps
+        between()
+        losses = total(output), total(expected)
+        testing.assert_bit_equal(losses[0].detach(), losses[1].detach(), "loss")
+        if not losses[0].requires_grad:
+            return
+        losses[1].backward()
+        losses[0].backward()
+        if stand_in is not self.plain:
+            self.bring_gradients_home(stand_in)
+        self.compare_gradients(eps if close else 0.0)
+
+    @property
+    def accumulates(self) -> bool:
+        return any(p.grad is not None for p in self.plain.parameters())
+
+    def bring_gradients_home(self, stand_in: nn.Module) -> None:
+        moved = dict(stand_in.named_parameters())
+        for name, p in self.plain.named_parameters():
+            arrived = moved[name].grad
+            if arrived is None:
+                continue
+            arrived = arrived.to(p.device, p.dtype)
+            p.grad = arrived if p.grad is None else p.grad + arrived
+
+    def compare_gradients(self, eps: float) -> None:
+        """To the bit; or close, where the order of a sum is open, and the plain one goes on with ours."""
+        for (name, mine), (_, other) in zip(places(self.model), places(self.plain), strict=True):
+            found, expected = mine.master.grad, other.master.grad
+            assert (found is None) == (expected is None), f"gradient of {name}: {found}, not {expected}"
+            if found is None or expected is None:
+                continue
+            assert found.layout == expected.layout, f"gradient of {name}"
+            found, dense = found.to_dense(), expected.to_dense()
+            if not eps:
+                testing.assert_bit_equal(found, dense, f"gradient of {name}")
+                continue
+            assert found.shape == dense.shape
+            off = (found - dense).abs().max().item() if found.numel() else 0.0
+            bound = 16 * max(eps, torch.finfo(found.dtype).eps) * max(dense.abs().max().item(), 1e-3)
+            assert not off > bound, f"gradient of {name} is {off} off"
+            with torch.no_grad():
+                expected.copy_(found)
+
+    def step(self, seed: int) -> None:
+        """One step of both optimizers; LBFGS calls the models itself."""
+        assert self.optimizers is not None
+        self.settle()
+        say("step", self.optimizer, seed)
+        if self.optimizer != "lbfgs":
+            for each in self.optimizers:
+                each.step()
+            return
+        for each, model in zip(self.optimizers, (self.model, self.plain), strict=True):
+            each.step(lambda m=model, o=each: self.closure(m, o, seed))  # type: ignore[misc]
+
+    def closure(self, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
+        """A loss and its gradients. As a plain number, as the device is another."""
+        optimizer.zero_grad()
+        runs = self.stand_in() if model is self.plain else model
+        torch.manual_seed(seed)
+        loss = total(runs(self.input(seed)))
+        if loss.requires_grad:
+            loss.backward()
+        if runs is not model and model is self.plain:
+            self.bring_home(runs)
+            self.bring_gradients_home(runs)
+        return loss.item()
+
+    # Looking ------------------------------------------------------------------------------------------
+
+    def compare_masters(self, listed: bool) -> None:
+        """All masters; asked for aloud, or as whoever holds them sees them."""
+        say("compare", "listed" if listed else "held")
+        if listed:
+            self.pending = False
+            testing.assert_bit_equal(self.model.state_dict(), dict(self.plain.state_dict()), "state_dict")
+            for each in ("named_parameters", "named_buffers"):
+                mine, other = ([name for name, _ in getattr(m, each)()] for m in (self.model, self.plain))
+                assert mine == other
+        else:
+            self.settle()
+        mine, other = list(places(self.model)), list(places(self.plain))
+        assert [name for name, _ in mine] == [name for name, _ in other]
+        assert _ties(mine) == _ties(other)
+        for (name, place), (_, plain) in zip(mine, other, strict=True):
+            testing.assert_bit_equal(place.master.detach(), plain.master.detach(), f"master {name}")
+            assert place.master.requires_grad == plain.master.requires_grad, name
+            if place.is_parameter:
+                assert place.master.stride() == plain.master.stride(), f"strides of {name}"
+
+    def close(self) -> None:
+        """Uninstall, and compare everything."""
+        self.optimizers = None
+        handle = self.handle
+        self.let_go()
+        self.uninstall()
+        self.compare_masters(listed=False)
+        self.compare_masters(listed=True)
+        if handle is not None:
+            testing.assert_nothing_held(handle)
+
+
+def places(model: nn.Module) -> Iterator[tuple[str, Place]]:
+    """All masters under all their names, found without asking the model for them."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for held in (module._parameters, module._buffers):
+            for name, value in list(held.items()):
+                if value is not None:
+                    yield f"{prefix}.{name}" if prefix else name, Place(module, name)
+
+
+def _ties(places: list[tuple[str, Place]]) -> list[int]:
+    """Of each master, the first place that holds the same object."""
+    first: dict[int, int] = {}
+    return [first.setdefault(id(place.master), i) for i, (_, place) in enumerate(places)]
+
+
+def _with_masters(model: nn.Module, source: str, path: Path) -> nn.Module:
+    """Masters in RAM, or mapped from a file of that kind."""
+    if source == "torch":
+        return testing.map_from_file(model, path.with_suffix(".pt"))
+    if source == "safetensors":
+        checkpoint.save(model, path.with_suffix(".safetensors"))
+        return checkpoint.load(model, path.with_suffix(".safetensors"))
+    return model

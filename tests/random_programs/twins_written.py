@@ -1,0 +1,216 @@
+"""What else a program does to both models: writes of every kind, copies, functional calls, threads."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import threading
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+import dynswap_ext
+from dynswap_ext import testing
+from dynswap_ext._handout import bits
+from handed_writes import handed_write
+from master_writes import MASTER_WRITES, Dice, MasterWrite, Place
+from not_yet import waits
+from twins import Twins, places, say
+
+
+class WrittenTwins(Twins):
+    """Twins, and what is done to them between their calls."""
+
+    # Writes -------------------------------------------------------------------------------------------
+
+    def pick(self, number: int, suits: Callable[[Place], bool]) -> tuple[str, Place, Place] | None:
+        """A floating master that suits, of both models."""
+        mine = dict(places(self.model))
+        found = [
+            (name, mine[name], other)
+            for name, other in places(self.plain)
+            if other.master.is_floating_point() and suits(other)
+        ]
+        return found[number % len(found)] if found else None
+
+    def write_master(self, name: str, number: int, dice: Dice, times: int = 1) -> None:
+        write: MasterWrite = MASTER_WRITES[name]
+
+        def suits(place: Place) -> bool:
+            right = write.of == "both" or place.is_parameter == (write.of == "parameters")
+            return right and write.can(place.master)
+
+        self.settle()
+        picked = self.pick(number, suits)
+        if picked is None:
+            return
+        what, mine, other = picked
+        say("write", name, what, dice)
+        frozen = other.is_parameter and not other.master.requires_grad
+        if name == "swap_tensors" and frozen and waits("frozen swap"):
+            return
+        if name == "swap_tensors":  # torch refuses it while anything else holds the tensor
+            self.let_go()
+            self.optimizers = None
+            gc.collect()
+            if weakref.getweakrefcount(other.master):
+                return  # as an LSTM has them
+        with torch.no_grad():
+            for place in (other, mine):
+                write.do(place, dice)
+
+    def write_handed(self, name: str, number: int, dice: Dice, hold: bool) -> None:
+        """Write on what the attribute gives; the plain master gets what was changed."""
+        picked = self.pick(number, lambda place: place.master.numel() > 0)
+        if picked is None:
+            return
+        what, mine, other = picked
+        say("write on what is handed out", name, what, dice, hold)
+        handed = getattr(mine.owner, mine.name)
+        if self.direct:
+            handed_write(name, getattr(other.owner, other.name), dice)
+        else:
+            master = other.master
+            copied = master.detach().to(*self._as_moved(master), copy=True)
+            before = copied.clone()
+            testing.assert_bit_equal(handed.detach(), before, f"{what}, handed out")
+            handed_write(name, copied, dice)
+            changed = (bits(before) != bits(copied)).to(master.device)
+            with torch.no_grad():
+                master[changed] = copied.to(master.device, master.dtype)[changed]
+        handed_write(name, handed, dice)
+        self.pending = True
+        if self.mapped and waits("mapped neighbour"):
+            self.settle()
+        if hold:
+            self.held.append(handed)
+
+    def hold(self, number: int) -> None:
+        picked = self.pick(number, lambda _: True)
+        if picked is not None:
+            say("hold", picked[0])
+            self.held.append(getattr(picked[1].owner, picked[1].name))
+
+    def let_go(self) -> None:
+        say("let go")
+        self.held.clear()
+
+    def load(self, dice: Dice, part: bool, assign: bool) -> None:
+        say("load", dice, part, assign)
+        self.settle()
+        state = {
+            name: dice.values(value) if value.is_floating_point() else value.clone()
+            for name, value in self.plain.state_dict().items()
+        }
+        if part:
+            state = dict(list(state.items())[dice.seed % 3 :: 2])
+        for model in (self.plain, self.model):
+            own = {name: value.clone() for name, value in state.items()}
+            model.load_state_dict(own, strict=not part, assign=assign)
+
+    def write_state(self, number: int, dice: Dice) -> None:
+        """Write into what `state_dict()` gave."""
+        self.pending = False
+        states = [m.state_dict() for m in (self.plain, self.model)]
+        names = [name for name, value in states[0].items() if value.is_floating_point()]
+        name = names[number % len(names)]
+        say("write into the state", name, dice)
+        for state in states:
+            state[name].mul_(dice.number)
+
+    def cast_masters(self, dtype: torch.dtype) -> None:
+        say("cast masters", dtype)
+        self.optimizers = None
+        self.held.clear()
+        for model in (self.plain, self.model):
+            model.to(dtype)
+        self.dtype, self.pending = dtype, False
+        if self.rounds(self.cast):
+            self.install(**self.options)
+
+    def toggle(self, number: int, through: str) -> None:
+        """Freeze or thaw a parameter."""
+        picked = self.pick(number, lambda place: place.is_parameter)
+        assert picked is not None
+        what, mine, other = picked
+        wanted = not other.master.requires_grad
+        say("requires_grad", what, wanted, through)
+        other.master.requires_grad_(wanted)
+        if through == "attribute":
+            getattr(mine.owner, mine.name).requires_grad_(wanted)
+        else:
+            mine.master.requires_grad_(wanted)
+
+    # Other ways to run --------------------------------------------------------------------------------
+
+    def copies(self, seed: int) -> None:
+        """A copy of the installed model is plain, and does what a copy of the plain one does."""
+        say("deepcopy", seed)
+        self.pending = False
+        x = self.kind.input(seed, self.width, torch.device("cpu"), self.dtype)
+        outputs = []
+        for model in (self.plain, self.model):
+            own = copy.deepcopy(model).eval()
+            assert not dynswap_ext.is_installed(own)
+            with torch.no_grad():
+                outputs.append(own(x))
+        testing.assert_bit_equal(outputs[1], outputs[0], "output of the copy")
+
+    def functional(self, number: int, dice: Dice) -> None:
+        """A call with another tensor in one parameter's place."""
+        if self.kind.twice:
+            return
+        picked = self.pick(number, lambda place: place.is_parameter)
+        assert picked is not None
+        if waits("tuning in functional_call"):
+            self.end_tuning(dice.seed)
+        name, _, other = picked
+        say("functional_call", name, dice)
+        device, dtype = self._as_moved(other.master)
+        new = {name: dice.values(other.master).to(device, dtype)}
+        stand_in, outputs = self.stand_in().eval(), []
+        self.model.eval()
+        for model in (stand_in, self.model):
+            with torch.no_grad():
+                outputs.append(torch.func.functional_call(model, new, (self.input(dice.seed),)))
+        if stand_in is not self.plain:
+            self.bring_home(stand_in)
+        self.pending |= self.kind.writes
+        testing.assert_bit_equal(outputs[1], outputs[0], "output of functional_call")
+
+    def in_threads(self, seed: int, meanwhile: Callable[[], None] = lambda: None) -> None:
+        """Two threads evaluate at once, while this one does something else."""
+        if self.kind.writes:
+            return
+        if waits("retune in threads"):
+            self.end_tuning(seed)
+        say("threads", seed)
+        self.model.eval()
+        self.plain.eval()
+        stand_in = self.stand_in()
+        inputs = [self.input(seed + i) for i in range(2)]
+        with torch.no_grad():
+            expected = [stand_in(x) for x in inputs]
+        found: dict[int, list[Tensor]] = {0: [], 1: []}
+        errors: list[BaseException] = []
+
+        def run(index: int) -> None:
+            try:
+                with torch.no_grad():
+                    found[index] += [self.model(inputs[index]) for _ in range(3)]
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=run, args=(index,)) for index in found]
+        for thread in threads:
+            thread.start()
+        meanwhile()
+        for thread in threads:
+            thread.join()
+        if errors:
+            raise errors[0]
+        for index, outputs in found.items():
+            for output in outputs:
+                testing.assert_bit_equal(output, expected[index], f"output of thread {index}")
