@@ -21,6 +21,7 @@ TEETH_ARGS ?= --enough
 DEMO_ARGS ?=
 FUZZ_SECONDS ?= 60
 SEEDS ?= 3
+SECONDS ?= 600
 # On the pretend device.
 CUDA_TESTS ?= tests
 OTHER_PYTHON ?= 3.13
@@ -40,7 +41,7 @@ ALONE := $(PYTEST) -m alone
 PRETEND := PYTHONPATH=tests/device $(BIN)/python -m pretend_cuda
 SOURCES := $(shell find csrc build_backend -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py')
 
-.PHONY: help demo demo-text build test test-native test-python test-cuda cruel teeth nightly cpp-test sanitize fuzz cuda-compile matrix other-python lint types format ci clean FORCE
+.PHONY: help demo demo-text build test test-native test-python test-cuda cruel teeth programs nightly cpp-test sanitize fuzz cuda-compile matrix other-python lint types format ci clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -82,11 +83,18 @@ cruel: build
 teeth: build
 	$(PRETEND) --mutants $(BIN)/python tests/cruel/teeth.py --seeds $(SEEDS) $(TEETH_ARGS)
 
+## make programs       random programs over the public API, a plain model being the oracle; SECONDS=600 and so on
+programs: build
+	OMP_NUM_THREADS=1 DYNSWAP_PROGRAMS_SECONDS=$$(($(SECONDS) / 2)) $(PYTEST) tests/random_programs $(PYTEST_ARGS)
+	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend DYNSWAP_TEST_ALL=1 OMP_NUM_THREADS=1 \
+	  DYNSWAP_PROGRAMS_SECONDS=$$(($(SECONDS) / 2)) $(PYTEST) tests/random_programs $(PYTEST_ARGS)
+
 ## make nightly        what is too long for each change
 nightly: build
 	$(MAKE) test-cuda DYNSWAP_SEED=$$(date +%j) DYNSWAP_TEST_ALL=1
 	$(MAKE) cruel SEEDS=200
 	$(MAKE) teeth SEEDS=20
+	$(MAKE) programs SECONDS=1200
 	$(MAKE) other-python
 	$(MAKE) fuzz FUZZ_SECONDS=600
 
