@@ -68,17 +68,19 @@ class Programs(RuleBasedStateMachine):
     def install(self, options: dict[str, object]) -> None:
         self.twins.install(**options)
 
-    @precondition(lambda self: self.twins.handle is not None)
-    @rule()
-    def uninstall(self) -> None:
+    @rule(seed=seeds)
+    def uninstall(self, seed: int) -> None:
+        """And again: most of a program has an install."""
         self.twins.uninstall()
+        self.twins.evaluate(seed)
+        self.twins.compare_masters(listed=False)
+        self.twins.install(**self.twins.options)
 
-    @precondition(lambda self: self.twins.handle is not None)
     @rule()
     def retune(self) -> None:
-        self.twins.handle.retune()
+        if not (self.twins.kind.writes and waits("tuning with new buffers")):
+            self.twins.handle.retune()
 
-    @precondition(lambda self: self.twins.handle is not None)
     @rule(how=st.sampled_from(["flush", "state_dict", "parameters"]))
     def flush(self, how: str) -> None:
         self.twins.flush(how)
@@ -127,7 +129,9 @@ class Programs(RuleBasedStateMachine):
         twins = self.twins
         if between != "nothing" and twins.kind.norms and not twins.direct and waits("statistics"):
             between = "nothing"
-        self.twins.backward(seed, lambda: self.do_between(between, seed))
+        twins.backward(seed, lambda: self.do_between(between, seed))
+        if twins.handle is None:
+            twins.install(**twins.options)
 
     def do_between(self, between: str, seed: int) -> None:
         twins = self.twins
@@ -153,15 +157,17 @@ class Programs(RuleBasedStateMachine):
 
     # Writes -------------------------------------------------------------------------------------------
 
-    @rule(name=st.sampled_from(open_writes()), number=numbers, dice=dice)
-    def write_master(self, name: str, number: int, dice: Dice) -> None:
-        self.twins.write_master(name, number, dice)
-
-    @rule(name=st.sampled_from(open_writes()), number=numbers, dice=dice)
-    def write_master_between_calls(self, name: str, number: int, dice: Dice) -> None:
-        self.twins.evaluate(dice.seed)
-        self.twins.write_master(name, number, dice)
-        self.twins.evaluate(dice.seed)
+    @rule(
+        writes=st.lists(st.tuples(st.sampled_from(open_writes()), numbers, dice), min_size=1, max_size=5),
+        looks=st.booleans(),
+    )
+    def write_masters(self, writes: list[tuple[str, int, Dice]], looks: bool) -> None:
+        """One after the other; with calls between them, each of which has to see the write before it."""
+        for name, number, dice in writes:
+            if looks:
+                self.twins.evaluate(dice.seed)
+            self.twins.write_master(name, number, dice)
+        self.twins.evaluate(0)
 
     @rule(name=st.sampled_from(list(HANDED_WRITES)), number=numbers, dice=dice, hold=st.booleans())
     def write_what_is_handed_out(self, name: str, number: int, dice: Dice, hold: bool) -> None:

@@ -322,3 +322,29 @@ def test_retune_while_threads_run_the_model(provider: Provider) -> None:
     while any(thread.is_alive() for thread in threads):
         handle.retune()
     assert not wrong, wrong[0]
+
+
+class Slides(nn.Module):
+    """Its buffer has another shape after each call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(24, 24), nn.Linear(24, 24)
+        self.register_buffer("cache", torch.zeros(1, 24))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        cache = self.cache if len(self.cache) < 4 else self.cache[:1]
+        self.cache = torch.cat([cache, x[:1]])
+        return self.second(self.first(x))
+
+
+@waiting_for("tuning with new buffers")
+def test_a_tuning_of_a_model_that_assigns_buffers(provider: Provider, mapped: Mapped) -> None:
+    model = mapped(Slides().eval())
+    handle = provider.install(model, budget=20000, prefetch=0)
+    handle.retune()
+    x = provider.randn(2, 24, dtype=torch.float32)
+    with torch.no_grad():
+        expected = testing.moved(model, provider.device)(x)
+        for _ in range(8):
+            testing.assert_bit_equal(model(x), expected)

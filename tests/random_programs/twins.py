@@ -69,6 +69,14 @@ class Twins:
     def install(self, **options: Any) -> None:
         if self.rounds(options.get("dtype")):
             options["dtype"] = None
+        if (
+            not self.mapped
+            and self.provider.device.type == "cpu"
+            and options.get("dtype") in (None, self.dtype)
+        ):
+            options["dtype"] = torch.bfloat16  # else there is nothing to move
+        if options.get("budget") == "auto" and self.kind.writes and waits("tuning with new buffers"):
+            options["budget"] = 0.5
         say("install", options)
         self.handle = self.fitting(options)
         self.options, self.cast = options, options.get("dtype")
