@@ -341,7 +341,7 @@ class Slides(nn.Module):
 @waiting_for("tuning with new buffers")
 def test_a_tuning_of_a_model_that_assigns_buffers(provider: Provider, mapped: Mapped) -> None:
     model = mapped(Slides().eval())
-    handle = provider.install(model, budget=8192, prefetch=0)
+    handle = provider.install(model, budget=8000, prefetch=0)
     handle.retune()
     x = provider.randn(2, 24, dtype=torch.float32)
     with torch.no_grad():
