@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from sample_checkpoints import assert_same, state, weights
 
-from dynswap_ext.checkpoint.formats import common, open_checkpoint
+from dynswap_ext.checkpoint.formats import file_mapping, open_checkpoint
 from dynswap_ext.errors import SourceError
 
 
@@ -167,13 +167,13 @@ def test_file_that_shrinks_between_header_and_mapping(
 ) -> None:
     path = tmp_path / "w"
     save_file({"a": torch.zeros(4096)}, path)
-    from_file = torch.UntypedStorage.from_file
+    mapped = file_mapping._mapped
 
     def shrink_first(*arguments: Any) -> Any:
         os.truncate(path, 4096)
-        return from_file(*arguments)
+        return mapped(*arguments)
 
-    monkeypatch.setattr(common.torch.UntypedStorage, "from_file", staticmethod(shrink_first))
+    monkeypatch.setattr(file_mapping, "_mapped", shrink_first)
     with pytest.raises(
         SourceError, match=r"had 16,\d+ bytes and has 4,096 now.*nothing writes to it"
     ) as caught:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import sys
 import zipfile
@@ -165,3 +166,24 @@ class TestArchives:
         checkpoint = open_checkpoint(foreign)
         assert checkpoint["w"].tolist() == [0, 1 << 24, 2 << 24]
         assert checkpoint.entries["w"].offset is None
+
+
+class TestTorchsOwnSettings:
+    """What a program has set for its own `torch.load` makes no mapping shared, and no pickle unsafe."""
+
+    def test_a_mapping_is_private(self, tmp_path: Path) -> None:
+        path = _save({"w": torch.zeros(4096)}, tmp_path / "w")
+        content = path.read_bytes()
+        with torch.serialization.set_default_mmap_options(mmap.MAP_SHARED):
+            open_checkpoint(path)["w"].fill_(1)
+        assert path.read_bytes() == content
+
+    def test_weights_only_can_be_forced(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "1")
+        path = _save({"w": nn.Linear(2, 2)}, tmp_path / "w")
+        with pytest.raises(SourceError, match="holds more than tensors"):
+            open_checkpoint(path, weights_only=False)
+
+    def test_a_name_means_nothing(self, tmp_path: Path) -> None:
+        path = _save({"w": torch.ones(3)}, tmp_path / "w.safetensors")
+        assert torch.equal(open_checkpoint(path)["w"], torch.ones(3))

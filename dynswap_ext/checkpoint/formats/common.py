@@ -1,4 +1,4 @@
-"""What the formats share: opening a file that may be anything, JSON from strangers, mapping a range."""
+"""What the formats share: opening a file that may be anything, JSON from strangers, tensors of a mapping."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import stat
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 
@@ -134,7 +134,7 @@ def shown(value: object) -> str:
     return _SHORT.repr(value)
 
 
-# ---- sizes and mappings ------------------------------------------------------------------------------------
+# ---- sizes and tensors -------------------------------------------------------------------------------------
 
 
 def byte_count(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
@@ -154,21 +154,6 @@ def byte_count(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
         if occupied > _LARGEST:
             raise ValueError("it has more bytes than can be counted")
     return count
-
-
-def map_file(path: Path, descriptor: int, size: int) -> torch.UntypedStorage:
-    """The open file's first `size` bytes, mapped copy-on-write. Nothing is read.
-
-    Through the descriptor, so that it is the file whose header was read, whatever bears its name by now.
-    """
-    try:
-        storage = torch.UntypedStorage.from_file(f"/proc/self/fd/{descriptor}", False, size)
-    except RuntimeError as error:
-        raise SourceError(
-            f"{path} cannot be mapped: it had {size:,} bytes and has {os.fstat(descriptor).st_size:,} now "
-            f"({first_line(error)}); {AGAIN}, and load when nothing writes to it"
-        ) from error
-    return cast("torch.UntypedStorage", storage)  # torch's stub is wider
 
 
 def mapped_tensor(

@@ -12,7 +12,6 @@ import torch
 from dynswap_ext.checkpoint.formats.common import (
     AGAIN,
     first_line,
-    map_file,
     mapped_tensor,
     opened,
     pread,
@@ -20,6 +19,7 @@ from dynswap_ext.checkpoint.formats.common import (
     truncated,
 )
 from dynswap_ext.checkpoint.formats.dcp_metadata import Chunk, ItemPath, Listing, Place, read_metadata
+from dynswap_ext.checkpoint.formats.file_mapping import map_file
 from dynswap_ext.checkpoint.formats.nested import build, find_state_dict
 from dynswap_ext.checkpoint.formats.zip_records import SavedTensor, saved_tensor
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry

@@ -6,6 +6,7 @@ https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
+import errno
 import math
 import re
 import struct
@@ -16,12 +17,12 @@ import torch
 
 from dynswap_ext.checkpoint.formats.common import (
     AGAIN,
-    map_file,
     mapped_tensor,
     opened,
     pread,
     truncated,
 )
+from dynswap_ext.checkpoint.formats.file_mapping import map_file, refused
 from dynswap_ext.checkpoint.gguf.encodings import ENCODINGS
 from dynswap_ext.checkpoint.gguf.tensor import GGUFTensor
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
@@ -132,7 +133,7 @@ class _Part(NamedTuple):
 def _read(path: Path) -> _Part:
     with opened(path) as (descriptor, size):
         _check_start(path, descriptor, size)
-        header = _header(path)
+        header = _header(path, size)
         storage = map_file(path, descriptor, size)
     entries = {
         name: _entry(name, listing, header.begin, path, size) for name, listing in header.tensors.items()
@@ -162,7 +163,7 @@ def _check_start(path: Path, descriptor: int, size: int) -> None:
         )
 
 
-def _header(path: Path) -> Header:
+def _header(path: Path, size: int) -> Header:
     try:
         from dynswap_ext.checkpoint.gguf.header import Header
     except ImportError as error:
@@ -173,6 +174,8 @@ def _header(path: Path) -> Header:
     try:
         return Header(path)
     except Exception as error:  # of many kinds, as the package indexes into whatever the file says
+        if isinstance(error, OSError) and error.errno == errno.ENOMEM:
+            raise refused(path, size, error) from error
         raise SourceError(f"{path} has a damaged or cut GGUF header ({error!r}); {AGAIN}") from error
 
 

@@ -14,7 +14,6 @@ import torch
 from dynswap_ext.checkpoint.formats.common import (
     AGAIN,
     byte_count,
-    map_file,
     mapped_tensor,
     opened,
     parse_json,
@@ -22,6 +21,7 @@ from dynswap_ext.checkpoint.formats.common import (
     shown,
     truncated,
 )
+from dynswap_ext.checkpoint.formats.file_mapping import map_file
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import SourceError
 

@@ -1,4 +1,4 @@
-"""Zip files of ``torch.save``, mapped by ``torch.load(mmap=True)``."""
+"""Zip files of ``torch.save``, mapped and unpickled as ``torch.load(mmap=True)`` does it."""
 
 from __future__ import annotations
 
@@ -9,15 +9,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import _weights_only_unpickler, serialization
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from dynswap_ext._mappings import mappings
 from dynswap_ext._subclasses import is_plain
 from dynswap_ext.checkpoint.formats.common import AGAIN, first_line, opened
+from dynswap_ext.checkpoint.formats.file_mapping import map_file
 from dynswap_ext.checkpoint.formats.nested import find_state_dict
 from dynswap_ext.checkpoint.formats.zip_records import Records
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import SourceError
+
+#: The file whose directory was read, and not what has its name by now.
+_BY_DESCRIPTOR = os.path.isdir("/proc/self/fd")
 
 
 def matches(head: bytes) -> bool:
@@ -32,10 +36,9 @@ class TorchZip(Checkpoint):
 
     def __init__(self, path: Path, *, weights_only: bool = True) -> None:
         with opened(path) as (descriptor, size):
-            mappable = _check_records(path, descriptor, size)
-            content = _load(path, weights_only, mappable)
-            self._state = find_state_dict(path, content, _dimensions)
-            mapped = _Mapped(path, os.fstat(descriptor).st_ino) if mappable else None
+            mapped = map_file(path, descriptor, size) if _check_records(path, descriptor, size) else None
+            content = _load(path, descriptor, mapped, weights_only)
+        self._state = find_state_dict(path, content, _dimensions)
         tensors = {name: value for name, value in self._state.items() if isinstance(value, torch.Tensor)}
         super().__init__(
             path,
@@ -79,9 +82,10 @@ def _has_directory(descriptor: int) -> bool:
             return True  # and what is wrong with it is found when it is read
 
 
-def _load(path: Path, weights_only: bool, mappable: bool) -> Any:
+def _load(path: Path, descriptor: int, mapped: torch.UntypedStorage | None, weights_only: bool) -> Any:
+    """The content of the file, its tensors being parts of `mapped`, or in memory."""
     try:
-        return torch.load(path, map_location="cpu", mmap=mappable, weights_only=weights_only)
+        return _unpickled(f"/proc/self/fd/{descriptor}" if _BY_DESCRIPTOR else path, mapped, weights_only)
     except pickle.UnpicklingError as error:
         raise SourceError(
             f"{path} holds more than tensors, and is not unpickled because that may run any code: save just "
@@ -93,6 +97,22 @@ def _load(path: Path, weights_only: bool, mappable: bool) -> Any:
             f"{path} is not a zip file of torch.save, or a damaged one: {first_line(error)}; "
             f"{AGAIN}, or save the weights anew"
         ) from error
+
+
+# Note [Torch's loader over our mapping]: torch.load(mmap=True) maps the file by itself, so that one larger
+# than RAM is refused (Note [Mapped without a reservation]), and with MAP_SHARED if some program has asked
+# for that with torch.serialization.set_default_mmap_options. What it calls then takes the mapping as an
+# argument, and is called here with ours: `_load`, which has had that argument since torch 2.1.
+_torch_load: Any = serialization._load
+
+
+def _unpickled(file: str | Path, mapped: torch.UntypedStorage | None, weights_only: bool) -> Any:
+    if mapped is None:
+        return torch.load(file, map_location="cpu", mmap=False, weights_only=weights_only)
+    forced = os.getenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
+    unpickler = _weights_only_unpickler if weights_only or forced else pickle
+    with serialization._open_zipfile_reader(str(file)) as records:
+        return _torch_load(records, "cpu", unpickler, overall_storage=mapped, encoding="utf-8")
 
 
 def _reason(error: pickle.UnpicklingError) -> str:
@@ -109,11 +129,13 @@ def _dimensions(value: object) -> int | None:
 # ---- entries -----------------------------------------------------------------------------------------------
 
 
-def _entry(tensor: torch.Tensor, path: Path, mapped: _Mapped | None) -> Entry:
+def _entry(tensor: torch.Tensor, path: Path, mapped: torch.UntypedStorage | None) -> Entry:
     plain = is_plain(tensor) and tensor.layout is torch.strided
     offset = None
     if plain and mapped is not None and tensor.numel() and tensor.is_contiguous() and not _is_lazy(tensor):
-        offset = mapped.offset(tensor.data_ptr())
+        offset = tensor.data_ptr() - mapped.data_ptr()
+        if not 0 <= offset < mapped.nbytes():  # made by unpickling, and not in the file
+            offset = None
     encoding = (
         "" if plain else type(tensor).__name__ if tensor.layout is torch.strided else str(tensor.layout)
     )
@@ -130,21 +152,3 @@ def _nbytes(tensor: torch.Tensor) -> int:
         names, _ = tensor.__tensor_flatten__()
         return sum(_nbytes(getattr(tensor, name)) for name in names)
     return tensor.numel() * tensor.element_size()
-
-
-class _Mapped:
-    """Where in a file an address is. Torch maps the file, and does not say where it put it."""
-
-    def __init__(self, path: Path, inode: int) -> None:
-        self._ranges: list[tuple[int, int, int]] = []
-        name = os.path.realpath(path)
-        for mapping in mappings():
-            # Some file systems give one inode two numbers, and a name may be escaped: one has to agree.
-            if mapping.inode == inode or mapping.name == name:
-                self._ranges.append((mapping.begin, mapping.end, mapping.offset))
-
-    def offset(self, address: int) -> int | None:
-        for start, end, offset in self._ranges:
-            if start <= address < end:
-                return address - start + offset
-        return None
