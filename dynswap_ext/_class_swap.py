@@ -23,6 +23,7 @@ from ._asked import namespace_for as answers_for
 from ._distributed import refuse_sharding
 from ._outside import HandedOut, master_of
 from ._parametrized import copy_over, is_copy, made_by_torch
+from ._served import note_joined
 from ._special import namespace_for
 from ._state import STATE_KEY, is_scripted, modules_of, session_of, set_class
 from ._staying import staying
@@ -311,6 +312,7 @@ def _join(module: Any, child: Any) -> None:
         _put_masters(child)
         attribute_type, dress = type(module)._dynswap_attribute, type(module)._dynswap_dress
         session.attach(child, lambda cls: swap_class(cls, attribute_type, dress))
+        note_joined(session, module, child)
 
 
 def _put_masters(root: nn.Module) -> None:

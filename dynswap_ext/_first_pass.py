@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
-import weakref
+from collections.abc import Callable
 from typing import Any, Final
 
 from torch import nn
@@ -33,15 +33,15 @@ class FirstPass:
     ----------
     session
         Which one.
-    model
-        Whose it is; not kept alive.
+    lives
+        Whether it serves any module.
     progress
         True for a bar, or a function, which the thread calls.
     """
 
-    def __init__(self, session: Session, model: nn.Module, progress: ProgressOption) -> None:
+    def __init__(self, session: Session, lives: Callable[[], bool], progress: ProgressOption) -> None:
         self._session, self._progress = session, progress
-        self._model = weakref.ref(model)
+        self._lives = lives
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dynswap_ext first pass")
         self._thread.start()
@@ -74,7 +74,7 @@ class FirstPass:
 
     def _gone(self, wait: float) -> bool:
         stopped = self._over.wait(wait)
-        return stopped or self._model() is None or not threading.main_thread().is_alive()
+        return stopped or not self._lives() or not threading.main_thread().is_alive()
 
     def _accesses(self) -> int:
         counters = self._session.stats()

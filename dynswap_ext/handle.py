@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from os import PathLike
 from types import TracebackType
 from typing import TYPE_CHECKING, Protocol
 
 import torch
-from torch import nn
 
 from ._provider import Session
 from ._recording import InRecording, Recorder, figures_of
@@ -35,16 +33,12 @@ class Install(Protocol):
         """Why its provider is not the native one; empty if it is, or if pure Python was asked for."""
 
     @property
-    def root(self) -> Callable[[], nn.Module | None]:
-        """The model, while it lives."""
+    def active(self) -> bool:
+        """Whether it serves any module."""
 
     @property
     def session(self) -> Session:
         """What serves it by now."""
-
-    @property
-    def installed(self) -> int:
-        """How many modules it serves."""
 
     @property
     def tuner(self) -> Tuner | None:
@@ -92,8 +86,8 @@ class Handle:
 
     @property
     def active(self) -> bool:
-        """Whether modules of the model are installed through this handle."""
-        return self._record.installed > 0 and self._record.root() is not None
+        """Whether modules are installed through this handle: the model's, or what is left of it."""
+        return self._record.active
 
     def stats(self) -> Stats:
         """What has been counted so far, also after an uninstall."""
@@ -212,7 +206,10 @@ class Handle:
     # The way back -------------------------------------------------------------------------------------
 
     def uninstall(self) -> None:
-        """Undo this install. No effect if it is undone already, was replaced, or the model is gone."""
+        """Give every module back that this install serves, in the model or outliving it.
+
+        No effect if that was done already, or another install has replaced this one.
+        """
         self._record.undo()
 
     def __enter__(self) -> Handle:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-import weakref
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -21,6 +21,7 @@ from ._memory import format_bytes
 from ._optimizers import follow, unfollow
 from ._parametrized import give_back
 from ._progress import ProgressOption
+from ._served import Served
 from ._state import STATE_KEY, is_scripted, modules_of, name_in, session_of
 from ._traced import let_go
 from ._tuning import Tuner, smaller_budget
@@ -130,19 +131,19 @@ def install_with(model: nn.Module, options: config.Options, dress: Dress | None 
     with _lock:
         provider = _provider.select(options.backend, options.device)
         scripted, serving = _survey(model)
-        record = _Record(options, weakref.ref(model), _new_session(provider, options), dress, provider.reason)
+        record = _Record(options, _new_session(provider, options), dress, provider.reason)
+        before = [(other, other.everything()) for other in map(_record_of, serving) if other is not None]
         replaced = _take_out(model, serving)
         try:
             record.begin_fitting(model, provider)
         except BaseException:
             record.session.close()
             unfollow(record.session)
-            for other in replaced:
-                other.begin_again()
+            for other, what in before:
+                other.begin_again(what)
             raise
         for other in replaced:
-            if other.installed == 0:
-                other.end()
+            other.end_if_over()
     _log_plan("installed", record.session, f"{type(model).__name__} in {time.monotonic() - begun:.3f} s")
     logger.debug("the install's options: %s", options)
     if scripted:
@@ -167,8 +168,7 @@ def uninstall(model: nn.Module) -> nn.Module:
     with _lock:
         serving = {session for module in modules_of(model) if (session := session_of(module)) is not None}
         for record in _take_out(model, serving):
-            if record.installed == 0:
-                record.end()
+            record.end_if_over()
     return model
 
 
@@ -182,13 +182,12 @@ class _Record:
     """What the front end knows of one install. Does not keep the model alive."""
 
     options: config.Options
-    root: weakref.ref[nn.Module]
     session: _provider.Session
     #: What its swap classes show.
     dress: Dress | None
     #: Why its provider is not the native one; empty if it is, or if pure Python was asked for.
     reason: str
-    _forget: weakref.finalize[..., nn.Module] | None = None
+    _served: Served | None = None
     tuner: Tuner | None = None
     _first_pass: FirstPass | None = None
 
@@ -196,6 +195,15 @@ class _Record:
     def installed(self) -> int:
         """How many modules were swapped, or have joined since, and were not given back."""
         return self.session.modules
+
+    @property
+    def active(self) -> bool:
+        """Whether modules are served by this install."""
+        return self.installed > 0 and self._served is not None and self._served.serving()
+
+    def root(self) -> nn.Module | None:
+        """The model, or what is left of it (Note [Modules outlive their container])."""
+        return None if self._served is None else self._served.tree()
 
     def begin_fitting(self, model: nn.Module, provider: _provider.Provider) -> None:
         """`begin`; an automatic budget shrinks until there is memory for it."""
@@ -224,21 +232,23 @@ class _Record:
 
         self.session.attach(model, swap)
         _records[id(self.session)] = self
-        self._forget = weakref.finalize(model, _records.pop, id(self.session), None)
-        self._forget.atexit = False
+        self._served = Served(model, self.session, partial(_records.pop, id(self.session), None))
         if self.options.automatic:
             self._tuner()
         if self.options.progress:
-            self._first_pass = FirstPass(self.session, model, self.options.progress)
+            self._first_pass = FirstPass(self.session, self._served.serving, self.options.progress)
         if self.options.device.type != "cpu":
             keep_scales_on_host(_computes_on)
         if refused:
             names = ", ".join(cls.__qualname__ for cls in refused)
             warn(f"modules of classes that refuse to be swapped are left as they are: {names}")
 
-    def begin_again(self) -> None:
-        """Put an install back after another one failed to replace it."""
-        model = self.root()
+    def everything(self) -> nn.Module | None:
+        """All that this install serves, as one tree."""
+        return None if self._served is None else self._served.everything()
+
+    def begin_again(self, model: nn.Module | None) -> None:
+        """Put an install back after another one failed to replace it; it had all of this tree."""
         if model is None:
             return
         _detach(self.session, model)
@@ -248,14 +258,15 @@ class _Record:
         self.begin(model, provider.attribute)
 
     def _tuner(self) -> Tuner:
+        assert self._served is not None
         options = self.options
-        self.tuner = Tuner(self.session, self.root, options.budget, automatic=options.automatic)
+        self.tuner = Tuner(self.session, self._served.tree, options.budget, automatic=options.automatic)
         return self.tuner
 
     def retune(self, budget: int | float | str | None) -> None:
         """See `Handle.retune`."""
         with _lock:
-            if self.installed == 0:
+            if not self.active:
                 raise ConfigError("the model has been uninstalled: there is nothing to plan for")
             tuner = self.tuner or self._tuner()
             if budget is None:
@@ -266,12 +277,20 @@ class _Record:
                 tuner.measure(config.resolve_budget(budget, self.options.device), automatic=False)
 
     def undo(self) -> None:
-        """Give back what this install serves. No effect if it was, was replaced, or the model is gone."""
+        """Give back what this install serves, wherever it is. No effect if it serves nothing."""
         with _lock:
-            model = self.root()
-            if model is not None and self.installed > 0:
-                _detach(self.session, model)
-                self.end()
+            served = self._served
+            if served is None or not self.active:
+                return
+            for find in (served.tree, served.rest):
+                if self.installed > 0 and (found := find()) is not None:
+                    _detach(self.session, found)
+            self.end()
+
+    def end_if_over(self) -> None:
+        """`end`, unless modules are still served."""
+        if not self.active:
+            self.end()
 
     def end(self) -> None:
         """Every module was given back."""
@@ -282,12 +301,12 @@ class _Record:
         self.session.close()
         unfollow(self.session)
         _log_end(self.session)
-        if self._forget is not None:
-            self._forget()
-            self._forget = None
+        if self._served is not None:
+            self._served.forget()
+            _records.pop(id(self.session), None)
 
 
-# By the id of the session, which the record keeps. An entry goes with its install, or with its model.
+# By the id of the session, which the record keeps. An entry goes with its install, or with its last module.
 _records: dict[int, _Record] = {}
 
 
@@ -339,8 +358,8 @@ def _take_out(model: nn.Module, serving: set[_provider.Session]) -> list[_Record
     taken = []
     for session in serving:
         _detach(session, model)
-        record = _records.get(id(session))
-        if record is not None:  # else the installed tree's root is gone, and only a part of it lives on
+        record = _record_of(session)
+        if record is not None:  # else the install has ended
             taken.append(record)
     return taken
 
@@ -363,9 +382,13 @@ def plan_again(session: _provider.Session) -> None:
 
 
 def root_of(session: _provider.Session) -> nn.Module | None:
-    """The model that a session was made for, while both live."""
-    record = _records.get(id(session))
+    """The model that a session was made for, or what is left of it."""
+    record = _record_of(session)
     return None if record is None else record.root()
+
+
+def _record_of(session: _provider.Session) -> _Record | None:
+    return _records.get(id(session))
 
 
 def _new_session(provider: _provider.Provider, options: config.Options) -> _provider.Session:

@@ -1,0 +1,141 @@
+"""The modules of one install, wherever they are by now: in the model, or outliving it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import nn
+
+from ._state import modules_of, session_of
+
+__all__ = ["Served", "note_joined"]
+
+# Note [Modules outlive their container]: ``install(nn.ModuleList([a, b]))`` may be the last that anybody
+# hears of the list, and a part may be taken out of its model. Such modules go on being served, so the install
+# goes on: its handle finds them, plans for them and gives them back. It keeps none of them alive.
+
+
+class Served:
+    """Knows the modules that a session serves, by weak references.
+
+    Parameters
+    ----------
+    root
+        The installed model.
+    session
+        What serves it; not kept alive.
+    when_gone
+        Called once, when none of the modules lives any more. Not after `forget`.
+    """
+
+    def __init__(self, root: nn.Module, session: Any, when_gone: Callable[[], object]) -> None:
+        self._root = weakref.ref(root)
+        self._session: Callable[[], Any] = weakref.ref(session)
+        self._when_gone = when_gone
+        #: By id, in the order of definition. Some may be gone, and their ids others'.
+        self._known: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
+        self._many = 0
+        self._note(root, "")
+        self._watch(root)
+        _of_session[session] = self
+
+    def tree(self) -> nn.Module | None:
+        """The model while it lives; then what is left of it, as children of a module made here; or None."""
+        root = self._root()
+        return self.rest() if root is None else root
+
+    def rest(self) -> nn.Module | None:
+        """All that is served, in the model or not, as children of a module made here; None if nothing is."""
+        left: dict[str, nn.Module | None] = {}
+        below: set[int] = set()
+        for module, path in self._served():
+            if id(module) not in below:  # parents come before their children
+                below.update(map(id, modules_of(module)))
+                left[path or "model"] = module
+        if not left:
+            return None
+        rest = nn.Module()
+        rest._modules = left
+        return rest
+
+    def everything(self) -> nn.Module | None:
+        """The model if all that is served is in it, else `rest`; None if nothing is served."""
+        root, rest = self._root(), self.rest()
+        if root is None or rest is None:
+            return rest
+        below = set(map(id, modules_of(root)))
+        return root if all(id(module) in below for module in rest._modules.values()) else rest
+
+    def serving(self) -> bool:
+        """Whether any module is served now."""
+        return next(self._served(), None) is not None
+
+    def joined(self, parent: nn.Module, child: nn.Module) -> None:
+        """A module of the install got a child, which is served by now."""
+        known = self._known.get(id(parent))
+        path = f"{known[1]}." if known is not None and known[0]() is parent and known[1] else ""
+        name = next((name for name, module in reversed(parent._modules.items()) if module is child), "joined")
+        if len(self._known) > 2 * self._many:
+            self._known = {key: known for key, known in list(self._known.items()) if known[0]() is not None}
+            self._many = len(self._known)
+        self._note(child, path + name)
+
+    def forget(self) -> None:
+        """None is served any more, or the session ends."""
+        self._watching.detach()
+        self._known.clear()
+
+    def _note(self, root: nn.Module, path: str) -> None:
+        stack: list[tuple[nn.Module, str]] = [(root, path)]
+        seen: set[int] = set()
+        while stack:
+            module, path = stack.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            self._known.pop(id(module), None)  # a new one comes last
+            self._known[id(module)] = weakref.ref(module), path
+            if module._modules:
+                prefix = f"{path}." if path else ""
+                stack += [
+                    (child, prefix + name)
+                    for name, child in reversed(module._modules.items())
+                    if child is not None
+                ]
+        self._many = self._many or len(self._known)
+
+    def _served(self) -> Iterator[tuple[nn.Module, str]]:
+        session = self._session()
+        for ref, path in list(self._known.values()) if session is not None else ():
+            module = ref()
+            if module is not None and session_of(module) is session:
+                yield module, path
+
+    def _watch(self, module: nn.Module) -> None:
+        self._watching = weakref.finalize(module, self._one_is_gone)
+        self._watching.atexit = False
+
+    def _one_is_gone(self) -> None:
+        """Watch another one: the last, as what is let go of as a whole goes in order."""
+        session = self._session()
+        while self._known:
+            key = next(reversed(self._known))
+            module = self._known[key][0]()
+            if module is not None and session is not None and session_of(module) is session:
+                self._watch(module)
+                return
+            del self._known[key]
+        self._when_gone()
+
+
+#: A session is kept by its modules and its install.
+_of_session: weakref.WeakKeyDictionary[Any, Served] = weakref.WeakKeyDictionary()
+
+
+def note_joined(session: Any, parent: nn.Module, child: nn.Module) -> None:
+    """Let the install know a module that has joined it."""
+    served = _of_session.get(session)
+    if served is not None:
+        served.joined(parent, child)
