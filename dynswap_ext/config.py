@@ -188,6 +188,12 @@ def _dtype(given: torch.dtype | None) -> torch.dtype | None:
             f"dtype is {given!r}; expected a floating dtype such as torch.bfloat16, or None to keep each "
             "master's own (integer and complex masters are never cast)"
         )
+    if given.itemsize < 2:
+        raise ConfigError(
+            f"dtype is {given}, in which torch's layers do not compute: their forward would fail. Give one "
+            "to compute in, such as torch.bfloat16. Masters may have 8 bits all the same, as they are or by "
+            f"checkpoint.convert(path, new_path, dtype={given}), and are cast on the way"
+        )
     return given
 
 
