@@ -8,6 +8,7 @@ from torch import nn
 
 from conftest import Provider
 from dynswap_ext import testing
+from dynswap_ext.errors import ConfigError
 from sample_models import mlp
 
 
@@ -58,8 +59,40 @@ def test_every_floating_dtype_is_cast_as_torch_casts(provider: Provider, dtype: 
     model.register_buffer("narrow", values.to(dtype))
     provider.install(model, dtype=torch.float32)
     testing.assert_bit_equal(model.narrow, values.to(dtype).to(provider.device, torch.float32))
-    provider.install(model, dtype=dtype)
-    testing.assert_bit_equal(model.wide, values.to(provider.device, dtype))
+    if dtype.itemsize > 1:  # layers compute in no other
+        provider.install(model, dtype=dtype)
+        testing.assert_bit_equal(model.wide, values.to(provider.device, dtype))
+
+
+EIGHT_BITS = [dtype for name, dtype in vars(torch).items() if name.startswith("float8_")]
+
+
+@pytest.mark.parametrize(
+    "wanted", [None, torch.float16, torch.bfloat16, torch.float32, torch.float64], ids=str
+)
+@pytest.mark.parametrize("dtype", EIGHT_BITS, ids=str)
+def test_every_value_of_eight_bits(
+    provider: Provider, dtype: torch.dtype, wanted: torch.dtype | None
+) -> None:
+    model, stored = nn.Module(), torch.arange(256, dtype=torch.uint8).view(dtype)
+    model.weight = nn.Parameter(stored, requires_grad=False)
+    model.register_buffer("table", stored.clone())
+    model.register_buffer("other", torch.ones(3, dtype=torch.float64))
+    provider.install(model, dtype=wanted, budget="1MiB")
+    expected = stored.to(wanted or dtype)
+    for _ in range(3):
+        for given in (model.weight, model.table):
+            assert given.dtype == expected.dtype and given.device == provider.device
+            testing.assert_bit_equal(given.cpu().view(torch.uint8), expected.view(torch.uint8))
+        assert model.other.dtype == (wanted or torch.float64)
+
+
+@pytest.mark.parametrize("dtype", [*EIGHT_BITS, torch.float4_e2m1fn_x2], ids=str)
+def test_a_dtype_that_no_layer_computes_in_is_refused(provider: Provider, dtype: torch.dtype) -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(ConfigError, match=r"torch\.bfloat16.*checkpoint\.convert"):
+        provider.install(model, dtype=dtype)
+    assert type(model) is nn.Linear
 
 
 @pytest.mark.parametrize(

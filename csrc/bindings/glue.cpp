@@ -45,6 +45,12 @@ std::optional<Scalar> scalar_of(at::ScalarType type) noexcept {
   }
 }
 
+bool can_move(at::ScalarType stored, at::ScalarType wanted) noexcept {
+  const auto from = scalar_of(stored);
+  const auto to = scalar_of(wanted);
+  return from && to && (stored == wanted || (is_floating(*from) && is_floating(*to)));
+}
+
 namespace {
 
 at::ScalarType torch_type(Scalar scalar) {

@@ -50,7 +50,7 @@ Session::Kind Session::kind_of(const Weight& weight, PyObject* master_object, co
     }
     streams = subclasses.attr("adds_attributes_only")(py::handle(master_object)).cast<bool>();
   }
-  if (streams && streamable(master) && scalar_of(kind.wanted) &&
+  if (streams && streamable(master) && can_move(master.scalar_type(), kind.wanted) &&
       (!in_place || mappings.find(master.const_data_ptr(), master.nbytes()))) {
     const auto source = source_of(master, kind.wanted, weight.name, mappings, page_cache_, *holds_);
     if (!in_place || source->file) {
