@@ -334,7 +334,8 @@ class Session(Figures):
         )
         if self._strict:
             raise BudgetError(f"{message}, and strict_budget=True", self._held_bytes() + size)
-        self._counters["overflow_bytes"] += size
+        beyond = self._held_bytes() + size - self._budget
+        self._counters["overflow_bytes"] = max(self._counters["overflow_bytes"], beyond)
         self._warn_once("overflow", f"{message}; more memory than the budget is used")
 
 

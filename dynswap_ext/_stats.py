@@ -39,7 +39,8 @@ class Stats:
     bytes_moved: int
     #: Time for which the calling threads were blocked on copies.
     stall_ns: int
-    #: Bytes ever allocated beyond the budget because handed-out tensors were kept.
+    #: Most bytes beyond the budget at one time, because handed-out tensors were kept (in a list, in a graph):
+    #: about what the budget lacks for them.
     overflow_bytes: int
     #: Most device bytes held at one time.
     peak_bytes: int

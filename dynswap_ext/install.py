@@ -87,7 +87,8 @@ def install(
         Which provider answers; "auto" follows ``DYNSWAP_BACKEND``, else prefers the native extension.
     strict_budget : bool
         Raise :class:`BudgetError` where handed-out tensors that somebody keeps leave no room within the
-        budget. Default: allocate outside it, count it (``overflow_bytes``) and warn once.
+        budget. Default: allocate outside it, count it (``overflow_bytes``, the most at one
+        time) and warn once.
     progress : bool or callable
         True shows how far the first pass is, in bytes of weights that have come, where stderr is a terminal
         or a notebook. A function is called with the bytes so far and the whole, by another thread. Ends with

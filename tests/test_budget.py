@@ -104,6 +104,32 @@ def test_kept_tensors_overflow_with_one_warning(provider: Provider) -> None:
     del kept, weight
 
 
+def test_an_overflow_is_the_most_at_one_time(provider: Provider) -> None:
+    model, budget = model_of_layers(), 3 * LAYER + SLACK
+    provider.pair(model, budget=budget)
+    handle = provider.handles[-1]
+
+    def keep_all() -> dynswap_ext.Stats:
+        kept = [model[2 * i].weight for i in range(LAYERS)]
+        stats = handle.stats()
+        del kept
+        gc.collect()
+        return stats
+
+    with pytest.warns(dynswap_ext.DynswapWarning):
+        first = keep_all().overflow_bytes
+    assert (LAYERS - 4) * LAYER <= first <= LAYERS * LAYER
+    for _ in range(3):
+        stats = keep_all()
+        assert stats.overflow_bytes <= first + LAYER  # a slot more may be held by what comes next
+        assert stats.peak_bytes <= budget + stats.overflow_bytes
+    handle.reset_stats()
+    assert handle.stats().overflow_bytes <= first
+    provider.install(model, dtype=torch.float64, budget=budget + first + LAYER)
+    handle = provider.handles[-1]
+    assert keep_all().overflow_bytes == 0
+
+
 def test_a_strict_budget_raises_and_leaves_the_model_usable(provider: Provider) -> None:
     model = model_of_layers()
     moved, handle = provider.pair(model, budget=3 * LAYER + SLACK, strict_budget=True)

@@ -112,7 +112,7 @@ void Engine::place_outside(Planned& planned) {
                       0);
   }
   planned.copy->place = Place::overflow;
-  stats_.overflow_bytes += planned.copy->bytes;
+  ++stats_.overflows;
   overflow_now_ += planned.copy->bytes;
   note_peak();
 }
@@ -210,6 +210,7 @@ std::size_t Engine::held_bytes() const noexcept {
 }
 
 void Engine::note_peak() noexcept {
+  stats_.overflow_bytes = std::max<std::uint64_t>(stats_.overflow_bytes, overflow_now_);
   stats_.peak_bytes =
       std::max<std::uint64_t>(stats_.peak_bytes, stats_.arena_bytes + stats_.resident_bytes + overflow_now_);
 }

@@ -261,7 +261,7 @@ class Run {
     try {
       Lease lease = engine_->acquire(weight.id, stream);
       if (before.live_leases == 0 && interruptions == interruptions_ &&
-          engine_->stats().overflow_bytes > before.overflow_bytes) {
+          engine_->stats().overflows > before.overflows) {
         device_->violation("over budget although nothing was held (Invariant 4)");
       }
       return lease;
