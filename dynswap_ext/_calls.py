@@ -113,18 +113,21 @@ class _SavedTensor:
 class _SavedWeight:
     """A streamed weight, or a view of one."""
 
-    __slots__ = ("offset", "session", "shape", "strides", "version", "weight")
+    __slots__ = ("device", "dtype", "offset", "session", "shape", "strides", "version", "weight")
 
     def __init__(self, copy: Copy, weight: Weight, view: torch.Tensor) -> None:
         self.session, self.weight = copy.session, weight
         self.version = _version(weight.master)
+        self.device, self.dtype = view.device, view.dtype
         self.shape, self.strides, self.offset = view.shape, view.stride(), view.storage_offset()
 
     def unpack(self) -> torch.Tensor:
         _refuse_if_written(self.version, self.weight.master)  # plain torch would have saved the master
         session = self.session()
-        if session is None:
-            raise RuntimeError("dynswap_ext: a model is gone, and its graph is not")
+        if session is None:  # the model was uninstalled since, or is gone
+            with detached():
+                whole = self.weight.master.detach().to(self.device, self.dtype, copy=True)
+                return whole.as_strided(self.shape, self.strides, self.offset)
         copy = session.fetch_again(self.weight)
         with detached():
             view = copy.data.as_strided(self.shape, self.strides, self.offset)

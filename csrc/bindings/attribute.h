@@ -50,6 +50,15 @@ PyObject* find_in(PyObject* dict, PyObject* container, PyObject* name);
 py::object module_dict(PyObject* module);
 ModuleState* module_state(PyObject* module, PyObject* dict);
 
+/// A module in a tree, and what comes before its weights' names.
+struct Visited {
+  py::object module;
+  std::string prefix;
+};
+
+/// The modules of a tree, each once, in the order of nn.Module.modules().
+std::vector<Visited> modules_of(PyObject* root);
+
 /// A new state for `module`. Does not touch the module.
 py::object new_module_state(PyObject* module, const py::object& session, std::vector<Entry> entries);
 

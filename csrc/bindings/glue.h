@@ -15,8 +15,8 @@ namespace dynswap {
 /// The engine's element type, or nothing if it cannot move such elements (quantised, sub-byte).
 std::optional<Scalar> scalar_of(at::ScalarType type) noexcept;
 
-/// Whether the engine can move such elements, and cast them where the two differ. It cannot cast all of torch's
-/// floating types (float8_e4m3fnuz and others are raw8 to it): torch converts those masters.
+/// Whether the engine can move such elements, and cast them where the two differ. It cannot cast all of
+/// torch's floating types (float8_e4m3fnuz and others are raw8 to it): torch converts those masters.
 bool can_move(at::ScalarType stored, at::ScalarType wanted) noexcept;
 
 /// torch's own conversion, so that what is streamed equals `.to(dtype)` to the bit. A CastFn.

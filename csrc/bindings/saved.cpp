@@ -57,6 +57,7 @@ struct SavedWeight final : Saved {
         weight(record.origin().weight),
         master(record.master()),
         version(version_of(master)),
+        options(view.options()),
         sizes(view.sizes().vec()),
         strides(view.strides().vec()),
         offset(view.storage_offset()) {}
@@ -65,9 +66,10 @@ struct SavedWeight final : Saved {
     // Plain torch would have saved the master.
     refuse_if_written(version, version_of(master), master);
     const std::shared_ptr<Session> serving = session.lock();
-    const at::Tensor whole = serving ? serving->fetch_again(*weight, master, reader) : at::Tensor();
-    if (!whole.defined()) throw std::runtime_error("dynswap_ext: a model is gone, and its graph is not");
+    at::Tensor whole = serving ? serving->fetch_again(*weight, master, reader) : at::Tensor();
     const PlainTorch guard;
+    // The model was uninstalled since, or is gone.
+    if (!whole.defined()) whole = master.to(options, /*non_blocking=*/false, /*copy=*/true);
     return whole.as_strided(sizes, strides, offset);
   }
 
@@ -75,6 +77,7 @@ struct SavedWeight final : Saved {
   Weight* const weight;
   const at::Tensor master;
   const std::uint32_t version;
+  const at::TensorOptions options;
   const std::vector<std::int64_t> sizes, strides;
   const std::int64_t offset;
   const std::thread::id reader = std::this_thread::get_id();  ///< whose order backward takes up

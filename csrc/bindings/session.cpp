@@ -4,7 +4,6 @@
 #include <utility>
 
 #include "bindings/attribute.h"
-#include "bindings/backends.h"
 #include "bindings/call.h"
 #include "bindings/fetch_backward.h"
 #include "bindings/glue.h"
@@ -41,27 +40,10 @@ Session::Session(const at::Device& device, std::optional<at::ScalarType> dtype, 
       dtype_(dtype),
       options_(std::move(options)),
       warn_(std::move(warn)),
-      page_cache_{options_.page_cache, options_.page_cache_always ? Keep::always : Keep::yes} {
+      table_(new_table()) {
   if (device_.is_cuda()) hear_of_record_stream();
-  engine_ = new_engine();
+  plan_ = std::make_shared<const Plan>(Plan{new_engine({options_.budget, {}, {}}), {}});
   sessions().insert(this);
-}
-
-std::shared_ptr<Engine> Session::new_engine() {
-  auto backend = make_backend(device_, options_.backend, [this](const std::string& message) {
-    const py::gil_scoped_acquire gil;
-    warn_(message);
-  });
-  backend_ = backend->name();
-  EngineOptions engine;
-  engine.budget = options_.budget.value_or(0);
-  engine.prefetch = options_.prefetch;
-  engine.strict_budget = options_.strict_budget;
-  engine.given = given_;
-  return std::make_shared<Engine>(std::move(backend), engine, [this](const std::string& message) {
-    const py::gil_scoped_acquire gil;
-    warn_(message);
-  });
 }
 
 Session::~Session() {
@@ -75,19 +57,21 @@ void Session::module_gone() {
 
 void Session::close() {
   if (std::exchange(closed_, true)) return;
+  const std::shared_ptr<Table> table = table_;
   DeferredRelease dropped;
-  for (const auto& weight : weights_) weight->forget(dropped);
+  for (const auto& weight : table->weights) weight->forget(dropped);
   dropped.drop();
   if (abandoned_) return;
   {
+    const std::shared_ptr<const Plan> plan = plan_;
     const py::gil_scoped_release release;
-    engine_->close();
+    plan->engine->close();
   }
-  for (const auto& weight : weights_) {
+  for (const auto& weight : table->weights) {
     weight->let_go_of_bytes();
     if (weight->watch) weight->watch->stop();
   }
-  holds_->end();
+  table->holds->end();
 }
 
 void Session::close_all() {
@@ -98,16 +82,16 @@ void Session::close_all() {
 void Session::abandon_all_after_fork() {
   for (Session* session : sessions()) {
     session->abandoned_ = true;
-    session->engine_->abandon();
-    session->holds_->abandon();
+    session->plan_->engine->abandon();
+    session->table_->holds->abandon();
   }
 }
 
 Stats Session::stats() const {
-  Stats stats = engine_->stats();
+  Stats stats = plan_->engine->stats();
   stats.add_counters(beside_);
   // What the session keeps for itself is not handed out.
-  for (const auto& weight : weights_) {
+  for (const auto& weight : table_->weights) {
     if (weight->only_cached() && stats.live_leases > 0) --stats.live_leases;
   }
   return stats;
@@ -115,7 +99,7 @@ Stats Session::stats() const {
 
 void Session::reset_stats() {
   beside_ = Stats();
-  engine_->reset_counters();
+  plan_->engine->reset_counters();
 }
 
 c10::StreamId Session::stream_id() const { return device_.is_cpu() ? 0 : torch_stream(device_).id(); }
@@ -163,15 +147,16 @@ std::pair<std::shared_ptr<Session>, Weight*> Session::serving(const at::Tensor& 
   const c10::TensorImpl& impl = *master.unsafeGetTensorImpl();
   for (Session* session : sessions()) {
     if (session->closed_ || session->abandoned_) continue;
-    const auto found = session->by_master_.find(&impl);
-    if (found != session->by_master_.end() && (moved || found->second->state.same_place(impl)))
+    const auto& by_master = session->table_->by_master;
+    const auto found = by_master.find(&impl);
+    if (found != by_master.end() && (moved || found->second->state.same_place(impl)))
       return {session->shared_from_this(), found->second};
   }
   return {};
 }
 
 PyObject* Session::access(Weight& weight, PyObject* master, bool training, bool inside) {
-  if (!settle(weight, master)) return convert(weight, master);
+  if (weight.superseded || !settle(weight, master)) return convert(weight, master);
   if (!training) {
     if (PyObject* const unchanged = cached_tensor(weight, master, inside)) return unchanged;
   }
@@ -192,7 +177,7 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
   const bool watched = small_buffer && training && !master.requires_grad();
   if (weight.cached == nullptr && PROTECTED(capture_refused)) {
     if (watched) refuse_capture_of_written(device_, weight.name);
-    refuse_capture(device_, weight.name, resident(weight));
+    refuse_capture(device_, weight.name, weight.resident());
   }
   if (!captured_) captured_ = capturing();
   DeferredRelease dropped;
@@ -202,19 +187,24 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
     if (small_buffer && training) watch(tensor);
     return hand_out_again(weight, tensor);
   }
-  if (watched || !weight.planned) {
+  if (watched || !weight.plan) {
     write_back(weight, dropped);  // of a copy that is held by a graph alone
-    const at::Tensor copy = HandedOut::make_private({weak_from_this(), &weight}, master, device_);
-    if (watched) watch(copy);
-    if (master.requires_grad()) connect_to_master(copy, master, weight.watch);
-    if (!weight.planned) {
-      ++beside_.copies;
-      beside_.bytes_moved += master.nbytes();
-    }
-    remember(weight, copy);
-    return wrap(weight, copy);
+    if (!weight.plan && inside_call_of(*this)) note_unplanned(weight);
+    return hand_out_private(weight, master, watched);
   }
   return hand_out(weight, master);
+}
+
+PyObject* Session::hand_out_private(Weight& weight, const at::Tensor& master, bool watched) {
+  const at::Tensor copy = HandedOut::make_private({weak_from_this(), &weight}, master, device_);
+  if (watched) watch(copy);
+  if (master.requires_grad()) connect_to_master(copy, master, weight.watch);
+  if (!weight.plan) {
+    ++beside_.copies;
+    beside_.bytes_moved += master.nbytes();
+  }
+  remember(weight, copy);
+  return wrap(weight, copy);
 }
 
 at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, bool watched) {
@@ -247,10 +237,11 @@ void Session::watch(const at::Tensor& tensor) {
 PyObject* Session::hand_out_again(Weight& weight, const at::Tensor& tensor) {
   HandedOut* const record = HandedOut::of(*tensor.unsafeGetTensorImpl());
   const Stream consumer = current_stream(device_);
+  const std::shared_ptr<const Plan> plan = weight.plan;
   {
     const py::gil_scoped_release release;
     if (PROTECTED(second_stream_told)) record->use_here();
-    if (recording_ && weight.planned) engine_->note_use(weight.id, consumer);
+    if (recording_ && plan) plan->engine->note_use(weight.id, consumer);
   }
   if (weight.cached != nullptr && THPVariable_Unpack(weight.cached).is_same(tensor)) {
     weight.cached_stream = stream_id();
@@ -262,12 +253,16 @@ PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
   const Stream consumer = current_stream(device_);
   const std::uint64_t generation = weight.generation;
   auto record = HandedOut::of_weight({weak_from_this(), &weight}, master, device_);
+  const std::shared_ptr<const Plan> plan = weight.plan;
+  const bool stays = weight.resident();
   Lease lease;
-  {
+  try {
     const py::gil_scoped_release release;
-    lease = engine_->acquire(weight.id, consumer,
-                             {.in_order = inside_call(),
-                              .after_consumer = captured_ && resident(weight) && PROTECTED(after_replays)});
+    lease = plan->engine->acquire(
+        weight.id, consumer,
+        {.in_order = inside_call(), .after_consumer = captured_ && stays && PROTECTED(after_replays)});
+  } catch (const ClosedError&) {
+    return hand_out_private(weight, master, /*watched=*/false);  // Note [A plan takes another's place]
   }
   const bool overflows = lease.overflows();
   const at::Tensor tensor = HandedOut::make(std::move(record), std::move(lease));
@@ -283,7 +278,7 @@ PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
   if (outdated) return object;
   remember(weight, tensor);
   // A copy outside the budget is not cached: it would stay there.
-  if (engine_->resident(weight.id) && weight.cached == nullptr && !overflows) {
+  if (stays && weight.cached == nullptr && !overflows) {
     weight.cached = Py_NewRef(object);
     weight.cached_stream = stream_id();
   }
@@ -300,27 +295,28 @@ void Session::remember(Weight& weight, const at::Tensor& handed_out) {
 }
 
 at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::thread::id reader) {
-  const bool served = weight.way == Weight::Way::streamed && weight.planned && !closed_ && !abandoned_;
+  const bool served = weight.way == Weight::Way::streamed && weight.plan && !closed_ && !abandoned_;
   // Another master may have taken its place since.
   if (served && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
-    if (DeferredRelease dropped; !resident(weight) && weight.silently_written()) refetch(weight, dropped);
-    refuse_capture(device_, weight.name, resident(weight));
+    if (DeferredRelease dropped; !weight.resident() && weight.silently_written()) refetch(weight, dropped);
+  }
+  if (served && weight.plan && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
+    refuse_capture(device_, weight.name, weight.resident());
     const Stream consumer = current_stream(device_);
     auto record = HandedOut::of_weight({weak_from_this(), &weight}, master, device_);
-    Lease lease;
-    {
-      const py::gil_scoped_release release;
-      lease = engine_->acquire(weight.id, consumer, {.thread = reader});
+    const std::shared_ptr<const Plan> plan = weight.plan;
+    try {
+      Lease lease;
+      {
+        const py::gil_scoped_release release;
+        lease = plan->engine->acquire(weight.id, consumer, {.thread = reader});
+      }
+      return HandedOut::make(std::move(record), std::move(lease));
+    } catch (const ClosedError&) {
+      // Note [A plan takes another's place]
     }
-    return HandedOut::make(std::move(record), std::move(lease));
   }
   return HandedOut::make_private({weak_from_this(), &weight}, master, device_);
-}
-
-bool Session::resident(const Weight& weight) const { return weight.planned && engine_->resident(weight.id); }
-
-bool Session::streams(const Weight& weight) const {
-  return weight.way == Weight::Way::streamed && weight.planned && !engine_->resident(weight.id);
 }
 
 PyObject* Session::wrap(const Weight& weight, const at::Tensor& tensor) {

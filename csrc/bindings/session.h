@@ -5,6 +5,7 @@
 
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -50,6 +51,7 @@ class Session : public std::enable_shared_from_this<Session> {
   /// (OutOfMemory), each access copies until there is.
   bool outdated() const noexcept { return outdated_; }
   void check(const py::object& module);
+  /// Other threads go on meanwhile: see Note [A plan takes another's place].
   void plan_again(const py::object& root);
 
   /// The session and the weight of a master, if it is one. `moved`: it may have other memory by now.
@@ -74,7 +76,9 @@ class Session : public std::enable_shared_from_this<Session> {
   at::Tensor fetch_again(Weight& weight, const at::Tensor& master, std::thread::id reader);
 
   /// Whether the weight passes through the arena: it is not resident, and moved by the engine.
-  bool streams(const Weight& weight) const;
+  bool streams(const Weight& weight) const {
+    return weight.way == Weight::Way::streamed && weight.plan && !weight.resident();
+  }
   bool streams_any() const noexcept { return streams_any_; }
 
   /// Takes what was written on handed-out tensors to their masters.
@@ -136,26 +140,47 @@ class Session : public std::enable_shared_from_this<Session> {
   static void abandon_all_after_fork();  ///< in the child
 
  private:
-  struct Attaching;  // attach.cpp
-  void find_weights(PyObject* module_dict, const std::string& prefix, std::uint64_t unit,
-                    const Mappings& mappings, std::vector<Entry>& entries,
-                    std::vector<std::pair<Weight*, std::uint64_t>>& streamed);
+  /// The weights of the modules' masters.
+  struct Table {
+    std::vector<std::unique_ptr<Weight>> weights;
+    /// For ties. A master may have died, and its address be another's by now: `state` tells.
+    std::unordered_map<const c10::TensorImpl*, Weight*> by_master;
+    std::shared_ptr<Holds> holds = std::make_shared<Holds>();  ///< never null
+    PageCacheShare page_cache;                                 ///< what is left for weights to come
+  };
+  using Streamed = std::vector<std::pair<Weight*, std::uint64_t>>;  ///< each with its unit
 
-  std::shared_ptr<Engine> new_engine();
-  void replace_plan(const py::object& root, std::optional<std::size_t> budget,
-                    std::optional<GivenPlan> given);
-  void plan(const std::vector<std::pair<Weight*, std::uint64_t>>& streamed,
-            const std::function<void()>& make_room = {});
-  Weight& weight_of(PyObject* master, const std::string& name, bool parameter, const Mappings& mappings,
-                    bool exact = false);
+  std::shared_ptr<Table> new_table() const;
+  struct Attaching;  // attach.cpp
+  void find_weights(Table& table, PyObject* module_dict, const std::string& prefix, std::uint64_t unit,
+                    const Mappings& mappings, std::vector<Entry>& entries, Streamed& streamed);
+  Weight& weight_of(Table& table, PyObject* master, const std::string& name, bool parameter,
+                    const Mappings& mappings, bool exact = false);
   void restore(PyObject* module);
+
+  // session_plan.cpp
+  struct Draft;
+  struct Budget {
+    std::optional<std::size_t> bytes;
+    std::optional<GivenPlan> given;  ///< of `measured`
+    std::shared_ptr<const Plan> measured;
+  };
+  std::shared_ptr<Engine> new_engine(const Budget& budget);
+  void plan_first(Streamed streamed);
+  void draft_plan(Draft& draft, const Budget& budget);
+  void carry_out(const Draft& draft);
+  void take_over(Draft& draft);
+  void replace_plan(const py::object& root, const Budget& budget);
+
   struct Kind;  // session_masters.cpp
-  Kind kind_of(const Weight& weight, PyObject* master, const Mappings& mappings);
-  void classify(Weight& weight, PyObject* master, const Mappings& mappings);
+  Kind kind_of(Table& table, const Weight& weight, PyObject* master, const Mappings& mappings);
+  void classify(Table& table, Weight& weight, PyObject* master, const Mappings& mappings);
   bool settle(Weight& weight, PyObject* master);
+  void note_unplanned(Weight& weight);
   void master_changed(Weight& weight, PyObject* master, DeferredRelease& dropped);
   void refetch(Weight& weight, DeferredRelease& dropped);
-  void pin(const std::vector<Weight*>& weights);  ///< lets go of the GIL for a while
+  void pin(const std::shared_ptr<Holds>& holds,
+           const std::vector<Weight*>& weights);  ///< lets go of the GIL for a while
   void pin_replaced();
   void update_group(Weight& weight);
   void forget_group(Weight& weight, DeferredRelease& dropped);
@@ -167,7 +192,6 @@ class Session : public std::enable_shared_from_this<Session> {
                    const std::function<void(MemoryWatch&)>& use) const;
   void for_entries(const py::object& module,
                    const std::function<void(const Entry&, PyObject* master)>& use) const;
-  bool resident(const Weight& weight) const;
   bool stays(const Weight& weight) const;  ///< and so do its parts
   bool look_is_due(const Weight& weight) const;
   void look_for_silent_write(Weight& weight, DeferredRelease& dropped);
@@ -178,6 +202,7 @@ class Session : public std::enable_shared_from_this<Session> {
   static PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out);
   static void watch(const at::Tensor& tensor);
   PyObject* hand_out(Weight& weight, const at::Tensor& master);
+  PyObject* hand_out_private(Weight& weight, const at::Tensor& master, bool watched);
   static PyObject* wrap(const Weight& weight, const at::Tensor& tensor);
   PyObject* put_together(Weight& weight, PyObject* master);
   PyObject* dress(const Weight& weight, PyObject* master, PyObject* handed_out) const;
@@ -189,18 +214,13 @@ class Session : public std::enable_shared_from_this<Session> {
   SessionOptions options_;
   const py::object warn_;
   std::string backend_;
-  std::shared_ptr<Engine> engine_;
-  std::shared_ptr<Holds> holds_ = std::make_shared<Holds>();  ///< never null
-  std::vector<std::unique_ptr<Weight>> weights_;
-  /// For ties. A master may have died, and its address be another's by now: `state` tells.
-  std::unordered_map<const c10::TensorImpl*, Weight*> by_master_;
-  std::vector<Weight*> by_id_;                       ///< by the engine's WeightId
-  std::vector<std::unique_ptr<Weight>> superseded_;  ///< of earlier plans: graphs may refer to them
-  std::vector<Weight*> recent_;                      ///< whose latest tensors were alive when last looked at
-  std::vector<Weight*> residents_read_;              ///< since the latest call began
-  std::vector<Weight*> to_pin_;                      ///< whose masters were replaced since the last pass
-  PageCacheShare page_cache_;                        ///< what is left for weights to come
-  Stats beside_;                                     ///< counted by earlier plans, and without an engine
+  std::shared_ptr<const Plan> plan_;  ///< never null; a new one takes its place once it is carried out
+  std::shared_ptr<Table> table_;      ///< never null
+  std::vector<std::shared_ptr<Table>> superseded_;  ///< of earlier plans: graphs may refer to their weights
+  std::vector<Weight*> recent_;                     ///< whose latest tensors were alive when last looked at
+  std::vector<Weight*> residents_read_;             ///< since the latest call began
+  std::vector<Weight*> to_pin_;                     ///< whose masters were replaced since the last pass
+  Stats beside_;                                    ///< counted by earlier plans, and without an engine
   std::size_t modules_ = 0;
   std::uint64_t calls_ = 0;   ///< how many have begun
   bool streams_any_ = false;  ///< some weight is not resident
@@ -211,7 +231,8 @@ class Session : public std::enable_shared_from_this<Session> {
   bool recording_ = false;
   bool captured_ = false;  ///< residents have gone into a graph since the plan was made
   bool said_slower_ = false;
-  std::optional<GivenPlan> given_;  ///< what the next plan shall be
+  std::mutex planning_mutex_;                ///< one new plan at a time; awaited without the GIL
+  std::optional<std::thread::id> planning_;  ///< who makes it
   py::object on_pass_ = py::none();
 };
 

@@ -56,15 +56,16 @@ std::vector<std::uint32_t> order_of_use(const std::vector<Engine::GroupReport>& 
 }  // namespace
 
 py::list Session::groups() const {
-  const std::vector<Engine::GroupReport> reports = engine_->groups();
+  const std::shared_ptr<const Plan> plan = plan_;
+  const std::vector<Engine::GroupReport> reports = plan->engine->groups();
   const auto name_of_first = [&](std::uint32_t group) {
-    return by_id_[reports[group].weights.front()]->name;
+    return plan->weights[reports[group].weights.front()]->name;
   };
   py::list groups;
   for (const std::uint32_t index : order_of_use(reports)) {
     const Engine::GroupReport& report = reports[index];
     py::list names;
-    for (const WeightId id : report.weights) names.append(by_id_[id]->name);
+    for (const WeightId id : report.weights) names.append(plan->weights[id]->name);
     py::dict causes;
     std::uint64_t stall_ns = 0;
     for (std::size_t i = 0; i < report.figures.stall_ns.size(); ++i) {
@@ -77,7 +78,7 @@ py::list Session::groups() const {
     py::dict group;
     group["names"] = names;
     group["bytes"] = report.bytes;
-    group["source"] = where(*engine_->source(report.weights.front()));
+    group["source"] = where(*plan->engine->source(report.weights.front()));
     group["resident"] = report.resident;
     group["hits"] = figures.hits;
     group["late_hits"] = figures.late_hits;
@@ -94,7 +95,7 @@ py::list Session::groups() const {
 }
 
 bool Session::stays(const Weight& weight) const {
-  if (weight.way != Weight::Way::wrapped) return resident(weight);
+  if (weight.way != Weight::Way::wrapped) return weight.resident();
   return std::all_of(weight.parts.begin(), weight.parts.end(),
                      [this](const auto& part) { return stays(*part.second); });
 }
@@ -107,17 +108,19 @@ py::dict Session::residents(const py::object& module) const {
 
 void Session::record(bool on) {
   recording_ = on;
+  const std::shared_ptr<const Plan> plan = plan_;
   const py::gil_scoped_release release;
-  engine_->record(on);
+  plan->engine->record(on);
 }
 
 py::dict Session::timeline() const {
   Timeline timeline;
   std::vector<std::int64_t> place;  // of each group in groups()
   {
+    const std::shared_ptr<const Plan> plan = plan_;
     const py::gil_scoped_release release;
-    timeline = engine_->timeline();
-    const std::vector<std::uint32_t> order = order_of_use(engine_->groups());
+    timeline = plan->engine->timeline();
+    const std::vector<std::uint32_t> order = order_of_use(plan->engine->groups());
     place.resize(order.size());
     for (std::size_t i = 0; i < order.size(); ++i) place[order[i]] = static_cast<std::int64_t>(i);
   }
@@ -135,7 +138,7 @@ py::dict Session::timeline() const {
 }
 
 void Session::note_pass() {
-  if (recording_) engine_->note_pass(current_stream(device_));
+  if (recording_) plan_->engine->note_pass(current_stream(device_));
 }
 
 void Session::pass_begins() {
@@ -150,12 +153,13 @@ void Session::call_failed(const py::error_already_set& error) {
 
 py::dict Session::retune(const py::object& root, std::optional<std::size_t> budget) {
   sim::Observed seen;
-  GivenPlan plan = engine_->given_plan();
+  const std::shared_ptr<const Plan> measured = plan_;
+  GivenPlan plan = measured->engine->given_plan();
   std::optional<sim::Placement> placed;
   double before = 0;
   {
     const py::gil_scoped_release release;
-    seen = sim::observe(engine_->timeline(), engine_->groups());
+    seen = sim::observe(measured->engine->timeline(), measured->engine->groups());
     if (budget && seen.passes > 0 && seen.rhythm.bytes_per_second > 0) {
       try {
         before = sim::measure(seen.rhythm, plan.resident, options_.budget.value_or(0), options_.prefetch);
@@ -174,23 +178,8 @@ py::dict Session::retune(const py::object& root, std::optional<std::size_t> budg
   out["seconds_before"] = placed ? py::object(py::float_(before / passes)) : py::object(py::none());
   out["seconds_after"] = placed ? py::object(py::float_(placed->seconds / passes)) : py::object(py::none());
   if (placed) plan.resident = placed->resident;
-  replace_plan(root, budget, placed ? std::optional(std::move(plan)) : std::nullopt);
+  replace_plan(root, {budget, placed ? std::optional(std::move(plan)) : std::nullopt, measured});
   return out;
-}
-
-void Session::replace_plan(const py::object& root, std::optional<std::size_t> budget,
-                           std::optional<GivenPlan> given) {
-  const std::optional<std::size_t> old_budget = std::exchange(options_.budget, budget);
-  given_ = std::move(given);
-  const std::shared_ptr<Engine> old_engine = engine_;
-  try {
-    plan_again(root);
-  } catch (...) {
-    if (!old_engine->closed()) options_.budget = old_budget;
-    given_.reset();
-    throw;
-  }
-  given_.reset();
 }
 
 }  // namespace dynswap

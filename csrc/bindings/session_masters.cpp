@@ -21,7 +21,8 @@ struct Session::Kind {
   SourcePtr source{};  ///< if it streams
 };
 
-Session::Kind Session::kind_of(const Weight& weight, PyObject* master_object, const Mappings& mappings) {
+Session::Kind Session::kind_of(Table& table, const Weight& weight, PyObject* master_object,
+                               const Mappings& mappings) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
   Kind kind{.wanted = weight.exact ? master.scalar_type() : wanted_type(master, dtype_)};
   const bool plain = THPVariable_CheckExact(master_object);
@@ -42,7 +43,7 @@ Session::Kind Session::kind_of(const Weight& weight, PyObject* master_object, co
       for (const py::handle inner : names) {
         const auto name = py::reinterpret_borrow<py::object>(inner);
         const py::object tensor = py::handle(master_object).attr(name);
-        Weight& part = weight_of(tensor.ptr(), weight.name + "." + py::cast<std::string>(name),
+        Weight& part = weight_of(table, tensor.ptr(), weight.name + "." + py::cast<std::string>(name),
                                  /*parameter=*/false, mappings, /*exact=*/true);
         kind.parts.emplace_back(name, &part);
       }
@@ -52,7 +53,7 @@ Session::Kind Session::kind_of(const Weight& weight, PyObject* master_object, co
   }
   if (streams && streamable(master) && can_move(master.scalar_type(), kind.wanted) &&
       (!in_place || mappings.find(master.const_data_ptr(), master.nbytes()))) {
-    const auto source = source_of(master, kind.wanted, weight.name, mappings, page_cache_, *holds_);
+    const auto source = source_of(master, kind.wanted, weight.name, mappings, table.page_cache, *table.holds);
     if (!in_place || source->file) {
       kind.way = Weight::Way::streamed;
       kind.dressed = !plain;
@@ -64,11 +65,14 @@ Session::Kind Session::kind_of(const Weight& weight, PyObject* master_object, co
   return kind;
 }
 
-void Session::classify(Weight& weight, PyObject* master_object, const Mappings& mappings) {
+void Session::classify(Table& table, Weight& weight, PyObject* master_object, const Mappings& mappings) {
   // May run Python code, or throw: until then the weight is what it was.
-  Kind kind = kind_of(weight, master_object, mappings);
+  Kind kind = kind_of(table, weight, master_object, mappings);
   const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
   weight.state = MasterState::of(master);
+  weight.master_storage.reset();
+  if (const c10::Storage& storage = master.unsafe_storage())
+    weight.master_storage = storage.getWeakStorageImpl();
   weight.version = master.version_counter();
   weight.way = kind.way;
   weight.wanted = kind.wanted;
@@ -97,6 +101,15 @@ bool Session::settle(Weight& weight, PyObject* master_object) {
   }
 }
 
+/// It has come since the plan was made. One that is there in a later call, too, is worth a new plan; what
+/// comes with each call, as a cache that grows or what `functional_call` puts there, would move the whole
+/// model.
+void Session::note_unplanned(Weight& weight) {
+  if (!inside_call_of(*this) || (weight.unplanned_since != 0 && weight.unplanned_since != calls_))
+    outdated_ = true;
+  if (weight.unplanned_since == 0) weight.unplanned_since = calls_;
+}
+
 void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRelease& dropped) {
   const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
   if (weight.state.same_place(master) && weight.state.same_layout(master) &&
@@ -107,31 +120,32 @@ void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRe
     written ? refetch(weight, dropped) : forget_group(weight, dropped);
     return;
   }
-  by_master_[&master] = &weight;
-  classify(weight, master_object, Mappings::of_this_process());
+  const std::shared_ptr<Table> table = table_;
+  table->by_master[&master] = &weight;
+  classify(*table, weight, master_object, Mappings::of_this_process());
   if (weight.way != Weight::Way::streamed) return forget_group(weight, dropped);
-  const SourcePtr old = weight.planned ? engine_->source(weight.id) : nullptr;
-  if (old && weight.source->count == old->count && weight.source->stored == old->stored &&
-      weight.source->wanted == old->wanted) {
+  const SourcePtr old = weight.plan ? weight.plan->engine->source(weight.id) : nullptr;
+  if (old && weight.source->same_shape(*old)) {
     refetch(weight, dropped);
     to_pin_.push_back(&weight);
   } else {
     forget_group(weight, dropped);
-    weight.planned = false;
-    outdated_ = true;
+    weight.plan = nullptr;
+    weight.unplanned_since = 0;
+    note_unplanned(weight);
   }
   if (old && old->pinned) dropped.pinned = old;
 }
 
 void Session::forget_group(Weight& weight, DeferredRelease& dropped) {
   // They share one copy. Did the session go on keeping one of them, there would be no room for the next.
-  if (weight.planned) let_companions_go(weight, dropped);
+  if (weight.plan) let_companions_go(weight, dropped);
   weight.forget(dropped);
 }
 
 void Session::let_companions_go(const Weight& weight, DeferredRelease& dropped) {
-  for (const WeightId id : engine_->companions(weight.id)) {
-    Weight& other = *by_id_[id];
+  for (const WeightId id : weight.plan->engine->companions(weight.id)) {
+    Weight& other = *weight.plan->weights[id];
     if (&other == &weight) continue;
     // Its writes would go where nobody looks (Note [Writes without a trace]).
     if (other.still_handed_out()) {
@@ -144,19 +158,19 @@ void Session::let_companions_go(const Weight& weight, DeferredRelease& dropped) 
 
 void Session::refetch(Weight& weight, DeferredRelease& dropped) {
   forget_group(weight, dropped);
-  if (!weight.planned) return weight.note_master();
+  if (!weight.plan) return weight.note_master();
   update_group(weight);
 }
 
 void Session::update_group(Weight& weight) {
   // An optimizer's step changes all masters of a group, which then travels once.
-  for (const WeightId id : engine_->companions(weight.id)) by_id_[id]->note_master();
-  if (!abandoned_) engine_->update_source(weight.id, weight.source);
+  const Plan& plan = *weight.plan;
+  for (const WeightId id : plan.engine->companions(weight.id)) plan.weights[id]->note_master();
+  if (!abandoned_) plan.engine->update_source(weight.id, weight.source);
 }
 
-void Session::pin(const std::vector<Weight*>& weights) {
+void Session::pin(const std::shared_ptr<Holds>& holds, const std::vector<Weight*>& weights) {
   if (device_.is_cpu() || !options_.pin.value_or(true)) return;
-  const std::shared_ptr<Holds> holds = holds_;
   std::vector<SourcePtr> before;
   for (const Weight* weight : weights) before.push_back(weight->source);
   std::vector<SourcePtr> sources = before;
@@ -172,10 +186,10 @@ void Session::pin(const std::vector<Weight*>& weights) {
 
 void Session::pin_replaced() {
   const std::vector<Weight*> weights = std::exchange(to_pin_, {});
-  pin(weights);
+  pin(table_->holds, weights);
   for (const Weight* weight : weights) {
-    if (weight->way == Weight::Way::streamed && weight->planned && !closed_) {
-      engine_->replace_source(weight->id, weight->source);
+    if (weight->way == Weight::Way::streamed && weight->plan && !closed_) {
+      weight->plan->engine->replace_source(weight->id, weight->source);
     }
   }
 }
@@ -194,12 +208,12 @@ void Session::call_begins() {
 /// outside a call, is looked at every time.
 bool Session::look_is_due(const Weight& weight) const {
   if (weight.way != Weight::Way::streamed || closed_ || abandoned_) return false;
-  return !resident(weight) || weight.looked_at != calls_ || !inside_call_of(*this);
+  return !weight.resident() || weight.looked_at != calls_ || !inside_call_of(*this);
 }
 
 void Session::look_for_silent_write(Weight& weight, DeferredRelease& dropped) {
   if (!device_.is_cpu() && capturing()) return;  // nothing can be taken to a master now
-  if (inside_call_of(*this) && std::exchange(weight.looked_at, calls_) != calls_ && resident(weight)) {
+  if (inside_call_of(*this) && std::exchange(weight.looked_at, calls_) != calls_ && weight.resident()) {
     residents_read_.push_back(&weight);
   }
   if (weight.cached != nullptr) write_back(weight, dropped);
@@ -226,7 +240,7 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   // The tensor that was written is the newest there is, so it stays the one to hand out.
   weight.state.version = *written;
   weight.silently_written();  // by that
-  if (!weight.planned || record->leased()) return;
+  if (!weight.plan || record->leased()) return;
   // The engine's copy is another one.
   let_companions_go(weight, dropped);
   weight.let_go(dropped);
@@ -240,8 +254,9 @@ void Session::for_watches(const std::vector<at::Tensor>& masters,
     for (const auto& [name, part] : weight.parts) visit(*part);
   };
   for (const at::Tensor& master : masters) {
-    const auto found = by_master_.find(master.unsafeGetTensorImpl());
-    if (found != by_master_.end() && found->second->state.impl == found->first) visit(*found->second);
+    const auto& by_master = table_->by_master;
+    const auto found = by_master.find(master.unsafeGetTensorImpl());
+    if (found != by_master.end() && found->second->state.impl == found->first) visit(*found->second);
   }
 }
 
@@ -257,7 +272,7 @@ void Session::note_writes(const std::vector<at::Tensor>& masters) {
 
 std::size_t Session::sampled_bytes() const {
   std::size_t bytes = 0;
-  for (const auto& weight : weights_) {
+  for (const auto& weight : table_->weights) {
     if (weight->watch && !weight->watch->exact()) bytes += weight->source->stored_bytes();
   }
   return bytes;
@@ -268,9 +283,16 @@ Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* n
   if (weight.state.impl == &master) return weight;
   // Another master. It may be one that is known (a tie was made), or this one may be another's too (a tie was
   // broken); else it takes the old one's place in the plan.
-  const auto known = by_master_.find(&master);
-  if (known != by_master_.end() && known->second->state.same_place(master)) return *known->second;
-  return weight.holders > 1 ? late_weight(master_object, name, weight.parameter) : weight;
+  const auto& by_master = table_->by_master;
+  const auto known = by_master.find(&master);
+  if (known != by_master.end() && known->second->state.same_place(master)) return *known->second;
+  if (weight.holders > 1) return late_weight(master_object, name, weight.parameter);
+  // Its own master may come back, as after functional_call(): what is on the device stays that one's.
+  if (!weight.plan || weight.master_storage.expired()) return weight;
+  if (weight.stand_in == nullptr || !weight.stand_in->master_storage.expired() ||
+      weight.stand_in->holders > 0)
+    weight.stand_in = &late_weight(master_object, name, weight.parameter);
+  return *weight.stand_in;
 }
 
 void Session::check(const py::object& module) {
@@ -295,7 +317,8 @@ void Session::flush_module(const py::object& module) {
 
 void Session::flush() {
   DeferredRelease dropped;
-  for (std::size_t i = 0; i < weights_.size(); ++i) write_back(*weights_[i], dropped);
+  const std::shared_ptr<Table> table = table_;
+  for (std::size_t i = 0; i < table->weights.size(); ++i) write_back(*table->weights[i], dropped);
 }
 
 void Session::write_back_whole(Weight& weight, DeferredRelease& dropped) {

@@ -40,6 +40,15 @@ struct DeferredRelease {
   SourcePtr pinned;
 };
 
+struct Weight;
+
+/// What an engine carries out, and the weights that its ids mean. The weights know it, each by its id: an
+/// access so goes to the engine that knows the id, also while another plan takes the place of this one.
+struct Plan {
+  std::shared_ptr<Engine> engine;
+  std::vector<Weight*> weights;  ///< by the engine's WeightId
+};
+
 /// LOCK: the GIL guards every field.
 struct Weight {
   /// How an access is served.
@@ -58,8 +67,14 @@ struct Weight {
   bool dressed =
       false;  ///< streamed: what is handed out gets the master's class (dynswap_ext/_subclasses.py)
   std::vector<std::pair<py::object, Weight*>> parts;  ///< wrapped: the inner tensors, by their names
-  bool planned = false;                               ///< the engine knows it as `id`
-  int holders = 0;                                    ///< entries of modules that it is the weight of
+  std::shared_ptr<const Plan> plan;  ///< which knows it as `id`; null: it is moved at each access
+  bool superseded = false;           ///< by the weight that a later plan has of its master
+  /// The master's storage, by which it is known to live (a tensor that somebody refers to weakly cannot be
+  /// swapped: `torch.utils.swap_tensors`).
+  c10::weak_intrusive_ptr<c10::StorageImpl> master_storage{c10::intrusive_ptr<c10::StorageImpl>()};
+  Weight* stand_in = nullptr;         ///< of what takes the master's place for a while
+  std::uint64_t unplanned_since = 0;  ///< the call (Session::calls_) in which it was first met without a plan
+  int holders = 0;                    ///< entries of modules that it is the weight of
   WeightId id = 0;
   at::ScalarType wanted = at::kFloat;
   MasterState state;             ///< the master whose bytes the engine has
@@ -78,6 +93,8 @@ struct Weight {
   /// Its storage, which a view or an autograd graph may keep when the tensor itself is gone.
   c10::weak_intrusive_ptr<c10::StorageImpl> latest_storage{c10::intrusive_ptr<c10::StorageImpl>()};
   std::uint64_t generation = 0;  ///< rises whenever the session lets go of what it has handed out
+
+  bool resident() const { return plan && plan->engine->resident(id); }
 
   /// Its master's memory is its owner's again.
   void let_go_of_bytes() {

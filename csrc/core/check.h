@@ -26,6 +26,12 @@ class BudgetError : public Error {
   std::size_t smallest_bytes_;
 };
 
+/// The engine has been closed: its model was uninstalled, or another plan has taken its place.
+class ClosedError : public Error {
+ public:
+  using Error::Error;
+};
+
 /// Device memory could not be allocated.
 class OutOfMemory : public Error {
  public:

@@ -70,7 +70,8 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
   Lease lease;
   {
     const std::lock_guard lock(mutex_);
-    DYNSWAP_CHECK(planned_ && !closed_, "the model has been uninstalled");
+    DYNSWAP_CHECK(planned_, "there is no plan");
+    if (closed_) throw ClosedError("the model has been uninstalled");
     const GroupId group_id = weights_[id].group;
     Group& group = groups_[group_id];
     ++tick_;

@@ -106,7 +106,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void plan();
 
   /// The weight's bytes, on their way or there, ordered before later work of `consumer`.
-  /// Throws SourceError if they could not be read; the next call tries again.
+  /// Throws SourceError if they could not be read; the next call tries again. Throws ClosedError after
+  /// close().
   Lease acquire(WeightId weight, Stream consumer, Use use = {});
 
   /// The master has changed: its bytes are elsewhere, or other ones (Invariant 6). Copies already made

@@ -163,7 +163,7 @@ EventPtr CudaBackend::copy(CopyRequest request) {
     ~Counted() { --count; }
   };
   const Counted counted(copying_);
-  DYNSWAP_CHECK(!closed_, "the backend is closed");
+  if (closed_) throw ClosedError("the backend is closed");
   reap();
   const ContextGuard guard(*context_);
   const std::shared_ptr<const DeviceClock> timed_by = clock();

@@ -19,7 +19,7 @@ StagingRing::Ticket StagingRing::add(std::vector<StagedPiece> pieces, const std:
   std::vector<std::uint64_t> begin;
   {
     const std::lock_guard lock(mutex_);
-    DYNSWAP_CHECK(!closed_, "the backend is closed");
+    if (closed_) throw ClosedError("the backend is closed");
     ticket.chunk = first_ + chunks_.size();
     ticket.buffer = buffer_of(ticket.chunk);
     chunks_.push_back({std::move(pieces), reads, false});
@@ -47,7 +47,8 @@ std::vector<std::uint64_t> StagingRing::startable() {
 void StagingRing::start(const std::vector<std::uint64_t>& chunks) {
   for (const std::uint64_t number : chunks) {
     const auto cancel = [this, number] {
-      finish(number, std::make_exception_ptr(Error("the backend was closed before the weight was read")));
+      finish(number,
+             std::make_exception_ptr(ClosedError("the backend was closed before the weight was read")));
     };
     if (!readers_.submit({[this, number] { read(number); }, cancel})) cancel();
   }

@@ -14,7 +14,7 @@ namespace dynswap {
 namespace {
 
 std::exception_ptr closed_error() {
-  return std::make_exception_ptr(Error("the host backend was closed before the weights had arrived"));
+  return std::make_exception_ptr(ClosedError("the host backend was closed before the weights had arrived"));
 }
 
 }  // namespace
@@ -69,7 +69,7 @@ EventPtr CopyQueue::copy(CopyRequest request) {
   std::vector<PartRef> ready;
   {
     const std::lock_guard lock(mutex_);
-    if (closed_) throw Error("the host backend is closed");
+    if (closed_) throw ClosedError("the host backend is closed");
     for (std::size_t i = 0; i < request.steps.size(); ++i) {
       Part& part = copy->parts[i];
       for (const EventPtr& event : request.steps[i].after) {

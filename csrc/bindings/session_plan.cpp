@@ -1,0 +1,216 @@
+// Session: plans are made, and take each other's place.
+#include <utility>
+
+#include "bindings/attribute.h"
+#include "bindings/backends.h"
+#include "bindings/glue.h"
+#include "bindings/session.h"
+
+namespace dynswap {
+
+/// Note [A plan takes another's place]
+/// Whenever the GIL is let go of (while masters are page-locked, groups are formed, memory is freed and
+/// taken) other threads may be anywhere in the model. So a plan is drafted beside the one that serves, with
+/// weights of its own. Then, without letting go of the GIL, each module gets its new weights (take_over()).
+/// The old plan's memory goes before the new one's comes, so that the device never needs both; until it has
+/// come, each access copies (carry_out()). Who was in an access by an old weight goes on with the engine that
+/// knows it; where that is closed by then, with a copy of its own.
+struct Session::Draft {
+  struct Module {
+    py::object state;
+    std::vector<Entry> entries;  ///< as they will be
+  };
+
+  Draft() = default;
+  Draft(const Draft&) = delete;
+  Draft& operator=(const Draft&) = delete;
+  ~Draft() {
+    for (Module& module : modules) {
+      for (Entry& entry : module.entries) entry.bind(nullptr);
+    }
+  }
+
+  std::shared_ptr<Table> table;
+  Streamed streamed;
+  std::vector<Module> modules;
+  std::shared_ptr<Plan> plan = std::make_shared<Plan>();
+};
+
+std::shared_ptr<Session::Table> Session::new_table() const {
+  auto table = std::make_shared<Table>();
+  table->page_cache = {options_.page_cache, options_.page_cache_always ? Keep::always : Keep::yes};
+  return table;
+}
+
+std::shared_ptr<Engine> Session::new_engine(const Budget& budget) {
+  const auto warn = [this](const std::string& message) {
+    const py::gil_scoped_acquire gil;
+    warn_(message);
+  };
+  auto backend = make_backend(device_, options_.backend, warn);
+  backend_ = backend->name();
+  EngineOptions engine;
+  engine.budget = budget.bytes.value_or(0);
+  engine.prefetch = options_.prefetch;
+  engine.strict_budget = options_.strict_budget;
+  engine.given = budget.given;
+  return std::make_shared<Engine>(std::move(backend), engine, warn);
+}
+
+namespace {
+
+/// Whether a plan that was made for some weights can be one for others: they have the same masters.
+bool same_masters(const Plan& plan, const std::vector<std::pair<Weight*, std::uint64_t>>& streamed) {
+  if (plan.weights.size() != streamed.size()) return false;
+  for (std::size_t i = 0; i < streamed.size(); ++i) {
+    const Weight &old = *plan.weights[i], &now = *streamed[i].first;
+    if (old.state.impl != now.state.impl || !old.source || !old.source->same_shape(*now.source)) return false;
+  }
+  return true;
+}
+
+}  // namespace
+
+void Session::plan_first(Streamed streamed) {
+  Draft draft;
+  draft.table = table_;
+  draft.streamed = std::move(streamed);
+  draft.plan->engine = plan_->engine;
+  draft_plan(draft, {options_.budget, {}, {}});
+  carry_out(draft);
+}
+
+void Session::plan_again(const py::object& root) { replace_plan(root, {options_.budget, {}, {}}); }
+
+void Session::replace_plan(const py::object& root, const Budget& budget) {
+  const std::shared_ptr<Session> self = shared_from_this();
+  if (planning_ == std::this_thread::get_id()) return;  // called by what planning runs
+  std::unique_lock<std::mutex> one_at_a_time(planning_mutex_, std::defer_lock);
+  {
+    const py::gil_scoped_release release;
+    one_at_a_time.lock();
+  }
+  struct Planning {
+    explicit Planning(Session& of) : session(of) { session.planning_ = std::this_thread::get_id(); }
+    ~Planning() { session.planning_.reset(); }
+    Session& session;
+  };
+  const Planning planning(*this);
+  if (closed_) return;
+  flush();
+  outdated_ = false;
+  Draft draft;
+  draft.table = new_table();
+  const Mappings mappings = Mappings::of_this_process();
+  std::uint64_t unit = 0;
+  for (const Visited& visited : modules_of(root.ptr())) {
+    const py::object dict = module_dict(visited.module.ptr());
+    ModuleState* const state = module_state(visited.module.ptr(), dict.ptr());
+    if (state == nullptr || state->session->get() != this) continue;
+    Draft::Module& module = draft.modules.emplace_back();
+    module.state = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(state));
+    for (const Entry& entry : *state->entries)
+      module.entries.push_back({entry.name, entry.parameter, nullptr});
+    find_weights(*draft.table, dict.ptr(), visited.prefix, ++unit, mappings, module.entries, draft.streamed);
+  }
+  draft_plan(draft, budget);
+  if (closed_) return;  // by another thread, meanwhile
+  take_over(draft);
+  options_.budget = budget.bytes;
+  carry_out(draft);
+}
+
+/// Takes all time that planning takes without the device. Throws BudgetError.
+void Session::draft_plan(Draft& draft, const Budget& budget) {
+  std::vector<Weight*> weights;
+  for (const auto& [weight, unit] : draft.streamed) weights.push_back(weight);
+  pin(draft.table->holds, weights);
+  if (closed_) return;
+  Budget known = budget;
+  if (known.given && !same_masters(*known.measured, draft.streamed)) known.given.reset();
+  if (!draft.plan->engine) draft.plan->engine = new_engine(known);
+  for (const auto& [weight, unit] : draft.streamed) {
+    weight->id = draft.plan->engine->add_weight(weight->source, unit);
+    draft.plan->weights.push_back(weight);
+  }
+  const py::gil_scoped_release release;
+  draft.plan->engine->arrange();
+}
+
+/// Does not let go of the GIL before every module has its new weights.
+void Session::take_over(Draft& draft) {
+  DeferredRelease dropped;
+  const std::shared_ptr<Table> old = std::exchange(table_, draft.table);
+  superseded_.push_back(old);
+  for (Draft::Module& module : draft.modules) {
+    for (Entry& entry : *reinterpret_cast<ModuleState*>(module.state.ptr())->entries) {
+      entry.bind(nullptr);  // a name that has come meanwhile is found at its next access
+      for (const Entry& drafted : module.entries) {
+        if (drafted.name.is(entry.name) && drafted.parameter == entry.parameter) entry.bind(drafted.weight);
+      }
+    }
+  }
+  for (const auto& weight : old->weights) {
+    weight->superseded = true;
+    weight->plan = nullptr;
+    weight->forget(dropped);
+  }
+  residents_read_.clear();
+  recent_.clear();
+  to_pin_.clear();
+}
+
+/// Throws OutOfMemory; then each access copies.
+void Session::carry_out(const Draft& draft) {
+  const std::shared_ptr<const Plan> old = plan_;
+  Engine& engine = *draft.plan->engine;
+  if (old->engine != draft.plan->engine) {
+    {
+      const py::gil_scoped_release release;
+      old->engine->close();
+    }
+    const std::shared_ptr<Table> before = superseded_.back();
+    for (const auto& weight : before->weights) {
+      weight->let_go_of_bytes();
+      weight->watch = nullptr;  // the new one, of the same master, has its own
+    }
+    before->holds->end();
+  }
+  try {
+    const py::gil_scoped_release release;
+    engine.plan();
+  } catch (...) {
+    outdated_ = true;  // there may be room another time
+    captured_ = false;
+    throw;
+  }
+  if (closed_) {
+    const py::gil_scoped_release release;
+    return engine.close();
+  }
+  if (old->engine != draft.plan->engine) {
+    Stats counters = old->engine->stats();
+    counters.add_counters(beside_);
+    beside_ = counters;
+  }
+  plan_ = draft.plan;
+  streams_any_ = false;
+  for (const auto& [weight, unit] : draft.streamed) {
+    // Masters may have changed while other threads could run.
+    const SourcePtr known = engine.source(weight->id);
+    if (weight->way != Weight::Way::streamed || !weight->source->same_shape(*known)) {
+      outdated_ = true;
+      continue;
+    }
+    if (weight->source != known) engine.update_source(weight->id, weight->source);
+    weight->plan = plan_;
+    streams_any_ = streams_any_ || streams(*weight);
+  }
+  if (std::exchange(captured_, false)) {
+    warn_(
+        "a new plan put weights elsewhere on the device: CUDA graphs that were captured with this model are "
+        "not valid any more; capture them again");
+  }
+}
+
+}  // namespace dynswap
