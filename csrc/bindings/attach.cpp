@@ -5,8 +5,8 @@
 #include <utility>
 
 #include "bindings/attribute.h"
-#include "bindings/backends.h"
 #include "bindings/call.h"
+#include "bindings/glue.h"
 #include "bindings/session.h"
 
 namespace dynswap {
@@ -35,6 +35,18 @@ std::vector<Visited> modules_of(PyObject* root) {
   }
   return found;
 }
+
+namespace {
+
+/// Whether what a module holds now under a weight's name can take the place that the plan has for that.
+bool has_place_for(PyObject* held, const Weight& weight) {
+  if (held == nullptr || !THPVariable_Check(held) || !weight.plan) return true;
+  const at::Tensor& master = THPVariable_Unpack(held);
+  return streamable(master) && static_cast<std::uint64_t>(master.numel()) == weight.source->count &&
+         scalar_of(master.scalar_type()) == weight.source->stored;
+}
+
+}  // namespace
 
 /// What an attach will do, before it does any of it.
 struct Session::Attaching {
@@ -165,6 +177,10 @@ void Session::adopt(const py::object& module, const py::object& name_given) {
   for (Entry& entry : *state->entries) {
     if (entry.name.ptr() != name.ptr()) continue;
     if (entry.parameter != parameter) entry = {name, parameter, nullptr};
+    PyObject* const master =
+        find_in(dict.ptr(), parameter ? Names::get().parameters : Names::get().buffers, interned);
+    if (entry.weight != nullptr && !inside_call_of(*this) && !has_place_for(master, *entry.weight))
+      outdated_ = true;
     return;
   }
   state->entries->push_back({name, parameter, nullptr});

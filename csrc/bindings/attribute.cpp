@@ -40,6 +40,8 @@ PyObject* get(PyObject* self, PyObject* module, PyObject*) {
     const py::object dict = module_dict(module);
     ModuleState* const state = module_state(module, dict.ptr());
     if (state == nullptr) return fall_through(module, dict.ptr(), name);
+    // As without an install: parameters and buffers are what __getattr__ finds, where there is nothing else.
+    if (PyObject* const own = PyDict_GetItemWithError(dict.ptr(), name)) return Py_NewRef(own);
     std::vector<Entry>& entries = *state->entries;
     std::size_t index = 0;
     while (index < entries.size() && entries[index].name.ptr() != name) ++index;
@@ -200,6 +202,20 @@ py::object new_module_state(PyObject* module, const py::object& session, std::ve
   (*state->session)->module_attached();
   state->session_object = Py_NewRef(session.ptr());
   return py::reinterpret_steal<py::object>(self);
+}
+
+bool leads_on(PyObject* master) {
+  const at::Tensor& tensor = THPVariable_Unpack(master);
+  namespace autograd = torch::autograd::impl;
+  const bool in_graphs = autograd::get_autograd_meta(tensor) != nullptr;
+  if (in_graphs && (!autograd::hooks(tensor).empty() || autograd::post_acc_grad_hooks(tensor))) return true;
+  const auto attributes = py::reinterpret_steal<py::object>(PyObject_GenericGetDict(master, nullptr));
+  if (!attributes) throw py::error_already_set();
+  PyObject *name = nullptr, *value = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(attributes.ptr(), &at, &name, &value) != 0;) {
+    if (PyObject_IS_GC(value)) return true;
+  }
+  return false;
 }
 
 py::object own_attribute(PyTypeObject* type, PyObject* name) {

@@ -59,6 +59,13 @@ struct Visited {
 /// The modules of a tree, each once, in the order of nn.Module.modules().
 std::vector<Visited> modules_of(PyObject* root);
 
+/// Note [A resident's tensor keeps its master alive]
+/// It is part of the master's graph, in C++, and what others see of it refers to the master, where Python's
+/// garbage collection does not look. If something that hangs on the master leads back to its module
+/// (`p.weight_loader = module.load`, a hook), the model would never be collected. Then the session keeps no
+/// tensor between accesses. Returns whether something hangs on the master that may lead anywhere.
+bool leads_on(PyObject* master);
+
 /// A new state for `module`. Does not touch the module.
 py::object new_module_state(PyObject* module, const py::object& session, std::vector<Entry> entries);
 

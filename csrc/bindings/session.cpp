@@ -192,7 +192,7 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
     if (!weight.plan && inside_call_of(*this)) note_unplanned(weight);
     return hand_out_private(weight, master, watched);
   }
-  return hand_out(weight, master);
+  return hand_out(weight, master_object);
 }
 
 PyObject* Session::hand_out_private(Weight& weight, const at::Tensor& master, bool watched) {
@@ -249,7 +249,8 @@ PyObject* Session::hand_out_again(Weight& weight, const at::Tensor& tensor) {
   return wrap(weight, tensor);
 }
 
-PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
+PyObject* Session::hand_out(Weight& weight, PyObject* master_object) {
+  const at::Tensor& master = THPVariable_Unpack(master_object);
   const Stream consumer = current_stream(device_);
   const std::uint64_t generation = weight.generation;
   auto record = HandedOut::of_weight({weak_from_this(), &weight}, master, device_);
@@ -278,7 +279,7 @@ PyObject* Session::hand_out(Weight& weight, const at::Tensor& master) {
   if (outdated) return object;
   remember(weight, tensor);
   // A copy outside the budget is not cached: it would stay there.
-  if (stays && weight.cached == nullptr && !overflows) {
+  if (stays && weight.cached == nullptr && !overflows && !leads_on(master_object)) {
     weight.cached = Py_NewRef(object);
     weight.cached_stream = stream_id();
   }

@@ -201,7 +201,7 @@ class Session : public std::enable_shared_from_this<Session> {
   PyObject* hand_out_again(Weight& weight, const at::Tensor& tensor);
   static PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out);
   static void watch(const at::Tensor& tensor);
-  PyObject* hand_out(Weight& weight, const at::Tensor& master);
+  PyObject* hand_out(Weight& weight, PyObject* master);
   PyObject* hand_out_private(Weight& weight, const at::Tensor& master, bool watched);
   static PyObject* wrap(const Weight& weight, const at::Tensor& tensor);
   PyObject* put_together(Weight& weight, PyObject* master);

@@ -96,18 +96,20 @@ bool Session::settle(Weight& weight, PyObject* master_object) {
       if (again && weight.state.impl != &master) return false;
       master_changed(weight, master_object, dropped);
     }
-    if (look_is_due(weight)) look_for_silent_write(weight, dropped);
+    if (look_is_due(weight)) {
+      look_for_silent_write(weight, dropped);
+      if (weight.cached != nullptr && leads_on(master_object)) weight.let_go(dropped);
+    }
     if (dropped.empty()) return true;
   }
 }
 
-/// It has come since the plan was made. One that is there in a later call, too, is worth a new plan; what
-/// comes with each call, as a cache that grows or what `functional_call` puts there, would move the whole
-/// model.
+/// It has come since the plan was made. One that is there two calls later is worth a new plan; for what comes
+/// with each call, as a cache that grows or what `functional_call` puts there, the whole model would be
+/// moved.
 void Session::note_unplanned(Weight& weight) {
-  if (!inside_call_of(*this) || (weight.unplanned_since != 0 && weight.unplanned_since != calls_))
-    outdated_ = true;
   if (weight.unplanned_since == 0) weight.unplanned_since = calls_;
+  if (!inside_call_of(*this) || calls_ - weight.unplanned_since >= 2) outdated_ = true;
 }
 
 void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRelease& dropped) {
@@ -287,6 +289,13 @@ Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* n
   const auto known = by_master.find(&master);
   if (known != by_master.end() && known->second->state.same_place(master)) return *known->second;
   if (weight.holders > 1) return late_weight(master_object, name, weight.parameter);
+  if (weight.cached != nullptr) {
+    // It may be all that keeps the master. When it goes, any code may run.
+    DeferredRelease dropped;
+    weight.let_go(dropped);
+    dropped.drop();
+    return weight_now(weight, master_object, name);
+  }
   // Its own master may come back, as after functional_call(): what is on the device stays that one's.
   if (!weight.plan || weight.master_storage.expired()) return weight;
   if (weight.stand_in == nullptr || !weight.stand_in->master_storage.expired() ||

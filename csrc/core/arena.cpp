@@ -13,18 +13,6 @@ namespace {
 
 constexpr std::uint64_t kFree = std::numeric_limits<std::uint64_t>::max();
 
-/// A run of neighbouring regions [first, last] that is large enough.
-struct Window {
-  std::size_t first = 0;
-  std::size_t last = 0;
-  std::uint64_t rank = 0;  ///< of its least willing occupant
-  std::size_t evicted_bytes = 0;
-
-  bool better_than(const Window& other) const noexcept {
-    return rank != other.rank ? rank > other.rank : evicted_bytes < other.evicted_bytes;
-  }
-};
-
 }  // namespace
 
 std::vector<EventPtr> overwrite_after(const DeviceCopy& copy) {
@@ -40,8 +28,7 @@ Arena::Arena(std::size_t bytes) : bytes_(bytes) {
   if (bytes > 0) regions_.push_back({0, bytes, nullptr, {}});
 }
 
-std::vector<Arena::Region> Arena::place(const std::shared_ptr<DeviceCopy>& copy, const Rank& rank) {
-  const std::size_t wanted = copy->bytes;
+std::optional<Arena::Window> Arena::best_window(std::size_t wanted, const Rank& rank) const {
   std::vector<std::optional<std::uint64_t>> ranks;
   ranks.reserve(regions_.size());
   for (const Region& region : regions_) {
@@ -63,6 +50,12 @@ std::vector<Arena::Region> Arena::place(const std::shared_ptr<DeviceCopy>& copy,
       }
     }
   }
+  return best;
+}
+
+std::vector<Arena::Region> Arena::place(const std::shared_ptr<DeviceCopy>& copy, const Rank& rank) {
+  const std::size_t wanted = copy->bytes;
+  const std::optional<Window> best = best_window(wanted, rank);
   if (!best) return {};
 
   const std::size_t begin = regions_[best->first].offset;

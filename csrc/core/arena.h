@@ -36,6 +36,9 @@ class Arena {
   /// detaches the occupants and waits for `after` before it writes. Empty if there is no room.
   std::vector<Region> place(const std::shared_ptr<DeviceCopy>& copy, const Rank& rank);
 
+  /// Whether place() would find room.
+  bool has_room(std::size_t bytes, const Rank& rank) const { return best_window(bytes, rank).has_value(); }
+
   /// Offset of a copy in the arena, which must hold it.
   std::size_t offset(const DeviceCopy& copy) const;
 
@@ -43,6 +46,19 @@ class Arena {
   void vacate(const DeviceCopy& copy, std::vector<EventPtr> after);
 
  private:
+  /// A run of neighbouring regions [first, last] that is large enough.
+  struct Window {
+    std::size_t first = 0;
+    std::size_t last = 0;
+    std::uint64_t rank = 0;  ///< of its least willing occupant
+    std::size_t evicted_bytes = 0;
+
+    bool better_than(const Window& other) const noexcept {
+      return rank != other.rank ? rank > other.rank : evicted_bytes < other.evicted_bytes;
+    }
+  };
+  std::optional<Window> best_window(std::size_t bytes, const Rank& rank) const;
+
   std::size_t bytes_ = 0;
   std::vector<Region> regions_;
 };

@@ -69,11 +69,12 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
   bool hit = false;
   Lease lease;
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     DYNSWAP_CHECK(planned_, "there is no plan");
-    if (closed_) throw ClosedError("the model has been uninstalled");
     const GroupId group_id = weights_[id].group;
     Group& group = groups_[group_id];
+    issued_.wait(lock, [&] { return closed_ || !waits_for_others(group); });
+    if (closed_) throw ClosedError("the model has been uninstalled");
     ++tick_;
     group.expected_at = tick_;
     if (group.first_use == 0) group.first_use = tick_;

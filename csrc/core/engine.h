@@ -223,6 +223,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // engine_place.cpp: under the lock
   Schedule::Cursor& cursor_of(std::thread::id thread);
+  bool waits_for_others(const Group& group) const;
   Planned plan_copy(GroupId id, bool demanded);
   bool place_in_arena(Planned& planned, const Arena::Rank& rank);
   void place_outside(Planned& planned);

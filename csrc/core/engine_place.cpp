@@ -27,6 +27,10 @@ bool evictable(const DeviceCopy& copy) noexcept {
   return copy.evictable();
 }
 
+std::optional<std::uint64_t> may_go(const DeviceCopy& copy) {
+  return evictable(copy) ? std::optional(willingness(copy)) : std::nullopt;
+}
+
 }  // namespace
 
 Schedule::Cursor& Engine::cursor_of(std::thread::id thread) {
@@ -44,6 +48,17 @@ Schedule::Cursor& Engine::cursor_of(std::thread::id thread) {
   }
   *oldest = {thread, {}, tick_};
   return oldest->cursor;
+}
+
+/// There is no room for it, and will be once other threads have issued what they are bringing: a copy gives
+/// its place up only then.
+bool Engine::waits_for_others(const Group& group) const {
+  if (group.copy || group.resident) return false;
+  const auto is_issued = [](const Arena::Region& region) {
+    return !region.occupant || region.occupant->state != DeviceCopy::State::issuing;
+  };
+  const std::vector<Arena::Region>& regions = arena_.regions();
+  return !std::all_of(regions.begin(), regions.end(), is_issued) && !arena_.has_room(group.bytes, may_go);
 }
 
 Engine::Planned Engine::plan_copy(GroupId id, bool demanded) {
@@ -72,9 +87,7 @@ Engine::Planned Engine::plan_copy(GroupId id, bool demanded) {
     } else {
       place_outside(planned);
     }
-  } else if (!place_in_arena(planned, [](const DeviceCopy& copy) -> std::optional<std::uint64_t> {
-               return evictable(copy) ? std::optional(willingness(copy)) : std::nullopt;
-             })) {
+  } else if (!place_in_arena(planned, may_go)) {
     place_outside(planned);
   }
   group.copy = planned.copy;
