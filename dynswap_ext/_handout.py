@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ._counting import Counts
-from ._memory_watch import MemoryWatch
+from ._memory_watch import MemoryWatch, watches_pages
 from ._outside import handed_out_anew, untracked_alias_made
 
 if TYPE_CHECKING:
@@ -185,7 +185,7 @@ class Copy:
         )
         if alive is None:
             with torch.inference_mode(False), torch.enable_grad():
-                alive = _connected(master, self.data) if requires_grad else self.data.detach()
+                alive = _connected(master, self.data, self._watch) if requires_grad else self.data.detach()
             if is_param:
                 alive._is_param = True
             handed = Handed(alive, died)
@@ -250,25 +250,30 @@ class HandOut(torch.autograd.Function):
     # In the older form, with `ctx`: the newer one inspects signatures at each call, and takes thrice the
     # time. What it is for, functorch, does not get here.
     @staticmethod
-    def forward(ctx: Any, master: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
+    def forward(
+        ctx: Any, master: torch.Tensor, data: torch.Tensor, watch: MemoryWatch | None
+    ) -> torch.Tensor:
         """Alias `data`, sharing its version counter."""
         ctx.set_materialize_grads(False)
+        ctx.watch = watch
         ctx.device, ctx.dtype, ctx.place = master.device, master.dtype, (data.device, data.dtype)
         return data.detach()
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
+    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         """Gradients reach the master in its own dtype (Invariant 7)."""
-        return (None if grad is None else grad.to(device=ctx.device, dtype=ctx.dtype)), None
+        if ctx.watch is not None and not watches_pages():
+            ctx.watch.note_write()  # somebody is about to write what the gradient is for
+        return (None if grad is None else grad.to(device=ctx.device, dtype=ctx.dtype)), None, None
 
     @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor | None, _: Any) -> torch.Tensor | None:
+    def jvp(ctx: Any, tangent: torch.Tensor | None, *_: Any) -> torch.Tensor | None:
         """Forward-mode: the tangent moves as the master did."""
         return None if tangent is None else tangent.to(device=ctx.place[0], dtype=ctx.place[1])
 
 
-def _connected(master: torch.Tensor, data: torch.Tensor) -> Any:
-    return HandOut.apply(master, data)  # type: ignore[no-untyped-call]
+def _connected(master: torch.Tensor, data: torch.Tensor, watch: MemoryWatch | None) -> Any:
+    return HandOut.apply(master, data, watch)  # type: ignore[no-untyped-call]
 
 
 class detached:

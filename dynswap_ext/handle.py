@@ -147,7 +147,8 @@ class Handle:
         options = self._record.options
         rows = figures_of(self._record.session)
         reason = self._record.reason
-        return Report(rows, stats, str(options.device), self.budget, options.prefetch, reason)
+        sampled = self._record.session.sampled_bytes
+        return Report(rows, stats, str(options.device), self.budget, options.prefetch, reason, sampled)
 
     def record(self) -> InRecording:
         """Record copies, waits and uses while a block runs, for `trace` and `plot`.

@@ -59,6 +59,8 @@ class Report:
     prefetch: int
     #: Why the install got pure Python, where it was given the choice; else empty.
     reason: str = ""
+    #: Bytes of masters in which a small write that bumps no version may go unseen: it is looked for by a sample.
+    sampled_bytes: int = 0
 
     @property
     def stall_ns(self) -> int:
@@ -83,6 +85,7 @@ class Report:
         return {
             "device": self.device,
             "reason": self.reason,
+            "sampled_bytes": self.sampled_bytes,
             "budget": self.budget,
             "prefetch": self.prefetch,
             "stall_ns": self.stall_ns,
@@ -111,6 +114,13 @@ class Report:
         console.print(self.table(collapse=collapse, width=columns))
         if self.reason:
             console.print(Text(f"pure Python, without prefetch: {self.reason}"))
+        if self.sampled_bytes:
+            console.print(
+                Text(
+                    f"{format_bytes(self.sampled_bytes)} of masters are sampled: a small write to them that bumps no "
+                    "version (`p.data[i] = x`, NumPy) may go unseen. Linux from 6.7 on that allows userfaultfd sees all"
+                )
+            )
         console.print(Text(self.verdict))
         assert isinstance(console.file, io.StringIO)
         return "\n".join(line.rstrip() for line in console.file.getvalue().splitlines())

@@ -1,0 +1,131 @@
+"""Masters that come with a call and go: they alone are moved, and no plan is made for them."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from conftest import Provider
+from dynswap_ext import testing
+from sample_models import mlp
+
+WIDTH = 64
+
+
+class Remembers(nn.Module):
+    """Keeps what it has seen in a buffer that grows."""
+
+    cache: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = mlp(features=WIDTH)
+        self.register_buffer("cache", torch.zeros(1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.cache = torch.cat([self.cache, x])
+        y: Tensor = self.layers(x)
+        return y + self.cache.sum(0)
+
+
+def test_a_cache_that_grows(provider: Provider) -> None:
+    model = Remembers().eval()
+    plain = testing.moved(model, provider.device, torch.float64)
+    handle = provider.install(model, dtype=torch.float64, budget="1GiB")
+    x = provider.randn(2, WIDTH).float().double()  # a buffer keeps its dtype
+    moved = []
+    with torch.no_grad():
+        for _ in range(8):
+            before = handle.stats().bytes_moved
+            testing.assert_bit_equal(model(x), plain(x))
+            moved.append(handle.stats().bytes_moved - before)
+    layers = sum(p.nbytes for p in model.layers.parameters())
+    assert moved[0] >= layers
+    assert all(bytes_moved < layers / 2 for bytes_moved in moved[1:]), moved
+
+
+def test_functional_call(provider: Provider) -> None:
+    if not provider.native:
+        pytest.skip("pure Python gives a resident's place to whatever comes")
+    model = mlp(features=WIDTH).eval()
+    handle = provider.install(model, dtype=torch.float64, budget="1GiB")
+    x = provider.randn(2, WIDTH)
+    with torch.no_grad():
+        model(x)
+        for _ in range(4):
+            others = {name: p.detach() + 1 for name, p in model.named_parameters()}
+            before = handle.stats().bytes_moved
+            found = torch.func.functional_call(model, others, (x,))
+            there = handle.stats().bytes_moved
+            assert there - before == sum(p.nbytes for p in others.values())
+            plain = {name: p.to(provider.device, torch.float64) for name, p in others.items()}
+            moved = testing.moved(model, provider.device, torch.float64)
+            testing.assert_bit_equal(found, torch.func.functional_call(moved, plain, (x,)))
+            testing.assert_bit_equal(model(x), moved(x))
+            assert handle.stats().bytes_moved == there
+
+
+def test_functional_call_under_a_strict_budget(provider: Provider) -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).eval()
+    provider.install(model, dtype=torch.float64, budget="130KiB", strict_budget=True)
+    x = provider.randn(2, WIDTH)
+    with torch.no_grad():
+        for _ in range(3):
+            others = {name: p.detach() + 1 for name, p in model.named_parameters()}
+            torch.func.functional_call(model, others, (x,))
+            testing.assert_bit_equal(model(x), testing.moved(model, provider.device, torch.float64)(x))
+
+
+def test_a_master_that_stays_is_planned_for(provider: Provider) -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).eval()
+    handle = provider.install(model, dtype=torch.float64, budget="1GiB")
+    x = provider.randn(2, WIDTH)
+    with torch.no_grad():
+        model(x)
+        model[1]._parameters["weight"] = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16))
+        for _ in range(5):
+            testing.assert_bit_equal(model(x), testing.moved(model, provider.device, torch.float64)(x))
+        moved = handle.stats().bytes_moved
+        model(x)
+        assert handle.stats().bytes_moved == moved  # all of it is resident again
+
+
+@pytest.mark.parametrize("attribute", ["method", "module", "hook"])
+def test_what_hangs_on_a_master_keeps_no_model_alive(provider: Provider, attribute: str) -> None:
+    if not provider.native:
+        pytest.skip("pure Python finds copies that died in a graph at its next access")
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
+    handle = provider.install(model, dtype=torch.float64, budget="1GiB")
+    model(provider.randn(2, 8)).sum().backward()
+    for layer in model:
+        master = layer._parameters["weight"]
+        if attribute == "method":
+            master.weight_loader = layer.load_state_dict
+        elif attribute == "module":
+            master.owner = model
+        else:
+            master.register_hook(lambda gradient, model=model: None)
+    model(provider.randn(2, 8)).sum().backward()
+    assert model[0].weight is not None
+    gone = weakref.ref(model), weakref.ref(master.untyped_storage())
+    del model, layer, master
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    assert not handle.active
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_attribute_of_the_instance_hides_a_parameter(provider: Provider, when: str) -> None:
+    model = nn.Linear(8, 8)
+    if when == "before":
+        model.__dict__["weight"] = "mine"
+    provider.install(model, dtype=torch.float64)
+    if when == "after":
+        model.__dict__["weight"] = "mine"
+    assert model.weight == "mine"
+    del model.__dict__["weight"]
+    assert isinstance(model.weight, torch.Tensor)
