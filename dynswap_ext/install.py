@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -147,12 +148,24 @@ def install_with(model: nn.Module, options: config.Options, dress: Dress | None 
             other.end_if_over()
     _log_plan("installed", record.session, f"{type(model).__name__} in {time.monotonic() - begun:.3f} s")
     logger.debug("the install's options: %s", options)
+    if record.session.sampled_bytes:
+        _say_sampled()
     if scripted:
         warn(
             f"{scripted} TorchScript module(s) are left as they are: their weights are not streamed, "
             "and have to be on the compute device"
         )
     return Handle(record)
+
+
+@functools.cache
+def _say_sampled() -> None:
+    warn(
+        "writes to masters that bump no version (`p.data[i] = x`, NumPy) are looked for by a sample, as the "
+        "kernel tracks no pages of them: Linux from 6.7 on does, where userfaultfd is allowed, except for "
+        "shared memory. Optimizers' steps are seen; a write to a few elements can be missed: let it be one "
+        "that bumps a version (`with torch.no_grad(): p[i] = x`)"
+    )
 
 
 def uninstall(model: nn.Module) -> nn.Module:

@@ -80,10 +80,14 @@ def test_every_value_of_eight_bits(
     model.register_buffer("other", torch.ones(3, dtype=torch.float64))
     provider.install(model, dtype=wanted, budget="1MiB")
     expected = stored.to(wanted or dtype)
+    # A GPU may give a NaN other bits than a CPU does, by torch's cast too.
+    nan = expected.double().isnan() if wanted and provider.device.type == "cuda" else torch.zeros(256).bool()
     for _ in range(3):
         for given in (model.weight, model.table):
             assert given.dtype == expected.dtype and given.device == provider.device
-            testing.assert_bit_equal(given.cpu().view(torch.uint8), expected.view(torch.uint8))
+            found = given.cpu()
+            assert found[nan].double().isnan().all()
+            testing.assert_bit_equal(found[~nan].view(torch.uint8), expected[~nan].view(torch.uint8))
         assert model.other.dtype == (wanted or torch.float64)
 
 

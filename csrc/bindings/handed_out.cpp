@@ -33,7 +33,7 @@ void delete_record(void* context) {
 /// as such an alias lives (else its writes would go where nobody looks). detach() and what autograd saves
 /// share the counter, and cost nothing. What this does not see is `.data` of a *view*, whose implementation
 /// is torch's own: on the CPU a fingerprint finds it if it changes more than a part.
-class HandedOutImpl final : public c10::TensorImpl {
+class HandedOutImpl final : public c10::TensorImpl, public OutsideTheHeap {
  public:
   using c10::TensorImpl::TensorImpl;
 
@@ -63,6 +63,10 @@ class HandedOutImpl final : public c10::TensorImpl {
     HandedOut* const record = version.unique() ? HandedOut::of(*this) : nullptr;
     if (record != nullptr && PROTECTED(untracked_alias_noted)) record->note_untracked_alias();
   }
+};
+
+struct HandedOutStorage final : c10::StorageImpl, OutsideTheHeap {
+  using c10::StorageImpl::StorageImpl;
 };
 
 /// A copy of a master. Small ones are staged, so that nobody waits for them to have been read.
@@ -154,9 +158,11 @@ at::Tensor HandedOut::again(c10::intrusive_ptr<c10::StorageImpl> storage, const 
 
 at::Tensor HandedOut::again(std::unique_ptr<HandedOut> record, const at::Tensor& master) {
   const HandedOut& self = *record;
-  c10::Storage storage(c10::Storage::use_byte_size_t(), self.bytes_,
-                       c10::DataPtr(self.data_, record.release(), &delete_record, self.options_.device()),
-                       /*allocator=*/nullptr, /*resizable=*/false);
+  c10::DataPtr data(self.data_, record.get(), &delete_record, self.options_.device());
+  static_cast<void>(record.release());
+  c10::Storage storage(c10::make_intrusive<HandedOutStorage>(
+      c10::StorageImpl::use_byte_size_t(), c10::SymInt(static_cast<std::int64_t>(self.bytes_)), std::move(data),
+      /*allocator=*/nullptr, /*resizable=*/false));
   at::Tensor tensor = tensor_over(std::move(storage), self, master);
   if (self.version_.enabled()) tensor.unsafeGetTensorImpl()->set_version_counter(self.version_);
   return tensor;

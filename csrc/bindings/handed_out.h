@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "bindings/master.h"
+#include "bindings/small_blocks.h"
 #include "core/engine.h"
 #include "io/memory_watch.h"
 
@@ -22,7 +23,7 @@ struct Weight;
 
 /// What a handed-out tensor's storage owns: its lease (or its own memory), and the way back to the
 /// master. Dies with the storage, on whichever thread lets go last.
-class HandedOut {
+class HandedOut : public OutsideTheHeap {
  public:
   /// Whose bytes they are. The session keeps the weight.
   struct Origin {

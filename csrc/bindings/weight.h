@@ -132,10 +132,8 @@ struct Weight {
     latest_storage = handed_out.storage().getWeakStorageImpl();
   }
 
-  /// Note [Small blocks pin large holes]: a weak pointer keeps the memory of what it pointed to. A few
-  /// hundred bytes of each layer that stay for a pass lie between the activations in the allocator's heap,
-  /// which then cannot be used again: the process grew by more than the model. So what is dead is let go
-  /// soon. Returns false if it is not dead.
+  /// A weak pointer keeps the memory of what it pointed to. What is dead is let go soon. Returns false if it is
+  /// not dead.
   bool let_go_if_dead() {
     if (!latest_storage.expired()) return false;
     latest.reset();

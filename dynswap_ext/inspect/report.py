@@ -59,7 +59,7 @@ class Report:
     prefetch: int
     #: Why the install got pure Python, where it was given the choice; else empty.
     reason: str = ""
-    #: Bytes of masters in which a small write that bumps no version may go unseen: it is looked for by a sample.
+    #: Bytes of masters in which a small write that bumps no version may go unseen: they are sampled.
     sampled_bytes: int = 0
 
     @property
@@ -117,8 +117,9 @@ class Report:
         if self.sampled_bytes:
             console.print(
                 Text(
-                    f"{format_bytes(self.sampled_bytes)} of masters are sampled: a small write to them that bumps no "
-                    "version (`p.data[i] = x`, NumPy) may go unseen. Linux from 6.7 on that allows userfaultfd sees all"
+                    f"{format_bytes(self.sampled_bytes)} of masters are sampled: a small write that bumps no "
+                    "version (`p.data[i] = x`, NumPy) may go unseen. Linux from 6.7 on sees all, where "
+                    "userfaultfd is allowed"
                 )
             )
         console.print(Text(self.verdict))

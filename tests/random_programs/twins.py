@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import dynswap_ext
 from architectures import ARCHITECTURES, make, total
-from conftest import Provider
+from conftest import PRETEND, Provider
 from dynswap_ext import checkpoint, testing
 from dynswap_ext._handout import bits
 from master_writes import Place
@@ -64,6 +64,11 @@ class Twins:
         self.optimizer = ""
         self.count = 0
 
+    def computable(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype, or one in which the pretend device has the backward of a batch norm."""
+        norms = PRETEND and self.kind is ARCHITECTURES["ConvNorms"]
+        return torch.float64 if norms and dtype is torch.bfloat16 else dtype
+
     # The install --------------------------------------------------------------------------------------
 
     def install(self, **options: Any) -> None:
@@ -75,6 +80,8 @@ class Twins:
             and options.get("dtype") in (None, self.dtype)
         ):
             options["dtype"] = torch.bfloat16  # else there is nothing to move
+        if options.get("dtype") is not None:
+            options["dtype"] = self.computable(options["dtype"])
         if options.get("budget") == "auto" and self.kind.writes and waits("tuning with new buffers"):
             options["budget"] = 0.5
         say("install", options)

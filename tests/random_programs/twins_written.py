@@ -121,6 +121,7 @@ class WrittenTwins(Twins):
             state[name].mul_(dice.number)
 
     def cast_masters(self, dtype: torch.dtype) -> None:
+        dtype = self.computable(dtype)
         say("cast masters", dtype)
         self.optimizers = None
         self.held.clear()

@@ -1,0 +1,20 @@
+// Memory for small objects that live long, away from the C library's heap.
+#pragma once
+
+#include <cstddef>
+
+namespace dynswap {
+
+/// Note [Small blocks pin large holes]: what is made for a weight at its first access (a resident's tensor, its
+/// storage, its record) stays for good, and the C library carves it out of the activation that was freed last:
+/// what is left of that is too small for the next activation of its size, and nothing else fits. With some 80
+/// residents, 350 MiB of holes for activations of 100 MiB (benchmarks/results/fragmentation.json). So these
+/// objects have blocks of their own. The blocks are used again, and not given back.
+///
+/// A base for the classes of such objects.
+struct OutsideTheHeap {
+  static void* operator new(std::size_t bytes);
+  static void operator delete(void* block, std::size_t bytes) noexcept;
+};
+
+}  // namespace dynswap
