@@ -65,9 +65,8 @@ class Twins:
         self.count = 0
 
     def computable(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype, or one in which the pretend device has the backward of a batch norm."""
-        norms = PRETEND and self.kind is ARCHITECTURES["ConvNorms"]
-        return torch.float64 if norms and dtype is torch.bfloat16 else dtype
+        """The dtype, or one in which the pretend device has the backward of norms."""
+        return torch.float64 if PRETEND and dtype is torch.bfloat16 else dtype
 
     # The install --------------------------------------------------------------------------------------
 
