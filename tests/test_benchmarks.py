@@ -26,6 +26,7 @@ pytestmark = pytest.mark.alone
         "install",
         "load",
         "plan",
+        "silent_writes",
         "stream",
         "train",
         "virtual_clock",

@@ -17,9 +17,10 @@ namespace dynswap {
 /// pages that are unprotected, and protects them again (Linux 6.7,
 /// Documentation/admin-guide/mm/userfaultfd.rst, .../pagemap.rst).
 ///
-/// Measured on a GiB in 4 KiB pages: a look that finds nothing 0.26 ms (a hash takes 41 ms, a copy at 25 GB/s
-/// 43 ms), protecting 9 ms, lifting the protection 21 ms; a write to a protected page costs 1.4 us (0.4 s a
-/// GiB) once. So whoever is about to write much, as an optimizer is, says so before: expect_writes().
+/// Measured on a GiB in 4 KiB pages (benchmarks/silent_writes.py): a look that finds nothing 0.26 ms (a hash
+/// takes 41 ms, a copy at 25 GB/s 43 ms), protecting 9 ms, lifting the protection 21 ms; a write to a
+/// protected page costs 1.4 us (0.4 s a GiB) once. So whoever is about to write much, as an optimizer is,
+/// says so before: expect_writes().
 ///
 /// What the kernel does not see is a write by a device (DMA) to page-locked memory, and of shared memory what
 /// other processes write.
