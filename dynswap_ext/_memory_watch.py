@@ -172,10 +172,14 @@ class MemoryWatch:
         begin = -(-self.address // _PAGE) * _PAGE
         end = (self.address + self.bytes) // _PAGE * _PAGE
         self._whole = begin, end
+        self._watch_pages()
+        self._seen: tuple[Any, ...] = self._state()
+
+    def _watch_pages(self) -> None:
+        begin, end = self._whole
         if self._kernel is not None and end - begin >= _WATCHED:
             with contextlib.suppress(OSError):
                 self._pages = _Pages(self._kernel, begin, end)
-        self._seen: tuple[Any, ...] = self._state()
 
     def of(self, master: torch.Tensor) -> bool:
         """Whether the master's bytes are still those that are watched."""
@@ -207,8 +211,10 @@ class MemoryWatch:
                     raise OSError("a forked child")
                 with self._kernel.lock:
                     self._kernel.look(begin, end)
-            except OSError:  # other memory has been mapped there
-                self._pages = None
+            except OSError:  # other memory has been mapped there, or this is a forked child
+                self._count += 1
+                self._kernel, self._pages = _kernel_of_this_process(), None
+                self._watch_pages()
         if self._pages is None:
             whole = self.bytes <= _COMPARED
             return (

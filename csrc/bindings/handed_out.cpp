@@ -161,7 +161,8 @@ at::Tensor HandedOut::again(std::unique_ptr<HandedOut> record, const at::Tensor&
   c10::DataPtr data(self.data_, record.get(), &delete_record, self.options_.device());
   static_cast<void>(record.release());
   c10::Storage storage(c10::make_intrusive<HandedOutStorage>(
-      c10::StorageImpl::use_byte_size_t(), c10::SymInt(static_cast<std::int64_t>(self.bytes_)), std::move(data),
+      c10::StorageImpl::use_byte_size_t(), c10::SymInt(static_cast<std::int64_t>(self.bytes_)),
+      std::move(data),
       /*allocator=*/nullptr, /*resizable=*/false));
   at::Tensor tensor = tensor_over(std::move(storage), self, master);
   if (self.version_.enabled()) tensor.unsafeGetTensorImpl()->set_version_counter(self.version_);

@@ -108,6 +108,7 @@ bool Session::settle(Weight& weight, PyObject* master_object) {
 /// with each call, as a cache that grows or what `functional_call` puts there, the whole model would be
 /// moved.
 void Session::note_unplanned(Weight& weight) {
+  if (planning_) return;  // it may be in the plan that is being made
   if (weight.unplanned_since == 0) weight.unplanned_since = calls_;
   if (!inside_call_of(*this) || calls_ - weight.unplanned_since >= 2) outdated_ = true;
 }
@@ -287,7 +288,11 @@ Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* n
   // broken); else it takes the old one's place in the plan.
   const auto& by_master = table_->by_master;
   const auto known = by_master.find(&master);
-  if (known != by_master.end() && known->second->state.same_place(master)) return *known->second;
+  if (known != by_master.end() && known->second->state.same_place(master)) {
+    // Its own master is back: what has stood in for it comes and goes.
+    if (Weight* const stand_in = known->second->stand_in) stand_in->unplanned_since = 0;
+    return *known->second;
+  }
   if (weight.holders > 1) return late_weight(master_object, name, weight.parameter);
   if (weight.cached != nullptr) {
     // It may be all that keeps the master. When it goes, any code may run.

@@ -84,6 +84,7 @@ void Session::plan_again(const py::object& root) { replace_plan(root, {options_.
 
 void Session::replace_plan(const py::object& root, const Budget& budget) {
   const std::shared_ptr<Session> self = shared_from_this();
+  if (abandoned_ || closed_) return;                    // in a forked child nobody would unlock the mutex
   if (planning_ == std::this_thread::get_id()) return;  // called by what planning runs
   std::unique_lock<std::mutex> one_at_a_time(planning_mutex_, std::defer_lock);
   {

@@ -132,8 +132,8 @@ struct Weight {
     latest_storage = handed_out.storage().getWeakStorageImpl();
   }
 
-  /// A weak pointer keeps the memory of what it pointed to. What is dead is let go soon. Returns false if it is
-  /// not dead.
+  /// A weak pointer keeps the memory of what it pointed to. What is dead is let go soon. Returns false if it
+  /// is not dead.
   bool let_go_if_dead() {
     if (!latest_storage.expired()) return false;
     latest.reset();

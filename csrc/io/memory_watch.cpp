@@ -142,8 +142,9 @@ std::uint64_t MemoryWatch::writes() {
 bool MemoryWatch::look_at_pages() {
   if (!pages_) return false;
   const std::optional<std::uint64_t> now = pages_->writes();
-  if (!now) {
-    pages_ = nullptr;
+  if (!now) {  // other memory has been mapped there
+    pages_ = PageWatch::over(pages_within(middle_.address, middle_.bytes), Which::all);
+    if (pages_) page_writes_ = pages_->writes().value_or(0);
     hash_ = hash();
     return true;
   }

@@ -136,8 +136,10 @@ std::shared_ptr<PageWatch> PageWatch::over(Pages pages, Which which) {
   const auto [first, last] = kernel->watched.equal_range(pages.begin);
   for (auto entry = first; entry != last; ++entry) {
     known.push_back(entry->second.shared.lock());
-    const PageWatch* const same = known.back().get();
-    if (same != nullptr && same->pages_.end == pages.end && !same->lost_) return known.back();
+    PageWatch* const same = known.back().get();
+    if (same == nullptr || same->pages_.end != pages.end || same->lost_) continue;
+    same->lost_ = !same->look();  // other memory may have been mapped there since
+    if (!same->lost_) return known.back();
   }
   if (!kernel->register_pages(pages)) return nullptr;
   made.reset(new PageWatch(*kernel, pages, which));

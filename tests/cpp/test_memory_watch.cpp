@@ -126,8 +126,8 @@ TEST(memory_watch_of_memory_that_was_mapped_anew) {
                              MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED, -1, 0);
   EXPECT(again == memory.get());
   EXPECT(seen_once(watch, count));
-  EXPECT(!watch.exact());
-  std::memset(memory.get(), 3, 64 * kPage);  // sampled
+  EXPECT(watch.exact());  // the new memory is watched
+  memory.get()[7 * kPage] = std::byte{3};
   EXPECT(seen_once(watch, count));
 }
 
@@ -238,7 +238,7 @@ TEST(memory_watch_and_threads_that_write) {
       MemoryWatch& watch = t == 0 ? one : other;
       std::uint64_t count = watch.writes();
       for (int i = 0; i < 300; ++i) {
-        memory.get()[(130 + t + i % 50) * kPage] ^= std::byte{1};
+        memory.get()[(130 + i % 50) * kPage + t] ^= std::byte{1};  // each its own bytes
         const std::uint64_t now = watch.writes();
         EXPECT(now != count);
         count = now;
