@@ -28,8 +28,6 @@ HANDED_WRITES: dict[str, Callable[[Tensor, Dice], object]] = {
     "data an element": lambda w, d: w.data.__setitem__(d.index(w), d.number),
     "data assigned": _assign_data,
 }
-#: Those that write a part through `.data`.
-PARTS = ("data a row", "data an element")
 
 
 def handed_write(name: str, tensor: Tensor, dice: Dice) -> None:

@@ -9,8 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from not_yet import waits
-
 
 @dataclass(frozen=True)
 class Dice:
@@ -119,8 +117,6 @@ def _clear_of(p: Tensor) -> Tensor:
 class MasterWrite:
     do: Write
     can: Can = _always
-    #: An entry of `NOT_YET`.
-    needs: str | None = None
     #: Parameters, buffers, or both.
     of: str = "both"
 
@@ -139,20 +135,17 @@ MASTER_WRITES: dict[str, MasterWrite] = {
     "data mul_": MasterWrite(lambda at, d: at.master.data.mul_(d.number)),
     "data copy_": MasterWrite(lambda at, d: at.master.data.copy_(d.values(at.master))),
     "data a row": MasterWrite(
-        lambda at, d: at.master.data.__setitem__(d.index(at.master)[0], d.number), _has_rows, "silent part"
+        lambda at, d: at.master.data.__setitem__(d.index(at.master)[0], d.number), _has_rows
     ),
-    "data an element": MasterWrite(
-        lambda at, d: at.master.data.__setitem__(d.index(at.master), d.number), needs="silent part"
-    ),
+    "data an element": MasterWrite(lambda at, d: at.master.data.__setitem__(d.index(at.master), d.number)),
     "data assigned": MasterWrite(lambda at, d: _set_data(at, d.values(at.master))),
     "data assigned, swapped back": MasterWrite(lambda at, d: _set_data(at, at.master.data.clone())),
-    "data transposed": MasterWrite(lambda at, d: _set_data(at, at.master.data.t()), _square, "layout"),
-    "data contiguous": MasterWrite(lambda at, d: _set_data(at, at.master.data.contiguous()), needs="layout"),
-    "data with gaps": MasterWrite(lambda at, d: _set_data(at, _clear_of(at.master)), _has_rows, "layout"),
+    "data transposed": MasterWrite(lambda at, d: _set_data(at, at.master.data.t()), _square),
+    "data contiguous": MasterWrite(lambda at, d: _set_data(at, at.master.data.contiguous())),
+    "data with gaps": MasterWrite(lambda at, d: _set_data(at, _clear_of(at.master)), _has_rows),
     "data channels last": MasterWrite(
         lambda at, d: _set_data(at, at.master.data.contiguous(memory_format=torch.channels_last)),
         lambda p: p.dim() == 4,
-        "layout",
     ),
     "numpy": MasterWrite(
         lambda at, d: at.master.detach().numpy().__setitem__(..., d.values(at.master).numpy()), _numpy
@@ -160,13 +153,11 @@ MASTER_WRITES: dict[str, MasterWrite] = {
     "numpy an element": MasterWrite(
         lambda at, d: at.master.detach().numpy().__setitem__(d.index(at.master), d.number),
         _numpy,
-        "silent part",
     ),
     "dlpack": MasterWrite(lambda at, d: torch.from_dlpack(at.master.detach()).copy_(d.values(at.master))),
     "dlpack a row": MasterWrite(
         lambda at, d: torch.from_dlpack(at.master.detach()).__setitem__(d.index(at.master)[0], d.number),
         _has_rows,
-        "silent part",
     ),
     "storage": MasterWrite(_copy_into_storage, _own_storage),
     "set_": MasterWrite(lambda at, d: at.master.set_(d.values(at.master))),
@@ -176,7 +167,3 @@ MASTER_WRITES: dict[str, MasterWrite] = {
     "deleted and added": MasterWrite(_delete_and_add, of="parameters"),
     "a new buffer": MasterWrite(_replace_buffer, of="buffers"),
 }
-
-
-def open_writes() -> list[str]:
-    return [name for name, write in MASTER_WRITES.items() if not waits(write.needs)]

@@ -14,9 +14,8 @@ import dynswap_ext
 import pretend_cuda
 from architectures import ARCHITECTURES, NARROW, WIDE
 from conftest import Provider
-from handed_writes import HANDED_WRITES, PARTS
-from master_writes import Dice, open_writes
-from not_yet import waits
+from handed_writes import HANDED_WRITES
+from master_writes import MASTER_WRITES, Dice
 from optimizers import OPTIMIZERS, SPARSE, trained
 from twins_written import WrittenTwins
 
@@ -30,7 +29,7 @@ options = st.fixed_dictionaries(
         "prefetch": st.integers(0, 3),
     }
 )
-optimizers = st.sampled_from([name for name in OPTIMIZERS if not (name.endswith("fused") and waits("fused"))])
+optimizers = st.sampled_from(list(OPTIMIZERS))
 BETWEEN = ("nothing", "flush", "state_dict", "parameters", "evaluate", "uninstall", "backward")
 
 
@@ -78,8 +77,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule()
     def retune(self) -> None:
-        if not (self.twins.kind.writes and waits("tuning with new buffers")):
-            self.twins.handle.retune()
+        self.twins.handle.retune()
 
     @rule(how=st.sampled_from(["flush", "state_dict", "parameters"]))
     def flush(self, how: str) -> None:
@@ -111,7 +109,7 @@ class Programs(RuleBasedStateMachine):
     @rule(seed=seeds, retune=st.booleans())
     def run_in_threads(self, seed: int, retune: bool) -> None:
         handle = self.twins.handle
-        retunes = retune and handle is not None and not waits("retune in threads")
+        retunes = retune and handle is not None
         self.twins.in_threads(seed, handle.retune if retunes else lambda: None)
 
     # Training -----------------------------------------------------------------------------------------
@@ -127,8 +125,6 @@ class Programs(RuleBasedStateMachine):
     @rule(seed=seeds, between=st.sampled_from(BETWEEN))
     def backward(self, seed: int, between: str) -> None:
         twins = self.twins
-        if between != "nothing" and twins.kind.norms and not twins.direct and waits("statistics"):
-            between = "nothing"
         twins.backward(seed, lambda: self.do_between(between, seed))
         if twins.handle is None:
             twins.install(**twins.options)
@@ -158,7 +154,9 @@ class Programs(RuleBasedStateMachine):
     # Writes -------------------------------------------------------------------------------------------
 
     @rule(
-        writes=st.lists(st.tuples(st.sampled_from(open_writes()), numbers, dice), min_size=1, max_size=5),
+        writes=st.lists(
+            st.tuples(st.sampled_from(list(MASTER_WRITES)), numbers, dice), min_size=1, max_size=5
+        ),
         looks=st.booleans(),
     )
     def write_masters(self, writes: list[tuple[str, int, Dice]], looks: bool) -> None:
@@ -171,7 +169,6 @@ class Programs(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(list(HANDED_WRITES)), number=numbers, dice=dice, hold=st.booleans())
     def write_what_is_handed_out(self, name: str, number: int, dice: Dice, hold: bool) -> None:
-        hold = hold and not (name in PARTS and waits("held part"))
         self.twins.write_handed(name, number, dice, hold)
 
     @rule(dice=dice, part=st.booleans(), assign=st.booleans())

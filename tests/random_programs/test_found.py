@@ -44,7 +44,6 @@ SILENT: dict[str, Callable[[torch.Tensor], object]] = {
 }
 
 
-@waiting_for("silent part")
 @pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
 @pytest.mark.parametrize("write", SILENT)
 def test_an_element_written_without_a_version(provider: Provider, write: str, budget: str | None) -> None:
@@ -57,7 +56,6 @@ def test_an_element_written_without_a_version(provider: Provider, write: str, bu
     assert_as_moved(provider, model, x)
 
 
-@waiting_for("fused")
 @pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
 def test_a_fused_step_that_changes_one_row(provider: Provider, budget: str | None) -> None:
     model = nn.Sequential(nn.Embedding(400, 160), nn.Linear(160, 4))
@@ -77,7 +75,6 @@ LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 }
 
 
-@waiting_for("layout")
 @pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_data_that_is_transposed_where_it_is(provider: Provider, layout: str, budget: str | None) -> None:
@@ -91,7 +88,6 @@ def test_data_that_is_transposed_where_it_is(provider: Provider, layout: str, bu
     assert_as_moved(provider, model, x)
 
 
-@waiting_for("assign leaks")
 def test_what_was_assigned_over_is_freed(provider: Provider) -> None:
     model = mlp(24).eval()
     provider.install(model, dtype=torch.float64, budget="1GiB")
@@ -119,7 +115,6 @@ def test_a_frozen_master_is_swapped(provider: Provider) -> None:
     assert_as_moved(provider, model, x)
 
 
-@waiting_for("resize")
 def test_storage_of_a_resident_that_is_resized(provider: Provider) -> None:
     model = mlp(24).eval()
     provider.install(model, dtype=torch.float64, budget="1GiB")
@@ -152,7 +147,6 @@ class Counts(nn.Module):
         return x * self.gain
 
 
-@waiting_for("mapped neighbour")
 def test_a_write_beside_a_mapped_buffer_that_is_written(provider: Provider, mapped: Mapped) -> None:
     model = mapped(Counts())
     provider.install(model, dtype=torch.float64, prefetch=0)
@@ -165,7 +159,6 @@ def test_a_write_beside_a_mapped_buffer_that_is_written(provider: Provider, mapp
     del held
 
 
-@waiting_for("held part")
 @pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
 def test_a_part_of_a_large_tensor_that_is_held(provider: Provider, budget: str | None) -> None:
     model = mlp(160).eval()
@@ -183,7 +176,6 @@ def test_a_part_of_a_large_tensor_that_is_held(provider: Provider, budget: str |
 # Statistics and buffers -------------------------------------------------------------------------------
 
 
-@waiting_for("statistics")
 @pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
 def test_statistics_when_masters_are_read_before_backward(provider: Provider, budget: str | None) -> None:
     if PRETEND:
@@ -213,7 +205,6 @@ class Grows(nn.Module):
         return self.linear(x)
 
 
-@waiting_for("growing")
 def test_a_buffer_that_grows_moves_no_resident_again(provider: Provider) -> None:
     model = Grows().eval()
     handle = provider.install(model, dtype=torch.float64, budget="1GiB")
@@ -228,7 +219,6 @@ def test_a_buffer_that_grows_moves_no_resident_again(provider: Provider) -> None
     assert handle.stats().bytes_moved - before <= cached
 
 
-@waiting_for("lazy norm")
 def test_backward_of_a_lazy_norm(provider: Provider) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.LazyBatchNorm1d())
     provider.install(model, dtype=torch.float64)
@@ -237,7 +227,6 @@ def test_backward_of_a_lazy_norm(provider: Provider) -> None:
     assert all(p.grad is not None for p in model.parameters())
 
 
-@waiting_for("fnuz")
 @pytest.mark.parametrize("dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz], ids=str)
 def test_masters_of_fnuz_types(provider: Provider, dtype: torch.dtype) -> None:
     model = nn.Module()
@@ -249,7 +238,6 @@ def test_masters_of_fnuz_types(provider: Provider, dtype: torch.dtype) -> None:
 # Graphs, transforms, plans and threads ----------------------------------------------------------------
 
 
-@waiting_for("graph without a handle")
 @pytest.mark.parametrize("gone", ["install", "options", "model"])
 def test_a_graph_goes_backward_without_a_handle(provider: Provider, gone: str) -> None:
     model = mlp(24)
@@ -272,7 +260,6 @@ def test_a_graph_goes_backward_without_a_handle(provider: Provider, gone: str) -
         testing.assert_bit_equal(found.grad, expected.grad.float().cpu(), "gradient")
 
 
-@waiting_for("func with a cast")
 @pytest.mark.parametrize("transform", ["grad", "vmap"])
 def test_a_transform_over_a_model_that_is_cast(provider: Provider, transform: str) -> None:
     model = mlp(24).eval()
@@ -287,7 +274,6 @@ def test_a_transform_over_a_model_that_is_cast(provider: Provider, transform: st
     testing.assert_bit_equal(run(model), run(moved))
 
 
-@waiting_for("tuning in functional_call")
 @pytest.mark.parametrize("calls", [(0, 3), (0, 1, 2, 3)], ids=["two", "all"])
 def test_a_tuning_that_falls_into_a_functional_call(provider: Provider, calls: tuple[int, ...]) -> None:
     model = mlp(24).eval()
@@ -301,7 +287,6 @@ def test_a_tuning_that_falls_into_a_functional_call(provider: Provider, calls: t
             testing.assert_bit_equal(found, expected, f"output of call {call}")
 
 
-@waiting_for("retune in threads")
 def test_retune_while_threads_run_the_model(provider: Provider) -> None:
     model = mlp(24, 5).eval()
     moved, handle = provider.pair(model, budget="1GiB")
@@ -340,7 +325,6 @@ class Slides(nn.Module):
         return self.second(self.first(x))
 
 
-@waiting_for("tuning with new buffers")
 def test_a_tuning_of_a_model_that_assigns_buffers(provider: Provider, mapped: Mapped) -> None:
     model = mapped(Slides().eval())
     handle = provider.install(model, budget=8000, prefetch=0)

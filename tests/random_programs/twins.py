@@ -21,7 +21,6 @@ from conftest import PRETEND, Provider
 from dynswap_ext import checkpoint, testing
 from dynswap_ext._handout import bits
 from master_writes import Place
-from not_yet import waits
 
 _LOG = os.environ.get("DYNSWAP_PROGRAMS_LOG")
 
@@ -55,7 +54,6 @@ class Twins:
         self.handle: dynswap_ext.Handle | None = None
         self.options: dict[str, Any] = {}
         #: The last one's, whose graphs may outlive it.
-        self.kept: dynswap_ext.Handle | None = None
         #: Handed-out tensors that the program keeps.
         self.held: list[Tensor] = []
         #: Whether what was written on handed-out tensors may not be in the masters yet.
@@ -81,8 +79,6 @@ class Twins:
             options["dtype"] = torch.bfloat16  # else there is nothing to move
         if options.get("dtype") is not None:
             options["dtype"] = self.computable(options["dtype"])
-        if options.get("budget") == "auto" and self.kind.writes and waits("tuning with new buffers"):
-            options["budget"] = 0.5
         say("install", options)
         self.handle = self.fitting(options)
         self.options, self.cast = options, options.get("dtype")
@@ -109,7 +105,6 @@ class Twins:
     def uninstall(self) -> None:
         say("uninstall")
         dynswap_ext.uninstall(self.model)
-        self.kept = self.handle if waits("graph without a handle") else None
         self.handle, self.cast, self.pending = None, None, False
         assert [type(module) for module in self.model.modules()] == self.classes
 
@@ -215,11 +210,6 @@ class Twins:
         stats = self.handle.stats()
         if stats.groups > self.options.get("prefetch", 2) + 2:
             assert stats.bytes_moved > before, f"a call moved nothing: {stats}"
-
-    def end_tuning(self, seed: int) -> None:
-        """Run the calls that a tuning measures, and the one that begins with its plan."""
-        for _ in range(4):
-            self.evaluate(seed)
 
     # Training -----------------------------------------------------------------------------------------
 

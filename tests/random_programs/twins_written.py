@@ -82,8 +82,6 @@ class WrittenTwins(Twins):
                 master[changed] = copied.to(master.device, master.dtype)[changed]
         handed_write(name, handed, dice)
         self.pending = True
-        if self.mapped and waits("mapped neighbour"):
-            self.settle()
         if hold:
             self.held.append(handed)
 
@@ -165,8 +163,6 @@ class WrittenTwins(Twins):
             return
         picked = self.pick(number, lambda place: place.is_parameter)
         assert picked is not None
-        if waits("tuning in functional_call"):
-            self.end_tuning(dice.seed)
         name, _, other = picked
         say("functional_call", name, dice)
         device, dtype = self._as_moved(other.master)
@@ -185,8 +181,6 @@ class WrittenTwins(Twins):
         """Two threads evaluate at once, while this one does something else."""
         if self.kind.writes:
             return
-        if waits("retune in threads"):
-            self.end_tuning(seed)
         say("threads", seed)
         self.model.eval()
         self.plain.eval()
