@@ -20,7 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ._counting import Counts
-from ._memory_watch import MemoryWatch, watches_pages
+from ._memory_watch import MemoryWatch
 from ._outside import handed_out_anew, untracked_alias_made
 
 if TYPE_CHECKING:
@@ -45,10 +45,11 @@ class Place:
         return self.dtype if self.dtype is not None and master.is_floating_point() else master.dtype
 
     def holds(self, master: torch.Tensor) -> bool:
-        """Whether a master is handed out itself: it is what and where it should be, or is nothing yet."""
+        """Whether a master is handed out itself: it is what and where it should be, or has no data now."""
         if (
             isinstance(master, UninitializedTensorMixin)
             or master.is_meta
+            or (master.numel() > 0 and _is_emptied(master))
             or (master.numel() == 0 and not isinstance(master, nn.Parameter))
         ):
             return True
@@ -66,7 +67,7 @@ class Place:
 class Weight:
     """One managed master. Modules that share it share the weight."""
 
-    __slots__ = ("__weakref__", "_watch", "copy", "counts", "kept", "master", "resident")
+    __slots__ = ("__weakref__", "copy", "counts", "kept", "master", "resident", "watched")
 
     def __init__(self, master: torch.Tensor) -> None:
         self.counts = Counts()
@@ -77,20 +78,17 @@ class Weight:
         self.kept = False
         #: Invariant: what the next access hands out, if the master is still what it was then.
         self.copy: Copy | None = None
-        self._watch: MemoryWatch | None = None
+        #: What counts the writes to the master's bytes, since somebody asked `watch` for it.
+        self.watched: MemoryWatch | None = None
 
     def watch(self) -> MemoryWatch | None:
         """Count the writes to the master's bytes from now on; None if they are not in RAM."""
         master = self.master
         if master.device.type != "cpu" or master.numel() == 0:
             return None
-        if self._watch is None or not self._watch.of(master):
-            self._watch = MemoryWatch(master)
-        return self._watch
-
-    def watched(self) -> MemoryWatch | None:
-        """What counts the writes already, if anything does."""
-        return self._watch
+        if self.watched is None or not self.watched.of(master):
+            self.watched = MemoryWatch(master)
+        return self.watched
 
 
 class Handed(weakref.ref):  # type: ignore[type-arg]
@@ -262,7 +260,7 @@ class HandOut(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         """Gradients reach the master in its own dtype (Invariant 7)."""
-        if ctx.watch is not None and not watches_pages():
+        if ctx.watch is not None:
             ctx.watch.note_write()  # somebody is about to write what the gradient is for
         return (None if grad is None else grad.to(device=ctx.device, dtype=ctx.dtype)), None, None
 
@@ -330,6 +328,14 @@ def storage_address(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return 0
+
+
+def _is_emptied(tensor: torch.Tensor) -> bool:
+    """Whether its storage was resized to nothing, as FSDP does between its calls."""
+    try:
+        return tensor.untyped_storage().nbytes() == 0
+    except (RuntimeError, NotImplementedError):
+        return False
 
 
 #: By the address of their storage, which lives as long as they do.

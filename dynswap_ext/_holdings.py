@@ -77,15 +77,14 @@ class Holdings:
 
     def note_writes(self, masters: list[torch.Tensor]) -> None:
         """It has, and may have bumped no version."""
-        if not watches_pages():
-            for watch in self._watches(masters):
-                watch.note_write()
+        for watch in self._watches(masters):
+            watch.note_write()
 
     def _watches(self, masters: list[torch.Tensor]) -> list[MemoryWatch]:
         with self._exclusive:
             known = ((master, self._weights.get(id(master))) for master in masters)
             weights = [weight for master, weight in known if weight is not None and weight.master is master]
-            return [watch for weight in weights if (watch := weight.watched()) is not None]
+            return [watch for weight in weights if (watch := weight.watched) is not None]
 
     @property
     def sampled_bytes(self) -> int:

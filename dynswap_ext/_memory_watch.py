@@ -194,8 +194,9 @@ class MemoryWatch:
         return self._count
 
     def note_write(self) -> None:
-        """Count a write that looking may miss."""
-        self._count += 1
+        """Somebody has written, or is about to: counted where the kernel does not tell."""
+        if not watches_pages():
+            self._count += 1
 
     def expect_writes(self) -> None:
         """Much is about to be written: until the next look it costs no page faults."""

@@ -45,21 +45,18 @@ def unfollow(session: Stepped) -> None:
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     # A closure may make the gradients of others; those cost a page fault a page.
-    _tell("expect_writes", optimizer, with_gradient=True)
+    masters = [master for master in _masters_of(optimizer) if master.grad is not None]
+    for session in tuple(_sessions):
+        session.expect_writes(masters)
 
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    _tell("note_writes", optimizer, with_gradient=False)  # the step may have dropped them
-
-
-def _tell(what: str, optimizer: torch.optim.Optimizer, *, with_gradient: bool) -> None:
-    if torch.compiler.is_compiling():
-        return
-    masters = [
-        master
-        for group in optimizer.param_groups
-        for master in group["params"]
-        if master.requires_grad and (master.grad is not None or not with_gradient)
-    ]
+    masters = _masters_of(optimizer)  # the step may have dropped their gradients
     for session in tuple(_sessions):
-        getattr(session, what)(masters)
+        session.note_writes(masters)
+
+
+def _masters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    if torch.compiler.is_compiling():
+        return []
+    return [master for group in optimizer.param_groups for master in group["params"] if master.requires_grad]

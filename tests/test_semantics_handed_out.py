@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
 from sample_models import mlp
@@ -186,3 +187,45 @@ def test_it_outlives_the_model(provider: Provider) -> None:
     testing.assert_bit_equal(weight.detach().cpu(), expected)
     weight.sum().backward()
     del weight
+
+
+def replan(model: nn.Sequential, handle: dynswap_ext.Handle, x: torch.Tensor, how: str) -> None:
+    """Have a new plan made, by what users do."""
+    if how == "retune":
+        handle.retune()
+    else:
+        model[1] = nn.Linear(4, 4)
+        model(x)
+
+
+@pytest.mark.parametrize("how", ["retune", "another module"])
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_it_outlives_a_plan(provider: Provider, budget: str | None, inside: bool, how: str) -> None:
+    """What is written on it afterwards is the weight's, for whoever reads it next, and the master's."""
+    model = nn.Sequential(linear(), linear())
+    kept: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, *_: object) -> None:
+        if not kept:
+            kept.append(module.weight)
+
+    if inside:
+        model[0].register_forward_pre_hook(keep)
+    handle = provider.install(model, dtype=torch.float64, budget=budget)
+    x = provider.randn(2, 4)
+    with torch.no_grad():
+        model(x)
+        keep(model[0])
+        replan(model, handle, x, how)
+        for number in range(2):
+            kept[0].fill_(number)
+            testing.assert_bit_equal(model[0].weight.detach(), kept[0].detach())
+            plain = copy.deepcopy(model).to(provider.device, torch.float64)
+            testing.assert_bit_equal(model(x), plain(x))
+            assert model.state_dict()["0.weight"].eq(number).all()
+        model[0].get_parameter("weight").fill_(3)
+        testing.assert_bit_equal(model[0].weight.detach(), torch.full_like(kept[0], 3))
+        kept[0].add_(1)  # masters are the truth
+        kept.clear()
+        assert model.state_dict()["0.weight"].eq(3).all()

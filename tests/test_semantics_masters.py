@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -214,3 +216,47 @@ def test_get_parameter_names_a_master(provider: Provider) -> None:
         model.get_parameter("head.nothing")
     with pytest.raises(AttributeError):
         model.get_buffer("head.weight")
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+@pytest.mark.parametrize("width", [4, 300], ids=["small", "large"])
+def test_a_master_whose_storage_is_emptied_for_a_while(
+    provider: Provider, budget: str | None, width: int
+) -> None:
+    model = nn.Sequential(nn.Linear(width, width), nn.Linear(width, width))
+    provider.install(model, dtype=torch.float64, budget=budget)
+    x = provider.randn(1, width)
+    master = model.get_parameter("0.weight")
+    values, storage = master.detach().clone(), master.untyped_storage()
+    with torch.no_grad():
+        model(x)
+        held = model[0].weight
+        storage.resize_(0)
+        assert model[0].weight is master  # as without an install: there is nothing to move
+        held.add_(1)
+        del held  # written, and its master has no room for that
+        storage.resize_(values.nbytes)
+        master.copy_(values)
+        testing.assert_bit_equal(model(x), testing.moved(model, provider.device, torch.float64)(x))
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_a_master_that_lets_go_of_its_bytes(provider: Provider, budget: str | None) -> None:
+    """As offloading does between its calls: the session keeps them no longer than the module does."""
+    model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
+    provider.install(model, dtype=torch.float64, budget=budget)
+    x = provider.randn(1, 64)
+    values = [p.detach().clone() for p in model.parameters()]
+    with torch.no_grad():
+        for _ in range(3):
+            owners = [value.numpy().copy() for value in values]
+            watches = [weakref.ref(owner) for owner in owners]
+            for p, owner in zip(model.parameters(), owners, strict=True):
+                p.data = torch.from_numpy(owner)
+            del owners, owner
+            testing.assert_bit_equal(model(x), testing.moved(model, provider.device, torch.float64)(x))
+            for p in model.parameters():
+                p.data = torch.empty(0)
+            assert all(layer.weight.numel() == 0 for layer in model)
+            gc.collect()
+            assert not any(watch() is not None for watch in watches)

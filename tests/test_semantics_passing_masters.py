@@ -129,3 +129,46 @@ def test_an_attribute_of_the_instance_hides_a_parameter(provider: Provider, when
     assert model.weight == "mine"
     del model.__dict__["weight"]
     assert isinstance(model.weight, torch.Tensor)
+
+
+class Tied(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(3))
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.third(self.second(self.first(x)))
+        return y
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+@pytest.mark.parametrize(
+    "names",
+    [("first.weight",), ("third.weight",), ("first.weight", "second.weight")],
+    ids=["tied", "untied", "tie broken"],
+)
+@pytest.mark.parametrize("own_between", [False, True], ids=["alone", "own between"])
+def test_functional_call_keeps_nothing(
+    provider: Provider, budget: str | None, names: tuple[str, ...], own_between: bool
+) -> None:
+    """Neither the tensors nor their bytes, whichever weights are tied."""
+    model = Tied().eval()
+    provider.install(model, dtype=torch.float64, budget=budget)
+    plain = testing.moved(model, provider.device, torch.float64)
+    x = provider.randn(2, WIDTH)
+    with torch.no_grad():
+        model(x)
+        for number in range(6):
+            owners = [torch.randn(WIDTH, WIDTH).numpy() for _ in names]
+            others = dict(zip(names, map(torch.from_numpy, owners), strict=True))
+            watches = [weakref.ref(owner) for owner in owners]
+            found = torch.func.functional_call(model, others, (x,), tie_weights=len(names) == 1)
+            moved = {name: other.to(provider.device, torch.float64) for name, other in others.items()}
+            expected = torch.func.functional_call(plain, moved, (x,), tie_weights=len(names) == 1)
+            testing.assert_bit_equal(found, expected, f"call {number}")
+            del owners, others
+            gc.collect()
+            assert not any(watch() is not None for watch in watches), f"call {number}"
+            if own_between:
+                testing.assert_bit_equal(model(x), plain(x))

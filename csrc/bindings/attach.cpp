@@ -138,8 +138,8 @@ void Session::find_weights(Table& table, PyObject* module_dict, const std::strin
         module_dict, entry.parameter ? Names::get().parameters : Names::get().buffers, entry.name.ptr());
     if (master == nullptr || !THPVariable_Check(master)) continue;
     const std::size_t known = table.weights.size();  // a wrapper brings its inner tensors along
-    entry.bind(
-        &weight_of(table, master, prefix + py::cast<std::string>(entry.name), entry.parameter, mappings));
+    const std::string name = prefix + py::cast<std::string>(entry.name);
+    entry.bind(weight_of(table, master, name, entry.parameter, mappings).shared_from_this());
     for (std::size_t i = known; i < table.weights.size(); ++i) {
       Weight* const weight = table.weights[i].get();
       if (weight->way == Weight::Way::streamed) streamed.emplace_back(weight, unit);
@@ -188,14 +188,11 @@ void Session::adopt(const py::object& module, const py::object& name_given) {
 
 Weight& Session::weight_of(Table& table, PyObject* master, const std::string& name, bool parameter,
                            const Mappings& mappings, bool exact) {
-  Weight*& known = table.by_master[THPVariable_Unpack(master).unsafeGetTensorImpl()];
-  if (known != nullptr && known->state.impl != nullptr &&
-      known->state.is_of(*THPVariable_Unpack(master).unsafeGetTensorImpl())) {
-    return *known;
-  }
-  table.weights.push_back(std::make_unique<Weight>());
-  Weight& weight = *table.weights.back();
-  known = &weight;  // before the inner tensors' entries, which may move it
+  const c10::TensorImpl& impl = *THPVariable_Unpack(master).unsafeGetTensorImpl();
+  const auto known = table.by_master.find(&impl);
+  if (known != table.by_master.end() && known->second->state.is_of(impl)) return *known->second;
+  Weight& weight = *table.weights.emplace_back(std::make_shared<Weight>());
+  table.by_master[&impl] = &weight;  // before the inner tensors' entries, which may move it
   weight.name = name;
   weight.parameter = parameter;
   weight.exact = exact;
@@ -203,10 +200,24 @@ Weight& Session::weight_of(Table& table, PyObject* master, const std::string& na
   return weight;
 }
 
+/// What came for a while goes with its master.
+void Session::sweep(Table& table) {
+  if (table.weights.size() < table.sweep_at) return;
+  std::erase_if(table.by_master, [](const auto& entry) { return entry.second->unused(); });
+  recent_.clear();
+  std::erase_if(table.weights, [](const std::shared_ptr<Weight>& weight) {
+    if (!weight->unused()) return false;
+    for (const auto& [name, part] : weight->parts) --part->holders;
+    return true;
+  });
+  table.sweep_at = table.weights.size() + table.weights.size() / 8 + 8;
+}
+
 Weight& Session::late_weight(PyObject* master, PyObject* name, bool parameter) {
   const std::shared_ptr<Table> table = table_;
+  sweep(*table);
   Weight& weight = weight_of(*table, master, py::cast<std::string>(py::handle(name)), parameter,
-                             Mappings::of_this_process());
+                             mappings_of(THPVariable_Unpack(master)));
   if (weight.way == Weight::Way::streamed && !weight.plan) note_unplanned(weight);
   return weight;
 }

@@ -53,21 +53,22 @@ PyObject* get(PyObject* self, PyObject* module, PyObject*) {
     bool training = false;
     if (!parameter) training = PyDict_GetItemWithError(dict.ptr(), names.training) == Py_True;
     const bool inside = inside_call();
-    Weight* weight = entries[index].weight;
+    const Weight* const bound = entries[index].weight.get();
     const bool known =
-        weight != nullptr && weight->state.impl == THPVariable_Unpack(master).unsafeGetTensorImpl();
+        bound != nullptr && bound->state.impl == THPVariable_Unpack(master).unsafeGetTensorImpl();
     if (known && !training) {
-      if (PyObject* const unchanged = (*state->session)->access_unchanged(*weight, master, inside))
+      if (PyObject* const unchanged = (*state->session)->access_unchanged(*bound, master, inside))
         return unchanged;
     }
     // The slow path may run Python code (and let other threads run it), which may do anything to the model.
     const std::shared_ptr<Session> session = *state->session;
     const auto keep_state = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(state));
     const auto keep_master = py::reinterpret_borrow<py::object>(master);
+    std::shared_ptr<Weight> weight = entries[index].weight;
     serve_calls(Py_TYPE(module));
     if (!known) {
-      weight = weight == nullptr ? &session->late_weight(master, name, parameter)
-                                 : &session->weight_now(*weight, master, name);
+      weight = weight == nullptr ? session->late_weight(master, name, parameter).shared_from_this()
+                                 : session->weight_now(*weight, master, name).shared_from_this();
       entries[index].bind(weight);
     }
     return session->access(*weight, master, training, inside);

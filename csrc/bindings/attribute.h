@@ -13,13 +13,13 @@ namespace dynswap {
 
 /// One managed name of one module.
 struct Entry {
-  py::object name;           ///< interned: compared by identity
-  bool parameter = true;     ///< in `_parameters`; else in `_buffers`
-  Weight* weight = nullptr;  ///< null while the module holds None under the name
+  py::object name;                 ///< interned: compared by identity
+  bool parameter = true;           ///< in `_parameters`; else in `_buffers`
+  std::shared_ptr<Weight> weight;  ///< null while the module holds None under the name
 
-  void bind(Weight* other) noexcept {
+  void bind(std::shared_ptr<Weight> other) noexcept {
     if (weight != nullptr) --weight->holders;
-    weight = other;
+    weight = std::move(other);
     if (weight != nullptr) ++weight->holders;
   }
 };

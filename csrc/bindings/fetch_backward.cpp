@@ -106,11 +106,6 @@ at::Tensor as_block(at::Tensor gradient) {
   return gradient.is_non_overlapping_and_dense() ? gradient : gradient.contiguous();
 }
 
-/// Somebody may be about to write to the master what it was for, and no kernel tells of it.
-void note_gradient(const std::shared_ptr<MemoryWatch>& watch) {
-  if (watch && !watch->exact()) watch->note_write();
-}
-
 /// The end of a gradient's way to the host. See Note [Gradients travel on a stream of their own].
 class ArriveBackward : public autograd::Node {
  public:
@@ -126,7 +121,7 @@ class ArriveBackward : public autograd::Node {
       if (PROTECTED(gradient_arrived)) arrival->copied.synchronize();
       arrival->sent.reset();
     }
-    note_gradient(watch_);
+    if (watch_) watch_->note_write();
     return {gradient.to(master_)};
   }
 
@@ -200,7 +195,7 @@ class FetchBackward : public autograd::Node {
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     const at::Tensor& gradient = gradients[0];
     if (!gradient.defined()) return {at::Tensor()};
-    note_gradient(watch_);
+    if (watch_) watch_->note_write();
     return {gradient.to(master_)};
   }
 

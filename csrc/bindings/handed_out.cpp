@@ -32,7 +32,7 @@ void delete_record(void* context) {
 /// asked for, at the next access, and when the storage dies. A later access gives the same bytes for as long
 /// as such an alias lives (else its writes would go where nobody looks). detach() and what autograd saves
 /// share the counter, and cost nothing. What this does not see is `.data` of a *view*, whose implementation
-/// is torch's own: on the CPU a fingerprint finds it if it changes more than a part.
+/// is torch's own: on the CPU a sample of the bytes finds it if it changes more than a part.
 class HandedOutImpl final : public c10::TensorImpl, public OutsideTheHeap {
  public:
   using c10::TensorImpl::TensorImpl;
@@ -68,6 +68,12 @@ class HandedOutImpl final : public c10::TensorImpl, public OutsideTheHeap {
 struct HandedOutStorage final : c10::StorageImpl, OutsideTheHeap {
   using c10::StorageImpl::StorageImpl;
 };
+
+/// Where a master's storage begins; null if it has none. A storage may be resized.
+const void* memory_of(const at::Tensor& master) noexcept {
+  c10::StorageImpl* const storage = master.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
+  return storage == nullptr ? nullptr : storage->_mutable_data_ptr_no_checks().get();
+}
 
 /// A copy of a master. Small ones are staged, so that nobody waits for them to have been read.
 at::Tensor copied_to(const at::TensorOptions& options, const at::Tensor& master) {
@@ -106,6 +112,7 @@ HandedOut::HandedOut(const Origin& origin, const at::Tensor& master, const at::D
     master_writes_ = master_watch_->writes();
   }
   master_ = alias_of(master);
+  master_memory_ = memory_of(master_);
   master_version_ = version_of(master_);
   bytes_ = static_cast<std::size_t>(master.numel()) * options_.dtype().itemsize();
 }
@@ -250,7 +257,7 @@ bool HandedOut::wait_for_users() {
 }
 
 bool HandedOut::master_unchanged() const {
-  if (version_of(master_) != master_version_) return false;
+  if (version_of(master_) != master_version_ || memory_of(master_) != master_memory_) return false;
   return !master_watch_ || master_watch_->writes() == master_writes_;
 }
 
@@ -260,14 +267,14 @@ at::Tensor HandedOut::view() const {
 
 bool HandedOut::written() const {
   if (version_.current_version() != seen_version_) return true;
-  // `.data` of a view is not noted (Note [Writes without a trace]): on the CPU a fingerprint of the bytes
-  // finds most such writes.
-  return options_.device().is_cpu() && fingerprint(data_, bytes_) != seen_fingerprint_;
+  // `.data` of a view is not noted (Note [Writes without a trace]): on the CPU a few of the bytes
+  // tell of most such writes.
+  return options_.device().is_cpu() && sampled_hash(data_, bytes_) != seen_sample_;
 }
 
 void HandedOut::note_equal() {
   seen_version_ = version_.current_version();
-  if (options_.device().is_cpu()) seen_fingerprint_ = fingerprint(data_, bytes_);
+  if (options_.device().is_cpu()) seen_sample_ = sampled_hash(data_, bytes_);
 }
 
 bool HandedOut::send_home() {

@@ -25,10 +25,10 @@ struct Weight;
 /// master. Dies with the storage, on whichever thread lets go last.
 class HandedOut : public OutsideTheHeap {
  public:
-  /// Whose bytes they are. The session keeps the weight.
+  /// Whose bytes they are.
   struct Origin {
     std::weak_ptr<Session> session;
-    Weight* weight = nullptr;
+    std::shared_ptr<Weight> weight;  ///< never null
   };
 
   /// The record of a tensor to come, with the weight and its master as they are now: asking for the bytes
@@ -56,9 +56,13 @@ class HandedOut : public OutsideTheHeap {
   /// Another stream uses it, in an order that the user has made: what Tensor.record_stream() says.
   void record_stream(const c10::Stream& stream);
 
-  const Origin& origin() const noexcept { return origin_; }
+  const Origin& origin() const noexcept { return origin_; }  ///< LOCK: the GIL
+  /// A later plan has another weight of the same master.
+  void belong_to(std::shared_ptr<Weight> weight) noexcept { origin_.weight = std::move(weight); }
   at::ScalarType dtype() const noexcept { return options_.dtype().toScalarType(); }
   bool leased() const noexcept { return static_cast<bool>(lease_); }
+  /// Its bytes are those that this engine hands out: not a copy of its own, nor one of an earlier plan.
+  bool leased_from(const Engine& engine) const noexcept { return lease_.from(engine); }
   bool on_cpu() const noexcept { return options_.device().is_cpu(); }
   /// The master's bytes and version counter; not the master itself, which nothing here keeps.
   const at::Tensor& master() const noexcept { return master_; }
@@ -109,12 +113,13 @@ class HandedOut : public OutsideTheHeap {
   bool wait_for_users();
 
   Lease lease_;
-  Origin origin_;
+  Origin origin_;  ///< LOCK: the GIL
   at::Tensor own_;
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
   at::TensorOptions options_;
   at::Tensor master_;
+  const void* master_memory_ = nullptr;  ///< the start of its storage
   std::uint32_t master_version_ = 0;
   std::shared_ptr<MemoryWatch> master_watch_;  ///< null if its bytes are not in this process
   std::uint64_t master_writes_ = 0;            ///< the watch's count, when the two were equal
@@ -127,7 +132,7 @@ class HandedOut : public OutsideTheHeap {
   std::vector<c10::Stream> users_;  ///< LOCK: mutex_; that have used it. None on the CPU
   c10::VariableVersion version_;    ///< shared with the tensor and its views
   std::uint32_t seen_version_ = 0;
-  std::uint64_t seen_fingerprint_ = 0;
+  std::uint64_t seen_sample_ = 0;
 };
 
 }  // namespace dynswap

@@ -24,24 +24,24 @@ HeldBytes::Context& context_of(c10::StorageImpl& storage) {
   return context;
 }
 
-/// Note [Whose context may be exchanged]
-bool may_be_held(c10::StorageImpl& storage) {
-  const c10::DataPtr& data = storage._mutable_data_ptr_no_checks();
-  if (!data.device().is_cpu() || data.get() == nullptr) return false;
-  if (HeldBytes::of(context_of(storage))) return true;
-  return data.get_context() == data.get() &&
-         data.get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter();
-}
-
 void leave(HeldBytes& bytes, c10::StorageImpl* storage) noexcept {
   bytes.leave(storage == nullptr ? nullptr : &context_of(*storage));
 }
 
 }  // namespace
 
+bool Holds::may_hold(const c10::Storage& storage) {
+  c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
+  const c10::DataPtr& data = impl._mutable_data_ptr_no_checks();
+  if (!data.device().is_cpu() || data.get() == nullptr) return false;
+  if (HeldBytes::of(context_of(impl))) return true;
+  return data.get_context() == data.get() &&
+         data.get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter();
+}
+
 std::shared_ptr<const void> Holds::hold(const c10::Storage& storage) {
   c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
-  if (!may_be_held(impl)) return std::make_shared<c10::Storage>(storage);
+  if (!may_hold(storage)) return std::make_shared<c10::Storage>(storage);
   if (std::shared_ptr<HeldBytes> known = HeldBytes::of(context_of(impl))) {
     const auto entry = held_.find(known.get());
     if (entry != held_.end() && entry->second.bytes.lock() == known) return known;

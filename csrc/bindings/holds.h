@@ -27,6 +27,9 @@ class Holds {
   /// outlive their storage]); of memory that may not be held, the storage itself.
   std::shared_ptr<const void> hold(const c10::Storage& storage);
 
+  /// Whether the storage's memory is torch's ordinary allocator's (Note [Whose context may be exchanged]).
+  static bool may_hold(const c10::Storage& storage);
+
   /// Page-locks the sources as far as it may be, and replaces them by ones that say so. Returns what is to be
   /// told the user. Their owners are from hold().
   std::string pin(const at::Device& device, std::vector<SourcePtr>& sources);

@@ -1,8 +1,8 @@
 #include "bindings/master.h"
 
+#include <ATen/EmptyTensor.h>
 #include <c10/core/StorageImpl.h>
 
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -41,6 +41,19 @@ bool streamable(const at::Tensor& master) noexcept {
          scalar_of(master.scalar_type()).has_value();
 }
 
+Mappings mappings_of(const at::Tensor& master) {
+  const bool mapped = !has_own_bytes(master) || !Holds::may_hold(master.storage());
+  return mapped ? Mappings::of_this_process() : Mappings();
+}
+
+bool has_memory(const at::Tensor& master) noexcept {
+  if (master.is_meta()) return false;
+  if (!has_own_bytes(master) || master.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return true;
+  const std::size_t needed = at::detail::computeStorageNbytes(master.sizes(), master.strides(),
+                                                              master.itemsize(), master.storage_offset());
+  return master.storage().nbytes() >= needed;
+}
+
 at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarType> dtype) noexcept {
   return dtype && at::isFloatingType(master.scalar_type()) ? *dtype : master.scalar_type();
 }
@@ -69,20 +82,6 @@ SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::
     }
   }
   return source;
-}
-
-std::uint64_t fingerprint(const void* data, std::size_t bytes) noexcept {
-  constexpr std::size_t kWords = 16;
-  const auto* begin = static_cast<const std::byte*>(data);
-  std::uint64_t hash = bytes;
-  for (std::size_t i = 0; i < kWords; ++i) {
-    std::uint64_t word = 0;
-    const std::size_t length = bytes < sizeof(word) ? bytes : sizeof(word);
-    std::memcpy(&word, begin + (bytes - length) / (kWords - 1) * i, length);
-    hash = (hash ^ word) * 0x100000001b3ull;
-    hash ^= hash >> 29;
-  }
-  return hash;
 }
 
 }  // namespace dynswap

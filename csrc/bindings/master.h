@@ -52,6 +52,13 @@ struct MasterState {
            (!has_layout(master) || (master.sizes() == sizes && master.strides() == strides));
   }
 
+  /// The same tensor, memory and layout as the other one, whatever has been written since.
+  bool same_elements(const MasterState& other) const noexcept {
+    return impl == other.impl && storage == other.storage && data == other.data &&
+           storage_offset == other.storage_offset && type == other.type && sizes == other.sizes &&
+           strides == other.strides;
+  }
+
   /// The tensor is the same, and its bytes are where they were (they may be other bytes).
   bool same_place(const c10::TensorImpl& master) const noexcept {
     return impl == &master && same_memory(master);
@@ -115,11 +122,15 @@ bool streamable(const at::Tensor& master) noexcept;
 SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
                     const Mappings& mappings, PageCacheShare& page_cache, Holds& holds);
 
+/// Where files are mapped, as far as `master` may lie in one: memory of torch's own allocator never does, and
+/// to ask the kernel takes a millisecond.
+Mappings mappings_of(const at::Tensor& master);
+
+/// Its elements are somewhere: neither is it on `meta`, nor has its storage been resized to less than it
+/// needs.
+bool has_memory(const at::Tensor& master) noexcept;
+
 /// The dtype that a master has on the device.
 at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarType> dtype) noexcept;
-
-/// A hash of a few words spread over `bytes` at `data`: catches what changes a whole tensor without
-/// bumping its version (`p.data.mul_()`), not what changes a single element.
-std::uint64_t fingerprint(const void* data, std::size_t bytes) noexcept;
 
 }  // namespace dynswap

@@ -74,7 +74,7 @@ struct SavedWeight final : Saved {
   }
 
   const std::weak_ptr<Session> session;
-  Weight* const weight;
+  const std::shared_ptr<Weight> weight;
   const at::Tensor master;
   const std::uint32_t version;
   const at::TensorOptions options;
@@ -132,7 +132,7 @@ std::unique_ptr<Saved> reference_to(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || tensor.is_conj() || tensor.is_neg()) return nullptr;
   HandedOut* const record = HandedOut::of(*tensor.unsafeGetTensorImpl());
   if (record == nullptr || tensor.scalar_type() != record->dtype()) return nullptr;
-  Weight* const weight = record->origin().weight;
+  const std::shared_ptr<Weight> weight = record->origin().weight;
   const std::shared_ptr<Session> serving = record->origin().session.lock();
   if (!serving || !record->leased() || !serving->streams(*weight)) return nullptr;
   serving->write_back(*weight);

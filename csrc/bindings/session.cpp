@@ -49,6 +49,7 @@ Session::Session(const at::Device& device, std::optional<at::ScalarType> dtype, 
 Session::~Session() {
   sessions().erase(this);
   close();
+  for (const auto& weight : table_->weights) weight->plan = nullptr;
 }
 
 void Session::module_gone() {
@@ -196,7 +197,8 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
 }
 
 PyObject* Session::hand_out_private(Weight& weight, const at::Tensor& master, bool watched) {
-  const at::Tensor copy = HandedOut::make_private({weak_from_this(), &weight}, master, device_);
+  const at::Tensor copy =
+      HandedOut::make_private({weak_from_this(), weight.shared_from_this()}, master, device_);
   if (watched) watch(copy);
   if (master.requires_grad()) connect_to_master(copy, master, weight.watch);
   if (!weight.plan) {
@@ -213,7 +215,10 @@ at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, b
   at::Tensor tensor;
   auto storage = weight.latest_storage.lock();
   HandedOut* const record = storage ? HandedOut::of(*storage) : nullptr;
-  if (record != nullptr && (record->has_untracked_alias() || (record->watched() && inside_call()))) {
+  // What others have of the engine's copy shares its bytes with what the engine hands out next.
+  const auto shares_bytes = [&] { return weight.plan && record->leased_from(*weight.plan->engine); };
+  if (record != nullptr &&
+      (record->has_untracked_alias() || (record->watched() && inside_call()) || !shares_bytes())) {
     tensor = HandedOut::again(std::move(storage), master);
   } else if (watched) {
     auto kept = taken_back(weight);
@@ -253,7 +258,7 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
   const Stream consumer = current_stream(device_);
   const std::uint64_t generation = weight.generation;
-  auto record = HandedOut::of_weight({weak_from_this(), &weight}, master, device_);
+  auto record = HandedOut::of_weight({weak_from_this(), weight.shared_from_this()}, master, device_);
   const std::shared_ptr<const Plan> plan = weight.plan;
   const bool stays = weight.resident();
   Lease lease;
@@ -304,7 +309,7 @@ at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::t
   if (served && weight.plan && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
     refuse_capture(device_, weight.name, weight.resident());
     const Stream consumer = current_stream(device_);
-    auto record = HandedOut::of_weight({weak_from_this(), &weight}, master, device_);
+    auto record = HandedOut::of_weight({weak_from_this(), weight.shared_from_this()}, master, device_);
     const std::shared_ptr<const Plan> plan = weight.plan;
     try {
       Lease lease;
@@ -317,7 +322,7 @@ at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::t
       // Note [A plan takes another's place]
     }
   }
-  return HandedOut::make_private({weak_from_this(), &weight}, master, device_);
+  return HandedOut::make_private({weak_from_this(), weight.shared_from_this()}, master, device_);
 }
 
 PyObject* Session::wrap(const Weight& weight, const at::Tensor& tensor) {
@@ -329,20 +334,20 @@ PyObject* Session::wrap(const Weight& weight, const at::Tensor& tensor) {
 
 PyObject* Session::put_together(Weight& weight, PyObject* master) {
   py::dict inner;
-  const std::vector<std::pair<py::object, Weight*>> parts = weight.parts;
+  const std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts = weight.parts;
   for (const auto& [name, known] : parts) {
     const py::object tensor = py::handle(master).attr(name);
-    Weight& part = weight_now(*known, tensor.ptr(), name.ptr());
-    if (&part != known) {
+    const auto part = weight_now(*known, tensor.ptr(), name.ptr()).shared_from_this();
+    if (part != known) {
       for (auto& [other_name, other] : weight.parts) {
         if (other != known || !other_name.is(name)) continue;
         --other->holders;
-        other = &part;
+        other = part;
         ++other->holders;
       }
     }
     inner[name] =
-        py::reinterpret_steal<py::object>(access(part, tensor.ptr(), /*training=*/false, /*inside=*/true));
+        py::reinterpret_steal<py::object>(access(*part, tensor.ptr(), /*training=*/false, /*inside=*/true));
   }
   const py::object made =
       py::module_::import("dynswap_ext._subclasses")

@@ -142,9 +142,10 @@ class Session : public std::enable_shared_from_this<Session> {
  private:
   /// The weights of the modules' masters.
   struct Table {
-    std::vector<std::unique_ptr<Weight>> weights;
+    std::vector<std::shared_ptr<Weight>> weights;
     /// For ties. A master may have died, and its address be another's by now: `state` tells.
     std::unordered_map<const c10::TensorImpl*, Weight*> by_master;
+    std::size_t sweep_at = 0;  ///< weights, among which there may be unused ones
     std::shared_ptr<Holds> holds = std::make_shared<Holds>();  ///< never null
     PageCacheShare page_cache;                                 ///< what is left for weights to come
   };
@@ -177,6 +178,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void classify(Table& table, Weight& weight, PyObject* master, const Mappings& mappings);
   bool settle(Weight& weight, PyObject* master);
   void note_unplanned(Weight& weight);
+  void sweep(Table& table);
   void master_changed(Weight& weight, PyObject* master, DeferredRelease& dropped);
   void refetch(Weight& weight, DeferredRelease& dropped);
   void pin(const std::shared_ptr<Holds>& holds,
@@ -216,11 +218,10 @@ class Session : public std::enable_shared_from_this<Session> {
   std::string backend_;
   std::shared_ptr<const Plan> plan_;  ///< never null; a new one takes its place once it is carried out
   std::shared_ptr<Table> table_;      ///< never null
-  std::vector<std::shared_ptr<Table>> superseded_;  ///< of earlier plans: graphs may refer to their weights
-  std::vector<Weight*> recent_;                     ///< whose latest tensors were alive when last looked at
-  std::vector<Weight*> residents_read_;             ///< since the latest call began
-  std::vector<Weight*> to_pin_;                     ///< whose masters were replaced since the last pass
-  Stats beside_;                                    ///< counted by earlier plans, and without an engine
+  std::vector<Weight*> recent_;       ///< whose latest tensors were alive when last looked at
+  std::vector<std::shared_ptr<Weight>> residents_read_;  ///< since the latest call began
+  std::vector<std::shared_ptr<Weight>> to_pin_;          ///< whose masters were replaced since the last pass
+  Stats beside_;                                         ///< counted by earlier plans, and without an engine
   std::size_t modules_ = 0;
   std::uint64_t calls_ = 0;   ///< how many have begun
   bool streams_any_ = false;  ///< some weight is not resident

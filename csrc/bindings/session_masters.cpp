@@ -17,7 +17,7 @@ struct Session::Kind {
   Weight::Way way = Weight::Way::converted;
   at::ScalarType wanted = at::kFloat;
   bool dressed = false;
-  std::vector<std::pair<py::object, Weight*>> parts{};
+  std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts{};
   SourcePtr source{};  ///< if it streams
 };
 
@@ -29,7 +29,7 @@ Session::Kind Session::kind_of(Table& table, const Weight& weight, PyObject* mas
   const bool lazy = !plain && PyObject_HasAttrString(master_object, "materialize") == 1;
   // There is nothing to move yet, or not any more (offloading gives a module masters without data between its
   // calls). An empty buffer may be about to be resized in place, as observers do.
-  if (lazy || master.is_meta() || (!weight.parameter && master.sym_numel() == 0)) {
+  if (lazy || !has_memory(master) || (!weight.parameter && master.sym_numel() == 0)) {
     kind.way = Weight::Way::as_is;
     return kind;
   }
@@ -45,7 +45,7 @@ Session::Kind Session::kind_of(Table& table, const Weight& weight, PyObject* mas
         const py::object tensor = py::handle(master_object).attr(name);
         Weight& part = weight_of(table, tensor.ptr(), weight.name + "." + py::cast<std::string>(name),
                                  /*parameter=*/false, mappings, /*exact=*/true);
-        kind.parts.emplace_back(name, &part);
+        kind.parts.emplace_back(name, part.shared_from_this());
       }
       return kind;
     }
@@ -80,7 +80,11 @@ void Session::classify(Table& table, Weight& weight, PyObject* master_object, co
   for (const auto& [name, part] : weight.parts) --part->holders;
   for (const auto& [name, part] : kind.parts) ++part->holders;
   weight.parts.swap(kind.parts);
-  if (kind.source == nullptr) return;
+  if (kind.source == nullptr) {
+    weight.let_go_of_bytes();
+    weight.watch = nullptr;
+    return;
+  }
   weight.source = kind.source;
   weight.watch_master();
 }
@@ -109,6 +113,7 @@ bool Session::settle(Weight& weight, PyObject* master_object) {
 /// moved.
 void Session::note_unplanned(Weight& weight) {
   if (planning_) return;  // it may be in the plan that is being made
+  weight.let_go_of_bytes();
   if (weight.unplanned_since == 0) weight.unplanned_since = calls_;
   if (!inside_call_of(*this) || calls_ - weight.unplanned_since >= 2) outdated_ = true;
 }
@@ -124,18 +129,20 @@ void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRe
     return;
   }
   const std::shared_ptr<Table> table = table_;
+  sweep(*table);
   table->by_master[&master] = &weight;
-  classify(*table, weight, master_object, Mappings::of_this_process());
-  if (weight.way != Weight::Way::streamed) return forget_group(weight, dropped);
   const SourcePtr old = weight.plan ? weight.plan->engine->source(weight.id) : nullptr;
+  classify(*table, weight, master_object, mappings_of(THPVariable_Unpack(master_object)));
+  const bool streamed = weight.way == Weight::Way::streamed;
   if (old && weight.source->same_shape(*old)) {
     refetch(weight, dropped);
-    to_pin_.push_back(&weight);
+    if (streamed) to_pin_.push_back(weight.shared_from_this());
   } else {
     forget_group(weight, dropped);
+    if (old) weight.plan->engine->update_source(weight.id, without_bytes(*old));
     weight.plan = nullptr;
     weight.unplanned_since = 0;
-    note_unplanned(weight);
+    if (streamed) note_unplanned(weight);
   }
   if (old && old->pinned) dropped.pinned = old;
 }
@@ -188,8 +195,13 @@ void Session::pin(const std::shared_ptr<Holds>& holds, const std::vector<Weight*
 }
 
 void Session::pin_replaced() {
-  const std::vector<Weight*> weights = std::exchange(to_pin_, {});
-  pin(table_->holds, weights);
+  const std::vector<std::shared_ptr<Weight>> replaced = std::exchange(to_pin_, {});
+  const std::shared_ptr<Table> table = table_;
+  std::vector<Weight*> weights;
+  for (const auto& weight : replaced) {
+    if (weight->plan && weight->source->has_bytes()) weights.push_back(weight.get());
+  }
+  pin(table->holds, weights);
   for (const Weight* weight : weights) {
     if (weight->way == Weight::Way::streamed && weight->plan && !closed_) {
       weight->plan->engine->replace_source(weight->id, weight->source);
@@ -200,7 +212,7 @@ void Session::pin_replaced() {
 void Session::call_begins() {
   ++calls_;
   DeferredRelease dropped;
-  for (Weight* const weight : std::exchange(residents_read_, {})) {
+  for (const auto& weight : std::exchange(residents_read_, {})) {
     if (weight->cached == nullptr) continue;
     const HandedOut* const record = HandedOut::of(*THPVariable_Unpack(weight->cached).unsafeGetTensorImpl());
     if (record != nullptr && record->may_be_written()) write_back(*weight, dropped);
@@ -217,7 +229,7 @@ bool Session::look_is_due(const Weight& weight) const {
 void Session::look_for_silent_write(Weight& weight, DeferredRelease& dropped) {
   if (!device_.is_cpu() && capturing()) return;  // nothing can be taken to a master now
   if (inside_call_of(*this) && std::exchange(weight.looked_at, calls_) != calls_ && weight.resident()) {
-    residents_read_.push_back(&weight);
+    residents_read_.push_back(weight.shared_from_this());
   }
   if (weight.cached != nullptr) write_back(weight, dropped);
   if (weight.silently_written()) refetch(weight, dropped);
@@ -243,7 +255,7 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   // The tensor that was written is the newest there is, so it stays the one to hand out.
   weight.state.version = *written;
   weight.silently_written();  // by that
-  if (!weight.plan || record->leased()) return;
+  if (!weight.plan || record->leased_from(*weight.plan->engine)) return;
   // The engine's copy is another one.
   let_companions_go(weight, dropped);
   weight.let_go(dropped);
@@ -268,9 +280,7 @@ void Session::expect_writes(const std::vector<at::Tensor>& masters) {
 }
 
 void Session::note_writes(const std::vector<at::Tensor>& masters) {
-  for_watches(masters, [](MemoryWatch& watch) {
-    if (!watch.exact()) watch.note_write();
-  });
+  for_watches(masters, [](MemoryWatch& watch) { watch.note_write(); });
 }
 
 std::size_t Session::sampled_bytes() const {
@@ -289,8 +299,7 @@ Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* n
   const auto& by_master = table_->by_master;
   const auto known = by_master.find(&master);
   if (known != by_master.end() && known->second->state.same_place(master)) {
-    // Its own master is back: what has stood in for it comes and goes.
-    if (Weight* const stand_in = known->second->stand_in) stand_in->unplanned_since = 0;
+    weight.unplanned_since = 0;  // it may have stood in for this one's master: such come and go
     return *known->second;
   }
   if (weight.holders > 1) return late_weight(master_object, name, weight.parameter);
@@ -303,10 +312,7 @@ Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* n
   }
   // Its own master may come back, as after functional_call(): what is on the device stays that one's.
   if (!weight.plan || weight.master_storage.expired()) return weight;
-  if (weight.stand_in == nullptr || !weight.stand_in->master_storage.expired() ||
-      weight.stand_in->holders > 0)
-    weight.stand_in = &late_weight(master_object, name, weight.parameter);
-  return *weight.stand_in;
+  return late_weight(master_object, name, weight.parameter);
 }
 
 void Session::check(const py::object& module) {

@@ -4,6 +4,7 @@
 #include "bindings/attribute.h"
 #include "bindings/backends.h"
 #include "bindings/glue.h"
+#include "bindings/handed_out.h"
 #include "bindings/session.h"
 
 namespace dynswap {
@@ -31,6 +32,7 @@ struct Session::Draft {
   }
 
   std::shared_ptr<Table> table;
+  std::shared_ptr<Table> before;  ///< in whose place it is
   Streamed streamed;
   std::vector<Module> modules;
   std::shared_ptr<Plan> plan = std::make_shared<Plan>();
@@ -58,6 +60,18 @@ std::shared_ptr<Engine> Session::new_engine(const Budget& budget) {
 }
 
 namespace {
+
+/// What was handed out of `earlier` is handed out again: who still has it, and writes to it, writes to the
+/// master of both.
+void hand_on(const Weight& earlier, Weight& weight) {
+  const auto alive = earlier.latest_storage.lock();
+  HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
+  if (record == nullptr || weight.way != Weight::Way::streamed || !earlier.still_handed_out()) return;
+  weight.note_master();  // it may have been written since it was drafted
+  weight.latest = earlier.latest;
+  weight.latest_storage = earlier.latest_storage;
+  record->belong_to(weight.shared_from_this());
+}
 
 /// Whether a plan that was made for some weights can be one for others: they have the same masters.
 bool same_masters(const Plan& plan, const std::vector<std::pair<Weight*, std::uint64_t>>& streamed) {
@@ -132,7 +146,7 @@ void Session::draft_plan(Draft& draft, const Budget& budget) {
   if (!draft.plan->engine) draft.plan->engine = new_engine(known);
   for (const auto& [weight, unit] : draft.streamed) {
     weight->id = draft.plan->engine->add_weight(weight->source, unit);
-    draft.plan->weights.push_back(weight);
+    draft.plan->weights.push_back(weight->shared_from_this());
   }
   const py::gil_scoped_release release;
   draft.plan->engine->arrange();
@@ -141,8 +155,7 @@ void Session::draft_plan(Draft& draft, const Budget& budget) {
 /// Does not let go of the GIL before every module has its new weights.
 void Session::take_over(Draft& draft) {
   DeferredRelease dropped;
-  const std::shared_ptr<Table> old = std::exchange(table_, draft.table);
-  superseded_.push_back(old);
+  draft.before = std::exchange(table_, draft.table);
   for (Draft::Module& module : draft.modules) {
     for (Entry& entry : *reinterpret_cast<ModuleState*>(module.state.ptr())->entries) {
       entry.bind(nullptr);  // a name that has come meanwhile is found at its next access
@@ -151,7 +164,10 @@ void Session::take_over(Draft& draft) {
       }
     }
   }
-  for (const auto& weight : old->weights) {
+  for (const auto& weight : draft.before->weights) {
+    const auto successor = table_->by_master.find(weight->state.impl);
+    if (successor != table_->by_master.end() && successor->second->state.same_elements(weight->state))
+      hand_on(*weight, *successor->second);
     weight->superseded = true;
     weight->plan = nullptr;
     weight->forget(dropped);
@@ -170,12 +186,11 @@ void Session::carry_out(const Draft& draft) {
       const py::gil_scoped_release release;
       old->engine->close();
     }
-    const std::shared_ptr<Table> before = superseded_.back();
-    for (const auto& weight : before->weights) {
+    for (const auto& weight : draft.before->weights) {
       weight->let_go_of_bytes();
       weight->watch = nullptr;  // the new one, of the same master, has its own
     }
-    before->holds->end();
+    draft.before->holds->end();
   }
   try {
     const py::gil_scoped_release release;

@@ -1,5 +1,6 @@
 #include "bindings/small_blocks.h"
 
+#include <pthread.h>
 #include <sys/mman.h>
 
 #include <array>
@@ -19,6 +20,10 @@ class Blocks {
  public:
   static Blocks& get() {
     static auto* const blocks = new Blocks;
+    // A fork waits until no other thread is in the middle of a change, which the child would keep for good.
+    static const int follows_forks = ::pthread_atfork(
+        [] { blocks->mutex_.lock(); }, [] { blocks->mutex_.unlock(); }, [] { blocks->mutex_.unlock(); });
+    static_cast<void>(follows_forks);
     return *blocks;
   }
 

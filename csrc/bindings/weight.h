@@ -46,11 +46,12 @@ struct Weight;
 /// access so goes to the engine that knows the id, also while another plan takes the place of this one.
 struct Plan {
   std::shared_ptr<Engine> engine;
-  std::vector<Weight*> weights;  ///< by the engine's WeightId
+  std::vector<std::shared_ptr<Weight>> weights;  ///< by the engine's WeightId
 };
 
+/// Kept by the session, for as long as its plan is of it; by who reads it; and by what was handed out of it.
 /// LOCK: the GIL guards every field.
-struct Weight {
+struct Weight : std::enable_shared_from_this<Weight> {
   /// How an access is served.
   enum class Way : std::uint8_t {
     as_is,      ///< the master is where and what is asked for already
@@ -66,13 +67,15 @@ struct Weight {
   bool exact = false;  ///< an inner tensor: never cast
   bool dressed =
       false;  ///< streamed: what is handed out gets the master's class (dynswap_ext/_subclasses.py)
-  std::vector<std::pair<py::object, Weight*>> parts;  ///< wrapped: the inner tensors, by their names
-  std::shared_ptr<const Plan> plan;  ///< which knows it as `id`; null: it is moved at each access
-  bool superseded = false;           ///< by the weight that a later plan has of its master
+  /// Wrapped: the inner tensors, by their names.
+  std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts;
+  /// Which knows it as `id`; null: it is moved at each access. The two keep each other, until the session
+  /// ends or another plan takes over.
+  std::shared_ptr<const Plan> plan;
+  bool superseded = false;  ///< by the weight that a later plan has of its master
   /// The master's storage, by which it is known to live (a tensor that somebody refers to weakly cannot be
   /// swapped: `torch.utils.swap_tensors`).
   c10::weak_intrusive_ptr<c10::StorageImpl> master_storage{c10::intrusive_ptr<c10::StorageImpl>()};
-  Weight* stand_in = nullptr;         ///< of what takes the master's place for a while
   std::uint64_t unplanned_since = 0;  ///< the call (Session::calls_) in which it was first met without a plan
   int holders = 0;                    ///< entries of modules that it is the weight of
   WeightId id = 0;
@@ -98,7 +101,12 @@ struct Weight {
 
   /// Its master's memory is its owner's again.
   void let_go_of_bytes() {
-    if (source) source = without_bytes(*source);
+    if (source && source->has_bytes()) source = without_bytes(*source);
+  }
+
+  /// No plan, no entry and nothing that was handed out has it, and its master is gone.
+  bool unused() const {
+    return !plan && holders == 0 && latest_storage.expired() && master_storage.expired();
   }
 
   /// Nobody but the session has the resident's tensor. See Note [What CPython has to be like].

@@ -31,7 +31,7 @@ Buffers& buffers() {
 
 /// The tensor lives on; it may be the one that the next access gives.
 void write_back(const c10::intrusive_ptr<c10::StorageImpl>& storage, HandedOut& record) {
-  Weight* const weight = record.origin().weight;
+  const std::shared_ptr<Weight> weight = record.origin().weight;
   const std::shared_ptr<Session> session = record.origin().session.lock();
   if (session && weight->latest_storage.lock() == storage) {
     session->write_back(*weight);
@@ -91,7 +91,7 @@ void bring_home_with_the_call(const at::Tensor& handed_out) {
 void keep_until_the_call_ends(std::unique_ptr<HandedOut>& record) noexcept {
   if (!record->watched() || !inside_call() || record->on_cpu()) return;
   try {
-    std::unique_ptr<HandedOut>& place = buffers().kept[record->origin().weight];
+    std::unique_ptr<HandedOut>& place = buffers().kept[record->origin().weight.get()];
     place = std::move(record);
   } catch (const std::bad_alloc&) {
     // It writes back now, and waits.

@@ -70,6 +70,7 @@ class Lease {
   explicit operator bool() const noexcept { return copy_ != nullptr; }
   /// The weight's first byte on the device.
   std::byte* data() const noexcept { return data_; }
+  bool from(const Engine& engine) const noexcept { return engine_.get() == &engine; }
   /// The bytes lie outside the budget.
   bool overflows() const noexcept;
   /// Declares that `consumer` reads the weight too, and makes it wait for the copy (Invariant 2).

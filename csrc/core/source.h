@@ -48,6 +48,7 @@ struct Source {
   std::uint64_t stored_bytes() const noexcept { return count * scalar_size(stored); }
   std::uint64_t wanted_bytes() const noexcept { return count * scalar_size(wanted); }
   bool cast() const noexcept { return stored != wanted; }
+  bool has_bytes() const noexcept { return address != nullptr || file != nullptr; }
   /// As many elements, of the same types: one can take the other's place in a plan.
   bool same_shape(const Source& other) const noexcept {
     return count == other.count && stored == other.stored && wanted == other.wanted;

@@ -54,13 +54,6 @@ class Hash {
   std::array<std::uint64_t, 4> lanes_{1, 2, 3, 4};
 };
 
-/// A few words, evenly spread.
-void add_sample(Hash& hash, const std::byte* data, std::size_t bytes) noexcept {
-  constexpr std::size_t kWords = 16;
-  constexpr std::size_t kWord = sizeof(std::uint64_t);
-  for (std::size_t i = 0; i < kWords; ++i) hash.add(data + (bytes - kWord) / (kWords - 1) * i, kWord);
-}
-
 bool is_shared(const std::byte* address, std::size_t bytes) {
   bool is_private = false;
   volatile std::byte present = *address;
@@ -71,6 +64,18 @@ bool is_shared(const std::byte* address, std::size_t bytes) {
 }
 
 }  // namespace
+
+std::uint64_t sampled_hash(const std::byte* data, std::size_t bytes) noexcept {
+  constexpr std::size_t kWords = 16;
+  constexpr std::size_t kWord = sizeof(std::uint64_t);
+  Hash hash;
+  if (bytes <= kWords * kWord) {
+    hash.add(data, bytes);
+  } else {
+    for (std::size_t i = 0; i < kWords; ++i) hash.add(data + (bytes - kWord) / (kWords - 1) * i, kWord);
+  }
+  return hash.value();
+}
 
 MemoryWatch::MemoryWatch(const Source& source)
     : address_(source.address),
@@ -156,13 +161,16 @@ std::uint64_t MemoryWatch::hash() const {
   Hash hash;
   hash.add(head_.address, head_.bytes);
   hash.add(tail_.address, tail_.bytes);
-  if (middle_.bytes > 0 && (!pages_ || pinned_ || shared_)) add_sample(hash, middle_.address, middle_.bytes);
+  if (middle_.bytes > 0 && (!pages_ || pinned_ || shared_)) {
+    const std::uint64_t sampled = sampled_hash(middle_.address, middle_.bytes);
+    hash.add(reinterpret_cast<const std::byte*>(&sampled), sizeof(sampled));
+  }
   return hash.value();
 }
 
 void MemoryWatch::note_write() {
   const std::lock_guard lock(mutex_);
-  ++writes_;
+  if (!sees_all()) ++writes_;
 }
 
 void MemoryWatch::expect_writes() {
@@ -185,7 +193,7 @@ void MemoryWatch::stop() {
 
 bool MemoryWatch::exact() {
   const std::lock_guard lock(mutex_);
-  return middle_.bytes == 0 || (pages_ != nullptr && !shared_);
+  return sees_all();
 }
 
 }  // namespace dynswap

@@ -23,7 +23,7 @@ class MemoryWatch {
 
   /// Looks. A number that is another one than before if something has been written since.
   std::uint64_t writes();
-  /// Counts a write that looking may miss.
+  /// Somebody has written, or is about to: counted, unless looking sees every write by itself.
   void note_write();
   /// Much is about to be written. See PageWatch::expect_writes().
   void expect_writes();
@@ -41,6 +41,7 @@ class MemoryWatch {
   };
 
   void start();
+  bool sees_all() const noexcept { return middle_.bytes == 0 || (pages_ != nullptr && !shared_); }
   bool written_before_start(const File& file) const;
   bool look_at_pages();
   std::uint64_t hash() const;
@@ -59,5 +60,8 @@ class MemoryWatch {
   std::uint64_t writes_ = 0;
   bool shared_ = false;  ///< with other processes, whose writes no page of this one tells
 };
+
+/// A hash of a few words, evenly spread: it tells of what changes all of the bytes, not of a single element.
+std::uint64_t sampled_hash(const std::byte* data, std::size_t bytes) noexcept;
 
 }  // namespace dynswap
