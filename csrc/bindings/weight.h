@@ -42,8 +42,8 @@ struct DeferredRelease {
 
 struct Weight;
 
-/// What an engine carries out, and the weights that its ids mean. The weights know it, each by its id: an
-/// access so goes to the engine that knows the id, also while another plan takes the place of this one.
+/// An engine with its plan, and the weights that its ids refer to. Each weight keeps the plan to which its id
+/// belongs, so an access goes to the right engine even while another plan takes this one's place.
 struct Plan {
   std::shared_ptr<Engine> engine;
   std::vector<std::shared_ptr<Weight>> weights;  ///< by the engine's WeightId
@@ -69,12 +69,12 @@ struct Weight : std::enable_shared_from_this<Weight> {
       false;  ///< streamed: what is handed out gets the master's class (dynswap_ext/_subclasses.py)
   /// Wrapped: the inner tensors, by their names.
   std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts;
-  /// Which knows it as `id`; null: it is moved at each access. The two keep each other, until the session
+  /// The one that `id` belongs to; null: it is moved at each access. The two keep each other, until the session
   /// ends or another plan takes over.
   std::shared_ptr<const Plan> plan;
-  bool superseded = false;  ///< by the weight that a later plan has of its master
-  /// The master's storage, by which it is known to live (a tensor that somebody refers to weakly cannot be
-  /// swapped: `torch.utils.swap_tensors`).
+  bool superseded = false;  ///< a later plan has another weight for its master
+  /// The master's storage; the master counts as alive while it is. (`torch.utils.swap_tensors` refuses a
+  /// tensor that has a weak reference itself.)
   c10::weak_intrusive_ptr<c10::StorageImpl> master_storage{c10::intrusive_ptr<c10::StorageImpl>()};
   std::uint64_t unplanned_since = 0;  ///< the call (Session::calls_) in which it was first met without a plan
   int holders = 0;                    ///< entries of modules that it is the weight of
@@ -84,7 +84,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
   c10::VariableVersion version;  ///< the master's counter, shared with it
   SourcePtr source;
   std::shared_ptr<MemoryWatch> watch;  ///< of the master's bytes, if it is streamed
-  std::uint64_t writes_seen = 0;       ///< the watch's count, when last looked at
+  std::uint64_t writes_seen = 0;       ///< the watch's count at the last look
   std::uint64_t looked_at = 0;  ///< a resident: the call (Session::calls_) in which it was last looked at
 
   /// A resident's tensor, kept for good, and its alias for accesses from outside a forward. Owned.
@@ -99,7 +99,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
 
   bool resident() const { return plan && plan->engine->resident(id); }
 
-  /// Its master's memory is its owner's again.
+  /// Lets go of the master's bytes: the memory is its owner's again.
   void let_go_of_bytes() {
     if (source && source->has_bytes()) source = without_bytes(*source);
   }
@@ -116,14 +116,14 @@ struct Weight : std::enable_shared_from_this<Weight> {
     return Py_REFCNT(cached_outside) == 1 && Py_REFCNT(cached) == 2;  // the alias has it
   }
 
-  /// What is copied from now on is the master as it is now.
+  /// Notes that the next copy will be of the master as it is now.
   void note_master() {
     if (version.enabled()) state.version = version.current_version();
     silently_written();
   }
 
-  /// Something has written to the master since this was last asked, and may not have told (Note [Writes that
-  /// nobody tells of]).
+  /// Whether the master has been written to since this was last asked, also by a write that bumped no version
+  /// (Note [Writes that bump no version]).
   bool silently_written() {
     if (!watch) return false;
     const std::uint64_t now = watch->writes();

@@ -18,7 +18,7 @@ class Mappings {
     std::string path;
     std::uint64_t offset = 0;  ///< bytes from the start of the file
     std::uint64_t inode = 0;
-    std::uintptr_t mapped_at = 0;  ///< where the mapping begins that it is a part of
+    std::uintptr_t mapped_at = 0;  ///< the address at which the mapping begins that holds it
   };
 
   static Mappings of_this_process();

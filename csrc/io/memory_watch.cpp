@@ -14,13 +14,14 @@ namespace dynswap {
 
 namespace {
 
-/// From here on the kernel is asked: it takes 0.8 us, in which 10 KiB are hashed, and cuts its list of
-/// mappings.
+/// Ranges of this size and more are watched by the kernel. Asking it takes 0.8 us, in which 10 KiB could be
+/// hashed, and each range that it watches adds entries to its list of mappings.
 constexpr std::size_t kWatchedBytes = 32u << 10;
-/// Where it does not answer, what is larger than this is hashed in a few places only.
+/// Where the kernel does not watch them, larger ranges are sampled.
 constexpr std::size_t kHashedBytes = 64u << 10;
 
-/// Four lanes of one multiplication a word each, 12 GB/s. No write that changes one word of a lane is missed.
+/// Four lanes, with one multiplication for each word; 12 GB/s. A write that changes one word of a lane is
+/// never missed.
 class Hash {
  public:
   void add(const std::byte* data, std::size_t bytes) noexcept {
@@ -109,8 +110,8 @@ void MemoryWatch::start() {
   hash_ = hash();
 }
 
-/// Only what lies in pages of this process's own can have been written. A page that is shared with other
-/// masters may have been written for their sake: then the file tells.
+/// Only bytes in this process's private pages can have been written. A page on which other masters lie too
+/// may be private because of them: there the bytes are compared with the file.
 bool MemoryWatch::written_before_start(const File& file) const {
   const Pages whole = pages_within(address_, bytes_);
   const auto from = reinterpret_cast<std::uintptr_t>(address_);
@@ -156,7 +157,7 @@ bool MemoryWatch::look_at_pages() {
   return std::exchange(page_writes_, *now) != *now;
 }
 
-/// Of what the kernel does not watch.
+/// The hash of what the kernel does not watch.
 std::uint64_t MemoryWatch::hash() const {
   Hash hash;
   hash.add(head_.address, head_.bytes);
@@ -185,7 +186,7 @@ void MemoryWatch::note_pinned() {
 }
 
 void MemoryWatch::stop() {
-  std::shared_ptr<PageWatch> pages;  // let go without the lock
+  std::shared_ptr<PageWatch> pages;  // released after the lock
   const std::lock_guard lock(mutex_);
   address_ = nullptr;
   pages.swap(pages_);

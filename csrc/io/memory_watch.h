@@ -1,4 +1,4 @@
-// Whether somebody has written to a master's bytes.
+// Whether a master's bytes have been written to.
 #pragma once
 
 #include <cstddef>
@@ -12,26 +12,27 @@
 
 namespace dynswap {
 
-/// Counts the writes to one range of memory, whoever makes them. Exact, where exact() says so: whole pages
-/// are watched by the kernel (PageWatch); what lies in a page with something else, and what is small, is
-/// hashed; a file mapping that nobody has written to is not touched. Where the kernel watches no pages, large
-/// ranges are hashed in a few places only. Thread-safe.
+/// Counts the writes to one range of memory, by any code of this process. The kernel watches its whole pages
+/// (PageWatch). What shares a page with other data, and small ranges, are hashed. A private file mapping that
+/// has not been written to is not touched. Where the kernel watches no pages, ranges of more than 64 KiB are
+/// sampled: a few places of them are hashed (see exact()). Thread-safe.
 class MemoryWatch {
  public:
   explicit MemoryWatch(const Source& source);
   MemoryWatch(const void* address, std::size_t bytes);
 
-  /// Looks. A number that is another one than before if something has been written since.
+  /// Looks for writes, and returns a count that differs from the last one if any was made since.
   std::uint64_t writes();
-  /// Somebody has written, or is about to: counted, unless looking sees every write by itself.
+  /// Counts a write that was made, or is about to be, unless a look sees every write.
   void note_write();
-  /// Much is about to be written. See PageWatch::expect_writes().
+  /// Announces that much is about to be written. See PageWatch::expect_writes().
   void expect_writes();
-  /// The memory is its owner's again: it is not looked at any more.
+  /// Ends the watch: the memory may be freed, and is not looked at any more.
   void stop();
-  /// A device may write to it, by itself.
+  /// The memory has been page-locked. A device may write to it, which the kernel does not see, so it is
+  /// sampled too.
   void note_pinned();
-  /// No write goes unseen.
+  /// Whether every write by this process's code is seen.
   bool exact();
 
  private:
@@ -50,15 +51,15 @@ class MemoryWatch {
   // LOCK: mutex_ guards all below.
   const std::byte* address_;
   const std::size_t bytes_;
-  std::shared_ptr<const File> file_;  ///< of which it is a private mapping that nobody has written to
+  std::shared_ptr<const File> file_;  ///< of which it is a private mapping, not written to yet
   const std::uint64_t offset_;        ///< in the file
   bool pinned_;
-  Range head_, middle_, tail_;  ///< the middle's pages are watched; only the head has bytes, if none are
+  Range head_, middle_, tail_;  ///< the middle's pages are watched or sampled; a small range is all head
   std::shared_ptr<PageWatch> pages_;
   std::uint64_t page_writes_ = 0;
   std::uint64_t hash_ = 0;
   std::uint64_t writes_ = 0;
-  bool shared_ = false;  ///< with other processes, whose writes no page of this one tells
+  bool shared_ = false;  ///< with other processes, whose writes the kernel does not tell
 };
 
 /// A hash of a few words, evenly spread: it tells of what changes all of the bytes, not of a single element.

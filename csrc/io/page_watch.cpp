@@ -24,11 +24,11 @@ namespace dynswap {
 
 namespace {
 
-// As <linux/userfaultfd.h> has them, of whatever age the headers here are.
+// As in <linux/userfaultfd.h>; the headers here may be older than these values.
 constexpr int kUserModeOnly = 1;                           // what a process may without privileges
-constexpr std::uint64_t kWpUnpopulated = 1ull << 13;       // anonymous pages that are not there yet, too
+constexpr std::uint64_t kWpUnpopulated = 1ull << 13;       // also anonymous pages that are not present yet
 constexpr std::uint64_t kWpAsync = 1ull << 15;             // Linux 6.7
-constexpr unsigned long kNewFromDevice = _IO(0xAA, 0x00);  // of /dev/userfaultfd, where the call is forbidden
+constexpr unsigned long kNewFromDevice = _IO(0xAA, 0x00);  // of /dev/userfaultfd, if the call is forbidden
 
 int open_userfaultfd() noexcept {
   int fd = static_cast<int>(::syscall(SYS_userfaultfd, O_CLOEXEC | O_NONBLOCK | kUserModeOnly));
@@ -53,7 +53,7 @@ bool overlap(Pages a, Pages b) noexcept { return a.begin < b.end && b.begin < a.
 
 }  // namespace
 
-/// This process's userfaultfd, and what is watched through it.
+/// The userfaultfd of this process, and the pages that are watched through it.
 struct PageWatch::Kernel {
   const int fd = open_userfaultfd();
   std::mutex mutex;
@@ -63,7 +63,7 @@ struct PageWatch::Kernel {
     std::weak_ptr<PageWatch> shared;
   };
   std::multimap<std::uintptr_t, Watched> watched;  ///< by their first page
-  std::size_t longest = 0;                         ///< bytes of the longest there has been
+  std::size_t longest = 0;                         ///< bytes of the longest range that was ever watched
 
   /// Never freed: a watch may outlive static objects.
   static std::atomic<Kernel*>& current() {
@@ -104,7 +104,8 @@ struct PageWatch::Kernel {
   }
 };
 
-/// Counts what was written in the pages, for all that watch them, and protects them again.
+/// Finds the pages that were written, counts the write for every watch over them, and protects them again.
+/// False if the kernel does not tell.
 bool PageWatch::look() {
   bool found = false;
   const bool told = find_written(pages_, which_, [&](Pages written) {
@@ -120,8 +121,8 @@ bool PageWatch::look() {
   return told;
 }
 
-// The lock may be held by a thread that the child has not got, and the descriptor is the parent's: through it
-// the child would change the parent's pages.
+// The lock may be held by a thread that does not exist in the child. The descriptor is the parent's: through
+// it the child would change the protection of the parent's pages.
 void PageWatch::forget_after_fork() {
   const Kernel* const parents = Kernel::current().exchange(nullptr);
   if (parents != nullptr && parents->fd >= 0) ::close(parents->fd);
@@ -130,7 +131,7 @@ void PageWatch::forget_after_fork() {
 std::shared_ptr<PageWatch> PageWatch::over(Pages pages, Which which) {
   Kernel* const kernel = Kernel::of_this_process();
   if (kernel == nullptr || kernel->fd < 0 || pages.begin == pages.end) return nullptr;
-  std::vector<std::shared_ptr<PageWatch>> known;  // let go without the lock, which a destructor takes
+  std::vector<std::shared_ptr<PageWatch>> known;  // released after the lock, which their destructor takes
   std::shared_ptr<PageWatch> made;
   const std::lock_guard lock(kernel->mutex);
   const auto [first, last] = kernel->watched.equal_range(pages.begin);
@@ -157,7 +158,7 @@ PageWatch::~PageWatch() {
   kernel_.watched.erase(
       std::find_if(first, last, [&](const auto& entry) { return entry.second.watch == this; }));
   kernel_.unregister_pages(pages_);
-  // Others that watch some of them do so again, and take them for written.
+  // Other watches over some of these pages register them again, and count that as a write.
   kernel_.for_overlapping(pages_, [&](PageWatch& other) {
     if (!kernel_.register_pages(other.pages_)) other.lost_ = true;
   });

@@ -11,8 +11,8 @@ namespace dynswap {
 
 namespace {
 
-/// One descriptor a thread, for hundreds of looks a pass. In a forked child the parent's would still show the
-/// parent's pages, so a child opens its own.
+/// The open /proc/self/pagemap of a thread, which looks hundreds of times in a pass. In a forked child the
+/// parent's descriptor would still show the parent's pages, so a child opens its own.
 class Pagemap {
  public:
   static int of_this_thread() {
@@ -41,7 +41,7 @@ class Pagemap {
 
 #ifdef __linux__
 
-// As <linux/fs.h> has it since Linux 6.7, of which the headers here may know nothing.
+// As in <linux/fs.h> since Linux 6.7 (page_region, pm_scan_arg); the headers here may be older.
 struct Region {
   std::uint64_t begin, end, categories;
 };
@@ -50,10 +50,10 @@ struct Scan {
   std::uint64_t size = sizeof(Scan);
   std::uint64_t flags = 0;
   std::uint64_t begin = 0, end = 0;
-  std::uint64_t walk_end = 0;  ///< returned: where it stopped
+  std::uint64_t walk_end = 0;  ///< set by the kernel: the address at which it stopped
   std::uint64_t regions = 0, region_count = 0;
   std::uint64_t most_pages = 0;
-  std::uint64_t inverted = 0;  ///< categories of which the absence counts
+  std::uint64_t inverted = 0;  ///< categories that count where they are absent
   std::uint64_t all_of = 0, any_of = 0;
   std::uint64_t returned = 0;
 };
@@ -96,7 +96,7 @@ bool scan_written(Pages pages, Which which, const OnPages& on_pages) {
             .begin = pages.begin,
             .end = pages.end,
             .all_of = kWritten,
-            .returned = kWritten};  // the kernel has a quick way for just this category
+            .returned = kWritten};  // the kernel has a fast path for this category alone
   if (which == Which::only_private) {
     scan.inverted = kOfFile;
     scan.all_of |= kOfFile;
@@ -120,7 +120,7 @@ bool has_scan() {
   return known;
 }
 
-/// What a kernel before 6.7 says, eight bytes a page (Documentation/admin-guide/mm/pagemap.rst).
+/// The same for a kernel before 6.7: eight bytes for each page (Documentation/admin-guide/mm/pagemap.rst).
 bool read_private(Pages pages, const OnPages& on_pages) {
   const auto is_private = [](std::uint64_t entry) {
     constexpr std::uint64_t present = std::uint64_t{1} << 63;

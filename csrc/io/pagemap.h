@@ -1,4 +1,4 @@
-// What the kernel knows of the pages of this process (/proc/self/pagemap).
+// What the kernel tells of the pages of this process (/proc/self/pagemap).
 #pragma once
 
 #include <cstddef>
@@ -8,7 +8,7 @@
 
 namespace dynswap {
 
-/// [begin, end), addresses of whole pages.
+/// A range of whole pages: their addresses are [begin, end).
 struct Pages {
   std::uintptr_t begin = 0;
   std::uintptr_t end = 0;
@@ -24,18 +24,19 @@ Pages pages_around(const void* address, std::size_t bytes) noexcept;
 using OnPages = std::function<void(Pages)>;
 
 /// Calls `on_pages` for the pages that this process has for itself: present or swapped out, and not of a
-/// file. False if the kernel does not say (no /proc); `on_pages` may have been called by then.
+/// file. Returns false if the kernel does not tell (no /proc); `on_pages` may have been called before that.
 bool find_private(Pages pages, const OnPages& on_pages);
 
-/// Which pages find_written() looks at, and protects.
+/// The pages that find_written() looks at and protects.
 enum class Which : bool {
-  all,           ///< 1 ns a page; those that are not there yet get an entry in the page table
-  only_private,  ///< 40 ns a page that is there
+  all,           ///< takes 1 ns a page, and gives pages that are not present yet a page table entry
+  only_private,  ///< those that the process has for itself; takes 40 ns for each page that is present
 };
 
-/// Calls `on_pages` for the pages that were written to since they were protected, and protects them again.
-/// The pages have to be registered with a userfaultfd for asynchronous write protection (io/page_watch.h).
-/// False if they are not, or where the kernel has no PAGEMAP_SCAN (Linux 6.7).
+/// Calls `on_pages` for the pages that were written to since they were last protected, and protects them
+/// again. The pages must be registered with a userfaultfd for asynchronous write protection
+/// (io/page_watch.h). Returns false if they are not, or if the kernel has no PAGEMAP_SCAN (it is older than
+/// Linux 6.7).
 bool find_written(Pages pages, Which which, const OnPages& on_pages);
 
 }  // namespace dynswap

@@ -1,4 +1,4 @@
-// Writes to memory that nobody tells of.
+// MemoryWatch counts the writes to memory, without being told of them.
 #include "io/memory_watch.h"
 
 #include <fcntl.h>
@@ -30,7 +30,7 @@ std::shared_ptr<std::byte> pages(std::size_t count, int flags = MAP_PRIVATE | MA
   return {static_cast<std::byte*>(address), [count](std::byte* begin) { ::munmap(begin, count * kPage); }};
 }
 
-/// Whether this kernel watches pages; else there is nothing to test, which is said.
+/// Whether this kernel watches pages. If not, the test is skipped with a message.
 bool kernel_watches() {
   const auto memory = pages(16);
   const bool watches = PageWatch::over(pages_within(memory.get(), 16 * kPage), Which::all) != nullptr;
@@ -38,7 +38,7 @@ bool kernel_watches() {
   return watches;
 }
 
-/// Looks twice: something was written, and is counted once.
+/// Whether a first look finds a write and a second look does not count it again.
 bool seen_once(MemoryWatch& watch, std::uint64_t& count) {
   const std::uint64_t now = watch.writes();
   return std::exchange(count, now) != now && watch.writes() == count;
@@ -47,7 +47,7 @@ bool seen_once(MemoryWatch& watch, std::uint64_t& count) {
 }  // namespace
 
 TEST(memory_watch_sees_each_byte) {
-  // Each size: hashed, watched, and with ends that share their pages; at an address that is like malloc's.
+  // Sizes that are hashed, that are watched, and whose ends share pages, at an address like malloc's.
   const bool watches = kernel_watches();
   for (const std::size_t bytes : {1, 7, 31, 33, 4096, 20000, 40000, 65537, 300000}) {
     const auto memory = pages(bytes / kPage + 3);
@@ -60,7 +60,7 @@ TEST(memory_watch_sees_each_byte) {
       data[at] ^= std::byte{1};
       EXPECT(seen_once(watch, count));
     }
-    // Neighbours are not ours.
+    // A write to a neighbouring byte does not count.
     data[-1] = std::byte{9};
     data[bytes] = std::byte{9};
     EXPECT(watch.writes() == count);
@@ -91,7 +91,7 @@ TEST(memory_watch_counts_what_was_expected_once) {
 }
 
 TEST(memory_watch_over_memory_that_others_watch) {
-  // The same, a part, and one that reaches beyond; whoever looks first takes nothing from the others.
+  // The same pages, a part of them, and some that reach beyond. The first look hides nothing from the others.
   if (!kernel_watches()) return;
   const auto memory = pages(256);
   auto whole = std::make_unique<MemoryWatch>(memory.get(), 256 * kPage);
@@ -109,7 +109,7 @@ TEST(memory_watch_over_memory_that_others_watch) {
   EXPECT(part.writes() == of_part);
   EXPECT(seen_once(across, of_across));
   EXPECT(seen_once(*same, of_same));
-  // One that ends takes the others' pages for written at most.
+  // The end of one watch may count as a write for the others, and no more.
   whole.reset();
   same.reset();
   of_part = part.writes();
@@ -143,7 +143,7 @@ TEST(memory_watch_that_was_stopped_touches_nothing) {
 }
 
 TEST(memory_watch_in_a_forked_child) {
-  // The child's looks and ends change nothing of the parent's, and it can watch pages of its own.
+  // What a child's watches do does not change the parent's, and the child can watch pages of its own.
   if (!kernel_watches()) return;
   const auto memory = pages(64);
   auto watch = std::make_unique<MemoryWatch>(memory.get(), 64 * kPage);
@@ -167,7 +167,7 @@ TEST(memory_watch_in_a_forked_child) {
 }
 
 TEST(memory_watch_of_memory_that_processes_share) {
-  // Who else writes to it is no page of this process's: it is sampled, and says so.
+  // The kernel does not tell of other processes' writes: the memory is sampled, and exact() is false.
   const auto memory = pages(64, MAP_SHARED | MAP_ANONYMOUS);
   MemoryWatch watch(memory.get(), 64 * kPage);
   EXPECT(!watch.exact());
@@ -189,7 +189,7 @@ TEST(memory_watch_of_a_file_mapping) {
   void* const mapped = ::mmap(nullptr, 256 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE, descriptor, 0);
   ::close(descriptor);
   auto* const data = static_cast<std::byte*>(mapped);
-  // Three weights that meet in pages: the small one lies between the others.
+  // Three weights that share a page: the small one lies between the others.
   const auto source = [&](std::size_t begin, std::size_t bytes) {
     Source made;
     made.count = bytes;
@@ -216,7 +216,7 @@ TEST(memory_watch_of_a_file_mapping) {
   EXPECT(first.writes() == of_first);
   EXPECT(seen_once(last, of_last));
   EXPECT(small.writes() == of_small);
-  // First a page that was as in the file, then one that is private already.
+  // The first write is to a page as in the file, the later ones to a page that is private already.
   for (int i = 0; i < 3 && watches; ++i) {
     data[150 * kPage + 5] ^= std::byte{1};
     EXPECT(seen_once(last, of_last));
@@ -228,7 +228,7 @@ TEST(memory_watch_of_a_file_mapping) {
 }
 
 TEST(memory_watch_and_threads_that_write) {
-  // What was written before a look is seen by it, or was seen by another.
+  // A look sees every write that was made before it.
   if (!kernel_watches()) return;
   const auto memory = pages(256);
   MemoryWatch one(memory.get(), 256 * kPage), other(memory.get() + 128 * kPage, 64 * kPage);
