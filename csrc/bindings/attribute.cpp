@@ -40,7 +40,7 @@ PyObject* get(PyObject* self, PyObject* module, PyObject*) {
     const py::object dict = module_dict(module);
     ModuleState* const state = module_state(module, dict.ptr());
     if (state == nullptr) return fall_through(module, dict.ptr(), name);
-    // As without an install: parameters and buffers are what __getattr__ finds, where there is nothing else.
+    // As in plain torch: an attribute of the instance hides a parameter or buffer of the same name.
     if (PyObject* const own = PyDict_GetItemWithError(dict.ptr(), name)) return Py_NewRef(own);
     std::vector<Entry>& entries = *state->entries;
     std::size_t index = 0;

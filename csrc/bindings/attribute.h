@@ -50,7 +50,7 @@ PyObject* find_in(PyObject* dict, PyObject* container, PyObject* name);
 py::object module_dict(PyObject* module);
 ModuleState* module_state(PyObject* module, PyObject* dict);
 
-/// A module in a tree, and what comes before its weights' names.
+/// A module in a tree, and the prefix of its weights' names ("layers.0.").
 struct Visited {
   py::object module;
   std::string prefix;
@@ -60,10 +60,10 @@ struct Visited {
 std::vector<Visited> modules_of(PyObject* root);
 
 /// Note [A resident's tensor keeps its master alive]
-/// It is part of the master's graph, in C++, and what others see of it refers to the master, where Python's
-/// garbage collection does not look. If something that hangs on the master leads back to its module
-/// (`p.weight_loader = module.load`, a hook), the model would never be collected. Then the session keeps no
-/// tensor between accesses. Returns whether something hangs on the master that may lead anywhere.
+/// It is connected to the master in the autograd graph, in C++, where Python's garbage collector does not
+/// look. If the master refers back to its module, by an attribute (`p.weight_loader = module.load`) or a
+/// hook, the model would never be collected. So the session keeps no tensor of such a master between
+/// accesses. Returns whether the master has hooks, or attributes that may refer to other objects.
 bool leads_on(PyObject* master);
 
 /// A new state for `module`. Does not touch the module.

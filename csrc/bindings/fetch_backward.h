@@ -20,7 +20,8 @@ namespace dynswap {
 /// device goes on with the backward pass meanwhile, and whoever gets a gradient (accumulation, the
 /// parameter's hooks, the caller after backward()) gets it whole.
 ///
-/// `watch` is told of each gradient, if it does not see every write by itself: somebody is about to write.
+/// `watch` counts each gradient as a write to the master, unless it sees every write by itself: an optimizer
+/// step is likely to follow, which may bump no version. Null if the master is not watched.
 void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master,
                        const std::shared_ptr<MemoryWatch>& watch);
 

@@ -65,6 +65,7 @@ class HandedOutImpl final : public c10::TensorImpl, public OutsideTheHeap {
   }
 };
 
+/// Its object is kept out of the C library's heap: Note [Small blocks pin large holes].
 struct HandedOutStorage final : c10::StorageImpl, OutsideTheHeap {
   using c10::StorageImpl::StorageImpl;
 };

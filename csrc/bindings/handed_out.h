@@ -121,8 +121,8 @@ class HandedOut : public OutsideTheHeap {
   at::Tensor master_;
   const void* master_memory_ = nullptr;  ///< the start of its storage
   std::uint32_t master_version_ = 0;
-  std::shared_ptr<MemoryWatch> master_watch_;  ///< null if its bytes are not in this process
-  std::uint64_t master_writes_ = 0;            ///< the watch's count, when the two were equal
+  std::shared_ptr<MemoryWatch> master_watch_;  ///< null if the master's bytes are not in host memory
+  std::uint64_t master_writes_ = 0;            ///< the watch's count when both were last equal
   std::atomic<int> watchers_{0};
   std::atomic<bool> untracked_{false};
   at::Tensor sent_;  ///< the bytes on the host, if `is_home_`

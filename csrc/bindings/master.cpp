@@ -17,8 +17,8 @@ namespace dynswap {
 
 namespace {
 
-/// One open File for each mapping that some master lies in, for as long as somebody uses it. Not one for
-/// each file: who maps it anew, after it was rewritten, has its new bytes.
+/// Opens one File for each mapping that a master lies in, and keeps it for as long as it is used. It is not
+/// one for each file: a file that was rewritten in place and is mapped again has other bytes.
 std::shared_ptr<const File> open_once(const Mappings::Range& range) {
   static std::mutex mutex;
   static std::map<std::tuple<std::string, std::uint64_t, std::uintptr_t>, std::weak_ptr<const File>>

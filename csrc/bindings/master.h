@@ -18,7 +18,7 @@ namespace dynswap {
 struct MasterState {
   const c10::TensorImpl* impl = nullptr;  ///< an identity, never dereferenced
   const c10::StorageImpl* storage = nullptr;
-  const void* data = nullptr;  ///< of the storage; `share_memory()` gives it other memory
+  const void* data = nullptr;  ///< of the storage; `share_memory()` moves it
   std::int64_t storage_offset = 0;
   std::uint32_t version = 0;
   bool requires_grad = false;
@@ -39,39 +39,39 @@ struct MasterState {
             layout_of(master, &c10::TensorImpl::strides)};
   }
 
-  /// Nothing has changed. Quicker than to make another state.
+  /// Whether nothing has changed since. Faster than making a second state to compare.
   bool is_of(const c10::TensorImpl& master) const noexcept {
     const auto& counter = master.version_counter();
     return same_place(master) && version == (counter.enabled() ? counter.current_version() : 0) &&
            requires_grad == master.requires_grad() && same_layout(master);
   }
 
-  /// The same elements at the same bytes: `p.data = p.data.t()` changes this, and not the place.
+  /// Whether dtype, sizes and strides are the same. `p.data = p.data.t()` changes them, but not the place.
   bool same_layout(const c10::TensorImpl& master) const noexcept {
     return type == c10::typeMetaToScalarType(master.dtype()) &&
            (!has_layout(master) || (master.sizes() == sizes && master.strides() == strides));
   }
 
-  /// The same tensor, memory and layout as the other one, whatever has been written since.
+  /// Whether tensor, memory and layout are those of `other`; the content may have changed.
   bool same_elements(const MasterState& other) const noexcept {
     return impl == other.impl && storage == other.storage && data == other.data &&
            storage_offset == other.storage_offset && type == other.type && sizes == other.sizes &&
            strides == other.strides;
   }
 
-  /// The tensor is the same, and its bytes are where they were (they may be other bytes).
+  /// Whether the tensor is the same and its memory is where it was; its content may have changed.
   bool same_place(const c10::TensorImpl& master) const noexcept {
     return impl == &master && same_memory(master);
   }
 
-  /// The tensor is the same or an alias, and no write to its bytes is unknown.
+  /// Whether the tensor, which may be an alias, has the same memory, and no version has been bumped since.
   bool same_bytes(const c10::TensorImpl& alias) const noexcept {
     const auto& counter = alias.version_counter();
     return same_memory(alias) && version == (counter.enabled() ? counter.current_version() : 0);
   }
 
  private:
-  /// Others have no strides, or run code where they are asked for them.
+  /// Whether it has sizes and strides that can be asked for: some tensors have none, and some run code then.
   static bool has_layout(const c10::TensorImpl& master) noexcept {
     constexpr c10::DispatchKeySet others =
         c10::functorch_transforms_ks | c10::python_ks |

@@ -11,11 +11,11 @@ namespace dynswap {
 
 namespace {
 
-constexpr std::size_t kStep = 32;       ///< sizes are rounded up to these
-constexpr std::size_t kLargest = 1024;  ///< others come from the heap
-constexpr std::size_t kSlab = 64u << 10;
+constexpr std::size_t kStep = 32;         ///< bytes; sizes are rounded up to a multiple of this
+constexpr std::size_t kLargest = 1024;    ///< bytes; larger objects come from the heap
+constexpr std::size_t kSlab = 64u << 10;  ///< bytes that are mapped at a time
 
-/// Never destroyed: tensors may outlive static objects.
+/// The free blocks of each size. Never destroyed: tensors may outlive static objects.
 class Blocks {
  public:
   static Blocks& get() {
@@ -56,7 +56,7 @@ class Blocks {
   }
 
   std::mutex mutex_;
-  std::array<Free*, kLargest / kStep + 1> free_{};  ///< LOCK: mutex_; by size
+  std::array<Free*, kLargest / kStep + 1> free_{};  ///< LOCK: mutex_; by size in steps
 };
 
 std::size_t rounded(std::size_t bytes) noexcept { return (bytes + kStep - 1) / kStep * kStep; }

@@ -37,7 +37,7 @@ struct Source {
   std::uint64_t count = 0;             ///< elements
   const std::byte* address = nullptr;  ///< the master's bytes in this process (RAM, or a file mapping)
   std::shared_ptr<const File> file;    ///< set: read the bytes from here and leave `address` untouched
-  bool of_file = false;                ///< so it was, while there were bytes
+  bool of_file = false;                ///< the bytes are, or were until let go of, those of `file`
   std::uint64_t offset = 0;            ///< bytes from the start of `file`
   Keep keep = Keep::yes;               ///< what is read from `file`
   std::shared_ptr<const void> owner;   ///< keeps `address` valid
