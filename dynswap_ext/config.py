@@ -190,9 +190,9 @@ def _dtype(given: torch.dtype | None) -> torch.dtype | None:
         )
     if given.itemsize < 2:
         raise ConfigError(
-            f"dtype is {given}, in which torch's layers do not compute: their forward would fail. Give one "
-            "to compute in, such as torch.bfloat16. Masters may have 8 bits all the same, as they are or by "
-            f"checkpoint.convert(path, new_path, dtype={given}), and are cast on the way"
+            f"dtype is {given}, in which torch's layers cannot compute; expected a dtype to compute in, such "
+            "as torch.bfloat16. Masters may be stored in fewer bits, as "
+            f"checkpoint.convert(path, new_path, dtype={given}) stores them, and are cast on the way"
         )
     return given
 

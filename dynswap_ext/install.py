@@ -88,8 +88,8 @@ def install(
         Which provider answers; "auto" follows ``DYNSWAP_BACKEND``, else prefers the native extension.
     strict_budget : bool
         Raise :class:`BudgetError` where handed-out tensors that somebody keeps leave no room within the
-        budget. Default: allocate outside it, count it (``overflow_bytes``, the most at one
-        time) and warn once.
+        budget. Default: allocate outside it, count it (``overflow_bytes``, the most at one time) and warn
+        once.
     progress : bool or callable
         True shows how far the first pass is, in bytes of weights that have come, where stderr is a terminal
         or a notebook. A function is called with the bytes so far and the whole, by another thread. Ends with
@@ -149,7 +149,7 @@ def install_with(model: nn.Module, options: config.Options, dress: Dress | None 
     _log_plan("installed", record.session, f"{type(model).__name__} in {time.monotonic() - begun:.3f} s")
     logger.debug("the install's options: %s", options)
     if record.session.sampled_bytes:
-        _say_sampled()
+        _warn_of_sampling()
     if scripted:
         warn(
             f"{scripted} TorchScript module(s) are left as they are: their weights are not streamed, "
@@ -159,12 +159,12 @@ def install_with(model: nn.Module, options: config.Options, dress: Dress | None 
 
 
 @functools.cache
-def _say_sampled() -> None:
+def _warn_of_sampling() -> None:
     warn(
-        "writes to masters that bump no version (`p.data[i] = x`, NumPy) are looked for by a sample, as the "
-        "kernel tracks no pages of them: Linux from 6.7 on does, where userfaultfd is allowed, except for "
-        "shared memory. Optimizers' steps are seen; a write to a few elements can be missed: let it be one "
-        "that bumps a version (`with torch.no_grad(): p[i] = x`)"
+        "the kernel does not track writes to some masters, so writes that bump no version (`p.data[i] = x`, "
+        "NumPy) are looked for in a sample of their bytes: optimizers' steps are seen, but a write to a few "
+        "elements can be missed. Write in a way that bumps it (`with torch.no_grad(): p[i] = x`), or use "
+        "Linux 6.7 or later with userfaultfd allowed, and masters that are not in shared memory"
     )
 
 
@@ -207,16 +207,16 @@ class _Record:
 
     @property
     def installed(self) -> int:
-        """How many modules were swapped, or have joined since, and were not given back."""
+        """How many modules were swapped, or have joined since, and have not been given back."""
         return self.session.modules
 
     @property
     def active(self) -> bool:
-        """Whether modules are served by this install."""
+        """Whether any module is served by this install."""
         return self.installed > 0 and self._served is not None and self._served.serving()
 
     def root(self) -> nn.Module | None:
-        """The model, or what is left of it (Note [Modules outlive their container])."""
+        """Return the model, or what is left of it (Note [Modules outlive their container])."""
         return None if self._served is None else self._served.tree()
 
     def begin_fitting(self, model: nn.Module, provider: _provider.Provider) -> None:
@@ -258,11 +258,11 @@ class _Record:
             warn(f"modules of classes that refuse to be swapped are left as they are: {names}")
 
     def everything(self) -> nn.Module | None:
-        """All that this install serves, as one tree."""
+        """Return all that this install serves, as one tree; None if it serves nothing."""
         return None if self._served is None else self._served.everything()
 
     def begin_again(self, model: nn.Module | None) -> None:
-        """Put an install back after another one failed to replace it; it had all of this tree."""
+        """Put an install back, over the tree that it served, after another one failed to replace it."""
         if model is None:
             return
         _detach(self.session, model)
@@ -291,7 +291,7 @@ class _Record:
                 tuner.measure(config.resolve_budget(budget, self.options.device), automatic=False)
 
     def undo(self) -> None:
-        """Give back what this install serves, wherever it is. No effect if it serves nothing."""
+        """Give back every module that this install serves, wherever it is. No effect if there is none."""
         with _lock:
             served = self._served
             if served is None or not self.active:
@@ -302,12 +302,12 @@ class _Record:
             self.end()
 
     def end_if_over(self) -> None:
-        """`end`, unless modules are still served."""
+        """End the install, unless modules are still served."""
         if not self.active:
             self.end()
 
     def end(self) -> None:
-        """Every module was given back."""
+        """End the install, once every module was given back: close the session and forget it."""
         if self._first_pass is not None:
             self._first_pass.stop()
             self._first_pass = None
@@ -368,7 +368,7 @@ def _detach(session: _provider.Session, model: nn.Module) -> None:
 
 
 def _take_out(model: nn.Module, serving: set[_provider.Session]) -> list[_Record]:
-    """Give the modules of a tree back, from whatever installs serve them; the records of those."""
+    """Give the modules of a tree back, whichever installs serve them, and return those installs' records."""
     taken = []
     for session in serving:
         _detach(session, model)
@@ -396,7 +396,7 @@ def plan_again(session: _provider.Session) -> None:
 
 
 def root_of(session: _provider.Session) -> nn.Module | None:
-    """The model that a session was made for, or what is left of it."""
+    """Return the model that a session was made for, or what is left of it; None if the install has ended."""
     record = _record_of(session)
     return None if record is None else record.root()
 

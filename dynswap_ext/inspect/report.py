@@ -59,7 +59,7 @@ class Report:
     prefetch: int
     #: Why the install got pure Python, where it was given the choice; else empty.
     reason: str = ""
-    #: Bytes of masters in which a small write that bumps no version may go unseen: they are sampled.
+    #: Bytes of masters that are sampled: a small write to them that bumps no version may go unseen.
     sampled_bytes: int = 0
 
     @property
@@ -118,8 +118,8 @@ class Report:
             console.print(
                 Text(
                     f"{format_bytes(self.sampled_bytes)} of masters are sampled: a small write that bumps no "
-                    "version (`p.data[i] = x`, NumPy) may go unseen. Linux from 6.7 on sees all, where "
-                    "userfaultfd is allowed"
+                    "version (`p.data[i] = x`, NumPy) may go unseen. Linux 6.7 and later tells of every "
+                    "write, where userfaultfd is allowed and the memory is not shared"
                 )
             )
         console.print(Text(self.verdict))

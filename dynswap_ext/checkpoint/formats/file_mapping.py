@@ -1,4 +1,4 @@
-"""Maps files that may be larger than RAM, and says what to do where the system refuses."""
+"""Maps files, which may be larger than RAM, and explains what to do if the system refuses."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ __all__ = ["map_file", "refused"]
 
 
 def map_file(path: Path, descriptor: int, size: int) -> torch.UntypedStorage:
-    """Map the open file's first `size` bytes copy-on-write. Nothing is read, and no memory is reserved.
+    """Map the open file's first `size` bytes copy-on-write, without reading them or reserving memory.
 
-    Through the descriptor, so that it is the file whose header was read, whatever bears its name by now.
+    Maps by the descriptor, not by `path`: this is the file whose header was read, even if another one has
+    its name by now. The storage unmaps the bytes when it dies.
 
     Raises
     ------
     SourceError
-        The file has become shorter, or the system refuses. Says which limit was met, and what to do.
+        The file has become shorter than `size`, or the system refuses the mapping; names the limit that was
+        met, and how to raise it.
     """
     try:
         storage = _mapped(path, descriptor, size)
@@ -44,11 +46,11 @@ def map_file(path: Path, descriptor: int, size: int) -> torch.UntypedStorage:
     return storage
 
 
-# Note [Mapped without a reservation]: Linux counts a private mapping that can be written to as memory which
-# the process may need in full, and refuses one that is larger than RAM and swap (vm.overcommit_memory is 0,
-# the default). Of a checkpoint hardly a page is ever written to, so MAP_NORESERVE has none of it counted.
-# Torch's mappings (UntypedStorage.from_file, torch.load) have fixed flags, and a `mmap.mmap` keeps a
-# descriptor open for as long as it lives.
+# Note [Mapped without a reservation]: Linux counts a private, writable mapping as memory that the process may
+# need in full, and refuses one that is larger than RAM and swap together (with vm.overcommit_memory=0, the
+# default). Hardly a page of a checkpoint is ever written to, so it is mapped with MAP_NORESERVE, which is not
+# counted. Torch's own mappings (UntypedStorage.from_file, torch.load) do not let the flags be chosen, and a
+# `mmap.mmap` keeps a descriptor open for as long as it lives. Hence mmap(2) by ctypes.
 
 
 def _mapped(path: Path, descriptor: int, size: int) -> torch.UntypedStorage:
@@ -60,7 +62,7 @@ def _mapped(path: Path, descriptor: int, size: int) -> torch.UntypedStorage:
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     memory = (ctypes.c_char * size).from_address(address)
-    weakref.finalize(memory, unmap, address, size).atexit = False  # tensors may be read until the very end
+    weakref.finalize(memory, unmap, address, size).atexit = False  # tensors may still be read during the exit
     return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
 
 
@@ -78,16 +80,18 @@ def _system_calls() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def refused(path: Path, size: int, error: Exception) -> SourceError:
-    """The error for a mapping of a whole file that the system does not make."""
+    """Return the error for a mapping of a whole file that the system has refused."""
     what = f"{path} cannot be mapped: the system refuses {format_bytes(size)} of address space"
     if not isinstance(error, OSError) or error.errno != errno.ENOMEM:
         reason = error.strerror if isinstance(error, OSError) else error
         return SourceError(f"{what} ({reason}); copy it to a file system whose files can be mapped")
-    return SourceError(f"{what}, {_limit_met(size)}. The file is as it should be, and need not fit in RAM")
+    return SourceError(
+        f"{what}, {_limit_met(size)}. Nothing is wrong with the file, and it need not fit in RAM"
+    )
 
 
 def _limit_met(size: int) -> str:
-    """Which limit of the system a mapping has met, and how to raise it."""
+    """Say which limit of the system a mapping has met, and how to raise it."""
     limit, used = _address_space()
     if limit is not None and used + size > limit:
         return (
@@ -96,17 +100,18 @@ def _limit_met(size: int) -> str:
         )
     if _setting("overcommit_memory") == "2":
         return (
-            "as vm.overcommit_memory is 2, by which all that is mapped counts as memory in use: let it be 0 "
+            "as vm.overcommit_memory is 2, which counts all that is mapped as memory in use: set it to 0 "
             "(`sudo sysctl vm.overcommit_memory=0`), or add swap until the whole file fits"
         )
     return (
-        f"as a process may have {_setting('max_map_count')} mappings, or for lack of memory: raise "
-        "vm.max_map_count (`sudo sysctl vm.max_map_count=1048576`), and look at this process's memory limits"
+        f"as this process has as many mappings as vm.max_map_count allows ({_setting('max_map_count')}), or "
+        "for lack of memory: raise that limit (`sudo sysctl vm.max_map_count=1048576`), and check how much "
+        "memory this process may use (`ulimit -a`, the container's limit)"
     )
 
 
 def _address_space() -> tuple[int | None, int]:
-    """How many bytes of address space this process may have, None for any number; and how many it has."""
+    """Return how many bytes of address space this process may have (None: any number), and has."""
     import resource  # not on Windows
 
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
@@ -118,7 +123,8 @@ def _address_space() -> tuple[int | None, int]:
 
 
 def _setting(name: str) -> str:
+    """Return a setting of the system's virtual memory, or "unknown"."""
     try:
         return Path("/proc/sys/vm", name).read_text().strip()
     except OSError:
-        return "so many"
+        return "unknown"

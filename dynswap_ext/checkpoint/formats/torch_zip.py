@@ -20,7 +20,7 @@ from dynswap_ext.checkpoint.formats.zip_records import Records
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import SourceError
 
-#: The file whose directory was read, and not what has its name by now.
+#: Whether a file can be opened again by its descriptor; its name may be another file's by now.
 _BY_DESCRIPTOR = os.path.isdir("/proc/self/fd")
 
 
@@ -83,7 +83,7 @@ def _has_directory(descriptor: int) -> bool:
 
 
 def _load(path: Path, descriptor: int, mapped: torch.UntypedStorage | None, weights_only: bool) -> Any:
-    """The content of the file, its tensors being parts of `mapped`, or in memory."""
+    """Unpickle the file. Its tensors are parts of `mapped`, or in memory if that is None."""
     try:
         return _unpickled(f"/proc/self/fd/{descriptor}" if _BY_DESCRIPTOR else path, mapped, weights_only)
     except pickle.UnpicklingError as error:
@@ -99,10 +99,10 @@ def _load(path: Path, descriptor: int, mapped: torch.UntypedStorage | None, weig
         ) from error
 
 
-# Note [Torch's loader over our mapping]: torch.load(mmap=True) maps the file by itself, so that one larger
-# than RAM is refused (Note [Mapped without a reservation]), and with MAP_SHARED if some program has asked
-# for that with torch.serialization.set_default_mmap_options. What it calls then takes the mapping as an
-# argument, and is called here with ours: `_load`, which has had that argument since torch 2.1.
+# Note [Torch's loader over our mapping]: torch.load(mmap=True) maps the file itself. So a file that is larger
+# than RAM is refused (Note [Mapped without a reservation]), and the mapping is shared if the program has
+# called torch.serialization.set_default_mmap_options(MAP_SHARED). Torch then calls `_load`, which has taken
+# the mapping as an argument since torch 2.1; here it is called with a mapping of ours.
 _torch_load: Any = serialization._load
 
 
