@@ -32,9 +32,9 @@ class FirstPass:
     Parameters
     ----------
     session
-        Which one.
+        The session.
     lives
-        Whether it serves any module.
+        Returns whether the session still serves any module.
     progress
         True for a bar, or a function, which the thread calls.
     """

@@ -1,8 +1,8 @@
-"""Whether somebody has written to a master's bytes (pure-Python provider; native: csrc/io/memory_watch.h).
+"""Whether a master's bytes have been written to (pure-Python provider; native: csrc/io/memory_watch.h).
 
-`p.data[i] = x`, NumPy, DLPack and fused optimizers bump no version counter. The kernel knows the pages that
-were written, since Linux 6.7: they are registered with a userfaultfd and write-protected; the first write to
-one lifts its protection, and PAGEMAP_SCAN finds those and protects them again.
+`p.data[i] = x`, NumPy, DLPack and fused optimizers bump no version counter. Since Linux 6.7 the kernel can
+track the pages that are written: they are registered with a userfaultfd and write-protected, the first write
+to a page lifts its protection, and PAGEMAP_SCAN finds such pages and protects them again.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 
 __all__ = ["MemoryWatch", "watches_pages"]
 
-#: From here on the kernel is asked; what is smaller, and the pages that a master shares, is compared.
+#: Bytes from which on the kernel watches a master. Smaller ones, and ends that share a page, are compared.
 _WATCHED: Final = 32 << 10
-#: Where it does not answer, what is larger than this is compared in a few places only.
+#: Bytes above which a master that the kernel does not watch is sampled: a few places of it are compared.
 _COMPARED: Final = 64 << 10
 _PAGE: Final = mmap.PAGESIZE
 
-# <linux/userfaultfd.h>, <linux/fs.h>
+# Of <linux/userfaultfd.h> and <linux/fs.h>; of the system call, the number by `platform.machine()`.
 _SYSCALL: Final = {"x86_64": 323, "aarch64": 282}
 _USER_MODE_ONLY: Final = 1
 _UFFD_API: Final = 0xAA
@@ -46,15 +46,21 @@ _REGIONS: Final = 64
 
 
 class _Kernel:
-    """The userfaultfd of the process, and what is watched through it. Thread-safe."""
+    """The userfaultfd of this process, and the watches that use it. Thread-safe.
+
+    Raises
+    ------
+    OSError, KeyError, ImportError, AttributeError
+        This system does not track pages.
+    """
 
     def __init__(self) -> None:
         import fcntl
 
         self._ioctl = fcntl.ioctl
-        #: Reentrant: a watch may end, in a garbage collection, wherever one is looked at.
+        #: Reentrant: a garbage collection may end a watch while the same thread looks at another.
         self.lock = threading.RLock()
-        # LOCK: guards both below.
+        # LOCK: `lock` guards `watches`, and the protection of their pages.
         self.watches: weakref.WeakSet[_Pages] = weakref.WeakSet()
         self._uffd = ctypes.CDLL(None, use_errno=True).syscall(
             _SYSCALL[platform.machine()], os.O_CLOEXEC | os.O_NONBLOCK | _USER_MODE_ONLY
@@ -63,7 +69,7 @@ class _Kernel:
             raise OSError(ctypes.get_errno(), "userfaultfd")
         self._control(_UFFDIO_API, _UFFD_API, _WP_ASYNC | _WP_UNPOPULATED, 0)
         self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
-        page = mmap.mmap(-1, _PAGE)  # the kernel may know no PAGEMAP_SCAN
+        page = mmap.mmap(-1, _PAGE)  # to try it: the kernel may have no PAGEMAP_SCAN
         address = ctypes.addressof(ctypes.c_char.from_buffer(page))
         self.register(address, address + _PAGE)
         self.look(address, address + _PAGE)
@@ -81,11 +87,11 @@ class _Kernel:
     def unregister(self, begin: int, end: int) -> None:
         self._control(_UFFDIO_UNREGISTER, begin, end - begin)
 
-    def lift(self, begin: int, end: int) -> None:
+    def unprotect(self, begin: int, end: int) -> None:
         self._control(_UFFDIO_WRITEPROTECT, begin, end - begin, 0)
 
     def look(self, begin: int, end: int) -> None:
-        """Count what was written, for all that watch it, and protect it again."""
+        """Find the pages that were written, count the write for every watch over them, protect them again."""
         size = struct.calcsize("12Q")
         regions = (ctypes.c_uint64 * (3 * _REGIONS))()
         while begin < end:
@@ -107,7 +113,7 @@ class _Kernel:
 
 
 class _Pages:
-    """Whole pages that the kernel watches."""
+    """A range of whole pages that the kernel watches; `writes` counts the looks that found a write."""
 
     def __init__(self, kernel: _Kernel, begin: int, end: int) -> None:
         self.begin, self.end, self.writes = begin, end, 0
@@ -121,14 +127,14 @@ class _Pages:
 
 def _end_watch(kernel: _Kernel, begin: int, end: int) -> None:
     if kernel is not _kernel:
-        return  # a forked child, whose descriptors are its parent's
+        return  # this is a forked child, and the descriptors are its parent's
     with kernel.lock:
         with contextlib.suppress(OSError):
             kernel.unregister(begin, end)
         for other in kernel.watches:
             if begin < other.end and other.begin < end:
                 other.writes += 1
-                with contextlib.suppress(OSError):  # its next look says so
+                with contextlib.suppress(OSError):  # else its next look raises, and it starts again
                     kernel.register(other.begin, other.end)
 
 
@@ -157,12 +163,15 @@ if hasattr(os, "register_at_fork"):
 
 
 def watches_pages() -> bool:
-    """Whether the kernel tells of writes to large masters, too."""
+    """Whether the kernel tracks the pages that are written, so that writes to large masters are seen too."""
     return _kernel_of_this_process() is not None
 
 
 class MemoryWatch:
-    """Counts the writes to a master's bytes, whoever makes them. Exact where `watches_pages`."""
+    """Counts the writes to a master's bytes, by any code of this process.
+
+    Exact where `watches_pages()`; else masters of more than 64 KiB are sampled.
+    """
 
     def __init__(self, master: torch.Tensor) -> None:
         self.address, self.bytes = _extent(master)
@@ -186,7 +195,7 @@ class MemoryWatch:
         return (self.address, self.bytes) == _extent(master)
 
     def writes(self) -> int:
-        """Look. Another number than before if something has been written since."""
+        """Look for writes; return a count that differs from the last one if any was made since."""
         now = self._state()
         if now != self._seen:
             self._seen = now
@@ -194,15 +203,15 @@ class MemoryWatch:
         return self._count
 
     def note_write(self) -> None:
-        """Somebody has written, or is about to: counted where the kernel does not tell."""
+        """Count a write that was made, or is about to be, unless the kernel tells of every write."""
         if not watches_pages():
             self._count += 1
 
     def expect_writes(self) -> None:
-        """Much is about to be written: until the next look it costs no page faults."""
+        """Announce that much is about to be written, so that it costs no page faults until the next look."""
         if self._pages is not None and self._kernel is _kernel and self._kernel is not None:
             with contextlib.suppress(OSError):
-                self._kernel.lift(self._pages.begin, self._pages.end)
+                self._kernel.unprotect(self._pages.begin, self._pages.end)
 
     def _state(self) -> tuple[Any, ...]:
         begin, end = self._whole
@@ -226,7 +235,7 @@ class MemoryWatch:
 
 
 def _extent(master: torch.Tensor) -> tuple[int, int]:
-    """The address of the first byte, and how many there are to the last."""
+    """Return the address of the tensor's first byte, and how many bytes its elements span."""
     elements = 1 + sum(
         (size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=True)
     )
@@ -234,5 +243,6 @@ def _extent(master: torch.Tensor) -> tuple[int, int]:
 
 
 def _sample(address: int, size: int, count: int = 16) -> bytes:
+    """Return `count` words of 8 bytes, evenly spread."""
     step = (size - 8) // (count - 1)
     return b"".join(ctypes.string_at(address + i * step, 8) for i in range(count))

@@ -1,4 +1,4 @@
-"""Optimizers tell the sessions of their steps: what a fused one writes bumps no version counter."""
+"""Tells sessions of optimizers' steps, as what a fused optimizer writes bumps no version counter."""
 
 from __future__ import annotations
 
@@ -11,40 +11,40 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-__all__ = ["Stepped", "follow", "unfollow"]
+__all__ = ["StepListener", "follow", "unfollow"]
 
 
-class Stepped(Protocol):
-    """What is told of the steps: a session."""
+class StepListener(Protocol):
+    """Is told of optimizers' steps. Sessions are."""
 
     def expect_writes(self, masters: list[torch.Tensor]) -> None:
         """An optimizer is about to write to these masters, of which some may be another session's."""
 
     def note_writes(self, masters: list[torch.Tensor]) -> None:
-        """It has written to them, or to some."""
+        """An optimizer has written to these masters, or to some of them."""
 
 
-_sessions: Final[weakref.WeakSet[Stepped]] = weakref.WeakSet()
+_sessions: Final[weakref.WeakSet[StepListener]] = weakref.WeakSet()
 _hooks: Final[list[Any]] = []
 
 
-def follow(session: Stepped) -> None:
-    """Tell a session of every optimizer's steps, for as long as it lives or until `unfollow`."""
+def follow(session: StepListener) -> None:
+    """Tell a session of the steps of every `torch.optim.Optimizer`, until it dies or `unfollow` is called."""
     _sessions.add(session)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
-def unfollow(session: Stepped) -> None:
-    """Tell it no more."""
+def unfollow(session: StepListener) -> None:
+    """Stop telling a session of steps. No effect if it is not told."""
     _sessions.discard(session)
     while _hooks and not _sessions:
         _hooks.pop().remove()
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    # A closure may make the gradients of others; those cost a page fault a page.
+    # A closure may give other masters a gradient. Their writes are seen too, at a page fault for each page.
     masters = [master for master in _masters_of(optimizer) if master.grad is not None]
     for session in tuple(_sessions):
         session.expect_writes(masters)

@@ -95,11 +95,11 @@ class Session(Protocol):
         """An optimizer is about to write to these masters, of which some may be another session's."""
 
     def note_writes(self, masters: list[torch.Tensor]) -> None:
-        """It has written to them, or to some, and may have bumped no version."""
+        """An optimizer has written to these masters, or to some of them, and may have bumped no version."""
 
     @property
     def sampled_bytes(self) -> int:
-        """Bytes of masters in which a small write that bumps no version may go unseen."""
+        """Bytes of masters that are sampled: a small write to them that bumps no version may go unseen."""
 
     def stats(self) -> dict[str, int]:
         """Counters and plan, named as in csrc/core/stats.h."""

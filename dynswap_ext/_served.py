@@ -1,4 +1,4 @@
-"""The modules of one install, wherever they are by now: in the model, or outliving it."""
+"""Keeps track of the modules of one install, in the model or taken out of it."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ._state import modules_of, session_of
 
 __all__ = ["Served", "note_joined"]
 
-# Note [Modules outlive their container]: ``install(nn.ModuleList([a, b]))`` may be the last that anybody
-# hears of the list, and a part may be taken out of its model. Such modules go on being served, so the install
+# Note [Modules outlive their container]: the list of ``install(nn.ModuleList([a, b]))`` may die at once while
+# `a` and `b` live on, and a part may be taken out of its model. Such modules are still served, so the install
 # goes on: its handle finds them, plans for them and gives them back. It keeps none of them alive.
 
 
@@ -25,29 +25,31 @@ class Served:
     root
         The installed model.
     session
-        What serves it; not kept alive.
+        The session that serves it; not kept alive.
     when_gone
-        Called once, when none of the modules lives any more. Not after `forget`.
+        Called once, when the last of the modules has died. Not called after `forget`.
     """
 
     def __init__(self, root: nn.Module, session: Any, when_gone: Callable[[], object]) -> None:
         self._root = weakref.ref(root)
         self._session: Callable[[], Any] = weakref.ref(session)
         self._when_gone = when_gone
-        #: By id, in the order of definition. Some may be gone, and their ids others'.
+        #: Each module and its path, by id, in the order of definition. Of those that have died, the id may
+        #: be another object's by now.
         self._known: dict[int, tuple[weakref.ref[nn.Module], str]] = {}
-        self._many = 0
+        #: How many were known after the first time, or the last time that dead ones were removed.
+        self._size_when_pruned = 0
         self._note(root, "")
         self._watch(root)
         _of_session[session] = self
 
     def tree(self) -> nn.Module | None:
-        """The model while it lives; then what is left of it, as children of a module made here; or None."""
+        """Return the model while it lives, then `rest`; None if nothing is served."""
         root = self._root()
         return self.rest() if root is None else root
 
     def rest(self) -> nn.Module | None:
-        """All that is served, in the model or not, as children of a module made here; None if nothing is."""
+        """Return all that is served, as children of a new module; None if nothing is served."""
         left: dict[str, nn.Module | None] = {}
         below: set[int] = set()
         for module, path in self._served():
@@ -61,7 +63,7 @@ class Served:
         return rest
 
     def everything(self) -> nn.Module | None:
-        """The model if all that is served is in it, else `rest`; None if nothing is served."""
+        """Return the model if all that is served is in it, else `rest`; None if nothing is served."""
         root, rest = self._root(), self.rest()
         if root is None or rest is None:
             return rest
@@ -73,17 +75,17 @@ class Served:
         return next(self._served(), None) is not None
 
     def joined(self, parent: nn.Module, child: nn.Module) -> None:
-        """A module of the install got a child, which is served by now."""
+        """Note a child that has joined the install under one of its modules, with all that is in it."""
         known = self._known.get(id(parent))
         path = f"{known[1]}." if known is not None and known[0]() is parent and known[1] else ""
         name = next((name for name, module in reversed(parent._modules.items()) if module is child), "joined")
-        if len(self._known) > 2 * self._many:
+        if len(self._known) > 2 * self._size_when_pruned:
             self._known = {key: known for key, known in list(self._known.items()) if known[0]() is not None}
-            self._many = len(self._known)
+            self._size_when_pruned = len(self._known)
         self._note(child, path + name)
 
     def forget(self) -> None:
-        """None is served any more, or the session ends."""
+        """Forget all modules, as none is served any more. `when_gone` is not called."""
         self._watching.detach()
         self._known.clear()
 
@@ -95,7 +97,7 @@ class Served:
             if id(module) in seen:
                 continue
             seen.add(id(module))
-            self._known.pop(id(module), None)  # a new one comes last
+            self._known.pop(id(module), None)  # a module that is noted again comes last
             self._known[id(module)] = weakref.ref(module), path
             if module._modules:
                 prefix = f"{path}." if path else ""
@@ -104,7 +106,7 @@ class Served:
                     for name, child in reversed(module._modules.items())
                     if child is not None
                 ]
-        self._many = self._many or len(self._known)
+        self._size_when_pruned = self._size_when_pruned or len(self._known)
 
     def _served(self) -> Iterator[tuple[nn.Module, str]]:
         session = self._session()
@@ -118,7 +120,11 @@ class Served:
         self._watching.atexit = False
 
     def _one_is_gone(self) -> None:
-        """Watch another one: the last, as what is let go of as a whole goes in order."""
+        """Watch another module for its death, or call `when_gone` if none is served any more.
+
+        It is the last one: a tree that is freed as a whole is freed in order, so no other has to be watched
+        in between.
+        """
         session = self._session()
         while self._known:
             key = next(reversed(self._known))
@@ -130,12 +136,12 @@ class Served:
         self._when_gone()
 
 
-#: A session is kept by its modules and its install.
+#: By session, which its modules and its install keep alive.
 _of_session: weakref.WeakKeyDictionary[Any, Served] = weakref.WeakKeyDictionary()
 
 
 def note_joined(session: Any, parent: nn.Module, child: nn.Module) -> None:
-    """Let the install know a module that has joined it."""
+    """Tell a session's install of a module that has joined it; no effect if the install has ended."""
     served = _of_session.get(session)
     if served is not None:
         served.joined(parent, child)

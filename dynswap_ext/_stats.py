@@ -39,8 +39,8 @@ class Stats:
     bytes_moved: int
     #: Time for which the calling threads were blocked on copies.
     stall_ns: int
-    #: Most bytes beyond the budget at one time, because handed-out tensors were kept (in a list, in a graph):
-    #: about what the budget lacks for them.
+    #: Most bytes held beyond the budget at one time, because handed-out tensors were kept (in a list, in a
+    #: graph). A budget that is larger by about as much holds them.
     overflow_bytes: int
     #: Most device bytes held at one time.
     peak_bytes: int

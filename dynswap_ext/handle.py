@@ -86,7 +86,7 @@ class Handle:
 
     @property
     def active(self) -> bool:
-        """Whether modules are installed through this handle: the model's, or what is left of it."""
+        """Whether any module is installed through this handle, even if the model itself is gone."""
         return self._record.active
 
     def stats(self) -> Stats:
@@ -207,9 +207,9 @@ class Handle:
     # The way back -------------------------------------------------------------------------------------
 
     def uninstall(self) -> None:
-        """Give every module back that this install serves, in the model or outliving it.
+        """Give back every module that this install serves, whether or not it is still in the model.
 
-        No effect if that was done already, or another install has replaced this one.
+        No effect if that was done already, or if another install has replaced this one.
         """
         self._record.undo()
 
