@@ -1,4 +1,4 @@
-"""Modules that outlive the container that was installed, and those that were taken out of it."""
+"""Modules that outlive the container that was installed, or were taken out of it, are still served."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from dynswap_ext import testing
 from dynswap_ext.errors import BudgetError, ConfigError
 from sample_models import mlp, trace
 
-#: The attribute of that name is the function.
+#: The module; the package's attribute `install` is the function.
 front: Any = sys.modules["dynswap_ext.install"]
 
 
 def installed_over(provider: Provider, *modules: nn.Module, **options: Any) -> dynswap_ext.Handle:
-    """The list that is installed is gone when this returns."""
+    """Install a list of these modules, which is gone when this returns."""
     return provider.install(nn.ModuleList(modules), dtype=torch.float64, **options)
 
 
@@ -119,7 +119,7 @@ def test_progress_goes_on(provider: Provider) -> None:
     handle = installed_over(provider, a, progress=lambda done, whole: told.append(done))
     gc.collect()
     end = time.monotonic() + 10
-    while not told and time.monotonic() < end:  # a thread looks now and then
+    while not told and time.monotonic() < end:  # the thread looks ten times a second
         a(provider.randn(2, 16))
     handle.uninstall()
     assert told

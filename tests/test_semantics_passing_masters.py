@@ -1,4 +1,4 @@
-"""Masters that come with a call and go: they alone are moved, and no plan is made for them."""
+"""Masters that come with one call and go after it: they alone are moved, and no plan is made for them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WIDTH = 64
 
 
 class Remembers(nn.Module):
-    """Keeps what it has seen in a buffer that grows."""
+    """Appends each input to a buffer, which grows."""
 
     cache: Tensor
 

@@ -1,4 +1,4 @@
-"""Writes to masters that bump no version counter are seen, whoever makes them and however small they are."""
+"""Writes to masters that bump no version counter are seen, by whatever code and however small they are."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def assert_as_masters(provider: Provider, model: nn.Module, x: Tensor) -> None:
         testing.assert_bit_equal(model(x), testing.moved(model, provider.device, dtype)(x))
 
 
-# What is hashed, what the kernel tracks, and what is both, with ends that lie in a page with others.
+# Sizes that are hashed, and sizes that the kernel tracks, whose ends share a page with others and are hashed.
 @pytest.mark.parametrize("size", [3, 1000, 9000, 60_001, 300_000])
 @pytest.mark.parametrize("write", WRITES)
 @BUDGETS
@@ -79,7 +79,7 @@ def test_other_dtypes_and_buffers(
 
 @BUDGETS
 def test_a_mapped_master_and_its_neighbours(provider: Provider, mapped: Mapped, budget: str | None) -> None:
-    """Small ones lie in a page together: a write to one is none to the others."""
+    """Small masters share a page: a write to one of them does not count as a write to the others."""
     model = mapped(nn.Sequential(*(Uses(size) for size in (100_000, 50, 60, 100_000))))
     handle = provider.install(model, dtype=torch.float64, budget=budget)
     xs = [provider.randn(layer._parameters["weight"].numel()) for layer in model]
@@ -98,7 +98,7 @@ def test_a_mapped_master_and_its_neighbours(provider: Provider, mapped: Mapped, 
         moved = handle.stats().refetches
         WRITES["data"](model[1]._parameters["weight"], 3)
         look()
-        # At most those of its own group, however many that are in its page.
+        # At most its own group, however many masters lie in its page.
         assert handle.stats().refetches - moved <= 1
 
 
@@ -158,7 +158,7 @@ def test_the_layout_of_a_master(provider: Provider, budget: str | None) -> None:
 
 
 def test_nothing_is_moved_again_for_a_look(provider: Provider) -> None:
-    """Reading masters, their state, and calls in between are no writes."""
+    """Reading masters or their state, and calls in between, do not count as writes."""
     model = nn.Sequential(*(Uses(50_000) for _ in range(3)))
     handle = provider.install(model, dtype=torch.float64, budget="1GiB")
     x = provider.randn(50_000)
@@ -172,7 +172,7 @@ def test_nothing_is_moved_again_for_a_look(provider: Provider) -> None:
 
 
 def test_two_installs_over_the_same_memory(provider: Provider) -> None:
-    """Whichever looks first takes nothing from the other."""
+    """A look by one install hides no write from the other."""
     one = Uses(50_000)
     other = Uses(50_000)
     other.weight = nn.Parameter(one.weight.detach())

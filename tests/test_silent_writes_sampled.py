@@ -1,6 +1,6 @@
-"""Where the kernel tracks no pages: masters are sampled, that is said, and optimizers are seen all the same.
+"""Where the kernel tracks no pages, masters are sampled, with a warning; optimizers' steps are still seen.
 
-A seccomp filter makes this kernel one before 6.7, which knows no PAGEMAP_SCAN.
+A seccomp filter refuses PAGEMAP_SCAN, so that this kernel behaves as one before 6.7.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def train(model, make, steps=6):
     return model
 
 class InHand:
-    "An optimizer that is none of torch's, and bumps no version."
+    "An optimizer that is not one of torch's, and bumps no version."
     def __init__(self, parameters): self.parameters = list(parameters)
     def zero_grad(self):
         for p in self.parameters: p.grad = None

@@ -1,4 +1,4 @@
-"""Checkpoints that are larger than RAM: files with holes, whose weights are zeros and take no disk."""
+"""Writes checkpoints larger than RAM: sparse files, whose weights are zeros and take no room on the disk."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from sample_checkpoints import write_index
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.checkpoint import filesystem, metadata
 
-#: Elements of a side of each weight, which are float32; and its bytes.
+#: Each weight is a float32 matrix of SIDE x SIDE elements, which take WEIGHT bytes.
 SIDE = 4096
 WEIGHT = SIDE * SIDE * 4
 
 
 def names(count: int) -> list[str]:
-    """The names of as many weights, as `nn.ModuleList` has them under ``layers``."""
+    """Return the names of `count` weights in an `nn.ModuleList` called ``layers``."""
     return [f"layers.{number}.weight" for number in range(count)]
 
 
@@ -44,7 +44,7 @@ def write_torch(folder: Path, count: int) -> Path:
 
 
 def write_sharded(folder: Path, count: int) -> Path:
-    """All in one shard, so that it is the file that is larger than RAM."""
+    """Write an index and one shard, so that a single file is larger than RAM."""
     shard = write_safetensors(folder, count)
     return write_index(folder / "model.safetensors.index.json", dict.fromkeys(names(count), shard.name))
 
@@ -66,7 +66,7 @@ def write_gguf(folder: Path, count: int) -> Path:
 
 
 def write_dcp(folder: Path, count: int) -> Path:
-    """One file of tensors, each a zip file of ``torch.save``, which differ in their places alone."""
+    """Write one file of tensors, each a zip file of ``torch.save``; they differ in their offsets only."""
     one = folder / "one.pt"
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(torch.empty(SIDE, SIDE), one)

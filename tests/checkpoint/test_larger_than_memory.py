@@ -1,4 +1,4 @@
-"""One file that is larger than RAM: loaded, streamed, written to, looked at and converted."""
+"""A checkpoint file that is larger than RAM can be loaded, streamed, written to, summed up and converted."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dynswap_ext import _provider, checkpoint
 from dynswap_ext.checkpoint.formats import file_mapping
 from dynswap_ext.errors import SourceError
 
-#: A fifth more than there is of RAM.
+#: As many weights as take a fifth more bytes than there are of RAM.
 COUNT = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 6 // 5 // WEIGHT + 1
 
 ROOT = Path(dynswap_ext.__file__).parent.parent
 
-#: Loads argv[1], streams some of it, and prints by how many bytes its memory grew at most.
+#: Loads argv[1], streams some of it, and prints the provider and by how many bytes its peak memory grew.
 CHILD = f"""
 import sys, torch, dynswap_ext
 from dynswap_ext import checkpoint

@@ -1,4 +1,4 @@
-"""A model most of whose bytes are the rows of an embedding, few of which a step of training touches."""
+"""Models whose bytes are mostly rows of an embedding, few of which a training step touches; their data."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROWS, WIDTH, LENGTH, CLASSES = 16384, 32, 7, 3
 
 
 class Bags(nn.Module):
-    """The mean of some rows, and two layers; an embedding of 2 MiB."""
+    """The mean of some rows of an embedding of 2 MiB, and two layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -31,7 +31,7 @@ def bags() -> Bags:
 
 
 def llama_classifier() -> Any:
-    """Llama with a head that has few rows, so that the embedding is nearly all of it."""
+    """A Llama with a small head, so that the embedding has nearly all of its bytes."""
     transformers = library("transformers")
     config = transformers.LlamaConfig(
         vocab_size=ROWS,

@@ -1,4 +1,4 @@
-"""Loops of `generate` over many tokens, with each budget."""
+"""`generate` over many tokens, in a loop over prompts, with each budget."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-#: All ways for one, and for the others the one in which most weights move.
+#: Greedy search in all ways; the others in the way in which most weights move.
 CASES = [(how, way) for how in HOW for way in (WAYS if how == "greedy" else (SMALLEST,))]
 
 

@@ -1,4 +1,4 @@
-"""Programs of lightning: a module of its own kind, fitted and tested by its trainer on default options."""
+"""Programs of lightning: a LightningModule, fitted and validated by its trainer on default options."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ lightning = library("lightning")
 
 
 class Classifier(lightning.LightningModule):
-    """As its documentation has it, with what it saw."""
+    """A module as lightning's documentation writes one, which keeps the losses and gradients that it saw."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Plain loops of training over few rows of a large weight, with optimizers of torch and of others."""
+"""Plain training loops over few rows of a large weight, with optimizers of torch and of other libraries."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def _adamw_of_torchao(parameters: Parameters) -> torch.optim.Optimizer:
 
 
 def _adamw_of_bitsandbytes(parameters: Parameters) -> torch.optim.Optimizer:
-    """Of 8 bits; writes through addresses, so that no version tells of a step."""
+    """Make its 8-bit AdamW, which writes by address: its steps bump no version."""
     return library("bitsandbytes").optim.AdamW8bit(parameters, lr=1e-2, weight_decay=0.0)
 
 
@@ -72,7 +72,7 @@ def training_of(name: str, steps: int = 20) -> Callable[[nn.Module], Any]:
 @pytest.mark.parametrize("way", [MAPPED, CAST], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_sparse_rows(provider: Provider, way: Way, name: str, tmp_path: Path) -> None:
-    # torchao compiles its step, which takes longer than all the rest; as it is, it is slow.
+    # torchao would compile its step, which takes longer than all the rest; without that its steps are slow.
     steps = 5 if "torchao" in name else 20
     with torch.compiler.set_stance("force_eager"):
         beside_plain(provider, way, tmp_path, bags, training_of(name, steps))

@@ -23,7 +23,7 @@ STEPS = 20
 
 @pytest.fixture(autouse=True, scope="module")
 def _little_to_collect() -> Iterator[None]:
-    """Accelerate collects garbage after each training, which takes longer than the steps here."""
+    """Freeze what exists: accelerate collects garbage after each training, which would outlast the steps."""
     gc.collect()
     gc.freeze()
     yield
@@ -31,7 +31,7 @@ def _little_to_collect() -> Iterator[None]:
 
 
 class Seen(transformers.TrainerCallback):
-    """What a program can see of each step: gradients as the optimizer gets them, and what is logged."""
+    """Keeps what a program can see of each step: the optimizer's gradients, and what is logged."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, torch.Tensor]] = []
@@ -100,7 +100,7 @@ def test_options(provider: Provider, options: dict[str, Any], tmp_path: Path) ->
 
 
 def test_saved_and_resumed(provider: Provider, tmp_path: Path) -> None:
-    """A checkpoint of an installed model is taken up by another one, as by a plain one."""
+    """Training resumes on an installed model from a checkpoint of another one, as on plain models."""
 
     def program(model: Any) -> Any:
         made, seen = trainer(provider, model, tmp_path, max_steps=10, save_strategy="steps", save_steps=5)

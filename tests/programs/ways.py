@@ -1,4 +1,4 @@
-"""The ways in which a whole program's model is installed, each beside the same program on a plain one."""
+"""Runs a whole program on a plain model and on an installed one, and compares; in which ways to install."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from conftest import PRETEND, Provider
 from dynswap_ext import testing
 from programs import bytes_of, seeded
 
-#: What a way's name says, after which it is budgets in bytes.
+#: Values of `Way.budget`, which `install` turns into bytes.
 ALL_RESIDENT, LEAST = "all resident", "least"
 
 
 @dataclass(frozen=True)
 class Way:
-    """How a model is installed."""
+    """One way to install a model."""
 
     name: str
     #: Whether its masters are mapped from a file, which is what streams on the CPU.
     mapped: bool = False
-    #: `ALL_RESIDENT`, `LEAST`, or what an install takes by default.
+    #: `ALL_RESIDENT`, `LEAST`, or None for the default of `install`.
     budget: str | None = None
     dtype: torch.dtype | None = None
 
@@ -64,21 +64,21 @@ def beside_plain(
 ) -> Any:
     """Run a program on a plain model and on the same one installed; assert equal results, to the bit.
 
-    They are what the program returns and the masters afterwards. Where weights have to move, at
-    least the whole model has.
+    Compares what the program returns, and the masters afterwards. Where weights have to move, it also asserts
+    that about all bytes of the model have moved.
 
     Parameters
     ----------
     provider, way
         How to install.
     folder
-        Where the file of masters that are mapped goes.
+        Where the file is written from which masters are mapped.
     make
-        Makes what the program takes: a model, or what holds one.
+        Returns the program's argument: a model, or an object that holds one.
     program
-        Takes what was made.
+        The program; its argument is what `make` returned.
     part
-        The model to install in what was made.
+        Returns the model to install, given what `make` returned.
     moved
         Whether the plain model is moved to the device as a whole. Else its masters stay, so that an optimizer
         steps on the same device in both runs.
@@ -130,7 +130,7 @@ def smallest_budget(provider: Provider, model: nn.Module, **options: Any) -> int
 
 
 def check_moved(provider: Provider, way: Way, handle: dynswap_ext.Handle, model: nn.Module) -> None:
-    """Assert that weights moved where they have to, else the comparison would have said nothing."""
+    """Assert that weights moved where they have to; without that the comparison would prove nothing."""
     if not way.streams(provider):
         return
     stats, whole = handle.stats(), 0.9 * bytes_of(model)  # but for buffers that no file has
@@ -147,9 +147,9 @@ def masters(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def moved_at_each_access(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Let each access of a weight make a copy by autograd's own `to`, which is what an install stands for.
+    """Make each access to a weight return a copy by `.to()`, through which gradients reach the master.
 
-    The masters stay where they are, as those of an installed model do.
+    This is what an install does, in plain torch: the masters stay where they are.
     """
     dressed: dict[type, type] = {}
     for module in model.modules():

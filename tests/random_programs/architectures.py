@@ -14,12 +14,12 @@ from sample_models import Recurrent, TinyTransformer
 
 #: Weights of a narrow model travel together; those of a wide one pass 64 KiB each.
 NARROW, WIDE = 24, 160
-#: Where a growing buffer begins again.
+#: Rows at which a growing buffer starts again with one.
 LONGEST = 4
 
 
 class Extras(nn.Module):
-    """A model that also uses a parameter and a buffer that programs add, replace and delete."""
+    """A base with a parameter and a buffer that programs add, replace and delete."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -60,7 +60,7 @@ class Layers(Extras):
 
 
 class ConvNorms(Extras):
-    """Convolutions, grouped too, and batch norms: buffers that a forward writes and bumps no version of."""
+    """Convolutions, one of them grouped, and batch norms, which write buffers and bump no version."""
 
     def __init__(self, width: int = NARROW) -> None:
         super().__init__(width)
@@ -109,7 +109,7 @@ class Remembers(Extras):
         self.register_buffer("cache", torch.zeros(1, width))
 
     def forward(self, x: Tensor) -> Tensor:
-        # Written are values that every dtype has: what is read again may have been rounded.
+        # Writes only values that every dtype can represent, as buffers may be rounded to another dtype.
         self.count += 1
         mean, ring, cache = self.mean, self.ring, self.cache
         y = torch.tanh(self.first(x)) + self.last
@@ -155,12 +155,22 @@ def _tokens(seed: int, _: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How a model is made and fed, and what is to be known of it.
+    """How to make a model and its inputs, and what programs have to know of it.
 
-    `several`: a weight has several uses, so the order in which its gradients are summed is not given.
-    `twice`: a module has two names (torch's own functional_call leaves its new tensor in such a module).
-    `writes`: its forward writes buffers in eval, too. `norms`: it has running statistics. `widths` that it
-    is made in; `square` weights may be transposed.
+    Attributes
+    ----------
+    several
+        A weight has several uses, so the order in which its gradients are summed is not fixed.
+    twice
+        A module has two names (torch's own functional_call leaves its new tensor in such a module).
+    writes
+        Its forward writes buffers, in eval too.
+    norms
+        It has running statistics.
+    sparse
+        It has sparse gradients.
+    widths
+        The widths that it can be made in.
     """
 
     name: str
@@ -201,5 +211,5 @@ def make(name: str, width: int, seed: int) -> nn.Module:
 
 
 def total(output: Any) -> Tensor:
-    """A scalar whose gradient is no plain sum."""
+    """A scalar loss whose gradient depends on the output."""
     return output.square().mean()

@@ -1,4 +1,4 @@
-"""Every way to write to a master, each done in the same way to the plain model's and the installed one's."""
+"""Every way to write to a master; a program does the same write to the plain and the installed model."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Dice:
-    """What a program drew for one write."""
+    """The random choices of one write."""
 
     seed: int
 
     def values(self, like: Tensor) -> Tensor:
-        """New values of that shape, type and layout, which every dtype has."""
+        """Return new values of that shape, dtype and layout, which every floating dtype can represent."""
         generator = torch.Generator().manual_seed(self.seed)
         drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64).mul_(0.5).bfloat16()
         return torch.empty_like(like, requires_grad=False).copy_(drawn)
 
     def index(self, of: Tensor) -> tuple[int, ...]:
-        """One element."""
+        """Return the index of one element."""
         return tuple(self.seed * (7 + 2 * i) % size for i, size in enumerate(of.shape))
 
     @property
     def number(self) -> float:
-        """A factor that rounds nothing."""
+        """A factor by which a product is exact."""
         return (0.5, 2.0, -1.0, -0.5)[self.seed % 4]
 
 
@@ -45,7 +45,7 @@ class Place:
 
     @property
     def master(self) -> Tensor:
-        """As it is held, without a word to the install."""
+        """The master itself, read without the install taking part."""
         return self.held_in[self.name]
 
     @property
@@ -108,8 +108,8 @@ def _set_data(place: Place, new: Tensor) -> None:
     place.master.data = new
 
 
-def _clear_of(p: Tensor) -> Tensor:
-    """The same values in rows of another stride."""
+def _with_gaps(p: Tensor) -> Tensor:
+    """Return the same values with gaps between the rows."""
     return torch.empty(*p.shape[:-1], p.shape[-1] + 3, dtype=p.dtype)[..., : p.shape[-1]].copy_(p.detach())
 
 
@@ -117,7 +117,7 @@ def _clear_of(p: Tensor) -> Tensor:
 class MasterWrite:
     do: Write
     can: Can = _always
-    #: Parameters, buffers, or both.
+    #: What it is for: "parameters", "buffers" or "both".
     of: str = "both"
 
 
@@ -142,7 +142,7 @@ MASTER_WRITES: dict[str, MasterWrite] = {
     "data assigned, swapped back": MasterWrite(lambda at, d: _set_data(at, at.master.data.clone())),
     "data transposed": MasterWrite(lambda at, d: _set_data(at, at.master.data.t()), _square),
     "data contiguous": MasterWrite(lambda at, d: _set_data(at, at.master.data.contiguous())),
-    "data with gaps": MasterWrite(lambda at, d: _set_data(at, _clear_of(at.master)), _has_rows),
+    "data with gaps": MasterWrite(lambda at, d: _set_data(at, _with_gaps(at.master)), _has_rows),
     "data channels last": MasterWrite(
         lambda at, d: _set_data(at, at.master.data.contiguous(memory_format=torch.channels_last)),
         lambda p: p.dim() == 4,

@@ -1,6 +1,6 @@
-"""What random programs leave out until the library is mended.
+"""What random programs leave out until a known bug is fixed.
 
-Take an entry out when its mend lands: its rules and its plain programs (test_found.py) run from then on.
+Remove an entry with its fix: its rules and its small programs (test_found.py) run from then on.
 DYNSWAP_PROGRAMS_ALSO=name,name (or `all`) runs them before.
 """
 

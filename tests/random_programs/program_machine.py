@@ -1,4 +1,4 @@
-"""The rules by which hypothesis writes programs for a plain and an installed model."""
+"""The rules from which hypothesis makes programs for a plain and an installed model."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ class Programs(RuleBasedStateMachine):
 
     @rule(seed=seeds)
     def uninstall(self, seed: int) -> None:
-        """And again: most of a program has an install."""
+        """Uninstall, compare and install again, so that most of a program runs with an install."""
         self.twins.uninstall()
         self.twins.evaluate(seed)
         self.twins.compare_masters(listed=False)
@@ -118,7 +118,7 @@ class Programs(RuleBasedStateMachine):
     def make_an_optimizer(self, name: str) -> None:
         name = name if not self.twins.kind.sparse or name in SPARSE else "sgd"
         if name == "lbfgs" and self.twins.kind.several:
-            name = "sgd"  # whose gradients are compared, and adopted, between the passes
+            name = "sgd"  # with it gradients are compared, and made equal, before each step
         if trained(self.twins.plain):
             self.twins.optimize_with(name, lambda m: OPTIMIZERS[name](trained(m)))
 
@@ -160,7 +160,7 @@ class Programs(RuleBasedStateMachine):
         looks=st.booleans(),
     )
     def write_masters(self, writes: list[tuple[str, int, Dice]], looks: bool) -> None:
-        """One after the other; with calls between them, each of which has to see the write before it."""
+        """Write several times in a row; with `looks`, each call in between has to see the write before it."""
         for name, number, dice in writes:
             if looks:
                 self.twins.evaluate(dice.seed)

@@ -1,4 +1,4 @@
-"""Programs that gave something else than the plain model, made small; those that still do wait in NOT_YET."""
+"""Small programs whose results once differed from the plain model's; NOT_YET names those that still do."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ Mapped = Callable[[nn.Module], nn.Module]
 
 
 def waiting_for(name: str) -> Callable[[Test], Test]:
-    """Leave a program out while its entry is in NOT_YET."""
+    """Skip a program while NOT_YET has its entry."""
     return pytest.mark.skipif(waits(name), reason=NOT_YET.get(name, ""))
 
 
 def assert_as_moved(provider: Provider, model: nn.Module, x: torch.Tensor) -> None:
-    """The next call gives what a moved copy of the masters gives."""
+    """Assert that the next call gives what a moved copy of the masters gives."""
     with torch.no_grad():
         found = model(x)
         testing.assert_bit_equal(found, testing.moved(model, provider.device, x.dtype)(x), "output")
@@ -135,7 +135,7 @@ def test_storage_of_a_resident_that_is_resized(provider: Provider) -> None:
 
 
 class Counts(nn.Module):
-    """Its buffer, which every call writes, lies in the page of its parameter."""
+    """Counts calls in a buffer that shares a page with its parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ def test_retune_while_threads_run_the_model(provider: Provider) -> None:
 
 
 class Slides(nn.Module):
-    """Its buffer has another shape after each call."""
+    """Assigns a buffer of another shape in each call."""
 
     def __init__(self) -> None:
         super().__init__()

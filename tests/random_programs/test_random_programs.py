@@ -1,7 +1,7 @@
 """Random programs over the public API: a plain model does the same, and every difference is a failure.
 
-A short, fixed run in the tests; `make programs SECONDS=600` draws others until the time is over.
-DYNSWAP_PROGRAMS_LOG=file keeps the steps of a program that ends in a crash.
+The tests run a short, fixed set; `make programs SECONDS=600` runs new ones until the time is over.
+DYNSWAP_PROGRAMS_LOG=file writes each step down before it is done, for programs that end in a crash.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ LONG = settings(COMMON, derandomize=False, max_examples=100, stateful_step_count
 def test_random_programs(provider: Provider) -> None:
     machine = type("Programs", (Programs,), {"provider": provider})
     gc.collect()
-    gc.freeze()  # programs collect; what was there before is no part of them
+    gc.freeze()  # programs collect garbage, and need not look at what was there before
     try:
         if not SECONDS:
             return run_state_machine_as_test(machine, settings=SHORT)

@@ -1,8 +1,8 @@
 """A plain model and an installed one of the same seed, to which a program does the same.
 
-The plain one keeps masters of its own. Where the install computes elsewhere or in another dtype, what the
-installed model has to do is done by a moved copy of the plain one, made for each call: what the call wrote
-into it goes back to the plain masters, and so do its gradients.
+The plain model has masters of its own. If the install computes on another device or in another dtype, each
+call compares it with a moved copy of the plain model (the stand-in). What the call wrote into the stand-in,
+and its gradients, then go back to the plain masters.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ _LOG = os.environ.get("DYNSWAP_PROGRAMS_LOG")
 
 
 def say(*words: object) -> None:
-    """Write a step down before it is done: what is left of a program that ends in a crash."""
+    """Log a step before it is done, so that a program that ends in a crash can be read."""
     if _LOG:
         with open(_LOG, "a") as log:
             log.write(" ".join(map(str, words)) + "\n")
 
 
 class Twins:
-    """Both models, how one is installed, and what is held of it."""
+    """Both models, how one of them is installed, and the handed-out tensors that the program keeps."""
 
     def __init__(
         self, provider: Provider, name: str, width: int, source: str, seed: int, folder: Path
@@ -48,12 +48,11 @@ class Twins:
             testing.map_from_file(self.plain, folder / "plain")
         self.mapped = source != "ram"
         self.classes = [type(module) for module in self.model.modules()]
-        #: Of the masters, as both models agree on it.
+        #: The floating dtype of the masters of both models.
         self.dtype = torch.float32
         self.cast: torch.dtype | None = None
         self.handle: dynswap_ext.Handle | None = None
         self.options: dict[str, Any] = {}
-        #: The last one's, whose graphs may outlive it.
         #: Handed-out tensors that the program keeps.
         self.held: list[Tensor] = []
         #: Whether what was written on handed-out tensors may not be in the masters yet.
@@ -63,7 +62,7 @@ class Twins:
         self.count = 0
 
     def computable(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype, or one in which the pretend device has the backward of norms."""
+        """Return the dtype, or float64 where the pretend device has no backward of norms in it."""
         return torch.float64 if PRETEND and dtype is torch.bfloat16 else dtype
 
     # The install --------------------------------------------------------------------------------------
@@ -84,7 +83,7 @@ class Twins:
         self.options, self.cast = options, options.get("dtype")
 
     def fitting(self, options: dict[str, Any]) -> dynswap_ext.Handle:
-        """Install; with a share of the weights' bytes as the budget, or what the error says is needed."""
+        """Install, with a float as a share of the weights' bytes, or with the budget that the error names."""
         given = dict(options)
         if isinstance(given.get("budget"), float):
             itemsize = (given.get("dtype") or self.dtype).itemsize
@@ -99,7 +98,7 @@ class Twins:
             return dynswap_ext.install(self.model, **where, **given)
 
     def rounds(self, dtype: torch.dtype | None) -> bool:
-        """Whether statistics would be rounded for masters: streamed ones are then, residents not."""
+        """Whether masters would round the statistics; streamed ones are rounded then, residents are not."""
         return self.kind.norms and dtype is not None and dtype.itemsize > self.dtype.itemsize
 
     def uninstall(self) -> None:
@@ -121,7 +120,7 @@ class Twins:
         return self.provider.device, self.cast or self.dtype
 
     def flush(self, how: str = "flush") -> None:
-        """Ask for masters, in one of the ways in which that brings what was written home."""
+        """Ask for masters in one of the ways that write back what was written on handed-out tensors."""
         say("flush", how)
         if how == "flush" and self.handle is not None:
             self.handle.flush()
@@ -133,7 +132,7 @@ class Twins:
         self.pending = False
 
     def settle(self) -> None:
-        """Before masters are touched without a word to the install, what is pending has to be there."""
+        """Write back what is pending, before masters are touched without the install taking part."""
         if self.pending and self.handle is not None:
             self.handle.flush()
         self.pending = False
@@ -141,7 +140,7 @@ class Twins:
     # Calls --------------------------------------------------------------------------------------------
 
     def stand_in(self) -> nn.Module:
-        """What is called in place of the installed model."""
+        """Return what is called to compare with the installed model."""
         if self.direct:
             return self.plain
         stand_in = testing.moved(self.plain, *self.where)
@@ -153,7 +152,7 @@ class Twins:
         return self.kind.input(seed, self.width, *self.where)
 
     def call(self, seed: int, training: bool) -> tuple[Tensor, Tensor, nn.Module]:
-        """Outputs of both, compared, and what stood in."""
+        """Call both models and compare their outputs; return both outputs and the stand-in."""
         self.model.train(training)
         self.plain.train(training)
         stand_in = self.stand_in()
@@ -176,12 +175,12 @@ class Twins:
             self.call(seed, False)
 
     def forward_in_training(self, seed: int) -> None:
-        """A forward whose graph is dropped."""
+        """Call in training and drop the graph."""
         say("forward in training", seed)
         self.call(seed, True)
 
     def bring_home(self, stand_in: nn.Module) -> None:
-        """What a call wrote into the stand-in goes to the plain masters, in their dtype."""
+        """Write to the plain masters, in their dtype, what a call wrote into the stand-in."""
         moved = dict(places(stand_in))
         for name, place in places(self.plain):
             master, now = place.master, moved[name].master.detach()
@@ -204,7 +203,7 @@ class Twins:
         return self.handle.stats().bytes_moved if self.handle is not None else 0
 
     def assert_streamed(self, before: int) -> None:
-        """With the least budget, a call moves bytes: an output that is right proves nothing otherwise."""
+        """Assert that a call with the smallest budget moves bytes; else a right output proves nothing."""
         if self.handle is None or self.direct or self.options.get("budget") is not None or self.held:
             return
         stats = self.handle.stats()
@@ -218,7 +217,7 @@ class Twins:
         self.optimizers, self.optimizer = (both(self.model), both(self.plain)), name
 
     def backward(self, seed: int, between: Callable[[], None] = lambda: None) -> None:
-        """A forward and a backward pass of both."""
+        """Run a forward and a backward pass of both models, and compare loss and gradients."""
         output, expected, stand_in = self.call(seed, True)
         close = self.kind.several and (not self.direct or self.accumulates)
         eps = torch.finfo(self.where[1]).eps
@@ -247,7 +246,7 @@ class Twins:
             p.grad = arrived if p.grad is None else p.grad + arrived
 
     def compare_gradients(self, eps: float) -> None:
-        """To the bit; or close, where the order of a sum is open, and the plain one goes on with ours."""
+        """Compare to the bit; or with a tolerance where a sum's order is open, and then make them equal."""
         for (name, mine), (_, other) in zip(places(self.model), places(self.plain), strict=True):
             found, expected = mine.master.grad, other.master.grad
             assert (found is None) == (expected is None), f"gradient of {name}: {found}, not {expected}"
@@ -278,7 +277,7 @@ class Twins:
             each.step(lambda m=model, o=each: self.closure(m, o, seed))  # type: ignore[misc]
 
     def closure(self, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
-        """A loss and its gradients. As a plain number, as the device is another."""
+        """Return the loss, and leave its gradients. A plain number, as the two models' devices differ."""
         optimizer.zero_grad()
         runs = self.stand_in() if model is self.plain else model
         torch.manual_seed(seed)
@@ -293,7 +292,7 @@ class Twins:
     # Looking ------------------------------------------------------------------------------------------
 
     def compare_masters(self, listed: bool) -> None:
-        """All masters; asked for aloud, or as whoever holds them sees them."""
+        """Compare all masters: as the model lists them, or as the modules hold them."""
         say("compare", "listed" if listed else "held")
         if listed:
             self.pending = False
@@ -325,7 +324,7 @@ class Twins:
 
 
 def places(model: nn.Module) -> Iterator[tuple[str, Place]]:
-    """All masters under all their names, found without asking the model for them."""
+    """Yield all masters under all their names, found without asking the model for them."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for held in (module._parameters, module._buffers):
             for name, value in list(held.items()):
@@ -334,7 +333,7 @@ def places(model: nn.Module) -> Iterator[tuple[str, Place]]:
 
 
 def _ties(places: list[tuple[str, Place]]) -> list[int]:
-    """Of each master, the first place that holds the same object."""
+    """Return, for each master, the index of the first place that holds the same object."""
     first: dict[int, int] = {}
     return [first.setdefault(id(place.master), i) for i, (_, place) in enumerate(places)]
 

@@ -1,4 +1,4 @@
-"""What else a program does to both models: writes of every kind, copies, functional calls, threads."""
+"""Does to both models what is not a call or a training step: writes, copies, functional calls, threads."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from twins import Twins, places, say
 
 
 class WrittenTwins(Twins):
-    """Twins, and what is done to them between their calls."""
+    """Twins with writes between their calls, and other ways to run them."""
 
     # Writes -------------------------------------------------------------------------------------------
 
     def pick(self, number: int, suits: Callable[[Place], bool]) -> tuple[str, Place, Place] | None:
-        """A floating master that suits, of both models."""
+        """Choose a floating master that suits; return its name and its place in each model, or None."""
         mine = dict(places(self.model))
         found = [
             (name, mine[name], other)
@@ -56,13 +56,13 @@ class WrittenTwins(Twins):
             self.optimizers = None
             gc.collect()
             if weakref.getweakrefcount(other.master):
-                return  # as an LSTM has them
+                return  # an LSTM keeps weak references to its weights
         with torch.no_grad():
             for place in (other, mine):
                 write.do(place, dice)
 
     def write_handed(self, name: str, number: int, dice: Dice, hold: bool) -> None:
-        """Write on what the attribute gives; the plain master gets what was changed."""
+        """Write on the handed-out tensor, and write what changed to the plain master."""
         picked = self.pick(number, lambda place: place.master.numel() > 0)
         if picked is None:
             return
@@ -109,7 +109,7 @@ class WrittenTwins(Twins):
             model.load_state_dict(own, strict=not part, assign=assign)
 
     def write_state(self, number: int, dice: Dice) -> None:
-        """Write into what `state_dict()` gave."""
+        """Write to a tensor of `state_dict()`."""
         self.pending = False
         states = [m.state_dict() for m in (self.plain, self.model)]
         names = [name for name, value in states[0].items() if value.is_floating_point()]
@@ -145,7 +145,7 @@ class WrittenTwins(Twins):
     # Other ways to run --------------------------------------------------------------------------------
 
     def copies(self, seed: int) -> None:
-        """A copy of the installed model is plain, and does what a copy of the plain one does."""
+        """Copy both models: the installed one's copy is plain, and has the plain one's outputs."""
         say("deepcopy", seed)
         self.pending = False
         x = self.kind.input(seed, self.width, torch.device("cpu"), self.dtype)
@@ -158,7 +158,7 @@ class WrittenTwins(Twins):
         testing.assert_bit_equal(outputs[1], outputs[0], "output of the copy")
 
     def functional(self, number: int, dice: Dice) -> None:
-        """A call with another tensor in one parameter's place."""
+        """Call both models with another tensor in the place of one parameter."""
         if self.kind.twice:
             return
         picked = self.pick(number, lambda place: place.is_parameter)
@@ -178,7 +178,7 @@ class WrittenTwins(Twins):
         testing.assert_bit_equal(outputs[1], outputs[0], "output of functional_call")
 
     def in_threads(self, seed: int, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Two threads evaluate at once, while this one does something else."""
+        """Evaluate in two threads at once, while this one calls `meanwhile`."""
         if self.kind.writes:
             return
         say("threads", seed)
