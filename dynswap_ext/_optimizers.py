@@ -11,7 +11,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-__all__ = ["StepListener", "follow", "unfollow"]
+__all__ = ["StepListener", "add_step_listener", "remove_step_listener"]
 
 
 class StepListener(Protocol):
@@ -28,15 +28,15 @@ _sessions: Final[weakref.WeakSet[StepListener]] = weakref.WeakSet()
 _hooks: Final[list[Any]] = []
 
 
-def follow(session: StepListener) -> None:
-    """Tell a session of the steps of every `torch.optim.Optimizer`, until it dies or `unfollow` is called."""
+def add_step_listener(session: StepListener) -> None:
+    """Tell the session of the steps of every `torch.optim.Optimizer`, until it is removed or dies."""
     _sessions.add(session)
     if not _hooks:
         _hooks.append(register_optimizer_step_pre_hook(_before_step))
         _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
-def unfollow(session: StepListener) -> None:
+def remove_step_listener(session: StepListener) -> None:
     """Stop telling a session of steps. No effect if it is not told."""
     _sessions.discard(session)
     while _hooks and not _sessions:

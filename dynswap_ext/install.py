@@ -19,7 +19,7 @@ from ._first_pass import FirstPass
 from ._grad_scaler import keep_scales_on_host
 from ._logging import follow_environment, logger
 from ._memory import format_bytes
-from ._optimizers import follow, unfollow
+from ._optimizers import add_step_listener, remove_step_listener
 from ._parametrized import give_back
 from ._progress import ProgressOption
 from ._served import Served
@@ -140,7 +140,7 @@ def install_with(model: nn.Module, options: config.Options, dress: Dress | None 
             record.begin_fitting(model, provider)
         except BaseException:
             record.session.close()
-            unfollow(record.session)
+            remove_step_listener(record.session)
             for other, what in before:
                 other.begin_again(what)
             raise
@@ -313,7 +313,7 @@ class _Record:
             self._first_pass = None
         self.session.on_pass = None
         self.session.close()
-        unfollow(self.session)
+        remove_step_listener(self.session)
         _log_end(self.session)
         if self._served is not None:
             self._served.forget()
@@ -418,7 +418,7 @@ def _new_session(provider: _provider.Provider, options: config.Options) -> _prov
         backend=provider.backend,
         warn=warn,
     )
-    follow(session)
+    add_step_listener(session)
     return session
 
 

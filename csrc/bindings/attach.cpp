@@ -106,7 +106,7 @@ std::size_t Session::attach(const py::object& self, const py::object& root, cons
                  attaching.streamed);
     attaching.modules.push_back(std::move(plan));
   }
-  if (!std::exchange(planned_, true)) {
+  if (!std::exchange(had_first_plan_, true)) {
     plan_first(attaching.streamed);
   } else {
     outdated_ = true;  // modules that join an install wait for the next plan

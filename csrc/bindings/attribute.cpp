@@ -205,7 +205,7 @@ py::object new_module_state(PyObject* module, const py::object& session, std::ve
   return py::reinterpret_steal<py::object>(self);
 }
 
-bool leads_on(PyObject* master) {
+bool may_refer_back(PyObject* master) {
   const at::Tensor& tensor = THPVariable_Unpack(master);
   namespace autograd = torch::autograd::impl;
   const bool in_graphs = autograd::get_autograd_meta(tensor) != nullptr;

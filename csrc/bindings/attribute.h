@@ -64,7 +64,7 @@ std::vector<Visited> modules_of(PyObject* root);
 /// look. If the master refers back to its module, by an attribute (`p.weight_loader = module.load`) or a
 /// hook, the model would never be collected. So the session keeps no tensor of such a master between
 /// accesses. Returns whether the master has hooks, or attributes that may refer to other objects.
-bool leads_on(PyObject* master);
+bool may_refer_back(PyObject* master);
 
 /// A new state for `module`. Does not touch the module.
 py::object new_module_state(PyObject* module, const py::object& session, std::vector<Entry> entries);

@@ -90,7 +90,7 @@ void Session::abandon_all_after_fork() {
 
 Stats Session::stats() const {
   Stats stats = plan_->engine->stats();
-  stats.add_counters(beside_);
+  stats.add_counters(counters_);
   // What the session keeps for itself is not handed out.
   for (const auto& weight : table_->weights) {
     if (weight->only_cached() && stats.live_leases > 0) --stats.live_leases;
@@ -99,7 +99,7 @@ Stats Session::stats() const {
 }
 
 void Session::reset_stats() {
-  beside_ = Stats();
+  counters_ = Stats();
   plan_->engine->reset_counters();
 }
 
@@ -202,8 +202,8 @@ PyObject* Session::hand_out_private(Weight& weight, const at::Tensor& master, bo
   if (watched) watch(copy);
   if (master.requires_grad()) connect_to_master(copy, master, weight.watch);
   if (!weight.plan) {
-    ++beside_.copies;
-    beside_.bytes_moved += master.nbytes();
+    ++counters_.copies;
+    counters_.bytes_moved += master.nbytes();
   }
   remember(weight, copy);
   return wrap(weight, copy);
@@ -284,7 +284,7 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object) {
   if (outdated) return object;
   remember(weight, tensor);
   // A copy outside the budget is not cached: it would stay there.
-  if (stays && weight.cached == nullptr && !overflows && !leads_on(master_object)) {
+  if (stays && weight.cached == nullptr && !overflows && !may_refer_back(master_object)) {
     weight.cached = Py_NewRef(object);
     weight.cached_stream = stream_id();
   }

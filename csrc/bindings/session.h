@@ -44,14 +44,13 @@ class Session : public std::enable_shared_from_this<Session> {
   void detach(const py::object& root);
   void adopt(const py::object& module, const py::object& name);
 
-  /// Masters have come, or changed their type or size, that the engine's plan does not know: they are
-  /// converted at each access. plan_again() makes a new plan for the modules of `root` that this session
-  /// serves. The old plan's memory goes before the new one's comes, so that both are never needed at once. If
-  /// the budget allows no plan (BudgetError), the old one stays; if there is no memory for the new one
-  /// (OutOfMemory), each access copies until there is.
+  /// Whether the engine's plan lacks masters that have come, or have changed their type or size. They are
+  /// converted at each access until plan_again().
   bool outdated() const noexcept { return outdated_; }
   void check(const py::object& module);
-  /// Other threads go on meanwhile: see Note [A plan takes another's place].
+  /// Makes a new plan for the modules of `root` that this session serves, while other threads go on (Note [A
+  /// plan takes another's place]). The old plan's memory is freed before the new one's is allocated.
+  /// BudgetError: the old plan stays. OutOfMemory: each access copies until there is room.
   void plan_again(const py::object& root);
 
   /// The session and the weight of a master, if it is one. `moved`: it may have other memory by now.
@@ -89,11 +88,12 @@ class Session : public std::enable_shared_from_this<Session> {
   void release(const py::object& module);
   void write_back(Weight& weight);
 
-  /// An optimizer is about to write to these masters (those that are this session's), or has written. It may
-  /// bump no version: fused ones do not.
+  /// Announces that an optimizer is about to write to these masters; those of other sessions are ignored.
   void expect_writes(const std::vector<at::Tensor>& masters);
+  /// Counts a write to each of these masters that is not watched exactly: an optimizer has stepped, which may
+  /// have bumped no version.
   void note_writes(const std::vector<at::Tensor>& masters);
-  /// Bytes of the masters in which a write that bumps no version may go unseen, if it is small.
+  /// Bytes of masters that are sampled: a small write to them that bumps no version may go unseen.
   std::size_t sampled_bytes() const;
   Stats stats() const;
   void reset_stats();
@@ -120,9 +120,9 @@ class Session : public std::enable_shared_from_this<Session> {
   void set_on_pass(py::object callback) { on_pass_ = std::move(callback); }
   const py::object& on_pass() const noexcept { return on_pass_; }
 
-  /// Plans anew for this budget, with residents by what they save in the passes that were recorded (evenly
-  /// spread, if there were none), and returns what was seen in them. If it fails, what is left is as after
-  /// plan_again().
+  /// Makes a new plan for this budget, with the residents that save the most time in the passes that were
+  /// recorded (evenly spread ones, if none were), and returns the measurements. If it fails, the state is
+  /// that after a failed plan_again().
   py::dict retune(const py::object& root, std::optional<std::size_t> budget);
 
   /// Whether the calling thread is capturing a CUDA graph. Then nothing is planned: graphs know addresses.
@@ -147,7 +147,7 @@ class Session : public std::enable_shared_from_this<Session> {
     std::unordered_map<const c10::TensorImpl*, Weight*> by_master;
     std::size_t sweep_at = 0;  ///< weights, among which there may be unused ones
     std::shared_ptr<Holds> holds = std::make_shared<Holds>();  ///< never null
-    PageCacheShare page_cache;                                 ///< what is left for weights to come
+    PageCacheShare page_cache;                                 ///< the share that later weights may still use
   };
   using Streamed = std::vector<std::pair<Weight*, std::uint64_t>>;  ///< each with its unit
 
@@ -163,7 +163,7 @@ class Session : public std::enable_shared_from_this<Session> {
   struct Draft;
   struct Budget {
     std::optional<std::size_t> bytes;
-    std::optional<GivenPlan> given;  ///< of `measured`
+    std::optional<GivenPlan> given;  ///< to use if the masters are those of `measured`
     std::shared_ptr<const Plan> measured;
   };
   std::shared_ptr<Engine> new_engine(const Budget& budget);
@@ -182,7 +182,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void master_changed(Weight& weight, PyObject* master, DeferredRelease& dropped);
   void refetch(Weight& weight, DeferredRelease& dropped);
   void pin(const std::shared_ptr<Holds>& holds,
-           const std::vector<Weight*>& weights);  ///< lets go of the GIL for a while
+           const std::vector<Weight*>& weights);  ///< releases the GIL for a while
   void pin_replaced();
   void update_group(Weight& weight);
   void forget_group(Weight& weight, DeferredRelease& dropped);
@@ -218,22 +218,22 @@ class Session : public std::enable_shared_from_this<Session> {
   std::string backend_;
   std::shared_ptr<const Plan> plan_;  ///< never null; a new one takes its place once it is carried out
   std::shared_ptr<Table> table_;      ///< never null
-  std::vector<Weight*> recent_;       ///< whose latest tensors were alive when last looked at
+  std::vector<Weight*> recent_;       ///< whose latest tensor was alive at the last look
   std::vector<std::shared_ptr<Weight>> residents_read_;  ///< since the latest call began
   std::vector<std::shared_ptr<Weight>> to_pin_;          ///< whose masters were replaced since the last pass
-  Stats beside_;                                         ///< counted by earlier plans, and without an engine
+  Stats counters_;  ///< of earlier plans, and of copies made without an engine
   std::size_t modules_ = 0;
   std::uint64_t calls_ = 0;   ///< how many have begun
   bool streams_any_ = false;  ///< some weight is not resident
-  bool planned_ = false;
+  bool had_first_plan_ = false;
   bool outdated_ = false;
   bool closed_ = false;
   bool abandoned_ = false;
   bool recording_ = false;
   bool captured_ = false;  ///< residents have gone into a graph since the plan was made
   bool said_slower_ = false;
-  std::mutex planning_mutex_;                ///< one new plan at a time; awaited without the GIL
-  std::optional<std::thread::id> planning_;  ///< who makes it
+  std::mutex planning_mutex_;                ///< held while a new plan is made; waited for without the GIL
+  std::optional<std::thread::id> planning_;  ///< the thread that makes it, if one does
   py::object on_pass_ = py::none();
 };
 

@@ -102,15 +102,15 @@ bool Session::settle(Weight& weight, PyObject* master_object) {
     }
     if (look_is_due(weight)) {
       look_for_silent_write(weight, dropped);
-      if (weight.cached != nullptr && leads_on(master_object)) weight.let_go(dropped);
+      if (weight.cached != nullptr && may_refer_back(master_object)) weight.let_go(dropped);
     }
     if (dropped.empty()) return true;
   }
 }
 
-/// It has come since the plan was made. One that is there two calls later is worth a new plan; for what comes
-/// with each call, as a cache that grows or what `functional_call` puts there, the whole model would be
-/// moved.
+/// Notes a weight that has come since the plan was made. It gets a new plan if it is still there two calls
+/// later. A master that comes with each call (a cache that grows, `functional_call`) does not: each new plan
+/// moves the whole model. Nor does the session keep its bytes.
 void Session::note_unplanned(Weight& weight) {
   if (planning_) return;  // it may be in the plan that is being made
   weight.let_go_of_bytes();
@@ -254,7 +254,7 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   if (!written) return;
   // The tensor that was written is the newest there is, so it stays the one to hand out.
   weight.state.version = *written;
-  weight.silently_written();  // by that
+  weight.silently_written();  // the write back is no news
   if (!weight.plan || record->leased_from(*weight.plan->engine)) return;
   // The engine's copy is another one.
   let_companions_go(weight, dropped);
@@ -304,13 +304,13 @@ Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* n
   }
   if (weight.holders > 1) return late_weight(master_object, name, weight.parameter);
   if (weight.cached != nullptr) {
-    // It may be all that keeps the master. When it goes, any code may run.
+    // It may be all that keeps the master alive. Releasing it may run any code, so look again.
     DeferredRelease dropped;
     weight.let_go(dropped);
     dropped.drop();
     return weight_now(weight, master_object, name);
   }
-  // Its own master may come back, as after functional_call(): what is on the device stays that one's.
+  // The weight's own master may come back, as after functional_call(): its copy on the device stays.
   if (!weight.plan || weight.master_storage.expired()) return weight;
   return late_weight(master_object, name, weight.parameter);
 }

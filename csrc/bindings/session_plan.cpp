@@ -10,12 +10,12 @@
 namespace dynswap {
 
 /// Note [A plan takes another's place]
-/// Whenever the GIL is let go of (while masters are page-locked, groups are formed, memory is freed and
-/// taken) other threads may be anywhere in the model. So a plan is drafted beside the one that serves, with
-/// weights of its own. Then, without letting go of the GIL, each module gets its new weights (take_over()).
-/// The old plan's memory goes before the new one's comes, so that the device never needs both; until it has
-/// come, each access copies (carry_out()). Who was in an access by an old weight goes on with the engine that
-/// knows it; where that is closed by then, with a copy of its own.
+/// Whenever the GIL is released (while masters are page-locked, groups are formed, memory is freed and
+/// allocated) other threads may be anywhere in the model. So a plan is drafted with weights of its own, while
+/// the old plan goes on serving. take_over() then gives each module its new weights, without releasing the
+/// GIL. carry_out() frees the old plan's memory before it allocates the new plan's, so that the device never
+/// needs both; in between, each access copies. An access that began with an old weight goes on with the old
+/// engine, or, if that is closed, with a private copy. What it was handed stays the weight's (hand_on()).
 struct Session::Draft {
   struct Module {
     py::object state;
@@ -73,8 +73,9 @@ void hand_on(const Weight& earlier, Weight& weight) {
   record->belong_to(weight.shared_from_this());
 }
 
-/// Whether a plan that was made for some weights can be one for others: they have the same masters.
-bool same_masters(const Plan& plan, const std::vector<std::pair<Weight*, std::uint64_t>>& streamed) {
+/// Whether a plan that was measured with other weights applies to these: their masters are the same, in the
+/// same order.
+bool applies_to(const Plan& plan, const std::vector<std::pair<Weight*, std::uint64_t>>& streamed) {
   if (plan.weights.size() != streamed.size()) return false;
   for (std::size_t i = 0; i < streamed.size(); ++i) {
     const Weight &old = *plan.weights[i], &now = *streamed[i].first;
@@ -98,8 +99,8 @@ void Session::plan_again(const py::object& root) { replace_plan(root, {options_.
 
 void Session::replace_plan(const py::object& root, const Budget& budget) {
   const std::shared_ptr<Session> self = shared_from_this();
-  if (abandoned_ || closed_) return;                    // in a forked child nobody would unlock the mutex
-  if (planning_ == std::this_thread::get_id()) return;  // called by what planning runs
+  if (abandoned_ || closed_) return;  // in a forked child the mutex may stay locked for ever
+  if (planning_ == std::this_thread::get_id()) return;  // called from code that planning runs
   std::unique_lock<std::mutex> one_at_a_time(planning_mutex_, std::defer_lock);
   {
     const py::gil_scoped_release release;
@@ -129,20 +130,20 @@ void Session::replace_plan(const py::object& root, const Budget& budget) {
     find_weights(*draft.table, dict.ptr(), visited.prefix, ++unit, mappings, module.entries, draft.streamed);
   }
   draft_plan(draft, budget);
-  if (closed_) return;  // by another thread, meanwhile
+  if (closed_) return;  // another thread has closed it meanwhile
   take_over(draft);
   options_.budget = budget.bytes;
   carry_out(draft);
 }
 
-/// Takes all time that planning takes without the device. Throws BudgetError.
+/// Does all planning that needs no device memory; releases the GIL. Throws BudgetError.
 void Session::draft_plan(Draft& draft, const Budget& budget) {
   std::vector<Weight*> weights;
   for (const auto& [weight, unit] : draft.streamed) weights.push_back(weight);
   pin(draft.table->holds, weights);
   if (closed_) return;
   Budget known = budget;
-  if (known.given && !same_masters(*known.measured, draft.streamed)) known.given.reset();
+  if (known.given && !applies_to(*known.measured, draft.streamed)) known.given.reset();
   if (!draft.plan->engine) draft.plan->engine = new_engine(known);
   for (const auto& [weight, unit] : draft.streamed) {
     weight->id = draft.plan->engine->add_weight(weight->source, unit);
@@ -152,13 +153,13 @@ void Session::draft_plan(Draft& draft, const Budget& budget) {
   draft.plan->engine->arrange();
 }
 
-/// Does not let go of the GIL before every module has its new weights.
+/// Gives every module its new weights. Does not release the GIL before that.
 void Session::take_over(Draft& draft) {
   DeferredRelease dropped;
   draft.before = std::exchange(table_, draft.table);
   for (Draft::Module& module : draft.modules) {
     for (Entry& entry : *reinterpret_cast<ModuleState*>(module.state.ptr())->entries) {
-      entry.bind(nullptr);  // a name that has come meanwhile is found at its next access
+      entry.bind(nullptr);  // an entry added meanwhile gets its weight at its next access
       for (const Entry& drafted : module.entries) {
         if (drafted.name.is(entry.name) && drafted.parameter == entry.parameter) entry.bind(drafted.weight);
       }
@@ -177,7 +178,8 @@ void Session::take_over(Draft& draft) {
   to_pin_.clear();
 }
 
-/// Throws OutOfMemory; then each access copies.
+/// Frees the old plan's memory and allocates the new one's; releases the GIL. Throws OutOfMemory, after which
+/// each access copies.
 void Session::carry_out(const Draft& draft) {
   const std::shared_ptr<const Plan> old = plan_;
   Engine& engine = *draft.plan->engine;
@@ -188,7 +190,7 @@ void Session::carry_out(const Draft& draft) {
     }
     for (const auto& weight : draft.before->weights) {
       weight->let_go_of_bytes();
-      weight->watch = nullptr;  // the new one, of the same master, has its own
+      weight->watch = nullptr;  // the new weight of the same master has its own
     }
     draft.before->holds->end();
   }
@@ -206,8 +208,8 @@ void Session::carry_out(const Draft& draft) {
   }
   if (old->engine != draft.plan->engine) {
     Stats counters = old->engine->stats();
-    counters.add_counters(beside_);
-    beside_ = counters;
+    counters.add_counters(counters_);
+    counters_ = counters;
   }
   plan_ = draft.plan;
   streams_any_ = false;

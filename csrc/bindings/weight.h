@@ -69,8 +69,8 @@ struct Weight : std::enable_shared_from_this<Weight> {
       false;  ///< streamed: what is handed out gets the master's class (dynswap_ext/_subclasses.py)
   /// Wrapped: the inner tensors, by their names.
   std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts;
-  /// The one that `id` belongs to; null: it is moved at each access. The two keep each other, until the session
-  /// ends or another plan takes over.
+  /// The one that `id` belongs to; null: it is moved at each access. The two keep each other, until the
+  /// session ends or another plan takes over.
   std::shared_ptr<const Plan> plan;
   bool superseded = false;  ///< a later plan has another weight for its master
   /// The master's storage; the master counts as alive while it is. (`torch.utils.swap_tensors` refuses a

@@ -98,7 +98,7 @@ void MemoryWatch::start() {
   head_ = {address_, bytes_};
   const Pages whole = pages_within(address_, bytes_);
   if (whole.end - whole.begin >= kWatchedBytes)
-    pages_ = PageWatch::over(whole, file_ ? Which::only_private : Which::all);
+    pages_ = PageWatch::over(whole, file_ ? PageSelection::private_only : PageSelection::all);
   if (pages_ || bytes_ > kHashedBytes) {
     const auto before = whole.begin - reinterpret_cast<std::uintptr_t>(address_);
     const std::size_t within = whole.end - whole.begin;
@@ -149,7 +149,7 @@ bool MemoryWatch::look_at_pages() {
   if (!pages_) return false;
   const std::optional<std::uint64_t> now = pages_->writes();
   if (!now) {  // other memory has been mapped there
-    pages_ = PageWatch::over(pages_within(middle_.address, middle_.bytes), Which::all);
+    pages_ = PageWatch::over(pages_within(middle_.address, middle_.bytes), PageSelection::all);
     if (pages_) page_writes_ = pages_->writes().value_or(0);
     hash_ = hash();
     return true;

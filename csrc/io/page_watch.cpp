@@ -112,11 +112,11 @@ bool PageWatch::look() {
     found = true;
     kernel_.for_overlapping(written, [](PageWatch& watch) { ++watch.writes_; });
   });
-  if (found && which_ == Which::only_private) {
+  if (found && which_ == PageSelection::private_only) {
     std::size_t bytes = 0;
     if (find_private(pages_, [&](Pages own) { bytes += own.end - own.begin; }) &&
         bytes == pages_.end - pages_.begin)
-      which_ = Which::all;
+      which_ = PageSelection::all;
   }
   return told;
 }
@@ -128,7 +128,7 @@ void PageWatch::forget_after_fork() {
   if (parents != nullptr && parents->fd >= 0) ::close(parents->fd);
 }
 
-std::shared_ptr<PageWatch> PageWatch::over(Pages pages, Which which) {
+std::shared_ptr<PageWatch> PageWatch::over(Pages pages, PageSelection which) {
   Kernel* const kernel = Kernel::of_this_process();
   if (kernel == nullptr || kernel->fd < 0 || pages.begin == pages.end) return nullptr;
   std::vector<std::shared_ptr<PageWatch>> known;  // released after the lock, which their destructor takes
@@ -184,7 +184,7 @@ void PageWatch::expect_writes() noexcept {
 struct PageWatch::Kernel {};
 
 bool PageWatch::look() { return false; }
-std::shared_ptr<PageWatch> PageWatch::over(Pages, Which) { return nullptr; }
+std::shared_ptr<PageWatch> PageWatch::over(Pages, PageSelection) { return nullptr; }
 PageWatch::~PageWatch() = default;
 std::optional<std::uint64_t> PageWatch::writes() { return std::nullopt; }
 void PageWatch::expect_writes() noexcept {}

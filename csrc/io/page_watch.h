@@ -27,11 +27,12 @@ namespace dynswap {
 /// to shared memory.
 class PageWatch {
  public:
-  /// Watches these pages from now on. All callers for the same pages share one watch. Which::only_private is
-  /// for a private file mapping: it watches only the pages that this process has for itself, and leaves the
-  /// others untouched, until all are its own. Returns null where the kernel does not track pages (it is not
-  /// Linux 6.7 or later, or a container forbids userfaultfd), and where these pages cannot be registered.
-  static std::shared_ptr<PageWatch> over(Pages pages, Which which);
+  /// Watches these pages from now on. All callers for the same pages share one watch.
+  /// PageSelection::private_only is for a private file mapping: it watches only the pages that this process
+  /// has for itself, and leaves the others untouched, until all are its own. Returns null where the kernel
+  /// does not track pages (it is not Linux 6.7 or later, or a container forbids userfaultfd), and where these
+  /// pages cannot be registered.
+  static std::shared_ptr<PageWatch> over(Pages pages, PageSelection which);
   ~PageWatch();
   PageWatch(const PageWatch&) = delete;
   PageWatch& operator=(const PageWatch&) = delete;
@@ -48,7 +49,7 @@ class PageWatch {
  private:
   struct Kernel;
 
-  PageWatch(Kernel& kernel, Pages pages, Which which) noexcept
+  PageWatch(Kernel& kernel, Pages pages, PageSelection which) noexcept
       : kernel_(kernel), pages_(pages), which_(which) {}
   bool look();
   static void forget_after_fork();
@@ -56,7 +57,7 @@ class PageWatch {
   Kernel& kernel_;  ///< never freed
   const Pages pages_;
   // LOCK: Kernel::mutex guards all below.
-  Which which_;
+  PageSelection which_;
   std::uint64_t writes_ = 0;
   bool lost_ = false;
 };

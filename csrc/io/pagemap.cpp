@@ -91,13 +91,13 @@ bool scan_private(Pages pages, const OnPages& on_pages) {
              on_pages);
 }
 
-bool scan_written(Pages pages, Which which, const OnPages& on_pages) {
+bool scan_written(Pages pages, PageSelection which, const OnPages& on_pages) {
   Scan scan{.flags = kProtect | kFailIfUnregistered,
             .begin = pages.begin,
             .end = pages.end,
             .all_of = kWritten,
             .returned = kWritten};  // the kernel has a fast path for this category alone
-  if (which == Which::only_private) {
+  if (which == PageSelection::private_only) {
     scan.inverted = kOfFile;
     scan.all_of |= kOfFile;
     scan.any_of = kPresent | kSwapped;
@@ -108,7 +108,7 @@ bool scan_written(Pages pages, Which which, const OnPages& on_pages) {
 #else
 
 bool scan_private(Pages, const OnPages&) { return false; }
-bool scan_written(Pages, Which, const OnPages&) { return false; }
+bool scan_written(Pages, PageSelection, const OnPages&) { return false; }
 
 #endif
 
@@ -168,7 +168,7 @@ bool find_private(Pages pages, const OnPages& on_pages) {
   return has_scan() ? scan_private(pages, on_pages) : read_private(pages, on_pages);
 }
 
-bool find_written(Pages pages, Which which, const OnPages& on_pages) {
+bool find_written(Pages pages, PageSelection which, const OnPages& on_pages) {
   return scan_written(pages, which, on_pages);
 }
 

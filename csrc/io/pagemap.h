@@ -28,15 +28,15 @@ using OnPages = std::function<void(Pages)>;
 bool find_private(Pages pages, const OnPages& on_pages);
 
 /// The pages that find_written() looks at and protects.
-enum class Which : bool {
+enum class PageSelection : bool {
   all,           ///< takes 1 ns a page, and gives pages that are not present yet a page table entry
-  only_private,  ///< those that the process has for itself; takes 40 ns for each page that is present
+  private_only,  ///< those that the process has for itself; takes 40 ns for each page that is present
 };
 
 /// Calls `on_pages` for the pages that were written to since they were last protected, and protects them
 /// again. The pages must be registered with a userfaultfd for asynchronous write protection
 /// (io/page_watch.h). Returns false if they are not, or if the kernel has no PAGEMAP_SCAN (it is older than
 /// Linux 6.7).
-bool find_written(Pages pages, Which which, const OnPages& on_pages);
+bool find_written(Pages pages, PageSelection which, const OnPages& on_pages);
 
 }  // namespace dynswap

@@ -33,7 +33,7 @@ std::shared_ptr<std::byte> pages(std::size_t count, int flags = MAP_PRIVATE | MA
 /// Whether this kernel watches pages. If not, the test is skipped with a message.
 bool kernel_watches() {
   const auto memory = pages(16);
-  const bool watches = PageWatch::over(pages_within(memory.get(), 16 * kPage), Which::all) != nullptr;
+  const bool watches = PageWatch::over(pages_within(memory.get(), 16 * kPage), PageSelection::all) != nullptr;
   if (!watches) std::puts("    skipped: this kernel watches no pages (Linux 6.7 and userfaultfd are needed)");
   return watches;
 }
