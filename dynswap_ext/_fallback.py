@@ -303,7 +303,7 @@ class Session(Figures):
             copy = Copy(weight, self, self._freed)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
-                f"no device memory for {self._name(master)} ({self.place.bytes_for(master)} bytes): {error}"
+                f"no device memory for {self._name(weight)} ({self.place.bytes_for(master)} bytes): {error}"
             ) from error
         end, moved = time.monotonic_ns(), master.numel() * master.element_size()
         counters = self._counters
@@ -327,7 +327,7 @@ class Session(Figures):
         self._sweep()
         if self._held_bytes() + size <= self._budget:
             return
-        holders = ", ".join(sorted({self._name(copy.master) for copy in self._held.values()})[:5])
+        holders = ", ".join(sorted({self._name(copy.owner()) for copy in self._held.values()})[:5])
         message = (
             f"the budget of {self._budget} bytes is full: tensors handed out from {holders} are kept alive "
             "(by a list, or by an autograd graph)"

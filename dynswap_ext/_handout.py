@@ -110,12 +110,11 @@ class Copy:
         "_guard",
         "_seen",
         "_watch",
-        "_weight",
         "compare",
         "data",
         "handed",
-        "master",
         "nbytes",
+        "owner",
         "place",
         "session",
         "stream",
@@ -124,12 +123,12 @@ class Copy:
     )
 
     def __init__(self, weight: Weight, session: Session, freed: deque[int]) -> None:
-        # Weakly, as the weight has its current copy: a model is freed with its last reference.
-        self._weight = weakref.ref(weight)
-        self.master = weight.master
+        #: Weakly, as the weight has its current copy; and no master, as what hangs on one may lead to its
+        #: model: a model is freed with its last reference, whoever still has its copies.
+        self.owner = weakref.ref(weight)
         self.session = weakref.ref(session)
         self.place = place = session.place
-        master = self.master
+        master = weight.master
         self._watch = weight.watch()
         writes = self._writes()
         with detached():
@@ -152,7 +151,7 @@ class Copy:
     @property
     def weight(self) -> Weight | None:
         """The weight that it is the current copy of; None if there is another by now."""
-        weight = self._weight()
+        weight = self.owner()
         return weight if weight is not None and weight.copy is self else None
 
     def _writes(self) -> int:
@@ -315,7 +314,7 @@ untracked_alias_made.append(_compare)
 def _anew(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
     copy = copy_of(tensor)
     session = None if copy is None else copy.session()
-    weight = None if copy is None else copy._weight()
+    weight = None if copy is None else copy.owner()
     return None if session is None or weight is None else lambda master: session.hand_out_anew(weight, master)
 
 

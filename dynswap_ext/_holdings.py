@@ -47,16 +47,19 @@ class Holdings:
             self._find_lost()
             self._sweep()
             for copy in list(self._held.values()):
-                if copy.weight is not None and copy.unchanged(copy.master):
-                    copy.write_back(copy.master)
+                weight = copy.weight
+                if weight is not None and copy.unchanged(weight.master):
+                    copy.write_back(weight.master)
 
     def bring_buffers_home(self) -> None:
         """What a call wrote on buffers, with or without a trace, is in the masters when it is over."""
         with self._exclusive:
             for copy in list(self._held.values()):
-                watched = copy.compare and not isinstance(copy.master, nn.Parameter)
-                if watched and copy.weight is not None and copy.unchanged(copy.master):
-                    copy.write_back(copy.master)
+                weight = copy.weight if copy.compare else None
+                if weight is None or isinstance(weight.master, nn.Parameter):
+                    continue
+                if copy.unchanged(weight.master):
+                    copy.write_back(weight.master)
 
     def flush_module(self, module: nn.Module) -> None:
         """Flush; what is held is little here, and not sorted by module."""
@@ -119,11 +122,11 @@ class Holdings:
         self._held.pop(id(copy), None)
         self._orphans.pop(id(copy), None)
         weight = copy.weight
-        if weight is not None and copy.unchanged(copy.master):
+        if weight is not None and copy.unchanged(weight.master):
             # The next access gets what the master has of it, which may be rounded.
-            weight.kept = not copy.write_back(copy.master) and weight.kept
+            weight.kept = not copy.write_back(weight.master) and weight.kept
         elif copy.written():
-            self._warn_lost(copy.master)
+            self._warn_lost(copy.owner())
         copy.compare = False
         if weight is not None:
             self._drop(weight)
@@ -159,14 +162,14 @@ class Holdings:
                 weight.resident = weight.kept = False
                 self._drop(weight)
 
-    def _name(self, master: torch.Tensor) -> str:
+    def _name(self, weight: Weight | None) -> str:
         root = self._root()
-        return "a weight" if root is None else name_in(root, master)
+        return "a weight" if root is None or weight is None else name_in(root, weight.master)
 
-    def _warn_lost(self, master: torch.Tensor) -> None:
+    def _warn_lost(self, weight: Weight | None) -> None:
         self._warn_once(
             "lost",
-            f"a tensor handed out from {self._name(master)} was written in place although its master had "
+            f"a tensor handed out from {self._name(weight)} was written in place although its master had "
             "changed since; the master stands, and what was written is dropped",
         )
 

@@ -94,13 +94,16 @@ def test_a_master_that_stays_is_planned_for(provider: Provider) -> None:
         assert handle.stats().bytes_moved == moved  # all of it is resident again
 
 
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, None], ids=str)
 @pytest.mark.parametrize("attribute", ["method", "module", "hook"])
-def test_what_hangs_on_a_master_keeps_no_model_alive(provider: Provider, attribute: str) -> None:
-    if not provider.native:
-        pytest.skip("pure Python finds copies that died in a graph at its next access")
+def test_what_hangs_on_a_master_keeps_no_model_alive(
+    provider: Provider, attribute: str, dtype: torch.dtype | None, budget: str | None
+) -> None:
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2)))
-    handle = provider.install(model, dtype=torch.float64, budget="1GiB")
-    model(provider.randn(2, 8)).sum().backward()
+    handle = provider.install(model, dtype=dtype, budget=budget)
+    x = provider.randn(2, 8, dtype=dtype or torch.float32)
+    model(x).sum().backward()
     for layer in model:
         master = layer._parameters["weight"]
         if attribute == "method":
@@ -109,7 +112,7 @@ def test_what_hangs_on_a_master_keeps_no_model_alive(provider: Provider, attribu
             master.owner = model
         else:
             master.register_hook(lambda gradient, model=model: None)
-    model(provider.randn(2, 8)).sum().backward()
+    model(x).sum().backward()
     assert model[0].weight is not None
     gone = weakref.ref(model), weakref.ref(master.untyped_storage())
     del model, layer, master
