@@ -297,7 +297,7 @@ class Session(Figures):
     def _new_copy(self, weight: Weight) -> Copy:
         master = weight.master
         self._sweep()
-        self._make_room(weight, self.place.bytes_for(master))
+        self._make_room(self.place.bytes_for(master))
         begin = time.monotonic_ns()
         try:
             copy = Copy(weight, self, self._freed)
@@ -316,16 +316,23 @@ class Session(Figures):
         counters["peak_bytes"] = max(counters["peak_bytes"], self._held_bytes())
         return copy
 
-    def _make_room(self, weight: Weight, size: int) -> None:
+    def _beyond_budget(self, size: int) -> int:
+        """Bytes that are too many with `size` more."""
+        return 0 if self._budget is None else max(0, self._held_bytes() + size - self._budget)
+
+    def _make_room(self, size: int) -> None:
         """Invariant 4: over budget only where handed-out tensors that somebody keeps leave no room."""
-        if self._budget is None or self._held_bytes() + size <= self._budget:
+        if not self._beyond_budget(size):
             return
-        for other in list(self._weights.values()):
-            other.kept = False
-            self._drop(other)
         self._find_lost()
         self._sweep()
-        if self._held_bytes() + size <= self._budget:
+        for other in sorted(self._weights.values(), key=lambda weight: weight.resident):
+            if not self._beyond_budget(size):
+                return
+            if id(other.copy) not in self._held:
+                other.kept, other.copy = False, None  # copied again when it is needed, a resident too
+        beyond = self._beyond_budget(size)
+        if not beyond:
             return
         holders = ", ".join(sorted({self._name(copy.owner()) for copy in self._held.values()})[:5])
         message = (
@@ -334,7 +341,6 @@ class Session(Figures):
         )
         if self._strict:
             raise BudgetError(f"{message}, and strict_budget=True", self._held_bytes() + size)
-        beyond = self._held_bytes() + size - self._budget
         self._counters["overflow_bytes"] = max(self._counters["overflow_bytes"], beyond)
         self._warn_once("overflow", f"{message}; more memory than the budget is used")
 

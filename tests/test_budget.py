@@ -148,6 +148,20 @@ def test_a_strict_budget_raises_and_leaves_the_model_usable(provider: Provider) 
     assert handle.stats().overflow_bytes == 0
 
 
+@pytest.mark.parametrize("layers", [3, 5, 7])
+def test_residents_make_room_for_what_is_kept(provider: Provider, layers: int) -> None:
+    model = model_of_layers()
+    moved, handle = provider.pair(model, budget=layers * LAYER + SLACK, strict_budget=True)
+    x = provider.randn(2, WIDTH)
+    with torch.no_grad():
+        for index in range(LAYERS):
+            kept = model[2 * index].weight
+            testing.assert_bit_equal(model(x), moved(x))
+            testing.assert_bit_equal(kept.detach(), moved[2 * index].weight.detach())
+            del kept
+    assert handle.stats().overflow_bytes == 0
+
+
 def test_budget_errors_can_be_pickled() -> None:
     error = pickle.loads(pickle.dumps(BudgetError("too small", 42)))
     assert (str(error), error.smallest_bytes) == ("too small", 42)

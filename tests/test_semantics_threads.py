@@ -55,6 +55,25 @@ def test_threads_share_a_model(provider: Provider, budget: str | None) -> None:
     assert handle.stats().bytes_moved > 0
 
 
+@pytest.mark.parametrize("layers", [2, 3, 5])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+def test_threads_share_a_strict_budget(provider: Provider, dtype: torch.dtype, layers: int) -> None:
+    model = mlp(features=768, layers=6).eval()
+    layer = (768 * 768 + 768) * dtype.itemsize
+    moved, handle = provider.pair(model, dtype, budget=layers * layer + 6 * 4096, strict_budget=True)
+    x = provider.randn(3, 768, dtype=dtype)
+    with torch.no_grad():
+        expected = moved(x)
+
+    def work(_: int) -> None:
+        with torch.no_grad():
+            for _ in range(PASSES):
+                testing.assert_bit_equal(model(x), expected)
+
+    in_threads(work, count=2)  # whatever each of them holds, a layer, fits
+    assert handle.stats().overflow_bytes == 0
+
+
 def test_threads_train_on_one_model(provider: Provider) -> None:
     model = mlp(layers=3)
     moved, _ = provider.pair(model)
