@@ -23,13 +23,15 @@ __all__ = ["Attribute", "ModuleState"]
 class ModuleState:
     """What an installed module carries in its `__dict__`."""
 
-    __slots__ = ("owner", "session", "weights")
+    __slots__ = ("owner", "session", "stand_ins", "weights")
 
     def __init__(self, session: Session, module: nn.Module) -> None:
         self.session = session
         #: A copy of the module's `__dict__` brings the state along, but not the module.
         self.owner = weakref.ref(module)
         self.weights: dict[str, Weight] = {}
+        #: Masters that have taken a planned one's place, and in which call of the model they did.
+        self.stand_ins: dict[str, tuple[Weight, int]] = {}
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied or unpickled state is none

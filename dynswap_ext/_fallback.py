@@ -7,6 +7,7 @@ the native extension.
 
 from __future__ import annotations
 
+import sys
 import time
 import weakref
 from collections.abc import Callable
@@ -229,7 +230,9 @@ class Session(Figures):
         with self._exclusive:
             weight = state.weights.get(name)
             if weight is None or weight.master is not master:
-                weight = state.weights[name] = self._replaced(weight, master)
+                weight = self._weight_now(state, name, master)
+            elif state.stand_ins:
+                state.stand_ins.pop(name, None)
             copy = self._current_copy(weight, master)
             if self._ledger.recording:
                 self._ledger.used(weight.counts, self._held_bytes())
@@ -268,15 +271,25 @@ class Session(Figures):
                 self._ledger.used(weight.counts, self._held_bytes())
             return copy
 
-    def _replaced(self, old: Weight | None, master: torch.Tensor) -> Weight:
-        new = self._weight(master)
+    def _weight_now(self, state: ModuleState, name: str, master: torch.Tensor) -> Weight:
+        """The weight of a master that is not the one planned for."""
+        new, planned = self._weight(master), state.weights.get(name)
+        if planned is not None:
+            _take_over(new, planned)
+            if sys.getrefcount(planned.master) > 2:  # the weight's own reference, and the call's
+                # It may come back, as after functional_call(): what is on the device stays that one's.
+                stand_in, since = state.stand_ins.get(name, (None, 0))
+                if stand_in is not new:
+                    state.stand_ins[name] = new, self.calls
+                elif since < self.calls:
+                    self.outdated = True  # it has outlasted a call
+                return new
+            if planned.resident and new.copy is None:
+                # The place in the plan stays with the module's name.
+                planned.resident, planned.copy = False, None
+                new.resident = True
+        state.weights[name] = new
         self.outdated = True
-        if old is not None:
-            _take_over(new, old)
-        if old is not None and old.resident and new.copy is None:
-            # The place in the plan stays with the module's name.
-            old.resident, old.copy = False, None
-            new.resident = True
         return new
 
     def _current_copy(self, weight: Weight, master: torch.Tensor) -> Copy:

@@ -19,6 +19,8 @@ class Figures(Holdings):
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._plan = dict.fromkeys(_PLAN, 0)
         self._ledger = Ledger()
+        #: How often the model has been called.
+        self.calls = 0
         #: Told of the model's calls: a `Tuner`.
         self.on_pass: Any = None
 
@@ -67,6 +69,7 @@ class Figures(Holdings):
 
     def pass_begins(self) -> None:
         """A call of the model begins."""
+        self.calls += 1
         self.note_pass()
         if self.on_pass is not None:
             self.on_pass()

@@ -48,30 +48,44 @@ def test_a_cache_that_grows(provider: Provider) -> None:
     assert all(bytes_moved < layers / 2 for bytes_moved in moved[1:]), moved
 
 
-def test_functional_call(provider: Provider) -> None:
-    if not provider.native:
-        pytest.skip("pure Python gives a resident's place to whatever comes")
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("in_a_row", [1, 3])
+def test_functional_call(provider: Provider, in_a_row: int, dtype: torch.dtype) -> None:
     model = mlp(features=WIDTH).eval()
-    handle = provider.install(model, dtype=torch.float64, budget="1GiB")
-    x = provider.randn(2, WIDTH)
+    handle = provider.install(model, dtype=dtype, budget="1GiB")
+    moved = testing.moved(model, provider.device, dtype)
+    x = provider.randn(2, WIDTH, dtype=dtype)
     with torch.no_grad():
         model(x)
         for _ in range(4):
-            others = {name: p.detach() + 1 for name, p in model.named_parameters()}
-            before = handle.stats().bytes_moved
-            found = torch.func.functional_call(model, others, (x,))
-            there = handle.stats().bytes_moved
-            assert there - before == sum(p.nbytes for p in others.values())
-            plain = {name: p.to(provider.device, torch.float64) for name, p in others.items()}
-            moved = testing.moved(model, provider.device, torch.float64)
-            testing.assert_bit_equal(found, torch.func.functional_call(moved, plain, (x,)))
+            for _ in range(in_a_row):
+                others = {name: p.detach() + 1 for name, p in model.named_parameters()}
+                before = handle.stats().bytes_moved
+                found = torch.func.functional_call(model, others, (x,))
+                there = handle.stats().bytes_moved
+                assert there - before == sum(p.nbytes for p in others.values())
+                plain = {name: p.to(provider.device, dtype) for name, p in others.items()}
+                testing.assert_bit_equal(found, torch.func.functional_call(moved, plain, (x,)))
             testing.assert_bit_equal(model(x), moved(x))
             assert handle.stats().bytes_moved == there
 
 
-def test_functional_call_under_a_strict_budget(provider: Provider) -> None:
+def test_a_master_that_nobody_has_any_more_is_freed(provider: Provider) -> None:
+    model = mlp(features=WIDTH).eval()
+    provider.install(model, dtype=torch.float64, budget="1GiB")
+    x = provider.randn(2, WIDTH)
+    with torch.no_grad():
+        model(x)
+        gone = weakref.ref(model[0]._parameters["weight"].untyped_storage())
+        model[0]._parameters["weight"] = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        model(x)
+    assert gone() is None
+
+
+@pytest.mark.parametrize("budget", ["130KiB", "200KiB"], ids=["streamed", "resident"])
+def test_functional_call_under_a_strict_budget(provider: Provider, budget: str) -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).eval()
-    provider.install(model, dtype=torch.float64, budget="130KiB", strict_budget=True)
+    provider.install(model, dtype=torch.float64, budget=budget, strict_budget=True)
     x = provider.randn(2, WIDTH)
     with torch.no_grad():
         for _ in range(3):
@@ -80,18 +94,21 @@ def test_functional_call_under_a_strict_budget(provider: Provider) -> None:
             testing.assert_bit_equal(model(x), testing.moved(model, provider.device, torch.float64)(x))
 
 
-def test_a_master_that_stays_is_planned_for(provider: Provider) -> None:
+@pytest.mark.parametrize("old", ["gone", "kept"])
+def test_a_master_that_stays_is_planned_for(provider: Provider, old: str) -> None:
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(3))).eval()
     handle = provider.install(model, dtype=torch.float64, budget="1GiB")
     x = provider.randn(2, WIDTH)
     with torch.no_grad():
         model(x)
+        kept = model[1]._parameters["weight"] if old == "kept" else None
         model[1]._parameters["weight"] = nn.Parameter(torch.randn(WIDTH, WIDTH, dtype=torch.bfloat16))
         for _ in range(5):
             testing.assert_bit_equal(model(x), testing.moved(model, provider.device, torch.float64)(x))
         moved = handle.stats().bytes_moved
         model(x)
         assert handle.stats().bytes_moved == moved  # all of it is resident again
+    del kept
 
 
 @pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
