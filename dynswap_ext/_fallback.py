@@ -239,6 +239,8 @@ class Session(Figures):
             if training and master.is_floating_point():
                 copy.compare = True  # F.batch_norm writes its running statistics without a trace
             inside = inside_call()
+            if not inside and self.place.device.type == "cpu":
+                copy.compare = True  # NumPy, DLPack and views write to bytes in RAM and bump no version
             if inside and not weight.resident:
                 keep(weight, self)
             self._held[id(copy)] = copy

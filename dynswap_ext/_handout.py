@@ -20,6 +20,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from ._counting import Counts
+from ._fetching import Fetching
 from ._memory_watch import MemoryWatch
 from ._outside import handed_out_anew, untracked_alias_made
 
@@ -67,7 +68,7 @@ class Place:
 class Weight:
     """One managed master. Modules that share it share the weight."""
 
-    __slots__ = ("__weakref__", "copy", "counts", "kept", "master", "resident", "watched")
+    __slots__ = ("__weakref__", "copy", "counts", "fetching", "kept", "master", "resident", "watched")
 
     def __init__(self, master: torch.Tensor) -> None:
         self.counts = Counts()
@@ -80,6 +81,7 @@ class Weight:
         self.copy: Copy | None = None
         #: What counts the writes to the master's bytes, since somebody asked `watch` for it.
         self.watched: MemoryWatch | None = None
+        self.fetching = Fetching()
 
     def watch(self) -> MemoryWatch | None:
         """Count the writes to the master's bytes from now on; None if they are not in RAM."""
@@ -182,7 +184,13 @@ class Copy:
         )
         if alive is None:
             with torch.inference_mode(False), torch.enable_grad():
-                alive = _connected(master, self.data, self._watch) if requires_grad else self.data.detach()
+                weight = self.owner()
+                fetching = weight.fetching if weight is not None else Fetching()
+                alive = (
+                    fetching.connected(master, self.data, self._watch)
+                    if requires_grad
+                    else self.data.detach()
+                )
             if is_param:
                 alive._is_param = True
             handed = Handed(alive, died)
@@ -239,38 +247,6 @@ class Copy:
     def aliased_at_death(self) -> bool:
         """The same, while the handed-out tensor is dying and still counts as an owner."""
         return _owners(self.data) > _OWNERS_AT_DEATH
-
-
-class HandOut(torch.autograd.Function):
-    """Identity whose output lives on the device and whose gradient goes to the master."""
-
-    # In the older form, with `ctx`: the newer one inspects signatures at each call, and takes thrice the
-    # time. What it is for, functorch, does not get here.
-    @staticmethod
-    def forward(
-        ctx: Any, master: torch.Tensor, data: torch.Tensor, watch: MemoryWatch | None
-    ) -> torch.Tensor:
-        """Alias `data`, sharing its version counter."""
-        ctx.set_materialize_grads(False)
-        ctx.watch = watch
-        ctx.device, ctx.dtype, ctx.place = master.device, master.dtype, (data.device, data.dtype)
-        return data.detach()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
-        """Gradients reach the master in its own dtype (Invariant 7)."""
-        if ctx.watch is not None:
-            ctx.watch.note_write()  # somebody is about to write what the gradient is for
-        return (None if grad is None else grad.to(device=ctx.device, dtype=ctx.dtype)), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor | None, *_: Any) -> torch.Tensor | None:
-        """Forward-mode: the tangent moves as the master did."""
-        return None if tangent is None else tangent.to(device=ctx.place[0], dtype=ctx.place[1])
-
-
-def _connected(master: torch.Tensor, data: torch.Tensor, watch: MemoryWatch | None) -> Any:
-    return HandOut.apply(master, data, watch)  # type: ignore[no-untyped-call]
 
 
 class detached:
@@ -331,6 +307,8 @@ def storage_address(tensor: torch.Tensor) -> int:
 
 def _is_emptied(tensor: torch.Tensor) -> bool:
     """Whether its storage was resized to nothing, as FSDP does between its calls."""
+    if torch.compiler.is_compiling():
+        return False  # what is traced has data
     try:
         return tensor.untyped_storage().nbytes() == 0
     except (RuntimeError, NotImplementedError):

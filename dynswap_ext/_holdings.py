@@ -14,7 +14,7 @@ from torch import nn
 
 from ._exclusive import Exclusive
 from ._handout import Copy, Weight
-from ._memory_watch import MemoryWatch, watches_pages
+from ._memory_watch import MemoryWatch, is_sampled
 from ._state import STATE_KEY, name_in
 from ._untraced import untraced
 
@@ -74,12 +74,12 @@ class Holdings:
                     weight.copy = None
 
     def expect_writes(self, masters: list[torch.Tensor]) -> None:
-        """An optimizer is about to write to these masters."""
+        """Announce that an optimizer is about to write to these masters; those of others are ignored."""
         for watch in self._watches(masters):
             watch.expect_writes()
 
     def note_writes(self, masters: list[torch.Tensor]) -> None:
-        """It has, and may have bumped no version."""
+        """Count a write to each of these masters that is sampled: an optimizer has stepped."""
         for watch in self._watches(masters):
             watch.note_write()
 
@@ -91,11 +91,10 @@ class Holdings:
 
     @property
     def sampled_bytes(self) -> int:
-        """Bytes of masters in which a small write that bumps no version may go unseen."""
-        if watches_pages():
-            return 0
+        """Bytes of masters that are sampled: a small write to them that bumps no version may go unseen."""
         with self._exclusive:
-            return sum(weight.master.nbytes for weight in list(self._weights.values()))
+            masters = [weight.master for weight in list(self._weights.values())]
+        return sum(master.nbytes for master in masters if is_sampled(master))
 
     def _settle(self, key: int, aliased: bool) -> None:
         """A handed-out tensor has died."""

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-__all__ = ["MemoryWatch", "watches_pages"]
+__all__ = ["MemoryWatch", "is_sampled"]
 
 #: Bytes from which on the kernel watches a master. Smaller ones, and ends that share a page, are compared.
 _WATCHED: Final = 32 << 10
@@ -162,16 +162,19 @@ if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_after_fork)
 
 
-def watches_pages() -> bool:
-    """Whether the kernel tracks the pages that are written, so that writes to large masters are seen too."""
-    return _kernel_of_this_process() is not None
+def is_sampled(master: torch.Tensor) -> bool:
+    """Whether only a few places of the master are compared, so that a small write may go unseen.
+
+    So it is with masters of more than 64 KiB where the kernel does not track pages, or tracks this process's
+    writes alone and others write to the memory too.
+    """
+    if master.device.type != "cpu" or master.nbytes <= _COMPARED:
+        return False
+    return _kernel_of_this_process() is None or bool(master.is_shared())  # type: ignore[no-untyped-call]
 
 
 class MemoryWatch:
-    """Counts the writes to a master's bytes, by any code of this process.
-
-    Exact where `watches_pages()`; else masters of more than 64 KiB are sampled.
-    """
+    """Counts the writes to a master's bytes, whoever makes them. Exact, unless it `is_sampled`."""
 
     def __init__(self, master: torch.Tensor) -> None:
         self.address, self.bytes = _extent(master)
@@ -181,6 +184,7 @@ class MemoryWatch:
         begin = -(-self.address // _PAGE) * _PAGE
         end = (self.address + self.bytes) // _PAGE * _PAGE
         self._whole = begin, end
+        self._sampled = is_sampled(master)
         self._watch_pages()
         self._seen: tuple[Any, ...] = self._state()
 
@@ -203,8 +207,8 @@ class MemoryWatch:
         return self._count
 
     def note_write(self) -> None:
-        """Count a write that was made, or is about to be, unless the kernel tells of every write."""
-        if not watches_pages():
+        """Count a write that was made, or is about to be, unless a look sees every write."""
+        if self._sampled:
             self._count += 1
 
     def expect_writes(self) -> None:
@@ -225,13 +229,12 @@ class MemoryWatch:
                 self._count += 1
                 self._kernel, self._pages = _kernel_of_this_process(), None
                 self._watch_pages()
+        sample = _sample(self.address, self.bytes) if self._sampled else b""
         if self._pages is None:
-            whole = self.bytes <= _COMPARED
-            return (
-                ctypes.string_at(self.address, self.bytes) if whole else _sample(self.address, self.bytes),
-            )
+            return sample or ctypes.string_at(self.address, self.bytes), 0
         before = ctypes.string_at(self.address, begin - self.address)
-        return before, self._pages.writes, ctypes.string_at(end, self.address + self.bytes - end)
+        after = ctypes.string_at(end, self.address + self.bytes - end)
+        return before, self._pages.writes, after, sample
 
 
 def _extent(master: torch.Tensor) -> tuple[int, int]:

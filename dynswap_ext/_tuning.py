@@ -168,6 +168,9 @@ class Tuner:
             except (BudgetError, OutOfMemoryError) as error:
                 if budget is None:
                     raise
+                if isinstance(error, BudgetError) and not self._automatic:
+                    warn(f"retune({budget}) is not done ({error}); the budget is still {_amount(earlier)}")
+                    return
                 smaller = smaller_budget(budget) if isinstance(error, OutOfMemoryError) else None
                 warn(f"a budget of {format_bytes(budget)} does not work ({error}); trying {_amount(smaller)}")
                 budget = smaller

@@ -16,7 +16,7 @@ from conftest import Provider
 ROOT = Path(dynswap_ext.__file__).parent.parent
 
 HEAD = """
-import os, signal, sys, threading, torch, dynswap_ext
+import copy, os, signal, sys, threading, torch, dynswap_ext
 from torch import nn
 model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
 handle = dynswap_ext.install(model, device={device!r}, dtype=torch.float64, backend={backend!r})
@@ -102,5 +102,47 @@ def test_a_forked_child_does_not_inherit_a_lock_held(provider: Provider) -> None
         thread.join()
         assert status == 0
         assert torch.equal(model[0].weight, expected)
+        """,
+    )
+
+
+WRITES = {
+    "a version": "[p.mul_(2) for p in model.parameters()]",
+    "data": "[p.data.mul_(2) for p in model.parameters()]",
+    "an element": "[p.data.view(-1)[:1].fill_(3) for p in model.parameters()]",
+    "a fused step": (
+        "[setattr(p, 'grad', torch.ones_like(p)) for p in model.parameters()]; "
+        "torch.optim.SGD(model.parameters(), 0.1, fused=True).step()"
+    ),
+}
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("budget", ["None", "'1GiB'"], ids=["streamed", "resident"])
+def test_a_forked_child_sees_writes_to_its_masters(provider: Provider, budget: str, write: str) -> None:
+    if provider.device.type != "cpu":
+        pytest.skip("a forked child has no device")
+    run(
+        provider,
+        f"""
+        torch.set_num_threads(1)
+        with torch.no_grad():
+            handle.uninstall()
+            handle = dynswap_ext.install(model, dtype=x.dtype, budget={budget}, backend="{provider.backend}")
+            for _ in range(3):
+                model(x)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            with torch.no_grad():
+                for _ in range(2):
+                    {WRITES[write]}
+                    found = model(x)
+                    own = copy.deepcopy(model).to(x.dtype)
+                    if not torch.equal(found, own(x)):
+                        os._exit(1)
+            os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
         """,
     )

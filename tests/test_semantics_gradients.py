@@ -42,17 +42,46 @@ def test_gradients_reach_masters(provider: Provider, case: str) -> None:
 
 
 def test_gradients_of_a_tied_transformer(provider: Provider) -> None:
-    # Uses of a tied weight may be summed in the master's dtype here, and are in the device's there.
     model = TinyTransformer()
     moved, _ = provider.pair(model)
     tokens = torch.arange(12).reshape(2, 6).to(provider.device)
     model(tokens).square().sum().backward()
     moved(tokens).square().sum().backward()
-    expected = dict(moved.named_parameters())
-    for name, p in model.named_parameters():
-        assert p.grad is not None
-        assert p.grad.dtype == torch.float32
-        torch.testing.assert_close(p.grad, expected[name].grad.float().cpu(), rtol=1e-4, atol=1e-5)
+    assert_gradients_as_moved(model, moved)
+
+
+class UsedTwice(nn.Module):
+    """The first layer's weight is used again at the end, when it has been streamed out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32) for _ in range(5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in (*self.layers, self.layers[0], self.layers[2]):
+            x = x + layer(x).tanh()
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
+@pytest.mark.parametrize("budget", [None, "12KiB", "1GiB"])
+def test_a_weight_that_is_used_twice(provider: Provider, budget: str | None, dtype: torch.dtype) -> None:
+    """Its uses' gradients are added on the device and in its dtype, as in the moved model, wherever it is."""
+    model = UsedTwice()
+    budget = "24KiB" if budget == "12KiB" and dtype is torch.float64 else budget
+    moved, _ = provider.pair(model, dtype, budget=budget)
+    for step in range(3):
+        x = provider.randn(4, 32, dtype=dtype, seed=step)
+        for each in (model, moved):
+            each.zero_grad()
+            each(x).float().square().mean().backward()
+        assert_gradients_as_moved(model, moved)
+        graphs = [(each, each(x).sum(), each(2 * x).sum()) for each in (model, moved)]
+        for number in (2, 1):  # of two graphs at a time, each has its own gradients
+            for graph in graphs:
+                graph[0].zero_grad()
+                graph[number].backward()
+            assert_gradients_as_moved(model, moved)
 
 
 def test_training_steps_equal_the_plain_model(provider: Provider) -> None:

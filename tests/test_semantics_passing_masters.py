@@ -172,23 +172,25 @@ class Tied(nn.Module):
 def test_functional_call_keeps_nothing(
     provider: Provider, budget: str | None, names: tuple[str, ...], own_between: bool
 ) -> None:
-    """Neither the tensors nor their bytes, whichever weights are tied."""
+    """Neither the tensors nor their bytes, whichever weights are tied; pure Python keeps the last call's."""
     model = Tied().eval()
     provider.install(model, dtype=torch.float64, budget=budget)
     plain = testing.moved(model, provider.device, torch.float64)
     x = provider.randn(2, WIDTH)
+    watches: list[weakref.ref[object]] = []
     with torch.no_grad():
         model(x)
         for number in range(6):
             owners = [torch.randn(WIDTH, WIDTH).numpy() for _ in names]
             others = dict(zip(names, map(torch.from_numpy, owners), strict=True))
-            watches = [weakref.ref(owner) for owner in owners]
+            watches += [weakref.ref(owner) for owner in owners]
             found = torch.func.functional_call(model, others, (x,), tie_weights=len(names) == 1)
             moved = {name: other.to(provider.device, torch.float64) for name, other in others.items()}
             expected = torch.func.functional_call(plain, moved, (x,), tie_weights=len(names) == 1)
             testing.assert_bit_equal(found, expected, f"call {number}")
             del owners, others
             gc.collect()
-            assert not any(watch() is not None for watch in watches), f"call {number}"
+            kept = sum(watch() is not None for watch in watches)
+            assert kept <= (0 if provider.native else len(names)), f"call {number}"
             if own_between:
                 testing.assert_bit_equal(model(x), plain(x))

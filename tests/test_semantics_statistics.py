@@ -146,3 +146,28 @@ def test_no_wait_for_each_buffer(provider: Provider, graph: bool) -> None:
 
     few, many = waits(1), waits(8)
     assert many == few
+
+
+@pytest.mark.parametrize("whole", [False, True], ids=["streamed", "resident"])
+def test_a_strict_budget_holds_between_training_and_evaluation(provider: Provider, whole: bool) -> None:
+    """Statistics, weights that were stepped and frozen ones share a group, and one of them is read first."""
+    model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64))))
+    model.double()[0].weight.requires_grad_(False)
+    size = 4 * sum(t.numel() for t in (*model.parameters(), *model.buffers()))
+    handle = provider.install(
+        model, dtype=torch.float32, budget=2 * size if whole else size // 2 + 32768, strict_budget=True
+    )
+    optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 0.1)
+    x = provider.randn(8, 64, dtype=torch.float32)
+    for _ in range(4):
+        model.train()
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        model.eval()
+        with torch.no_grad():
+            testing.assert_bit_equal(model(x), testing.moved(model, provider.device, torch.float32)(x))
+            for p in model.parameters():
+                p.mul_(0.9)
+            testing.assert_bit_equal(model(x), testing.moved(model, provider.device, torch.float32)(x))
+    assert handle.stats().overflow_bytes == 0

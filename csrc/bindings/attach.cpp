@@ -203,13 +203,14 @@ Weight& Session::weight_of(Table& table, PyObject* master, const std::string& na
 /// What came for a while goes with its master.
 void Session::sweep(Table& table) {
   if (table.weights.size() < table.sweep_at) return;
-  std::erase_if(table.by_master, [](const auto& entry) { return entry.second->unused(); });
-  recent_.clear();
-  std::erase_if(table.weights, [](const std::shared_ptr<Weight>& weight) {
-    if (!weight->unused()) return false;
+  std::unordered_set<const Weight*> unused;  // nobody reads it, nothing that was handed out has it
+  std::erase_if(table.weights, [&](const std::shared_ptr<Weight>& weight) {
+    if (weight.use_count() > 1 || weight->plan || !weight->master_storage.expired()) return false;
     for (const auto& [name, part] : weight->parts) --part->holders;
+    unused.insert(weight.get());
     return true;
   });
+  std::erase_if(table.by_master, [&](const auto& entry) { return unused.contains(entry.second); });
   table.sweep_at = table.weights.size() + table.weights.size() / 8 + 8;
 }
 

@@ -24,9 +24,8 @@ namespace autograd = torch::autograd;
 
 namespace {
 
-using NodePtr = decltype(autograd::Edge::function);
+using NodePtr = GradientNode::Pointer;
 
-// torch owned its nodes by shared_ptr up to 2.11, and counts them intrusively since.
 template <class Pointer, class Made>
 struct NewNode {
   template <class... Arguments>
@@ -132,14 +131,24 @@ class ArriveBackward : public autograd::Node {
   const std::shared_ptr<MemoryWatch> watch_;
 };
 
+/// A weight knows its node weakly. When that pointer is the last one, what the node leads to goes all the
+/// same: else it would keep the master. (Where nodes are owned by shared_ptr, they are destroyed then.)
+class SharedByUses : public autograd::Node {
+ public:
+  using Node::Node;
+  virtual void release_resources() { next_edges_.clear(); }
+};
+
 using ArrivePtr =
     decltype(new_node<ArriveBackward>(std::declval<const at::Tensor&>(), std::shared_ptr<MemoryWatch>()));
 
 /// Takes a gradient from an accelerator to the host.
-class CarryBackward : public autograd::Node {
+class CarryBackward : public SharedByUses {
  public:
   CarryBackward(ArrivePtr arrive, at::TensorOptions host)
-      : Node(autograd::edge_list{autograd::Edge(arrive, 0)}), arrive_(std::move(arrive)), host_(host) {}
+      : SharedByUses(autograd::edge_list{autograd::Edge(arrive, 0)}),
+        arrive_(std::move(arrive)),
+        host_(host) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     const at::Tensor& gradient = gradients[0];
@@ -173,6 +182,11 @@ class CarryBackward : public autograd::Node {
 
   std::string name() const override { return "DynswapCarryBackward"; }
 
+  void release_resources() override {
+    SharedByUses::release_resources();
+    arrive_ = {};
+  }
+
  private:
   /// Anomaly mode reads what a node returns, and hooks do, before the node that waits runs.
   bool is_looked_at() const {
@@ -180,15 +194,15 @@ class CarryBackward : public autograd::Node {
            !arrive_->tensor_pre_hooks().empty();
   }
 
-  const ArrivePtr arrive_;
+  ArrivePtr arrive_;
   const at::TensorOptions host_;
 };
 
 /// Where the two are on one device.
-class FetchBackward : public autograd::Node {
+class FetchBackward : public SharedByUses {
  public:
   FetchBackward(const at::Tensor& master, std::shared_ptr<MemoryWatch> watch)
-      : Node(autograd::edge_list{autograd::impl::gradient_edge(master)}),
+      : SharedByUses(autograd::edge_list{autograd::impl::gradient_edge(master)}),
         master_(place_of(master)),
         watch_(std::move(watch)) {}
 
@@ -208,8 +222,32 @@ class FetchBackward : public autograd::Node {
 
 }  // namespace
 
+NodePtr GradientNode::get(const at::Tensor& handed_out, const autograd::Edge& to,
+                          const std::shared_ptr<MemoryWatch>& watch) const {
+  if (to.function.get() != to_ || to.input_nr != to_input_ || watch != watch_) return {};
+  NodePtr node = node_.lock();
+  if (!node) return {};
+  const autograd::InputMetadata& made_for = node->input_metadata(0);
+  const bool same = made_for.device() == handed_out.device() &&
+                    made_for.dtype().toScalarType() == handed_out.scalar_type() &&
+                    made_for.is_same_shape(handed_out);
+  return same ? node : NodePtr();
+}
+
+void GradientNode::set(const NodePtr& node, const autograd::Edge& to, std::shared_ptr<MemoryWatch> watch) {
+  node_ = weakly(node);
+  to_ = to.function.get();
+  to_input_ = to.input_nr;
+  watch_ = std::move(watch);
+}
+
 void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master,
-                       const std::shared_ptr<MemoryWatch>& watch) {
+                       const std::shared_ptr<MemoryWatch>& watch, GradientNode& shared) {
+  const autograd::Edge to = autograd::impl::gradient_edge(master);
+  if (NodePtr node = shared.get(handed_out, to, watch)) {
+    autograd::impl::set_gradient_edge(handed_out, {std::move(node), 0});
+    return;
+  }
   NodePtr node;
   if (handed_out.device() == master.device() || !master.is_cpu()) {
     node = new_node<FetchBackward>(master, watch);
@@ -224,6 +262,7 @@ void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master,
     node = new_node<CarryBackward>(std::move(arrive), host);
   }
   node->add_input_metadata(handed_out);
+  shared.set(node, to, watch);
   autograd::impl::set_gradient_edge(handed_out, {std::move(node), 0});
 }
 

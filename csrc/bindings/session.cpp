@@ -120,9 +120,10 @@ PyObject* Session::cached_tensor(const Weight& weight, PyObject* master, bool in
     const bool same = weight.state.same_place(impl) && weight.state.same_layout(impl);
     return same ? Py_NewRef(master) : nullptr;
   }
-  if (weight.dressed || recording_) return nullptr;
+  if (weight.dressed || recording_ || abandoned_) return nullptr;
   PyObject* const cached = inside ? weight.cached : weight.cached_outside;
   if (cached == nullptr) return nullptr;
+  if (!inside) may_be_written_silently(cached);
   if (PROTECTED(changed_master_seen) && !weight.state.is_of(impl)) return nullptr;
   if (!device_.is_cpu()) {
     if (PROTECTED(resident_per_stream) && stream_id() != weight.cached_stream) return nullptr;
@@ -131,9 +132,18 @@ PyObject* Session::cached_tensor(const Weight& weight, PyObject* master, bool in
   return Py_NewRef(cached);
 }
 
+/// Note [What is read outside a forward may be written by anybody]: NumPy, DLPack and views can write to
+/// bytes in RAM and bump no version. Inside a forward that is the model's own code, and looking at all bytes
+/// of all weights would cost more than to fetch them.
+void Session::may_be_written_silently(PyObject* handed_out) {
+  HandedOut* const record = HandedOut::of(*THPVariable_Unpack(handed_out).unsafeGetTensorImpl());
+  if (record != nullptr && record->on_cpu()) record->note_untracked_alias();
+}
+
 PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out) {
   const auto inside = py::reinterpret_steal<py::object>(handed_out);
   if (inside.ptr() == master) return Py_NewRef(master);
+  may_be_written_silently(inside.ptr());
   static PyObject* const alias_of =
       PyObject_GetAttrString(py::module_::import("dynswap_ext._outside").ptr(), "seen_from_outside");
   PyObject* const alias = PyObject_CallFunctionObjArgs(alias_of, inside.ptr(), master, nullptr);
@@ -200,7 +210,7 @@ PyObject* Session::hand_out_private(Weight& weight, const at::Tensor& master, bo
   const at::Tensor copy =
       HandedOut::make_private({weak_from_this(), weight.shared_from_this()}, master, device_);
   if (watched) watch(copy);
-  if (master.requires_grad()) connect_to_master(copy, master, weight.watch);
+  if (master.requires_grad()) connect_to_master(copy, master, weight.watch, weight.gradient);
   if (!weight.plan) {
     ++counters_.copies;
     counters_.bytes_moved += master.nbytes();
@@ -226,7 +236,7 @@ at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, b
       tensor = HandedOut::again(std::move(kept), master);
   }
   if (!tensor.defined()) return tensor;
-  if (master.requires_grad()) connect_to_master(tensor, master, weight.watch);
+  if (master.requires_grad()) connect_to_master(tensor, master, weight.watch, weight.gradient);
   remember(weight, tensor);
   return tensor;
 }
@@ -279,7 +289,7 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object) {
     if (const at::Tensor other = still_handed_out(weight, master, /*watched=*/false); other.defined())
       return hand_out_again(weight, other);
   }
-  if (master.requires_grad()) connect_to_master(tensor, master, weight.watch);
+  if (master.requires_grad()) connect_to_master(tensor, master, weight.watch, weight.gradient);
   PyObject* const object = wrap(weight, tensor);
   if (outdated) return object;
   remember(weight, tensor);
@@ -294,10 +304,11 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object) {
 void Session::remember(Weight& weight, const at::Tensor& handed_out) {
   weight.remember(handed_out);
   constexpr std::size_t kMany = 4;
-  if (recent_.size() >= kMany) std::erase_if(recent_, [](Weight* other) { return other->let_go_if_dead(); });
+  if (recent_.size() >= kMany)
+    std::erase_if(recent_, [](const std::shared_ptr<Weight>& other) { return other->let_go_if_dead(); });
   // A graph, or residents, may keep as many alive: those are not looked at again.
   if (recent_.size() >= kMany) recent_.clear();
-  recent_.push_back(&weight);
+  recent_.push_back(weight.shared_from_this());
 }
 
 at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::thread::id reader) {

@@ -181,6 +181,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void sweep(Table& table);
   void master_changed(Weight& weight, PyObject* master, DeferredRelease& dropped);
   void refetch(Weight& weight, DeferredRelease& dropped);
+  void refetch_if_written(Weight& weight, DeferredRelease& dropped);
   void pin(const std::shared_ptr<Holds>& holds,
            const std::vector<Weight*>& weights);  ///< releases the GIL for a while
   void pin_replaced();
@@ -190,8 +191,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void remember(Weight& weight, const at::Tensor& handed_out);
   void write_back(Weight& weight, DeferredRelease& dropped);
   void write_back_whole(Weight& weight, DeferredRelease& dropped);  ///< and the parts of a wrapper
-  void for_watches(const std::vector<at::Tensor>& masters,
-                   const std::function<void(MemoryWatch&)>& use) const;
+  void for_weights(const std::vector<at::Tensor>& masters, const std::function<void(Weight&)>& use) const;
   void for_entries(const py::object& module,
                    const std::function<void(const Entry&, PyObject* master)>& use) const;
   bool stays(const Weight& weight) const;  ///< and so do its parts
@@ -201,6 +201,7 @@ class Session : public std::enable_shared_from_this<Session> {
   PyObject* cached_tensor(const Weight& weight, PyObject* master, bool inside) const;
   at::Tensor still_handed_out(Weight& weight, const at::Tensor& master, bool watched);
   PyObject* hand_out_again(Weight& weight, const at::Tensor& tensor);
+  static void may_be_written_silently(PyObject* handed_out);
   static PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out);
   static void watch(const at::Tensor& tensor);
   PyObject* hand_out(Weight& weight, PyObject* master);
@@ -218,7 +219,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::string backend_;
   std::shared_ptr<const Plan> plan_;  ///< never null; a new one takes its place once it is carried out
   std::shared_ptr<Table> table_;      ///< never null
-  std::vector<Weight*> recent_;       ///< whose latest tensor was alive at the last look
+  std::vector<std::shared_ptr<Weight>> recent_;          ///< whose latest tensor was alive at the last look
   std::vector<std::shared_ptr<Weight>> residents_read_;  ///< since the latest call began
   std::vector<std::shared_ptr<Weight>> to_pin_;          ///< whose masters were replaced since the last pass
   Stats counters_;  ///< of earlier plans, and of copies made without an engine

@@ -166,6 +166,13 @@ void Session::let_companions_go(const Weight& weight, DeferredRelease& dropped) 
   }
 }
 
+/// Its group shares one copy: found out only when the weight is read, and when another one of the group is in
+/// use by then, there would have to be two.
+void Session::refetch_if_written(Weight& weight, DeferredRelease& dropped) {
+  const bool written = weight.version.enabled() && weight.version.current_version() != weight.state.version;
+  if (written && weight.way == Weight::Way::streamed && weight.plan && !closed_) refetch(weight, dropped);
+}
+
 void Session::refetch(Weight& weight, DeferredRelease& dropped) {
   forget_group(weight, dropped);
   if (!weight.plan) return weight.note_master();
@@ -199,7 +206,7 @@ void Session::pin_replaced() {
   const std::shared_ptr<Table> table = table_;
   std::vector<Weight*> weights;
   for (const auto& weight : replaced) {
-    if (weight->plan && weight->source->has_bytes()) weights.push_back(weight.get());
+    if (weight->plan && weight->source->has_bytes) weights.push_back(weight.get());
   }
   pin(table->holds, weights);
   for (const Weight* weight : weights) {
@@ -213,9 +220,12 @@ void Session::call_begins() {
   ++calls_;
   DeferredRelease dropped;
   for (const auto& weight : std::exchange(residents_read_, {})) {
-    if (weight->cached == nullptr) continue;
-    const HandedOut* const record = HandedOut::of(*THPVariable_Unpack(weight->cached).unsafeGetTensorImpl());
-    if (record != nullptr && record->may_be_written()) write_back(*weight, dropped);
+    if (weight->cached != nullptr) {
+      const HandedOut* const record =
+          HandedOut::of(*THPVariable_Unpack(weight->cached).unsafeGetTensorImpl());
+      if (record != nullptr && record->may_be_written()) write_back(*weight, dropped);
+    }
+    refetch_if_written(*weight, dropped);
   }
 }
 
@@ -247,7 +257,8 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   if (record == nullptr || !PROTECTED(living_written_back)) return;
   // Is nobody left but those who tell of each further alias? They may, while the bytes are looked at.
   const std::size_t telling = 1 + !weight.latest.expired() + (weight.cached_outside != nullptr);
-  const bool last_look = record->has_untracked_alias() && alive.use_count() <= telling;
+  const bool kept = weight.cached != nullptr && !weight.only_cached();
+  const bool last_look = record->has_untracked_alias() && !kept && alive.use_count() <= telling;
   if (last_look) record->no_untracked_alias();
   const auto written = record->write_back(last_look);
   if (last_look && record->postponed()) record->note_untracked_alias();  // in a capture: look another time
@@ -262,10 +273,10 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   update_group(weight);
 }
 
-void Session::for_watches(const std::vector<at::Tensor>& masters,
-                          const std::function<void(MemoryWatch&)>& use) const {
-  const std::function<void(const Weight&)> visit = [&](const Weight& weight) {
-    if (weight.watch) use(*weight.watch);
+void Session::for_weights(const std::vector<at::Tensor>& masters,
+                          const std::function<void(Weight&)>& use) const {
+  const std::function<void(Weight&)> visit = [&](Weight& weight) {
+    use(weight);
     for (const auto& [name, part] : weight.parts) visit(*part);
   };
   for (const at::Tensor& master : masters) {
@@ -276,14 +287,21 @@ void Session::for_watches(const std::vector<at::Tensor>& masters,
 }
 
 void Session::expect_writes(const std::vector<at::Tensor>& masters) {
-  for_watches(masters, [](MemoryWatch& watch) { watch.expect_writes(); });
+  for_weights(masters, [](const Weight& weight) {
+    if (weight.watch) weight.watch->expect_writes();
+  });
 }
 
 void Session::note_writes(const std::vector<at::Tensor>& masters) {
-  for_watches(masters, [](MemoryWatch& watch) { watch.note_write(); });
+  DeferredRelease dropped;
+  for_weights(masters, [&](Weight& weight) {
+    if (weight.watch) weight.watch->note_write();
+    refetch_if_written(weight, dropped);
+  });
 }
 
 std::size_t Session::sampled_bytes() const {
+  if (closed_) return 0;
   std::size_t bytes = 0;
   for (const auto& weight : table_->weights) {
     if (weight->watch && !weight->watch->exact()) bytes += weight->source->stored_bytes();

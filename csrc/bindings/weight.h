@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "bindings/cpython.h"
+#include "bindings/fetch_backward.h"
 #include "bindings/master.h"
 #include "core/engine.h"
 #include "core/protection.h"
@@ -87,6 +88,8 @@ struct Weight : std::enable_shared_from_this<Weight> {
   std::uint64_t writes_seen = 0;       ///< the watch's count at the last look
   std::uint64_t looked_at = 0;  ///< a resident: the call (Session::calls_) in which it was last looked at
 
+  GradientNode gradient;
+
   /// A resident's tensor, kept for good, and its alias for accesses from outside a forward. Owned.
   PyObject* cached = nullptr;
   PyObject* cached_outside = nullptr;
@@ -101,12 +104,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
 
   /// Lets go of the master's bytes: the memory is its owner's again.
   void let_go_of_bytes() {
-    if (source && source->has_bytes()) source = without_bytes(*source);
-  }
-
-  /// No plan, no entry and nothing that was handed out has it, and its master is gone.
-  bool unused() const {
-    return !plan && holders == 0 && latest_storage.expired() && master_storage.expired();
+    if (source && source->has_bytes) source = without_bytes(*source);
   }
 
   /// Nobody but the session has the resident's tensor. See Note [What CPython has to be like].

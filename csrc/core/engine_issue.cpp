@@ -41,7 +41,7 @@ CopyRequest Engine::request(const Planned& planned) const {
   }
   for (std::size_t i = 0; i < group.weights.size(); ++i) {
     const SourcePtr& source = planned.sources[i];
-    if (!source->has_bytes()) continue;  // nobody asks for it while its master has none
+    if (!source->has_bytes) continue;  // nobody asks for it while its master has none
     const std::size_t element = scalar_size(source->wanted);
     const std::size_t begin = weights_[group.weights[i]].offset;
     const std::size_t end = begin + source->wanted_bytes();
@@ -62,7 +62,7 @@ void Engine::issue(std::vector<Planned>& planned) {
   for (Planned& item : planned) {
     DeviceCopy& copy = *item.copy;
     std::uint64_t bytes = 0;
-    for (const SourcePtr& source : item.sources) bytes += source->has_bytes() ? source->stored_bytes() : 0;
+    for (const SourcePtr& source : item.sources) bytes += source->has_bytes ? source->stored_bytes() : 0;
     EventPtr copied;
     std::exception_ptr error;
     try {

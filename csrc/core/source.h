@@ -41,6 +41,7 @@ struct Source {
   std::uint64_t offset = 0;            ///< bytes from the start of `file`
   Keep keep = Keep::yes;               ///< what is read from `file`
   std::shared_ptr<const void> owner;   ///< keeps `address` valid
+  bool has_bytes = true;               ///< false: its master has none now, and nothing is copied
   bool pinned =
       false;  ///< page-locked: the device may read it, at `pinned_copy` if that is set, else at `address`
   std::shared_ptr<PinnedCopy> pinned_copy;  ///< of a small master; else null
@@ -48,7 +49,6 @@ struct Source {
   std::uint64_t stored_bytes() const noexcept { return count * scalar_size(stored); }
   std::uint64_t wanted_bytes() const noexcept { return count * scalar_size(wanted); }
   bool cast() const noexcept { return stored != wanted; }
-  bool has_bytes() const noexcept { return address != nullptr || file != nullptr; }
   /// As many elements, of the same types: one can take the other's place in a plan.
   bool same_shape(const Source& other) const noexcept {
     return count == other.count && stored == other.stored && wanted == other.wanted;
@@ -66,6 +66,7 @@ inline SourcePtr without_bytes(const Source& source) {
   made->count = source.count;
   made->of_file = source.of_file;
   made->pinned = source.pinned;
+  made->has_bytes = false;
   return made;
 }
 
