@@ -6,7 +6,6 @@ import weakref
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from ._memory_watch import MemoryWatch
 
@@ -33,7 +32,8 @@ class Fetch(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         ctx.watch = watch
         ctx.device, ctx.dtype, ctx.place = master.device, master.dtype, (data.device, data.dtype)
-        return data.new_empty(()).expand(data.shape)
+        with torch._C._DisableTorchDispatch():  # modes that count or record operators are not told of it
+            return _one_element(data).expand(data.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
@@ -46,6 +46,19 @@ class Fetch(torch.autograd.Function):
     def jvp(ctx: Any, tangent: torch.Tensor | None, *_: Any) -> torch.Tensor | None:
         """Forward-mode: the tangent moves as the master did."""
         return None if tangent is None else tangent.to(device=ctx.place[0], dtype=ctx.place[1])
+
+
+def _one_element(data: torch.Tensor) -> torch.Tensor:
+    """Return a tensor of the same device and dtype, which holds nothing."""
+    key = data.device, data.dtype
+    if key not in _one_elements:
+        if type(data) is not torch.Tensor:
+            return data.new_empty(())
+        _one_elements[key] = data.new_empty(())
+    return _one_elements[key]
+
+
+_one_elements: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
 
 
 class HandOut(torch.autograd.Function):
@@ -92,4 +105,7 @@ def _is_of(fetched: torch.Tensor, master: torch.Tensor, data: torch.Tensor) -> b
     if (fetched.device, fetched.dtype, fetched.shape) != (data.device, data.dtype, data.shape):
         return False
     assert fetched.grad_fn is not None
-    return fetched.grad_fn.next_functions[0] == tuple(get_gradient_edge(master))[:2]
+    node, output = fetched.grad_fn.next_functions[0]
+    if not master.is_leaf:
+        return node is master.grad_fn and output == master.output_nr
+    return getattr(node, "variable", None) is master

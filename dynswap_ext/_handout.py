@@ -310,9 +310,10 @@ def _is_emptied(tensor: torch.Tensor) -> bool:
     if torch.compiler.is_compiling():
         return False  # what is traced has data
     try:
-        return tensor.untyped_storage().nbytes() == 0
+        size = tensor.untyped_storage().nbytes()
     except (RuntimeError, NotImplementedError):
         return False
+    return type(size) is int and size == 0  # one that is symbolic is being traced
 
 
 #: By the address of their storage, which lives as long as they do.

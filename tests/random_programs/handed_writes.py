@@ -14,6 +14,11 @@ def _assign_data(w: Tensor, dice: Dice) -> None:
     w.data = dice.values(w)
 
 
+def _in_ram(w: Tensor) -> Tensor:
+    """Return the bytes as another library has them, where it can."""
+    return torch.from_dlpack(w.detach()) if w.device.type == "cpu" else w.data
+
+
 HANDED_WRITES: dict[str, Callable[[Tensor, Dice], object]] = {
     "copy_": lambda w, d: w.copy_(d.values(w)),
     "mul_": lambda w, d: w.mul_(d.number),
@@ -27,6 +32,8 @@ HANDED_WRITES: dict[str, Callable[[Tensor, Dice], object]] = {
     "data a row": lambda w, d: w.data.__setitem__(d.index(w)[:1], d.number),
     "data an element": lambda w, d: w.data.__setitem__(d.index(w), d.number),
     "data assigned": _assign_data,
+    "dlpack mul_": lambda w, d: _in_ram(w).mul_(d.number),
+    "dlpack an element": lambda w, d: _in_ram(w).__setitem__(d.index(w), d.number),
 }
 
 

@@ -171,6 +171,14 @@ class Programs(RuleBasedStateMachine):
     def write_what_is_handed_out(self, name: str, number: int, dice: Dice, hold: bool) -> None:
         self.twins.write_handed(name, number, dice, hold)
 
+    @rule(number=numbers)
+    def keep_a_view(self, number: int) -> None:
+        self.twins.keep_view(number)
+
+    @rule(number=numbers, dice=dice)
+    def write_on_a_view(self, number: int, dice: Dice) -> None:
+        self.twins.write_view(number, dice)
+
     @rule(dice=dice, part=st.booleans(), assign=st.booleans())
     def load(self, dice: Dice, part: bool, assign: bool) -> None:
         self.twins.load(dice, part, assign)

@@ -55,6 +55,8 @@ class Twins:
         self.options: dict[str, Any] = {}
         #: Handed-out tensors that the program keeps.
         self.held: list[Tensor] = []
+        #: Views of masters that the program keeps, of both models.
+        self.views: list[tuple[Tensor, Tensor]] = []
         #: Whether what was written on handed-out tensors may not be in the masters yet.
         self.pending = False
         self.optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer] | None = None

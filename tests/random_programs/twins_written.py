@@ -61,6 +61,21 @@ class WrittenTwins(Twins):
             for place in (other, mine):
                 write.do(place, dice)
 
+    def keep_view(self, number: int) -> None:
+        """Keep a view of a master, on which the program may write whatever becomes of the master."""
+        picked = self.pick(number, lambda place: place.master.dim() > 0)
+        if picked is not None:
+            say("keep a view", picked[0])
+            self.views.append((picked[1].master.detach()[..., :1], picked[2].master.detach()[..., :1]))
+
+    def write_view(self, number: int, dice: Dice) -> None:
+        if not self.views:
+            return
+        say("write on a view", number, dice)
+        self.settle()
+        for view in self.views[number % len(self.views)]:
+            view.mul_(dice.number) if dice.seed % 2 else view.data.mul_(dice.number)
+
     def write_handed(self, name: str, number: int, dice: Dice, hold: bool) -> None:
         """Write on the handed-out tensor, and write what changed to the plain master."""
         picked = self.pick(number, lambda place: place.master.numel() > 0)
