@@ -268,14 +268,31 @@ at::Tensor HandedOut::view() const {
 
 bool HandedOut::written() const {
   if (version_.current_version() != seen_version_) return true;
-  // `.data` of a view is not noted (Note [Writes without a trace]): on the CPU a few of the bytes
-  // tell of most such writes.
+  if (watch_) return watch_->writes() != seen_writes_;
+  // `.data` of a view is not noted (Note [Writes without a trace]): on the CPU a few of the bytes tell of
+  // most such writes.
   return options_.device().is_cpu() && sampled_hash(data_, bytes_) != seen_sample_;
 }
 
 void HandedOut::note_equal() {
   seen_version_ = version_.current_version();
-  if (options_.device().is_cpu()) seen_sample_ = sampled_hash(data_, bytes_);
+  if (watch_) {
+    seen_writes_ = watch_->writes();
+  } else if (options_.device().is_cpu()) {
+    seen_sample_ = sampled_hash(data_, bytes_);
+  }
+}
+
+void HandedOut::watch_bytes() {
+  if (watch_ || !options_.device().is_cpu() || bytes_ == 0) return;
+  const bool is_written = written();
+  watch_ = std::make_unique<MemoryWatch>(data_, bytes_);
+  if (!watch_->exact()) {
+    watch_ = nullptr;
+    untracked_ = true;
+  } else {
+    seen_writes_ = watch_->writes() - (is_written ? 1 : 0);
+  }
 }
 
 bool HandedOut::send_home() {

@@ -76,13 +76,20 @@ class HandedOut : public OutsideTheHeap {
   void unwatch_all() noexcept { watchers_ = 0; }
   bool watched() const noexcept { return watchers_ > 0; }
 
+  /// Somebody may write to the bytes in ways that bump no version: NumPy, DLPack and views do, where the
+  /// bytes are in RAM (Note [What is read outside a forward may be written by anybody]). Nothing on other
+  /// devices.
+  void watch_bytes();
+
   /// Somebody has made an alias with a version counter of its own. See Note [Writes without a trace].
   void note_untracked_alias() noexcept { untracked_ = true; }
   bool has_untracked_alias() const noexcept { return untracked_; }
   /// No such alias is left.
   void no_untracked_alias() noexcept { untracked_ = false; }
   /// Whether the version tells of a write, or cannot tell. Quick: looks at no bytes.
-  bool may_be_written() const noexcept { return untracked_ || version_.current_version() != seen_version_; }
+  bool may_be_written() const noexcept {
+    return untracked_ || watch_ || version_.current_version() != seen_version_;
+  }
   /// The latest write_back() met a capture.
   bool postponed() const noexcept { return postponed_; }
 
@@ -132,7 +139,9 @@ class HandedOut : public OutsideTheHeap {
   std::vector<c10::Stream> users_;  ///< LOCK: mutex_; that have used it. None on the CPU
   c10::VariableVersion version_;    ///< shared with the tensor and its views
   std::uint32_t seen_version_ = 0;
-  std::uint64_t seen_sample_ = 0;
+  std::uint64_t seen_sample_ = 0;  ///< of the bytes, in RAM, if nothing watches them
+  std::unique_ptr<MemoryWatch> watch_;
+  std::uint64_t seen_writes_ = 0;  ///< the watch's count
 };
 
 }  // namespace dynswap

@@ -123,7 +123,6 @@ PyObject* Session::cached_tensor(const Weight& weight, PyObject* master, bool in
   if (weight.dressed || recording_ || abandoned_) return nullptr;
   PyObject* const cached = inside ? weight.cached : weight.cached_outside;
   if (cached == nullptr) return nullptr;
-  if (!inside) may_be_written_silently(cached);
   if (PROTECTED(changed_master_seen) && !weight.state.is_of(impl)) return nullptr;
   if (!device_.is_cpu()) {
     if (PROTECTED(resident_per_stream) && stream_id() != weight.cached_stream) return nullptr;
@@ -133,17 +132,13 @@ PyObject* Session::cached_tensor(const Weight& weight, PyObject* master, bool in
 }
 
 /// Note [What is read outside a forward may be written by anybody]: NumPy, DLPack and views can write to
-/// bytes in RAM and bump no version. Inside a forward that is the model's own code, and looking at all bytes
-/// of all weights would cost more than to fetch them.
-void Session::may_be_written_silently(PyObject* handed_out) {
-  HandedOut* const record = HandedOut::of(*THPVariable_Unpack(handed_out).unsafeGetTensorImpl());
-  if (record != nullptr && record->on_cpu()) record->note_untracked_alias();
-}
-
+/// bytes in RAM and bump no version. So those bytes are watched as a master's are. Not what a forward reads:
+/// to have each weight of each pass watched would cost more than to fetch it.
 PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out) {
   const auto inside = py::reinterpret_steal<py::object>(handed_out);
   if (inside.ptr() == master) return Py_NewRef(master);
-  may_be_written_silently(inside.ptr());
+  HandedOut* const record = HandedOut::of(*THPVariable_Unpack(inside.ptr()).unsafeGetTensorImpl());
+  if (record != nullptr) record->watch_bytes();
   static PyObject* const alias_of =
       PyObject_GetAttrString(py::module_::import("dynswap_ext._outside").ptr(), "seen_from_outside");
   PyObject* const alias = PyObject_CallFunctionObjArgs(alias_of, inside.ptr(), master, nullptr);

@@ -201,7 +201,6 @@ class Session : public std::enable_shared_from_this<Session> {
   PyObject* cached_tensor(const Weight& weight, PyObject* master, bool inside) const;
   at::Tensor still_handed_out(Weight& weight, const at::Tensor& master, bool watched);
   PyObject* hand_out_again(Weight& weight, const at::Tensor& tensor);
-  static void may_be_written_silently(PyObject* handed_out);
   static PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out);
   static void watch(const at::Tensor& tensor);
   PyObject* hand_out(Weight& weight, PyObject* master);
