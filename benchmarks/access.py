@@ -1,7 +1,9 @@
 """What it costs to read the attribute of a resident weight.
 
 `module.weight` is timed on the same nn.Linear: untouched, under the classic Python hook, and installed with
-each provider. Nothing keeps the tensor between two reads, as in `F.linear(x, self.weight)`.
+each provider. Nothing keeps the tensor between two reads, as in `F.linear(x, self.weight)`. It is read inside
+a call of its model, as a forward does. What is read outside a call is looked at each time for writes that
+bump no version; that is a figure of its own.
 
 Two cases of "resident": `as it is`, a master that already is what and where it is wanted; and `copy`, a
 device copy that stays (on the CPU that takes a cast: the wanted dtype is another one).
@@ -20,6 +22,17 @@ from common import Record, Sample, native_available, parser
 from dynswap_ext.demo.hook import install_hook
 
 
+class Reads(nn.Module):
+    """A model whose forward reads its layer's weight many times."""
+
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, number: int, repeats: int) -> Sample:
+        return time_access(self.layer, number, repeats)
+
+
 def time_access(module: nn.Module, number: int, repeats: int) -> Sample:
     """Seconds of one `module.weight`."""
     timer = timeit.Timer("module.weight", globals={"module": module})
@@ -36,7 +49,7 @@ def main() -> int:
     device = torch.device(given.device)
 
     def figure(name: str, module: nn.Module, calls: int = number) -> float:
-        sample = time_access(module, calls, repeats)
+        sample = module(calls, repeats) if isinstance(module, Reads) else time_access(module, calls, repeats)
         record.figures[name] = sample.__dict__
         low, middle, high = (value * 1e9 for value in (sample.fastest, sample.median, sample.slowest))
         print(f"{name:<40} {middle:9.1f} ns  ({low:.1f} .. {high:.1f})")
@@ -45,8 +58,8 @@ def main() -> int:
     def linear() -> nn.Linear:
         return nn.Linear(64, 64, dtype=torch.float32)
 
-    plain = figure("plain nn.Module", linear().to(device))
-    hooked = linear()
+    plain = figure("plain nn.Module", Reads(linear().to(device)))
+    hooked = Reads(linear())
     install_hook(hooked, device=device)
     classic = figure("classic hook", hooked, number // 10)
 
@@ -55,9 +68,11 @@ def main() -> int:
         if provider == "native" and not native_available(given.device):
             continue
         for case, dtype in cases.items():
-            module = linear().to(device) if dtype is None else linear()
+            module = Reads(linear().to(device) if dtype is None else linear())
             with dynswap_ext.install(module, device=device, dtype=dtype, backend=provider, budget="64MiB"):
-                cost = figure(f"{provider}, {case}", module, number if provider == "native" else number // 10)
+                calls = number if provider == "native" else number // 10
+                cost = figure(f"{provider}, {case}", module, calls)
+                figure(f"{provider}, {case}, outside a call", module.layer, calls)
             native = provider == "native"
             record.bar(
                 f"{provider}, {case}: installed / plain", cost / plain, at_most=0.15 if native else None

@@ -247,8 +247,10 @@ def test_a_master_that_lets_go_of_its_bytes(provider: Provider, budget: str | No
     provider.install(model, dtype=torch.float64, budget=budget)
     x = provider.randn(1, 64)
     values = [p.detach().clone() for p in model.parameters()]
+    watches: list[weakref.ref[object]] = []
     with torch.no_grad():
         for _ in range(3):
+            earlier = watches  # a GPU reads them until their last copy is over
             owners = [value.numpy().copy() for value in values]
             watches = [weakref.ref(owner) for owner in owners]
             for p, owner in zip(model.parameters(), owners, strict=True):
@@ -259,4 +261,5 @@ def test_a_master_that_lets_go_of_its_bytes(provider: Provider, budget: str | No
                 p.data = torch.empty(0)
             assert all(layer.weight.numel() == 0 for layer in model)
             gc.collect()
-            assert not any(watch() is not None for watch in watches)
+            gone = watches if provider.device.type == "cpu" else earlier
+            assert not any(watch() is not None for watch in gone)

@@ -257,7 +257,8 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   if (record == nullptr || !PROTECTED(living_written_back)) return;
   // Is nobody left but those who tell of each further alias? They may, while the bytes are looked at.
   const std::size_t telling = 1 + !weight.latest.expired() + (weight.cached_outside != nullptr);
-  const bool kept = weight.cached != nullptr && !weight.only_cached();
+  // Where no alias tells (HandedOut::watch_bytes()), whoever has the tensor may write to it.
+  const bool kept = record->on_cpu() && weight.cached != nullptr && !weight.only_cached();
   const bool last_look = record->has_untracked_alias() && !kept && alive.use_count() <= telling;
   if (last_look) record->no_untracked_alias();
   const auto written = record->write_back(last_look);
