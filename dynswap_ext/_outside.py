@@ -215,9 +215,8 @@ def seen_from_outside(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tenso
     known = vars(tensor).get(_ALIAS)
     alias: Any = known() if known is not None else None
     if alias is None:
-        with torch.inference_mode(False), torch.enable_grad(), torch._C._DisableTorchDispatch():
-            # Either shares the bytes and their version counter.
-            alias = tensor.view_as(tensor) if tensor.requires_grad else tensor.detach()
+        with torch.inference_mode(False), torch._C._DisableTorchDispatch():
+            alias = tensor.detach()  # the native provider gives it the tensor's place in the graph
         if isinstance(tensor, nn.Parameter):
             alias._is_param = True
         vars(alias).update({_MASTER: master, _TENSOR: tensor})

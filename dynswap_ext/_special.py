@@ -13,7 +13,7 @@ from torch.nn.utils.parametrizations import _SpectralNorm
 
 from ._state import session_of
 
-__all__ = ["namespace_for"]
+__all__ = ["namespace_for", "put_masters_back"]
 
 _LIST = "_flat_weights"
 Join = Callable[[Any, Any], None]
@@ -46,6 +46,14 @@ class _FlatWeights:
 
     def __delete__(self, module: Any) -> None:
         del module.__dict__[_LIST]
+
+
+def put_masters_back(module: nn.Module) -> None:
+    """Give an RNN's list its masters, as it may have others still that took their places for a while."""
+    held, masters = module.__dict__, module._parameters
+    if _LIST in held and "_flat_weights_names" in held:
+        named = zip(held["_flat_weights_names"], held[_LIST], strict=True)
+        held[_LIST] = [masters.get(name, other) for name, other in named]
 
 
 def _weights_have_changed(module: Any) -> bool:

@@ -23,6 +23,7 @@ from ._optimizers import add_step_listener, remove_step_listener
 from ._parametrized import give_back
 from ._progress import ProgressOption
 from ._served import Served
+from ._special import put_masters_back
 from ._state import STATE_KEY, is_scripted, modules_of, name_in, session_of
 from ._traced import let_go
 from ._tuning import Tuner, smaller_budget
@@ -364,6 +365,9 @@ def _survey(model: nn.Module) -> tuple[int, set[_provider.Session]]:
 def _detach(session: _provider.Session, model: nn.Module) -> None:
     let_go()
     give_back(model, session)
+    for module in modules_of(model):
+        if session_of(module) is session:
+            put_masters_back(module)
     session.detach(model)
 
 

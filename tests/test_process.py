@@ -110,6 +110,7 @@ WRITES = {
     "a version": "[p.mul_(2) for p in model.parameters()]",
     "data": "[p.data.mul_(2) for p in model.parameters()]",
     "an element": "[p.data.view(-1)[:1].fill_(3) for p in model.parameters()]",
+    "what is handed out": "model[1].weight.mul_(2); model[2].bias.detach().numpy()[0] = 4",
     "a fused step": (
         "[setattr(p, 'grad', torch.ones_like(p)) for p in model.parameters()]; "
         "torch.optim.SGD(model.parameters(), 0.1, fused=True).step()"
@@ -143,6 +144,37 @@ def test_a_forked_child_sees_writes_to_its_masters(provider: Provider, budget: s
                     if not torch.equal(found, own(x)):
                         os._exit(1)
             os._exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        """,
+    )
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("budget", ["None", "'1GiB'"], ids=["streamed", "resident"])
+def test_a_forked_child_writes_to_its_masters(provider: Provider, budget: str) -> None:
+    if provider.device.type != "cpu":
+        pytest.skip("a forked child has no device")
+    run(
+        provider,
+        f"""
+        torch.set_num_threads(1)
+        net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).double()
+        x = x.float()  # so that statistics are not rounded for their masters
+        dynswap_ext.install(net, dtype=x.dtype, budget={budget}, backend="{provider.backend}")
+        net(x)
+        held = net[0].weight
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            for _ in range(2):
+                plain = copy.deepcopy(net).to(x.dtype)
+                for each in (net, plain):
+                    each(torch.arange(128.0, dtype=x.dtype).view(2, 64))
+                if not torch.equal(net.state_dict()["1.running_var"], plain[1].running_var.double()):
+                    os._exit(1)
+            with torch.no_grad():
+                held.fill_(5)
+            os._exit(0 if net.state_dict()["0.weight"].eq(5).all() else 2)
         assert os.waitpid(child, 0)[1] == 0
         """,
     )

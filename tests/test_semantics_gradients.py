@@ -187,3 +187,23 @@ def test_gradient_through_a_view_kept_alone(provider: Provider) -> None:
     grad = model.get_parameter("0.weight").grad
     assert grad.sum() == 16
     assert grad[3].sum() == 16
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+@pytest.mark.parametrize("read", ["before", "after"])
+def test_gradients_that_are_asked_for_by_what_is_handed_out(
+    provider: Provider, budget: str | None, read: str
+) -> None:
+    if not provider.native and read == "after":
+        pytest.skip("pure Python: each tensor is a result of its own")
+    if not provider.native and budget is None:
+        pytest.skip("pure Python: each tensor is a result of its own")
+    model = UsedTwice()
+    moved, _ = provider.pair(model, budget=budget)
+    x = provider.randn(4, 32)
+    before = model.layers[0].weight if read == "before" else None
+    y = model(x).square().mean()
+    weight = before if before is not None else model.layers[0].weight
+    (found,) = torch.autograd.grad(y, [weight])
+    (expected,) = torch.autograd.grad(moved(x).square().mean(), [moved.layers[0].weight])
+    testing.assert_bit_equal(found, expected)

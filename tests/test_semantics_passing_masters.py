@@ -194,3 +194,62 @@ def test_functional_call_keeps_nothing(
             assert kept <= (0 if provider.native else len(names)), f"call {number}"
             if own_between:
                 testing.assert_bit_equal(model(x), plain(x))
+
+
+class Bank(nn.Module):
+    """A buffer of another size in each call, beside weights of its group that train."""
+
+    bank: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+        self.register_buffer("bank", torch.zeros(8, WIDTH))
+
+    def forward(self, x: Tensor, rows: int) -> Tensor:
+        y = torch.tanh(x * self.scale) + self.bank.mean(0)
+        self.bank = torch.from_numpy(torch.full((rows, WIDTH), 1.0 / rows).numpy()).clone()
+        return y
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+@pytest.mark.parametrize("rows", [20, 20_000], ids=["small", "large"])
+def test_a_buffer_of_another_size_beside_what_trains(
+    provider: Provider, budget: str | None, rows: int
+) -> None:
+    """Its old memory is gone when an optimizer's step looks at the group."""
+    model = Bank()
+    provider.install(model, dtype=torch.float64, budget=budget)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(6):
+        x = provider.randn(2, WIDTH, seed=step)
+        plain = testing.moved(model, provider.device, torch.float64)
+        y = model(x, rows + step)
+        testing.assert_bit_equal(y, plain(x, 3))
+        y.sum().backward()
+        optimizer.step()
+
+
+@pytest.mark.parametrize("budget", [None, "40000B", "1GiB"])
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize("grad", [False, True], ids=["no graph", "graph"])
+def test_what_is_held_over_a_functional_call(
+    provider: Provider, budget: str | None, tied: bool, grad: bool
+) -> None:
+    model = Tied().eval() if tied else mlp(features=WIDTH).eval()
+    budget = "140000B" if budget == "40000B" else budget
+    provider.install(model, dtype=torch.float64, budget=budget)
+    x = provider.randn(2, WIDTH)
+    layer = model.first if isinstance(model, Tied) else model[0]
+    name = next(name for name, _ in model.named_parameters())
+    for round in range(3):
+        with torch.set_grad_enabled(grad):
+            model(x)
+            held = layer.weight
+            others = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+            torch.func.functional_call(model, others, (x,))
+        with torch.no_grad():
+            held.fill_(round)
+        assert model.state_dict()[name].eq(round).all()
+        del held
+        assert model.state_dict()[name].eq(round).all()

@@ -183,3 +183,21 @@ def test_two_installs_over_the_same_memory(provider: Provider) -> None:
         WRITES["data"](one._parameters["weight"], at)
         for model in (other, one):
             assert_as_masters(provider, model, x)
+
+
+@pytest.mark.parametrize("size", [24, 3000, 20_000, 300_000])
+@BUDGETS
+def test_the_first_write_after_new_data(provider: Provider, budget: str | None, size: int) -> None:
+    """New data may be page-locked when the next call begins, with what was written until then."""
+    model = nn.Sequential(Uses(size), Uses(size))
+    provider.install(model, dtype=torch.float64, budget=budget)
+    x = provider.randn(size)
+    assert_as_masters(provider, model, x)
+    for number in range(2):
+        for layer in model:
+            master = layer._parameters["weight"]
+            master.data = torch.cat([master.detach(), torch.ones(3 * number)])[:size]
+        assert_as_masters(provider, model, x)
+        for _ in range(3):
+            model[0]._parameters["weight"].data.mul_(0.5)
+            assert_as_masters(provider, model, x)

@@ -120,7 +120,8 @@ PyObject* Session::cached_tensor(const Weight& weight, PyObject* master, bool in
     const bool same = weight.state.same_place(impl) && weight.state.same_layout(impl);
     return same ? Py_NewRef(master) : nullptr;
   }
-  if (weight.dressed || recording_ || abandoned_) return nullptr;
+  if (weight.dressed || recording_) return nullptr;
+  if (abandoned_ && !in_child_) return nullptr;
   PyObject* const cached = inside ? weight.cached : weight.cached_outside;
   if (cached == nullptr) return nullptr;
   if (PROTECTED(changed_master_seen) && !weight.state.is_of(impl)) return nullptr;
@@ -143,6 +144,11 @@ PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject*
       PyObject_GetAttrString(py::module_::import("dynswap_ext._outside").ptr(), "seen_from_outside");
   PyObject* const alias = PyObject_CallFunctionObjArgs(alias_of, inside.ptr(), master, nullptr);
   if (alias == nullptr) throw py::error_already_set();
+  // A gradient that is asked for by the alias is that of all uses (Note [Uses of a weight share a node]).
+  const at::Tensor& used = THPVariable_Unpack(inside.ptr());
+  const at::Tensor& seen = THPVariable_Unpack(alias);
+  if (used.requires_grad() && !seen.requires_grad())
+    torch::autograd::impl::set_gradient_edge(seen, torch::autograd::impl::gradient_edge(used));
   if (weight.cached == inside.ptr() && weight.cached != alias) {
     Py_XSETREF(weight.cached_outside, Py_NewRef(alias));
   }
@@ -161,7 +167,18 @@ std::pair<std::shared_ptr<Session>, Weight*> Session::serving(const at::Tensor& 
   return {};
 }
 
+/// The engine stays with the parent, whose threads it has. In the child each access copies.
+void Session::begin_in_child() {
+  in_child_ = true;
+  DeferredRelease dropped;
+  for (const auto& weight : table_->weights) {
+    weight->plan = nullptr;
+    weight->let_go(dropped);
+  }
+}
+
 PyObject* Session::access(Weight& weight, PyObject* master, bool training, bool inside) {
+  if (abandoned_ && !in_child_) begin_in_child();
   if (weight.superseded || !settle(weight, master)) return convert(weight, master);
   if (!training) {
     if (PyObject* const unchanged = cached_tensor(weight, master, inside)) return unchanged;
@@ -175,7 +192,7 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
   const at::Tensor& master = THPVariable_Unpack(master_object);
   if (weight.way == Weight::Way::as_is) return Py_NewRef(master_object);
   if (weight.way == Weight::Way::wrapped) return put_together(weight, master_object);
-  if (weight.way == Weight::Way::converted || abandoned_ || closed_ || master._fw_grad(0).defined())
+  if (weight.way == Weight::Way::converted || closed_ || master._fw_grad(0).defined())
     return convert(weight, master_object);
 
   const bool small_buffer =
@@ -307,7 +324,8 @@ void Session::remember(Weight& weight, const at::Tensor& handed_out) {
 }
 
 at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::thread::id reader) {
-  const bool served = weight.way == Weight::Way::streamed && weight.plan && !closed_ && !abandoned_;
+  if (abandoned_ && !in_child_) begin_in_child();
+  const bool served = weight.way == Weight::Way::streamed && weight.plan && !closed_;
   // Another master may have taken its place since.
   if (served && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
     if (DeferredRelease dropped; !weight.resident() && weight.silently_written()) refetch(weight, dropped);

@@ -158,6 +158,7 @@ class Session : public std::enable_shared_from_this<Session> {
   Weight& weight_of(Table& table, PyObject* master, const std::string& name, bool parameter,
                     const Mappings& mappings, bool exact = false);
   void restore(PyObject* module);
+  void begin_in_child();
 
   // session_plan.cpp
   struct Draft;
@@ -228,7 +229,8 @@ class Session : public std::enable_shared_from_this<Session> {
   bool had_first_plan_ = false;
   bool outdated_ = false;
   bool closed_ = false;
-  bool abandoned_ = false;
+  bool abandoned_ = false;  ///< this is a forked child
+  bool in_child_ = false;   ///< and knows it
   bool recording_ = false;
   bool captured_ = false;  ///< residents have gone into a graph since the plan was made
   bool said_slower_ = false;

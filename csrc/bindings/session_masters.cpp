@@ -112,7 +112,7 @@ bool Session::settle(Weight& weight, PyObject* master_object) {
 /// later. A master that comes with each call (a cache that grows, `functional_call`) does not: each new plan
 /// moves the whole model. Nor does the session keep its bytes.
 void Session::note_unplanned(Weight& weight) {
-  if (planning_) return;  // it may be in the plan that is being made
+  if (planning_ || abandoned_) return;  // it may be in the plan that is being made; a child makes none
   weight.let_go_of_bytes();
   if (weight.unplanned_since == 0) weight.unplanned_since = calls_;
   if (!inside_call_of(*this) || calls_ - weight.unplanned_since >= 2) outdated_ = true;
@@ -156,7 +156,7 @@ void Session::forget_group(Weight& weight, DeferredRelease& dropped) {
 void Session::let_companions_go(const Weight& weight, DeferredRelease& dropped) {
   for (const WeightId id : weight.plan->engine->companions(weight.id)) {
     Weight& other = *weight.plan->weights[id];
-    if (&other == &weight) continue;
+    if (&other == &weight || other.plan != weight.plan) continue;
     // Its writes would go where nobody looks (Note [Writes without a trace]).
     if (other.still_handed_out()) {
       other.let_go(dropped);
@@ -182,7 +182,10 @@ void Session::refetch(Weight& weight, DeferredRelease& dropped) {
 void Session::update_group(Weight& weight) {
   // An optimizer's step changes all masters of a group, which then travels once.
   const Plan& plan = *weight.plan;
-  for (const WeightId id : plan.engine->companions(weight.id)) plan.weights[id]->note_master();
+  for (const WeightId id : plan.engine->companions(weight.id)) {
+    Weight& other = *plan.weights[id];
+    if (other.plan == weight.plan) other.note_master();  // else its master has another size by now
+  }
   if (!abandoned_) plan.engine->update_source(weight.id, weight.source);
 }
 
@@ -232,7 +235,7 @@ void Session::call_begins() {
 /// All reads of a resident in one call see one state of its master. A streamed weight, and whatever is read
 /// outside a call, is looked at every time.
 bool Session::look_is_due(const Weight& weight) const {
-  if (weight.way != Weight::Way::streamed || closed_ || abandoned_) return false;
+  if (weight.way != Weight::Way::streamed || closed_) return false;
   return !weight.resident() || weight.looked_at != calls_ || !inside_call_of(*this);
 }
 
@@ -370,13 +373,18 @@ void Session::for_entries(const py::object& module,
   const py::object dict = module_dict(module.ptr());
   ModuleState* const state = module_state(module.ptr(), dict.ptr());
   if (state == nullptr) return;
-  // A copy: use() may write back, which may run code that adds entries.
+  // Copies: use() may write back, which may run code that adds entries. An entry may still have what has
+  // stood in for its master.
+  const auto& by_master = table_->by_master;
   std::vector<std::pair<Entry, py::object>> found;
   for (const Entry& entry : *state->entries) {
     PyObject* const master = find_in(
         dict.ptr(), entry.parameter ? Names::get().parameters : Names::get().buffers, entry.name.ptr());
-    if (entry.weight != nullptr && master != nullptr && THPVariable_Check(master))
-      found.emplace_back(entry, py::reinterpret_borrow<py::object>(master));
+    if (entry.weight == nullptr || master == nullptr || !THPVariable_Check(master)) continue;
+    found.emplace_back(entry, py::reinterpret_borrow<py::object>(master));
+    const auto known = by_master.find(THPVariable_Unpack(master).unsafeGetTensorImpl());
+    if (known != by_master.end() && known->second->state.impl == known->first)
+      found.back().first.weight = known->second->shared_from_this();
   }
   for (const auto& [entry, master] : found) use(entry, master.ptr());
 }

@@ -152,6 +152,7 @@ void Engine::order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream co
 }
 
 void Engine::use_on(const std::shared_ptr<DeviceCopy>& copy, Stream consumer) {
+  if (abandoned_) return;
   {
     const std::lock_guard lock(mutex_);
     copy->add_reader(consumer);

@@ -108,6 +108,7 @@ void MemoryWatch::start() {
   }
   if (pages_) page_writes_ = pages_->writes().value_or(0);
   hash_ = hash();
+  sample_ = sample();
 }
 
 /// Only bytes in this process's private pages can have been written. A page on which other masters lie too
@@ -140,6 +141,10 @@ std::uint64_t MemoryWatch::writes() {
       hash_ = now;
       written = true;
     }
+    if (const std::uint64_t now = sample(); now != sample_) {
+      sample_ = now;
+      written = true;
+    }
   }
   if (written) ++writes_;
   return writes_;
@@ -152,21 +157,23 @@ bool MemoryWatch::look_at_pages() {
     pages_ = PageWatch::over(pages_within(middle_.address, middle_.bytes), PageSelection::all);
     if (pages_) page_writes_ = pages_->writes().value_or(0);
     hash_ = hash();
+    sample_ = sample();
     return true;
   }
   return std::exchange(page_writes_, *now) != *now;
 }
 
-/// The hash of what the kernel does not watch.
+/// Of the ends, which the kernel does not watch.
 std::uint64_t MemoryWatch::hash() const {
   Hash hash;
   hash.add(head_.address, head_.bytes);
   hash.add(tail_.address, tail_.bytes);
-  if (middle_.bytes > 0 && (!pages_ || pinned_ || shared_)) {
-    const std::uint64_t sampled = sampled_hash(middle_.address, middle_.bytes);
-    hash.add(reinterpret_cast<const std::byte*>(&sampled), sizeof(sampled));
-  }
   return hash.value();
+}
+
+/// Of what lies between them, if the kernel does not tell of every write to it.
+std::uint64_t MemoryWatch::sample() const {
+  return is_sampled() ? sampled_hash(middle_.address, middle_.bytes) : 0;
 }
 
 void MemoryWatch::note_write() {
@@ -181,8 +188,9 @@ void MemoryWatch::expect_writes() {
 
 void MemoryWatch::note_pinned() {
   const std::lock_guard lock(mutex_);
-  if (std::exchange(pinned_, true) || file_ || address_ == nullptr) return;
-  hash_ = hash();
+  const bool sampled = is_sampled();
+  pinned_ = true;
+  if (!sampled && !file_ && address_ != nullptr) sample_ = sample();
 }
 
 void MemoryWatch::stop() {

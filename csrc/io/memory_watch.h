@@ -45,7 +45,9 @@ class MemoryWatch {
   bool sees_all() const noexcept { return middle_.bytes == 0 || (pages_ != nullptr && !shared_); }
   bool written_before_start(const File& file) const;
   bool look_at_pages();
+  bool is_sampled() const noexcept { return middle_.bytes > 0 && (!pages_ || pinned_ || shared_); }
   std::uint64_t hash() const;
+  std::uint64_t sample() const;
 
   std::mutex mutex_;
   // LOCK: mutex_ guards all below.
@@ -57,7 +59,7 @@ class MemoryWatch {
   Range head_, middle_, tail_;  ///< the middle's pages are watched or sampled; a small range is all head
   std::shared_ptr<PageWatch> pages_;
   std::uint64_t page_writes_ = 0;
-  std::uint64_t hash_ = 0;
+  std::uint64_t hash_ = 0, sample_ = 0;
   std::uint64_t writes_ = 0;
   bool shared_ = false;  ///< with other processes, whose writes the kernel does not tell
 };

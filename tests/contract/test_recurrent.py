@@ -186,3 +186,14 @@ def test_dropout_between_layers_draws_the_same(provider: Provider) -> None:
         return m(x)[0]
 
     assert_same_training_step(model, moved, run)
+
+
+def test_the_list_of_weights_after_a_functional_call(provider: Provider) -> None:
+    model = nn.LSTM(4, 4)
+    handle = provider.install(model, dtype=torch.float64)
+    others = {name: torch.randn(p.shape) for name, p in model.named_parameters()}
+    x = provider.randn(3, 1, 4)
+    torch.func.functional_call(model, others, (x,))
+    handle.uninstall()
+    assert all(a is b for a, b in zip(model._flat_weights, model.parameters(), strict=True))
+    model(torch.randn(3, 1, 4))

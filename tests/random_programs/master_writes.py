@@ -77,6 +77,10 @@ def _own_storage(p: Tensor) -> bool:
     return p.untyped_storage().nbytes() == p.numel() * p.element_size() and p.numel() > 0
 
 
+def _viewed(p: Tensor) -> bool:
+    return _own_storage(p) and p.is_contiguous()
+
+
 def _copy_into_storage(place: Place, dice: Dice) -> None:
     values = dice.values(place.master)
     place.master.untyped_storage().copy_(values.untyped_storage())
@@ -130,7 +134,7 @@ MASTER_WRITES: dict[str, MasterWrite] = {
     "init": MasterWrite(
         lambda at, d: nn.init.normal_(at.master, generator=torch.Generator().manual_seed(d.seed))
     ),
-    "a view": MasterWrite(lambda at, d: at.master.view(-1)[d.seed % 3 :: 2].mul_(d.number), _own_storage),
+    "a view": MasterWrite(lambda at, d: at.master.view(-1)[d.seed % 3 :: 2].mul_(d.number), _viewed),
     "detach": MasterWrite(lambda at, d: at.master.detach().copy_(d.values(at.master))),
     "data mul_": MasterWrite(lambda at, d: at.master.data.mul_(d.number)),
     "data copy_": MasterWrite(lambda at, d: at.master.data.copy_(d.values(at.master))),

@@ -267,8 +267,10 @@ class Twins:
                 expected.copy_(found)
 
     def step(self, seed: int) -> None:
-        """One step of both optimizers; LBFGS calls the models itself."""
+        """One step of both optimizers; LBFGS calls the models itself, and takes no gradients with gaps."""
         assert self.optimizers is not None
+        if self.optimizer == "lbfgs" and not all(p.is_contiguous() for p in self.plain.parameters()):
+            return
         self.settle()
         say("step", self.optimizer, seed)
         if self.optimizer != "lbfgs":
