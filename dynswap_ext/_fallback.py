@@ -355,9 +355,18 @@ class Session(Figures):
             "(by a list, or by an autograd graph)"
         )
         if self._strict:
-            raise BudgetError(f"{message}, and strict_budget=True", self._held_bytes() + size)
+            needed = self._held_bytes() + size
+            raise BudgetError(
+                f"{message}, and strict_budget=True forbids to go over it: let go of them, or install with a "
+                f"budget of {needed} bytes",
+                needed,
+            )
         self._counters["overflow_bytes"] = max(self._counters["overflow_bytes"], beyond)
-        self._warn_once("overflow", f"{message}; more memory than the budget is used")
+        self._warn_once(
+            "overflow",
+            f"{message}: more memory than that is used until they are let go; see overflow_bytes in the "
+            "statistics, or pass strict_budget=True to raise instead",
+        )
 
 
 def _take_over(new: Weight, old: Weight) -> None:

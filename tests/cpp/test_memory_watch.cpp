@@ -142,6 +142,24 @@ TEST(memory_watch_that_was_stopped_touches_nothing) {
   EXPECT(watch.writes() == count);
 }
 
+TEST(memory_watch_of_memory_that_is_page_locked_later) {
+  const bool watches = kernel_watches();
+  for (const std::size_t bytes : {96, 12000, 40000, 300000}) {
+    const auto memory = pages(bytes / kPage + 3);
+    std::byte* const data = memory.get() + 64;
+    MemoryWatch watch(data, bytes);
+    if (!watches && !watch.exact()) continue;
+    for (const bool again : {false, true}) {
+      for (const std::size_t at : {std::size_t{0}, bytes / 2, bytes - 1}) {
+        std::uint64_t count = watch.writes();
+        data[at] ^= std::byte{1};
+        if (!again) watch.note_pinned();
+        EXPECT(seen_once(watch, count));
+      }
+    }
+  }
+}
+
 TEST(memory_watch_in_a_forked_child) {
   // What a child's watches do does not change the parent's, and the child can watch pages of its own.
   if (!kernel_watches()) return;
