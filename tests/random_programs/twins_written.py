@@ -92,7 +92,8 @@ class WrittenTwins(Twins):
             before = copied.clone()
             testing.assert_bit_equal(handed.detach(), before, f"{what}, handed out")
             handed_write(name, copied, dice)
-            changed = (bits(before) != bits(copied)).to(master.device)
+            # New data is the master's whole; of what is written in place, only what differs is taken to it.
+            changed = (bits(before) != bits(copied)).to(master.device) | (name == "data assigned")
             with torch.no_grad():
                 master[changed] = copied.to(master.device, master.dtype)[changed]
         handed_write(name, handed, dice)
