@@ -267,3 +267,28 @@ def test_writes_in_ram_that_bump_no_version(
             testing.assert_bit_equal(model(x), plain(x))
             assert model.state_dict()["0.weight"][3, 5] == 9
             testing.assert_bit_equal(model(x), plain(x))
+
+
+@pytest.mark.parametrize("write", ["data", "fused step", "version"])
+@pytest.mark.parametrize("taken", ["nothing", "data"])
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_what_died_after_the_uninstall_leaves_the_master_alone(
+    provider: Provider, budget: str | None, write: str, taken: str
+) -> None:
+    """It was not written, and its master was, in ways that may bump no version."""
+    model = nn.Sequential(linear(), linear())
+    handle = provider.install(model, dtype=torch.float64, budget=budget)
+    held = model[0].weight
+    alias = held.data if taken == "data" else None
+    y = model(provider.randn(2, 4)).sum()
+    handle.uninstall()
+    master = model[0].weight
+    if write == "fused step":
+        y.backward()
+        torch.optim.Adagrad(model.parameters(), 0.1, fused=True).step()
+    else:
+        (master.data if write == "data" else master.detach()).mul_(2)
+    expected = master.detach().clone()
+    del held, alias, y
+    gc.collect()
+    testing.assert_bit_equal(master.detach(), expected)

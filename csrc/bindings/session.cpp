@@ -70,7 +70,7 @@ void Session::close() {
   }
   for (const auto& weight : table->weights) {
     weight->let_go_of_bytes();
-    if (weight->watch) weight->watch->stop();
+    weight->watch = nullptr;  // what was handed out has its own share, and the master's memory too
   }
   table->holds->end();
 }
@@ -140,10 +140,12 @@ PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject*
   if (inside.ptr() == master) return Py_NewRef(master);
   HandedOut* const record = HandedOut::of(*THPVariable_Unpack(inside.ptr()).unsafeGetTensorImpl());
   if (record != nullptr) record->watch_bytes();
+  const bool untracked = record != nullptr && record->has_untracked_alias();
   static PyObject* const alias_of =
       PyObject_GetAttrString(py::module_::import("dynswap_ext._outside").ptr(), "seen_from_outside");
   PyObject* const alias = PyObject_CallFunctionObjArgs(alias_of, inside.ptr(), master, nullptr);
   if (alias == nullptr) throw py::error_already_set();
+  if (record != nullptr && !untracked) record->no_untracked_alias();  // this one shares the version counter
   // A gradient that is asked for by the alias is that of all uses (Note [Uses of a weight share a node]).
   const at::Tensor& used = THPVariable_Unpack(inside.ptr());
   const at::Tensor& seen = THPVariable_Unpack(alias);

@@ -193,13 +193,6 @@ void MemoryWatch::note_pinned() {
   if (!sampled && !file_ && address_ != nullptr) sample_ = sample();
 }
 
-void MemoryWatch::stop() {
-  std::shared_ptr<PageWatch> pages;  // released after the lock
-  const std::lock_guard lock(mutex_);
-  address_ = nullptr;
-  pages.swap(pages_);
-}
-
 bool MemoryWatch::exact() {
   const std::lock_guard lock(mutex_);
   return sees_all();

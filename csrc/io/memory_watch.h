@@ -27,8 +27,6 @@ class MemoryWatch {
   void note_write();
   /// Announces that much is about to be written. See PageWatch::expect_writes().
   void expect_writes();
-  /// Ends the watch: the memory may be freed, and is not looked at any more.
-  void stop();
   /// The memory has been page-locked. A device may write to it, which the kernel does not see, so it is
   /// sampled too.
   void note_pinned();

@@ -131,17 +131,6 @@ TEST(memory_watch_of_memory_that_was_mapped_anew) {
   EXPECT(seen_once(watch, count));
 }
 
-TEST(memory_watch_that_was_stopped_touches_nothing) {
-  auto memory = pages(64);
-  MemoryWatch watch(memory.get(), 64 * kPage);
-  const std::uint64_t count = watch.writes();
-  watch.stop();
-  memory.reset();
-  watch.expect_writes();
-  watch.note_pinned();
-  EXPECT(watch.writes() == count);
-}
-
 TEST(memory_watch_of_memory_that_is_page_locked_later) {
   const bool watches = kernel_watches();
   for (const std::size_t bytes : {96, 12000, 40000, 300000}) {

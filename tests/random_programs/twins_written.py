@@ -62,8 +62,11 @@ class WrittenTwins(Twins):
                 write.do(place, dice)
 
     def keep_view(self, number: int) -> None:
-        """Keep a view of a master, on which the program may write whatever becomes of the master."""
-        picked = self.pick(number, lambda place: place.master.dim() > 0)
+        """Keep a view of a parameter, on which the program may write whatever becomes of the parameter.
+
+        Not of a buffer: one that a forward assigns is written in place in the plain model (`bring_home`).
+        """
+        picked = self.pick(number, lambda place: place.is_parameter and place.master.dim() > 0)
         if picked is not None:
             say("keep a view", picked[0])
             self.views.append((picked[1].master.detach()[..., :1], picked[2].master.detach()[..., :1]))
