@@ -95,10 +95,13 @@ class WrittenTwins(Twins):
             before = copied.clone()
             testing.assert_bit_equal(handed.detach(), before, f"{what}, handed out")
             handed_write(name, copied, dice)
-            # New data is the master's whole; of what is written in place, only what differs is taken to it.
-            changed = (bits(before) != bits(copied)).to(master.device) | (name == "data assigned")
-            with torch.no_grad():
-                master[changed] = copied.to(master.device, master.dtype)[changed]
+            written = copied.to(master.device, master.dtype)
+            if name == "data assigned":
+                master.data = written
+            else:  # of what is written in place, only what differs is taken to the master
+                changed = (bits(before) != bits(copied)).to(master.device)
+                with torch.no_grad():
+                    master[changed] = written[changed]
         handed_write(name, handed, dice)
         self.pending = True
         if hold:
