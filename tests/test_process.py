@@ -23,6 +23,9 @@ handle = dynswap_ext.install(model, device={device!r}, dtype=torch.float64, back
 x = torch.ones(2, 64, dtype=torch.float64, device={device!r})
 """
 
+FORKS = pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+BUDGETS = pytest.mark.parametrize("budget", ["None", "'1GiB'"], ids=["streamed", "resident"])
+
 
 def run(provider: Provider, script: str) -> subprocess.CompletedProcess[str]:
     head = HEAD.format(device=str(provider.device), backend=provider.backend)
@@ -57,7 +60,7 @@ def test_exit_with_tensors_and_graphs_alive(provider: Provider) -> None:
     )
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@FORKS
 def test_a_forked_child_ends_as_usual(provider: Provider) -> None:
     done = run(
         provider,
@@ -76,7 +79,7 @@ def test_a_forked_child_ends_as_usual(provider: Provider) -> None:
     assert done.stdout == "both ended\n"
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@FORKS
 def test_a_forked_child_does_not_inherit_a_lock_held(provider: Provider) -> None:
     if provider.name != "python":
         pytest.skip("only pure Python on the CPU has no thread or device context to lose in a fork")
@@ -118,9 +121,9 @@ WRITES = {
 }
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@FORKS
 @pytest.mark.parametrize("write", WRITES)
-@pytest.mark.parametrize("budget", ["None", "'1GiB'"], ids=["streamed", "resident"])
+@BUDGETS
 def test_a_forked_child_sees_writes_to_its_masters(provider: Provider, budget: str, write: str) -> None:
     if provider.device.type != "cpu":
         pytest.skip("a forked child has no device")
@@ -149,8 +152,8 @@ def test_a_forked_child_sees_writes_to_its_masters(provider: Provider, budget: s
     )
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
-@pytest.mark.parametrize("budget", ["None", "'1GiB'"], ids=["streamed", "resident"])
+@FORKS
+@BUDGETS
 def test_a_forked_child_writes_to_its_masters(provider: Provider, budget: str) -> None:
     if provider.device.type != "cpu":
         pytest.skip("a forked child has no device")

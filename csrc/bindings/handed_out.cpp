@@ -70,12 +70,6 @@ struct HandedOutStorage final : c10::StorageImpl, OutsideTheHeap {
   using c10::StorageImpl::StorageImpl;
 };
 
-/// Where a master's storage begins; null if it has none. A storage may be resized.
-const void* memory_of(const at::Tensor& master) noexcept {
-  c10::StorageImpl* const storage = master.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl();
-  return storage == nullptr ? nullptr : storage->_mutable_data_ptr_no_checks().get();
-}
-
 /// A copy of a master. Small ones are staged, so that nobody waits for them to have been read.
 at::Tensor copied_to(const at::TensorOptions& options, const at::Tensor& master) {
   constexpr std::size_t kSmall = 1u << 20;
@@ -113,7 +107,7 @@ HandedOut::HandedOut(const Origin& origin, const at::Tensor& master, const at::D
     master_writes_ = master_watch_->writes();
   }
   master_ = alias_of(master);
-  master_memory_ = memory_of(master_);
+  master_memory_ = memory_of(*master_.unsafeGetTensorImpl()).second;
   master_version_ = version_of(master_);
   bytes_ = static_cast<std::size_t>(master.numel()) * options_.dtype().itemsize();
 }
@@ -258,7 +252,9 @@ bool HandedOut::wait_for_users() {
 }
 
 bool HandedOut::master_unchanged() const {
-  if (version_of(master_) != master_version_ || memory_of(master_) != master_memory_) return false;
+  if (version_of(master_) != master_version_ ||
+      memory_of(*master_.unsafeGetTensorImpl()).second != master_memory_)
+    return false;
   return !master_watch_ || master_watch_->writes() == master_writes_;
 }
 

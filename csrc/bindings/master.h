@@ -14,6 +14,14 @@
 
 namespace dynswap {
 
+/// A master's storage, and where its memory begins, which changes when the storage is resized; null where
+/// there is none.
+inline std::pair<const c10::StorageImpl*, const void*> memory_of(const c10::TensorImpl& master) noexcept {
+  c10::StorageImpl* const storage = master.unsafe_storage().unsafeGetStorageImpl();
+  // Not data(), which throws where torch wants a read to be an error.
+  return {storage, storage == nullptr ? nullptr : storage->_mutable_data_ptr_no_checks().get()};
+}
+
 /// Invariant 6 (masters are the truth): a copy is handed out only while all of this is unchanged.
 struct MasterState {
   const c10::TensorImpl* impl = nullptr;  ///< an identity, never dereferenced
@@ -84,12 +92,6 @@ struct MasterState {
                                   at::IntArrayRef (c10::TensorImpl::*part)() const) {
     if (!has_layout(master)) return {};
     return c10::DimVector((master.*part)());
-  }
-
-  static std::pair<const c10::StorageImpl*, const void*> memory_of(const c10::TensorImpl& master) noexcept {
-    c10::StorageImpl* const storage = master.unsafe_storage().unsafeGetStorageImpl();
-    // Not data(), which throws where torch wants a read to be an error.
-    return {storage, storage == nullptr ? nullptr : storage->_mutable_data_ptr_no_checks().get()};
   }
 
   static std::int64_t offset_of(const c10::TensorImpl& master) noexcept {

@@ -43,7 +43,7 @@ class MemoryWatch {
   bool sees_all() const noexcept { return middle_.bytes == 0 || (pages_ != nullptr && !shared_); }
   bool written_before_start(const File& file) const;
   bool look_at_pages();
-  bool is_sampled() const noexcept { return middle_.bytes > 0 && (!pages_ || pinned_ || shared_); }
+  bool is_sampled() const noexcept { return !sees_all() || (pinned_ && middle_.bytes > 0); }
   std::uint64_t hash() const;
   std::uint64_t sample() const;
 
