@@ -51,7 +51,7 @@ def main() -> int:
     def figure(name: str, module: nn.Module, calls: int = number) -> float:
         sample = module(calls, repeats) if isinstance(module, Reads) else time_access(module, calls, repeats)
         record.figures[name] = sample.__dict__
-        low, middle, high = (value * 1e9 for value in (sample.fastest, sample.median, sample.slowest))
+        low, middle, high = (value * 1e9 for value in (sample.low, sample.median, sample.high))
         print(f"{name:<40} {middle:9.1f} ns  ({low:.1f} .. {high:.1f})")
         return sample.median
 
@@ -69,7 +69,7 @@ def main() -> int:
             continue
         for case, dtype in cases.items():
             module = Reads(linear().to(device) if dtype is None else linear())
-            with dynswap_ext.install(module, device=device, dtype=dtype, backend=provider, budget="64MiB"):
+            with dynswap_ext.install(module, device=device, dtype=dtype, provider=provider, budget="64MiB"):
                 calls = number if provider == "native" else number // 10
                 cost = figure(f"{provider}, {case}", module, calls)
                 figure(f"{provider}, {case}, outside a call", module.layer, calls)

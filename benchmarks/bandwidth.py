@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from common import Record, Sample, parser
-from dynswap_ext._memory import format_bytes
-from dynswap_ext.demo.measure import timing_event
+from dynswap_ext._util.clock import timing_event
+from dynswap_ext._util.memory import format_bytes
 
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 TO, FROM, BOTH = "to the device", "from the device", "both ways"
@@ -86,7 +86,7 @@ def both_ways(host: Tensor, device: Tensor, copies: int, repeats: int) -> Sample
         torch.cuda.current_stream().wait_stream(back)
 
     sample = seconds_of_copies(run, 1, repeats, cuda=True)
-    return Sample(sample.median / copies, sample.fastest / copies, sample.slowest / copies, sample.repeats)
+    return Sample(sample.median / copies, sample.low / copies, sample.high / copies, sample.n)
 
 
 def main() -> int:

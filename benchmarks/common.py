@@ -6,10 +6,8 @@ import argparse
 import dataclasses
 import datetime
 import gc
-import json
 import os
 import platform
-import statistics
 import subprocess
 import sys
 import time
@@ -23,23 +21,13 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout that is to be measured
 
 import dynswap_ext
-from dynswap_ext.demo.measure import disk_bandwidth, drop_file_cache
+from dynswap_ext._util.file_mappings import drop_file_cache
+from dynswap_ext.demo.isolated import Isolated
+from dynswap_ext.errors import DynswapError
+from dynswap_ext.planning.rates import disk_bandwidth
+from records import Sample, as_json, summary, write_whole
 
 RESULTS = Path(__file__).parent / "results"
-
-
-@dataclass(frozen=True)
-class Sample:
-    """Repeated measurements of one thing."""
-
-    median: float
-    fastest: float
-    slowest: float
-    repeats: int
-
-    @classmethod
-    def of(cls, values: list[float]) -> Sample:
-        return cls(statistics.median(values), min(values), max(values), len(values))
 
 
 def time_call(call: Callable[[], object], *, repeats: int, warm_up: int = 1) -> Sample:
@@ -82,7 +70,10 @@ class Bar:
 
 @dataclass
 class Record:
-    """The figures of one run of one script, with the machine, the versions and the command."""
+    """The figures of one run of one script, with the machine, the versions and the command.
+
+    Scripts put in what they measured, repeated measurements as lists; what is written is their `summary`.
+    """
 
     script: str
     tiny: bool
@@ -105,12 +96,12 @@ class Record:
             path = RESULTS / f"{self.script}.json"
         content = {
             "script": self.script,
-            "figures": self.figures,
-            "bars": [dataclasses.asdict(bar) | {"reached": bar.reached} for bar in self.bars],
+            "figures": summary(self.figures),
+            "bars": [summary(dataclasses.asdict(bar)) | {"reached": bar.reached} for bar in self.bars],
             "complete": complete,
             **machine(),
         }
-        write_whole(path, json.dumps(content, indent=2, default=str) + "\n")
+        write_whole(path, as_json(content) + "\n")
         return path
 
     def finish(self, path: Path | None = None) -> int:
@@ -119,16 +110,6 @@ class Record:
         if written:
             print(f"written to {written}")
         return 0 if self.tiny or all(bar.reached for bar in self.bars) else 1
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Write a file so that whoever is cut off leaves the old one or the new one, and never a half."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
-    try:
-        beside.write_text(text)
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)
 
 
 def machine() -> dict[str, Any]:
@@ -160,15 +141,17 @@ def machine() -> dict[str, Any]:
     }
 
 
-def run_apart(script: str, job: dict[str, Any]) -> dict[str, Any]:
-    """Run `script --job` in a process of its own; return what its last line says, or why it ended."""
-    command = [sys.executable, script, "--job", json.dumps(job)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        result: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-        return result
-    lines = done.stderr.strip().splitlines() or [f"ended with status {done.returncode}"]
-    return {"failure": lines[-1][:300]}
+def run_apart(run: Callable[[Any], Any], job: Any) -> Any:
+    """Call `run(job)` in a process of its own; return what it returns, or {"failure": why it ended}."""
+    try:
+        return Isolated().run(_call, (run, job))
+    except DynswapError as error:
+        return {"failure": str(error).splitlines()[-1][:300]}
+
+
+def _call(given: tuple[Callable[[Any], Any], Any], step: Callable[[], None]) -> Any:
+    run, job = given
+    return run(job)
 
 
 def dd(path: Path) -> float:

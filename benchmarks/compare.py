@@ -1,8 +1,8 @@
 """Holds a result file against a kept one, and says what moved: `python benchmarks/compare.py [OLD] NEW`.
 
 OLD is results/<script>.json unless it is given. Every bar and every figure of both is looked at: dicts are
-gone into, repeated measurements (and lists of them) become a median with its spread, and records within a
-record (gpu_suite's) are compared as records.
+gone into, repeated measurements are a median with its spread, and records within a record (gpu_suite's) are
+compared as records.
 
 A figure has moved if it differs by more than `--threshold` of the old one, and if the spreads of the two do
 not touch. Without a spread the threshold alone decides. Bars know which way is better. What was measured on
@@ -17,7 +17,6 @@ import argparse
 import dataclasses
 import json
 import math
-import statistics
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
+
+from records import Sample, is_record, summary
 
 RESULTS = Path(__file__).resolve().parent / "results"
 
@@ -44,7 +45,7 @@ _COLOURS = {
 }
 #: What says how a part of a suite was run, and nothing of what came of it.
 _LEFT_OUT = ("output", "command", "limit_seconds", "reason")
-_SAMPLE = {"median", "fastest", "slowest"}
+_SAMPLE = {field.name for field in dataclasses.fields(Sample)}
 _LONGEST_TEXT = 100
 
 
@@ -123,7 +124,7 @@ def read(path: Path) -> dict[str, Any]:
         raise CannotCompare(f"{path} cannot be read: {error.strerror}") from None
     except ValueError as error:
         raise CannotCompare(f"{path} is not JSON: {error}") from None
-    if not _is_record(content):
+    if not is_record(content):
         raise CannotCompare(
             f"{path} is not a benchmark's record: expected an object with 'script', 'figures' and 'bars', "
             "as the scripts in benchmarks/ write it with --output"
@@ -201,7 +202,7 @@ def figures_of(record: dict[str, Any], prefix: str = "") -> dict[str, Figure]:
         while unique in found:  # a script may use a name twice
             unique, number = f"{name} ({number})", number + 1
         found[unique] = figure
-    for name, figure in _flat(record["figures"], prefix):
+    for name, figure in _flat(summary(record["figures"]), prefix):
         found.setdefault(name, figure)
     return found
 
@@ -221,61 +222,25 @@ def _bars(record: dict[str, Any], prefix: str) -> Iterator[tuple[str, Figure]]:
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Figure]]:
     """Every figure in a value, with its name. `name` ends in a separator, or is empty."""
     here = name.removesuffix(" / ")
-    if _is_record(value):
+    if is_record(value):
         yield from figures_of(value, name).items()
     elif isinstance(value, dict):
         rest = value
         if value.keys() >= _SAMPLE and all(_is_number(value[key]) for key in _SAMPLE):
-            low, high = sorted((float(value["fastest"]), float(value["slowest"])))
-            yield here, Figure(float(value["median"]), low, high)
-            rest = {key: each for key, each in value.items() if key not in {*_SAMPLE, "repeats"}}
+            spread = (float(value["low"]), float(value["high"])) if value["n"] > 1 else ()
+            yield here, Figure(float(value["median"]), *spread)
+            rest = {key: each for key, each in value.items() if key not in _SAMPLE}
         for key, each in rest.items():
             if key not in _LEFT_OUT:
-                yield from _flat(each, name if _is_record(each) and key == "record" else f"{name}{key} / ")
-    elif isinstance(value, list):
-        yield from _list(value, name)
+                yield from _flat(each, name if is_record(each) and key == "record" else f"{name}{key} / ")
     elif _is_number(value):
         yield here, Figure(float(value))
     elif isinstance(value, str) and 0 < len(value) <= _LONGEST_TEXT:
         yield here, Figure(value)
 
 
-def _list(values: list[Any], name: str) -> Iterator[tuple[str, Figure]]:
-    """Repeated measurements: of a number, or of everything in a dict."""
-    if values and all(map(_is_number, values)):
-        yield name.removesuffix(" / "), _median(values)
-        return
-    if not all(isinstance(each, dict) for each in values):
-        return
-    together: dict[str, list[Figure]] = {}
-    for each in values:
-        for key, figure in _flat(each, name):
-            together.setdefault(key, []).append(figure)
-    for key, figures in together.items():
-        numbers = [figure.value for figure in figures if not isinstance(figure.value, str)]
-        if len(numbers) == len(figures):
-            yield key, figures[0] if len(numbers) == 1 else _median(numbers)
-        elif len({figure.value for figure in figures}) == 1:
-            yield key, figures[0]
-
-
-def _median(values: list[float]) -> Figure:
-    if len(values) == 1:
-        return Figure(float(values[0]))  # once is no spread
-    return Figure(float(statistics.median(values)), float(min(values)), float(max(values)))
-
-
 def _is_number(value: Any) -> bool:
     return isinstance(value, (bool, int, float)) and math.isfinite(value)
-
-
-def _is_record(value: Any) -> bool:
-    return (
-        isinstance(value, dict)
-        and isinstance(value.get("script"), str)
-        and isinstance(value.get("figures"), dict)
-        and isinstance(value.get("bars"), list)
-    )
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
@@ -338,7 +303,7 @@ def show(comparison: Comparison, console: Console, title: str, everything: bool)
 
 
 def folded(shown: list[Row], every: list[Row]) -> Iterator[Row]:
-    """One row for all figures of what only one of the records has, as a contender that did not run."""
+    """One row for all figures of what only one of the records has, as a baseline that did not run."""
     kept = [row.name for row in every if row.verdict not in (NEW, GONE)]
     counts: dict[tuple[str, str], int] = {}
     for row in shown:

@@ -1,7 +1,7 @@
 """From a checkpoint on disk to the first output and on: beside the disk itself, and other ways to load.
 
 A decoder in a safetensors file (and the same in a file of torch.save), float32, on the CPU. Nothing of either
-is in the page cache when a contender begins; each has a process of its own, with torch's code warmed up.
+is in the page cache when a baseline begins; each has a process of its own, with torch's code warmed up.
 
 first pass     The first forward after `load` and `install`, an input of one token: bytes / time, against
                `dd iflag=direct bs=16M` of the same file. Readings of dd and passes alternate.
@@ -37,10 +37,11 @@ from torch import nn
 import dynswap_ext
 from common import Record, dd, native_available, parser, run_apart
 from dynswap_ext import checkpoint
-from dynswap_ext.demo.files import Watcher, cache_folder, checkpoint_file
-from dynswap_ext.demo.measure import disk_bytes_read, drop_file_cache
+from dynswap_ext._util.file_mappings import drop_file_cache
+from dynswap_ext._util.peak_memory import disk_bytes_read
+from dynswap_ext._util.units import parse_size
+from dynswap_ext.demo.files import cache_folder, checkpoint_file
 from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
-from dynswap_ext.demo.units import parse_size
 
 DYNSWAP, RESIDENT = "dynswap", "resident"
 PEERS = (
@@ -95,7 +96,7 @@ def skeleton(config: DecoderConfig) -> nn.Module:
 
 
 def load(job: Job, config: DecoderConfig) -> nn.Module:
-    """The model, ready for its first forward, as the contender's documentation has it."""
+    """The model, ready for its first forward, as the baseline's documentation has it."""
     if job.way == DYNSWAP:
         model: nn.Module = checkpoint.load(lambda: Decoder(config), job.safetensors)
         dynswap_ext.install(model, device="cpu", budget=job.budget)
@@ -138,7 +139,7 @@ def run(job: Job) -> Row:
         Decoder(small)(tokens % 64)
     drop_caches(job)
     row = Row()
-    before = disk_bytes_read() or 0
+    before = disk_bytes_read()
     start = time.perf_counter()
     model = load(job, config).eval()
     row.load = time.perf_counter() - start
@@ -147,7 +148,7 @@ def run(job: Job) -> Row:
             start = time.perf_counter()
             model(tokens)
             row.seconds.append(time.perf_counter() - start)
-    row.disk_bytes = (disk_bytes_read() or 0) - before
+    row.disk_bytes = disk_bytes_read() - before
     return row
 
 
@@ -157,7 +158,8 @@ def drop_caches(job: Job) -> None:
 
 
 def apart(job: Job) -> Row:
-    return Row(**run_apart(__file__, dataclasses.asdict(job)))
+    row = run_apart(run, job)
+    return row if isinstance(row, Row) else Row(**row)
 
 
 def first_pass(record: Record, job: Job, path: Path, rounds: int, bar: float | None) -> None:
@@ -177,13 +179,14 @@ def first_pass(record: Record, job: Job, path: Path, rounds: int, bar: float | N
 def to_the_output(
     record: Record, job: Job, tokens: int, rounds: int, bar: float | None, under: str = ""
 ) -> None:
-    """Load and first forward of every contender, in turn."""
+    """Load and first forward of every baseline, in turn."""
     rows: dict[str, list[Row]] = {}
     for _ in range(rounds):
         for way in (DYNSWAP, *PEERS):
             rows.setdefault(way, []).append(apart(dataclasses.replace(job, way=way, tokens=tokens, passes=1)))
     record.figures[f"to the output, {tokens} token(s){under}"] = {
-        way: [dataclasses.asdict(row) for row in each] for way, each in rows.items()
+        way: [dataclasses.asdict(row) | ({} if row.failure else {"to_output": row.to_output}) for row in each]
+        for way, each in rows.items()
     }
     times = {}
     for way, each in rows.items():
@@ -292,7 +295,7 @@ def main() -> int:
     config = config_for(parse_size(given.size), torch.float32)
     native = native_available()
     with (
-        checkpoint_file(given.folder, config, torch.float32, Watcher(), keep=False) as path,
+        checkpoint_file(given.folder, config, torch.float32) as path,
         tempfile.TemporaryDirectory(dir=given.folder) as scratch,
     ):
         pickled, untied = Path(scratch) / "model.pt", Path(scratch) / "untied.safetensors"

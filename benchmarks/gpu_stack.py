@@ -27,8 +27,9 @@ from torch import Tensor, nn
 
 import dynswap_ext
 from common import Record, native_available, parser
+from dynswap_ext._util.clock import timing_event
 from dynswap_ext.demo.hook import install_hook, uninstall_hook
-from dynswap_ext.demo.measure import pinned_bandwidth, timing_event
+from dynswap_ext.planning.rates import pinned_bandwidth
 
 
 class Stack(nn.Module):
@@ -44,7 +45,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Setting:
-    """What stays the same for all contenders."""
+    """What stays the same for all baselines."""
 
     device: torch.device
     dtype: torch.dtype

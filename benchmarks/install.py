@@ -73,8 +73,8 @@ def main() -> int:
     def figure(name: str, into: Sample, out: Sample, made: int) -> None:
         record.figures[name] = {"install": into.__dict__, "uninstall": out.__dict__, "classes": made}
         print(
-            f"{name:<24} install {into.median * 1e6:7.2f} us a module ({into.fastest * 1e6:.2f} .. "
-            f"{into.slowest * 1e6:.2f}), uninstall {out.median * 1e6:7.2f} us, classes made {made}"
+            f"{name:<24} install {into.median * 1e6:7.2f} us a module ({into.low * 1e6:.2f} .. "
+            f"{into.high * 1e6:.2f}), uninstall {out.median * 1e6:7.2f} us, classes made {made}"
         )
 
     classic = measure(
@@ -86,7 +86,7 @@ def main() -> int:
             continue
 
         def install(model: nn.Module, provider: str = provider) -> object:
-            return dynswap_ext.install(model, device=given.device, backend=provider)
+            return dynswap_ext.install(model, device=given.device, provider=provider)
 
         into, out, made = measure(install, dynswap_ext.uninstall, modules, repeats)
         figure(f"dynswap ({provider})", into, out, made)

@@ -1,6 +1,6 @@
 """How long until a checkpoint of 4 GB is a model, and what memory that takes.
 
-A decoder in a safetensors file (float32), each contender in a process of its own. The libraries'
+A decoder in a safetensors file (float32), each baseline in a process of its own. The libraries'
 own code has run once on a small file; of the large one nothing is in the page cache.
 
 onto a skeleton  `checkpoint.load(skeleton, path)`, the skeleton on the meta device, made before.
@@ -12,7 +12,6 @@ others           PyTorch's recipe with `torch.load(mmap=True)` and `assign=True`
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
 import tempfile
@@ -27,11 +26,11 @@ from torch import nn
 
 from common import Record, dd, parser, run_apart
 from dynswap_ext import checkpoint
-from dynswap_ext.demo.files import Watcher, cache_folder, checkpoint_file
-from dynswap_ext.demo.measure import MemoryMeter, disk_bytes_read, drop_file_cache
+from dynswap_ext._util.file_mappings import drop_file_cache
+from dynswap_ext._util.peak_memory import PeakMemory, disk_bytes_read
+from dynswap_ext._util.units import parse_size
+from dynswap_ext.demo.files import cache_folder, checkpoint_file, write_random
 from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
-from dynswap_ext.demo.units import parse_size
-from dynswap_ext.demo.weights import write_random
 
 SKELETON, FACTORY = "load onto a skeleton", "load from a factory"
 WAYS = (SKELETON, FACTORY, "torch.load(mmap=True), assign", "safetensors load_file, assign")
@@ -81,7 +80,7 @@ def run(job: Job) -> dict[str, Any]:
     model = skeleton(config) if job.way != FACTORY else nn.Module()
     for path in (job.safetensors, job.torch):
         drop_file_cache(Path(path))
-    memory, read = MemoryMeter(), disk_bytes_read() or 0
+    memory, read = PeakMemory(), disk_bytes_read()
     start = time.perf_counter()
     model = load(job.way, config, model, job)
     if job.device != "cpu":
@@ -90,8 +89,8 @@ def run(job: Job) -> dict[str, Any]:
     assert not next(model.parameters()).is_meta
     return {
         "seconds": seconds,
-        "rss_bytes": memory.peak_growth(),
-        "disk_bytes": (disk_bytes_read() or 0) - read,
+        "rss_bytes": memory.more(),
+        "disk_bytes": disk_bytes_read() - read,
         "tensors": len(list(model.parameters())),
     }
 
@@ -102,18 +101,14 @@ def main() -> int:
     options.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     options.add_argument("--rounds", type=int, default=3)
     options.add_argument("--folder", type=Path, default=cache_folder(), help="on the disk to be measured")
-    options.add_argument("--job", help="used between the processes")
     given = options.parse_args()
-    if given.job:
-        print(json.dumps(run(Job(**json.loads(given.job)))))
-        return 0
     if given.tiny:
         given.size, given.rounds = "24MB", 1
     cuda = given.device == "cuda"
     record = Record("load_cuda" if cuda else "load", given.tiny)
     config = config_for(parse_size(given.size), torch.float32)
     with (
-        checkpoint_file(given.folder, config, torch.float32, Watcher(), keep=False) as path,
+        checkpoint_file(given.folder, config, torch.float32) as path,
         tempfile.TemporaryDirectory(dir=given.folder) as scratch,
     ):
         pickled = Path(scratch) / "model.pt"
@@ -122,7 +117,7 @@ def main() -> int:
         rows: dict[str, list[dict[str, Any]]] = {}
         for _ in range(given.rounds):
             for way in WAYS:
-                row = run_apart(__file__, dataclasses.asdict(dataclasses.replace(job, way=way)))
+                row = run_apart(run, dataclasses.replace(job, way=way))
                 if "failure" in row:
                     raise SystemExit(f"{way}: {row['failure']}")
                 rows.setdefault(way, []).append(row)

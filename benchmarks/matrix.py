@@ -91,7 +91,7 @@ def main() -> int:
     for python, torch in pairs:
         outcomes.append(run_pair(python, torch, tests, options))
         outcomes.sort(key=lambda outcome: tuple(map(int, outcome.python.split("."))))
-        record.figures = {"tests": tests, "pairs": [asdict(outcome) for outcome in outcomes]}
+        record.figures = {"tests": tests, "pairs": {each.python: asdict(each) for each in outcomes}}
         record.write(options.output)
     print(table(outcomes))
     for outcome in outcomes:
@@ -108,7 +108,7 @@ def others(options: argparse.Namespace) -> list[Outcome]:
     if options.only is None or options.output is None or not Path(options.output).exists():
         return []
     pairs = json.loads(Path(options.output).read_text())["figures"]["pairs"]
-    kept = [Outcome(**pair | {"failures": tuple(pair["failures"])}) for pair in pairs]
+    kept = [Outcome(**pair | {"failures": tuple(pair["failures"])}) for pair in pairs.values()]
     return [outcome for outcome in kept if not outcome.python.startswith(f"{options.only}.")]
 
 
@@ -147,7 +147,7 @@ def prepare(outcome: Outcome, folder: Path, tests: list[str], options: argparse.
     source = folder / "source"
     copy_checkout(source)
     # As a user does, with the defaults of a wheel.
-    environment = {"DYNSWAP_CUDA": options.cuda, "DYNSWAP_UNITY": "1"}
+    environment = {"DYNSWAP_CUDA": options.cuda}
     environment |= WITHOUT_PIP_CONFIG if outcome.pip_config_ignored else {}
     call([str(bin_ / "pip"), "install", "--quiet", f"{source}[test]"], folder, environment)
     outcome.build_seconds = round(time.monotonic() - begun, 1)

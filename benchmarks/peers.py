@@ -1,16 +1,16 @@
-"""Side by side with what users would pick: every contender on every workload, in one run.
+"""Side by side with what users would pick: every baseline on every workload, in one run.
 
-A workload is a model with random weights and a cycle of calls (head_to_head/workloads.py). A contender is a
-way to run it (head_to_head/contenders, one file a family); each has a process of its own, warm-up, and calls
+A workload is a model with random weights and a cycle of calls (head_to_head/workloads.py). A baseline is a
+way to run it (head_to_head/baselines, one file a family); each has a process of its own, warm-up, and calls
 that are timed one by one. Its outputs are compared with the resident model's. There are two questions, and a
 table of each workload for each of them:
 
 ram     Weights lie in RAM. Where RAM is also where they compute, nothing has to move, and what is compared
         is the cost of every access. For an accelerator they cross the bus.
 file    Weights lie in a checkpoint file, and none of it is in the page cache when a call begins, as on a
-        machine whose memory the model does not fit. Contenders that only know weights in RAM are not in it.
+        machine whose memory the model does not fit. Baselines that only know weights in RAM are not in it.
 
-With nothing to move, every contender runs the same kernels on the same bytes, and times differ by chance, as
+With nothing to move, every baseline runs the same kernels on the same bytes, and times differ by chance, as
 the resident model's and ours do: a peer has to be faster by more than that to be ahead (but for `narrow`,
 which is nothing but accesses).
 
@@ -32,28 +32,28 @@ import torch
 
 from common import Record, parser
 from dynswap_ext.demo.files import cache_folder
-from dynswap_ext.demo.measure import pinned_bandwidth
+from dynswap_ext.planning.rates import pinned_bandwidth
 from head_to_head import table
 from head_to_head.apart import Apart
-from head_to_head.contenders import CONTENDERS, RESIDENT, Contender
-from head_to_head.contenders.base import EXTRA
+from head_to_head.baselines import BASELINES, RESIDENT, Baseline
+from head_to_head.baselines.base import EXTRA
 from head_to_head.disk import most_bytes_a_second
 from head_to_head.job import FILE, PLACEMENTS, RAM, Job, Row
 from head_to_head.table import Section
 from head_to_head.workloads import SIZES, WORKLOADS, Workload
 
-#: By size: seconds of timed calls for a contender, and of the whole run.
+#: By size: seconds of timed calls for a baseline, and of the whole run.
 _SECONDS = {"tiny": 0.0, "cpu": 0.25, "gpu": 0.3}
 _TOTAL = {"tiny": 600.0, "cpu": 290.0, "gpu": 470.0}
 
 
 class Contest:
-    """Runs the contenders of one workload after the other, and keeps their rows."""
+    """Runs the baselines of one workload after the other, and keeps their rows."""
 
     def __init__(self, given: Any, record: Record, folder: Path) -> None:
         self._given, self._record, self._folder = given, record, folder
         self._device = torch.device(given.device)
-        self._apart = Apart(folder, fork=given.start == "fork")
+        self._apart = Apart(fork=given.start == "fork")
         self._end = time.monotonic() + given.total
         self._console = table.console()
         self._disk: float | None = None
@@ -70,55 +70,55 @@ class Contest:
         for placement in self._given.placement:
             section = self._section(workload, placement, path)
             mine = [
-                contender
-                for contender in CONTENDERS.values()
-                if self._wanted(contender) and contender.has(placement, self._device)
+                baseline
+                for baseline in BASELINES.values()
+                if self._wanted(baseline) and baseline.has(placement, self._device)
             ]
             # In turn, as the machine may change its pace.
             for _ in range(self._given.rounds or (workload.rounds if placement == RAM else 1)):
-                for contender in mine:
-                    row = section.rows.get(contender.name)
+                for baseline in mine:
+                    row = section.rows.get(baseline.name)
                     if row is not None and row.failure:
                         continue
-                    why = failure or self._why_not(contender, workload)
-                    more = Row(failure=why) if why else self._contend(workload, contender, placement)
-                    section.rows[contender.name] = row.joined(more) if row else more
+                    why = failure or self._why_not(baseline, workload)
+                    more = Row(failure=why) if why else self._run_baseline(workload, baseline, placement)
+                    section.rows[baseline.name] = row.joined(more) if row else more
             if any(row.seconds for row in section.rows.values()):
                 table.show(section, self._console)
             else:
                 reasons = dict.fromkeys(row.failure for row in section.rows.values())
-                print(f"{workload.name}, {PLACEMENTS[placement]}: no contender ran: {'; '.join(reasons)}")
+                print(f"{workload.name}, {PLACEMENTS[placement]}: no baseline ran: {'; '.join(reasons)}")
             self._keep(section)
 
-    def _contend(self, workload: Workload, contender: Contender, placement: str) -> Row:
-        job = self._job(workload, contender.name, placement)
+    def _run_baseline(self, workload: Workload, baseline: Baseline, placement: str) -> Row:
+        job = self._job(workload, baseline.name, placement)
         Path(job.scratch).mkdir(parents=True, exist_ok=True)
         try:
             return self._apart.run(job, self._left(self._given.limit))
         finally:
-            if contender.rewrites:
+            if baseline.rewrites:
                 shutil.rmtree(job.scratch, ignore_errors=True)
 
-    def _why_not(self, contender: Contender, workload: Workload) -> str:
+    def _why_not(self, baseline: Baseline, workload: Workload) -> str:
         if self._left(1) <= 0:
             return f"the time of the run was over (--total {self._given.total:.0f})"
-        if contender.compiles and workload.not_compiled:
+        if baseline.compiles and workload.not_compiled:
             return workload.not_compiled
-        return contender.why_not(self._device)
+        return baseline.why_not(self._device)
 
-    def _wanted(self, contender: Contender) -> bool:
-        wanted = self._given.contenders
-        return not wanted or contender.name == RESIDENT or contender.name in wanted
+    def _wanted(self, baseline: Baseline) -> bool:
+        wanted = self._given.baselines
+        return not wanted or baseline.name == RESIDENT or baseline.name in wanted
 
     def _left(self, at_most: float) -> float:
         return min(at_most, self._end - time.monotonic())
 
-    def _job(self, workload: Workload, contender: str, placement: str) -> Job:
-        scratch = self._folder / "written" / workload.model / contender.replace(" ", "_").replace(",", "")
+    def _job(self, workload: Workload, baseline: str, placement: str) -> Job:
+        scratch = self._folder / "written" / workload.model / baseline.replace(" ", "_").replace(",", "")
         return Job(
             workload=workload.name,
             size=self._given.size,
-            contender=contender,
+            baseline=baseline,
             placement=placement,
             device=str(self._device),
             checkpoint=str(self._folder / f"{workload.model}.safetensors"),
@@ -192,13 +192,13 @@ def main() -> int:
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     options.add_argument("--only", **listed, help=f"workloads, with commas: {', '.join(WORKLOADS)}")
     options.add_argument(
-        "--contenders", type=lambda text: text.split(";"), help="some, by name, with semicolons; see --list"
+        "--baselines", type=lambda text: text.split(";"), help="some, by name, with semicolons; see --list"
     )
-    options.add_argument("--list", action="store_true", help="the names of all contenders")
+    options.add_argument("--list", action="store_true", help="the names of all baselines")
     options.add_argument("--placement", **listed, help="ram, file or both (default: ram,file; ram on CUDA)")
-    options.add_argument("--seconds", type=float, help="of timed calls for each contender, at least")
-    options.add_argument("--rounds", type=int, help="how often each contender's process is run, in turn")
-    options.add_argument("--limit", type=float, default=45, help="seconds for one contender")
+    options.add_argument("--seconds", type=float, help="of timed calls for each baseline, at least")
+    options.add_argument("--rounds", type=int, help="how often each baseline's process is run, in turn")
+    options.add_argument("--limit", type=float, default=45, help="seconds for one baseline")
     options.add_argument("--total", type=float, help="seconds for all; what is finished by then is written")
     options.add_argument(
         "--start",
@@ -207,15 +207,9 @@ def main() -> int:
         help="spawn: each process imports for itself, some seconds slower (default: %(default)s)",
     )
     options.add_argument("--folder", type=Path, default=cache_folder(), help="on the disk to be measured")
-    options.add_argument(
-        "--markdown", type=Path, metavar="RECORD", help="print a record's tables for a README"
-    )
     given = options.parse_args()
-    if given.markdown:
-        print(table.markdown(given.markdown))
-        return 0
     if given.list:
-        print("\n".join(CONTENDERS))
+        print("\n".join(BASELINES))
         return 0
     cpu = torch.device(given.device).type == "cpu"
     given.size = "tiny" if given.tiny else given.size or ("cpu" if cpu else "gpu")
@@ -223,7 +217,7 @@ def main() -> int:
     given.seconds = _SECONDS[given.size] if given.seconds is None else given.seconds
     given.total = _TOTAL[given.size] if given.total is None else given.total
     given.rounds = 1 if given.tiny else given.rounds
-    for name, known in (("only", WORKLOADS), ("contenders", CONTENDERS), ("placement", PLACEMENTS)):
+    for name, known in (("only", WORKLOADS), ("baselines", BASELINES), ("placement", PLACEMENTS)):
         unknown = [each for each in getattr(given, name) or [] if each not in known]
         if unknown:
             options.error(f"--{name}: there is no {', '.join(unknown)}; there are {', '.join(known)}")

@@ -17,11 +17,11 @@ import torch
 
 from common import Record, native_available, parser
 from dynswap_ext import checkpoint, planning
-from dynswap_ext.demo.contender import Job, Outcome
-from dynswap_ext.demo.files import Watcher, cache_folder, checkpoint_file
+from dynswap_ext._util.units import parse_size
+from dynswap_ext.demo.baseline import INSTALLED, Job, Outcome
+from dynswap_ext.demo.files import cache_folder, checkpoint_file
 from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
-from dynswap_ext.demo.run import INSTALLED, run_contender
-from dynswap_ext.demo.units import parse_size
+from dynswap_ext.demo.run import run_apart
 
 
 def measured(path: Path, config: DecoderConfig, tokens: int, passes: int) -> planning.Measured:
@@ -80,28 +80,23 @@ def main() -> int:
     config = config_for(parse_size(given.size), torch.float32)
     with (
         tempfile.TemporaryDirectory() as scratch,
-        checkpoint_file(given.folder, config, torch.float32, Watcher(), keep=False) as path,
+        checkpoint_file(given.folder, config, torch.float32) as path,
     ):
         for tokens in given.tokens:
             before = measured(path, config, tokens, given.passes)
             for share in given.shares:
                 budget = int(share * sum(weight.nbytes for weight in before.weights))
                 job = Job(
-                    way=INSTALLED.way,
-                    checkpoint=str(path),
-                    config=dataclasses.asdict(config),
-                    device="cpu",
-                    dtype=None,
-                    batch=1,
+                    baseline=INSTALLED,
+                    checkpoint=path,
+                    config=config,
+                    outputs=Path(scratch, "outputs.pt"),
                     tokens=tokens,
                     passes=given.passes,
-                    warm_up=2,
                     budget=budget,
                     prefetch=given.prefetch,
-                    in_memory=False,
-                    outputs=str(Path(scratch, "outputs.pt")),
                 )
-                outcome = run_contender(INSTALLED, job, Watcher())
+                outcome = run_apart(job)
                 after = measured(path, config, tokens, given.passes)
                 compare(record, f"{tokens} tokens, budget {share:g}", job, (before, after), outcome)
                 before = after

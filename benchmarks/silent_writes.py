@@ -13,7 +13,7 @@ from time import perf_counter
 import torch
 
 from common import Record, Sample, parser
-from dynswap_ext._memory_watch import MemoryWatch, is_sampled
+from dynswap_ext._python.memory_watch import MemoryWatch, is_sampled
 
 
 def main() -> int:
@@ -36,7 +36,7 @@ def main() -> int:
             seconds.append((perf_counter() - begin) * gib)
         sample = Sample.of(seconds[1:])
         record.figures[name] = sample.__dict__
-        spread = f"{sample.fastest * 1e3:.3f} .. {sample.slowest * 1e3:.3f}"
+        spread = f"{sample.low * 1e3:.3f} .. {sample.high * 1e3:.3f}"
         print(f"{name:<44} {sample.median * 1e3:9.3f} ms/GiB ({spread})")
         return sample.median
 

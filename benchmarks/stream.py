@@ -1,7 +1,7 @@
 """A model on disk under a budget: how close a pass comes to the disk, and to the resident model.
 
 Three questions about a decoder of 1.5 GB whose masters are mapped from a safetensors file, with a budget of
-384 MiB, each contender in a process of its own:
+384 MiB, each baseline in a process of its own:
 
 read-bound     An input of one token. Bytes moved / time of a pass, against `dd iflag=direct bs=16M` of the
                same file; readings of dd and passes alternate, and medians are compared.
@@ -11,7 +11,7 @@ memory         Peak resident set over the start of the run, in both.
 
 On a GPU (`--device cuda`) weights travel from the disk through pinned buffers to the device; peak memory is
 the device's, the time of the compute-bound pass stands beside max(resident, bytes / dd), and one more
-contender has its masters in RAM, against the bandwidth of copies from pinned memory.
+baseline has its masters in RAM, against the bandwidth of copies from pinned memory.
 
 None of the file is in the page cache when a pass begins. What storage delivered (/proc/self/io) is recorded
 beside what the engine says it moved.
@@ -28,26 +28,27 @@ from pathlib import Path
 import torch
 
 from common import Record, dd, native_available, parser
-from dynswap_ext.demo.contender import Job, Outcome
-from dynswap_ext.demo.files import Watcher, cache_folder, checkpoint_file
-from dynswap_ext.demo.measure import pinned_bandwidth
+from dynswap_ext._util.units import parse_size
+from dynswap_ext.demo.baseline import INSTALLED, PYTHON, RESIDENT, Job, Outcome
+from dynswap_ext.demo.files import cache_folder, checkpoint_file
 from dynswap_ext.demo.model import config_for
-from dynswap_ext.demo.run import INSTALLED, PYTHON, RESIDENT, Contender, run_contender
-from dynswap_ext.demo.units import parse_size
+from dynswap_ext.demo.run import run_apart
+from dynswap_ext.planning.rates import pinned_bandwidth
 
 
 class Bench:
-    """Runs contenders over one checkpoint and keeps what they measured."""
+    """Runs baselines over one checkpoint and keeps what they measured."""
 
     def __init__(self, job: Job, record: Record, scratch: Path) -> None:
         self._job, self._record, self._scratch = job, record, scratch
 
-    def run(self, name: str, contender: Contender, *, tokens: int, in_memory: bool = False) -> Outcome:
-        outputs = self._scratch / f"{contender.way}-{tokens}.pt"
-        job = dataclasses.replace(
-            self._job, way=contender.way, tokens=tokens, in_memory=in_memory, outputs=str(outputs)
+    def run(self, name: str, baseline: str, *, tokens: int, in_memory: bool = False) -> Outcome:
+        outputs = self._scratch / f"{baseline}-{tokens}.pt"
+        outcome = run_apart(
+            dataclasses.replace(
+                self._job, baseline=baseline, tokens=tokens, in_memory=in_memory, outputs=outputs
+            )
         )
-        outcome = run_contender(contender, job, Watcher())
         self._record.figures.setdefault(name, []).append(dataclasses.asdict(outcome))
         print(
             f"{name:<28} {statistics.median(outcome.seconds):8.3f} s a pass, peak {outcome.peak_bytes} bytes",
@@ -66,8 +67,8 @@ class Bench:
     def equal(self, tokens: int) -> bool:
         """Whether the last outputs for that input were those of the resident model, to the bit."""
         resident, installed = (
-            torch.load(self._scratch / f"{way}-{tokens}.pt", weights_only=True)
-            for way in ("resident", "installed")
+            torch.load(self._scratch / f"{baseline}-{tokens}.pt", weights_only=True)
+            for baseline in (RESIDENT, INSTALLED)
         )
         return all(torch.equal(left, right) for left, right in zip(resident, installed, strict=True))
 
@@ -96,22 +97,17 @@ def main() -> int:
 
     with (
         tempfile.TemporaryDirectory() as scratch,
-        checkpoint_file(given.folder, config, torch.float32, Watcher(), keep=False) as path,
+        checkpoint_file(given.folder, config, torch.float32) as path,
     ):
         job = Job(
-            way="",
-            checkpoint=str(path),
-            config=dataclasses.asdict(config),
+            baseline="",
+            checkpoint=path,
+            config=config,
+            outputs=Path(),
             device=given.device,
-            dtype=None,
-            batch=1,
-            tokens=1,
             passes=given.passes,
-            warm_up=2,
             budget=budget,
             prefetch=given.prefetch,
-            in_memory=False,
-            outputs="",
         )
         bench = Bench(job, record, Path(scratch))
 

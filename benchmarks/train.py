@@ -1,6 +1,6 @@
 """A training step of a model on disk under a budget: LoRA and full, beside the ways that others have.
 
-A decoder whose masters are mapped from a safetensors file, each contender in its own process. On a GPU
+A decoder whose masters are mapped from a safetensors file, each baseline in its own process. On a GPU
 (`--device cuda`) masters are copied to RAM first, from where they stream, and time stands beside the limit:
 max(resident, bytes moved / bandwidth of copies from pinned memory, gradients' bytes / the same).
 
@@ -13,14 +13,13 @@ RamTorch      Its Linear in place of torch's.
 A step is forward and backward over one input; then the trained weights' gradients are compared with the
 resident model's and let go. LoRA trains a low-rank pair beside each matrix, and streams the frozen matrices
 twice: forward and backward. A full step needs room for every gradient, too. Bytes moved a step stand beside
-the least: what does not fit the budget, twice. A contender that cannot run says why in its row; the peers
+the least: what does not fit the budget, twice. A baseline that cannot run says why in its row; the peers
 come with `pip install accelerate diffusers ramtorch`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import json
 import statistics
 import sys
 import tempfile
@@ -36,14 +35,16 @@ from torch.nn import functional
 import dynswap_ext
 from common import Record, native_available, parser, run_apart
 from dynswap_ext import checkpoint
-from dynswap_ext.demo.files import Watcher, cache_folder, checkpoint_file
+from dynswap_ext._util.file_mappings import drop_file_cache
+from dynswap_ext._util.peak_memory import PeakMemory
+from dynswap_ext._util.units import parse_size
+from dynswap_ext.demo.files import cache_folder, checkpoint_file
 from dynswap_ext.demo.hook import install_hook
-from dynswap_ext.demo.measure import MemoryMeter, drop_file_cache, pinned_bandwidth
 from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
-from dynswap_ext.demo.units import parse_size
+from dynswap_ext.planning.rates import pinned_bandwidth
 
 NATIVE, PYTHON, RESIDENT = "dynswap", "dynswap in pure Python", "resident"
-#: What stands in a contender's row beside its figures.
+#: What stands in a baseline's row beside its figures.
 NOTES = {
     "classic hook": "its gradients go to copies that nobody keeps; the masters get none, without an error",
     "accelerate cpu_offload": "its hooks put copies in the parameters' places for the forward alone",
@@ -110,14 +111,14 @@ def make_resident(model: nn.Module, path: Path) -> None:
 
 
 def prepare(job: Job, model: nn.Module) -> tuple[nn.Module, Any]:
-    """The model as the contender runs it, and dynswap's handle."""
+    """The model as the baseline runs it, and dynswap's handle."""
     path, device = Path(job.checkpoint), torch.device(job.device)
     if job.way in (NATIVE, PYTHON):
         if device.type != "cpu":
             make_resident(model, path)  # in RAM: page-locked there, and streamed from there
         backend = "native" if job.way == NATIVE else "python"
         return model, dynswap_ext.install(
-            model, device=device, budget=job.budget, prefetch=job.prefetch, backend=backend
+            model, device=device, budget=job.budget, prefetch=job.prefetch, provider=backend
         )
     if job.way == "accelerate disk_offload":
         from accelerate import disk_offload
@@ -153,6 +154,11 @@ def prepare(job: Job, model: nn.Module) -> tuple[nn.Module, Any]:
     return model, None
 
 
+def apart(job: Job) -> Row:
+    row = run_apart(run, job)
+    return row if isinstance(row, Row) else Row(**row)
+
+
 def run(job: Job) -> Row:
     """One process's work."""
     config = DecoderConfig(**job.config)
@@ -162,7 +168,7 @@ def run(job: Job) -> Row:
         add_low_rank(model, job.rank)
     names = {name: p for name, p in model.named_parameters() if p.requires_grad}
     drop_file_cache(path)
-    memory = MemoryMeter()
+    memory = PeakMemory()
     model, handle = prepare(job, model)
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(config.vocabulary, (1, job.tokens), generator=generator).to(job.device)
@@ -188,7 +194,7 @@ def run(job: Job) -> Row:
         del loss
         if number >= 2:
             row.seconds.append(seconds)
-    row.peak_bytes = torch.cuda.max_memory_allocated() if cuda else memory.peak_growth()
+    row.peak_bytes = torch.cuda.max_memory_allocated() if cuda else memory.more()
     if handle:
         row.stats = dataclasses.asdict(handle.stats())
         row.stats["bytes_moved_per_step"] = (row.stats["bytes_moved"] - before["bytes_moved"]) / job.steps
@@ -236,7 +242,7 @@ def describe(row: dict[str, Any], least: int) -> str:
     )
 
 
-CONTENDERS = (
+BASELINES = (
     RESIDENT,
     NATIVE,
     PYTHON,
@@ -249,18 +255,18 @@ CONTENDERS = (
 
 
 class Bench:
-    """Runs every contender for a task and keeps the rows."""
+    """Runs every baseline for a task and keeps the rows."""
 
     def __init__(
         self,
         record: Record,
         job: Job,
-        contenders: list[str],
+        baselines: list[str],
         scratch: Path,
         output: Path | None,
         bandwidth: float | None,
     ) -> None:
-        self._record, self._job, self._contenders, self._scratch = record, job, contenders, scratch
+        self._record, self._job, self._baselines, self._scratch = record, job, baselines, scratch
         self._output, self._bandwidth = output, bandwidth
 
     def run(self, task: str, model_bytes: int) -> None:
@@ -270,9 +276,9 @@ class Bench:
         def files(way: str) -> Path:
             return self._scratch / f"{task}-{way.replace(' ', '_')}.pt"
 
-        for way in self._contenders:
+        for way in self._baselines:
             job = dataclasses.replace(self._job, way=way, task=task, gradients=str(files(way)))
-            row = Row(**run_apart(__file__, dataclasses.asdict(job)))
+            row = apart(job)
             shown = rows[way] = dataclasses.asdict(row)
             if row.failure:
                 shown["gradients"] = "-"
@@ -325,13 +331,9 @@ def main() -> int:
     options.add_argument("--tokens", type=int, help="default: 64, 1024 on a GPU")
     options.add_argument("--steps", type=int, default=3)
     options.add_argument("--rank", type=int, default=8)
-    options.add_argument("--only", help="contenders, with commas between them; the resident always runs")
+    options.add_argument("--only", help="baselines, with commas between them; the resident always runs")
     options.add_argument("--folder", type=Path, default=cache_folder(), help="on the disk to be measured")
-    options.add_argument("--job", help="used between the processes")
     given = options.parse_args()
-    if given.job:
-        print(json.dumps(dataclasses.asdict(run(Job(**json.loads(given.job))))))
-        return 0
     if given.tiny:
         given.size, given.budget, given.tokens, given.steps = "6MB", "2MB", 8, 1
     cuda = given.device == "cuda"
@@ -340,14 +342,14 @@ def main() -> int:
     given.tokens = given.tokens or (1024 if cuda else 64)
     record = Record("train_cuda" if cuda else "train", given.tiny)
     config = config_for(parse_size(given.size), torch.float32)
-    wanted = given.only.split(",") if given.only else list(CONTENDERS)
-    contenders = [way for way in CONTENDERS if way == RESIDENT or way in wanted]
-    if not native_available(given.device) and NATIVE in contenders:
-        contenders[contenders.index(NATIVE)] = PYTHON
-        contenders = list(dict.fromkeys(contenders))
+    wanted = given.only.split(",") if given.only else list(BASELINES)
+    baselines = [way for way in BASELINES if way == RESIDENT or way in wanted]
+    if not native_available(given.device) and NATIVE in baselines:
+        baselines[baselines.index(NATIVE)] = PYTHON
+        baselines = list(dict.fromkeys(baselines))
     bandwidth = pinned_bandwidth(torch.device("cuda")) if cuda else None
     with (
-        checkpoint_file(given.folder, config, torch.float32, Watcher(), keep=False) as path,
+        checkpoint_file(given.folder, config, torch.float32) as path,
         tempfile.TemporaryDirectory(dir=given.folder) as scratch,
     ):
         job = Job(
@@ -363,7 +365,7 @@ def main() -> int:
             gradients="",
             device=given.device,
         )
-        bench = Bench(record, job, contenders, Path(scratch), given.output, bandwidth)
+        bench = Bench(record, job, baselines, Path(scratch), given.output, bandwidth)
         record.figures["pinned_bytes_per_second"] = bandwidth
         record.figures["model_bytes"], record.figures["budget"] = config.parameters * 4, job.budget
         for task in ("lora", "full"):

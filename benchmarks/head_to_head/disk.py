@@ -8,7 +8,7 @@ import threading
 import time
 from pathlib import Path
 
-from dynswap_ext.demo.measure import drop_file_cache
+from dynswap_ext._util.file_mappings import drop_file_cache
 
 _BLOCK = 4 << 20
 _AT_LEAST = 256 << 20  # bytes for one figure: a small file is read several times

@@ -1,4 +1,4 @@
-"""What goes to a contender's process, and what comes back."""
+"""What goes to a baseline's process, and what comes back."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ PLACEMENTS = {
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does: one contender on one workload, with the weights in one place."""
+    """What one process does: one baseline on one workload, with the weights in one place."""
 
     workload: str
     size: str
-    contender: str
+    baseline: str
     placement: str
     device: str
     checkpoint: str
-    #: A folder of this contender and workload alone: what is written there is found again by the next.
+    #: A folder of this baseline and workload alone: what is written there is found again by the next.
     scratch: str
     #: Where the resident model's outputs are kept.
     reference: str
@@ -49,7 +49,7 @@ class Row:
     stats: dict[str, Any] = field(default_factory=dict)
 
     def joined(self, other: Row) -> Row:
-        """This row with what another run of the same contender measured."""
+        """This row with what another run of the same baseline measured."""
         if other.failure:  # what was measured before stands
             return replace(self, note=f"once: {other.failure}")
         same = self.outputs == other.outputs

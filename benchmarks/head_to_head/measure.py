@@ -1,4 +1,4 @@
-"""What one process does: makes a contender ready, calls the model, and measures both."""
+"""What one process does: makes a baseline ready, calls the model, and measures both."""
 
 from __future__ import annotations
 
@@ -14,14 +14,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynswap_ext import checkpoint
-from dynswap_ext.demo.measure import (
-    MemoryMeter,
-    disk_bytes_read,
-    drop_file_cache,
-    resident_bytes,
-    timing_event,
-)
-from head_to_head.contenders import CONTENDERS, RESIDENT, Setting
+from dynswap_ext._util.clock import timing_event
+from dynswap_ext._util.file_mappings import drop_file_cache
+from dynswap_ext._util.peak_memory import PeakMemory, disk_bytes_read, resident_bytes
+from head_to_head.baselines import BASELINES, RESIDENT, Setting
 from head_to_head.job import FILE, Job, Row
 from head_to_head.workloads import WORKLOADS, Workload
 
@@ -39,11 +35,11 @@ def write_checkpoint(job: Job) -> Row:
 
 
 def measure(job: Job) -> Row:
-    """Measure one contender."""
+    """Measure one baseline."""
     device = torch.device(job.device)
     workload = WORKLOADS[job.workload](job.size)
     setting = Setting(device, job.placement, Path(job.checkpoint), Path(job.scratch), workload.build)
-    cold = job.placement == FILE and job.contender != RESIDENT
+    cold = job.placement == FILE and job.baseline != RESIDENT
     row = Row()
     _touch_libraries(device)
     inputs = workload.inputs(device)
@@ -52,7 +48,7 @@ def measure(job: Job) -> Row:
     if job.placement == FILE:
         drop_file_cache(setting.checkpoint)
     begun = time.perf_counter()
-    prepared = CONTENDERS[job.contender].prepare(setting)
+    prepared = BASELINES[job.baseline].prepare(setting)
     _synchronize(device)
     row.ready_seconds = time.perf_counter() - begun
     row.note = prepared.note
@@ -63,7 +59,7 @@ def measure(job: Job) -> Row:
         first: list[Tensor] = []
         outputs: list[Tensor] = []
         before: dict[str, Any] = {}
-        disk_before = None
+        disk_before = 0
         begun = time.perf_counter()
         for number, outputs in enumerate(calls.cycles()):
             if number == 0:
@@ -84,16 +80,15 @@ def measure(job: Job) -> Row:
         row.seconds = calls.seconds()[before["calls"] :]
         row.peak_bytes = memory.peak()
         called = len(row.seconds) * (1 + workload.begin_calls / workload.calls)
-        disk_after = disk_bytes_read()
-        if disk_before is not None and disk_after is not None and job.placement == FILE:
-            row.disk_bytes = (disk_after - disk_before) / called
+        if job.placement == FILE:
+            row.disk_bytes = (disk_bytes_read() - disk_before) / called
         after = _stats(prepared.handle)
         if after:
             row.stats = after
             row.moved_bytes = (after["bytes_moved"] - before["bytes_moved"]) / called
         elif device.type != "cpu":
             row.moved_bytes = calls.count_moved()
-        row.outputs = _verdict(job, first, outputs)
+        row.outputs = _outputs(job, first, outputs)
     return row
 
 
@@ -177,7 +172,7 @@ class _Moved(TorchDispatchMode):
 
 
 class _Files:
-    """The files that a contender reads, none of which is in the page cache when a call begins."""
+    """The files that a baseline reads, none of which is in the page cache when a call begins."""
 
     def __init__(self, setting: Setting) -> None:
         self._checkpoint = setting.checkpoint
@@ -208,25 +203,20 @@ class _Memory:
     def begin_again(self) -> None:
         """Forget the highest point so far."""
         self._now = resident_bytes()
-        self._meter = MemoryMeter()
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
+        self._meter = PeakMemory(self._device)
 
     def peak(self) -> int | None:
         """The highest point since then."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
-        growth = self._meter.peak_growth()
-        if growth is None or self._base is None or self._now is None:
-            return None
-        return max(0, self._now - self._base + growth)
+        return max(0, self._now - self._base + self._meter.more()) if self._base else None
 
 
-def _verdict(job: Job, first: list[Tensor], last: list[Tensor]) -> str:
+def _outputs(job: Job, first: list[Tensor], last: list[Tensor]) -> str:
     """The first and the last cycle's outputs beside the resident model's."""
     path = Path(job.reference)
     cycles = [[output.cpu() for output in outputs] for outputs in (first, last)]
-    if job.contender == RESIDENT and not path.exists():
+    if job.baseline == RESIDENT and not path.exists():
         if not all(bool(output.isfinite().all()) for output in cycles[0]):
             raise ValueError("the resident model's outputs are not finite")
         torch.save(cycles[0], path)
@@ -246,7 +236,7 @@ def _verdict(job: Job, first: list[Tensor], last: list[Tensor]) -> str:
 
 
 def _touch_libraries(device: torch.device) -> None:
-    """Their threads and code are not the contender's memory or time."""
+    """Their threads and code are not the baseline's memory or time."""
     x = torch.randn(64, 64, device=device)
     torch.nn.functional.linear(x, x).relu_().softmax(-1)
     torch.nn.functional.conv2d(x[None, None], x[:3, :3][None, None])

@@ -1,20 +1,18 @@
-"""Rows as tables: for a terminal while they are measured, and in Markdown from a record."""
+"""Rows as tables for a terminal, and as what a record keeps of them."""
 
 from __future__ import annotations
 
-import json
 import statistics
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from dynswap_ext.demo.units import show_bytes
-from head_to_head.contenders import CONTENDERS, OURS, PEER, PRIMARY, RESIDENT
-from head_to_head.job import FILE, PLACEMENTS, RAM, Row
+from dynswap_ext._util.units import show_bytes
+from head_to_head.baselines import BASELINES, OURS, PEER, PRIMARY, RESIDENT
+from head_to_head.job import FILE, RAM, Row
 
 _WIDE = 190
 _HARDLY = 0.01  # of the weights, read in a call
@@ -24,7 +22,7 @@ BIT_EQUAL = "bit-equal"
 
 @dataclass
 class Section:
-    """One workload with its weights in one place: the rows of all contenders."""
+    """One workload with its weights in one place: the rows of all baselines."""
 
     workload: str
     title: str
@@ -38,7 +36,7 @@ class Section:
 
     @property
     def ours(self) -> str:
-        """The contender of ours that peers are compared with; "" if none ran."""
+        """The baseline of ours that peers are compared with; "" if none ran."""
         return next((name for name in PRIMARY if self.median(name) is not None), "")
 
     def median(self, name: str) -> float | None:
@@ -67,23 +65,24 @@ class Section:
     def stays(self, name: str) -> bool:
         """Whether it should have streamed from the file, and has kept the weights in RAM instead."""
         read = self.rows[name].disk_bytes
-        streams = self.placement == FILE and CONTENDERS[name].kind == PEER
+        streams = self.placement == FILE and BASELINES[name].kind == PEER
         return streams and read is not None and read < _HARDLY * self.weight_bytes
 
     def equal(self, name: str) -> bool:
         """Whether its outputs are the resident model's, to the bit.
 
         A kernel may sum in another order where memory happens to lie otherwise: then the resident model's own
-        outputs are others in some of its processes, and what a contender's are in some says nothing of it.
+        outputs are others in some of its processes, and what a baseline's are in some says nothing of it.
         """
-        return _equal(self.rows[name].outputs, self.rows[RESIDENT].outputs)
+        outputs, resident = self.rows[name].outputs, self.rows[RESIDENT].outputs
+        return outputs == BIT_EQUAL or (BIT_EQUAL in outputs and resident not in ("", BIT_EQUAL))
 
     def best_peer(self) -> str:
         """The fastest peer that does its work, with the resident model's outputs; "" if none ran."""
         ran = [
             name
             for name, row in self.rows.items()
-            if CONTENDERS[name].kind == PEER and row.seconds and self.equal(name) and not self.stays(name)
+            if BASELINES[name].kind == PEER and row.seconds and self.equal(name) and not self.stays(name)
         ]
         return min(ran, key=lambda name: statistics.median(self.rows[name].seconds), default="")
 
@@ -106,22 +105,29 @@ class Section:
     def to_record(self) -> dict[str, Any]:
         """What the record keeps."""
         ours = self.median(self.ours) if self.ours else None
-        rows = {}
-        for name, row in self.rows.items():
-            rows[name] = {
-                **vars(row),
-                "stays_in_ram": self.stays(name),
-                "kind": CONTENDERS[name].kind,
-                "task": CONTENDERS[name].task(self.placement, torch.device(self.device)),
-                "moved": self.moved(name),
-                "median": self.median(name),
-                "ratio_to_ours": self.ratio(name, ours),
-                "limit_seconds": self.limit(name) if row.seconds else None,
-                "ratio_to_limit": self.ratio(name, self.limit(name)) if row.seconds else None,
-            }
+        rows = {name: self._summary(name, row, ours) for name, row in self.rows.items()}
         facts = {name: value for name, value in vars(self).items() if name != "rows"}
-        facts["noise"] = self.noise()
-        return {**facts, "ours": self.ours, "best_peer": self.best_peer(), "rows": rows}
+        best = {"noise": self.noise(), "ours": self.ours, "best_peer": self.best_peer()}
+        return {**facts, **best, "rows": rows}
+
+    def _summary(self, name: str, row: Row, ours: float | None) -> dict[str, Any]:
+        if not row.seconds:
+            return {"failure": row.failure}
+        return {
+            "kind": BASELINES[name].kind,
+            "seconds": row.seconds,
+            "ratio_to_ours": self.ratio(name, ours),
+            "ratio_to_limit": self.ratio(name, self.limit(name)),
+            "ready_seconds": row.ready_seconds,
+            "first_seconds": row.first_seconds,
+            "peak_bytes": row.peak_bytes,
+            "loading_peak_bytes": row.loading_peak_bytes,
+            "moved_bytes": self.moved(name),
+            "outputs": row.outputs,
+            "equal": self.equal(name),
+            "stays_in_ram": self.stays(name),
+            **({"note": row.note} if row.note else {}),
+        }
 
 
 def _middle(seconds: list[float]) -> tuple[float, float]:
@@ -149,7 +155,7 @@ def show(section: Section, console: Console) -> None:
         + where(section.placement, section.device),
         title_justify="left",
     )
-    table.add_column("contender", no_wrap=True)
+    table.add_column("baseline", no_wrap=True)
     for heading in (
         f"a {section.unit}",
         "fastest..slowest",
@@ -165,11 +171,11 @@ def show(section: Section, console: Console) -> None:
     ours = section.median(section.ours) if section.ours else None
     device = torch.device(section.device)
     for name, row in section.rows.items():
-        style = {OURS: "bold", PEER: ""}.get(CONTENDERS[name].kind, "dim")
+        style = {OURS: "bold", PEER: ""}.get(BASELINES[name].kind, "dim")
         if not row.seconds:
             table.add_row(name, *["-"] * 8, f"[yellow]does not run: {_plain(row.failure)}", style=style)
             continue
-        task = _KEPT if section.stays(name) else CONTENDERS[name].task(section.placement, device)
+        task = _KEPT if section.stays(name) else BASELINES[name].task(section.placement, device)
         table.add_row(
             name,
             show_seconds(section.median(name)),
@@ -189,7 +195,7 @@ def show(section: Section, console: Console) -> None:
 def explain(console: Console) -> None:
     """Say what the columns are."""
     console.print(
-        "Medians of calls after warm-up, each contender in a process of its own. / ours: time in terms of "
+        "Medians of calls after warm-up, each baseline in a process of its own. / ours: time in terms of "
         f"the first of these that ran: {'; '.join(PRIMARY)}. / limit: in terms of max(time of the resident "
         "model, bytes moved / bandwidth measured in this run). ready in: from the checkpoint to the first "
         "output. peak: of the timed calls, resident set above the start of the process, or allocated on the "
@@ -219,68 +225,3 @@ def _ratio(value: float | None) -> str:
 
 def _plain(text: str) -> str:
     return text.replace("[", "\\[")
-
-
-def _equal(outputs: str, resident: str) -> bool:
-    """See `Section.equal`."""
-    return outputs == BIT_EQUAL or (BIT_EQUAL in outputs and resident not in ("", BIT_EQUAL))
-
-
-def markdown(path: Path) -> str:
-    """The tables of a record for a README: one a placement, contenders down, workloads across."""
-    record = json.loads(path.read_text())
-    parts = []
-    for placement in PLACEMENTS:
-        sections = {
-            workload: places[placement]
-            for workload, places in record["figures"].items()
-            if isinstance(places, dict) and placement in places
-        }
-        if sections:
-            parts += _markdown_table(placement, sections)
-    machine = record["machine"]
-    devices = ", ".join(machine["accelerators"]) or f"{machine['cores']} cores of {machine['processor']}"
-    parts.append(f"`{record['command']}`, {devices}, torch {record['versions']['torch']}, {record['date']}.")
-    return "\n".join(parts)
-
-
-def _markdown_table(placement: str, sections: dict[str, Any]) -> list[str]:
-    device = next(iter(sections.values()))["device"]
-    text = where(placement, device)
-    lines = [f"{text[0].upper()}{text[1:]}.", ""]
-    lines.append(f"| time / ours | {' | '.join(sections)} |")
-    lines.append(f"| --- |{' ---: |' * len(sections)}")
-    primary = [_time(section["rows"].get(section["ours"])) for section in sections.values()]
-    lines.append(f"| **ours, a call** | {' | '.join(primary)} |")
-    names = dict.fromkeys(name for section in sections.values() for name in section["rows"])
-    reasons: dict[str, list[str]] = {}
-    for name in names:
-        cells = []
-        for workload, section in sections.items():
-            row = section["rows"].get(name)
-            if row and row["median"] is None:
-                reasons.setdefault(f"{name}: {row['failure']}", []).append(workload)
-            cells.append(_cell(row, section))
-        shown = f"**{name}**" if name in PRIMARY else name
-        lines.append(f"| {shown} | {' | '.join(cells)} |")
-    marks = "† Its outputs are not those of the resident model, to the bit."
-    if any(row["stays_in_ram"] for section in sections.values() for row in section["rows"].values()):
-        marks += " ‡ It read nothing, as its weights stayed in RAM."
-    lines += ["", f"{marks} -: does not run.", ""]
-    lines += [
-        f"- {reason}" + ("" if len(where_) == len(sections) else f" ({', '.join(where_)})")
-        for reason, where_ in reasons.items()
-    ]
-    return [*lines, *([""] if reasons else [])]
-
-
-def _time(row: dict[str, Any] | None) -> str:
-    return "-" if row is None else show_seconds(row["median"])
-
-
-def _cell(row: dict[str, Any] | None, section: dict[str, Any]) -> str:
-    if row is None or row["median"] is None:
-        return "-"
-    equal = _equal(row["outputs"], section["rows"][RESIDENT]["outputs"])
-    mark = ("" if equal else " †") + (" ‡" if row["stays_in_ram"] else "")
-    return (f"{row['ratio_to_ours']:.2f}" if row["ratio_to_ours"] is not None else "-") + mark

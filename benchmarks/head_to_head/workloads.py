@@ -25,9 +25,9 @@ class Workload(ABC):
     calls: ClassVar[int] = 1
     begin_calls: ClassVar[int] = 0  #: of the model, in `begin`
     unit: ClassVar[str] = "pass"
-    #: How often each contender's process is run with the weights in RAM, in turn with the others'.
+    #: How often each baseline's process is run with the weights in RAM, in turn with the others'.
     rounds: ClassVar[int] = 1
-    #: Why its contenders under torch.compile are left out; "" if they are not.
+    #: Why its baselines under torch.compile are left out; "" if they are not.
     not_compiled: ClassVar[str] = ""
     sizes: ClassVar[dict[str, dict[str, int]]]
 

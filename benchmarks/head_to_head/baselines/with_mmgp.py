@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from head_to_head.contenders.base import PEER, RAM, Contender, Prepared, Setting
+from head_to_head.baselines.base import PEER, RAM, Baseline, Prepared, Setting
 
 
 def _all(setting: Setting) -> Prepared:
@@ -25,8 +25,8 @@ def _all(setting: Setting) -> Prepared:
     return Prepared(model)
 
 
-CONTENDERS = [
-    Contender(
+BASELINES = [
+    Baseline(
         "mmgp",
         PEER,
         _all,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from head_to_head.contenders.base import FILE, PEER, RAM, Contender, Prepared, Setting
+from head_to_head.baselines.base import FILE, PEER, RAM, Baseline, Prepared, Setting
 
 
 def _group_offload(level: str, *, stream: bool) -> Callable[[Setting], Prepared]:
@@ -29,10 +29,10 @@ def _group_offload(level: str, *, stream: bool) -> Callable[[Setting], Prepared]
     return prepare
 
 
-def _contender(level: str, *, stream: bool) -> Contender:
+def _baseline(level: str, *, stream: bool) -> Baseline:
     name = level.removesuffix("_level")
     unit = "leaf" if name == "leaf" else "block of a list"
-    return Contender(
+    return Baseline(
         f"diffusers group offload, {name}" + (", stream" if stream else ""),
         PEER,
         _group_offload(level, stream=stream),
@@ -48,6 +48,6 @@ def _contender(level: str, *, stream: bool) -> Contender:
     )
 
 
-CONTENDERS = [
-    _contender(level, stream=stream) for level in ("leaf_level", "block_level") for stream in (False, True)
+BASELINES = [
+    _baseline(level, stream=stream) for level in ("leaf_level", "block_level") for stream in (False, True)
 ]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from head_to_head.contenders.base import FILE, PEER, RAM, Contender, Prepared, Setting
+from head_to_head.baselines.base import FILE, PEER, RAM, Baseline, Prepared, Setting
 
 
 def _offload(setting: Setting) -> Prepared:
@@ -17,8 +17,8 @@ def _offload(setting: Setting) -> Prepared:
     return Prepared(model)
 
 
-CONTENDERS = [
-    Contender(
+BASELINES = [
+    Baseline(
         "compressed-tensors offload",
         PEER,
         _offload,

@@ -6,17 +6,17 @@ from collections.abc import Callable
 from typing import Any
 
 import dynswap_ext
-from dynswap_ext.demo.units import show_bytes
+from dynswap_ext._util.units import show_bytes
 from dynswap_ext.errors import BudgetError
-from head_to_head.contenders.base import FILE, OURS, RAM, Contender, Prepared, Setting, compiled
+from head_to_head.baselines.base import FILE, OURS, RAM, Baseline, Prepared, Setting, compiled
 
 
 def _installed(
-    share: float | None, *, prefetch: int = 2, backend: str = "native"
+    share: float | None, *, prefetch: int = 2, provider: str = "native"
 ) -> Callable[[Setting], Prepared]:
     def prepare(setting: Setting) -> Prepared:
         model = setting.mapped() if setting.placement == FILE else setting.in_ram()
-        options: dict[str, Any] = {"device": setting.device, "prefetch": prefetch, "backend": backend}
+        options: dict[str, Any] = {"device": setting.device, "prefetch": prefetch, "provider": provider}
         if setting.placement == FILE:
             # A model that does not fit the memory does not fit the system's cache of the file either.
             options["page_cache"] = False
@@ -44,35 +44,35 @@ _STREAMS = {
 _ALL = 1.25
 
 
-def _at(name: str, share: float, *, prefetch: int = 2, backend: str = "native") -> Contender:
+def _at(name: str, share: float, *, prefetch: int = 2, provider: str = "native") -> Baseline:
     does = dict(_STREAMS)
     if share >= 1:
         does = {"bus": "nothing: all is resident", FILE: "nothing after the first call: all is resident"}
-    elif prefetch == 0 or backend == "python":
+    elif prefetch == 0 or provider == "python":
         does = {
             "bus": "copies at each read what the budget has no room for",
             FILE: "page faults of the mapping, as it hands it out; keeps all that it read"
-            if backend == "python"
+            if provider == "python"
             else "reads at each read what the budget has no room for",
         }
-    return Contender(name, OURS, _installed(share, prefetch=prefetch, backend=backend), does)
+    return Baseline(name, OURS, _installed(share, prefetch=prefetch, provider=provider), does)
 
 
 #: What others are compared with: on the CPU masters in RAM are handed out as they are, whatever the budget.
-OURS_IN_RAM = Contender("ours", OURS, _installed(None), {RAM: _AS_IT_IS})
+OURS_IN_RAM = Baseline("ours", OURS, _installed(None), {RAM: _AS_IT_IS})
 OURS_STREAMED = _at("ours, 1/4", 0.25)
-CONTENDERS = [
+BASELINES = [
     OURS_IN_RAM,
-    Contender("ours, prefetch 0", OURS, _installed(None, prefetch=0), {RAM: _AS_IT_IS}),
-    Contender("ours, pure Python", OURS, _installed(None, backend="python"), {RAM: _AS_IT_IS}),
-    Contender("ours, torch.compile", OURS, compiled(_installed(None)), {RAM: _AS_IT_IS}, compiles=True),
+    Baseline("ours, prefetch 0", OURS, _installed(None, prefetch=0), {RAM: _AS_IT_IS}),
+    Baseline("ours, pure Python", OURS, _installed(None, provider="python"), {RAM: _AS_IT_IS}),
+    Baseline("ours, torch.compile", OURS, compiled(_installed(None)), {RAM: _AS_IT_IS}, compiles=True),
     OURS_STREAMED,
     _at("ours, 1/4, prefetch 0", 0.25, prefetch=0),
     _at("ours, 1/4, prefetch 4", 0.25, prefetch=4),
     _at("ours, 1/2", 0.5),
     _at("ours, all resident", _ALL),
-    _at("ours, 1/4, pure Python", 0.25, backend="python"),
-    Contender(
+    _at("ours, 1/4, pure Python", 0.25, provider="python"),
+    Baseline(
         "ours, all resident, torch.compile",
         OURS,
         compiled(_installed(_ALL)),

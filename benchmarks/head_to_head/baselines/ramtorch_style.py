@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from head_to_head.contenders.base import PEER, RAM, Contender, Prepared, Setting
+from head_to_head.baselines.base import PEER, RAM, Baseline, Prepared, Setting
 
 
 @dataclass
@@ -109,8 +109,8 @@ def _prepare(setting: Setting) -> Prepared:
     return Prepared(stream_linears(setting.in_ram(), setting.device))
 
 
-CONTENDERS = [
-    Contender(
+BASELINES = [
+    Baseline(
         "RamTorch-style linears",
         PEER,
         _prepare,

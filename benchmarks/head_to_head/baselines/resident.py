@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from head_to_head.contenders.base import FILE, RAM, REFERENCE, Contender, Prepared, Setting, compiled
+from head_to_head.baselines.base import FILE, RAM, REFERENCE, Baseline, Prepared, Setting, compiled
 
 
 def _resident(setting: Setting) -> Prepared:
@@ -14,18 +14,18 @@ def _mapped(setting: Setting) -> Prepared:
 
 
 _STAYS = "nothing: weights are where they compute"
-RESIDENT = Contender(
+RESIDENT = Baseline(
     "resident",
     REFERENCE,
     _resident,
     {RAM: _STAYS, "bus": _STAYS, FILE: "nothing: was read into RAM as a whole before the calls"},
 )
-CONTENDERS = [
+BASELINES = [
     RESIDENT,
-    Contender(
+    Baseline(
         "resident, torch.compile", REFERENCE, compiled(_resident), {RAM: _STAYS, "bus": _STAYS}, compiles=True
     ),
-    Contender(
+    Baseline(
         "mapped, untouched",
         REFERENCE,
         _mapped,

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from head_to_head.contenders.base import FILE, PEER, RAM, Contender, Prepared, Setting
+from head_to_head.baselines.base import FILE, PEER, RAM, Baseline, Prepared, Setting
 
 
 def _cpu_offload(setting: Setting) -> Prepared:
@@ -72,8 +72,8 @@ def _disk_map(model: nn.Module) -> dict[str, Any]:
     return places
 
 
-CONTENDERS = [
-    Contender(
+BASELINES = [
+    Baseline(
         "accelerate cpu_offload",
         PEER,
         _cpu_offload,
@@ -83,7 +83,7 @@ CONTENDERS = [
         },
         package="accelerate",
     ),
-    Contender(
+    Baseline(
         "accelerate dispatch_model",
         PEER,
         _dispatch,
@@ -93,14 +93,14 @@ CONTENDERS = [
         },
         package="accelerate",
     ),
-    Contender(
+    Baseline(
         "accelerate disk_offload",
         PEER,
         _disk_offload,
         {FILE: "reads each weight from a file of its own, which it wrote, before each forward"},
         package="accelerate",
     ),
-    Contender(
+    Baseline(
         "accelerate load_checkpoint_and_dispatch",
         PEER,
         _load_and_dispatch,

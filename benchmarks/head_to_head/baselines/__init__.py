@@ -1,8 +1,8 @@
-"""The contenders, in the order in which tables show them. One file a family."""
+"""The baselines, in the order in which tables show them. One file a family."""
 
 from __future__ import annotations
 
-from head_to_head.contenders import (
+from head_to_head.baselines import (
     hook,
     ours,
     ramtorch_style,
@@ -12,7 +12,7 @@ from head_to_head.contenders import (
     with_diffusers,
     with_mmgp,
 )
-from head_to_head.contenders.base import OURS, PEER, REFERENCE, Contender, Setting
+from head_to_head.baselines.base import OURS, PEER, REFERENCE, Baseline, Setting
 
 _FAMILIES = (
     resident,
@@ -24,8 +24,8 @@ _FAMILIES = (
     with_mmgp,
     ramtorch_style,
 )
-CONTENDERS: dict[str, Contender] = {
-    contender.name: contender for family in _FAMILIES for contender in family.CONTENDERS
+BASELINES: dict[str, Baseline] = {
+    baseline.name: baseline for family in _FAMILIES for baseline in family.BASELINES
 }
 RESIDENT = resident.RESIDENT.name
 #: What peers are compared with; the first that ran, as there may be no native provider here.
@@ -36,4 +36,4 @@ PRIMARY = (
     "ours, 1/4, pure Python",
 )
 
-__all__ = ["CONTENDERS", "OURS", "PEER", "PRIMARY", "REFERENCE", "RESIDENT", "Contender", "Setting"]
+__all__ = ["BASELINES", "OURS", "PEER", "PRIMARY", "REFERENCE", "RESIDENT", "Baseline", "Setting"]

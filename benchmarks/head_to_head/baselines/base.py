@@ -1,4 +1,4 @@
-"""What a contender is, and what it is given."""
+"""What a baseline is, and what it is given."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dynswap_ext import checkpoint
-from dynswap_ext.demo.measure import drop_file_cache
+from dynswap_ext._util.file_mappings import drop_file_cache
 from head_to_head.job import FILE, RAM
 
 REFERENCE, PEER, OURS = "reference", "peer", "ours"
@@ -22,7 +22,7 @@ EXTRA = "pip install 'dynswap-ext[peers]'"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a contender is given."""
+    """What a baseline is given."""
 
     device: torch.device
     placement: str
@@ -62,7 +62,7 @@ class Prepared:
 
 
 @dataclass(frozen=True)
-class Contender:
+class Baseline:
     """One way to run a model.
 
     Attributes
@@ -70,7 +70,7 @@ class Contender:
     name, kind
         `kind` is REFERENCE (all weights where they compute: what others are measured by), PEER or OURS.
     prepare
-        Makes the model ready, as the contender's documentation has it.
+        Makes the model ready, as the baseline's documentation has it.
     does
         What it has to do in a call, by placement; on an accelerator ``"bus"`` stands for RAM. A placement
         that is not there is not its own.
@@ -120,5 +120,5 @@ def compiled(prepare: Callable[[Setting], Prepared]) -> Callable[[Setting], Prep
 
 
 __all__ = [
-    "FILE", "OURS", "PEER", "RAM", "REFERENCE", "Contender", "Prepared", "Setting", "compiled",
+    "FILE", "OURS", "PEER", "RAM", "REFERENCE", "Baseline", "Prepared", "Setting", "compiled",
 ]  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dynswap_ext.demo.hook import install_hook
-from head_to_head.contenders.base import FILE, PEER, RAM, Contender, Prepared, Setting
+from head_to_head.baselines.base import FILE, PEER, RAM, Baseline, Prepared, Setting
 
 
 def _classic(setting: Setting) -> Prepared:
@@ -20,8 +20,8 @@ def _pinned(setting: Setting) -> Prepared:
     return Prepared(model)
 
 
-CONTENDERS = [
-    Contender(
+BASELINES = [
+    Baseline(
         "classic hook",
         PEER,
         _classic,
@@ -31,7 +31,7 @@ CONTENDERS = [
             FILE: "page faults of the mapping, as .to() hands it out; keeps all that it read",
         },
     ),
-    Contender(
+    Baseline(
         "classic hook, pinned",
         PEER,
         _pinned,

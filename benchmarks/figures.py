@@ -1,0 +1,169 @@
+"""Fill README and pages in docs with the figures of benchmarks/results, and draw README's chart.
+
+    python benchmarks/figures.py            # after a record was replaced
+    python benchmarks/figures.py --check    # status 1 if a page, or the chart, differs from the records
+
+Two things in a page are filled in:
+
+- A link to a record whose title names a figure of it, as compare.py names it. The first number in its text
+  becomes that figure's value, with the digits and the unit that are there.
+- What is between `<!-- figures: KIND NAME -->` and `<!-- end -->`. `bars NAME` is a table of a record's bars,
+  `run NAME` tells how and where the record was made, and `peers ram` and `peers file` are the tables of
+  peers.json for weights in RAM and in a file.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import chart
+import compare
+
+ROOT = Path(__file__).resolve().parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "limits.md")
+CHART = ROOT / "docs" / "images" / "time_and_memory_{theme}.svg"
+
+_LINK = re.compile(
+    r"\[(?P<text>[^\]\[]*)\]"
+    r"\([./]*benchmarks/results/(?P<record>\w+)\.json(?: \"(?P<name>[^\"]*)\")?\)"
+)
+_NUMBER = re.compile(r"(?P<whole>[\d,]+)(?:\.(?P<digits>\d+))?(?: (?P<unit>[A-Za-z/]+))?")
+_BLOCK = re.compile(
+    r"(?P<head><!-- figures: (?P<kind>\w+) (?P<what>\w+) -->\n).*?(?P<tail><!-- end -->)", re.DOTALL
+)
+_UNITS = {
+    "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0,
+    "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30, "MB/s": 1e6, "GB/s": 1e9,
+}  # fmt: skip
+#: How the tables call what peers.py runs.
+_PRIMARY = ("ours", "ours, 1/4")
+
+
+class WrongFigure(Exception):
+    """A page asks for a figure that no record has."""
+
+
+def read(name: str) -> dict[str, Any]:
+    try:
+        record: dict[str, Any] = json.loads((RESULTS / f"{name}.json").read_text())
+    except OSError:
+        raise WrongFigure(f"there is no record {name}.json") from None
+    return record
+
+
+def filled(text: str) -> str:
+    """A page with the figures of the records as they are.
+
+    Raises
+    ------
+    WrongFigure
+        It names a record, a figure or a kind of table that there is not.
+    """
+    return _BLOCK.sub(_block, _LINK.sub(_link, text))
+
+
+def _link(found: re.Match[str]) -> str:
+    name, text = found["name"], found["text"]
+    if name is None:  # to the record as a whole
+        read(found["record"])
+        return found[0]
+    figure = compare.figures_of(read(found["record"])).get(name)
+    number = _NUMBER.search(text)
+    if figure is None or number is None or isinstance(figure.value, str):
+        raise WrongFigure(f"[{text}] is to be '{name}' of {found['record']}.json, which has no such number")
+    unit = number["unit"] or ""
+    # A bar may be given in a unit of its own, which its name ends in or begins with.
+    scale = 1.0 if re.search(rf"(?:^|[,:+] ){re.escape(unit)}\b", name) else _UNITS.get(unit, 1.0)
+    value = f"{figure.value / scale:,.{len(number['digits'] or '')}f}"
+    start, end = number.start("whole"), number.end("digits" if number["digits"] else "whole")
+    return found[0].replace(f"[{text}]", f"[{text[:start]}{value}{text[end:]}]", 1)
+
+
+def _block(found: re.Match[str]) -> str:
+    kinds = {"bars": _bars, "peers": _peers, "run": _run}
+    if found["kind"] not in kinds:
+        raise WrongFigure(f"there is no table of the kind '{found['kind']}'; there are {', '.join(kinds)}")
+    return found["head"] + "\n".join(kinds[found["kind"]](found["what"])) + "\n" + found["tail"]
+
+
+def _bars(name: str) -> list[str]:
+    lines = ["| figure | bound | measured |", "| --- | --- | ---: |"]
+    for bar in read(name)["bars"]:
+        bounds = [f">= {bar['at_least']:g}"] if bar["at_least"] is not None else []
+        bounds += [f"<= {bar['at_most']:g}"] if bar["at_most"] is not None else []
+        shown = _shown(bar["value"])
+        missed = "" if bar["reached"] else ", missed"
+        lines.append(f"| {bar['name'].strip()} | {' and '.join(bounds)} | {shown}{missed} |")
+    return lines
+
+
+def _shown(value: float) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int) or value >= 10:
+        return f"{value:,.0f}"
+    return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
+
+
+def _run(name: str) -> list[str]:
+    record = read(name)
+    machine, versions = record["machine"], record["versions"]
+    gpus = ", ".join(machine["accelerators"]) or "no GPU"
+    return [
+        f"[{name}.json](../benchmarks/results/{name}.json): `{record['command']}`, {record['date'][:10]}, "
+        f"{machine['cores']} cores of {machine['processor']}, {gpus}, {machine['system'].split('-')[0]}, "
+        f"Python {versions['python']}, torch {versions['torch']}."
+    ]
+
+
+def _peers(placement: str) -> list[str]:
+    sections = {
+        workload: places[placement]
+        for workload, places in read("peers")["figures"].items()
+        if placement in places
+    }
+    lines = [f"| time / ours | {' | '.join(sections)} |", f"| --- |{' ---: |' * len(sections)}"]
+    calls = []
+    for section in sections.values():
+        seconds = section["rows"][section["ours"]]["seconds"]["median"]
+        calls.append(f"{seconds * 1e3:.{max(0, 2 - len(str(int(seconds * 1e3))) + 1)}f} ms")
+    lines.append(f"| **ours, a call** | {' | '.join(calls)} |")
+    for name in dict.fromkeys(name for section in sections.values() for name in section["rows"]):
+        rows = [section["rows"].get(name, {}) for section in sections.values()]
+        if name not in _PRIMARY and any("seconds" in row for row in rows):
+            lines.append(f"| {name} | {' | '.join(map(_cell, rows))} |")
+    return lines
+
+
+def _cell(row: dict[str, Any]) -> str:
+    if "seconds" not in row:
+        return "-"
+    return f"{row['ratio_to_ours']:.2f}{'' if row['equal'] else ' †'}{' ‡' if row['stays_in_ram'] else ''}"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    options = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    options.add_argument("--check", action="store_true", help="write nothing; status 1 if something differs")
+    given = options.parse_args(arguments)
+    record = read("peers")
+    wanted = {Path(str(CHART).format(theme=theme)): chart.draw(record, theme) for theme in chart.THEMES}
+    wanted |= {page: filled(page.read_text()) for page in PAGES}
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        print(f"{path.relative_to(ROOT)} {'differs from the records' if given.check else 'is written'}")
+        if not given.check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(wanted[path])
+    return int(given.check and bool(stale))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
