@@ -1,0 +1,164 @@
+"""Each script in examples/ runs as users start it, on tiny checkpoints, on the CPU and without a network."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
+
+#: Smaller than the 4.5 MiB and 5.5 MiB of the tiny models, so that weights have to stream.
+BUDGET = "2MiB", "3MiB"
+TRAINING = ["--steps", "12", "--length", "16", "--device", "cpu", "--budget", BUDGET[0]]
+
+
+def run(script: str, *arguments: str | Path, cwd: Path) -> str:
+    """Run an example, and return what it printed."""
+    environment = os.environ | {
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+        "COLUMNS": "200",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
+    }
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / script), *map(str, arguments)],
+        cwd=cwd,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The checkpoints of examples/tiny.py."""
+    pytest.importorskip("dynswap_ext._C", reason="the extension is not built (make build)")
+    pytest.importorskip("transformers", reason="transformers is not installed (pip install -e '.[programs]')")
+    folder = tmp_path_factory.mktemp("tiny")
+    run("tiny.py", folder, "--only", "llama", cwd=folder)
+    return folder
+
+
+def figure(output: str, name: str) -> float:
+    """Return the first number of the line that begins with `name`."""
+    found = re.search(rf"^{re.escape(name)}\s+([\d.,]+)", output, re.MULTILINE)
+    assert found, f"no line {name!r} in:\n{output}"
+    return float(found[1].replace(",", ""))
+
+
+def moved(output: str) -> float:
+    """Return the MiB that the report has moved in all: that they exceed the model shows that it streamed."""
+    total = next(line for line in output.splitlines() if re.match(r"│ all +│", line))
+    found = re.search(r"([\d.]+) (KiB|MiB|GiB)", [cell for cell in total.split("│") if "iB" in cell][-1])
+    assert found, total
+    return float(found[1]) * {"KiB": 1 / 1024, "MiB": 1, "GiB": 1024}[found[2]]
+
+
+def test_generate(tiny: Path) -> None:
+    output = run(
+        "generate.py",
+        tiny / "llama",
+        "--budget",
+        BUDGET[0],
+        "--device",
+        "cpu",
+        "--max-new-tokens",
+        "8",
+        cwd=tiny,
+    )
+    assert output.startswith("streaming weights means")
+    assert figure(output, "tokens/s") > 0 and figure(output, "peak memory") > 0
+    assert moved(output) > 8  # two passes of the model at least
+
+
+def test_diffusion(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("diffusers", reason="diffusers is not installed (pip install -e '.[programs]')")
+    run("tiny.py", tiny, "--only", "stable-diffusion", cwd=tmp_path)
+    output = run(
+        *("diffusion.py", tiny / "stable-diffusion", "--budget", BUDGET[1], "--device", "cpu"),
+        *("--dtype", "float32", "--size", "32", "--steps", "3", "--install", "text_encoder"),
+        cwd=tmp_path,
+    )
+    assert (tmp_path / "image.png").read_bytes()[:4] == b"\x89PNG"
+    assert figure(output, "seconds") > 0
+    assert moved(output) > 8
+
+
+def test_lora(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("peft", reason="peft is not installed (pip install -e '.[programs]')")
+    output = run(
+        "lora.py", tiny / "llama", "--text", tiny / "corpus.txt", *TRAINING, "--rate", "0.01", cwd=tmp_path
+    )
+    assert (tmp_path / "adapter" / "adapter_model.safetensors").exists()
+    assert last_loss(output) < first_loss(output)
+    assert moved(output) > 8
+
+
+def test_finetune_and_generate_with_the_result(tiny: Path, tmp_path: Path) -> None:
+    output = run(
+        "finetune.py",
+        tiny / "llama",
+        "--text",
+        tiny / "corpus.txt",
+        *TRAINING,
+        "--rate",
+        "0.001",
+        cwd=tmp_path,
+    )
+    assert last_loss(output) < 0.8 * first_loss(output)
+    output = run(
+        *("generate.py", tmp_path / "trained", "--device", "cpu", "--prompt", "the red cat"),
+        *("--max-new-tokens", "5"),
+        cwd=tmp_path,
+    )
+    assert output.startswith("the red cat sat on the blue mat")
+
+
+def test_convert_and_plan(tiny: Path, tmp_path: Path) -> None:
+    output = run(
+        *("convert_and_plan.py", tiny / "llama", "half.safetensors", "--dtype", "bfloat16"),
+        *("--budget", "0.001", "--tokens", "16"),
+        cwd=tmp_path,
+    )
+    whole = (tiny / "llama" / "model.safetensors").stat().st_size
+    assert (tmp_path / "half.safetensors").stat().st_size < 0.6 * whole
+    assert "compute hides all copies from about" in output
+    assert "0.001 GiB:" in output.splitlines()[-1]
+
+
+def first_loss(output: str) -> float:
+    return float(re.findall(r"loss ([\d.]+)", output)[0])
+
+
+def last_loss(output: str) -> float:
+    return float(re.findall(r"loss ([\d.]+)", output)[-1])
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_examples_use_the_public_interface(script: str) -> None:
+    """No name that begins with an underscore is imported from the package, and 95 lines at most."""
+    text = (EXAMPLES / script).read_text()
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dynswap_ext"):
+            names = [*(node.module or "").split("."), *(alias.name for alias in node.names)]
+            assert not [name for name in names if name.startswith("_")], ast.unparse(node)
+    assert len(text.splitlines()) <= 95
+
+
+def test_every_example_has_a_test_and_a_page() -> None:
+    tests = Path(__file__).read_text()
+    assert [script for script in SCRIPTS if f'"{script}"' not in tests] == []
+    pages = "\n".join(page.read_text() for page in (ROOT / "docs" / "guides").glob("*.md"))
+    assert [script for script in SCRIPTS if f"examples/{script}" not in pages] == []

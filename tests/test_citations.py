@@ -1,0 +1,305 @@
+"""Every cited invariant, note, page and link resolves.
+
+An invariant is a heading of docs/architecture.md: ``### Invariant 1: name``. A note is defined once: a line
+of a comment, a docstring or a page begins with it, and then ends or goes on with a colon. Wherever else its
+name is written, it is cited. A link to a source file names what is in that file.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+FOLDERS = ("csrc", "dynswap_ext", "tests", "benchmarks", "build_backend", "docs", "examples", ".github")
+SUFFIXES = {".h", ".cpp", ".cu", ".py", ".pyi", ".md"}
+ARCHITECTURE = Path("docs/architecture.md")
+PROTECTIONS = Path("csrc/core/protection.h")
+
+#: A blank, or the end of a line and the beginning of the next one's comment.
+BLANK = r"(?:[ \t]+|[ \t]*\n[ \t]*(?:///?<?|#:?|\|)?[ \t]*)"
+NOTE = re.compile(rf"\bNote{BLANK}\[([^\[\]]{{1,90}})\]")
+DEFINED_NOTE = re.compile(
+    r"^[ \t]*(?:///?[ \t]*|#+:?[ \t]*)?Note \[([^\[\]\n]+)\](?::|[ \t]*$)", re.MULTILINE
+)
+INVARIANT = re.compile(
+    rf"\binvariants?{BLANK}(\d+(?:(?:,{BLANK}(?:and{BLANK})?|{BLANK}(?:and|or|to){BLANK})\d+)*)",
+    re.IGNORECASE,
+)
+INVARIANT_HEADING = re.compile(r"^#+ Invariant (\d+): \S.*$", re.MULTILINE)
+PAGE = re.compile(r"(?<![\w/.-])docs/[\w/.-]+\.md\b")
+LINK = re.compile(r"\[((?:[^\[\]]|\[[^\[\]]*\])*)\]\(\s*([^()]*?)(?:\s+\"[^\"]*\")?\s*\)")
+FENCED = re.compile(r"^([ \t]*)(```+|~~~+).*?^[ \t]*\2[ \t]*$", re.MULTILINE | re.DOTALL)
+CODE_SPAN = re.compile(r"(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
+HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t]*#*$", re.MULTILINE)
+QUALIFIED_NAME = re.compile(r"[A-Za-z_~]\w*(?:(?:::|\.)[A-Za-z_~]\w*)*(?:\(\))?")
+
+Texts = Mapping[Path, str]
+
+
+def _texts() -> dict[Path, str]:
+    """What is searched, by paths from the root. Not this file, whose samples are wrong on purpose."""
+    paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
+    found = [path for path in (*paths, *ROOT.glob("*.md")) if path.suffix in SUFFIXES and path.is_file()]
+    return {path.relative_to(ROOT): path.read_text() for path in found if path != Path(__file__).resolve()}
+
+
+def _at(path: Path, text: str, offset: int) -> str:
+    return f"{path}:{text.count(chr(10), 0, offset) + 1}"
+
+
+def defined_notes(texts: Texts) -> dict[str, list[str]]:
+    """Where each note is defined."""
+    found: dict[str, list[str]] = {}
+    for path, text in texts.items():
+        for match in DEFINED_NOTE.finditer(text):
+            found.setdefault(match[1], []).append(_at(path, text, match.start(1)))
+    return found
+
+
+def problems_of_notes(texts: Texts) -> Iterator[str]:
+    """Notes that are defined more than once, and citations of notes that are not defined."""
+    defined = defined_notes(texts)
+    for name, places in defined.items():
+        if len(places) > 1:
+            yield f"Note [{name}] is defined {len(places)} times: {', '.join(places)}"
+    for path, text in texts.items():
+        for match in NOTE.finditer(text):
+            name = re.sub(BLANK, " ", match[1])
+            if name not in defined:
+                yield f"{_at(path, text, match.start())}: Note [{name}] is not defined"
+
+
+def defined_invariants(page: str) -> list[int]:
+    return [int(number) for number in INVARIANT_HEADING.findall(page)]
+
+
+def cited_invariants(text: str) -> Iterator[tuple[int, int]]:
+    """The offset and the number of each citation."""
+    for match in INVARIANT.finditer(text):
+        for number in re.finditer(r"\d+", match[1]):
+            yield match.start(), int(number[0])
+
+
+def problems_of_invariants(texts: Texts) -> Iterator[str]:
+    """Invariants that are not numbered from 1 on, each once; and citations of others."""
+    defined = defined_invariants(texts[ARCHITECTURE])
+    if defined != list(range(1, len(defined) + 1)):
+        yield f"{ARCHITECTURE}: the invariants are numbered {defined}"
+    for path, text in texts.items():
+        for offset, number in cited_invariants(text):
+            if number not in defined:
+                yield f"{_at(path, text, offset)}: there is no invariant {number}"
+
+
+def problems_of_pages(texts: Texts) -> Iterator[str]:
+    """Pages in docs/ that code names and that are not there."""
+    for path, text in texts.items():
+        for match in PAGE.finditer(text):
+            if path.suffix != ".md" and Path(match[0]) not in texts:
+                yield f"{_at(path, text, match.start())}: there is no {match[0]}"
+
+
+def _masked(page: str) -> str:
+    """A page without its code blocks, and without what could be taken for a link in its code spans."""
+    page = FENCED.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), page)
+    return CODE_SPAN.sub(lambda match: re.sub(r"[\[\]()]", "_", match[0]), page)
+
+
+def anchors(page: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    found: Counter[str] = Counter()
+    made = set()
+    for heading in HEADING.findall(FENCED.sub("", page)):
+        shown = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading).replace("`", "").replace("*", "")
+        slug = re.sub(r"[^\w\- ]", "", shown.lower()).replace(" ", "-")
+        made.add(f"{slug}-{found[slug]}" if found[slug] else slug)
+        found[slug] += 1
+    return made
+
+
+def _names_missing(label: str, target: Path) -> str:
+    """What a link's text names and its target lacks."""
+    code = re.fullmatch(r"`([^`]+)`", label)
+    if code is None or not target.is_file() or target.suffix == ".md":
+        return ""
+    name = code[1]
+    if "/" in name or Path(name).suffix in SUFFIXES:
+        return "" if f"/{target}".endswith(f"/{name}") else name
+    text = target.read_text()
+    if QUALIFIED_NAME.fullmatch(name):
+        parts = re.findall(r"\w+", name)
+        return next((part for part in parts if not re.search(rf"\b{part}\b", text)), "")
+    return "" if name in text else name
+
+
+def problems_of_links(pages: Texts, root: Path) -> Iterator[str]:
+    """Relative links whose file, anchor or name in the file is not there."""
+    for path, page in pages.items():
+        for match in LINK.finditer(_masked(page)):
+            label, target = page[match.start(1) : match.end(1)], match[2]
+            where = f"{_at(path, page, match.start())}: {target}"
+            if re.match(r"[a-z]+:", target):
+                continue
+            if not target:
+                yield f"{where}is empty"
+                continue
+            file, _, anchor = target.partition("#")
+            to = (root / path.parent / file).resolve() if file else (root / path).resolve()
+            if not to.exists():
+                yield f"{where} is not there"
+            elif anchor and (to.suffix != ".md" or anchor not in anchors(to.read_text())):
+                yield f"{where} has no heading {anchor}"
+            elif missing := _names_missing(label, to):
+                yield f"{where} has no {missing}"
+
+
+def _pages(texts: Texts) -> dict[Path, str]:
+    return {path: text for path, text in texts.items() if path.suffix == ".md" and path.parts[0] != "tests"}
+
+
+def protections(header: str) -> list[str]:
+    """The names in `enum class Protection`, without its first and last, which are none."""
+    body = header[header.index("enum class Protection") :]
+    names = re.findall(r"^  (\w+),? ", body[: body.index("};")], re.MULTILINE)
+    return [name for name in names if name not in ("none", "count")]
+
+
+# ---- the project -------------------------------------------------------------------------------------------
+
+
+def test_notes_resolve() -> None:
+    texts = _texts()
+    assert len(defined_notes(texts)) > 40
+    assert list(problems_of_notes(texts)) == []
+
+
+def test_invariants_resolve() -> None:
+    texts = _texts()
+    assert sum(len(list(cited_invariants(text))) for text in texts.values()) > 30
+    assert len(defined_invariants(texts[ARCHITECTURE])) >= 11
+    assert list(problems_of_invariants(texts)) == []
+
+
+def test_pages_that_code_names_are_there() -> None:
+    assert list(problems_of_pages(_texts())) == []
+
+
+def test_links_resolve() -> None:
+    pages = _pages(_texts())
+    assert sum(len(LINK.findall(_masked(page))) for page in pages.values()) > 100
+    assert list(problems_of_links(pages, ROOT)) == []
+
+
+def test_every_protection_is_in_the_architecture() -> None:
+    texts = _texts()
+    names = protections(texts[PROTECTIONS])
+    assert len(names) > 30
+    page = texts[ARCHITECTURE]
+    assert [name for name in names if f"[`PROTECTED({name})`](" not in page] == []
+
+
+# ---- the checks themselves, on made-up text ----------------------------------------------------------------
+
+DEFINITION = "/// Note [Kept]: because.\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        (DEFINITION + "// See Note [Kept].\n", 0),
+        (DEFINITION + "int a;  ///< Note [Kept]\n", 0),
+        (DEFINITION + "// It waits (Note\n  /// [Kept]).\n", 0),
+        ('"""Title.\n\nNote [Kept]\nBecause.\n"""\n# see Note [Kept]: there\n', 0),
+        ("# Note [Two words]: because.\nx = 1  # (Note [Two\n# words])\n", 0),
+        ("// See Note [Gone].\n", 1),
+        ("int a;  ///< Note [Gone]\n", 1),
+        ("// It waits (Note\n/// [Gone]).\n", 1),
+        ("// Note [Gone], as it were\n", 1),
+        (DEFINITION + "  // Note [Kept]\n", 1),
+        (DEFINITION + DEFINITION, 1),
+    ],
+)
+def test_a_dangling_note_is_found(text: str, wrong: int) -> None:
+    assert len(list(problems_of_notes({Path("a.cpp"): text}))) == wrong
+
+
+@pytest.mark.parametrize(
+    ("page", "text", "wrong"),
+    [
+        ("### Invariant 1: a\n### Invariant 2: b\n", "// Invariant 2, and (invariants 1 and 2)\n", 0),
+        ("### Invariant 1: a\n", "/// Invariant: sorted. Invariants 1\n", 0),
+        ("### Invariant 1: a\n", "// (Invariant 2)\n", 1),
+        ("### Invariant 1: a\n", "// Invariants 1, 2, and 3\n", 2),
+        ("### Invariant 1: a\n", "// (Invariant\n  /// 4)\n", 1),
+        ("### Invariant 1: a\n### Invariant 3: c\n", "", 1),
+        ("### Invariant 1: a\n### Invariant 1: b\n", "", 1),
+        ("### Invariant 1\n", "", 1),
+    ],
+)
+def test_a_dangling_invariant_is_found(page: str, text: str, wrong: int) -> None:
+    texts = {ARCHITECTURE: page, Path("a.cpp"): text}
+    assert len(list(problems_of_invariants(texts))) == wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("# see docs/here.md\n", 0),
+        ("# see https://example.org/docs/other.md\n", 0),
+        ("# see docs/gone.md\n", 1),
+        ("# see docs/deep/gone.md.\n", 1),
+    ],
+)
+def test_a_page_that_is_not_there_is_found(text: str, wrong: int) -> None:
+    texts = {Path("docs/here.md"): "# Here\n", Path("a.py"): text}
+    assert len(list(problems_of_pages(texts))) == wrong
+
+
+@pytest.mark.parametrize(
+    ("page", "wrong"),
+    [
+        ("[there](b.md), [there](b.md#some-thing-here), [here](#title), [folder](../src)", 0),
+        ("[there](\nb.md), [web](https://example.org/x.md)", 0),
+        ("[twice](b.md#twice-1)", 0),
+        ("[`Engine::acquire`](../src/e.cpp), [`acquire()`](../src/e.cpp), [`src/e.cpp`](../src/e.cpp)", 0),
+        ("[`KEPT(that)`](../src/e.cpp)", 0),
+        ("`[code](gone.md)`\n```\n[code](gone.md)\n```\n", 0),
+        ("[gone](c.md)", 1),
+        ("[cut in two](b.\nmd)", 1),
+        ("[nothing]()", 1),
+        ("[gone](b.md#nothing)", 1),
+        ("[gone](#nothing)", 1),
+        ("[three times](b.md#twice-2)", 1),
+        ("[a line](../src/e.cpp#L3)", 1),
+        ("[`Engine::release`](../src/e.cpp)", 1),
+        ("[`Motor::acquire`](../src/e.cpp)", 1),
+        ("[`KEPT(other)`](../src/e.cpp)", 1),
+        ("[`src/f.cpp`](../src/e.cpp)", 1),
+    ],
+)
+def test_a_dangling_link_is_found(tmp_path: Path, page: str, wrong: int) -> None:
+    (tmp_path / "docs").mkdir()
+    (tmp_path / "src").mkdir()
+    (tmp_path / "docs" / "b.md").write_text("# B\n## `Some` thing, here!\n## Twice\n## Twice\n")
+    (tmp_path / "src" / "e.cpp").write_text("Lease Engine::acquire() { KEPT(that); }\n")
+    path = Path("docs/a.md")
+    (tmp_path / path).write_text(text := f"# Title\n{page}\n")
+    assert len(list(problems_of_links({path: text}, tmp_path))) == wrong
+
+
+def test_protections_are_read_from_the_header() -> None:
+    header = """enum class Protection : int {
+  none,
+
+  // The engine's.
+  first,  ///< a, b
+  last,   ///< c
+  count  ///< d
+};
+"""
+    assert protections(header) == ["first", "last"]

@@ -1,0 +1,174 @@
+"""The guides: their Python runs, shows the lines of the scripts that it is about, and names what there is."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import importlib.util
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dynswap_ext
+from dynswap_ext import checkpoint
+from dynswap_ext.profile.recording import CAUSES
+from pages import run_page
+
+ROOT = Path(__file__).parents[1]
+GUIDES = ROOT / "docs" / "guides"
+EXAMPLES = ROOT / "examples"
+OF_SCRIPTS = sorted(path.stem for path in EXAMPLES.glob("*.py") if path.stem != "tiny")
+
+
+class Model(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(6))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+@pytest.fixture
+def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """What the pages take for granted: a model on disk, of six layers of 16 KiB."""
+    pytest.importorskip("dynswap_ext._C", reason="the extension is not built (make build)")
+    monkeypatch.chdir(tmp_path)
+    torch.save(Model(64).state_dict(), "model.pt")
+    checkpoint.convert("model.pt", "model.safetensors")
+    model = checkpoint.load(lambda: Model(64), "model.safetensors")
+    yield {
+        "model": model,
+        "Model": Model,
+        "config": 64,
+        "x": torch.randn(2, 64),
+        "transformer": Model(64),
+        "device": "cpu",
+    }
+
+
+def python_of(page: str) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```$", (GUIDES / page).read_text(), re.MULTILINE | re.DOTALL)
+
+
+@pytest.mark.parametrize("script", OF_SCRIPTS)
+def test_a_page_shows_its_script(script: str) -> None:
+    """Each block of Python is in the script, line by line, at some depth."""
+    text = (EXAMPLES / f"{script}.py").read_text()
+    blocks = python_of(f"{script}.md")
+    assert len(blocks) >= 2
+    for block in blocks:
+        assert any(textwrap.indent(block, " " * depth) in text for depth in (0, 4, 8)), block
+
+
+@pytest.mark.parametrize("script", OF_SCRIPTS)
+def test_commands_name_options_that_there_are(script: str) -> None:
+    page = (GUIDES / f"{script}.md").read_text()
+    known = {name: options_of(name) for name in [*OF_SCRIPTS, "tiny"]}
+    commands = re.findall(r"^python examples/(\w+)\.py (.*)$", page, re.MULTILINE)
+    assert commands
+    for name, arguments in commands:
+        assert set(re.findall(r"(?<!\S)--[\w-]+", arguments)) <= known[name], arguments
+
+
+def options_of(script: str) -> set[str]:
+    tree = ast.parse((EXAMPLES / f"{script}.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    added = [
+        call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "add_argument"
+    ]
+    return {call.args[0].value for call in added if isinstance(call.args[0], ast.Constant)}
+
+
+def test_troubleshooting_runs(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_page(GUIDES / "troubleshooting.md", names, capsys) > 6
+    assert names["handle"].stats().bytes_moved > 0
+    dynswap_ext.uninstall(names["model"])
+
+
+def test_troubleshooting_has_every_cause() -> None:
+    page = (GUIDES / "troubleshooting.md").read_text()
+    table = page.partition("| cause |")[2].partition("\n\n")[0]
+    rows = re.findall(r"^\| ([\w -]+?) \| ", table, re.MULTILINE)
+    assert [row for row in rows if row != "---"] == list(CAUSES)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "runs in pure Python on",
+        "the extension is not built",
+        "the extension was built without CUDA",
+        "the system refused to page-lock",
+        "bytes of weights lie on memory pages that are not known to be theirs alone",
+        "the kernel does not track writes to some masters",
+        "computes on",
+        "every slot of the arena is held by tensors that are still in use",
+    ],
+)
+def test_troubleshooting_quotes_messages_that_there_are(words: str) -> None:
+    """The page has the words of the messages, which is what a user searches for."""
+    page = " ".join(
+        re.sub(r"^> ?", "", (GUIDES / "troubleshooting.md").read_text(), flags=re.MULTILINE).split()
+    )
+    assert words in page
+    sources = [*(ROOT / "dynswap_ext").rglob("*.py"), *(ROOT / "csrc").rglob("*.cpp")]
+    joined = (re.sub(r'"\s+f?"', "", path.read_text()) for path in sources)
+    assert any(words in text for text in joined)
+
+
+def test_migration_runs_after(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Every *After* runs, on tiny checkpoints in the places that the page names."""
+    pytest.importorskip("diffusers", reason="diffusers is not installed (pip install -e '.[programs]')")
+    tiny = load_example("tiny")
+    tiny.write_llama(Path("path/to/llama"))
+    tiny.write_stable_diffusion(Path("path/to/pipeline"))
+    names["input_ids"] = torch.tensor([[4, 5, 6]])
+    assert run_page(GUIDES / "migration.md", names, capsys) > 7
+    assert 3 < names["tokens"].shape[1] <= 7
+    assert names["image"].size == (32, 32)
+    assert type(names["transformer"]).__name__ == "DynamicSwap_Model"
+    for part in (names["model"], names["pipe"].unet, names["transformer"]):
+        dynswap_ext.uninstall(part)
+
+
+def test_migration_knows_the_calls_of_before() -> None:
+    """Each *Before* is Python, and what it imports and calls on a pipeline or a part is there."""
+    diffusers = pytest.importorskip("diffusers")
+    page = (GUIDES / "migration.md").read_text()
+    blocks = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+    assert len(blocks) == 8
+    for block in blocks:
+        for node in ast.walk(ast.parse(block)):
+            if isinstance(node, ast.ImportFrom) and node.module in ("accelerate", "transformers"):
+                module = importlib.import_module(node.module)
+                assert [a.name for a in node.names if not hasattr(module, a.name)] == []
+    assert hasattr(diffusers.StableDiffusionPipeline, "enable_model_cpu_offload")
+    assert hasattr(diffusers.StableDiffusionPipeline, "enable_sequential_cpu_offload")
+    assert hasattr(diffusers.StableDiffusionPipeline, "remove_all_hooks")
+    assert hasattr(diffusers.ModelMixin, "enable_group_offload")
+    hooks = importlib.import_module("accelerate.hooks")
+    assert hasattr(hooks, "remove_hook_from_submodules")
+
+
+def load_example(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_are_in_plain_blocks() -> None:
+    """A fence that is never closed would hide the rest of a page from these tests."""
+    for page in GUIDES.glob("*.md"):
+        assert page.read_text().count("```") % 2 == 0, page
+        assert textwrap.dedent(page.read_text()) == page.read_text(), page
