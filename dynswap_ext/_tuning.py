@@ -16,11 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from ._logging import logger
-from ._memory import all_bytes, format_bytes, free_bytes
-from ._peak import PeakMemory
-from ._warn import warn
-from .errors import BudgetError, OutOfMemoryError
+from dynswap_ext._util.log import logger
+from dynswap_ext._util.memory import all_bytes, format_bytes, free_bytes
+from dynswap_ext._util.peak_memory import PeakMemory
+from dynswap_ext._util.warn import warn
+from dynswap_ext.errors import BudgetError, OutOfMemoryError
 
 __all__ = ["Tuner", "Tuning", "smaller_budget"]
 
@@ -66,7 +66,6 @@ class Tuner:
     ) -> None:
         # The session has the tuner, not the other way round; neither shall keep the model alive.
         self._session: Callable[[], Any] = weakref.ref(session)
-        session.on_pass = self
         self._root = root
         self._lock = threading.Lock()
         # LOCK: guards all below.

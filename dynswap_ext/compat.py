@@ -1,5 +1,7 @@
 """A drop-in replacement for the `DynamicSwapInstaller` of FramePack and Forge.
 
+Examples
+--------
 >>> from dynswap_ext.compat import DynamicSwapInstaller
 >>> DynamicSwapInstaller.install_model(model, device="cuda")  # doctest: +SKIP
 """
@@ -14,9 +16,10 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from . import config
-from .errors import ConfigError
-from .install import Handle, _lock, install_with, uninstall
+from dynswap_ext import config
+from dynswap_ext._install import lock
+from dynswap_ext.errors import ConfigError
+from dynswap_ext.install import Handle, install_with, uninstall
 
 __all__ = ["DynamicSwapInstaller"]
 
@@ -24,9 +27,9 @@ _OPTIONS: Final = tuple(inspect.signature(config.resolve).parameters)
 
 
 class DynamicSwapInstaller:
-    """The classic's four calls, as callers know them; beneath them is :func:`dynswap_ext.install`.
+    """The classic's four calls, as callers know them; beneath them is `dynswap_ext.install`.
 
-    While a module is installed through this class, and not through :func:`dynswap_ext.install`, its class's
+    While a module is installed through this class, and not through `dynswap_ext.install`, its class's
     ``__name__`` begins with ``DynamicSwap_`` (``__qualname__`` and ``__module__`` are the original's), and it
     has an attribute ``forge_backup_original_class``: callers ask for both.
     """
@@ -44,7 +47,7 @@ class DynamicSwapInstaller:
         target_device : torch.device, str or int, optional
             Where the model computes, as Forge calls it.
         **kwargs
-            ``device``, as FramePack calls it, and every other option of :func:`dynswap_ext.install`.
+            ``device``, as FramePack calls it, and every other option of `dynswap_ext.install`.
             ``non_blocking``, which the classic handed on to ``Tensor.to``, changes nothing: copies run ahead
             anyway.
 
@@ -95,10 +98,10 @@ def _install(
             f"both target_device ({target_device!r}) and device ({options['device']!r}) are given; they are "
             "two names of one option"
         )
-    return install_with(model, config.resolve(**options), _dress)
+    return install_with(model, config.resolve(**options), _naming)
 
 
-def _dress(original: type) -> tuple[str, dict[str, Any]]:
+def _naming(original: type) -> tuple[str, dict[str, Any]]:
     # Callers move a leaf to the device to keep it there.
     shown = {"forge_backup_original_class": original, "_dynswap_stays": False}
     return f"DynamicSwap_{original.__name__}", shown
@@ -107,7 +110,7 @@ def _dress(original: type) -> tuple[str, dict[str, Any]]:
 @contextlib.contextmanager
 def _childless(module: nn.Module) -> Iterator[None]:
     """Hide a module's children, so that what works on trees works on the module alone."""
-    with _lock:  # or another thread's install would find none either
+    with lock:  # or another thread's install would find none either
         held = vars(module)
         children = held["_modules"]
         held["_modules"] = {}

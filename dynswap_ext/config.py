@@ -2,7 +2,7 @@
 
 Environment variables
 ---------------------
-DYNSWAP_BACKEND : {"auto", "native", "python"}
+DYNSWAP_PROVIDER : {"auto", "native", "python"}
     The provider for installs that do not name one themselves. ``auto`` (the default) takes the native
     extension where it can serve the device, else pure Python. ``native`` raises where it cannot.
 DYNSWAP_LOG : {"debug", "info", "warning", "error", "off"}
@@ -12,7 +12,7 @@ DYNSWAP_REQUIRE_CUDA : {"0", "1"}
     For tests: ``1`` turns "skipped for lack of CUDA" into a failure, so that a GPU machine cannot pass
     without having used its GPU.
 
-``DYNSWAP_CUDA`` and ``DYNSWAP_BUILD`` steer the build of the extension and are not read at run time.
+``DYNSWAP_CUDA`` and ``DYNSWAP_BUILD`` control the build of the extension and are not read at run time.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ from typing import Final
 
 import torch
 
-from ._memory import first_budget, free_bytes, parse_bytes
-from ._progress import ProgressOption, check_progress
-from .errors import ConfigError
+from dynswap_ext._util.memory import first_budget, free_bytes, parse_bytes
+from dynswap_ext._util.progress import ProgressOption, check_progress
+from dynswap_ext.errors import ConfigError
 
 __all__ = [
-    "BACKENDS",
+    "PROVIDERS",
     "Options",
     "available_devices",
-    "backend_from_environment",
     "listed_devices",
     "log_level",
+    "provider_from_environment",
     "require_cuda",
     "resolve",
 ]
 
-#: The rest is for what else wants to grow.
+#: The rest is left for other memory that may grow.
 _AUTO_PAGE_CACHE: Final = 0.8
 
-BACKENDS: Final = ("auto", "native", "python")
+PROVIDERS: Final = ("auto", "native", "python")
 _LOG_LEVELS: Final = {
     "debug": logging.DEBUG,
     "info": logging.INFO,
@@ -60,20 +60,20 @@ class Options:
     #: None leaves every master's dtype as it is.
     dtype: torch.dtype | None
     prefetch: int
-    #: Bytes for arena and residents together; None keeps just what `prefetch` needs.
+    #: Bytes for arena and residents together; None is only what `prefetch` needs.
     budget: int | None
-    #: Whether `budget` is only where to begin, until passes have been measured.
+    #: Whether `budget` is only a starting value, until passes have been measured.
     automatic: bool
-    #: None leaves it to the backend.
-    pin: bool | None
+    #: Whether masters in RAM are page-locked.
+    pin: bool
     #: Bytes of checkpoint files that may stay in the page cache.
     page_cache: int
-    #: Whether they come from there also where that does not pay.
+    #: Whether the page cache is used even where that does not save time.
     page_cache_always: bool
-    #: One of `BACKENDS`.
-    backend: str
+    #: One of `PROVIDERS`.
+    provider: str
     strict_budget: bool
-    #: Who is told of the first pass.
+    #: What shows the progress of the first pass.
     progress: ProgressOption
 
 
@@ -83,18 +83,18 @@ def resolve(
     dtype: torch.dtype | None = None,
     prefetch: int = 2,
     budget: int | float | str | None = None,
-    pin: bool | str = "auto",
+    pin: bool = True,
     page_cache: bool | int | float | str = "auto",
-    backend: str = "auto",
+    provider: str = "auto",
     strict_budget: bool = False,
     progress: ProgressOption = False,
 ) -> Options:
-    """Check the arguments of :func:`dynswap_ext.install`.
+    """Check the arguments of `dynswap_ext.install`.
 
     Raises
     ------
     ConfigError
-        Naming what was given and what is expected.
+        An argument has a value that cannot be used. The message has the value and what is expected.
     """
     where = _device(device)
     return Options(
@@ -103,20 +103,22 @@ def resolve(
         prefetch=_prefetch(prefetch),
         budget=first_budget(where) if budget == "auto" else resolve_budget(budget, where),
         automatic=budget == "auto",
-        pin=_pin(pin),
+        pin=_flag("pin", pin),
         page_cache=_page_cache(page_cache),
         page_cache_always=page_cache != "auto",
-        backend=_backend(backend),
+        provider=_provider(provider),
         strict_budget=_flag("strict_budget", strict_budget),
         progress=check_progress(progress),
     )
 
 
-def backend_from_environment() -> str:
-    """``DYNSWAP_BACKEND``, or "auto"."""
-    value = os.environ.get("DYNSWAP_BACKEND", "").strip().lower() or "auto"
-    if value not in BACKENDS:
-        raise ConfigError(f"DYNSWAP_BACKEND is {value!r}; expected one of {', '.join(BACKENDS)}")
+def provider_from_environment() -> str:
+    """``DYNSWAP_PROVIDER``, or "auto"."""
+    if os.environ.get("DYNSWAP_BACKEND"):
+        raise ConfigError("DYNSWAP_BACKEND is called DYNSWAP_PROVIDER now; set that instead")
+    value = os.environ.get("DYNSWAP_PROVIDER", "").strip().lower() or "auto"
+    if value not in PROVIDERS:
+        raise ConfigError(f"DYNSWAP_PROVIDER is {value!r}; expected one of {', '.join(PROVIDERS)}")
     return value
 
 
@@ -141,12 +143,12 @@ def require_cuda() -> bool:
 
 
 def available_devices() -> tuple[str, ...]:
-    """Devices on which an install can compute. Wakes the driver: on CUDA, torch asks its runtime."""
+    """Devices on which an install can compute. Initialises the driver: on CUDA, torch asks the runtime."""
     return listed_devices() if torch.accelerator.is_available() else ("cpu",)
 
 
 def listed_devices() -> tuple[str, ...]:
-    """Devices that the system lists; of those with CUDA, what NVML has, so that the driver sleeps on."""
+    """Devices that the system lists; on CUDA those that NVML lists, so that no driver is initialised."""
     accelerator = torch.accelerator.current_accelerator()
     count = 0 if accelerator is None else torch.accelerator.device_count()
     return ("cpu", *(f"{accelerator}:{index}" for index in range(count)))
@@ -167,7 +169,7 @@ def _device(given: torch.device | str | int | None) -> torch.device:
 
 
 def _with_index(device: torch.device, *, checked: bool) -> torch.device:
-    """The device with an index, so that it compares equal to a tensor's."""
+    """The device with an index, so that it compares equal to the device of a tensor."""
     if device.type == "cpu":
         return torch.device("cpu")
     if not torch.accelerator.is_available():
@@ -216,14 +218,6 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
     return max(1, int(amount * free_bytes(device)))
 
 
-def _pin(given: bool | str) -> bool | None:
-    if given == "auto":
-        return None
-    if isinstance(given, bool):
-        return given
-    raise ConfigError(f"pin is {given!r}; expected True, False or 'auto'")
-
-
 def _page_cache(given: bool | int | float | str) -> int:
     if isinstance(given, bool):
         return sys.maxsize if given else 0
@@ -233,10 +227,10 @@ def _page_cache(given: bool | int | float | str) -> int:
     return int(amount * free_bytes(torch.device("cpu")))
 
 
-def _backend(given: str) -> str:
-    if given not in BACKENDS:
-        raise ConfigError(f"backend is {given!r}; expected one of {', '.join(BACKENDS)}")
-    return backend_from_environment() if given == "auto" else given
+def _provider(given: str) -> str:
+    if given not in PROVIDERS:
+        raise ConfigError(f"provider is {given!r}; expected one of {', '.join(PROVIDERS)}")
+    return provider_from_environment() if given == "auto" else given
 
 
 def _flag(name: str, given: bool) -> bool:

@@ -14,7 +14,7 @@ __all__ = [
 
 
 class DynswapError(RuntimeError):
-    """Base of every error of this package."""
+    """Base class of every error of this package."""
 
 
 class ConfigError(DynswapError, ValueError):
@@ -43,7 +43,7 @@ class SourceError(DynswapError, OSError):
 
 
 class DeviceError(DynswapError):
-    """The device reported an error, or is not there."""
+    """The device reported an error, or is missing."""
 
 
 class OutOfMemoryError(DynswapError):

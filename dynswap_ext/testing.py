@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from ._handout import bits
-from .install import Handle
+from dynswap_ext._python.device_copy import bits
+from dynswap_ext.install import Handle
 
 __all__ = ["assert_bit_equal", "assert_nothing_held", "differences", "map_from_file", "moved"]
 
@@ -27,7 +27,9 @@ def moved(model: ModuleT, device: torch.device | str = "cpu", dtype: torch.dtype
     ----------
     model : torch.nn.Module
         Installed or not; the copy is plain.
-    device, dtype
+    device
+        As given to the install.
+    dtype
         As given to the install.
     """
     return copy.deepcopy(model).to(device=device, dtype=dtype)

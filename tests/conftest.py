@@ -63,7 +63,7 @@ class Provider:
         return self.backend == "native"
 
     def install(self, model: nn.Module, **options: Any) -> dynswap_ext.Handle:
-        handle = dynswap_ext.install(model, device=self.device, backend=self.backend, **options)
+        handle = dynswap_ext.install(model, device=self.device, provider=self.backend, **options)
         assert handle.provider == self.backend
         self.handles.append(handle)
         return handle
@@ -89,13 +89,21 @@ def pytest_configure(config: pytest.Config) -> None:
         config.addinivalue_line("markers", marker)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave unread, in a run of those marked `alone`, the files that cannot have one: without the word."""
+    if config.option.markexpr != "alone" or collection_path.suffix != ".py":
+        return None
+    return "alone" not in collection_path.read_text() or None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leave out what another run has.
 
     A run on the pretend device is for what names a provider or a GPU, or is marked. What asks for a GPU has
-    no other run where there is none. A second run under DYNSWAP_BACKEND=python is for what follows the
+    no other run where there is none. A second run under DYNSWAP_PROVIDER=python is for what follows the
     environment: tests of the `provider` fixture name their provider, and have run over each of them in the
-    first; those of checkpoints, plans and records install nothing without it.
+    first; those of checkpoints, plans and records install nothing without it; the examples and the
+    guides are for the native provider, which streams on a CPU.
     """
     if PRETEND:
         every = os.environ.get("DYNSWAP_TEST_ALL") == "1"
@@ -106,10 +114,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return _keep(config, items, kept.__contains__)
     if not CUDA:
         _keep(config, items, lambda item: "gpu" not in getattr(item, "fixturenames", ()))
-    if dynswap_config.backend_from_environment() != "python":
+    if dynswap_config.provider_from_environment() != "python":
         return
     here = Path(__file__).parent
-    apart = {here / name for name in ("checkpoint", "planning", "test_compare.py", "test_gpu_suite.py")}
+    names = (
+        "checkpoint",
+        "examples",
+        "planning",
+        "test_compare.py",
+        "test_docs_guides.py",
+        "test_gpu_suite.py",
+    )
+    apart = {here / name for name in names}
 
     _keep(
         config, items, lambda item: not (_names_a_provider(item) or apart & {item.path, *item.path.parents})

@@ -82,5 +82,5 @@ class TestBar:
 def test_time_call_leaves_warm_up_out() -> None:
     calls: list[int] = []
     sample = common.time_call(lambda: calls.append(1), repeats=3, warm_up=2)
-    assert sample.repeats == 3 and len(calls) == 5
-    assert sample.fastest <= sample.median <= sample.slowest
+    assert sample.n == 3 and len(calls) == 5
+    assert sample.low <= sample.median <= sample.high

@@ -17,7 +17,7 @@ from torch import nn
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import BudgetError, testing
-from dynswap_ext._residency import choose_residents
+from dynswap_ext._python.residency import choose_residents
 from sample_models import mlp
 
 #: Wide enough for a layer to be a group of its own.

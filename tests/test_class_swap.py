@@ -18,8 +18,8 @@ from torch import nn
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-from dynswap_ext._class_swap import ensure, is_swap_class, original_class, swap_class
-from dynswap_ext._fallback import Attribute
+from dynswap_ext._python.session import Attribute
+from dynswap_ext._swap.class_swap import ensure, is_swap_class, original_class, swap_class
 from sample_models import ConvNet, Recurrent, mlp
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def test_the_cache_keeps_no_class_alive() -> None:
         pass
 
     model = Local(2, 2)
-    with dynswap_ext.install(model, backend="python", device="cpu"):
+    with dynswap_ext.install(model, provider="python", device="cpu"):
         pass
     watch = weakref.ref(Local)
     del Local, model

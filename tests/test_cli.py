@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import os
 import subprocess
@@ -9,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import dynswap_ext
 from dynswap_ext import cli
@@ -47,9 +49,9 @@ def test_no_command_and_unknown_command_are_usage_errors() -> None:
         (["--size", "many"], "'many' is not a size; write one as 1.5GB"),
         (["--budget", "0/4"], "'0/4' is not a share above zero"),
         (["--budget", "a lot"], "'a lot' is not a size"),
-        (["--dtype", "int8"], "'int8' is none of float32"),
-        (["--device", "toaster"], "'toaster' is not a device"),
-        (["--device", "meta"], "measures on cpu and cuda"),
+        (["--dtype", "int8"], "--dtype is 'int8'"),
+        (["--device", "toaster"], "toaster"),
+        (["--device", "meta"], "device is 'meta'"),
         (["--passes", "0"], "passes is at least 1"),
         (["--prefetch", "-1"], "prefetch at least 0"),
         (["--tokens", "0"], "tokens is at least 1"),
@@ -63,6 +65,20 @@ def test_bad_options_are_explained_without_a_traceback(
     printed = capsys.readouterr().err
     assert printed.startswith("dynswap: ") and said in printed
     assert list(tmp_path.iterdir()) == []
+
+
+def test_the_old_name_of_show_works_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    torch.save({"weight": torch.ones(3)}, tmp_path / "w.pt")
+    assert cli.main(["show", str(tmp_path / "w.pt")]) == 0
+    shown = capsys.readouterr()
+    assert "weight" in shown.out and not shown.err
+    assert cli.main(["inspect", str(tmp_path / "w.pt")]) == 0
+    again = capsys.readouterr()
+    assert again.out == shown.out and "`dynswap show`" in again.err
+    with pytest.raises(SystemExit):
+        cli.main(["--help"])
+    listed = capsys.readouterr().out
+    assert "  show " in listed and "inspect" not in listed
 
 
 def test_demo_prints_the_table_and_writes_the_record(tmp_path: Path) -> None:
@@ -92,3 +108,15 @@ def test_demo_prints_the_table_and_writes_the_record(tmp_path: Path) -> None:
     assert written["differing"] == [] and written["limit_seconds"] > 0
     assert len(written["outcomes"]["dynswap"]["seconds"]) == 2
     assert list((tmp_path / "cache").iterdir()) == []  # the checkpoint is gone
+
+
+def test_only_the_command_line_imports_the_demo_and_nothing_imports_the_command_line() -> None:
+    package = _ROOT / "dynswap_ext"
+    for path in package.rglob("*.py"):
+        room = path.relative_to(package).parts[0]
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            for name in names:
+                assert not name.startswith("dynswap_ext.demo") or room in ("demo", "cli"), path
+                assert not name.startswith("dynswap_ext.cli") or room in ("cli", "__main__.py"), path

@@ -17,7 +17,7 @@ from sample_models import TinyTransformer, mlp, trace
 
 
 def install(provider: Provider, model: nn.Module, **options: Any) -> dynswap_ext.Handle:
-    options = {"device": provider.device, "backend": provider.backend, **options}
+    options = {"device": provider.device, "provider": provider.backend, **options}
     handle = DynamicSwapInstaller.install_model(model, **options)
     provider.handles.append(handle)
     return handle
@@ -70,7 +70,7 @@ def test_the_names_of_the_device(provider: Provider, named: str) -> None:
     arguments: Any = (provider.device,) if named == "positional" else ()
     keywords = {} if arguments else {named: provider.device}
     handle = DynamicSwapInstaller.install_model(
-        model, *arguments, **keywords, dtype=torch.float64, backend=provider.backend
+        model, *arguments, **keywords, dtype=torch.float64, provider=provider.backend
     )
     provider.handles.append(handle)
     x = provider.randn(2, 16)
@@ -141,7 +141,7 @@ def test_one_module_alone(provider: Provider) -> None:
     before = trace(model)
     for module in (model, model[1]):
         handle = DynamicSwapInstaller._install_module(
-            module, device=provider.device, dtype=torch.float64, backend=provider.backend
+            module, device=provider.device, dtype=torch.float64, provider=provider.backend
         )
         provider.handles.append(handle)
     installed = [dynswap_ext.is_installed(module) for module in model.modules()]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import dynswap_ext
 from dynswap_ext import ConfigError, config
-from dynswap_ext._memory import format_bytes, free_bytes, parse_bytes
+from dynswap_ext._util.memory import format_bytes, free_bytes, parse_bytes
 from sample_models import mlp
 
 
@@ -119,9 +119,9 @@ def test_a_fraction_is_one_of_the_free_memory() -> None:
         ({"prefetch": True}, r"prefetch is True"),
         ({"budget": "lots"}, r"budget is 'lots'; expected"),
         ({"budget": -5}, r"budget is -5; expected"),
-        ({"pin": "yes"}, r"pin is 'yes'; expected True, False or 'auto'"),
+        ({"pin": "yes"}, r"pin is 'yes'; expected True or False"),
         ({"pin": 1}, r"pin is 1"),
-        ({"backend": "cuda"}, r"backend is 'cuda'; expected one of auto, native, python"),
+        ({"provider": "cuda"}, r"provider is 'cuda'; expected one of auto, native, python"),
         ({"strict_budget": "no"}, r"strict_budget is 'no'; expected True or False"),
         ({"page_cache": "much"}, r"page_cache is 'much'; expected a number of bytes"),
         ({"page_cache": -1}, r"page_cache is -1; expected a number of bytes"),
@@ -141,7 +141,7 @@ def test_defaults() -> None:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     assert options.device.type == (accelerator.type if accelerator else "cpu")
     assert options.device.type == "cpu" or options.device.index is not None
-    assert (options.dtype, options.prefetch, options.budget, options.pin) == (None, 2, None, None)
+    assert (options.dtype, options.prefetch, options.budget, options.pin) == (None, 2, None, True)
     assert not options.strict_budget
     assert 0 < options.page_cache < 1 << 60
 
@@ -165,17 +165,23 @@ def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYNSWAP_REQUIRE_CUDA", "maybe")
     with pytest.raises(ConfigError, match="DYNSWAP_REQUIRE_CUDA is 'maybe'"):
         config.require_cuda()
-    monkeypatch.setenv("DYNSWAP_BACKEND", "fast")
-    with pytest.raises(ConfigError, match="DYNSWAP_BACKEND is 'fast'; expected one of auto, native, python"):
+    monkeypatch.setenv("DYNSWAP_PROVIDER", "fast")
+    with pytest.raises(ConfigError, match="DYNSWAP_PROVIDER is 'fast'; expected one of auto, native, python"):
         dynswap_ext.install(mlp(), device="cpu")
 
 
 def test_the_argument_comes_before_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNSWAP_PROVIDER", "python")
+    assert config.resolve().provider == "python"
+    assert config.resolve(provider="native").provider == "native"
+    monkeypatch.setenv("DYNSWAP_PROVIDER", " Native ")
+    assert config.resolve().provider == "native"
+    assert config.resolve(provider="python").provider == "python"
+    monkeypatch.delenv("DYNSWAP_PROVIDER")
+    assert config.resolve().provider == "auto"
+
+
+def test_the_old_name_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYNSWAP_BACKEND", "python")
-    assert config.resolve().backend == "python"
-    assert config.resolve(backend="native").backend == "native"
-    monkeypatch.setenv("DYNSWAP_BACKEND", " Native ")
-    assert config.resolve().backend == "native"
-    assert config.resolve(backend="python").backend == "python"
-    monkeypatch.delenv("DYNSWAP_BACKEND")
-    assert config.resolve().backend == "auto"
+    with pytest.raises(ConfigError, match="DYNSWAP_PROVIDER"):
+        config.resolve()

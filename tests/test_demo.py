@@ -1,13 +1,15 @@
-"""The demo's parts: shapes, the checkpoint it writes, the meters, and the contenders."""
+"""The demo's parts: shapes, the checkpoint it writes, the meters, and the baselines."""
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import os
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,14 +17,18 @@ from safetensors.torch import load_file
 from torch import nn
 
 from dynswap_ext import checkpoint
-from dynswap_ext.demo import contender, measure, run, text
-from dynswap_ext.demo.contender import Job
-from dynswap_ext.demo.files import Watcher, checkpoint_file
+from dynswap_ext._util.file_mappings import drop_file_cache
+from dynswap_ext._util.peak_memory import disk_bytes_read
+from dynswap_ext._util.units import parse_share
+from dynswap_ext.demo import baseline, text
+from dynswap_ext.demo.baseline import BASELINES, HOOK, INSTALLED, PYTHON, RESIDENT, Job
+from dynswap_ext.demo.files import checkpoint_file, write_random
 from dynswap_ext.demo.hook import install_hook, uninstall_hook
+from dynswap_ext.demo.isolated import Isolated
 from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
-from dynswap_ext.demo.units import parse_share
-from dynswap_ext.demo.weights import write_random
-from dynswap_ext.errors import ConfigError, DynswapError, SourceError
+from dynswap_ext.demo.run import run_apart
+from dynswap_ext.errors import BudgetError, ConfigError, DynswapError, SourceError
+from dynswap_ext.planning.rates import disk_bandwidth
 
 pytestmark = pytest.mark.alone
 
@@ -58,9 +64,9 @@ class TestCheckpoint:
     def test_is_what_the_safetensors_library_reads(self, dtype: torch.dtype, tmp_path: Path) -> None:
         path = tmp_path / "w"
         steps: list[int] = []
-        written = write_random(path, _skeleton(), dtype, progress=steps.append)
+        written = write_random(path, _skeleton(), dtype, progress=lambda _, done, whole: steps.append(done))
         tensors = load_file(path)
-        assert written == sum(tensor.nbytes for tensor in tensors.values()) == sum(steps)
+        assert written == sum(tensor.nbytes for tensor in tensors.values()) == steps[-1]
         assert set(tensors) == {name for name, _ in _skeleton().named_parameters()}
         assert tensors["embedding.weight"].float().std() == pytest.approx(64**-0.5, rel=0.1)
         assert all(tensor.dtype == dtype for tensor in tensors.values())
@@ -73,7 +79,7 @@ class TestCheckpoint:
         assert (tmp_path / "a").read_bytes() != (tmp_path / "c").read_bytes()
 
     def test_failure_leaves_no_file(self, tmp_path: Path) -> None:
-        def fail(count: int) -> None:
+        def fail(what: str, done: int, whole: int) -> None:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
@@ -81,9 +87,9 @@ class TestCheckpoint:
         assert list(tmp_path.iterdir()) == []
 
     def test_kept_file_is_used_again(self, tmp_path: Path) -> None:
-        with checkpoint_file(tmp_path, _CONFIG, torch.float32, Watcher(), keep=True) as path:
+        with checkpoint_file(tmp_path, _CONFIG, torch.float32, keep=True) as path:
             identity = path.stat().st_ino
-        with checkpoint_file(tmp_path, _CONFIG, torch.float32, Watcher(), keep=False) as path:
+        with checkpoint_file(tmp_path, _CONFIG, torch.float32) as path:
             assert path.stat().st_ino == identity
         assert not path.exists()
 
@@ -92,8 +98,8 @@ class TestMeters:
     def test_memory_meter_sees_a_peak_that_is_over(self) -> None:
         # In a process of its own: here, threads and garbage of other tests come and go.
         code = (
-            "from dynswap_ext.demo.measure import MemoryMeter; meter = MemoryMeter(); "
-            "block = bytearray(b'1') * (64 << 20); del block; print(meter.peak_growth())"
+            "from dynswap_ext._util.peak_memory import PeakMemory; meter = PeakMemory(); "
+            "block = bytearray(b'1') * (64 << 20); del block; print(meter.more())"
         )
         ran = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
         assert 60 << 20 < int(ran.stdout) < 96 << 20
@@ -103,22 +109,21 @@ class TestMeters:
         with path.open("wb") as file:
             file.write(os.urandom(8 << 20))
             os.fsync(file.fileno())
-        measure.drop_file_cache(path)
-        before = measure.disk_bytes_read()
+        drop_file_cache(path)
+        before = disk_bytes_read()
         content = path.read_bytes()
-        after = measure.disk_bytes_read()
-        assert before is not None and after is not None
+        after = disk_bytes_read()
         if after == before:
             pytest.skip("this file system is in memory")
         assert after - before >= len(content)
         path.read_bytes()
-        assert measure.disk_bytes_read() == after  # cached now
+        assert disk_bytes_read() == after  # cached now
 
     @pytest.mark.parametrize("readers", [1, 3])
     def test_disk_bandwidth_counts_what_it_reads(self, readers: int, tmp_path: Path) -> None:
         path = tmp_path / "w"
         path.write_bytes(bytes((32 << 20) + 5))
-        assert 1e6 < measure.disk_bandwidth(path, readers=readers) < 1e12
+        assert 1e6 < disk_bandwidth(path, readers=readers) < 1e12
 
 
 class TestHook:
@@ -142,62 +147,85 @@ def test_share(text: str, expected: int) -> None:
     assert parse_share(text, 1000) == expected
 
 
-def _job(path: Path, scratch: Path, **changes: object) -> Job:
-    job = Job(
-        way="installed",
-        checkpoint=str(path),
-        config=dataclasses.asdict(_CONFIG),
-        device="cpu",
-        dtype=None,
-        batch=1,
-        tokens=8,
-        passes=2,
-        warm_up=1,
-        budget=None,
-        prefetch=2,
-        in_memory=False,
-        outputs=str(scratch / "out.pt"),
+def _job(path: Path, scratch: Path, **changes: Any) -> Job:
+    return Job(
+        **{
+            "baseline": RESIDENT,
+            "checkpoint": path,
+            "config": _CONFIG,
+            "outputs": scratch / "out.pt",
+            "tokens": 8,
+            "passes": 2,
+            "warm_up": 1,
+            **changes,
+        }
     )
-    return dataclasses.replace(job, **changes)  # type: ignore[arg-type]
 
 
-class TestContenders:
+class TestBaselines:
     @pytest.fixture
     def path(self, tmp_path: Path) -> Path:
         write_random(tmp_path / "w", _skeleton(), torch.float32)
         return tmp_path / "w"
 
-    @pytest.mark.parametrize("cast", [None, "bfloat16"])
+    @pytest.mark.parametrize("cast", [None, torch.bfloat16])
     @pytest.mark.parametrize("in_memory", [False, True])
-    def test_every_contender_equals_the_resident_model(
-        self, cast: str | None, in_memory: bool, path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    def test_every_baseline_equals_the_resident_model(
+        self, cast: torch.dtype | None, in_memory: bool, path: Path, tmp_path: Path
     ) -> None:
-        outcomes: dict[str, contender.Outcome] = {}
+        outcomes: dict[str, baseline.Outcome] = {}
         outputs = {}
-        for each in run.CONTENDERS:
-            job = _job(path, tmp_path, way=each.way, dtype=cast, in_memory=in_memory)
-            with monkeypatch.context() as patch:
-                for name, value in each.environment.items():
-                    patch.setenv(name, value)
-                outcomes[each.name] = contender.run(job, lambda event: None)
-            outputs[each.name] = torch.load(job.outputs, weights_only=True)
-        expected = outputs[run.RESIDENT.name]
+        for name in BASELINES:
+            job = _job(path, tmp_path, baseline=name, dtype=cast, in_memory=in_memory)
+            outcomes[name] = baseline.run(job)
+            outputs[name] = torch.load(job.outputs, weights_only=True)
+        expected = outputs[RESIDENT]
         assert not torch.equal(expected[0], expected[1])  # two inputs
         for name, mine in outputs.items():
             assert len(outcomes[name].seconds) == len(mine) == 2
             assert all(torch.equal(left, right) for left, right in zip(expected, mine, strict=True)), name
-        assert outcomes[run.PYTHON.name].provider == "python"
-        installed = outcomes[run.INSTALLED.name]
+        assert outcomes[PYTHON].provider == "python" and not outcomes[HOOK].provider
+        installed = outcomes[INSTALLED]
         if installed.provider == "native" and (cast or not in_memory):
             assert installed.moved_bytes_per_pass  # equal outputs with nothing streamed would prove nothing
 
-    def test_failure_is_reported_with_what_it_said(self, path: Path, tmp_path: Path) -> None:
+
+def _raise(job: str, step: Callable[[], None]) -> None:
+    step()
+    print("about to fail")
+    if job == "wait":
+        time.sleep(60)
+    raise BudgetError("too small", 7) if job == "budget" else ZeroDivisionError("on purpose")
+
+
+class TestIsolated:
+    def test_what_runs_apart_equals_what_runs_here(self, tmp_path: Path) -> None:
+        write_random(tmp_path / "w", _skeleton(), torch.float32)
+        steps: list[tuple[str, int, int]] = []
+        job = _job(tmp_path / "w", tmp_path)
+        outcome = run_apart(job, lambda *step: steps.append(step))
+        apart = torch.load(job.outputs, weights_only=True)
+        baseline.run(job)
+        here = torch.load(job.outputs, weights_only=True)
+        assert all(torch.equal(left, right) for left, right in zip(apart, here, strict=True))
+        assert len(outcome.seconds) == 2 and steps == [(RESIDENT, done, 4) for done in (1, 2, 3, 4)]
+
+    def test_an_error_of_the_package_arrives_as_it_is(self, tmp_path: Path) -> None:
         with pytest.raises(SourceError, match="no such file"):
-            run.run_contender(run.RESIDENT, _job(tmp_path / "gone", tmp_path), Watcher())
-        with pytest.raises(
-            DynswapError, match=r"(?s)resident ended with status 1.*has no attribute 'float33'"
-        ):
-            run.run_contender(run.RESIDENT, _job(path, tmp_path, dtype="float33"), Watcher())
+            run_apart(_job(tmp_path / "gone", tmp_path))
+        with pytest.raises(BudgetError, match="too small") as caught:
+            Isolated().run(_raise, "budget")
+        assert caught.value.smallest_bytes == 7
+
+    def test_another_one_is_told_with_what_was_written(self) -> None:
+        with pytest.raises(DynswapError, match=r"(?s)ended with status 1.*about to fail.*on purpose"):
+            Isolated().run(_raise, "")
+
+    def test_a_process_that_is_late_is_ended(self) -> None:
+        began = time.monotonic()
+        with pytest.raises(TimeoutError, match="was not done after 1 s"):
+            Isolated("forkserver", ["dynswap_ext"]).run(_raise, "wait", limit=1)
+        assert time.monotonic() - began < 50
 
 
 def test_loaded_demo_model_is_tied_and_complete(tmp_path: Path) -> None:

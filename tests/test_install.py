@@ -15,7 +15,7 @@ from torch import nn
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-from dynswap_ext._class_swap import is_swap_class
+from dynswap_ext._swap.class_swap import is_swap_class
 from sample_models import ConvNet, Recurrent, TinyTransformer, mlp, trace
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import sys
 import time
 import weakref
 from typing import Any
@@ -14,12 +13,11 @@ from torch import nn
 
 import dynswap_ext
 from conftest import Provider
-from dynswap_ext import testing
+from dynswap_ext import _install, testing
 from dynswap_ext.errors import BudgetError, ConfigError
 from sample_models import mlp, trace
 
 #: The module; the package's attribute `install` is the function.
-front: Any = sys.modules["dynswap_ext.install"]
 
 
 def installed_over(provider: Provider, *modules: nn.Module, **options: Any) -> dynswap_ext.Handle:
@@ -130,7 +128,7 @@ def test_an_install_that_fails_to_replace_it(provider: Provider) -> None:
     handle = installed_over(provider, a, b)
     with pytest.raises(BudgetError):
         dynswap_ext.install(
-            a, device=provider.device, dtype=torch.float64, budget=1, backend=provider.backend
+            a, device=provider.device, dtype=torch.float64, budget=1, provider=provider.backend
         )
     assert dynswap_ext.is_installed(a) and dynswap_ext.is_installed(b) and handle.active
     handle.uninstall()
@@ -141,16 +139,16 @@ def test_an_install_that_fails_to_replace_it(provider: Provider) -> None:
 def test_they_are_collected(provider: Provider, order: tuple[int, int]) -> None:
     kept = {0: mlp(), 1: mlp()}
     watches = [weakref.ref(module._modules["0"]._parameters["weight"]) for module in kept.values()]
-    before = len(front._records)
+    before = len(_install._installs)
     handle = installed_over(provider, *kept.values())
     gc.collect()
     gc.disable()
     try:
         for count, index in enumerate(order):
-            assert handle.active and len(front._records) == before + 1
+            assert handle.active and len(_install._installs) == before + 1
             del kept[index]
             assert sum(watch() is None for watch in watches) == count + 1
-        assert not handle.active and len(front._records) == before
+        assert not handle.active and len(_install._installs) == before
     finally:
         gc.enable()
     handle.uninstall()

@@ -11,8 +11,9 @@ from torch import nn
 
 import dynswap_ext
 from conftest import Provider
-from dynswap_ext import testing
-from dynswap_ext._class_swap import is_swap_class
+from dynswap_ext import DynswapWarning, testing
+from dynswap_ext._swap import class_swap
+from dynswap_ext._swap.class_swap import is_swap_class
 from sample_models import ConvNet, mlp, trace
 
 
@@ -47,7 +48,7 @@ def test_a_failed_second_install_leaves_the_first(provider: Provider) -> None:
 def test_a_swap_that_fails_halfway(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ConvNet()
     before = trace(model)
-    install = importlib.import_module("dynswap_ext.install")  # the package's `install` is the function
+    install = importlib.import_module("dynswap_ext._install")
 
     def fails(cls: type, attribute: type, dress: object) -> type | None:
         if cls is nn.Linear:
@@ -57,6 +58,28 @@ def test_a_swap_that_fails_halfway(provider: Provider, monkeypatch: pytest.Monke
     original = install.swap_class
     monkeypatch.setattr(install, "swap_class", fails)
     with pytest.raises(MemoryError, match="no class"):
+        provider.install(model, dtype=torch.float64)
+    assert trace(model) == before
+
+
+def test_a_descriptor_that_cannot_be_made(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pure Python has given modules their swap classes by then."""
+
+    class Late(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.late_name = nn.Parameter(torch.ones(2))
+
+    def fails(name: str) -> object:
+        if name == "late_name":
+            raise MemoryError("no descriptor for you")
+        return original(name)
+
+    original = class_swap.live
+    monkeypatch.setattr(class_swap, "live", fails)
+    model = nn.Sequential(nn.Linear(4, 4), Late())
+    before = trace(model)
+    with pytest.raises(MemoryError, match="no descriptor"):
         provider.install(model, dtype=torch.float64)
     assert trace(model) == before
 
@@ -100,3 +123,14 @@ def test_script_modules_are_left_alone_with_one_warning(provider: Provider) -> N
 def test_only_modules_can_be_installed() -> None:
     with pytest.raises(dynswap_ext.ConfigError, match="Tensor"):
         dynswap_ext.install(torch.ones(2))  # type: ignore[arg-type]
+
+
+def test_a_warning_that_is_an_error_leaves_the_model_alone(provider: Provider) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4)))
+    before = trace(model)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", DynswapWarning)
+        with pytest.raises(DynswapWarning, match="TorchScript"):
+            provider.install(model, dtype=torch.float64)
+    assert trace(model) == before
+    assert not dynswap_ext.is_installed(model)

@@ -105,7 +105,7 @@ def run(level: str | None, code: str = "") -> subprocess.CompletedProcess[str]:
     install = (
         "import logging, torch, dynswap_ext\n"
         "model = torch.nn.Linear(4, 4)\n"
-        "handle = dynswap_ext.install(model, device='cpu', backend='python', dtype=torch.float64)\n"
+        "handle = dynswap_ext.install(model, device='cpu', provider='python', dtype=torch.float64)\n"
         "handle.uninstall()\n"
         "print(logging.root.handlers, logging.root.level)\n"
     )
@@ -134,7 +134,7 @@ def test_a_second_install_logs_once(
 ) -> None:
     for level in ("info", "info", "off"):
         monkeypatch.setenv("DYNSWAP_LOG", level)
-        dynswap_ext.install(mlp(), device="cpu", backend="python", dtype=torch.float64).uninstall()
+        dynswap_ext.install(mlp(), device="cpu", provider="python", dtype=torch.float64).uninstall()
         assert capsys.readouterr().err.count("installed Sequential") == (0 if level == "off" else 1)
 
 

@@ -13,7 +13,8 @@ from torch import nn
 
 from conftest import Provider
 from dynswap_ext import checkpoint
-from dynswap_ext.demo.measure import disk_bytes_read, drop_file_cache
+from dynswap_ext._util.file_mappings import drop_file_cache
+from dynswap_ext._util.peak_memory import disk_bytes_read
 from dynswap_ext.errors import SourceError
 
 pytestmark = pytest.mark.alone
@@ -36,7 +37,7 @@ def path(tmp_path: Path) -> Path:
     drop_file_cache(path)
     before = disk_bytes_read()
     path.read_bytes()
-    if before is None or disk_bytes_read() == before:
+    if disk_bytes_read() == before:
         pytest.skip("this file system is in memory, or reads are not counted")
     drop_file_cache(path)
     return path
@@ -51,10 +52,10 @@ def read_by_each_pass(provider: Provider, path: Path, **options: Any) -> list[fl
     x = provider.randn(1, 1024, dtype=torch.float32)
     counts, outputs = [], []
     for _ in range(4):
-        before = disk_bytes_read() or 0
+        before = disk_bytes_read()
         with torch.inference_mode():
             outputs.append(model(x))
-        counts.append(((disk_bytes_read() or 0) - before) / LAYER)
+        counts.append((disk_bytes_read() - before) / LAYER)
     assert handle.stats().bytes_moved > 4 * (LAYERS - 2) * LAYER
     handle.uninstall()
     with torch.inference_mode():

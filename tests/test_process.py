@@ -19,7 +19,7 @@ HEAD = """
 import copy, os, signal, sys, threading, torch, dynswap_ext
 from torch import nn
 model = nn.Sequential(*[nn.Linear(64, 64) for _ in range(6)])
-handle = dynswap_ext.install(model, device={device!r}, dtype=torch.float64, backend={backend!r})
+handle = dynswap_ext.install(model, device={device!r}, dtype=torch.float64, provider={backend!r})
 x = torch.ones(2, 64, dtype=torch.float64, device={device!r})
 """
 
@@ -133,7 +133,7 @@ def test_a_forked_child_sees_writes_to_its_masters(provider: Provider, budget: s
         torch.set_num_threads(1)
         with torch.no_grad():
             handle.uninstall()
-            handle = dynswap_ext.install(model, dtype=x.dtype, budget={budget}, backend="{provider.backend}")
+            handle = dynswap_ext.install(model, dtype=x.dtype, budget={budget}, provider="{provider.backend}")
             for _ in range(3):
                 model(x)
         child = os.fork()
@@ -163,7 +163,7 @@ def test_a_forked_child_writes_to_its_masters(provider: Provider, budget: str) -
         torch.set_num_threads(1)
         net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).double()
         x = x.float()  # so that statistics are not rounded for their masters
-        dynswap_ext.install(net, dtype=x.dtype, budget={budget}, backend="{provider.backend}")
+        dynswap_ext.install(net, dtype=x.dtype, budget={budget}, provider="{provider.backend}")
         net(x)
         held = net[0].weight
         child = os.fork()

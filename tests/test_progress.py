@@ -180,7 +180,7 @@ import sys, time, torch, dynswap_ext
 from dynswap_ext import checkpoint
 model = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(3)])
 checkpoint.load(model, sys.argv[1], dtype=torch.bfloat16, progress=True)
-handle = dynswap_ext.install(model, device="cpu", backend="python", dtype=torch.float32, progress=True)
+handle = dynswap_ext.install(model, device="cpu", provider="python", dtype=torch.float32, progress=True)
 model(torch.randn(2, 64))
 time.sleep(1)
 checkpoint.convert(sys.argv[1], sys.argv[1] + ".half.safetensors", progress=True)
@@ -228,7 +228,7 @@ def test_the_program_ends_while_it_waits() -> None:
     code = (
         "import torch, dynswap_ext\n"
         "model = torch.nn.Linear(4, 4)\n"
-        "dynswap_ext.install(model, device='cpu', backend='python', dtype=torch.float64, progress=True)\n"
+        "dynswap_ext.install(model, device='cpu', provider='python', dtype=torch.float64, progress=True)\n"
     )
     ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")

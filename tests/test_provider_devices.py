@@ -61,7 +61,7 @@ def test_cuda_without_a_device_is_one_warning_with_the_remedy(extension: _provid
     without_a_driver(extension)
     (said,) = warnings_of_a_first_choice(CUDA)
     assert "pure Python on 'cuda:0', without prefetch" in said
-    assert "DYNSWAP_BACKEND=python" in said
+    assert "DYNSWAP_PROVIDER=python" in said
     if extension.build["cuda"]:
         assert f"built with CUDA {extension.build['cuda']}" in said
         assert "Update the NVIDIA driver" in said
@@ -92,7 +92,7 @@ def test_an_install_on_cuda_is_native_and_says_nothing_of_providers(
 ) -> None:
     if reason := _provider.native_unavailable(CUDA):
         pytest.skip(reason)
-    monkeypatch.delenv("DYNSWAP_BACKEND", raising=False)
+    monkeypatch.delenv("DYNSWAP_PROVIDER", raising=False)
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*pure Python")
         handle = dynswap_ext.install(torch.nn.Linear(4, 4), device="cuda")
@@ -106,7 +106,7 @@ def test_another_accelerator_is_one_warning(extension: _provider._Extension, kin
     (said,) = warnings_of_a_first_choice(torch.device(kind, 0))
     assert f"no backend for devices of the type '{kind}'" in said
     assert "without prefetch" in said
-    assert "DYNSWAP_BACKEND=python" in said
+    assert "DYNSWAP_PROVIDER=python" in said
 
 
 @pytest.mark.parametrize("device", [CUDA, torch.device("xpu", 0)])
@@ -122,8 +122,8 @@ def test_the_report_says_why_it_is_pure_python(monkeypatch: pytest.MonkeyPatch) 
         ("auto", bool(_provider.native_unavailable(torch.device("cpu")))),
         ("python", False),
     ):
-        monkeypatch.delenv("DYNSWAP_BACKEND", raising=False)
-        with dynswap_ext.install(torch.nn.Linear(2, 2), device="cpu", backend=backend) as handle:
+        monkeypatch.delenv("DYNSWAP_PROVIDER", raising=False)
+        with dynswap_ext.install(torch.nn.Linear(2, 2), device="cpu", provider=backend) as handle:
             report = handle.report()
         assert bool(report.reason) is expected
         assert report.as_dict()["reason"] == report.reason

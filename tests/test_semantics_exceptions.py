@@ -9,7 +9,7 @@ from torch import nn
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-from dynswap_ext._handout import Place
+from dynswap_ext._python.device_copy import Destination
 from sample_models import mlp
 
 
@@ -65,11 +65,11 @@ def test_out_of_memory_is_an_error_of_its_own(provider: Provider, monkeypatch: p
     moved, handle = provider.pair(model)
     x = provider.randn(2, 16)
 
-    def full(self: Place, master: torch.Tensor) -> torch.Tensor:
+    def full(self: Destination, master: torch.Tensor) -> torch.Tensor:
         raise torch.OutOfMemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Place, "convert", full)
+        patch.setattr(Destination, "convert", full)
         with pytest.raises(dynswap_ext.OutOfMemoryError, match=r"for 0\.weight \(2048 bytes\)"):
             model(x)
     testing.assert_bit_equal(model(x), moved(x))

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-from dynswap_ext._outside import inside_of
+from dynswap_ext._swap.parameter_proxy import plain_tensor_of
 
 WIDTH = 24
 Action = Callable[["Layers"], None]
@@ -70,7 +70,7 @@ def register_many(model: Layers) -> None:
 
 
 def call(model: Layers) -> None:
-    model(torch.ones(1, WIDTH, dtype=torch.float64, device=inside_of(model.layers[0].weight).device))
+    model(torch.ones(1, WIDTH, dtype=torch.float64, device=plain_tensor_of(model.layers[0].weight).device))
 
 
 def read_the_state(model: Layers) -> None:
@@ -191,7 +191,7 @@ def test_a_flush_survives_weights_registered_during_it(
     with torch.no_grad():
         model(provider.randn(4, WIDTH))
         statistic, companion = model[0].running_var, model[0].weight
-        weakref.finalize(inside_of(companion), callback)
+        weakref.finalize(plain_tensor_of(companion), callback)
         del companion
         before = statistic.cpu().clone()
         statistic.add_(1)

@@ -43,6 +43,19 @@ def test_whoever_holds_a_master_sees_them(provider: Provider, graph: bool, budge
 
 
 @BUDGETS
+def test_whoever_holds_a_master_that_is_cast_sees_them(provider: Provider, budget: str | None) -> None:
+    """On the CPU too, where masters of the compute dtype are handed out themselves."""
+    model = norms(1)
+    masters = dict(model.named_buffers())
+    moved, _ = provider.pair(model, torch.float64, budget=budget)
+    x = provider.randn(5, 6)
+    kept = [m(x).square().sum() for m in (model, moved)]
+    assert_masters_as_moved(masters, moved)
+    kept.clear()
+    assert_masters_as_moved(masters, moved)
+
+
+@BUDGETS
 def test_a_norm_that_is_used_twice_in_a_call(provider: Provider, budget: str | None) -> None:
     class Twice(nn.Module):
         def __init__(self) -> None:

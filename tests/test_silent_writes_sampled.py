@@ -64,7 +64,7 @@ for make in (lambda p: torch.optim.SGD(p, lr=0.1, fused=True),
              lambda p: torch.optim.AdamW(p, weight_decay=0.0, fused=True), InHand):
     for budget in (None, "1GiB"):
         model = nn.Sequential(nn.Embedding(20_000, 16), nn.Linear(16, 4))
-        options = {"device": "cpu", "dtype": torch.float64, "backend": BACKEND}
+        options = {"device": "cpu", "dtype": torch.float64, "provider": BACKEND}
         with warnings.catch_warnings(record=True) as now:
             warnings.simplefilter("always")
             handle = dynswap_ext.install(model, budget=budget, **options)

@@ -17,7 +17,8 @@ from torch import nn
 import dynswap_ext
 import pretend_cuda
 from conftest import Provider
-from dynswap_ext import ConfigError, _memory, _peak, _tuning, testing
+from dynswap_ext import ConfigError, _tuning, testing
+from dynswap_ext._util import memory, peak_memory
 from sample_models import mlp
 
 pytestmark = pytest.mark.alone
@@ -60,9 +61,9 @@ class Room:
             return
         # What the system says of the machine and of this process.
         self.monkeypatch.setattr(_tuning, "all_bytes", lambda device: 0)
-        self.monkeypatch.setattr(_memory, "_free_ram", lambda: size - self._held())
-        self.monkeypatch.setattr(_peak, "_STATUS", self.status)
-        self.monkeypatch.setattr(_peak, "_CLEAR_REFS", self.status.with_name("clear_refs"))
+        self.monkeypatch.setattr(memory, "_free_ram", lambda: size - self._held())
+        self.monkeypatch.setattr(peak_memory, "_STATUS", self.status)
+        self.monkeypatch.setattr(peak_memory, "_CLEAR_REFS", self.status.with_name("clear_refs"))
         self.process_takes(0, 0)
 
     def process_takes(self, now: int, most: int) -> None:
@@ -334,9 +335,9 @@ def test_an_install_shrinks_until_there_is_memory(
     if provider.native:
         pytest.skip("what the native provider allocates at the install is not Python's to refuse")
     room.leave(1 << 60)
-    from dynswap_ext import _fallback
+    from dynswap_ext._python import session as python_provider
 
-    plan, refused = _fallback.Session._make_plan, []
+    plan, refused = python_provider.Session._make_plan, []
 
     def refuse(self, states):  # type: ignore[no-untyped-def]
         if self._budget is not None and self._budget > 1 << 40:
@@ -344,7 +345,7 @@ def test_an_install_shrinks_until_there_is_memory(
             raise dynswap_ext.OutOfMemoryError("no")
         return plan(self, states)
 
-    monkeypatch.setattr(_fallback.Session, "_make_plan", refuse)
+    monkeypatch.setattr(python_provider.Session, "_make_plan", refuse)
     model = model_of_layers()
     moved, handle = provider.pair(model, budget="auto")
     assert len(refused) > 3 and handle.budget is not None and handle.budget <= 1 << 40

@@ -8,7 +8,6 @@ only where there is none does torch become a build requirement.
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from setuptools import build_meta
@@ -63,7 +62,6 @@ def build_wheel(
 ) -> str:
     """Compile and pack the wheel."""
     reveal_torch()
-    os.environ.setdefault("DYNSWAP_UNITY", "1")  # nobody compiles it again
     return build_meta.build_wheel(wheel_directory, config_settings, metadata_directory)
 
 

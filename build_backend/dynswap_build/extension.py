@@ -7,8 +7,8 @@ DYNSWAP_BUILD         ``python``: no extension, pure Python. Default: the extens
 DYNSWAP_CUDA          ``1``: with the CUDA backend, or fail; ``0``: without; ``auto`` (default): with it
                       where a toolkit is found.
 DYNSWAP_WERROR        ``1``: warnings are errors.
-DYNSWAP_UNITY         ``1``: few large translation units, as torch's headers are most of what is compiled; a
-                      wheel's default. Else one for each file.
+DYNSWAP_UNITY         ``0``: one translation unit for each file. Default: few large ones, as torch's headers
+                      are most of what is compiled.
 TORCH_CUDA_ARCH_LIST  as for every torch extension. Default: ``7.0;8.0;9.0+PTX``, from CUDA 13 on, which
                       knows no 7.0, ``7.5;8.0;9.0+PTX``.
 MAX_JOBS              compilers at a time. Default: as many as cores and memory allow.
@@ -29,13 +29,14 @@ from dynswap_build.cuda_toolkit import Toolkit, ToolkitNotFound, find_toolkit
 from dynswap_build.installed_torch import REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[2]
-FOLDERS = ("core", "io", "host", "sim", "bindings")
+#: The longest to compile first: compilers are started in this order.
+FOLDERS = ("bindings", "core", "io", "host", "sim")
 #: The CPython releases that the bindings are known to hold for: csrc/bindings/cpython.h, which checks it too.
 PYTHONS = ((3, 10), (3, 13))
 #: Into how many units the files of a folder go: two of those that take longest, for two cores. Names in the
 #: files of other folders would clash.
 UNITS = {"core": 1, "io": 1, "host": 1, "bindings": 2}
-BYTES_PER_COMPILER = 2 << 30  # torch's headers take that much
+BYTES_PER_COMPILER = 3 << 29  # torch's headers take 1.2 GB
 
 
 def wants_extension() -> bool:
@@ -119,7 +120,8 @@ def _extension(toolkit: Toolkit | None, cpp_extension: Any) -> Any:
     # torch's headers as the system's: their warnings are not ours
     cxx += [f"-isystem{path}" for path in cpp_extension.include_paths()]
     link = ["-Wl,--strip-debug", "-Wl,--exclude-libs,ALL"]
-    macros: list[tuple[str, str | None]] = []
+    # Without it torch's headers declare all operators where they need one.
+    macros: list[tuple[str, str | None]] = [("AT_PER_OPERATOR_HEADERS", None)]
     if strict:
         cxx += ["-Werror"]
         nvcc += ["-Werror=all-warnings"]
@@ -143,9 +145,9 @@ def _extension(toolkit: Toolkit | None, cpp_extension: Any) -> Any:
 
 
 def _units(folder: str) -> list[Path]:
-    """Return the translation units of a folder: its files, or some that include them (DYNSWAP_UNITY)."""
+    """Return the translation units of a folder: its files (DYNSWAP_UNITY=0), or some that include them."""
     files = sorted((ROOT / "csrc" / folder).glob("*.cpp"))
-    if os.environ.get("DYNSWAP_UNITY") != "1":
+    if os.environ.get("DYNSWAP_UNITY") == "0":
         for stale in (ROOT / "build").glob("temp.*/build/unity"):  # tests/device links what it finds
             shutil.rmtree(stale)
         return files

@@ -102,8 +102,8 @@ std::size_t Session::attach(const py::object& self, const py::object& root, cons
         if (attaching.served(swap, name)) plan.entries.push_back({name, parameter, nullptr});
       }
     }
-    find_weights(*table_, dict.ptr(), visited.prefix, attaching.modules.size(), mappings, plan.entries,
-                 attaching.streamed);
+    table_->find_weights(dict.ptr(), visited.prefix, attaching.modules.size(), mappings, plan.entries,
+                         attaching.streamed);
     attaching.modules.push_back(std::move(plan));
   }
   if (!std::exchange(had_first_plan_, true)) {
@@ -128,23 +128,6 @@ std::size_t Session::attach(const py::object& self, const py::object& root, cons
     throw;
   }
   return done;
-}
-
-void Session::find_weights(Table& table, PyObject* module_dict, const std::string& prefix, std::uint64_t unit,
-                           const Mappings& mappings, std::vector<Entry>& entries, Streamed& streamed) {
-  for (Entry& entry : entries) {
-    entry.bind(nullptr);
-    PyObject* const master = find_in(
-        module_dict, entry.parameter ? Names::get().parameters : Names::get().buffers, entry.name.ptr());
-    if (master == nullptr || !THPVariable_Check(master)) continue;
-    const std::size_t known = table.weights.size();  // a wrapper brings its inner tensors along
-    const std::string name = prefix + py::cast<std::string>(entry.name);
-    entry.bind(weight_of(table, master, name, entry.parameter, mappings).shared_from_this());
-    for (std::size_t i = known; i < table.weights.size(); ++i) {
-      Weight* const weight = table.weights[i].get();
-      if (weight->way == Weight::Way::streamed) streamed.emplace_back(weight, unit);
-    }
-  }
 }
 
 void Session::restore(PyObject* module) {
@@ -186,40 +169,12 @@ void Session::adopt(const py::object& module, const py::object& name_given) {
   state->entries->push_back({name, parameter, nullptr});
 }
 
-Weight& Session::weight_of(Table& table, PyObject* master, const std::string& name, bool parameter,
-                           const Mappings& mappings, bool exact) {
-  const c10::TensorImpl& impl = *THPVariable_Unpack(master).unsafeGetTensorImpl();
-  const auto known = table.by_master.find(&impl);
-  if (known != table.by_master.end() && known->second->state.is_of(impl)) return *known->second;
-  Weight& weight = *table.weights.emplace_back(std::make_shared<Weight>());
-  table.by_master[&impl] = &weight;  // before the inner tensors' entries, which may move it
-  weight.name = name;
-  weight.parameter = parameter;
-  weight.exact = exact;
-  classify(table, weight, master, mappings);
-  return weight;
-}
-
-/// What came for a while goes with its master.
-void Session::sweep(Table& table) {
-  if (table.weights.size() < table.sweep_at) return;
-  std::unordered_set<const Weight*> unused;  // nobody reads it, nothing that was handed out has it
-  std::erase_if(table.weights, [&](const std::shared_ptr<Weight>& weight) {
-    if (weight.use_count() > 1 || weight->plan || !weight->master_storage.expired()) return false;
-    for (const auto& [name, part] : weight->parts) --part->holders;
-    unused.insert(weight.get());
-    return true;
-  });
-  std::erase_if(table.by_master, [&](const auto& entry) { return unused.contains(entry.second); });
-  table.sweep_at = table.weights.size() + table.weights.size() / 8 + 8;
-}
-
 Weight& Session::late_weight(PyObject* master, PyObject* name, bool parameter) {
-  const std::shared_ptr<Table> table = table_;
-  sweep(*table);
-  Weight& weight = weight_of(*table, master, py::cast<std::string>(py::handle(name)), parameter,
-                             mappings_of(THPVariable_Unpack(master)));
-  if (weight.way == Weight::Way::streamed && !weight.plan) note_unplanned(weight);
+  const std::shared_ptr<WeightTable> table = table_;
+  table->sweep();
+  Weight& weight = table->weight_of(master, py::cast<std::string>(py::handle(name)), parameter,
+                                    mappings_of(THPVariable_Unpack(master)));
+  if (weight.path == Weight::AccessPath::streamed && !weight.plan) note_unplanned(weight);
   return weight;
 }
 

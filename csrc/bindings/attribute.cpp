@@ -12,8 +12,9 @@ namespace {
 
 /// Note [The descriptor is a property]
 /// It derives from Python's `property` and overrides what runs: `__get__` and `__set__` in C. Its `fget`, a
-/// Python function, is what torch.compile traces in its place (dynswap_ext/_traced.py). The name lies behind
-/// the base's fields, whose size only Python knows: Note [What CPython has to be like] in cpython.h.
+/// Python function, is what torch.compile traces in its place (dynswap_ext/_swap/compile_support.py). The
+/// name lies behind the base's fields, whose size only Python knows: Note [What CPython has to be like] in
+/// cpython.h.
 PyObject*& name_of(PyObject* attribute) {
   return *reinterpret_cast<PyObject**>(reinterpret_cast<char*>(attribute) + PyProperty_Type.tp_basicsize);
 }
@@ -93,12 +94,12 @@ int set(PyObject* self, PyObject* module, PyObject* value) {
 }
 
 int initialise_attribute(PyObject* self, PyObject* arguments, PyObject* keywords) {
-  PyObject* name = nullptr;
-  static const char* const kNames[] = {"name", nullptr};
-  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "U", const_cast<char**>(kNames), &name)) return -1;
+  PyObject *name = nullptr, *getter = nullptr;
+  static const char* const kNames[] = {"name", "getter", nullptr};
+  if (!PyArg_ParseTupleAndKeywords(arguments, keywords, "UO", const_cast<char**>(kNames), &name, &getter))
+    return -1;
   try {
-    const py::object getter = py::module_::import("dynswap_ext._traced").attr("getter")(py::handle(name));
-    if (PyProperty_Type.tp_init(self, py::make_tuple(getter).ptr(), nullptr) != 0) return -1;
+    if (PyProperty_Type.tp_init(self, py::make_tuple(py::handle(getter)).ptr(), nullptr) != 0) return -1;
   } catch (...) {
     set_python_error();
     return -1;
@@ -217,6 +218,27 @@ bool may_refer_back(PyObject* master) {
     if (PyObject_IS_GC(value)) return true;
   }
   return false;
+}
+
+py::object Session::fetch_buffer(const py::object& module, const py::object& name) {
+  const py::object dict = module_dict(module.ptr());
+  ModuleState* const state = module_state(module.ptr(), dict.ptr());
+  PyObject* const master = find_in(dict.ptr(), Names::get().buffers, name.ptr());
+  if (state == nullptr || master == nullptr || !THPVariable_Check(master)) {
+    throw py::attribute_error("the module has no buffer of the name " + py::cast<std::string>(name));
+  }
+  const auto keep_master = py::reinterpret_borrow<py::object>(master);
+  const InsideCall compiled(nullptr);
+  for (Entry& entry : *state->entries) {
+    if (entry.parameter || !entry.name.equal(name)) continue;
+    const std::shared_ptr<Weight> weight =
+        entry.weight == nullptr
+            ? late_weight(master, entry.name.ptr(), /*parameter=*/false).shared_from_this()
+            : weight_now(*entry.weight, master, entry.name.ptr()).shared_from_this();
+    entry.bind(weight);
+    return py::reinterpret_steal<py::object>(access(*weight, master, /*training=*/true, /*inside=*/true));
+  }
+  return keep_master;
 }
 
 py::object own_attribute(PyTypeObject* type, PyObject* name) {

@@ -1,7 +1,7 @@
 // The attribute path: the descriptor on the swap class, and what it finds in the module.
 #pragma once
 
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <memory>
 #include <string>

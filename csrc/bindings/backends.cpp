@@ -1,16 +1,12 @@
 // The one file that knows whether CUDA was compiled.
 #include "bindings/backends.h"
 
-#include <torch/extension.h>
-
 #include <utility>
 
 #include "bindings/glue.h"
 #include "core/check.h"
 #include "host/host_backend.h"
 #ifdef DYNSWAP_WITH_CUDA
-#include <c10/core/impl/VirtualGuardImpl.h>
-
 #include "cuda/cuda_backend.h"
 #endif
 
@@ -27,10 +23,7 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
     options.cast = &cast_elements;
     options.warn = warn;
     options.allocate = [device](std::size_t bytes) {
-      // The engine asks without the GIL, so the stream is not read through Python.
-      const c10::Stream stream = c10::impl::VirtualGuardImpl(device.type()).getStream(device);
-      return CudaMemory{allocate_through_torch(device, bytes),
-                        reinterpret_cast<Stream>(stream.native_handle())};
+      return CudaMemory{allocate_through_torch(device, bytes), current_stream(device)};
     };
     return make_cuda_backend(std::move(options));
   }

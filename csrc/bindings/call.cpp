@@ -29,22 +29,13 @@ ternaryfunc plain_call() {
   return slot;
 }
 
-void begin_call(Session& session, const py::object& session_object) {
-  session.call_begins();
-  if ((session.outdated() || !session.on_pass().is_none()) && session.capturing()) return session.note_pass();
-  if (session.outdated()) {
-    py::module_::import("dynswap_ext.install").attr("plan_again")(session_object);
-  }
-  session.pass_begins();
-}
-
 /// Python's error stays set.
 void fail_call(PyObject* self) {
   py::error_already_set error;
   const py::object dict = module_dict(self);
   if (ModuleState* const state = module_state(self, dict.ptr())) {
     const std::shared_ptr<Session> session = *state->session;
-    session->call_failed(error);
+    session->call_failed(py::reinterpret_borrow<py::object>(state->session_object), error);
   }
   error.restore();
 }
@@ -61,8 +52,11 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
     const bool refetch = RefetchInBackward::wanted();
     if (serving != nullptr && (outermost_of_session || refetch)) {
       const std::shared_ptr<Session> session = *state->session;
-      if (outermost_of_session)
-        begin_call(*session, py::reinterpret_borrow<py::object>(state->session_object));
+      if (outermost_of_session) {
+        const auto session_object = py::reinterpret_borrow<py::object>(state->session_object);
+        session->call_begins();
+        session->pass_begins(session_object);
+      }
       if (refetch && session->streams_any()) hooks.emplace();
     }
     auto result = py::reinterpret_steal<py::object>(plain_call()(self, arguments, keywords));
@@ -91,6 +85,12 @@ InsideCall::InsideCall(const Session* session) { calls().push_back(session); }
 InsideCall::~InsideCall() { calls().pop_back(); }
 
 bool inside_call() noexcept { return !calls().empty(); }
+
+const Session* innermost_session() noexcept {
+  const auto found =
+      std::find_if(calls().rbegin(), calls().rend(), [](const Session* s) { return s != nullptr; });
+  return found == calls().rend() ? nullptr : *found;
+}
 
 bool inside_call_of(const Session& session) noexcept {
   return std::find(calls().rbegin(), calls().rend(), &session) != calls().rend();

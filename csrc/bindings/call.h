@@ -1,7 +1,7 @@
 // Calling an installed module.
 #pragma once
 
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace dynswap {
 
@@ -28,5 +28,7 @@ class InsideCall {
 /// and not by somebody who looks at the model.
 bool inside_call() noexcept;
 bool inside_call_of(const Session& session) noexcept;
+/// The session whose module's call this thread entered last; null if it is in none.
+const Session* innermost_session() noexcept;
 
 }  // namespace dynswap

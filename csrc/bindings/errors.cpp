@@ -1,7 +1,6 @@
 #include "bindings/errors.h"
 
 #include <torch/csrc/Exceptions.h>
-#include <torch/extension.h>
 
 #include <exception>
 

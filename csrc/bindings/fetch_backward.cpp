@@ -1,6 +1,6 @@
 #include "bindings/fetch_backward.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty_strided.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>

@@ -1,7 +1,10 @@
 #include "bindings/glue.h"
 
+#include <ATen/TensorIterator.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <algorithm>
 #include <string>
@@ -89,17 +92,10 @@ void cast_elements(void* dst, Scalar dst_type, const void* src, Scalar src_type,
   }
 }
 
+Stream handle_of(const c10::Stream& stream) { return reinterpret_cast<Stream>(stream.native_handle()); }
+
 Stream current_stream(const at::Device& device) {
-  if (device.is_cpu()) return 0;
-  // The raw handle, without linking torch's CUDA library: one build serves CPU-only torch as well.
-  static PyObject* const raw_stream = [] {
-    return PyObject_GetAttrString(py::module_::import("torch._C").ptr(), "_cuda_getCurrentRawStream");
-  }();
-  if (raw_stream == nullptr) throw py::error_already_set();
-  const py::object handle = py::reinterpret_steal<py::object>(
-      PyObject_CallFunction(raw_stream, "i", static_cast<int>(device.index())));
-  if (!handle) throw py::error_already_set();
-  return handle.cast<Stream>();
+  return device.is_cpu() ? 0 : handle_of(torch_stream(device));
 }
 
 c10::Stream torch_stream(const at::Device& device) {

@@ -22,12 +22,16 @@ bool can_move(at::ScalarType stored, at::ScalarType wanted) noexcept;
 /// torch's own conversion, so that what is streamed equals `.to(dtype)` to the bit. A CastFn.
 void cast_elements(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count);
 
-/// The calling thread's current stream on `device`; 0 on the CPU. Must be read on the consumer's own
-/// thread, outside any guard of ours (Invariant 2). Needs the GIL.
-Stream current_stream(const at::Device& device);
-
-/// The calling thread's current stream on an accelerator, as torch knows it.
+/// The calling thread's current stream on an accelerator, as torch knows it. Must be read on the consumer's
+/// own thread, outside any guard of ours (Invariant 2). Asks the device's guard, which torch has for each
+/// accelerator, so that one build serves CPU-only torch as well.
 c10::Stream torch_stream(const at::Device& device);
+
+/// A stream of torch's as the engine knows it.
+Stream handle_of(const c10::Stream& stream);
+
+/// torch_stream() as the engine knows it; 0 on the CPU.
+Stream current_stream(const at::Device& device);
 
 /// Whether what the stream (or the calling thread's current one; false on the CPU) is given goes into a CUDA
 /// graph.

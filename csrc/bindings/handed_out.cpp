@@ -1,6 +1,9 @@
 #include "bindings/handed_out.h"
 
-#include <ATen/ATen.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/from_blob.h>
+#include <ATen/ops/where.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
@@ -50,7 +53,8 @@ class HandedOutImpl final : public c10::TensorImpl, public OutsideTheHeap {
   }
 
   /// `.data = t` would give the tensor of a forward other bytes and the master none: that is refused, as it
-  /// would be lost. (Outside a forward there is an alias, dynswap_ext/_outside.py, which knows the master.)
+  /// would be lost. (Outside a forward there is an alias, dynswap_ext/_swap/parameter_proxy.py, which knows
+  /// the master.)
   void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>&) override {
     throw std::runtime_error(
         "`.data = t` on a weight of an installed model, inside a forward, would be lost: the tensor is the "
@@ -73,11 +77,10 @@ struct HandedOutStorage final : c10::StorageImpl, OutsideTheHeap {
 /// A copy of a master. Small ones are staged, so that nobody waits for them to have been read.
 at::Tensor copied_to(const at::TensorOptions& options, const at::Tensor& master) {
   constexpr std::size_t kSmall = 1u << 20;
-  if (options.device().is_cpu() || !master.is_cpu() || master.nbytes() > kSmall)
-    return master.to(options, /*non_blocking=*/false, /*copy=*/true);
-  const at::Tensor staged =
-      at::empty_strided(master.sizes(), master.strides(), options.device(at::kCPU).pinned_memory(true));
-  return staged.copy_(master).to(options, /*non_blocking=*/true);
+  const bool staged = !options.device().is_cpu() && master.is_cpu() && master.nbytes() <= kSmall;
+  const at::TensorOptions first = staged ? options.device(at::kCPU).pinned_memory(true) : options;
+  const at::Tensor copy = at::empty_strided(master.sizes(), strides_of_copy(master), first).copy_(master);
+  return staged ? copy.to(options, /*non_blocking=*/true) : copy;
 }
 
 /// The elements' bits, of which NaN equals itself and 0.0 is not -0.0.
@@ -102,8 +105,8 @@ HandedOut::HandedOut(const Origin& origin, const at::Tensor& master, const at::D
   if (weight.watch && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
     master_watch_ = weight.watch;
     master_writes_ = weight.writes_seen;
-  } else if (master.is_cpu() && has_own_bytes(master) && master.is_non_overlapping_and_dense()) {
-    master_watch_ = std::make_shared<MemoryWatch>(master.const_data_ptr(), master.nbytes());
+  } else if (copyable(master)) {
+    master_watch_ = watch_of(master);
     master_writes_ = master_watch_->writes();
   }
   master_ = alias_of(master);
@@ -147,7 +150,7 @@ at::Tensor HandedOut::tensor_over(c10::Storage storage, const HandedOut& record,
   const c10::DispatchKeySet keys(
       c10::computeDispatchKey(type.toScalarType(), at::kStrided, record.options_.device()));
   at::Tensor tensor = at::detail::make_tensor<HandedOutImpl>(std::move(storage), keys, type);
-  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(master.sizes(), master.strides());
+  tensor.unsafeGetTensorImpl()->set_sizes_and_strides(master.sizes(), strides_of_copy(master));
   return tensor;
 }
 
@@ -206,7 +209,7 @@ void HandedOut::use_here() {
   }
   const c10::Stream here = torch_stream(options_.device());
   const bool is_new = note_user(here);
-  if (lease_) return lease_.use_on(reinterpret_cast<Stream>(here.native_handle()));
+  if (lease_) return lease_.use_on(handle_of(here));
   if (!is_new) return;
   c10::Event made(here.device_type());
   {
@@ -219,7 +222,7 @@ void HandedOut::use_here() {
 
 void HandedOut::record_stream(const c10::Stream& stream) {
   if (!PROTECTED(record_stream_heard) || !note_user(stream)) return;
-  if (lease_) return lease_.add_reader(reinterpret_cast<Stream>(stream.native_handle()));
+  if (lease_) return lease_.add_reader(handle_of(stream));
   c10::impl::VirtualGuardImpl(stream.device_type()).recordDataPtrOnStream(own_.storage().data_ptr(), stream);
 }
 
@@ -282,12 +285,12 @@ void HandedOut::note_equal() {
 void HandedOut::watch_bytes() {
   if (watch_ || !options_.device().is_cpu() || bytes_ == 0) return;
   const bool is_written = written();
-  watch_ = std::make_unique<MemoryWatch>(data_, bytes_);
+  watch_ = MemoryWatch::of_private(data_, bytes_);  // the engine's memory, or torch's own
   if (!watch_->exact()) {
     watch_ = nullptr;
     untracked_ = true;
   } else {
-    seen_writes_ = watch_->writes() - (is_written ? 1 : 0);
+    seen_writes_ = is_written ? ~std::uint64_t{0} : 0;  // a watch counts from 0
   }
 }
 
@@ -312,8 +315,14 @@ std::optional<std::uint32_t> HandedOut::write_back(bool look) {
   postponed_ = !wait_for_users();
   if (postponed_) return std::nullopt;
   const PlainTorch guard;
-  // The master is dense: its bytes, in memory order, are those of the device copy.
-  const at::Tensor flat = master_.as_strided({master_.numel()}, {1}, master_.storage_offset());
+  // A dense master's elements, in memory order, are those of its copy; so are those of a dense copy of any
+  // other.
+  const bool dense = master_.is_non_overlapping_and_dense();
+  at::Tensor whole = master_;
+  if (!dense) {
+    whole = at::empty_strided(master_.sizes(), strides_of_copy(master_), master_.options()).copy_(master_);
+  }
+  const at::Tensor flat = whole.as_strided({whole.numel()}, {1}, whole.storage_offset());
   const bool cast = flat.scalar_type() != options_.dtype().toScalarType();
   if (!cast && !look) {
     flat.copy_(view());
@@ -328,6 +337,7 @@ std::optional<std::uint32_t> HandedOut::write_back(bool look) {
     const at::Tensor bits = bits_of(flat);
     bits.copy_(cast ? at::where(differs, bits_of(now.to(flat.scalar_type())), bits) : bits_of(now));
   }
+  if (!dense) master_.copy_(whole);
   // An inference tensor has none.
   if (master_.unsafeGetTensorImpl()->version_counter().enabled())
     master_.unsafeGetTensorImpl()->bump_version();

@@ -1,6 +1,8 @@
 #include "bindings/master.h"
 
 #include <ATen/EmptyTensor.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/MemoryOverlap.h>
 #include <c10/core/StorageImpl.h>
 
 #include <map>
@@ -35,10 +37,29 @@ std::shared_ptr<const File> open_once(const Mappings::Range& range) {
 
 }  // namespace
 
-bool streamable(const at::Tensor& master) noexcept {
-  return has_own_bytes(master) && master.device().is_cpu() && !master.is_quantized() && !master.is_neg() &&
-         !master.is_conj() && master.numel() > 0 && master.is_non_overlapping_and_dense() &&
+bool copyable(const at::Tensor& master) noexcept {
+  return has_own_bytes(master) && master.is_cpu() &&
+         !master.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !master.is_quantized() &&
+         !master.is_neg() && !master.is_conj() && master.numel() > 0 &&
+         at::has_internal_overlap(master) != at::MemOverlap::Yes &&
          scalar_of(master.scalar_type()).has_value();
+}
+
+bool streamable(const at::Tensor& master) noexcept {
+  return copyable(master) && master.is_non_overlapping_and_dense();
+}
+
+c10::DimVector strides_of_copy(const at::Tensor& master) {
+  if (master.is_non_overlapping_and_dense()) return c10::DimVector(master.strides());
+  const std::vector<std::int64_t> dense = at::infer_dense_strides(master.sizes(), master.strides());
+  return c10::DimVector(dense.begin(), dense.end());
+}
+
+std::shared_ptr<MemoryWatch> watch_of(const at::Tensor& master) {
+  // Also the gaps between the elements, if there are any.
+  const std::size_t bytes =
+      at::detail::computeStorageNbytes(master.sizes(), master.strides(), master.itemsize());
+  return std::make_shared<MemoryWatch>(master.const_data_ptr(), bytes);
 }
 
 Mappings mappings_of(const at::Tensor& master) {

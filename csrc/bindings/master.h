@@ -5,12 +5,14 @@
 #include <c10/util/DimVector.h>
 
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 
 #include "bindings/holds.h"
 #include "core/source.h"
 #include "io/mappings.h"
+#include "io/memory_watch.h"
 
 namespace dynswap {
 
@@ -117,6 +119,16 @@ struct PageCacheShare {
 
 /// A master's bytes can be moved as they lie in memory: plain, dense, of a type that the engine knows.
 bool streamable(const at::Tensor& master) noexcept;
+
+/// torch can copy a master's bytes, and copy them back: in RAM, plain and strided, each element once, of a
+/// type that the engine knows, however they lie.
+bool copyable(const at::Tensor& master) noexcept;
+
+/// The strides of a master's copy: its own if it is dense, else those that `.to()` gives its copies.
+c10::DimVector strides_of_copy(const at::Tensor& master);
+
+/// What watches a copyable master's bytes.
+std::shared_ptr<MemoryWatch> watch_of(const at::Tensor& master);
 
 /// Where the bytes of a streamable master are: a range of the file that it is mapped from, else RAM.
 /// `wanted` is the dtype on the device (masters that do not float keep theirs). As far as `page_cache`

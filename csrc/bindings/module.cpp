@@ -1,6 +1,6 @@
 // The extension module dynswap_ext._C.
 #include <pthread.h>
-#include <torch/extension.h>
+#include <torch/csrc/autograd/python_variable.h>
 #include <torch/headeronly/version.h>
 
 #include <tuple>
@@ -114,17 +114,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Session, std::shared_ptr<Session>>(m, "Session",
                                                 "One install: a model's weights and their engine.")
       .def(py::init([](const at::Device& device, std::optional<at::ScalarType> dtype, std::uint32_t prefetch,
-                       std::optional<std::size_t> budget, bool strict_budget, std::optional<bool> pin,
+                       std::optional<std::size_t> budget, bool strict_budget, bool pin,
                        std::uint64_t page_cache, bool page_cache_always, std::string backend,
-                       py::object warn) {
+                       const py::object& hooks) {
              return std::make_shared<Session>(device, dtype,
                                               SessionOptions{prefetch, budget, strict_budget, pin, page_cache,
                                                              page_cache_always, std::move(backend)},
-                                              std::move(warn));
+                                              hooks);
            }),
            py::arg("device"), py::arg("dtype"), py::kw_only(), py::arg("prefetch"), py::arg("budget"),
            py::arg("strict_budget"), py::arg("pin"), py::arg("page_cache"), py::arg("page_cache_always"),
-           py::arg("backend"), py::arg("warn"))
+           py::arg("backend"), py::arg("hooks"))
       .def_property_readonly("provider", [](const Session&) { return "native"; })
       .def_property_readonly("backend", &Session::backend)
       .def(
@@ -151,12 +151,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("stats", [](const Session& session) { return as_dict(session.stats()); })
       .def("reset_stats", &Session::reset_stats)
       .def("groups", &Session::groups)
-      .def("residents", &Session::residents, py::arg("module"))
+      .def("services", &Session::services, py::arg("module"))
+      .def("fetch_buffer", &Session::fetch_buffer, py::arg("module"), py::arg("name"))
       .def("record", &Session::record, py::arg("on"))
       .def("timeline", &Session::timeline)
       .def("note_pass", &Session::note_pass)
       .def("retune", &Session::retune, py::arg("root"), py::arg("budget"))
-      .def_property("on_pass", &Session::on_pass, &Session::set_on_pass)
       .def("close", &Session::close);
 
   m.def(

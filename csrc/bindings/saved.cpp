@@ -1,6 +1,7 @@
 #include "bindings/saved.h"
 
 #include <ATen/SavedTensorHooks.h>
+#include <ATen/ops/empty.h>
 #include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/autograd/variable.h>
@@ -98,10 +99,11 @@ struct SavedWrapper final : Saved {
 
 /// Null if nothing in it streams.
 std::unique_ptr<Saved> wrapper_reference_to(const at::Tensor& tensor) {
-  const py::module_ subclasses = py::module_::import("dynswap_ext._subclasses");
-  const py::object taken_apart = subclasses.attr("taken_apart")(py::cast(tensor));
-  if (taken_apart.is_none()) return nullptr;
-  const auto [inner, wrap] = taken_apart.cast<std::pair<py::dict, py::object>>();
+  const Session* const session = innermost_session();
+  const py::object flat =
+      session == nullptr ? py::none() : session->hooks().flatten_wrapper(py::cast(tensor));
+  if (flat.is_none()) return nullptr;
+  const auto [inner, wrap] = flat.cast<std::pair<py::dict, py::object>>();
   auto saved = std::make_unique<SavedWrapper>();
   saved->wrap = wrap;
   bool any = false;
@@ -163,16 +165,16 @@ PyObject* unpack(PyObject*, PyObject* object) {
   }
 }
 
-struct Hooks {
+struct SavedTensorHooks {
   py::object pack, unpack;
 };
 
-const Hooks& our_hooks() {
+const SavedTensorHooks& our_hooks() {
   static PyMethodDef pack_def{"dynswap_pack", &pack, METH_O, nullptr};
   static PyMethodDef unpack_def{"dynswap_unpack", &unpack, METH_O, nullptr};
   static const auto* const hooks =
-      new Hooks{py::reinterpret_steal<py::object>(PyCFunction_New(&pack_def, nullptr)),
-                py::reinterpret_steal<py::object>(PyCFunction_New(&unpack_def, nullptr))};
+      new SavedTensorHooks{py::reinterpret_steal<py::object>(PyCFunction_New(&pack_def, nullptr)),
+                           py::reinterpret_steal<py::object>(PyCFunction_New(&unpack_def, nullptr))};
   return *hooks;
 }
 
@@ -207,9 +209,9 @@ Saved* saved_behind(const at::Tensor& tensor) {
 }
 
 /// Ours, over hooks that go on seeing every tensor that is saved.
-Hooks over(const py::object& inner_pack, const py::object& inner_unpack) {
+SavedTensorHooks over(const py::object& inner_pack, const py::object& inner_unpack) {
   // A saved weight is (reference, what the inner hooks made of its stand-in).
-  Hooks hooks;
+  SavedTensorHooks hooks;
   hooks.pack = py::cpp_function([inner_pack](const py::object& object) -> py::object {
     const std::shared_ptr<Saved> saved = reference_to(tensor_of(object.ptr()));
     if (!saved) return inner_pack(object);
@@ -252,7 +254,7 @@ bool of_checkpoint(PyObject* hook) {
   return found;
 }
 
-void push(const Hooks& hooks) {
+void push(const SavedTensorHooks& hooks) {
   at::SavedTensorDefaultHooks::lazy_initialize();
   at::SavedTensorDefaultHooks::push_hooks(
       c10::SafePyObject(py::object(hooks.pack).release().ptr(), getPyInterpreter()),

@@ -1,7 +1,7 @@
 // What autograd saves of streamed weights is a reference, and backward fetches them again.
 #pragma once
 
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace dynswap {
 

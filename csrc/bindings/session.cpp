@@ -8,6 +8,7 @@
 #include "bindings/fetch_backward.h"
 #include "bindings/glue.h"
 #include "bindings/handed_out.h"
+#include "bindings/plain_torch.h"
 #include "bindings/record_stream.h"
 #include "bindings/written_buffers.h"
 #include "core/protection.h"
@@ -29,18 +30,53 @@ std::unordered_set<Session*>& sessions() {
 void mark_as_parameter(PyObject* tensor) {
   // What makes isinstance(w, nn.Parameter) true for a tensor that is not a leaf.
   static PyObject* const flag = PyUnicode_InternFromString("_is_param");
-  if (PyObject_SetAttr(tensor, flag, Py_True) != 0) throw py::error_already_set();
+  // Classes of the user's may have a `__setattr__`; torch's own has none that matters here.
+  const int failed = THPVariable_CheckExact(tensor) ? PyDict_SetItem(module_dict(tensor).ptr(), flag, Py_True)
+                                                    : PyObject_SetAttr(tensor, flag, Py_True);
+  if (failed != 0) throw py::error_already_set();
+}
+
+bool in_functorch_transform() noexcept {
+  const c10::DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
+  return included.has(c10::DispatchKey::FuncTorchDynamicLayerFrontMode) ||
+         included.has(c10::DispatchKey::FuncTorchDynamicLayerBackMode);
+}
+
+void set_item(PyObject* dict, PyObject* key, PyObject* value) {
+  if (PyDict_SetItem(dict, key, value) != 0) throw py::error_already_set();
+}
+
+/// What `proxy_for` of dynswap_ext/_swap/parameter_proxy.py makes of a tensor of HandedOut::make(), under the
+/// same names, in a fifth of the time.
+PyObject* proxy_of(PyObject* tensor, PyObject* master, bool parameter, PyObject* proxy_class) {
+  static PyObject* const alias_name = PyUnicode_InternFromString("_dynswap_alias");
+  static PyObject* const master_name = PyUnicode_InternFromString("_dynswap_master");
+  static PyObject* const tensor_name = PyUnicode_InternFromString("_dynswap_tensor");
+  const py::object attributes = module_dict(tensor);
+  if (PyObject* const known = PyDict_GetItemWithError(attributes.ptr(), alias_name)) {
+    auto alive = py::reinterpret_steal<py::object>(PyObject_CallNoArgs(known));
+    if (!alive) throw py::error_already_set();
+    if (!alive.is_none()) return alive.release().ptr();
+  }
+  const c10::InferenceMode ordinary(false);
+  auto proxy = py::reinterpret_steal<py::object>(THPVariable_Wrap(alias_of(THPVariable_Unpack(tensor))));
+  if (!proxy) throw py::error_already_set();
+  const py::object own = module_dict(proxy.ptr());
+  if (parameter) mark_as_parameter(proxy.ptr());
+  set_item(own.ptr(), master_name, master);
+  set_item(own.ptr(), tensor_name, tensor);
+  set_class(proxy.ptr(), reinterpret_cast<PyTypeObject*>(proxy_class));
+  const auto reference = py::reinterpret_steal<py::object>(PyWeakref_NewRef(proxy.ptr(), nullptr));
+  if (!reference) throw py::error_already_set();
+  set_item(attributes.ptr(), alias_name, reference.ptr());
+  return proxy.release().ptr();
 }
 
 }  // namespace
 
 Session::Session(const at::Device& device, std::optional<at::ScalarType> dtype, SessionOptions options,
-                 py::object warn)
-    : device_(device),
-      dtype_(dtype),
-      options_(std::move(options)),
-      warn_(std::move(warn)),
-      table_(new_table()) {
+                 const py::object& hooks)
+    : device_(device), dtype_(dtype), options_(std::move(options)), hooks_(hooks), table_(new_table()) {
   if (device_.is_cuda()) hear_of_record_stream();
   plan_ = std::make_shared<const Plan>(Plan{new_engine({options_.budget, {}, {}}), {}});
   sessions().insert(this);
@@ -49,7 +85,7 @@ Session::Session(const at::Device& device, std::optional<at::ScalarType> dtype, 
 Session::~Session() {
   sessions().erase(this);
   close();
-  for (const auto& weight : table_->weights) weight->plan = nullptr;
+  for (const auto& weight : table_->weights()) weight->plan = nullptr;
 }
 
 void Session::module_gone() {
@@ -58,9 +94,9 @@ void Session::module_gone() {
 
 void Session::close() {
   if (std::exchange(closed_, true)) return;
-  const std::shared_ptr<Table> table = table_;
+  const std::shared_ptr<WeightTable> table = table_;
   DeferredRelease dropped;
-  for (const auto& weight : table->weights) weight->forget(dropped);
+  for (const auto& weight : table->weights()) weight->forget(dropped);
   dropped.drop();
   if (abandoned_) return;
   {
@@ -68,11 +104,7 @@ void Session::close() {
     const py::gil_scoped_release release;
     plan->engine->close();
   }
-  for (const auto& weight : table->weights) {
-    weight->let_go_of_bytes();
-    weight->watch = nullptr;  // what was handed out has its own share, and the master's memory too
-  }
-  table->holds->end();
+  table->let_go_of_bytes();
 }
 
 void Session::close_all() {
@@ -84,7 +116,7 @@ void Session::abandon_all_after_fork() {
   for (Session* session : sessions()) {
     session->abandoned_ = true;
     session->plan_->engine->abandon();
-    session->table_->holds->abandon();
+    session->table_->abandon();
   }
 }
 
@@ -92,7 +124,7 @@ Stats Session::stats() const {
   Stats stats = plan_->engine->stats();
   stats.add_counters(counters_);
   // What the session keeps for itself is not handed out.
-  for (const auto& weight : table_->weights) {
+  for (const auto& weight : table_->weights()) {
     if (weight->only_cached() && stats.live_leases > 0) --stats.live_leases;
   }
   return stats;
@@ -116,7 +148,7 @@ PyObject* Session::access_unchanged(const Weight& weight, PyObject* master, bool
 
 PyObject* Session::cached_tensor(const Weight& weight, PyObject* master, bool inside) const {
   const c10::TensorImpl& impl = *THPVariable_Unpack(master).unsafeGetTensorImpl();
-  if (weight.way == Weight::Way::as_is) {
+  if (weight.path == Weight::AccessPath::as_is) {
     const bool same = weight.state.same_place(impl) && weight.state.same_layout(impl);
     return same ? Py_NewRef(master) : nullptr;
   }
@@ -135,17 +167,18 @@ PyObject* Session::cached_tensor(const Weight& weight, PyObject* master, bool in
 /// Note [What is read outside a forward may be written by anybody]: NumPy, DLPack and views can write to
 /// bytes in RAM and bump no version. So those bytes are watched as a master's are. Not what a forward reads:
 /// to have each weight of each pass watched would cost more than to fetch it.
-PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out) {
+PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out) const {
   const auto inside = py::reinterpret_steal<py::object>(handed_out);
   if (inside.ptr() == master) return Py_NewRef(master);
   HandedOut* const record = HandedOut::of(*THPVariable_Unpack(inside.ptr()).unsafeGetTensorImpl());
   if (record != nullptr) record->watch_bytes();
-  const bool untracked = record != nullptr && record->has_untracked_alias();
-  static PyObject* const alias_of =
-      PyObject_GetAttrString(py::module_::import("dynswap_ext._outside").ptr(), "seen_from_outside");
-  PyObject* const alias = PyObject_CallFunctionObjArgs(alias_of, inside.ptr(), master, nullptr);
+  const bool plain = record != nullptr &&
+                     Py_TYPE(inside.ptr()) == reinterpret_cast<PyTypeObject*>(THPVariableClass) &&
+                     !in_functorch_transform();
+  PyObject* const alias =
+      plain ? proxy_of(inside.ptr(), master, weight.parameter, hooks_.proxy_class.ptr())
+            : PyObject_CallFunctionObjArgs(hooks_.proxy_for.ptr(), inside.ptr(), master, nullptr);
   if (alias == nullptr) throw py::error_already_set();
-  if (record != nullptr && !untracked) record->no_untracked_alias();  // this one shares the version counter
   // A gradient that is asked for by the alias is that of all uses (Note [Uses of a weight share a node]).
   const at::Tensor& used = THPVariable_Unpack(inside.ptr());
   const at::Tensor& seen = THPVariable_Unpack(alias);
@@ -161,10 +194,9 @@ std::pair<std::shared_ptr<Session>, Weight*> Session::serving(const at::Tensor& 
   const c10::TensorImpl& impl = *master.unsafeGetTensorImpl();
   for (Session* session : sessions()) {
     if (session->closed_ || session->abandoned_) continue;
-    const auto& by_master = session->table_->by_master;
-    const auto found = by_master.find(&impl);
-    if (found != by_master.end() && (moved || found->second->state.same_place(impl)))
-      return {session->shared_from_this(), found->second};
+    Weight* const weight = session->table_->find(&impl);
+    if (weight != nullptr && (moved || weight->state.same_place(impl)))
+      return {session->shared_from_this(), weight};
   }
   return {};
 }
@@ -173,7 +205,7 @@ std::pair<std::shared_ptr<Session>, Weight*> Session::serving(const at::Tensor& 
 void Session::begin_in_child() {
   in_child_ = true;
   DeferredRelease dropped;
-  for (const auto& weight : table_->weights) {
+  for (const auto& weight : table_->weights()) {
     weight->plan = nullptr;
     weight->let_go(dropped);
   }
@@ -186,19 +218,19 @@ PyObject* Session::access(Weight& weight, PyObject* master, bool training, bool 
     if (PyObject* const unchanged = cached_tensor(weight, master, inside)) return unchanged;
   }
   PyObject* handed_out = plain_access(weight, master, training);
-  if (weight.dressed && handed_out != master) handed_out = dress(weight, master, handed_out);
+  if (weight.dressed && handed_out != master) handed_out = with_class_of_master(weight, master, handed_out);
   return inside ? handed_out : seen_from_outside(weight, master, handed_out);
 }
 
 PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool training) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
-  if (weight.way == Weight::Way::as_is) return Py_NewRef(master_object);
-  if (weight.way == Weight::Way::wrapped) return put_together(weight, master_object);
-  if (weight.way == Weight::Way::converted || closed_ || master._fw_grad(0).defined())
+  if (weight.path == Weight::AccessPath::as_is) return Py_NewRef(master_object);
+  if (weight.path == Weight::AccessPath::wrapped) return rebuild_wrapper(weight, master_object);
+  if (weight.path == Weight::AccessPath::converted || closed_ || master._fw_grad(0).defined())
     return convert(weight, master_object);
 
-  const bool small_buffer =
-      PROTECTED(private_copies) && !weight.parameter && weight.source->wanted_bytes() <= kSmallBuffer;
+  const auto bytes = static_cast<std::size_t>(master.numel()) * at::elementSize(weight.wanted);
+  const bool small_buffer = PROTECTED(private_copies) && !weight.parameter && bytes <= kSmallBuffer;
   const bool watched = small_buffer && training && !master.requires_grad();
   if (weight.cached == nullptr && PROTECTED(capture_refused)) {
     if (watched) refuse_capture_of_written(device_, weight.name);
@@ -214,7 +246,8 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
   }
   if (watched || !weight.plan) {
     write_back(weight, dropped);  // of a copy that is held by a graph alone
-    if (!weight.plan && inside_call_of(*this)) note_unplanned(weight);
+    if (weight.path == Weight::AccessPath::streamed && !weight.plan && inside_call_of(*this))
+      note_unplanned(weight);
     return hand_out_private(weight, master, watched);
   }
   return hand_out(weight, master_object);
@@ -327,7 +360,7 @@ void Session::remember(Weight& weight, const at::Tensor& handed_out) {
 
 at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::thread::id reader) {
   if (abandoned_ && !in_child_) begin_in_child();
-  const bool served = weight.way == Weight::Way::streamed && weight.plan && !closed_;
+  const bool served = weight.path == Weight::AccessPath::streamed && weight.plan && !closed_;
   // Another master may have taken its place since.
   if (served && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
     if (DeferredRelease dropped; !weight.resident() && weight.silently_written()) refetch(weight, dropped);
@@ -345,7 +378,7 @@ at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::t
       }
       return HandedOut::make(std::move(record), std::move(lease));
     } catch (const ClosedError&) {
-      // Note [A plan takes another's place]
+      // See Note [A plan takes another's place]
     }
   }
   return HandedOut::make_private({weak_from_this(), weight.shared_from_this()}, master, device_);
@@ -358,7 +391,7 @@ PyObject* Session::wrap(const Weight& weight, const at::Tensor& tensor) {
   return object.release().ptr();
 }
 
-PyObject* Session::put_together(Weight& weight, PyObject* master) {
+PyObject* Session::rebuild_wrapper(Weight& weight, PyObject* master) {
   py::dict inner;
   const std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts = weight.parts;
   for (const auto& [name, known] : parts) {
@@ -375,19 +408,16 @@ PyObject* Session::put_together(Weight& weight, PyObject* master) {
     inner[name] =
         py::reinterpret_steal<py::object>(access(*part, tensor.ptr(), /*training=*/false, /*inside=*/true));
   }
-  const py::object made =
-      py::module_::import("dynswap_ext._subclasses")
-          .attr("put_together")(py::handle(master), inner, py::cast(device_),
-                                py::cast(wanted_type(THPVariable_Unpack(master), dtype_)));
+  const py::object made = hooks_.rebuild_wrapper(py::handle(master), inner, py::cast(device_),
+                                                 py::cast(wanted_type(THPVariable_Unpack(master), dtype_)));
   if (weight.parameter) mark_as_parameter(made.ptr());
   return Py_NewRef(made.ptr());
 }
 
-PyObject* Session::dress(const Weight& weight, PyObject* master, PyObject* handed_out) const {
+PyObject* Session::with_class_of_master(const Weight& weight, PyObject* master, PyObject* handed_out) const {
   const auto plain = py::reinterpret_steal<py::object>(handed_out);
   if (!THPVariable_CheckExact(plain.ptr())) return Py_NewRef(plain.ptr());  // it was converted
-  const py::object made = py::module_::import("dynswap_ext._subclasses")
-                              .attr("dressed")(plain, py::handle(master), py::cast(device_));
+  const py::object made = hooks_.with_class_of(plain, py::handle(master), py::cast(device_));
   if (weight.parameter) mark_as_parameter(made.ptr());
   return Py_NewRef(made.ptr());
 }

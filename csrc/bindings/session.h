@@ -1,7 +1,7 @@
 // One install: the weights of one model, and the engine that streams them.
 #pragma once
 
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include <functional>
 #include <memory>
@@ -12,8 +12,9 @@
 #include <unordered_map>
 #include <vector>
 
-#include "bindings/holds.h"
+#include "bindings/hooks.h"
 #include "bindings/weight.h"
+#include "bindings/weight_table.h"
 #include "core/engine.h"
 
 namespace dynswap {
@@ -24,7 +25,7 @@ struct SessionOptions {
   std::uint32_t prefetch = 2;
   std::optional<std::size_t> budget;  ///< bytes
   bool strict_budget = false;
-  std::optional<bool> pin;         ///< nothing: pin what can be pinned
+  bool pin = true;
   std::uint64_t page_cache = 0;    ///< bytes of checkpoint files that may stay in the page cache
   bool page_cache_always = false;  ///< and come from there, also where that does not pay
   std::string backend = "auto";
@@ -34,7 +35,7 @@ struct SessionOptions {
 class Session : public std::enable_shared_from_this<Session> {
  public:
   Session(const at::Device& device, std::optional<at::ScalarType> dtype, SessionOptions options,
-          py::object warn);
+          const py::object& hooks);
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -67,6 +68,9 @@ class Session : public std::enable_shared_from_this<Session> {
   /// `inside`: by a forward, and not by somebody who looks at the model from outside.
   PyObject* access(Weight& weight, PyObject* master, bool training, bool inside);
 
+  /// A buffer as a forward in training gets it.
+  py::object fetch_buffer(const py::object& module, const py::object& name);
+
   /// The same, where nothing has changed since the last time; null if something may have. Runs nothing.
   PyObject* access_unchanged(const Weight& weight, PyObject* master, bool inside) const;
 
@@ -76,7 +80,7 @@ class Session : public std::enable_shared_from_this<Session> {
 
   /// Whether the weight passes through the arena: it is not resident, and moved by the engine.
   bool streams(const Weight& weight) const {
-    return weight.way == Weight::Way::streamed && weight.plan && !weight.resident();
+    return weight.path == Weight::AccessPath::streamed && weight.plan && !weight.resident();
   }
   bool streams_any() const noexcept { return streams_any_; }
 
@@ -101,24 +105,23 @@ class Session : public std::enable_shared_from_this<Session> {
 
   // session_figures.cpp: what dynswap_ext/inspect shows (see dynswap_ext/_C.pyi).
   py::list groups() const;
-  py::dict residents(const py::object& module) const;
+  /// How each of the module's masters is served, by its name.
+  py::dict services(const py::object& module) const;
   void record(bool on);
   py::dict timeline() const;
 
   /// Begins an outermost call of this session's modules: numbers it, and writes back what the call before it
   /// wrote on residents.
   void call_begins();
-  /// Pins replaced masters, notes the pass and calls `on_pass`. Follows call_begins(). A call inside a
-  /// capture that would have to plan again or to call `on_pass` gets note_pass() instead.
-  void pass_begins();
+  /// Plans again if the session is outdated, pins replaced masters, notes the pass and tells the front end.
+  /// Follows call_begins(). A call inside a capture gets note_pass() instead. `self` is this session as
+  /// Python sees it.
+  void pass_begins(const py::object& self);
   /// It ended with an error.
-  void call_failed(const py::error_already_set& error);
+  void call_failed(const py::object& self, const py::error_already_set& error);
   /// For a recording: a pass ends here, and the next one begins.
   void note_pass();
-  /// What is called at the beginning of each of the model's calls, and its `call_failed` where one ends with
-  /// an error (dynswap_ext/_tuning.py); None: nothing is.
-  void set_on_pass(py::object callback) { on_pass_ = std::move(callback); }
-  const py::object& on_pass() const noexcept { return on_pass_; }
+  const Hooks& hooks() const noexcept { return hooks_; }
 
   /// Makes a new plan for this budget, with the residents that save the most time in the passes that were
   /// recorded (evenly spread ones, if none were), and returns the measurements. If it fails, the state is
@@ -140,23 +143,10 @@ class Session : public std::enable_shared_from_this<Session> {
   static void abandon_all_after_fork();  ///< in the child
 
  private:
-  /// The weights of the modules' masters.
-  struct Table {
-    std::vector<std::shared_ptr<Weight>> weights;
-    /// For ties. A master may have died, and its address be another's by now: `state` tells.
-    std::unordered_map<const c10::TensorImpl*, Weight*> by_master;
-    std::size_t sweep_at = 0;  ///< weights, among which there may be unused ones
-    std::shared_ptr<Holds> holds = std::make_shared<Holds>();  ///< never null
-    PageCacheShare page_cache;                                 ///< the share that later weights may still use
-  };
-  using Streamed = std::vector<std::pair<Weight*, std::uint64_t>>;  ///< each with its unit
+  using Streamed = WeightTable::Streamed;
 
-  std::shared_ptr<Table> new_table() const;
+  std::shared_ptr<WeightTable> new_table() const;
   struct Attaching;  // attach.cpp
-  void find_weights(Table& table, PyObject* module_dict, const std::string& prefix, std::uint64_t unit,
-                    const Mappings& mappings, std::vector<Entry>& entries, Streamed& streamed);
-  Weight& weight_of(Table& table, PyObject* master, const std::string& name, bool parameter,
-                    const Mappings& mappings, bool exact = false);
   void restore(PyObject* module);
   void begin_in_child();
 
@@ -174,17 +164,13 @@ class Session : public std::enable_shared_from_this<Session> {
   void take_over(Draft& draft);
   void replace_plan(const py::object& root, const Budget& budget);
 
-  struct Kind;  // session_masters.cpp
-  Kind kind_of(Table& table, const Weight& weight, PyObject* master, const Mappings& mappings);
-  void classify(Table& table, Weight& weight, PyObject* master, const Mappings& mappings);
+  // session_masters.cpp
   bool settle(Weight& weight, PyObject* master);
   void note_unplanned(Weight& weight);
-  void sweep(Table& table);
   void master_changed(Weight& weight, PyObject* master, DeferredRelease& dropped);
   void refetch(Weight& weight, DeferredRelease& dropped);
   void refetch_if_written(Weight& weight, DeferredRelease& dropped);
-  void pin(const std::shared_ptr<Holds>& holds,
-           const std::vector<Weight*>& weights);  ///< releases the GIL for a while
+  void pin(WeightTable& table, const std::vector<Weight*>& weights);  ///< releases the GIL for a while
   void pin_replaced();
   void update_group(Weight& weight);
   void forget_group(Weight& weight, DeferredRelease& dropped);
@@ -192,7 +178,6 @@ class Session : public std::enable_shared_from_this<Session> {
   void remember(Weight& weight, const at::Tensor& handed_out);
   void write_back(Weight& weight, DeferredRelease& dropped);
   void write_back_whole(Weight& weight, DeferredRelease& dropped);  ///< and the parts of a wrapper
-  void for_weights(const std::vector<at::Tensor>& masters, const std::function<void(Weight&)>& use) const;
   void for_entries(const py::object& module,
                    const std::function<void(const Entry&, PyObject* master)>& use) const;
   bool stays(const Weight& weight) const;  ///< and so do its parts
@@ -202,23 +187,23 @@ class Session : public std::enable_shared_from_this<Session> {
   PyObject* cached_tensor(const Weight& weight, PyObject* master, bool inside) const;
   at::Tensor still_handed_out(Weight& weight, const at::Tensor& master, bool watched);
   PyObject* hand_out_again(Weight& weight, const at::Tensor& tensor);
-  static PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out);
+  PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out) const;
   static void watch(const at::Tensor& tensor);
   PyObject* hand_out(Weight& weight, PyObject* master);
   PyObject* hand_out_private(Weight& weight, const at::Tensor& master, bool watched);
   static PyObject* wrap(const Weight& weight, const at::Tensor& tensor);
-  PyObject* put_together(Weight& weight, PyObject* master);
-  PyObject* dress(const Weight& weight, PyObject* master, PyObject* handed_out) const;
+  PyObject* rebuild_wrapper(Weight& weight, PyObject* master);
+  PyObject* with_class_of_master(const Weight& weight, PyObject* master, PyObject* handed_out) const;
   PyObject* convert(const Weight& weight, PyObject* master) const;
   c10::StreamId stream_id() const;
 
   const at::Device device_;
   const std::optional<at::ScalarType> dtype_;
   SessionOptions options_;
-  const py::object warn_;
+  const Hooks hooks_;
   std::string backend_;
-  std::shared_ptr<const Plan> plan_;  ///< never null; a new one takes its place once it is carried out
-  std::shared_ptr<Table> table_;      ///< never null
+  std::shared_ptr<const Plan> plan_;    ///< never null; a new one takes its place once it is carried out
+  std::shared_ptr<WeightTable> table_;  ///< never null
   std::vector<std::shared_ptr<Weight>> recent_;          ///< whose latest tensor was alive at the last look
   std::vector<std::shared_ptr<Weight>> residents_read_;  ///< since the latest call began
   std::vector<std::shared_ptr<Weight>> to_pin_;          ///< whose masters were replaced since the last pass
@@ -236,7 +221,6 @@ class Session : public std::enable_shared_from_this<Session> {
   bool said_slower_ = false;
   std::mutex planning_mutex_;                ///< held while a new plan is made; waited for without the GIL
   std::optional<std::thread::id> planning_;  ///< the thread that makes it, if one does
-  py::object on_pass_ = py::none();
 };
 
 }  // namespace dynswap

@@ -95,15 +95,22 @@ py::list Session::groups() const {
 }
 
 bool Session::stays(const Weight& weight) const {
-  if (weight.way != Weight::Way::wrapped) return weight.resident();
+  if (weight.path != Weight::AccessPath::wrapped) return weight.resident();
   return std::all_of(weight.parts.begin(), weight.parts.end(),
                      [this](const auto& part) { return stays(*part.second); });
 }
 
-py::dict Session::residents(const py::object& module) const {
-  py::dict residents;
-  for_entries(module, [&](const Entry& entry, PyObject*) { residents[entry.name] = stays(*entry.weight); });
-  return residents;
+py::dict Session::services(const py::object& module) const {
+  py::dict services;
+  for_entries(module, [&](const Entry& entry, PyObject*) {
+    const Weight& weight = *entry.weight;
+    const char* service = stays(weight) ? "resident" : "streamed";
+    if (weight.path == Weight::AccessPath::as_is) service = "in place";
+    if (weight.path == Weight::AccessPath::copied || weight.path == Weight::AccessPath::converted)
+      service = "converted";
+    services[entry.name] = service;
+  });
+  return services;
 }
 
 void Session::record(bool on) {
@@ -141,14 +148,16 @@ void Session::note_pass() {
   if (recording_) plan_->engine->note_pass(current_stream(device_));
 }
 
-void Session::pass_begins() {
+void Session::pass_begins(const py::object& self) {
+  if (capturing()) return note_pass();
+  if (outdated_) hooks_.replan(self);
   if (!to_pin_.empty()) pin_replaced();
   note_pass();
-  if (!on_pass_.is_none()) on_pass_();
+  hooks_.call_begins(self);
 }
 
-void Session::call_failed(const py::error_already_set& error) {
-  if (!on_pass_.is_none()) on_pass_.attr("call_failed")(error.value());
+void Session::call_failed(const py::object& self, const py::error_already_set& error) {
+  hooks_.call_failed(self, error.value());
 }
 
 py::dict Session::retune(const py::object& root, std::optional<std::size_t> budget) {
@@ -160,10 +169,10 @@ py::dict Session::retune(const py::object& root, std::optional<std::size_t> budg
   {
     const py::gil_scoped_release release;
     seen = sim::observe(measured->engine->timeline(), measured->engine->groups());
-    if (budget && seen.passes > 0 && seen.rhythm.bytes_per_second > 0) {
+    if (budget && seen.passes > 0 && seen.pattern.bytes_per_second > 0) {
       try {
-        before = sim::measure(seen.rhythm, plan.resident, options_.budget.value_or(0), options_.prefetch);
-        placed = sim::place_by_time(seen.rhythm, *budget, options_.prefetch);
+        before = sim::measure(seen.pattern, plan.resident, options_.budget.value_or(0), options_.prefetch);
+        placed = sim::place_by_time(seen.pattern, *budget, options_.prefetch);
       } catch (const BudgetError&) {
         // Smaller groups may fit: the engine forms them, and spreads residents evenly.
       }
@@ -174,7 +183,7 @@ py::dict Session::retune(const py::object& root, std::optional<std::size_t> budg
   out["passes"] = seen.passes;
   out["compute_seconds"] = seen.compute_seconds;
   out["wait_seconds"] = seen.wait_seconds;
-  out["bytes_per_second"] = seen.rhythm.bytes_per_second;
+  out["bytes_per_second"] = seen.pattern.bytes_per_second;
   out["seconds_before"] = placed ? py::object(py::float_(before / passes)) : py::object(py::none());
   out["seconds_after"] = placed ? py::object(py::float_(placed->seconds / passes)) : py::object(py::none());
   if (placed) plan.resident = placed->resident;

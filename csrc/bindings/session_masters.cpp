@@ -12,83 +12,6 @@
 
 namespace dynswap {
 
-/// What a master is to the session.
-struct Session::Kind {
-  Weight::Way way = Weight::Way::converted;
-  at::ScalarType wanted = at::kFloat;
-  bool dressed = false;
-  std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts{};
-  SourcePtr source{};  ///< if it streams
-};
-
-Session::Kind Session::kind_of(Table& table, const Weight& weight, PyObject* master_object,
-                               const Mappings& mappings) {
-  const at::Tensor& master = THPVariable_Unpack(master_object);
-  Kind kind{.wanted = weight.exact ? master.scalar_type() : wanted_type(master, dtype_)};
-  const bool plain = THPVariable_CheckExact(master_object);
-  const bool lazy = !plain && PyObject_HasAttrString(master_object, "materialize") == 1;
-  // There is nothing to move yet, or not any more (offloading gives a module masters without data between its
-  // calls). An empty buffer may be about to be resized in place, as observers do.
-  if (lazy || !has_memory(master) || (!weight.parameter && master.sym_numel() == 0)) {
-    kind.way = Weight::Way::as_is;
-    return kind;
-  }
-  const bool in_place = master.device() == device_ && master.scalar_type() == kind.wanted;
-  bool streams = plain;
-  if (!plain) {
-    const py::module_ subclasses = py::module_::import("dynswap_ext._subclasses");
-    const py::object names = subclasses.attr("inner_names")(py::handle(master_object));
-    if (!names.is_none()) {
-      kind.way = Weight::Way::wrapped;
-      for (const py::handle inner : names) {
-        const auto name = py::reinterpret_borrow<py::object>(inner);
-        const py::object tensor = py::handle(master_object).attr(name);
-        Weight& part = weight_of(table, tensor.ptr(), weight.name + "." + py::cast<std::string>(name),
-                                 /*parameter=*/false, mappings, /*exact=*/true);
-        kind.parts.emplace_back(name, part.shared_from_this());
-      }
-      return kind;
-    }
-    streams = subclasses.attr("adds_attributes_only")(py::handle(master_object)).cast<bool>();
-  }
-  if (streams && streamable(master) && can_move(master.scalar_type(), kind.wanted) &&
-      (!in_place || mappings.find(master.const_data_ptr(), master.nbytes()))) {
-    const auto source = source_of(master, kind.wanted, weight.name, mappings, table.page_cache, *table.holds);
-    if (!in_place || source->file) {
-      kind.way = Weight::Way::streamed;
-      kind.dressed = !plain;
-      kind.source = source;
-      return kind;
-    }
-  }
-  if (in_place) kind.way = Weight::Way::as_is;
-  return kind;
-}
-
-void Session::classify(Table& table, Weight& weight, PyObject* master_object, const Mappings& mappings) {
-  // May run Python code, or throw: until then the weight is what it was.
-  Kind kind = kind_of(table, weight, master_object, mappings);
-  const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
-  weight.state = MasterState::of(master);
-  weight.master_storage.reset();
-  if (const c10::Storage& storage = master.unsafe_storage())
-    weight.master_storage = storage.getWeakStorageImpl();
-  weight.version = master.version_counter();
-  weight.way = kind.way;
-  weight.wanted = kind.wanted;
-  weight.dressed = kind.dressed;
-  for (const auto& [name, part] : weight.parts) --part->holders;
-  for (const auto& [name, part] : kind.parts) ++part->holders;
-  weight.parts.swap(kind.parts);
-  if (kind.source == nullptr) {
-    weight.let_go_of_bytes();
-    weight.watch = nullptr;
-    return;
-  }
-  weight.source = kind.source;
-  weight.watch_master();
-}
-
 /// Follows changes of the master until a round finds none, since releasing old copies may run code that
 /// changes it again (Note [Release after the change]). Returns false if the weight belongs to another master
 /// by then.
@@ -121,20 +44,18 @@ void Session::note_unplanned(Weight& weight) {
 void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRelease& dropped) {
   const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
   if (weight.state.same_place(master) && weight.state.same_layout(master) &&
-      (weight.way == Weight::Way::as_is || weight.way == Weight::Way::streamed)) {
+      (weight.path == Weight::AccessPath::as_is || weight.moves_bytes())) {
     const MasterState now = MasterState::of(master);
     const bool written = std::exchange(weight.state, now).version != now.version;
-    if (weight.way == Weight::Way::as_is) return;
+    if (weight.path == Weight::AccessPath::as_is) return;
     written ? refetch(weight, dropped) : forget_group(weight, dropped);
     return;
   }
-  const std::shared_ptr<Table> table = table_;
-  sweep(*table);
-  table->by_master[&master] = &weight;
+  const std::shared_ptr<WeightTable> table = table_;
   const SourcePtr old = weight.plan ? weight.plan->engine->source(weight.id) : nullptr;
-  classify(*table, weight, master_object, mappings_of(THPVariable_Unpack(master_object)));
-  const bool streamed = weight.way == Weight::Way::streamed;
-  if (old && weight.source->same_shape(*old)) {
+  table->replace_master(weight, master_object);
+  const bool streamed = weight.path == Weight::AccessPath::streamed;
+  if (old && weight.path != Weight::AccessPath::copied && weight.source->same_shape(*old)) {
     refetch(weight, dropped);
     if (streamed) to_pin_.push_back(weight.shared_from_this());
   } else {
@@ -170,7 +91,8 @@ void Session::let_companions_go(const Weight& weight, DeferredRelease& dropped) 
 /// use by then, there would have to be two.
 void Session::refetch_if_written(Weight& weight, DeferredRelease& dropped) {
   const bool written = weight.version.enabled() && weight.version.current_version() != weight.state.version;
-  if (written && weight.way == Weight::Way::streamed && weight.plan && !closed_) refetch(weight, dropped);
+  if (written && weight.path == Weight::AccessPath::streamed && weight.plan && !closed_)
+    refetch(weight, dropped);
 }
 
 void Session::refetch(Weight& weight, DeferredRelease& dropped) {
@@ -189,31 +111,21 @@ void Session::update_group(Weight& weight) {
   if (!abandoned_) plan.engine->update_source(weight.id, weight.source);
 }
 
-void Session::pin(const std::shared_ptr<Holds>& holds, const std::vector<Weight*>& weights) {
-  if (device_.is_cpu() || !options_.pin.value_or(true)) return;
-  std::vector<SourcePtr> before;
-  for (const Weight* weight : weights) before.push_back(weight->source);
-  std::vector<SourcePtr> sources = before;
-  const std::string slower = holds->pin(device_, sources);
-  for (std::size_t i = 0; i < weights.size(); ++i) {
-    // Other threads could run: the master may be another by now.
-    if (weights[i]->source != before[i]) continue;
-    weights[i]->source = std::move(sources[i]);
-    if (weights[i]->source->pinned && weights[i]->watch) weights[i]->watch->note_pinned();
-  }
-  if (!slower.empty() && !std::exchange(said_slower_, true)) warn_(slower);
+void Session::pin(WeightTable& table, const std::vector<Weight*>& weights) {
+  const std::string slower = table.pin(weights);
+  if (!slower.empty() && !std::exchange(said_slower_, true)) hooks_.warn(slower);
 }
 
 void Session::pin_replaced() {
   const std::vector<std::shared_ptr<Weight>> replaced = std::exchange(to_pin_, {});
-  const std::shared_ptr<Table> table = table_;
+  const std::shared_ptr<WeightTable> table = table_;
   std::vector<Weight*> weights;
   for (const auto& weight : replaced) {
     if (weight->plan && weight->source->has_bytes) weights.push_back(weight.get());
   }
-  pin(table->holds, weights);
+  pin(*table, weights);
   for (const Weight* weight : weights) {
-    if (weight->way == Weight::Way::streamed && weight->plan && !closed_) {
+    if (weight->path == Weight::AccessPath::streamed && weight->plan && !closed_) {
       weight->plan->engine->replace_source(weight->id, weight->source);
     }
   }
@@ -232,10 +144,10 @@ void Session::call_begins() {
   }
 }
 
-/// All reads of a resident in one call see one state of its master. A streamed weight, and whatever is read
+/// All reads of a resident in one call see one state of its master. Any other weight, and whatever is read
 /// outside a call, is looked at every time.
 bool Session::look_is_due(const Weight& weight) const {
-  if (weight.way != Weight::Way::streamed || closed_) return false;
+  if (!weight.moves_bytes() || closed_) return false;
   return !weight.resident() || weight.looked_at != calls_ || !inside_call_of(*this);
 }
 
@@ -277,52 +189,30 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   update_group(weight);
 }
 
-void Session::for_weights(const std::vector<at::Tensor>& masters,
-                          const std::function<void(Weight&)>& use) const {
-  const std::function<void(Weight&)> visit = [&](Weight& weight) {
-    use(weight);
-    for (const auto& [name, part] : weight.parts) visit(*part);
-  };
-  for (const at::Tensor& master : masters) {
-    const auto& by_master = table_->by_master;
-    const auto found = by_master.find(master.unsafeGetTensorImpl());
-    if (found != by_master.end() && found->second->state.impl == found->first) visit(*found->second);
-  }
-}
-
 void Session::expect_writes(const std::vector<at::Tensor>& masters) {
-  for_weights(masters, [](const Weight& weight) {
+  table_->for_weights(masters, [](const Weight& weight) {
     if (weight.watch) weight.watch->expect_writes();
   });
 }
 
 void Session::note_writes(const std::vector<at::Tensor>& masters) {
   DeferredRelease dropped;
-  for_weights(masters, [&](Weight& weight) {
+  table_->for_weights(masters, [&](Weight& weight) {
     if (weight.watch) weight.watch->note_write();
     refetch_if_written(weight, dropped);
   });
 }
 
-std::size_t Session::sampled_bytes() const {
-  if (closed_) return 0;
-  std::size_t bytes = 0;
-  for (const auto& weight : table_->weights) {
-    if (weight->watch && !weight->watch->exact()) bytes += weight->source->stored_bytes();
-  }
-  return bytes;
-}
+std::size_t Session::sampled_bytes() const { return closed_ ? 0 : table_->sampled_bytes(); }
 
 Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* name) {
   const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
   if (weight.state.impl == &master) return weight;
   // Another master. It may be one that is known (a tie was made), or this one may be another's too (a tie was
   // broken); else it takes the old one's place in the plan.
-  const auto& by_master = table_->by_master;
-  const auto known = by_master.find(&master);
-  if (known != by_master.end() && known->second->state.same_place(master)) {
+  if (Weight* const known = table_->find(&master); known != nullptr && known->state.same_place(master)) {
     weight.unplanned_since = 0;  // it may have stood in for this one's master: such come and go
-    return *known->second;
+    return *known;
   }
   if (weight.holders > 1) return late_weight(master_object, name, weight.parameter);
   if (weight.cached != nullptr) {
@@ -338,8 +228,13 @@ Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* n
 }
 
 void Session::check(const py::object& module) {
-  for_entries(module, [this](const Entry& entry, PyObject* master) {
-    if (!entry.weight->state.same_place(*THPVariable_Unpack(master).unsafeGetTensorImpl())) outdated_ = true;
+  DeferredRelease dropped;
+  for_entries(module, [&](const Entry& entry, PyObject* master) {
+    if (entry.weight->state.same_place(*THPVariable_Unpack(master).unsafeGetTensorImpl())) return;
+    outdated_ = true;
+    // A resident's graph would keep a master that has another dtype by now from being swapped.
+    entry.weight->forget(dropped);
+    for (const auto& [name, part] : entry.weight->parts) part->forget(dropped);
   });
 }
 
@@ -359,8 +254,8 @@ void Session::flush_module(const py::object& module) {
 
 void Session::flush() {
   DeferredRelease dropped;
-  const std::shared_ptr<Table> table = table_;
-  for (std::size_t i = 0; i < table->weights.size(); ++i) write_back(*table->weights[i], dropped);
+  const std::shared_ptr<WeightTable> table = table_;
+  for (std::size_t i = 0; i < table->weights().size(); ++i) write_back(*table->weights()[i], dropped);
 }
 
 void Session::write_back_whole(Weight& weight, DeferredRelease& dropped) {
@@ -375,16 +270,14 @@ void Session::for_entries(const py::object& module,
   if (state == nullptr) return;
   // Copies: use() may write back, which may run code that adds entries. An entry may still have what has
   // stood in for its master.
-  const auto& by_master = table_->by_master;
   std::vector<std::pair<Entry, py::object>> found;
   for (const Entry& entry : *state->entries) {
     PyObject* const master = find_in(
         dict.ptr(), entry.parameter ? Names::get().parameters : Names::get().buffers, entry.name.ptr());
     if (entry.weight == nullptr || master == nullptr || !THPVariable_Check(master)) continue;
     found.emplace_back(entry, py::reinterpret_borrow<py::object>(master));
-    const auto known = by_master.find(THPVariable_Unpack(master).unsafeGetTensorImpl());
-    if (known != by_master.end() && known->second->state.impl == known->first)
-      found.back().first.weight = known->second->shared_from_this();
+    if (Weight* const known = table_->find(THPVariable_Unpack(master).unsafeGetTensorImpl()))
+      found.back().first.weight = known->shared_from_this();
   }
   for (const auto& [entry, master] : found) use(entry, master.ptr());
 }

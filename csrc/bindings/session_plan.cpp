@@ -31,23 +31,23 @@ struct Session::Draft {
     }
   }
 
-  std::shared_ptr<Table> table;
-  std::shared_ptr<Table> before;  ///< in whose place it is
+  std::shared_ptr<WeightTable> table;
+  std::shared_ptr<WeightTable> before;  ///< in whose place it is
   Streamed streamed;
   std::vector<Module> modules;
   std::shared_ptr<Plan> plan = std::make_shared<Plan>();
 };
 
-std::shared_ptr<Session::Table> Session::new_table() const {
-  auto table = std::make_shared<Table>();
-  table->page_cache = {options_.page_cache, options_.page_cache_always ? Keep::always : Keep::yes};
-  return table;
+std::shared_ptr<WeightTable> Session::new_table() const {
+  const Keep keep = options_.page_cache_always ? Keep::always : Keep::yes;
+  return std::make_shared<WeightTable>(
+      WeightTable::Settings{device_, dtype_, options_.pin, {options_.page_cache, keep}}, hooks_);
 }
 
 std::shared_ptr<Engine> Session::new_engine(const Budget& budget) {
   const auto warn = [this](const std::string& message) {
     const py::gil_scoped_acquire gil;
-    warn_(message);
+    hooks_.warn(message);
   };
   auto backend = make_backend(device_, options_.backend, warn);
   backend_ = backend->name();
@@ -66,7 +66,7 @@ namespace {
 void hand_on(const Weight& earlier, Weight& weight) {
   const auto alive = earlier.latest_storage.lock();
   HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
-  if (record == nullptr || weight.way != Weight::Way::streamed || !earlier.still_handed_out()) return;
+  if (record == nullptr || !weight.moves_bytes() || !earlier.still_handed_out()) return;
   weight.note_master();  // it may have been written since it was drafted
   weight.latest = earlier.latest;
   weight.latest_storage = earlier.latest_storage;
@@ -127,7 +127,7 @@ void Session::replace_plan(const py::object& root, const Budget& budget) {
     module.state = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(state));
     for (const Entry& entry : *state->entries)
       module.entries.push_back({entry.name, entry.parameter, nullptr});
-    find_weights(*draft.table, dict.ptr(), visited.prefix, ++unit, mappings, module.entries, draft.streamed);
+    draft.table->find_weights(dict.ptr(), visited.prefix, ++unit, mappings, module.entries, draft.streamed);
   }
   draft_plan(draft, budget);
   if (closed_) return;  // another thread has closed it meanwhile
@@ -140,7 +140,7 @@ void Session::replace_plan(const py::object& root, const Budget& budget) {
 void Session::draft_plan(Draft& draft, const Budget& budget) {
   std::vector<Weight*> weights;
   for (const auto& [weight, unit] : draft.streamed) weights.push_back(weight);
-  pin(draft.table->holds, weights);
+  pin(*draft.table, weights);
   if (closed_) return;
   Budget known = budget;
   if (known.given && !applies_to(*known.measured, draft.streamed)) known.given.reset();
@@ -165,10 +165,9 @@ void Session::take_over(Draft& draft) {
       }
     }
   }
-  for (const auto& weight : draft.before->weights) {
-    const auto successor = table_->by_master.find(weight->state.impl);
-    if (successor != table_->by_master.end() && successor->second->state.same_elements(weight->state))
-      hand_on(*weight, *successor->second);
+  for (const auto& weight : draft.before->weights()) {
+    Weight* const successor = table_->find(weight->state.impl);
+    if (successor != nullptr && successor->state.same_elements(weight->state)) hand_on(*weight, *successor);
     weight->superseded = true;
     weight->plan = nullptr;
     weight->forget(dropped);
@@ -188,11 +187,7 @@ void Session::carry_out(const Draft& draft) {
       const py::gil_scoped_release release;
       old->engine->close();
     }
-    for (const auto& weight : draft.before->weights) {
-      weight->let_go_of_bytes();
-      weight->watch = nullptr;  // the new weight of the same master has its own
-    }
-    draft.before->holds->end();
+    draft.before->let_go_of_bytes();
   }
   try {
     const py::gil_scoped_release release;
@@ -216,7 +211,7 @@ void Session::carry_out(const Draft& draft) {
   for (const auto& [weight, unit] : draft.streamed) {
     // Masters may have changed while other threads could run.
     const SourcePtr known = engine.source(weight->id);
-    if (weight->way != Weight::Way::streamed || !weight->source->same_shape(*known)) {
+    if (weight->path != Weight::AccessPath::streamed || !weight->source->same_shape(*known)) {
       outdated_ = true;
       continue;
     }
@@ -225,7 +220,7 @@ void Session::carry_out(const Draft& draft) {
     streams_any_ = streams_any_ || streams(*weight);
   }
   if (std::exchange(captured_, false)) {
-    warn_(
+    hooks_.warn(
         "a new plan put weights elsewhere on the device: CUDA graphs that were captured with this model are "
         "not valid any more; capture them again");
   }

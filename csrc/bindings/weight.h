@@ -54,20 +54,23 @@ struct Plan {
 /// LOCK: the GIL guards every field.
 struct Weight : std::enable_shared_from_this<Weight> {
   /// How an access is served.
-  enum class Way : std::uint8_t {
-    as_is,      ///< the master is where and what is asked for already
-    streamed,   ///< by the engine; copied at each access until the engine's plan knows it
-    wrapped,    ///< its inner tensors, which are weights; it is put together around them
-    converted,  ///< by torch's own `.to()` at each access: what the engine cannot move (subclasses, sparse,
-                ///< overlapping)
+  enum class AccessPath : std::uint8_t {
+    as_is,     ///< the master is where and what is asked for already
+    streamed,  ///< by the engine; copied at each access until the engine's plan knows it
+    copied,    ///< by torch, to memory of its own: bytes in RAM that the engine cannot move as they lie (gaps
+               ///< between them, a cast that only torch knows)
+    wrapped,   ///< its inner tensors, which are weights; it is put together around them
+    converted,  ///< by torch's own `.to()` at each access, and nothing written on that reaches the master:
+                ///< masters on a device, expanded, sparse and quantised ones, subclasses with a `.to()` of
+                ///< their own
   };
 
   std::string name;
   bool parameter = true;
-  Way way = Way::converted;
+  AccessPath path = AccessPath::converted;
   bool exact = false;  ///< an inner tensor: never cast
   bool dressed =
-      false;  ///< streamed: what is handed out gets the master's class (dynswap_ext/_subclasses.py)
+      false;  ///< streamed: what is handed out gets the master's class (dynswap_ext/_swap/subclasses.py)
   /// Wrapped: the inner tensors, by their names.
   std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts;
   /// The one that `id` belongs to; null: it is moved at each access. The two keep each other, until the
@@ -84,7 +87,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
   MasterState state;             ///< the master whose bytes the engine has
   c10::VariableVersion version;  ///< the master's counter, shared with it
   SourcePtr source;
-  std::shared_ptr<MemoryWatch> watch;  ///< of the master's bytes, if it is streamed
+  std::shared_ptr<MemoryWatch> watch;  ///< of the master's bytes in RAM, if it is streamed or copied
   std::uint64_t writes_seen = 0;       ///< the watch's count at the last look
   std::uint64_t looked_at = 0;  ///< a resident: the call (Session::calls_) in which it was last looked at
 
@@ -100,6 +103,8 @@ struct Weight : std::enable_shared_from_this<Weight> {
   c10::weak_intrusive_ptr<c10::StorageImpl> latest_storage{c10::intrusive_ptr<c10::StorageImpl>()};
   std::uint64_t generation = 0;  ///< rises whenever the session lets go of what it has handed out
 
+  /// Whether its copy is a copy of the master's bytes, to which the way back is known.
+  bool moves_bytes() const noexcept { return path == AccessPath::streamed || path == AccessPath::copied; }
   bool resident() const { return plan && plan->engine->resident(id); }
 
   /// Lets go of the master's bytes: the memory is its owner's again.
@@ -128,9 +133,10 @@ struct Weight : std::enable_shared_from_this<Weight> {
     return std::exchange(writes_seen, now) != now && PROTECTED(silent_write_seen);
   }
 
-  void watch_master() {
-    watch = std::make_shared<MemoryWatch>(*source);
-    writes_seen = watch->writes();
+  /// `of` watches the master's bytes; null if they are not in RAM.
+  void watch_master(std::shared_ptr<MemoryWatch> of) {
+    watch = std::move(of);
+    writes_seen = watch ? watch->writes() : 0;
   }
 
   void remember(const at::Tensor& handed_out) {

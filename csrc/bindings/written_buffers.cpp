@@ -2,7 +2,7 @@
 
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/extension.h>
+#include <pybind11/pybind11.h>
 
 #include <algorithm>
 #include <unordered_map>

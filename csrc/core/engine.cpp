@@ -40,7 +40,7 @@ void Lease::release() noexcept {
 
 Engine::Engine(std::unique_ptr<Backend> backend, EngineOptions options,
                std::function<void(const std::string&)> warn)
-    : backend_(std::move(backend)), options_(options), warn_(std::move(warn)) {}
+    : backend_(std::move(backend)), options_(std::move(options)), warn_(std::move(warn)) {}
 
 Engine::~Engine() {
   if (abandoned_) {
@@ -67,6 +67,7 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
   std::string warning;
   const EventPtr present = use.after_consumer ? backend_->record(consumer) : nullptr;
   bool hit = false;
+  bool ordered = false;
   Lease lease;
   {
     std::unique_lock lock(mutex_);
@@ -105,12 +106,13 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
     copy->add_reader(consumer);
     ++copy->leases;
     ++stats_.live_leases;
+    ordered = copy->state == DeviceCopy::State::issued && copy->has_waited(consumer);
     lease.engine_ = shared_from_this();
     lease.copy_ = copy;
     if (options_.prefetch > 0 && use.in_order && (moved || !hit)) look_ahead(cursor, group_id, planned);
   }
   if (!planned.empty()) issue(planned);
-  order_after_copy(copy, consumer, hit);
+  if (!ordered) order_after_copy(copy, consumer, hit);
   if (recorder_.on()) note_use(id, consumer);
   lease.data_ = copy->base + weights_[id].offset;
   if (!warning.empty() && warn_) warn_(warning);  // last: the user may have made an error of it

@@ -220,6 +220,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<std::size_t> form_groups(const Grouping& grouping);  ///< returns their sizes
   std::vector<std::size_t> take_groups(const GivenPlan& given);    ///< returns their sizes
   std::vector<std::size_t> lay_out_groups();
+  std::vector<WeightId> in_file_order(std::vector<WeightId> ids) const;
   std::size_t lay_out(Group& group);
 
   // engine_place.cpp: under the lock

@@ -136,10 +136,23 @@ std::vector<std::size_t> Engine::lay_out_groups() {
   return bytes;
 }
 
+/// Weights of one file that come one after the other lie as they do in the file: see Note [Neighbours are
+/// read together].
+std::vector<WeightId> Engine::in_file_order(std::vector<WeightId> ids) const {
+  const auto file = [this](WeightId id) { return weights_[id].source->file.get(); };
+  for (auto first = ids.begin(), last = first; first != ids.end(); first = last) {
+    last = std::find_if(first, ids.end(), [&](WeightId id) { return file(id) != file(*first); });
+    std::stable_sort(first, last, [this](WeightId a, WeightId b) {
+      return weights_[a].source->offset < weights_[b].source->offset;
+    });
+  }
+  return ids;
+}
+
 std::size_t Engine::lay_out(Group& group) {
   const std::size_t alignment = backend_->alignment();
   std::size_t end = 0;
-  for (const WeightId id : group.weights) {
+  for (const WeightId id : in_file_order(group.weights)) {
     Weight& weight = weights_[id];
     std::size_t offset = align_up(end, backend_->weight_alignment());
     if (const auto phase = backend_->phase(*weight.source)) {

@@ -7,7 +7,7 @@
 
 namespace dynswap {
 
-/// Note [Tiny weights stay] (engine_plan.cpp): all of them together are at most this part of the model.
+/// See Note [Tiny weights stay] (engine_plan.cpp): all of them together are at most this part of the model.
 constexpr std::size_t kTinyPartOfModel = 128;
 
 struct ResidencyPlan {
@@ -19,7 +19,7 @@ struct ResidencyPlan {
 
 /// Static, strided residency for a cyclic scan. LRU would miss everything; keeping a fixed set and
 /// streaming the rest through a small ring misses the least, and residents spread evenly between
-/// streamed groups give each copy the most time (../DESIGN: "Residency is static and strided").
+/// streamed groups give each copy the most time (docs/decisions/005-static-strided-residency.md).
 ///
 /// `bytes`: the groups' sizes in the order of use. `budget` 0: no residents, only the ring.
 /// The ring holds any `prefetch` + 1 consecutive streamed groups, with room to spare where the budget

@@ -73,7 +73,7 @@ const std::byte* in_reach(const Source& source, const Piece& piece) {
   const std::size_t first = piece.first * scalar_size(source.stored);
   const std::byte* const master = source.address + first;
   if (!source.pinned_copy) return master;
-  // Note [A small master has a page-locked copy]
+  // See Note [A small master has a page-locked copy]
   std::byte* const copy = source.pinned_copy->bytes.get() + first;
   const std::size_t bytes = piece.count * scalar_size(source.stored);
   const std::lock_guard lock(source.pinned_copy->refreshing);
@@ -90,9 +90,9 @@ bool CopyIssuer::cast_by_readers(const Source& source) const noexcept {
   return !in_reach && scalar_size(source.wanted) < scalar_size(source.stored);
 }
 
-Way CopyIssuer::way(const Source& source) const noexcept {
-  if (!source.pinned || source.file || cast_by_readers(source)) return Way::staged;
-  return source.cast() ? Way::cast_after : Way::direct;
+CopyPath CopyIssuer::copy_path(const Source& source) const noexcept {
+  if (!source.pinned || source.file || cast_by_readers(source)) return CopyPath::staged;
+  return source.cast() ? CopyPath::cast_after : CopyPath::direct;
 }
 
 CopyIssuer::CopyIssuer(const CudaOptions& options, cudaStream_t stream,
@@ -105,8 +105,8 @@ std::shared_ptr<Reads> CopyIssuer::issue(const CopyRequest& request) {
   bool lacks_kernel = false;
   for (const Step& step : request.steps) {
     for (const Piece& piece : step.pieces) {
-      const Way way = this->way(*piece.source);
-      is_staged = is_staged || way == Way::staged;
+      const CopyPath path = copy_path(*piece.source);
+      is_staged = is_staged || path == CopyPath::staged;
       is_cast = is_cast || (piece.source->cast() && !cast_by_readers(*piece.source));
       lacks_kernel = lacks_kernel || (!kernels_ && piece.source->cast());
     }
@@ -144,14 +144,14 @@ void CopyIssuer::issue_step(const Step& step, const Staged& staged) {
   for (const Piece& piece : step.pieces) {
     if (piece.count == 0) continue;
     const Source& source = *piece.source;
-    switch (way(source)) {
-      case Way::direct:
+    switch (copy_path(source)) {
+      case CopyPath::direct:
         batch.add(piece.dst, in_reach(source, piece), piece.count * scalar_size(source.stored));
         break;
-      case Way::cast_after:
+      case CopyPath::cast_after:
         enqueue_cast(piece, in_reach(source, piece));
         break;
-      case Way::staged:
+      case CopyPath::staged:
         stage(piece, chunk, staged);
         break;
     }

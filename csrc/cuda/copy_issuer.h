@@ -1,4 +1,4 @@
-// Enqueues copies on the copy stream: which way each piece goes to the device, and where it is cast.
+// Enqueues copies on the copy stream: by which path each piece goes to the device, and where it is cast.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -27,7 +27,7 @@ namespace dynswap {
 ///     differ in what they make of values that are too large (NaN, or the largest). So even a pinned
 ///     source is staged then.
 ///   - On a device that the kernels were not compiled for: always by the readers, with a warning.
-enum class Way {
+enum class CopyPath {
   direct,      ///< pinned, not cast: straight into place
   cast_after,  ///< pinned: to the scratch block, then cast into place
   staged,      ///< read into a pinned buffer first, and from there one of the two
@@ -52,7 +52,7 @@ class CopyIssuer {
   /// Gives the scratch block back. The stream is idle, and nothing is issued any more.
   void release_scratch() noexcept;
 
-  Way way(const Source& source) const noexcept;
+  CopyPath copy_path(const Source& source) const noexcept;
   bool cast_by_readers(const Source& source) const noexcept;
 
  private:

@@ -196,7 +196,7 @@ void CudaBackend::wait(Stream consumer, const EventPtr& copied) {
   if (event.known_done()) return;
   const ContextGuard guard(*context_);
   if (is_captured(handle_of(consumer))) {
-    // Note [Somebody captures a graph]; replays will find it there
+    // See Note [Somebody captures a graph]; replays will find it there.
     if (event.done()) return;
     ++host_synchronisations_;
     DYNSWAP_CUDA(cudaEventSynchronize(event.handle()), "");

@@ -62,9 +62,11 @@ void StagingRing::read(std::uint64_t number) noexcept {
       const std::lock_guard lock(mutex_);
       pieces = &chunks_[number - first_].pieces;  // stays there until finish()
     }
-    for (const StagedPiece& staged : *pieces) {
-      read_piece(staged.piece, buffer_of(number) + staged.offset, cast_, Pace::quick);
-    }
+    std::vector<PieceRead> reads;
+    reads.reserve(pieces->size());
+    for (const StagedPiece& staged : *pieces)
+      reads.push_back({&staged.piece, buffer_of(number) + staged.offset});
+    read_pieces(reads, cast_, ReadMode::quick);
   } catch (...) {
     error = std::current_exception();
   }

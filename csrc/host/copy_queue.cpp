@@ -57,7 +57,7 @@ CopyQueue::CopyQueue(CastFn cast, int threads) : cast_(cast), pool_(threads) {}
 CopyQueue::~CopyQueue() { close(); }
 
 EventPtr CopyQueue::copy(CopyRequest request) {
-  haste_.reading(Haste::Clock::now());
+  read_policy_.reading(ReadPolicy::Clock::now());
   auto copy = std::make_shared<Copy>();
   copy->parts.resize(request.steps.size());
   copy->parts_left = request.steps.size();
@@ -124,10 +124,12 @@ void CopyQueue::run(const PartRef& ref, std::size_t chunk) {
       std::int64_t none = 0;
       if (ref.copy->began.load(std::memory_order_relaxed) == 0)
         ref.copy->began.compare_exchange_strong(none, monotonic_ns());
-      const Pace pace = haste_.pace();
-      for (const Piece& piece : ref.copy->parts[ref.index].chunks[chunk]) {
-        read_piece(piece, piece.dst, cast_, pace);
-      }
+      const ReadMode mode = read_policy_.mode();
+      const Chunk& pieces = ref.copy->parts[ref.index].chunks[chunk];
+      std::vector<PieceRead> reads;
+      reads.reserve(pieces.size());
+      for (const Piece& piece : pieces) reads.push_back({&piece, piece.dst});
+      read_pieces(reads, cast_, mode);
     } catch (...) {
       error = std::current_exception();
     }
@@ -182,10 +184,10 @@ void CopyQueue::wait(const EventPtr& event) {
   if (!event) return;
   const auto copy = std::static_pointer_cast<Copy>(event);
   if (!copy->done()) {
-    const auto begin = Haste::Clock::now();
+    const auto begin = ReadPolicy::Clock::now();
     promote(copy);
     synchronise(event);
-    haste_.waited(Haste::Clock::now() - begin);
+    read_policy_.waited(ReadPolicy::Clock::now() - begin);
   }
   if (copy->failed.load(std::memory_order_relaxed)) std::rethrow_exception(copy->error);
 }

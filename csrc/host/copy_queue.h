@@ -11,7 +11,7 @@
 #include "core/backend.h"
 #include "core/scalar.h"
 #include "host/chunks.h"
-#include "io/haste.h"
+#include "io/read_policy.h"
 #include "io/worker_pool.h"
 
 namespace dynswap {
@@ -54,7 +54,7 @@ class CopyQueue {
   void promote(const std::shared_ptr<Copy>& copy);
 
   const CastFn cast_;
-  Haste haste_;
+  ReadPolicy read_policy_;
   std::mutex mutex_;
   std::condition_variable over_;  ///< some copy is over
   bool closed_ = false;           ///< LOCK: mutex_, which guards the copies' fields too

@@ -88,7 +88,7 @@ void File::open_direct() noexcept {
 }
 
 void File::read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const std::string& who, Keep keep,
-                Pace pace) const {
+                ReadMode mode) const {
   const auto where = [&] {
     std::ostringstream text;
     text << "weight '" << who << "' (bytes " << offset << " to " << offset + bytes << " of '" << path_
@@ -105,7 +105,7 @@ void File::read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const s
     // Windows end where blocks end, so that no block is read twice.
     const std::size_t window =
         std::min<std::uint64_t>(bytes - done, align_down(at + kWindowBytes, kDirectAlign) - at);
-    const std::int64_t got = read_some(at, dst + done, window, way(at, window, keep, pace));
+    const std::int64_t got = read_some(at, dst + done, window, read_path(at, window, keep, mode));
     if (got > 0) {
       done += static_cast<std::size_t>(got);
       continue;
@@ -139,35 +139,36 @@ void File::check_unchanged(const std::string& who) const {
   throw SourceError(text.str());
 }
 
-File::Way File::way(std::uint64_t offset, std::size_t bytes, Keep keep, Pace pace) const noexcept {
+File::ReadPath File::read_path(std::uint64_t offset, std::size_t bytes, Keep keep,
+                               ReadMode mode) const noexcept {
   const bool may_stay = keep != Keep::no;
-  if (may_stay && bytes < kSmallRead) return Way::enter;
-  const bool quick = pace == Pace::quick || keep == Keep::always;
+  if (may_stay && bytes < kSmallRead) return ReadPath::enter;
+  const bool quick = mode == ReadMode::quick || keep == Keep::always;
   const bool cached = in_page_cache(fd_, offset, bytes);
-  if (cached && quick) return Way::copy;
-  if (!cached && quick && may_stay && admission_->admit(offset)) return Way::enter;
-  if (direct_.load(std::memory_order_relaxed)) return Way::direct;
-  if (cached) return Way::copy;
-  return may_stay ? Way::enter : Way::through;
+  if (cached && quick) return ReadPath::copy;
+  if (!cached && quick && may_stay && admission_->admit(offset)) return ReadPath::enter;
+  if (direct_.load(std::memory_order_relaxed)) return ReadPath::direct;
+  if (cached) return ReadPath::copy;
+  return may_stay ? ReadPath::enter : ReadPath::through;
 }
 
-std::int64_t File::read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, Way way) const {
+std::int64_t File::read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, ReadPath path) const {
   for (;;) {
     const auto begin = std::chrono::steady_clock::now();
-    const std::int64_t got = way == Way::direct ? read_direct(offset, dst, bytes)
-                                                : ::pread(fd_, dst, bytes, static_cast<off_t>(offset));
+    const std::int64_t got = path == ReadPath::direct ? read_direct(offset, dst, bytes)
+                                                      : ::pread(fd_, dst, bytes, static_cast<off_t>(offset));
     if (got >= 0) {
       const auto length = static_cast<std::size_t>(got);
-      if (length >= kMeasured && way != Way::copy) {
-        admission_->took(way != Way::direct, length, std::chrono::steady_clock::now() - begin);
+      if (length >= kMeasured && path != ReadPath::copy) {
+        admission_->took(path != ReadPath::direct, length, std::chrono::steady_clock::now() - begin);
       }
-      if (way == Way::through) drop_from_page_cache(fd_, offset, length);
+      if (path == ReadPath::through) drop_from_page_cache(fd_, offset, length);
       return got;
     }
     if (errno == EINTR) continue;
-    if (way != Way::direct || (errno != EINVAL && errno != EOPNOTSUPP)) return got;
+    if (path != ReadPath::direct || (errno != EINVAL && errno != EOPNOTSUPP)) return got;
     direct_.store(false, std::memory_order_relaxed);  // the file system took the flag, but does not mean it
-    way = Way::through;
+    path = ReadPath::through;
   }
 }
 

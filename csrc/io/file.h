@@ -8,8 +8,8 @@
 #include <string>
 
 #include "core/source.h"
-#include "io/haste.h"
 #include "io/page_cache.h"
+#include "io/read_policy.h"
 
 namespace dynswap {
 
@@ -32,13 +32,13 @@ class File {
   /// what to do.
   ///
   /// Note [How a range is read]: what is in the page cache is copied from there, unless cheap is better than
-  /// quick (io/haste.h, Note [Quick or cheap]). The rest is read past the page cache (O_DIRECT), straight to
-  /// `dst` if address and offset are congruent modulo the disk's memory alignment (modulo 4096 is always
-  /// enough), else through a bounce buffer. With Keep::yes, small ranges and what is read again and again
-  /// enter the page cache (io/page_cache.h, Note [What enters the page cache]). With Keep::no nothing does:
-  /// where the file system refuses O_DIRECT, what was read through the cache is taken out of it.
+  /// quick (io/read_policy.h, Note [Quick or cheap]). The rest is read past the page cache (O_DIRECT),
+  /// straight to `dst` if address and offset are congruent modulo the disk's memory alignment (modulo 4096 is
+  /// always enough), else through a bounce buffer. With Keep::yes, small ranges and what is read again and
+  /// again enter the page cache (io/page_cache.h, Note [What enters the page cache]). With Keep::no nothing
+  /// does: where the file system refuses O_DIRECT, what was read through the cache is taken out of it.
   void read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const std::string& who, Keep keep,
-            Pace pace) const;
+            ReadMode mode) const;
 
   const std::string& path() const noexcept { return path_; }
   std::uint64_t size() const noexcept { return size_; }
@@ -49,17 +49,17 @@ class File {
   explicit File(const std::string& path);
 
   void open_direct() noexcept;
-  enum class Way {
+  enum class ReadPath {
     copy,     ///< from the page cache
     enter,    ///< from the disk, through the page cache, and left there
     through,  ///< from the disk, through the page cache, and taken out of it
     direct,   ///< from the disk, past the page cache
   };
-  Way way(std::uint64_t offset, std::size_t bytes, Keep keep, Pace pace) const noexcept;
+  ReadPath read_path(std::uint64_t offset, std::size_t bytes, Keep keep, ReadMode mode) const noexcept;
 
   /// These read at least one and at most `bytes` bytes and return how many; 0 at the end of the file, and
   /// -1 with errno.
-  std::int64_t read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, Way way) const;
+  std::int64_t read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, ReadPath path) const;
   std::int64_t read_direct(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;
   std::int64_t read_in_place(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;
   void check_unchanged(const std::string& who) const;

@@ -88,13 +88,20 @@ MemoryWatch::MemoryWatch(const Source& source)
 }
 
 MemoryWatch::MemoryWatch(const void* address, std::size_t bytes)
+    : MemoryWatch(address, bytes, Sharing::unknown) {}
+
+MemoryWatch::MemoryWatch(const void* address, std::size_t bytes, Sharing sharing)
     : address_(static_cast<const std::byte*>(address)), bytes_(bytes), offset_(0), pinned_(false) {
-  start();
+  start(sharing);
 }
 
-void MemoryWatch::start() {
+std::unique_ptr<MemoryWatch> MemoryWatch::of_private(const void* address, std::size_t bytes) {
+  return std::unique_ptr<MemoryWatch>(new MemoryWatch(address, bytes, Sharing::none));
+}
+
+void MemoryWatch::start(Sharing sharing) {
   if (address_ == nullptr || bytes_ == 0) return;
-  shared_ = !file_ && is_shared(address_, bytes_);
+  shared_ = sharing == Sharing::unknown && !file_ && is_shared(address_, bytes_);
   head_ = {address_, bytes_};
   const Pages whole = pages_within(address_, bytes_);
   if (whole.end - whole.begin >= kWatchedBytes)
@@ -120,7 +127,7 @@ bool MemoryWatch::written_before_start(const File& file) const {
     if (from + range.begin < whole.end && from + range.end > whole.begin) return true;
     std::vector<std::byte> as_in_file(range.end - range.begin);
     file.read(offset_ + range.begin, as_in_file.data(), as_in_file.size(), "a weight", Keep::yes,
-              Pace::quick);
+              ReadMode::quick);
     if (std::memcmp(as_in_file.data(), address_ + range.begin, as_in_file.size()) != 0) return true;
   }
   return false;

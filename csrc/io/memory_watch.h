@@ -20,6 +20,8 @@ class MemoryWatch {
  public:
   explicit MemoryWatch(const Source& source);
   MemoryWatch(const void* address, std::size_t bytes);
+  /// Of memory that no other process can have, so that the kernel need not be asked.
+  static std::unique_ptr<MemoryWatch> of_private(const void* address, std::size_t bytes);
 
   /// Looks for writes, and returns a count that differs from the last one if any was made since.
   std::uint64_t writes();
@@ -30,6 +32,7 @@ class MemoryWatch {
   /// The memory has been page-locked. A device may write to it, which the kernel does not see, so it is
   /// sampled too.
   void note_pinned();
+  std::size_t size() const noexcept { return bytes_; }
   /// Whether every write by this process's code is seen.
   bool exact();
 
@@ -39,7 +42,9 @@ class MemoryWatch {
     std::size_t bytes = 0;
   };
 
-  void start();
+  enum class Sharing : bool { none, unknown };
+  MemoryWatch(const void* address, std::size_t bytes, Sharing sharing);
+  void start(Sharing sharing = Sharing::unknown);
   bool sees_all() const noexcept { return middle_.bytes == 0 || (pages_ != nullptr && !shared_); }
   bool written_before_start(const File& file) const;
   bool look_at_pages();

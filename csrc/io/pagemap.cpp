@@ -1,11 +1,13 @@
 #include "io/pagemap.h"
 
 #include <fcntl.h>
+#include <pthread.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 
 namespace dynswap {
 
@@ -17,7 +19,7 @@ class Pagemap {
  public:
   static int of_this_thread() {
     thread_local Pagemap pagemap;
-    if (pagemap.process_ != ::getpid()) pagemap.open();
+    if (pagemap.forks_ != forks()) pagemap.open();
     return pagemap.fd_;
   }
   ~Pagemap() { close(); }
@@ -26,9 +28,19 @@ class Pagemap {
 
  private:
   Pagemap() { open(); }
+
+  /// How many forks lie between this process and the first that asked. (To ask the kernel for the process's
+  /// id takes as long as what is asked of the page map.)
+  static unsigned forks() noexcept {
+    static std::atomic<unsigned> count{0};
+    static const int counts = ::pthread_atfork(nullptr, nullptr, [] { ++count; });
+    static_cast<void>(counts);
+    return count.load(std::memory_order_relaxed);
+  }
+
   void open() noexcept {
     close();
-    process_ = ::getpid();
+    forks_ = forks();
     fd_ = ::open("/proc/self/pagemap", O_RDONLY | O_CLOEXEC);
   }
   void close() const noexcept {
@@ -36,7 +48,7 @@ class Pagemap {
   }
 
   int fd_ = -1;
-  pid_t process_ = 0;
+  unsigned forks_ = 0;
 };
 
 #ifdef __linux__

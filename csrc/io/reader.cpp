@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstring>
+#include <functional>
+#include <span>
 
 #include "core/check.h"
 #include "io/aligned_buffer.h"
@@ -17,14 +19,14 @@ namespace {
 constexpr std::size_t kScratchBytes = 1u << 20;
 
 /// Brings stored bytes of `source`, from `begin` on, to `dst`.
-void fetch(const Source& source, std::uint64_t begin, std::byte* dst, std::size_t bytes, Pace pace) {
+void fetch(const Source& source, std::uint64_t begin, std::byte* dst, std::size_t bytes, ReadMode mode) {
   if (!source.file) {
     std::memcpy(dst, source.address + begin, bytes);
     return;
   }
   const auto read = [&](std::size_t from, std::size_t to) {
     if (from < to) {
-      source.file->read(source.offset + begin + from, dst + from, to - from, source.name, source.keep, pace);
+      source.file->read(source.offset + begin + from, dst + from, to - from, source.name, source.keep, mode);
     }
   };
   std::size_t done = 0;
@@ -47,13 +49,105 @@ void cast_in_runs(const Source& source, std::byte* dst, const std::byte* src, st
   }
 }
 
+/// Between two ranges, so many bytes are read with them and dropped: fewer than a request of its own costs.
+constexpr std::uint64_t kMostBetween = 16u << 10;
+
+AlignedBuffer& scratch() {
+  thread_local AlignedBuffer buffer(kScratchBytes + kDirectAlign);
+  return buffer;
+}
+
+std::uint64_t file_offset(const Piece& piece) noexcept {
+  return piece.source->offset + piece.first * scalar_size(piece.source->stored);
+}
+
+std::size_t stored_bytes(const Piece& piece) noexcept {
+  return piece.count * scalar_size(piece.source->stored);
+}
+
+/// Neighbouring ranges of one file. See Note [Neighbours are read together].
+class Run {
+ public:
+  explicit Run(const PieceRead& first)
+      : source_(*first.piece->source),
+        dst_(first.dst),
+        begin_(file_offset(*first.piece)),
+        end_(begin_ + stored_bytes(*first.piece)),
+        in_place_(!source_.cast()),
+        through_scratch_(may_go_through_scratch(*first.piece)) {}
+
+  bool take(const PieceRead& next) {
+    const Piece& piece = *next.piece;
+    const Source& source = *piece.source;
+    const std::uint64_t begin = file_offset(piece);
+    if (!source_.file || source.file != source_.file || source.keep != source_.keep || begin < end_ ||
+        begin - end_ > kMostBetween || mapped_at(source) != mapped_at(source_))
+      return false;
+    const std::uint64_t end = begin + stored_bytes(piece);
+    const bool in_place = in_place_ && !source.cast() && begin == end_ && next.dst == dst_ + (begin - begin_);
+    const bool through_scratch =
+        through_scratch_ && may_go_through_scratch(piece) && end - begin_ <= kScratchBytes;
+    if (!in_place && !through_scratch) return false;
+    in_place_ = in_place;
+    through_scratch_ = through_scratch;
+    end_ = end;
+    return true;
+  }
+
+  /// False, and nothing counts as written, if the pieces have to be read one by one: some of their mapping
+  /// has been written to, or the file cannot be read, of which the error is to name the weight.
+  bool read(std::span<const PieceRead> reads, CastFn cast, ReadMode mode) const {
+    const std::size_t bytes = end_ - begin_;
+    if (source_.address != nullptr &&
+        !private_ranges(source_.address + (begin_ - source_.offset), bytes).empty())
+      return false;
+    std::byte* const target = in_place_ ? dst_ : scratch().data() + begin_ % kDirectAlign;
+    try {
+      source_.file->read(begin_, target, bytes, source_.name, source_.keep, mode);
+    } catch (const SourceError&) {
+      return false;
+    }
+    if (in_place_) return true;
+    for (const auto& [piece, dst] : reads) {
+      const std::byte* const stored = target + (file_offset(*piece) - begin_);
+      if (piece->source->cast()) {
+        cast_in_runs(*piece->source, dst, stored, piece->count, cast);
+      } else {
+        std::memcpy(dst, stored, stored_bytes(*piece));
+      }
+    }
+    return true;
+  }
+
+ private:
+  /// A large piece that is not cast would be copied once more than if it were read alone. Elements are never
+  /// cast from a misaligned address.
+  static bool may_go_through_scratch(const Piece& piece) noexcept {
+    const std::size_t bytes = stored_bytes(piece);
+    if (!piece.source->cast()) return bytes < kSmallRead;
+    return bytes <= kScratchBytes && piece.source->offset % scalar_size(piece.source->stored) == 0;
+  }
+
+  /// Where the file's first byte would be mapped; 0 without a mapping.
+  static std::uintptr_t mapped_at(const Source& source) noexcept {
+    return source.address == nullptr ? 0 : reinterpret_cast<std::uintptr_t>(source.address) - source.offset;
+  }
+
+  const Source& source_;  ///< of the first piece
+  std::byte* const dst_;  ///< of the first piece
+  const std::uint64_t begin_;
+  std::uint64_t end_;
+  bool in_place_;  ///< ranges and destinations join
+  bool through_scratch_;
+};
+
 }  // namespace
 
-void read_piece(const Piece& piece, std::byte* dst, CastFn cast, Pace pace) {
+void read_piece(const Piece& piece, std::byte* dst, CastFn cast, ReadMode mode) {
   const Source& source = *piece.source;
   const std::size_t element = scalar_size(source.stored);
   if (!source.cast()) {
-    fetch(source, piece.first * element, dst, piece.count * element, pace);
+    fetch(source, piece.first * element, dst, piece.count * element, mode);
     return;
   }
   DYNSWAP_CHECK(cast != nullptr,
@@ -62,16 +156,31 @@ void read_piece(const Piece& piece, std::byte* dst, CastFn cast, Pace pace) {
     cast_in_runs(source, dst, source.address + piece.first * element, piece.count, cast);
     return;
   }
-  thread_local const AlignedBuffer scratch(kScratchBytes + kDirectAlign);
   // In phase with the file, so that the disk writes straight into it; but never a misaligned element.
   const std::size_t phase = source.offset % element == 0 ? source.offset % kDirectAlign : 0;
   const std::size_t most = kScratchBytes / element;
   for (std::uint64_t done = 0; done < piece.count; done += most) {
     const std::size_t count = std::min<std::uint64_t>(most, piece.count - done);
     const std::uint64_t begin = (piece.first + done) * element;
-    std::byte* const stored = scratch.data() + (phase + begin) % kDirectAlign;
-    fetch(source, begin, stored, count * element, pace);
+    std::byte* const stored = scratch().data() + (phase + begin) % kDirectAlign;
+    fetch(source, begin, stored, count * element, mode);
     cast_in_runs(source, dst + done * scalar_size(source.wanted), stored, count, cast);
+  }
+}
+
+void read_pieces(std::vector<PieceRead>& reads, CastFn cast, ReadMode mode) {
+  std::sort(reads.begin(), reads.end(), [](const PieceRead& a, const PieceRead& b) {
+    const File* const file = a.piece->source->file.get();
+    const File* const other = b.piece->source->file.get();
+    if (file != other) return std::less<>()(file, other);
+    return file_offset(*a.piece) < file_offset(*b.piece);
+  });
+  for (std::size_t first = 0, end = 0; first < reads.size(); first = end) {
+    Run run(reads[first]);
+    for (end = first + 1; end < reads.size() && run.take(reads[end]);) ++end;
+    const std::span<const PieceRead> neighbours(&reads[first], end - first);
+    if (neighbours.size() > 1 && run.read(neighbours, cast, mode)) continue;
+    for (const auto& [piece, dst] : neighbours) read_piece(*piece, dst, cast, mode);
   }
 }
 

@@ -2,10 +2,11 @@
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 #include "core/backend.h"
 #include "core/scalar.h"
-#include "io/haste.h"
+#include "io/read_policy.h"
 
 namespace dynswap {
 
@@ -16,10 +17,25 @@ inline constexpr std::size_t kCastRun = 32768;
 /// Writes the elements of `piece` to `dst` in RAM (`piece.dst` is ignored), cast where the source asks for
 /// it. Runs on the calling thread and blocks it. Throws SourceError.
 ///
-/// `pace` is for what the page cache has (io/haste.h).
+/// `pace` is for what the page cache has (io/read_policy.h).
 ///
 /// A file source is read from its file, except the pages of its mapping that this process has written
 /// to: there the mapping is the truth (Invariant 6, see io/private_pages.h).
-void read_piece(const Piece& piece, std::byte* dst, CastFn cast, Pace pace);
+void read_piece(const Piece& piece, std::byte* dst, CastFn cast, ReadMode mode);
+
+/// A piece, and where read_piece() is to write it. The piece outlives the read.
+struct PieceRead {
+  const Piece* piece = nullptr;
+  std::byte* dst = nullptr;
+};
+
+/// As read_piece() for each of them, in any order; reorders `reads`.
+///
+/// Note [Neighbours are read together]: a request to the disk, or to the page cache, costs as much as some
+/// ten kilobytes, and a model of small layers has hundreds of small weights, one after the other in its file.
+/// So ranges of one file that follow one another closely are one request. It goes straight into place if
+/// ranges and destinations both join (the engine lays out a group in the order of its file), else through a
+/// scratch block: between two destinations there may be one that is read from elsewhere.
+void read_pieces(std::vector<PieceRead>& reads, CastFn cast, ReadMode mode);
 
 }  // namespace dynswap

@@ -44,12 +44,12 @@ double bus_speed(const Timeline& timeline) {
 
 Observed observe(const Timeline& timeline, const std::vector<Engine::GroupReport>& groups) {
   Observed observed;
-  Rhythm& rhythm = observed.rhythm;
+  AccessPattern& pattern = observed.pattern;
   for (const Engine::GroupReport& group : groups) {
-    rhythm.bytes.push_back(group.bytes);
-    rhythm.copy_bytes.push_back(static_cast<double>(group.master_bytes));
+    pattern.bytes.push_back(group.bytes);
+    pattern.copy_bytes.push_back(static_cast<double>(group.master_bytes));
   }
-  rhythm.bytes_per_second = bus_speed(timeline);
+  pattern.bytes_per_second = bus_speed(timeline);
 
   const std::uint64_t thread = main_thread(timeline);
   std::vector<const Span*> spans;
@@ -75,14 +75,14 @@ Observed observe(const Timeline& timeline, const std::vector<Engine::GroupReport
     const double after = seconds_between(span.when.end, spans[i + 1]->when.begin);
     if (span.kind == Span::Kind::wait)
       observed.wait_seconds += seconds_between(span.when.begin, span.when.end);
-    if (span.kind == Span::Kind::use && (rhythm.steps.empty() || rhythm.steps.back().group != span.group)) {
-      rhythm.steps.push_back({span.group, 0, true});
+    if (span.kind == Span::Kind::use && (pattern.steps.empty() || pattern.steps.back().group != span.group)) {
+      pattern.steps.push_back({span.group, 0, true});
     }
-    (rhythm.steps.empty() ? before_first_use : rhythm.steps.back().compute_seconds) += after;
+    (pattern.steps.empty() ? before_first_use : pattern.steps.back().compute_seconds) += after;
     observed.compute_seconds += after;
   }
-  if (rhythm.steps.empty()) return {};
-  rhythm.steps.back().compute_seconds += before_first_use;
+  if (pattern.steps.empty()) return {};
+  pattern.steps.back().compute_seconds += before_first_use;
   observed.compute_seconds /= static_cast<double>(observed.passes);
   observed.wait_seconds /= static_cast<double>(observed.passes);
   return observed;

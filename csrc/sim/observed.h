@@ -6,12 +6,12 @@
 
 #include "core/engine.h"
 #include "core/recorder.h"
-#include "sim/ring_model.h"
+#include "sim/access_pattern.h"
 
 namespace dynswap::sim {
 
 struct Observed {
-  Rhythm rhythm;               ///< of the passes that were recorded from beginning to end
+  AccessPattern pattern;       ///< of the passes that were recorded from beginning to end
   std::size_t passes = 0;      ///< how many those are; 0: there is nothing to go by
   double compute_seconds = 0;  ///< of one pass: all of it but the waits
   double wait_seconds = 0;     ///< of one pass

@@ -21,10 +21,8 @@ namespace {
 constexpr double kNever = std::numeric_limits<double>::infinity();
 constexpr Stream kConsumer = 0;
 
-/// Work that a search may do, in steps that are walked: a fraction of a second.
-constexpr std::size_t kModelSteps = 12'000'000;
+/// Accesses of the engine that a search may make: a fraction of a second.
 constexpr std::size_t kEngineSteps = 60'000;
-constexpr std::size_t kFinalists = 6;
 
 /// A set of residents, and what it costs.
 struct Candidate {
@@ -44,17 +42,14 @@ struct Candidate {
 class Search {
  public:
   using Evaluate = std::function<void(Candidate&)>;
-  using Blame = std::function<std::vector<double>(const Candidate&)>;
 
-  Search(const Rhythm& rhythm, std::size_t budget)
-      : rhythm_(rhythm), budget_(budget), order_(rhythm.bytes.size()), random_(20'26) {
-    std::iota(order_.begin(), order_.end(), 0u);
-  }
+  Search(const AccessPattern& pattern, std::size_t budget)
+      : pattern_(pattern), budget_(budget), random_(20'26) {}
 
   Candidate candidate(std::vector<bool> resident) const {
     Candidate made{std::move(resident), 0, kNever};
     for (std::size_t i = 0; i < made.resident.size(); ++i) {
-      made.resident_bytes += made.resident[i] ? rhythm_.bytes[i] : 0;
+      made.resident_bytes += made.resident[i] ? pattern_.bytes[i] : 0;
     }
     return made;
   }
@@ -64,8 +59,8 @@ class Search {
     if (candidate.resident_bytes > budget_) return false;
     const std::size_t arena = budget_ - candidate.resident_bytes;
     std::size_t together = 0;
-    for (const Step& step : rhythm_.steps) {
-      together += candidate.resident[step.group] ? 0 : rhythm_.bytes[step.group];
+    for (const Step& step : pattern_.steps) {
+      together += candidate.resident[step.group] ? 0 : pattern_.bytes[step.group];
       if (together > arena) return false;
       if (step.lets_go) together = 0;
     }
@@ -75,19 +70,19 @@ class Search {
   /// Residents of at most `quota` bytes, such that what is streamed keeps in step with time: with the compute
   /// (`share` 1), with the bytes (0: evenly spread), or with both.
   Candidate in_step(std::size_t quota, double share) const {
-    std::vector<double> compute(rhythm_.bytes.size(), 0);
+    std::vector<double> compute(pattern_.bytes.size(), 0);
     double compute_total = 0;
-    for (const Step& step : rhythm_.steps) {
+    for (const Step& step : pattern_.steps) {
       compute[step.group] += step.compute_seconds;
       compute_total += step.compute_seconds;
     }
     double bytes_total = 0;
-    for (const std::size_t bytes : rhythm_.bytes) bytes_total += static_cast<double>(bytes);
+    for (const std::size_t bytes : pattern_.bytes) bytes_total += static_cast<double>(bytes);
     const auto streaming = [&](double streamed) {
-      std::vector<bool> resident(rhythm_.bytes.size());
+      std::vector<bool> resident(pattern_.bytes.size());
       double owed = 0;
       for (std::size_t i = 0; i < resident.size(); ++i) {
-        const auto bytes = static_cast<double>(rhythm_.bytes[i]);
+        const auto bytes = static_cast<double>(pattern_.bytes[i]);
         const double time = compute_total > 0 ? compute[i] / compute_total : bytes / bytes_total;
         owed += streamed * (share * time + (1 - share) * bytes / bytes_total);
         resident[i] = owed < bytes / 2;
@@ -106,13 +101,11 @@ class Search {
   }
 
   /// The best met in a walk of `moves` that goes uphill ever less willingly.
-  Candidate anneal(const Candidate& from, std::size_t moves, const Evaluate& evaluate, const Blame& blame) {
+  Candidate anneal(const Candidate& from, std::size_t moves, const Evaluate& evaluate) {
     Candidate best = from, at = from, next;
-    std::vector<double> likely;
     std::uniform_real_distribution<double> chance(0, 1);
     for (std::size_t i = 0; i < moves; ++i) {
-      if (blame && i % kBlameEvery == 0) likely = blame(at);
-      if (!move(at, likely, next)) continue;
+      if (!move(at, next)) continue;
       evaluate(next);
       const double left = 1 - static_cast<double>(i) / static_cast<double>(moves);
       const double temperature = warmest() * left * left * best.seconds;
@@ -126,20 +119,19 @@ class Search {
 
  private:
   /// How much worse is often accepted at first, of the seconds: as much as one group is of them all.
-  double warmest() const { return 1.0 / static_cast<double>(order_.size()); }
-  static constexpr std::size_t kBlameEvery = 16;
+  double warmest() const { return 1.0 / static_cast<double>(pattern_.bytes.size()); }
 
   /// One group more or less, or one for another; or nothing, if that does not fit.
-  bool move(const Candidate& from, const std::vector<double>& weight_of_adding, Candidate& to) {
+  bool move(const Candidate& from, Candidate& to) {
     to = from;
     const int kind = static_cast<int>(random_() % 4);  // add, drop, swap, swap
     if (kind != 1) {
-      const std::size_t added = pick(from.resident, false, weight_of_adding);
+      const std::size_t added = pick(from.resident, false);
       if (added == kNone) return false;
       flip(to, added);
     }
     if (kind != 0) {
-      const std::size_t dropped = pick(from.resident, true, {});
+      const std::size_t dropped = pick(from.resident, true);
       if (dropped == kNone) return false;
       flip(to, dropped);
     }
@@ -151,60 +143,48 @@ class Search {
   void flip(Candidate& candidate, std::size_t group) const {
     candidate.resident[group] = !candidate.resident[group];
     if (candidate.resident[group]) {
-      candidate.resident_bytes += rhythm_.bytes[group];
+      candidate.resident_bytes += pattern_.bytes[group];
     } else {
-      candidate.resident_bytes -= rhythm_.bytes[group];
+      candidate.resident_bytes -= pattern_.bytes[group];
     }
   }
 
-  /// A group that is (or is not) resident: half of the time any, else one of the likely ones.
-  std::size_t pick(const std::vector<bool>& resident, bool wanted, const std::vector<double>& weights) {
+  /// Any group that is (or is not) resident.
+  std::size_t pick(const std::vector<bool>& resident, bool wanted) {
     std::vector<std::size_t> eligible;
-    double total = 0;
     for (std::size_t i = 0; i < resident.size(); ++i) {
-      if (resident[i] != wanted) continue;
-      eligible.push_back(i);
-      if (!weights.empty()) total += weights[i];
+      if (resident[i] == wanted) eligible.push_back(i);
     }
-    if (eligible.empty()) return kNone;
-    if (total > 0 && random_() % 2 == 0) {
-      double at = std::uniform_real_distribution<double>(0, total)(random_);
-      for (const std::size_t group : eligible) {
-        at -= weights[group];
-        if (at <= 0) return group;
-      }
-    }
-    return eligible[random_() % eligible.size()];
+    return eligible.empty() ? kNone : eligible[random_() % eligible.size()];
   }
 
-  const Rhythm& rhythm_;
+  const AccessPattern& pattern_;
   const std::size_t budget_;
-  std::vector<std::uint32_t> order_;
   std::mt19937_64 random_;
 };
 
 /// As the engine does by itself: residents spread over the bytes, and what is tiny and used again and again
 /// in a pass stays (Note [Tiny weights stay]).
-std::vector<bool> evenly(const Rhythm& rhythm, std::size_t budget, std::uint32_t depth) {
-  std::vector<std::size_t> uses(rhythm.bytes.size(), 0);
-  for (const Step& step : rhythm.steps) ++uses[step.group];
+std::vector<bool> evenly(const AccessPattern& pattern, std::size_t budget, std::uint32_t depth) {
+  std::vector<std::size_t> uses(pattern.bytes.size(), 0);
+  for (const Step& step : pattern.steps) ++uses[step.group];
   const std::size_t once = *std::min_element(uses.begin(), uses.end());
-  const std::size_t total = std::accumulate(rhythm.bytes.begin(), rhythm.bytes.end(), std::size_t{0});
+  const std::size_t total = std::accumulate(pattern.bytes.begin(), pattern.bytes.end(), std::size_t{0});
   std::vector<bool> tiny;
   std::size_t tiny_bytes = 0;
   for (std::size_t i = 0; i < uses.size(); ++i) {
-    tiny.push_back(uses[i] > once && rhythm.bytes[i] <= total / kTinyPartOfModel);
-    if (tiny.back()) tiny_bytes += rhythm.bytes[i];
+    tiny.push_back(uses[i] > once && pattern.bytes[i] <= total / kTinyPartOfModel);
+    if (tiny.back()) tiny_bytes += pattern.bytes[i];
   }
-  if (tiny_bytes > total / kTinyPartOfModel) return plan_residency(rhythm.bytes, budget, depth).resident;
-  return plan_residency(rhythm.bytes, tiny, budget, depth).resident;
+  if (tiny_bytes > total / kTinyPartOfModel) return plan_residency(pattern.bytes, budget, depth).resident;
+  return plan_residency(pattern.bytes, tiny, budget, depth).resident;
 }
 
 }  // namespace
 
-double measure(const Rhythm& rhythm, const std::vector<bool>& resident, std::size_t budget,
+double measure(const AccessPattern& pattern, const std::vector<bool>& resident, std::size_t budget,
                std::uint32_t prefetch) {
-  auto backend = std::make_unique<VirtualBackend>(rhythm.bytes_per_second, rhythm.latency);
+  auto backend = std::make_unique<VirtualBackend>(pattern.bytes_per_second, pattern.latency);
   VirtualBackend& clock = *backend;
   std::unordered_map<const Source*, double> copy_bytes;
   EngineOptions options;
@@ -212,14 +192,14 @@ double measure(const Rhythm& rhythm, const std::vector<bool>& resident, std::siz
   options.prefetch = prefetch;
   options.given.emplace();
   options.given->resident = resident;
-  const std::size_t groups = rhythm.bytes.size();
+  const std::size_t groups = pattern.bytes.size();
   options.given->group_of.resize(groups);
   std::iota(options.given->group_of.begin(), options.given->group_of.end(), 0u);
   const auto engine = std::make_shared<Engine>(std::move(backend), options);
   for (std::size_t i = 0; i < groups; ++i) {
     auto source = std::make_shared<Source>();
-    source->count = rhythm.bytes[i];
-    if (!rhythm.copy_bytes.empty()) copy_bytes[source.get()] = rhythm.copy_bytes[i];
+    source->count = pattern.bytes[i];
+    if (!pattern.copy_bytes.empty()) copy_bytes[source.get()] = pattern.copy_bytes[i];
     engine->add_weight(std::move(source), i);
   }
   try {
@@ -239,7 +219,7 @@ double measure(const Rhythm& rhythm, const std::vector<bool>& resident, std::siz
   for (int round = 0; round < kWarmUp + kMeasured; ++round) {
     if (round == kWarmUp) begin = clock.seconds();
     std::vector<Lease> leases;
-    for (const Step& step : rhythm.steps) {
+    for (const Step& step : pattern.steps) {
       leases.push_back(engine->acquire(step.group, kConsumer));
       clock.kernel(step.compute_seconds);
       if (step.lets_go) leases.clear();
@@ -248,66 +228,40 @@ double measure(const Rhythm& rhythm, const std::vector<bool>& resident, std::siz
   return (clock.seconds() - begin) / kMeasured;
 }
 
-Placement place_by_time(const Rhythm& rhythm, std::size_t budget, std::uint32_t prefetch) {
-  DYNSWAP_CHECK(!rhythm.steps.empty() && rhythm.bytes_per_second > 0,
-                "a rhythm has steps, and a bus a speed");
-  const std::size_t total = std::accumulate(rhythm.bytes.begin(), rhythm.bytes.end(), std::size_t{0});
-  const std::vector<bool> even = evenly(rhythm, budget, prefetch);
-  const double seconds = measure(rhythm, even, budget, prefetch);
+Placement place_by_time(const AccessPattern& pattern, std::size_t budget, std::uint32_t prefetch) {
+  DYNSWAP_CHECK(!pattern.steps.empty() && pattern.bytes_per_second > 0,
+                "a pattern has steps, and a bus a speed");
+  const std::size_t total = std::accumulate(pattern.bytes.begin(), pattern.bytes.end(), std::size_t{0});
+  const std::vector<bool> even = evenly(pattern, budget, prefetch);
+  const double seconds = measure(pattern, even, budget, prefetch);
   double compute = 0;
-  for (const Step& step : rhythm.steps) compute += step.compute_seconds;
+  for (const Step& step : pattern.steps) compute += step.compute_seconds;
   const bool hidden = seconds <= 1.0005 * compute;  // nothing is left to save
   if (total <= budget || budget == 0 || hidden) return {even, seconds};
 
-  const RingModel model(rhythm);
-  Search search(rhythm, budget);
+  Search search(pattern, budget);
   const auto evaluate = [&](Candidate& candidate) {
-    candidate.seconds = model.seconds(candidate.resident, budget - candidate.resident_bytes);
+    candidate.seconds = measure(pattern, candidate.resident, budget, prefetch);
   };
-
-  std::vector<std::vector<bool>> starts{even};
+  std::vector<std::vector<bool>> starts;
   for (const std::uint32_t depth : {1u, 2u, 3u, 4u, 6u, 8u, 12u, 16u, 24u}) {
-    std::vector<bool> resident = evenly(rhythm, budget, depth);
-    if (std::find(starts.begin(), starts.end(), resident) == starts.end())
+    std::vector<bool> resident = evenly(pattern, budget, depth);
+    if (resident != even && std::find(starts.begin(), starts.end(), resident) == starts.end())
       starts.push_back(std::move(resident));
   }
-  const auto blame = [&](const Candidate& at) {
-    return model.blame(at.resident, budget - at.resident_bytes);
-  };
   for (const double of_budget : {0.5, 0.7, 0.8, 0.88, 0.94, 0.97}) {
     const auto quota = static_cast<std::size_t>(of_budget * static_cast<double>(budget));
     for (const double share : {0.4, 0.7, 1.0}) starts.push_back(search.in_step(quota, share).resident);
   }
-  std::vector<Candidate> found;
-  for (const std::vector<bool>& start : starts) {
-    Candidate from = search.candidate(start);
+  Candidate best = search.candidate(even);
+  best.seconds = seconds;
+  for (std::vector<bool>& start : starts) {
+    Candidate from = search.candidate(std::move(start));
     if (!search.fits(from)) continue;
     evaluate(from);
-    found.push_back(std::move(from));
+    if (from.better_than(best)) best = std::move(from);
   }
-  const auto best_first = [&] {
-    std::sort(found.begin(), found.end(),
-              [](const Candidate& a, const Candidate& b) { return a.better_than(b); });
-    found.resize(std::min(found.size(), kFinalists));
-  };
-  best_first();
-  const std::size_t moves = std::max<std::size_t>(200, kModelSteps / (3 * rhythm.steps.size() * kFinalists));
-  for (std::size_t i = found.size(); i-- > 0;)
-    found.push_back(search.anneal(found[i], moves, evaluate, blame));
-  best_first();
-  if (found.empty()) return {even, seconds};
-  found.push_back(search.candidate(even));
-
-  // The real engine has the last word.
-  const auto ask_engine = [&](Candidate& candidate) {
-    candidate.seconds = measure(rhythm, candidate.resident, budget, prefetch);
-  };
-  Candidate best;
-  for (Candidate& candidate : found) {
-    ask_engine(candidate);
-    if (candidate.better_than(best)) best = candidate;
-  }
-  best = search.anneal(best, kEngineSteps / (5 * rhythm.steps.size()), ask_engine, {});
+  best = search.anneal(best, kEngineSteps / (5 * pattern.steps.size()), evaluate);
   return {best.resident, best.seconds};
 }
 

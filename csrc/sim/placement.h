@@ -6,13 +6,13 @@
 #include <vector>
 
 #include "core/engine.h"
-#include "sim/ring_model.h"
+#include "sim/access_pattern.h"
 
 namespace dynswap::sim {
 
 /// The seconds of a round of the real engine over the virtual clock, with these residents and the rest of
 /// the budget for the arena. Infinite if the budget cannot hold them.
-double measure(const Rhythm& rhythm, const std::vector<bool>& resident, std::size_t budget,
+double measure(const AccessPattern& pattern, const std::vector<bool>& resident, std::size_t budget,
                std::uint32_t prefetch);
 
 struct Placement {
@@ -23,13 +23,12 @@ struct Placement {
 /// Note [Residents by time]
 /// What a resident saves is not its bytes but the wait that they cause: a copy that hides behind compute
 /// saves nothing, one where the bus cannot keep up saves all of it, and every resident takes room from the
-/// arena, which is what lets copies run ahead through a stretch of little compute. So placements are tried:
-/// the even one at several sizes of the arena, and from each of those a local search (one group in, one out,
-/// or both) over the ring model, guided to the groups that travel before a stall. The best of them are
-/// measured with the real engine on the virtual clock, and the best of those is refined there. Never worse
-/// than plan_residency(), which is among them.
+/// arena, which is what lets copies run ahead through a stretch of little compute. So placements are measured
+/// with the real engine on the virtual clock: the even one at several sizes of the arena, those that keep
+/// what is streamed in step with the compute, and from the best of them on a local search by simulated
+/// annealing (one group in, one out, or both). Never worse than plan_residency(), which is among them.
 ///
 /// Throws BudgetError if the largest group does not fit. Deterministic.
-Placement place_by_time(const Rhythm& rhythm, std::size_t budget, std::uint32_t prefetch);
+Placement place_by_time(const AccessPattern& pattern, std::size_t budget, std::uint32_t prefetch);
 
 }  // namespace dynswap::sim

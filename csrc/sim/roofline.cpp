@@ -42,26 +42,27 @@ void run_pass(const Workload& workload, const std::vector<WeightId>& weights, En
 
 }  // namespace
 
-Rhythm rhythm_of(const Workload& workload, const GivenPlan& groups, double bytes_per_second, double latency) {
-  Rhythm rhythm;
-  rhythm.bytes_per_second = bytes_per_second;
-  rhythm.latency = latency;
-  rhythm.bytes.resize(groups.resident.size());
+AccessPattern pattern_of(const Workload& workload, const GivenPlan& groups, double bytes_per_second,
+                         double latency) {
+  AccessPattern pattern;
+  pattern.bytes_per_second = bytes_per_second;
+  pattern.latency = latency;
+  pattern.bytes.resize(groups.resident.size());
   const std::vector<Layer>& layers = workload.layers;
   for (std::size_t i = 0; i < layers.size(); ++i) {
     const GroupId group = groups.group_of[i];
-    rhythm.bytes[group] += layers[i].bytes;
+    pattern.bytes[group] += layers[i].bytes;
     const bool new_group = i == 0 || group != groups.group_of[i - 1];
-    if (new_group) rhythm.steps.push_back({group, 0, true});
-    rhythm.steps.back().compute_seconds += layers[i].compute_seconds;
+    if (new_group) pattern.steps.push_back({group, 0, true});
+    pattern.steps.back().compute_seconds += layers[i].compute_seconds;
     if (i > 0 && new_group && layers[i - 1].unit == layers[i].unit) {
       // A module computes when it has all of its groups, and lets them go together.
-      Step& before = rhythm.steps[rhythm.steps.size() - 2];
-      rhythm.steps.back().compute_seconds += std::exchange(before.compute_seconds, 0);
+      Step& before = pattern.steps[pattern.steps.size() - 2];
+      pattern.steps.back().compute_seconds += std::exchange(before.compute_seconds, 0);
       before.lets_go = false;
     }
   }
-  return rhythm;
+  return pattern;
 }
 
 Result simulate(const Workload& workload, const EngineOptions& options, double bytes_per_second,
@@ -85,12 +86,12 @@ Result simulate(const Workload& workload, const EngineOptions& options, double b
   if (residents == Residents::by_time && options.budget > 0 && !workload.layers.empty()) {
     EngineOptions timed = options;
     timed.given = engine->given_plan();
-    Rhythm rhythm = rhythm_of(workload, *timed.given, bytes_per_second, latency);
+    AccessPattern pattern = pattern_of(workload, *timed.given, bytes_per_second, latency);
     // A group takes more on the device than its weights do on the bus: what lies between them.
-    rhythm.copy_bytes.assign(rhythm.bytes.begin(), rhythm.bytes.end());
+    pattern.copy_bytes.assign(pattern.bytes.begin(), pattern.bytes.end());
     const std::vector<Engine::GroupReport> groups = engine->groups();
-    for (std::size_t i = 0; i < groups.size(); ++i) rhythm.bytes[i] = groups[i].bytes;
-    timed.given->resident = place_by_time(rhythm, options.budget, options.prefetch).resident;
+    for (std::size_t i = 0; i < groups.size(); ++i) pattern.bytes[i] = groups[i].bytes;
+    timed.given->resident = place_by_time(pattern, options.budget, options.prefetch).resident;
     engine = planned(timed);
   }
   auto& clock = const_cast<VirtualBackend&>(static_cast<const VirtualBackend&>(engine->backend()));

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/engine.h"
-#include "sim/ring_model.h"
+#include "sim/access_pattern.h"
 
 namespace dynswap::sim {
 
@@ -49,7 +49,8 @@ enum class Residents : bool {
 };
 
 /// The groups that an engine with these options forms of the workload, and when they are used.
-Rhythm rhythm_of(const Workload& workload, const GivenPlan& groups, double bytes_per_second, double latency);
+AccessPattern pattern_of(const Workload& workload, const GivenPlan& groups, double bytes_per_second,
+                         double latency);
 
 /// Runs the real engine over the virtual clock: in each pass each module acquires its weights, computes,
 /// and lets go of them. The first half of `passes` (at least one) is warm-up. Throws what the engine

@@ -1,4 +1,4 @@
-"""Writes any checkpoint as safetensors, cast, sharded or renamed, in little memory, and resumes."""
+"""Writes any checkpoint as safetensors: cast, sharded or renamed, in little memory, and resumable."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import hashlib
 import os
 import time
 from collections.abc import Callable
-from contextlib import closing
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
@@ -14,17 +13,15 @@ from typing import Any, Final
 
 import torch
 
-from dynswap_ext._progress import ProgressOption, shown
+from dynswap_ext._util.progress import ProgressOption, shown
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.checkpoint.rename import Rename
-from dynswap_ext.checkpoint.writing.blocks import Block, BlockWriter
-from dynswap_ext.checkpoint.writing.direct import check_free, explained
-from dynswap_ext.checkpoint.writing.journal import Journal
+from dynswap_ext.checkpoint.writing.blocks import Block, BlockWriter, Journal
 from dynswap_ext.checkpoint.writing.layout import DEFAULT_SHARD, Layout, shard_bytes, split
 from dynswap_ext.checkpoint.writing.pieces import pieces_of, text_of
 from dynswap_ext.checkpoint.writing.sources import Files
-from dynswap_ext.checkpoint.writing.target import Partial, Target
+from dynswap_ext.checkpoint.writing.target import Partial, Target, explained
 from dynswap_ext.errors import ConfigError, DynswapError, SourceError
 
 _JOURNAL: Final = "journal"
@@ -43,7 +40,7 @@ class Conversion:
     #: Bytes of tensors, before and after.
     source_bytes: int
     written_bytes: int
-    #: Of `written_bytes`, what an interrupted run had done before and was found whole.
+    #: Of `written_bytes`, what an interrupted run had written and was found intact.
     resumed_bytes: int
     seconds: float
 
@@ -60,28 +57,29 @@ def convert(
 ) -> Conversion:
     """Write a checkpoint of any format as safetensors.
 
-    Memory stays within some 40 MB, whatever the size. Each block of 4 MiB is read back from the disk and
-    compared by checksum; the checksums are kept in the header for `verify`. What an interrupted run has
-    done is not done again: run it again with the same arguments.
+    It takes some 40 MB of memory, for a checkpoint of any size. Each block of 4 MiB is read back from the
+    disk and compared by checksum; the checksums are kept in the header for `verify`. After an interruption,
+    the same call again does only what is not done yet.
 
     Parameters
     ----------
     src
-        Whatever `load` takes.
+        A checkpoint of any format that `load` takes.
     dst
         ``*.safetensors`` for one file, any other path for a folder with shards and an index.
     dtype
-        A floating dtype for floating tensors, as `tensor.to` casts. Integers, booleans and complex
-        tensors stay what they are.
+        A floating dtype for floating tensors, which are cast as by `tensor.to`. Integer, boolean and complex
+        tensors stay as they are.
     max_shard_size
-        Bytes, or a size such as ``"5GB"``, of the tensors of one shard. Default: one file, in a folder 5 GB.
+        The most bytes of tensors in one shard, as a number or a size such as ``"5GB"``. Default: no limit for
+        a file, 5 GB for a folder.
     rename
-        As in `load`. Also the way to leave entries out.
+        As in `load`, where None leaves an entry out.
     progress
         True shows a bar where stderr is a terminal or a notebook. A function is called with the bytes written
-        so far, those found done included, and the whole.
+        so far, including those of an interrupted run, and the total.
     overwrite
-        Replace a checkpoint that is there, and drop what was begun with other arguments.
+        Replace an existing checkpoint, and drop what was begun with other arguments.
 
     Returns
     -------
@@ -91,13 +89,16 @@ def convert(
     Raises
     ------
     ConfigError
-        The destination exists or is the source, was begun with other arguments, or the source has what
-        safetensors cannot hold.
+        The destination exists, is the source, or was begun with other arguments; or the source has something
+        that safetensors cannot hold.
     SourceError
-        The source cannot be read or has changed meanwhile, the disk is full or does not keep what is written.
+        The source cannot be read, or has changed during the conversion; or the disk is full, or does not
+        keep what is written.
 
-    After an error or a crash the destination is as it was. What was done so far is in a folder beside it,
-    which the error names; the same call goes on from there.
+    Notes
+    -----
+    After an error or a crash the destination is as it was. What was done so far is in a folder next to it,
+    which the error names; the same call continues from there.
     """
     begun = time.monotonic()
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
@@ -110,133 +111,104 @@ def convert(
     with Files() as files:
         pieces = pieces_of(checkpoint, dtype, rename, files)
         layouts = split(pieces, limit if target.one_file else limit or DEFAULT_SHARD, text_of(checkpoint))
-        with shown(progress, "converting") as told:
-            run = _Run(checkpoint, stamps, target, layouts, told)
-            path, written = run(overwrite)
-    return Conversion(
-        path=path,
-        files=tuple(written),
-        tensors=len(pieces),
-        source_bytes=sum(entry.nbytes for entry in checkpoint.entries.values()),
-        written_bytes=run.whole,
-        resumed_bytes=run.resumed,
-        seconds=time.monotonic() - begun,
-    )
-
-
-class _Run:
-    """One conversion, planned."""
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        stamps: list[Any],
-        target: Target,
-        layouts: list[Layout],
-        progress: Callable[[int, int], None] | None,
-    ) -> None:
-        self._checkpoint, self._stamps, self._target = checkpoint, stamps, target
-        self._layouts, self._progress = layouts, progress
-        self._done: dict[Block, int] = {}
-        self.whole = sum(layout.data_bytes for layout in layouts)
-        self.resumed = 0
-
-    def __call__(self, overwrite: bool) -> tuple[Path, list[Path]]:
-        """Write, and take the destination's place; what can be loaded, and the files."""
-        needed = sum(layout.file_bytes for layout in self._layouts)
-        target = self._target
-        with explained(target.path, target.folder, needed):
-            partial = Partial(target)
-            try:
-                known = self._begun(partial, overwrite)
-            except BaseException:
-                partial.close()
-                raise
-        keep = True
+        needed = sum(layout.file_bytes for layout in layouts)
+        done: dict[Block, int] = {}
         try:
-            with explained(target.path, target.folder, needed):
-                paths = partial.files(len(self._layouts))
-                self._fill(partial, paths, known, needed)
-                result = partial.place(paths, self._layouts)
-            keep = False
-            return result
-        except BaseException as error:
-            keep = bool(self._done)
-            if not keep or not isinstance(error, DynswapError):
+            with (
+                shown(progress, "converting") as report,
+                explained(target, needed),
+                Partial(target, needed) as partial,
+            ):
+                partial.keep = True
+                job = _job(stamps, layouts)
+                done.update(_begun(partial, job, target, layouts, overwrite))
+                partial.keep = done  # not to be dropped should there be no room
+                resumed = _fill(partial, checkpoint, job, layouts, done, report)
+                loadable, written = partial.place(layouts)
+                partial.keep = False
+        except DynswapError as error:
+            if not done:
                 raise
             raise type(error)(
                 f"{error}. What is done so far is kept in {partial.folder}, and the same call goes on from "
                 "there; delete that folder to drop it"
             ) from error
-        finally:
-            if keep:
-                partial.close()
-            else:
-                partial.remove()
+    return Conversion(
+        path=loadable,
+        files=tuple(written),
+        tensors=len(pieces),
+        source_bytes=sum(entry.nbytes for entry in checkpoint.entries.values()),
+        written_bytes=sum(layout.data_bytes for layout in layouts),
+        resumed_bytes=resumed,
+        seconds=time.monotonic() - begun,
+    )
 
-    def _begun(self, partial: Partial, overwrite: bool) -> dict[Block, int]:
-        """Blocks that an earlier run says it has done."""
-        journal = Journal(partial.folder / _JOURNAL)
-        if journal.exists():
-            job, done = journal.read()
-            if job == self._job():
-                return {block: done[block] for block in done if self._exists(block)}
-            if done and not overwrite:
-                raise ConfigError(
-                    f"{partial.folder} has a part of {self._target.path} from another source, one that has "
-                    "changed since, or with other arguments; give those again to go on, delete the folder, "
-                    "or overwrite (--overwrite, overwrite=True) to start afresh"
-                )
-        partial.empty()
-        return {}
 
-    def _fill(self, partial: Partial, paths: list[Path], known: dict[Block, int], needed: int) -> None:
-        self._done = known  # not to be dropped should there be no room
-        check_free(self._target.path, partial.folder, needed - _taken(paths))
-        writer = BlockWriter(self._layouts, paths, verify=True)
-        writer.allocate()
-        with closing(writer.present(known)) as present:
-            self._done = dict(present)
-        self.resumed = sum(map(self._size, self._done))
-        position = self.resumed
-        with Journal(partial.folder / _JOURNAL).begin(self._job(), self._done) as journal:
-            self._tell(position)
-            missing = (block for block in writer.all_blocks() if block not in self._done)
-            with closing(writer.write(missing)) as written:
-                for block, checksum in written:
-                    self._done[block] = checksum
-                    journal.add(block, checksum)
-                    position += self._size(block)
-                    self._tell(position)
-        if _stamps(self._checkpoint) != self._stamps:
-            self._done.clear()
-            raise SourceError(
-                f"{self._checkpoint.path} has changed while it was converted; convert it again when nobody "
-                "writes to it"
+def _job(stamps: Any, layouts: list[Layout]) -> Any:
+    """Return what has to be equal for a run to continue the work of another."""
+    plan = hashlib.sha256()
+    for layout in layouts:
+        plan.update(layout.header([0] * layout.blocks))
+    return {"source": stamps, "files": len(layouts), "plan": plan.hexdigest()}
+
+
+def _begun(
+    partial: Partial, job: Any, target: Target, layouts: list[Layout], overwrite: bool
+) -> dict[Block, int]:
+    """Return the blocks, with checksums, that the journal of an earlier run has."""
+    journal = partial.folder / _JOURNAL
+    if journal.exists():
+        earlier, done = Journal.read(journal)
+        if earlier == job:
+            return done
+        if done and not overwrite:
+            raise ConfigError(
+                f"{partial.folder} has a part of {target.path} from another source, one that has changed "
+                "since, or with other arguments; give those again to go on, delete the folder, or overwrite "
+                "(--overwrite, overwrite=True) to start afresh"
             )
-        writer.finish(self._done)
-
-    def _size(self, block: Block) -> int:
-        return self._layouts[block.file].block(block.number)[1]
-
-    def _exists(self, block: Block) -> bool:
-        return 0 <= block.file < len(self._layouts) and 0 <= block.number < self._layouts[block.file].blocks
-
-    def _tell(self, position: int) -> None:
-        if self._progress is not None:
-            self._progress(position, self.whole)
-
-    def _job(self) -> Any:
-        """What has to be equal for a run to go on with the work of another."""
-        plan = hashlib.sha256()
-        for layout in self._layouts:
-            plan.update(layout.header([0] * layout.blocks))
-        return {"source": self._stamps, "files": len(self._layouts), "plan": plan.hexdigest()}
+    partial.empty()
+    return {}
 
 
-def _taken(paths: list[Path]) -> int:
-    """Bytes that the disk has given already."""
-    return sum(path.stat().st_blocks * 512 for path in paths if path.exists())
+def _fill(
+    partial: Partial,
+    checkpoint: Checkpoint,
+    job: Any,
+    layouts: list[Layout],
+    done: dict[Block, int],
+    report: Callable[[int, int], None] | None,
+) -> int:
+    """Write the blocks that are not done, and note them in `done`. Return the bytes that were done before."""
+    partial.check_free()
+    writer = BlockWriter(layouts, partial.files(len(layouts)), verify=True)
+    writer.allocate()
+    present = writer.present(done)
+    done.clear()
+    done.update(present)
+    whole = sum(layout.data_bytes for layout in layouts)
+    resumed = position = sum(layouts[block.file].block(block.number)[1] for block in done)
+    with Journal(partial.folder / _JOURNAL, job, done) as journal:
+
+        def finished(block: Block, checksum: int) -> None:
+            nonlocal position
+            done[block] = checksum
+            journal.add(block, checksum)
+            position += layouts[block.file].block(block.number)[1]
+            if report is not None:
+                report(position, whole)
+
+        if report is not None:
+            report(position, whole)
+        writer.write([block for block in writer.all_blocks() if block not in done], finished)
+    if _stamps(checkpoint) != job["source"]:
+        done.clear()
+        raise SourceError(
+            f"{checkpoint.path} has changed while it was converted; convert it again when no program writes "
+            "to it"
+        )
+    writer.finish(done)
+    return resumed
 
 
 def _check_target(source: Path, checkpoint: Checkpoint, target: Target, overwrite: bool) -> None:

@@ -35,11 +35,11 @@ class Checkpoint(Mapping[str, Any], ABC):
     path
         What the user named: a file, an index, or a folder.
     entries
-        What is said of each tensor, in the order of the file.
+        The entry of each tensor, in the order of the file.
     files
         All the files that hold bytes of it.
     metadata
-        Text that the file has beside its tensors.
+        Text that the file has in addition to its tensors.
     objects
         What else is in the mapping: extra state, under keys that end in ``_extra_state``.
     versions

@@ -1,10 +1,10 @@
-"""Writes a model's masters to a checkpoint that takes the place of the one before at once."""
+"""Writes a model's masters to a checkpoint, which replaces the previous one when it is complete."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from contextlib import closing
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -12,21 +12,20 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from dynswap_ext._subclasses import is_plain
+from dynswap_ext._swap.subclasses import is_plain
+from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext.checkpoint.formats.common import listed
-from dynswap_ext.checkpoint.writing.blocks import BlockWriter
-from dynswap_ext.checkpoint.writing.direct import check_free, explained, sync_folder
+from dynswap_ext.checkpoint.writing.blocks import Block, BlockWriter
 from dynswap_ext.checkpoint.writing.layout import (
     DEFAULT_SHARD,
-    Layout,
     Piece,
     check_dtype,
     check_metadata,
     shard_bytes,
     split,
 )
-from dynswap_ext.checkpoint.writing.sources import Files, Mappings, source_of
-from dynswap_ext.checkpoint.writing.target import Partial, Target
+from dynswap_ext.checkpoint.writing.sources import Files, source_of
+from dynswap_ext.checkpoint.writing.target import Partial, Target, explained
 from dynswap_ext.errors import ConfigError, SourceError
 
 #: Of files that torch.save writes.
@@ -45,14 +44,14 @@ def save(
     Parameters
     ----------
     model
-        Any module. Masters that are mapped from a file are read from there, not into memory.
+        Any module. Masters that are mapped from a file are read from that file, not loaded into memory.
     path
         ``*.safetensors`` for one file; ``*.pt``, ``*.pth`` or ``*.bin`` for a file of ``torch.save``; any
-        other path is a folder (made if need be) with a checkpoint as Hugging Face lays it out: one
+        other path is a folder (made if it does not exist) with a checkpoint as Hugging Face lays it out: one
         ``model.safetensors``, or shards and an index.
     max_shard_size
-        Bytes, or a size such as ``"5GB"``, of the tensors of one shard; where there is more there are shards.
-        Default: one file, in a folder 5 GB.
+        The most bytes of tensors in one shard, as a number or a size such as ``"5GB"``; a larger model is
+        split into shards. Default: no limit for a file, 5 GB for a folder.
     metadata
         Text to put into the header of each safetensors file.
 
@@ -64,27 +63,28 @@ def save(
     Raises
     ------
     ConfigError
-        Something in the state dict cannot go into the format (extra state, a tensor subclass, a dtype), is on
-        the meta device, or another process is writing there. Names what.
+        Something in the state dict does not fit the format (extra state, a tensor subclass, a dtype) or is on
+        the meta device, or another process is writing to `path`. The message names it.
     SourceError
-        The disk is full, permission is missing, or a master cannot be read. Says how much room it takes.
-
-    After any error, and after a crash, what was at `path` before is whole; after an error nothing else is
-    left.
+        The disk is full, permission is missing, or a master cannot be read. The message has the room that
+        the checkpoint takes.
 
     Notes
     -----
-    Tensors that are one (same memory, shape and strides) are written once, under the first of their names,
-    and the metadata has the others, as ``safetensors.torch.save_model`` does it. It takes some 40 MB of
-    memory beside the model, with ``torch.save`` as much as that touches: all pages of mapped masters, which
-    the system can take back. The metadata has a CRC-32 of each 4 MiB too, which `verify` compares.
+    After any error, and after a crash, what was at `path` before is intact; after an error nothing else is
+    left.
+
+    Tied tensors (same memory, shape and strides) are written once, under the first of their names, and the
+    metadata has the other names, as with ``safetensors.torch.save_model``. The metadata also has a CRC-32 of
+    each 4 MiB, which `verify` compares. Saving takes some 40 MB of memory on top of the model. ``torch.save``
+    takes as much as it touches: all pages of mapped masters, which the system can take back.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"save() takes a torch.nn.Module, not a {type(model).__name__}")
     path = Path(path)
-    limit, said = shard_bytes(max_shard_size), check_metadata(metadata)
+    limit, text = shard_bytes(max_shard_size), check_metadata(metadata)
     if path.suffix in _TORCH and not path.is_dir():
-        if limit is not None or said:
+        if limit is not None or text:
             raise ConfigError(
                 f"{path} would be a file of torch.save, which has neither shards nor metadata; leave out "
                 "max_shard_size and metadata, or save to a path that ends in .safetensors"
@@ -93,54 +93,43 @@ def save(
     target = Target.of(path, sharded=limit is not None)
     with Files() as files:
         pieces = _pieces(model.state_dict(), files)
-        layouts = split(pieces, limit if target.one_file else limit or DEFAULT_SHARD, said)
-        return _save_layouts(layouts, target)
-
-
-def _save_layouts(layouts: list[Layout], target: Target) -> Path:
-    needed = sum(layout.file_bytes for layout in layouts)
-    with explained(target.path, target.folder, needed):
-        partial = Partial(target)
-        try:
-            partial.empty()  # left by a crash
-            check_free(target.path, partial.folder, needed)
-            paths = partial.files(len(layouts))
-            writer = BlockWriter(layouts, paths, verify=False)
+        layouts = split(pieces, limit if target.one_file else limit or DEFAULT_SHARD, text)
+        needed = sum(layout.file_bytes for layout in layouts)
+        with _writing(target, needed) as partial:
+            writer = BlockWriter(layouts, partial.files(len(layouts)), verify=False)
             writer.allocate()
-            with closing(writer.write(writer.all_blocks())) as written:
-                checksums = dict(written)
+            checksums: dict[Block, int] = {}
+            writer.write(writer.all_blocks(), checksums.__setitem__)
             writer.finish(checksums)
-            return partial.place(paths, layouts)[0]
-        finally:
-            partial.remove()
+            return partial.place(layouts)[0]
+
+
+@contextmanager
+def _writing(target: Target, needed: int) -> Iterator[Partial]:
+    with explained(target, needed), Partial(target, needed) as partial:
+        partial.empty()  # left by a crash
+        partial.check_free()
+        yield partial
 
 
 def _save_torch(state: dict[str, Any], path: Path) -> Path:
     _refuse_meta({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
     needed = sum(value.nbytes for value in state.values() if is_plain(value))
-    target = Target(path.parent, path.name, path, True)
-    with explained(path, path.parent, needed):
-        partial = Partial(target)
-        try:
-            partial.empty()
-            check_free(path, partial.folder, needed)
-            written = partial.folder / path.name
-            with written.open("wb") as file:
-                try:
-                    torch.save(state, file)
-                except RuntimeError as error:  # how torch reports an error of the file's
-                    file.seek(0, os.SEEK_END)
-                    cause = error.__cause__ or error.__context__
-                    if isinstance(cause, OSError):
-                        raise cause from None
-                    raise SourceError(f"{path} cannot be written: {error}") from error
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(written, path)
-            sync_folder(path.parent)
-            return path
-        finally:
-            partial.remove()
+    with _writing(Target(path.parent, path.name, path, True), needed) as partial:
+        written = partial.folder / path.name
+        with written.open("wb") as file:
+            try:
+                torch.save(state, file)
+            except RuntimeError as error:  # how torch reports an error of the file's
+                file.seek(0, os.SEEK_END)
+                cause = error.__cause__ or error.__context__
+                if isinstance(cause, OSError):
+                    raise cause from None
+                raise SourceError(f"{path} cannot be written: {error}") from error
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(written, path)
+        return path
 
 
 def _pieces(state: dict[str, Any], files: Files) -> list[Piece]:
@@ -161,7 +150,7 @@ def _pieces(state: dict[str, Any], files: Files) -> list[Piece]:
             )
         check_dtype(name, tensor.dtype)
         ties.setdefault(_identity(name, tensor), []).append(name)
-    mappings = Mappings()
+    mappings = FileMappings()
     return [
         Piece(tuple(sorted(names)), tensor.dtype, tuple(tensor.shape), source_of(tensor, mappings, files))
         for names in ties.values()

@@ -8,7 +8,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Final
 
-from dynswap_ext._patterns import key_of, pattern_of
+from dynswap_ext._util.name_patterns import key_of, pattern_of
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.checkpoint.writing.direct import ALIGNMENT, align_up
@@ -42,7 +42,7 @@ class Summary:
     ties: tuple[tuple[str, ...], ...]
     #: Keys of what is no tensor.
     objects: tuple[str, ...]
-    #: Text beside the tensors, without ties and checksums.
+    #: Text in addition to the tensors, without ties and checksums.
     metadata: Mapping[str, str]
     #: Of tensors, as stored; what is shared counts once.
     total_bytes: int
@@ -118,58 +118,39 @@ def _checksums(checkpoint: Checkpoint) -> bool:
 
 
 def _groups(entries: Mapping[str, Entry]) -> list[Group]:
-    """As Engine::form_groups forms them under the tightest budget: each large weight on its own."""
-    largest = max((entry.nbytes for entry in entries.values()), default=0)
-    small = largest // 16
-    units: dict[str, list[str]] = {}
-    for name in entries:
-        units.setdefault(name.rpartition(".")[0], []).append(name)
-    groups: list[Group] = []
-    together: list[str] = []
-    for unit in units.values():
-        for name in _registered(unit, entries, small):
-            if _bytes(together, entries) and entries[name].nbytes > small:
-                groups.append(_group(together, entries))
-                together = []
-            together.append(name)
-        if _bytes(together, entries):
-            groups.append(_group(together, entries))
-            together = []
-    return groups
-
-
-def _registered(unit: list[str], entries: Mapping[str, Entry], small: int) -> list[str]:
-    """A module's weights in the order in which it has them, as far as that can be told.
+    """Form groups as Engine::form_groups does under the tightest budget: each large weight on its own.
 
     Files that are sorted by name have a bias before its weight. Then it is not known which of several large
-    weights the small ones follow, and the largest is the one with which no install needs more.
+    weights of a module the small ones follow, and the largest is the one with which no install needs more.
     """
-    if entries[unit[0]].nbytes > small:
-        return unit
-    largest = max(unit, key=lambda name: entries[name].nbytes)
-    return sorted(unit, key=lambda name: 0 if name == largest else 1 + (entries[name].nbytes > small))
-
-
-def _bytes(names: Iterable[str], entries: Mapping[str, Entry]) -> int:
-    return sum(entries[name].nbytes for name in names)
+    small = max((entry.nbytes for entry in entries.values()), default=0) // 16
+    modules: dict[str, list[str]] = {}
+    for name in entries:
+        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    groups: list[list[str]] = []
+    for names in modules.values():
+        if entries[names[0]].nbytes <= small:
+            largest = max(names, key=lambda name: entries[name].nbytes)
+            names = sorted(names, key=lambda name: name != largest and 1 + (entries[name].nbytes > small))
+        together: list[str] = []
+        for name in names:
+            if entries[name].nbytes > small and any(entries[other].nbytes for other in together):
+                groups.append(together)
+                together = []
+            together.append(name)
+        groups.append(together)
+    return [_group(names, entries) for names in groups if any(entries[name].nbytes for name in names)]
 
 
 def _group(names: Iterable[str], entries: Mapping[str, Entry]) -> Group:
     end = 0
     for name in names:
-        entry = entries[name]
-        begin = align_up(end, _WEIGHT_ALIGNMENT)
-        if _read_in_place(entry):
-            assert entry.offset is not None
+        entry, begin = entries[name], align_up(end, _WEIGHT_ALIGNMENT)
+        # What the engine reads straight to where it belongs keeps its place within a sector.
+        if entry.nbytes >= _IN_PLACE_BYTES and entry.offset and entry.offset % _WEIGHT_ALIGNMENT == 0:
             begin += (entry.offset - begin) % ALIGNMENT
         end = begin + entry.nbytes
     return Group(tuple(names), max(align_up(end), ALIGNMENT))
-
-
-def _read_in_place(entry: Entry) -> bool:
-    """Whether the engine reads it straight to where it belongs, which keeps its place within a sector."""
-    offset = entry.offset
-    return offset is not None and entry.nbytes >= _IN_PLACE_BYTES and offset % _WEIGHT_ALIGNMENT == 0
 
 
 @dataclass(frozen=True)

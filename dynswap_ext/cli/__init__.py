@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from dynswap_ext._version import __version__
-from dynswap_ext.cli import convert, demo, inspect, plan
+from dynswap_ext.cli import convert, demo, plan, show
 from dynswap_ext.errors import DynswapError
 
 
@@ -38,7 +38,7 @@ def _parser() -> argparse.ArgumentParser:
     info = commands.add_parser("info", help="say which provider and backends are active, and why")
     info.set_defaults(command=_info)
     demo.add_to(commands)
-    inspect.add_to(commands)
+    show.add_to(commands)
     convert.add_to(commands)
     plan.add_to(commands)
     return parser

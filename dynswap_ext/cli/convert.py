@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from dynswap_ext.cli.dtypes import parse_dtype
+from dynswap_ext._util.units import parse_dtype
 from dynswap_ext.errors import ConfigError
 
 
@@ -35,7 +35,7 @@ def add_to(commands: Any) -> None:
 
 def _convert(options: argparse.Namespace) -> int:
     from dynswap_ext import checkpoint
-    from dynswap_ext._memory import format_bytes
+    from dynswap_ext._util.memory import format_bytes
 
     done = checkpoint.convert(
         options.source,

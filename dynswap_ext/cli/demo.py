@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -43,35 +44,18 @@ def _demo(options: argparse.Namespace) -> int:
 
     console = Console()
     if options.text:
-        from dynswap_ext.demo.show_text import show_text
-        from dynswap_ext.demo.text import run_text
+        from dynswap_ext.demo.text import run_text, show_text
 
-        text = run_text(
-            options.text, device=options.device, budget=options.budget or "3/4", prefetch=options.prefetch
-        )
+        text = run_text(options.text, device=options.device, budget=options.budget, prefetch=options.prefetch)
         show_text(text, console)
         return 0 if text.bit_equal else 1
 
     from dynswap_ext.demo.run import DemoOptions, run_demo
     from dynswap_ext.demo.show import bars, show
 
-    with bars(console) as watcher:
-        result = run_demo(
-            DemoOptions(
-                size=options.size,
-                budget=options.budget or "1/4",
-                prefetch=options.prefetch,
-                device=options.device,
-                dtype=options.dtype,
-                stored_dtype=options.stored_dtype,
-                passes=options.passes,
-                tokens=options.tokens,
-                source=options.source,
-                folder=options.folder,
-                keep=options.keep,
-            ),
-            watcher,
-        )
+    given = {field.name: getattr(options, field.name) for field in fields(DemoOptions)}
+    with bars(console) as progress:
+        result = run_demo(DemoOptions(**given), progress)
     show(result, console)
     if options.json:
         options.json.write_text(result.to_json() + "\n")

@@ -5,17 +5,24 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from dynswap_ext.cli.dtypes import parse_dtype
+from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.units import (
+    parse_bandwidth,
+    parse_dtype,
+    parse_seconds,
+    parse_share,
+    parse_throughput,
+    show_seconds,
+)
 from dynswap_ext.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
 
-    from dynswap_ext.planning import Machine, Outline, Weight
-
+    from dynswap_ext.planning import Machine, Plan, Weight
 
 #: Of a table that is written to a file.
 _WIDTH: Final = 100
@@ -26,13 +33,10 @@ def add_to(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="predict the time of a pass and the stalls, for several budgets",
-        description="Predict what a model costs under a budget: time of a pass, resident share and "
-        "stalls, from "
-        "the engine itself on a virtual clock. Of a checkpoint only headers are read; of a config.json a "
-        "model "
-        "without weights is made. Compute and bandwidth are given, or measured here (--device, --model), "
-        "or else "
-        "those of an assumed card, which the output names.",
+        description="Predict what a model costs under a budget: time of a pass, resident share and stalls, "
+        "from the engine itself on a virtual clock. Of a checkpoint only headers are read; of a config.json "
+        "a model without weights is made. Compute and bandwidth are given, or measured here (--device, "
+        "--model), or else those of an assumed card, which the output names.",
         epilog="dynswap plan flux1-dev.safetensors --budget 6GiB --bandwidth 25GB/s --compute 120TFLOPS "
         "--tokens 4608",
     )
@@ -68,8 +72,7 @@ def add_to(commands: Any) -> None:
         "--model",
         metavar="MODULE:FUNCTION",
         help="measure instead: a function that returns a model and the inputs of a pass. The model runs "
-        "here, "
-        "installed, so that it need not fit",
+        "here, installed, so that it need not fit",
     )
     add("--passes", type=int, default=3, help="timed passes of --model (default: %(default)s)")
     add("--plot", metavar="FILE", help="draw time and stalls over the budget: .png, .svg, .pdf")
@@ -88,15 +91,14 @@ class _Case:
     values: dict[str, Any]
     notes: tuple[str, ...]
     #: With these, compute follows from rows.
-    machine: Machine | None
+    machine: Machine | None = None
 
 
 def _plan(options: argparse.Namespace) -> int:
     from rich.console import Console
 
     from dynswap_ext import planning
-    from dynswap_ext.demo.units import parse_share
-    from dynswap_ext.planning.plot import can_plot
+    from dynswap_ext._util.figure import check_path
     from dynswap_ext.planning.show import as_json, show
 
     if (options.path is None) == (options.model is None):
@@ -106,7 +108,7 @@ def _plan(options: argparse.Namespace) -> int:
         )
     dtype = parse_dtype(options.dtype)
     if options.plot:
-        can_plot(options.plot)  # before anything is measured
+        check_path(options.plot)  # before anything is measured
     case = _measured(options, dtype) if options.model else _outlined(options, dtype)
     whole = sum(weight.nbytes for weight in case.weights)
     made = planning.plan(
@@ -129,135 +131,72 @@ def _plan(options: argparse.Namespace) -> int:
     return 1 if made.too_small else 0
 
 
-# ---- from an outline ---------------------------------------------------------------------------------------
-
-
 def _outlined(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
-    import dataclasses
-
+    """Take the weights of a checkpoint or a config, and rates that are given, measured or assumed."""
     from dynswap_ext import config, planning
-    from dynswap_ext.demo.units import parse_bandwidth, parse_seconds, parse_throughput
 
     device = None if options.device is None else config.resolve(device=options.device).device
     found = planning.outline(options.path, dtype=dtype, disk=device is not None and device.type == "cpu")
-    rows = _rows(options, found)
-    machine = planning.ASSUMED
-    source = from_bus = f"assumed: {machine.name}"
-    if device is not None:
-        largest = max(found.files, key=lambda file: file.stat().st_size, default=None)
-        machine = planning.measure_machine(device, dtype=dtype, file=largest)
-        source = f"measured: {machine.name}"
-        from_bus = f"measured: {machine.bandwidth_kind}"
-    from_compute = source
-    if options.bandwidth:
-        machine, from_bus = (
-            dataclasses.replace(machine, bandwidth=parse_bandwidth(options.bandwidth)),
-            "given",
-        )
-    if options.latency:
-        machine = dataclasses.replace(machine, latency=parse_seconds(options.latency))
-    if options.memory:
-        machine = dataclasses.replace(machine, memory=parse_bandwidth(options.memory))
-    whole_pass = options.compute is not None and "flop" not in options.compute.lower()
-    if whole_pass:
-        _refuse(options, ("tokens", "batch", "memory"), "--compute is the time of a pass, whatever its rows")
-        weights = planning.spread(found.weights, parse_seconds(options.compute))
-        compute = f"{options.compute} a pass (given), spread over the matrices by their size"
-    else:
-        if options.compute:
-            machine = dataclasses.replace(machine, arithmetic=parse_throughput(options.compute))
-            from_compute = "given"
-        weights = planning.timed(found.weights, machine, rows=rows)
-        asked = "" if options.tokens else f" (assumed: {found.rows_as}; --tokens says how many)"
-        compute = (
-            f"{rows:,} row{'s' if rows > 1 else ''} a pass{asked}\n"
-            f"{machine.arithmetic / 1e12:.4g} TFLOPS ({from_compute}), {machine.memory / 1e9:.4g} GB/s of "
-            f"the "
-            f"device's memory ({'given' if options.memory else source})"
-        )
-    return _Case(
-        weights=weights,
-        bandwidth=machine.bandwidth,
-        latency=machine.latency,
-        facts={
-            "model": found.title,
-            "on the device": _on_device(weights, options.dtype),
-            "order of use": found.order,
-            "bandwidth": f"{machine.bandwidth / 1e9:.4g} GB/s ({from_bus}), {machine.latency * 1e6:.3g} "
-            "us a copy",
-            "compute": compute,
-        },
-        values=_values(found, machine, None if whole_pass else rows, from_bus, from_compute),
-        notes=(*found.notes, *_assumptions(found, measured=whole_pass)),
-        machine=None if whole_pass else machine,
-    )
-
-
-def _values(
-    found: Outline, machine: Machine, rows: int | None, from_bus: str, from_compute: str
-) -> dict[str, Any]:
-    rates = {} if rows is None else {"arithmetic": machine.arithmetic, "memory": machine.memory, "rows": rows}
-    return {
-        "model": found.title,
-        "order": found.order,
-        "bandwidth_from": from_bus,
-        "compute_from": "given" if rows is None else from_compute,
-        **rates,
-    }
-
-
-def _assumptions(found: Outline, *, measured: bool) -> tuple[str, ...]:
-    if measured:
-        return ()
-    return (
-        "Compute counts matrix products (a convolution is one, with as many rows) and norms, at the full "
-        "rate; "
-        "attention products and activations are not counted. --model measures a real pass.",
-    )
-
-
-def _rows(options: argparse.Namespace, found: Outline) -> int:
     for name in ("tokens", "batch"):
         given = getattr(options, name)
         if given is not None and given < 1:
             raise ConfigError(f"--{name} is {given}; expected 1 or more")
-    rows: int = (options.tokens or found.rows) * (options.batch or 1)
-    return rows
-
-
-def _rows_notes(made: Any, case: _Case) -> list[str]:
-    """How many rows would hide the copies, at the budgets that were asked for."""
-    from dynswap_ext._memory import format_bytes
-    from dynswap_ext.planning import rows_to_hide
-
-    notes: list[str] = []
-    if case.machine is None:
-        return notes
-    asked = [prediction for prediction in made.predictions if prediction.budget in made.asked]
-    for prediction in asked:
-        if prediction.hidden:
-            continue
-        rows = rows_to_hide(case.weights, case.machine, prediction.copy_seconds)
-        if rows is not None:
-            notes.append(
-                f"At {format_bytes(prediction.budget)} a pass of about {rows:,} rows computes for as long "
-                f"as its "
-                "copies take."
-            )
-    return notes
-
-
-# ---- from a model that runs --------------------------------------------------------------------------------
+    machine, source = planning.ASSUMED, f"assumed: {planning.ASSUMED.name}"
+    bus = source
+    if device is not None:
+        largest = max(found.files, key=lambda file: file.stat().st_size, default=None)
+        machine = planning.measure_machine(device, dtype=dtype, file=largest)
+        source, bus = f"measured: {machine.name}", f"measured: {machine.bandwidth_kind}"
+    if options.bandwidth:
+        machine, bus = replace(machine, bandwidth=parse_bandwidth(options.bandwidth)), "given"
+    if options.latency:
+        machine = replace(machine, latency=parse_seconds(options.latency))
+    if options.memory:
+        machine = replace(machine, memory=parse_bandwidth(options.memory))
+    values: dict[str, Any] = {"model": found.title, "order": found.order, "bandwidth_from": bus}
+    whole_pass = options.compute is not None and "flop" not in options.compute.lower()
+    notes = found.notes
+    if whole_pass:
+        _refuse(options, ("tokens", "batch", "memory"), "--compute is the time of a pass, whatever its rows")
+        weights = planning.spread(found.weights, parse_seconds(options.compute))
+        compute = f"{options.compute} a pass (given), spread over the matrices by their size"
+        values["compute_from"] = "given"
+    else:
+        if options.compute:
+            machine = replace(machine, arithmetic=parse_throughput(options.compute))
+        rows = (options.tokens or found.rows) * (options.batch or 1)
+        weights = planning.timed(found.weights, machine, rows=rows)
+        asked = "" if options.tokens else f" (assumed: {found.rows_as}; --tokens says how many)"
+        values["compute_from"] = "given" if options.compute else source
+        values |= {"arithmetic": machine.arithmetic, "memory": machine.memory, "rows": rows}
+        compute = (
+            f"{rows:,} row{'s' if rows > 1 else ''} a pass{asked}\n"
+            f"{machine.arithmetic / 1e12:.4g} TFLOPS ({values['compute_from']}), "
+            f"{machine.memory / 1e9:.4g} GB/s of the device's memory "
+            f"({'given' if options.memory else source})"
+        )
+        notes += (
+            "Compute counts matrix products (a convolution is one, with as many rows) and norms, at the full "
+            "rate; attention products and activations are not counted. --model measures a real pass.",
+        )
+    facts = {
+        "model": found.title,
+        "on the device": _on_device(weights, options.dtype),
+        "order of use": found.order,
+        "bandwidth": _bus(machine.bandwidth, bus, machine.latency),
+        "compute": compute,
+    }
+    rates = None if whole_pass else machine
+    return _Case(weights, machine.bandwidth, machine.latency, facts, values, notes, rates)
 
 
 def _measured(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
+    """Run a model, and take what is measured."""
     from dynswap_ext import planning
-    from dynswap_ext.demo.units import parse_bandwidth, parse_seconds, show_seconds
     from dynswap_ext.planning.factory import model_and_inputs
 
-    _refuse(
-        options, ("compute", "memory", "tokens", "batch"), "--model measures the compute of its own inputs"
-    )
+    wrong = ("compute", "memory", "tokens", "batch")
+    _refuse(options, wrong, "--model measures the compute of its own inputs")
     model, inputs = model_and_inputs(options.model)
     found = planning.measure(model, inputs, device=options.device, dtype=dtype, passes=options.passes)
     bandwidth, source = found.bandwidth, f"measured: {found.bandwidth_kind}"
@@ -266,30 +205,40 @@ def _measured(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
     latency = parse_seconds(options.latency) if options.latency else found.latency
     seconds = sorted(found.compute_seconds)
     title = f"{options.model}: {type(model).__name__}, {len(found.weights)} weights"
-    return _Case(
-        weights=found.weights,
-        bandwidth=bandwidth,
-        latency=latency,
-        facts={
-            "model": title,
-            "on the device": f"{_on_device(found.weights, options.dtype)}, {found.device}",
-            "order of use": "as modules were called",
-            "bandwidth": f"{bandwidth / 1e9:.4g} GB/s ({source}), {latency * 1e6:.3g} us a copy",
-            "compute": f"measured module by module: {show_seconds(seconds[0])} to "
-            f"{show_seconds(seconds[-1])} "
-            f"in {len(seconds)} passes, waits for copies left out",
-        },
-        values={
-            "model": title,
-            "order": "called",
-            "device": str(found.device),
-            "bandwidth_from": source,
-            "compute_from": "measured",
-            "measured_compute_seconds": list(found.compute_seconds),
-        },
-        notes=found.notes,
-        machine=None,
-    )
+    facts = {
+        "model": title,
+        "on the device": f"{_on_device(found.weights, options.dtype)}, {found.device}",
+        "order of use": "as modules were called",
+        "bandwidth": _bus(bandwidth, source, latency),
+        "compute": f"measured module by module: {show_seconds(seconds[0])} to {show_seconds(seconds[-1])} "
+        f"in {len(seconds)} passes, waits for copies left out",
+    }
+    values = {
+        "model": title,
+        "order": "called",
+        "device": str(found.device),
+        "bandwidth_from": source,
+        "compute_from": "measured",
+        "measured_compute_seconds": list(found.compute_seconds),
+    }
+    return _Case(found.weights, bandwidth, latency, facts, values, found.notes)
+
+
+def _rows_notes(made: Plan, case: _Case) -> list[str]:
+    """Say how many rows would hide the copies, at the budgets that were asked for."""
+    from dynswap_ext.planning import rows_to_hide
+
+    notes: list[str] = []
+    for prediction in made.predictions:
+        if case.machine is None or prediction.hidden or prediction.budget not in made.asked:
+            continue
+        rows = rows_to_hide(case.weights, case.machine, prediction.copy_seconds)
+        if rows is not None:
+            budget = format_bytes(prediction.budget)
+            notes.append(
+                f"At {budget} a pass of about {rows:,} rows computes for as long as its copies take."
+            )
+    return notes
 
 
 def _refuse(options: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
@@ -298,9 +247,11 @@ def _refuse(options: argparse.Namespace, names: tuple[str, ...], why: str) -> No
         raise ConfigError(f"{why}; leave out {', '.join(given)}")
 
 
-def _on_device(weights: tuple[Weight, ...], dtype: str | None) -> str:
-    from dynswap_ext._memory import format_bytes
+def _bus(bandwidth: float, source: str, latency: float) -> str:
+    return f"{bandwidth / 1e9:.4g} GB/s ({source}), {latency * 1e6:.3g} us a copy"
 
+
+def _on_device(weights: tuple[Weight, ...], dtype: str | None) -> str:
     nbytes = sum(weight.nbytes for weight in weights)
     moved = sum(weight.moved_bytes for weight in weights)
     cast = f", {format_bytes(moved)} moved, as the masters are of another dtype" if moved != nbytes else ""

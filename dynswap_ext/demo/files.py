@@ -2,32 +2,33 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import torch
+from torch import nn
 
-from dynswap_ext.demo.measure import drop_file_cache
+from dynswap_ext._util.file_mappings import drop_file_cache
+from dynswap_ext.checkpoint.writing.layout import TAGS, header_of
 from dynswap_ext.demo.model import Decoder, DecoderConfig
-from dynswap_ext.demo.weights import write_random
 from dynswap_ext.errors import SourceError
 
+__all__ = ["Progress", "cache_folder", "checkpoint_file", "ignore", "write_random"]
 
-class Watcher:
-    """Told what goes on; the command line's draws progress bars."""
+#: Called with what is done, how much of it is done so far, and the whole.
+Progress = Callable[[str, int, int], None]
 
-    def begin(self, what: str, total: int) -> None:
-        """A piece of work with `total` steps begins."""
 
-    def step(self, count: int = 1) -> None:
-        """So many steps of it are done."""
+def ignore(what: str, done: int, whole: int) -> None:
+    """Show no progress."""
 
 
 def cache_folder() -> Path:
-    """Where checkpoints go if nothing else is said.
+    """Return where checkpoints go if nothing else is said.
 
     It is not the temporary folder: that is memory on many systems, and nothing would come from a disk.
     """
@@ -36,9 +37,14 @@ def cache_folder() -> Path:
 
 @contextmanager
 def checkpoint_file(
-    folder: Path, config: DecoderConfig, dtype: torch.dtype, watcher: Watcher, *, keep: bool
+    folder: Path,
+    config: DecoderConfig,
+    dtype: torch.dtype,
+    progress: Progress = ignore,
+    *,
+    keep: bool = False,
 ) -> Iterator[Path]:
-    """Random weights for a decoder in a safetensors file, with none of it in the page cache.
+    """Write random weights of a decoder to a safetensors file, and drop it from the page cache.
 
     Raises
     ------
@@ -58,11 +64,47 @@ def checkpoint_file(
             )
         with torch.device("meta"):
             skeleton = Decoder(config)
-        watcher.begin("writing the checkpoint", size)
-        write_random(path, skeleton, dtype, progress=watcher.step)
+        write_random(path, skeleton, dtype, progress=progress)
     try:
         drop_file_cache(path)
         yield path
     finally:
         if not keep:
             path.unlink(missing_ok=True)
+
+
+def write_random(
+    path: Path, skeleton: nn.Module, dtype: torch.dtype, *, seed: int = 0, progress: Progress = ignore
+) -> int:
+    """Write random weights for a model on the meta device, a tensor at a time; return their bytes.
+
+    Matrices are normal with variance 1/columns, so that activations keep their size; vectors are ones. The
+    file appears only when it is complete, and is then on the disk. A weight that is shared is written once,
+    under its first name.
+    """
+    shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
+    entries: dict[str, object] = {}
+    whole = done = 0
+    for name, shape in shapes.items():
+        begin, whole = whole, whole + shape.numel() * dtype.itemsize
+        entries[name] = {"dtype": TAGS[dtype], "shape": list(shape), "data_offsets": [begin, whole]}
+    partial = path.with_name(path.name + ".partial")
+    generator = torch.Generator().manual_seed(seed)
+    try:
+        with partial.open("wb") as file:
+            file.write(header_of(entries))
+            for shape in shapes.values():
+                tensor = torch.ones(shape)
+                if len(shape) > 1:
+                    tensor = torch.randn(shape, generator=generator).mul_(shape[-1] ** -0.5)
+                tensor = tensor.to(dtype)
+                # Not through numpy: it may not be installed, and knows no bfloat16.
+                file.write(memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())))
+                done += tensor.nbytes
+                progress("writing the checkpoint", done, whole)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)
+    return whole

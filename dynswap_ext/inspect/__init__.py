@@ -1,4 +1,4 @@
-"""Looks into models, plain or installed: layers, memory, gradients. Finds data, and prints it as tables."""
+"""Inspects models, plain or installed: layers, memory, gradients. Results are data that prints as tables."""
 
 from __future__ import annotations
 

@@ -12,21 +12,22 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynswap_ext._state import is_scripted, modules_of, session_of
+from dynswap_ext._swap.state import is_scripted, modules_of, session_of
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.inspect._tree import entries
 
-__all__ = ["Arguments", "arguments", "computes_on", "evaluating", "one_call", "watching"]
+__all__ = ["arguments", "computes_on", "isolated_forward", "watching"]
 
-Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 #: Of a module, and of what it was called with.
 Enter = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
 #: Of a module, and of what it returned; None if it raised.
 Leave = Callable[[nn.Module, Any], None]
 
 
-def arguments(given: Any, kwargs: Mapping[str, Any] | None, name: str) -> Arguments:
-    """Positional and keyword arguments from what stands for a call's inputs.
+def arguments(
+    given: Any, kwargs: Mapping[str, Any] | None, name: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments from what is given as the inputs of a call.
 
     Parameters
     ----------
@@ -61,23 +62,19 @@ def arguments(given: Any, kwargs: Mapping[str, Any] | None, name: str) -> Argume
 
 
 def computes_on(root: nn.Module) -> torch.device:
-    """Where a model computes: as installed, else where its first weight is, else the CPU."""
-    for module in modules_of(root):
-        session = session_of(module)
-        if session is not None:
-            device: torch.device = session.device
-            return device
-    for module in modules_of(root):
-        for _, master, _ in entries(module):
-            return master.device
-    return torch.device("cpu")
+    """Return where a model computes: as installed, else where its first weight is, else the CPU."""
+    modules = modules_of(root)
+    device = next((session.device for module in modules if (session := session_of(module))), None)
+    return device or next(
+        (m.device for module in modules for _, m, _ in entries(module)), torch.device("cpu")
+    )
 
 
 @contextmanager
 def watching(modules: Iterable[nn.Module], enter: Enter, leave: Leave) -> Iterator[None]:
     """Call `enter` and `leave` around each call of the modules that this thread makes.
 
-    Each `enter` has its `leave`, unless the exception that ends the call ends the block too. Hooks stand
+    Each `enter` has its `leave`, unless the exception that ends the call ends the block too. Hooks run
     before the user's on the way in and after them on the way out, and are gone when the block is left.
     TorchScript modules take none, and are passed over.
     """
@@ -102,65 +99,42 @@ def watching(modules: Iterable[nn.Module], enter: Enter, leave: Leave) -> Iterat
         for module in modules:
             if is_scripted(type(module)):
                 continue
-            hooks.callback(
-                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True).remove,
-            )
-            hooks.callback(
-                module.register_forward_hook(after, with_kwargs=True, always_call=True).remove,
-            )
+            for handle in (
+                module.register_forward_pre_hook(before, prepend=True, with_kwargs=True),
+                module.register_forward_hook(after, with_kwargs=True, always_call=True),
+            ):
+                hooks.callback(handle.remove)
         yield
 
 
 @contextmanager
-def one_call(root: nn.Module) -> Iterator[None]:
-    """For a forward that nobody asked for: random numbers go on as if it had not been, compiled code rests.
+def isolated_forward(root: nn.Module, *, evaluate: bool = False) -> Iterator[None]:
+    """Leave no trace of a forward: random numbers continue as if it had not run, and compiled code rests.
 
-    Code that `torch.compile` has made looks at no hook, so what it was made from runs in its place.
+    Code that `torch.compile` has made runs no hook, so what it was made from runs in its place. With
+    `evaluate`, every module is in eval mode and there are no gradients. The flag is set by itself: a
+    `train()` of the model's own may do more, such as merging adapters.
     """
     numpy: Any = sys.modules.get("numpy.random")
-    python_state = random.getstate()
-    numpy_state = numpy.get_state() if numpy is not None else None
-    devices = {computes_on(root)}
-    for module in modules_of(root):
-        devices.update(master.device for _, master, _ in entries(module))
-    accelerated = sorted(
-        (device for device in devices if device.type not in ("cpu", "meta") and device.index is not None),
-        key=str,
-    )
-    with ExitStack() as ways_back:
-        if accelerated:
-            kind = accelerated[0].type
-            indices = [device.index for device in accelerated if device.type == kind]
-            ways_back.enter_context(torch.random.fork_rng(indices, device_type=kind))
-        else:
-            ways_back.enter_context(torch.random.fork_rng([]))
-        if "torch._dynamo" in sys.modules:
-            ways_back.enter_context(torch.compiler.set_stance("force_eager"))
-        try:
-            yield
-        finally:
-            random.setstate(python_state)
-            if numpy_state is not None:
-                numpy.set_state(numpy_state)
-
-
-@contextmanager
-def evaluating(root: nn.Module) -> Iterator[None]:
-    """Every module in eval mode, without gradients; each as it was when the block is left.
-
-    The flag is set by itself: a `train()` of the model's own may do more, as merging adapters.
-    """
-    before = [
-        (module, module.training)
-        for top in modules_of(root)
-        for module in (top.modules() if is_scripted(type(top)) else (top,))
-        if hasattr(module, "training")  # a frozen TorchScript module has no such flag
+    masters = [master for module in modules_of(root) for _, master, _ in entries(module)]
+    devices = {computes_on(root), *(master.device for master in masters)}
+    accelerated = [
+        device for device in devices if device.type not in ("cpu", "meta") and device.index is not None
     ]
-    try:
-        for module, _ in before:
-            module.training = False
-        with torch.no_grad():
-            yield
-    finally:
-        for module, training in before:
-            module.training = training
+    kind = min((device.type for device in accelerated), default="cuda")
+    indices = sorted(device.index for device in accelerated if device.type == kind)
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        if numpy is not None:
+            stack.callback(numpy.set_state, numpy.get_state())
+        stack.enter_context(torch.random.fork_rng(indices, device_type=kind))
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if evaluate:
+            stack.enter_context(torch.no_grad())
+            for top in modules_of(root):
+                for module in top.modules() if is_scripted(type(top)) else (top,):
+                    if hasattr(module, "training"):  # a frozen TorchScript module has no such flag
+                        stack.callback(setattr, module, "training", module.training)
+                        module.training = False
+        yield

@@ -16,7 +16,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,20 +26,9 @@ from dynswap_ext.inspect._tensors import storages_of, tensors_in
 __all__ = ["Meter", "meter_for"]
 
 
-class Meter(Protocol):
-    """Live bytes on one device, counted from when it was made."""
-
-    @property
-    def current(self) -> int:
-        """Bytes at this moment."""
-
-    def take_peak(self) -> int:
-        """The most since this was asked last."""
-
-
 @contextmanager
 def meter_for(device: torch.device) -> Iterator[Meter]:
-    """Measure while the block runs."""
+    """Measure live bytes on a device while the block runs, counted from its beginning."""
     if device.type == "cuda":
         yield CudaMeter(device)
         return
@@ -48,7 +37,7 @@ def meter_for(device: torch.device) -> Iterator[Meter]:
 
 
 class CudaMeter:
-    """What torch's caching allocator has given out on a GPU, by any thread. Resets its peak."""
+    """Measures what torch's caching allocator has given out on a GPU, to any thread. Resets its peak."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -68,7 +57,7 @@ class CudaMeter:
 
 
 class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Bytes of the storages on a device that operations of this thread have made, and that are alive."""
+    """Counts bytes of the live storages on a device that operations of this thread have made."""
 
     # Flex attention and its like are operations to this mode.
     supports_higher_order_operators = True
@@ -126,3 +115,6 @@ class LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _forget(self, key: int) -> None:
         self._watched.pop(key, None)
         self._current -= self._sizes.pop(key, 0)
+
+
+Meter: TypeAlias = CudaMeter | LiveBytes

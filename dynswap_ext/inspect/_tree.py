@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from dynswap_ext._class_swap import original_class
-from dynswap_ext._state import is_scripted
+from dynswap_ext._swap.class_swap import original_class
+from dynswap_ext._swap.state import is_scripted
+from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.errors import ConfigError
 
 __all__ = ["Node", "class_name", "entries", "root_of", "walk"]
@@ -31,7 +32,7 @@ class Node:
 
 
 def root_of(model: object) -> nn.Module:
-    """What to look into: the module that was given, or the one that `torch.compile` has wrapped.
+    """Return the module that was given, or the one that `torch.compile` has wrapped.
 
     Raises
     ------
@@ -48,7 +49,7 @@ def root_of(model: object) -> nn.Module:
 
 
 def walk(root: nn.Module) -> list[Node]:
-    """Every place in the tree, parents before children, in the order of definition.
+    """List every place in the tree, parents before children, in the order of definition.
 
     A module's children are listed at its first place alone, so that a cycle ends.
     """
@@ -72,12 +73,12 @@ def walk(root: nn.Module) -> list[Node]:
 
 
 def class_name(module: nn.Module) -> str:
-    """A module's class as the user knows it."""
+    """Return the name of a module's class as the user knows it."""
     return original_class(type(module)).__name__
 
 
 def entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
-    """A module's own masters: name, tensor, whether it is a parameter. No access goes through an install.
+    """Yield a module's own masters: name, tensor, whether it is a parameter. Nothing is fetched.
 
     A TorchScript module's are those of all of it.
     """
@@ -85,7 +86,4 @@ def entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
         yield from ((name, tensor, True) for name, tensor in module.named_parameters())
         yield from ((name, tensor, False) for name, tensor in module.named_buffers())
         return
-    for members, is_parameter in ((module._parameters, True), (module._buffers, False)):
-        for name, master in members.items():
-            if master is not None:
-                yield name, master, is_parameter
+    yield from own_masters(module)

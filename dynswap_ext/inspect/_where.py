@@ -1,25 +1,22 @@
-"""Where each weight of a model lives, and what an install does with it; told without an access."""
+"""Where each weight of a model lives, and what an install does with it; found without an access."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
-from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from dynswap_ext import _handout
-from dynswap_ext._state import STATE_KEY, session_of
-from dynswap_ext._subclasses import adds_attributes_only, inner_names, is_plain
+from dynswap_ext._swap.protocol import Service
+from dynswap_ext._swap.state import session_of
+from dynswap_ext._swap.subclasses import inner_names, is_plain
+from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext.inspect._tensors import storages_of
-from dynswap_ext.inspect._tree import entries
+from dynswap_ext.inspect._tree import Node, entries
 
-if TYPE_CHECKING:
-    from dynswap_ext.checkpoint.writing.sources import Mappings
-
-__all__ = ["Surveyor", "Weight", "stored_bytes"]
+__all__ = ["Weight", "stored_bytes", "weights_of"]
 
 
 @dataclass(frozen=True)
@@ -60,83 +57,70 @@ class Weight:
         return f"{place}, {self.served}" if self.served else place
 
 
-class Surveyor:
-    """Describes the masters of one model as they are now."""
-
-    def __init__(self) -> None:
-        # With the master, so that no other one gets its id.
-        self._names: dict[int, tuple[str, torch.Tensor]] = {}
-        self._mappings: Mappings | None = None
-
-    def describe(self, module: nn.Module, path: str) -> tuple[Weight, ...]:
-        """A module's own weights; `path` is its place in the model."""
-        return tuple(
-            self._weight(module, name, master, is_parameter, f"{path}.{name}" if path else name)
-            for name, master, is_parameter in entries(module)
+def weights_of(nodes: Sequence[Node]) -> dict[int, tuple[Weight, ...]]:
+    """Describe the weights of a tree as they are now: each module's own, by the module's id."""
+    names: dict[int, tuple[str, torch.Tensor]] = {}  # with the master, so that no other one gets its id
+    mappings: list[FileMappings] = []  # read once, and only for a model with weights on the CPU
+    weights: dict[int, tuple[Weight, ...]] = {}
+    for node in nodes:
+        if node.same_as is not None:
+            continue
+        session = session_of(node.module)
+        services = {} if session is None else session.services(node.module)
+        weights[id(node.module)] = tuple(
+            _weight(node, name, services.get(name), master, is_parameter, names, mappings)
+            for name, master, is_parameter in entries(node.module)
         )
+    return weights
 
-    def _weight(
-        self, module: nn.Module, name: str, master: torch.Tensor, is_parameter: bool, full: str
-    ) -> Weight:
-        first, _ = self._names.setdefault(id(master), (full, master))
-        made = not isinstance(master, UninitializedTensorMixin)
-        place, file = self._place(master) if made else ("not made yet", None)
-        return Weight(
-            name=full,
-            shape=tuple(master.shape) if made else None,
-            dtype=master.dtype,
-            elements=master.numel() if made else 0,
-            nbytes=stored_bytes(master) if made else 0,
-            is_parameter=is_parameter,
-            trainable=is_parameter and master.requires_grad,
-            tied_to=None if first == full else first,
-            place=place,
-            device=master.device,
-            file=file,
-            served=self._served(module, name, master, mapped=place == "file"),
-        )
 
-    def _place(self, master: torch.Tensor) -> tuple[str, Path | None]:
-        if master.device.type == "meta":
-            return "meta", None
-        if master.device.type != "cpu":
-            return "device", None
-        names = inner_names(master)
-        if names:
-            return self._place(getattr(master, names[0]))
-        try:
-            mapped, found = self._find(master)
-            if mapped:
-                return "file", found
-            if master.is_pinned():
-                return "pinned RAM", None
-            shared = master.is_shared()  # type: ignore[no-untyped-call]
-            return ("shared RAM" if shared else "RAM"), None
-        except (NotImplementedError, RuntimeError):
-            return "RAM", None  # a class that shows no address
+def _weight(
+    node: Node,
+    name: str,
+    service: Service | None,
+    master: torch.Tensor,
+    is_parameter: bool,
+    names: dict[int, tuple[str, torch.Tensor]],
+    mappings: list[FileMappings],
+) -> Weight:
+    full = f"{node.path}.{name}" if node.path else name
+    first, _ = names.setdefault(id(master), (full, master))
+    made = not isinstance(master, UninitializedTensorMixin)
+    place, file = _place(master, mappings) if made else ("not made yet", None)
+    return Weight(
+        name=full,
+        shape=tuple(master.shape) if made else None,
+        dtype=master.dtype,
+        elements=master.numel() if made else 0,
+        nbytes=stored_bytes(master) if made else 0,
+        is_parameter=is_parameter,
+        trainable=is_parameter and master.requires_grad,
+        tied_to=None if first == full else first,
+        place=place,
+        device=master.device,
+        file=file,
+        served=service,
+    )
 
-    def _find(self, master: torch.Tensor) -> tuple[bool, Path | None]:
-        if self._mappings is None:
-            # It reads what the process has mapped: once, and only for a model with weights on the CPU.
-            from dynswap_ext.checkpoint.writing.sources import Mappings
 
-            self._mappings = Mappings()
-        mapped, place = self._mappings.find(master)
-        return mapped, None if place is None else place.path
-
-    def _served(self, module: nn.Module, name: str, master: torch.Tensor, *, mapped: bool) -> str | None:
-        session = session_of(module)
-        if session is None:
-            return None
-        native = session.provider == "native"
-        if _handout.Place(session.device, session.dtype).holds(master) and not (native and mapped):
-            return "in place"
-        if not native:
-            weight = module.__dict__[STATE_KEY].weights.get(name)
-            return "converted" if weight is None else "resident" if weight.resident else "streamed"
-        if not is_plain(master) and inner_names(master) is None and not adds_attributes_only(master):
-            return "converted"
-        return "resident" if session.residents(module).get(name) else "streamed"
+def _place(master: torch.Tensor, mappings: list[FileMappings]) -> tuple[str, Path | None]:
+    if master.device.type != "cpu":
+        return ("meta" if master.device.type == "meta" else "device"), None
+    inner = inner_names(master)
+    if inner:
+        return _place(getattr(master, inner[0]), mappings)
+    if not mappings:
+        mappings.append(FileMappings())
+    try:
+        mapping = mappings[0].find(master.data_ptr())
+        if mapping is not None:
+            return "file", mapping.path
+        if master.is_pinned():
+            return "pinned RAM", None
+        shared = master.is_shared()  # type: ignore[no-untyped-call]
+        return ("shared RAM" if shared else "RAM"), None
+    except (NotImplementedError, RuntimeError):
+        return "RAM", None  # a class that shows no address
 
 
 def stored_bytes(tensor: torch.Tensor) -> int:

@@ -1,55 +1,25 @@
-"""Gradients after a backward pass: how they flow through the layers, and which are not well."""
+"""Gradients after a backward pass: how they flow through the layers, and which are unhealthy."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any, Final
+from typing import Any
 
-import torch
 from torch import nn
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from dynswap_ext._util.tables import Printable, facts_grid, first_names, plain_table, shape_text
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.inspect import _text
-from dynswap_ext.inspect._tree import root_of
+from dynswap_ext.inspect import _gradient_plot
+from dynswap_ext.inspect._gradient_figures import Gradient, gradients_of
 
 __all__ = ["Gradient", "GradientFlow", "GradientHealth", "gradient_flow", "gradient_health"]
 
-#: Elements that are looked at in one piece, as float64.
-_PIECE: Final = 1 << 22
-
-
-@dataclass(frozen=True)
-class Gradient:
-    """The gradient of one parameter that requires one. Figures are those of absolute values."""
-
-    name: str
-    #: Of the parameter.
-    shape: tuple[int, ...]
-    #: Of the gradient; None if there is none.
-    dtype: torch.dtype | None
-    #: The mean over all elements, those that a sparse gradient does not store included. NaN or infinite if an
-    #: element is; None without a gradient. So are the next two.
-    mean: float | None
-    max: float | None
-    #: Euclidean.
-    norm: float | None
-    #: Elements that are NaN, and that are infinite.
-    nan: int
-    inf: int
-
-    @property
-    def missing(self) -> bool:
-        """Whether there is no gradient."""
-        return self.dtype is None
-
 
 @dataclass(frozen=True, repr=False)
-class GradientFlow:
-    """What `gradient_flow` found. ``print`` it; rich prints it in colour."""
+class GradientFlow(Printable):
+    """The result of `gradient_flow`. ``print`` it; rich prints it in colour."""
 
     #: Each parameter that requires a gradient, once, in the order of the layers.
     gradients: tuple[Gradient, ...]
@@ -62,35 +32,26 @@ class GradientFlow:
         path : path-like
             The picture; its suffix says the format (.png, .svg, .pdf). Written over if it exists.
         title : str
-            What stands above it.
+            Over the picture.
 
         Raises
         ------
         ConfigError
             matplotlib is missing (``pip install dynswap-ext[plot]``), or does not know the suffix.
         """
-        from dynswap_ext.inspect._gradient_plot import draw
-
-        draw(self.gradients, path, title)
+        _gradient_plot.draw(self.gradients, path, title)
 
     def __repr__(self) -> str:
         return f"<GradientFlow of {len(self.gradients)} parameters>"
 
-    def __str__(self) -> str:
-        return _text.as_text(self._table())
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
-        """The table, for rich."""
-        yield self._table()
-
-    def _table(self) -> Any:
-        rows = [[g.name, _text.shape(g.shape), _figure(g.mean), _figure(g.max)] for g in self.gradients]
-        return _text.table(["parameter", "shape", "mean", "max"], rows, right=("mean", "max"))
+    def _parts(self) -> tuple[Any, ...]:
+        rows = [[g.name, shape_text(g.shape), _figure(g.mean), _figure(g.max)] for g in self.gradients]
+        return (plain_table(["parameter", "shape", "mean", "max"], rows, right=("mean", "max")),)
 
 
 @dataclass(frozen=True, repr=False)
-class GradientHealth:
-    """What `gradient_health` found. ``print`` it; rich prints it in colour."""
+class GradientHealth(Printable):
+    """The result of `gradient_health`. ``print`` it; rich prints it in colour."""
 
     #: Each parameter that requires a gradient, once, in the order of the layers.
     gradients: tuple[Gradient, ...]
@@ -108,7 +69,7 @@ class GradientHealth:
     @property
     def healthy(self) -> bool:
         """Whether there is no finding."""
-        return not any(names for _, names in self._findings())
+        return not self._findings()
 
     @property
     def total_norm(self) -> float:
@@ -116,52 +77,41 @@ class GradientHealth:
         return math.hypot(*(g.norm for g in self.gradients if g.norm is not None))
 
     def __repr__(self) -> str:
-        found = [f"{len(names)} {kind}" for kind, names in self._findings() if names]
+        found = [f"{len(names)} {kind}" for kind, names in self._findings().items()]
         return f"<GradientHealth of {len(self.gradients)} parameters: {', '.join(found) or 'healthy'}>"
 
-    def __str__(self) -> str:
-        return _text.as_text(*self._parts())
+    def _findings(self) -> dict[str, tuple[str, ...]]:
+        found = {
+            "missing": self.missing,
+            "NaN": self.nan,
+            "infinite": self.inf,
+            "vanishing": self.vanishing,
+            "exploding": self.exploding,
+        }
+        return {kind: names for kind, names in found.items() if names}
 
-    def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
-        """The table and the findings, for rich."""
-        yield from self._parts()
-
-    def _findings(self) -> tuple[tuple[str, tuple[str, ...]], ...]:
-        return (
-            ("missing", self.missing),
-            ("NaN", self.nan),
-            ("infinite", self.inf),
-            ("vanishing", self.vanishing),
-            ("exploding", self.exploding),
-        )
-
-    def _parts(self) -> tuple[Any, Any]:
-        of: dict[str, list[str]] = {}
-        for kind, names in self._findings():
+    def _parts(self) -> tuple[Any, ...]:
+        kinds: dict[str, list[str]] = {}
+        for kind, names in self._findings().items():
             for name in names:
-                of.setdefault(name, []).append(kind)
+                kinds.setdefault(name, []).append(kind)
         rows = [
             [
-                g.name,
-                _figure(g.norm),
-                _figure(g.mean),
-                _figure(g.max),
-                str(g.nan or ""),
-                str(g.inf or ""),
-                ", ".join(of.get(g.name, [])),
+                *(g.name, _figure(g.norm), _figure(g.mean), _figure(g.max)),
+                *(str(g.nan or ""), str(g.inf or ""), ", ".join(kinds.get(g.name, []))),
             ]
             for g in self.gradients
         ]
         numbers = ("norm", "mean", "max", "NaN", "infinite")
         facts = [("total norm", _figure(self.total_norm))]
-        facts += [(kind, _text.some(names)) for kind, names in self._findings() if names]
+        facts += [(kind, first_names(names)) for kind, names in self._findings().items()]
         if self.healthy:
             facts.append(("findings", "none"))
-        return _text.table(["parameter", *numbers, "findings"], rows, right=numbers), _text.facts(facts)
+        return plain_table(["parameter", *numbers, "findings"], rows, right=numbers), facts_grid(facts)
 
 
 def gradient_flow(model: nn.Module) -> GradientFlow:
-    """Mean and maximum of each parameter's gradient, in the order of the layers.
+    """Return mean and maximum of each parameter's gradient, in the order of the layers.
 
     Looks at what a backward pass has left in `.grad`; runs nothing. An installed model's gradients are on its
     masters, and these are looked at. Gradients under a loss scale are the scaled ones.
@@ -181,7 +131,7 @@ def gradient_flow(model: nn.Module) -> GradientFlow:
     ConfigError
         `model` is no module, no parameter of it requires a gradient, or none has one.
     """
-    found = _gradients(model)
+    found = gradients_of(model)
     if all(gradient.missing for gradient in found):
         raise ConfigError(
             f"none of the {len(found)} parameters that require a gradient has one; run backward() first, "
@@ -191,7 +141,7 @@ def gradient_flow(model: nn.Module) -> GradientFlow:
 
 
 def gradient_health(model: nn.Module, *, vanishing: float = 1e-7, exploding: float = 1e3) -> GradientHealth:
-    """Norm, NaN and infinite elements of each parameter's gradient, and which are not well.
+    """Return norm, NaN and infinite elements of each parameter's gradient, and which are unhealthy.
 
     Looks at what a backward pass has left in `.grad`; runs nothing. An installed model's gradients are on its
     masters, and these are looked at. Gradients under a loss scale are the scaled ones.
@@ -223,8 +173,8 @@ def gradient_health(model: nn.Module, *, vanishing: float = 1e-7, exploding: flo
         raise ConfigError(
             f"vanishing is {vanishing!r} and exploding is {exploding!r}; expected 0 <= vanishing < exploding"
         )
-    found = _gradients(model)
-    finite = [g for g in found if g.norm is not None and math.isfinite(g.norm)]
+    found = gradients_of(model)
+    norms = {g.name: g.norm for g in found if g.norm is not None and math.isfinite(g.norm)}
     return GradientHealth(
         gradients=found,
         vanishing_below=float(vanishing),
@@ -232,67 +182,9 @@ def gradient_health(model: nn.Module, *, vanishing: float = 1e-7, exploding: flo
         missing=tuple(g.name for g in found if g.missing),
         nan=tuple(g.name for g in found if g.nan),
         inf=tuple(g.name for g in found if g.inf),
-        vanishing=tuple(g.name for g in finite if g.norm is not None and g.norm < vanishing),
-        exploding=tuple(g.name for g in finite if g.norm is not None and g.norm > exploding),
+        vanishing=tuple(name for name, norm in norms.items() if norm < vanishing),
+        exploding=tuple(name for name, norm in norms.items() if norm > exploding),
     )
-
-
-def _gradients(model: nn.Module) -> tuple[Gradient, ...]:
-    root = root_of(model)
-    # Of an installed model these are the masters.
-    wanted = [(name, master) for name, master in root.named_parameters() if master.requires_grad]
-    if not wanted:
-        raise ConfigError("no parameter of the model requires a gradient")
-    return tuple(_gradient(name, master) for name, master in wanted)
-
-
-def _gradient(name: str, parameter: torch.Tensor) -> Gradient:
-    grad = parameter.grad
-    if isinstance(parameter, UninitializedTensorMixin):
-        return Gradient(name, (), None, None, None, None, 0, 0)
-    shape = tuple(parameter.shape)
-    if grad is None or grad.is_meta:  # a meta gradient has a shape, and no values
-        return Gradient(name, shape, None, None, None, None, 0, 0)
-    with torch.no_grad():
-        total, largest, squares, nan, inf = _measured(grad)
-    count = grad.numel()
-    return Gradient(
-        name=name,
-        shape=shape,
-        dtype=grad.dtype,
-        mean=total / count if count else 0.0,
-        max=largest,
-        norm=math.sqrt(squares) if not math.isnan(squares) else math.nan,
-        nan=nan,
-        inf=inf,
-    )
-
-
-def _measured(grad: torch.Tensor) -> tuple[float, float, float, int, int]:
-    """Sum, maximum and sum of squares of absolute values; elements that are NaN, and infinite.
-
-    A piece at a time, so that no copy of a large gradient is made; in float64, so that squares neither
-    overflow nor vanish.
-    """
-    values = grad.detach()
-    if values.layout is not torch.strided:
-        values = values.to_sparse_coo().coalesce().values()  # type: ignore[no-untyped-call]
-    wide = torch.float32 if values.device.type == "mps" else torch.float64  # that device has no float64
-    total, largest, squares, nan, inf = 0.0, 0.0, 0.0, 0, 0
-    pieces: tuple[torch.Tensor, ...] = values.reshape(-1).split(_PIECE)  # type: ignore[no-untyped-call]
-    for piece in pieces:
-        if not piece.numel():
-            continue
-        sizes = (piece.abs() if piece.is_complex() else piece).to(wide).abs()
-        figures = (sizes.sum(), sizes.max(), sizes.square().sum(), sizes.isnan().sum(), sizes.isinf().sum())
-        # One transfer, and so one wait, for a piece on an accelerator.
-        found = torch.stack([figure.to(wide) for figure in figures]).tolist()
-        total += found[0]
-        largest = found[1] if math.isnan(found[1]) or found[1] > largest else largest
-        squares += found[2]
-        nan += int(found[3])
-        inf += int(found[4])
-    return total, largest, squares, nan, inf
 
 
 def _figure(value: float | None) -> str:

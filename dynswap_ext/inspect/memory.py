@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from dynswap_ext._state import modules_of, session_of
+from dynswap_ext._swap.state import modules_of, session_of
+from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.tables import Printable, facts_grid, first_names, plain_table
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.inspect import _text
-from dynswap_ext.inspect._hooks import arguments, computes_on, one_call, watching
+from dynswap_ext.inspect._hooks import arguments, computes_on, isolated_forward, watching
 from dynswap_ext.inspect._live import Meter, meter_for
 from dynswap_ext.inspect._tensors import shapes_in, storages_of, tensors_in
 from dynswap_ext.inspect._tree import Node, class_name, root_of, walk
-from dynswap_ext.inspect._where import Surveyor
+from dynswap_ext.inspect._where import weights_of
 
 __all__ = ["Call", "MemoryProfile", "memory_profile"]
 
@@ -51,8 +52,8 @@ class Call:
 
 
 @dataclass(frozen=True, repr=False)
-class MemoryProfile:
-    """What `memory_profile` found. ``print`` it; rich prints it in colour."""
+class MemoryProfile(Printable):
+    """The result of `memory_profile`. ``print`` it; rich prints it in colour."""
 
     #: In the order in which they began.
     calls: tuple[Call, ...]
@@ -82,35 +83,28 @@ class MemoryProfile:
     def __repr__(self) -> str:
         return (
             f"<MemoryProfile on {self.device}: {len(self.calls)} calls, "
-            f"peak {_text.amount(self.peak_bytes)} over {_text.amount(self.base_bytes)}>"
+            f"peak {_amount(self.peak_bytes)} over {_amount(self.base_bytes)}>"
         )
 
-    def __str__(self) -> str:
-        return _text.as_text(*self._parts())
-
-    def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
-        """The table and the totals, for rich."""
-        yield from self._parts()
-
-    def _parts(self) -> tuple[Any, Any]:
+    def _parts(self) -> tuple[Any, ...]:
         numbers = ("before", "after", "kept", "peak")
         rows = [
             [
                 "  " * call.depth + (f"{call.path}: {call.class_name}" if call.path else call.class_name),
-                *(_text.amount(size) for size in (call.before, call.after, call.kept, call.peak)),
+                *(_amount(size) for size in (call.before, call.after, call.kept, call.peak)),
             ]
             for call in self.calls
         ]
         facts = [
             (
                 "peak",
-                f"{_text.amount(self.peak_bytes)} over {_text.amount(self.base_bytes)} on {self.device}",
+                f"{_amount(self.peak_bytes)} over {_amount(self.base_bytes)} on {self.device}",
             ),
             ("measured by", self.measured),
         ]
         if self.not_called:
-            facts.append(("not called", _text.some(self.not_called)))
-        return _text.table(["call", *numbers], rows, right=numbers), _text.facts(facts)
+            facts.append(("not called", first_names(self.not_called)))
+        return plain_table(["call", *numbers], rows, right=numbers), facts_grid(facts)
 
 
 def memory_profile(
@@ -148,10 +142,10 @@ def memory_profile(
     ConfigError
         `model` is no module, or one of the others has a value that cannot be used.
 
-    Whatever the forward raises is passed on.
-
     Notes
     -----
+    Whatever the forward raises is passed on.
+
     On CUDA these are the statistics of torch's allocator: scratch inside operations is in them, sizes are
     rounded up to 512 bytes, and so is what other threads allocate; its peak statistics are reset. Elsewhere
     they are exact bytes of the storages that operations make, without scratch inside an operation; the
@@ -165,29 +159,19 @@ def memory_profile(
     where = _device(device, root)
     nodes = [node for node in walk(root) if node.same_as is None]
     paths = {id(node.module): node.path for node in nodes}
-    with ExitStack() as ways_back:
-        ways_back.enter_context(one_call(root))
+    with isolated_forward(root):
         base = _base(root, (args, keywords), where)
-        meter = ways_back.enter_context(meter_for(where))
-        frames = _Frames(meter, paths)
-        ways_back.enter_context(watching((node.module for node in nodes), frames.enter, frames.leave))
-        root(*args, **keywords)
+        with meter_for(where) as meter:
+            frames = _Frames(meter, paths)
+            with watching([node.module for node in nodes], frames.enter, frames.leave):
+                root(*args, **keywords)
     return MemoryProfile(
-        calls=tuple(frames.calls()),
+        calls=frames.calls(),
         device=where,
         measured="torch.cuda" if where.type == "cuda" else "storages",
         base_bytes=base,
         not_called=tuple(node.path for node in nodes if not _called(node, frames.counts)),
     )
-
-
-class _Frame:
-    """A call that has begun."""
-
-    def __init__(self, module: nn.Module, depth: int, index: int, before: int) -> None:
-        self.module, self.depth, self.index = module, depth, index
-        self.before = self.after = self.peak = before
-        self.output_shapes: tuple[tuple[int, ...], ...] = ()
 
 
 class _Frames:
@@ -196,42 +180,44 @@ class _Frames:
     def __init__(self, meter: Meter, paths: Mapping[int, str]) -> None:
         self._meter = meter
         self._paths = paths
-        self._all: list[_Frame] = []
-        self._open: list[_Frame] = []
+        self._running: list[dict[str, Any]] = []
+        self._all: list[dict[str, Any]] = []
         #: Calls of each module, by its id.
-        self.counts: dict[int, int] = {}
+        self.counts: Counter[int] = Counter()
 
     def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         self._settle()
-        index = self.counts.get(id(module), 0)
-        self.counts[id(module)] = index + 1
-        frame = _Frame(module, len(self._open), index, self._meter.current)
+        now = self._meter.current
+        frame = {
+            "path": self._paths[id(module)],
+            "class_name": class_name(module),
+            "depth": len(self._running),
+            "index": self.counts[id(module)],
+            "before": now,
+            "after": now,
+            "peak": now,
+            "output_shapes": (),
+        }
+        self.counts[id(module)] += 1
         self._all.append(frame)
-        self._open.append(frame)
+        self._running.append(frame)
 
     def leave(self, module: nn.Module, output: Any) -> None:
         self._settle()
-        frame = self._open.pop()
-        frame.after = self._meter.current
-        frame.output_shapes = shapes_in(output)
+        self._running.pop().update(after=self._meter.current, output_shapes=shapes_in(output))
 
     def _settle(self) -> None:
         peak = self._meter.take_peak()
-        for frame in self._open:
-            frame.peak = max(frame.peak, peak)
+        for frame in self._running:
+            frame["peak"] = max(frame["peak"], peak)
 
-    def calls(self) -> Iterable[Call]:
-        for frame in self._all:
-            yield Call(
-                path=self._paths[id(frame.module)],
-                class_name=class_name(frame.module),
-                depth=frame.depth,
-                index=frame.index,
-                before=frame.before,
-                after=frame.after,
-                peak=frame.peak,
-                output_shapes=frame.output_shapes,
-            )
+    def calls(self) -> tuple[Call, ...]:
+        return tuple(Call(**frame) for frame in self._all)
+
+
+def _amount(size: int) -> str:
+    """Write bytes, which may be fewer than there were before."""
+    return f"-{format_bytes(-size)}" if size < 0 else format_bytes(size)
 
 
 def _called(node: Node, counts: Mapping[int, int]) -> bool:
@@ -258,12 +244,9 @@ def _base(root: nn.Module, given: Any, device: torch.device) -> int:
         return torch.cuda.memory_allocated(device)
     sessions = {id(session): session for module in modules_of(root) if (session := session_of(module))}
     plans = [session.stats() for session in sessions.values() if session.device == device]
-    surveyor = Surveyor()
-    weights = [
-        w for node in walk(root) if not node.same_as for w in surveyor.describe(node.module, node.path)
-    ]
     masters = [
         weight.nbytes
+        for weights in weights_of(walk(root)).values()
         for weight in weights
         if weight.device == device and weight.tied_to is None and weight.served in (None, "in place")
     ]

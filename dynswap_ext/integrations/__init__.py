@@ -6,7 +6,7 @@ What is listed was read in the versions that `tests/programs` runs with.
 
 from __future__ import annotations
 
-from .._asked import know
+from dynswap_ext._swap.device_queries import know
 
 __all__: list[str] = []
 

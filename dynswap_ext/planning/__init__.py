@@ -1,5 +1,7 @@
-"""What a budget costs, before anything runs: time per pass and stalls, from the engine on a virtual clock.
+"""Predicts the time and stalls of a pass under a budget. The engine runs on a virtual clock; no model runs.
 
+Examples
+--------
 >>> from dynswap_ext import planning
 >>> outline = planning.outline("model.safetensors", dtype=torch.bfloat16)       # doctest: +SKIP
 >>> weights = planning.timed(outline.weights, planning.ASSUMED, rows=4096)      # doctest: +SKIP

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 from collections.abc import Callable
@@ -29,40 +30,36 @@ _ACTIVE: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "t
 
 @dataclass(frozen=True)
 class ConfigModel:
-    """A model without weights, and what its config says beside."""
+    """A model without weights, and what else its config says."""
 
     model: nn.Module
     title: str
     #: Of floating weights in its checkpoints; None if the config does not say.
-    stored: torch.dtype | None
+    stored: torch.dtype | None = None
     #: The part of a pass's rows that a weight sees, by the weight's name.
-    share: Callable[[str], float]
-    notes: tuple[str, ...]
+    share: Callable[[str], float] = lambda name: 1.0
+    notes: tuple[str, ...] = ()
 
 
 def config_in(path: Path) -> Path | None:
-    """The config that a path means; None if it means a checkpoint.
+    """Return the config that a path means; None if it means a checkpoint.
 
     Raises
     ------
     SourceError
         It is a folder of a pipeline, whose models are in folders of their own.
     """
+    if not path.is_dir():
+        return path if path.suffix == ".json" and not path.name.endswith("index.json") else None
     try:
-        if path.is_dir():
-            names = os.listdir(path)
-            if "model_index.json" in names:
-                parts = sorted(name for name in names if (path / name / _NAME).is_file())
-                raise SourceError(
-                    f"{path} is the folder of a pipeline; plan for one of its models: "
-                    f"{', '.join(str(path / part) for part in parts) or 'there is none in it'}"
-                )
-            return path / _NAME if _NAME in names and not any(n.endswith(_WEIGHTS) for n in names) else None
-    except (OSError, ValueError) as error:
-        if isinstance(error, SourceError):
-            raise
+        names = os.listdir(path)
+    except OSError:
         return None  # opening it as a checkpoint says what is wrong
-    return path if path.suffix == ".json" and not path.name.endswith("index.json") else None
+    if "model_index.json" in names:
+        parts = sorted(str(path / name) for name in names if (path / name / _NAME).is_file())
+        models = ", ".join(parts) or "there is none in it"
+        raise SourceError(f"{path} is the folder of a pipeline; plan for one of its models: {models}")
+    return path / _NAME if _NAME in names and not any(n.endswith(_WEIGHTS) for n in names) else None
 
 
 def model_of_config(path: Path) -> ConfigModel:
@@ -82,7 +79,7 @@ def model_of_config(path: Path) -> ConfigModel:
         return _of_transformers(path, content)
     raise SourceError(
         f"{path} is no config of a model: it has neither model_type or architectures (transformers) nor "
-        "_class_name (diffusers); name the config.json that is beside the model's weights"
+        "_class_name (diffusers); name the config.json in the folder of the model's weights"
     )
 
 
@@ -103,77 +100,71 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _of_diffusers(path: Path, content: dict[str, Any]) -> ConfigModel:
-    try:
-        import diffusers
-    except ImportError as error:
-        raise _missing(path, "diffusers", error) from error
+    diffusers = _library(path, "diffusers")
     cls: Any = getattr(diffusers, str(content["_class_name"]), None)
     if cls is None or not issubclass(cls, nn.Module):
         raise ConfigError(
             f"{path} describes a {content['_class_name']}, and diffusers {diffusers.__version__} has no "
-            f"model of "
-            "that name; install the version that the config names (_diffusers_version), or name the "
+            "model of that name; install the version that the config names (_diffusers_version), or name the "
             "checkpoint"
         )
     model = _make(path, lambda: cls.from_config(content))
-    return ConfigModel(model, f"{path}: diffusers {cls.__name__}, no weights", None, lambda name: 1.0, ())
+    return ConfigModel(model, f"{path}: diffusers {cls.__name__}, no weights")
 
 
 def _of_transformers(path: Path, content: dict[str, Any]) -> ConfigModel:
-    try:
-        import transformers
-    except ImportError as error:
-        raise _missing(path, "transformers", error) from error
+    transformers = _library(path, "transformers")
     try:
         config: Any = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
     except Exception as error:  # each version has its own for a config that it does not like
         raise ConfigError(
             f"transformers {transformers.__version__} cannot use {path}: {_in_short(error)}; install a "
-            f"version "
-            "that knows the model, or name the checkpoint"
+            "version that knows the model, or name the checkpoint"
         ) from error
     architectures = content.get("architectures")
     name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
     cls: Any = getattr(transformers, name, None) if name else None
     # A config without architectures, or with one that transformers lacks, still has a body.
-    auto = transformers.AutoModel
-    model = _make(path, (lambda: cls(config)) if cls is not None else (lambda: auto.from_config(config)))
+    model = _make(path, lambda: transformers.AutoModel.from_config(config) if cls is None else cls(config))
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     stored = getattr(config, "dtype", None) or getattr(text, "dtype", None)
     part, notes = _active(text)
     if cls is None:
         notes.append(
             f"The config names no architecture that transformers has: planned for {type(model).__name__}, "
-            f"without "
-            "a head."
+            "without a head."
         )
-
-    def share(weight: str) -> float:
-        return part if ".experts." in f".{weight}." else 1.0
-
     return ConfigModel(
         model,
         f"{path}: transformers {type(model).__name__}, no weights",
         stored if isinstance(stored, torch.dtype) else None,
-        share,
+        lambda weight: part if ".experts." in f".{weight}." else 1.0,
         tuple(notes),
     )
 
 
 def _active(config: Any) -> tuple[float, list[str]]:
-    """The share of the experts that see a row, with what is to be said of it."""
-
-    def first(names: tuple[str, ...]) -> Any:
-        return next((found for name in names if (found := getattr(config, name, None))), None)
-
-    experts, active = first(_EXPERTS), first(_ACTIVE)
+    """Return the share of the experts that see a row, and notes about it."""
+    experts, active = (
+        next((found for name in names if (found := getattr(config, name, None))), None)
+        for names in (_EXPERTS, _ACTIVE)
+    )
     if not isinstance(experts, int) or not isinstance(active, int) or not 0 < active < experts:
         return 1.0, []
     return active / experts, [
-        f"A row goes through {active} of {experts} experts: so is compute counted. Copies are counted as "
-        f"if a "
-        "pass used every expert, which one of many rows does."
+        f"A row goes through {active} of {experts} experts: so is compute counted. Copies are counted as if "
+        "a pass used every expert, which one of many rows does."
     ]
+
+
+def _library(path: Path, name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} is a config of {name}, which cannot be imported ({error}); install it with `pip install "
+            f"{name}`, or name the checkpoint instead"
+        ) from error
 
 
 def _make(path: Path, factory: Callable[[], nn.Module]) -> nn.Module:
@@ -186,13 +177,6 @@ def _make(path: Path, factory: Callable[[], nn.Module]) -> nn.Module:
             f"the model that {path} describes cannot be made ({type(error).__name__}: {_in_short(error)}); "
             "name its checkpoint instead"
         ) from error
-
-
-def _missing(path: Path, library: str, error: ImportError) -> ConfigError:
-    return ConfigError(
-        f"{path} is a config of {library}, which cannot be imported ({error}); install it with `pip install "
-        f"{library}`, or name the checkpoint instead"
-    )
 
 
 def _in_short(error: BaseException) -> str:

@@ -15,7 +15,7 @@ __all__ = ["model_and_inputs"]
 
 
 def model_and_inputs(name: str) -> tuple[nn.Module, Any]:
-    """Import the module, call the function; modules of the current folder are found too.
+    """Import the module and call the function; modules of the current folder are found too.
 
     Parameters
     ----------
@@ -29,8 +29,8 @@ def model_and_inputs(name: str) -> tuple[nn.Module, Any]:
         There is no such module or function, or it returns something else. What the function itself raises
         passes through.
     """
-    module_name, colon, function_name = name.partition(":")
-    if not colon or not module_name or not function_name:
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
         raise ConfigError(f"--model is {name!r}; expected MODULE:FUNCTION, such as my_package.models:flux")
     here = str(Path.cwd())
     if here not in sys.path:
@@ -40,19 +40,15 @@ def model_and_inputs(name: str) -> tuple[nn.Module, Any]:
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
             raise  # the module is there, and lacks something else
-        raise ConfigError(
-            f"--model names the module {module_name!r}, which is neither installed nor in {here}"
-        ) from error
+        why = f"the module {module_name!r}, which is neither installed nor in {here}"
+        raise ConfigError(f"--model names {why}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise ConfigError(f"{module_name} ({module.__file__}) has no function {function_name!r}")
     made = function()
-    if not isinstance(made, tuple) or len(made) != 2 or not isinstance(made[0], nn.Module):
-        shown = (
-            f"({', '.join(type(part).__name__ for part in made)})" if isinstance(made, tuple) else type(made)
-        )
-        raise ConfigError(
-            f"{name} returned {shown}; expected a torch.nn.Module and the inputs of a pass: `return "
-            f"model, inputs`"
-        )
-    return made
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        return made
+    types = [type(part).__name__ for part in made] if isinstance(made, tuple) else type(made).__name__
+    raise ConfigError(
+        f"{name} returned {types}; expected a torch.nn.Module and the inputs of a pass: return model, inputs"
+    )

@@ -38,7 +38,7 @@ ASSUMED: Final = Machine("a PCIe 4 card", bandwidth=26e9, arithmetic=120e12, mem
 
 
 def timed(weights: Sequence[Weight], machine: Machine, *, rows: int = 1) -> tuple[Weight, ...]:
-    """The weights, each with its compute: the longer of its operations and its bytes.
+    """Return the weights, each with its compute: the longer of its operations and its bytes.
 
     A matrix takes 2 operations an element and row (one row if it is a time step's); a norm reads and writes
     its rows; what is looked up takes nothing. Attention products and activations are not counted.
@@ -67,7 +67,7 @@ def timed(weights: Sequence[Weight], machine: Machine, *, rows: int = 1) -> tupl
 
 
 def spread(weights: Sequence[Weight], seconds: float) -> tuple[Weight, ...]:
-    """The weights, with the time of a pass divided among them by their operations.
+    """Return the weights, with the time of a pass divided among them by their operations.
 
     By bytes, if none is a matrix.
 
@@ -90,7 +90,7 @@ def spread(weights: Sequence[Weight], seconds: float) -> tuple[Weight, ...]:
 
 
 def rows_to_hide(weights: Sequence[Weight], machine: Machine, seconds: float) -> int | None:
-    """The fewest rows with which a pass computes for so long; None if no number of rows does."""
+    """Return the fewest rows with which a pass computes for so long; None if no number of rows does."""
 
     def enough(rows: int) -> bool:
         return math.fsum(_seconds(weight, machine, rows) for weight in weights) >= seconds

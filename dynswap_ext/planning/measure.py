@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
 from torch import nn
 
 from dynswap_ext import config
+from dynswap_ext._util.clock import DeviceClock
+from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.install import install, is_installed
 from dynswap_ext.planning.rates import files_of, latency_of, masters_bandwidth
-from dynswap_ext.planning.stopwatch import Stopwatch
 from dynswap_ext.planning.weights import Weight, outline_of_model, owners
 
 __all__ = ["Measured", "measure"]
@@ -84,59 +87,103 @@ def measure(
         raise ConfigError(f"the model, a {type(model).__name__}, has no weights to plan for")
     files = files_of(model)
     modules = owners(model)
-    arguments, keywords = _arguments(inputs, where, dtype)
+    keywords = _moved(dict(inputs) if isinstance(inputs, dict) else {}, where, dtype)
+    positional = list(inputs) if isinstance(inputs, (list, tuple)) else [] if keywords else [inputs]
+    arguments = _moved(positional, where, dtype)
     with (
         torch.inference_mode(),
         install(model, device=where, dtype=dtype, budget=budget),
-        Stopwatch(modules, where) as watch,
+        _Stopwatch(modules, where) as watch,
     ):
-        for _ in range(warm_up):
-            model(*arguments, **keywords)
-        watch.forget()
-        for _ in range(passes):
-            watch.begin()
-            model(*arguments, **keywords)
-            watch.end()
-        runs = watch.seconds()
+        runs = [watch.time(lambda: model(*arguments, **keywords)) for _ in range(warm_up + passes)][warm_up:]
     bandwidth, kind, notes = masters_bandwidth(where, files)
-    compute = [statistics.median(run[unit] for run in runs) for unit in range(len(modules))]
-    uncalled = [unit for unit in range(len(modules)) if unit not in watch.order]
+    uncalled = len(modules) - len(watch.called)
     if uncalled:
-        notes = (
-            *notes,
-            f"{len(uncalled)} of {len(modules)} modules with weights were not called by themselves in a "
-            f"pass; "
+        notes += (
+            f"{uncalled} of {len(modules)} modules with weights were not called by themselves in a pass; "
             "their weights are planned for all the same, where the model registers them.",
         )
+    compute = [statistics.median(seconds) for seconds in zip(*runs, strict=True)]
     return Measured(
-        weights=_in_order(outline.weights, _order(watch.order, len(modules)), compute),
+        weights=_in_order(outline.weights, _order(watch.called, len(modules)), compute),
         device=where,
         bandwidth=bandwidth,
         latency=latency_of(where),
         bandwidth_kind=kind,
-        compute_seconds=tuple(sum(run) for run in runs),
+        compute_seconds=tuple(map(sum, runs)),
         notes=notes,
     )
 
 
+class _Stopwatch:
+    """Times modules by hooks before their calls; the hooks are removed at the end of the block.
+
+    Such a hook asks for the module's weights, and marks the time before and after: what lies between is the
+    wait for copies, and what lies between the second mark and the next module's first one is compute.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
+        #: Modules, by their number, in the order of their first call.
+        self.called: dict[int, None] = {}
+        self._modules = modules
+        self._clock = DeviceClock(device)
+        self._marks: list[tuple[int, Any, Any]] = []
+        # Between the hook and the module's own access nothing else holds its weights.
+        self._held: list[Any] = []
+        self._hooks = ExitStack()
+
+    def __enter__(self) -> _Stopwatch:
+        for unit, module in enumerate(self._modules):
+            self._hooks.callback(module.register_forward_pre_hook(self._hook(unit)).remove)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._hooks.close()
+        self._held.clear()
+
+    def time(self, call: Callable[[], object]) -> list[float]:
+        """Run a pass; return the compute of each module."""
+        self._clock.wait()
+        begin = self._clock.mark()
+        self._marks = [(-1, begin, begin)]
+        call()
+        end = self._clock.mark()
+        self._marks.append((-1, end, end))
+        self._held.clear()
+        seconds = [0.0] * len(self._modules)
+        # What runs before the first module counts as its compute.
+        first = next((unit for unit, _, _ in self._marks if unit >= 0), 0)
+        for (unit, _, begin), (_, end, _) in pairwise(self._marks):
+            seconds[unit if unit >= 0 else first] += self._clock.seconds(begin, end)
+        return seconds
+
+    def _hook(self, unit: int) -> Callable[[nn.Module, Any], None]:
+        names = [name for name, _, _ in own_masters(self._modules[unit])]
+
+        def mark(module: nn.Module, _: Any) -> None:
+            self.called.setdefault(unit)
+            self._held.clear()
+            before = self._clock.mark()
+            self._held.extend(getattr(module, name) for name in names)
+            self._marks.append((unit, before, self._clock.mark()))
+
+        return mark
+
+
 def _order(called: dict[int, None], count: int) -> list[int]:
-    """Units by their first call; one never called stays behind the one registered before it."""
-    order = list(called)
-    place = {unit: (position, 0) for position, unit in enumerate(order)}
-    last, behind = (-1, 0), 0
+    """Return units by their first call; one never called stays behind the one registered before it."""
+    position = {unit: place for place, unit in enumerate(called)}
+    keys, last = [], -1
     for unit in range(count):
-        if unit in place:
-            last, behind = place[unit], 0
-        else:
-            behind += 1
-            place[unit] = (last[0], behind)
-    return sorted(range(count), key=place.__getitem__)
+        last = position.get(unit, last)
+        keys.append((last, unit not in position, unit))
+    return [unit for _, _, unit in sorted(keys)]
 
 
 def _in_order(
     weights: Sequence[Weight], order: Sequence[int], compute: Sequence[float]
 ) -> tuple[Weight, ...]:
-    """Weights in that order of their units, a unit's compute with its last weight."""
+    """Return weights in that order of their units, a unit's compute with its last weight."""
     units: dict[int, list[Weight]] = {}
     for weight in weights:
         units.setdefault(weight.unit, []).append(weight)
@@ -152,17 +199,8 @@ def _in_order(
     return tuple(done)
 
 
-def _arguments(
-    inputs: Any, device: torch.device, dtype: torch.dtype | None
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    if isinstance(inputs, dict):
-        return (), {name: _moved(value, device, dtype) for name, value in inputs.items()}
-    if isinstance(inputs, (list, tuple)):
-        return tuple(_moved(value, device, dtype) for value in inputs), {}
-    return (_moved(inputs, device, dtype),), {}
-
-
 def _moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
+    """Move the tensors in nested lists, tuples and dicts, and cast floating ones."""
     if isinstance(value, torch.Tensor):
         return value.to(device, dtype if value.is_floating_point() else None)
     if type(value) in (list, tuple):

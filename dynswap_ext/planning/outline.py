@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Final
@@ -37,7 +37,7 @@ _EXPERTS: Final = re.compile(r"(^|\.)(experts|ffn_(gate|up|down)_exps)(\.|$)")
 
 
 def outline(path: str | PathLike[str], *, dtype: torch.dtype | None = None, disk: bool = False) -> Outline:
-    """Look at a checkpoint or a config. Of a checkpoint nothing is read but headers.
+    """Outline a checkpoint or a config. Of a checkpoint nothing is read but headers.
 
     Parameters
     ----------
@@ -56,17 +56,16 @@ def outline(path: str | PathLike[str], *, dtype: torch.dtype | None = None, disk
     ConfigError
         The config's library is not installed, or has no such model.
     """
-    where = Path(path)
-    config = config_in(where)
+    config = config_in(Path(path))
     if config is not None:
         return outline_of_config(config, dtype=dtype, disk=disk)
-    return outline_of_checkpoint(where, dtype=dtype, disk=disk)
+    return outline_of_checkpoint(path, dtype=dtype, disk=disk)
 
 
 def outline_of_config(
     path: str | PathLike[str], *, dtype: torch.dtype | None = None, disk: bool = False
 ) -> Outline:
-    """The model that a ``config.json`` describes, made on the meta device: names and shapes, no weights.
+    """Outline the model that a ``config.json`` describes: it is made on the meta device, without weights.
 
     Raises
     ------
@@ -90,7 +89,7 @@ def outline_of_config(
 def outline_of_checkpoint(
     path: str | PathLike[str], *, dtype: torch.dtype | None = None, disk: bool = False
 ) -> Outline:
-    """Weights from the headers of a checkpoint of any format.
+    """Return the weights from the headers of a checkpoint of any format.
 
     Notes
     -----
@@ -105,88 +104,68 @@ def outline_of_checkpoint(
     checkpoint = open_checkpoint(Path(path))
     names: dict[object, str] = {}
     for name, entry in checkpoint.entries.items():
-        names.setdefault(tie_identity(name, entry), name)
-    entries = {
-        name: checkpoint.entries[name] for name in names.values() if _elements(checkpoint.entries[name])
-    }
+        if torch.Size(entry.shape).numel():
+            names.setdefault(tie_identity(name, entry), name)
+    entries = {name: checkpoint.entries[name] for name in names.values()}
     if not entries:
         raise SourceError(
             f"{path} has no tensors, so there is nothing to plan for; name the file with the weights"
         )
     by_name = _sorted_as_text(entries)
-    order = sorted(entries, key=natural) if by_name else list(entries)
     modules: dict[str, list[str]] = {}
-    for name in order:
+    for name in sorted(entries, key=_natural) if by_name else entries:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
-    weights = [
-        _weight(name, unit, entries, members, dtype, disk=disk)
-        for unit, members in enumerate(modules.values())
-        for name in (_largest_first(members, entries) if by_name else members)
-    ]
+    weights = []
+    for unit, members in enumerate(modules.values()):
+        if by_name:  # a bias, which is before its weight by name, is after it in the module
+            members.sort(key=lambda name: -entries[name].nbytes)
+        norm = all(len(entries[name].shape) < 2 for name in members)
+        weights += [_weight(name, entries[name], unit, norm, dtype, disk=disk) for name in members]
     notes = []
     if any(_EXPERTS.search(name) for name in entries):
         notes.append(
             "The names are those of a mixture of experts: compute and copies are counted as if every row "
-            "went "
-            "through every expert. The config instead of the checkpoint knows how many do; --model measures."
+            "went through every expert. A config, unlike a checkpoint, has their number; --model measures."
         )
     stored = sum(entry.nbytes for entry in entries.values())
     title = f"{Path(path)}: {checkpoint.format}, {len(weights)} weights, {stored / 1e9:.3g} GB as stored"
-    told = "names, numbers as numbers" if by_name else "as stored"
-    return Outline(title, tuple(weights), told, tuple(notes), checkpoint.files, *_rows(entries))
+    order = "names, numbers as numbers" if by_name else "as stored"
+    return Outline(title, tuple(weights), order, tuple(notes), checkpoint.files, *_rows(entries))
 
 
 def _rows(names: Iterable[str]) -> tuple[int, str]:
-    """Rows of a pass where nobody says how many: those of an image, if the names are a diffusion model's."""
+    """Return the rows of a pass where none are given: an image's, if names are those of a diffusion model."""
     if any(_DIFFUSION.search(name) for name in names):
         return 4096, "an image of 1024 x 1024"
     return 1, "one token, as in decoding"
 
 
-def natural(name: str) -> tuple[tuple[int, str], ...]:
-    """A key under which "layers.2" is before "layers.10"."""
+def _natural(name: str) -> tuple[tuple[int, str], ...]:
+    """Return a key under which "layers.2" is before "layers.10"."""
     words = re.split(r"(\d+)", name)
     return tuple((int(word), "") if word.isdecimal() else (-1, word) for word in words)
 
 
 def _sorted_as_text(entries: Mapping[str, Entry]) -> bool:
-    """Whether the files have them by name. safetensors sorts by the width of the dtype first."""
+    """Say whether the files have them by name. safetensors sorts by the width of the dtype first."""
     parts: dict[object, list[str]] = {}
     for name, entry in entries.items():
         parts.setdefault((entry.file, entry.dtype), []).append(name)
     return all(part == sorted(part) for part in parts.values())
 
 
-def _largest_first(members: Sequence[str], entries: Mapping[str, Entry]) -> list[str]:
-    """A bias, which is before its weight by name, is after it in the module."""
-    return sorted(members, key=lambda name: -entries[name].nbytes)
-
-
-def _elements(entry: Entry) -> int:
-    return torch.Size(entry.shape).numel()
-
-
 def _weight(
-    name: str,
-    unit: int,
-    entries: Mapping[str, Entry],
-    members: Sequence[str],
-    dtype: torch.dtype | None,
-    *,
-    disk: bool,
+    name: str, entry: Entry, unit: int, norm: bool, dtype: torch.dtype | None, *, disk: bool
 ) -> Weight:
-    entry = entries[name]
+    elements = torch.Size(entry.shape).numel()
     if entry.encoding:  # streams as it is stored, and is decoded by the operation that uses it
         nbytes = moved = entry.nbytes
     else:
-        nbytes, moved = cast_bytes(entry.nbytes, _elements(entry), entry.dtype, dtype, disk=disk)
-    return Weight(name, nbytes, moved, unit, _kind(name, entries, members), _elements(entry))
-
-
-def _kind(name: str, entries: Mapping[str, Entry], members: Sequence[str]) -> Kind:
-    entry = entries[name]
+        nbytes, moved = cast_bytes(entry.nbytes, elements, entry.dtype, dtype, disk=disk)
+    kind: Kind = "norm" if norm else "vector"
     if entry.dtype in _NOT_MULTIPLIED:
-        return "lookup"
-    if len(entry.shape) >= 2:
-        return "lookup" if name.rpartition(".")[0].rpartition(".")[2] in _TABLES else multiplied(name)
-    return "norm" if all(len(entries[other].shape) < 2 for other in members) else "vector"
+        kind = "lookup"
+    elif len(entry.shape) >= 2:
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        kind = "lookup" if module in _TABLES else multiplied(name)
+    return Weight(name, nbytes, moved, unit, kind, elements)

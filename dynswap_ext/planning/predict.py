@@ -1,14 +1,18 @@
-"""Predictions: what a pass takes at each budget, and from which budget on copies are hidden."""
+"""Predictions: what a pass takes at each budget, and from which budget on copies are hidden.
+
+The engine itself answers, on a virtual clock: nothing here knows how it groups weights or places residents.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final
 
-from dynswap_ext.errors import ConfigError
-from dynswap_ext.planning.engine import smallest_budget, virtual_pass
+from dynswap_ext._provider import native_extension
+from dynswap_ext.errors import BudgetError, ConfigError
 from dynswap_ext.planning.machine import ASSUMED
 from dynswap_ext.planning.weights import Weight
 
@@ -17,7 +21,9 @@ __all__ = ["Plan", "Prediction", "plan", "predict"]
 #: Shares of the model that a plan looks at beside what is asked for.
 _SHARES: Final = (0.10, 0.25, 0.50, 0.75, 0.90)
 #: Copies are hidden where a pass takes at most so much of its compute.
-HIDDEN: Final = 1.01
+_HIDDEN: Final = 1.01
+#: Of the virtual clock. The first half is warm-up: it learns the order, and the next begins with a full ring.
+_PASSES: Final = 6
 
 
 @dataclass(frozen=True)
@@ -63,7 +69,7 @@ class Prediction:
     @property
     def hidden(self) -> bool:
         """Whether compute hides the copies."""
-        return self.seconds <= HIDDEN * self.compute_seconds or self.resident_share >= 1
+        return self.seconds <= _HIDDEN * self.compute_seconds or self.resident_share >= 1
 
 
 @dataclass(frozen=True)
@@ -85,17 +91,12 @@ class Plan:
     hidden_from: int
 
     def at(self, budget: int) -> Prediction:
-        """A prediction for any budget. Raises BudgetError under the smallest."""
-        return predict(
-            self.weights,
-            budgets=[budget],
-            bandwidth=self.bandwidth,
-            latency=self.latency,
-            prefetch=self.prefetch,
-        )[0]
+        """Predict a pass for any budget. Raises BudgetError under the smallest."""
+        rates = {"bandwidth": self.bandwidth, "latency": self.latency}
+        return predict(self.weights, budgets=[budget], prefetch=self.prefetch, **rates)[0]
 
     def curve(self, points: int = 60) -> list[Prediction]:
-        """Predictions at some `points` budgets from the smallest to all, and at those of the sweep."""
+        """Predict a pass at some `points` budgets from the smallest to all, and at those of the sweep."""
         step = (self.all - self.smallest) / max(1, points - 1)
         budgets = {self.smallest + round(step * number) for number in range(points)}
         # Where little fits, a little more is much.
@@ -112,7 +113,7 @@ def predict(
     latency: float = ASSUMED.latency,
     prefetch: int = 2,
 ) -> list[Prediction]:
-    """What a pass takes at each budget: the engine itself, on a virtual clock.
+    """Predict what a pass takes at each budget.
 
     Parameters
     ----------
@@ -140,28 +141,43 @@ def predict(
         There are no weights, a number cannot be used, or the native extension is not there.
     """
     _check(weights, bandwidth, latency, prefetch)
-    total = sum(weight.nbytes for weight in weights)
-    predictions = []
+    budgets = list(budgets)
     for budget in budgets:
         if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
             raise ConfigError(f"a budget is {budget!r}; expected bytes, 1 or more")
-        result = virtual_pass(weights, budget, bandwidth=bandwidth, latency=latency, prefetch=prefetch)
-        predictions.append(
-            Prediction(
-                budget=budget,
-                resident_share=1 - result["streamed_bytes"] / total,
-                resident_bytes=result["resident_bytes"],
-                moved_bytes=result["bus_bytes"],
-                seconds=result["seconds_per_pass"],
-                compute_seconds=result["compute_seconds"],
-                copy_seconds=result["copy_seconds"] * _moved_share(result),
-                stall_seconds=result["stall_seconds"],
-                misses=result["misses"],
-                groups=result["groups"],
-                depth=result["depth"],
-            )
-        )
-    return predictions
+    total = sum(weight.nbytes for weight in weights)
+    # The clock moves device bytes. Where copies move fewer or more (a cast), its bus is faster or slower.
+    moved = sum(weight.moved_bytes for weight in weights) / total
+    simulate = partial(
+        native_extension().simulate,
+        [(weight.name, weight.nbytes, weight.seconds, weight.unit) for weight in weights],
+        prefetch=prefetch,
+        bandwidth=bandwidth / moved,
+        latency=latency,
+        passes=_PASSES,
+        placement="timed",  # as install(budget="auto") places residents
+    )
+    return [_prediction(budget, simulate(budget=budget), total, moved) for budget in budgets]
+
+
+def _prediction(budget: int, result: dict[str, Any], total: int, moved: float) -> Prediction:
+    """Translate what the engine returns; `moved` is the ratio of moved to device bytes."""
+    streamed = result["streamed_bytes"]
+    # Of the streamed weights, what a pass moves; what it moves twice is no need of the bus.
+    share = min(1.0, result["moved_bytes"] / streamed) if streamed else 1.0
+    return Prediction(
+        budget=budget,
+        resident_share=1 - streamed / total,
+        resident_bytes=result["resident_bytes"],
+        moved_bytes=result["moved_bytes"] * moved,
+        seconds=result["seconds_per_pass"],
+        compute_seconds=result["compute_seconds"],
+        copy_seconds=result["copy_seconds"] * share,
+        stall_seconds=result["stall_seconds"],
+        misses=result["misses"],
+        groups=result["groups"],
+        depth=result["depth"],
+    )
 
 
 def plan(
@@ -172,7 +188,7 @@ def plan(
     latency: float = ASSUMED.latency,
     prefetch: int = 2,
 ) -> Plan:
-    """Predictions for the budgets that are asked for, and for a sweep from the smallest to all.
+    """Predict a pass for the budgets that are asked for, and for a sweep from the smallest to all.
 
     The sweep has the smallest budget that works, 10, 25, 50, 75 and 90 % of the model, and all of it. Other
     parameters are those of `predict`.
@@ -182,13 +198,12 @@ def plan(
     ConfigError
         As `predict`. A budget that is too small is no error: it is named in the plan.
     """
-    _check(weights, bandwidth, latency, prefetch)
     kept = tuple(weights)
-    smallest = smallest_budget(kept, prefetch=prefetch)
 
     def at(budget: int) -> Prediction:
         return predict(kept, budgets=[budget], bandwidth=bandwidth, latency=latency, prefetch=prefetch)[0]
 
+    smallest = _smallest_budget(at)
     # What groups take with what lies between their weights: a little more than the weights.
     whole = at(2 * sum(weight.nbytes for weight in kept) + (1 << 20) * len(kept)).resident_bytes
     wanted = sorted(set(budgets))
@@ -210,7 +225,7 @@ def plan(
 
 
 def _hidden_from(predictions: Sequence[Prediction], at: Callable[[int], Prediction], whole: int) -> int:
-    """By halving, between the largest budget of the sweep that does not hide the copies and the next."""
+    """Search between the largest budget of the sweep that does not hide the copies and the next one."""
     behind = [prediction.budget for prediction in predictions if not prediction.hidden]
     if not behind:
         return predictions[0].budget
@@ -222,10 +237,13 @@ def _hidden_from(predictions: Sequence[Prediction], at: Callable[[int], Predicti
     return high
 
 
-def _moved_share(result: dict[str, Any]) -> float:
-    """Of the streamed weights, what a pass moves; what it moves twice is no need of the bus."""
-    streamed: int = result["streamed_bytes"]
-    return min(1.0, result["moved_bytes"] / streamed) if streamed else 1.0
+def _smallest_budget(at: Callable[[int], Prediction]) -> int:
+    """Return the bytes of the smallest budget that works, which the engine names."""
+    try:
+        at(1)
+    except BudgetError as error:
+        return error.smallest_bytes
+    return 1  # one weight of one byte
 
 
 def _check(weights: Sequence[Weight], bandwidth: float, latency: float, prefetch: int) -> None:

@@ -1,7 +1,12 @@
-"""How fast this machine is: from masters to the device, in arithmetic, in its memory."""
+"""How fast this machine is: from masters to the device, in arithmetic, in the device's memory."""
 
 from __future__ import annotations
 
+import mmap
+import os
+import statistics
+import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
@@ -10,31 +15,40 @@ import torch
 from torch import nn
 
 from dynswap_ext import config
-from dynswap_ext._mappings import mappings
-from dynswap_ext.demo.measure import disk_bandwidth, pinned_bandwidth
+from dynswap_ext._util.clock import DeviceClock
+from dynswap_ext._util.file_mappings import drop_file_cache, mappings
+from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.planning.machine import Machine
-from dynswap_ext.planning.stopwatch import clock_of
-from dynswap_ext.planning.weights import own_masters
 
-__all__ = ["files_of", "latency_of", "masters_bandwidth", "measure_machine"]
+__all__ = [
+    "device_name",
+    "disk_bandwidth",
+    "files_of",
+    "latency_of",
+    "masters_bandwidth",
+    "measure_machine",
+    "pinned_bandwidth",
+]
 
-#: Threads that read files in the host backend (csrc/host/host_backend.h).
+#: Threads of a disk measurement: one alone leaves the queue of a fast disk empty between its reads.
 _READERS: Final = 4
+_BLOCK: Final = 16 << 20
 #: Bytes that are read or copied to know a bandwidth.
 _SAMPLE: Final = 1 << 30
-#: Seconds to begin a copy: a call of the CUDA runtime, or a read of a disk.
-_LATENCY: Final = {"cuda": 7e-6, "cpu": 1e-4}
+#: Seconds to begin a copy: a call of the CUDA runtime, or a read of a disk. Not measured.
+_LATENCY: Final = {"cpu": 1e-4}
+_LATENCY_ELSEWHERE: Final = 7e-6
 
 
 def latency_of(device: torch.device) -> float:
-    """Seconds to begin a copy to a device; not measured."""
-    return _LATENCY.get(device.type, 7e-6)
+    """Return the seconds to begin a copy to a device; not measured."""
+    return _LATENCY.get(device.type, _LATENCY_ELSEWHERE)
 
 
 def measure_machine(
     device: torch.device | str | int, *, dtype: torch.dtype | None = None, file: Path | None = None
 ) -> Machine:
-    """Bandwidth, arithmetic and memory of a device, in some seconds.
+    """Measure bandwidth, arithmetic and memory of a device, in some seconds.
 
     Parameters
     ----------
@@ -55,45 +69,96 @@ def measure_machine(
     kind = dtype or (torch.bfloat16 if accelerator else torch.float32)
     side = 8192 if accelerator else 1024
     left, right = (torch.randn(side, side, device=where).to(kind) for _ in range(2))
-    block = torch.empty(_SAMPLE // 4, dtype=torch.uint8, device=where)
-    target = torch.empty_like(block)
-    product = _fastest(lambda: left @ right, where)
-    copied = _fastest(lambda: target.copy_(block), where)
     bandwidth, how, _ = masters_bandwidth(where, [] if file is None else [file])
     return Machine(
-        name=_name(where),
+        name=device_name(where),
         bandwidth=bandwidth,
-        arithmetic=2 * side**3 / product,
-        memory=2 * block.nbytes / copied,
+        arithmetic=2 * side**3 / _fastest(lambda: left @ right, where),
+        memory=2 * _copy_bandwidth(where),  # a copy reads and writes
         latency=latency_of(where),
         bandwidth_kind=how,
     )
 
 
+def device_name(device: torch.device) -> str:
+    """Return a device's name, with its model or the number of threads."""
+    threads = f"{torch.get_num_threads()} threads"
+    return f"{device} ({torch.cuda.get_device_name(device) if device.type == 'cuda' else threads})"
+
+
 def masters_bandwidth(device: torch.device, files: Sequence[Path]) -> tuple[float, str, tuple[str, ...]]:
-    """Bytes a second, how they were measured, and what to say of it."""
+    """Return the bandwidth of copies to a device in bytes/s, how it was measured, and notes for the user."""
     if device.type == "cuda":
         return pinned_bandwidth(device), "copies from pinned memory", ()
     if files:
         largest = max(files, key=lambda file: file.stat().st_size)
         rate = disk_bandwidth(largest, readers=_READERS, limit=_SAMPLE)
         return rate, f"direct reads of {largest.name}, {_READERS} at a time", ()
-    block = torch.empty(_SAMPLE // 4, dtype=torch.uint8, device=device)
-    target = torch.empty_like(block)
-    seconds = _fastest(lambda: target.copy_(block), device)
     note = (
         "Masters are not mapped from a file, and the device is the CPU: copies are taken to be those of "
         "memory. A checkpoint opened with checkpoint.load streams from its disk."
     )
-    return block.nbytes / seconds, "copies in memory", (note,)
+    return _copy_bandwidth(device), "copies in memory", (note,)
+
+
+def pinned_bandwidth(device: torch.device, *, size: int = 256 << 20) -> float:
+    """Return the bytes/s of copies from pinned memory to the device."""
+    source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    target = torch.empty(size, dtype=torch.uint8, device=device)
+    return size / statistics.median(_times(lambda: target.copy_(source, non_blocking=True), device))
+
+
+def disk_bandwidth(path: Path, *, readers: int = 1, limit: int | None = None) -> float:
+    """Return the bytes/s of reading a file from its beginning, past the page cache where that is possible.
+
+    Parameters
+    ----------
+    path
+        The file; its cached pages are dropped first.
+    readers
+        Threads that take blocks of 16 MiB in turn. One is what ``dd iflag=direct bs=16M`` does.
+    limit
+        Bytes to read, at most; None is the whole file.
+    """
+    drop_file_cache(path)
+    size = min(path.stat().st_size, limit or sys.maxsize)
+    try:
+        descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+    except OSError:  # a file system without it
+        descriptor = os.open(path, os.O_RDONLY)
+    lock, offsets, total = threading.Lock(), iter(range(0, size, _BLOCK)), 0
+
+    def read() -> None:
+        nonlocal total
+        with mmap.mmap(-1, _BLOCK) as buffer:  # anonymous memory begins at a page, as O_DIRECT asks
+            while True:
+                with lock:
+                    offset = next(offsets, None)
+                if offset is None:
+                    return
+                got = os.preadv(descriptor, [buffer], offset)
+                with lock:
+                    total += got
+
+    threads = [threading.Thread(target=read) for _ in range(readers)]
+    clock = DeviceClock(torch.device("cpu"))
+    try:
+        begin = clock.mark()
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return total / clock.seconds(begin, clock.mark())
+    finally:
+        os.close(descriptor)
 
 
 def files_of(model: nn.Module) -> list[Path]:
-    """Regular files that masters are mapped from."""
+    """Return the regular files that masters are mapped from."""
     addresses = sorted(
         master.data_ptr()
         for module in model.modules()
-        for master, _ in own_masters(module)
+        for _, master, _ in own_masters(module)
         if master.device.type == "cpu"
         and master.layout is torch.strided
         and type(master).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
@@ -108,21 +173,23 @@ def files_of(model: nn.Module) -> list[Path]:
     return list(found)
 
 
-def _fastest(call: Callable[[], Any], device: torch.device, *, repeats: int = 5) -> float:
-    """Seconds of the fastest of some calls."""
-    clock = clock_of(device)
-    call()
-    best = float("inf")
-    for _ in range(repeats):
+def _copy_bandwidth(device: torch.device) -> float:
+    """Return the bytes/s that are copied from one place in the device's memory to another."""
+    block = torch.empty(_SAMPLE // 4, dtype=torch.uint8, device=device)
+    target = torch.empty_like(block)
+    return block.nbytes / _fastest(lambda: target.copy_(block), device)
+
+
+def _fastest(call: Callable[[], Any], device: torch.device) -> float:
+    """Return the seconds of the fastest of some calls."""
+    return min(_times(call, device))
+
+
+def _times(call: Callable[[], Any], device: torch.device, warm_up: int = 2, repeats: int = 7) -> list[float]:
+    """Return the seconds of each of some calls, after calls that are not timed."""
+    clock, seconds = DeviceClock(device), []
+    for _ in range(warm_up + repeats):
         begin = clock.mark()
         call()
-        end = clock.mark()
-        clock.settle()
-        best = min(best, clock.between(begin, end))
-    return best
-
-
-def _name(device: torch.device) -> str:
-    if device.type == "cuda":
-        return f"{device} ({torch.cuda.get_device_name(device)})"
-    return f"{device} ({torch.get_num_threads()} threads)"
+        seconds.append(clock.seconds(begin, clock.mark()))
+    return seconds[warm_up:]

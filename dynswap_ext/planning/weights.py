@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -11,7 +11,8 @@ from typing import Final, Literal
 import torch
 from torch import nn
 
-from dynswap_ext._subclasses import inner_names
+from dynswap_ext._swap.subclasses import inner_names
+from dynswap_ext._util.own_masters import own_masters
 
 #: What a pass does with a weight: multiplies each row by it (matrix), or a single one, as a time step's
 #: embedding is (once); scales each row by it (norm); adds it (vector); or looks a few rows of it up.
@@ -75,7 +76,7 @@ def outline_of_model(
     disk: bool = False,
     share: Callable[[str], float] = lambda name: 1.0,
 ) -> Outline:
-    """Weights of a module, which may be on the meta device, in the order in which modules are registered.
+    """Return the weights of a module, which may be on the meta device, in the order of registration.
 
     Parameters
     ----------
@@ -92,91 +93,61 @@ def outline_of_model(
     share
         Given a weight's name, the part of a pass's rows that it sees.
     """
-    found: list[Weight] = []
-    units = owners(model)
-    matrices = _multiplied(units)
-    names = _names(model)
-    seen: set[int] = set()
-    for unit, module in enumerate(units):
-        parameters = [master for master in module._parameters.values() if master is not None]
-        norm = all(master.dim() < 2 for master in parameters)
-        for master, parameter in own_masters(module):
-            if id(master) in seen or master.numel() == 0:
+    modules = owners(model)
+    # An embedding's matrix is multiplied by rows if another module shares it.
+    matrices = {
+        id(master)
+        for module in modules
+        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        for _, master, is_parameter in own_masters(module)
+        if is_parameter and master.dim() >= 2
+    }
+    names: dict[int, str] = {}  # the first of each master
+    for name, master in (*model.named_parameters(), *model.named_buffers()):
+        names.setdefault(id(master), name)
+    found: dict[int, Weight] = {}
+    for unit, module in enumerate(modules):
+        norm = all(master.dim() < 2 for _, master, is_parameter in own_masters(module) if is_parameter)
+        for _, master, is_parameter in own_masters(module):
+            if id(master) in found or master.numel() == 0:
                 continue
-            seen.add(id(master))
-            nbytes, moved = _bytes(master, dtype, stored, disk=disk)
             name = names[id(master)]
-            kind: Kind = "lookup" if not parameter or master.dim() >= 2 else "norm" if norm else "vector"
-            if parameter and id(master) in matrices:
+            kind: Kind = "norm" if norm else "vector"
+            if id(master) in matrices:
                 kind = multiplied(name)
-            found.append(Weight(name, nbytes, moved, unit, kind, master.numel(), share(name)))
-    return Outline(title or type(model).__name__, tuple(found), "modules as the model registers them")
+            elif not is_parameter or master.dim() >= 2:
+                kind = "lookup"
+            nbytes, moved = _bytes(master, dtype, stored, disk=disk)
+            found[id(master)] = Weight(name, nbytes, moved, unit, kind, master.numel(), share(name))
+    title = title or type(model).__name__
+    return Outline(title, tuple(found.values()), "modules as the model registers them")
 
 
 def owners(model: nn.Module) -> list[nn.Module]:
-    """Modules with masters of their own, in the order of registration."""
+    """Return the modules with masters of their own, in the order of registration."""
     return [module for module in model.modules() if any(True for _ in own_masters(module))]
 
 
-def own_masters(module: nn.Module) -> Iterator[tuple[torch.Tensor, bool]]:
-    """A module's own masters, each with whether it is a parameter."""
-    for parameter in module._parameters.values():
-        if parameter is not None:
-            yield parameter, True
-    for buffer in module._buffers.values():
-        if buffer is not None:
-            yield buffer, False
-
-
-def own_names(module: nn.Module) -> list[str]:
-    """The attributes that hold them."""
-    return [
-        name
-        for members in (module._parameters, module._buffers)
-        for name, master in members.items()
-        if master is not None
-    ]
-
-
 def multiplied(name: str) -> Kind:
-    """Whether a matrix of that name multiplies every row, or one."""
+    """Say whether a matrix of that name multiplies every row, or one."""
     return "once" if _ONCE.search(name.lower()) else "matrix"
 
 
-def _names(model: nn.Module) -> dict[int, str]:
-    """The first name of each master, by its id: names are asked for once, not per module."""
-    names: dict[int, str] = {}
-    for name, master in (*model.named_parameters(), *model.named_buffers()):
-        names.setdefault(id(master), name)
-    return names
-
-
-def _multiplied(units: list[nn.Module]) -> set[int]:
-    """Masters that rows are multiplied by, by id. An embedding's is if another module shares it."""
-    return {
-        id(master)
-        for module in units
-        if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
-        for master, parameter in own_masters(module)
-        if parameter and master.dim() >= 2
-    }
+def cast_bytes(
+    stored_bytes: int, elements: int, stored: torch.dtype, dtype: torch.dtype | None, *, disk: bool
+) -> tuple[int, int]:
+    """Return bytes on the device and bytes moved, of a weight that an install casts to `dtype` on the way."""
+    nbytes = elements * dtype.itemsize if dtype is not None and stored.is_floating_point else stored_bytes
+    return nbytes, stored_bytes if disk else min(stored_bytes, nbytes)
 
 
 def _bytes(
     master: torch.Tensor, dtype: torch.dtype | None, stored: torch.dtype | None, *, disk: bool
 ) -> tuple[int, int]:
-    """On the device, and moved."""
+    """Return bytes on the device and bytes moved, of a master."""
     inner = inner_names(master)
     if inner is not None:  # it streams as it is stored
         nbytes = sum(getattr(master, name).nbytes for name in inner)
         return nbytes, nbytes
     kept = stored if stored is not None and master.is_floating_point() else master.dtype
     return cast_bytes(master.numel() * kept.itemsize, master.numel(), kept, dtype, disk=disk)
-
-
-def cast_bytes(
-    stored_bytes: int, elements: int, stored: torch.dtype, dtype: torch.dtype | None, *, disk: bool
-) -> tuple[int, int]:
-    """Bytes on the device and bytes moved, of a weight that `install(dtype=dtype)` casts on the way."""
-    nbytes = elements * dtype.itemsize if dtype is not None and stored.is_floating_point else stored_bytes
-    return nbytes, stored_bytes if disk else min(stored_bytes, nbytes)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from dynswap_ext.checkpoint.gguf import GGUFTensor
-from dynswap_ext.checkpoint.gguf.encodings import ENCODINGS
+from dynswap_ext.checkpoint.gguf_tensors.encodings import ENCODINGS
 
 #: Where the float16 scales of a block are.
 _SCALES = {

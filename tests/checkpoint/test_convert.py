@@ -102,6 +102,19 @@ def test_a_source_that_is_not_aligned(tmp_path: Path) -> None:
     assert_bit_equal(load_file(result.path), {"w": values.bfloat16()})
 
 
+def test_tensors_whose_bytes_in_the_file_are_not_their_values_in_order(tmp_path: Path) -> None:
+    state = {
+        "conjugate": torch.randn(5, 3, dtype=torch.complex64).conj(),
+        "turned": torch.randn(400, 60).t(),
+        "permuted": torch.arange(24.0).reshape(2, 3, 4).permute(2, 0, 1),
+        "column": torch.randn(50, 4)[:, 1],
+    }
+    torch.save(state, tmp_path / "a.pt")
+    result = checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
+    for name, tensor in load_file(result.path).items():
+        assert torch.equal(tensor, state[name]), name
+
+
 def test_metadata_is_kept(tmp_path: Path) -> None:
     save_file(_state(), tmp_path / "a.safetensors", {"format": "pt", "author": "me"})
     result = checkpoint.convert(tmp_path / "a.safetensors", tmp_path / "b.safetensors")

@@ -23,7 +23,6 @@ from dynswap_ext.testing import assert_bit_equal
 
 pytestmark = pytest.mark.alone
 
-blocks: Any = sys.modules["dynswap_ext.checkpoint.writing.blocks"]
 direct: Any = sys.modules["dynswap_ext.checkpoint.writing.direct"]
 _BLOCK = 4 << 20
 _WHOLE = 12 * _BLOCK // 2  # bytes of the result
@@ -148,10 +147,10 @@ def test_what_is_left_is_believed_only_by_its_checksum(damage: str, source: Path
     elif damage == "gone":
         file.unlink()
     elif damage == "journal line":
-        journal.write_bytes(journal.read_bytes()[:-5] + b'\n[1,"x",3]\nnonsense\n[1')
+        journal.write_bytes(journal.read_bytes()[:-5] + b"\n1 x 3\nnonsense\n1")
     else:
         with journal.open("a") as lines:
-            lines.write("[7,0,0]\n[0,99,0]\n[0,-1,0]\n")
+            lines.write("7 0 0\n0 99 0\n0 -1 0\n")
     result = checkpoint.convert(source, tmp_path / "model.safetensors", dtype=torch.bfloat16)
     assert (result.resumed_bytes == 0) == (damage in ("bytes", "cut", "gone"))
     _check(result.path, source)

@@ -75,11 +75,11 @@ class TestNotAFile:
     def test_links_in_a_circle(self, tmp_path: Path) -> None:
         (tmp_path / "a").symlink_to("b")
         (tmp_path / "b").symlink_to("a")
-        _raises(tmp_path / "a", "symbolic link that leads back to itself; link it to the file anew")
+        _raises(tmp_path / "a", "symbolic link that leads back to itself; link it to the file again")
 
     def test_link_to_nothing(self, tmp_path: Path) -> None:
         (tmp_path / "a").symlink_to("blobs/0")
-        _raises(tmp_path / "a", "no such file.*a link to blobs/0, which is gone")
+        _raises(tmp_path / "a", "no such file.*a link to blobs/0, which does not exist")
 
     def test_below_a_file(self, safetensors_file: Path) -> None:
         _raises(safetensors_file / "weights", "cannot be read: Not a directory")

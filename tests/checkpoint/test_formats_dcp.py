@@ -184,7 +184,7 @@ def _quantised(metadata: Metadata) -> None:
 EDITS: dict[str, tuple[Callable[[Metadata], object], str]] = {
     "path out of the folder": (
         lambda m: setattr(_info(m), "relative_path", "../x"),
-        "puts 'embed.weight' into",
+        r"'embed.weight' is in '\.\./x'",
     ),
     "absolute path": (
         lambda m: setattr(_info(m), "relative_path", "/etc/passwd"),
@@ -252,7 +252,7 @@ def test_code_does_not_run(tmp_path: Path) -> None:
 def test_code_in_an_item_runs_only_when_said(tmp_path: Path) -> None:
     content = {"model": {**state(), "a._extra_state": _Canary(tmp_path / "canary")}}
     folder = save_distributed(content, tmp_path / "saved")
-    _refused(folder, "something else than tensors and plain values for 'a._extra_state'")
+    _refused(folder, "where 'a._extra_state' is.* holds more than tensors")
     assert not (tmp_path / "canary").exists()
     open_checkpoint(folder, weights_only=False)
     assert (tmp_path / "canary").exists()

@@ -10,8 +10,9 @@ import torch
 from safetensors.torch import save_file
 from sample_checkpoints import save_distributed, write_index
 
+from dynswap_ext._util.file_mappings import drop_file_cache, mapped_ranges
+from dynswap_ext._util.peak_memory import disk_bytes_read, resident_bytes
 from dynswap_ext.checkpoint.formats import open_checkpoint
-from dynswap_ext.demo.measure import disk_bytes_read, drop_file_cache, mapped_ranges, resident_bytes
 
 _TENSORS, _BYTES = 8, 8 << 20
 
@@ -39,11 +40,11 @@ def test_nothing_is_read_but_headers(kind: str, tmp_path: Path) -> None:
         with file.open("rb+") as opened:
             os.fsync(opened.fileno())  # dirty pages cannot be dropped
         drop_file_cache(file)
-    read, used = disk_bytes_read() or 0, resident_bytes() or 0
+    read, used = disk_bytes_read(), resident_bytes()
     checkpoint = open_checkpoint(path)
     tensors = [checkpoint[name] for name in checkpoint]
-    assert (disk_bytes_read() or 0) - read < _TENSORS * _BYTES // 4
-    assert (resident_bytes() or 0) - used < _TENSORS * _BYTES // 4
+    assert disk_bytes_read() - read < _TENSORS * _BYTES // 4
+    assert resident_bytes() - used < _TENSORS * _BYTES // 4
     ranges = [found for file in checkpoint.files for found in mapped_ranges(file)]
     for tensor in tensors:
         assert any(start <= tensor.data_ptr() < start + length for start, length in ranges)

@@ -104,7 +104,7 @@ class TestWrongIndex:
     )
     def test_shard_that_is_no_file_of_the_folder(self, shard: object, tmp_path: Path) -> None:
         index = write_index(tmp_path / "model.safetensors.index.json", {"weight": shard})
-        _refused(index, r"puts 'weight' into .*not a file in the index's folder; put the shards beside")
+        _refused(index, r"puts 'weight' into .*not a file in the index's folder; put the shards next to")
 
     @pytest.mark.parametrize(
         ("content", "pattern"),

@@ -11,7 +11,7 @@ import torch
 from sample_gguf import random_blocks, reference
 from torch.profiler import ProfilerActivity, profile
 
-from dynswap_ext.checkpoint.gguf.encodings import ENCODINGS, decode
+from dynswap_ext.checkpoint.gguf_tensors.encodings import ENCODINGS, decode
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.testing import assert_bit_equal
 
@@ -66,7 +66,7 @@ def test_values_are_cast_from_float32(dtype: torch.dtype) -> None:
 def test_pieces_make_no_difference(encoding: str, monkeypatch: pytest.MonkeyPatch) -> None:
     blocks = random_blocks(encoding, 10, 512)
     whole = decode(blocks, encoding)
-    monkeypatch.setattr("dynswap_ext.checkpoint.gguf.encodings._AT_ONCE_CPU", 1024)
+    monkeypatch.setattr("dynswap_ext.checkpoint.gguf_tensors.encodings._AT_ONCE_CPU", 1024)
     assert_bit_equal(decode(blocks, encoding), whole)
 
 

@@ -13,10 +13,11 @@ from sample_gguf import array_of_strings, random_weight, raw_header, reference, 
 from torch import nn
 
 from dynswap_ext import checkpoint
+from dynswap_ext._util.file_mappings import mapped_ranges
+from dynswap_ext._util.peak_memory import resident_bytes
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.gguf import GGUFTensor
-from dynswap_ext.checkpoint.gguf.encodings import ENCODINGS
-from dynswap_ext.demo.measure import mapped_ranges, resident_bytes
+from dynswap_ext.checkpoint.gguf_tensors.encodings import ENCODINGS
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.testing import assert_bit_equal
 
@@ -134,14 +135,14 @@ def test_a_file_larger_than_what_opening_it_takes(tmp_path: Path) -> None:
     open_checkpoint(
         write_gguf(tmp_path / "small", tensors())
     )  # the package's own code is not the file's memory
-    before = resident_bytes() or 0
+    before = resident_bytes()
     tracemalloc.start()
     opened = open_checkpoint(path)
     weight = opened["w"]
     most = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert most < 1 << 20, "an object for each token"
-    assert (resident_bytes() or 0) - before < 32 << 20
+    assert resident_bytes() - before < 32 << 20
     assert weight.shape == (rows, columns) and weight.blocks.nbytes > 4e9
     assert opened.metadata["tokenizer.ggml.tokens"] == "100,000 x string"
 
@@ -167,7 +168,7 @@ class TestSplit:
     def test_one_that_is_missing_is_named(self, files: list[Path]) -> None:
         files[1].unlink()
         with pytest.raises(
-            OSError, match=r"1 of them are not beside it \(w-00002-of-00003\.gguf\); download"
+            OSError, match=r"1 of them are not in its folder \(w-00002-of-00003\.gguf\); download"
         ):
             checkpoint.load(Net, files[0])
 

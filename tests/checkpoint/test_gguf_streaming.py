@@ -14,7 +14,7 @@ import dynswap_ext
 from conftest import Provider
 from dynswap_ext import checkpoint, testing
 from dynswap_ext.checkpoint.gguf import GGUFTensor
-from dynswap_ext.checkpoint.gguf import tensor as gguf_tensor
+from dynswap_ext.checkpoint.gguf_tensors import tensor as gguf_tensor
 from sample_models import trace
 
 WIDTH, LAYERS, WORDS = 256, 6, 32

@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn import functional
 
 from dynswap_ext.checkpoint.gguf import GGUFTensor
-from dynswap_ext.checkpoint.gguf import tensor as under_test
+from dynswap_ext.checkpoint.gguf_tensors import tensor as under_test
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.testing import assert_bit_equal
 

@@ -1,4 +1,4 @@
-"""checkpoint.summary and `dynswap inspect`: what they say is so, the smallest budget above all."""
+"""checkpoint.summary and `dynswap show`: what they say is so, the smallest budget above all."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 import dynswap_ext
 from conftest import skip_or_fail
 from dynswap_ext import _provider, checkpoint, cli
-from dynswap_ext._memory import format_bytes
+from dynswap_ext._util.memory import format_bytes
 from dynswap_ext.errors import BudgetError
 
 
@@ -60,9 +60,9 @@ def test_the_smallest_budget_is_an_installs(name: str, kind: str, tmp_path: Path
     found = checkpoint.summary(path)
     model = checkpoint.load(_MODELS[name], path)
     with pytest.raises(BudgetError) as caught:
-        dynswap_ext.install(model, device="cpu", backend="native", budget=1)
+        dynswap_ext.install(model, device="cpu", provider="native", budget=1)
     needed = caught.value.smallest_bytes
-    dynswap_ext.install(model, device="cpu", backend="native", budget=found.smallest_budget).uninstall()
+    dynswap_ext.install(model, device="cpu", provider="native", budget=found.smallest_budget).uninstall()
     if (name, kind) == ("recurrent", "library"):  # sorted by name: which weight is before the biases?
         assert needed <= found.smallest_budget <= needed + 4 * 1200 * 4
     else:
@@ -93,7 +93,7 @@ def test_empty(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_file({}, tmp_path / "w.safetensors")
     found = checkpoint.summary(tmp_path / "w.safetensors")
     assert found.largest_group is None and found.smallest_budget == 0 and found.total_bytes == 0
-    assert cli.main(["inspect", str(tmp_path / "w.safetensors")]) == 0
+    assert cli.main(["show", str(tmp_path / "w.safetensors")]) == 0
     assert checkpoint.convert(tmp_path / "w.safetensors", tmp_path / "v.safetensors").tensors == 0
     assert checkpoint.verify(tmp_path / "v.safetensors") == 0
 
@@ -109,7 +109,7 @@ def test_shared_tensors_count_once(tmp_path: Path) -> None:
 
 def _printed(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *arguments: str) -> str:
     monkeypatch.setenv("COLUMNS", "160")
-    assert cli.main(["inspect", *arguments]) == 0
+    assert cli.main(["show", *arguments]) == 0
     return capsys.readouterr().out
 
 
@@ -137,14 +137,14 @@ def test_budget(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     smallest = checkpoint.summary(path).smallest_budget
     assert "does: " in _printed(capsys, monkeypatch, str(path), "--budget", str(smallest))
     assert "holds all of it" in _printed(capsys, monkeypatch, str(path), "--budget", "1GB")
-    assert cli.main(["inspect", str(path), "--budget", str(smallest - 1)]) == 1
+    assert cli.main(["show", str(path), "--budget", str(smallest - 1)]) == 1
     assert "is too small" in capsys.readouterr().out
-    assert cli.main(["inspect", str(path), "--budget", "a lot"]) == 2
+    assert cli.main(["show", str(path), "--budget", "a lot"]) == 2
 
 
 def test_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = checkpoint.summary(path)
-    assert cli.main(["inspect", str(path), "--json", "--budget", "1/2"]) == 0
+    assert cli.main(["show", str(path), "--json", "--budget", "1/2"]) == 0
     written: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert written["tensors"]["layers.0.up"]["shape"] == [100, 10] and len(written["tensors"]) == 73
     assert written["smallest_budget"] == found.smallest_budget == written["largest_group"]["bytes"]
@@ -153,10 +153,10 @@ def test_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_errors_are_explained(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["inspect", str(tmp_path / "nothing")]) == 2
+    assert cli.main(["show", str(tmp_path / "nothing")]) == 2
     assert "no such file" in capsys.readouterr().err
     save_file({"a": torch.zeros(2)}, tmp_path / "w.safetensors")
-    assert cli.main(["inspect", str(tmp_path / "w.safetensors"), "--verify"]) == 2
+    assert cli.main(["show", str(tmp_path / "w.safetensors"), "--verify"]) == 2
     assert "no checksums" in capsys.readouterr().err
 
 

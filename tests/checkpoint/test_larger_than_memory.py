@@ -79,7 +79,7 @@ def test_is_loaded_and_streamed_in_little_memory(large: Path, backend: str) -> N
         capture_output=True,
         text=True,
         check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DYNSWAP_BACKEND": backend},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "DYNSWAP_PROVIDER": backend},
     )
     assert done.returncode == 0, done.stderr
     provider, grown = done.stdout.split()

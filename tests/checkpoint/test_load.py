@@ -12,7 +12,8 @@ from sample_loads import Net, kinds, saved
 from torch import nn
 
 from dynswap_ext import checkpoint
-from dynswap_ext.demo.measure import disk_bytes_read, drop_file_cache, mapped_ranges, resident_bytes
+from dynswap_ext._util.file_mappings import drop_file_cache, mapped_ranges
+from dynswap_ext._util.peak_memory import disk_bytes_read, resident_bytes
 from dynswap_ext.errors import ConfigError
 
 
@@ -38,12 +39,12 @@ def test_nothing_is_read_but_headers(kind: str, tmp_path: Path) -> None:
         os.fsync(file.fileno())  # dirty pages cannot be dropped
     drop_file_cache(path)
     checkpoint.load(Net, saved(kind, Net(), tmp_path / "small"))  # torch's own code is not the file's memory
-    read, used = disk_bytes_read() or 0, resident_bytes() or 0
+    read, used = disk_bytes_read(), resident_bytes()
     model = checkpoint.load(lambda: Net(width), path)
     # 36 MiB are there to be read. What is not: the buffers of BatchNorm, 8 MiB, which the factory makes for
     # real when it is called for `scale`; they are gone again, though malloc may not have given them back.
-    assert (disk_bytes_read() or 0) - read < 8 << 20
-    assert (resident_bytes() or 0) - used < 16 << 20
+    assert disk_bytes_read() - read < 8 << 20
+    assert resident_bytes() - used < 16 << 20
     assert model.first.weight.shape == (width, 4)
 
 

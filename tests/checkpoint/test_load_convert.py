@@ -13,9 +13,10 @@ from torch import nn
 
 from conftest import skip_or_fail
 from dynswap_ext import checkpoint
+from dynswap_ext._util.file_mappings import mapped_ranges
+from dynswap_ext._util.peak_memory import PeakMemory
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.loading import window
-from dynswap_ext.demo.measure import MemoryMeter, mapped_ranges
 from dynswap_ext.errors import ConfigError, SourceError
 
 MiB = 1 << 20
@@ -71,9 +72,9 @@ def test_floats_are_cast_and_the_rest_stays_mapped(
 def test_memory_of_a_cast_is_the_result_and_a_window(tmp_path: Path) -> None:
     path = saved(layers(48), tmp_path / "w")  # 192 MiB
     checkpoint.load(lambda: layers(1, 8), saved(layers(1, 8), tmp_path / "s"), dtype=torch.float16)
-    meter = MemoryMeter()
+    meter = PeakMemory()
     model = checkpoint.load(lambda: layers(48), path, dtype=torch.bfloat16)
-    growth = meter.peak_growth()
+    growth = meter.more()
     if growth is None:
         pytest.skip("the system does not tell the highest memory")
     assert growth < (96 + 16 + 8) * MiB
@@ -85,9 +86,9 @@ def test_memory_of_a_transform_is_what_it_returns_and_a_window(tmp_path: Path) -
     checkpoint.load(
         lambda: layers(1, 8), saved(layers(1, 8), tmp_path / "s"), transform=lambda _, t: t[:1].expand(8, 8)
     )
-    meter = MemoryMeter()
+    meter = PeakMemory()
     checkpoint.load(lambda: layers(48), path, transform=lambda _, t: t[:1].clone().expand(1024, 1024))
-    growth = meter.peak_growth()
+    growth = meter.more()
     if growth is None:
         pytest.skip("the system does not tell the highest memory")
     assert growth < 24 * MiB
@@ -213,7 +214,7 @@ def test_a_file_that_was_cut_meanwhile(tmp_path: Path) -> None:
     assert opened["0.weight"].shape == (64, 64)  # mapped while it was whole
     with path.open("rb+") as file:
         file.truncate(path.stat().st_size - 100)
-    with pytest.raises(SourceError, match=r"has become shorter.*1\.weight ends 100 bytes after"):
+    with pytest.raises(SourceError, match=r"is cut short: 1\.weight needs"):
         checkpoint.load(lambda: layers(2, 64), opened, dtype=torch.float16)
 
 

@@ -12,7 +12,8 @@ from sample_loads import SharedWeight
 from torch import nn
 
 from dynswap_ext import checkpoint, testing
-from dynswap_ext.demo.measure import MemoryMeter, mapped_ranges
+from dynswap_ext._util.file_mappings import mapped_ranges
+from dynswap_ext._util.peak_memory import PeakMemory
 from dynswap_ext.errors import ConfigError, SourceError
 from sample_models import ConvNet, mlp
 
@@ -44,9 +45,9 @@ def test_memory_is_a_window(tmp_path: Path) -> None:
 
     checkpoint.load(layers(8), saved(layers(8), tmp_path / "s"), assign=False)
     path, model = saved(layers(), tmp_path / "w"), layers()  # 128 MiB
-    meter = MemoryMeter()
+    meter = PeakMemory()
     checkpoint.load(model, path, assign=False)
-    growth = meter.peak_growth()
+    growth = meter.more()
     if growth is None:
         pytest.skip("the system does not tell the highest memory")
     assert growth < 24 * MiB
@@ -103,7 +104,7 @@ def test_a_failing_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def fail(*_: object) -> None:
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("dynswap_ext.checkpoint.loading.window.Window._file", fail)
+    monkeypatch.setattr("os.preadv", fail)
     with pytest.raises(SourceError, match=rf"{path} cannot be read at 0\.weight: Input/output error"):
         checkpoint.load(mlp(), path, assign=False)
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from conftest import Provider
 from dynswap_ext import checkpoint, testing
-from dynswap_ext.demo.measure import mapped_ranges
+from dynswap_ext._util.file_mappings import mapped_ranges
 from dynswap_ext.errors import ConfigError, DynswapWarning
 from sample_models import ConvNet, mlp
 

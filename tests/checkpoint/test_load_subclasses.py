@@ -13,7 +13,8 @@ from torch import nn
 
 from conftest import Provider
 from dynswap_ext import checkpoint, testing
-from dynswap_ext.demo.measure import MemoryMeter, mapped_ranges
+from dynswap_ext._util.file_mappings import mapped_ranges
+from dynswap_ext._util.peak_memory import PeakMemory
 from dynswap_ext.errors import ConfigError, SourceError
 from sample_subclasses import ScaledInt8, quantised_mlp
 
@@ -68,9 +69,9 @@ def test_memory_of_quantising_is_the_result_and_some_windows(tmp_path: Path) -> 
 
     checkpoint.load(lambda: layers(64), saved(layers(64), tmp_path / "s"), transform=quantise)
     path = saved(layers(), tmp_path / "w")  # 128 MiB, 32 MiB when quantised
-    meter = MemoryMeter()
+    meter = PeakMemory()
     model = checkpoint.load(layers, path, transform=quantise)
-    growth = meter.peak_growth()
+    growth = meter.more()
     if growth is None:
         pytest.skip("the system does not tell the highest memory")
     # Torch's temporaries in quantise() are three times what is read between two looks for holes in the heap.

@@ -217,7 +217,7 @@ _MEMORY = """
 import sys, torch
 from pathlib import Path
 from dynswap_ext import checkpoint
-from dynswap_ext.demo.measure import MemoryMeter
+from dynswap_ext._util.peak_memory import PeakMemory
 path = Path(sys.argv[1])
 if not path.exists():
     torch.manual_seed(0)
@@ -225,10 +225,10 @@ if not path.exists():
 make = lambda: torch.nn.ModuleList(torch.nn.Linear(2048, 2048) for _ in range(16))
 model = checkpoint.load(make, path)
 checkpoint.save(torch.nn.Linear(1000, 1000), path.with_name("small.safetensors"))  # torch's own first time
-meter = MemoryMeter()
+meter = PeakMemory()
 for _ in range(int(sys.argv[3])):
     checkpoint.save(model, sys.argv[2])
-print(meter.peak_growth())
+print(meter.more())
 """
 
 

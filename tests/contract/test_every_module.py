@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from conftest import Provider
 from dynswap_ext import testing
-from dynswap_ext._class_swap import is_swap_class
+from dynswap_ext._swap.class_swap import is_swap_class
 from sample_models import trace
 
 pytest.importorskip("expecttest", reason="torch.testing._internal needs expecttest")

@@ -13,7 +13,7 @@ from torch.nn.parameter import UninitializedBuffer, UninitializedParameter, is_l
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-from dynswap_ext._class_swap import is_swap_class
+from dynswap_ext._swap.class_swap import is_swap_class
 
 CASES: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...], type[nn.Module]]] = {
     "linear": (lambda: nn.LazyLinear(4), (3, 5), nn.Linear),

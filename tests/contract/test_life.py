@@ -16,8 +16,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-from dynswap_ext._class_swap import is_swap_class
-from dynswap_ext.demo.measure import resident_bytes
+from dynswap_ext._swap.class_swap import is_swap_class
+from dynswap_ext._util.peak_memory import resident_bytes
 from sample_models import Recurrent, TinyTransformer, mlp, trace
 from test_semantics_threads import in_threads
 
@@ -144,7 +144,7 @@ def test_parts_of_both_providers(provider: Provider) -> None:
     moved = testing.moved(model, provider.device, torch.float64)
     before = trace(model)
     provider.install(model, dtype=torch.float64)
-    inner = dynswap_ext.install(model[4], device=provider.device, dtype=torch.float64, backend="python")
+    inner = dynswap_ext.install(model[4], device=provider.device, dtype=torch.float64, provider="python")
     x = provider.randn(2, 16)
     for _ in range(2):
         testing.assert_bit_equal(step(model, x), step(moved, x))
@@ -244,7 +244,7 @@ def test_cycles_of_every_kind_do_not_grow(provider: Provider) -> None:
     for _ in range(100):
         cycle()
     assert counts() == before
-    grown = (resident_bytes() or 0) - (memory or 0)
+    grown = resident_bytes() - memory
     assert grown < 8 << 20, f"{grown} bytes of RAM kept by 100 cycles"
 
 

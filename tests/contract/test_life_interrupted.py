@@ -16,7 +16,8 @@ from torch import nn
 
 import dynswap_ext
 from conftest import Provider
-from dynswap_ext import _class_swap, testing
+from dynswap_ext import testing
+from dynswap_ext._swap import class_swap
 from sample_models import TinyTransformer, mlp, trace
 
 
@@ -111,9 +112,9 @@ def test_an_interrupted_install_leaves_the_model(provider: Provider, monkeypatch
         raise KeyboardInterrupt(name)
 
     with monkeypatch.context() as patch:
-        patch.setattr(_class_swap, "_initialiser", interrupted)
-        for cached in list(_class_swap._swap_classes):
-            patch.delitem(_class_swap._swap_classes, cached)
+        patch.setattr(class_swap, "_initialiser", interrupted)
+        for cached in list(class_swap._swap_classes):
+            patch.delitem(class_swap._swap_classes, cached)
         with pytest.raises(KeyboardInterrupt):
             provider.install(model, dtype=torch.float64)
     assert nn.Module.modules is original and trace(model) == before

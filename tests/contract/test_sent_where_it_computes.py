@@ -212,7 +212,7 @@ def test_parts_of_several_installs(provider: Provider) -> None:
     model = nn.Sequential(mlp(), nn.Linear(16, 16))
     provider.install(model[0])
     other = torch.device("cpu")
-    handle = dynswap_ext.install(model[1], device=other, backend=provider.backend)
+    handle = dynswap_ext.install(model[1], device=other, provider=provider.backend)
     model.to(provider.device)
     assert {p.device for p in model[0].parameters()} == {HOME}
     assert {p.device for p in model[1].parameters()} == {provider.device}
@@ -221,7 +221,7 @@ def test_parts_of_several_installs(provider: Provider) -> None:
 
 def test_the_drop_in_class_moves_a_leaf(provider: Provider) -> None:
     model = mlp()
-    handle = DynamicSwapInstaller.install_model(model, device=provider.device, backend=provider.backend)
+    handle = DynamicSwapInstaller.install_model(model, device=provider.device, provider=provider.backend)
     provider.handles.append(handle)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

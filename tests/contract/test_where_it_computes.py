@@ -15,7 +15,7 @@ from torch import nn
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-from dynswap_ext._asked import CONSTANT_IN_GRAPHS
+from dynswap_ext._swap.device_queries import CONSTANT_IN_GRAPHS
 from sample_models import mlp
 
 HOME = torch.device("cpu")

@@ -122,8 +122,8 @@ TEST(engine_all_resident_moves_nothing_after_the_first_pass) {
   EXPECT_EQ(model.stats().resident_groups, 6u);
 }
 
-// Note [Tiny weights stay]. A norm that is defined behind the layers it is used before would travel with the
-// next ones, and bring them twice a pass.
+// See Note [Tiny weights stay]. A norm that is defined behind the layers it is used before would travel with
+// the next ones, and bring them twice a pass.
 TEST(engine_tiny_weights_stay_and_are_used_in_any_order) {
   constexpr std::size_t kTiny = 4096;
   std::vector<std::size_t> sizes;

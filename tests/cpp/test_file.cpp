@@ -31,11 +31,11 @@ constexpr std::byte kUntouched{0xEE};
 
 /// Reads a range to an address that is `phase` past a page, and looks at the bytes there and around them.
 void expect_reads(const File& file, const TempFile& written, std::uint64_t offset, std::size_t bytes,
-                  std::size_t phase, Keep keep = Keep::yes, Pace pace = Pace::quick) {
+                  std::size_t phase, Keep keep = Keep::yes, ReadMode mode = ReadMode::quick) {
   const AlignedBuffer buffer(bytes + 2 * kPage);
   std::byte* const dst = buffer.data() + phase;
   std::memset(buffer.data(), static_cast<int>(kUntouched), bytes + 2 * kPage);
-  file.read(offset, dst, bytes, "w", keep, pace);
+  file.read(offset, dst, bytes, "w", keep, mode);
   EXPECT(std::memcmp(dst, written.at(offset), bytes) == 0);
   for (std::size_t i = 0; i < phase; ++i)
     EXPECT_EQ(static_cast<int>(buffer.data()[i]), static_cast<int>(kUntouched));
@@ -59,7 +59,7 @@ TEST(file_reads_any_range_to_any_address) {
     const std::size_t phases[] = {offset % kPage, offset % 512, (offset + 8) % kPage, random.below(kPage)};
     expect_reads(*file, written, offset, bytes, phases[i % 4]);
   }
-  file->read(size, nullptr, 0, "an empty weight at the end", Keep::yes, Pace::quick);
+  file->read(size, nullptr, 0, "an empty weight at the end", Keep::yes, ReadMode::quick);
 }
 
 TEST(file_reads_what_is_large_and_cold_past_the_page_cache) {
@@ -76,7 +76,7 @@ TEST(file_reads_what_is_large_and_cold_past_the_page_cache) {
 }
 
 TEST(file_enters_the_page_cache_when_it_is_read_again) {
-  // Note [What enters the page cache]
+  // See Note [What enters the page cache]
   const std::size_t size = (8u << 20) + 5;
   TempFile written(size);
   const auto file = File::open(written.path());
@@ -95,21 +95,22 @@ TEST(file_enters_the_page_cache_when_it_is_read_again) {
 }
 
 TEST(file_reads_cheaply_what_nobody_waits_for) {
-  // Note [Quick or cheap]
+  // See Note [Quick or cheap]
   const std::size_t size = 4u << 20;
   TempFile written(size);
   const auto file = File::open(written.path());
   written.evict();
   if (written.cached_pages(0, size) > 0) return;
-  for (int pass = 0; pass < 3; ++pass) expect_reads(*file, written, 0, size, 0, Keep::yes, Pace::cheap);
+  for (int pass = 0; pass < 3; ++pass) expect_reads(*file, written, 0, size, 0, Keep::yes, ReadMode::cheap);
   EXPECT_EQ(written.cached_pages(0, size), 0);
-  for (int pass = 0; pass < 2; ++pass) expect_reads(*file, written, 0, size, 0, Keep::always, Pace::cheap);
+  for (int pass = 0; pass < 2; ++pass)
+    expect_reads(*file, written, 0, size, 0, Keep::always, ReadMode::cheap);
   EXPECT_EQ(written.cached_pages(0, size), size / kPage);
   const std::uint64_t before = bytes_from_disks();
-  expect_reads(*file, written, 0, size, 0, Keep::always, Pace::cheap);
-  expect_reads(*file, written, 0, size, 0, Keep::yes, Pace::quick);
+  expect_reads(*file, written, 0, size, 0, Keep::always, ReadMode::cheap);
+  expect_reads(*file, written, 0, size, 0, Keep::yes, ReadMode::quick);
   EXPECT_EQ(bytes_from_disks(), before);
-  expect_reads(*file, written, 0, size, 0, Keep::yes, Pace::cheap);
+  expect_reads(*file, written, 0, size, 0, Keep::yes, ReadMode::cheap);
   EXPECT_EQ(bytes_from_disks(), before == 0 ? 0 : before + size);
 }
 
@@ -166,12 +167,13 @@ TEST(file_too_short_for_a_weight) {
   const TempFile written(100000);
   const auto file = File::open(written.path());
   std::vector<std::byte> dst(200000);
-  EXPECT_THROWS(file->read(50000, dst.data(), 50001, "layer.weight", Keep::yes, Pace::quick), SourceError);
-  EXPECT(
-      contains(message_of([&] { file->read(~std::uint64_t{0}, dst.data(), 2, "w", Keep::yes, Pace::quick); }),
-               "beyond the end"));
+  EXPECT_THROWS(file->read(50000, dst.data(), 50001, "layer.weight", Keep::yes, ReadMode::quick),
+                SourceError);
+  EXPECT(contains(
+      message_of([&] { file->read(~std::uint64_t{0}, dst.data(), 2, "w", Keep::yes, ReadMode::quick); }),
+      "beyond the end"));
   const std::string message =
-      message_of([&] { file->read(100001, dst.data(), 0, "layer.weight", Keep::yes, Pace::quick); });
+      message_of([&] { file->read(100001, dst.data(), 0, "layer.weight", Keep::yes, ReadMode::quick); });
   EXPECT(contains(message, "'layer.weight'") && contains(message, written.path()));
   EXPECT(contains(message, "100000 bytes") && contains(message, "truncated"));
 }
@@ -182,24 +184,24 @@ TEST(file_changed_after_load) {
       TempFile written(2u << 20);
       const auto file = File::open(written.path());
       const AlignedBuffer dst(bytes);
-      file->read(1u << 20, dst.data(), bytes, "layer.weight", Keep::yes, Pace::quick);
+      file->read(1u << 20, dst.data(), bytes, "layer.weight", Keep::yes, ReadMode::quick);
       if (how[0] == 't')
         written.truncate(contains(how, "scrap") ? (1u << 20) + bytes - 100 : (1u << 20) + 500);
       written.evict();
       if (how[0] == 'g') written.truncate(3u << 20);
       if (how[0] == 'r') written.touch();
       for (int i = 0; i < 2; ++i) {
-        EXPECT_THROWS(file->read(1u << 20, dst.data(), bytes, "layer.weight", Keep::yes, Pace::quick),
+        EXPECT_THROWS(file->read(1u << 20, dst.data(), bytes, "layer.weight", Keep::yes, ReadMode::quick),
                       SourceError);
       }
       const std::string message = message_of(
-          [&] { file->read(1u << 20, dst.data(), bytes, "layer.weight", Keep::yes, Pace::quick); });
+          [&] { file->read(1u << 20, dst.data(), bytes, "layer.weight", Keep::yes, ReadMode::quick); });
       EXPECT(contains(message, "'layer.weight'") && contains(message, written.path()));
       EXPECT(
           contains(message, how[0] == 't' ? "truncated since it was loaded" : "changed since it was loaded"));
       EXPECT(contains(message, "load it again"));
       // Loaded again, what is there is right.
-      File::open(written.path())->read(0, dst.data(), 500, "layer.weight", Keep::yes, Pace::quick);
+      File::open(written.path())->read(0, dst.data(), 500, "layer.weight", Keep::yes, ReadMode::quick);
       EXPECT(std::memcmp(dst.data(), written.at(0), 500) == 0);
     }
   }

@@ -193,13 +193,13 @@ TEST(observed_passes_are_what_was_run) {
   model.engine->record(false);
   const sim::Observed seen = sim::observe(model.engine->timeline(), model.engine->groups());
   EXPECT_EQ(seen.passes, 2u);
-  EXPECT(near(seen.rhythm.bytes_per_second, kBus));
-  EXPECT_EQ(seen.rhythm.steps.size(), 16u);
+  EXPECT(near(seen.pattern.bytes_per_second, kBus));
+  EXPECT_EQ(seen.pattern.steps.size(), 16u);
   double total = 0;
-  for (std::size_t i = 0; i < seen.rhythm.steps.size(); ++i) {
-    EXPECT_EQ(seen.rhythm.steps[i].group, i % 8);
-    EXPECT(near(seen.rhythm.steps[i].compute_seconds, compute(static_cast<WeightId>(i % 8))));
-    total += seen.rhythm.steps[i].compute_seconds / 2;
+  for (std::size_t i = 0; i < seen.pattern.steps.size(); ++i) {
+    EXPECT_EQ(seen.pattern.steps[i].group, i % 8);
+    EXPECT(near(seen.pattern.steps[i].compute_seconds, compute(static_cast<WeightId>(i % 8))));
+    total += seen.pattern.steps[i].compute_seconds / 2;
   }
   EXPECT(near(seen.compute_seconds, total));
 
@@ -208,7 +208,7 @@ TEST(observed_passes_are_what_was_run) {
   pass();
   const double seconds = model.clock->seconds() - begin;
   const std::vector<bool> resident = model.engine->given_plan().resident;
-  EXPECT(near(sim::measure(seen.rhythm, resident, 5 * 8 * kMiB, 2) / 2, seconds));
+  EXPECT(near(sim::measure(seen.pattern, resident, 5 * 8 * kMiB, 2) / 2, seconds));
 }
 
 TEST(observed_nothing_without_two_beginnings) {

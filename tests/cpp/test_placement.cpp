@@ -10,15 +10,15 @@
 #include "core/check.h"
 #include "core/residency.h"
 #include "random.h"
+#include "sim/access_pattern.h"
 #include "sim/placement.h"
-#include "sim/ring_model.h"
 
 namespace dynswap::test {
 
 namespace {
 
+using sim::AccessPattern;
 using sim::Placement;
-using sim::Rhythm;
 
 constexpr std::uint32_t kPrefetch = 2;
 // One thread, and mostly arithmetic: the sanitizers, which make it ten times slower, see all of it in a few.
@@ -30,48 +30,48 @@ constexpr int kCases = 16;
 constexpr std::size_t kMiB = std::size_t{1} << 20;
 
 /// A model whose parts differ in compute a byte, as real ones do.
-Rhythm random_rhythm(Random& random, std::size_t groups) {
-  Rhythm rhythm;
-  rhythm.bytes_per_second = 10e9;
-  rhythm.latency = 6e-6;
+AccessPattern random_pattern(Random& random, std::size_t groups) {
+  AccessPattern pattern;
+  pattern.bytes_per_second = 10e9;
+  pattern.latency = 6e-6;
   const double balance = 0.3 + 0.1 * static_cast<double>(random.below(20));  // compute : copy
   for (std::uint32_t i = 0; i < groups; ++i) {
-    rhythm.bytes.push_back(random.between(1, 16) * kMiB);
-    const double copy = static_cast<double>(rhythm.bytes.back()) / rhythm.bytes_per_second;
-    rhythm.steps.push_back({i, balance * copy * static_cast<double>(random.below(5)) / 2, true});
+    pattern.bytes.push_back(random.between(1, 16) * kMiB);
+    const double copy = static_cast<double>(pattern.bytes.back()) / pattern.bytes_per_second;
+    pattern.steps.push_back({i, balance * copy * static_cast<double>(random.below(5)) / 2, true});
   }
-  return rhythm;
+  return pattern;
 }
 
-std::size_t total(const Rhythm& rhythm) {
-  return std::accumulate(rhythm.bytes.begin(), rhythm.bytes.end(), std::size_t{0});
+std::size_t total(const AccessPattern& pattern) {
+  return std::accumulate(pattern.bytes.begin(), pattern.bytes.end(), std::size_t{0});
 }
 
 /// The best of all sets of residents.
-double exhaustive(const Rhythm& rhythm, std::size_t budget) {
+double exhaustive(const AccessPattern& pattern, std::size_t budget) {
   double best = std::numeric_limits<double>::infinity();
-  const std::size_t groups = rhythm.bytes.size();
+  const std::size_t groups = pattern.bytes.size();
   for (std::size_t set = 0; set < std::size_t{1} << groups; ++set) {
     std::vector<bool> resident(groups);
     for (std::size_t i = 0; i < groups; ++i) resident[i] = (set >> i) & 1;
-    best = std::min(best, sim::measure(rhythm, resident, budget, kPrefetch));
+    best = std::min(best, sim::measure(pattern, resident, budget, kPrefetch));
   }
   return best;
 }
 
 /// As many of the first groups as leave room for the ring.
-double prefix(const Rhythm& rhythm, std::size_t budget) {
+double prefix(const AccessPattern& pattern, std::size_t budget) {
   double best = std::numeric_limits<double>::infinity();
-  std::vector<bool> resident(rhythm.bytes.size(), false);
+  std::vector<bool> resident(pattern.bytes.size(), false);
   for (std::size_t i = 0; i < resident.size(); ++i) {
-    best = std::min(best, sim::measure(rhythm, resident, budget, kPrefetch));
+    best = std::min(best, sim::measure(pattern, resident, budget, kPrefetch));
     resident[i] = true;
   }
   return best;
 }
 
-double even(const Rhythm& rhythm, std::size_t budget) {
-  return sim::measure(rhythm, plan_residency(rhythm.bytes, budget, kPrefetch).resident, budget, kPrefetch);
+double even(const AccessPattern& pattern, std::size_t budget) {
+  return sim::measure(pattern, plan_residency(pattern.bytes, budget, kPrefetch).resident, budget, kPrefetch);
 }
 
 }  // namespace
@@ -80,18 +80,18 @@ TEST(placement_is_near_the_best_there_is) {
   double worst = 1, against_prefix = 0, against_even = 0;
   for (int seed = 1; seed <= kCases; ++seed) {
     Random random(static_cast<std::uint64_t>(seed));
-    const Rhythm rhythm = random_rhythm(random, random.between(6, 9));
+    const AccessPattern pattern = random_pattern(random, random.between(6, 9));
     const std::size_t budget =
-        std::max<std::size_t>(*std::max_element(rhythm.bytes.begin(), rhythm.bytes.end()),
-                              total(rhythm) * random.between(20, 80) / 100);
-    const Placement placed = sim::place_by_time(rhythm, budget, kPrefetch);
-    EXPECT_EQ(placed.seconds, sim::measure(rhythm, placed.resident, budget, kPrefetch));
-    const double best = exhaustive(rhythm, budget);
+        std::max<std::size_t>(*std::max_element(pattern.bytes.begin(), pattern.bytes.end()),
+                              total(pattern) * random.between(20, 80) / 100);
+    const Placement placed = sim::place_by_time(pattern, budget, kPrefetch);
+    EXPECT_EQ(placed.seconds, sim::measure(pattern, placed.resident, budget, kPrefetch));
+    const double best = exhaustive(pattern, budget);
     worst = std::max(worst, placed.seconds / best);
-    against_prefix += prefix(rhythm, budget) / placed.seconds / kCases;
-    against_even += even(rhythm, budget) / placed.seconds / kCases;
+    against_prefix += prefix(pattern, budget) / placed.seconds / kCases;
+    against_even += even(pattern, budget) / placed.seconds / kCases;
     EXPECT(placed.seconds <= 1.02 * best);
-    EXPECT(placed.seconds <= even(rhythm, budget) * (1 + 1e-6));
+    EXPECT(placed.seconds <= even(pattern, budget) * (1 + 1e-6));
   }
   std::printf("worst / best of all %.4f; prefix / ours %.3f, even / ours %.3f on average\n", worst,
               against_prefix, against_even);
@@ -103,36 +103,36 @@ TEST(placement_is_near_the_best_there_is) {
 // Where a long stretch of little compute follows one of much (a decoder's convolutions after its blocks), it
 // is the former that residents help, and a prefix has the wrong ones.
 TEST(placement_of_many_groups_keeps_those_of_little_compute) {
-  Rhythm rhythm;
-  rhythm.bytes_per_second = 10e9;
-  rhythm.latency = 6e-6;
+  AccessPattern pattern;
+  pattern.bytes_per_second = 10e9;
+  pattern.latency = 6e-6;
   constexpr std::size_t kGroups = 300;
   for (std::uint32_t i = 0; i < kGroups; ++i) {
-    rhythm.bytes.push_back(8 * kMiB);
-    const double copy = 8.0 * kMiB / rhythm.bytes_per_second;
-    rhythm.steps.push_back({i, i < kGroups / 2 ? 2 * copy : 0.1 * copy, true});
+    pattern.bytes.push_back(8 * kMiB);
+    const double copy = 8.0 * kMiB / pattern.bytes_per_second;
+    pattern.steps.push_back({i, i < kGroups / 2 ? 2 * copy : 0.1 * copy, true});
   }
-  const std::size_t budget = total(rhythm) * 2 / 5;
-  const Placement placed = sim::place_by_time(rhythm, budget, kPrefetch);
+  const std::size_t budget = total(pattern) * 2 / 5;
+  const Placement placed = sim::place_by_time(pattern, budget, kPrefetch);
   double compute = 0;
-  for (const sim::Step& step : rhythm.steps) compute += step.compute_seconds;
+  for (const sim::Step& step : pattern.steps) compute += step.compute_seconds;
   std::printf("300 groups: %.3f of the compute; prefix %.3f, even %.3f\n", placed.seconds / compute,
-              prefix(rhythm, budget) / compute, even(rhythm, budget) / compute);
+              prefix(pattern, budget) / compute, even(pattern, budget) / compute);
   EXPECT(placed.seconds < 1.06 * compute);
-  EXPECT(prefix(rhythm, budget) > 1.2 * compute);
-  EXPECT(even(rhythm, budget) > 1.1 * compute);
+  EXPECT(prefix(pattern, budget) > 1.2 * compute);
+  EXPECT(even(pattern, budget) > 1.1 * compute);
 }
 
 // Masters of another type than the weights on the device: what they take there is not what has to travel.
 TEST(placement_takes_what_copies_read_for_their_time) {
   Random random(3);
   for (int i = 0; i < kCases; ++i) {
-    Rhythm rhythm = random_rhythm(random, random.between(6, 9));
-    const std::size_t budget = total(rhythm) * 3 / 5;
-    Rhythm wide = rhythm;
-    for (const std::size_t bytes : rhythm.bytes) wide.copy_bytes.push_back(2.0 * static_cast<double>(bytes));
-    rhythm.bytes_per_second /= 2;
-    const Placement narrow_bus = sim::place_by_time(rhythm, budget, kPrefetch);
+    AccessPattern pattern = random_pattern(random, random.between(6, 9));
+    const std::size_t budget = total(pattern) * 3 / 5;
+    AccessPattern wide = pattern;
+    for (const std::size_t bytes : pattern.bytes) wide.copy_bytes.push_back(2.0 * static_cast<double>(bytes));
+    pattern.bytes_per_second /= 2;
+    const Placement narrow_bus = sim::place_by_time(pattern, budget, kPrefetch);
     const Placement wide_masters = sim::place_by_time(wide, budget, kPrefetch);
     EXPECT(wide_masters.resident == narrow_bus.resident);
     EXPECT(std::abs(wide_masters.seconds - narrow_bus.seconds) < 1e-9 * narrow_bus.seconds);

@@ -133,7 +133,7 @@ class World:
     # Doing --------------------------------------------------------------------------------------------
 
     def install(self, model: nn.Module, **options: Any) -> dynswap_ext.Handle:
-        handle = dynswap_ext.install(model, device="cuda:0", backend="native", **options)
+        handle = dynswap_ext.install(model, device="cuda:0", provider="native", **options)
         self._handles.append(handle)
         return handle
 

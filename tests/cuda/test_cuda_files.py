@@ -9,7 +9,7 @@ import torch
 
 from dynswap_ext import checkpoint, testing
 from dynswap_ext.checkpoint.gguf import GGUFTensor
-from dynswap_ext.checkpoint.gguf.encodings import ENCODINGS
+from dynswap_ext.checkpoint.gguf_tensors.encodings import ENCODINGS
 from gpu_under_test import LAYER_BYTES, LAYERS, Exact, Gpu
 
 

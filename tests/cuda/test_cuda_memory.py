@@ -68,7 +68,7 @@ def test_a_model_that_dies_takes_its_memory_along(gpu: Gpu) -> None:
         gc.collect()  # of other tests
         before = gpu.allocated()
         model = Exact(layers=3).eval()
-        dynswap_ext.install(model, device=gpu.device, backend=gpu.provider.backend, dtype=torch.float64)
+        dynswap_ext.install(model, device=gpu.device, provider=gpu.provider.backend, dtype=torch.float64)
         model(x)
         del model
     gc.collect()

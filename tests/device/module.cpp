@@ -1,6 +1,6 @@
 // What torch's own Python (torch.cuda) asks of torch._C, and what tests ask of the machine.
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 #include "machine.h"
 #include "torch_device.h"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from dynswap_ext._recording import Recording, Span, figures_of
-from dynswap_ext._stats import Stats
-from dynswap_ext.inspect.report import Report
+from dynswap_ext.profile.recording import Recording, Span, figures_of
+from dynswap_ext.profile.report import Report
+from dynswap_ext.profile.stats import Stats
 
 MILLISECOND = 1_000_000
 CONSUMER = 4711

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 
 from dynswap_ext import ConfigError
-from dynswap_ext.inspect import _figure, _gradient_plot, gradient_flow
+from dynswap_ext._util import figure as figures
+from dynswap_ext.inspect import _gradient_plot, gradient_flow
 
 pytest.importorskip("matplotlib")
 
@@ -26,7 +27,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     def save(figure: Any, path: Any) -> None:
         found.append(figure)
-        _figure.save(figure, path)
+        figures.save(figure, path)
 
     monkeypatch.setattr(_gradient_plot, "save", save)
     yield found

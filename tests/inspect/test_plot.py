@@ -13,7 +13,7 @@ from sample_recordings import FakeSession
 
 from conftest import Provider
 from dynswap_ext import ConfigError
-from dynswap_ext.inspect.timeline import draw
+from dynswap_ext.profile.timeline import draw
 from sample_models import mlp
 
 BUDGET = 300 << 20
@@ -39,7 +39,7 @@ def test_what_cannot_be_drawn(provider: Provider, tmp_path: Path, monkeypatch: p
         handle.plot(tmp_path / "plot.png")
     with handle.record():
         model(provider.randn(2, 16))
-    with pytest.raises(ConfigError, match=r"plot\.txt: .* expected an ending such as \.png"):
+    with pytest.raises(ConfigError, match=r"plot\.txt cannot be drawn: expected an ending such as \.png"):
         handle.plot(tmp_path / "plot.txt")
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match=r"pip install dynswap-ext\[plot\]"):
@@ -119,7 +119,7 @@ VISIONS = {
 @pytest.mark.parametrize("vision", VISIONS)
 def test_colours_can_be_told_apart(vision: str) -> None:
     """Any two colours of one lane differ in CIE Lab by far more than what can just be seen (2.3)."""
-    from dynswap_ext.inspect import timeline
+    from dynswap_ext.profile import timeline
 
     seen = torch.tensor(VISIONS[vision], dtype=torch.float64)
     to_xyz = torch.tensor([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]])

@@ -1,4 +1,4 @@
-"""`handle.report()`: figures that agree with the counters, and a verdict that names the cause."""
+"""`handle.report()`: figures that agree with the counters, and a diagnosis that names the cause."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import nn
 
 import dynswap_ext
 from conftest import Provider
-from dynswap_ext._recording import CAUSES
-from dynswap_ext.inspect.report import Report
+from dynswap_ext.profile.recording import CAUSES
+from dynswap_ext.profile.report import Report
 from sample_models import mlp
 
 SUMMED = ("hits", "late_hits", "misses", "copies", "bytes_moved")
@@ -88,15 +88,15 @@ def test_reset_stats_resets_rows_and_not_the_history(provider: Provider) -> None
 
 
 def test_nothing_used_and_nothing_to_move(provider: Provider) -> None:
-    assert "nothing has been used yet" in provider.install(mlp(), dtype=torch.float64).report().verdict
+    assert "nothing has been used yet" in provider.install(mlp(), dtype=torch.float64).report().diagnosis
     if provider.device.type == "cpu":
-        assert provider.install(mlp()).report().verdict.startswith("no weight has to be moved")
+        assert provider.install(mlp()).report().diagnosis.startswith("no weight has to be moved")
 
 
 def test_what_changes_a_master_is_the_cause() -> None:
     model = mlp(features=64)
     with dynswap_ext.install(
-        model, device="cpu", dtype=torch.float64, backend="python", budget="1MiB"
+        model, device="cpu", dtype=torch.float64, provider="python", budget="1MiB"
     ) as handle:
         x = torch.randn(2, 64, dtype=torch.float64)
         model(x)
@@ -108,7 +108,7 @@ def test_what_changes_a_master_is_the_cause() -> None:
         changed = {row.names[0] for row in handle.report().rows if row.causes}
         assert changed == {"0.weight", "2.weight"}
         assert set(handle.report().causes) == {"master changed"}
-        assert handle.report().verdict.startswith("master changed: 100 %")
+        assert handle.report().diagnosis.startswith("master changed: 100 %")
 
 
 @pytest.mark.parametrize(
@@ -122,28 +122,28 @@ def test_what_changes_a_master_is_the_cause() -> None:
         ("master changed", r"what writes to the masters"),
     ],
 )
-def test_the_verdict_names_the_main_cause_and_the_remedy(cause: str, advice: str) -> None:
+def test_the_diagnosis_names_the_main_cause_and_the_remedy(cause: str, advice: str) -> None:
     session = FakeSession(6)
     for figure in session.figures:
         figure["causes"], figure["stall_ns"] = {"first use": 10**6}, 10**6
     session.figures[2]["causes"] = {cause: 10**8, "first use": 10**6}
     session.figures[2]["stall_ns"] = 10**8 + 10**6
     session.figures[2]["held_by"] = "head.weight"
-    verdict = session.report().verdict
-    assert verdict.startswith(f"{cause}: 94 % of 106 ms stalled was ")
-    assert "(6 % was for the first use" in verdict
-    assert re.search(advice, verdict), verdict
+    diagnosis = session.report().diagnosis
+    assert diagnosis.startswith(f"{cause}: 94 % of 106 ms stalled was ")
+    assert "(6 % was for the first use" in diagnosis
+    assert re.search(advice, diagnosis), diagnosis
 
 
 def test_a_first_pass_is_not_blamed_on_anything_else() -> None:
     session = FakeSession(6)
     for figure in session.figures:
         figure["causes"], figure["stall_ns"] = {"first use": 10**8}, 10**8
-    assert session.report().verdict.startswith("first use: all of 600 ms stalled")
+    assert session.report().diagnosis.startswith("first use: all of 600 ms stalled")
     session.figures[2]["causes"]["bus-bound"] = 10**6
     session.figures[2]["stall_ns"] += 10**6
-    verdict = session.report().verdict
-    assert verdict.startswith("first use: 100 % of 601 ms") and "Of the rest, 1 ms was the bus" in verdict
+    diagnosis = session.report().diagnosis
+    assert diagnosis.startswith("first use: 100 % of 601 ms") and "Of the rest, 1 ms was the bus" in diagnosis
 
 
 def test_the_budget_that_is_advised_follows_from_the_stall() -> None:
@@ -158,7 +158,7 @@ def test_the_budget_that_is_advised_follows_from_the_stall() -> None:
     session.figures[0]["causes"], session.figures[0]["stall_ns"] = {"bus-bound": 50 * 10**6}, 50 * 10**6
     now = (sum(session.resident) + 3) * 12
     report = session.report(budget=now << 20)
-    assert f'budget="{now + 40 * 12 // 4}MiB" (now {now} MiB)' in report.verdict
+    assert f'budget="{now + 40 * 12 // 4}MiB" (now {now} MiB)' in report.diagnosis
 
 
 def test_repeated_layers_share_a_line() -> None:
@@ -186,7 +186,9 @@ def test_it_prints_and_serialises(
     report = FakeSession(5).report()
     print(report)
     shown = capsys.readouterr().out
-    assert shown.rstrip().endswith(report.verdict) or report.verdict.split(";")[0] in shown.replace("\n", " ")
+    assert shown.rstrip().endswith(report.diagnosis) or report.diagnosis.split(";")[0] in shown.replace(
+        "\n", " "
+    )
     assert "embed.weight" in shown and "resident" in shown and "prefetch 2" in shown
     content = json.loads(json.dumps(report.as_dict()))
-    assert content["groups"][0]["names"] == ["embed.weight"] and content["verdict"] == report.verdict
+    assert content["groups"][0]["names"] == ["embed.weight"] and content["diagnosis"] == report.diagnosis

@@ -16,8 +16,9 @@ from sample_recordings import FakeSession
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from conftest import Provider
-from dynswap_ext import ConfigError, DynswapWarning, _counting
-from dynswap_ext.inspect.trace import as_trace
+from dynswap_ext import ConfigError, DynswapWarning
+from dynswap_ext._python import counters
+from dynswap_ext.profile.trace import as_trace
 from sample_models import mlp
 
 Event = dict[str, Any]
@@ -248,7 +249,7 @@ def test_each_thread_has_lanes(provider: Provider, tmp_path: Path) -> None:
 
 
 def test_a_recording_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(_counting, "_MOST_SPANS", 20)
+    monkeypatch.setattr(counters, "_MOST_SPANS", 20)
     model = mlp()
     provider = Provider("python", "python", torch.device("cpu"))
     handle = provider.install(model, dtype=torch.float64)

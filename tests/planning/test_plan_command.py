@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import sys
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 
 from conftest import skip_or_fail
 from dynswap_ext import _provider, cli, planning
-from dynswap_ext.demo.units import parse_bandwidth, parse_seconds, parse_throughput
+from dynswap_ext._util.units import parse_bandwidth, parse_seconds, parse_throughput
 from dynswap_ext.errors import ConfigError
 
 
@@ -123,23 +124,22 @@ def test_the_picture(suffix: str, path: Path, tmp_path: Path, capsys: pytest.Cap
     assert picture.stat().st_size > 5000 and "drawn" in capsys.readouterr().out
 
 
-def test_labels_of_the_picture_do_not_overlap(path: Path) -> None:
+def test_budgets_are_named_outside_the_axes(path: Path) -> None:
     pytest.importorskip("matplotlib")
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.text import Text
-
     from dynswap_ext.planning.plot import draw
 
     weights = planning.spread(planning.outline(path).weights, 1e-4)
     budgets = [(1 << 20) + step * 100_000 for step in range(12)]
     figure = draw(planning.plan(weights, budgets=budgets, bandwidth=1e9), title="a" * 200)
-    canvas = FigureCanvasAgg(figure)
-    canvas.draw()
-    # Of the text alone: an annotation's own extent has its leader in it.
-    boxes = [Text.get_window_extent(text, canvas.get_renderer()) for text in figure.axes[0].texts]
-    assert len(boxes) >= 4
-    for index, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[:index])
+    figure.draw_without_rendering()
+    (legend,) = figure.legends
+    named = [text.get_text() for text in legend.get_texts()]
+    assert sum(name.startswith("1.") and "MiB: " in name for name in named) >= 10
+    boxes = [text.get_window_extent() for text in legend.get_texts()]
+    assert not any(left.overlaps(right) for left, right in itertools.combinations(boxes, 2))
+    around = [legend.get_window_extent(), figure._suptitle.get_window_extent()]
+    around += [axes.get_tightbbox() for axes in figure.axes]
+    assert not any(left.overlaps(right) for left, right in itertools.combinations(around, 2))
 
 
 @pytest.mark.parametrize(

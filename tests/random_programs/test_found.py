@@ -334,3 +334,14 @@ def test_a_tuning_of_a_model_that_assigns_buffers(provider: Provider, mapped: Ma
         expected = testing.moved(model, provider.device)(x)
         for _ in range(8):
             testing.assert_bit_equal(model(x), expected)
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_a_master_is_swapped_after_the_model_was_cast(provider: Provider, budget: str | None) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    provider.install(model, dtype=torch.bfloat16, budget=budget)
+    model(provider.randn(2, 8, dtype=torch.bfloat16))
+    model.double()
+    master = model[0]._parameters["weight"]
+    torch.utils.swap_tensors(master, nn.Parameter(torch.ones(8, 8)))
+    assert model[0].weight.unique().tolist() == [1.0]

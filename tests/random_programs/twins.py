@@ -19,7 +19,7 @@ import dynswap_ext
 from architectures import ARCHITECTURES, make, total
 from conftest import PRETEND, Provider
 from dynswap_ext import checkpoint, testing
-from dynswap_ext._handout import bits
+from dynswap_ext._python.device_copy import bits
 from master_writes import Place
 
 _LOG = os.environ.get("DYNSWAP_PROGRAMS_LOG")
@@ -59,6 +59,8 @@ class Twins:
         self.views: list[tuple[Tensor, Tensor]] = []
         #: Whether what was written on handed-out tensors may not be in the masters yet.
         self.pending = False
+        #: The masters for which that is so.
+        self.unsettled: set[str] = set()
         self.optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer] | None = None
         self.optimizer = ""
         self.count = 0
@@ -70,6 +72,8 @@ class Twins:
     # The install --------------------------------------------------------------------------------------
 
     def install(self, **options: Any) -> None:
+        if options.get("dtype") is not None:
+            options["dtype"] = self.computable(options["dtype"])
         if self.rounds(options.get("dtype")):
             options["dtype"] = None
         if (
@@ -78,8 +82,6 @@ class Twins:
             and options.get("dtype") in (None, self.dtype)
         ):
             options["dtype"] = torch.bfloat16  # else there is nothing to move
-        if options.get("dtype") is not None:
-            options["dtype"] = self.computable(options["dtype"])
         say("install", options)
         self.handle = self.fitting(options)
         self.options, self.cast = options, options.get("dtype")
@@ -92,7 +94,7 @@ class Twins:
             given["budget"] = int(
                 given["budget"] * itemsize * sum(p.numel() for p in self.plain.parameters())
             )
-        where = {"device": self.provider.device, "backend": self.provider.backend}
+        where = {"device": self.provider.device, "provider": self.provider.backend}
         try:
             return dynswap_ext.install(self.model, **where, **given)
         except dynswap_ext.BudgetError as error:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dynswap_ext
 from dynswap_ext import testing
-from dynswap_ext._handout import bits
+from dynswap_ext._python.device_copy import bits
 from handed_writes import handed_write
 from master_writes import MASTER_WRITES, Dice, MasterWrite, Place
 from not_yet import waits
@@ -85,6 +85,11 @@ class WrittenTwins(Twins):
         if picked is None:
             return
         what, mine, other = picked
+        if not self.pending:
+            self.unsettled.clear()
+        elif what in self.unsettled:
+            self.settle()  # an element that is written back to what it was keeps the master's precision
+        self.unsettled.add(what)
         say("write on what is handed out", name, what, dice, hold)
         handed = getattr(mine.owner, mine.name)
         if self.direct:

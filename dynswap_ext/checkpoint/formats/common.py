@@ -8,9 +8,10 @@ import json
 import os
 import reprlib
 import stat
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
@@ -22,6 +23,13 @@ AGAIN = "download or copy it again"
 
 #: No tensor has more elements or bytes: what torch counts with.
 _LARGEST = (1 << 63) - 1
+
+
+def is_inside(name: str) -> bool:
+    """Whether a name that a file gives is one of a file in the folder at hand."""
+    parts = PurePosixPath(name)
+    is_text = name.encode(errors="replace").decode() == name and "\0" not in name
+    return is_text and bool(parts.name) and not parts.is_absolute() and ".." not in parts.parts
 
 
 def truncated(path: Path, expected: int, size: int, what: str) -> SourceError:
@@ -44,7 +52,7 @@ def opened(path: Path) -> Iterator[tuple[int, int]]:
         It is not there, not a regular file, not permitted, or the disk fails. Names the file and the remedy.
     """
     try:
-        # Without O_NONBLOCK, opening a FIFO waits for somebody to write to it.
+        # Without O_NONBLOCK, opening a FIFO waits for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
     except (OSError, ValueError) as error:
         raise _unopened(path, error) from error
@@ -70,14 +78,14 @@ def _unopened(path: Path, error: OSError | ValueError) -> SourceError:
     if isinstance(error, ValueError):
         return SourceError(f"{str(path)!r} is no file name ({error}); correct the name")
     if error.errno == errno.ELOOP:
-        return SourceError(f"{path} is a symbolic link that leads back to itself; link it to the file anew")
+        return SourceError(f"{path} is a symbolic link that leads back to itself; link it to the file again")
     return SourceError(f"{path} cannot be read: {error.strerror}; check its permissions and the disk")
 
 
 def _neighbours(path: Path) -> str:
     try:
         if path.is_symlink():
-            return f" (a link to {os.readlink(path)}, which is gone; download it again)"
+            return f" (a link to {os.readlink(path)}, which does not exist; download it again)"
         names = [entry.name for entry in path.parent.iterdir()]
     except FileNotFoundError:
         return f" (nor is there a folder {path.parent})"
@@ -99,30 +107,28 @@ def pread(descriptor: int, length: int, offset: int) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
-    """What UTF-8 JSON says, more strictly than `json` reads it.
+    """Parse UTF-8 JSON, more strictly than `json` does.
 
     Raises
     ------
     ValueError
         Not UTF-8, not JSON, a name twice in one object, NaN or an infinity, or nested too deeply. Says which.
     """
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            [(twice, _)] = Counter(name for name, _ in pairs).most_common(1)
+            raise ValueError(f"it has {shown(twice)} twice")
+        return result
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"it has {constant}, which is no JSON")
+
     try:
-        return json.loads(data.decode(), object_pairs_hook=_unique, parse_constant=_refuse_constant)
+        return json.loads(data.decode(), object_pairs_hook=unique, parse_constant=refuse)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
-
-
-def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        seen: set[str] = set()
-        twice = next(name for name, _ in pairs if name in seen or seen.add(name))  # type: ignore[func-returns-value]
-        raise ValueError(f"it has {shown(twice)} twice")
-    return result
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"it has {name}, which is no JSON")
 
 
 _SHORT = reprlib.Repr()

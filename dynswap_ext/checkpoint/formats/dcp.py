@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import io
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from dynswap_ext.checkpoint.formats.common import (
-    AGAIN,
-    first_line,
-    mapped_tensor,
-    opened,
-    pread,
-    shown,
-    truncated,
-)
-from dynswap_ext.checkpoint.formats.dcp_metadata import Chunk, ItemPath, Listing, Place, read_metadata
+from dynswap_ext.checkpoint.formats.common import AGAIN, opened, shown, truncated
+from dynswap_ext.checkpoint.formats.dcp_metadata import Chunk, Listing, Range, read_metadata
 from dynswap_ext.checkpoint.formats.file_mapping import map_file
-from dynswap_ext.checkpoint.formats.nested import build, find_state_dict
-from dynswap_ext.checkpoint.formats.zip_records import SavedTensor, saved_tensor
+from dynswap_ext.checkpoint.formats.nested import find_state_dict
+from dynswap_ext.checkpoint.formats.torch_zip import offset_in, saved_object
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import SourceError
 
@@ -38,14 +30,15 @@ class DistributedCheckpoint(Checkpoint):
     format = "distributed checkpoint"
 
     def __init__(self, path: Path, *, weights_only: bool = True) -> None:
-        metadata = read_metadata(path / METADATA)
-        state = find_state_dict(path, _tree(path, {**metadata.tensors, **metadata.objects}), _dimensions)
-        self._folder = path
-        self._weights_only = weights_only
-        self._listings = {name: value for name, value in state.items() if isinstance(value, Listing)}
-        self._storages: dict[str, torch.UntypedStorage] = {}
-        self._check_chunks()
-        offsets = self._map_whole()
+        self._folder, self._weights_only = path, weights_only
+        state = find_state_dict(path, self._tree(), _dimensions)
+        listings = {name: value for name, value in state.items() if isinstance(value, Listing)}
+        for name, listing in listings.items():
+            if problem := _cover_problem(listing):
+                raise SourceError(f"{path / METADATA}: {shown(name)} {problem}; {AGAIN}, or save it again")
+        self._chunked = {name: listing for name, listing in listings.items() if len(listing.chunks) != 1}
+        self._whole: dict[str, torch.Tensor] = {}
+        offsets = self._map_whole(listings)
         super().__init__(
             path,
             {
@@ -53,110 +46,95 @@ class DistributedCheckpoint(Checkpoint):
                     listing.dtype,
                     listing.shape,
                     listing.nbytes,
-                    path / listing.chunks[0].place.file if listing.chunks else path / METADATA,
+                    path / (listing.chunks[0].range.file if listing.chunks else METADATA),
                     offsets.get(name),
                 )
-                for name, listing in self._listings.items()
+                for name, listing in listings.items()
             },
-            files=tuple(path / file for file in _files(self._listings)),
+            files=tuple(path / file for file in _files(listings)),
             objects={
-                name: build(value, lambda leaf, name=name: self._value(name, leaf))  # type: ignore[misc]
+                name: _built(value, lambda leaf, name=name: self._value(name, leaf))  # type: ignore[misc]
                 for name, value in state.items()
-                if name not in self._listings
+                if name not in listings
             },
         )
 
     def tensor(self, name: str) -> torch.Tensor:
         """See `Checkpoint.tensor`."""
-        entry = self.entries[name]
-        if entry.offset is None:
-            return self._assembled(name, self._listings[name])
-        storage = self._storages[self._listings[name].chunks[0].place.file]
-        return mapped_tensor(storage, entry.offset, entry.nbytes, entry.dtype, entry.shape)
+        return self._whole[name] if name in self._whole else self._value(name, self._chunked[name])
 
-    def _check_chunks(self) -> None:
-        for name, listing in self._listings.items():
-            if problem := _cover_problem(listing):
-                raise SourceError(
-                    f"{self._folder / METADATA}: {shown(name)} {problem}; {AGAIN}, or save it anew"
-                )
+    def _tree(self) -> dict[Any, Any]:
+        """The state dict that was saved, with a listing or a range for each value."""
+        root: dict[Any, Any] = {}
+        for item, leaf in read_metadata(self._folder / METADATA).items():
+            node = root
+            for part in item[:-1]:
+                node = node.setdefault(part, {})
+                if not isinstance(node, dict):
+                    break
+            if not isinstance(node, dict) or item[-1] in node:
+                name = ".".join(map(str, item))
+                raise SourceError(f"{self._folder / METADATA} is damaged: {name!r} is in it twice; {AGAIN}")
+            node[item[-1]] = leaf
+        return root
 
-    def _map_whole(self) -> dict[str, int]:
-        """Maps the files; where in them those tensors are that can be handed out as views."""
-        offsets: dict[str, int] = {}
-        for file, names in _files(self._listings).items():
+    def _map_whole(self, listings: dict[str, Listing]) -> dict[str, int | None]:
+        """Map the tensors that were saved whole, and return where in their files they are."""
+        offsets: dict[str, int | None] = {}
+        for file, names in _files(listings).items():
             path = self._folder / file
             with opened(path) as (descriptor, size):
+                mapped = map_file(path, descriptor, size) if size else torch.empty(0).untyped_storage()
                 for name in names:
-                    listing = self._listings[name]
-                    for chunk in listing.chunks:
-                        _check_range(path, name, chunk.place, size, file)
-                    if len(listing.chunks) == 1:
-                        found = _locate(path, name, listing.dtype, listing.chunks[0], descriptor)
-                        if found is not None:
-                            offsets[name] = found.offset
-                if size:
-                    self._storages[file] = map_file(path, descriptor, size)
+                    for chunk in listings[name].chunks:
+                        if chunk.range.file == file:
+                            _check_range(path, name, chunk.range, size)
+                    if name not in self._chunked:
+                        (chunk,) = listings[name].chunks
+                        value = self._read(path, descriptor, name, chunk.range, mapped)
+                        self._whole[name] = _checked(path, name, listings[name].dtype, chunk, value)
+                        offsets[name] = offset_in(value, mapped)
         return offsets
 
-    def _assembled(self, name: str, listing: Listing) -> torch.Tensor:
-        if len(listing.chunks) == 1:
-            return self._chunk(name, listing.dtype, listing.chunks[0])
-        whole = torch.empty(listing.shape, dtype=listing.dtype)
-        for chunk in listing.chunks:
+    def _value(self, name: str, leaf: Listing | Range) -> Any:
+        """What was saved: an object, or a tensor that is put together."""
+        if isinstance(leaf, Range):
+            return self._saved(name, leaf)
+        whole = torch.empty(leaf.shape, dtype=leaf.dtype)
+        for chunk in leaf.chunks:
             part = whole
             for dimension, (start, length) in enumerate(zip(chunk.offsets, chunk.shape, strict=True)):
                 part = part.narrow(dimension, start, length)
-            part.copy_(self._chunk(name, listing.dtype, chunk))
+            path = self._folder / chunk.range.file
+            part.copy_(_checked(path, name, leaf.dtype, chunk, self._saved(name, chunk.range)))
         return whole
 
-    def _chunk(self, name: str, dtype: torch.dtype, chunk: Chunk) -> torch.Tensor:
-        path = self._folder / chunk.place.file
-        with opened(path) as (descriptor, size):
-            _check_range(path, name, chunk.place, size)
-            found = _locate(path, name, dtype, chunk, descriptor)
-            if found is not None:
-                nbytes = math.prod(chunk.shape) * dtype.itemsize
-                return mapped_tensor(
-                    map_file(path, descriptor, size), found.offset, nbytes, dtype, chunk.shape
-                )
-        value = self._loaded(name, chunk.place)
-        if not isinstance(value, torch.Tensor) or value.dtype != dtype or tuple(value.shape) != chunk.shape:
-            raise _contradiction(path, name, dtype, chunk)
-        return value
-
-    def _value(self, name: str, leaf: Listing | Place) -> Any:
-        return self._assembled(name, leaf) if isinstance(leaf, Listing) else self._loaded(name, leaf)
-
-    def _loaded(self, name: str, place: Place) -> Any:
-        """What was saved at that place, read."""
+    def _saved(self, name: str, place: Range) -> Any:
+        """What was saved at a place, over a mapping of its own: pages that are read stay in memory."""
         path = self._folder / place.file
         with opened(path) as (descriptor, size):
             _check_range(path, name, place, size)
-            data = pread(descriptor, place.length, place.offset)
+            return self._read(path, descriptor, name, place, map_file(path, descriptor, size))
+
+    def _read(
+        self, path: Path, descriptor: int, name: str, place: Range, mapped: torch.UntypedStorage
+    ) -> Any:
+        part = mapped[place.offset : place.offset + place.length]
         try:
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=self._weights_only)
-        except Exception as error:  # a damaged pickle can raise whatever there is
+            return saved_object(path, descriptor, place.offset, part, self._weights_only)
+        except SourceError as error:
             raise SourceError(
-                f"{path} has something else than tensors and plain values for {shown(name)}, or is damaged "
-                f"({first_line(error)}); {AGAIN}, or leave it out when saving"
+                f"{path} is damaged where {shown(name)} is, or cannot be used: {error}"
             ) from error
 
 
-def _tree(path: Path, leaves: dict[ItemPath, Any]) -> dict[Any, Any]:
-    root: dict[Any, Any] = {}
-    for item, leaf in leaves.items():
-        node = root
-        for part in item[:-1]:
-            node = node.setdefault(part, {})
-            if not isinstance(node, dict):
-                break
-        if not isinstance(node, dict) or item[-1] in node:
-            raise SourceError(
-                f"{path / METADATA} is damaged: {'.'.join(map(str, item))!r} is in it twice; {AGAIN}"
-            )
-        node[item[-1]] = leaf
-    return root
+def _built(tree: Any, value: Callable[[Any], Any]) -> Any:
+    """Return a tree of dicts with its leaves' values, and lists where the keys are indexes."""
+    if not isinstance(tree, dict):
+        return value(tree)
+    if tree and all(isinstance(key, int) for key in tree):
+        return [_built(tree[key], value) for key in sorted(tree)]
+    return {key: _built(inner, value) for key, inner in tree.items()}
 
 
 def _dimensions(leaf: object) -> int | None:
@@ -168,27 +146,19 @@ def _files(listings: dict[str, Listing]) -> dict[str, list[str]]:
     names: dict[str, dict[str, None]] = {}
     for name, listing in listings.items():
         for chunk in listing.chunks:
-            names.setdefault(chunk.place.file, {})[name] = None
+            names.setdefault(chunk.range.file, {})[name] = None
     return {file: list(names[file]) for file in sorted(names)}
 
 
-def _check_range(path: Path, name: str, place: Place, size: int, file: str | None = None) -> None:
-    if file in (None, place.file) and place.offset + place.length > size:
+def _check_range(path: Path, name: str, place: Range, size: int) -> None:
+    if place.offset + place.length > size:
         raise truncated(path, place.offset + place.length, size, shown(name))
 
 
-def _locate(path: Path, name: str, dtype: torch.dtype, chunk: Chunk, descriptor: int) -> SavedTensor | None:
-    try:
-        found = saved_tensor(descriptor, chunk.place.offset, chunk.place.length)
-    except ValueError as error:
-        raise SourceError(f"{path} is damaged where {shown(name)} is: {error}; {AGAIN}") from error
-    if found is not None and (found.dtype != dtype or found.shape != chunk.shape):
-        raise _contradiction(path, name, dtype, chunk)
-    return found
-
-
-def _contradiction(path: Path, name: str, dtype: torch.dtype, chunk: Chunk) -> SourceError:
-    return SourceError(
+def _checked(path: Path, name: str, dtype: torch.dtype, chunk: Chunk, value: object) -> torch.Tensor:
+    if isinstance(value, torch.Tensor) and value.dtype == dtype and tuple(value.shape) == chunk.shape:
+        return value
+    raise SourceError(
         f"{path} does not have for {shown(name)} the {dtype} tensor of shape {list(chunk.shape)} that "
         f"{METADATA} lists; the two are not of one save: {AGAIN}"
     )
@@ -198,8 +168,8 @@ def _cover_problem(listing: Listing) -> str:
     """How the chunks, each inside the tensor, fail to fill it; empty if they do."""
     for chunk in listing.chunks:
         # Before memory is allocated for what a damaged file says.
-        if (nbytes := math.prod(chunk.shape) * listing.dtype.itemsize) > chunk.place.length:
-            return f"has {nbytes:,} bytes at {list(chunk.offsets)}, stored in {chunk.place.length:,}"
+        if (nbytes := math.prod(chunk.shape) * listing.dtype.itemsize) > chunk.range.length:
+            return f"has {nbytes:,} bytes at {list(chunk.offsets)}, stored in {chunk.range.length:,}"
     wanted, given = math.prod(listing.shape), sum(math.prod(chunk.shape) for chunk in listing.chunks)
     if given != wanted:
         return f"has chunks of {given:,} elements, and {wanted:,} elements"
@@ -221,9 +191,5 @@ def _cover_problem(listing: Listing) -> str:
 
 
 def _overlap(left: Chunk, right: Chunk) -> bool:
-    return all(
-        one < other + other_length and other < one + length
-        for one, length, other, other_length in zip(
-            left.offsets, left.shape, right.offsets, right.shape, strict=True
-        )
-    )
+    boxes = zip(left.offsets, left.shape, right.offsets, right.shape, strict=True)
+    return all(one < other + length and other < one + own for one, own, other, length in boxes)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import io
 import pickle
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from dynswap_ext.checkpoint.formats.common import AGAIN, byte_count, opened, pread, shown
-from dynswap_ext.checkpoint.formats.restricted_pickle import StandIn, restricted_loads
+from dynswap_ext.checkpoint.formats.common import AGAIN, byte_count, is_inside, opened, pread, shown
 from dynswap_ext.errors import SourceError
 
 #: Far more than the largest model on the largest cluster needs.
@@ -25,8 +25,8 @@ ItemPath = tuple[str | int, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
-    """What ``torch.save`` wrote, as a range of a file in the folder."""
+class Range:
+    """What ``torch.save`` wrote for one object, as a range of a file in the folder."""
 
     file: str
     offset: int
@@ -39,7 +39,7 @@ class Chunk:
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]
-    place: Place
+    range: Range
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,16 +52,10 @@ class Listing:
     chunks: tuple[Chunk, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Metadata:
-    """What a folder holds, by the paths in the state dict that was saved."""
+def read_metadata(path: Path) -> dict[ItemPath, Listing | Range]:
+    """Return the tensors, and the ranges of other objects, by their paths in the state dict that was saved.
 
-    tensors: dict[ItemPath, Listing]
-    objects: dict[ItemPath, Place]
-
-
-def read_metadata(path: Path) -> Metadata:
-    """Read the file; none of the classes that it names is imported, and no code of it runs.
+    None of the classes that the file names is imported, and no code of it runs.
 
     Raises
     ------
@@ -73,165 +67,171 @@ def read_metadata(path: Path) -> Metadata:
             raise SourceError(f"{path} has {size:,} bytes, expected at most {_SIZE_LIMIT:,}; {AGAIN}")
         data = pread(descriptor, size, 0)
     try:
-        content = restricted_loads(data, _NAMES)
-    except pickle.UnpicklingError as error:
+        _check_opcodes(data)
+        content = _Unpickler(io.BytesIO(data), encoding="utf-8").load()
+    except Exception as error:  # a damaged pickle can raise anything
+        reason = error if isinstance(error, pickle.UnpicklingError) else f"damaged ({type(error).__name__})"
         raise SourceError(
-            f"{path} is not the metadata that torch.distributed.checkpoint writes: {error}. What it asks for "
-            f"is not run; {AGAIN}, or save the weights anew with torch.distributed.checkpoint.save"
+            f"{path} is not the metadata that torch.distributed.checkpoint writes: it is {reason}. What it "
+            f"asks for is not run; {AGAIN}, or save the weights again with torch.distributed.checkpoint.save"
         ) from error
-    listed = _field(content, "state_dict_metadata", dict, path, "it")
-    stored = {
-        (index.fqn, index.offset): info
-        for index, info in _field(content, "storage_data", dict, path, "it").items()
-        if isinstance(index, _Index)
-    }
-    planned = getattr(content, "planner_data", None)
-    tensors: dict[ItemPath, Listing] = {}
-    objects: dict[ItemPath, Place] = {}
-    for name, listing in listed.items():
-        if not isinstance(name, str):
-            raise _damaged(path, "it", f"an entry named by a {type(name).__name__}")
-        item = _item_path(planned.get(name, (name,)) if isinstance(planned, dict) else (name,), path, name)
-        if isinstance(listing, _Bytes):
-            objects[item] = _place(stored.get((name, None)), path, name)
-        else:
-            tensors[item] = _tensor(listing, stored, path, name)
-    return Metadata(tensors, objects)
+    owner = "it"
+    items: dict[ItemPath, Listing | Range] = {}
+    try:
+        listed, planned = _field(content, "state_dict_metadata", dict), getattr(content, "planner_data", None)
+        stored = {
+            (getattr(index, "fqn", None), getattr(index, "offset", None)): info
+            for index, info in _field(content, "storage_data", dict).items()
+        }
+        for name, listing in listed.items():
+            owner = shown(name)
+            item = planned.get(name, (name,)) if isinstance(planned, dict) else (name,)
+            if not (isinstance(item, tuple) and 0 < len(item) <= _MAX_DEPTH) or not all(
+                type(part) in (str, int) for part in item
+            ):
+                raise ValueError("a path in the state dict that is no tuple of names")
+            # BytesStorageMetadata, of an object that is no tensor, has no attributes.
+            is_tensor = bool(vars(listing)) if isinstance(listing, _StandIn) else True
+            items[item] = _tensor(listing, stored, name) if is_tensor else _range(stored.get((name, None)))
+    except ValueError as error:
+        raise SourceError(f"{path} is damaged: {owner} has {error}; {AGAIN}") from error
+    except _UnusableError as error:
+        raise SourceError(f"{path}: {owner} {error}") from error
+    return items
 
 
-# ---- what the pickle's objects have to be ------------------------------------------------------------------
+class _UnusableError(Exception):
+    """The file is not damaged, and cannot be used."""
 
 
-def _tensor(listing: Any, stored: dict[Any, Any], path: Path, name: str) -> Listing:
-    shape = _lengths(listing, "size", path, name)
+def _tensor(listing: Any, stored: dict[Any, Any], name: Any) -> Listing:
+    shape = _lengths(listing, "size")
     properties = getattr(getattr(listing, "properties", None), "state", None)
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, torch.dtype):
-        raise _damaged(path, name, "no dtype")
-    try:
-        nbytes = byte_count(dtype, shape)
-    except ValueError as error:
-        raise _damaged(path, name, str(error)) from error
+        raise ValueError("no dtype")
+    nbytes = byte_count(dtype, shape)
     chunks = []
-    for chunk in _field(listing, "chunks", list, path, name):
-        offsets, sizes = _lengths(chunk, "offsets", path, name), _lengths(chunk, "sizes", path, name)
+    for chunk in _field(listing, "chunks", list):
+        offsets, sizes = _lengths(chunk, "offsets"), _lengths(chunk, "sizes")
         if len(offsets) != len(shape) or len(sizes) != len(shape):
-            raise _damaged(path, name, f"a chunk of {len(sizes)} dimensions in a tensor of {len(shape)}")
+            raise ValueError(f"a chunk of {len(sizes)} dimensions in a tensor of {len(shape)}")
         if any(start + length > whole for start, length, whole in zip(offsets, sizes, shape, strict=True)):
-            raise _damaged(path, name, f"a chunk at {shown(offsets)} that ends outside of {shown(shape)}")
+            raise ValueError(f"a chunk at {shown(offsets)} that ends outside of {shown(shape)}")
         if 0 not in sizes:
-            chunks.append(Chunk(offsets, sizes, _place(stored.get((name, offsets)), path, name)))
+            chunks.append(Chunk(offsets, sizes, _range(stored.get((name, offsets)))))
     if len(chunks) > 1 and dtype in _SCALED:
-        raise _damaged(path, name, f"the dtype {dtype}, whose scale is not in chunks")
+        raise ValueError(f"the dtype {dtype}, whose scale is not in chunks")
     return Listing(dtype, shape, nbytes, tuple(chunks))
 
 
-def _place(info: Any, path: Path, name: str) -> Place:
+def _range(info: Any) -> Range:
     if info is None:
-        raise _damaged(path, name, "no place for its bytes, or for some of them")
-    file = _field(info, "relative_path", str, path, name)
-    offset, length = _field(info, "offset", int, path, name), _field(info, "length", int, path, name)
+        raise ValueError("no place for its bytes, or for some of them")
+    file, offset, length = (
+        _field(info, "relative_path", str),
+        *(_field(info, field, int) for field in ("offset", "length")),
+    )
     if getattr(info, "transform_descriptors", None):
-        raise SourceError(
-            f"{path}: {shown(name)} was written through an extension (compression, for one), so its bytes "
-            "cannot be mapped; load it with torch.distributed.checkpoint.load and save it without extensions"
+        raise _UnusableError(
+            "was written through an extension (compression, for one), so its bytes cannot be mapped; load it "
+            "with torch.distributed.checkpoint.load and save it without extensions"
         )
     if offset < 0 or length < 0 or offset + length >= 1 << 63:
-        raise _damaged(path, name, f"bytes {shown(offset)} to {shown(offset + length)}")
-    parts = PurePosixPath(file)
-    if not file or "\0" in file or parts.is_absolute() or ".." in parts.parts:
-        raise SourceError(
-            f"{path} puts {shown(name)} into {shown(file)}, which is not a file in its folder; put the file "
-            "there, and save the weights anew with torch.distributed.checkpoint.save"
+        raise ValueError(f"bytes {shown(offset)} to {shown(offset + length)}")
+    if not is_inside(file):
+        raise _UnusableError(
+            f"is in {shown(file)}, which is not a file in its folder; put the file there, and save the "
+            "weights again with torch.distributed.checkpoint.save"
         )
-    return Place(file, offset, length)
+    return Range(file, offset, length)
 
 
-def _item_path(item: Any, path: Path, name: str) -> ItemPath:
-    valid = isinstance(item, tuple) and 0 < len(item) <= _MAX_DEPTH
-    if not valid or not all(type(part) in (str, int) for part in item):
-        raise _damaged(path, name, "a path in the state dict that is no tuple of names")
-    path_of_item: ItemPath = item
-    return path_of_item
-
-
-def _lengths(owner: Any, field: str, path: Path, name: str) -> tuple[int, ...]:
-    lengths: tuple[int, ...] = _field(owner, field, tuple, path, name)
+def _lengths(owner: Any, field: str) -> tuple[int, ...]:
+    lengths: tuple[int, ...] = _field(owner, field, tuple)
     if any(type(length) is not int or not 0 <= length < 1 << 63 for length in lengths):
-        raise _damaged(path, name, f"the {field} {shown(lengths)}")
+        raise ValueError(f"the {field} {shown(lengths)}")
     return lengths
 
 
-def _field(owner: Any, field: str, kind: type, path: Path, name: str) -> Any:
-    value = getattr(owner, field, None) if isinstance(owner, StandIn) else None
+def _field(owner: Any, field: str, kind: type) -> Any:
+    value = getattr(owner, field, None) if isinstance(owner, _StandIn) else None
     if type(value) is not kind:
-        raise _damaged(path, name, f"a {type(value).__name__} for {field}, expected a {kind.__name__}")
+        raise ValueError(f"a {type(value).__name__} for {field}, expected a {kind.__name__}")
     return value
 
 
-def _damaged(path: Path, name: str, has: str) -> SourceError:
-    owner = "it" if name == "it" else f"{shown(name)}"
-    return SourceError(f"{path} is damaged: {owner} has {has}; {AGAIN}")
+# ---- a pickle as data --------------------------------------------------------------------------------------
 
 
-# ---- what stands for the names in the pickle ---------------------------------------------------------------
+class _StandIn:
+    """Takes the place of every class and function that the pickle names: keeps attributes, runs nothing."""
 
-
-class _Bytes(StandIn):
-    """An object that is no tensor."""
-
-
-class _Index(StandIn):
-    """The key of a place: the item's name and, in a tensor, the chunk's offsets."""
-
-    fqn: str
-    offset: tuple[int, ...] | None = None
+    def __init__(self, *_arguments: Any) -> None:
+        pass
 
     def __setstate__(self, state: Any) -> None:
-        super().__setstate__(state)
-        if type(self.fqn) is not str or not (self.offset is None or _is_size(self.offset)):
-            raise TypeError("no index")
+        self.__dict__ = state if isinstance(state, dict) else {"state": state}
+
+    # A MetadataIndex is a key: the item's name and, in a tensor, the chunk's offsets.
 
     def __hash__(self) -> int:
-        return hash((self.fqn, self.offset))
+        return hash((vars(self).get("fqn"), vars(self).get("offset")))
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Index) and (self.fqn, self.offset) == (other.fqn, other.offset)
+        return isinstance(other, _StandIn) and vars(self) == vars(other)
 
 
-def _is_size(value: object) -> bool:
-    return type(value) is tuple and all(type(length) is int for length in value)
+class _Size(_StandIn):
+    """Makes a tuple of what is given to torch.Size."""
+
+    def __new__(cls, lengths: Any) -> tuple[Any, ...]:  # type: ignore[misc]
+        if not isinstance(lengths, (tuple, list)) or len(lengths) > _MAX_DIMENSIONS:
+            raise TypeError("no size")  # or a small pickle would make many large ones
+        return tuple(lengths)
 
 
-def _size(lengths: Any) -> tuple[Any, ...]:
-    if not isinstance(lengths, (tuple, list)) or len(lengths) > _MAX_DIMENSIONS:
-        raise TypeError("no size")
-    return tuple(lengths)
+class _Unpickler(pickle.Unpickler):
+    """Builds stand-ins, and the dtypes of torch."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
+            return found
+        if (module, name) == ("torch", "Size"):
+            return _Size
+        if module.startswith(("torch.distributed.checkpoint.", "pathlib")) or name == "_get_layout":
+            return _StandIn
+        raise pickle.UnpicklingError(f"a pickle that asks for {module}.{name}")
 
 
-def _ignored(*_arguments: Any) -> None:
-    """Layouts, memory formats, and the folder that it was saved to."""
-
-
-_METADATA, _FILESYSTEM = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.filesystem"
-_NAMES: dict[str, Any] = {
-    "torch.Size": _size,
-    "torch.serialization._get_layout": _ignored,
-    f"{_METADATA}._MEM_FORMAT_ENCODING": _ignored,
-    **{
-        f"pathlib{module}.{kind}Path": _ignored for module in ("", "._local") for kind in ("Posix", "Windows")
-    },
-    f"{_METADATA}.BytesStorageMetadata": _Bytes,
-    f"{_METADATA}.MetadataIndex": _Index,
-    f"{_FILESYSTEM}._StorageInfo": StandIn,
-    **{
-        f"{_METADATA}.{name}": StandIn
-        for name in (
-            "ChunkStorageMetadata",
-            "Metadata",
-            "StorageMeta",
-            "TensorProperties",
-            "TensorStorageMetadata",
-        )
-    },
+#: Opcodes that such a pickle has, with the bytes of argument that follow. Not among them: those that give a
+#: memo entry any number, for which the pickle module would allocate a list of that length, and those that
+#: reach the process's registry of extensions.
+_WIDTHS: dict[int, int] = {
+    **dict.fromkeys(b"()]}.0e2NRabsutQ\x81\x85\x86\x87\x88\x89\x93\x94", 0),
+    **dict.fromkeys(b"\x80Khq", 1),
+    ord("M"): 2,
+    **dict.fromkeys(b"Jj", 4),
+    **dict.fromkeys(b"G\x95", 8),
 }
+#: Those with a length before the argument: the bytes of that length.
+_COUNTED: dict[int, int] = {**dict.fromkeys(b"CU\x8a\x8c", 1), **dict.fromkeys(b"BX", 4)}
+_GLOBAL, _STOP = ord("c"), ord(".")
+
+
+def _check_opcodes(data: bytes) -> None:
+    at = 0
+    while at < len(data):
+        opcode = data[at]
+        at += 1
+        if opcode == _STOP:
+            return
+        if (width := _WIDTHS.get(opcode)) is not None:
+            at += width
+        elif (width := _COUNTED.get(opcode)) is not None:
+            at += width + int.from_bytes(data[at : at + width], "little")
+        elif opcode == _GLOBAL:
+            at = data.find(b"\n", data.find(b"\n", at) + 1) + 1 or len(data)
+        else:
+            break
+    raise pickle.UnpicklingError("damaged, or cut short")

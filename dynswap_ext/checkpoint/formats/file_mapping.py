@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from dynswap_ext._memory import format_bytes
+from dynswap_ext._util.memory import format_bytes
 from dynswap_ext.checkpoint.formats.common import AGAIN
 from dynswap_ext.errors import SourceError
 

@@ -5,7 +5,6 @@ The format: https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -100,65 +99,42 @@ def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Entr
         raise truncated(path, begin, size, "its header alone")
     try:
         listed = parse_json(pread(descriptor, length, 8))
+        if not isinstance(listed, dict):
+            raise ValueError("it is no JSON object")
+        metadata = listed.pop("__metadata__", {})
+        if not isinstance(metadata, dict) or not all(isinstance(text, str) for text in metadata.values()):
+            raise ValueError(f"it has {shown(metadata)} for __metadata__, expected an object of text")
     except ValueError as error:
         raise SourceError(f"{path} has a damaged safetensors header: {error}; {AGAIN}") from error
-    if not isinstance(listed, dict):
-        raise SourceError(f"{path} has a damaged safetensors header: it is no JSON object; {AGAIN}")
-    metadata = _checked_metadata(path, listed.pop("__metadata__", {}))
-    entries = [(name, _entry(name, listing, path, begin)) for name, listing in listed.items()]
-    entries.sort(key=_place)
+    entries = {name: _entry(name, listing, path, begin) for name, listing in listed.items()}
+    entries = dict(sorted(entries.items(), key=lambda item: (item[1].offset or 0, item[1].nbytes)))
     _check_places(path, entries, begin, size)
-    return dict(entries), metadata
-
-
-def _checked_metadata(path: Path, metadata: Any) -> dict[str, str]:
-    if isinstance(metadata, dict) and all(isinstance(value, str) for value in metadata.values()):
-        return metadata
-    raise SourceError(
-        f"{path} has {shown(metadata)} for __metadata__ in its safetensors header, expected an object of "
-        f"text; save it anew with safetensors.torch.save_file(tensors, path, metadata), or {AGAIN}"
-    )
+    return entries, metadata
 
 
 def _entry(name: str, listing: Any, path: Path, begin: int) -> Entry:
     try:
-        return _parse(name, listing, path, begin)
-    except KeyError as error:
+        name.encode()  # a half of a surrogate pair is no text: UnicodeError is a ValueError
+        start, end = listing["data_offsets"]
+        shape, dtype = listing["shape"], _TORCH_DTYPES[listing["dtype"]]
+        if type(start) is not int or type(end) is not int or type(shape) is not list:
+            raise ValueError("offsets have to be integers, and a shape a list of them")
+        nbytes = byte_count(dtype, tuple(shape))
+        if start < 0 or nbytes != end - start:
+            raise ValueError("offsets and shape disagree")
+        return Entry(dtype, tuple(shape), nbytes, path, begin + start)
+    except (ValueError, TypeError, KeyError) as error:
+        missing = " is missing, or is a dtype that this torch has not" if isinstance(error, KeyError) else ""
         raise SourceError(
-            f"{path} lists {shown(name)} as {shown(listing)}, which cannot be mapped here: {error} is "
-            f"missing, or is a dtype that this torch has not; {AGAIN}, or save it anew in another dtype"
-        ) from error
-    except (ValueError, TypeError) as error:
-        raise SourceError(
-            f"{path} lists {shown(name)} as {shown(listing)}, which cannot be mapped here: {error}; {AGAIN}"
+            f"{path} lists {shown(name)} as {shown(listing)}, which cannot be mapped here: {error}{missing}; "
+            f"{AGAIN}"
         ) from error
 
 
-def _parse(name: str, listing: Any, path: Path, begin: int) -> Entry:
-    """Raises ValueError, TypeError or KeyError for what the format does not allow."""
-    name.encode()  # a half of a surrogate pair is no text: UnicodeError is a ValueError
-    start, end = listing["data_offsets"]
-    shape = listing["shape"]
-    dtype = _TORCH_DTYPES[listing["dtype"]]
-    if type(start) is not int or type(end) is not int or type(shape) is not list:
-        raise ValueError("offsets have to be integers, and a shape a list of them")
-    shape = tuple(shape)
-    nbytes = byte_count(dtype, shape)
-    if start < 0 or nbytes != end - start:
-        raise ValueError("offsets and shape disagree")
-    return Entry(dtype, shape, nbytes, path, begin + start)
-
-
-def _place(item: tuple[str, Entry]) -> tuple[int, int]:
-    entry = item[1]
-    return entry.offset or 0, entry.nbytes
-
-
-def _check_places(path: Path, entries: Iterable[tuple[str, Entry]], begin: int, size: int) -> None:
-    """That the entries, in order of their bytes, fill the file."""
-    at, before = begin, "the header"
-    wrong = ""
-    for name, entry in entries:
+def _check_places(path: Path, entries: dict[str, Entry], begin: int, size: int) -> None:
+    """Check that the entries, in order of their bytes, fill the file."""
+    at, before, wrong = begin, "the header", ""
+    for name, entry in entries.items():
         offset = entry.offset or 0
         if offset != at and not wrong:
             relation = "overlaps" if offset < at else f"leaves {offset - at:,} bytes unused after"

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from dynswap_ext.checkpoint.formats.common import AGAIN, opened, parse_json, pread, shown
+from dynswap_ext.checkpoint.formats.common import AGAIN, is_inside, opened, parse_json, pread, shown
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import SourceError
 
@@ -41,13 +41,12 @@ class Sharded(Checkpoint):
         metadata: dict[str, str] = {}
         versions: dict[str, Any] = {}
         for shard, names in by_shard.items():
-            opened_shard = _open(path, shard, open_shard, len(names))
-            _check_names(path, shard, names, opened_shard)
-            self._shards.update(dict.fromkeys(opened_shard.entries, opened_shard))
-            entries.update(opened_shard.entries)
-            objects.update(opened_shard.objects)
-            metadata = {**opened_shard.metadata, **metadata}
-            versions = {**(opened_shard.versions or {}), **versions}
+            checkpoint = _open(path, shard, open_shard, names)
+            self._shards.update(dict.fromkeys(checkpoint.entries, checkpoint))
+            entries.update(checkpoint.entries)
+            objects.update(checkpoint.objects)
+            metadata = {**checkpoint.metadata, **metadata}
+            versions = {**(checkpoint.versions or {}), **versions}
         super().__init__(
             path,
             entries,
@@ -81,44 +80,37 @@ def _read_index(path: Path) -> dict[str, set[str]]:
         )
     by_shard: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
-        if not isinstance(shard, str) or (shard not in by_shard and not _is_file_name(shard)):
+        # A file of the index's own folder, which may be a link to a file elsewhere.
+        if not isinstance(shard, str) or (shard not in by_shard and not is_inside(shard)):
             raise SourceError(
                 f"{path} puts {shown(name)} into {shown(shard)}, which is not a file in the index's folder; "
-                "put the shards beside the index and write their names alone into weight_map"
+                "put the shards next to the index and write their names alone into weight_map"
             )
         by_shard.setdefault(shard, set()).add(name)
     return {shard: by_shard[shard] for shard in sorted(by_shard)}
 
 
-def _is_file_name(shard: str) -> bool:
-    """Whether it is a file of the index's own folder. That may be a link to a file elsewhere."""
-    parts = PurePosixPath(shard)
-    is_text = shard.encode(errors="replace").decode() == shard and "\0" not in shard
-    return is_text and bool(parts.name) and not parts.is_absolute() and ".." not in parts.parts
-
-
-def _open(path: Path, shard: str, open_shard: Open, count: int) -> Checkpoint:
+def _open(path: Path, shard: str, open_shard: Open, names: set[str]) -> Checkpoint:
+    """Open a shard, and check that it holds what the index lists."""
     file = path.parent / shard
     if not os.path.lexists(file):
         raise SourceError(
-            f"{path} lists {count:,} tensors in {file}, and there is no such file; download that shard too, "
-            "or the whole folder again"
+            f"{path} lists {len(names):,} tensors in {file}, and there is no such file; download that shard "
+            "too, or the whole folder again"
         )
     try:
-        return open_shard(file)
+        checkpoint = open_shard(file)
     except SourceError as error:
         raise SourceError(f"a shard of {path} cannot be used: {error}") from error
-
-
-def _check_names(path: Path, shard: str, names: set[str], opened_shard: Checkpoint) -> None:
-    held = opened_shard.entries.keys()
+    held = checkpoint.entries.keys()
     for problem, wrong in (
-        (f"in {shard}, which does not have it", names - held - opened_shard.objects.keys()),
+        (f"in {shard}, which does not have it", names - held - checkpoint.objects.keys()),
         (f"not in {shard}, which has it", held - names),
     ):
         if wrong:
             more = f" ({len(wrong):,} such)" if len(wrong) > 1 else ""
             raise SourceError(
-                f"{path} lists {shown(min(wrong))}{more} {problem}; the index and {path.parent / shard} are "
-                "not of one save: download both again"
+                f"{path} lists {shown(min(wrong))}{more} {problem}; the index and {file} are not of one "
+                "save: download both again"
             )
+    return checkpoint

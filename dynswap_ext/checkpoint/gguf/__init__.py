@@ -3,6 +3,6 @@
 from __future__ import annotations
 
 from dynswap_ext.checkpoint.gguf.names import names_for, original_rows
-from dynswap_ext.checkpoint.gguf.tensor import GGUFTensor
+from dynswap_ext.checkpoint.gguf_tensors.tensor import GGUFTensor
 
 __all__ = ["GGUFTensor", "names_for", "original_rows"]

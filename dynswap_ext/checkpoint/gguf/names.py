@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.errors import ConfigError
 
 __all__ = ["names_for", "original_rows"]
@@ -125,8 +126,6 @@ def original_rows(path: str | PathLike[str]) -> Callable[[str, torch.Tensor], to
 
 
 def _metadata(path: str | PathLike[str]) -> dict[str, str]:
-    from dynswap_ext.checkpoint.formats import open_checkpoint  # which imports this package
-
     checkpoint = open_checkpoint(Path(path))
     if checkpoint.format != "gguf":
         raise ConfigError(f"{path} is a {checkpoint.format} file, not GGUF; its names are the model's own")

@@ -16,16 +16,16 @@ import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from dynswap_ext._state import session_of
-from dynswap_ext._subclasses import is_plain
-from dynswap_ext._warn import warn
+from dynswap_ext._swap.state import session_of
+from dynswap_ext._swap.subclasses import is_plain
+from dynswap_ext._util.warn import warn
 
-__all__ = ["Before"]
+__all__ = ["Snapshot"]
 
 Undo = Callable[[], object]
 
 
-class Before:
+class Snapshot:
     """The tensors of a model and the extra state of its modules, as they are now."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -48,7 +48,7 @@ class Before:
         for module, parameters, buffers in self._held:
             module._parameters.update(parameters)
             module._buffers.update(buffers)
-            _tell(module)
+            _refresh(module)
         for module, state in self._extra:
             module.set_extra_state(state)
 
@@ -86,11 +86,11 @@ class Before:
                             lost.append(f"{type(module).__name__}.{name}")
                     members[name] = kept[id(old)]  # type: ignore[assignment]
             if touched:
-                _tell(module)
+                _refresh(module)
         if lost:
             warn(
                 f"{len(lost)} tensor(s) of the model are new objects after the load, as torch cannot swap "
-                f"them ({', '.join(lost[:5])}): make optimizers that were built before the load anew"
+                f"them ({', '.join(lost[:5])}): build optimizers that were made before the load again"
             )
 
     def _move(self, old: torch.Tensor, new: torch.Tensor) -> bool:
@@ -114,7 +114,7 @@ def _can_train(value: torch.Tensor) -> bool:
 
 
 def _prepare(module: nn.Module) -> None:
-    """Let go of what stands in the way of a swap; `_tell` makes it anew."""
+    """Drop what prevents a swap; `_refresh` makes it again."""
     session = session_of(module)
     if session is not None:
         session.release(module)
@@ -122,8 +122,8 @@ def _prepare(module: nn.Module) -> None:
         vars(module)["_flat_weight_refs"] = []  # weak references to its weights
 
 
-def _tell(module: nn.Module) -> None:
-    """Let those know that keep something of a module's tensors beside them."""
+def _refresh(module: nn.Module) -> None:
+    """Update what keeps something of a module's tensors: its session, or its flat weights."""
     session = session_of(module)
     if session is not None:
         session.check(module)

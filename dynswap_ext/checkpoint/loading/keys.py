@@ -58,12 +58,12 @@ class KeyReport:
         """The report with other lists, such as load_state_dict makes."""
         return replace(self, missing=tuple(missing), unexpected=tuple(unexpected))
 
-    def certain(self, own_ways: Iterable[str]) -> KeyReport:
-        """What no module can still put right, given the prefixes of those with a way of their own to load.
+    def certain(self, custom_loaders: Iterable[str]) -> KeyReport:
+        """What no module can still put right, given the prefixes of those that load in their own way.
 
         BatchNorm adds the counter that files of early versions lack.
         """
-        open_to = tuple(own_ways)
+        open_to = tuple(custom_loaders)
         certain = {name: text for name, text in self.mismatched.items() if not name.startswith(open_to)}
         return replace(self, mismatched=certain).only(
             missing=[
@@ -110,15 +110,14 @@ class KeyReport:
         missing, unexpected = set(self.missing), set(self.unexpected)
         for prefix in (*_front(unexpected, missing), *_WRAPPERS):
             if _mostly({name.replace(prefix, "") for name in unexpected if prefix in name}, missing):
-                front = all(name.startswith(prefix) for name in unexpected)
-                where, rule = (
-                    ("begin with", rf"^{re.escape(prefix)}")
-                    if front
-                    else ("have", rf"(^|(?<=\.)){re.escape(prefix)}")
-                )
+                pattern = re.escape(prefix)
+                if all(name.startswith(prefix) for name in unexpected):
+                    where, pattern = "begin with", f"^{pattern}"
+                else:
+                    where, pattern = "have", rf"(^|(?<=\.)){pattern}"
                 return (
                     f"The keys of the file {where} {prefix!r} and the model's do not: "
-                    f"{self._remedy(rule, '')}."
+                    f"{self._remedy(pattern, '')}."
                 )
         for prefix in (*_front(missing, unexpected), *_WRAPPERS):
             if _mostly({prefix + name for name in unexpected}, missing):
@@ -130,28 +129,25 @@ class KeyReport:
 
     def _remedy(self, pattern: str, replacement: str) -> str:
         rule = f"{pattern!r}: {replacement!r}".replace("\\\\", "\\")
-        renamed = any(name != old for name, old in self.old.items())
-        if renamed:
+        if any(name != old for name, old in self.old.items()):
             return f"add to rename= the rule r{rule}"
         return f"give load() rename={{r{rule}}}"
 
 
 def _front(longer: set[str], shorter: set[str]) -> list[str]:
-    """What one side's names may begin with beside the other's: judged by a few of the shortest."""
+    """Return prefixes that one side's names may have and the other's not, from a few of the shortest."""
     some = sorted(shorter, key=len)[:8]
     prefixes = {name.removesuffix(end) for end in some for name in longer if name.endswith(f".{end}")}
     return sorted(prefixes, key=len)[:8]
 
 
-def _mostly(made: set[str], wanted: set[str]) -> bool:
-    return bool(wanted) and 2 * len(made & wanted) > len(wanted)
+def _mostly(renamed: set[str], wanted: set[str]) -> bool:
+    return bool(wanted) and 2 * len(renamed & wanted) > len(wanted)
 
 
 def _difference(own: Any, given: Any) -> str:
     if not isinstance(own, torch.Tensor) or not isinstance(given, (torch.Tensor, Entry)) or is_lazy(own):
-        return (
-            ""  # extra state, which the module itself judges, or a module that takes its shape from the file
-        )
+        return ""  # extra state, which the module itself judges, or a module shaped by the file
     shape = tuple(given.shape)
     if own.shape != shape and not (own.dim() == 0 and shape == (1,)):  # so did torch before 0.4 write scalars
         return f"the model has {list(own.shape)}, the file {list(shape)}"

@@ -1,10 +1,11 @@
-"""Models without weights: made on the meta device, or known to have been."""
+"""Models without weights: made on the meta device, and what of them no checkpoint holds made for real."""
 
 from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -13,9 +14,10 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
+from dynswap_ext.checkpoint.formats.common import listed
 from dynswap_ext.errors import ConfigError
 
-__all__ = ["factory_of", "init_empty", "make", "make_without_weights"]
+__all__ = ["factory_of", "fill_unsaved", "init_empty", "make_skeleton", "remake_unsaved"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Factory = Callable[[], nn.Module]
@@ -51,7 +53,7 @@ def init_empty(factory: Callable[[], ModuleT]) -> ModuleT:
             "init_empty() takes a callable that makes a torch.nn.Module, as in "
             f"init_empty(lambda: Model(config)), not a {type(factory).__name__}"
         )
-    model = make(factory)
+    model = make_skeleton(factory)
     key = id(model)
     _factories[key] = (weakref.ref(model, lambda _: _factories.pop(key, None)), factory)
     return model
@@ -63,19 +65,13 @@ def factory_of(model: nn.Module) -> Factory | None:
     return factory if reference is not None and reference() is model else None
 
 
-def make(factory: Callable[[], ModuleT]) -> ModuleT:
+def make_skeleton(factory: Callable[[], ModuleT]) -> ModuleT:
     """The factory's model on the meta device, nothing initialised."""
     with torch.device("meta"), _NoInitialisation():
         model = factory()
     if not isinstance(model, nn.Module):
         raise ConfigError(f"the model factory returned a {type(model).__name__}, not a torch.nn.Module")
     return model
-
-
-def make_without_weights(factory: Factory) -> nn.Module:
-    """The factory's model with its parameters on the meta device and all else for real."""
-    with _parameters_on_meta(), _NoInitialisation():
-        return factory()
 
 
 class _NoInitialisation(TorchFunctionMode):
@@ -102,7 +98,7 @@ class _NoInitialisation(TorchFunctionMode):
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Modules made here, by this thread, let go of each parameter as soon as it is registered."""
+    """Free each parameter of modules that this thread makes here as soon as it is registered."""
     thread = threading.get_ident()
     seen: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id; the first keeps that id taken
 
@@ -120,3 +116,73 @@ def _parameters_on_meta() -> Iterator[None]:
         yield
     finally:
         registration.remove()
+
+
+# ---- tensors that no checkpoint holds ----------------------------------------------------------------------
+
+#: Types of most attributes of a module that are no tensors; `isinstance` with torch.Tensor is slow.
+_NO_TENSORS = frozenset([type(None), bool, int, float, str, dict, OrderedDict, set, list, tuple])
+
+
+def remake_unsaved(
+    model: nn.Module, factory: Callable[[], nn.Module] | None, *, unless: Collection[str]
+) -> dict[str, torch.Tensor]:
+    """Make real tensors for those on the meta device that a state dict never holds.
+
+    These are non-persistent buffers, and tensors that a module keeps as plain attributes. `unless` has the
+    names that a state dict holds; the model is not changed.
+
+    Raises
+    ------
+    ConfigError
+        There are such tensors and no factory, or a factory that does not make them for real. Names them.
+    """
+    lost = [name for name in _meta_tensors(model) if name not in unless]
+    if not lost:
+        return {}
+    if factory is None:
+        raise ConfigError(
+            f"the skeleton is on the meta device and no checkpoint holds {listed(lost, 10)} (non-persistent "
+            "buffers, or tensors kept as plain attributes); give load() what makes the model instead of the "
+            "model, as in load(lambda: Model(config), path), or make the skeleton with "
+            "init_empty(lambda: Model(config)), and they are made again"
+        )
+    with _parameters_on_meta(), _NoInitialisation():
+        twin = factory()
+    remade = {name: _member(twin, name) for name in lost}
+    for name, value in remade.items():
+        if value is None or value.is_meta:
+            raise ConfigError(
+                f"no checkpoint holds {listed(lost, 10)}, and calling the factory again made no value for "
+                f"{name}; make it on the CPU explicitly (device='cpu') or register it as a persistent buffer"
+            )
+    return {name: value for name, value in remade.items() if value is not None}
+
+
+def fill_unsaved(model: nn.Module, remade: dict[str, torch.Tensor]) -> None:
+    """Give the model what `remake_unsaved` made for it."""
+    for name, value in remade.items():
+        owner, _, attribute = name.rpartition(".")
+        home = model.get_submodule(owner)
+        if attribute in home._buffers:
+            home._buffers[attribute] = value
+        else:
+            home.__dict__[attribute] = value
+
+
+def _member(root: nn.Module, name: str) -> torch.Tensor | None:
+    owner, _, attribute = name.rpartition(".")
+    try:
+        module = root.get_submodule(owner)
+    except AttributeError:
+        return None  # a module that was added to the model after it was made
+    value = module._buffers.get(attribute, module.__dict__.get(attribute))
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _meta_tensors(model: nn.Module) -> Iterator[str]:
+    for prefix, module in model.named_modules():
+        for members in (module._buffers, module.__dict__):
+            for attribute, value in members.items():
+                if type(value) not in _NO_TENSORS and isinstance(value, torch.Tensor) and value.is_meta:
+                    yield f"{prefix}.{attribute}" if prefix else attribute

@@ -11,7 +11,7 @@ from typing import Final
 
 import torch
 
-from dynswap_ext._memory import parse_bytes
+from dynswap_ext._util.memory import parse_bytes
 from dynswap_ext.checkpoint.formats.safetensors_file import DTYPES
 from dynswap_ext.checkpoint.writing.direct import ALIGNMENT, align_up
 from dynswap_ext.checkpoint.writing.sources import Source
@@ -19,6 +19,8 @@ from dynswap_ext.errors import ConfigError
 
 #: Bytes of a file's tensors that one checksum is of, and that are written at a time.
 BLOCK: Final = 4 << 20
+#: Where tensors begin that can: a cache line, and what vector instructions ask for.
+TENSOR_ALIGNMENT: Final = 64
 #: Under this name a file's metadata has the checksums of its blocks.
 CHECKSUMS: Final = "dynswap.crc32"
 #: As huggingface_hub splits by default.
@@ -48,6 +50,10 @@ class Piece:
 class Layout:
     """One file: a header that fills whole pages, then the tensors, one after the other.
 
+    The format has no room between tensors. So those whose size is a multiple of 64 bytes come first, and each
+    begins at a multiple of 64. The others follow by size of element, and each begins at a multiple of that.
+    Among equals the order is the one they came in, which is more or less that of use.
+
     The checksums are in the header's metadata. Their number is known before, so the header's length is.
     """
 
@@ -58,9 +64,9 @@ class Layout:
     header_bytes: int = field(init=False)
 
     def __post_init__(self) -> None:
-        # By size of element, so that each tensor is aligned to its own; else in the order that they came in,
-        # which is more or less the order of use.
-        self.pieces = sorted(self.pieces, key=lambda piece: -piece.dtype.itemsize)
+        self.pieces = sorted(
+            self.pieces, key=lambda piece: (piece.nbytes % TENSOR_ALIGNMENT != 0, -piece.dtype.itemsize)
+        )
         self.offsets = [0]
         for piece in self.pieces:
             self.offsets.append(self.offsets[-1] + piece.nbytes)
@@ -94,8 +100,8 @@ class Layout:
     def header(self, checksums: Sequence[int]) -> bytes:
         """The file's first bytes."""
         ties = {other: piece.names[0] for piece in self.pieces for other in piece.names[1:]}
-        said = {CHECKSUMS: " ".join([str(BLOCK), *(f"{value:08x}" for value in checksums)])}
-        listed: dict[str, object] = {"__metadata__": {"format": "pt", **ties, **self.metadata, **said}}
+        sums = {CHECKSUMS: " ".join([str(BLOCK), *(f"{value:08x}" for value in checksums)])}
+        listed: dict[str, object] = {"__metadata__": {"format": "pt", **ties, **self.metadata, **sums}}
         for piece, offset in zip(self.pieces, self.offsets, strict=True):
             listed[piece.names[0]] = {
                 "dtype": TAGS[piece.dtype],

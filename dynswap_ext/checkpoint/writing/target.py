@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from dynswap_ext.checkpoint.writing.direct import sync_folder
 from dynswap_ext.checkpoint.writing.layout import Layout, index_text
-from dynswap_ext.errors import ConfigError, SourceError
+from dynswap_ext.errors import ConfigError, DynswapError, SourceError
 
 SUFFIX: Final = ".safetensors"
 _INDEX: Final = ".safetensors.index.json"
 _NOTE: Final = "renaming.json"
+_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_REFUSED: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
 
 
 @dataclass(frozen=True)
@@ -61,11 +63,6 @@ class Target:
         """The index of one that is sharded."""
         return self.folder / (self.stem + _INDEX)
 
-    @property
-    def partial(self) -> Path:
-        """The folder in which files are until they are complete; on the same file system."""
-        return self.folder / f".{self.stem}.dynswap-partial"
-
     def exists(self) -> Path | None:
         """The file that would be replaced."""
         candidates = [self.file] if self.one_file else [self.index, self.file]
@@ -91,7 +88,7 @@ class Target:
 
 
 class Partial:
-    """The folder of files that are not complete yet; of one process at a time.
+    """The folder of files that are not complete yet, `needed` bytes when they are. A context manager.
 
     Raises
     ------
@@ -99,16 +96,20 @@ class Partial:
         Another process is writing there.
     """
 
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self.folder = target.partial
-        self._made = [path for path in (target.folder, *target.folder.parents) if not path.exists()]
-        if target.one_file and self._made:
+    def __init__(self, target: Target, needed: int) -> None:
+        self._target, self._needed = target, needed
+        self.folder = target.folder / f".{target.stem}.dynswap-partial"
+        #: If it is true at the end, the folder is kept with what is in it.
+        self.keep: object = False
+        self._created = [path for path in (target.folder, *target.folder.parents) if not path.exists()]
+        if target.one_file and self._created:
             raise SourceError(f"{target.path} cannot be written: there is no folder {target.folder}")
         self.folder.mkdir(parents=True, exist_ok=True)
         self._descriptor = os.open(self.folder, os.O_RDONLY)
         try:
-            self._lock()
+            import fcntl  # not on every system
+
+            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._descriptor)
             raise ConfigError(
@@ -116,10 +117,16 @@ class Partial:
             ) from None
         self._recover()
 
-    def _lock(self) -> None:
-        import fcntl  # not on every system
+    def __enter__(self) -> Partial:
+        return self
 
-        fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    def __exit__(self, *_: object) -> None:
+        if not self.keep:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self._descriptor)
+        for path in self._created:  # those that are empty
+            with contextlib.suppress(OSError):
+                path.rmdir()
 
     def files(self, count: int) -> list[Path]:
         """Paths for so many files."""
@@ -130,56 +137,55 @@ class Partial:
         for path in self.folder.iterdir():
             path.unlink()
 
-    def place(self, paths: Sequence[Path], layouts: Sequence[Layout]) -> tuple[Path, list[Path]]:
-        """Let files that are complete take their place; what can be loaded, and the files."""
-        if len(paths) == 1:
-            path = self._replace_file(paths[0])
-            return path, [path]
-        names = self._target.shard_names(len(paths))
-        index = self._replace_shards(paths, names, index_text(layouts, names))
-        return index, [self._target.folder / name for name in names]
+    def check_free(self) -> None:
+        """Raise SourceError if what shall be written does not fit the disk."""
+        taken = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
+        if shutil.disk_usage(self.folder).free < self._needed - taken:
+            raise SourceError(_no_room(self._target, self._needed, "the disk is too full"))
 
-    def _replace_file(self, path: Path) -> Path:
-        """Let a file that is complete take its place; what is there stays whole until then."""
-        target = self._target
-        if not target.one_file:
-            self._note([], target.shards())
-        os.replace(path, target.file)
-        sync_folder(target.folder)
-        if not target.one_file:
-            target.index.unlink(missing_ok=True)
-            self._recover()
-        return target.file
+    def place(self, layouts: Sequence[Layout]) -> tuple[Path, list[Path]]:
+        """Let files that are complete take their place; what is there stays whole until then.
 
-    def _replace_shards(self, paths: Sequence[Path], names: Sequence[str], index: str) -> Path:
-        """Let shards that are complete take their place, then the index; then remove what it replaced."""
-        target = self._target
-        self._note(
-            [(path.name, name) for path, name in zip(paths, names, strict=True)],
-            target.shards() | {target.file.name},
-        )
+        Returns
+        -------
+        tuple
+            What can be loaded, and the files.
+        """
+        target, paths = self._target, self.files(len(layouts))
+        if target.one_file:
+            self.replace(paths[0], target.file)
+            return target.file, [target.file]
+        names = target.shard_names(len(paths)) if len(paths) > 1 else []
+        replaced = target.shards() | ({target.file.name} if names else set())
+        renames = [(path.name, name) for path, name in zip(paths, names, strict=False)]
+        note = json.dumps({"renames": renames, "replaced": sorted(replaced)})
+        (self.folder / _NOTE).write_text(note)  # for the run after a crash
+        _sync_folder(self.folder)
         try:
-            for path, name in zip(paths, names, strict=True):
-                os.rename(path, target.folder / name)
-            written = self.folder / "index.json"
-            with written.open("w") as file:
-                file.write(index)
+            if not names:
+                self.replace(paths[0], target.file)
+                target.index.unlink(missing_ok=True)
+                return target.file, [target.file]
+            for there, name in renames:
+                os.rename(self.folder / there, target.folder / name)
+            index = self.folder / "index.json"
+            with index.open("w") as file:
+                file.write(index_text(layouts, names))
                 file.flush()
                 os.fsync(file.fileno())
-            sync_folder(target.folder)
-            os.replace(written, target.index)
-            sync_folder(target.folder)
+            _sync_folder(target.folder)
+            self.replace(index, target.index)
+            return target.index, [target.folder / name for name in names]
         finally:
             self._recover()
-        return target.index
 
-    def _note(self, renames: list[tuple[str, str]], replaced: set[str]) -> None:
-        """Write down what is about to be done, for whoever comes after a crash."""
-        (self.folder / _NOTE).write_text(json.dumps({"renames": renames, "replaced": sorted(replaced)}))
-        sync_folder(self.folder)
+    def replace(self, path: Path, destination: Path) -> None:
+        """Let one file take the place of another, so that it survives a power cut."""
+        os.replace(path, destination)
+        _sync_folder(destination.parent)
 
     def _recover(self) -> None:
-        """Ends what was begun: with an index in place what it replaced goes, else shards come back."""
+        """End what was begun: with an index in place what it replaced goes, else shards come back."""
         note = self.folder / _NOTE
         try:
             noted: Any = json.loads(note.read_text())
@@ -197,14 +203,40 @@ class Partial:
                     os.rename(target.folder / name, self.folder / there)
         note.unlink()
 
-    def close(self) -> None:
-        """Let go of the folder and keep what is in it."""
-        os.close(self._descriptor)
 
-    def remove(self) -> None:
-        """Remove the folder, and those that were made for it and are empty."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        self.close()
-        for path in self._made:
-            with contextlib.suppress(OSError):
-                path.rmdir()
+@contextlib.contextmanager
+def explained(target: Target, needed: int) -> Iterator[None]:
+    """Turn errors of the system while `needed` bytes are written into SourceError."""
+    path, folder = target.path, target.folder
+    try:
+        yield
+    except DynswapError:
+        raise
+    except OSError as error:
+        what = error.strerror or str(error)
+        where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
+        message = f"{path} cannot be written{where}: {what}"
+        if error.errno in _NO_ROOM:
+            message = _no_room(target, needed, what)
+        elif error.errno in _REFUSED:
+            message += f"; check the permissions of {folder}"
+        raise SourceError(message) from error
+
+
+def _no_room(target: Target, needed: int, why: str) -> str:
+    free = ""
+    with contextlib.suppress(OSError):
+        free = f", and {target.folder} has {shutil.disk_usage(target.folder).free:,} free"
+    return (
+        f"{target.path} cannot be written: {why}. It needs {needed:,} bytes{free}; make room (limits on the "
+        "size of files and quotas count too), or choose another folder"
+    )
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make renames in a folder survive a power cut."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -6,6 +6,7 @@
 #include <cstring>
 #include <functional>
 #include <memory>
+#include <mutex>
 #include <string>
 #include <thread>
 #include <utility>
@@ -51,6 +52,7 @@ struct Fixture {
     allocation_stream = fake_cuda::make_stream();
     CudaOptions options = options_with_small_ring();
     options.allocate = [this](std::size_t bytes) {
+      const std::lock_guard lock(allocating);  // as torch's allocator does: threads copy at once
       Memory block = std::exchange(cached_block, nullptr);
       if (!block) block = Memory(new std::byte[bytes], std::default_delete<std::byte[]>());
       return CudaMemory{std::move(block), reinterpret_cast<Stream>(allocation_stream)};
@@ -101,6 +103,7 @@ struct Fixture {
   }
 
   cudaStream_t allocation_stream = nullptr;
+  std::mutex allocating;
   Memory cached_block;  ///< what the allocator hands out next, if anything
   std::unique_ptr<Backend> backend;
   std::vector<std::unique_ptr<MasterMemory>> masters;

@@ -78,7 +78,7 @@ def _run_ninja(torch: Path, headers: Path, wanted: list[Path]) -> None:
         sysconfig.get_paths()["include"],
     ]
     flags = [
-        "-std=c++20 -O2 $debug -fPIC -fvisibility=hidden -Wall -Wextra $more",
+        "-std=c++20 -O2 $debug -fPIC -fvisibility=hidden -Wall -Wextra -DAT_PER_OPERATOR_HEADERS $more",
         *(f"-I{path}" for path in include),
         *(f"-isystem {path}" for path in system),
     ]
@@ -87,7 +87,7 @@ def _run_ninja(torch: Path, headers: Path, wanted: list[Path]) -> None:
     # The extension's own objects, as setup.py left them: the pretend runtime takes the place of libcudart.
     tag = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     built = ROOT / "build" / f"temp.{tag}"
-    units = sorted((built / "build/unity").glob("*.o"))  # of a build with DYNSWAP_UNITY=1
+    units = sorted((built / "build/unity").glob("*.o"))  # of none with DYNSWAP_UNITY=0
     whole = {path.stem.rpartition("_")[0] for path in units}
     files = [path for path in sorted((built / "csrc").rglob("*.o")) if path.parent.name not in whole]
     extension = [*units, *files]

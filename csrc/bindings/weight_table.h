@@ -1,0 +1,80 @@
+// The weights of the masters of one model.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <optional>
+#include <string>
+#include <unordered_map>
+#include <utility>
+#include <vector>
+
+#include "bindings/holds.h"
+#include "bindings/hooks.h"
+#include "bindings/weight.h"
+
+namespace dynswap {
+
+struct Entry;
+
+/// Which weights there are, which masters share one (ties), what each master is to its session, and what is
+/// held of their memory. A new plan has a table of its own.
+/// LOCK: the GIL guards it.
+class WeightTable {
+ public:
+  struct Settings {
+    at::Device device;
+    std::optional<at::ScalarType> dtype;
+    bool pin = true;
+    PageCacheShare page_cache;
+  };
+  using Streamed = std::vector<std::pair<Weight*, std::uint64_t>>;  ///< each with its unit
+
+  /// `hooks` outlives the table.
+  WeightTable(const Settings& settings, const Hooks& hooks);
+
+  /// It may grow while Python code runs.
+  const std::vector<std::shared_ptr<Weight>>& weights() const noexcept { return weights_; }
+  /// The weight of a master, or null. It is compared by its address, which may be that of one that has died.
+  Weight* find(const c10::TensorImpl* master) const noexcept;
+  /// The same; a new one if there is none. `exact`: it is never cast.
+  Weight& weight_of(PyObject* master, const std::string& name, bool parameter, const Mappings& mappings,
+                    bool exact = false);
+  /// The weights of a module's masters, bound to its entries; those that stream are added to `streamed`.
+  void find_weights(PyObject* module_dict, const std::string& prefix, std::uint64_t unit,
+                    const Mappings& mappings, std::vector<Entry>& entries, Streamed& streamed);
+  /// Another master, or one that has other memory or another layout, takes the place of the weight's.
+  void replace_master(Weight& weight, PyObject* master);
+  /// What came for a while goes with its master.
+  void sweep();
+
+  /// Page-locks the masters of weights that stream, as far as it may be; releases the GIL for a while.
+  /// Returns what is to be told the user.
+  std::string pin(const std::vector<Weight*>& weights);
+  /// Calls `use` for the weight of each of the masters, and for its parts; masters of others are ignored.
+  void for_weights(const std::vector<at::Tensor>& masters, const std::function<void(Weight&)>& use) const;
+  /// Bytes of masters that are sampled: a small write to them that bumps no version may go unseen.
+  std::size_t sampled_bytes() const;
+  /// The memory is the masters' own again. Only once no copy reads it any more.
+  void let_go_of_bytes();
+  /// In a forked child: forgets what is held.
+  void abandon() noexcept { holds_->abandon(); }
+
+ private:
+  struct Kind;
+  Kind kind_of(const Weight& weight, PyObject* master, const Mappings& mappings);
+  void classify(Weight& weight, PyObject* master, const Mappings& mappings);
+
+  const Settings settings_;
+  const Hooks& hooks_;
+  std::vector<std::shared_ptr<Weight>> weights_;
+  /// A master may have died, and its address be another's by now: the weight's `state` tells.
+  std::unordered_map<const c10::TensorImpl*, Weight*> by_master_;
+  std::size_t sweep_at_ = 0;  ///< weights, among which there may be unused ones
+  std::shared_ptr<Holds> holds_ = std::make_shared<Holds>();  ///< never null
+  PageCacheShare page_cache_;                                 ///< the share that later weights may still use
+};
+
+}  // namespace dynswap

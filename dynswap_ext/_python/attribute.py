@@ -1,0 +1,89 @@
+"""What stands on a swap class and in an installed module's `__dict__` (pure-Python provider)."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+
+from dynswap_ext._python.calls import namespace_for
+from dynswap_ext._python.device_copy import Destination, Weight
+from dynswap_ext._swap.compile_support import live_name
+from dynswap_ext._swap.state import STATE_KEY
+from dynswap_ext._util.untraced import untraced
+
+__all__ = ["Attribute", "ModuleState"]
+
+
+class _Serving(Protocol):
+    """The session, as far as an access needs it."""
+
+    destination: Destination
+
+    def hand_out(
+        self, state: ModuleState, name: str, master: torch.Tensor, *, is_param: bool, training: bool
+    ) -> torch.Tensor:
+        """The tensor that an access gets."""
+
+
+class ModuleState:
+    """What an installed module carries in its `__dict__`."""
+
+    __slots__ = ("owner", "session", "stand_ins", "weights")
+
+    def __init__(self, session: _Serving, module: nn.Module) -> None:
+        self.session = session
+        #: A copy of the module's `__dict__` brings the state along, but not the module.
+        self.owner = weakref.ref(module)
+        self.weights: dict[str, Weight] = {}
+        #: Masters that have taken a planned one's place, and in which call of the model they did.
+        self.stand_ins: dict[str, tuple[Weight, int]] = {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()  # a copied or unpickled state is none
+
+
+class Attribute:
+    """Data descriptor that serves one parameter or buffer name of installed modules."""
+
+    __slots__ = ("_live", "_name")
+
+    #: What a swap class needs beside its descriptors.
+    namespace_for = staticmethod(namespace_for)
+
+    def __init__(self, name: str, getter: object) -> None:
+        # torch.compile traces `__get__` itself, not the getter.
+        self._name = name
+        self._live = live_name(name)
+
+    @untraced
+    def __get__(self, module: Any, owner: type | None = None) -> Any:
+        if module is None:
+            return self
+        name, held = self._name, module.__dict__
+        if name in held:
+            return held[name]
+        parameters = held.get("_parameters") or {}
+        is_param = name in parameters
+        try:
+            master = parameters[name] if is_param else held["_buffers"][name]
+        except KeyError:
+            raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'") from None
+        state = held.get(STATE_KEY)
+        if state is None or master is None or state.owner() is not module:
+            return master
+        training = not is_param and module.training
+        if training and torch.compiler.is_dynamo_compiling() and not state.session.destination.holds(master):
+            return getattr(module, self._live)  # see Note [Buffers are inputs in training]
+        return state.session.hand_out(state, name, master, is_param=is_param, training=training)
+
+    def __set__(self, module: Any, value: Any) -> None:
+        module.__dict__[self._name] = value
+
+    def __delete__(self, module: Any) -> None:
+        try:
+            del module.__dict__[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None

@@ -1,0 +1,392 @@
+"""One weight's bytes on the device, and the tensors handed out from them (pure-Python provider).
+
+A handed-out tensor is an alias of `DeviceCopy.data` that stands in the autograd graph of its master. Both
+share one version counter, so what is written in place on the tensor shows in `DeviceCopy.data`, also after
+the tensor itself is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import weakref
+from collections import deque
+from collections.abc import Callable
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+
+from dynswap_ext._python.autograd import Fetching
+from dynswap_ext._python.counters import GroupCounters
+from dynswap_ext._python.memory_watch import MemoryWatch
+from dynswap_ext._swap.parameter_proxy import handed_out_anew, untracked_alias_made
+
+__all__ = [
+    "Destination",
+    "DeviceCopy",
+    "Weight",
+    "bits",
+    "copy_of",
+    "detached",
+    "has_tangent",
+    "storage_address",
+]
+
+Death = Callable[["HandedOutRef"], None]
+
+
+class Destination:
+    """Where tensors are wanted, and in which dtype."""
+
+    __slots__ = ("device", "dtype")
+
+    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
+        self.device = device
+        self.dtype = dtype
+
+    def dtype_for(self, master: torch.Tensor) -> torch.dtype:
+        """Only floating masters are cast."""
+        return self.dtype if self.dtype is not None and master.is_floating_point() else master.dtype
+
+    def holds(self, master: torch.Tensor) -> bool:
+        """Whether a master is handed out itself: it is what and where it should be, or has no data now."""
+        if (
+            isinstance(master, UninitializedTensorMixin)
+            or master.is_meta
+            or (master.numel() > 0 and _is_emptied(master))
+            or (master.numel() == 0 and not isinstance(master, nn.Parameter))
+        ):
+            return True
+        return master.device == self.device and master.dtype == self.dtype_for(master)
+
+    def bytes_for(self, master: torch.Tensor) -> int:
+        """Bytes of the master's copy on the device."""
+        return master.numel() * self.dtype_for(master).itemsize
+
+    def convert(self, master: torch.Tensor) -> torch.Tensor:
+        """Torch's own conversion, which is what a copy has to equal to the bit. Differentiable."""
+        return master.to(device=self.device, dtype=self.dtype_for(master))
+
+
+class Weight:
+    """One managed master. Modules that share it share the weight."""
+
+    __slots__ = ("__weakref__", "copy", "counts", "fetching", "kept", "master", "resident", "watched")
+
+    def __init__(self, master: torch.Tensor) -> None:
+        self.counts = GroupCounters()
+        #: Not weakly: torch swaps no tensor that somebody refers to weakly (`torch.utils.swap_tensors`).
+        self.master = master
+        self.resident = False
+        #: Whether the running module may ask for it again.
+        self.kept = False
+        #: Invariant: what the next access hands out, if the master is still what it was then.
+        self.copy: DeviceCopy | None = None
+        #: What counts the writes to the master's bytes, since somebody asked `watch` for it.
+        self.watched: MemoryWatch | None = None
+        self.fetching = Fetching()
+
+    def watch(self) -> MemoryWatch | None:
+        """Count the writes to the master's bytes from now on; None if they are not in RAM."""
+        master = self.master
+        if master.device.type != "cpu" or master.numel() == 0:
+            return None
+        if self.watched is None or not self.watched.of(master):
+            self.watched = MemoryWatch(master)
+        return self.watched
+
+
+class HandedOutRef(weakref.ref):  # type: ignore[type-arg]
+    """Watches one handed-out tensor."""
+
+    __slots__ = ("key", "requires_grad", "session")
+
+    key: int
+    requires_grad: bool
+    session: weakref.ref[Any]
+
+
+class Owner(Protocol):
+    """The session, as far as a copy needs it."""
+
+    destination: Destination
+
+    def fetch_again(self, weight: Weight) -> DeviceCopy:
+        """The weight's bytes for a backward pass."""
+
+    def hand_out_anew(self, weight: Weight, master: torch.Tensor) -> torch.Tensor:
+        """What the weight of a master that has other data now is handed out as."""
+
+
+class DeviceCopy:
+    """A weight's bytes on the device."""
+
+    __slots__ = (
+        "__weakref__",
+        "_freed",
+        "_guard",
+        "_seen",
+        "_watch",
+        "compare",
+        "data",
+        "destination",
+        "handed",
+        "nbytes",
+        "owner",
+        "session",
+        "stream",
+        "users",
+        "version",
+    )
+
+    def __init__(self, weight: Weight, session: Owner, freed: deque[int]) -> None:
+        #: Weakly, as the weight has its current copy; and no master, as what hangs on one may lead to its
+        #: model: a model is freed with its last reference, whoever still has its copies.
+        self.owner = weakref.ref(weight)
+        self.session = weakref.ref(session)
+        self.destination = destination = session.destination
+        master = weight.master
+        self._watch = weight.watch()
+        writes = self._writes()
+        with detached():
+            self.data = destination.convert(master.detach())
+        self.stream = _current_stream(destination.device)
+        #: Other streams that were given the bytes.
+        self.users: list[Any] = []
+        self.nbytes = self.data.untyped_storage().nbytes()
+        self._freed = freed
+        self.handed: HandedOutRef | None = None
+        #: Whether writes may have happened that no version counter shows.
+        self.compare = False
+        self._note(master, writes)
+        _copies[storage_address(self.data)] = self
+
+    def __del__(self) -> None:
+        with contextlib.suppress(AttributeError):  # never made: out of memory
+            self._freed.append(self.nbytes)
+
+    @property
+    def weight(self) -> Weight | None:
+        """The weight that it is the current copy of; None if there is another by now."""
+        weight = self.owner()
+        return weight if weight is not None and weight.copy is self else None
+
+    def _writes(self) -> int:
+        return 0 if self._watch is None else self._watch.writes()
+
+    def _note(self, master: torch.Tensor, writes: int) -> None:
+        """Remember the present state of both sides as equal, but for what was written to the master since."""
+        self.version = self.data._version
+        self._guard = StorageWeakRef(master.untyped_storage())  # type: ignore[no-untyped-call]  # its address is not given to another
+        self._seen = (*_identity(master), writes)
+
+    def current(self, master: torch.Tensor) -> bool:
+        """Whether the master is still what was copied (Invariant 6)."""
+        return self._seen[0] is not None and self.unchanged(master)
+
+    def unchanged(self, master: torch.Tensor) -> bool:
+        """The same as far as can be told: an inference tensor has no version."""
+        seen = self._seen
+        return seen[:-1] == _identity(master) and bool(seen[-1] == self._writes())
+
+    def tensor(
+        self, master: torch.Tensor, is_param: bool, key: int, session: Any, died: Death
+    ) -> torch.Tensor:
+        """The tensor to hand out: the one that is alive, if there is one."""
+        requires_grad = master.requires_grad
+        alive: Any = (
+            None if self.handed is None or self.handed.requires_grad != requires_grad else self.handed()
+        )
+        if alive is None:
+            with torch.inference_mode(False), torch.enable_grad():
+                weight = self.owner()
+                fetching = weight.fetching if weight is not None else Fetching()
+                alive = (
+                    fetching.connected(master, self.data, self._watch)
+                    if requires_grad
+                    else self.data.detach()
+                )
+            if is_param:
+                alive._is_param = True
+            handed = HandedOutRef(alive, died)
+            handed.key, handed.requires_grad, handed.session = key, requires_grad, session
+            self.handed = handed
+        self._order_after_copy()
+        return alive  # type: ignore[no-any-return]
+
+    def _order_after_copy(self) -> None:
+        """Make the consumer's stream wait for the copy, and the memory for that stream (Invariants 1, 2)."""
+        if self.stream is None:
+            return
+        current = _current_stream(self.destination.device)
+        if current != self.stream and current not in self.users:
+            current.wait_stream(self.stream)
+            self.data.record_stream(current)
+            self.users.append(current)
+
+    def _wait_for_users(self) -> None:
+        """Make this thread's stream wait for whoever may have written the bytes."""
+        if self.stream is not None:
+            current = _current_stream(self.destination.device)
+            for stream in (self.stream, *self.users):
+                if stream != current:
+                    current.wait_stream(stream)
+
+    def written(self) -> bool:
+        """Whether a handed-out tensor was written in place since the two sides were equal."""
+        return self.data._version != self.version
+
+    def write_back(self, master: torch.Tensor) -> bool:
+        """Bring what was written on the device to the master, which must be current; True if it was any.
+
+        Only elements that differ are written: the others keep the master's precision.
+        """
+        if not self.written() and not self.compare:
+            return False
+        self._wait_for_users()
+        with detached():
+            changed = bits(self.data) != bits(self.destination.convert(master.detach()))
+            any_changed = bool(changed.any())
+            if any_changed:
+                new = self.data.to(device=master.device, dtype=master.dtype)
+                mask = changed.to(master.device).view(changed.shape)
+                with torch.inference_mode(master.is_inference()):
+                    master.detach().copy_(torch.where(mask, new, master.detach()))
+        self._note(master, self._writes())
+        return any_changed
+
+    def aliased(self) -> bool:
+        """Whether somebody else holds the bytes: a view, a detached alias, an autograd graph."""
+        return _owners(self.data) > _OWNERS_ALONE
+
+    def aliased_at_death(self) -> bool:
+        """The same, while the handed-out tensor is dying and still counts as an owner."""
+        return _owners(self.data) > _OWNERS_AT_DEATH
+
+
+class detached:
+    """Context for work on values alone: no graph, and no inference tensor comes of it."""
+
+    __slots__ = ("_grad", "_inference")
+
+    def __enter__(self) -> None:
+        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
+        if self._inference is not None:
+            self._inference.__enter__()
+        self._grad = torch.is_grad_enabled()
+        torch._C._set_grad_enabled(False)
+
+    def __exit__(self, *error: object) -> None:
+        torch._C._set_grad_enabled(self._grad)
+        if self._inference is not None:
+            self._inference.__exit__(*error)
+
+
+def copy_of(tensor: torch.Tensor) -> DeviceCopy | None:
+    """The copy whose bytes a tensor, or a view, shows."""
+    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+        return None
+    copy = _copies.get(storage_address(tensor))
+    # A copy may be gone, and its storage's address another's.
+    return copy if copy is not None and tensor.dtype == copy.data.dtype else None
+
+
+def _compare(tensor: torch.Tensor) -> bool:
+    """Let the bytes tell whether it was written: its version will not."""
+    copy = copy_of(tensor)
+    if copy is not None:
+        copy.compare = True
+    return copy is not None
+
+
+untracked_alias_made.append(_compare)
+
+
+def _anew(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    copy = copy_of(tensor)
+    session = None if copy is None else copy.session()
+    weight = None if copy is None else copy.owner()
+    return None if session is None or weight is None else lambda master: session.hand_out_anew(weight, master)
+
+
+handed_out_anew.append(_anew)
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """What tells a tensor's storage from others that are alive; 0 if it has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return 0
+
+
+def _is_emptied(tensor: torch.Tensor) -> bool:
+    """Whether its storage was resized to nothing, as FSDP does between its calls."""
+    if torch.compiler.is_compiling():
+        return False  # what is traced has data
+    try:
+        size = tensor.untyped_storage().nbytes()
+    except (RuntimeError, NotImplementedError):
+        return False
+    return type(size) is int and size == 0  # one that is symbolic is being traced
+
+
+#: By the address of their storage, which lives as long as they do.
+_copies: weakref.WeakValueDictionary[int, DeviceCopy] = weakref.WeakValueDictionary()
+
+
+def _identity(master: torch.Tensor) -> tuple[Any, ...]:
+    """What changes when the master's content does; version None means that it cannot be told."""
+    version = None if master.is_inference() else master._version
+    where = master.untyped_storage()._cdata, master.data_ptr()
+    return version, *where, master.dtype, master.shape, master.stride()
+
+
+_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def bits(tensor: torch.Tensor) -> torch.Tensor:
+    """The same elements as integers, so that NaN equals NaN and 0.0 is not -0.0."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor)
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.view(_BITS[tensor.element_size()])
+
+
+def has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a dual number of forward-mode differentiation."""
+    if forward_ad._current_level < 0:
+        return False
+    dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return dual.tangent is not None
+
+
+def _current_stream(device: torch.device) -> Any:
+    """The calling thread's stream on the device; None where there are no streams."""
+    return None if device.type == "cpu" else torch.accelerator.current_stream(device)
+
+
+def _owners(tensor: torch.Tensor) -> int:
+    """How many owners the tensor's storage has; 0 where torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if count is None else int(count(tensor.untyped_storage()._cdata))
+
+
+def _measure_owners() -> tuple[int, int]:
+    """What `_owners` says of a tensor by itself, and of one whose only alias is dying.
+
+    Measured, as torch's own references to a storage are not part of its interface.
+    """
+    data = torch.zeros(1, device="cpu")
+    alias = data.detach()
+    at_death: list[int] = []
+    watch = weakref.ref(alias, lambda _: at_death.append(_owners(data)))
+    del alias, watch
+    return _owners(data), at_death[0] if at_death else 0
+
+
+_OWNERS_ALONE, _OWNERS_AT_DEATH = _measure_owners()

@@ -1,0 +1,443 @@
+"""The swap class: the subclass that takes a module's class's place while it is installed.
+
+One per original class and provider. It bears the original's names, adds nothing that an instance would
+carry, and routes attribute access of parameters and buffers to the provider's descriptor. Everything
+else that it overrides keeps two promises: whoever asks for masters gets masters that are up to date, and
+whoever copies, slices or pickles an installed module gets a plain one.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final, cast
+
+import torch
+from torch import nn
+
+from dynswap_ext._swap.compile_support import getter, live, live_name, release_inputs
+from dynswap_ext._swap.device_moves import staying
+from dynswap_ext._swap.device_queries import Members, as_asked, looked_at
+from dynswap_ext._swap.device_queries import namespace_for as answers_for
+from dynswap_ext._swap.distributed import refuse_sharding
+from dynswap_ext._swap.module_registry import note_joined
+from dynswap_ext._swap.parameter_proxy import ParameterProxy, master_of
+from dynswap_ext._swap.parametrized import copy_over, is_copy, made_by_torch
+from dynswap_ext._swap.state import STATE_KEY, is_scripted, modules_of, session_of, set_class
+from dynswap_ext._swap.torch_modules import namespace_for
+
+__all__ = ["ClassNaming", "ensure", "is_swap_class", "original_class", "swap_class"]
+
+#: From the original class: the swap class's ``__name__``, and what else stands in its namespace.
+ClassNaming = Callable[[type], tuple[str, dict[str, Any]]]
+
+# Reentrant: a metaclass's code runs under it.
+_lock = threading.RLock()
+# Values are weak too: a swap class holds its original (its base), and would keep it alive for ever.
+# LOCK: guarded by `_lock`.
+_swap_classes: weakref.WeakKeyDictionary[
+    type, weakref.WeakValueDictionary[tuple[type, ClassNaming | None], type]
+] = weakref.WeakKeyDictionary()
+
+
+def swap_class(cls: type, attribute_type: type, naming: ClassNaming | None = None) -> type | None:
+    """Find or make the swap class of a module class.
+
+    Parameters
+    ----------
+    cls : type
+        The class of a module, never a swap class made for another module class.
+    attribute_type : type
+        The provider's data descriptor; ``attribute_type(name, getter)`` serves one name, and torch.compile
+        may trace `getter` in place of an access.
+    naming : callable, optional
+        Makes swap classes that show (`compat`); they are cached for themselves. Default: the original's name.
+
+    Returns
+    -------
+    type or None
+        None for a class that cannot be swapped: TorchScript modules, whose attributes live in C++, and
+        classes whose instances refuse another class. Such modules are left alone.
+    """
+    cls = original_class(cls)
+    if is_scripted(cls):
+        return None
+    with _lock:
+        made = _swap_classes.setdefault(cls, weakref.WeakValueDictionary()).get((attribute_type, naming))
+        if made is None:
+            made = _make(cls, attribute_type, naming)
+            if made is not None:
+                _swap_classes[cls][attribute_type, naming] = made
+        return made
+
+
+def ensure(swap: type, name: str) -> bool:
+    """Put the provider's descriptor for `name` on a swap class, once.
+
+    Returns
+    -------
+    bool
+        Whether accesses to `name` go through the provider. False for a name that the original class
+        defines itself (a property, a class attribute): there the class's own definition keeps its say.
+    """
+    owner: Any = next(base for base in swap.__mro__ if is_swap_class(base))
+    if is_copy(owner):
+        # What is on the class below stays where it is if the parametrisation is taken off.
+        return ensure(owner.__bases__[0], name) and name not in owner.__dict__
+    present = owner.__dict__.get(name)
+    if present is not None:
+        return isinstance(present, owner._dynswap_attribute)
+    original = owner._dynswap_original
+    if any(name in base.__dict__ for base in original.__mro__ if not is_swap_class(base)):
+        return False
+    setattr(owner, name, owner._dynswap_attribute(name, getter(name)))
+    setattr(owner, live_name(name), live(name))
+    becomes = owner.__dict__.get("cls_to_become")
+    if becomes is not None:
+        ensure(becomes, name)
+    return True
+
+
+def is_swap_class(cls: type) -> bool:
+    """Whether `cls` is a swap class itself, not one derived from it."""
+    return "_dynswap_original" in cls.__dict__
+
+
+def original_class(cls: type) -> type:
+    """The class that a swap class stands for; any other class is its own original."""
+    return cast(type, cls.__dict__.get("_dynswap_original", cls))
+
+
+def _make(cls: type, attribute_type: type, naming: ClassNaming | None) -> type | None:
+    name, shown = (cls.__name__, {}) if naming is None else naming(cls)
+    if made_by_torch(cls):
+        base = swap_class(cls.__bases__[0], attribute_type, naming)
+        own = {"_dynswap_original": cls, "_dynswap_attribute": attribute_type, "_dynswap_naming": naming}
+        return None if base is None else copy_over(cls, name, base, {**own, **_copiers_for(cls), **shown})
+    namespace: dict[str, Any] = {
+        "__slots__": (),
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+        "__doc__": cls.__doc__,
+        "__init__": _initialiser(cls),
+        "_dynswap_original": cls,
+        "_dynswap_attribute": attribute_type,
+        "_dynswap_naming": naming,
+        **namespace_for(cls, _join),
+        **getattr(attribute_type, "namespace_for", _nothing_for)(cls),
+        **answers_for(cls),
+        **_copiers_for(cls),
+        **shown,
+    }
+    becomes = getattr(cls, "cls_to_become", None)
+    if isinstance(becomes, type) and issubclass(cls, nn.modules.lazy.LazyModuleMixin):
+        # A lazy module sets its class to this one when it turns real; it stays installed then.
+        namespace["cls_to_become"] = swap_class(becomes, attribute_type, naming)
+    try:
+        for bases in _bases_for(cls):
+            made: type = type(cls)(name, bases, namespace)
+            if _assignable(made, cls):
+                return made
+    except Exception:  # the code of a metaclass or of an `__init_subclass__`, whatever it raises
+        return None
+    return None
+
+
+def _bases_for(cls: type) -> Iterator[tuple[type, ...]]:
+    """Bases to try for a swap class of `cls`."""
+    if not issubclass(cls, _Swapped):  # else it was derived from a swap class, and has it all
+        if not issubclass(cls, torch.fx.GraphModule):  # it knows its classes by their names
+            yield _Swapped, cls
+        # Python refuses the class for instances of a `cls` whose first base has no `__dict__` (ABC, Generic)
+        # unless `cls` is the first base. Then nothing stands before an `__init_subclass__` of `cls`.
+        if not _has_init_subclass(cls):
+            yield (_behaviour_over(cls),)
+    else:
+        yield (cls,)
+
+
+def _has_init_subclass(cls: type) -> bool:
+    """Whether user code runs when `cls` is derived from."""
+    owner = next(base for base in cls.__mro__ if "__init_subclass__" in base.__dict__)
+    return owner is not object and owner.__module__ != "typing"
+
+
+def _assignable(made: type, cls: type) -> bool:
+    """Whether instances of `cls` can be given the class `made`: Python's own rule for `__class__`."""
+    ours, theirs = _layout_root(made), _layout_root(cls)
+    return ours is theirs or (ours.__base__ is theirs.__base__ and _layout(ours) == _layout(theirs))
+
+
+def _layout_root(cls: type) -> type:
+    base = cls.__base__
+    while base is not None and _layout(base) == _layout(cls):
+        cls, base = base, base.__base__
+    return cls
+
+
+def _layout(cls: type) -> tuple[int, ...]:
+    return cls.__basicsize__, cls.__itemsize__, cls.__dictoffset__, cls.__weakrefoffset__
+
+
+def _initialiser(cls: type) -> Callable[..., None]:
+    # `self.__class__(...)`, as a container does for its slices, makes a plain module.
+    initialise: Callable[..., None] = cls.__init__  # type: ignore[misc]
+
+    @functools.wraps(initialise)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        if is_swap_class(type(self)) and session_of(self) is None:
+            set_class(self, cls)
+        initialise(self, *args, **kwargs)
+
+    return __init__
+
+
+def _nothing_for(cls: type) -> dict[str, Any]:
+    return {}
+
+
+def _behaviour_over(base: type) -> type:
+    """What every swap class does, as a class over `base`."""
+
+    class _Swapped(base):  # type: ignore[misc]
+        if base is not object:
+            __slots__ = ()
+            __qualname__ = base.__qualname__
+
+        _dynswap_original: type
+        _dynswap_attribute: type
+        _dynswap_naming: ClassNaming | None
+        #: Whether a move of the model to its compute device leaves the masters where they are
+        #: (Note [Sent where it computes]).
+        _dynswap_stays = True
+
+        def __init_subclass__(cls, **kwargs: Any) -> None:
+            # The original's own hook is not run: it may want arguments, or register the class somewhere, and
+            # a swap class is no new kind of module. A class that a user derives from a swap class is.
+            if "_dynswap_original" not in cls.__dict__:
+                super().__init_subclass__(**kwargs)
+
+        @classmethod
+        def _dynswap_ensure(cls, name: str) -> bool:
+            return ensure(cls, name)
+
+        # What is registered after the install joins it; a handed-out tensor stands for its master.
+
+        def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+            super().register_parameter(name, _as_master(param))
+            _adopt(self, name)
+
+        def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+            super().register_buffer(name, _as_master(tensor), persistent)
+            _adopt(self, name)
+
+        def __setattr__(self, name: str, value: Any) -> None:
+            if isinstance(value, torch.Tensor):
+                value = _as_buffer(self, name, _as_master(value))
+            super().__setattr__(name, value)
+            if isinstance(value, nn.Module):
+                _join(self, value)
+
+        def add_module(self, name: str, module: nn.Module | None) -> None:
+            super().add_module(name, module)
+            _join(self, module)
+
+        # Whoever is about to read or write masters finds in them what was written on handed-out tensors.
+
+        def _save_to_state_dict(self, *args: Any, **kwargs: Any) -> None:
+            _flush_module(self)
+            super()._save_to_state_dict(*args, **kwargs)
+
+        def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+            _release(self)
+            super()._load_from_state_dict(*args, **kwargs)
+            _check(self)
+
+        def _named_members(
+            self, get_members_fn: Members, *args: Any, **kwargs: Any
+        ) -> Iterator[tuple[str, Any]]:
+            refuse_sharding(self)
+            asked = None if torch.compiler.is_dynamo_compiling() else as_asked(get_members_fn)
+            if asked is None:
+                _flush(self)
+            return cast(
+                Iterator[tuple[str, Any]], super()._named_members(asked or get_members_fn, *args, **kwargs)
+            )
+
+        def get_parameter(self, target: str) -> nn.Parameter:
+            return cast(nn.Parameter, _master_at(self, target, "_parameters", super().get_parameter))
+
+        def get_buffer(self, target: str) -> torch.Tensor:
+            return cast(torch.Tensor, _master_at(self, target, "_buffers", super().get_buffer))
+
+        def _replicate_for_data_parallel(self) -> Any:
+            replica = super()._replicate_for_data_parallel()
+            vars(replica).pop(STATE_KEY, None)
+            set_class(replica, original_class(type(replica)))
+            return replica
+
+        def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            _release(self)
+            applied = super()._apply(staying(self, fn) if self._dynswap_stays else fn, *args, **kwargs)
+            _check(self)
+            return applied
+
+        # Copies and pickles are plain modules.
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            _flush_module(self)
+            return _plain_reduction(self, super().__reduce_ex__(protocol))
+
+        def __getstate__(self) -> Any:
+            _flush_module(self)
+            inherited = getattr(super(), "__getstate__", None)  # `object` has none before Python 3.11
+            return _plain_state(vars(self) if inherited is None else inherited())
+
+    return _Swapped
+
+
+_Swapped: Final = _behaviour_over(object)
+
+
+def _adopt(module: Any, name: str) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return  # a graph may put another master under a name that is served, and register no new ones
+    session = session_of(module)
+    if session is not None and ensure(type(module), name):
+        session.adopt(module, name)
+
+
+def _join(module: Any, child: Any) -> None:
+    session = session_of(module)
+    if session is not None and isinstance(child, nn.Module):
+        _put_masters(child)
+        attribute_type, naming = type(module)._dynswap_attribute, type(module)._dynswap_naming
+        session.attach(child, lambda cls: swap_class(cls, attribute_type, naming))
+        note_joined(session, module, child)
+
+
+def _put_masters(root: nn.Module) -> None:
+    """Let plain modules that were built over handed-out tensors, as parametrisations are, have masters."""
+    for module in modules_of(root):
+        if not is_scripted(type(module)):
+            for members in (module._parameters, module._buffers):
+                for name, tensor in members.items():
+                    members[name] = _as_master(tensor)
+
+
+def _as_master(value: Any) -> Any:
+    return master_of(value) if type(value) is ParameterProxy else value
+
+
+def _as_buffer(module: Any, name: str, value: torch.Tensor) -> torch.Tensor:
+    """What takes a buffer's place where a forward assigns what it computed: a master as the old one was."""
+    session = session_of(module)
+    old = vars(module).get("_buffers", {}).get(name)
+    if session is None or old is None or isinstance(value, nn.Parameter):
+        return value
+    if value.device != session.device:
+        return value
+    if not torch.compiler.is_dynamo_compiling() and not session.inside_call():
+        return value
+    computed = session.dtype if session.dtype is not None and old.is_floating_point() else old.dtype
+    if value.dtype == computed and value.shape == old.shape and value is getattr(module, name):
+        return cast(torch.Tensor, old)  # what was handed out, written in place: the master gets that
+    return value.to(device=old.device, dtype=old.dtype if value.dtype == computed else value.dtype)
+
+
+def _master_at(module: Any, target: str, members: str, otherwise: Callable[[str], Any]) -> Any:
+    """What `get_parameter` and `get_buffer` return: they name a master, as `named_parameters` does."""
+    path, _, name = target.rpartition(".")
+    owner = module.get_submodule(path)
+    master = vars(owner).get(members, {}).get(name)
+    if master is None:
+        return otherwise(target)
+    looked_at(owner, master)
+    _flush_module(owner)
+    return master
+
+
+def _flush(module: Any) -> None:
+    session = session_of(module)
+    if session is not None:
+        release_inputs()
+        session.flush()
+
+
+def _flush_module(module: Any) -> None:
+    session = session_of(module)
+    if session is not None:
+        release_inputs()
+        session.flush_module(module)
+
+
+def _check(module: Any) -> None:
+    session = session_of(module)
+    if session is not None:
+        session.check(module)
+
+
+def _release(module: Any) -> None:
+    session = session_of(module)
+    release_inputs()
+    if session is not None and torch.__future__.get_swap_module_params_on_conversion():
+        session.release(module)
+    elif session is not None:
+        session.flush_module(module)
+
+
+def _plain_reduction(module: Any, reduction: Any) -> Any:
+    """The reduction with the original class in place of the swap class, and without the state."""
+    if not isinstance(reduction, tuple):
+        return reduction
+    swap = type(module)
+    original = original_class(swap)
+    function, arguments, *rest = reduction
+    if arguments and arguments[0] is swap and function in _NEW_OBJECT:
+        # Pickle wants the object's own class in these two; nor may a plain module's pickle need this package.
+        positional, keywords = (arguments[1:], {}) if function is _NEW_OBJECT[0] else arguments[1:]
+        if positional or keywords:
+            function, arguments = functools.partial(original.__new__, original, *positional, **keywords), ()
+        else:
+            function, arguments = _RECONSTRUCT, (original, object, None)
+    else:
+        function = original if function is swap else function
+        arguments = tuple(original if argument is swap else argument for argument in arguments)
+    if rest:
+        rest[0] = _plain_state(rest[0])
+    return (function, arguments, *rest)
+
+
+def _copiers_for(cls: type) -> dict[str, Any]:
+    """Wrap the class's own `__copy__` and `__deepcopy__`: copies are plain modules, and up to date."""
+    own = {name: inspect.getattr_static(cls, name, None) for name in ("__copy__", "__deepcopy__")}
+    return {name: _plain_copier(method) for name, method in own.items() if inspect.isfunction(method)}
+
+
+def _plain_copier(copier: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(copier)
+    def copied(self: Any, *args: Any) -> Any:
+        _flush(self)
+        replica = copier(self, *args)
+        if not isinstance(replica, nn.Module) or replica is self:
+            return replica
+        if vars(replica).get(STATE_KEY) in (None, vars(self).get(STATE_KEY)):  # else it is installed itself
+            vars(replica).pop(STATE_KEY, None)
+            set_class(replica, original_class(type(replica)))
+        return replica
+
+    return copied
+
+
+_NEW_OBJECT: Final = (copyreg.__newobj__, copyreg.__newobj_ex__)  # type: ignore[attr-defined]
+_RECONSTRUCT: Final = copyreg._reconstructor  # type: ignore[attr-defined]
+
+
+def _plain_state(state: Any) -> Any:
+    if isinstance(state, dict) and STATE_KEY in state:
+        return {key: value for key, value in state.items() if key != STATE_KEY}
+    return state

@@ -1,0 +1,129 @@
+"""What torch.compile sees of an installed model: a weight is fetched by an operator of the graph.
+
+The native provider's descriptor is a property whose getter nobody calls but torch.compile's tracer. The
+graph takes the masters as its inputs, as that of a plain model takes its parameters, and
+`dynswap_ext::fetch` streams them where they are used.
+
+Note [Buffers are inputs in training]
+A forward may write a buffer in training, and the master has to get that. What an operator of the graph
+returns is the graph's own, and writes on it are gone with it. So the graph takes the handed-out tensor itself
+as an input: the tracer is given an attribute that it does not look into, a property whose getter is a
+function in C, and reads that anew at each call. It then compares what it has read by its address, for which
+all of them have to be there at once: they are kept until the graph runs, or somebody asks what was written.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynswap_ext._swap.state import STATE_KEY, session_of
+from dynswap_ext._util.untraced import untraced
+
+__all__ = ["fetch_master", "getter", "live", "live_name", "release_inputs"]
+
+
+#: What a forward gets for a master, or None if no install of this process serves it: the native provider's,
+#: once the extension is there. The graphs of the pure-Python provider convert masters themselves.
+fetch_master: Callable[[torch.Tensor], torch.Tensor | None] | None = None
+
+
+class _Kept(threading.local):
+    def __init__(self) -> None:
+        self.inputs: weakref.WeakKeyDictionary[nn.Module, dict[str, torch.Tensor]]
+        self.inputs = weakref.WeakKeyDictionary()
+
+
+_kept = _Kept()
+
+
+def release_inputs() -> None:
+    """Keep no input of a graph any longer."""
+    if _kept.inputs:
+        _kept.inputs.clear()
+
+
+def live_name(name: str) -> str:
+    """Where a swap class has the attribute of Note [Buffers are inputs in training]."""
+    return f"_dynswap_live_{name}"
+
+
+def live(name: str) -> property:
+    """That attribute."""
+    return property(_Live(name).__getitem__)
+
+
+class _Live(dict[nn.Module, torch.Tensor]):
+    """Always empty: `dict.__getitem__`, which is in C, comes to `__missing__`."""
+
+    __slots__ = ("_name",)
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    @untraced
+    def __missing__(self, module: nn.Module) -> torch.Tensor:
+        session = session_of(module)
+        if session is None:  # a copy of an installed module's class, or the module was uninstalled since
+            raise AttributeError(f"'{type(module).__name__}' object has no attribute '{self._name}'")
+        tensor: torch.Tensor = session.fetch_buffer(module, self._name)
+        _kept.inputs.setdefault(module, {})[self._name] = tensor
+        return tensor
+
+
+def getter(name: str) -> Callable[[Any], Any]:
+    """The function to trace in place of an access to `name`."""
+    live_attribute = live_name(name)
+
+    def fetch_traced(module: Any) -> Any:
+        held = module.__dict__
+        parameters = held["_parameters"]
+        if name in parameters:
+            master = parameters[name]
+        elif name in held["_buffers"]:
+            master = held["_buffers"][name]
+        else:
+            raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'")
+        if master is None or STATE_KEY not in held:
+            return master
+        state = held[STATE_KEY]
+        dtype = state.dtype if state.dtype is not None and master.is_floating_point() else master.dtype
+        if master.device == state.device and master.dtype == dtype:
+            return master
+        if name in held["_buffers"] and held["training"]:
+            return getattr(module, live_attribute)
+        return _fetch(master, state.device, dtype)
+
+    return fetch_traced
+
+
+@torch.library.custom_op("dynswap_ext::fetch", mutates_args=())
+def _fetch(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """The master on the device, through the install that serves it; a copy, which the graph may overwrite."""
+    release_inputs()
+    with torch.no_grad():
+        handed_out = None if fetch_master is None else fetch_master(master)
+        if handed_out is None:  # the model was uninstalled since, or this is no master but a view of one
+            return master.to(device=device, dtype=dtype, copy=True)
+        return handed_out.clone(memory_format=torch.preserve_format)
+
+
+@_fetch.register_fake
+def _(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(master.shape, master.stride(), dtype=dtype, device=device)
+
+
+def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
+    ctx.device, ctx.dtype = inputs[0].device, inputs[0].dtype
+
+
+def _backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    return gradient.to(device=ctx.device, dtype=ctx.dtype), None, None
+
+
+_fetch.register_autograd(_backward, setup_context=_remember)

@@ -1,0 +1,121 @@
+"""Masters stay where they are when a model is sent where it computes already.
+
+Note [Sent where it computes]
+Programs and libraries move a model to the device before they use it: ``model.to("cuda")``, ``pipe.to(...)``,
+a trainer's own placement. An installed model computes there, and its masters are elsewhere so that it fits;
+moving them would undo the install and run out of memory. So torch's own ways of moving (`to`, `cuda` and
+their like) leave masters, as they leave a tensor that is there already. `_apply` is where this is known, by
+which all of those go, also when a wrapper that is not installed was called, or a class with a `to` of its
+own. Plain tensors of a class with an `_apply` of its own do move. Casts and memory formats are asked for in
+the same calls, and are done.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from dynswap_ext._swap.module_registry import model_of
+from dynswap_ext._swap.state import session_of
+from dynswap_ext._util.warn import warn
+
+__all__ = ["staying"]
+
+_Function = Callable[[torch.Tensor], torch.Tensor]
+_TORCH: Final = nn.Module.__module__
+
+#: Sessions whose user was told.
+_told: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def staying(module: nn.Module, function: _Function) -> _Function:
+    """What to apply to the tensors of an installed module in place of `function`; mostly `function` itself.
+
+    Parameters
+    ----------
+    module : torch.nn.Module
+        The module whose own parameters, buffers and gradients it is for.
+    function : callable
+        What `_apply` was given. Only torch's own is changed: others know what they do.
+    """
+    if isinstance(function, _Staying):  # of the module above, which may belong to another install
+        function = function.function
+    session = session_of(module)
+    if session is None or session.device.type == "cpu" or getattr(function, "__module__", None) != _TORCH:
+        return function
+    held = vars(module)
+    own = [tensor for key in ("_parameters", "_buffers") for tensor in held[key].values()]
+    elsewhere = [t for t in own if t is not None and t.device != session.device and not t.is_meta]
+    return _Staying(function, session, elsewhere) if elsewhere else function
+
+
+class _Staying:
+    def __init__(self, function: _Function, session: Any, masters: list[torch.Tensor]) -> None:
+        self.function = function
+        self._session = session
+        # A gradient is where its master is.
+        grads = [t.grad for t in masters if t.is_leaf and t.grad is not None]
+        self._tensors = {id(tensor): tensor for tensor in (*masters, *grads)}
+
+    def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in self._tensors:  # a plain one, of a class with an `_apply` of its own
+            return self.function(tensor)
+        with _WithoutMove(self._session):
+            return self.function(tensor)
+
+
+class _WithoutMove(TorchFunctionMode):
+    """Within it, tensors that are sent to the session's device stay where they are."""
+
+    def __init__(self, session: Any) -> None:
+        super().__init__()
+        self._session = session
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        device: torch.device = self._session.device
+        if func is torch.Tensor.to:
+            target, dtype, non_blocking, memory_format = torch._C._nn._parse_to(*args[1:], **kwargs)
+            if target is not None and _with_index(target) == device:
+                _tell(self._session)
+                options = {} if memory_format is None else {"memory_format": memory_format}
+                return args[0].to(args[0].dtype if dtype is None else dtype, non_blocking, **options)
+        elif func is getattr(torch.Tensor, device.type, None):  # `Tensor.cuda` and its like
+            given = args[1] if len(args) > 1 else kwargs.get("device")
+            if _with_index(_device_named(device.type, given)) == device:
+                _tell(self._session)
+                return args[0]
+        return func(*args, **kwargs)
+
+
+def _device_named(kind: str, given: Any) -> torch.device:
+    if given is None:
+        return torch.device(kind)
+    return torch.device(kind, given) if isinstance(given, int) else torch.device(given)
+
+
+def _with_index(device: torch.device) -> torch.device:
+    if device.index is not None or device.type in ("cpu", "meta"):
+        return device
+    return torch.device(device.type, torch.accelerator.current_device_index())
+
+
+def _tell(session: Any) -> None:
+    if session in _told:
+        return
+    _told.add(session)
+    root = model_of(session)
+    name = "the model" if root is None else type(root).__name__
+    warn(
+        f"{name} is installed and computes on {session.device} already: sending it there moves nothing, and "
+        "its masters stay where they are. To keep weights on the device give install a larger budget; to "
+        "move the masters all the same, call dynswap_ext.uninstall(model) first",
+        always=True,
+    )

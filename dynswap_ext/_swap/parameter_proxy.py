@@ -1,0 +1,259 @@
+"""A handed-out tensor as it is seen from outside a forward: what is set on it reaches the master.
+
+Inside the call of an installed module a weight is a plain tensor on the compute device, which is all that a
+forward needs and what torch.compile takes. Whoever looks at the model from outside means the parameter:
+`m.weight.grad`, `m.weight.requires_grad_(False)`, `m.weight.data = t`, `m.weight.register_hook(...)`. There
+an access gives an alias of that tensor, of the class below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import ParametrizationList
+
+from dynswap_ext._util.untraced import untraced
+from dynswap_ext.errors import BudgetError, OutOfMemoryError
+
+__all__ = [
+    "ParameterProxy",
+    "handed_out_anew",
+    "make_proxy",
+    "master_of",
+    "plain_tensor_of",
+    "proxy_for",
+    "untracked_alias_made",
+]
+
+# All in the `__dict__` of tensors: the class adds no slots, so that it can be given to a tensor that exists.
+# The native provider makes most proxies itself, under the same names (csrc/bindings/session.cpp).
+_MASTER: Final = "_dynswap_master"
+_ALIAS: Final = "_dynswap_alias"
+_TENSOR: Final = "_dynswap_tensor"
+
+Fetch = Callable[[torch.Tensor], torch.Tensor | None]
+
+#: Called with a tensor whose `.data` is taken: what is written on that bumps no version. The providers' own,
+#: of which the one that handed the tensor out answers True.
+untracked_alias_made: Final[list[Callable[[torch.Tensor], bool]]] = []
+#: Called with a tensor whose master is about to have other data: how to get what the master is handed out as
+#: then, on which writes are looked for. The providers' own; None from one that does not serve the tensor.
+handed_out_anew: Final[list[Callable[[torch.Tensor], Fetch | None]]] = []
+
+_plain: Final[Any] = torch.Tensor
+_REGISTER: Final = nn.Module.register_parameter.__code__
+
+
+class ParameterProxy(torch.Tensor):
+    """Forwards to its master whatever a parameter keeps beside its values. Values are the device's.
+
+    One that was detached has no master, and is a tensor like any other.
+    """
+
+    __slots__ = ()
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+
+    @property
+    def data(self) -> torch.Tensor:
+        """The values, on the device. Set: the master's values (and the tensor's own)."""
+        any(note(self) for note in untracked_alias_made)
+        return _plain.data.__get__(self)  # type: ignore[no-any-return]
+
+    @data.setter
+    def data(self, value: torch.Tensor) -> None:
+        master = master_of(self)
+        if master is self:
+            _plain.data.__set__(self, value)
+        elif not _is_alias(value, self):  # `w.data += t` was a write in place, which reaches the master
+            fetches = [fetch for serve in handed_out_anew if (fetch := serve(self)) is not None]
+            as_master = _as_master(value, self, master)
+            value = value.to(device=self.device)
+            vars(self).pop(_TENSOR, None)
+            _plain.data.__set__(self, value)  # the place of the old bytes is free for the new ones
+            master.data = as_master
+            # What is written on this tensor from now on has to reach the master as before. Where there is no
+            # room for it beside the old bytes, which a view's base may hold, it is a tensor like any other.
+            anew = None
+            with contextlib.suppress(BudgetError, OutOfMemoryError):
+                anew = next((tensor for fetch in fetches if (tensor := fetch(master)) is not None), None)
+            if anew is not None and anew.shape == value.shape and anew.dtype == value.dtype:
+                any(note(anew) for note in untracked_alias_made)
+                vars(self)[_TENSOR] = anew
+                _plain.data.__set__(self, _plain.detach(anew))
+
+    @property
+    def grad(self) -> torch.Tensor | None:
+        """The master's gradient, where and in the dtype that the master has."""
+        master = master_of(self)
+        own = master is self or _plain.retains_grad.__get__(self)  # of `backward(inputs=[w])`
+        return _plain.grad.__get__(self) if own else master.grad
+
+    @grad.setter
+    def grad(self, value: torch.Tensor | None) -> None:
+        master = master_of(self)
+        if master is self:
+            _plain.grad.__set__(self, value)
+        else:
+            master.grad = None if value is None else value.to(device=master.device, dtype=master.dtype)
+
+    @grad.deleter
+    def grad(self) -> None:
+        self.grad = None
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the master does."""
+        master = master_of(self)
+        if master is self:
+            return _plain.requires_grad.__get__(self)  # type: ignore[no-any-return]
+        return master.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, value: bool) -> None:
+        self.requires_grad_(value)
+
+    def requires_grad_(self, requires_grad: bool = True) -> ParameterProxy:
+        """Make the master require gradients, or not; the next access follows it."""
+        master = master_of(self)
+        _plain.requires_grad_(master, requires_grad)
+        return self
+
+    @property
+    def grad_fn(self) -> Any:  # type: ignore[override]
+        """The node that takes gradients to the master."""
+        caller = sys._getframe(1)
+        if caller.f_code is _REGISTER and isinstance(caller.f_locals.get("self"), ParametrizationList):
+            return None  # torch is moving the parameter there; the master takes its place when the list joins
+        return _plain.grad_fn.__get__(self)
+
+    def register_hook(self, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> Any:
+        """Register the hook on the master: it is called in each backward pass, as a parameter's is."""
+        return _plain.register_hook(master_of(self), hook)
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
+        """Register the hook on the master."""
+        return _plain.register_post_accumulate_grad_hook(master_of(self), hook)
+
+    def retain_grad(self) -> None:
+        """Do nothing: a parameter's gradient is kept anyway."""
+        if master_of(self) is self:
+            _plain.retain_grad(self)
+
+    def set_(self, *source: Any, **options: Any) -> ParameterProxy:
+        """Set the master's storage, as `data` does."""
+        self.data = _plain.set_(torch.empty(0, dtype=self.dtype, device=self.device), *source, **options)
+        return self
+
+    def detach(self) -> torch.Tensor:
+        """Detach, from the graph and from the master."""
+        # `nn.Parameter(w)` insists on the class.
+        detached = _plain.detach(self)
+        detached.__class__ = ParameterProxy
+        return detached  # type: ignore[no-any-return]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> torch.Tensor:
+        copied = _plain_copy(self)
+        memo[id(self)] = copied
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return _plain_copy(self).__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
+
+    def __repr__(self, **options: Any) -> str:  # type: ignore[override]
+        values = _plain.__repr__(_plain.detach(self), **options)
+        return f"Parameter containing:\n{values}" if isinstance(self, nn.Parameter) else values
+
+    def __getattr__(self, name: str) -> Any:
+        master = self.__dict__.get(_MASTER)
+        if master is None or name == "__dict__":
+            raise AttributeError(f"'Tensor' object has no attribute '{name}'")
+        return getattr(master, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        master = self.__dict__.get(_MASTER)
+        if master is None or hasattr(type(self), name):
+            super().__setattr__(name, value)
+        else:
+            setattr(master, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        master = self.__dict__.get(_MASTER)
+        if master is None or hasattr(type(self), name):
+            super().__delattr__(name)
+        else:
+            delattr(master, name)
+
+
+def master_of(tensor: torch.Tensor) -> torch.Tensor:
+    """The master of a handed-out tensor that is seen from outside; any other tensor is its own."""
+    return vars(tensor).get(_MASTER, tensor) if type(tensor) is ParameterProxy else tensor
+
+
+def plain_tensor_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What a forward would get where this was seen from outside."""
+    return vars(tensor).get(_TENSOR, tensor) if type(tensor) is ParameterProxy else tensor
+
+
+@untraced
+def proxy_for(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """The alias to give for a handed-out tensor; one for as long as somebody has it.
+
+    Parameters
+    ----------
+    tensor : torch.Tensor
+        What a forward would get.
+    master : torch.Tensor
+        Its master.
+    """
+    if type(tensor) is not torch.Tensor or tensor is master or torch._C._are_functorch_transforms_active():
+        return tensor
+    known = vars(tensor).get(_ALIAS)
+    alias: Any = known() if known is not None else None
+    if alias is None:
+        with torch.inference_mode(False), torch._C._DisableTorchDispatch():
+            alias = tensor.detach()  # the native provider gives it the tensor's place in the graph
+        if isinstance(tensor, nn.Parameter):
+            alias._is_param = True
+        vars(alias).update({_MASTER: master, _TENSOR: tensor})
+        alias.__class__ = ParameterProxy
+        vars(tensor)[_ALIAS] = weakref.ref(alias)
+    return alias  # type: ignore[no-any-return]
+
+
+@untraced
+def make_proxy(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """Make a handed-out tensor itself one that is seen from outside, and return it."""
+    if type(tensor) is torch.Tensor and tensor is not master:
+        vars(tensor)[_MASTER] = master
+        tensor.__class__ = ParameterProxy
+    return tensor
+
+
+def _is_alias(value: torch.Tensor, of: torch.Tensor) -> bool:
+    """Whether both are the same bytes, laid out in the same way."""
+    return (
+        value.device == of.device
+        and value.dtype == of.dtype
+        and value.layout == of.layout == torch.strided
+        and value.shape == of.shape
+        and value.stride() == of.stride()
+        and value.data_ptr() == of.data_ptr()
+    )
+
+
+def _as_master(value: torch.Tensor, handed_out: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
+    """What the master gets for what is assigned to it on the device."""
+    cast = value.dtype == handed_out.dtype
+    return value.detach().to(device=master.device, dtype=master.dtype if cast else value.dtype)
+
+
+def _plain_copy(tensor: ParameterProxy) -> torch.Tensor:
+    with torch.inference_mode(False):
+        values = _plain.detach(tensor).clone()
+    return nn.Parameter(values, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else values

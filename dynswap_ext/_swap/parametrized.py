@@ -1,0 +1,77 @@
+"""Classes that `torch.nn.utils.parametrize` makes for one module, and installs.
+
+Note [Over a parametrised class]
+Torch derives a class from the module's own, for that module alone, and puts a property on it for each name
+that is computed. Taking a parametrisation off deletes the property from ``type(module)`` and sets the
+module's class to ``type(module).__bases__[0]``. So a swap class over such a class would get in torch's way.
+Its swap class is a copy of it instead, over the swap class of its base: there torch finds what it expects,
+and what it does leaves the module installed.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from torch import nn
+
+from dynswap_ext._swap.state import modules_of, session_of
+
+__all__ = ["copy_over", "give_back", "is_copy", "made_by_torch"]
+
+_COPY: Final = "_dynswap_copy"
+
+
+def made_by_torch(cls: type) -> bool:
+    """Whether torch made the class for a parametrised module."""
+    refuses = getattr(cls.__dict__.get("__getstate__"), "__qualname__", "")
+    return "_inject_new_class" in refuses and _COPY not in cls.__dict__
+
+
+def is_copy(cls: type) -> bool:
+    """Whether the class is one that `copy_over` made."""
+    return _COPY in cls.__dict__
+
+
+def copy_over(cls: type, name: str, base: type, namespace: dict[str, Any]) -> type:
+    """The swap class of a class that torch made: see Note [Over a parametrised class].
+
+    Parameters
+    ----------
+    cls : type
+        The class that torch made.
+    name : str
+        The copy's.
+    base : type
+        The swap class of its base.
+    namespace : dict
+        What stands on every swap class.
+    """
+    own = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
+    made: type = type(cls)(name, (base,), {**own, "__slots__": (), _COPY: True, **namespace})
+    return made
+
+
+def give_back(root: nn.Module, session: Any) -> None:
+    """Make what torch did to classes while their modules were installed hold for those that come back.
+
+    Called before the session gives the modules of the tree their own classes back.
+    """
+    for module in modules_of(root):
+        cls = type(module)
+        if session_of(module) is not session:
+            continue
+        if is_copy(cls):
+            _carry_properties(cls, cls.__dict__["_dynswap_original"])
+        elif made_by_torch(cls):
+            # It was made while the module was installed, over a swap class.
+            base = cls.__bases__[0]
+            cls.__bases__ = (base.__dict__.get("_dynswap_original", base),)
+
+
+def _carry_properties(copy: type, original: type) -> None:
+    for name, value in list(vars(original).items()):
+        if isinstance(value, property) and name not in vars(copy):
+            delattr(original, name)
+    for name, value in vars(copy).items():
+        if isinstance(value, property) and name not in vars(original):
+            setattr(original, name, value)

@@ -1,0 +1,148 @@
+"""What the front end and a provider's sessions know of each other: `Session` and `Hooks`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import nn
+
+from dynswap_ext._swap import subclasses
+from dynswap_ext._swap.parameter_proxy import ParameterProxy, proxy_for
+
+__all__ = ["Hooks", "Service", "Session"]
+
+#: Kept on the device; copied when it is needed; converted by torch at each access; the master itself.
+Service = Literal["resident", "streamed", "converted", "in place"]
+
+
+class Session(Protocol):
+    """One install, of either provider. Thread-safe.
+
+    Modules keep the session alive through their state (``module.__dict__["_dynswap"].session``); it keeps
+    no module and no master alive, and lets go of device memory and threads when the last of its modules is
+    given back or dies. ``stats()`` still answers then.
+    """
+
+    @property
+    def provider(self) -> str:
+        """Either "native" or "python"."""
+
+    @property
+    def backend(self) -> str:
+        """Either "host", "cuda", or "torch"."""
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What floating weights are cast into; None if they are not."""
+
+    @property
+    def modules(self) -> int:
+        """How many modules it serves."""
+
+    @property
+    def outdated(self) -> bool:
+        """Whether there are masters that the plan does not know, by their identity, size or dtype."""
+
+    def check(self, module: nn.Module) -> None:
+        """Look whether masters of this module are others than planned for; then `outdated` is True."""
+
+    def inside_call(self) -> bool:
+        """Whether the calling thread is inside the call of an installed module."""
+
+    def plan_again(self, root: nn.Module) -> None:
+        """Plan for the masters that the modules of the tree have now. If that fails, the old plan stays."""
+
+    def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:
+        """Swap the modules of the tree that no session serves; return how many. On an error, none.
+
+        Later calls let modules join that have come into the tree since.
+
+        `swap_class` is called once per class; None leaves its modules alone. For each name that the modules
+        of a class hold, the swap class's ``_dynswap_ensure(name)`` is called once.
+        """
+
+    def detach(self, root: nn.Module) -> None:
+        """Give the modules of the tree that this session serves their class and `__dict__` back."""
+
+    def adopt(self, module: nn.Module, name: str) -> None:
+        """Serve a parameter or buffer that was registered after the install."""
+
+    def flush(self) -> None:
+        """What was written on handed-out tensors is in the masters when this returns."""
+
+    def flush_module(self, module: nn.Module) -> None:
+        """Flush what was written on tensors handed out from this module."""
+
+    def release(self, module: nn.Module) -> None:
+        """Flush a module, and keep nothing by which torch would refuse to swap its masters."""
+
+    def expect_writes(self, masters: list[torch.Tensor]) -> None:
+        """An optimizer is about to write to these masters, of which some may be another session's."""
+
+    def note_writes(self, masters: list[torch.Tensor]) -> None:
+        """An optimizer has written to these masters, or to some of them, and may have bumped no version."""
+
+    @property
+    def sampled_bytes(self) -> int:
+        """Bytes of masters that are sampled: a small write to them that bumps no version may go unseen."""
+
+    def stats(self) -> dict[str, int]:
+        """Counters and plan, named as in csrc/core/stats.h."""
+
+    def reset_stats(self) -> None:
+        """Set the counters to zero."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Figures of each group in the order of use, named as in `GroupFigures`."""
+
+    def services(self, module: nn.Module) -> dict[str, Service]:
+        """How each of the module's masters is served, by its name."""
+
+    def fetch_buffer(self, module: nn.Module, name: str) -> torch.Tensor:
+        """Return a buffer as a forward in training gets it, for a graph of torch.compile."""
+
+    def note_pass(self) -> None:
+        """For a recording: a pass ends here, and the next one begins."""
+
+    def retune(self, root: nn.Module, budget: int | None) -> dict[str, Any]:
+        """Plan anew by what was recorded; returns that, as `Tuning` has it."""
+
+    def record(self, on: bool) -> None:
+        """Begin to record, dropping what was recorded, or end."""
+
+    def timeline(self) -> dict[str, Any]:
+        """What was recorded: "spans", each the fields of `Span`, "dropped", and the "clock"."""
+
+    def close(self) -> None:
+        """Let go of the device memory and the threads. Idempotent."""
+
+
+@dataclass(frozen=True)
+class Hooks:
+    """What a session calls of the front end. It imports nothing of it."""
+
+    #: Warns the user.
+    warn: Callable[[str], None]
+    #: Called at the beginning of a call of the model if the session is outdated.
+    replan: Callable[[Session], None]
+    #: Called at the beginning of each of the model's calls, after `replan`.
+    call_begins: Callable[[Session], None]
+    #: Called if one of them ends with an error.
+    call_failed: Callable[[Session, BaseException], None]
+    #: Returns what an access from outside a forward gets, from what a forward would get and from its master.
+    proxy_for: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = proxy_for
+    #: The class of that, of which C++ makes what plain tensors are seen as.
+    proxy_class: type[torch.Tensor] = ParameterProxy
+    # See Note [Subclasses are taken apart].
+    inner_names: Callable[[torch.Tensor], list[str] | None] = subclasses.inner_names
+    adds_attributes_only: Callable[[torch.Tensor], bool] = subclasses.adds_attributes_only
+    rebuild_wrapper: Callable[..., torch.Tensor] = subclasses.rebuild_wrapper
+    with_class_of: Callable[..., torch.Tensor] = subclasses.with_class_of
+    flatten_wrapper: Callable[[torch.Tensor], Any] = subclasses.flatten_wrapper

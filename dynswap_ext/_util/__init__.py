@@ -1,0 +1,1 @@
+"""Helpers that know nothing of installs: amounts of memory, progress, warnings, the log."""

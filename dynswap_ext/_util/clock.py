@@ -1,0 +1,45 @@
+"""How long the work of a device takes."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+__all__ = ["DeviceClock", "timing_event"]
+
+
+def timing_event() -> torch.cuda.Event:
+    """Return an event that ``elapsed_time()`` accepts."""
+    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+
+
+class DeviceClock:
+    """Marks points of a device's time: on CUDA by events of the current stream, else by the host's clock.
+
+    A mark costs no host synchronisation; reading the time between two marks waits for the later one.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+
+    def mark(self) -> Any:
+        """Mark the point that the device's work has come to."""
+        if self._device is None:
+            return time.perf_counter()
+        event = timing_event()
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def seconds(self, begin: Any, end: Any) -> float:
+        """Return the seconds between two marks."""
+        if self._device is None:
+            return float(end - begin)
+        end.synchronize()
+        return float(begin.elapsed_time(end)) / 1e3
+
+    def wait(self) -> None:
+        """Wait until the device has done its work."""
+        if self._device is not None:
+            torch.cuda.synchronize(self._device)

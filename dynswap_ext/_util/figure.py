@@ -1,0 +1,92 @@
+"""Pictures without a screen: what all of them share."""
+
+from __future__ import annotations
+
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+from dynswap_ext.errors import ConfigError
+
+__all__ = [
+    "BLACK",
+    "BLUE",
+    "DASHED",
+    "GREEN",
+    "GREY",
+    "ORANGE",
+    "PINK",
+    "RED",
+    "check_path",
+    "figure",
+    "save",
+    "style",
+]
+
+# Okabe and Ito's colours, which can be told apart with any colour vision.
+BLACK: Final = "#000000"
+BLUE: Final = "#0072B2"
+GREEN: Final = "#009E73"
+ORANGE: Final = "#E69F00"
+PINK: Final = "#CC79A7"
+RED: Final = "#D55E00"
+GREY: Final = "#767676"
+DASHED: Final = (0, (5, 3))
+
+
+def figure(width: float, height: float) -> Any:
+    """Return an empty figure, in inches, that belongs to no window.
+
+    Raises
+    ------
+    ConfigError
+        matplotlib is missing.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError(
+            f"pictures need matplotlib, which cannot be imported ({error}); install it with "
+            "`pip install dynswap-ext[plot]`"
+        ) from error
+    return Figure(figsize=(width, height), layout="constrained")  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def style(axes: Any, *, grid: str = "y") -> None:
+    """Draw no frame at the top and the right, and a light grid behind all else ("x", "y", "both" or "")."""
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.set_axisbelow(True)
+    if grid:
+        axes.grid(axis=grid, color="#E4E4E4", linewidth=0.6)
+
+
+def check_path(path: str | PathLike[str]) -> Path:
+    """Return the path of a picture if one can be written there: a known suffix, an existing folder.
+
+    Raises
+    ------
+    ConfigError
+        It cannot, or matplotlib is missing.
+    """
+    where = Path(path)
+    if where.suffix.removeprefix(".").lower() not in figure(1, 1).canvas.get_supported_filetypes():
+        raise ConfigError(f"{where} cannot be drawn: expected an ending such as .png, .svg or .pdf")
+    if not where.parent.is_dir():
+        raise ConfigError(f"there is no folder {where.parent} for the picture {where.name}; make it first")
+    return where
+
+
+def save(drawn: Any, path: str | PathLike[str], *, dots_per_inch: int = 150) -> Path:
+    """Write a figure in the format that the path's suffix says.
+
+    Raises
+    ------
+    ConfigError
+        There is no such format, or the file cannot be written.
+    """
+    where = check_path(path)
+    try:
+        drawn.savefig(where, dpi=dots_per_inch)
+    except OSError as error:
+        raise ConfigError(f"{where} cannot be written: {error.strerror}; choose another path") from error
+    return where

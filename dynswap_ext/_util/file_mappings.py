@@ -1,0 +1,101 @@
+"""What this process has mapped from files: the one index from an address to a place in a file."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from bisect import bisect_right
+from pathlib import Path
+from typing import Final, NamedTuple
+
+__all__ = ["FileMappings", "Mapping", "drop_file_cache", "mapped_ranges", "mappings"]
+
+_MADV_DONTNEED: Final = 4
+#: Names that the kernel gives to memory.
+_MEMORY = ("/dev/", "/memfd:", "/SYSV")
+
+
+class Mapping(NamedTuple):
+    """One file range in this process's memory."""
+
+    begin: int
+    end: int
+    #: Bytes from the start of the file to what is at `begin`.
+    offset: int
+    #: Major and minor number, as in "fd:00".
+    device: str
+    inode: int
+    #: The file's path as it was mapped; the kernel adds " (deleted)".
+    name: str
+
+    @property
+    def path(self) -> Path | None:
+        """The file, if it can still be read under its name; None for one that is deleted or was replaced."""
+        try:
+            status = os.stat(self.name)
+        except OSError:
+            return None
+        same = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}" == self.device
+        return (
+            Path(self.name)
+            if same and status.st_ino == self.inode and os.access(self.name, os.R_OK)
+            else None
+        )
+
+
+def mappings() -> list[Mapping]:
+    """Return the files that are mapped now, by address; none where the kernel has no list (not Linux)."""
+    try:
+        with open("/proc/self/maps", errors="replace") as file:  # proc_pid_maps(5)
+            lines = file.read().splitlines()
+    except OSError:
+        return []
+    found: list[Mapping] = []
+    for line in lines:
+        addresses, _, offset, device, inode, *name = line.split(maxsplit=5)
+        if not name or not name[0].startswith("/") or name[0].startswith(_MEMORY):
+            continue
+        begin, end = (int(address, 16) for address in addresses.split("-"))
+        new = Mapping(begin, end, int(offset, 16), device, int(inode), name[0])
+        last = found[-1] if found else None
+        # A write to a private mapping can split it.
+        if last and new == (last.end, end, last.offset + last.end - last.begin, *last[3:]):
+            found[-1] = last._replace(end=end)
+        else:
+            found.append(new)
+    return found
+
+
+class FileMappings:
+    """The mappings of files that this process has at one moment."""
+
+    def __init__(self) -> None:
+        self._mappings = mappings()
+
+    def find(self, address: int) -> Mapping | None:
+        """Return the mapping that has this address."""
+        at = bisect_right(self._mappings, address, key=lambda mapping: mapping.begin) - 1
+        return self._mappings[at] if at >= 0 and address < self._mappings[at].end else None
+
+
+def mapped_ranges(path: Path) -> list[tuple[int, int]]:
+    """Return address and length of each of this process's mappings of a file."""
+    wanted = str(path.resolve())
+    return [(mapping.begin, mapping.end - mapping.begin) for mapping in mappings() if mapping.name == wanted]
+
+
+def drop_file_cache(path: Path) -> None:
+    """Drop a file's pages from this process's mappings and from the page cache.
+
+    Only for files that were not written to through a private mapping: such pages would be lost.
+    """
+    if not hasattr(os, "posix_fadvise"):
+        return
+    libc = ctypes.CDLL(None, use_errno=True)
+    for start, length in mapped_ranges(path):
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED)
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,63 @@
+"""Progress of what takes long: a bar on a terminal, or a function that is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import TypeAlias
+
+from dynswap_ext.errors import ConfigError
+
+__all__ = ["ProgressOption", "Told", "check_progress", "shown"]
+
+#: Called with the bytes done so far, and the whole.
+Told: TypeAlias = Callable[[int, int], None]
+ProgressOption: TypeAlias = bool | Told
+
+
+def check_progress(given: ProgressOption | None) -> ProgressOption:
+    """The option `progress`, checked.
+
+    Raises
+    ------
+    ConfigError
+        It is neither a bool nor a function.
+    """
+    if given is None or isinstance(given, bool) or callable(given):
+        return given or False
+    raise ConfigError(
+        f"progress is {given!r}; expected True for a bar, False, or a function of the bytes done "
+        "and the whole"
+    )
+
+
+@contextmanager
+def shown(progress: ProgressOption | None, what: str) -> Iterator[Told | None]:
+    """Something to tell of progress while the block runs; None where nobody wants to know.
+
+    Parameters
+    ----------
+    progress
+        True for a bar on stderr, where that is a terminal or a notebook: a log file has no use for one.
+    what
+        What is in progress, in a word or two.
+    """
+    progress = check_progress(progress)
+    if not isinstance(progress, bool):
+        yield progress
+        return
+    if not progress:
+        yield None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import TransferSpeedColumn as Speed
+
+    console = Console(stderr=True)
+    if not (console.is_terminal or console.is_jupyter):
+        yield None
+        return
+    columns = TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), Speed()
+    with Progress(*columns, TimeRemainingColumn(), console=console) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, whole: bar.update(task, completed=done, total=whole)

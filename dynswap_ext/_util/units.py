@@ -1,0 +1,103 @@
+"""Sizes, shares, times, rates and dtypes as people write and read them."""
+
+from __future__ import annotations
+
+import re
+from fractions import Fraction
+from typing import Final
+
+import torch
+
+from dynswap_ext._util.memory import format_bytes, parse_bytes
+from dynswap_ext.errors import ConfigError
+
+_NUMBER: Final = r"\s*(?P<number>\d+(\.\d*)?(e[+-]?\d+)?|\.\d+)\s*"
+_THROUGHPUT: Final = re.compile(rf"{_NUMBER}(?P<prefix>[kmgtp]?)flop(s|/s|ps)\s*", re.IGNORECASE)
+_TIME: Final = re.compile(rf"{_NUMBER}(?P<unit>s|ms|us|µs|min)\s*", re.IGNORECASE)
+_TIMES: Final = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+
+
+def parse_size(text: str) -> int:
+    """Return the bytes of "1.5GB", "384MiB" or "1048576"."""
+    try:
+        return int(parse_bytes(text))
+    except ConfigError:
+        raise ConfigError(f"{text!r} is not a size; write one as 1.5GB or 384MiB") from None
+
+
+def parse_share(text: str, whole: int) -> int:
+    """Return the bytes of a size, or of a share of `whole` written as "1/4", "25%" or "0.25"."""
+    number = text.strip().removesuffix("%")
+    try:
+        share = Fraction(number) / (100 if "%" in text else 1)
+    except (ValueError, ZeroDivisionError):
+        return parse_size(text)
+    if share > 1:
+        return parse_size(text)
+    if share <= 0:
+        raise ConfigError(f"{text!r} is not a share above zero; write one as 1/4 or 25%")
+    return int(whole * share)
+
+
+def show_bytes(size: float | None) -> str:
+    """Write a size with a binary unit; a dash for None."""
+    return "-" if size is None else format_bytes(round(size))
+
+
+def show_seconds(seconds: float | None) -> str:
+    """Write a time as 1.234 s or 12.3 ms; a dash for None."""
+    if seconds is None:
+        return "-"
+    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+
+
+def show_ns(ns: int) -> str:
+    """Write nanoseconds as 1.3 s, 12 ms or 830 us; a dash for nothing."""
+    if ns <= 0:
+        return "-"
+    for unit, size in (("s", 10**9), ("ms", 10**6)):
+        if ns >= size * 0.9995:
+            return f"{ns / size:.3g} {unit}" if ns < 1000 * size else f"{ns / size:.0f} {unit}"
+    return f"{ns / 1000:.3g} us"
+
+
+def parse_bandwidth(text: str) -> float:
+    """Return the bytes a second of "25GB/s", "900 MiB/s" or "26e9"."""
+    amount = re.sub(r"\s*/\s*s(ec)?\s*$", "", text)
+    try:
+        rate = float(parse_size(amount))
+    except ConfigError:
+        rate = 0.0
+    if rate < 1000:  # no bus is so slow: the unit is missing
+        raise ConfigError(f"{text!r} is not a bandwidth; write one as 25GB/s, in bytes, not bits")
+    return rate
+
+
+def parse_throughput(text: str) -> float:
+    """Return the floating-point operations a second of "300TFLOPS" or "1.2 PFLOP/s"."""
+    match = _THROUGHPUT.fullmatch(text)
+    rate = float(match["number"]) * 1000 ** " kmgtp".index(match["prefix"].lower() or " ") if match else 0.0
+    if not rate > 0:
+        raise ConfigError(f"{text!r} is not a throughput above zero; write one as 300TFLOPS")
+    return rate
+
+
+def parse_seconds(text: str) -> float:
+    """Return the seconds of "350ms", "1.2s" or "7us"."""
+    match = _TIME.fullmatch(text)
+    if match is None:
+        raise ConfigError(f"{text!r} is not a time; write one as 350ms or 1.2s")
+    return float(match["number"]) * _TIMES[match["unit"].lower()]
+
+
+def parse_dtype(text: str | None, option: str = "--dtype") -> torch.dtype | None:
+    """Return the floating dtype of "bf16", "float16" or "torch.float8_e4m3fn"; None for None."""
+    if text is None:
+        return None
+    short = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32", "fp64": "float64"}
+    found = getattr(torch, short.get(text, text.removeprefix("torch.")), None)
+    if not isinstance(found, torch.dtype) or not found.is_floating_point:
+        raise ConfigError(
+            f"{option} is {text!r}; expected bf16, fp16, fp32 or another floating dtype of torch"
+        )
+    return found

@@ -1,0 +1,39 @@
+"""Warnings that point at the caller's line, however deep in the package they arise."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from dynswap_ext._util.log import logger
+from dynswap_ext.errors import DynswapWarning
+
+__all__ = ["warn"]
+
+_PACKAGE: Final = Path(__file__).parents[1]
+_NOT_THE_CALLER: Final = tuple(f"{folder}/" for folder in (_PACKAGE, Path(str(torch.__file__)).parent))
+
+
+def warn(message: str, *, always: bool = False) -> None:
+    """Warn, on behalf of the first frame that is neither the package's own nor torch's.
+
+    Parameters
+    ----------
+    message : str
+        Whole sentences.
+    always : bool
+        Show it also where the same line has led to it before: it is about another install.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
+        frame = frame.f_back
+    logger.warning("%s", message)
+    shown = {} if always else frame.f_globals.setdefault("__warningregistry__", {})
+    name = frame.f_globals.get("__name__") or "<unknown>"
+    warnings.warn_explicit(
+        message, DynswapWarning, frame.f_code.co_filename, frame.f_lineno, name, registry=shown
+    )

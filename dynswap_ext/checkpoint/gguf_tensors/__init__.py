@@ -1,0 +1,1 @@
+"""GGUF's quantised weights as tensors: their encodings, and how they are decoded on the device."""

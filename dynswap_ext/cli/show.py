@@ -1,0 +1,124 @@
+"""``dynswap show``: what a checkpoint has in it."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.units import parse_share
+
+if TYPE_CHECKING:
+    from dynswap_ext.checkpoint import Summary
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to a parser, and its old name, which the help does not list."""
+    show = commands.add_parser(
+        "show",
+        help="show what a checkpoint has in it, and what budget it needs",
+        description="Print a checkpoint's keys, shapes, dtypes, bytes and ties, its largest group of weights "
+        "and the smallest budget. Reads headers and nothing else.",
+    )
+    for parser, command in ((show, _show), (commands.add_parser("inspect"), _inspect)):
+        parser.set_defaults(command=command)
+        add = parser.add_argument
+        add("path", metavar="PATH", help="a file, an index, or a folder")
+        add("--budget", help="say whether it does: a size, or a share of the whole (exit status 1 if not)")
+        add("--all", action="store_true", help="a row for each tensor, also of repeated layers")
+        add("--json", action="store_true", help="everything, for programs")
+        add("--verify", action="store_true", help="read all, and compare the checksums that convert keeps")
+
+
+def _inspect(options: argparse.Namespace) -> int:
+    print("dynswap: `dynswap inspect` is called `dynswap show` now", file=sys.stderr)
+    return _show(options)
+
+
+def _show(options: argparse.Namespace) -> int:
+    from dynswap_ext.checkpoint import summary, verify
+
+    found = summary(options.path)
+    budget = parse_share(options.budget, found.total_bytes) if options.budget else None
+    verified = verify(options.path) if options.verify else None
+    if options.json:
+        print(json.dumps(_as_json(found, budget, verified), indent=2, default=str))
+    else:
+        _print(found, budget, verified, collapse=not options.all)
+    return 1 if budget is not None and budget < found.smallest_budget else 0
+
+
+def _as_json(found: Summary, budget: int | None, verified: int | None) -> dict[str, Any]:
+    from dynswap_ext.checkpoint.summary import dtype_name
+
+    group = found.largest_group
+    content = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
+    content["tensors"] = {
+        name: {
+            "dtype": dtype_name(entry),
+            "shape": list(entry.shape),
+            "bytes": entry.nbytes,
+            "file": entry.file,
+            "offset": entry.offset,
+        }
+        for name, entry in content.pop("entries").items()
+    }
+    content["largest_group"] = {"names": list(group.names), "bytes": group.nbytes} if group else None
+    content["smallest_budget"] = found.smallest_budget
+    if budget is not None:
+        content["budget"] = {"bytes": budget, "works": budget >= found.smallest_budget}
+    if verified is not None:
+        content["verified_bytes"] = verified
+    return content
+
+
+def _print(found: Summary, budget: int | None, verified: int | None, *, collapse: bool) -> None:
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    from dynswap_ext._util.tables import facts_grid, first_names
+    from dynswap_ext.checkpoint.summary import rows
+
+    table = Table()
+    table.add_column("key", overflow="fold")
+    table.add_column("tensors", justify="right")
+    table.add_column("shape")
+    table.add_column("dtype")
+    table.add_column("bytes", justify="right")
+    for row in rows(found, collapse=collapse):
+        shape = " x ".join(map(str, row.shape)) or "scalar"
+        table.add_row(Text(row.pattern), str(len(row.names)), shape, row.dtype, format_bytes(row.nbytes))
+    checksums = "kept; --verify compares them" if found.checksums else "none"
+    group = found.largest_group
+    facts: dict[str, str | None] = {
+        "format": found.format,
+        "files": first_names(list(map(str, found.files)), "\n"),
+        "tensors": f"{len(found.entries)}, {_exactly(found.total_bytes)}",
+        "dtypes": ", ".join(f"{name} {format_bytes(size)}" for name, size in found.bytes_by_dtype.items()),
+        "ties": first_names([" = ".join(tie) for tie in found.ties], "\n"),
+        "not tensors": first_names(found.objects),
+        "metadata": first_names([f"{name}: {text[:100]}" for name, text in found.metadata.items()], "\n"),
+        "largest group": f"{_exactly(group.nbytes)}: {first_names(group.names)}" if group else None,
+        "smallest budget": _exactly(found.smallest_budget) if group else None,
+        "this budget": None if budget is None else f"{_exactly(budget)} {_answer(found, budget)}",
+        "checksums": checksums if verified is None else f"{_exactly(verified)} compared, and equal",
+    }
+    console = Console()
+    console.print(table)
+    console.print(facts_grid([(name, text) for name, text in facts.items() if text]))
+
+
+def _answer(found: Summary, budget: int) -> str:
+    if budget >= found.total_bytes:
+        return "holds all of it: nothing is streamed after the first pass"
+    if budget >= found.smallest_budget:
+        return f"does: {budget / found.total_bytes:.0%} of the weights"
+    return "is too small"
+
+
+def _exactly(size: int) -> str:
+    return f"{size} bytes" if size < 1024 else f"{format_bytes(size)} ({size} bytes)"

@@ -1,0 +1,97 @@
+"""Shows the progress of the first pass of an install.
+
+A thread reads counters some times a second, so that accesses cost what they always do. It ends with the pass,
+once every group has arrived, or with the install.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import nn
+
+from dynswap_ext._swap.protocol import Session
+from dynswap_ext._swap.state import session_of
+from dynswap_ext._util.progress import ProgressOption, shown
+
+__all__ = ["FirstPass"]
+
+_INTERVAL_S: Final = 0.1
+#: A pass without a module's call (in a compiled graph, say) is over after this time without an access.
+_QUIET_S: Final = 1.0
+_CALL: Final = nn.Module._call_impl.__code__
+
+
+class FirstPass:
+    """Watches a session until all its groups have been used once.
+
+    Parameters
+    ----------
+    session
+        The session.
+    lives
+        Returns whether the session still serves any module.
+    progress
+        True for a bar, or a function that the thread calls.
+    """
+
+    def __init__(self, session: Session, lives: Callable[[], bool], progress: ProgressOption) -> None:
+        self._session, self._progress = session, progress
+        self._lives = lives
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="dynswap_ext first pass")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop showing progress; the thread has ended when this returns."""
+        self._over.set()
+        if self._thread is not threading.current_thread():
+            # With a limit: the function that the thread calls may itself wait for this one.
+            self._thread.join(timeout=10)
+
+    def _watch(self) -> None:
+        while self._accesses() == 0:
+            if self._gone(_INTERVAL_S):
+                return
+        with shown(self._progress, "first pass") as tell:
+            if tell is None:
+                return
+            before, last = -1, time.monotonic()
+            while True:
+                done, whole, all_came = self._arrived()
+                tell(done, whole)
+                if all_came or self._gone(_INTERVAL_S):
+                    break
+                now = self._accesses()
+                if now != before or _inside_call(self._session):
+                    before, last = now, time.monotonic()
+                elif time.monotonic() - last > _QUIET_S:
+                    break
+
+    def _gone(self, wait: float) -> bool:
+        stopped = self._over.wait(wait)
+        return stopped or not self._lives() or not threading.main_thread().is_alive()
+
+    def _accesses(self) -> int:
+        counters = self._session.stats()
+        return counters["hits"] + counters["misses"]
+
+    def _arrived(self) -> tuple[int, int, bool]:
+        groups = self._session.groups()
+        came = [group["bytes"] for group in groups if group["copies"]]
+        return sum(came), sum(group["bytes"] for group in groups), len(came) == len(groups)
+
+
+def _inside_call(session: Session) -> bool:
+    """Whether any thread is inside the call of a module that the session serves."""
+    for frame in sys._current_frames().values():
+        at: Any = frame
+        while at is not None:
+            if at.f_code is _CALL and session_of(at.f_locals["self"]) is session:
+                return True
+            at = at.f_back
+    return False

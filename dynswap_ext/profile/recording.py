@@ -1,0 +1,247 @@
+"""Figures of groups and spans of time, as values; and the context that records them."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from types import MappingProxyType
+from typing import Any, Final, NamedTuple, Protocol
+
+from dynswap_ext.errors import ConfigError
+
+__all__ = ["CAUSES", "GroupFigures", "Lane", "Recorder", "Recording", "Span", "figures_of"]
+
+#: Why a consumer stalled.
+CAUSES: Final = (
+    "first use",
+    "bus-bound",
+    "late prefetch",
+    "not predicted",
+    "arena full",
+    "slot held",
+    "master changed",
+)
+
+
+@dataclass(frozen=True)
+class GroupFigures:
+    """What one group has cost so far. Times are nanoseconds.
+
+    With the pure-Python provider every weight is a group of its own.
+    """
+
+    #: Its weights, as ``named_parameters()`` and ``named_buffers()`` have them.
+    names: tuple[str, ...]
+    #: Its size on the device.
+    bytes: int
+    #: Where its masters are: "pinned RAM", "RAM" or "file"; "device" if they are there, and are cast.
+    source: str
+    #: Whether it stays on the device.
+    resident: bool
+    #: How often it was on the device, or on its way, when it was needed.
+    hits: int
+    #: Of those, how often it was still on its way.
+    late_hits: int
+    #: How often its copy was issued only when it was needed.
+    misses: int
+    copies: int
+    #: Bytes that those copies read from masters.
+    bytes_moved: int
+    #: How long its copies took; None where the backend does not know (CUDA, while nothing is recorded).
+    copy_ns: int | None
+    #: How long its consumers waited.
+    stall_ns: int
+    #: The same by cause, one of `CAUSES`.
+    causes: Mapping[str, int]
+    #: The weight whose handed-out tensor held the slot that this group waited for, the last time; or "".
+    held_by: str
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any]) -> GroupFigures:
+        """Build from the values that a session has for one group; a missing one is an error."""
+        values = {field.name: given[field.name] for field in fields(cls)}
+        values["names"] = tuple(values["names"])
+        values["causes"] = MappingProxyType({cause: ns for cause, ns in values["causes"].items() if ns})
+        return cls(**values)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same in types that JSON has."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {**values, "names": list(self.names), "causes": dict(self.causes)}
+
+
+class Lane(NamedTuple):
+    """Spans of one kind that do not overlap: one row in a viewer."""
+
+    #: "copy", or "wait" or "compute" of one thread.
+    kind: str
+    #: The thread's name; empty for copies.
+    thread: str
+    spans: list[Span]
+
+
+class Span(NamedTuple):
+    """One thing that took time, in nanoseconds of ``time.monotonic_ns``."""
+
+    #: "copy", "wait", "use" (of a group, from `begin` on; its `end` is its `begin`), or "pass" (as "use").
+    kind: str
+    #: An index into the recording's groups; -1 for a pass.
+    group: int
+    begin: int
+    end: int
+    #: For a copy "demanded" or "prefetched", for a wait its cause.
+    detail: str
+    #: For a copy the bytes copied; for a use the bytes held on the device at that time.
+    bytes: int
+    #: The id of the consumer's thread; 0 for a copy.
+    thread: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What happened during a recording."""
+
+    groups: tuple[GroupFigures, ...]
+    #: In the order in which they began.
+    spans: tuple[Span, ...]
+    #: Spans that did not fit.
+    dropped: int
+    #: When it began and ended, as ``time.monotonic_ns`` has it.
+    begin: int
+    end: int
+    #: To be added to those times, for nanoseconds since 1970.
+    to_unix_ns: int
+    #: The names of the threads, by the ids that the spans have.
+    threads: Mapping[int, str]
+
+    def of(self, *kinds: str) -> Iterator[Span]:
+        """Yield the spans of these kinds."""
+        return (span for span in self.spans if span.kind in kinds)
+
+    def compute(self) -> Iterator[Span]:
+        """Yield spans from each use to the thread's next use or wait: the compute that used the group."""
+        running: dict[int, Span] = {}
+        for span in self.spans:
+            if span.kind == "copy":
+                continue
+            before = running.get(span.thread)
+            if before is not None and span.kind == "use" and span.group == before.group:
+                continue
+            if before is not None:
+                yield before._replace(kind="compute", end=max(before.begin, span.begin))
+                del running[span.thread]
+            if span.kind == "use":
+                running[span.thread] = span
+        last = max(self.end, *(span.end for span in self.spans), 0) if self.spans else self.end
+        for before in running.values():
+            yield before._replace(kind="compute", end=max(before.begin, last))
+
+    def lanes(self) -> list[Lane]:
+        """Return copies in as few lanes as possible, and each thread's waits and compute."""
+        copies: list[list[Span]] = [[]]
+        for span in self.of("copy"):
+            free = next((lane for lane in copies if not lane or lane[-1].end <= span.begin), None)
+            if free is None:
+                copies.append(free := [])
+            free.append(span)
+        lanes = [Lane("copy", "", lane) for lane in copies]
+        spans = {"wait": list(self.of("wait")), "compute": list(self.compute())}
+        for thread in dict.fromkeys(span.thread for span in self.of("use", "wait")):
+            name = self.threads.get(thread, f"thread {thread}")
+            for kind, every in spans.items():
+                lanes.append(Lane(kind, name, [span for span in every if span.thread == thread]))
+        return lanes
+
+
+class Records(Protocol):
+    """What a recorder needs of a session."""
+
+    def groups(self) -> list[dict[str, Any]]:
+        """Return figures of each group, in the order of use."""
+
+    def record(self, on: bool) -> None:
+        """Begin to record, dropping what was recorded before, or end."""
+
+    def timeline(self) -> dict[str, Any]:
+        """Return what was recorded."""
+
+
+def figures_of(session: Records) -> tuple[GroupFigures, ...]:
+    """Return figures of each group, in the order of use."""
+    return tuple(map(GroupFigures.of, session.groups()))
+
+
+class Recorder:
+    """Records a session, and keeps the latest recording. Thread-safe.
+
+    Parameters
+    ----------
+    session
+        Returns the current session: an install may get another one.
+    """
+
+    def __init__(self, session: Callable[[], Records]) -> None:
+        self._session = session
+        self._lock = threading.Lock()
+        # LOCK: guards all below, and the session's `record`.
+        self._current: object | None = None
+        self._last: Recording | None = None
+
+    @contextmanager
+    def __call__(self) -> Iterator[None]:
+        """Record while the block runs. Another recording that begins in the meantime drops this one."""
+        with self._lock:
+            current = self._current = object()
+            self._last = None
+            session = self._session()
+            to_unix_ns, begin = _to_unix_ns(), time.monotonic_ns()
+            session.record(True)
+        try:
+            yield
+        finally:
+            with self._lock:
+                if self._current is current:
+                    self._current = None
+                    session.record(False)
+                    self._last = _recording(session, begin, time.monotonic_ns(), to_unix_ns)
+
+    @property
+    def last(self) -> Recording:
+        """The latest recording.
+
+        Raises
+        ------
+        ConfigError
+            Nothing was recorded, or the recording is still running.
+        """
+        if self._last is None:
+            running = self._current is not None
+            raise ConfigError(
+                "the recording is still running: leave its `with` block first"
+                if running
+                else "nothing was recorded: run the model in `with handle.record():` first"
+            )
+        return self._last
+
+
+def _recording(session: Records, begin: int, end: int, to_unix_ns: int) -> Recording:
+    timeline = session.timeline()
+    # A thread has two ids; spans may have either.
+    threads = {
+        key: thread.name
+        for thread in threading.enumerate()
+        for key in (thread.ident, thread.native_id)
+        if key is not None
+    }
+    spans = tuple(Span(*span) for span in timeline["spans"])
+    return Recording(figures_of(session), spans, timeline["dropped"], begin, end, to_unix_ns, threads)
+
+
+def _to_unix_ns() -> int:
+    """Return the time of day less the monotonic clock, both read as nearly at one moment as possible."""
+    readings = [(time.monotonic_ns(), time.time_ns(), time.monotonic_ns()) for _ in range(8)]
+    before, day, after = min(readings, key=lambda reading: reading[2] - reading[0])
+    return day - (before + after) // 2

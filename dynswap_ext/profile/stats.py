@@ -1,0 +1,66 @@
+"""What an install has counted, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+
+__all__ = ["Stats"]
+
+
+@dataclass(frozen=True)
+class Stats:
+    """Counters and plan of one install, taken at one moment.
+
+    Times are nanoseconds of the host's monotonic clock. With the pure-Python provider every weight is a group
+    of its own, and nothing is prefetched.
+    """
+
+    #: "native" or "python".
+    provider: str
+    #: "host", "cuda", or "torch" (pure Python).
+    backend: str
+
+    #: Groups found on the device, or on their way, when they were needed.
+    hits: int
+    #: Of those, on their way but not there yet.
+    late_hits: int
+    #: Groups whose copy was issued only when they were needed.
+    misses: int
+    #: Copies issued ahead of need.
+    prefetches: int
+    #: Of those, overwritten before they were read.
+    wasted_prefetches: int
+    #: Copies thrown away because their master had changed.
+    refetches: int
+    #: Copies issued.
+    copies: int
+    #: Bytes read from masters by those copies.
+    bytes_moved: int
+    #: Time for which the calling threads were blocked on copies.
+    stall_ns: int
+    #: Most bytes held beyond the budget at one time, because handed-out tensors were kept (in a list, in a
+    #: graph). A budget that is larger by about as much has room for them.
+    overflow_bytes: int
+    #: Most device bytes held at one time.
+    peak_bytes: int
+    #: How often a calling thread waited for the device other than for a copy.
+    host_synchronisations: int
+
+    groups: int
+    resident_groups: int
+    #: Device bytes of all weights.
+    weight_bytes: int
+    resident_bytes: int
+    arena_bytes: int
+    #: Groups that the arena holds ahead of the current one.
+    depth: int
+
+    #: Slots that handed-out tensors hold at this moment.
+    live_leases: int
+
+    @classmethod
+    def from_counters(cls, counters: Mapping[str, int], *, provider: str, backend: str) -> Stats:
+        """Build from a session's counters; a counter that the session does not keep is an error."""
+        names = (field.name for field in fields(cls) if field.name not in ("provider", "backend"))
+        return cls(provider=provider, backend=backend, **{name: int(counters[name]) for name in names})

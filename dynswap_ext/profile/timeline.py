@@ -1,0 +1,274 @@
+"""A recording as a picture: lanes, groups and device memory over time."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from os import PathLike
+from typing import Any, Final
+
+from dynswap_ext._util.figure import BLACK, BLUE, DASHED, GREEN, ORANGE, PINK, RED, figure, save, style
+from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.name_patterns import label_of
+from dynswap_ext._util.units import show_ns
+from dynswap_ext.errors import ConfigError
+from dynswap_ext.profile.recording import CAUSES, Recording, Span
+
+__all__ = ["draw", "write_plot"]
+
+#: Any two that touch can be told apart with every kind of colour vision (there is a test).
+_PREFETCHED, _DEMANDED, _COMPUTE = "#56B4E9", BLUE, GREEN
+_WAIT: Final = dict(zip(CAUSES, ("#C9C9C9", RED, ORANGE, PINK, "#F0E442", BLACK, "#7A1F4B"), strict=True))
+_MEMORY: Final = "#8C8C8C"
+_PASS: Final[dict[str, Any]] = {"color": "#B0B0B0", "linestyle": (0, (1, 2)), "linewidth": 0.9}
+_BUDGET: Final[dict[str, Any]] = {"color": BLACK, "linestyle": DASHED, "linewidth": 1}
+
+#: Inches.
+_WIDTH: Final = 12.0
+#: With more rows than this, not each has a label.
+_LABELLED: Final = 24
+_TICKS: Final = 12
+_LABEL_LENGTH: Final = 36
+#: More shapes than this are rasterised in vector formats (.svg, .pdf), as viewers would be slow.
+_RASTERED: Final = 3000
+#: More rows of groups, or bars in a lane, than this are too thin to be drawn apart.
+_ROWS: Final = 100
+_BARS: Final = 60
+#: More lanes than this would leave no room for anything else.
+_COPY_LANES: Final = 4
+_THREADS: Final = 6
+#: More marks of passes than this would hide what they mark.
+_PASSES: Final = 40
+
+
+def write_plot(recording: Recording, path: str | PathLike[str], *, budget: int | None = None) -> None:
+    """Draw a recording into a file; see `Handle.plot`."""
+    save(draw(recording, budget=budget), path, dots_per_inch=160)
+
+
+def draw(recording: Recording, *, budget: int | None = None) -> Any:
+    """Draw a recording.
+
+    Parameters
+    ----------
+    recording
+        What was recorded.
+    budget
+        Bytes, for a line in the picture of memory.
+
+    Returns
+    -------
+    matplotlib.figure.Figure
+        It belongs to no window, and has axes for lanes, groups and memory.
+
+    Raises
+    ------
+    ConfigError
+        No weight was used during the recording, or matplotlib is not installed.
+    """
+    if not any(True for _ in recording.of("use")):
+        raise ConfigError("nothing to draw: no weight was used while it was recorded")
+    return _Picture(recording, budget).draw()
+
+
+class _Picture:
+    def __init__(self, recording: Recording, budget: int | None) -> None:
+        self._recording, self._budget = recording, budget
+        self._compute = list(recording.compute())
+        self._passes = list(recording.of("pass"))
+        self._begin = min(span.begin for span in recording.spans)
+        self._end = max(span.end for span in (*recording.spans, *self._compute))
+        length = max(1, self._end - self._begin)
+        self._unit, self._scale = next(
+            (unit, ns) for unit, ns in (("s", 1e9), ("ms", 1e6), ("us", 1e3)) if length >= 2 * ns or ns == 1e3
+        )
+        #: Bars whose gap is too small to be seen are drawn as one.
+        self._gap = length / 4000
+        copies = [lane for lane in recording.lanes() if lane.kind == "copy"]
+        threads = [lane for lane in recording.lanes() if lane.kind != "copy"]
+        self._left_out = max(0, len(threads) // 2 - _THREADS)
+        self._lanes: list[tuple[str, Sequence[Span]]] = []
+        for number, lane in enumerate(copies, start=1):
+            self._lanes.append((f"copy {number}" if number > 1 else "copy", lane.spans))
+        if len(copies) > _COPY_LANES:
+            self._lanes = [("copy", list(recording.of("copy")))]
+        for lane in threads[: 2 * _THREADS]:
+            of = f" ({_shortened(lane.thread, 18)})" if len(threads) > 2 else ""
+            self._lanes.append((f"{lane.kind}{of}", lane.spans))
+
+    def draw(self) -> Any:
+        groups = len(self._recording.groups)
+        heights = 0.34 * len(self._lanes) + 0.25, min(7.0, max(1.8, 0.24 * groups)), 1.5
+        drawn = figure(_WIDTH, sum(heights) + 1.5)
+        axes = drawn.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": heights, "hspace": 0.03})
+        lanes, middle, bottom = axes
+        for each in axes:
+            style(each, grid="y" if each is bottom else "")
+            each.tick_params(length=2.5)
+            for mark in self._passes if len(self._passes) <= _PASSES else ():
+                each.axvline(self._at(mark.begin), zorder=0.5, **_PASS)
+        for row, (_, spans) in enumerate(self._lanes):
+            for colour, same in _by_colour(spans):
+                self._draw_lane(lanes, same, row - 0.38, colour)
+        lanes.set_ylim(len(self._lanes) - 0.4, -0.6)
+        lanes.set_yticks(range(len(self._lanes)), [name for name, _ in self._lanes])
+        lanes.set_title(self._title(), loc="left", fontsize=11)
+        self._draw_groups(middle)
+        self._draw_memory(bottom)
+        bottom.set_xlim(0, self._at(self._end))
+        bottom.set_xlabel(f"time since the first use, {self._unit}")
+        drawn.align_ylabels([middle, bottom])
+        drawn.legend(handles=self._legend(), loc="outside right upper", frameon=False, fontsize=9)
+        return drawn
+
+    def _draw_lane(self, axes: Any, spans: Sequence[Span], low: float, colour: str) -> None:
+        """Draw bars: a few with edges between them; of many, those too close to tell apart as one."""
+        waits = spans[0].kind == "wait"  # they may be short, and have to be seen
+        apart = len(spans) <= _BARS and not waits
+        merged: list[list[int]] = []
+        for span in spans:
+            if merged and not apart and span.begin - merged[-1][1] < self._gap:
+                merged[-1][1] = max(merged[-1][1], span.end)
+            else:
+                merged.append([span.begin, span.end])
+        axes.broken_barh(
+            [(self._at(begin), (end - begin) / self._scale) for begin, end in merged],
+            (low, 0.76),
+            facecolor=colour,
+            edgecolor="white" if apart else colour,
+            linewidth=0.4 if apart else 0.7 if waits else 0.3,
+            rasterized=len(merged) > _RASTERED,
+        )
+
+    def _draw_groups(self, axes: Any) -> None:
+        """Draw a row for each group: what its consumers did in the upper half, its copies below."""
+        from matplotlib.collections import PolyCollection
+
+        groups = self._recording.groups
+        height = max(0.42, 0.5 * len(groups) / _ROWS)
+        least = int(7 * self._gap)  # to be seen at all
+        # Copies are drawn first: where rows are thin, they would hide what was used at that time.
+        copies, waits = self._recording.of("copy"), self._recording.of("wait")
+        for colour, spans in _by_colour([*copies, *self._compute, *waits]):
+            above = 0.0 if spans[0].kind == "copy" else height
+            corners = []
+            for span in spans:
+                left, right = self._at(span.begin), self._at(max(span.end, span.begin + least))
+                low, high = span.group - above, span.group - above + height
+                corners.append([(left, low), (left, high), (right, high), (right, low)])
+            rastered = len(spans) > _RASTERED
+            axes.add_collection(PolyCollection(corners, facecolor=colour, linewidth=0, rasterized=rastered))
+        axes.set_ylim(len(groups) - 0.4, -0.6)
+        ticks = _ticks(len(groups))
+        labels = [_shortened(_where(groups[i].names), _LABEL_LENGTH) for i in ticks]
+        axes.set_yticks(ticks, labels, fontsize=8)
+        for i, text in zip(ticks, axes.get_yticklabels(), strict=True):
+            text.set_fontweight("bold" if groups[i].resident else "normal")
+        streamed = sum(not group.resident for group in groups)
+        axes.set_ylabel(f"{len(groups)} groups, {streamed} streamed\n(residents bold)", fontsize=9)
+
+    def _draw_memory(self, axes: Any) -> None:
+        uses = list(self._recording.of("use"))
+        most = max(1, self._budget or 0, *(span.bytes for span in uses))
+        power = min(4, (most.bit_length() - 1) // 10)
+        size, unit = 1024.0**power, ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
+        times = [*(self._at(span.begin) for span in uses), self._at(self._end)]
+        held = [span.bytes / size for span in (*uses, uses[-1])]
+        axes.fill_between(times, held, step="post", color=_MEMORY, alpha=0.35, linewidth=0)
+        axes.step(times, held, where="post", color="#4D4D4D", linewidth=1)
+        if self._budget is not None:
+            axes.axhline(self._budget / size, **_BUDGET)
+        axes.set_ylim(0, most / size * 1.12)
+        axes.set_ylabel(f"weights on\nthe device, {unit}", fontsize=9)
+
+    def _title(self) -> str:
+        passes = len(self._passes)
+        # Shares of the consumers' time, summed over all of them.
+        computing, waiting = _length(self._compute), _length(self._recording.of("wait"))
+        whole = max(1, computing + waiting)
+        text = (
+            f"{passes} pass{'' if passes == 1 else 'es'} in {show_ns(self._end - self._begin)}: computing "
+            f"{100 * computing / whole:.0f} %, waiting for copies {100 * waiting / whole:.0f} %"
+        )
+        if self._left_out:
+            text += f"; {self._left_out} more threads are not in the lanes"
+        return text + (f"; {self._recording.dropped} spans did not fit" if self._recording.dropped else "")
+
+    def _legend(self) -> list[Any]:
+        from matplotlib.lines import Line2D
+        from matplotlib.patches import Patch
+
+        entries: list[Any] = []
+        copies = _by_colour(self._recording.of("copy"))
+        for colour, spans in sorted(copies, key=lambda part: part[0] == _DEMANDED):
+            what = "demanded" if colour == _DEMANDED else "prefetched"
+            size = format_bytes(sum(span.bytes for span in spans))
+            entries.append(Patch(color=colour, label=f"copy, {what}: {size}"))
+        entries.append(Patch(color=_COMPUTE, label=f"compute: {show_ns(_length(self._compute))}"))
+        waits = dict(_by_colour(self._recording.of("wait")))
+        for cause, colour in _WAIT.items():
+            waited = show_ns(_length(waits.get(colour, ())))
+            if colour in waits and waited != "-":
+                entries.append(Patch(color=colour, label=f"wait, {cause}: {waited}"))
+        memory: dict[str, Any] = {"facecolor": _MEMORY, "alpha": 0.35, "edgecolor": "#4D4D4D"}
+        entries.append(Patch(label="weights on the device", **memory))
+        if self._budget is not None:
+            entries.append(Line2D([], [], label=f"budget: {format_bytes(self._budget)}", **_BUDGET))
+        if self._passes:
+            entries.append(Line2D([], [], label="a pass begins", **_PASS))
+        return entries
+
+    def _at(self, ns: int) -> float:
+        return (ns - self._begin) / self._scale
+
+
+def _by_colour(spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
+    found: defaultdict[str, list[Span]] = defaultdict(list)
+    for span in spans:
+        if span.kind == "copy":
+            colour = _DEMANDED if span.detail == "demanded" else _PREFETCHED
+        else:
+            colour = _WAIT[span.detail] if span.kind == "wait" else _COMPUTE
+        found[colour].append(span)
+    return list(found.items())
+
+
+def _length(spans: Iterable[Span]) -> int:
+    return sum(span.end - span.begin for span in spans)
+
+
+def _ticks(count: int) -> list[int]:
+    """Return the rows to label: all, or some at even distances, including the first and the last."""
+    if count <= _LABELLED:
+        return list(range(count))
+    return sorted({round(i * (count - 1) / (_TICKS - 1)) for i in range(_TICKS)})
+
+
+def _where(names: Sequence[str]) -> str:
+    """Name a group by its weight, or by the module, or modules, that its weights are in."""
+    if len(names) == 1:
+        return names[0]
+    first, last = (name.split(".")[:-1] for name in (names[0], names[-1]))
+    shared = 0
+    while shared < min(len(first), len(last)) and first[shared] == last[shared]:
+        shared += 1
+    if any(word.isdecimal() for word in first[:shared]) or (shared and first == last):
+        return ".".join(first[:shared])
+    if not first or not last:
+        return label_of(names, 2)
+    return f"{'.'.join(first)} to {'.'.join(last)}"
+
+
+def _shortened(text: str, most: int) -> str:
+    """Leave out words from the middle, as in ``model.layers.0 … down_proj.weight``; failing that, letters."""
+    if len(text) <= most:
+        return text
+    words = text.split(".")
+    numbered = next((i for i, word in enumerate(words) if word.isdecimal()), 0)
+    head = ".".join(words[: numbered + 1])
+    for kept in range(len(words) - numbered - 2, 0, -1):
+        shorter = f"{head} … {'.'.join(words[-kept:])}"
+        if len(shorter) <= most:
+            return shorter
+    tail = (most - 1) // 2
+    return f"{text[: most - 1 - tail]}…{text[-tail:]}"

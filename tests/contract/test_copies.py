@@ -1,0 +1,109 @@
+"""Copies of installed modules are plain, and have what was written on handed-out tensors."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dynswap_ext
+from conftest import Provider
+from dynswap_ext import testing
+
+
+class Plain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) * self.scale
+
+
+class CopiesItself(Plain):
+    """As torch's parametrised modules do: the attributes one by one, into a new object of its own class."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
+        replica = self.__new__(type(self))
+        memo[id(self)] = replica
+        replica.__dict__ = copy.deepcopy(self.__dict__, memo)
+        return replica
+
+    def __copy__(self) -> CopiesItself:
+        replica = self.__new__(type(self))
+        replica.__dict__ = dict(self.__dict__)
+        return replica
+
+
+def parametrised() -> nn.Module:
+    model = Plain()
+    nn.utils.parametrizations.weight_norm(model.linear)
+    return model
+
+
+def traced() -> nn.Module:
+    return torch.fx.symbolic_trace(Plain())
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "plain": Plain,
+    "parametrised": parametrised,
+    "with a __deepcopy__ of its own": CopiesItself,
+    "torch.fx": traced,
+}
+
+
+@pytest.mark.parametrize("held", [True, False], ids=["held", "dropped"])
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+@pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
+def test_deepcopy(provider: Provider, make: Callable[[], nn.Module], budget: str | None, held: bool) -> None:
+    model = make()
+    provider.install(model, dtype=torch.float64, budget=budget)
+    linear: Any = model.get_submodule("linear")
+    written = [linear.bias, model.scale]
+    with torch.no_grad():
+        for value, tensor in enumerate(written):
+            tensor.fill_(value + 2.0)  # type: ignore[operator]
+    if not held:
+        written.clear()
+        del tensor
+    copied = copy.deepcopy(model)
+    assert not any(map(dynswap_ext.is_installed, copied.modules()))
+    assert [type(module).__qualname__ for module in copied.modules()] == [
+        type(module).__qualname__ for module in make().modules()
+    ]
+    assert copied.get_parameter("linear.bias").tolist() == [2.0] * 4
+    assert copied.get_parameter("scale").tolist() == [3.0] * 4
+    for name, parameter in copied.named_parameters():
+        assert (parameter.device.type, parameter.dtype) == ("cpu", torch.float32), name
+    x = provider.randn(2, 4, dtype=torch.float64)
+    moved = testing.moved(copied, provider.device, torch.float64)
+    testing.assert_bit_equal(model(x).detach(), moved(x).detach(), "output")
+    assert dynswap_ext.is_installed(model)
+
+
+def test_a_shallow_copy_of_its_own_is_plain(provider: Provider) -> None:
+    model = CopiesItself()
+    provider.install(model, dtype=torch.float64)
+    with torch.no_grad():
+        model.scale.fill_(3.0)
+    copied = copy.copy(model)
+    assert type(copied) is CopiesItself and not dynswap_ext.is_installed(copied)
+    assert copied.scale is model._parameters["scale"] and copied.scale.tolist() == [3.0] * 4
+    assert dynswap_ext.is_installed(model) and model.scale.dtype == torch.float64
+
+
+def test_pickle(provider: Provider) -> None:
+    model = CopiesItself()
+    provider.install(model, dtype=torch.float64)
+    kept = model.scale
+    with torch.no_grad():
+        kept.fill_(3.0)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert type(loaded) is CopiesItself and loaded.scale.tolist() == [3.0] * 4
