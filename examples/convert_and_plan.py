@@ -1,14 +1,16 @@
-"""Convert a checkpoint to another dtype, and plan for it: what a pass takes under each budget.
+"""Convert a checkpoint to another dtype, and predict the time of a pass under each budget.
 
-    python examples/convert_and_plan.py model.pt model.safetensors --dtype bfloat16 --tokens 512 --budget 6
+    python examples/convert_and_plan.py model.pt model.safetensors --dtype bf16 --tokens 512 --budget 6GiB
 
-No model is made and none runs. Converting takes some 40 MB whatever the size; planning reads headers. Without
-`--bandwidth` and `--compute` the plan is for an assumed GPU over PCIe 4.
+The options are those of `dynswap convert` and `dynswap plan`. No model is built or run. Converting takes some
+40 MB of memory for a checkpoint of any size, and planning reads only headers. Without `--bandwidth` and
+`--compute`, the plan is for an assumed GPU on PCIe 4.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import resource
 from pathlib import Path
 
@@ -17,39 +19,53 @@ import torch
 from dynswap_ext import checkpoint, planning
 from dynswap_ext.errors import BudgetError
 
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+UNITS |= {f"{unit}/s": bytes_ for unit, bytes_ in UNITS.items()} | {"GFLOPS": 1e9, "TFLOPS": 1e12}
+
+
+def amount(text: str) -> float:
+    """Return the bytes, bytes per second or operations per second in "6GiB", "25GB/s" or "120TFLOPS"."""
+    found = re.fullmatch(r"([\d.]+) ?(\S+)", text)
+    if found is None or found[2] not in UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} has none of the units {', '.join(UNITS)}")
+    return float(found[1]) * UNITS[found[2]]
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("source", type=Path, help="a checkpoint of any format that checkpoint.load takes")
-    parser.add_argument("target", type=Path, help="a new .safetensors file, or a folder for shards")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
-    parser.add_argument("--budget", type=float, default=6.0, help="memory for weights, in GiB")
-    parser.add_argument("--bandwidth", type=float, help="GB/s from RAM to the device")
-    parser.add_argument("--compute", type=float, help="TFLOPS of the device")
+    parser.add_argument("src", type=Path, help="a checkpoint in any format that checkpoint.load reads")
+    parser.add_argument("dst", type=Path, help="a path that ends in .safetensors, or a folder for shards")
+    parser.add_argument("--dtype", choices=DTYPES, help="of floating tensors (default: unchanged)")
+    parser.add_argument("--shard", metavar="SIZE", help="largest size of a file, such as 5GB")
+    parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
+    parser.add_argument("--budget", type=amount, default="6GiB", help="memory for weights (default: 6GiB)")
+    parser.add_argument("--bandwidth", type=amount, help="from RAM to the device, such as 25GB/s")
+    parser.add_argument("--compute", type=amount, help="throughput of the device, such as 120TFLOPS")
     parser.add_argument("--tokens", type=int, default=1, help="rows that a pass multiplies by each matrix")
     options = parser.parse_args()
 
+    dtype = DTYPES.get(options.dtype)
     done = checkpoint.convert(
-        options.source, options.target, dtype=getattr(torch, options.dtype), overwrite=True
+        options.src,
+        options.dst,
+        dtype=dtype,
+        max_shard_size=options.shard,
+        overwrite=options.overwrite,
     )
-    print(
-        f"converted    {done.tensors} tensors, {done.source_bytes / 1e6:,.1f} MB "
-        f"to {done.written_bytes / 1e6:,.1f} MB"
-    )
-    print(
-        f"rate         {done.written_bytes / 1e6 / max(done.seconds, 1e-9):.0f} MB/s, read back and compared"
-    )
-    print(
-        f"peak memory  {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:.0f} MiB, torch included"
-    )
+    before, after = done.source_bytes / 1e6, done.written_bytes / 1e6
+    print(f"converted    {done.tensors} tensors, {before:,.1f} MB to {after:,.1f} MB")
+    print(f"rate         {after / max(done.seconds, 1e-9):.0f} MB/s, read back and compared")
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
+    print(f"peak memory  {peak:.0f} MiB, torch included")
 
     outline = planning.outline(done.path)
     rates = planning.ASSUMED
-    compute = options.compute * 1e12 if options.compute else rates.arithmetic
-    bandwidth = options.bandwidth * 1e9 if options.bandwidth else rates.bandwidth
-    machine = planning.Machine("given", bandwidth, compute, rates.memory)
+    machine = planning.Machine(
+        "given", options.bandwidth or rates.bandwidth, options.compute or rates.arithmetic, rates.memory
+    )
     weights = planning.timed(outline.weights, machine, rows=options.tokens)
     plan = planning.plan(weights, bandwidth=machine.bandwidth)
 
@@ -61,11 +77,12 @@ def main() -> None:
         )
     print(f"compute hides all copies from about {plan.hidden_from / 2**20:,.1f} MiB on")
     try:
-        asked = plan.at(int(options.budget * 2**30))
+        asked = plan.at(int(options.budget))
     except BudgetError as error:
         raise SystemExit(str(error)) from None
     print(
-        f"{options.budget} GiB: {asked.seconds * 1e3:.2f} ms a pass, {asked.to_resident:.2f} x all resident"
+        f"{options.budget / 2**20:,.1f} MiB: {asked.seconds * 1e3:.2f} ms a pass, "
+        f"{asked.to_resident:.2f} times as long as with all weights on the device"
     )
 
 

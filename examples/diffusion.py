@@ -1,10 +1,10 @@
-"""Make an image with a diffusion pipeline whose largest part does not fit the device.
+"""Make an image with a diffusion pipeline whose largest part does not fit on the device.
 
     python examples/diffusion.py path/to/FLUX.1-dev --budget 6GiB --prompt "a photo of a red cat" --steps 28
 
-The folder is a pipeline of diffusers. Its denoiser (`transformer` or `unet`) is mapped from the file and
-streams within the budget. The text encoders and the VAE are loaded and moved as usual; `--install` names more
-parts to stream.
+The folder is a pipeline of diffusers. The script maps its denoiser (`transformer` or `unet`) from the file,
+and streams its weights within the budget. The text encoders and the VAE are loaded and moved as usual;
+`--install` names more parts to stream.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from dynswap_ext import checkpoint
 
 
 def load_denoiser(folder: Path) -> tuple[str, torch.nn.Module]:
-    """Make the pipeline's denoiser without memory for its weights, and map them from the checkpoint."""
+    """Build the pipeline's denoiser without allocating its weights, and map them from the checkpoint."""
     index = json.loads((folder / "model_index.json").read_text())
     name = next(part for part in ("transformer", "unet") if part in index)
     model_class = getattr(diffusers, index[name][1])
@@ -32,7 +32,7 @@ def load_denoiser(folder: Path) -> tuple[str, torch.nn.Module]:
 
 
 def peak_memory(device: torch.device) -> str:
-    """Return the most memory that was in use: of the GPU, or of this process."""
+    """Return the peak memory of the GPU, or else of this process."""
     if device.type == "cuda":
         return f"{torch.cuda.max_memory_allocated(device) / 2**20:,.0f} MiB on {device}"
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:,.0f} MiB of RAM"
@@ -42,7 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="a pipeline of diffusers")
+    parser.add_argument("folder", type=Path, help="the folder of a diffusers pipeline")
     parser.add_argument("--prompt", default="a photo of a red cat")
     parser.add_argument("--budget", default="auto", help='memory for the denoiser: "6GiB", or "auto"')
     parser.add_argument("--install", nargs="*", default=[], metavar="PART", help="more parts to stream")
@@ -57,9 +57,9 @@ def main() -> None:
     name, denoiser = load_denoiser(options.folder)
     pipe = diffusers.DiffusionPipeline.from_pretrained(options.folder, dtype=dtype, **{name: denoiser})
     handle = dynswap_ext.install(denoiser, device=options.device, dtype=dtype, budget=options.budget)
-    for part in options.install:  # each with room for what it is about to use, and no residents
+    for part in options.install:  # without a budget: each streams all of its weights
         dynswap_ext.install(getattr(pipe, part), device=handle.device, dtype=dtype)
-    pipe.to(handle.device)  # moves the other parts; an installed one computes there already
+    pipe.to(handle.device)  # moves the other parts; installed parts already compute there
 
     begin = time.perf_counter()
     image = pipe(
@@ -71,7 +71,7 @@ def main() -> None:
     print(handle.report())
     print(f"image        {options.output}")
     print(
-        f"seconds      {seconds:.1f} ({seconds / options.steps:.2f} a step, encoding and decoding included)"
+        f"seconds      {seconds:.1f} ({seconds / options.steps:.2f} per step, with encoding and decoding)"
     )
     print(f"peak memory  {peak_memory(handle.device)}")
     for part in (name, *options.install):

@@ -1,10 +1,10 @@
-"""Fine-tune all weights of a model that does not fit the device, with a plain loop and a fused optimizer.
+"""Fine-tune all weights of a model that does not fit on the device, with a plain loop and a fused AdamW.
 
     python examples/finetune.py path/to/Qwen3-0.6B --text corpus.txt --budget 1GiB --output trained
 
-Weights stream through the budget, forward and backward, and the model computes in bfloat16. Masters,
-gradients and the optimizer's state are float32 in RAM, where AdamW's fused kernel updates them. The next pass
-sees the new values.
+In forward and backward, weights stream to the device within the budget, and the model computes in bfloat16.
+The model's own weights (masters), gradients and optimizer state are float32 in RAM, where AdamW's fused
+kernel updates them. The next pass uses the new values.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="a checkpoint of transformers")
+    parser.add_argument("folder", type=Path, help="the folder of a transformers checkpoint")
     parser.add_argument("--text", type=Path, required=True, help="a text file to train on")
     parser.add_argument(
         "--budget", default="auto", help='memory for weights: "1GiB", or "auto" (the default)'
     )
     parser.add_argument("--device", help="where to compute (default: the GPU if there is one, else the CPU)")
-    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="to compute in")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="bfloat16", help="of the compute")
     parser.add_argument("--length", type=int, default=512, help="tokens in a row")
     parser.add_argument("--batch", type=int, default=4, help="rows in a step")
     parser.add_argument("--steps", type=int, default=100)
@@ -55,7 +55,7 @@ def main() -> None:
     handle = dynswap_ext.install(
         model, device=options.device, dtype=getattr(torch, options.dtype), budget=options.budget
     )
-    # The parameters are the masters, so this is the CPU's fused kernel, and its state is in RAM.
+    # The parameters are the masters in RAM, so this is the CPU's fused kernel, with its state in RAM.
     optimizer = torch.optim.AdamW(model.parameters(), lr=options.rate, fused=True)
 
     tokenizer = AutoTokenizer.from_pretrained(options.folder)

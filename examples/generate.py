@@ -2,9 +2,9 @@
 
     python examples/generate.py path/to/Llama-3.1-8B-Instruct --budget 4GiB --prompt "streaming weights means"
 
-The folder is a checkpoint of transformers: a config, a tokenizer and weights in safetensors. Weights are
-mapped, not read, and stream into the budget while the model runs: to the GPU, or without one from disk into
-RAM.
+The folder is a checkpoint of transformers: a config, a tokenizer and weights in safetensors. The script maps
+the weights without reading them. While the model runs, they stream to the GPU within the budget. Without a
+GPU, they stream from disk into RAM.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from dynswap_ext import checkpoint
 
 
 def load(folder: Path) -> torch.nn.Module:
-    """Make the model without memory for its weights, and map them from the checkpoint."""
+    """Build the model without allocating its weights, and map them from the checkpoint."""
     config = AutoConfig.from_pretrained(folder)
     model = checkpoint.load(lambda: AutoModelForCausalLM.from_config(config), folder)
     if (folder / "generation_config.json").exists():
@@ -31,7 +31,7 @@ def load(folder: Path) -> torch.nn.Module:
 
 
 def peak_memory(device: torch.device) -> str:
-    """Return the most memory that was in use: of the GPU, or of this process."""
+    """Return the peak memory of the GPU, or else of this process."""
     if device.type == "cuda":
         return f"{torch.cuda.max_memory_allocated(device) / 2**20:,.0f} MiB on {device}"
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:,.0f} MiB of RAM"
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="a checkpoint of transformers")
+    parser.add_argument("folder", type=Path, help="the folder of a transformers checkpoint")
     parser.add_argument("--prompt", default="streaming weights means")
     parser.add_argument(
         "--budget", default="auto", help='memory for weights: "4GiB", or "auto" (the default)'

@@ -1,9 +1,9 @@
-"""Train a LoRA adapter over a base model that does not fit the device.
+"""Train a LoRA adapter over a base model that does not fit on the device.
 
     python examples/lora.py path/to/Llama-3.1-8B --text corpus.txt --budget 6GiB --output adapter
 
-The base stays frozen and streams, in backward too. The adapter, its gradients and the optimizer's state are
-small and live on the device. The adapter is saved as peft saves it.
+The base is frozen, and its weights stream in forward and backward. The adapter, its gradients and the
+optimizer's state are small, and stay on the device. The adapter is saved in the format of peft.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def blocks_of(text: str, tokenizer, length: int) -> torch.Tensor:
 
 
 def peak_memory(device: torch.device) -> str:
-    """Return the most memory that was in use: of the GPU, or of this process."""
+    """Return the peak memory of the GPU, or else of this process."""
     if device.type == "cuda":
         return f"{torch.cuda.max_memory_allocated(device) / 2**20:,.0f} MiB on {device}"
     return f"{resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10:,.0f} MiB of RAM"
@@ -41,7 +41,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path, help="a checkpoint of transformers")
+    parser.add_argument("folder", type=Path, help="the folder of a transformers checkpoint")
     parser.add_argument("--text", type=Path, required=True, help="a text file to train on")
     parser.add_argument(
         "--budget", default="auto", help='memory for the base: "6GiB", or "auto" (the default)'
@@ -62,7 +62,7 @@ def main() -> None:
     base = checkpoint.load(lambda: AutoModelForCausalLM.from_config(config), options.folder)
     handle = dynswap_ext.install(base, device=options.device, budget=options.budget)
     model = get_peft_model(base, LoraConfig(r=options.rank, target_modules=options.targets))
-    model.gradient_checkpointing_enable()  # keeps few activations, at the price of a second forward
+    model.gradient_checkpointing_enable()  # keeps few activations, but runs a second forward
     model.enable_input_require_grads()
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=options.rate)
 

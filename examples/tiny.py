@@ -4,8 +4,8 @@
     python examples/generate.py tiny/llama --budget 2MiB --device cpu
     python examples/diffusion.py tiny/stable-diffusion --budget 3MiB --size 32 --steps 4 --device cpu
 
-The folder gets `llama`, a causal language model of transformers; `stable-diffusion`, a pipeline of diffusers;
-and `corpus.txt` to train on. What they generate is noise.
+The script writes three things to the folder: `llama`, a causal language model of transformers;
+`stable-diffusion`, a pipeline of diffusers; and `corpus.txt`, a text to train on. The models generate noise.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TOKENS = {"vocab_size": len(SPECIAL) + len(WORDS), "pad_token_id": 0, "bos_token
 
 
 def tokenizer(length: int) -> PreTrainedTokenizerFast:
-    """Return a tokenizer that knows `WORDS`, for texts of up to `length` tokens."""
+    """Return a tokenizer with the vocabulary `WORDS`, for texts of up to `length` tokens."""
     vocabulary = {word: number for number, word in enumerate([*SPECIAL, *WORDS])}
     made = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -70,8 +70,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("folder", type=Path)
-    parser.add_argument("--only", choices=("llama", "stable-diffusion"))
+    parser.add_argument("folder", type=Path, help="where to write")
+    parser.add_argument("--only", choices=("llama", "stable-diffusion"), help="write only this model")
     options = parser.parse_args()
     torch.manual_seed(0)
     options.folder.mkdir(parents=True, exist_ok=True)

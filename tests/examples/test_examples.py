@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from dynswap_ext import cli
+
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
 SCRIPTS = sorted(path.name for path in EXAMPLES.glob("*.py"))
@@ -128,14 +130,24 @@ def test_finetune_and_generate_with_the_result(tiny: Path, tmp_path: Path) -> No
 
 def test_convert_and_plan(tiny: Path, tmp_path: Path) -> None:
     output = run(
-        *("convert_and_plan.py", tiny / "llama", "half.safetensors", "--dtype", "bfloat16"),
-        *("--budget", "0.001", "--tokens", "16"),
+        *("convert_and_plan.py", tiny / "llama", "half.safetensors", "--dtype", "bf16"),
+        *("--budget", "1MiB", "--tokens", "16", "--bandwidth", "25GB/s", "--compute", "120TFLOPS"),
         cwd=tmp_path,
     )
     whole = (tiny / "llama" / "model.safetensors").stat().st_size
     assert (tmp_path / "half.safetensors").stat().st_size < 0.6 * whole
     assert "compute hides all copies from about" in output
-    assert "0.001 GiB:" in output.splitlines()[-1]
+    assert output.splitlines()[-1].startswith("1.0 MiB:")
+
+
+def test_convert_and_plan_takes_the_options_of_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    offered: set[str] = set()
+    for command in ("convert", "plan"):
+        with pytest.raises(SystemExit):
+            cli.main([command, "--help"])
+        offered |= set(re.findall(r"(?<!\S)--[\w-]+", capsys.readouterr().out))
+    text = (EXAMPLES / "convert_and_plan.py").read_text()
+    assert set(re.findall(r'add_argument\("(--[\w-]+)"', text)) <= offered
 
 
 def first_loss(output: str) -> float:
