@@ -70,9 +70,7 @@ def main() -> None:
     image.save(options.output)
     print(handle.report())
     print(f"image        {options.output}")
-    print(
-        f"seconds      {seconds:.1f} ({seconds / options.steps:.2f} per step, with encoding and decoding)"
-    )
+    print(f"seconds      {seconds:.1f} ({seconds / options.steps:.2f} per step, with encoding and decoding)")
     print(f"peak memory  {peak_memory(handle.device)}")
     for part in (name, *options.install):
         dynswap_ext.uninstall(getattr(pipe, part))
