@@ -1,4 +1,4 @@
-"""The contract's page names tests that there are."""
+"""The contract's page names its tests, and says each result in one clause."""
 
 from __future__ import annotations
 
@@ -19,3 +19,18 @@ def test_every_test_of_the_contract_is_named() -> None:
     page = (TESTS.parent / "docs" / "contract.md").read_text()
     missing = [path.name for path in (TESTS / "contract").glob("test_*.py") if path.name not in page]
     assert sorted(missing) == []
+
+
+def test_the_contract_says_each_result_in_one_clause() -> None:
+    """The rest is in notes under the table: each is cited there, and each citation has its note."""
+    page = (TESTS.parent / "docs" / "contract.md").read_text()
+    sections = page.split("\n## ")[1:]
+    cited_at_all = 0
+    for section in sections:
+        table = "\n".join(line for line in section.splitlines() if line.startswith("| "))
+        cells = [cell.strip() for line in table.splitlines() for cell in line.split(" | ")]
+        assert [cell for cell in cells if len(cell.split()) > 30] == []
+        cited = set(re.findall(r" \((\d+)\)", table))
+        assert cited == set(re.findall(r"^(\d+)\. ", section, re.MULTILINE)), section.splitlines()[0]
+        cited_at_all += len(cited)
+    assert len(sections) > 7 and cited_at_all > 15
