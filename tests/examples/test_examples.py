@@ -145,9 +145,10 @@ def test_convert_and_plan_takes_the_options_of_the_commands(capsys: pytest.Captu
     for command in ("convert", "plan"):
         with pytest.raises(SystemExit):
             cli.main([command, "--help"])
-        offered |= set(re.findall(r"(?<!\S)--[\w-]+", capsys.readouterr().out))
+        offered |= set(re.findall(r"(?<!\S)(?:--[\w-]+|[A-Z]{3}\b)", capsys.readouterr().out))
     text = (EXAMPLES / "convert_and_plan.py").read_text()
     assert set(re.findall(r'add_argument\("(--[\w-]+)"', text)) <= offered
+    assert {name.upper() for name in re.findall(r'add_argument\("(\w+)"', text)} <= offered
 
 
 def first_loss(output: str) -> float:
