@@ -117,6 +117,16 @@ void free_attribute(PyObject* self) {
   Py_DECREF(type);
 }
 
+PyObject* serve_calls_of(PyObject*, PyObject* type) {
+  if (!PyType_Check(type)) {
+    PyErr_Format(PyExc_TypeError, "serve_calls() takes a class, got an instance of '%.100s'",
+                 Py_TYPE(type)->tp_name);
+    return nullptr;
+  }
+  serve_calls(reinterpret_cast<PyTypeObject*>(type));
+  return Py_NewRef(Py_None);
+}
+
 PyObject* attribute_name(PyObject* self, void*) { return Py_NewRef(name_of(self)); }
 
 PyObject* attribute_doc(PyObject*, void*) {
@@ -228,6 +238,7 @@ py::object Session::fetch_buffer(const py::object& module, const py::object& nam
     throw py::attribute_error("the module has no buffer of the name " + py::cast<std::string>(name));
   }
   const auto keep_master = py::reinterpret_borrow<py::object>(master);
+  const bool training = PyDict_GetItemWithError(dict.ptr(), Names::get().training) == Py_True;
   const InsideCall compiled(nullptr);
   for (Entry& entry : *state->entries) {
     if (entry.parameter || !entry.name.equal(name)) continue;
@@ -236,7 +247,7 @@ py::object Session::fetch_buffer(const py::object& module, const py::object& nam
             ? late_weight(master, entry.name.ptr(), /*parameter=*/false).shared_from_this()
             : weight_now(*entry.weight, master, entry.name.ptr()).shared_from_this();
     entry.bind(weight);
-    return py::reinterpret_steal<py::object>(access(*weight, master, /*training=*/true, /*inside=*/true));
+    return py::reinterpret_steal<py::object>(access(*weight, master, training, /*inside=*/true));
   }
   return keep_master;
 }
@@ -261,11 +272,15 @@ void define_attribute(py::module_& m) {
       {"name", &attribute_name, nullptr, "The name it serves.", nullptr},
       {"__doc__", &attribute_doc, &ignore_doc, nullptr, nullptr},
       {nullptr, nullptr, nullptr, nullptr, nullptr}};
+  static PyMethodDef attribute_methods[] = {
+      {"serve_calls", &serve_calls_of, METH_O | METH_STATIC, "Notices calls of a swap class's instances."},
+      {nullptr, nullptr, 0, nullptr}};
   static PyType_Slot attribute_slots[] = {{Py_tp_init, reinterpret_cast<void*>(&initialise_attribute)},
                                           {Py_tp_dealloc, reinterpret_cast<void*>(&free_attribute)},
                                           {Py_tp_descr_get, reinterpret_cast<void*>(&get)},
                                           {Py_tp_descr_set, reinterpret_cast<void*>(&set)},
                                           {Py_tp_getset, attribute_attributes},
+                                          {Py_tp_methods, attribute_methods},
                                           {0, nullptr}};
   attribute_type = make_type(
       {"dynswap_ext._C.Attribute", static_cast<int>(PyProperty_Type.tp_basicsize + sizeof(PyObject*)), 0,

@@ -12,7 +12,8 @@ class Session;
 /// that would cost each call of each module a Python function, and torch.compile takes a module whose
 /// `__call__` is not nn.Module's for one that it has to trace through. Python sets the slot anew when
 /// somebody patches `nn.Module.__call__`; then the next access through the class's descriptors puts it back.
-/// See also Note [What CPython has to be like] in cpython.h.
+/// A `torch.fx.GraphModule` patches its own class's, and has it put back at once (graph_modules.py). See also
+/// Note [What CPython has to be like] in cpython.h.
 void serve_calls(PyTypeObject* type) noexcept;
 
 /// While it lives, its thread is inside the call of a module that this session serves, if any does.

@@ -56,10 +56,10 @@ def _end_of_call() -> None:
 
 def namespace_for(cls: type) -> dict[str, Any]:
     """What a swap class has to define, so that its instances' calls are known."""
-    call: Callable[..., Any] = cls.__call__
 
-    @functools.wraps(call)
+    @functools.wraps(cls.__call__)
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:
+        call: Any = cls.__call__  # somebody may have patched it since
         if torch.compiler.is_dynamo_compiling():
             return call(self, *args, **kwargs)
         session = session_of(self)

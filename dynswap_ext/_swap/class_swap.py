@@ -8,9 +8,7 @@ whoever copies, slices or pickles an installed module gets a plain one.
 
 from __future__ import annotations
 
-import copyreg
 import functools
-import inspect
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -24,10 +22,12 @@ from dynswap_ext._swap.device_moves import staying
 from dynswap_ext._swap.device_queries import Members, as_asked, looked_at
 from dynswap_ext._swap.device_queries import namespace_for as answers_for
 from dynswap_ext._swap.distributed import refuse_sharding
+from dynswap_ext._swap.graph_modules import namespace_for as recompiles_for
 from dynswap_ext._swap.module_registry import note_joined
 from dynswap_ext._swap.parameter_proxy import ParameterProxy, master_of
 from dynswap_ext._swap.parametrized import copy_over, is_copy, made_by_torch
-from dynswap_ext._swap.state import STATE_KEY, is_scripted, modules_of, session_of, set_class
+from dynswap_ext._swap.plain_copies import copiers_for, made_plain, plain_reduction, plain_state
+from dynswap_ext._swap.state import is_scripted, modules_of, original_class, session_of, set_class
 from dynswap_ext._swap.torch_modules import namespace_for
 
 __all__ = ["ClassNaming", "ensure", "is_swap_class", "original_class", "swap_class"]
@@ -107,17 +107,14 @@ def is_swap_class(cls: type) -> bool:
     return "_dynswap_original" in cls.__dict__
 
 
-def original_class(cls: type) -> type:
-    """The class that a swap class stands for; any other class is its own original."""
-    return cast(type, cls.__dict__.get("_dynswap_original", cls))
-
-
 def _make(cls: type, attribute_type: type, naming: ClassNaming | None) -> type | None:
     name, shown = (cls.__name__, {}) if naming is None else naming(cls)
     if made_by_torch(cls):
         base = swap_class(cls.__bases__[0], attribute_type, naming)
         own = {"_dynswap_original": cls, "_dynswap_attribute": attribute_type, "_dynswap_naming": naming}
-        return None if base is None else copy_over(cls, name, base, {**own, **_copiers_for(cls), **shown})
+        return (
+            None if base is None else copy_over(cls, name, base, {**own, **copiers_for(cls, _flush), **shown})
+        )
     namespace: dict[str, Any] = {
         "__slots__": (),
         "__module__": cls.__module__,
@@ -130,7 +127,8 @@ def _make(cls: type, attribute_type: type, naming: ClassNaming | None) -> type |
         **namespace_for(cls, _join),
         **getattr(attribute_type, "namespace_for", _nothing_for)(cls),
         **answers_for(cls),
-        **_copiers_for(cls),
+        **recompiles_for(cls),
+        **copiers_for(cls, _flush),
         **shown,
     }
     becomes = getattr(cls, "cls_to_become", None)
@@ -275,10 +273,7 @@ def _behaviour_over(base: type) -> type:
             return cast(torch.Tensor, _master_at(self, target, "_buffers", super().get_buffer))
 
         def _replicate_for_data_parallel(self) -> Any:
-            replica = super()._replicate_for_data_parallel()
-            vars(replica).pop(STATE_KEY, None)
-            set_class(replica, original_class(type(replica)))
-            return replica
+            return made_plain(self, super()._replicate_for_data_parallel())
 
         def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             _release(self)
@@ -290,12 +285,12 @@ def _behaviour_over(base: type) -> type:
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             _flush_module(self)
-            return _plain_reduction(self, super().__reduce_ex__(protocol))
+            return plain_reduction(self, super().__reduce_ex__(protocol))
 
         def __getstate__(self) -> Any:
             _flush_module(self)
             inherited = getattr(super(), "__getstate__", None)  # `object` has none before Python 3.11
-            return _plain_state(vars(self) if inherited is None else inherited())
+            return plain_state(vars(self) if inherited is None else inherited())
 
     return _Swapped
 
@@ -388,56 +383,3 @@ def _release(module: Any) -> None:
         session.release(module)
     elif session is not None:
         session.flush_module(module)
-
-
-def _plain_reduction(module: Any, reduction: Any) -> Any:
-    """The reduction with the original class in place of the swap class, and without the state."""
-    if not isinstance(reduction, tuple):
-        return reduction
-    swap = type(module)
-    original = original_class(swap)
-    function, arguments, *rest = reduction
-    if arguments and arguments[0] is swap and function in _NEW_OBJECT:
-        # Pickle wants the object's own class in these two; nor may a plain module's pickle need this package.
-        positional, keywords = (arguments[1:], {}) if function is _NEW_OBJECT[0] else arguments[1:]
-        if positional or keywords:
-            function, arguments = functools.partial(original.__new__, original, *positional, **keywords), ()
-        else:
-            function, arguments = _RECONSTRUCT, (original, object, None)
-    else:
-        function = original if function is swap else function
-        arguments = tuple(original if argument is swap else argument for argument in arguments)
-    if rest:
-        rest[0] = _plain_state(rest[0])
-    return (function, arguments, *rest)
-
-
-def _copiers_for(cls: type) -> dict[str, Any]:
-    """Wrap the class's own `__copy__` and `__deepcopy__`: copies are plain modules, and up to date."""
-    own = {name: inspect.getattr_static(cls, name, None) for name in ("__copy__", "__deepcopy__")}
-    return {name: _plain_copier(method) for name, method in own.items() if inspect.isfunction(method)}
-
-
-def _plain_copier(copier: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(copier)
-    def copied(self: Any, *args: Any) -> Any:
-        _flush(self)
-        replica = copier(self, *args)
-        if not isinstance(replica, nn.Module) or replica is self:
-            return replica
-        if vars(replica).get(STATE_KEY) in (None, vars(self).get(STATE_KEY)):  # else it is installed itself
-            vars(replica).pop(STATE_KEY, None)
-            set_class(replica, original_class(type(replica)))
-        return replica
-
-    return copied
-
-
-_NEW_OBJECT: Final = (copyreg.__newobj__, copyreg.__newobj_ex__)  # type: ignore[attr-defined]
-_RECONSTRUCT: Final = copyreg._reconstructor  # type: ignore[attr-defined]
-
-
-def _plain_state(state: Any) -> Any:
-    if isinstance(state, dict) and STATE_KEY in state:
-        return {key: value for key, value in state.items() if key != STATE_KEY}
-    return state

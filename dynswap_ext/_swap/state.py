@@ -3,18 +3,43 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
 
-__all__ = ["STATE_KEY", "is_scripted", "modules_of", "name_in", "session_of", "set_class"]
+__all__ = [
+    "STATE_KEY",
+    "as_plain",
+    "is_scripted",
+    "modules_of",
+    "name_in",
+    "original_class",
+    "session_of",
+    "set_class",
+]
 
 #: Where an installed module keeps its per-module state, in its own `__dict__`.
 STATE_KEY: Final = "_dynswap"
 
 #: Sets an object's class even where its class has a `__setattr__` or a `__class__` of its own in the way.
 set_class: Final[Callable[[object, type], None]] = object.__dict__["__class__"].__set__
+
+
+def original_class(cls: type) -> type:
+    """Return the class that a swap class stands for; any other class is its own original."""
+    return cast(type, cls.__dict__.get("_dynswap_original", cls))
+
+
+def as_plain(module: nn.Module) -> Any:
+    """Return an object of a module's original class that has the module's own ``__dict__``.
+
+    It is for torch's code that looks at the type of `self`: what that does to the object happens to the
+    module, what it does to the class happens to the original class, and what it reads are masters.
+    """
+    plain: Any = object.__new__(original_class(type(module)))
+    object.__setattr__(plain, "__dict__", module.__dict__)
+    return plain
 
 
 def session_of(module: nn.Module) -> Any:

@@ -1,0 +1,99 @@
+"""Copies and pickles of installed modules: plain ones, with what was written on handed-out tensors."""
+
+from __future__ import annotations
+
+import copyreg
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, Final
+
+from torch import nn
+
+from dynswap_ext._swap.state import STATE_KEY, as_plain, original_class, set_class
+
+__all__ = ["copiers_for", "made_plain", "plain_reduction", "plain_state"]
+
+Flush = Callable[[Any], None]
+
+_NEW_OBJECT: Final = (copyreg.__newobj__, copyreg.__newobj_ex__)  # type: ignore[attr-defined]
+_RECONSTRUCT: Final = copyreg._reconstructor  # type: ignore[attr-defined]
+
+
+def plain_reduction(module: Any, reduction: Any) -> Any:
+    """Return a reduction with the original class in place of the swap class, and without the state."""
+    if not isinstance(reduction, tuple):
+        return reduction
+    swap = type(module)
+    original = original_class(swap)
+    function, arguments, *rest = reduction
+    if arguments and arguments[0] is swap and function in _NEW_OBJECT:
+        # Pickle wants the object's own class in these two; nor may a plain module's pickle need this package.
+        positional, keywords = (arguments[1:], {}) if function is _NEW_OBJECT[0] else arguments[1:]
+        if positional or keywords:
+            function, arguments = functools.partial(original.__new__, original, *positional, **keywords), ()
+        else:
+            function, arguments = _RECONSTRUCT, (original, object, None)
+    else:
+        function = original if function is swap else function
+        arguments = tuple(original if one is swap else plain_state(one) for one in arguments)
+    if rest:
+        rest[0] = plain_state(rest[0])
+    return (function, arguments, *rest)
+
+
+def copiers_for(cls: type, flush: Flush) -> dict[str, Any]:
+    """Wrap what a class defines for its copies and pickles; `flush` brings a module's masters up to date."""
+    wrappers = {
+        "__copy__": _plain_shallow_copier,
+        "__deepcopy__": _plain_copier,
+        "__reduce_package__": _plain_reducer,
+    }
+    own = {name: inspect.getattr_static(cls, name, None) for name in wrappers}
+    return {name: wrappers[name](method, flush) for name, method in own.items() if inspect.isfunction(method)}
+
+
+def _plain_copier(copier: Callable[..., Any], flush: Flush) -> Callable[..., Any]:
+    @functools.wraps(copier)
+    def copied(self: Any, *args: Any) -> Any:
+        flush(self)
+        return made_plain(self, copier(self, *args))
+
+    return copied
+
+
+def _plain_shallow_copier(copier: Callable[..., Any], flush: Flush) -> Callable[..., Any]:
+    @functools.wraps(copier)
+    def copied(self: Any) -> Any:
+        flush(self)
+        plain = as_plain(self)  # a copy shares the masters
+        replica = copier(plain)
+        return self if replica is plain else made_plain(self, replica)
+
+    return copied
+
+
+def _plain_reducer(reducer: Callable[..., Any], flush: Flush) -> Callable[..., Any]:
+    @functools.wraps(reducer)
+    def reduced(self: Any, exporter: Any) -> Any:
+        flush(self)
+        return plain_reduction(self, reducer(self, exporter))
+
+    return reduced
+
+
+def made_plain(module: Any, replica: Any) -> Any:
+    """Give a replica of an installed module, which has its attributes, the original class."""
+    if not isinstance(replica, nn.Module) or replica is module:
+        return replica
+    if vars(replica).get(STATE_KEY) in (None, vars(module).get(STATE_KEY)):  # else it is installed itself
+        vars(replica).pop(STATE_KEY, None)
+        set_class(replica, original_class(type(replica)))
+    return replica
+
+
+def plain_state(state: Any) -> Any:
+    """Return a pickled state without what an install adds."""
+    if isinstance(state, dict) and STATE_KEY in state:
+        return {key: value for key, value in state.items() if key != STATE_KEY}
+    return state
