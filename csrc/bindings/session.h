@@ -68,7 +68,7 @@ class Session : public std::enable_shared_from_this<Session> {
   /// `inside`: by a forward, and not by somebody who looks at the model from outside.
   PyObject* access(Weight& weight, PyObject* master, bool training, bool inside);
 
-  /// A buffer as a forward in training gets it.
+  /// A buffer as a forward gets it, for a graph of torch.compile.
   py::object fetch_buffer(const py::object& module, const py::object& name);
 
   /// The same, where nothing has changed since the last time; null if something may have. Runs nothing.

@@ -74,9 +74,13 @@ class Attribute:
         state = held.get(STATE_KEY)
         if state is None or master is None or state.owner() is not module:
             return master
+        if (
+            not is_param
+            and torch.compiler.is_dynamo_compiling()
+            and not state.session.destination.holds(master)
+        ):
+            return getattr(module, self._live)  # see Note [Buffers are inputs of a graph]
         training = not is_param and module.training
-        if training and torch.compiler.is_dynamo_compiling() and not state.session.destination.holds(master):
-            return getattr(module, self._live)  # see Note [Buffers are inputs in training]
         return state.session.hand_out(state, name, master, is_param=is_param, training=training)
 
     def __set__(self, module: Any, value: Any) -> None:

@@ -281,12 +281,12 @@ class Session(SessionStatistics):
             return copy.tensor(master, is_param, id(copy), weakref.ref(self), self._died)
 
     def fetch_buffer(self, module: nn.Module, name: str) -> torch.Tensor:
-        """A buffer as a forward in training gets it, for a graph of torch.compile."""
+        """A buffer that a graph of torch.compile may write."""
         master = module._buffers[name]
         if master is None:
             raise AttributeError(f"the buffer {name!r} of a {type(module).__name__} is None")
         state = module.__dict__[STATE_KEY]
-        return self.hand_out(state, name, master, is_param=False, training=True, graph=True)
+        return self.hand_out(state, name, master, is_param=False, training=module.training, graph=True)
 
     def fetch_again(self, weight: Weight) -> DeviceCopy:
         """The weight's bytes for a backward pass."""

@@ -4,12 +4,13 @@ The native provider's descriptor is a property whose getter nobody calls but tor
 graph takes the masters as its inputs, as that of a plain model takes its parameters, and
 `dynswap_ext::fetch` streams them where they are used.
 
-Note [Buffers are inputs in training]
-A forward may write a buffer in training, and the master has to get that. What an operator of the graph
-returns is the graph's own, and writes on it are gone with it. So the graph takes the handed-out tensor itself
-as an input: the tracer is given an attribute that it does not look into, a property whose getter is a
-function in C, and reads that anew at each call. It then compares what it has read by its address, for which
-all of them have to be there at once: they are kept until the graph runs, or somebody asks what was written.
+Note [Buffers are inputs of a graph]
+A forward may write a buffer, in training (statistics) or not (a cache), and the master has to get that. What
+an operator of the graph returns is the graph's own, and writes on it are gone with it. So the graph takes the
+handed-out tensor itself as an input: the tracer is given an attribute that it does not look into, a property
+whose getter is a function in C, and reads that anew at each call. It then compares what it has read by its
+address, for which all of them have to be there at once: they are kept until the graph runs, or somebody asks
+what was written. Compiled code bumps the version of an input that it writes, as operations do.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def release_inputs() -> None:
 
 
 def live_name(name: str) -> str:
-    """Where a swap class has the attribute of Note [Buffers are inputs in training]."""
+    """Where a swap class has the attribute of Note [Buffers are inputs of a graph]."""
     return f"_dynswap_live_{name}"
 
 
@@ -95,27 +96,30 @@ def getter(name: str) -> Callable[[Any], Any]:
         dtype = state.dtype if state.dtype is not None and master.is_floating_point() else master.dtype
         if master.device == state.device and master.dtype == dtype:
             return master
-        if name in held["_buffers"] and held["training"]:
+        if name in held["_buffers"]:
             return getattr(module, live_attribute)
         return _fetch(master, state.device, dtype)
 
     return fetch_traced
 
 
+def _copied(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return a copy, dense in the order of the strides, as what is handed out for a master is."""
+    return tensor.to(device=device, dtype=dtype, copy=True)
+
+
+# Invariant: it returns what `_copied` returns, for whose strides on a fake master the graph is made.
 @torch.library.custom_op("dynswap_ext::fetch", mutates_args=())
 def _fetch(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The master on the device, through the install that serves it; a copy, which the graph may overwrite."""
     release_inputs()
     with torch.no_grad():
         handed_out = None if fetch_master is None else fetch_master(master)
-        if handed_out is None:  # the model was uninstalled since, or this is no master but a view of one
-            return master.to(device=device, dtype=dtype, copy=True)
-        return handed_out.clone(memory_format=torch.preserve_format)
+        # None if the model was uninstalled since, or if this is no master but a view of one.
+        return _copied(master if handed_out is None else handed_out, device, dtype)
 
 
-@_fetch.register_fake
-def _(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty_strided(master.shape, master.stride(), dtype=dtype, device=device)
+_fetch.register_fake(_copied)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

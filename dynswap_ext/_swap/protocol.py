@@ -106,7 +106,7 @@ class Session(Protocol):
         """How each of the module's masters is served, by its name."""
 
     def fetch_buffer(self, module: nn.Module, name: str) -> torch.Tensor:
-        """Return a buffer as a forward in training gets it, for a graph of torch.compile."""
+        """Return a buffer as a forward gets it, for a graph of torch.compile, which may write it."""
 
     def note_pass(self) -> None:
         """For a recording: a pass ends here, and the next one begins."""
