@@ -172,7 +172,9 @@ class Session : public std::enable_shared_from_this<Session> {
   void refetch_if_written(Weight& weight, DeferredRelease& dropped);
   void pin(WeightTable& table, const std::vector<Weight*>& weights);  ///< releases the GIL for a while
   void pin_replaced();
-  void update_group(Weight& weight);
+  bool travels_alone(const Weight& weight) const;
+  void update_copy(Weight& weight, bool alone);
+  void update_source(const Weight& weight, SourcePtr source, bool alone);
   void forget_group(Weight& weight, DeferredRelease& dropped);
   void let_companions_go(const Weight& weight, DeferredRelease& dropped);
   void remember(Weight& weight, const at::Tensor& handed_out);

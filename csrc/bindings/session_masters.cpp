@@ -59,8 +59,9 @@ void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRe
     refetch(weight, dropped);
     if (streamed) to_pin_.push_back(weight.shared_from_this());
   } else {
-    forget_group(weight, dropped);
-    if (old) weight.plan->engine->update_source(weight.id, without_bytes(*old));
+    const bool alone = old && travels_alone(weight);
+    alone ? weight.forget(dropped) : forget_group(weight, dropped);
+    if (old) update_source(weight, without_bytes(*old), alone);
     weight.plan = nullptr;
     weight.unplanned_since = 0;
     if (streamed) note_unplanned(weight);
@@ -87,8 +88,7 @@ void Session::let_companions_go(const Weight& weight, DeferredRelease& dropped) 
   }
 }
 
-/// Its group shares one copy: found out only when the weight is read, and when another one of the group is in
-/// use by then, there would have to be two.
+/// Its group shares one copy: found out when nobody uses it yet, all of the group travels at once.
 void Session::refetch_if_written(Weight& weight, DeferredRelease& dropped) {
   const bool written = weight.version.enabled() && weight.version.current_version() != weight.state.version;
   if (written && weight.path == Weight::AccessPath::streamed && weight.plan && !closed_)
@@ -96,19 +96,43 @@ void Session::refetch_if_written(Weight& weight, DeferredRelease& dropped) {
 }
 
 void Session::refetch(Weight& weight, DeferredRelease& dropped) {
-  forget_group(weight, dropped);
-  if (!weight.plan) return weight.note_master();
-  update_group(weight);
+  const bool alone = weight.plan && travels_alone(weight);
+  alone ? weight.forget(dropped) : forget_group(weight, dropped);
+  weight.note_master();
+  if (weight.plan) update_copy(weight, alone);
 }
 
-void Session::update_group(Weight& weight) {
-  // An optimizer's step changes all masters of a group, which then travels once.
+/// Whether somebody uses others of the weight's group, and nobody the weight. Then it alone is copied once more
+/// (Note [One outdated weight of a group]). Its companions' masters are not looked at, and their copies stay.
+bool Session::travels_alone(const Weight& weight) const {
   const Plan& plan = *weight.plan;
+  auto [group, own] = plan.engine->leases(weight.id);
   for (const WeightId id : plan.engine->companions(weight.id)) {
-    Weight& other = *plan.weights[id];
-    if (other.plan == weight.plan) other.note_master();  // else its master has another size by now
+    const Weight& other = *plan.weights[id];
+    if (other.plan != weight.plan || !other.only_cached()) continue;
+    if (group > 0) --group;  // the session can let go of it
+    if (&other == &weight && own > 0) --own;
   }
-  if (!abandoned_) plan.engine->update_source(weight.id, weight.source);
+  return group > 0 && own == 0;
+}
+
+void Session::update_copy(Weight& weight, bool alone) {
+  if (!alone) {
+    // An optimizer's step changes all masters of a group, which then travels once.
+    const Plan& plan = *weight.plan;
+    for (const WeightId id : plan.engine->companions(weight.id)) {
+      Weight& other = *plan.weights[id];
+      if (other.plan == weight.plan) other.note_master();  // else its master has another size by now
+    }
+  }
+  update_source(weight, weight.source, alone);
+}
+
+void Session::update_source(const Weight& weight, SourcePtr source, bool alone) {
+  if (abandoned_) return;
+  Engine& engine = *weight.plan->engine;
+  alone ? engine.update_source_alone(weight.id, std::move(source))
+        : engine.update_source(weight.id, std::move(source));
 }
 
 void Session::pin(WeightTable& table, const std::vector<Weight*>& weights) {
@@ -184,9 +208,10 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   weight.silently_written();  // the write back is no news
   if (!weight.plan || record->leased_from(*weight.plan->engine)) return;
   // The engine's copy is another one.
-  let_companions_go(weight, dropped);
+  const bool alone = travels_alone(weight);
+  if (!alone) let_companions_go(weight, dropped);
   weight.let_go(dropped);
-  update_group(weight);
+  update_copy(weight, alone);
 }
 
 void Session::expect_writes(const std::vector<at::Tensor>& masters) {

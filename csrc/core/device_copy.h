@@ -43,6 +43,12 @@ struct DeviceCopy {
   std::vector<std::pair<Stream, EventPtr>> released;
 
   std::uint32_t leases = 0;
+  /// One of the group's weights in the copy, in the group's order.
+  struct Part {
+    std::uint32_t leases = 0;
+    bool outdated = false;  ///< its master has changed: see Note [One outdated weight of a group]
+  };
+  std::vector<Part> parts;
   std::uint64_t last_use = 0;  ///< the engine's tick at the last acquire
   bool attached = true;        ///< still the group's current copy
   bool read = false;           ///< somebody acquired it
@@ -52,6 +58,10 @@ struct DeviceCopy {
   EventPtr behind;                 ///< the copy that was issued before it
 
   bool evictable() const noexcept { return leases == 0 && state != State::issuing; }
+
+  bool any_outdated() const noexcept {
+    return std::any_of(parts.begin(), parts.end(), [](const Part& part) { return part.outdated; });
+  }
 
   void add_reader(Stream stream) {
     if (std::find(readers.begin(), readers.end(), stream) == readers.end()) readers.push_back(stream);

@@ -14,6 +14,7 @@ Lease& Lease::operator=(Lease&& other) noexcept {
     release();
     engine_ = std::move(other.engine_);
     copy_ = std::move(other.copy_);
+    part_ = other.part_;
     data_ = std::exchange(other.data_, nullptr);
   }
   return *this;
@@ -30,7 +31,7 @@ bool Lease::overflows() const noexcept { return copy_ && copy_->place == Place::
 
 void Lease::release() noexcept {
   if (!copy_) return;
-  engine_->release(copy_);
+  engine_->release(copy_, part_);
   copy_.reset();
   engine_.reset();
   data_ = nullptr;
@@ -74,7 +75,11 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
     DYNSWAP_CHECK(planned_, "there is no plan");
     const GroupId group_id = weights_[id].group;
     Group& group = groups_[group_id];
-    issued_.wait(lock, [&] { return closed_ || !waits_for_others(group); });
+    std::optional<Planned> renewal;
+    do {
+      issued_.wait(lock, [&] { return closed_ || !waits_for_others(group); });
+      renewal = renew_outdated(id, lock);
+    } while (!closed_ && !renewal && waits_for_others(group));
     if (closed_) throw ClosedError("the model has been uninstalled");
     ++tick_;
     group.expected_at = tick_;
@@ -82,9 +87,9 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
     Schedule::Cursor& cursor = cursor_of(use.thread);
     // Residents are no part of the order: the fast path hands them out without asking the engine.
     const bool moved = use.in_order && !group.resident && schedule_.observe(cursor, group_id);
-    hit = group.copy != nullptr;
+    hit = group.copy != nullptr && !renewal;
     if (!hit) {
-      planned.push_back(plan_copy(group_id, /*demanded=*/true));
+      planned.push_back(renewal ? std::move(*renewal) : plan_copy(group_id, /*demanded=*/true));
       if (present && group.resident) {
         for (Arena::Region& region : planned.back().displaced) region.after.push_back(present);
       }
@@ -105,10 +110,12 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
     copy->read = true;
     copy->add_reader(consumer);
     ++copy->leases;
+    ++copy->parts[weights_[id].part].leases;
     ++stats_.live_leases;
     ordered = copy->state == DeviceCopy::State::issued && copy->has_waited(consumer);
     lease.engine_ = shared_from_this();
     lease.copy_ = copy;
+    lease.part_ = weights_[id].part;
     if (options_.prefetch > 0 && use.in_order && (moved || !hit)) look_ahead(cursor, group_id, planned);
   }
   if (!planned.empty()) issue(planned);
@@ -143,6 +150,18 @@ void Engine::update_source(WeightId id, SourcePtr source) {
   detach(copy);
 }
 
+void Engine::update_source_alone(WeightId id, SourcePtr source) {
+  const std::lock_guard lock(mutex_);
+  Weight& weight = weights_[id];
+  exchange_source(weight, source);
+  const std::shared_ptr<DeviceCopy> copy = groups_[weight.group].copy;
+  if (!copy || !PROTECTED(stale_copy_refused)) return;
+  ++stats_.refetches;
+  groups_[weight.group].held_back = Cause::master_changed;
+  copy->parts[weight.part].outdated = true;
+  if (copy->leases == 0) detach(copy);
+}
+
 SourcePtr Engine::source(WeightId id) const {
   const std::lock_guard lock(mutex_);
   return weights_[id].source;
@@ -152,6 +171,13 @@ bool Engine::resident(WeightId id) const { return groups_[weights_[id].group].re
 
 const std::vector<WeightId>& Engine::companions(WeightId id) const {
   return groups_[weights_[id].group].weights;
+}
+
+std::pair<std::uint32_t, std::uint32_t> Engine::leases(WeightId id) const {
+  const std::lock_guard lock(mutex_);
+  const DeviceCopy* const copy = groups_[weights_[id].group].copy.get();
+  if (copy == nullptr) return {0, 0};
+  return {copy->leases, copy->parts[weights_[id].part].leases};
 }
 
 void Engine::close() noexcept {

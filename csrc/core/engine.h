@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "core/arena.h"
@@ -83,6 +84,7 @@ class Lease {
   friend class Engine;
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<DeviceCopy> copy_;
+  std::size_t part_ = 0;  ///< of the copy
   std::byte* data_ = nullptr;
 };
 
@@ -114,6 +116,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// The master has changed: its bytes are elsewhere, or other ones (Invariant 6). Copies already made
   /// are not handed out any more. The new source has as many elements, of the same types.
   void update_source(WeightId weight, SourcePtr source);
+  /// The same for a weight whose group somebody uses: the copies of its companions stay good.
+  void update_source_alone(WeightId weight, SourcePtr source);
   /// The same bytes, to be read another way from now on. Copies already made stay good.
   void replace_source(WeightId weight, SourcePtr source);
 
@@ -122,6 +126,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool resident(WeightId weight) const;
   /// The weights that travel with this one, itself included.
   const std::vector<WeightId>& companions(WeightId weight) const;
+  /// How many leases there are on its group's copy, and on itself in it.
+  std::pair<std::uint32_t, std::uint32_t> leases(WeightId weight) const;
 
   Stats stats() const;
   void reset_counters();
@@ -165,6 +171,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::uint64_t unit = 0;
     GroupId group = 0;
     std::size_t offset = 0;  ///< in the group's copy
+    std::size_t part = 0;    ///< of the group's copy
   };
 
   struct Group {
@@ -192,7 +199,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct Planned {
     std::shared_ptr<DeviceCopy> copy;
     std::vector<Arena::Region> displaced;  ///< what has been in its place (relative to `copy->base`)
-    std::vector<SourcePtr> sources;        ///< one for each weight of the group
+    std::vector<SourcePtr> sources;        ///< one for each weight of the group; null: it is not copied
     bool demanded = false;
   };
 
@@ -227,6 +234,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Schedule::Cursor& cursor_of(std::thread::id thread);
   bool waits_for_others(const Group& group) const;
   Planned plan_copy(GroupId id, bool demanded);
+  std::optional<Cause> why_so_late(Group& group) const noexcept;
+  Planned plan_renewal(WeightId id, std::vector<EventPtr> after);
   bool place_in_arena(Planned& planned, const Arena::Rank& rank);
   void place_outside(Planned& planned);
   void look_ahead(const Schedule::Cursor& cursor, GroupId current, std::vector<Planned>& planned);
@@ -237,14 +246,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void note_peak() noexcept;
   std::size_t held_bytes() const noexcept;
 
-  // engine_issue.cpp: without the lock, but for let_go()
+  // engine_issue.cpp: without the lock, but for let_go() and renew_outdated()
   void issue(std::vector<Planned>& planned);
   CopyRequest request(const Planned& planned) const;
   void order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream consumer, bool prefetched);
   void use_on(const std::shared_ptr<DeviceCopy>& copy, Stream consumer);
-  void release(const std::shared_ptr<DeviceCopy>& copy) noexcept;
-  void let_go(const std::shared_ptr<DeviceCopy>& copy);
-  bool record_readers(const std::shared_ptr<DeviceCopy>& copy, const std::vector<Stream>& streams) noexcept;
+  std::optional<Planned> renew_outdated(WeightId id, std::unique_lock<std::mutex>& lock);
+  void release(const std::shared_ptr<DeviceCopy>& copy, std::size_t part) noexcept;
+  void let_go(const std::shared_ptr<DeviceCopy>& copy, std::size_t part);
+  bool record_readers(const std::shared_ptr<DeviceCopy>& copy, std::size_t part,
+                      const std::vector<Stream>& streams) noexcept;
   void release_postponed() noexcept;
   void free_retired() noexcept;
 
@@ -272,7 +283,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<Consumer> consumers_;
   std::vector<Retired> retired_;
   /// Leases' copies that await the end of a capture: Note [A lease that dies inside a capture].
-  std::vector<std::shared_ptr<DeviceCopy>> postponed_;
+  std::vector<std::pair<std::shared_ptr<DeviceCopy>, std::size_t>> postponed_;  ///< each with the part
   EventPtr latest_copy_;            ///< the end of the copy that was issued last
   std::size_t cold_residents_ = 0;  ///< residents that have not been copied yet
   std::size_t overflow_now_ = 0;    ///< bytes

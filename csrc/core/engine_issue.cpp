@@ -41,7 +41,7 @@ CopyRequest Engine::request(const Planned& planned) const {
   }
   for (std::size_t i = 0; i < group.weights.size(); ++i) {
     const SourcePtr& source = planned.sources[i];
-    if (!source->has_bytes) continue;  // nobody asks for it while its master has none
+    if (!source || !source->has_bytes) continue;  // nobody asks for it while its master has none
     const std::size_t element = scalar_size(source->wanted);
     const std::size_t begin = weights_[group.weights[i]].offset;
     const std::size_t end = begin + source->wanted_bytes();
@@ -62,11 +62,12 @@ void Engine::issue(std::vector<Planned>& planned) {
   for (Planned& item : planned) {
     DeviceCopy& copy = *item.copy;
     std::uint64_t bytes = 0;
-    for (const SourcePtr& source : item.sources) bytes += source->has_bytes ? source->stored_bytes() : 0;
+    for (const SourcePtr& source : item.sources)
+      bytes += source && source->has_bytes ? source->stored_bytes() : 0;
     EventPtr copied;
     std::exception_ptr error;
     try {
-      if (copy.place == Place::overflow) {
+      if (copy.place == Place::overflow && !copy.memory) {
         copy.memory = backend_->allocate(copy.bytes);
         copy.base = copy.memory.get();
       }
@@ -80,6 +81,7 @@ void Engine::issue(std::vector<Planned>& planned) {
       closed = closed_;
       if (copied) copy.behind = std::exchange(latest_copy_, copied);
       copy.copied = std::move(copied);
+      copy.waited.clear();  // a weight may have come once more
       copy.error = error;
       copy.state = error ? DeviceCopy::State::failed : DeviceCopy::State::issued;
       ++stats_.copies;
@@ -104,13 +106,14 @@ void Engine::issue(std::vector<Planned>& planned) {
 }
 
 void Engine::order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream consumer, bool prefetched) {
-  EventPtr copied;
+  EventPtr copied, latest;
   Lateness late;
   {
     std::unique_lock lock(mutex_);
     issued_.wait(lock, [&] { return copy->state != DeviceCopy::State::issuing; });
     if (copy->state == DeviceCopy::State::failed) std::rethrow_exception(copy->error);
     if (copy->has_waited(consumer)) return;
+    latest = copy->copied;
     const bool first = copy->waited.empty();
     if (first ? PROTECTED(read_after_copy) : PROTECTED(every_stream_waits)) copied = copy->copied;
     late = {prefetched, copy->held_back, copied, copy->behind};
@@ -148,7 +151,8 @@ void Engine::order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream co
     figures.copy_ns += static_cast<std::uint64_t>(when->end - when->begin);
     ++figures.timed_copies;
   }
-  if (!copy->has_waited(consumer)) copy->waited.push_back(consumer);
+  // Meanwhile a weight may have come once more (Note [One outdated weight of a group]).
+  if (copy->copied == latest && !copy->has_waited(consumer)) copy->waited.push_back(consumer);
 }
 
 void Engine::use_on(const std::shared_ptr<DeviceCopy>& copy, Stream consumer) {
@@ -160,18 +164,62 @@ void Engine::use_on(const std::shared_ptr<DeviceCopy>& copy, Stream consumer) {
   order_after_copy(copy, consumer, /*prefetched=*/false);
 }
 
-void Engine::let_go(const std::shared_ptr<DeviceCopy>& copy) {
+/// Note [One outdated weight of a group]
+/// A group is one copy. If a master changes while another weight of its group is in use, as a bias is found
+/// written when its layer's weight has been handed out, the group cannot be fetched again: there may be no room
+/// for two of it. So the weight alone is copied once more, to the same place: nobody has a lease on its part,
+/// and the copy waits for events that are recorded now on all streams that have read any of the group. Later
+/// readers of the group wait for it. If somebody still has the outdated weight, its bytes stay as they are, and
+/// the group is fetched to another place. The copy goes as a whole with its last lease if something in it is
+/// outdated by then: many weights travel together then, and ahead.
+///
+/// Returns nothing if the weight is up to date, or if its group has to be fetched elsewhere: then the group
+/// has no copy any more. May give up the lock for a while.
+std::optional<Engine::Planned> Engine::renew_outdated(WeightId id, std::unique_lock<std::mutex>& lock) {
+  const Weight& weight = weights_[id];
+  Group& group = groups_[weight.group];
+  const auto outdated = [&] { return !closed_ && group.copy && group.copy->parts[weight.part].outdated; };
+  while (outdated()) {
+    const std::shared_ptr<DeviceCopy> copy = group.copy;
+    if (copy->state == DeviceCopy::State::issuing) {
+      issued_.wait(lock);
+      continue;
+    }
+    const std::vector<Stream> streams = copy->readers;
+    std::vector<EventPtr> after;
+    bool known = true;  // when all have read
+    lock.unlock();
+    for (const Stream stream : streams) {
+      known = known && !backend_->capturing(stream);
+      EventPtr read = known ? backend_->record(stream) : nullptr;
+      if (read) after.push_back(std::move(read));
+    }
+    lock.lock();
+    if (!outdated() || group.copy != copy || copy->state == DeviceCopy::State::issuing) continue;
+    if (!known || copy->parts[weight.part].leases > 0) {
+      detach(copy);
+    } else if (copy->readers == streams) {
+      if (!PROTECTED(write_after_read)) after.clear();
+      return plan_renewal(id, std::move(after));
+    }
+  }
+  return std::nullopt;
+}
+
+void Engine::let_go(const std::shared_ptr<DeviceCopy>& copy, std::size_t part) {
   --copy->leases;
+  --copy->parts[part].leases;
   --stats_.live_leases;
   if (!copy->evictable()) return;
-  if (copy->attached && copy->place == Place::overflow) {
-    detach(copy);  // memory outside the budget goes with its last lease (Invariant 4)
+  if (copy->attached && (copy->place == Place::overflow || copy->any_outdated())) {
+    // Memory outside the budget goes with its last lease (Invariant 4).
+    detach(copy);
   } else if (!copy->attached) {
     dispose(copy);
   }
 }
 
-void Engine::release(const std::shared_ptr<DeviceCopy>& copy) noexcept {
+void Engine::release(const std::shared_ptr<DeviceCopy>& copy, std::size_t part) noexcept {
   if (abandoned_) return;
   // Note [The last lease records before it lets go]: were the count to fall first, another thread could
   // choose the slot while the events that guard it are still being recorded. A lease taken meanwhile
@@ -182,18 +230,18 @@ void Engine::release(const std::shared_ptr<DeviceCopy>& copy) noexcept {
     {
       const std::lock_guard lock(mutex_);
       if (copy->leases > 1 || copy->readers.empty()) {
-        let_go(copy);
+        let_go(copy, part);
         held = false;
         to_free = !retired_.empty();
       } else {
         streams = std::exchange(copy->readers, {});
         if (!PROTECTED(release_before_reuse)) {
-          let_go(copy);
+          let_go(copy, part);
           held = false;
         }
       }
     }
-    if (!record_readers(copy, streams)) held = false;
+    if (!record_readers(copy, part, streams)) held = false;
   }
   if (to_free) free_retired();
 }
@@ -202,7 +250,7 @@ void Engine::release(const std::shared_ptr<DeviceCopy>& copy) noexcept {
 /// copy could be made to wait for. What it was given before the capture may still be queued, though. So the
 /// lease is kept for it, with nobody holding it any more, until its stream can be recorded on again. Returns
 /// false if that is so.
-bool Engine::record_readers(const std::shared_ptr<DeviceCopy>& copy,
+bool Engine::record_readers(const std::shared_ptr<DeviceCopy>& copy, std::size_t part,
                             const std::vector<Stream>& streams) noexcept {
   bool all = true;
   for (const Stream stream : streams) {
@@ -211,7 +259,7 @@ bool Engine::record_readers(const std::shared_ptr<DeviceCopy>& copy,
       copy->add_reader(stream);
       if (std::exchange(all, false)) {
         --stats_.live_leases;
-        postponed_.push_back(copy);
+        postponed_.emplace_back(copy, part);
         any_postponed_ = true;
       }
       continue;
@@ -230,14 +278,14 @@ bool Engine::record_readers(const std::shared_ptr<DeviceCopy>& copy,
 }
 
 void Engine::release_postponed() noexcept {
-  std::vector<std::shared_ptr<DeviceCopy>> copies;
+  std::vector<std::pair<std::shared_ptr<DeviceCopy>, std::size_t>> copies;
   {
     const std::lock_guard lock(mutex_);
     copies.swap(postponed_);
     any_postponed_ = false;
     stats_.live_leases += copies.size();
   }
-  for (const std::shared_ptr<DeviceCopy>& copy : copies) release(copy);
+  for (const auto& [copy, part] : copies) release(copy, part);
 }
 
 /// Note [A plan goes before the next one comes]: there is no room for two of them, so a closed engine's

@@ -61,6 +61,12 @@ bool Engine::waits_for_others(const Group& group) const {
   return !std::all_of(regions.begin(), regions.end(), is_issued) && !arena_.has_room(group.bytes, may_go);
 }
 
+std::optional<Cause> Engine::why_so_late(Group& group) const noexcept {
+  // Without prefetch, every copy is as late as it can be.
+  const auto next_time = options_.prefetch == 0 ? std::optional(Cause::late_prefetch) : std::nullopt;
+  return std::exchange(group.held_back, next_time);
+}
+
 Engine::Planned Engine::plan_copy(GroupId id, bool demanded) {
   Group& group = groups_[id];
   Planned planned;
@@ -68,10 +74,9 @@ Engine::Planned Engine::plan_copy(GroupId id, bool demanded) {
   planned.copy = std::make_shared<DeviceCopy>();
   planned.copy->group = id;
   planned.copy->bytes = group.bytes;
+  planned.copy->parts.resize(group.weights.size());
   planned.copy->last_use = tick_;
-  // Without prefetch, every copy is as late as it can be.
-  const auto next_time = options_.prefetch == 0 ? std::optional(Cause::late_prefetch) : std::nullopt;
-  planned.copy->held_back = std::exchange(group.held_back, next_time);
+  planned.copy->held_back = why_so_late(group);
   for (const WeightId weight : group.weights) planned.sources.push_back(weights_[weight].source);
   if (!demanded) return planned;  // look_ahead places it, or gives it up
 
@@ -91,6 +96,23 @@ Engine::Planned Engine::plan_copy(GroupId id, bool demanded) {
     place_outside(planned);
   }
   group.copy = planned.copy;
+  return planned;
+}
+
+/// The copy of the weight's group, of which the weight alone is copied once more: in its place, `after` these.
+Engine::Planned Engine::plan_renewal(WeightId id, std::vector<EventPtr> after) {
+  const Weight& weight = weights_[id];
+  Group& group = groups_[weight.group];
+  Planned planned;
+  planned.demanded = true;
+  planned.copy = group.copy;
+  for (EventPtr& event : overwrite_after(*group.copy)) after.push_back(std::move(event));
+  planned.displaced.push_back({weight.offset, weight.source->wanted_bytes(), nullptr, std::move(after)});
+  planned.sources.resize(group.weights.size());
+  planned.sources[weight.part] = weight.source;
+  group.copy->parts[weight.part].outdated = false;
+  group.copy->state = DeviceCopy::State::issuing;
+  group.copy->held_back = why_so_late(group);
   return planned;
 }
 

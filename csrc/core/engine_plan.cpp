@@ -129,7 +129,10 @@ std::vector<std::size_t> Engine::take_groups(const GivenPlan& given) {
 std::vector<std::size_t> Engine::lay_out_groups() {
   std::vector<std::size_t> bytes;
   for (GroupId id = 0; id < groups_.size(); ++id) {
-    for (const WeightId weight : groups_[id].weights) weights_[weight].group = id;
+    for (std::size_t part = 0; part < groups_[id].weights.size(); ++part) {
+      weights_[groups_[id].weights[part]].group = id;
+      weights_[groups_[id].weights[part]].part = part;
+    }
     groups_[id].bytes = lay_out(groups_[id]);
     bytes.push_back(groups_[id].bytes);
   }

@@ -219,7 +219,12 @@ class Run {
   void update(std::size_t index) {
     if (being_taken_.count(index) > 0) return;
     model_.renew(index, random_);
-    engine_->update_source(model_.weights[index].id, model_.weights[index].master);
+    const RandomModel::Weight& weight = model_.weights[index];
+    if (random_.chance(0.5)) {
+      engine_->update_source(weight.id, weight.master);
+    } else {
+      engine_->update_source_alone(weight.id, weight.master);
+    }
   }
 
   /// An access. Errors have to be those that were provoked, and the next try has to work.
