@@ -57,7 +57,7 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
         session->call_begins();
         session->pass_begins(session_object);
       }
-      if (refetch && session->streams_any()) hooks.emplace();
+      if (refetch && session->fetches_any_again()) hooks.emplace();
     }
     auto result = py::reinterpret_steal<py::object>(plain_call()(self, arguments, keywords));
     if (outermost) {

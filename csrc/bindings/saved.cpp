@@ -51,7 +51,7 @@ struct SavedTensor final : Saved {
   const std::uint32_t version;
 };
 
-/// A streamed weight, or a view of one.
+/// A weight that is copied again for backward, streamed or copied by torch, or a view of one.
 struct SavedWeight final : Saved {
   SavedWeight(const HandedOut& record, const at::Tensor& view)
       : session(record.origin().session),
@@ -127,7 +127,14 @@ PyObject* as_capsule(std::shared_ptr<Saved> saved) {
   return capsule;
 }
 
-/// The reference to keep instead of a tensor, or null if the tensor is no streamed weight's.
+/// Whether the tensor is a copy that backward can have made again. A statistic is not, as the forward may
+/// write it.
+bool can_be_fetched_again(const Session& serving, const Weight& weight, const HandedOut& record) {
+  if (weight.path == Weight::AccessPath::copied) return !record.watched();
+  return record.leased() && serving.streams(weight);
+}
+
+/// The reference to keep instead of a tensor, or null if the tensor is to be kept itself.
 std::unique_ptr<Saved> reference_to(const at::Tensor& tensor) {
   if (tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python))
     return wrapper_reference_to(tensor);
@@ -136,7 +143,7 @@ std::unique_ptr<Saved> reference_to(const at::Tensor& tensor) {
   if (record == nullptr || tensor.scalar_type() != record->dtype()) return nullptr;
   const std::shared_ptr<Weight> weight = record->origin().weight;
   const std::shared_ptr<Session> serving = record->origin().session.lock();
-  if (!serving || !record->leased() || !serving->streams(*weight)) return nullptr;
+  if (!serving || !can_be_fetched_again(*serving, *weight, *record)) return nullptr;
   serving->write_back(*weight);
   if (!record->master_unchanged()) return nullptr;
   return std::make_unique<SavedWeight>(*record, tensor);

@@ -1,4 +1,4 @@
-// What autograd saves of streamed weights is a reference, and backward fetches them again.
+// What autograd saves of weights that are not resident is a reference, and backward fetches them again.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>
@@ -9,8 +9,9 @@ namespace dynswap {
 /// An operation saves its weight for backward, and with it the lease on the weight's slot: after a forward
 /// pass the graph would hold all of the model. So an installed module's call runs under saved-tensor hooks
 /// that keep of a streamed weight which one it is, what view of it was saved, and the version of its
-/// master; backward acquires it again, which the engine learns, and prefetches, like any other order.
-/// Everything else is saved as without hooks, its version checked as torch checks it.
+/// master; backward acquires it again, which the engine learns, and prefetches, like any other order. A
+/// weight that torch copies (Weight::AccessPath::copied) is copied again. Everything else is saved as without
+/// hooks, its version checked as torch checks it.
 ///
 /// torch asks only the innermost hooks. Hooks of the user's own inside a module's call therefore see, and
 /// keep, what they would without an install. Those of torch.utils.checkpoint are an exception: they hold

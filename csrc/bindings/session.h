@@ -82,7 +82,8 @@ class Session : public std::enable_shared_from_this<Session> {
   bool streams(const Weight& weight) const {
     return weight.path == Weight::AccessPath::streamed && weight.plan && !weight.resident();
   }
-  bool streams_any() const noexcept { return streams_any_; }
+  /// Whether some weight is copied again for a backward pass.
+  bool fetches_any_again() const noexcept { return streams_any_ || table_->copies_any(); }
 
   /// Takes what was written on handed-out tensors to their masters.
   void flush();

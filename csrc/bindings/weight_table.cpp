@@ -83,6 +83,7 @@ void WeightTable::classify(Weight& weight, PyObject* master_object, const Mappin
     weight.master_storage = storage.getWeakStorageImpl();
   weight.version = master.version_counter();
   weight.path = kind.path;
+  copies_any_ = copies_any_ || kind.path == Weight::AccessPath::copied;
   weight.wanted = kind.wanted;
   weight.dressed = kind.dressed;
   for (const auto& [name, part] : weight.parts) --part->holders;

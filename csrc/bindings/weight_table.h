@@ -55,6 +55,9 @@ class WeightTable {
   std::string pin(const std::vector<Weight*>& weights);
   /// Calls `use` for the weight of each of the masters, and for its parts; masters of others are ignored.
   void for_weights(const std::vector<at::Tensor>& masters, const std::function<void(Weight&)>& use) const;
+  /// Whether some master is, or was, copied by torch (Weight::AccessPath::copied).
+  bool copies_any() const noexcept { return copies_any_; }
+
   /// Bytes of masters that are sampled: a small write to them that bumps no version may go unseen.
   std::size_t sampled_bytes() const;
   /// The memory is the masters' own again. Only once no copy reads it any more.
@@ -77,4 +80,5 @@ class WeightTable {
   PageCacheShare page_cache_;                                 ///< the share that later weights may still use
 };
 
+  bool copies_any_ = false;
 }  // namespace dynswap

@@ -149,3 +149,46 @@ def test_repeated_elements(provider: Provider) -> None:
         assert model.state_dict()["scale"].tolist() == [2.0] * ROWS
         handle.uninstall()
         del held
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+@pytest.mark.parametrize("when", ["before the install", "afterwards"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_one_written_between_forward_and_backward_is_refused(
+    provider: Provider, layout: str, when: str, budget: str | None
+) -> None:
+    if budget and not provider.native:
+        pytest.skip(
+            "pure Python keeps them resident like others, and a write to what is resident is not refused"
+        )
+
+    def install(model: nn.Module) -> object:
+        return provider.install(model, dtype=torch.float64, budget=budget)
+
+    model = laid_out(LAYOUTS[layout], later=install if when == "afterwards" else None)
+    if when == "before the install":
+        install(model)
+    x = provider.randn(5, COLUMNS).requires_grad_()
+
+    def loss() -> Tensor:
+        total: Tensor = model(x).square().sum()
+        return total
+
+    if when == "afterwards" and budget:
+        loss()  # that they are no residents any more is noticed in a call, and counts from the next one on
+    total = loss()
+    with torch.no_grad():
+        model.linear.get_parameter("weight").mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        total.backward()
+    x.grad = None
+    model.zero_grad()
+
+    moved = testing.moved(model, provider.device, torch.float64)
+    loss().backward()
+    mine, x.grad = x.grad, None
+    moved(x).square().sum().backward()
+    testing.assert_bit_equal(mine, x.grad, "gradient of the input")
+    for (name, p), q in zip(model.named_parameters(), moved.parameters(), strict=True):
+        assert p.grad is not None and q.grad is not None
+        testing.assert_bit_equal(p.grad, q.grad.to(p.device, p.dtype), name)
