@@ -1,6 +1,6 @@
 """The native provider (csrc/bindings/module.cpp)."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, final
 
 import torch
@@ -81,4 +81,5 @@ def simulate(
     latency: float,
     passes: int,
     placement: str = "even",
+    at_once: Collection[int] = ...,
 ) -> dict[str, Any]: ...

@@ -56,7 +56,7 @@ struct Session::Attaching {
     std::vector<Entry> entries;
   };
   std::vector<Module> modules;
-  std::vector<std::pair<Weight*, std::uint64_t>> streamed;  ///< with the module that they belong to
+  Streamed streamed;
   std::unordered_map<PyTypeObject*, py::object> swap_classes;
   /// Names whose descriptor the swap class has (true), or that the class keeps for itself.
   std::unordered_map<PyTypeObject*, std::unordered_map<PyObject*, bool>> names;
@@ -80,10 +80,23 @@ struct Session::Attaching {
   }
 };
 
+std::vector<Session::Unit> Session::units_of(const std::vector<Visited>& modules) const {
+  py::list tree;
+  for (const Visited& visited : modules) tree.append(visited.module);
+  std::vector<Unit> units;
+  for (const auto& [number, at_once] : hooks_.units(tree).cast<std::vector<std::pair<std::uint64_t, bool>>>())
+    units.push_back({number, at_once});
+  DYNSWAP_CHECK(units.size() == modules.size(), "every module has a unit");
+  return units;
+}
+
 std::size_t Session::attach(const py::object& self, const py::object& root, const py::object& swap_class) {
   const Mappings mappings = Mappings::of_this_process();
   Attaching attaching;
-  for (const Visited& visited : modules_of(root.ptr())) {
+  const std::vector<Visited> found = modules_of(root.ptr());
+  const std::vector<Unit> units = units_of(found);
+  for (std::size_t place = 0; place < found.size(); ++place) {
+    const Visited& visited = found[place];
     PyObject* const module = visited.module.ptr();
     const py::object dict = module_dict(module);
     if (module_state(module, dict.ptr()) != nullptr) continue;  // it has been installed before
@@ -102,7 +115,7 @@ std::size_t Session::attach(const py::object& self, const py::object& root, cons
         if (attaching.served(swap, name)) plan.entries.push_back({name, parameter, nullptr});
       }
     }
-    table_->find_weights(dict.ptr(), visited.prefix, attaching.modules.size(), mappings, plan.entries,
+    table_->find_weights(dict.ptr(), visited.prefix, units[place], mappings, plan.entries,
                          attaching.streamed);
     attaching.modules.push_back(std::move(plan));
   }

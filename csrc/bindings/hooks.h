@@ -13,6 +13,7 @@ struct Hooks {
         replan(given.attr("replan")),
         call_begins(given.attr("call_begins")),
         call_failed(given.attr("call_failed")),
+        units(given.attr("units")),
         proxy_for(given.attr("proxy_for")),
         proxy_class(given.attr("proxy_class")),
         inner_names(given.attr("inner_names")),
@@ -23,6 +24,7 @@ struct Hooks {
 
   py::object warn;
   py::object replan, call_begins, call_failed;
+  py::object units;
   py::object proxy_for, proxy_class;
   py::object inner_names, adds_attributes_only, rebuild_wrapper, with_class_of, flatten_wrapper;
 };

@@ -3,6 +3,7 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/headeronly/version.h>
 
+#include <set>
 #include <tuple>
 
 #include "bindings/attribute.h"
@@ -52,14 +53,15 @@ py::dict build_info() {
 using LayerTuple = std::tuple<std::string, std::uint64_t, double, std::uint64_t>;
 
 py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, std::uint32_t prefetch,
-                  double bandwidth, double latency, int passes, const std::string& placement) {
+                  double bandwidth, double latency, int passes, const std::string& placement,
+                  const std::set<std::uint64_t>& at_once) {
   if (placement != "even" && placement != "timed") {
     throw py::value_error("placement is '" + placement + "'; expected 'even' or 'timed'");
   }
   const auto residents = placement == "timed" ? sim::Residents::by_time : sim::Residents::even;
   sim::Workload workload;
   for (const auto& [name, bytes, seconds, unit] : weights)
-    workload.layers.push_back({name, bytes, seconds, unit});
+    workload.layers.push_back({name, bytes, seconds, unit, at_once.contains(unit)});
   EngineOptions options;
   options.budget = budget;
   options.prefetch = prefetch;
@@ -173,6 +175,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "afterwards cannot use CUDA. Raises DeviceError where the CUDA runtime cannot say.");
   m.def("simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"),
         py::arg("bandwidth"), py::arg("latency"), py::arg("passes"), py::arg("placement") = "even",
+        py::arg("at_once") = std::set<std::uint64_t>(),
         "Runs the engine on a virtual clock. weights: (name, bytes, compute seconds, unit) in the order of "
         "use; "
         "budget in bytes (0: only the ring); bandwidth in bytes a second; latency in seconds a copy; "

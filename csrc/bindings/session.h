@@ -19,6 +19,8 @@
 
 namespace dynswap {
 
+struct Visited;
+
 struct Entry;
 
 struct SessionOptions {
@@ -145,6 +147,7 @@ class Session : public std::enable_shared_from_this<Session> {
 
  private:
   using Streamed = WeightTable::Streamed;
+  using Unit = WeightTable::Unit;
 
   std::shared_ptr<WeightTable> new_table() const;
   struct Attaching;  // attach.cpp
@@ -159,6 +162,7 @@ class Session : public std::enable_shared_from_this<Session> {
     std::shared_ptr<const Plan> measured;
   };
   std::shared_ptr<Engine> new_engine(const Budget& budget);
+  std::vector<Unit> units_of(const std::vector<Visited>& modules) const;
   void plan_first(Streamed streamed);
   void draft_plan(Draft& draft, const Budget& budget);
   void carry_out(const Draft& draft);

@@ -102,8 +102,9 @@ void Session::refetch(Weight& weight, DeferredRelease& dropped) {
   if (weight.plan) update_copy(weight, alone);
 }
 
-/// Whether somebody uses others of the weight's group, and nobody the weight. Then it alone is copied once more
-/// (Note [One outdated weight of a group]). Its companions' masters are not looked at, and their copies stay.
+/// Whether somebody uses others of the weight's group, and nobody the weight. Then it alone is copied once
+/// more (Note [One outdated weight of a group]). Its companions' masters are not looked at, and their copies
+/// stay.
 bool Session::travels_alone(const Weight& weight) const {
   const Plan& plan = *weight.plan;
   auto [group, own] = plan.engine->leases(weight.id);

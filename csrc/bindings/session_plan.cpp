@@ -75,7 +75,7 @@ void hand_on(const Weight& earlier, Weight& weight) {
 
 /// Whether a plan that was measured with other weights applies to these: their masters are the same, in the
 /// same order.
-bool applies_to(const Plan& plan, const std::vector<std::pair<Weight*, std::uint64_t>>& streamed) {
+bool applies_to(const Plan& plan, const WeightTable::Streamed& streamed) {
   if (plan.weights.size() != streamed.size()) return false;
   for (std::size_t i = 0; i < streamed.size(); ++i) {
     const Weight &old = *plan.weights[i], &now = *streamed[i].first;
@@ -118,8 +118,10 @@ void Session::replace_plan(const py::object& root, const Budget& budget) {
   Draft draft;
   draft.table = new_table();
   const Mappings mappings = Mappings::of_this_process();
-  std::uint64_t unit = 0;
-  for (const Visited& visited : modules_of(root.ptr())) {
+  const std::vector<Visited> found = modules_of(root.ptr());
+  const std::vector<Unit> units = units_of(found);
+  for (std::size_t place = 0; place < found.size(); ++place) {
+    const Visited& visited = found[place];
     const py::object dict = module_dict(visited.module.ptr());
     ModuleState* const state = module_state(visited.module.ptr(), dict.ptr());
     if (state == nullptr || state->session->get() != this) continue;
@@ -127,7 +129,8 @@ void Session::replace_plan(const py::object& root, const Budget& budget) {
     module.state = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(state));
     for (const Entry& entry : *state->entries)
       module.entries.push_back({entry.name, entry.parameter, nullptr});
-    draft.table->find_weights(dict.ptr(), visited.prefix, ++unit, mappings, module.entries, draft.streamed);
+    draft.table->find_weights(dict.ptr(), visited.prefix, units[place], mappings, module.entries,
+                              draft.streamed);
   }
   draft_plan(draft, budget);
   if (closed_) return;  // another thread has closed it meanwhile
@@ -146,7 +149,7 @@ void Session::draft_plan(Draft& draft, const Budget& budget) {
   if (known.given && !applies_to(*known.measured, draft.streamed)) known.given.reset();
   if (!draft.plan->engine) draft.plan->engine = new_engine(known);
   for (const auto& [weight, unit] : draft.streamed) {
-    weight->id = draft.plan->engine->add_weight(weight->source, unit);
+    weight->id = draft.plan->engine->add_weight(weight->source, unit.number, unit.at_once);
     draft.plan->weights.push_back(weight->shared_from_this());
   }
   const py::gil_scoped_release release;

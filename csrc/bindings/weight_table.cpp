@@ -134,7 +134,7 @@ void WeightTable::sweep() {
   sweep_at_ = weights_.size() + weights_.size() / 8 + 8;
 }
 
-void WeightTable::find_weights(PyObject* module_dict, const std::string& prefix, std::uint64_t unit,
+void WeightTable::find_weights(PyObject* module_dict, const std::string& prefix, Unit unit,
                                const Mappings& mappings, std::vector<Entry>& entries, Streamed& streamed) {
   for (Entry& entry : entries) {
     entry.bind(nullptr);

@@ -30,7 +30,12 @@ class WeightTable {
     bool pin = true;
     PageCacheShare page_cache;
   };
-  using Streamed = std::vector<std::pair<Weight*, std::uint64_t>>;  ///< each with its unit
+  /// Weights that travel together (Engine::add_weight()).
+  struct Unit {
+    std::uint64_t number = 0;
+    bool at_once = false;
+  };
+  using Streamed = std::vector<std::pair<Weight*, Unit>>;  ///< each with its unit
 
   /// `hooks` outlives the table.
   WeightTable(const Settings& settings, const Hooks& hooks);
@@ -43,21 +48,21 @@ class WeightTable {
   Weight& weight_of(PyObject* master, const std::string& name, bool parameter, const Mappings& mappings,
                     bool exact = false);
   /// The weights of a module's masters, bound to its entries; those that stream are added to `streamed`.
-  void find_weights(PyObject* module_dict, const std::string& prefix, std::uint64_t unit,
-                    const Mappings& mappings, std::vector<Entry>& entries, Streamed& streamed);
+  void find_weights(PyObject* module_dict, const std::string& prefix, Unit unit, const Mappings& mappings,
+                    std::vector<Entry>& entries, Streamed& streamed);
   /// Another master, or one that has other memory or another layout, takes the place of the weight's.
   void replace_master(Weight& weight, PyObject* master);
   /// What came for a while goes with its master.
   void sweep();
+
+  /// Whether some master is, or was, copied by torch (Weight::AccessPath::copied).
+  bool copies_any() const noexcept { return copies_any_; }
 
   /// Page-locks the masters of weights that stream, as far as it may be; releases the GIL for a while.
   /// Returns what is to be told the user.
   std::string pin(const std::vector<Weight*>& weights);
   /// Calls `use` for the weight of each of the masters, and for its parts; masters of others are ignored.
   void for_weights(const std::vector<at::Tensor>& masters, const std::function<void(Weight&)>& use) const;
-  /// Whether some master is, or was, copied by torch (Weight::AccessPath::copied).
-  bool copies_any() const noexcept { return copies_any_; }
-
   /// Bytes of masters that are sampled: a small write to them that bumps no version may go unseen.
   std::size_t sampled_bytes() const;
   /// The memory is the masters' own again. Only once no copy reads it any more.
@@ -75,10 +80,10 @@ class WeightTable {
   std::vector<std::shared_ptr<Weight>> weights_;
   /// A master may have died, and its address be another's by now: the weight's `state` tells.
   std::unordered_map<const c10::TensorImpl*, Weight*> by_master_;
+  bool copies_any_ = false;
   std::size_t sweep_at_ = 0;  ///< weights, among which there may be unused ones
   std::shared_ptr<Holds> holds_ = std::make_shared<Holds>();  ///< never null
   PageCacheShare page_cache_;                                 ///< the share that later weights may still use
 };
 
-  bool copies_any_ = false;
 }  // namespace dynswap

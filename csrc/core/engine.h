@@ -99,8 +99,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine& operator=(const Engine&) = delete;
 
   /// Registers a weight, in the order in which the model is expected to use them. Weights of one `unit`
-  /// (a module) travel together. Only before plan().
-  WeightId add_weight(SourcePtr source, std::uint64_t unit);
+  /// (a module) travel together. `at_once`: all of the unit is needed at the same time, so it is never cut,
+  /// and every budget holds it. Only before plan().
+  WeightId add_weight(SourcePtr source, std::uint64_t unit, bool at_once = false);
 
   /// Forms groups, chooses residents and sizes the arena. Throws BudgetError, naming the smallest budget that
   /// works. Called once, before plan(), or by it.
@@ -169,6 +170,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct Weight {
     SourcePtr source;
     std::uint64_t unit = 0;
+    bool at_once = false;  ///< all of its unit is needed at the same time
     GroupId group = 0;
     std::size_t offset = 0;  ///< in the group's copy
     std::size_t part = 0;    ///< of the group's copy
@@ -214,7 +216,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// How weights are put together, in bytes.
   struct Grouping {
     std::size_t enough;     ///< a group of this size takes no further unit
-    std::size_t too_large;  ///< a unit of more is cut between its weights
+    std::size_t too_large;  ///< a unit of more is cut between its weights, if they are not needed at once
     std::size_t tiny;       ///< units of no more stay on the device, together; 0: none do
   };
 

@@ -166,12 +166,12 @@ void Engine::use_on(const std::shared_ptr<DeviceCopy>& copy, Stream consumer) {
 
 /// Note [One outdated weight of a group]
 /// A group is one copy. If a master changes while another weight of its group is in use, as a bias is found
-/// written when its layer's weight has been handed out, the group cannot be fetched again: there may be no room
-/// for two of it. So the weight alone is copied once more, to the same place: nobody has a lease on its part,
-/// and the copy waits for events that are recorded now on all streams that have read any of the group. Later
-/// readers of the group wait for it. If somebody still has the outdated weight, its bytes stay as they are, and
-/// the group is fetched to another place. The copy goes as a whole with its last lease if something in it is
-/// outdated by then: many weights travel together then, and ahead.
+/// written when its layer's weight has been handed out, the group cannot be fetched again: there may be no
+/// room for two of it. So the weight alone is copied once more, to the same place: nobody has a lease on its
+/// part, and the copy waits for events that are recorded now on all streams that have read any of the group.
+/// Later readers of the group wait for it. If somebody still has the outdated weight, its bytes stay as they
+/// are, and the group is fetched to another place. The copy goes as a whole with its last lease if something
+/// in it is outdated by then: many weights travel together then, and ahead.
 ///
 /// Returns nothing if the weight is up to date, or if its group has to be fetched elsewhere: then the group
 /// has no copy any more. May give up the lock for a while.

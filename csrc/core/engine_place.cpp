@@ -99,7 +99,8 @@ Engine::Planned Engine::plan_copy(GroupId id, bool demanded) {
   return planned;
 }
 
-/// The copy of the weight's group, of which the weight alone is copied once more: in its place, `after` these.
+/// The copy of the weight's group, of which the weight alone is copied once more: in its place, `after`
+/// these.
 Engine::Planned Engine::plan_renewal(WeightId id, std::vector<EventPtr> after) {
   const Weight& weight = weights_[id];
   Group& group = groups_[weight.group];

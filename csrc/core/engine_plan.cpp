@@ -25,9 +25,9 @@ std::size_t align_up(std::size_t value, std::size_t alignment) {
 
 }  // namespace
 
-WeightId Engine::add_weight(SourcePtr source, std::uint64_t unit) {
+WeightId Engine::add_weight(SourcePtr source, std::uint64_t unit, bool at_once) {
   DYNSWAP_CHECK(!planned_, "weights are added before plan()");
-  weights_.push_back({std::move(source), unit, 0, 0});
+  weights_.push_back({.source = std::move(source), .unit = unit, .at_once = at_once});
   return static_cast<WeightId>(weights_.size() - 1);
 }
 
@@ -68,7 +68,8 @@ std::size_t Engine::unit_bytes(WeightId first) const noexcept {
 std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
   // A unit's weights are used together, so a group holds whole units: small ones until there is enough
   // to be worth a transfer. Only a unit too large to travel at once is cut, and its small weights (a
-  // bias) go with the weight before them.
+  // bias) go with the weight before them. A unit that one call needs as a whole is one group, whatever its
+  // size: cut, it could be given a budget that does not hold it.
   const auto [enough, too_large, tiny] = grouping;
   std::size_t largest = 0;
   for (const Weight& weight : weights_)
@@ -100,7 +101,7 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
       for (; first < last; ++first) groups_[*tinies].weights.push_back(first);
       continue;
     }
-    const bool cut = bytes_of_unit > too_large;
+    const bool cut = bytes_of_unit > too_large && !weights_[first].at_once;
     for (WeightId weight = first; weight < last; ++weight) {
       const std::size_t bytes = weights_[weight].source->wanted_bytes();
       if (cut && open_bytes >= enough && bytes > small) open = false;
@@ -174,7 +175,7 @@ void Engine::arrange() {
   const std::optional<GivenPlan>& given = options_.given;
   std::vector<std::size_t> bytes = given ? take_groups(*given) : form_groups(preferred_grouping());
   if (!given && options_.budget > 0 && *std::max_element(bytes.begin(), bytes.end()) > options_.budget) {
-    bytes = form_groups({1, 0, 0});  // each large weight on its own: what does not fit now never will
+    bytes = form_groups({1, 0, 0});  // as small as can be: what does not fit now never will
   }
   stats_.groups = groups_.size();
   stats_.weight_bytes = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});

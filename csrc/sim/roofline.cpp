@@ -77,7 +77,7 @@ Result simulate(const Workload& workload, const EngineOptions& options, double b
       auto source = std::make_shared<Source>();
       source->name = layer.name;
       source->count = layer.bytes;
-      weights.push_back(made->add_weight(std::move(source), layer.unit));
+      weights.push_back(made->add_weight(std::move(source), layer.unit, layer.at_once));
     }
     made->plan();
     return made;

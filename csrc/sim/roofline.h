@@ -16,6 +16,7 @@ struct Layer {
   std::uint64_t bytes = 0;
   double compute_seconds = 0;  ///< of the kernels that read it
   std::uint64_t unit = 0;      ///< its module; a module's weights are consecutive
+  bool at_once = false;        ///< a call needs all of the unit at the same time
 };
 
 struct Workload {

@@ -216,7 +216,7 @@ class Session(SessionStatistics):
         size_of = {weight: self.destination.bytes_for(weight.master) for weight in used}
         weights, sizes = list(size_of), list(size_of.values())
         together = max((sum(size_of[w] for w in state.weights.values()) for state in states), default=0)
-        residents = choose_residents(sizes, self._budget, together)
+        residents = choose_residents(sizes, self._budget, together, self._needed_at_once(states, size_of))
         for weight, resident in zip(weights, residents, strict=True):
             weight.resident = resident
             weight.counts.bytes, weight.counts.resident = size_of[weight], resident
@@ -228,6 +228,15 @@ class Session(SessionStatistics):
             weight_bytes=sum(sizes),
             resident_bytes=sum(size for size, resident in zip(sizes, residents, strict=True) if resident),
         )
+
+    def _needed_at_once(self, states: list[ModuleState], size_of: dict[Weight, int]) -> int:
+        """The most device bytes that one call is known to need at the same time."""
+        modules = {module: state for state in states if (module := state.owner()) is not None}
+        together: dict[int, dict[Weight, None]] = {}
+        for (unit, at_once), state in zip(self.hooks.units(list(modules)), modules.values(), strict=True):
+            if at_once:
+                together.setdefault(unit, {}).update(dict.fromkeys(state.weights.values()))
+        return max((sum(map(size_of.__getitem__, unit)) for unit in together.values()), default=0)
 
     # Access -------------------------------------------------------------------------------------------
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -11,6 +11,7 @@ from torch import nn
 
 from dynswap_ext._swap import subclasses
 from dynswap_ext._swap.parameter_proxy import ParameterProxy, proxy_for
+from dynswap_ext._util.needed_at_once import units_of_modules
 
 __all__ = ["Hooks", "Service", "Session"]
 
@@ -136,6 +137,8 @@ class Hooks:
     call_begins: Callable[[Session], None]
     #: Called if one of them ends with an error.
     call_failed: Callable[[Session, BaseException], None]
+    #: Returns the unit of each module of a tree, and whether a call needs all of the unit at once.
+    units: Callable[[Sequence[nn.Module]], list[tuple[int, bool]]] = units_of_modules
     #: Returns what an access from outside a forward gets, from what a forward would get and from its master.
     proxy_for: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = proxy_for
     #: The class of that, of which C++ makes what plain tensors are seen as.

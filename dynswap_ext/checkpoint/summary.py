@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from dynswap_ext._util.name_patterns import key_of, pattern_of
+from dynswap_ext._util.needed_at_once import units_of_names
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.checkpoint.writing.direct import ALIGNMENT, align_up
@@ -73,9 +74,10 @@ def summary(path: str | PathLike[str]) -> Summary:
 
     Notes
     -----
-    Groups are formed from names: weights of one module are those with the same name up to the last dot. In
-    which order the module has them is not known of files that are sorted by name; where that matters, the
-    smallest budget is more than what is needed, by some of the module's small weights.
+    Groups are formed from names: weights of one module are those with the same name up to the last dot. Names
+    that torch's own modules give tell that one call needs all of the module's weights. In which order other
+    modules have theirs is not known of files that are sorted by name; where that matters, the smallest budget
+    is more than what is needed, by some of the module's small weights.
     """
     checkpoint = open_checkpoint(Path(path))
     aliases = ties_in_metadata(checkpoint.entries, checkpoint.metadata)
@@ -118,7 +120,9 @@ def _checksums(checkpoint: Checkpoint) -> bool:
 
 
 def _groups(entries: Mapping[str, Entry]) -> list[Group]:
-    """Form groups as Engine::form_groups does under the tightest budget: each large weight on its own.
+    """Form groups as Engine::form_groups does under the tightest budget.
+
+    What one call needs at once is a group; so is each other large weight.
 
     Files that are sorted by name have a bias before its weight. Then it is not known which of several large
     weights of a module the small ones follow, and the largest is the one with which no install needs more.
@@ -128,7 +132,11 @@ def _groups(entries: Mapping[str, Entry]) -> list[Group]:
     for name in entries:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
     groups: list[list[str]] = []
-    for names in modules.values():
+    for names, at_once in units_of_names(modules):
+        if at_once:
+            # The engine lays out weights of one file as they are there.
+            groups.append(sorted(names, key=lambda name: (entries[name].file, entries[name].offset or 0)))
+            continue
         if entries[names[0]].nbytes <= small:
             largest = max(names, key=lambda name: entries[name].nbytes)
             names = sorted(names, key=lambda name: name != largest and 1 + (entries[name].nbytes > small))

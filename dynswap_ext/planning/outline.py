@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 
+from dynswap_ext._util.needed_at_once import units_of_names
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Entry
 from dynswap_ext.checkpoint.writing.pieces import tie_identity
@@ -116,11 +117,12 @@ def outline_of_checkpoint(
     for name in sorted(entries, key=_natural) if by_name else entries:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
     weights = []
-    for unit, members in enumerate(modules.values()):
+    for unit, (members, at_once) in enumerate(units_of_names(modules)):
         if by_name:  # a bias, which is before its weight by name, is after it in the module
             members.sort(key=lambda name: -entries[name].nbytes)
         norm = all(len(entries[name].shape) < 2 for name in members)
-        weights += [_weight(name, entries[name], unit, norm, dtype, disk=disk) for name in members]
+        found = [_weight(name, entries[name], unit, norm, dtype, disk=disk) for name in members]
+        weights += [dataclasses.replace(weight, at_once=at_once) for weight in found]
     notes = []
     if any(_EXPERTS.search(name) for name in entries):
         notes.append(

@@ -155,6 +155,7 @@ def predict(
         bandwidth=bandwidth / moved,
         latency=latency,
         passes=_PASSES,
+        at_once={weight.unit for weight in weights if weight.at_once},
         placement="timed",  # as install(budget="auto") places residents
     )
     return [_prediction(budget, simulate(budget=budget), total, moved) for budget in budgets]

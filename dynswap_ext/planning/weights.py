@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dynswap_ext._swap.subclasses import inner_names
+from dynswap_ext._util.needed_at_once import units_of_modules
 from dynswap_ext._util.own_masters import own_masters
 
 #: What a pass does with a weight: multiplies each row by it (matrix), or a single one, as a time step's
@@ -42,6 +43,8 @@ class Weight:
     share: float = 1.0
     #: Compute of the kernels that read it, in a pass.
     seconds: float = 0.0
+    #: Whether a call needs all weights of the unit at the same time.
+    at_once: bool = False
 
 
 @dataclass(frozen=True)
@@ -106,7 +109,7 @@ def outline_of_model(
     for name, master in (*model.named_parameters(), *model.named_buffers()):
         names.setdefault(id(master), name)
     found: dict[int, Weight] = {}
-    for unit, module in enumerate(modules):
+    for (unit, at_once), module in zip(units_of_modules(modules), modules, strict=True):
         norm = all(master.dim() < 2 for _, master, is_parameter in own_masters(module) if is_parameter)
         for _, master, is_parameter in own_masters(module):
             if id(master) in found or master.numel() == 0:
@@ -118,7 +121,9 @@ def outline_of_model(
             elif not is_parameter or master.dim() >= 2:
                 kind = "lookup"
             nbytes, moved = _bytes(master, dtype, stored, disk=disk)
-            found[id(master)] = Weight(name, nbytes, moved, unit, kind, master.numel(), share(name))
+            found[id(master)] = Weight(
+                name, nbytes, moved, unit, kind, master.numel(), at_once=at_once, share=share(name)
+            )
     title = title or type(model).__name__
     return Outline(title, tuple(found.values()), "modules as the model registers them")
 

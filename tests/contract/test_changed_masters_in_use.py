@@ -1,4 +1,4 @@
-"""A master that changes while another weight of its layer is in use: the budget holds, and the new value counts."""
+"""A master changes while another weight of its layer is in use: the budget holds, the new value counts."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def test_who_has_the_outdated_weight_keeps_its_values(provider: Provider) -> Non
         moved = testing.moved(model, provider.device, torch.float64)
         moved[0].between.clear()  # type: ignore[index,operator]
         testing.assert_bit_equal(y, moved(x), "output")
-        (held, before), = seen
+        ((held, before),) = seen
         testing.assert_bit_equal(held, before, "the tensor that is held")
         layer.between.clear()
         seen.clear()

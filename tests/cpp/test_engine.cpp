@@ -214,6 +214,50 @@ TEST(engine_a_large_module_is_cut_between_its_weights) {
   EXPECT_EQ(engine->stats().groups, 4u);
 }
 
+TEST(engine_what_is_needed_at_once_is_never_cut) {
+  EngineOptions options = with_budget(100 * kMiB);
+  const auto made = [&options] {
+    auto engine = std::make_shared<Engine>(std::make_unique<sim::VirtualBackend>(kBus, 0), options);
+    for (std::uint64_t unit = 0; unit < 3; ++unit) {
+      for (int i = 0; i < 4; ++i) engine->add_weight(make_source(40 * kMiB), unit, /*at_once=*/true);
+    }
+    return engine;
+  };
+  EXPECT_THROWS(made()->plan(), BudgetError);
+  options.budget = 160 * kMiB;
+  const auto engine = made();
+  engine->plan();
+  EXPECT_EQ(engine->stats().groups, 3u);
+}
+
+TEST(engine_an_outdated_weight_of_a_group_in_use_is_copied_alone) {
+  EngineOptions options = with_budget(8 * kMiB, 0);
+  options.strict_budget = true;
+  const auto engine = std::make_shared<Engine>(std::make_unique<sim::VirtualBackend>(kBus, 0), options);
+  std::vector<WeightId> weights;
+  for (std::uint64_t unit = 0; unit < 2; ++unit) {
+    for (int i = 0; i < 2; ++i) weights.push_back(engine->add_weight(make_source(4 * kMiB), unit, true));
+  }
+  engine->plan();
+  const auto changed = [&](std::size_t weight) {
+    engine->update_source_alone(weights[weight], make_source(4 * kMiB));
+  };
+  Lease held = engine->acquire(weights[0], 0);
+  changed(1);
+  const std::uint64_t before = engine->stats().bytes_moved;
+  {
+    const Lease other = engine->acquire(weights[1], 0);
+    EXPECT_EQ(other.data() - held.data(), static_cast<std::ptrdiff_t>(4 * kMiB));
+    EXPECT_EQ(engine->stats().bytes_moved - before, 4 * kMiB);
+    changed(1);  // somebody has it: its bytes stay, and there is no room for others
+    EXPECT_THROWS(engine->acquire(weights[1], 0), BudgetError);
+  }
+  held.release();
+  const Lease again = engine->acquire(weights[1], 0);
+  EXPECT_EQ(engine->stats().bytes_moved - before, 12 * kMiB);  // it went with its last lease, as a whole
+  EXPECT_EQ(engine->stats().overflow_bytes, 0u);
+}
+
 TEST(engine_budget_too_small_holds_nothing) {
   const auto device = std::make_shared<FakeDevice>(1);
   auto engine = std::make_shared<Engine>(device->backend(), with_budget(100));

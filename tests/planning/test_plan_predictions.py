@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from conftest import skip_or_fail
-from dynswap_ext import _provider, planning
+from dynswap_ext import _provider, checkpoint, planning
 from dynswap_ext.errors import BudgetError, ConfigError
 
 _MIB = 1 << 20
@@ -185,3 +188,28 @@ def test_without_the_extension_the_error_says_how_to_get_it(monkeypatch: pytest.
     monkeypatch.setattr(_provider, "_extension", lambda: gone)
     with pytest.raises(ConfigError, match=r"native extension.*dynswap info"):
         planning.predict(layers(), budgets=[80 * _MIB], bandwidth=1e9)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: nn.LSTM(300, 200, 2),
+        lambda: nn.GRU(300, 200, bidirectional=True),
+        lambda: nn.MultiheadAttention(300, 4),
+        lambda: nn.utils.parametrizations.weight_norm(nn.Linear(300, 200)),
+    ],
+    ids=["lstm", "gru", "attention", "weight norm"],
+)
+@pytest.mark.parametrize("of", ["model", "checkpoint"])
+def test_the_smallest_budget_holds_what_one_call_needs(
+    of: str, make: Callable[[], nn.Module], tmp_path: Path
+) -> None:
+    model = nn.Sequential(*(make() for _ in range(3)))
+    if of == "model":
+        outline = planning.outline_of_model(model)
+    else:
+        checkpoint.save(model, tmp_path / "model.safetensors")
+        outline = planning.outline_of_checkpoint(tmp_path / "model.safetensors")
+    each = sum(p.nbytes for p in model[0].parameters())
+    smallest = planning.plan(outline.weights, bandwidth=1e9).smallest
+    assert each <= smallest < each + 8192 * len(list(model[0].parameters()))

@@ -1,0 +1,83 @@
+"""Which weights one call needs at the same time: what a budget has to hold, however small it is."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from torch import nn
+
+from dynswap_ext._util.own_masters import own_masters
+
+__all__ = ["units_of_modules", "units_of_names"]
+
+#: Names of parameters and buffers of torch's own modules, apart from containers.
+_OWN_NAMES: Final = re.compile(
+    r"weight|weight_[gv]|bias|running_(mean|var)|num_batches_tracked|in_proj_(weight|bias)"
+    r"|[qkv]_proj_weight|bias_[kv]|(weight|bias)_(ih|hh|hr)(_l\d+(_reverse)?)?"
+)
+#: Of these, those of attention, which hands the weights of its child `out_proj` to the same function.
+_OF_ATTENTION: Final = re.compile(r"in_proj_(weight|bias)|[qkv]_proj_weight")
+
+
+def units_of_modules(modules: Sequence[nn.Module]) -> list[tuple[int, bool]]:
+    """Return the unit of each module, and whether a call needs all weights of the unit at once.
+
+    A forward of torch's own hands all weights of its module to one function, with those of the module's
+    children (`nn.MultiheadAttention`), and all of them have to be on the device then. Of other forwards that
+    is not known: they may read one weight after the other.
+
+    Parameters
+    ----------
+    modules
+        Parents before their children.
+
+    Returns
+    -------
+    list of (int, bool)
+        The unit is the place in `modules` of the first of its modules.
+    """
+    first_of: dict[int, int] = {}  # by the identity of a module that is part of another's unit
+    units = []
+    for place, module in enumerate(modules):
+        first = first_of.get(id(module))
+        if first is None and _reads_at_once(module):
+            first = place
+            for part in module.modules():
+                first_of.setdefault(id(part), place)
+        units.append((place, False) if first is None else (first, True))
+    return units
+
+
+def units_of_names(modules: Mapping[str, Sequence[str]]) -> list[tuple[list[str], bool]]:
+    """Return the names of each unit, and whether a call needs all of it at once, as far as names tell.
+
+    Parameters
+    ----------
+    modules
+        Names of weights by what is before their last dot.
+    """
+    own = {module: [name.rpartition(".")[2] for name in names] for module, names in modules.items()}
+    units: dict[str, tuple[list[str], bool]] = {}
+    for module, names in modules.items():
+        parametrised, parametrises, _ = module.partition(".parametrizations.")
+        parent, _, child = module.rpartition(".")
+        if parametrises and own.get(parametrised):
+            module = parametrised
+        elif child == "out_proj" and any(map(_OF_ATTENTION.fullmatch, own.get(parent, ()))):
+            module = parent
+        known = all(map(_OWN_NAMES.fullmatch, own[module]))
+        units.setdefault(module, ([], known))[0].extend(names)
+    return list(units.values())
+
+
+def _reads_at_once(module: nn.Module) -> bool:
+    forward = type(module).forward
+    where = getattr(forward, "__module__", None)
+    return (
+        isinstance(where, str)
+        and where.startswith("torch.nn.modules.")
+        and forward is not nn.Module.forward  # a container's, which is not called
+        and any(True for _ in own_masters(module))
+    )
