@@ -1,6 +1,6 @@
 """The native provider (csrc/bindings/module.cpp)."""
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, final
 
 import torch
@@ -81,5 +81,13 @@ def simulate(
     latency: float,
     passes: int,
     placement: str = "even",
+    places: Sequence[tuple[str, int, bool] | None] = (),
+    backend: str = "cuda",
     at_once: Collection[int] = ...,
 ) -> dict[str, Any]: ...
+def smallest_budget(
+    weights: list[tuple[str, int, float, int]],
+    places: Sequence[tuple[str, int, bool] | None] = (),
+    backend: str = "host",
+    at_once: Collection[int] = ...,
+) -> tuple[int, list[int]]: ...

@@ -36,6 +36,21 @@ def test_module_runs() -> None:
     assert done.stdout.split()[-1] == dynswap_ext.__version__
 
 
+@pytest.mark.parametrize("options", ["--all", "--json"])
+def test_a_reader_that_leaves_is_no_error(options: str, tmp_path: Path) -> None:
+    """As in `dynswap show w.pt | head -1`."""
+    torch.save({f"{i}.w": torch.zeros(i) for i in range(4000)}, tmp_path / "w.pt")
+    command = [sys.executable, "-m", "dynswap_ext", "show", str(tmp_path / "w.pt"), options]
+    with subprocess.Popen(
+        command, cwd=_ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline()
+        process.stdout.close()
+        assert process.stderr.read() == ""
+    assert process.returncode == 1
+
+
 def test_no_command_and_unknown_command_are_usage_errors() -> None:
     for arguments in ([], ["dome"]):
         with pytest.raises(SystemExit) as caught:
@@ -56,6 +71,7 @@ def test_no_command_and_unknown_command_are_usage_errors() -> None:
         (["--prefetch", "-1"], "prefetch at least 0"),
         (["--tokens", "0"], "tokens is at least 1"),
         (["--size", "900TB"], "choose a smaller size"),
+        (["--json", "/nowhere/at/all.json"], "there is no folder /nowhere/at for the record all.json"),
     ],
 )
 def test_bad_options_are_explained_without_a_traceback(

@@ -3,8 +3,14 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/headeronly/version.h>
 
+#include <map>
+#include <memory>
+#include <optional>
 #include <set>
+#include <string>
 #include <tuple>
+#include <utility>
+#include <vector>
 
 #include "bindings/attribute.h"
 #include "bindings/backends.h"
@@ -12,6 +18,8 @@
 #include "bindings/errors.h"
 #include "bindings/handed_out.h"
 #include "bindings/session.h"
+#include "host/host_backend.h"
+#include "io/file.h"
 #include "sim/roofline.h"
 
 namespace dynswap {
@@ -51,17 +59,47 @@ py::dict build_info() {
 }
 
 using LayerTuple = std::tuple<std::string, std::uint64_t, double, std::uint64_t>;
+using PlaceTuple = std::tuple<std::string, std::uint64_t, bool>;
+using Places = std::vector<std::optional<PlaceTuple>>;
+
+sim::Workload workload_of(const std::vector<LayerTuple>& weights, const Places& places,
+                          const std::string& backend, const std::set<std::uint64_t>& at_once) {
+  if (backend != "host" && backend != "cuda") {
+    throw py::value_error("backend is '" + backend + "'; expected 'host' or 'cuda'");
+  }
+  if (!places.empty() && places.size() != weights.size()) throw py::value_error("a place for each weight");
+  sim::Workload workload;
+  if (backend == "host") workload.layout = HostBackend::kLayout;
+  for (const auto& [name, bytes, seconds, unit] : weights)
+    workload.layers.push_back({name, bytes, seconds, unit, at_once.contains(unit)});
+  std::map<std::string, std::shared_ptr<const File>> files;
+  for (std::size_t i = 0; i < places.size(); ++i) {
+    if (!places[i]) continue;
+    const auto& [path, offset, cast] = *places[i];
+    std::shared_ptr<const File>& file = files[path];
+    if (!file) file = File::open(path);
+    sim::Layer& layer = workload.layers[i];
+    layer.file = file;
+    layer.offset = offset;
+    layer.cast = cast;
+  }
+  return workload;
+}
+
+py::tuple smallest_budget(const std::vector<LayerTuple>& weights, const Places& places,
+                          const std::string& backend, const std::set<std::uint64_t>& at_once) {
+  const sim::LargestGroup largest = sim::largest_group(workload_of(weights, places, backend, at_once));
+  return py::make_tuple(largest.bytes, largest.layers);
+}
 
 py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, std::uint32_t prefetch,
                   double bandwidth, double latency, int passes, const std::string& placement,
-                  const std::set<std::uint64_t>& at_once) {
+                  const Places& places, const std::string& backend, const std::set<std::uint64_t>& at_once) {
   if (placement != "even" && placement != "timed") {
     throw py::value_error("placement is '" + placement + "'; expected 'even' or 'timed'");
   }
   const auto residents = placement == "timed" ? sim::Residents::by_time : sim::Residents::even;
-  sim::Workload workload;
-  for (const auto& [name, bytes, seconds, unit] : weights)
-    workload.layers.push_back({name, bytes, seconds, unit, at_once.contains(unit)});
+  const sim::Workload workload = workload_of(weights, places, backend, at_once);
   EngineOptions options;
   options.budget = budget;
   options.prefetch = prefetch;
@@ -173,13 +211,20 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cuda_device_count", &device_count, py::call_guard<py::gil_scoped_release>(),
         "How many CUDA devices the native provider can serve. Wakes the driver, so that processes forked "
         "afterwards cannot use CUDA. Raises DeviceError where the CUDA runtime cannot say.");
-  m.def("simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"),
-        py::arg("bandwidth"), py::arg("latency"), py::arg("passes"), py::arg("placement") = "even",
-        py::arg("at_once") = std::set<std::uint64_t>(),
-        "Runs the engine on a virtual clock. weights: (name, bytes, compute seconds, unit) in the order of "
-        "use; "
-        "budget in bytes (0: only the ring); bandwidth in bytes a second; latency in seconds a copy; "
-        "placement: residents spread evenly (\"even\"), or by what they save (\"timed\").");
+  m.def(
+      "simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"), py::arg("bandwidth"),
+      py::arg("latency"), py::arg("passes"), py::arg("placement") = "even", py::arg("places") = Places{},
+      py::arg("backend") = "cuda", py::arg("at_once") = std::set<std::uint64_t>(),
+      "Runs the engine on a virtual clock. weights: (name, bytes, compute seconds, unit) in the order of "
+      "use; "
+      "budget in bytes (0: only the ring); bandwidth in bytes a second; latency in seconds a copy; "
+      "placement: residents spread evenly (\"even\"), or by what they save (\"timed\"); places: for each "
+      "weight that is mapped from a file (path, offset, whether it is cast), else None; backend: \"host\" or "
+      "\"cuda\", as which memory is laid out; at_once: the units that a call needs as a whole.");
+  m.def("smallest_budget", &smallest_budget, py::arg("weights"), py::arg("places") = Places{},
+        py::arg("backend") = "host", py::arg("at_once") = std::set<std::uint64_t>(),
+        "The bytes of the smallest budget that works, and the numbers of the weights of the group that needs "
+        "them. The arguments are those of simulate().");
 
   // Copies in flight end before the interpreter does; a forked child has no threads to end them.
   py::module_::import("atexit").attr("register")(py::cpp_function(&Session::close_all));

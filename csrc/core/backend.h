@@ -68,6 +68,24 @@ struct CopyRequest {
   bool demanded = false;  ///< somebody waits for it now: go before copies that were prefetched
 };
 
+/// How weights lie in a device's memory: what a backend answers, and what is foretold without a device.
+struct Layout {
+  std::size_t alignment = 512;         ///< as Backend::alignment()
+  std::size_t weight_alignment = 512;  ///< as Backend::weight_alignment()
+  std::size_t in_place_bytes = 0;      ///< ranges of a file from this size on keep their phase; 0: none does
+
+  /// As Backend::phase().
+  std::optional<std::size_t> phase(const Source& source) const noexcept {
+    const bool in_place = source.file && in_place_bytes > 0 && !source.cast() &&
+                          source.stored_bytes() >= in_place_bytes && source.offset % weight_alignment == 0;
+    if (!in_place) return std::nullopt;
+    return source.offset % alignment;
+  }
+};
+
+/// Of an accelerator: what torch's allocator gives, and more than any kernel asks.
+inline constexpr Layout kAcceleratorLayout{512, 512, 0};
+
 /// All calls are thread-safe. None is made while the engine holds a lock.
 class Backend {
  public:

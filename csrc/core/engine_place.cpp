@@ -5,6 +5,7 @@
 #include <sstream>
 #include <utility>
 
+#include "core/amount.h"
 #include "core/protection.h"
 
 namespace dynswap {
@@ -144,7 +145,7 @@ void Engine::place_outside(Planned& planned) {
   if (options_.strict_budget) {
     throw BudgetError("every slot of the arena is held by tensors that are still in use (" + holders() +
                           "), and strict_budget=True forbids to go over the budget of " +
-                          std::to_string(options_.budget) + " bytes; keep fewer of them, or raise the budget",
+                          amount(options_.budget) + "; keep fewer of them, or raise the budget",
                       0);
   }
   planned.copy->place = Place::overflow;

@@ -3,9 +3,10 @@
 #include <algorithm>
 #include <numeric>
 #include <optional>
-#include <sstream>
+#include <string>
 #include <utility>
 
+#include "core/amount.h"
 #include "core/check.h"
 
 namespace dynswap {
@@ -129,10 +130,9 @@ ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, std::size_t 
 
   const std::size_t largest = *std::max_element(bytes.begin(), bytes.end());
   if (budget < largest) {
-    std::ostringstream message;
-    message << "a budget of " << budget << " bytes cannot hold the largest group of weights, which takes "
-            << largest << " bytes; the smallest budget that works is " << largest << " bytes";
-    throw BudgetError(message.str(), largest);
+    throw BudgetError("a budget of " + amount(budget) + " cannot hold the largest group of weights; the " +
+                          "smallest budget that works is " + amount(largest),
+                      largest);
   }
   if (prefetch == 0) {
     auto plan = fit(bytes, budget, 0, Room::exact);  // the largest group fits, so something does
@@ -178,10 +178,9 @@ ResidencyPlan residency_of(const std::vector<bool>& resident, const std::vector<
   std::size_t largest = 0;
   for (std::size_t i = 0; i < bytes.size(); ++i) largest = std::max(largest, resident[i] ? 0 : bytes[i]);
   if (kept + largest > budget) {
-    std::ostringstream message;
-    message << "a budget of " << budget << " bytes cannot hold residents of " << kept
-            << " bytes and a group of " << largest << " bytes";
-    throw BudgetError(message.str(), kept + largest);
+    throw BudgetError("a budget of " + amount(budget) + " cannot hold residents of " + amount(kept) +
+                          " and a group of " + amount(largest),
+                      kept + largest);
   }
   const std::size_t arena = std::min(budget - kept, streamed);
   std::uint32_t depth = prefetch;

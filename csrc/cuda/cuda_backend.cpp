@@ -25,7 +25,6 @@ namespace dynswap {
 namespace {
 
 constexpr std::size_t kLeastStaging = 1u << 20;
-constexpr std::size_t kSlotAlignment = 512;  // what torch's allocator gives, and more than any kernel asks
 constexpr auto kPatience = std::chrono::milliseconds(100);
 
 cudaStream_t handle_of(Stream stream) noexcept { return reinterpret_cast<cudaStream_t>(stream); }
@@ -36,8 +35,8 @@ class CudaBackend final : public Backend {
   ~CudaBackend() override;
 
   const char* name() const noexcept override { return "cuda"; }
-  std::size_t alignment() const noexcept override { return kSlotAlignment; }
-  std::size_t weight_alignment() const noexcept override { return kSlotAlignment; }
+  std::size_t alignment() const noexcept override { return kAcceleratorLayout.alignment; }
+  std::size_t weight_alignment() const noexcept override { return kAcceleratorLayout.weight_alignment; }
   Memory allocate(std::size_t bytes) override;
   bool let_go_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept override;
   EventPtr copy(CopyRequest request) override;

@@ -6,17 +6,12 @@
 #include <string>
 
 #include "core/check.h"
-#include "io/aligned_buffer.h"
-#include "io/file.h"
 
 namespace dynswap {
 
 namespace {
 
 constexpr std::size_t kHugePage = 2u << 20;
-
-/// Where a handed-out tensor has to begin, so that kernels choose as they do on torch's own memory.
-constexpr std::size_t kTensorAlign = 64;
 
 /// A consumer is the calling thread, which passes a mark as it makes it.
 class Mark final : public Event {
@@ -30,15 +25,6 @@ class Mark final : public Event {
 };
 
 }  // namespace
-
-std::size_t HostBackend::alignment() const noexcept { return kDirectAlign; }
-
-std::optional<std::size_t> HostBackend::phase(const Source& source) const noexcept {
-  const bool in_place = source.file && !source.cast() && source.stored_bytes() >= kSmallRead &&
-                        source.offset % kTensorAlign == 0;
-  if (!in_place) return std::nullopt;
-  return source.offset % kDirectAlign;
-}
 
 Memory HostBackend::allocate(std::size_t bytes) {
   const std::size_t mapped =

@@ -9,6 +9,8 @@
 #include "core/backend.h"
 #include "core/scalar.h"
 #include "host/copy_queue.h"
+#include "io/aligned_buffer.h"
+#include "io/file.h"
 
 namespace dynswap {
 
@@ -21,9 +23,15 @@ class HostBackend final : public Backend {
   /// right: most of their time they wait for the disk.
   explicit HostBackend(CastFn cast, int threads = 4) : copies_(cast, threads) {}
 
+  /// Handed-out tensors begin where kernels choose as they do on torch's own memory.
+  static constexpr Layout kLayout{kDirectAlign, 64, kSmallRead};
+
   const char* name() const noexcept override { return "host"; }
-  std::size_t alignment() const noexcept override;
-  std::optional<std::size_t> phase(const Source& source) const noexcept override;
+  std::size_t alignment() const noexcept override { return kLayout.alignment; }
+  std::size_t weight_alignment() const noexcept override { return kLayout.weight_alignment; }
+  std::optional<std::size_t> phase(const Source& source) const noexcept override {
+    return kLayout.phase(source);
+  }
   Memory allocate(std::size_t bytes) override;
   EventPtr copy(CopyRequest request) override { return copies_.copy(std::move(request)); }
   void wait(Stream, const EventPtr& copied) override { copies_.wait(copied); }

@@ -1,6 +1,7 @@
 #include "sim/roofline.h"
 
 #include <algorithm>
+#include <limits>
 #include <memory>
 #include <utility>
 
@@ -25,22 +26,57 @@ struct Count {
   double seconds, stalled, bytes, copies, misses;
 };
 
-void run_pass(const Workload& workload, const std::vector<WeightId>& weights, Engine& engine,
-              VirtualBackend& clock) {
+void run_pass(const Workload& workload, Engine& engine, VirtualBackend& clock) {
   const std::vector<Layer>& layers = workload.layers;
   for (std::size_t first = 0; first < layers.size();) {
     std::vector<Lease> leases;
     double compute = 0;
     const std::uint64_t unit = layers[first].unit;
     for (; first < layers.size() && layers[first].unit == unit; ++first) {
-      leases.push_back(engine.acquire(weights[first], kConsumer));
+      leases.push_back(engine.acquire(static_cast<WeightId>(first), kConsumer));
       compute += layers[first].compute_seconds;
     }
     clock.kernel(compute);
   }
 }
 
+/// An engine that is given the workload's weights. They are numbered as the layers are.
+std::shared_ptr<Engine> engine_of(const Workload& workload, const EngineOptions& options,
+                                  double bytes_per_second, double latency) {
+  constexpr std::size_t kNoCap = std::numeric_limits<std::size_t>::max();
+  auto clock = std::make_unique<VirtualBackend>(bytes_per_second, latency, kNoCap, workload.layout);
+  auto engine = std::make_shared<Engine>(std::move(clock), options);
+  for (const Layer& layer : workload.layers) {
+    auto source = std::make_shared<Source>();
+    source->name = layer.name;
+    source->count = layer.bytes;
+    source->stored = layer.cast ? Scalar::f8_e5m2 : source->wanted;
+    source->file = layer.file;
+    source->offset = layer.offset;
+    engine->add_weight(std::move(source), layer.unit, layer.at_once);
+  }
+  return engine;
+}
+
 }  // namespace
+
+LargestGroup largest_group(const Workload& workload) {
+  EngineOptions options;
+  options.budget = 1;
+  const auto engine = engine_of(workload, options, 1, 0);
+  LargestGroup found;
+  try {
+    engine->arrange();
+  } catch (const BudgetError& error) {  // no group has so few bytes
+    found.bytes = error.smallest_bytes();
+  }
+  for (Engine::GroupReport& group : engine->groups()) {
+    if (group.bytes != found.bytes) continue;
+    found.layers.assign(group.weights.begin(), group.weights.end());
+    break;
+  }
+  return found;
+}
 
 AccessPattern pattern_of(const Workload& workload, const GivenPlan& groups, double bytes_per_second,
                          double latency) {
@@ -68,17 +104,8 @@ AccessPattern pattern_of(const Workload& workload, const GivenPlan& groups, doub
 Result simulate(const Workload& workload, const EngineOptions& options, double bytes_per_second,
                 double latency, int passes, Residents residents) {
   DYNSWAP_CHECK(passes >= 2, "the first half of the passes is warm-up: give two at least");
-  std::vector<WeightId> weights;
   const auto planned = [&](const EngineOptions& with) {
-    auto backend = std::make_unique<VirtualBackend>(bytes_per_second, latency);
-    auto made = std::make_shared<Engine>(std::move(backend), with);
-    weights.clear();
-    for (const Layer& layer : workload.layers) {
-      auto source = std::make_shared<Source>();
-      source->name = layer.name;
-      source->count = layer.bytes;
-      weights.push_back(made->add_weight(std::move(source), layer.unit, layer.at_once));
-    }
+    auto made = engine_of(workload, with, bytes_per_second, latency);
     made->plan();
     return made;
   };
@@ -99,11 +126,11 @@ Result simulate(const Workload& workload, const EngineOptions& options, double b
   Result result;
   const int warm_up = passes / 2;
   for (int pass = 0; pass < warm_up; ++pass) {
-    run_pass(workload, weights, *engine, clock);
+    run_pass(workload, *engine, clock);
     if (pass == 0) result.first_pass_seconds = clock.seconds();
   }
   const Count before(clock, *engine);
-  for (int pass = warm_up; pass < passes; ++pass) run_pass(workload, weights, *engine, clock);
+  for (int pass = warm_up; pass < passes; ++pass) run_pass(workload, *engine, clock);
   const Count after(clock, *engine);
   const double measured = passes - warm_up;
 
@@ -112,9 +139,9 @@ Result simulate(const Workload& workload, const EngineOptions& options, double b
   result.moved_bytes = (after.bytes - before.bytes) / measured;
   result.copies = (after.copies - before.copies) / measured;
   result.misses = (after.misses - before.misses) / measured;
-  for (std::size_t i = 0; i < weights.size(); ++i) {
+  for (WeightId i = 0; i < workload.layers.size(); ++i) {
     result.compute_seconds += workload.layers[i].compute_seconds;
-    if (!engine->resident(weights[i])) result.streamed_bytes += workload.layers[i].bytes;
+    if (!engine->resident(i)) result.streamed_bytes += workload.layers[i].bytes;
   }
   const Stats stats = engine->stats();
   result.resident_bytes = stats.resident_bytes;

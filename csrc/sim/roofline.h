@@ -1,7 +1,9 @@
 // How close to the limit max(compute, copy) the engine comes, for a model's shape and a bus.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -14,13 +16,17 @@ namespace dynswap::sim {
 struct Layer {
   std::string name;
   std::uint64_t bytes = 0;
-  double compute_seconds = 0;  ///< of the kernels that read it
-  std::uint64_t unit = 0;      ///< its module; a module's weights are consecutive
-  bool at_once = false;        ///< a call needs all of the unit at the same time
+  double compute_seconds = 0;          ///< of the kernels that read it
+  std::uint64_t unit = 0;              ///< its module; a module's weights are consecutive
+  bool at_once = false;                ///< a call needs all of the unit at the same time
+  std::shared_ptr<const File> file{};  ///< its master is mapped from here; null: it is in RAM
+  std::uint64_t offset = 0;            ///< bytes from the start of `file`
+  bool cast = false;  ///< on its way to the device, which has no bytes of the file as they are
 };
 
 struct Workload {
   std::vector<Layer> layers;
+  Layout layout = kAcceleratorLayout;  ///< of the device
 };
 
 /// All figures are of one pass in the steady state.
@@ -42,6 +48,15 @@ struct Result {
   std::uint64_t streamed_groups = 0;
   std::uint64_t depth = 0;
 };
+
+/// The group that decides which budgets work: the largest that is left when each large weight travels alone.
+struct LargestGroup {
+  std::size_t bytes = 0;            ///< also the smallest budget that works
+  std::vector<std::size_t> layers;  ///< by their numbers
+};
+
+/// Nothing without layers.
+LargestGroup largest_group(const Workload& workload);
 
 /// How residents are chosen.
 enum class Residents : bool {

@@ -25,10 +25,11 @@ class VirtualBackend::Instant final : public Event {
   const double at_;
 };
 
-VirtualBackend::VirtualBackend(double bytes_per_second, double latency, std::size_t cap)
+VirtualBackend::VirtualBackend(double bytes_per_second, double latency, std::size_t cap, const Layout& layout)
     : bytes_per_second_(bytes_per_second),
       latency_(latency),
       cap_(cap),
+      layout_(layout),
       next_address_(std::uintptr_t{1} << 40) {
   DYNSWAP_CHECK(bytes_per_second > 0 && latency >= 0, "a bus needs a speed");
 }

@@ -6,6 +6,7 @@
 #include <functional>
 #include <limits>
 #include <memory>
+#include <optional>
 #include <utility>
 
 #include "core/backend.h"
@@ -19,9 +20,10 @@ namespace dynswap::sim {
 /// Not thread-safe: one thread, by design.
 class VirtualBackend final : public Backend {
  public:
-  /// `latency`: seconds that each copy takes besides its bytes.
+  /// `latency`: seconds that each copy takes besides its bytes. `layout`: that of the device it stands for.
   VirtualBackend(double bytes_per_second, double latency,
-                 std::size_t cap = std::numeric_limits<std::size_t>::max());
+                 std::size_t cap = std::numeric_limits<std::size_t>::max(),
+                 const Layout& layout = kAcceleratorLayout);
 
   /// Bytes that a piece takes on the bus. Unset: its elements, in the smaller of the stored and the wanted
   /// type.
@@ -39,8 +41,11 @@ class VirtualBackend final : public Backend {
   std::size_t allocated_bytes() const noexcept { return *allocated_; }
 
   const char* name() const noexcept override { return "virtual"; }
-  std::size_t alignment() const noexcept override { return 512; }
-  std::size_t weight_alignment() const noexcept override { return 512; }
+  std::size_t alignment() const noexcept override { return layout_.alignment; }
+  std::size_t weight_alignment() const noexcept override { return layout_.weight_alignment; }
+  std::optional<std::size_t> phase(const Source& source) const noexcept override {
+    return layout_.phase(source);
+  }
   Memory allocate(std::size_t bytes) override;
   EventPtr copy(CopyRequest request) override;
   void wait(Stream consumer, const EventPtr& copied) override;
@@ -60,6 +65,7 @@ class VirtualBackend final : public Backend {
   const double bytes_per_second_;
   const double latency_;
   const std::size_t cap_;
+  const Layout layout_;
   CopyBytes copy_bytes_;
   double now_ = 0;        ///< of the consumer
   double copy_free_ = 0;  ///< when the copy stream has done what it was given

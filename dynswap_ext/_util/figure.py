@@ -17,6 +17,7 @@ __all__ = [
     "ORANGE",
     "PINK",
     "RED",
+    "check_folder",
     "check_path",
     "figure",
     "save",
@@ -71,8 +72,20 @@ def check_path(path: str | PathLike[str]) -> Path:
     where = Path(path)
     if where.suffix.removeprefix(".").lower() not in figure(1, 1).canvas.get_supported_filetypes():
         raise ConfigError(f"{where} cannot be drawn: expected an ending such as .png, .svg or .pdf")
+    return check_folder(where, "picture")
+
+
+def check_folder(path: str | PathLike[str], what: str) -> Path:
+    """Return the path of a file that is to be written, if its folder exists.
+
+    Raises
+    ------
+    ConfigError
+        It does not.
+    """
+    where = Path(path)
     if not where.parent.is_dir():
-        raise ConfigError(f"there is no folder {where.parent} for the picture {where.name}; make it first")
+        raise ConfigError(f"there is no folder {where.parent} for the {what} {where.name}; make it first")
     return where
 
 

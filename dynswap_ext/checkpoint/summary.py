@@ -2,24 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
 from typing import Final
 
+import torch
+
+from dynswap_ext._provider import native_extension, native_unavailable
 from dynswap_ext._util.name_patterns import key_of, pattern_of
 from dynswap_ext._util.needed_at_once import units_of_names
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
-from dynswap_ext.checkpoint.writing.direct import ALIGNMENT, align_up
 from dynswap_ext.checkpoint.writing.layout import CHECKSUMS
 from dynswap_ext.checkpoint.writing.pieces import tie_identity, ties_in_metadata
 from dynswap_ext.checkpoint.writing.target import SUFFIX
+from dynswap_ext.config import provider_from_environment
 
-# As csrc/core/engine_plan.cpp and csrc/io/file.h (kSmallRead) have them.
-_WEIGHT_ALIGNMENT: Final = 64
-_IN_PLACE_BYTES: Final = 64 << 10
+#: By the device, the engine's backend.
+_BACKENDS: Final = {"cpu": "host", "cuda": "cuda"}
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Group:
     """Weights that have to be on the device at one time."""
 
     names: tuple[str, ...]
-    #: On the device, with what lies between them.
+    #: On the device, with what lies between them: also the smallest budget that holds it.
     nbytes: int
 
 
@@ -48,14 +50,22 @@ class Summary:
     #: Of tensors, as stored; what is shared counts once.
     total_bytes: int
     bytes_by_dtype: Mapping[str, int]
-    #: The largest of the smallest groups that an install can form; None without tensors.
-    largest_group: Group | None
+    #: The largest of the smallest groups that an install can form, on "cpu" and "cuda", in the checkpoint's
+    #: dtypes. There is none where nothing is streamed.
+    largest_groups: Mapping[str, Group]
+    #: "native" or "python": whose groups these are.
+    provider: str
     #: Whether `verify` has checksums to compare with.
     checksums: bool
 
     @property
+    def largest_group(self) -> Group | None:
+        """On the CPU."""
+        return self.largest_groups.get("cpu")
+
+    @property
     def smallest_budget(self) -> int:
-        """Bytes of the smallest budget with which an install on the CPU works, in the checkpoint's dtypes."""
+        """Bytes of the smallest budget with which an install on the CPU works."""
         return self.largest_group.nbytes if self.largest_group else 0
 
 
@@ -74,10 +84,11 @@ def summary(path: str | PathLike[str]) -> Summary:
 
     Notes
     -----
-    Groups are formed from names: weights of one module are those with the same name up to the last dot. Names
-    that torch's own modules give tell that one call needs all of the module's weights. In which order other
-    modules have theirs is not known of files that are sorted by name; where that matters, the smallest budget
-    is more than what is needed, by some of the module's small weights.
+    The engine forms the groups, of modules that are known by their names: weights of one module are those
+    with the same name up to the last dot. Names that torch's own modules give tell that one call needs all of
+    the module's weights. In which order other modules have theirs is not known of files that are sorted by
+    name; where that matters, the smallest budget is more than what is needed, by some of the module's small
+    weights. In pure Python every other weight is a group of its own, and on the CPU none is copied.
     """
     checkpoint = open_checkpoint(Path(path))
     aliases = ties_in_metadata(checkpoint.entries, checkpoint.metadata)
@@ -88,6 +99,8 @@ def summary(path: str | PathLike[str]) -> Summary:
     ties = [
         (*group, *(alias for alias, kept in aliases.items() if kept in group)) for group in names.values()
     ]
+    streamed = {name: entry for name, entry in once.items() if entry.nbytes}
+    largest = {device: _largest_group(streamed, device) for device in _BACKENDS}
     by_dtype: dict[str, int] = {}
     for entry in once.values():
         by_dtype[dtype_name(entry)] = by_dtype.get(dtype_name(entry), 0) + entry.nbytes
@@ -101,7 +114,8 @@ def summary(path: str | PathLike[str]) -> Summary:
         metadata={k: v for k, v in checkpoint.metadata.items() if k != CHECKSUMS and k not in aliases},
         total_bytes=sum(by_dtype.values()),
         bytes_by_dtype=by_dtype,
-        largest_group=max(_groups(once), key=lambda group: group.nbytes, default=None),
+        largest_groups={device: group for device, group in largest.items() if group},
+        provider=_provider(),
         checksums=_checksums(checkpoint),
     )
 
@@ -119,10 +133,8 @@ def _checksums(checkpoint: Checkpoint) -> bool:
     )
 
 
-def _groups(entries: Mapping[str, Entry]) -> list[Group]:
-    """Form groups as Engine::form_groups does under the tightest budget.
-
-    What one call needs at once is a group; so is each other large weight.
+def units_of(entries: Mapping[str, Entry]) -> list[tuple[list[str], bool]]:
+    """Return the weights of each module, in an order that it may have, and whether it needs them all at once.
 
     Files that are sorted by name have a bias before its weight. Then it is not known which of several large
     weights of a module the small ones follow, and the largest is the one with which no install needs more.
@@ -131,34 +143,42 @@ def _groups(entries: Mapping[str, Entry]) -> list[Group]:
     modules: dict[str, list[str]] = {}
     for name in entries:
         modules.setdefault(name.rpartition(".")[0], []).append(name)
-    groups: list[list[str]] = []
-    for names, at_once in units_of_names(modules):
-        if at_once:
-            # The engine lays out weights of one file as they are there.
-            groups.append(sorted(names, key=lambda name: (entries[name].file, entries[name].offset or 0)))
-            continue
+    units = units_of_names(modules)
+    for names, _ in units:
         if entries[names[0]].nbytes <= small:
             largest = max(names, key=lambda name: entries[name].nbytes)
-            names = sorted(names, key=lambda name: name != largest and 1 + (entries[name].nbytes > small))
-        together: list[str] = []
-        for name in names:
-            if entries[name].nbytes > small and any(entries[other].nbytes for other in together):
-                groups.append(together)
-                together = []
-            together.append(name)
-        groups.append(together)
-    return [_group(names, entries) for names in groups if any(entries[name].nbytes for name in names)]
+            names.sort(key=lambda name: name != largest and 1 + (entries[name].nbytes > small))
+    return units
 
 
-def _group(names: Iterable[str], entries: Mapping[str, Entry]) -> Group:
-    end = 0
-    for name in names:
-        entry, begin = entries[name], align_up(end, _WEIGHT_ALIGNMENT)
-        # What the engine reads straight to where it belongs keeps its place within a sector.
-        if entry.nbytes >= _IN_PLACE_BYTES and entry.offset and entry.offset % _WEIGHT_ALIGNMENT == 0:
-            begin += (entry.offset - begin) % ALIGNMENT
-        end = begin + entry.nbytes
-    return Group(tuple(names), max(align_up(end), ALIGNMENT))
+def _provider() -> str:
+    python = provider_from_environment() == "python" or native_unavailable(torch.device("cpu"))
+    return "python" if python else "native"
+
+
+def _largest_group(entries: Mapping[str, Entry], device: str) -> Group | None:
+    if device == "cpu":  # what is put together in memory is there already
+        entries = {name: entry for name, entry in entries.items() if entry.offset is not None}
+    if not entries:
+        return None
+    units = units_of(entries)
+    if _provider() == "python":
+        together = [names for names, at_once in units if at_once] + [[name] for name in entries]
+        groups = [Group(tuple(names), sum(entries[name].nbytes for name in names)) for names in together]
+        return None if device == "cpu" else max(groups, key=lambda group: group.nbytes)
+    names = [(unit, name) for unit, (names, _) in enumerate(units) for name in names]
+    nbytes, members = native_extension().smallest_budget(
+        [(name, entries[name].nbytes, 0.0, unit) for unit, name in names],
+        [place_of(entries[name]) for _, name in names],
+        _BACKENDS[device],
+        {unit for unit, (_, at_once) in enumerate(units) if at_once},
+    )
+    return Group(tuple(names[member][1] for member in members), nbytes)
+
+
+def place_of(entry: Entry, *, cast: bool = False) -> tuple[str, int, bool] | None:
+    """Return where the engine reads an entry that is mapped: file, offset, and whether it is cast."""
+    return None if entry.offset is None else (str(entry.file), entry.offset, cast)
 
 
 @dataclass(frozen=True)

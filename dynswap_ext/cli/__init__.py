@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 
@@ -14,17 +15,22 @@ from dynswap_ext.errors import DynswapError
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; return the exit status.
 
-    0 well, 1 outputs that differ or a budget that is too small, 2 an error explained, 130 interrupted.
+    0 well, 1 outputs that differ, a budget that is too small, or an output that nothing reads (``| head``),
+    2 an error explained, 130 interrupted.
     """
     options = _parser().parse_args(arguments)
     try:
         status: int = options.command(options)
+        sys.stdout.flush()  # a pipe may be closed already
     except DynswapError as error:
         print(f"dynswap: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("dynswap: interrupted", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # rich ends in the same way
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at the exit
+        return 1
     return status
 
 

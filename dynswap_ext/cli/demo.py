@@ -7,6 +7,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from dynswap_ext._util.figure import check_folder
+
 
 def add_to(commands: Any) -> None:
     """Add the command to a parser."""
@@ -53,6 +55,8 @@ def _demo(options: argparse.Namespace) -> int:
     from dynswap_ext.demo.run import DemoOptions, run_demo
     from dynswap_ext.demo.show import bars, show
 
+    if options.json:
+        check_folder(options.json, "record")  # before anything is measured
     given = {field.name: getattr(options, field.name) for field in fields(DemoOptions)}
     with bars(console) as progress:
         result = run_demo(DemoOptions(**given), progress)

@@ -86,6 +86,7 @@ class _Case:
     weights: tuple[Weight, ...]
     bandwidth: float
     latency: float
+    device: torch.device | None
     #: For people, and for programs.
     facts: dict[str, str]
     values: dict[str, Any]
@@ -117,6 +118,7 @@ def _plan(options: argparse.Namespace) -> int:
         bandwidth=case.bandwidth,
         latency=case.latency,
         prefetch=options.prefetch,
+        backend="host" if case.device is not None and case.device.type == "cpu" else "cuda",
     )
     notes = [*_rows_notes(made, case), *case.notes]
     if options.json:
@@ -187,7 +189,7 @@ def _outlined(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
         "compute": compute,
     }
     rates = None if whole_pass else machine
-    return _Case(weights, machine.bandwidth, machine.latency, facts, values, notes, rates)
+    return _Case(weights, machine.bandwidth, machine.latency, device, facts, values, notes, rates)
 
 
 def _measured(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
@@ -221,7 +223,7 @@ def _measured(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
         "compute_from": "measured",
         "measured_compute_seconds": list(found.compute_seconds),
     }
-    return _Case(found.weights, bandwidth, latency, facts, values, found.notes)
+    return _Case(found.weights, bandwidth, latency, found.device, facts, values, found.notes)
 
 
 def _rows_notes(made: Plan, case: _Case) -> list[str]:

@@ -68,6 +68,7 @@ def _as_json(found: Summary, budget: int | None, verified: int | None) -> dict[s
     }
     content["largest_group"] = {"names": list(group.names), "bytes": group.nbytes} if group else None
     content["smallest_budget"] = found.smallest_budget
+    content["smallest_budgets"] = {at: each.nbytes for at, each in content.pop("largest_groups").items()}
     if budget is not None:
         content["budget"] = {"bytes": budget, "works": budget >= found.smallest_budget}
     if verified is not None:
@@ -103,13 +104,22 @@ def _print(found: Summary, budget: int | None, verified: int | None, *, collapse
         "not tensors": first_names(found.objects),
         "metadata": first_names([f"{name}: {text[:100]}" for name, text in found.metadata.items()], "\n"),
         "largest group": f"{_exactly(group.nbytes)}: {first_names(group.names)}" if group else None,
-        "smallest budget": _exactly(found.smallest_budget) if group else None,
+        "smallest budget": _smallest(found),
         "this budget": None if budget is None else f"{_exactly(budget)} {_answer(found, budget)}",
         "checksums": checksums if verified is None else f"{_exactly(verified)} compared, and equal",
     }
     console = Console()
     console.print(table)
     console.print(facts_grid([(name, text) for name, text in facts.items() if text]))
+
+
+def _smallest(found: Summary) -> str:
+    """Name the smallest budgets, one line a device; one for all if they are equal."""
+    sizes = {device: group.nbytes for device, group in found.largest_groups.items()}
+    kind = "" if found.provider == "native" else ", in pure Python (`dynswap info` says why)"
+    if len(set(sizes.values())) == 1:
+        return _exactly(min(sizes.values())) + kind
+    return "\n".join(f"{_exactly(size)} on {device}{kind}" for device, size in sizes.items())
 
 
 def _answer(found: Summary, budget: int) -> str:

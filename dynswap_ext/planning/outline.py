@@ -11,9 +11,9 @@ from typing import Final
 
 import torch
 
-from dynswap_ext._util.needed_at_once import units_of_names
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Entry
+from dynswap_ext.checkpoint.summary import place_of, units_of
 from dynswap_ext.checkpoint.writing.pieces import tie_identity
 from dynswap_ext.errors import SourceError
 from dynswap_ext.planning.configs import config_in, model_of_config
@@ -113,13 +113,11 @@ def outline_of_checkpoint(
             f"{path} has no tensors, so there is nothing to plan for; name the file with the weights"
         )
     by_name = _sorted_as_text(entries)
-    modules: dict[str, list[str]] = {}
-    for name in sorted(entries, key=_natural) if by_name else entries:
-        modules.setdefault(name.rpartition(".")[0], []).append(name)
+    units = units_of(entries)
+    if by_name:
+        units.sort(key=lambda unit: min(map(_natural, unit[0])))
     weights = []
-    for unit, (members, at_once) in enumerate(units_of_names(modules)):
-        if by_name:  # a bias, which is before its weight by name, is after it in the module
-            members.sort(key=lambda name: -entries[name].nbytes)
+    for unit, (members, at_once) in enumerate(units):
         norm = all(len(entries[name].shape) < 2 for name in members)
         found = [_weight(name, entries[name], unit, norm, dtype, disk=disk) for name in members]
         weights += [dataclasses.replace(weight, at_once=at_once) for weight in found]
@@ -170,4 +168,6 @@ def _weight(
     elif len(entry.shape) >= 2:
         module = name.rpartition(".")[0].rpartition(".")[2]
         kind = "lookup" if module in _TABLES else multiplied(name)
-    return Weight(name, nbytes, moved, unit, kind, elements)
+    cast = not entry.encoding and dtype not in (None, entry.dtype) and entry.dtype.is_floating_point
+    place = place_of(entry, cast=cast) if disk else None
+    return Weight(name, nbytes, moved, unit, kind, elements, place=place)

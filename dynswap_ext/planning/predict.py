@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, Final
 
 from dynswap_ext._provider import native_extension
-from dynswap_ext.errors import BudgetError, ConfigError
+from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.machine import ASSUMED
 from dynswap_ext.planning.weights import Weight
 
@@ -80,6 +80,8 @@ class Plan:
     bandwidth: float
     latency: float
     prefetch: int
+    #: "host" or "cuda": as which memory is laid out.
+    backend: str
     predictions: tuple[Prediction, ...]
     #: Budgets that were asked for: those that work, and those that do not.
     asked: tuple[int, ...]
@@ -92,8 +94,8 @@ class Plan:
 
     def at(self, budget: int) -> Prediction:
         """Predict a pass for any budget. Raises BudgetError under the smallest."""
-        rates = {"bandwidth": self.bandwidth, "latency": self.latency}
-        return predict(self.weights, budgets=[budget], prefetch=self.prefetch, **rates)[0]
+        names = ("bandwidth", "latency", "prefetch", "backend")
+        return _at(self.weights, budget, **{name: getattr(self, name) for name in names})
 
     def curve(self, points: int = 60) -> list[Prediction]:
         """Predict a pass at some `points` budgets from the smallest to all, and at those of the sweep."""
@@ -112,6 +114,7 @@ def predict(
     bandwidth: float,
     latency: float = ASSUMED.latency,
     prefetch: int = 2,
+    backend: str = "cuda",
 ) -> list[Prediction]:
     """Predict what a pass takes at each budget.
 
@@ -127,6 +130,8 @@ def predict(
         Seconds to begin a copy.
     prefetch
         As for `install`.
+    backend
+        "host" for an install on the CPU, "cuda" on an accelerator: memory is laid out so.
 
     Returns
     -------
@@ -140,7 +145,7 @@ def predict(
     ConfigError
         There are no weights, a number cannot be used, or the native extension is not there.
     """
-    _check(weights, bandwidth, latency, prefetch)
+    _check(weights, bandwidth, latency, prefetch, backend)
     budgets = list(budgets)
     for budget in budgets:
         if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
@@ -150,12 +155,14 @@ def predict(
     moved = sum(weight.moved_bytes for weight in weights) / total
     simulate = partial(
         native_extension().simulate,
-        [(weight.name, weight.nbytes, weight.seconds, weight.unit) for weight in weights],
+        _of_engine(weights),
+        places=[weight.place for weight in weights],
+        backend=backend,
         prefetch=prefetch,
         bandwidth=bandwidth / moved,
         latency=latency,
         passes=_PASSES,
-        at_once={weight.unit for weight in weights if weight.at_once},
+        at_once=_needed_at_once(weights),
         placement="timed",  # as install(budget="auto") places residents
     )
     return [_prediction(budget, simulate(budget=budget), total, moved) for budget in budgets]
@@ -188,6 +195,7 @@ def plan(
     bandwidth: float,
     latency: float = ASSUMED.latency,
     prefetch: int = 2,
+    backend: str = "cuda",
 ) -> Plan:
     """Predict a pass for the budgets that are asked for, and for a sweep from the smallest to all.
 
@@ -200,13 +208,14 @@ def plan(
         As `predict`. A budget that is too small is no error: it is named in the plan.
     """
     kept = tuple(weights)
-
-    def at(budget: int) -> Prediction:
-        return predict(kept, budgets=[budget], bandwidth=bandwidth, latency=latency, prefetch=prefetch)[0]
-
-    smallest = _smallest_budget(at)
+    _check(kept, bandwidth, latency, prefetch, backend)
+    at = partial(_at, kept, bandwidth=bandwidth, latency=latency, prefetch=prefetch, backend=backend)
+    places = [weight.place for weight in kept]
+    smallest, _ = native_extension().smallest_budget(_of_engine(kept), places, backend, _needed_at_once(kept))
     # What groups take with what lies between their weights: a little more than the weights.
     whole = at(2 * sum(weight.nbytes for weight in kept) + (1 << 20) * len(kept)).resident_bytes
+    while at(whole).resident_share < 1:  # under a smaller budget groups are smaller, with more between them
+        whole += max(1, whole // 64)
     wanted = sorted(set(budgets))
     asked = tuple(budget for budget in wanted if budget >= smallest)
     sweep = {smallest, whole, *asked, *(round(share * whole) for share in _SHARES)}
@@ -216,6 +225,7 @@ def plan(
         bandwidth=bandwidth,
         latency=latency,
         prefetch=prefetch,
+        backend=backend,
         predictions=predictions,
         asked=asked,
         too_small=tuple(budget for budget in wanted if budget < smallest),
@@ -238,16 +248,22 @@ def _hidden_from(predictions: Sequence[Prediction], at: Callable[[int], Predicti
     return high
 
 
-def _smallest_budget(at: Callable[[int], Prediction]) -> int:
-    """Return the bytes of the smallest budget that works, which the engine names."""
-    try:
-        at(1)
-    except BudgetError as error:
-        return error.smallest_bytes
-    return 1  # one weight of one byte
+def _at(weights: Sequence[Weight], budget: int, **options: Any) -> Prediction:
+    return predict(weights, budgets=[budget], **options)[0]
 
 
-def _check(weights: Sequence[Weight], bandwidth: float, latency: float, prefetch: int) -> None:
+def _of_engine(weights: Sequence[Weight]) -> list[tuple[str, int, float, int]]:
+    return [(weight.name, weight.nbytes, weight.seconds, weight.unit) for weight in weights]
+
+
+def _needed_at_once(weights: Sequence[Weight]) -> set[int]:
+    """Return the units that a call needs as a whole."""
+    return {weight.unit for weight in weights if weight.at_once}
+
+
+def _check(weights: Sequence[Weight], bandwidth: float, latency: float, prefetch: int, backend: str) -> None:
+    if backend not in ("host", "cuda"):
+        raise ConfigError(f"backend is {backend!r}; expected 'host' (for the CPU) or 'cuda'")
     if not weights or not sum(weight.nbytes for weight in weights):
         raise ConfigError("there are no weights to plan for; name a checkpoint or a model that has some")
     if not math.isfinite(bandwidth) or bandwidth <= 0:

@@ -11,7 +11,8 @@ from typing import Final, Literal
 import torch
 from torch import nn
 
-from dynswap_ext._swap.subclasses import inner_names
+from dynswap_ext._swap.subclasses import inner_names, is_plain
+from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext._util.needed_at_once import units_of_modules
 from dynswap_ext._util.own_masters import own_masters
 
@@ -45,6 +46,8 @@ class Weight:
     seconds: float = 0.0
     #: Whether a call needs all weights of the unit at the same time.
     at_once: bool = False
+    #: Where copies read it, if that is a file: its path, the offset in bytes, and whether it is cast.
+    place: tuple[str, int, bool] | None = None
 
 
 @dataclass(frozen=True)
@@ -109,6 +112,7 @@ def outline_of_model(
     for name, master in (*model.named_parameters(), *model.named_buffers()):
         names.setdefault(id(master), name)
     found: dict[int, Weight] = {}
+    mappings = FileMappings() if disk else None
     for (unit, at_once), module in zip(units_of_modules(modules), modules, strict=True):
         norm = all(master.dim() < 2 for _, master, is_parameter in own_masters(module) if is_parameter)
         for _, master, is_parameter in own_masters(module):
@@ -121,8 +125,9 @@ def outline_of_model(
             elif not is_parameter or master.dim() >= 2:
                 kind = "lookup"
             nbytes, moved = _bytes(master, dtype, stored, disk=disk)
+            place = _place(master, dtype, mappings) if mappings else None
             found[id(master)] = Weight(
-                name, nbytes, moved, unit, kind, master.numel(), at_once=at_once, share=share(name)
+                name, nbytes, moved, unit, kind, master.numel(), share(name), at_once=at_once, place=place
             )
     title = title or type(model).__name__
     return Outline(title, tuple(found.values()), "modules as the model registers them")
@@ -144,6 +149,18 @@ def cast_bytes(
     """Return bytes on the device and bytes moved, of a weight that an install casts to `dtype` on the way."""
     nbytes = elements * dtype.itemsize if dtype is not None and stored.is_floating_point else stored_bytes
     return nbytes, stored_bytes if disk else min(stored_bytes, nbytes)
+
+
+def _place(
+    master: torch.Tensor, dtype: torch.dtype | None, mappings: FileMappings
+) -> tuple[str, int, bool] | None:
+    if not is_plain(master) or master.device.type != "cpu" or not master.is_contiguous():
+        return None
+    mapping = mappings.find(master.data_ptr())
+    if mapping is None or mapping.path is None:
+        return None
+    cast = dtype not in (None, master.dtype) and master.is_floating_point()
+    return str(mapping.path), mapping.offset + master.data_ptr() - mapping.begin, cast
 
 
 def _bytes(

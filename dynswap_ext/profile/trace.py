@@ -17,6 +17,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
+from dynswap_ext._util.figure import check_folder
 from dynswap_ext._util.name_patterns import label_of
 from dynswap_ext._util.warn import warn
 from dynswap_ext._version import __version__
@@ -35,7 +36,7 @@ def write_trace(
     recording: Recording, path: str | PathLike[str], profiler: str | PathLike[str] | None = None
 ) -> None:
     """Write a recording as a Chrome trace; see `Handle.trace`."""
-    where = Path(path)
+    where = check_folder(path, "trace")
     if profiler is None:
         content = as_trace(recording)
     else:

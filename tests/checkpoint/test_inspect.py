@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from safetensors.torch import save_file, save_model
 from torch import nn
 
-import dynswap_ext
-from conftest import skip_or_fail
-from dynswap_ext import _provider, checkpoint, cli
+from conftest import Provider
+from dynswap_ext import checkpoint, cli, planning
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext.errors import BudgetError
 
@@ -47,28 +47,47 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.mark.parametrize("kind", ["save", "library"])
+def _written(kind: str, model: nn.Module, folder: Path) -> Path:
+    """Write a model in one of several formats."""
+    if kind == "library":
+        save_model(model, str(folder / "model.safetensors"))
+        return folder / "model.safetensors"
+    if kind == "distributed":
+        dcp.save(model.state_dict(), checkpoint_id=folder / "parts")
+        return folder / "parts"
+    name = {"save": "model.safetensors", "torch": "model.pt", "sharded": "shards"}[kind]
+    return checkpoint.save(model, folder / name, max_shard_size=200_000 if kind == "sharded" else None)
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("kind", ["save", "library", "torch", "sharded", "distributed"])
 @pytest.mark.parametrize("name", _MODELS)
-def test_the_smallest_budget_is_an_installs(name: str, kind: str, tmp_path: Path) -> None:
-    if reason := _provider.native_unavailable(torch.device("cpu")):
-        skip_or_fail(reason, cuda=False)
-    path = tmp_path / "model.safetensors"
-    if kind == "save":
-        checkpoint.save(_MODELS[name](), path)
-    else:
-        save_model(_MODELS[name](), str(path))
+def test_the_smallest_budget_is_an_installs(
+    provider: Provider, name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNSWAP_PROVIDER", provider.backend)
+    path = _written(kind, _MODELS[name](), tmp_path)
     found = checkpoint.summary(path)
+    assert found.provider == provider.backend
     model = checkpoint.load(_MODELS[name], path)
+    group = found.largest_groups.get(provider.device.type)
+    if group is None:  # pure Python computes on the CPU with what is mapped
+        assert provider.name == "python" and found.smallest_budget == 0
+        provider.install(model, budget=1, strict_budget=True)
+        return
+    assert set(group.names) <= set(found.entries)
+    smallest = group.nbytes
+    if provider.native:
+        on_cpu = provider.device.type == "cpu"
+        weights = planning.outline(path, disk=on_cpu).weights
+        planned = planning.plan(weights, bandwidth=1e9, backend="host" if on_cpu else "cuda")
+        assert planned.smallest == smallest
+    provider.install(model, budget=smallest, strict_budget=True).uninstall()
+    if name == "recurrent" and kind == "library":  # sorted by name: which weight is before the biases?
+        smallest -= 4 * 1200 * 4
     with pytest.raises(BudgetError) as caught:
-        dynswap_ext.install(model, device="cpu", provider="native", budget=1)
-    needed = caught.value.smallest_bytes
-    dynswap_ext.install(model, device="cpu", provider="native", budget=found.smallest_budget).uninstall()
-    if (name, kind) == ("recurrent", "library"):  # sorted by name: which weight is before the biases?
-        assert needed <= found.smallest_budget <= needed + 4 * 1200 * 4
-    else:
-        assert found.smallest_budget == needed
-    assert found.largest_group is not None
-    assert set(found.largest_group.names) <= set(found.entries)
+        provider.install(model, budget=smallest - 1, strict_budget=True)
+    assert caught.value.smallest_bytes >= smallest and format_bytes(smallest - 1) in str(caught.value)
 
 
 @pytest.fixture
@@ -120,7 +139,10 @@ def test_table(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert "layers.3.special 1 scalar int64 8 bytes" in lines
     assert "experts.{0..2,7}.{0..1}.w 8 3 float16 48 bytes" in lines
     found = checkpoint.summary(path)
-    assert f"smallest budget {format_bytes(found.smallest_budget)} ({found.smallest_budget} bytes)" in lines
+    sizes = {device: group.nbytes for device, group in found.largest_groups.items()}
+    assert sizes["cpu"] == found.smallest_budget != sizes["cuda"]
+    assert f"smallest budget {format_bytes(sizes['cpu'])} ({sizes['cpu']} bytes) on cpu" in lines
+    assert f"{format_bytes(sizes['cuda'])} ({sizes['cuda']} bytes) on cuda" in lines
     assert "format safetensors" in lines and "checksums none" in lines
     whole = _printed(capsys, monkeypatch, str(path), "--all")
     assert whole.count("layers.") >= 65 and "layers.17.up" in whole

@@ -53,6 +53,7 @@ def test_all_differences_at_once_with_near_matches(tmp_path: Path) -> None:
     assert "second.weight: the model has [4, 8], the file [4, 9]" in text
     assert "first.weight  (the file has frist.weight)" in text
     assert "extra" in text and str(tmp_path / "w") in text
+    assert "make the model with the configuration that the" in text
 
 
 def test_prefix_is_noticed(tmp_path: Path) -> None:

@@ -185,6 +185,16 @@ def test_nothing_recorded(provider: Provider, tmp_path: Path) -> None:
         handle._recorder._last = None
 
 
+def test_a_missing_folder_is_named(provider: Provider, tmp_path: Path) -> None:
+    model = mlp()
+    handle = provider.install(model, dtype=torch.float64)
+    with handle.record():
+        model(provider.randn(2, model[0].in_features))
+    for write, what in ((handle.trace, "trace"), (handle.plot, "picture")):
+        with pytest.raises(ConfigError, match=f"there is no folder .*nowhere for the {what} file"):
+            write(tmp_path / "nowhere" / "file.png")
+
+
 def test_a_second_recording_starts_afresh(provider: Provider) -> None:
     model = mlp()
     handle = provider.install(model, dtype=torch.float64)

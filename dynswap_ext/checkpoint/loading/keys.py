@@ -87,7 +87,12 @@ class KeyReport:
         )
         if hint := self._prefix_hint():
             lines.append(hint)
-        if strict and not self.mismatched:
+        if self.mismatched:
+            lines.append(
+                "Shapes and kinds of dtype have to agree: make the model with the configuration that the "
+                "file was saved with, leave the entry out by rename= (None), or reshape it by transform=."
+            )
+        elif strict:
             lines.append("Load with strict=False if that is meant: what is missing keeps its present value.")
         return "\n".join(lines)
 
