@@ -37,11 +37,12 @@ struct Source {
   std::uint64_t count = 0;             ///< elements
   const std::byte* address = nullptr;  ///< the master's bytes in this process (RAM, or a file mapping)
   std::shared_ptr<const File> file;    ///< set: read the bytes from here and leave `address` untouched
-  bool of_file = false;                ///< the bytes are, or were until let go of, those of `file`
-  std::uint64_t offset = 0;            ///< bytes from the start of `file`
-  Keep keep = Keep::yes;               ///< what is read from `file`
-  std::shared_ptr<const void> owner;   ///< keeps `address` valid
-  bool has_bytes = true;               ///< false: its master has none now, and nothing is copied
+  bool mapped = false;   ///< `address` is in a mapping of a file (Note [A mapping outlives its file's end])
+  bool of_file = false;  ///< the bytes are, or were until let go of, those of `file`
+  std::uint64_t offset = 0;           ///< bytes from the start of `file`
+  Keep keep = Keep::yes;              ///< what is read from `file`
+  std::shared_ptr<const void> owner;  ///< keeps `address` valid
+  bool has_bytes = true;              ///< false: its master has none now, and nothing is copied
   bool pinned =
       false;  ///< page-locked: the device may read it, at `pinned_copy` if that is set, else at `address`
   std::shared_ptr<PinnedCopy> pinned_copy;  ///< of a small master; else null

@@ -9,6 +9,7 @@
 #include "cuda/cast_kernels.h"
 #include "cuda/cuda_check.h"
 #include "cuda/events.h"
+#include "io/reader.h"
 
 namespace dynswap {
 namespace {
@@ -77,7 +78,7 @@ const std::byte* in_reach(const Source& source, const Piece& piece) {
   std::byte* const copy = source.pinned_copy->bytes.get() + first;
   const std::size_t bytes = piece.count * scalar_size(source.stored);
   const std::lock_guard lock(source.pinned_copy->refreshing);
-  if (std::memcmp(copy, master, bytes) != 0) std::memcpy(copy, master, bytes);
+  if (source.mapped || std::memcmp(copy, master, bytes) != 0) fetch_from_memory(source, first, copy, bytes);
   return copy;
 }
 

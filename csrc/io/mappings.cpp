@@ -19,6 +19,11 @@ bool is_checkpoint_like(std::string_view path) {
          !starts("/SYSV");
 }
 
+bool is_device(std::string_view path) {
+  constexpr std::string_view kDevices = "/dev/", kMemory = "/dev/shm/";
+  return path.substr(0, kDevices.size()) == kDevices && path.substr(0, kMemory.size()) != kMemory;
+}
+
 }  // namespace
 
 Mappings Mappings::of_this_process() {
@@ -35,14 +40,16 @@ Mappings Mappings::of_this_process() {
       continue;
     }
     mapping.file.path = path_at > 0 ? line.substr(static_cast<std::size_t>(path_at)) : std::string();
-    if (mapping.file.inode == 0 || !is_checkpoint_like(mapping.file.path)) continue;
-    // Writing there changes the file itself, which is not to be taken for somebody else's change.
-    if (access[1] == 'w' && access[3] == 's') continue;
+    if (mapping.file.inode == 0 || is_device(mapping.file.path)) continue;
+    // Writing to a shared mapping changes the file itself, which is not to be taken for somebody else's
+    // change.
+    const bool writes_to_file = access[1] == 'w' && access[3] == 's';
+    mapping.is_source = !writes_to_file && is_checkpoint_like(mapping.file.path);
     // Writing to a private mapping can split it; what is one file range is one mapping to us.
     if (!result.mappings_.empty()) {
       Mapping& last = result.mappings_.back();
-      if (last.end == mapping.begin && last.file.inode == mapping.file.inode &&
-          last.file.path == mapping.file.path &&
+      if (last.is_source == mapping.is_source && last.end == mapping.begin &&
+          last.file.inode == mapping.file.inode && last.file.path == mapping.file.path &&
           last.file.offset + (last.end - last.begin) == mapping.file.offset) {
         last.end = mapping.end;
         continue;
@@ -53,13 +60,24 @@ Mappings Mappings::of_this_process() {
   return result;
 }
 
-std::optional<Mappings::Range> Mappings::find(const void* address, std::size_t bytes) const {
-  const auto begin = reinterpret_cast<std::uintptr_t>(address);
+const Mappings::Mapping* Mappings::mapping_at(std::uintptr_t begin) const {
   auto after = std::upper_bound(mappings_.begin(), mappings_.end(), begin,
                                 [](std::uintptr_t a, const Mapping& m) { return a < m.begin; });
-  if (after == mappings_.begin()) return std::nullopt;
+  if (after == mappings_.begin()) return nullptr;
   const Mapping& mapping = *--after;
-  if (begin + bytes > mapping.end) return std::nullopt;
+  return begin < mapping.end ? &mapping : nullptr;
+}
+
+const std::string* Mappings::file_at(const void* address) const {
+  const Mapping* const mapping = mapping_at(reinterpret_cast<std::uintptr_t>(address));
+  return mapping == nullptr ? nullptr : &mapping->file.path;
+}
+
+std::optional<Mappings::Range> Mappings::find(const void* address, std::size_t bytes) const {
+  const auto begin = reinterpret_cast<std::uintptr_t>(address);
+  const Mapping* const found = mapping_at(begin);
+  if (found == nullptr || !found->is_source || begin + bytes > found->end) return std::nullopt;
+  const Mapping& mapping = *found;
   Range range = mapping.file;
   range.offset += begin - mapping.begin;
   range.mapped_at = mapping.begin;

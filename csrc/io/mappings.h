@@ -28,13 +28,21 @@ class Mappings {
   /// into the file through are plain RAM to us).
   std::optional<Range> find(const void* address, std::size_t bytes) const;
 
+  /// The path of the file that the address is mapped from, also where find() finds nothing; null if there is
+  /// none. A device's memory, as drivers map it, is no file's.
+  const std::string* file_at(const void* address) const;
+
  private:
   struct Mapping {
+    bool is_source = false;  ///< find() gives it
     std::uintptr_t begin = 0;
     std::uintptr_t end = 0;
     Range file;
   };
-  std::vector<Mapping> mappings_;  ///< in the order of their addresses
+
+  const Mapping* mapping_at(std::uintptr_t begin) const;
+
+  std::vector<Mapping> mappings_;  ///< all that are of files, in the order of their addresses
 };
 
 }  // namespace dynswap

@@ -6,7 +6,9 @@
 #include <utility>
 #include <vector>
 
+#include "core/check.h"
 #include "io/file.h"
+#include "io/mapped_memory.h"
 #include "io/pagemap.h"
 #include "io/private_pages.h"
 
@@ -55,32 +57,68 @@ class Hash {
   std::array<std::uint64_t, 4> lanes_{1, 2, 3, 4};
 };
 
-bool is_shared(const std::byte* address, std::size_t bytes) {
+bool is_shared(const std::byte* address, std::size_t bytes, bool mapped) {
   bool is_private = false;
-  volatile std::byte present = *address;
-  static_cast<void>(present);
+  if (mapped) {
+    std::byte present;
+    if (!read_mapped(address, &present, 1)) return false;
+  } else {
+    volatile std::byte present = *address;
+    static_cast<void>(present);
+  }
   const bool told =
       find_private(pages_around(address, std::min<std::size_t>(bytes, 1)), [&](Pages) { is_private = true; });
   return told && !is_private;
 }
 
-}  // namespace
+/// Adds bytes that may be gone; false if they are.
+bool add_mapped(Hash& hash, const std::byte* data, std::size_t bytes) noexcept {
+  std::array<std::byte, 8192> copy;
+  for (std::size_t done = 0; done < bytes;) {
+    const std::size_t length = std::min(bytes - done, copy.size());
+    if (!read_mapped(data + done, copy.data(), length)) return false;
+    hash.add(copy.data(), length);
+    done += length;
+  }
+  return true;
+}
 
-std::uint64_t sampled_hash(const std::byte* data, std::size_t bytes) noexcept {
+bool add(Hash& hash, const std::byte* data, std::size_t bytes, bool mapped) noexcept {
+  if (mapped) return add_mapped(hash, data, bytes);
+  hash.add(data, bytes);
+  return true;
+}
+
+std::optional<std::uint64_t> sampled(const std::byte* data, std::size_t bytes, bool mapped) noexcept {
   constexpr std::size_t kWords = 16;
   constexpr std::size_t kWord = sizeof(std::uint64_t);
   Hash hash;
   if (bytes <= kWords * kWord) {
-    hash.add(data, bytes);
+    if (!add(hash, data, bytes, mapped)) return std::nullopt;
   } else {
-    for (std::size_t i = 0; i < kWords; ++i) hash.add(data + (bytes - kWord) / (kWords - 1) * i, kWord);
+    for (std::size_t i = 0; i < kWords; ++i) {
+      if (!add(hash, data + (bytes - kWord) / (kWords - 1) * i, kWord, mapped)) return std::nullopt;
+    }
   }
   return hash.value();
 }
 
+/// Neither is gone.
+bool same(std::optional<std::uint64_t> a, std::optional<std::uint64_t> b) noexcept {
+  return a && b && *a == *b;
+}
+
+}  // namespace
+
+std::uint64_t sampled_hash(const std::byte* data, std::size_t bytes) noexcept {
+  return *sampled(data, bytes, /*mapped=*/false);
+}
+
 MemoryWatch::MemoryWatch(const Source& source)
-    : address_(source.address),
+    : elements_(dense_elements(source.address, source.stored_bytes())),
+      address_(source.address),
       bytes_(source.stored_bytes()),
+      mapped_(source.mapped),
       file_(source.file),
       offset_(source.offset),
       pinned_(source.pinned) {
@@ -88,20 +126,29 @@ MemoryWatch::MemoryWatch(const Source& source)
 }
 
 MemoryWatch::MemoryWatch(const void* address, std::size_t bytes)
-    : MemoryWatch(address, bytes, Sharing::unknown) {}
+    : MemoryWatch(dense_elements(address, bytes), /*mapped=*/false) {}
 
-MemoryWatch::MemoryWatch(const void* address, std::size_t bytes, Sharing sharing)
-    : address_(static_cast<const std::byte*>(address)), bytes_(bytes), offset_(0), pinned_(false) {
+MemoryWatch::MemoryWatch(Elements elements, bool mapped)
+    : MemoryWatch(std::move(elements), mapped, Sharing::unknown) {}
+
+MemoryWatch::MemoryWatch(Elements elements, bool mapped, Sharing sharing)
+    : elements_(std::move(elements)),
+      address_(elements_.address),
+      bytes_(elements_.bytes),
+      mapped_(mapped),
+      offset_(0),
+      pinned_(false) {
   start(sharing);
 }
 
 std::unique_ptr<MemoryWatch> MemoryWatch::of_private(const void* address, std::size_t bytes) {
-  return std::unique_ptr<MemoryWatch>(new MemoryWatch(address, bytes, Sharing::none));
+  return std::unique_ptr<MemoryWatch>(
+      new MemoryWatch(dense_elements(address, bytes), /*mapped=*/false, Sharing::none));
 }
 
 void MemoryWatch::start(Sharing sharing) {
   if (address_ == nullptr || bytes_ == 0) return;
-  shared_ = sharing == Sharing::unknown && !file_ && is_shared(address_, bytes_);
+  shared_ = sharing == Sharing::unknown && !file_ && is_shared(address_, bytes_, mapped_);
   head_ = {address_, bytes_};
   const Pages whole = pages_within(address_, bytes_);
   if (whole.end - whole.begin >= kWatchedBytes)
@@ -116,6 +163,7 @@ void MemoryWatch::start(Sharing sharing) {
   if (pages_) page_writes_ = pages_->writes().value_or(0);
   hash_ = hash();
   sample_ = sample();
+  of_elements_ = hash_elements();
 }
 
 /// Only bytes in this process's private pages can have been written. A page on which other masters lie too
@@ -125,10 +173,14 @@ bool MemoryWatch::written_before_start(const File& file) const {
   const auto from = reinterpret_cast<std::uintptr_t>(address_);
   for (const ByteRange& range : private_ranges(address_, bytes_)) {
     if (from + range.begin < whole.end && from + range.end > whole.begin) return true;
-    std::vector<std::byte> as_in_file(range.end - range.begin);
-    file.read(offset_ + range.begin, as_in_file.data(), as_in_file.size(), "a weight", Keep::yes,
-              ReadMode::quick);
-    if (std::memcmp(as_in_file.data(), address_ + range.begin, as_in_file.size()) != 0) return true;
+    std::vector<std::byte> as_in_file(range.end - range.begin), now(range.end - range.begin);
+    try {
+      file.read(offset_ + range.begin, as_in_file.data(), as_in_file.size(), "a weight", Keep::yes,
+                ReadMode::quick);
+    } catch (const SourceError&) {
+      return true;  // whoever copies the weight then is told
+    }
+    if (!read_mapped(address_ + range.begin, now.data(), now.size()) || now != as_in_file) return true;
   }
   return false;
 }
@@ -143,18 +195,22 @@ std::uint64_t MemoryWatch::writes() {
     const std::shared_ptr<const File> file = std::exchange(file_, nullptr);
     written = written_before_start(*file);
   } else {
-    written = look_at_pages();
-    if (const std::uint64_t now = hash(); now != hash_) {
-      hash_ = now;
-      written = true;
-    }
-    if (const std::uint64_t now = sample(); now != sample_) {
-      sample_ = now;
-      written = true;
+    written = look();
+    if (written && elements_.has_gaps()) {  // or somebody has written to what lies in the gaps
+      const auto now = hash_elements();
+      written = !same(std::exchange(of_elements_, now), now);
     }
   }
   if (written) ++writes_;
   return writes_;
+}
+
+/// Whether anything has changed between the first element and the last.
+bool MemoryWatch::look() {
+  bool written = look_at_pages();
+  if (const auto now = hash(); !same(std::exchange(hash_, now), now)) written = true;
+  if (const auto now = sample(); !same(std::exchange(sample_, now), now)) written = true;
+  return written;
 }
 
 bool MemoryWatch::look_at_pages() {
@@ -163,24 +219,32 @@ bool MemoryWatch::look_at_pages() {
   if (!now) {  // other memory has been mapped there
     pages_ = PageWatch::over(pages_within(middle_.address, middle_.bytes), PageSelection::all);
     if (pages_) page_writes_ = pages_->writes().value_or(0);
-    hash_ = hash();
-    sample_ = sample();
     return true;
   }
   return std::exchange(page_writes_, *now) != *now;
 }
 
 /// Of the ends, which the kernel does not watch.
-std::uint64_t MemoryWatch::hash() const {
+std::optional<std::uint64_t> MemoryWatch::hash() const {
   Hash hash;
-  hash.add(head_.address, head_.bytes);
-  hash.add(tail_.address, tail_.bytes);
+  if (!add(hash, head_.address, head_.bytes, mapped_) || !add(hash, tail_.address, tail_.bytes, mapped_))
+    return std::nullopt;
   return hash.value();
 }
 
 /// Of what lies between them, if the kernel does not tell of every write to it.
-std::uint64_t MemoryWatch::sample() const {
-  return is_sampled() ? sampled_hash(middle_.address, middle_.bytes) : 0;
+std::optional<std::uint64_t> MemoryWatch::sample() const {
+  return is_sampled() ? sampled(middle_.address, middle_.bytes, mapped_) : 0;
+}
+
+std::optional<std::uint64_t> MemoryWatch::hash_elements() const {
+  if (!elements_.has_gaps()) return 0;
+  std::vector<std::byte> copy(mapped_ ? bytes_ : 0);
+  if (mapped_ && !read_mapped(address_, copy.data(), bytes_)) return std::nullopt;
+  Hash hash;
+  for_each_run(elements_, mapped_ ? copy.data() : address_,
+               [&](const std::byte* run) { hash.add(run, elements_.run); });
+  return hash.value();
 }
 
 void MemoryWatch::note_write() {
@@ -203,6 +267,11 @@ void MemoryWatch::note_pinned() {
 bool MemoryWatch::exact() {
   const std::lock_guard lock(mutex_);
   return sees_all();
+}
+
+bool MemoryWatch::decides() {
+  const std::lock_guard lock(mutex_);
+  return !is_sampled();
 }
 
 }  // namespace dynswap

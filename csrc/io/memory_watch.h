@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "core/source.h"
+#include "io/elements.h"
 #include "io/page_watch.h"
 
 namespace dynswap {
@@ -15,11 +16,15 @@ namespace dynswap {
 /// Counts the writes to one range of memory, by any code of this process. The kernel watches its whole pages
 /// (PageWatch). What shares a page with other data, and small ranges, are hashed. A private file mapping that
 /// has not been written to is not touched. Where the kernel watches no pages, ranges of more than 64 KiB are
-/// sampled: a few places of them are hashed (see exact()). Thread-safe.
+/// sampled: a few places of them are hashed (see exact()). What is written to the gaps between elements,
+/// where others' elements may be, does not count. Memory that is gone counts as written (Note [A mapping
+/// outlives its file's end]); nothing is thrown. Thread-safe.
 class MemoryWatch {
  public:
   explicit MemoryWatch(const Source& source);
   MemoryWatch(const void* address, std::size_t bytes);
+  /// `mapped`: from a file.
+  MemoryWatch(Elements elements, bool mapped);
   /// Of memory that no other process can have, so that the kernel need not be asked.
   static std::unique_ptr<MemoryWatch> of_private(const void* address, std::size_t bytes);
 
@@ -35,6 +40,8 @@ class MemoryWatch {
   std::size_t size() const noexcept { return bytes_; }
   /// Whether every write by this process's code is seen.
   bool exact();
+  /// Whether the count tells of every write, a device's to page-locked memory too: then no version has to.
+  bool decides();
 
  private:
   struct Range {
@@ -43,26 +50,32 @@ class MemoryWatch {
   };
 
   enum class Sharing : bool { none, unknown };
-  MemoryWatch(const void* address, std::size_t bytes, Sharing sharing);
+  MemoryWatch(Elements elements, bool mapped, Sharing sharing);
   void start(Sharing sharing = Sharing::unknown);
   bool sees_all() const noexcept { return middle_.bytes == 0 || (pages_ != nullptr && !shared_); }
   bool written_before_start(const File& file) const;
+  bool look();
   bool look_at_pages();
   bool is_sampled() const noexcept { return !sees_all() || (pinned_ && middle_.bytes > 0); }
-  std::uint64_t hash() const;
-  std::uint64_t sample() const;
+  // None of these is equal to anything if the memory is gone.
+  std::optional<std::uint64_t> hash() const;
+  std::optional<std::uint64_t> sample() const;
+  std::optional<std::uint64_t> hash_elements() const;
 
   std::mutex mutex_;
   // LOCK: mutex_ guards all below.
-  const std::byte* address_;
-  const std::size_t bytes_;
+  const Elements elements_;
+  const std::byte* const address_;  ///< of the first element
+  const std::size_t bytes_;         ///< gaps included
+  const bool mapped_;
   std::shared_ptr<const File> file_;  ///< of which it is a private mapping, not written to yet
   const std::uint64_t offset_;        ///< in the file
   bool pinned_;
   Range head_, middle_, tail_;  ///< the middle's pages are watched or sampled; a small range is all head
   std::shared_ptr<PageWatch> pages_;
   std::uint64_t page_writes_ = 0;
-  std::uint64_t hash_ = 0, sample_ = 0;
+  std::optional<std::uint64_t> hash_, sample_;
+  std::optional<std::uint64_t> of_elements_;  ///< the hash of all elements, if there are gaps
   std::uint64_t writes_ = 0;
   bool shared_ = false;  ///< with other processes, whose writes the kernel does not tell
 };

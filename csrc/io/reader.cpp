@@ -8,6 +8,8 @@
 #include "core/check.h"
 #include "io/aligned_buffer.h"
 #include "io/file.h"
+#include "io/mapped_memory.h"
+#include "io/mappings.h"
 #include "io/private_pages.h"
 
 namespace dynswap {
@@ -21,7 +23,7 @@ constexpr std::size_t kScratchBytes = 1u << 20;
 /// Brings stored bytes of `source`, from `begin` on, to `dst`.
 void fetch(const Source& source, std::uint64_t begin, std::byte* dst, std::size_t bytes, ReadMode mode) {
   if (!source.file) {
-    std::memcpy(dst, source.address + begin, bytes);
+    fetch_from_memory(source, begin, dst, bytes);
     return;
   }
   const auto read = [&](std::size_t from, std::size_t to) {
@@ -33,8 +35,9 @@ void fetch(const Source& source, std::uint64_t begin, std::byte* dst, std::size_
   if (source.address != nullptr) {
     const std::byte* const mapping = source.address + begin;
     for (const ByteRange& range : private_ranges(mapping, bytes)) {
+      // If they are gone by now, the file is shorter: reading it says so.
+      if (!read_mapped(mapping + range.begin, dst + range.begin, range.end - range.begin)) continue;
       read(done, range.begin);
-      std::memcpy(dst + range.begin, mapping + range.begin, range.end - range.begin);
       done = range.end;
     }
   }
@@ -143,6 +146,24 @@ class Run {
 
 }  // namespace
 
+void fetch_from_memory(const Source& source, std::uint64_t begin, std::byte* dst, std::size_t bytes) {
+  if (!source.mapped) {
+    std::memcpy(dst, source.address + begin, bytes);
+  } else if (!read_mapped(source.address + begin, dst, bytes)) {
+    throw SourceError(gone(source.name, source.address));
+  }
+}
+
+std::string gone(const std::string& who, const void* address) {
+  const Mappings mappings = Mappings::of_this_process();
+  const std::string* const path = mappings.file_at(address);
+  return "weight '" + who + "' cannot be read: the file that its memory is mapped from" +
+         (path == nullptr ? std::string() : ", '" + *path + "',") +
+         " has been truncated since it was mapped, and ends before the weight does; get a complete copy of "
+         "the "
+         "file and load it again";
+}
+
 void read_piece(const Piece& piece, std::byte* dst, CastFn cast, ReadMode mode) {
   const Source& source = *piece.source;
   const std::size_t element = scalar_size(source.stored);
@@ -152,7 +173,7 @@ void read_piece(const Piece& piece, std::byte* dst, CastFn cast, ReadMode mode) 
   }
   DYNSWAP_CHECK(cast != nullptr,
                 "weight '" << source.name << "' needs a cast, and there is no function for it");
-  if (!source.file && reinterpret_cast<std::uintptr_t>(source.address) % element == 0) {
+  if (!source.file && !source.mapped && reinterpret_cast<std::uintptr_t>(source.address) % element == 0) {
     cast_in_runs(source, dst, source.address + piece.first * element, piece.count, cast);
     return;
   }

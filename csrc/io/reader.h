@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
+#include <string>
 #include <vector>
 
 #include "core/backend.h"
@@ -13,6 +15,12 @@ namespace dynswap {
 /// Elements that one call of a CastFn is given at most: large enough to be quick, small enough to stay in
 /// the core's cache, and to be no work that a cast would split among threads.
 inline constexpr std::size_t kCastRun = 32768;
+
+/// Copies stored bytes of a source without a file from its memory. Throws SourceError if that is gone.
+void fetch_from_memory(const Source& source, std::uint64_t begin, std::byte* dst, std::size_t bytes);
+
+/// The error for mapped memory that is gone (Note [A mapping outlives its file's end]).
+std::string gone(const std::string& who, const void* address);
 
 /// Writes the elements of `piece` to `dst` in RAM (`piece.dst` is ignored), cast where the source asks for
 /// it. Runs on the calling thread and blocks it. Throws SourceError.

@@ -7,6 +7,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstring>
 #include <memory>
@@ -14,7 +15,9 @@
 #include <vector>
 
 #include "check.h"
+#include "io/elements.h"
 #include "io/file.h"
+#include "io/mapped_memory.h"
 #include "temp_file.h"
 
 namespace dynswap::test {
@@ -255,6 +258,59 @@ TEST(memory_watch_and_threads_that_write) {
     });
   }
   for (std::thread& thread : threads) thread.join();
+}
+
+TEST(memory_watch_does_not_count_writes_to_gaps) {
+  for (const std::size_t elements : {8, 3000, 100000}) {  // hashed, watched or sampled
+    const auto memory = pages(elements * 8 / kPage + 1);
+    const auto every_other = [&](std::size_t first) {
+      return Elements{memory.get() + 4 * first, elements * 8 - 4, 4, {{elements, 8}}};
+    };
+    MemoryWatch even(every_other(0), /*mapped=*/false), odd(every_other(1), /*mapped=*/false);
+    std::uint64_t evens = even.writes(), odds = odd.writes();
+    EXPECT(!may_overlap(every_other(0), every_other(1)));
+    memory.get()[0] ^= std::byte{1};
+    EXPECT(seen_once(even, evens));
+    EXPECT_EQ(odd.writes(), odds);
+    memory.get()[elements * 8 - 1] ^= std::byte{1};
+    EXPECT_EQ(even.writes(), evens);
+    if (odd.exact()) EXPECT(seen_once(odd, odds));
+  }
+}
+
+TEST(memory_watch_counts_memory_that_is_gone_as_written) {
+  const TempFile file(4 * kPage);
+  const int descriptor = ::open(file.path().c_str(), O_RDWR);
+  void* const mapped = ::mmap(nullptr, 4 * kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE, descriptor, 0);
+  auto* const data = static_cast<std::byte*>(mapped);
+  data[3 * kPage] = std::byte{1};  // private from now on
+  MemoryWatch watch(dense_elements(data + 100, 4 * kPage - 100), /*mapped=*/true);
+  MemoryWatch there(dense_elements(data + 100, 100), /*mapped=*/true);
+  const std::uint64_t before = watch.writes(), kept = there.writes();
+  EXPECT_EQ(watch.writes(), before);
+  EXPECT_EQ(::ftruncate(descriptor, kPage), 0);
+  EXPECT(watch.writes() != before);
+  EXPECT_EQ(there.writes(), kept);
+  std::byte byte{7};
+  EXPECT(!read_mapped(data + 3 * kPage, &byte, 1));
+  EXPECT(!write_mapped(data + 3 * kPage, &byte, 1));
+  EXPECT(write_mapped(data, &byte, 1) && data[0] == byte);
+  ::munmap(mapped, 4 * kPage);
+  ::close(descriptor);
+}
+
+TEST(elements_overlap_or_lie_between_one_another) {
+  std::array<std::byte, 256> memory;
+  const auto rows = [&](std::size_t from, std::size_t run) {
+    return Elements{memory.data() + from, 9 * 16 + run, run, {{10, 16}}};
+  };
+  EXPECT(!may_overlap(rows(0, 8), rows(8, 8)));
+  EXPECT(!may_overlap(rows(8, 8), rows(16, 8)));
+  EXPECT(may_overlap(rows(0, 9), rows(8, 8)));
+  EXPECT(may_overlap(rows(8, 9), rows(16, 8)));
+  EXPECT(may_overlap(rows(0, 4), dense_elements(memory.data() + 2, 100)));
+  EXPECT(!may_overlap(dense_elements(memory.data(), 10), dense_elements(memory.data() + 10, 10)));
+  EXPECT(may_overlap(dense_elements(memory.data(), 11), dense_elements(memory.data() + 10, 10)));
 }
 
 }  // namespace dynswap::test
