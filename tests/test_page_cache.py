@@ -96,7 +96,7 @@ def test_a_file_changed_under_an_installed_model_is_an_error(
 ) -> None:
     # Never SIGBUS: the engine reads the file, and touches no page of its mapping.
     if not provider.native:
-        pytest.skip("pure Python reads through mappings, which the system ends with a signal")
+        pytest.skip("pure Python reads through mappings, and asks for the length of the file alone")
     model = checkpoint.load(build, path)
     handle = provider.install(model, prefetch=0)
     x = provider.randn(1, 1024, dtype=torch.float32)

@@ -61,9 +61,11 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
     }
     auto result = py::reinterpret_steal<py::object>(plain_call()(self, arguments, keywords));
     if (outermost) {
-      {
-        const py::error_scope keep;
+      const py::error_scope keep;
+      try {
         bring_home();
+      } catch (...) {
+        if (result) throw;  // else the call's own error is told
       }
     }
     if (outermost_of_session && !result) fail_call(self);

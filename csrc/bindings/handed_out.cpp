@@ -74,6 +74,14 @@ struct HandedOutStorage final : c10::StorageImpl, OutsideTheHeap {
   using c10::StorageImpl::StorageImpl;
 };
 
+/// The elements in memory order; of a tensor with gaps, those of a copy without.
+at::Tensor in_order(const at::Tensor& tensor) {
+  at::Tensor whole = tensor;
+  if (!tensor.is_non_overlapping_and_dense())
+    whole = at::empty_strided(tensor.sizes(), strides_of_copy(tensor), tensor.options()).copy_(tensor);
+  return whole.as_strided({whole.numel()}, {1}, whole.storage_offset());
+}
+
 /// A copy of a master. Small ones are staged, so that nobody waits for them to have been read.
 at::Tensor copied_to(const at::TensorOptions& options, const at::Tensor& master) {
   constexpr std::size_t kSmall = 1u << 20;
@@ -82,6 +90,10 @@ at::Tensor copied_to(const at::TensorOptions& options, const at::Tensor& master)
   const at::Tensor copy = at::empty_strided(master.sizes(), strides_of_copy(master), first).copy_(master);
   return staged ? copy.to(options, /*non_blocking=*/true) : copy;
 }
+
+/// Where masters overlap, larger ones are not put together by element: that takes a copy for each access, and
+/// parameters that were tied by their data can be of any size.
+constexpr std::size_t kMerged = 1u << 20;
 
 /// The elements' bits, of which NaN equals itself and 0.0 is not -0.0.
 at::Tensor bits_of(const at::Tensor& flat) {
@@ -102,17 +114,40 @@ at::Tensor bits_of(const at::Tensor& flat) {
 HandedOut::HandedOut(const Origin& origin, const at::Tensor& master, const at::Device& device)
     : origin_(origin), options_(at::TensorOptions().dtype(origin.weight->wanted).device(device)) {
   const Weight& weight = *origin.weight;
-  if (weight.watch && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
+  const bool known = weight.state.same_bytes(*master.unsafeGetTensorImpl());
+  mapped_ = known ? weight.mapped : is_mapped(master, mappings_of(master));
+  if (known) sharing_ = weight.sharing;
+  if (weight.watch && known) {
     master_watch_ = weight.watch;
     master_writes_ = weight.writes_seen;
   } else if (copyable(master)) {
-    master_watch_ = watch_of(master);
+    master_watch_ = watch_of(master, mapped_);
     master_writes_ = master_watch_->writes();
   }
   master_ = alias_of(master);
   master_memory_ = memory_of(*master_.unsafeGetTensorImpl()).second;
-  master_version_ = version_of(master_);
+  note_master();
   bytes_ = static_cast<std::size_t>(master.numel()) * options_.dtype().itemsize();
+  if (sharing_ && sharing_->overlaps() && bytes_ <= kMerged) {
+    const PlainTorch guard;
+    before_ = in_order(readable_master()).clone();
+  }
+}
+
+/// Its version is known.
+void HandedOut::note_master() {
+  if (sharing_) {
+    const Sharing::Seen now = sharing_->now();
+    master_version_ = now.version;
+    master_ours_ = now.ours;
+  } else {
+    master_version_ = version_of(master_);
+  }
+}
+
+/// The master, or a copy of one whose memory may be gone. Throws SourceError.
+at::Tensor HandedOut::readable_master() const {
+  return mapped_ && copyable(master_) ? read_master(master_, origin_.weight->name) : master_;
 }
 
 std::unique_ptr<HandedOut> HandedOut::of_weight(const Origin& origin, const at::Tensor& master,
@@ -127,10 +162,17 @@ at::Tensor HandedOut::make(std::unique_ptr<HandedOut> record, Lease lease) {
   return finish(std::move(record), master);
 }
 
+at::Tensor HandedOut::make(std::unique_ptr<HandedOut> record, Lease lease, const HandedOut* earlier) {
+  if (earlier != nullptr && earlier->data_ == lease.data() && earlier->before_.defined() &&
+      record->before_.defined())
+    record->before_ = earlier->before_;
+  return make(std::move(record), std::move(lease));
+}
+
 at::Tensor HandedOut::make_private(const Origin& origin, const at::Tensor& master, const at::Device& device) {
   const PlainTorch guard;
   std::unique_ptr<HandedOut> record(new HandedOut(origin, master, device));
-  record->own_ = copied_to(record->options_, master);
+  record->own_ = copied_to(record->options_, record->readable_master());
   record->data_ = static_cast<std::byte*>(record->own_.data_ptr());
   return finish(std::move(record), master);
 }
@@ -255,8 +297,10 @@ bool HandedOut::wait_for_users() {
 }
 
 bool HandedOut::master_unchanged() const {
-  if (version_of(master_) != master_version_ ||
-      memory_of(*master_.unsafeGetTensorImpl()).second != master_memory_)
+  if (memory_of(*master_.unsafeGetTensorImpl()).second != master_memory_) return false;
+  if (version_of(master_) != master_version_ &&
+      (!sharing_ ||
+       !sharing_->if_of_others({master_version_, master_ours_}, master_watch_.get(), master_writes_)))
     return false;
   return !master_watch_ || master_watch_->writes() == master_writes_;
 }
@@ -311,40 +355,63 @@ at::Tensor HandedOut::on_host() {
 
 std::optional<std::uint32_t> HandedOut::write_back(bool look) {
   look = look || watched() || untracked_;
-  if ((!look && !written()) || (PROTECTED(master_wins) && !master_unchanged())) return std::nullopt;
+  if (!look && !written()) return std::nullopt;
+  const bool unchanged = !PROTECTED(master_wins) || master_unchanged();
+  if (!unchanged && !before_.defined()) return std::nullopt;
   postponed_ = !wait_for_users();
   if (postponed_) return std::nullopt;
   const PlainTorch guard;
   // A dense master's elements, in memory order, are those of its copy; so are those of a dense copy of any
   // other.
   const bool dense = master_.is_non_overlapping_and_dense();
-  at::Tensor whole = master_;
-  if (!dense) {
-    whole = at::empty_strided(master_.sizes(), strides_of_copy(master_), master_.options()).copy_(master_);
-  }
-  const at::Tensor flat = whole.as_strided({whole.numel()}, {1}, whole.storage_offset());
+  const at::Tensor flat = in_order(readable_master());
   const bool cast = flat.scalar_type() != options_.dtype().toScalarType();
-  if (!cast && !look) {
+  if (!cast && !look && !before_.defined()) {
     flat.copy_(view());
   } else {
     const at::Tensor now = on_host();
-    const at::Tensor differs = bits_of(now).ne(bits_of(flat.to(now.scalar_type())));
+    const at::Tensor differs = written_elements(now, flat);
     if (!differs.any().item<bool>()) {
       note_equal();
       return std::nullopt;
     }
     // Elements that were not written keep the master's precision.
     const at::Tensor bits = bits_of(flat);
-    bits.copy_(cast ? at::where(differs, bits_of(now.to(flat.scalar_type())), bits) : bits_of(now));
+    bits.copy_(at::where(differs, bits_of(now.to(flat.scalar_type())), bits));
+    if (before_.defined()) note_before(now, flat);
   }
-  if (!dense) master_.copy_(whole);
-  // An inference tensor has none.
-  if (master_.unsafeGetTensorImpl()->version_counter().enabled())
+  if (mapped_ && dense) {
+    write_master(master_, flat, origin_.weight->name);
+  } else if (mapped_ || !dense) {
+    master_.copy_(flat.as_strided(master_.sizes(), strides_of_copy(master_), flat.storage_offset()));
+  }
+  if (sharing_) {
+    sharing_->bump();
+  } else if (master_.unsafeGetTensorImpl()->version_counter().enabled()) {  // an inference tensor has none
     master_.unsafeGetTensorImpl()->bump_version();
-  master_version_ = version_of(master_);
+  }
+  note_master();
   if (master_watch_) master_writes_ = master_watch_->writes();
   note_equal();
+  if (!unchanged) return std::nullopt;  // some elements are the master's, which the tensor does not have
   return master_version_;
+}
+
+/// Which elements of the copy were written since it was handed out, and not those of the master that were
+/// written by others meanwhile. `now` is the copy, `flat` the master.
+at::Tensor HandedOut::written_elements(const at::Tensor& now, const at::Tensor& flat) const {
+  const at::Tensor& handed_out = before_.defined() ? before_ : flat;
+  at::Tensor written = bits_of(now).ne(bits_of(handed_out.to(now.scalar_type())));
+  if (before_.defined()) written.logical_and_(bits_of(flat).eq(bits_of(before_)));
+  return written;
+}
+
+/// Notes what counts as handed out from now on: what the tensor has, in the master's precision where they are
+/// equal.
+void HandedOut::note_before(const at::Tensor& now, const at::Tensor& flat) {
+  const at::Tensor differs = bits_of(now).ne(bits_of(flat.to(now.scalar_type())));
+  const at::Tensor copied = now.to(flat.scalar_type());
+  bits_of(before_).copy_(at::where(differs, bits_of(copied), bits_of(flat)));
 }
 
 }  // namespace dynswap

@@ -37,6 +37,8 @@ class HandedOut : public OutsideTheHeap {
                                               const at::Device& device);
   /// A tensor over the leased bytes, shaped and strided as the master, of the weight's type.
   static at::Tensor make(std::unique_ptr<HandedOut> record, Lease lease);
+  /// The same, where `earlier` may have those bytes too, or is null.
+  static at::Tensor make(std::unique_ptr<HandedOut> record, Lease lease, const HandedOut* earlier);
   /// A converted copy with memory of its own.
   static at::Tensor make_private(const Origin& origin, const at::Tensor& master, const at::Device& device);
   /// The record of a tensor made here, or null if its storage is another one by now.
@@ -66,6 +68,7 @@ class HandedOut : public OutsideTheHeap {
   bool on_cpu() const noexcept { return options_.device().is_cpu(); }
   /// The master's bytes and version counter; not the master itself, which nothing here keeps.
   const at::Tensor& master() const noexcept { return master_; }
+  const std::shared_ptr<Sharing>& sharing() const noexcept { return sharing_; }
   /// Whether the master is still what was handed out, as far as can be told.
   bool master_unchanged() const;
 
@@ -114,7 +117,11 @@ class HandedOut : public OutsideTheHeap {
   static at::Tensor tensor_over(c10::Storage storage, const HandedOut& record, const at::Tensor& master);
   bool written() const;
   at::Tensor view() const;
+  at::Tensor readable_master() const;
+  void note_master();
   at::Tensor on_host();
+  at::Tensor written_elements(const at::Tensor& now, const at::Tensor& flat) const;
+  void note_before(const at::Tensor& now, const at::Tensor& flat);
   void note_equal();
   bool note_user(const c10::Stream& stream);  ///< false: it is known
   bool wait_for_users();
@@ -128,6 +135,12 @@ class HandedOut : public OutsideTheHeap {
   at::Tensor master_;
   const void* master_memory_ = nullptr;  ///< the start of its storage
   std::uint32_t master_version_ = 0;
+  std::shared_ptr<Sharing> sharing_;  ///< the master's, or null
+  std::uint32_t master_ours_ = 0;     ///< Sharing::Seen::ours, at `master_version_`
+  bool mapped_ = false;               ///< the master's memory is a file's
+  /// What was handed out, as the master has it and in the order of its copy, where other masters have some of
+  /// its bytes: what differs from that was written here. Shared by all that have the same leased bytes.
+  at::Tensor before_;
   std::shared_ptr<MemoryWatch> master_watch_;  ///< null if the master's bytes are not in host memory
   std::uint64_t master_writes_ = 0;            ///< the watch's count when both were last equal
   std::atomic<int> watchers_{0};

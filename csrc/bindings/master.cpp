@@ -3,8 +3,11 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/ExpandUtils.h>
 #include <ATen/MemoryOverlap.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/from_blob.h>
 #include <c10/core/StorageImpl.h>
 
+#include <algorithm>
 #include <map>
 #include <mutex>
 #include <tuple>
@@ -14,6 +17,8 @@
 #include "bindings/plain_torch.h"
 #include "core/check.h"
 #include "io/file.h"
+#include "io/mapped_memory.h"
+#include "io/reader.h"
 
 namespace dynswap {
 
@@ -55,11 +60,45 @@ c10::DimVector strides_of_copy(const at::Tensor& master) {
   return c10::DimVector(dense.begin(), dense.end());
 }
 
-std::shared_ptr<MemoryWatch> watch_of(const at::Tensor& master) {
-  // Also the gaps between the elements, if there are any.
-  const std::size_t bytes =
-      at::detail::computeStorageNbytes(master.sizes(), master.strides(), master.itemsize());
-  return std::make_shared<MemoryWatch>(master.const_data_ptr(), bytes);
+Elements elements_of(const at::Tensor& master) {
+  Elements elements{static_cast<const std::byte*>(master.const_data_ptr()),
+                    at::detail::computeStorageNbytes(master.sizes(), master.strides(), master.itemsize()),
+                    master.itemsize()};
+  std::vector<Elements::Repeat>& repeats = elements.repeats;
+  for (std::int64_t i = 0; i < master.dim(); ++i) {
+    if (master.size(i) > 1)
+      repeats.push_back({static_cast<std::size_t>(master.size(i)),
+                         static_cast<std::size_t>(master.stride(i)) * master.itemsize()});
+  }
+  std::sort(repeats.begin(), repeats.end(), [](const auto& a, const auto& b) { return a.stride > b.stride; });
+  for (; !repeats.empty() && repeats.back().stride == elements.run; repeats.pop_back())
+    elements.run *= repeats.back().count;
+  return elements;
+}
+
+std::shared_ptr<MemoryWatch> watch_of(const at::Tensor& master, bool mapped) {
+  return std::make_shared<MemoryWatch>(elements_of(master), mapped);
+}
+
+bool is_mapped(const at::Tensor& master, const Mappings& mappings) {
+  return has_own_bytes(master) && master.is_cpu() && has_memory(master) &&
+         mappings.file_at(master.const_data_ptr()) != nullptr;
+}
+
+at::Tensor read_master(const at::Tensor& master, const std::string& who) {
+  const Elements elements = elements_of(master);
+  const at::Tensor bytes = at::empty({static_cast<std::int64_t>(elements.bytes)}, at::kByte);
+  if (!read_mapped(elements.address, bytes.mutable_data_ptr(), elements.bytes))
+    throw SourceError(gone(who, elements.address));
+  return at::from_blob(
+      bytes.mutable_data_ptr(), master.sizes(), master.strides(), [bytes](void*) {},
+      at::TensorOptions().dtype(master.dtype()));
+}
+
+void write_master(const at::Tensor& master, const at::Tensor& copy, const std::string& who) {
+  const void* const address = master.const_data_ptr();
+  if (!write_mapped(const_cast<void*>(address), copy.const_data_ptr(), master.nbytes()))
+    throw SourceError(gone(who, address));
 }
 
 Mappings mappings_of(const at::Tensor& master) {
@@ -90,6 +129,7 @@ SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::
   source->count = static_cast<std::uint64_t>(master.numel());
   source->address = static_cast<const std::byte*>(master.const_data_ptr());
   source->owner = holds.hold(master.storage());
+  source->mapped = mappings.file_at(source->address) != nullptr;
   if (const auto range = mappings.find(source->address, source->stored_bytes())) {
     const auto file = open_once(*range);
     // Under another inode the path names another file by now; what is mapped can still be read in RAM.

@@ -11,6 +11,7 @@
 
 #include "bindings/holds.h"
 #include "core/source.h"
+#include "io/elements.h"
 #include "io/mappings.h"
 #include "io/memory_watch.h"
 
@@ -127,8 +128,20 @@ bool copyable(const at::Tensor& master) noexcept;
 /// The strides of a master's copy: its own if it is dense, else those that `.to()` gives its copies.
 c10::DimVector strides_of_copy(const at::Tensor& master);
 
-/// What watches a copyable master's bytes.
-std::shared_ptr<MemoryWatch> watch_of(const at::Tensor& master);
+/// Where a copyable master's elements are.
+Elements elements_of(const at::Tensor& master);
+
+/// What watches a copyable master's bytes. `mapped`: from a file.
+std::shared_ptr<MemoryWatch> watch_of(const at::Tensor& master, bool mapped);
+
+/// Whether a master's memory is mapped from a file (Note [A mapping outlives its file's end]).
+bool is_mapped(const at::Tensor& master, const Mappings& mappings);
+
+/// A copy of a mapped master in ordinary memory, with its strides. `who` is its name. Throws SourceError if
+/// the memory is gone. Runs under PlainTorch.
+at::Tensor read_master(const at::Tensor& master, const std::string& who);
+/// Writes such a copy, of a dense master, to its memory. Throws SourceError.
+void write_master(const at::Tensor& master, const at::Tensor& copy, const std::string& who);
 
 /// Where the bytes of a streamable master are: a range of the file that it is mapped from, else RAM.
 /// `wanted` is the dtype on the device (masters that do not float keep theirs). As far as `page_cache`

@@ -57,7 +57,8 @@ struct SavedWeight final : Saved {
       : session(record.origin().session),
         weight(record.origin().weight),
         master(record.master()),
-        version(version_of(master)),
+        sharing(record.sharing()),
+        seen(sharing ? sharing->now() : Sharing::Seen{.version = version_of(master), .ours = 0}),
         options(view.options()),
         sizes(view.sizes().vec()),
         strides(view.strides().vec()),
@@ -65,19 +66,24 @@ struct SavedWeight final : Saved {
 
   at::Tensor unpack() override {
     // Plain torch would have saved the master.
-    refuse_if_written(version, version_of(master), master);
+    if (!sharing || !sharing->only_ours_since(seen))
+      refuse_if_written(seen.version, version_of(master), master);
     const std::shared_ptr<Session> serving = session.lock();
     at::Tensor whole = serving ? serving->fetch_again(*weight, master, reader) : at::Tensor();
     const PlainTorch guard;
     // The model was uninstalled since, or is gone.
-    if (!whole.defined()) whole = master.to(options, /*non_blocking=*/false, /*copy=*/true);
+    if (!whole.defined()) {
+      const at::Tensor& readable = weight->mapped ? read_master(master, weight->name) : master;
+      whole = readable.to(options, /*non_blocking=*/false, /*copy=*/true);
+    }
     return whole.as_strided(sizes, strides, offset);
   }
 
   const std::weak_ptr<Session> session;
   const std::shared_ptr<Weight> weight;
   const at::Tensor master;
-  const std::uint32_t version;
+  const std::shared_ptr<Sharing> sharing;
+  const Sharing::Seen seen;
   const at::TensorOptions options;
   const std::vector<std::int64_t> sizes, strides;
   const std::int64_t offset;

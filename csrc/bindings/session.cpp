@@ -213,6 +213,10 @@ void Session::begin_in_child() {
 
 PyObject* Session::access(Weight& weight, PyObject* master, bool training, bool inside) {
   if (abandoned_ && !in_child_) begin_in_child();
+  if (weight.overlaps()) {
+    DeferredRelease dropped;
+    write_back_overlapping(weight, dropped);
+  }
   if (weight.superseded || !settle(weight, master)) return convert(weight, master);
   if (!training) {
     if (PyObject* const unchanged = cached_tensor(weight, master, inside)) return unchanged;
@@ -318,6 +322,7 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object) {
   auto record = HandedOut::of_weight({weak_from_this(), weight.shared_from_this()}, master, device_);
   const std::shared_ptr<const Plan> plan = weight.plan;
   const bool stays = weight.resident();
+  const auto earlier = weight.latest_storage.lock();  // it may be held, by a view
   Lease lease;
   try {
     const py::gil_scoped_release release;
@@ -328,7 +333,8 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object) {
     return hand_out_private(weight, master, /*watched=*/false);  // Note [A plan takes another's place]
   }
   const bool overflows = lease.overflows();
-  const at::Tensor tensor = HandedOut::make(std::move(record), std::move(lease));
+  const at::Tensor tensor =
+      HandedOut::make(std::move(record), std::move(lease), earlier ? HandedOut::of(*earlier) : nullptr);
   // Other threads may have run. If the master has changed, only this access sees the old one. If another
   // thread has got the weight, this one hands out the same tensor.
   const bool outdated = weight.generation != generation;
@@ -361,6 +367,7 @@ void Session::remember(Weight& weight, const at::Tensor& handed_out) {
 at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::thread::id reader) {
   if (abandoned_ && !in_child_) begin_in_child();
   const bool served = weight.path == Weight::AccessPath::streamed && weight.plan && !closed_;
+  weight.follow_version();
   // Another master may have taken its place since.
   if (served && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
     if (DeferredRelease dropped; !weight.resident() && weight.silently_written()) refetch(weight, dropped);
@@ -423,6 +430,10 @@ PyObject* Session::with_class_of_master(const Weight& weight, PyObject* master, 
 }
 
 PyObject* Session::convert(const Weight& weight, PyObject* master) const {
+  if (weight.mapped && copyable(THPVariable_Unpack(master))) {
+    const PlainTorch guard;
+    static_cast<void>(read_master(THPVariable_Unpack(master), weight.name));  // it is there
+  }
   const at::ScalarType wanted = wanted_type(THPVariable_Unpack(master), dtype_);
   const py::object moved = py::handle(master).attr("to")(py::cast(device_), py::cast(wanted));
   if (weight.parameter && moved.ptr() != master) mark_as_parameter(moved.ptr());

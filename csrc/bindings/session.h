@@ -184,6 +184,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void let_companions_go(const Weight& weight, DeferredRelease& dropped);
   void remember(Weight& weight, const at::Tensor& handed_out);
   void write_back(Weight& weight, DeferredRelease& dropped);
+  void write_back_overlapping(const Weight& weight, DeferredRelease& dropped);
   void write_back_whole(Weight& weight, DeferredRelease& dropped);  ///< and the parts of a wrapper
   void for_entries(const py::object& module,
                    const std::function<void(const Entry&, PyObject* master)>& use) const;

@@ -19,6 +19,7 @@ bool Session::settle(Weight& weight, PyObject* master_object) {
   const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
   for (bool again = false;; again = true) {
     DeferredRelease dropped;
+    weight.follow_version();
     if (PROTECTED(changed_master_seen) && !weight.state.is_of(master)) {
       if (again && weight.state.impl != &master) return false;
       master_changed(weight, master_object, dropped);
@@ -47,6 +48,7 @@ void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRe
       (weight.path == Weight::AccessPath::as_is || weight.moves_bytes())) {
     const MasterState now = MasterState::of(master);
     const bool written = std::exchange(weight.state, now).version != now.version;
+    weight.note_version();
     if (weight.path == Weight::AccessPath::as_is) return;
     written ? refetch(weight, dropped) : forget_group(weight, dropped);
     return;
@@ -90,6 +92,7 @@ void Session::let_companions_go(const Weight& weight, DeferredRelease& dropped) 
 
 /// Its group shares one copy: found out when nobody uses it yet, all of the group travels at once.
 void Session::refetch_if_written(Weight& weight, DeferredRelease& dropped) {
+  weight.follow_version();
   const bool written = weight.version.enabled() && weight.version.current_version() != weight.state.version;
   if (written && weight.path == Weight::AccessPath::streamed && weight.plan && !closed_)
     refetch(weight, dropped);
@@ -173,7 +176,24 @@ void Session::call_begins() {
 /// outside a call, is looked at every time.
 bool Session::look_is_due(const Weight& weight) const {
   if (!weight.moves_bytes() || closed_) return false;
-  return !weight.resident() || weight.looked_at != calls_ || !inside_call_of(*this);
+  return !weight.resident() || weight.looked_at != calls_ || weight.overlaps() || !inside_call_of(*this);
+}
+
+/// What was written on handed-out tensors of masters that have some of the weight's bytes is in these bytes
+/// then.
+void Session::write_back_overlapping(const Weight& weight, DeferredRelease& dropped) {
+  for (const std::shared_ptr<Weight>& other : weight.sharing->overlapping()) {
+    bring_home(*other);
+    const auto alive = other->latest_storage.lock();
+    HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
+    if (record == nullptr) continue;
+    const std::shared_ptr<Session> session = record->origin().session.lock();
+    if (session && record->origin().weight == other) {
+      session->write_back(*other, dropped);
+    } else {
+      record->write_back();
+    }
+  }
 }
 
 void Session::look_for_silent_write(Weight& weight, DeferredRelease& dropped) {
@@ -205,7 +225,7 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   if (last_look && record->postponed()) record->note_untracked_alias();  // in a capture: look another time
   if (!written) return;
   // The tensor that was written is the newest there is, so it stays the one to hand out.
-  weight.state.version = *written;
+  weight.note_version();
   weight.silently_written();  // the write back is no news
   if (!weight.plan || record->leased_from(*weight.plan->engine)) return;
   // The engine's copy is another one.

@@ -63,7 +63,7 @@ namespace {
 
 /// What was handed out of `earlier` is handed out again: who still has it, and writes to it, writes to the
 /// master of both.
-void hand_on(const Weight& earlier, Weight& weight) {
+void hand_on(Weight& earlier, Weight& weight) {
   const auto alive = earlier.latest_storage.lock();
   HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
   if (record == nullptr || !weight.moves_bytes() || !earlier.still_handed_out()) return;

@@ -11,6 +11,7 @@
 #include "bindings/cpython.h"
 #include "bindings/fetch_backward.h"
 #include "bindings/master.h"
+#include "bindings/sharing.h"
 #include "core/engine.h"
 #include "core/protection.h"
 #include "io/memory_watch.h"
@@ -84,8 +85,11 @@ struct Weight : std::enable_shared_from_this<Weight> {
   int holders = 0;                    ///< entries of modules that it is the weight of
   WeightId id = 0;
   at::ScalarType wanted = at::kFloat;
-  MasterState state;             ///< the master whose bytes the engine has
-  c10::VariableVersion version;  ///< the master's counter, shared with it
+  MasterState state;                 ///< the master whose bytes the engine has
+  c10::VariableVersion version;      ///< the master's counter, shared with it
+  std::shared_ptr<Sharing> sharing;  ///< null: it has no memory of its own
+  std::uint32_t ours_seen = 0;       ///< Sharing::Seen::ours, at `state.version`
+  bool mapped = false;               ///< from a file (Note [A mapping outlives its file's end])
   SourcePtr source;
   std::shared_ptr<MemoryWatch> watch;  ///< of the master's bytes in RAM, if it is streamed or copied
   std::uint64_t writes_seen = 0;       ///< the watch's count at the last look
@@ -121,9 +125,31 @@ struct Weight : std::enable_shared_from_this<Weight> {
 
   /// Notes that the next copy will be of the master as it is now.
   void note_master() {
-    if (version.enabled()) state.version = version.current_version();
+    note_version();
     silently_written();
   }
+
+  /// Notes that the master's version is known.
+  void note_version() {
+    if (!version.enabled()) return;
+    const Sharing::Seen now =
+        sharing ? sharing->now() : Sharing::Seen{.version = version.current_version(), .ours = 0};
+    state.version = now.version;
+    ours_seen = now.ours;
+  }
+
+  /// The same, unless the master itself may have been written to since (Note [A version may be of a
+  /// neighbour's write]).
+  void follow_version() {
+    if (!sharing || !version.enabled() || version.current_version() == state.version) return;
+    const auto now = sharing->if_of_others({state.version, ours_seen}, watch.get(), writes_seen);
+    if (!now) return;
+    state.version = now->version;
+    ours_seen = now->ours;
+  }
+
+  /// Other masters have some of its bytes.
+  bool overlaps() const noexcept { return sharing && sharing->overlaps(); }
 
   /// Whether the master has been written to since this was last asked, also by a write that bumped no version
   /// (Note [Writes that bump no version]).
@@ -170,7 +196,8 @@ struct Weight : std::enable_shared_from_this<Weight> {
   }
 
   /// Somebody has what was handed out last, and the master is still that, as far as can be told.
-  bool still_handed_out() const {
+  bool still_handed_out() {
+    follow_version();
     if (latest_storage.expired() || !version.enabled() || version.current_version() != state.version)
       return false;
     return !watch || watch->writes() == writes_seen;

@@ -82,6 +82,12 @@ void WeightTable::classify(Weight& weight, PyObject* master_object, const Mappin
   if (const c10::Storage& storage = master.unsafe_storage())
     weight.master_storage = storage.getWeakStorageImpl();
   weight.version = master.version_counter();
+  weight.mapped = is_mapped(THPVariable_Unpack(master_object), mappings);
+  const bool moves_bytes =
+      kind.path == Weight::AccessPath::streamed || kind.path == Weight::AccessPath::copied;
+  weight.sharing =
+      moves_bytes ? Sharing::of(THPVariable_Unpack(master_object), weight.shared_from_this()) : nullptr;
+  weight.note_version();
   weight.path = kind.path;
   copies_any_ = copies_any_ || kind.path == Weight::AccessPath::copied;
   weight.wanted = kind.wanted;
@@ -91,8 +97,9 @@ void WeightTable::classify(Weight& weight, PyObject* master_object, const Mappin
   weight.parts.swap(kind.parts);
   if (kind.source == nullptr) {
     weight.let_go_of_bytes();
-    weight.watch_master(kind.path == Weight::AccessPath::copied ? watch_of(THPVariable_Unpack(master_object))
-                                                                : nullptr);
+    weight.watch_master(kind.path == Weight::AccessPath::copied
+                            ? watch_of(THPVariable_Unpack(master_object), weight.mapped)
+                            : nullptr);
     return;
   }
   weight.source = kind.source;

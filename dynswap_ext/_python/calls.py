@@ -16,6 +16,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dynswap_ext._python.device_copy import DeviceCopy, Weight, copy_of, detached, storage_address
+from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._swap.compile_support import release_inputs
 from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.untraced import untraced
@@ -121,6 +122,7 @@ class _SavedWeight:
         _refuse_if_written(self.version, self.weight.master)  # plain torch would have saved the master
         session = self.session()
         if session is None:  # the model was uninstalled since, or is gone
+            check_mapped(self.weight.master)
             with detached():
                 whole = self.weight.master.detach().to(self.device, self.dtype, copy=True)
                 return whole.as_strided(self.shape, self.strides, self.offset)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Final, Protocol
 
 import torch
@@ -21,7 +21,10 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from dynswap_ext._python.autograd import Fetching
 from dynswap_ext._python.counters import GroupCounters
+from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._python.memory_watch import MemoryWatch
+from dynswap_ext._python.overlaps import Overlaps, Place, may_overlap, part_of_storage
+from dynswap_ext._python.owners import OWNERS_ALONE, OWNERS_AT_DEATH, owners
 from dynswap_ext._swap.parameter_proxy import handed_out_anew, untracked_alias_made
 
 __all__ = [
@@ -71,6 +74,11 @@ class Destination:
         return master.to(device=self.device, dtype=self.dtype_for(master))
 
 
+_overlaps: Final = Overlaps()
+#: Where masters overlap, larger ones are not put together by element, which takes a copy of each.
+_MERGED: Final = 1 << 20
+
+
 class Weight:
     """One managed master. Modules that share it share the weight."""
 
@@ -88,6 +96,11 @@ class Weight:
         #: What counts the writes to the master's bytes, since somebody asked `watch` for it.
         self.watched: MemoryWatch | None = None
         self.fetching = Fetching()
+        _overlaps.add(self)
+
+    def overlapping(self) -> list[Weight]:
+        """The weights whose masters have some of this one's bytes."""
+        return [weight for weight in _overlaps.of(self) if isinstance(weight, Weight)]
 
     def watch(self) -> MemoryWatch | None:
         """Count the writes to the master's bytes from now on; None if they are not in RAM."""
@@ -130,6 +143,7 @@ class DeviceCopy:
         "_guard",
         "_seen",
         "_watch",
+        "before",
         "compare",
         "data",
         "destination",
@@ -151,8 +165,12 @@ class DeviceCopy:
         master = weight.master
         self._watch = weight.watch()
         writes = self._writes()
+        check_mapped(master)
         with detached():
             self.data = destination.convert(master.detach())
+            #: What was copied, where other masters have some of its bytes: what differs was written here.
+            merged = master.nbytes <= _MERGED and weight.overlapping()
+            self.before = master.detach().clone() if merged else None
         self.stream = _current_stream(destination.device)
         #: Other streams that were given the bytes.
         self.users: list[Any] = []
@@ -189,8 +207,15 @@ class DeviceCopy:
 
     def unchanged(self, master: torch.Tensor) -> bool:
         """The same as far as can be told: an inference tensor has no version."""
-        seen = self._seen
-        return seen[:-1] == _identity(master) and bool(seen[-1] == self._writes())
+        seen, now = self._seen, _identity(master)
+        if seen[1:-1] != now[1:] or seen[-1] != self._writes():
+            return False
+        return bool(seen[0] == now[0]) or self._of_a_neighbour(master)
+
+    def _of_a_neighbour(self, master: torch.Tensor) -> bool:
+        """Whether a write that the version tells of was to others of the storage, who share the counter."""
+        watch = self._watch
+        return watch is not None and watch.decides and part_of_storage(master) and not master.is_pinned()
 
     def tensor(
         self, master: torch.Tensor, is_param: bool, key: int, session: Any, died: Death
@@ -240,31 +265,65 @@ class DeviceCopy:
         return self.data._version != self.version
 
     def write_back(self, master: torch.Tensor) -> bool:
-        """Bring what was written on the device to the master, which must be current; True if it was any.
+        """Bring what was written on the device to the master; True if it was any.
 
-        Only elements that differ are written: the others keep the master's precision.
+        Only elements that differ are written: the others keep the master's precision. If the master is not
+        current, nothing is; where other masters have some of its bytes, those elements are that it still has
+        as they were copied.
         """
         if not self.written() and not self.compare:
             return False
+        current = self.unchanged(master)
+        if not current and self.before is None:
+            return False
         self._wait_for_users()
         with detached():
-            changed = bits(self.data) != bits(self.destination.convert(master.detach()))
-            any_changed = bool(changed.any())
+            now = master.detach()
+            copied = now if self.before is None else self.before
+            changed = bits(self.data) != bits(self.destination.convert(copied))
+            mask = changed.to(master.device).view(changed.shape)
+            if self.before is not None:
+                mask = mask & (bits(now) == bits(copied))
+            any_changed = bool(mask.any())
             if any_changed:
                 new = self.data.to(device=master.device, dtype=master.dtype)
-                mask = changed.to(master.device).view(changed.shape)
-                with torch.inference_mode(master.is_inference()):
-                    master.detach().copy_(torch.where(mask, new, master.detach()))
-        self._note(master, self._writes())
+                written = torch.where(mask if mask.shape == new.shape else mask.any(-1), new, now)
+                with torch.inference_mode(master.is_inference()), self._neighbours_as_they_were(master):
+                    master.detach().copy_(written)
+                if self.before is not None:
+                    differs = bits(self.data) != bits(self.destination.convert(now))
+                    self.before = torch.where(differs.to(master.device), new, now).clone()
+        if current:
+            self._note(master, self._writes())
         return any_changed
+
+    @contextlib.contextmanager
+    def _neighbours_as_they_were(self, master: torch.Tensor) -> Iterator[None]:
+        """Keep what is written here from counting as a write to others of the storage, who share the counter.
+
+        What has bytes in common with the master has changed.
+        """
+        place, storage = Place.of(master), self._seen[1]
+        unchanged = []
+        for other in list(_copies.values()) if part_of_storage(master) else []:
+            weight = other.owner()
+            if other is self or weight is None or weight.master is master or other._seen[1] != storage:
+                continue
+            if other._seen[0] == _identity(weight.master)[0] and not may_overlap(
+                place, Place.of(weight.master)
+            ):
+                unchanged.append((other, weight))
+        yield
+        for other, weight in unchanged:
+            other._seen = (_identity(weight.master)[0], *other._seen[1:])
 
     def aliased(self) -> bool:
         """Whether somebody else holds the bytes: a view, a detached alias, an autograd graph."""
-        return _owners(self.data) > _OWNERS_ALONE
+        return owners(self.data) > OWNERS_ALONE
 
     def aliased_at_death(self) -> bool:
         """The same, while the handed-out tensor is dying and still counts as an owner."""
-        return _owners(self.data) > _OWNERS_AT_DEATH
+        return owners(self.data) > OWNERS_AT_DEATH
 
 
 class detached:
@@ -368,25 +427,3 @@ def has_tangent(tensor: torch.Tensor) -> bool:
 def _current_stream(device: torch.device) -> Any:
     """The calling thread's stream on the device; None where there are no streams."""
     return None if device.type == "cpu" else torch.accelerator.current_stream(device)
-
-
-def _owners(tensor: torch.Tensor) -> int:
-    """How many owners the tensor's storage has; 0 where torch does not tell."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return 0 if count is None else int(count(tensor.untyped_storage()._cdata))
-
-
-def _measure_owners() -> tuple[int, int]:
-    """What `_owners` says of a tensor by itself, and of one whose only alias is dying.
-
-    Measured, as torch's own references to a storage are not part of its interface.
-    """
-    data = torch.zeros(1, device="cpu")
-    alias = data.detach()
-    at_death: list[int] = []
-    watch = weakref.ref(alias, lambda _: at_death.append(_owners(data)))
-    del alias, watch
-    return _owners(data), at_death[0] if at_death else 0
-
-
-_OWNERS_ALONE, _OWNERS_AT_DEATH = _measure_owners()

@@ -49,7 +49,7 @@ class HeldCopies:
             self._sweep()
             for copy in list(self._held.values()):
                 weight = copy.weight
-                if weight is not None and copy.unchanged(weight.master):
+                if weight is not None:
                     copy.write_back(weight.master)
 
     def bring_buffers_home(self) -> None:
@@ -59,8 +59,7 @@ class HeldCopies:
                 weight = copy.weight if copy.compare else None
                 if weight is None or isinstance(weight.master, nn.Parameter):
                     continue
-                if copy.unchanged(weight.master):
-                    copy.write_back(weight.master)
+                copy.write_back(weight.master)
 
     def flush_module(self, module: nn.Module) -> None:
         """Flush; what is held is little here, and not sorted by module."""
@@ -125,6 +124,8 @@ class HeldCopies:
         if weight is not None and copy.unchanged(weight.master):
             # The next access gets what the master has of it, which may be rounded.
             weight.kept = not copy.write_back(weight.master) and weight.kept
+        elif copy.before is not None and (owner := copy.owner()) is not None:
+            copy.write_back(owner.master)  # what it shares with others may have changed, and not the rest
         elif copy.written():
             self._warn_lost(copy.owner())
         copy.compare = False

@@ -19,6 +19,8 @@ from typing import Any, Final
 
 import torch
 
+from dynswap_ext._python.mapped_files import mapped_file, span
+
 __all__ = ["MemoryWatch", "is_sampled"]
 
 #: Bytes from which on the kernel watches a master. Smaller ones, and ends that share a page, are compared.
@@ -177,7 +179,7 @@ class MemoryWatch:
     """GroupCounters the writes to a master's bytes, whoever makes them. Exact, unless it `is_sampled`."""
 
     def __init__(self, master: torch.Tensor) -> None:
-        self.address, self.bytes = _extent(master)
+        self.address, self.bytes = master.data_ptr(), span(master)
         self._count = 0
         self._kernel = _kernel_of_this_process()
         self._pages: _Pages | None = None
@@ -185,6 +187,11 @@ class MemoryWatch:
         end = (self.address + self.bytes) // _PAGE * _PAGE
         self._whole = begin, end
         self._sampled = is_sampled(master)
+        self._layout = tuple(master.shape), tuple(master.stride()), master.element_size()
+        self._dense = master.numel() * master.element_size() == self.bytes
+        self._file = mapped_file(master)
+        gone = self._file is not None and not self._file.has(self.address, self.bytes)
+        self._of_elements = b"" if self._dense or gone else self._elements()
         self._watch_pages()
         self._seen: tuple[Any, ...] = self._state()
 
@@ -196,15 +203,35 @@ class MemoryWatch:
 
     def of(self, master: torch.Tensor) -> bool:
         """Whether the master's bytes are still those that are watched."""
-        return (self.address, self.bytes) == _extent(master)
+        return (self.address, self.bytes) == (master.data_ptr(), span(master))
 
     def writes(self) -> int:
         """Look for writes; return a count that differs from the last one if any was made since."""
         now = self._state()
         if now != self._seen:
             self._seen = now
-            self._count += 1
+            if self._dense or not now or self._elements_changed():
+                self._count += 1
         return self._count
+
+    @property
+    def decides(self) -> bool:
+        """Whether the count tells of every write, so that no version has to."""
+        return not self._sampled
+
+    def _elements_changed(self) -> bool:
+        """Whether it was not just others' elements, in the gaps between these, that were written."""
+        before, self._of_elements = self._of_elements, self._elements()
+        return before != self._of_elements
+
+    def _elements(self) -> bytes:
+        if self._dense:
+            return ctypes.string_at(self.address, self.bytes)
+        shape, stride, size = self._layout
+        span = torch.frombuffer((ctypes.c_char * self.bytes).from_address(self.address), dtype=torch.uint8)
+        steps = tuple(each * size for each in stride)
+        elements = span.as_strided((*shape, size), (*steps, 1)).contiguous()
+        return ctypes.string_at(elements.data_ptr(), elements.nbytes)
 
     def note_write(self) -> None:
         """Count a write that was made, or is about to be, unless a look sees every write."""
@@ -219,6 +246,9 @@ class MemoryWatch:
 
     def _state(self) -> tuple[Any, ...]:
         begin, end = self._whole
+        if self._file is not None and not self._file.has(self.address, self.bytes):
+            self._count += 1  # nothing can be read any more (Note [Mapped files that become shorter])
+            return ()
         if self._pages is not None:
             try:
                 if self._kernel is None or self._kernel is not _kernel:
@@ -231,18 +261,10 @@ class MemoryWatch:
                 self._watch_pages()
         sample = _sample(self.address, self.bytes) if self._sampled else b""
         if self._pages is None:
-            return sample or ctypes.string_at(self.address, self.bytes), 0
+            return sample or self._elements(), 0
         before = ctypes.string_at(self.address, begin - self.address)
         after = ctypes.string_at(end, self.address + self.bytes - end)
         return before, self._pages.writes, after, sample
-
-
-def _extent(master: torch.Tensor) -> tuple[int, int]:
-    """Return the address of the tensor's first byte, and how many bytes its elements span."""
-    elements = 1 + sum(
-        (size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=True)
-    )
-    return master.data_ptr(), elements * master.element_size() if master.numel() else 0
 
 
 def _sample(address: int, size: int, count: int = 16) -> bytes:

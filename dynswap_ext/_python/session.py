@@ -19,6 +19,7 @@ from torch import nn
 from dynswap_ext._python.attribute import Attribute, ModuleState
 from dynswap_ext._python.calls import inside_call, keep
 from dynswap_ext._python.device_copy import Destination, DeviceCopy, Weight, has_tangent
+from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._python.residency import choose_residents
 from dynswap_ext._python.statistics import SessionStatistics
 from dynswap_ext._swap.parameter_proxy import make_proxy
@@ -255,6 +256,8 @@ class Session(SessionStatistics):
         `training`: it is a buffer that may be written; `graph`: it is for a graph of torch.compile.
         """
         if self._closed or self.destination.holds(master):
+            if not torch.compiler.is_compiling():
+                check_mapped(master)
             return master
         if torch.compiler.is_compiling() or not _is_plain(master):
             converted = self.destination.convert(master)
@@ -267,6 +270,9 @@ class Session(SessionStatistics):
                 weight = self._weight_now(state, name, master)
             elif state.stand_ins:
                 state.stand_ins.pop(name, None)
+            for other in weight.overlapping():  # what was written on them is in these bytes, too
+                if other.copy is not None:
+                    other.copy.write_back(other.master)
             copy = self._current_copy(weight, master)
             if self._group_stats.recording:
                 self._group_stats.used(weight.counts, self._held_bytes())
@@ -337,6 +343,7 @@ class Session(SessionStatistics):
                 self._counters["hits"] += 1
                 self._group_stats.hit(weight.counts)
                 return copy
+            copy.write_back(master)  # what only this one has written, where others share its bytes
             weight.copy = copy = None  # the master wins; what was handed out stays as it is
             weight.counts.changed = True
             self._counters["refetches"] += 1

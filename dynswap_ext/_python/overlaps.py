@@ -1,0 +1,115 @@
+"""Which masters have bytes in common (pure-Python provider; native: csrc/bindings/sharing.h)."""
+
+from __future__ import annotations
+
+import math
+import weakref
+from bisect import bisect_left, insort
+from typing import NamedTuple, Protocol
+
+import torch
+
+from dynswap_ext._python.mapped_files import span
+
+__all__ = ["Overlaps", "Place", "may_overlap", "part_of_storage"]
+
+
+class HasMaster(Protocol):
+    """A weight, as far as it is needed here."""
+
+    master: torch.Tensor
+
+
+class Place(NamedTuple):
+    """Where a master's elements are: runs of bytes without a gap, and the strides at which they repeat."""
+
+    begin: int
+    end: int
+    run: int
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, master: torch.Tensor) -> Place:
+        """Return where the elements of a master with memory are."""
+        run = master.element_size()
+        strides: list[int] = []
+        for stride, size in sorted(zip(master.stride(), master.shape, strict=True)):
+            if size == 1:
+                continue
+            if not strides and stride * master.element_size() == run:
+                run *= size
+            else:
+                strides.append(stride * master.element_size())
+        return cls(master.data_ptr(), master.data_ptr() + span(master), run, tuple(strides))
+
+
+def may_overlap(a: Place, b: Place) -> bool:
+    """Whether a byte may be of both; True may be wrong where strides have little in common."""
+    if a.end <= b.begin or b.end <= a.begin:
+        return False
+    step = math.gcd(*a.strides, *b.strides)
+    if step == 0:
+        return True
+    between = (b.begin - a.begin) % step
+    return between < a.run or step - between < b.run
+
+
+def part_of_storage(master: torch.Tensor) -> bool:
+    """Whether there are bytes in the master's storage that are not its elements."""
+    return master.untyped_storage().nbytes() != master.nbytes
+
+
+class Overlaps:
+    """The masters that have memory on the CPU, by their addresses. Thread-safe under the GIL."""
+
+    def __init__(self) -> None:
+        self._begins: list[tuple[int, int]] = []
+        self._known: dict[int, tuple[Place, weakref.ref[HasMaster]]] = {}
+        self._longest = 0
+        #: What `of` found, for as long as no weight comes or moves.
+        self._found: dict[int, list[weakref.ref[HasMaster]]] = {}
+
+    def of(self, weight: HasMaster) -> list[HasMaster]:
+        """Return the weights whose masters have some of this one's bytes, and take this one up."""
+        master, key = weight.master, id(weight)
+        if master.device.type != "cpu" or master.layout is not torch.strided or not master.numel():
+            return []
+        known = self._known.get(key)
+        if known is None or known[1]() is not weight or known[0].begin != master.data_ptr():
+            self._take_up(weight, Place.of(master))
+        found = self._found.get(key)
+        if found is None:
+            found = self._found[key] = self._look(key)
+        return [alive for reference in found if (alive := reference()) is not None]
+
+    def add(self, weight: HasMaster) -> None:
+        """Take up a weight, for as long as it lives."""
+        self.of(weight)
+
+    def _take_up(self, weight: HasMaster, place: Place) -> None:
+        key = id(weight)
+        self._forget(key)
+        self._known[key] = place, weakref.ref(weight, lambda _: self._forget(key))
+        insort(self._begins, (place.begin, key))
+        self._longest = max(self._longest, place.end - place.begin)
+        self._found.clear()
+
+    def _forget(self, key: int) -> None:
+        known = self._known.pop(key, None)
+        if known is None:
+            return
+        entry = known[0].begin, key
+        at = bisect_left(self._begins, entry)
+        if at < len(self._begins) and self._begins[at] == entry:
+            del self._begins[at]
+        self._found.pop(key, None)
+
+    def _look(self, key: int) -> list[weakref.ref[HasMaster]]:
+        place, found = self._known[key][0], []
+        at = bisect_left(self._begins, (place.begin - self._longest, 0))
+        while at < len(self._begins) and self._begins[at][0] < place.end:
+            other, reference = self._known[self._begins[at][1]]
+            if self._begins[at][1] != key and may_overlap(place, other):
+                found.append(reference)
+            at += 1
+        return found
