@@ -83,20 +83,6 @@ def test_bad_options_are_explained_without_a_traceback(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_old_name_of_show_works_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    torch.save({"weight": torch.ones(3)}, tmp_path / "w.pt")
-    assert cli.main(["show", str(tmp_path / "w.pt")]) == 0
-    shown = capsys.readouterr()
-    assert "weight" in shown.out and not shown.err
-    assert cli.main(["inspect", str(tmp_path / "w.pt")]) == 0
-    again = capsys.readouterr()
-    assert again.out == shown.out and "`dynswap show`" in again.err
-    with pytest.raises(SystemExit):
-        cli.main(["--help"])
-    listed = capsys.readouterr().out
-    assert "  show " in listed and "inspect" not in listed
-
-
 def test_demo_prints_the_table_and_writes_the_record(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     options = ["--size", "24MB", "--budget", "1/2", "--passes", "2", "--tokens", "8", "--device", "cpu"]

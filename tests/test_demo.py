@@ -62,7 +62,7 @@ class TestModel:
 class TestCheckpoint:
     @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
     def test_is_what_the_safetensors_library_reads(self, dtype: torch.dtype, tmp_path: Path) -> None:
-        path = tmp_path / "w"
+        path = tmp_path / "w.safetensors"
         steps: list[int] = []
         written = write_random(path, _skeleton(), dtype, progress=lambda _, done, whole: steps.append(done))
         tensors = load_file(path)
@@ -73,17 +73,17 @@ class TestCheckpoint:
         assert int.from_bytes(path.read_bytes()[:8], "little") % 4096 == 4096 - 8
 
     def test_same_seed_same_bytes(self, tmp_path: Path) -> None:
-        for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        for name, seed in (("a.safetensors", 0), ("b.safetensors", 0), ("c.safetensors", 1)):
             write_random(tmp_path / name, _skeleton(), torch.float32, seed=seed)
-        assert (tmp_path / "a").read_bytes() == (tmp_path / "b").read_bytes()
-        assert (tmp_path / "a").read_bytes() != (tmp_path / "c").read_bytes()
+        assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
+        assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "c.safetensors").read_bytes()
 
     def test_failure_leaves_no_file(self, tmp_path: Path) -> None:
         def fail(what: str, done: int, whole: int) -> None:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            write_random(tmp_path / "w", _skeleton(), torch.float32, progress=fail)
+            write_random(tmp_path / "w.safetensors", _skeleton(), torch.float32, progress=fail)
         assert list(tmp_path.iterdir()) == []
 
     def test_kept_file_is_used_again(self, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
@@ -14,10 +14,12 @@ from torch import nn
 
 from dynswap_ext._swap.subclasses import is_plain
 from dynswap_ext._util.file_mappings import FileMappings
+from dynswap_ext._util.progress import Told
 from dynswap_ext.checkpoint.formats.common import listed
 from dynswap_ext.checkpoint.writing.blocks import Block, BlockWriter
 from dynswap_ext.checkpoint.writing.layout import (
     DEFAULT_SHARD,
+    Layout,
     Piece,
     check_dtype,
     check_metadata,
@@ -91,17 +93,42 @@ def save(
             )
         return _save_torch(model.state_dict(), Path(os.path.realpath(path)))
     target = Target.of(path, sharded=limit is not None)
+    shard = limit if target.one_file else limit or DEFAULT_SHARD
     with Files() as files:
-        pieces = _pieces(model.state_dict(), files)
-        layouts = split(pieces, limit if target.one_file else limit or DEFAULT_SHARD, text)
-        needed = sum(layout.file_bytes for layout in layouts)
-        with _writing(target, needed) as partial:
-            writer = BlockWriter(layouts, partial.files(len(layouts)), verify=False)
-            writer.allocate()
-            checksums: dict[Block, int] = {}
-            writer.write(writer.all_blocks(), checksums.__setitem__)
-            writer.finish(checksums)
-            return partial.place(layouts)[0]
+        return write(target, split(_pieces(model.state_dict(), files), shard, text))
+
+
+def write(target: Target, layouts: Sequence[Layout], progress: Told | None = None) -> Path:
+    """Write the files of a checkpoint, which takes the place of the one before when it is complete.
+
+    Returns
+    -------
+    Path
+        What can be loaded.
+
+    Raises
+    ------
+    SourceError
+        The disk is full, or permission is missing.
+    """
+    needed = sum(layout.file_bytes for layout in layouts)
+    whole = sum(layout.data_bytes for layout in layouts)
+    checksums: dict[Block, int] = {}
+    done = 0
+
+    def written(block: Block, checksum: int) -> None:
+        nonlocal done
+        checksums[block] = checksum
+        done += layouts[block.file].block(block.number)[1]
+        if progress is not None:
+            progress(done, whole)
+
+    with _writing(target, needed) as partial:
+        writer = BlockWriter(layouts, partial.files(len(layouts)), verify=False)
+        writer.allocate()
+        writer.write(writer.all_blocks(), written)
+        writer.finish(checksums)
+        return partial.place(layouts)[0]
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import sys
 from typing import TYPE_CHECKING, Any
 
 from dynswap_ext._util.memory import format_bytes
@@ -16,26 +15,20 @@ if TYPE_CHECKING:
 
 
 def add_to(commands: Any) -> None:
-    """Add the command to a parser, and its old name, which the help does not list."""
+    """Add the command to a parser."""
     show = commands.add_parser(
         "show",
         help="show what a checkpoint has in it, and what budget it needs",
         description="Print a checkpoint's keys, shapes, dtypes, bytes and ties, its largest group of weights "
         "and the smallest budget. Reads headers and nothing else.",
     )
-    for parser, command in ((show, _show), (commands.add_parser("inspect"), _inspect)):
-        parser.set_defaults(command=command)
-        add = parser.add_argument
-        add("path", metavar="PATH", help="a file, an index, or a folder")
-        add("--budget", help="say whether it does: a size, or a share of the whole (exit status 1 if not)")
-        add("--all", action="store_true", help="a row for each tensor, also of repeated layers")
-        add("--json", action="store_true", help="everything, for programs")
-        add("--verify", action="store_true", help="read all, and compare the checksums that convert keeps")
-
-
-def _inspect(options: argparse.Namespace) -> int:
-    print("dynswap: `dynswap inspect` is called `dynswap show` now", file=sys.stderr)
-    return _show(options)
+    show.set_defaults(command=_show)
+    add = show.add_argument
+    add("path", metavar="PATH", help="a file, an index, or a folder")
+    add("--budget", help="say whether it does: a size, or a share of the whole (exit status 1 if not)")
+    add("--all", action="store_true", help="a row for each tensor, also of repeated layers")
+    add("--json", action="store_true", help="everything, for programs")
+    add("--verify", action="store_true", help="read all, and compare the checksums that convert keeps")
 
 
 def _show(options: argparse.Namespace) -> int:

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from dynswap_ext._util.file_mappings import drop_file_cache
-from dynswap_ext.checkpoint.writing.layout import TAGS, header_of
+from dynswap_ext.checkpoint.save import write
+from dynswap_ext.checkpoint.writing.layout import Piece, split
+from dynswap_ext.checkpoint.writing.target import Target
 from dynswap_ext.demo.model import Decoder, DecoderConfig
 from dynswap_ext.errors import SourceError
 
@@ -76,35 +79,25 @@ def checkpoint_file(
 def write_random(
     path: Path, skeleton: nn.Module, dtype: torch.dtype, *, seed: int = 0, progress: Progress = ignore
 ) -> int:
-    """Write random weights for a model on the meta device, a tensor at a time; return their bytes.
+    """Write random weights for a model on the meta device, a block at a time; return their bytes.
 
-    Matrices are normal with variance 1/columns, so that activations keep their size; vectors are ones. The
-    file appears only when it is complete, and is then on the disk. A weight that is shared is written once,
-    under its first name.
+    Matrices are normal with variance 1/columns, so that activations keep their size; vectors are ones. A
+    weight that is shared is written once, under its first name.
     """
-    shapes = {name: parameter.shape for name, parameter in skeleton.named_parameters()}
-    entries: dict[str, object] = {}
-    whole = done = 0
-    for name, shape in shapes.items():
-        begin, whole = whole, whole + shape.numel() * dtype.itemsize
-        entries[name] = {"dtype": TAGS[dtype], "shape": list(shape), "data_offsets": [begin, whole]}
-    partial = path.with_name(path.name + ".partial")
-    generator = torch.Generator().manual_seed(seed)
-    try:
-        with partial.open("wb") as file:
-            file.write(header_of(entries))
-            for shape in shapes.values():
-                tensor = torch.ones(shape)
-                if len(shape) > 1:
-                    tensor = torch.randn(shape, generator=generator).mul_(shape[-1] ** -0.5)
-                tensor = tensor.to(dtype)
-                # Not through numpy: it may not be installed, and knows no bfloat16.
-                file.write(memoryview((ctypes.c_char * tensor.nbytes).from_address(tensor.data_ptr())))
-                done += tensor.nbytes
-                progress("writing the checkpoint", done, whole)
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    finally:
-        partial.unlink(missing_ok=True)
-    return whole
+    pieces = [
+        Piece((name,), dtype, tuple(parameter.shape), partial(_fill, f"{seed} {name}", parameter.shape))
+        for name, parameter in skeleton.named_parameters()
+    ]
+    [layout] = split(pieces, None, {})
+    target = Target(path.parent, path.stem, path, True)
+    write(target, [layout], partial(progress, "writing the checkpoint"))
+    return layout.data_bytes
+
+
+def _fill(seed: str, shape: torch.Size, first: int, into: Tensor) -> None:
+    """Make some elements of a weight: the source of what is written."""
+    if len(shape) < 2:
+        into.fill_(1)
+        return
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {first}".encode()))
+    into.copy_(torch.randn(into.numel(), generator=generator).mul_(shape[-1] ** -0.5))

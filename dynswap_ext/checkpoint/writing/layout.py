@@ -98,7 +98,7 @@ class Layout:
                 yield self.pieces[at], low, high, start
 
     def header(self, checksums: Sequence[int]) -> bytes:
-        """The file's first bytes."""
+        """The file's first bytes; whole pages, so that tensors can be read past the cache."""
         ties = {other: piece.names[0] for piece in self.pieces for other in piece.names[1:]}
         sums = {CHECKSUMS: " ".join([str(BLOCK), *(f"{value:08x}" for value in checksums)])}
         listed: dict[str, object] = {"__metadata__": {"format": "pt", **ties, **self.metadata, **sums}}
@@ -108,14 +108,9 @@ class Layout:
                 "shape": list(piece.shape),
                 "data_offsets": [offset, offset + piece.nbytes],
             }
-        return header_of(listed)
-
-
-def header_of(listed: Mapping[str, object]) -> bytes:
-    """The first bytes of a file that lists so; whole pages, so that tensors can be read past the cache."""
-    text = json.dumps(listed, separators=(",", ":")).encode()
-    length = align_up(8 + len(text), ALIGNMENT) - 8  # the format allows spaces at the end
-    return length.to_bytes(8, "little") + text.ljust(length)
+        text = json.dumps(listed, separators=(",", ":")).encode()
+        length = align_up(8 + len(text), ALIGNMENT) - 8  # the format allows spaces at the end
+        return length.to_bytes(8, "little") + text.ljust(length)
 
 
 def split(pieces: Sequence[Piece], limit: int | None, metadata: Mapping[str, str]) -> list[Layout]:
