@@ -17,6 +17,7 @@ __all__ = [
     "ORANGE",
     "PINK",
     "RED",
+    "byte_scale",
     "check_folder",
     "check_path",
     "figure",
@@ -51,6 +52,12 @@ def figure(width: float, height: float) -> Any:
             "`pip install dynswap-ext[plot]`"
         ) from error
     return Figure(figsize=(width, height), layout="constrained")  # type: ignore[no-untyped-call,unused-ignore]
+
+
+def byte_scale(most: int) -> tuple[float, str]:
+    """Return the unit for an axis of up to so many bytes: its size and its name."""
+    power = min(4, (most.bit_length() - 1) // 10)
+    return 1024.0**power, ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
 
 
 def style(axes: Any, *, grid: str = "y") -> None:

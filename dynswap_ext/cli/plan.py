@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import sys
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from dynswap_ext._util.memory import format_bytes
@@ -21,6 +23,7 @@ from dynswap_ext.errors import ConfigError
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from dynswap_ext.planning import Machine, Plan, Weight
 
@@ -195,11 +198,10 @@ def _outlined(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
 def _measured(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
     """Run a model, and take what is measured."""
     from dynswap_ext import planning
-    from dynswap_ext.planning.factory import model_and_inputs
 
     wrong = ("compute", "memory", "tokens", "batch")
     _refuse(options, wrong, "--model measures the compute of its own inputs")
-    model, inputs = model_and_inputs(options.model)
+    model, inputs = _model_and_inputs(options.model)
     found = planning.measure(model, inputs, device=options.device, dtype=dtype, passes=options.passes)
     bandwidth, source = found.bandwidth, f"measured: {found.bandwidth_kind}"
     if options.bandwidth:
@@ -224,6 +226,48 @@ def _measured(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
         "measured_compute_seconds": list(found.compute_seconds),
     }
     return _Case(found.weights, bandwidth, latency, found.device, facts, values, found.notes)
+
+
+def _model_and_inputs(name: str) -> tuple[nn.Module, Any]:
+    """Import the module and call the function; modules of the current folder are found too.
+
+    Parameters
+    ----------
+    name
+        Such as ``my_package.models:flux``. The function takes no arguments and returns a model and the inputs
+        of a pass: a tensor, a sequence of arguments, or a mapping of keyword arguments.
+
+    Raises
+    ------
+    ConfigError
+        There is no such module or function, or it returns something else. What the function itself raises
+        passes through.
+    """
+    module_name, _, function_name = name.partition(":")
+    if not module_name or not function_name:
+        raise ConfigError(f"--model is {name!r}; expected MODULE:FUNCTION, such as my_package.models:flux")
+    from torch import nn
+
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.insert(0, here)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise  # the module is there, and lacks something else
+        why = f"the module {module_name!r}, which is neither installed nor in {here}"
+        raise ConfigError(f"--model names {why}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise ConfigError(f"{module_name} ({module.__file__}) has no function {function_name!r}")
+    made = function()
+    if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
+        return made
+    types = [type(part).__name__ for part in made] if isinstance(made, tuple) else type(made).__name__
+    raise ConfigError(
+        f"{name} returned {types}; expected a torch.nn.Module and the inputs of a pass: return model, inputs"
+    )
 
 
 def _rows_notes(made: Plan, case: _Case) -> list[str]:

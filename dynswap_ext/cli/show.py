@@ -71,21 +71,21 @@ def _as_json(found: Summary, budget: int | None, verified: int | None) -> dict[s
 
 def _print(found: Summary, budget: int | None, verified: int | None, *, collapse: bool) -> None:
     from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
 
-    from dynswap_ext._util.tables import facts_grid, first_names
+    from dynswap_ext._util.tables import facts_grid, first_names, plain_table
     from dynswap_ext.checkpoint.summary import rows
 
-    table = Table()
-    table.add_column("key", overflow="fold")
-    table.add_column("tensors", justify="right")
-    table.add_column("shape")
-    table.add_column("dtype")
-    table.add_column("bytes", justify="right")
-    for row in rows(found, collapse=collapse):
-        shape = " x ".join(map(str, row.shape)) or "scalar"
-        table.add_row(Text(row.pattern), str(len(row.names)), shape, row.dtype, format_bytes(row.nbytes))
+    cells = [
+        [
+            row.pattern,
+            str(len(row.names)),
+            " x ".join(map(str, row.shape)) or "scalar",
+            row.dtype,
+            format_bytes(row.nbytes),
+        ]
+        for row in rows(found, collapse=collapse)
+    ]
+    table = plain_table(["key", "tensors", "shape", "dtype", "bytes"], cells, right=("tensors", "bytes"))
     checksums = "kept; --verify compares them" if found.checksums else "none"
     group = found.largest_group
     facts: dict[str, str | None] = {

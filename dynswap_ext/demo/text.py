@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 from rich.console import Console
-from rich.table import Table
 from torch import Tensor, nn
 
 import dynswap_ext
 from dynswap_ext import checkpoint
+from dynswap_ext._util.tables import plain_table
 from dynswap_ext._util.units import parse_share, show_bytes
 from dynswap_ext.errors import ConfigError
 
@@ -114,13 +114,10 @@ def _folder() -> Path:
 
 def show_text(result: TextResult, console: Console) -> None:
     """Print the similarities, and what it took to compute them."""
-    table = Table(title="cosine similarity")
-    for number in range(len(result.sentences) + 1):
-        table.add_column(str(number or ""), justify="right" if number else "left")
-    rows = zip(result.sentences, result.similarities.tolist(), strict=True)
-    for number, (sentence, row) in enumerate(rows, start=1):
-        table.add_row(f"{number} {sentence}", *(f"{value:.3f}" for value in row))
-    console.print(table)
+    numbers = [str(number) for number in range(1, len(result.sentences) + 1)]
+    rows = zip(numbers, result.sentences, result.similarities.tolist(), strict=True)
+    cells = [[f"{number} {text}", *(f"{value:.3f}" for value in row)] for number, text, row in rows]
+    console.print(plain_table(["cosine similarity", *numbers], cells, right=numbers))
     stats = result.stats
     console.print(
         f"all-MiniLM-L6-v2, {show_bytes(result.model_bytes)} of weights in a budget of "

@@ -3,18 +3,56 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from os import PathLike
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
+from dynswap_ext._util.figure import BLACK, BLUE, GREY, ORANGE, RED, figure, save, style
 from dynswap_ext._util.tables import Printable, facts_grid, first_names, plain_table, shape_text
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.inspect import _gradient_plot
-from dynswap_ext.inspect._gradient_figures import Gradient, gradients_of
+from dynswap_ext.inspect._tree import root_of
 
 __all__ = ["Gradient", "GradientFlow", "GradientHealth", "gradient_flow", "gradient_health"]
+
+
+#: Elements that are looked at in one piece, as float64.
+_PIECE: Final = 1 << 22
+
+
+#: Names below the axis; more are thinned out.
+_NAMES: Final = 60
+#: Characters of a name; a longer one loses its middle.
+_LETTERS: Final = 40
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """The gradient of one parameter that requires one. Figures are those of absolute values."""
+
+    name: str
+    #: Of the parameter.
+    shape: tuple[int, ...]
+    #: Of the gradient; None if there is none.
+    dtype: torch.dtype | None = None
+    #: The mean over all elements, those that a sparse gradient does not store included. NaN or infinite if an
+    #: element is; None without a gradient. So are the next two.
+    mean: float | None = None
+    max: float | None = None
+    #: Euclidean.
+    norm: float | None = None
+    #: Elements that are NaN, and that are infinite.
+    nan: int = 0
+    inf: int = 0
+
+    @property
+    def missing(self) -> bool:
+        """Whether there is no gradient."""
+        return self.dtype is None
 
 
 @dataclass(frozen=True, repr=False)
@@ -39,7 +77,7 @@ class GradientFlow(Printable):
         ConfigError
             matplotlib is missing (``pip install dynswap-ext[plot]``), or does not know the suffix.
         """
-        _gradient_plot.draw(self.gradients, path, title)
+        _draw(self.gradients, path, title)
 
     def __repr__(self) -> str:
         return f"<GradientFlow of {len(self.gradients)} parameters>"
@@ -131,7 +169,7 @@ def gradient_flow(model: nn.Module) -> GradientFlow:
     ConfigError
         `model` is no module, no parameter of it requires a gradient, or none has one.
     """
-    found = gradients_of(model)
+    found = _gradients_of(model)
     if all(gradient.missing for gradient in found):
         raise ConfigError(
             f"none of the {len(found)} parameters that require a gradient has one; run backward() first, "
@@ -173,7 +211,7 @@ def gradient_health(model: nn.Module, *, vanishing: float = 1e-7, exploding: flo
         raise ConfigError(
             f"vanishing is {vanishing!r} and exploding is {exploding!r}; expected 0 <= vanishing < exploding"
         )
-    found = gradients_of(model)
+    found = _gradients_of(model)
     norms = {g.name: g.norm for g in found if g.norm is not None and math.isfinite(g.norm)}
     return GradientHealth(
         gradients=found,
@@ -189,3 +227,116 @@ def gradient_health(model: nn.Module, *, vanishing: float = 1e-7, exploding: flo
 
 def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
+
+
+# ---- figures -----------------------------------------------------------------------------------------------
+
+
+def _gradients_of(model: nn.Module) -> tuple[Gradient, ...]:
+    """Return figures of each parameter that requires a gradient; of an installed model, of its masters.
+
+    Raises
+    ------
+    ConfigError
+        It is no module, or no parameter of it requires a gradient.
+    """
+    masters = root_of(model).named_parameters()
+    found = tuple(_gradient(name, master) for name, master in masters if master.requires_grad)
+    if not found:
+        raise ConfigError("no parameter of the model requires a gradient")
+    return found
+
+
+def _gradient(name: str, parameter: torch.Tensor) -> Gradient:
+    if isinstance(parameter, UninitializedTensorMixin):
+        return Gradient(name, ())
+    grad, shape = parameter.grad, tuple(parameter.shape)
+    if grad is None or grad.is_meta:  # a meta gradient has a shape, and no values
+        return Gradient(name, shape)
+    with torch.no_grad():
+        total, largest, squares, nan, inf = _measured(grad)
+    mean = total / grad.numel() if grad.numel() else 0.0
+    norm = math.sqrt(squares) if not math.isnan(squares) else math.nan
+    return Gradient(name, shape, grad.dtype, mean, largest, norm, nan, inf)
+
+
+def _measured(grad: torch.Tensor) -> tuple[float, float, float, int, int]:
+    """Return sum, maximum and sum of squares of absolute values; elements that are NaN, and infinite.
+
+    A piece at a time, so that no copy of a large gradient is made; in float64, so that squares neither
+    overflow nor vanish.
+    """
+    values = grad.detach()
+    if values.layout is not torch.strided:
+        values = values.to_sparse_coo().coalesce().values()  # type: ignore[no-untyped-call]
+    wide = torch.float32 if values.device.type == "mps" else torch.float64  # that device has no float64
+    total, largest, squares, nan, inf = 0.0, 0.0, 0.0, 0, 0
+    pieces: tuple[torch.Tensor, ...] = values.reshape(-1).split(_PIECE)  # type: ignore[no-untyped-call]
+    for piece in pieces:
+        if not piece.numel():
+            continue
+        sizes = (piece.abs() if piece.is_complex() else piece).to(wide).abs()
+        figures = (sizes.sum(), sizes.max(), sizes.square().sum(), sizes.isnan().sum(), sizes.isinf().sum())
+        # One transfer, and so one wait, for a piece on an accelerator.
+        found = torch.stack([figure.to(wide) for figure in figures]).tolist()
+        total += found[0]
+        largest = found[1] if math.isnan(found[1]) or found[1] > largest else largest
+        squares += found[2]
+        nan += int(found[3])
+        inf += int(found[4])
+    return total, largest, squares, nan, inf
+
+
+# ---- a picture, from one parameter to thousands ------------------------------------------------------------
+
+
+def _draw(gradients: Sequence[Gradient], path: str | PathLike[str], title: str) -> None:
+    """Draw mean and maximum of each gradient, and mark what has neither."""
+    count = len(gradients)
+    names = [_shortened(gradient.name) for gradient in gradients]
+    width = min(20.0, max(6.0, 2.5 + 0.24 * min(count, _NAMES)))
+    drawn = figure(width, 4.5 + 0.07 * max(map(len, names)))  # as much below the axes as the names take
+    axes = drawn.subplots()
+    style(axes)
+    # The maximum broader and below, so that it shows where both are the same.
+    maxima, means = [_on_scale(g.max) for g in gradients], [_on_scale(g.mean) for g in gradients]
+    dot = 7.0 if count <= _NAMES else 4.0
+    axes.plot(maxima, "o-", color=ORANGE, label="maximum", linewidth=2.6, markersize=dot)
+    axes.plot(means, "o-", color=BLUE, label="mean", linewidth=1.2, markersize=dot / 2)
+    axes.set_yscale("log")
+    if all(map(math.isnan, (*maxima, *means))):
+        axes.set_ylim(1e-8, 1.0)  # nothing else says what to show
+    axes.margins(y=0.1)  # room for the marks
+    axes.set_xlim(-0.5, count - 0.5)
+    _mark(axes, [i for i, g in enumerate(gradients) if g.missing], "no gradient", "x", GREY, at=0.02)
+    _mark(axes, [i for i, g in enumerate(gradients) if g.max == 0], "all zero", "v", BLACK, at=0.05)
+    _mark(axes, [i for i, g in enumerate(gradients) if g.nan or g.inf], "NaN or infinite", "X", RED, at=0.98)
+    step = -(-count // _NAMES)
+    shown = range(0, count, step)
+    axes.set_xticks(list(shown), [names[i] for i in shown], rotation=90, fontsize=7)
+    each = f", 1 of {step} named" if step > 1 else ""
+    axes.set_xlabel(f"{count} parameters in the order of the layers{each}")
+    axes.set_ylabel("absolute value of the gradient")
+    axes.set_title(title)
+    # Outside the axes, where no curve is.
+    drawn.legend(loc="outside upper right", ncols=5, frameon=False, fontsize=9)
+    save(drawn, path)
+
+
+def _on_scale(value: float | None) -> float:
+    """Return a value that a logarithmic axis has a place for, else a gap."""
+    return value if value is not None and math.isfinite(value) and value > 0 else math.nan
+
+
+def _mark(axes: Any, where: list[int], label: str, marker: str, colour: str, *, at: float) -> None:
+    """Draw marks at a height of the axes, whatever their scale."""
+    if where:
+        place = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+        axes.plot(where, [at] * len(where), marker, color=colour, markersize=6, label=label, **place)
+
+
+def _shortened(name: str) -> str:
+    if len(name) <= _LETTERS:
+        return name
+    half = (_LETTERS - 1) // 2
+    return f"{name[:half]}\N{HORIZONTAL ELLIPSIS}{name[-half:]}"

@@ -11,11 +11,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from dynswap_ext import config
 from dynswap_ext._util.clock import DeviceClock
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.errors import ConfigError
+from dynswap_ext.inspect._hooks import arguments
 from dynswap_ext.install import install, is_installed
 from dynswap_ext.planning.rates import files_of, latency_of, masters_bandwidth
 from dynswap_ext.planning.weights import Weight, outline_of_model, owners
@@ -87,15 +89,17 @@ def measure(
         raise ConfigError(f"the model, a {type(model).__name__}, has no weights to plan for")
     files = files_of(model)
     modules = owners(model)
-    keywords = _moved(dict(inputs) if isinstance(inputs, dict) else {}, where, dtype)
-    positional = list(inputs) if isinstance(inputs, (list, tuple)) else [] if keywords else [inputs]
-    arguments = _moved(positional, where, dtype)
+    given, keywords = tree_map_only(
+        torch.Tensor,
+        lambda tensor: tensor.to(where, dtype if tensor.is_floating_point() else None),
+        arguments(inputs, None, "inputs"),
+    )
     with (
         torch.inference_mode(),
         install(model, device=where, dtype=dtype, budget=budget),
         _Stopwatch(modules, where) as watch,
     ):
-        runs = [watch.time(lambda: model(*arguments, **keywords)) for _ in range(warm_up + passes)][warm_up:]
+        runs = [watch.time(lambda: model(*given, **keywords)) for _ in range(warm_up + passes)][warm_up:]
     bandwidth, kind, notes = masters_bandwidth(where, files)
     uncalled = len(modules) - len(watch.called)
     if uncalled:
@@ -197,14 +201,3 @@ def _in_order(
             owed = 0.0
     done[-1] = replace(done[-1], seconds=done[-1].seconds + owed)
     return tuple(done)
-
-
-def _moved(value: Any, device: torch.device, dtype: torch.dtype | None) -> Any:
-    """Move the tensors in nested lists, tuples and dicts, and cast floating ones."""
-    if isinstance(value, torch.Tensor):
-        return value.to(device, dtype if value.is_floating_point() else None)
-    if type(value) in (list, tuple):
-        return type(value)(_moved(item, device, dtype) for item in value)
-    if type(value) is dict:
-        return {name: _moved(item, device, dtype) for name, item in value.items()}
-    return value

@@ -6,7 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dynswap_ext._util.figure import BLACK, BLUE, DASHED, GREEN, PINK, RED, figure, save, style
+from dynswap_ext._util.figure import BLACK, BLUE, DASHED, GREEN, PINK, RED, byte_scale, figure, save, style
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.units import show_seconds
 from dynswap_ext.planning.predict import Plan
@@ -41,8 +41,7 @@ def draw(plan: Plan, *, title: str = "", points: int = 60) -> Any:
     drawn = figure(9, 6)
     upper, lower = drawn.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     curve = plan.curve(points)
-    power = min(3, (plan.all.bit_length() - 1) // 10)
-    size, size_name = 1024.0**power, ("bytes", "KiB", "MiB", "GiB")[power]
+    size, size_name = byte_scale(plan.all)
     longest = max(prediction.seconds for prediction in curve)
     unit, unit_name = (1.0, "s") if longest >= 1 else (1e-3, "ms") if longest >= 1e-3 else (1e-6, "µs")
     budgets = [prediction.budget / size for prediction in curve]

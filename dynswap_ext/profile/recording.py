@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
 
 from dynswap_ext.errors import ConfigError
@@ -64,13 +63,8 @@ class GroupFigures:
         """Build from the values that a session has for one group; a missing one is an error."""
         values = {field.name: given[field.name] for field in fields(cls)}
         values["names"] = tuple(values["names"])
-        values["causes"] = MappingProxyType({cause: ns for cause, ns in values["causes"].items() if ns})
+        values["causes"] = {cause: ns for cause, ns in values["causes"].items() if ns}
         return cls(**values)
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the same in types that JSON has."""
-        values = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {**values, "names": list(self.names), "causes": dict(self.causes)}
 
 
 class Lane(NamedTuple):

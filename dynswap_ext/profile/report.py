@@ -68,18 +68,10 @@ class Report:
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything, in types that JSON has."""
-        return {
-            "device": self.device,
-            "reason": self.reason,
-            "sampled_bytes": self.sampled_bytes,
-            "budget": self.budget,
-            "prefetch": self.prefetch,
-            "stall_ns": self.stall_ns,
-            "causes": self.causes,
-            "diagnosis": self.diagnosis,
-            "stats": asdict(self.stats),
-            "groups": [row.as_dict() for row in self.rows],
-        }
+        content = asdict(self)
+        groups = content.pop("rows")
+        derived = {"stall_ns": self.stall_ns, "causes": self.causes, "diagnosis": self.diagnosis}
+        return {**content, **derived, "groups": groups}
 
     def text(self, *, collapse: bool = True, width: int | None = None) -> str:
         """Return the table and the diagnosis, as `print` shows them.

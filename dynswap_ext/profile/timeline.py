@@ -7,7 +7,19 @@ from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any, Final
 
-from dynswap_ext._util.figure import BLACK, BLUE, DASHED, GREEN, ORANGE, PINK, RED, figure, save, style
+from dynswap_ext._util.figure import (
+    BLACK,
+    BLUE,
+    DASHED,
+    GREEN,
+    ORANGE,
+    PINK,
+    RED,
+    byte_scale,
+    figure,
+    save,
+    style,
+)
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.name_patterns import label_of
 from dynswap_ext._util.units import show_ns
@@ -170,8 +182,7 @@ class _Picture:
     def _draw_memory(self, axes: Any) -> None:
         uses = list(self._recording.of("use"))
         most = max(1, self._budget or 0, *(span.bytes for span in uses))
-        power = min(4, (most.bit_length() - 1) // 10)
-        size, unit = 1024.0**power, ("bytes", "KiB", "MiB", "GiB", "TiB")[power]
+        size, unit = byte_scale(most)
         times = [*(self._at(span.begin) for span in uses), self._at(self._end)]
         held = [span.bytes / size for span in (*uses, uses[-1])]
         axes.fill_between(times, held, step="post", color=_MEMORY, alpha=0.35, linewidth=0)

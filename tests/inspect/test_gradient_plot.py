@@ -15,7 +15,7 @@ from torch import nn
 
 from dynswap_ext import ConfigError
 from dynswap_ext._util import figure as figures
-from dynswap_ext.inspect import _gradient_plot, gradient_flow
+from dynswap_ext.inspect import gradient_flow, gradients
 
 pytest.importorskip("matplotlib")
 
@@ -29,7 +29,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
         found.append(figure)
         figures.save(figure, path)
 
-    monkeypatch.setattr(_gradient_plot, "save", save)
+    monkeypatch.setattr(gradients, "save", save)
     yield found
 
 

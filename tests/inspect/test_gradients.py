@@ -12,7 +12,7 @@ from torch import nn
 from conftest import Provider
 from dynswap_ext import ConfigError
 from dynswap_ext.inspect import Gradient, gradient_flow, gradient_health
-from dynswap_ext.inspect import _gradient_figures as module_of_gradients
+from dynswap_ext.inspect import gradients as module_of_gradients
 from sample_models import Tied, TinyTransformer, mlp
 
 
