@@ -11,7 +11,6 @@ from typing import Final
 import torch
 
 from dynswap_ext._provider import native_extension, native_unavailable
-from dynswap_ext._util.name_patterns import key_of, pattern_of
 from dynswap_ext._util.needed_at_once import units_of_names
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
@@ -179,41 +178,3 @@ def _largest_group(entries: Mapping[str, Entry], device: str) -> Group | None:
 def place_of(entry: Entry, *, cast: bool = False) -> tuple[str, int, bool] | None:
     """Return where the engine reads an entry that is mapped: file, offset, and whether it is cast."""
     return None if entry.offset is None else (str(entry.file), entry.offset, cast)
-
-
-@dataclass(frozen=True)
-class Row:
-    """Entries with one name but for its numbers, and one dtype and shape."""
-
-    #: Such as ``layers.{0..31}.weight``.
-    pattern: str
-    names: tuple[str, ...]
-    dtype: str
-    shape: tuple[int, ...]
-    nbytes: int
-
-
-def rows(found: Summary, *, collapse: bool = True) -> list[Row]:
-    """The entries, with those of repeated layers as one.
-
-    Parameters
-    ----------
-    found
-        A summary.
-    collapse
-        False gives each entry a row.
-    """
-    alike: dict[object, list[str]] = {}
-    for name, entry in found.entries.items():
-        key = (key_of(name), dtype_name(entry), entry.shape) if collapse else name
-        alike.setdefault(key, []).append(name)
-    return [
-        Row(
-            pattern_of(names),
-            tuple(names),
-            dtype_name(found.entries[names[0]]),
-            found.entries[names[0]].shape,
-            sum(found.entries[name].nbytes for name in names),
-        )
-        for names in alike.values()
-    ]

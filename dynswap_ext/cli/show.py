@@ -72,19 +72,20 @@ def _as_json(found: Summary, budget: int | None, verified: int | None) -> dict[s
 def _print(found: Summary, budget: int | None, verified: int | None, *, collapse: bool) -> None:
     from rich.console import Console
 
+    from dynswap_ext._util.name_patterns import key_of, pattern_of
     from dynswap_ext._util.tables import facts_grid, first_names, plain_table
-    from dynswap_ext.checkpoint.summary import rows
+    from dynswap_ext.checkpoint.summary import dtype_name
 
-    cells = [
-        [
-            row.pattern,
-            str(len(row.names)),
-            " x ".join(map(str, row.shape)) or "scalar",
-            row.dtype,
-            format_bytes(row.nbytes),
-        ]
-        for row in rows(found, collapse=collapse)
-    ]
+    alike: dict[object, list[str]] = {}  # entries with one name but for its numbers, one dtype and one shape
+    for name, entry in found.entries.items():
+        key = (key_of(name), dtype_name(entry), entry.shape) if collapse else name
+        alike.setdefault(key, []).append(name)
+    cells = []
+    for names in alike.values():
+        entry = found.entries[names[0]]
+        shape = " x ".join(map(str, entry.shape)) or "scalar"
+        size = format_bytes(sum(found.entries[name].nbytes for name in names))
+        cells.append((pattern_of(names), str(len(names)), shape, dtype_name(entry), size))
     table = plain_table(["key", "tensors", "shape", "dtype", "bytes"], cells, right=("tensors", "bytes"))
     checksums = "kept; --verify compares them" if found.checksums else "none"
     group = found.largest_group

@@ -1,4 +1,7 @@
-"""From GGUF's names, and from llama.cpp's order of rows, to those of the Hugging Face model."""
+"""GGUF's quantised weights as masters: their tensor, and whose names and rows they have.
+
+From GGUF's names, and from llama.cpp's order of rows, to those of the Hugging Face model.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,10 @@ import torch
 from torch import nn
 
 from dynswap_ext.checkpoint.formats import open_checkpoint
+from dynswap_ext.checkpoint.gguf_tensors.tensor import GGUFTensor
 from dynswap_ext.errors import ConfigError
 
-__all__ = ["names_for", "original_rows"]
+__all__ = ["GGUFTensor", "names_for", "original_rows"]
 
 #: Tensors that a file has and the model computes from its configuration.
 _COMPUTED = ("rope_freqs.", "rope_factors_")
