@@ -17,7 +17,6 @@ from typing import Any
 
 import shapes
 from common import Record, native_available, parser
-from dynswap_ext.errors import BudgetError
 
 _BYTES = 2  # an element of bfloat16
 _LATENCY = 7e-6  # seconds to begin a copy
@@ -79,13 +78,11 @@ def simulate(
     )
 
 
-def smallest_budget(weights: list[tuple[str, int, float, int]], bus: float) -> int:
-    """What the engine names when it is given one byte."""
-    try:
-        simulate(weights, 1, bus, 2)
-    except BudgetError as error:
-        return error.smallest_bytes
-    raise AssertionError("a budget of one byte was accepted")
+def smallest_budget(weights: list[tuple[str, int, float, int]]) -> int:
+    """What the engine needs for its largest group."""
+    from dynswap_ext import _C
+
+    return _C.smallest_budget(weights, backend="cuda")[0]
 
 
 def uniform(record: Record, passes: int) -> None:
@@ -110,7 +107,7 @@ def real(record: Record, passes: int, models: list[str], machines: tuple[Machine
         by_time: list[float] = []
         for machine in machines:
             weights = machine.workload(layers)
-            budgets = {"smallest": smallest_budget(weights, machine.bus), "the ring of prefetch": 0}
+            budgets = {"smallest": smallest_budget(weights), "the ring of prefetch": 0}
             budgets |= {share: int(part * total) for share, part in SHARES.items()}
             for label, budget in budgets.items():
                 if 0 < budget < budgets["smallest"]:

@@ -165,8 +165,8 @@ def _job(path: Path, scratch: Path, **changes: Any) -> Job:
 class TestBaselines:
     @pytest.fixture
     def path(self, tmp_path: Path) -> Path:
-        write_random(tmp_path / "w", _skeleton(), torch.float32)
-        return tmp_path / "w"
+        write_random(tmp_path / "w.safetensors", _skeleton(), torch.float32)
+        return tmp_path / "w.safetensors"
 
     @pytest.mark.parametrize("cast", [None, torch.bfloat16])
     @pytest.mark.parametrize("in_memory", [False, True])
@@ -200,9 +200,9 @@ def _raise(job: str, step: Callable[[], None]) -> None:
 
 class TestIsolated:
     def test_what_runs_apart_equals_what_runs_here(self, tmp_path: Path) -> None:
-        write_random(tmp_path / "w", _skeleton(), torch.float32)
+        write_random(tmp_path / "w.safetensors", _skeleton(), torch.float32)
         steps: list[tuple[str, int, int]] = []
-        job = _job(tmp_path / "w", tmp_path)
+        job = _job(tmp_path / "w.safetensors", tmp_path)
         outcome = run_apart(job, lambda *step: steps.append(step))
         apart = torch.load(job.outputs, weights_only=True)
         baseline.run(job)
@@ -229,8 +229,8 @@ class TestIsolated:
 
 
 def test_loaded_demo_model_is_tied_and_complete(tmp_path: Path) -> None:
-    write_random(tmp_path / "w", _skeleton(), torch.float32)
-    model = checkpoint.load(lambda: Decoder(_CONFIG), tmp_path / "w")
+    write_random(tmp_path / "w.safetensors", _skeleton(), torch.float32)
+    model = checkpoint.load(lambda: Decoder(_CONFIG), tmp_path / "w.safetensors")
     assert model.head.weight is model.embedding.weight
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 

@@ -79,7 +79,7 @@ def checkpoint_file(
 def write_random(
     path: Path, skeleton: nn.Module, dtype: torch.dtype, *, seed: int = 0, progress: Progress = ignore
 ) -> int:
-    """Write random weights for a model on the meta device, a block at a time; return their bytes.
+    """Write random weights for a model on the meta device to a safetensors file; return their bytes.
 
     Matrices are normal with variance 1/columns, so that activations keep their size; vectors are ones. A
     weight that is shared is written once, under its first name.

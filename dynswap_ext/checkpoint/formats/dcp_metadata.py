@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import pickle
+import pickletools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -204,34 +205,16 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a pickle that asks for {module}.{name}")
 
 
-#: Opcodes that such a pickle has, with the bytes of argument that follow. Not among them: those that give a
-#: memo entry any number, for which the pickle module would allocate a list of that length, and those that
-#: reach the process's registry of extensions.
-_WIDTHS: dict[int, int] = {
-    **dict.fromkeys(b"()]}.0e2NRabsutQ\x81\x85\x86\x87\x88\x89\x93\x94", 0),
-    **dict.fromkeys(b"\x80Khq", 1),
-    ord("M"): 2,
-    **dict.fromkeys(b"Jj", 4),
-    **dict.fromkeys(b"G\x95", 8),
-}
-#: Those with a length before the argument: the bytes of that length.
-_COUNTED: dict[int, int] = {**dict.fromkeys(b"CU\x8a\x8c", 1), **dict.fromkeys(b"BX", 4)}
-_GLOBAL, _STOP = ord("c"), ord(".")
+#: Opcodes that such a pickle has. Not among them: those that give a memo entry any number, for which the
+#: pickle module would allocate a list of that length, and those that reach the process's registry of
+#: extensions.
+_OPCODES = b"()]}.0e2NRabsutQ\x81\x85\x86\x87\x88\x89\x93\x94\x80KhqMJjG\x95CU\x8a\x8cBXc".decode("latin-1")
 
 
 def _check_opcodes(data: bytes) -> None:
-    at = 0
-    while at < len(data):
-        opcode = data[at]
-        at += 1
-        if opcode == _STOP:
-            return
-        if (width := _WIDTHS.get(opcode)) is not None:
-            at += width
-        elif (width := _COUNTED.get(opcode)) is not None:
-            at += width + int.from_bytes(data[at : at + width], "little")
-        elif opcode == _GLOBAL:
-            at = data.find(b"\n", data.find(b"\n", at) + 1) + 1 or len(data)
-        else:
-            break
-    raise pickle.UnpicklingError("damaged, or cut short")
+    try:
+        unknown = [opcode.name for opcode, _, _ in pickletools.genops(data) if opcode.code not in _OPCODES]
+    except ValueError as error:
+        raise pickle.UnpicklingError("damaged, or cut short") from error
+    if unknown:
+        raise pickle.UnpicklingError(f"a pickle with the opcode {unknown[0]}")
