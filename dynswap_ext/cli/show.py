@@ -111,8 +111,8 @@ def _smallest(found: Summary) -> str:
     """Name the smallest budgets, one line a device; one for all if they are equal."""
     sizes = {device: group.nbytes for device, group in found.largest_groups.items()}
     kind = "" if found.provider == "native" else ", in pure Python (`dynswap info` says why)"
-    if len(set(sizes.values())) == 1:
-        return _exactly(min(sizes.values())) + kind
+    if len(sizes) == 2 and len(set(sizes.values())) == 1:
+        return _exactly(sizes["cpu"]) + kind
     return "\n".join(f"{_exactly(size)} on {device}{kind}" for device, size in sizes.items())
 
 

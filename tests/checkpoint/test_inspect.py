@@ -148,6 +148,13 @@ def test_table(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert whole.count("layers.") >= 65 and "layers.17.up" in whole
 
 
+def test_the_table_says_if_figures_are_of_pure_python(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNSWAP_PROVIDER", "python")
+    assert "3.906 KiB (4000 bytes) on cuda, in pure Python" in _printed(capsys, monkeypatch, str(path))
+
+
 def test_ties_in_the_table(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
