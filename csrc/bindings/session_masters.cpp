@@ -305,6 +305,7 @@ void Session::flush() {
 }
 
 void Session::write_back_whole(Weight& weight, DeferredRelease& dropped) {
+  if (weight.overlaps()) write_back_overlapping(weight, dropped);
   write_back(weight, dropped);
   for (const auto& [name, part] : weight.parts) write_back_whole(*part, dropped);
 }

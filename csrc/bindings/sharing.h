@@ -24,11 +24,11 @@ struct Weight;
 /// - Are all of these bumps write backs of ours, to masters without a byte of this one? Each is credited to
 ///   the others on its counter (`Seen::ours`). Which those are shows when the counter moves.
 /// - Has the user written to the neighbours? Where the master is a part of a storage, and its bytes are
-/// watched
-///   so that no write goes unseen, the watch answers.
+///   watched so that no write goes unseen, the watch answers.
 /// Masters that do overlap are one memory in plain torch, where a write to one is a write to both. So before
-/// one is handed out, what was written on the others is taken home (Session::write_back_overlapping()), and
-/// what two small ones wrote at the same time is put together by element (HandedOut::before_).
+/// one is handed out or given away, what was written on the others is written back to it
+/// (Session::write_back_overlapping()), and what two small ones wrote at the same time is put together by
+/// element (HandedOut::before_).
 ///
 /// The place of one weight's master. Thread-safe.
 class Sharing {

@@ -5,6 +5,8 @@ Views of one tensor share a version counter, and the elements of one may lie bet
 
 from __future__ import annotations
 
+import copy
+import pickle
 import random
 from collections.abc import Callable
 from typing import NamedTuple
@@ -139,6 +141,33 @@ def test_a_write_to_one_master_leaves_what_waits_for_the_other(
     handle.uninstall()
     testing.assert_bit_equal(model.p0.detach(), expected, "p0")
     assert model.p1.unique().tolist() == [7]
+
+
+GIVEN_AWAY: dict[str, Callable[[nn.Module], Tensor]] = {
+    "deepcopy": lambda model: copy.deepcopy(model)[0].weight,
+    "pickle": lambda model: pickle.loads(pickle.dumps(model))[0].weight,
+    "get_parameter": lambda model: model.get_parameter("0.weight").clone(),
+    "state_dict of a layer": lambda model: model[0].state_dict()["weight"].clone(),
+    "parameters of a layer": lambda model: next(model[0].parameters()).clone(),
+}
+
+
+@BUDGETS
+@DTYPES
+@pytest.mark.parametrize("given", GIVEN_AWAY)
+@pytest.mark.parametrize("apart", ["same", "overlapping"])
+def test_a_master_is_given_away_with_what_was_written_on_the_other(
+    provider: Provider, apart: str, given: str, dtype: torch.dtype | None, budget: str | None
+) -> None:
+    flat = torch.zeros(30, 4)
+    model = nn.Sequential(nn.Linear(4, 20), nn.Linear(4, 20))
+    first = 0 if apart == "same" else 10  # two names of one range of a file are loaded as "same"
+    model[0].weight.data, model[1].weight.data = flat[:20], flat[first : first + 20]
+    provider.install(model, dtype=dtype, budget=budget)
+    held = model[1].weight
+    with torch.no_grad():
+        held.fill_(2.0)
+    assert (GIVEN_AWAY[given](model)[first:] == 2).all()
 
 
 def test_backward_after_statistics_of_the_same_tensor(provider: Provider) -> None:
