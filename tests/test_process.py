@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 import textwrap
-from pathlib import Path
 
 import pytest
 
-import dynswap_ext
+import children
 from conftest import Provider
-
-ROOT = Path(dynswap_ext.__file__).parent.parent
 
 HEAD = """
 import copy, os, signal, sys, threading, torch, dynswap_ext
@@ -29,14 +25,7 @@ BUDGETS = pytest.mark.parametrize("budget", ["None", "'1GiB'"], ids=["streamed",
 
 def run(provider: Provider, script: str) -> subprocess.CompletedProcess[str]:
     head = HEAD.format(device=str(provider.device), backend=provider.backend)
-    done = subprocess.run(
-        [sys.executable, "-X", "faulthandler", "-c", head + textwrap.dedent(script)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])},
-        check=False,
-    )
+    done = children.run(head + textwrap.dedent(script))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""
     return done

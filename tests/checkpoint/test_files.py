@@ -6,8 +6,6 @@ import json
 import os
 import shutil
 import socket
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import children
 from dynswap_ext import checkpoint
 from dynswap_ext.errors import SourceError
 
@@ -96,9 +95,7 @@ class TestNotAFile:
         save_file(_model().state_dict(), reachable / "w")
         locked = reachable / "w" if what == "file" else reachable
         locked.chmod(0)
-        asked = subprocess.run(
-            [sys.executable, "-c", _AS_NOBODY, str(locked)], capture_output=True, text=True, timeout=120
-        )
+        asked = children.run(_AS_NOBODY, locked)
         assert f"{locked} cannot be read: Permission denied; check its permissions" in asked.stdout
 
 

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import errno
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 from sample_sparse import SIDE, WEIGHT, WRITERS, names, write_safetensors
 
-import dynswap_ext
+import children
 from dynswap_ext import _provider, checkpoint
 from dynswap_ext.checkpoint.formats import file_mapping
 from dynswap_ext.errors import SourceError
 
 #: As many weights as take a fifth more bytes than there are of RAM.
 COUNT = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 6 // 5 // WEIGHT + 1
-
-ROOT = Path(dynswap_ext.__file__).parent.parent
 
 #: Loads argv[1], streams some of it, and prints the provider and by how many bytes its peak memory grew.
 CHILD = f"""
@@ -74,13 +70,7 @@ def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 def test_is_loaded_and_streamed_in_little_memory(large: Path, backend: str) -> None:
     if backend == "native" and _provider.native_unavailable(torch.device("cpu")):
         pytest.skip("the extension is not built")
-    done = subprocess.run(
-        [sys.executable, "-c", CHILD, str(large)],
-        capture_output=True,
-        text=True,
-        check=False,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "DYNSWAP_PROVIDER": backend},
-    )
+    done = children.run(CHILD, large, env={**os.environ, "DYNSWAP_PROVIDER": backend})
     assert done.returncode == 0, done.stderr
     provider, grown = done.stdout.split()
     read_once = (COUNT // 100 + 2) * WEIGHT  # pure Python reads through the mapping, whose pages count
@@ -136,8 +126,9 @@ def test_a_limit_of_address_space_is_named(format: str, tmp_path: Path) -> None:
     path = WRITERS[format](tmp_path, (40 << 30) // WEIGHT)
 
     def load(limit: int) -> str:
-        command = [sys.executable, "-W", "ignore", "-c", LIMITED, str(path), str(limit)]
-        return subprocess.check_output(command, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+        done = children.run(LIMITED, path, limit)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
 
     said = load(32 << 30)
     assert "40 GiB of address space" in said and "may have 32 GiB in all" in said

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, load_model, save_file
 from torch import nn
 
+import children
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import checkpoint
@@ -236,8 +235,9 @@ print(meter.more())
 def test_memory_stays_within_a_few_windows(over: bool, times: int, tmp_path: Path) -> None:
     model, copy = tmp_path / "model.safetensors", tmp_path / "copy.safetensors"  # 256 MiB
     for _ in range(2):  # the first process makes the file
-        script = [sys.executable, "-c", _MEMORY, str(model), str(model if over else copy), str(times)]
-        grown = int(subprocess.run(script, capture_output=True, text=True, check=True).stdout)
+        done = children.run(_MEMORY, model, model if over else copy, times)
+        assert done.returncode == 0, done.stderr
+        grown = int(done.stdout)
     assert grown < 64 << 20
 
 

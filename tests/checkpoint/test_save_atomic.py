@@ -7,7 +7,6 @@ import json
 import os
 import resource
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import children
 from dynswap_ext import checkpoint
 from dynswap_ext.errors import ConfigError, SourceError
 
@@ -203,7 +203,8 @@ except SourceError as error:
     for parent in (tmp_path, *tmp_path.parents):
         if not parent.stat().st_mode & 0o001:
             parent.chmod(parent.stat().st_mode | 0o001)
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    done = children.run(script)
+    assert done.returncode == 0, done.stderr
     assert "w.safetensors cannot be written" in done.stdout and "check the permissions" in done.stdout
     assert list(folder.iterdir()) == []
 
