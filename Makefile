@@ -99,6 +99,8 @@ programs: build $(VENV)/.installed
 ## make nightly        what is too long for each change
 nightly: build
 	$(MAKE) test-cuda DYNSWAP_SEED=$$(date +%j) DYNSWAP_TEST_ALL=1
+	DYNSWAP_TEST_ALL=1 $(MAKE) test-python
+	$(MAKE) cpp-test
 	$(MAKE) cruel SEEDS=200
 	$(MAKE) teeth SEEDS=20
 	$(MAKE) programs SECONDS=1200
@@ -109,10 +111,10 @@ nightly: build
 cpp-test: build/cpp/.built
 	$(CTEST) --test-dir build/cpp --output-on-failure
 
-## make sanitize       the C++ tests under ASan+UBSan, and under TSan
+## make sanitize       the C++ tests under ASan+UBSan, and those with threads under TSan
 sanitize: build/address/.built build/thread/.built
-	$(CTEST) --test-dir build/address --output-on-failure
-	$(CTEST) --test-dir build/thread --output-on-failure
+	$(CTEST) --test-dir build/address --parallel $(JOBS) --output-on-failure
+	$(CTEST) --test-dir build/thread --parallel $(JOBS) --output-on-failure
 
 ## make fuzz           the readers of checkpoint headers, guided by coverage; FUZZ_SECONDS=600 and so on
 fuzz: build $(VENV)/.installed
