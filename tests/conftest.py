@@ -103,11 +103,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     A run on the pretend device is for what names a provider or a GPU, or is marked. What asks for a GPU has
     no other run where there is none. A second run under DYNSWAP_PROVIDER=python is for what follows the
     environment: tests of the `provider` fixture name their provider, and have run over each of them in the
-    first; those of checkpoints, plans and records install nothing without it; the examples and the
-    guides are for the native provider, which streams on a CPU.
+    first; those of checkpoints, plans, records, the sources and the build install nothing without it; the
+    examples and the guides are for the native provider, which streams on a CPU; and where one provider can
+    be measured, the other can. With DYNSWAP_TEST_ALL=1 each run has all.
     """
+    every = os.environ.get("DYNSWAP_TEST_ALL") == "1"
     if PRETEND:
-        every = os.environ.get("DYNSWAP_TEST_ALL") == "1"
         # Compiles for minutes; the run on the CPU has it.
         items[:] = [item for item in items if every or item.path.name != "test_compile.py"]
         wanted = [item for item in items if _names_a_provider(item) or "device" in item.keywords]
@@ -115,16 +116,31 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return _keep(config, items, kept.__contains__)
     if not CUDA:
         _keep(config, items, lambda item: "gpu" not in getattr(item, "fixturenames", ()))
-    if dynswap_config.provider_from_environment() != "python":
+    if every or dynswap_config.provider_from_environment() != "python":
         return
     here = Path(__file__).parent
     names = (
         "checkpoint",
         "examples",
         "planning",
+        "test_benchmarks.py",
+        "test_build.py",
+        "test_citations.py",
         "test_compare.py",
         "test_docs_guides.py",
+        "test_docs_reference.py",
+        "test_docs_reference_pages.py",
+        "test_docs_site.py",
+        "test_figures.py",
+        "test_file_mappings.py",
         "test_gpu_suite.py",
+        "test_layers.py",
+        "test_logging.py",
+        "test_peers.py",
+        "test_provider.py",
+        "test_records.py",
+        "test_silent_writes_sampled.py",
+        "test_workflows.py",
     )
     apart = {here / name for name in names}
 
