@@ -136,8 +136,8 @@ PyObject* as_capsule(std::shared_ptr<Saved> saved) {
 /// Whether the tensor is a copy that backward can have made again. A statistic is not, as the forward may
 /// write it.
 bool can_be_fetched_again(const Session& serving, const Weight& weight, const HandedOut& record) {
-  if (weight.path == Weight::AccessPath::copied) return !record.watched();
-  return record.leased() && serving.streams(weight);
+  if (record.watched() && !weight.parameter) return false;
+  return weight.path == Weight::AccessPath::copied || (record.leased() && serving.streams(weight));
 }
 
 /// The reference to keep instead of a tensor, or null if the tensor is to be kept itself.

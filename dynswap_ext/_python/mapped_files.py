@@ -53,8 +53,8 @@ def mapped_file(master: torch.Tensor) -> MappedFile | None:
         if storage.resizable():
             return None  # memory of torch's allocator
         key, address = storage._cdata, storage.data_ptr()
-    except (RuntimeError, NotImplementedError):
-        return None  # it has no memory of its own
+    except (RuntimeError, NotImplementedError, ValueError):
+        return None  # it has no memory of its own, or none yet (lazy modules)
     known = _files.get(key)
     if known is not None and known[1] == address and not known[0].expired():  # type: ignore[no-untyped-call]
         return known[2]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping, Sequence
 from typing import Final
@@ -73,7 +74,8 @@ def units_of_names(modules: Mapping[str, Sequence[str]]) -> list[tuple[list[str]
 
 
 def _reads_at_once(module: nn.Module) -> bool:
-    forward = type(module).forward
+    # Without the class's descriptors: TorchScript's refuses to be asked without an instance.
+    forward = inspect.getattr_static(type(module), "forward", None)
     where = getattr(forward, "__module__", None)
     return (
         isinstance(where, str)

@@ -345,3 +345,20 @@ def test_a_master_is_swapped_after_the_model_was_cast(provider: Provider, budget
     master = model[0]._parameters["weight"]
     torch.utils.swap_tensors(master, nn.Parameter(torch.ones(8, 8)))
     assert model[0].weight.unique().tolist() == [1.0]
+
+
+def test_backward_after_a_statistic_that_somebody_holds(provider: Provider) -> None:
+    # What is held is handed out again, and its master is written back to when the forward is over.
+    model = nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.Conv2d(24, 8, 3, groups=2))
+    moved, _ = provider.pair(model.eval(), prefetch=0)
+    held = model[1].running_mean
+    model.train(), moved.train()
+    x = provider.randn(5, 3, 8, 8)
+    model(x).sum().backward()
+    moved(x).sum().backward()
+    assert held is not None
+    testing.assert_bit_equal(
+        [p.grad.to(provider.device, torch.float64) for p in model.parameters()],
+        [p.grad.float().double() for p in moved.parameters()],
+        "gradients",
+    )
