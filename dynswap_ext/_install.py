@@ -71,7 +71,7 @@ class Install:
         """Whether any module is served by this install."""
         return self.installed > 0 and self._served is not None and self._served.serving()
 
-    def begin_fitting(self, model: nn.Module, provider: _provider.Provider) -> None:
+    def start_auto_budget(self, model: nn.Module, provider: _provider.Provider) -> None:
         """`begin`; an automatic budget shrinks until there is memory for it."""
         try:
             self.begin(model, provider.attribute)
@@ -84,7 +84,7 @@ class Install:
             smaller = smaller_budget(budget) if isinstance(error, OutOfMemoryError) else None
             self.options = replace(self.options, budget=smaller)
             self.session = _new_session(provider, self.options)
-            self.begin_fitting(model, provider)
+            self.start_auto_budget(model, provider)
 
     def begin(self, model: nn.Module, attribute: type) -> None:
         """Swap the tree. On an error the tree is as it was."""
@@ -213,7 +213,7 @@ def _replan(session: Session) -> None:
     if model is None:
         return
     try:
-        session.plan_again(model)
+        session.replan(model)
         log_plan("planned again", session, type(model).__name__)
     except (BudgetError, OutOfMemoryError) as error:
         warn(f"the model's masters have changed and cannot be planned for again: {error}")

@@ -14,7 +14,7 @@ import torch
 
 from dynswap_ext._python import session as python_provider
 from dynswap_ext._swap import compile_support
-from dynswap_ext._swap.parameter_proxy import handed_out_anew, untracked_alias_made
+from dynswap_ext._swap.parameter_proxy import handed_out_again, untracked_alias_made
 from dynswap_ext._swap.protocol import Session
 from dynswap_ext._util.log import logger
 from dynswap_ext._util.warn import warn
@@ -255,7 +255,7 @@ def _extension() -> _Extension:
         )
     # First: asking a tensor for its storage, as pure Python has to, makes the storage shared for good.
     untracked_alias_made.insert(0, module.note_untracked_alias)
-    handed_out_anew.insert(0, lambda _: lambda master: module.fetch(master, True))
+    handed_out_again.insert(0, lambda _: lambda master: module.fetch(master, True))
     compile_support.fetch_master = module.fetch
     return _Extension(module, "", build)
 

@@ -185,10 +185,10 @@ class Tuner:
 
 
 def smaller_budget(budget: int) -> int | None:
-    """The next one to try, in bytes; None: the ring alone."""
+    """The next one to try, in bytes; None: only what `prefetch` needs."""
     smaller = int(_SHRINK * budget)
     return smaller if smaller > 1 << 20 else None
 
 
 def _amount(size: int | None) -> str:
-    return "no more than the ring" if size is None else format_bytes(size)
+    return "only what `prefetch` needs" if size is None else format_bytes(size)

@@ -127,7 +127,7 @@ def install_with(model: nn.Module, options: config.Options, naming: ClassNaming 
         before = [(other, other.everything()) for other in map(install_of, serving) if other is not None]
         replaced = _take_out(model, serving)
         try:
-            made.begin_fitting(model, provider)
+            made.start_auto_budget(model, provider)
             # A warning may be an error, after which the model is as it was.
             if made.session.sampled_bytes:
                 _warn_of_sampling()

@@ -66,4 +66,4 @@ def test_a_wrong_include_is_found(folder: str, text: str) -> None:
 
 
 def test_a_wrong_import_is_found() -> None:
-    assert wrong_imports('py::module_::import("dynswap_ext.install").attr("plan_again")')
+    assert wrong_imports('py::module_::import("dynswap_ext.install").attr("replan")')

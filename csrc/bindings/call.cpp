@@ -63,7 +63,7 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
     if (outermost) {
       const py::error_scope keep;
       try {
-        bring_home();
+        write_back_buffers();
       } catch (...) {
         if (result) throw;  // else the call's own error is told
       }

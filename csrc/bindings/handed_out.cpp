@@ -338,18 +338,18 @@ void HandedOut::watch_bytes() {
   }
 }
 
-bool HandedOut::send_home() {
+bool HandedOut::start_write_back() {
   if (!(watched() || untracked_ || written()) || !master_unchanged() || !wait_for_users()) return false;
   const PlainTorch guard;
   const at::Tensor device = view();
   sent_ = at::empty(device.sizes(), options_.device(at::kCPU).pinned_memory(true));
   sent_.copy_(device, /*non_blocking=*/true);
-  is_home_ = false;
+  arrived_ = false;
   return true;
 }
 
 at::Tensor HandedOut::on_host() {
-  if (!std::exchange(is_home_, false)) return view().cpu();
+  if (!std::exchange(arrived_, false)) return view().cpu();
   return std::move(sent_);
 }
 

@@ -73,7 +73,8 @@ class HandedOut : public OutsideTheHeap {
   bool master_unchanged() const;
 
   /// Its bytes tell whether it was written, not its version: F.batch_norm writes its running statistics and
-  /// bumps nothing. Counted: each watch() needs one unwatch(). See Note [Statistics come home together].
+  /// bumps nothing. Counted: each watch() needs one unwatch().
+  /// See Note [Statistics are written back together].
   void watch() noexcept { ++watchers_; }
   void unwatch() noexcept { --watchers_; }
   void unwatch_all() noexcept { watchers_ = 0; }
@@ -96,7 +97,7 @@ class HandedOut : public OutsideTheHeap {
   /// The latest write_back() met a capture.
   bool postponed() const noexcept { return postponed_; }
 
-  /// Takes to the master what was written in place. Does nothing if nothing was, or if the master has
+  /// Writes back what was written in place. Does nothing if nothing was, or if the master has
   /// been written itself since (masters are the truth). Returns the master's version after a write.
   /// Note [Written on any stream]: it reads what the streams have written that used the tensor, whatever
   /// stream is current where the tensor dies. During a capture of one of them it does nothing.
@@ -106,9 +107,9 @@ class HandedOut : public OutsideTheHeap {
   /// Queues the copy to the host that the next write_back() will take, on the device's current stream, so
   /// that many need one wait. False if there is nothing to take, as far as can be told without the bytes. Not
   /// on the CPU.
-  bool send_home();
+  bool start_write_back();
   /// That copy is over.
-  void note_home() noexcept { is_home_ = sent_.defined(); }
+  void note_arrived() noexcept { arrived_ = sent_.defined(); }
   c10::Device device() const noexcept { return options_.device(); }
 
  private:
@@ -145,8 +146,8 @@ class HandedOut : public OutsideTheHeap {
   std::uint64_t master_writes_ = 0;            ///< the watch's count when both were last equal
   std::atomic<int> watchers_{0};
   std::atomic<bool> untracked_{false};
-  at::Tensor sent_;  ///< the bytes on the host, if `is_home_`
-  bool is_home_ = false;
+  at::Tensor sent_;  ///< the bytes on the host, if `arrived_`
+  bool arrived_ = false;
   bool postponed_ = false;
   std::mutex mutex_;
   std::vector<c10::Stream> users_;  ///< LOCK: mutex_; that have used it. None on the CPU

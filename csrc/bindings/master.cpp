@@ -102,7 +102,7 @@ void write_master(const at::Tensor& master, const at::Tensor& copy, const std::s
 }
 
 Mappings mappings_of(const at::Tensor& master) {
-  const bool mapped = !has_own_bytes(master) || !Holds::may_hold(master.storage());
+  const bool mapped = !has_own_bytes(master) || !MasterMemory::can_hold(master.storage());
   return mapped ? Mappings::of_this_process() : Mappings();
 }
 
@@ -119,7 +119,7 @@ at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarTyp
 }
 
 SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
-                    const Mappings& mappings, PageCacheShare& page_cache, Holds& holds) {
+                    const Mappings& mappings, PageCacheShare& page_cache, MasterMemory& memory) {
   auto source = std::make_shared<Source>();
   source->name = name;
   source->stored = *scalar_of(master.scalar_type());
@@ -128,7 +128,7 @@ SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::
   source->wanted = *target;
   source->count = static_cast<std::uint64_t>(master.numel());
   source->address = static_cast<const std::byte*>(master.const_data_ptr());
-  source->owner = holds.hold(master.storage());
+  source->owner = memory.hold(master.storage());
   source->mapped = mappings.file_at(source->address) != nullptr;
   if (const auto range = mappings.find(source->address, source->stored_bytes())) {
     const auto file = open_once(*range);

@@ -9,7 +9,7 @@
 #include <string>
 #include <utility>
 
-#include "bindings/holds.h"
+#include "bindings/master_memory.h"
 #include "core/source.h"
 #include "io/elements.h"
 #include "io/mappings.h"
@@ -145,9 +145,9 @@ void write_master(const at::Tensor& master, const at::Tensor& copy, const std::s
 
 /// Where the bytes of a streamable master are: a range of the file that it is mapped from, else RAM.
 /// `wanted` is the dtype on the device (masters that do not float keep theirs). As far as `page_cache`
-/// goes, and taken from it, the file's bytes may stay in the page cache. The bytes are held through `holds`.
+/// goes, and taken from it, the file's bytes may stay in the page cache. The bytes are held through `memory`.
 SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
-                    const Mappings& mappings, PageCacheShare& page_cache, Holds& holds);
+                    const Mappings& mappings, PageCacheShare& page_cache, MasterMemory& memory);
 
 /// Where files are mapped, as far as `master` may lie in one: memory of torch's own allocator never does, and
 /// to ask the kernel takes a millisecond.

@@ -175,7 +175,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("root"), py::arg("swap_class"))
       .def("detach", &Session::detach, py::arg("root"))
       .def("adopt", &Session::adopt, py::arg("module"), py::arg("name"))
-      .def("plan_again", &Session::plan_again, py::arg("root"))
+      .def("replan", &Session::replan, py::arg("root"))
       .def_property_readonly("outdated", &Session::outdated)
       .def_property_readonly("modules", &Session::modules)
       .def_property_readonly("device", &Session::device)
@@ -217,7 +217,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("backend") = "cuda", py::arg("at_once") = std::set<std::uint64_t>(),
       "Runs the engine on a virtual clock. weights: (name, bytes, compute seconds, unit) in the order of "
       "use; "
-      "budget in bytes (0: only the ring); bandwidth in bytes a second; latency in seconds a copy; "
+      "budget in bytes (0: only what prefetch needs); bandwidth in bytes a second; latency in seconds a "
+      "copy; "
       "placement: residents spread evenly (\"even\"), or by what they save (\"timed\"); places: for each "
       "weight that is mapped from a file (path, offset, whether it is cast), else None; backend: \"host\" or "
       "\"cuda\", as which memory is laid out; at_once: the units that a call needs as a whole.");

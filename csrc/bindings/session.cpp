@@ -104,7 +104,7 @@ void Session::close() {
     const py::gil_scoped_release release;
     plan->engine->close();
   }
-  table->let_go_of_bytes();
+  table->drop_bytes();
 }
 
 void Session::close_all() {
@@ -152,7 +152,7 @@ PyObject* Session::cached_tensor(const Weight& weight, PyObject* master, bool in
     const bool same = weight.state.same_place(impl) && weight.state.same_layout(impl);
     return same ? Py_NewRef(master) : nullptr;
   }
-  if (weight.dressed || recording_) return nullptr;
+  if (weight.has_subclass || recording_) return nullptr;
   if (abandoned_ && !in_child_) return nullptr;
   PyObject* const cached = inside ? weight.cached : weight.cached_outside;
   if (cached == nullptr) return nullptr;
@@ -207,7 +207,7 @@ void Session::begin_in_child() {
   DeferredRelease dropped;
   for (const auto& weight : table_->weights()) {
     weight->plan = nullptr;
-    weight->let_go(dropped);
+    weight->drop_tensors(dropped);
   }
 }
 
@@ -222,7 +222,8 @@ PyObject* Session::access(Weight& weight, PyObject* master, bool training, bool 
     if (PyObject* const unchanged = cached_tensor(weight, master, inside)) return unchanged;
   }
   PyObject* handed_out = plain_access(weight, master, training);
-  if (weight.dressed && handed_out != master) handed_out = with_class_of_master(weight, master, handed_out);
+  if (weight.has_subclass && handed_out != master)
+    handed_out = with_class_of_master(weight, master, handed_out);
   return inside ? handed_out : seen_from_outside(weight, master, handed_out);
 }
 
@@ -294,7 +295,7 @@ at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, b
 
 void Session::watch(const at::Tensor& tensor) {
   if (inside_call()) {
-    bring_home_with_the_call(tensor);
+    write_back_after_call(tensor);
   } else {
     HandedOut::of(*tensor.unsafeGetTensorImpl())->watch();
   }
@@ -358,7 +359,7 @@ void Session::remember(Weight& weight, const at::Tensor& handed_out) {
   weight.remember(handed_out);
   constexpr std::size_t kMany = 4;
   if (recent_.size() >= kMany)
-    std::erase_if(recent_, [](const std::shared_ptr<Weight>& other) { return other->let_go_if_dead(); });
+    std::erase_if(recent_, [](const std::shared_ptr<Weight>& other) { return other->drop_if_dead(); });
   // A graph, or residents, may keep as many alive: those are not looked at again.
   if (recent_.size() >= kMany) recent_.clear();
   recent_.push_back(weight.shared_from_this());
@@ -370,7 +371,8 @@ at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::t
   weight.follow_version();
   // Another master may have taken its place since.
   if (served && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
-    if (DeferredRelease dropped; !weight.resident() && weight.silently_written()) refetch(weight, dropped);
+    if (DeferredRelease dropped; !weight.resident() && weight.silently_written())
+      drop_outdated_copy(weight, dropped);
   }
   if (served && weight.plan && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
     refuse_capture(device_, weight.name, weight.resident());

@@ -48,13 +48,13 @@ class Session : public std::enable_shared_from_this<Session> {
   void adopt(const py::object& module, const py::object& name);
 
   /// Whether the engine's plan lacks masters that have come, or have changed their type or size. They are
-  /// converted at each access until plan_again().
+  /// converted at each access until replan().
   bool outdated() const noexcept { return outdated_; }
   void check(const py::object& module);
   /// Makes a new plan for the modules of `root` that this session serves, while other threads go on (Note [A
   /// plan takes another's place]). The old plan's memory is freed before the new one's is allocated.
   /// BudgetError: the old plan stays. OutOfMemory: each access copies until there is room.
-  void plan_again(const py::object& root);
+  void replan(const py::object& root);
 
   /// The session and the weight of a master, if it is one. `moved`: it may have other memory by now.
   static std::pair<std::shared_ptr<Session>, Weight*> serving(const at::Tensor& master, bool moved = false);
@@ -87,7 +87,7 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Whether some weight is copied again for a backward pass.
   bool fetches_any_again() const noexcept { return streams_any_ || table_->copies_any(); }
 
-  /// Takes what was written on handed-out tensors to their masters.
+  /// Writes back what was written on handed-out tensors.
   void flush();
   void flush_module(const py::object& module);  ///< of this module's masters alone
   /// flush_module(), and keeps nothing by which its masters could not be swapped
@@ -128,7 +128,7 @@ class Session : public std::enable_shared_from_this<Session> {
 
   /// Makes a new plan for this budget, with the residents that save the most time in the passes that were
   /// recorded (evenly spread ones, if none were), and returns the measurements. If it fails, the state is
-  /// that after a failed plan_again().
+  /// that after a failed replan().
   py::dict retune(const py::object& root, std::optional<std::size_t> budget);
 
   /// Whether the calling thread is capturing a CUDA graph. Then nothing is planned: graphs know addresses.
@@ -158,7 +158,7 @@ class Session : public std::enable_shared_from_this<Session> {
   struct Draft;
   struct Budget {
     std::optional<std::size_t> bytes;
-    std::optional<GivenPlan> given;  ///< to use if the masters are those of `measured`
+    std::optional<PriorPlan> prior;  ///< to use if the masters are those of `measured`
     std::shared_ptr<const Plan> measured;
   };
   std::shared_ptr<Engine> new_engine(const Budget& budget);
@@ -173,15 +173,15 @@ class Session : public std::enable_shared_from_this<Session> {
   bool settle(Weight& weight, PyObject* master);
   void note_unplanned(Weight& weight);
   void master_changed(Weight& weight, PyObject* master, DeferredRelease& dropped);
-  void refetch(Weight& weight, DeferredRelease& dropped);
-  void refetch_if_written(Weight& weight, DeferredRelease& dropped);
+  void drop_outdated_copy(Weight& weight, DeferredRelease& dropped);
+  void drop_copy_if_written(Weight& weight, DeferredRelease& dropped);
   void pin(WeightTable& table, const std::vector<Weight*>& weights);  ///< releases the GIL for a while
   void pin_replaced();
   bool travels_alone(const Weight& weight) const;
   void update_copy(Weight& weight, bool alone);
   void update_source(const Weight& weight, SourcePtr source, bool alone);
   void forget_group(Weight& weight, DeferredRelease& dropped);
-  void let_companions_go(const Weight& weight, DeferredRelease& dropped);
+  void drop_companions(const Weight& weight, DeferredRelease& dropped);
   void remember(Weight& weight, const at::Tensor& handed_out);
   void write_back(Weight& weight, DeferredRelease& dropped);
   void write_back_overlapping(const Weight& weight, DeferredRelease& dropped);

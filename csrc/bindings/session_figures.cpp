@@ -163,7 +163,7 @@ void Session::call_failed(const py::object& self, const py::error_already_set& e
 py::dict Session::retune(const py::object& root, std::optional<std::size_t> budget) {
   sim::Observed seen;
   const std::shared_ptr<const Plan> measured = plan_;
-  GivenPlan plan = measured->engine->given_plan();
+  PriorPlan plan = measured->engine->plan_for_reuse();
   std::optional<sim::Placement> placed;
   double before = 0;
   {

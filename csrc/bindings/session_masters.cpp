@@ -26,7 +26,7 @@ bool Session::settle(Weight& weight, PyObject* master_object) {
     }
     if (look_is_due(weight)) {
       look_for_silent_write(weight, dropped);
-      if (weight.cached != nullptr && may_refer_back(master_object)) weight.let_go(dropped);
+      if (weight.cached != nullptr && may_refer_back(master_object)) weight.drop_tensors(dropped);
     }
     if (dropped.empty()) return true;
   }
@@ -37,7 +37,7 @@ bool Session::settle(Weight& weight, PyObject* master_object) {
 /// moves the whole model. Nor does the session keep its bytes.
 void Session::note_unplanned(Weight& weight) {
   if (planning_ || abandoned_) return;  // it may be in the plan that is being made; a child makes none
-  weight.let_go_of_bytes();
+  weight.drop_bytes();
   if (weight.unplanned_since == 0) weight.unplanned_since = calls_;
   if (!inside_call_of(*this) || calls_ - weight.unplanned_since >= 2) outdated_ = true;
 }
@@ -50,7 +50,7 @@ void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRe
     const bool written = std::exchange(weight.state, now).version != now.version;
     weight.note_version();
     if (weight.path == Weight::AccessPath::as_is) return;
-    written ? refetch(weight, dropped) : forget_group(weight, dropped);
+    written ? drop_outdated_copy(weight, dropped) : forget_group(weight, dropped);
     return;
   }
   const std::shared_ptr<WeightTable> table = table_;
@@ -58,7 +58,7 @@ void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRe
   table->replace_master(weight, master_object);
   const bool streamed = weight.path == Weight::AccessPath::streamed;
   if (old && weight.path != Weight::AccessPath::copied && weight.source->same_shape(*old)) {
-    refetch(weight, dropped);
+    drop_outdated_copy(weight, dropped);
     if (streamed) to_pin_.push_back(weight.shared_from_this());
   } else {
     const bool alone = old && travels_alone(weight);
@@ -73,17 +73,17 @@ void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRe
 
 void Session::forget_group(Weight& weight, DeferredRelease& dropped) {
   // They share one copy. Did the session go on keeping one of them, there would be no room for the next.
-  if (weight.plan) let_companions_go(weight, dropped);
+  if (weight.plan) drop_companions(weight, dropped);
   weight.forget(dropped);
 }
 
-void Session::let_companions_go(const Weight& weight, DeferredRelease& dropped) {
+void Session::drop_companions(const Weight& weight, DeferredRelease& dropped) {
   for (const WeightId id : weight.plan->engine->companions(weight.id)) {
     Weight& other = *weight.plan->weights[id];
     if (&other == &weight || other.plan != weight.plan) continue;
     // Its writes would go where nobody looks (Note [Writes without a trace]).
     if (other.still_handed_out()) {
-      other.let_go(dropped);
+      other.drop_tensors(dropped);
     } else {
       other.forget(dropped);
     }
@@ -91,14 +91,14 @@ void Session::let_companions_go(const Weight& weight, DeferredRelease& dropped) 
 }
 
 /// Its group shares one copy: found out when nobody uses it yet, all of the group travels at once.
-void Session::refetch_if_written(Weight& weight, DeferredRelease& dropped) {
+void Session::drop_copy_if_written(Weight& weight, DeferredRelease& dropped) {
   weight.follow_version();
   const bool written = weight.version.enabled() && weight.version.current_version() != weight.state.version;
   if (written && weight.path == Weight::AccessPath::streamed && weight.plan && !closed_)
-    refetch(weight, dropped);
+    drop_outdated_copy(weight, dropped);
 }
 
-void Session::refetch(Weight& weight, DeferredRelease& dropped) {
+void Session::drop_outdated_copy(Weight& weight, DeferredRelease& dropped) {
   const bool alone = weight.plan && travels_alone(weight);
   alone ? weight.forget(dropped) : forget_group(weight, dropped);
   weight.note_master();
@@ -168,7 +168,7 @@ void Session::call_begins() {
           HandedOut::of(*THPVariable_Unpack(weight->cached).unsafeGetTensorImpl());
       if (record != nullptr && record->may_be_written()) write_back(*weight, dropped);
     }
-    refetch_if_written(*weight, dropped);
+    drop_copy_if_written(*weight, dropped);
   }
 }
 
@@ -183,7 +183,7 @@ bool Session::look_is_due(const Weight& weight) const {
 /// then.
 void Session::write_back_overlapping(const Weight& weight, DeferredRelease& dropped) {
   for (const std::shared_ptr<Weight>& other : weight.sharing->overlapping()) {
-    bring_home(*other);
+    write_back_kept(*other);
     const auto alive = other->latest_storage.lock();
     HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
     if (record == nullptr) continue;
@@ -202,7 +202,7 @@ void Session::look_for_silent_write(Weight& weight, DeferredRelease& dropped) {
     residents_read_.push_back(weight.shared_from_this());
   }
   if (weight.cached != nullptr) write_back(weight, dropped);
-  if (weight.silently_written()) refetch(weight, dropped);
+  if (weight.silently_written()) drop_outdated_copy(weight, dropped);
 }
 
 void Session::write_back(Weight& weight) {
@@ -211,7 +211,7 @@ void Session::write_back(Weight& weight) {
 }
 
 void Session::write_back(Weight& weight, DeferredRelease& dropped) {
-  bring_home(weight);
+  write_back_kept(weight);
   const auto alive = weight.latest_storage.lock();
   HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
   if (record == nullptr || !PROTECTED(living_written_back)) return;
@@ -230,8 +230,8 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
   if (!weight.plan || record->leased_from(*weight.plan->engine)) return;
   // The engine's copy is another one.
   const bool alone = travels_alone(weight);
-  if (!alone) let_companions_go(weight, dropped);
-  weight.let_go(dropped);
+  if (!alone) drop_companions(weight, dropped);
+  weight.drop_tensors(dropped);
   update_copy(weight, alone);
 }
 
@@ -245,7 +245,7 @@ void Session::note_writes(const std::vector<at::Tensor>& masters) {
   DeferredRelease dropped;
   table_->for_weights(masters, [&](Weight& weight) {
     if (weight.watch) weight.watch->note_write();
-    refetch_if_written(weight, dropped);
+    drop_copy_if_written(weight, dropped);
   });
 }
 
@@ -264,7 +264,7 @@ Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* n
   if (weight.cached != nullptr) {
     // It may be all that keeps the master alive. Releasing it may run any code, so look again.
     DeferredRelease dropped;
-    weight.let_go(dropped);
+    weight.drop_tensors(dropped);
     dropped.drop();
     return weight_now(weight, master_object, name);
   }

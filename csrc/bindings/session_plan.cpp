@@ -55,7 +55,7 @@ std::shared_ptr<Engine> Session::new_engine(const Budget& budget) {
   engine.budget = budget.bytes.value_or(0);
   engine.prefetch = options_.prefetch;
   engine.strict_budget = options_.strict_budget;
-  engine.given = budget.given;
+  engine.prior = budget.prior;
   return std::make_shared<Engine>(std::move(backend), engine, warn);
 }
 
@@ -95,7 +95,7 @@ void Session::plan_first(Streamed streamed) {
   carry_out(draft);
 }
 
-void Session::plan_again(const py::object& root) { replace_plan(root, {options_.budget, {}, {}}); }
+void Session::replan(const py::object& root) { replace_plan(root, {options_.budget, {}, {}}); }
 
 void Session::replace_plan(const py::object& root, const Budget& budget) {
   const std::shared_ptr<Session> self = shared_from_this();
@@ -146,7 +146,7 @@ void Session::draft_plan(Draft& draft, const Budget& budget) {
   pin(*draft.table, weights);
   if (closed_) return;
   Budget known = budget;
-  if (known.given && !applies_to(*known.measured, draft.streamed)) known.given.reset();
+  if (known.prior && !applies_to(*known.measured, draft.streamed)) known.prior.reset();
   if (!draft.plan->engine) draft.plan->engine = new_engine(known);
   for (const auto& [weight, unit] : draft.streamed) {
     weight->id = draft.plan->engine->add_weight(weight->source, unit.number, unit.at_once);
@@ -190,7 +190,7 @@ void Session::carry_out(const Draft& draft) {
       const py::gil_scoped_release release;
       old->engine->close();
     }
-    draft.before->let_go_of_bytes();
+    draft.before->drop_bytes();
   }
   try {
     const py::gil_scoped_release release;

@@ -69,9 +69,9 @@ struct Weight : std::enable_shared_from_this<Weight> {
   std::string name;
   bool parameter = true;
   AccessPath path = AccessPath::converted;
-  bool exact = false;  ///< an inner tensor: never cast
-  bool dressed =
-      false;  ///< streamed: what is handed out gets the master's class (dynswap_ext/_swap/subclasses.py)
+  bool never_cast = false;  ///< an inner tensor
+  /// Streamed: what is handed out gets the master's class (dynswap_ext/_swap/subclasses.py).
+  bool has_subclass = false;
   /// Wrapped: the inner tensors, by their names.
   std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts;
   /// The one that `id` belongs to; null: it is moved at each access. The two keep each other, until the
@@ -112,7 +112,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
   bool resident() const { return plan && plan->engine->resident(id); }
 
   /// Lets go of the master's bytes: the memory is its owner's again.
-  void let_go_of_bytes() {
+  void drop_bytes() {
     if (source && source->has_bytes) source = without_bytes(*source);
   }
 
@@ -172,7 +172,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
 
   /// A weak pointer keeps the memory of what it pointed to. What is dead is let go soon. Returns false if it
   /// is not dead.
-  bool let_go_if_dead() {
+  bool drop_if_dead() {
     if (!latest_storage.expired()) return false;
     latest.reset();
     latest_storage.reset();
@@ -183,11 +183,11 @@ struct Weight : std::enable_shared_from_this<Weight> {
   void forget(DeferredRelease& dropped) {
     latest.reset();
     latest_storage.reset();
-    let_go(dropped);
+    drop_tensors(dropped);
   }
 
   /// The session keeps nothing of it; what somebody else still has is handed out again.
-  void let_go(DeferredRelease& dropped) {
+  void drop_tensors(DeferredRelease& dropped) {
     ++generation;
     for (PyObject** const kept : {&cached_outside, &cached}) {
       if (*kept == nullptr) continue;

@@ -20,7 +20,7 @@ Weight* WeightTable::find(const c10::TensorImpl* master) const noexcept {
 struct WeightTable::Kind {
   Weight::AccessPath path = Weight::AccessPath::converted;
   at::ScalarType wanted = at::kFloat;
-  bool dressed = false;
+  bool has_subclass = false;
   std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts{};
   SourcePtr source{};  ///< if it streams
 };
@@ -28,7 +28,7 @@ struct WeightTable::Kind {
 WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_object,
                                        const Mappings& mappings) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
-  Kind kind{.wanted = weight.exact ? master.scalar_type() : wanted_type(master, settings_.dtype)};
+  Kind kind{.wanted = weight.never_cast ? master.scalar_type() : wanted_type(master, settings_.dtype)};
   const bool plain = THPVariable_CheckExact(master_object);
   const bool lazy = !plain && PyObject_HasAttrString(master_object, "materialize") == 1;
   // There is nothing to move yet, or not any more (offloading gives a module masters without data between its
@@ -47,7 +47,7 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
         const auto name = py::reinterpret_borrow<py::object>(inner);
         const py::object tensor = py::handle(master_object).attr(name);
         Weight& part = weight_of(tensor.ptr(), weight.name + "." + py::cast<std::string>(name),
-                                 /*parameter=*/false, mappings, /*exact=*/true);
+                                 /*parameter=*/false, mappings, /*never_cast=*/true);
         kind.parts.emplace_back(name, part.shared_from_this());
       }
       return kind;
@@ -56,10 +56,10 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
   }
   if (streams && streamable(master) && can_move(master.scalar_type(), kind.wanted) &&
       (!in_place || mappings.find(master.const_data_ptr(), master.nbytes()))) {
-    const auto source = source_of(master, kind.wanted, weight.name, mappings, page_cache_, *holds_);
+    const auto source = source_of(master, kind.wanted, weight.name, mappings, page_cache_, *memory_);
     if (!in_place || source->file) {
       kind.path = Weight::AccessPath::streamed;
-      kind.dressed = !plain;
+      kind.has_subclass = !plain;
       kind.source = source;
       return kind;
     }
@@ -68,7 +68,7 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
     kind.path = Weight::AccessPath::as_is;
   } else if (streams && copyable(master) && scalar_of(kind.wanted)) {
     kind.path = Weight::AccessPath::copied;
-    kind.dressed = !plain;
+    kind.has_subclass = !plain;
   }
   return kind;
 }
@@ -91,12 +91,12 @@ void WeightTable::classify(Weight& weight, PyObject* master_object, const Mappin
   weight.path = kind.path;
   copies_any_ = copies_any_ || kind.path == Weight::AccessPath::copied;
   weight.wanted = kind.wanted;
-  weight.dressed = kind.dressed;
+  weight.has_subclass = kind.has_subclass;
   for (const auto& [name, part] : weight.parts) --part->holders;
   for (const auto& [name, part] : kind.parts) ++part->holders;
   weight.parts.swap(kind.parts);
   if (kind.source == nullptr) {
-    weight.let_go_of_bytes();
+    weight.drop_bytes();
     weight.watch_master(kind.path == Weight::AccessPath::copied
                             ? watch_of(THPVariable_Unpack(master_object), weight.mapped)
                             : nullptr);
@@ -114,7 +114,7 @@ void WeightTable::replace_master(Weight& weight, PyObject* master_object) {
 }
 
 Weight& WeightTable::weight_of(PyObject* master, const std::string& name, bool parameter,
-                               const Mappings& mappings, bool exact) {
+                               const Mappings& mappings, bool never_cast) {
   const c10::TensorImpl& impl = *THPVariable_Unpack(master).unsafeGetTensorImpl();
   const auto known = by_master_.find(&impl);
   if (known != by_master_.end() && known->second->state.is_of(impl)) return *known->second;
@@ -122,7 +122,7 @@ Weight& WeightTable::weight_of(PyObject* master, const std::string& name, bool p
   by_master_[&impl] = &weight;  // before the inner tensors' entries, which may move it
   weight.name = name;
   weight.parameter = parameter;
-  weight.exact = exact;
+  weight.never_cast = never_cast;
   classify(weight, master, mappings);
   return weight;
 }
@@ -160,11 +160,11 @@ void WeightTable::find_weights(PyObject* module_dict, const std::string& prefix,
 
 std::string WeightTable::pin(const std::vector<Weight*>& weights) {
   if (settings_.device.is_cpu() || !settings_.pin) return {};
-  const std::shared_ptr<Holds> holds = holds_;
+  const std::shared_ptr<MasterMemory> memory = memory_;
   std::vector<SourcePtr> before;
   for (const Weight* weight : weights) before.push_back(weight->source);
   std::vector<SourcePtr> sources = before;
-  const std::string slower = holds->pin(settings_.device, sources);
+  const std::string slower = memory->pin(settings_.device, sources);
   for (std::size_t i = 0; i < weights.size(); ++i) {
     // Other threads could run: the master may be another by now.
     if (weights[i]->source != before[i]) continue;
@@ -193,12 +193,12 @@ std::size_t WeightTable::sampled_bytes() const {
   return bytes;
 }
 
-void WeightTable::let_go_of_bytes() {
+void WeightTable::drop_bytes() {
   for (const auto& weight : weights_) {
-    weight->let_go_of_bytes();
+    weight->drop_bytes();
     weight->watch = nullptr;  // what was handed out has its own share, and the master's memory too
   }
-  holds_->end();
+  memory_->end();
 }
 
 }  // namespace dynswap

@@ -11,8 +11,8 @@
 #include <utility>
 #include <vector>
 
-#include "bindings/holds.h"
 #include "bindings/hooks.h"
+#include "bindings/master_memory.h"
 #include "bindings/weight.h"
 
 namespace dynswap {
@@ -44,9 +44,9 @@ class WeightTable {
   const std::vector<std::shared_ptr<Weight>>& weights() const noexcept { return weights_; }
   /// The weight of a master, or null. It is compared by its address, which may be that of one that has died.
   Weight* find(const c10::TensorImpl* master) const noexcept;
-  /// The same; a new one if there is none. `exact`: it is never cast.
+  /// The same; a new one if there is none.
   Weight& weight_of(PyObject* master, const std::string& name, bool parameter, const Mappings& mappings,
-                    bool exact = false);
+                    bool never_cast = false);
   /// The weights of a module's masters, bound to its entries; those that stream are added to `streamed`.
   void find_weights(PyObject* module_dict, const std::string& prefix, Unit unit, const Mappings& mappings,
                     std::vector<Entry>& entries, Streamed& streamed);
@@ -66,9 +66,9 @@ class WeightTable {
   /// Bytes of masters that are sampled: a small write to them that bumps no version may go unseen.
   std::size_t sampled_bytes() const;
   /// The memory is the masters' own again. Only once no copy reads it any more.
-  void let_go_of_bytes();
+  void drop_bytes();
   /// In a forked child: forgets what is held.
-  void abandon() noexcept { holds_->abandon(); }
+  void abandon() noexcept { memory_->abandon(); }
 
  private:
   struct Kind;
@@ -82,8 +82,8 @@ class WeightTable {
   std::unordered_map<const c10::TensorImpl*, Weight*> by_master_;
   bool copies_any_ = false;
   std::size_t sweep_at_ = 0;  ///< weights, among which there may be unused ones
-  std::shared_ptr<Holds> holds_ = std::make_shared<Holds>();  ///< never null
-  PageCacheShare page_cache_;                                 ///< the share that later weights may still use
+  std::shared_ptr<MasterMemory> memory_ = std::make_shared<MasterMemory>();  ///< never null
+  PageCacheShare page_cache_;  ///< the share that later weights may still use
 };
 
 }  // namespace dynswap

@@ -56,8 +56,8 @@ void wait_for_all(const std::vector<HandedOut*>& sent) {
   }
 }
 
-/// Of what there is now.
-void bring_home_all() {
+/// Writes back the records that there are now; a further one may come meanwhile.
+void write_back_present() {
   Buffers now = std::exchange(buffers(), {});
   std::vector<c10::intrusive_ptr<c10::StorageImpl>> alive;
   std::vector<HandedOut*> records;
@@ -72,17 +72,17 @@ void bring_home_all() {
   for (const auto& [weight, record] : now.kept) to_send.push_back(record.get());
   std::vector<HandedOut*> sent;
   for (HandedOut* const record : to_send) {
-    if (!record->on_cpu() && record->send_home()) sent.push_back(record);
+    if (!record->on_cpu() && record->start_write_back()) sent.push_back(record);
   }
   wait_for_all(sent);
-  for (HandedOut* const record : sent) record->note_home();
+  for (HandedOut* const record : sent) record->note_arrived();
   now.kept.clear();  // destroyed, they write back
   for (std::size_t i = 0; i < alive.size(); ++i) write_back(alive[i], *records[i]);
 }
 
 }  // namespace
 
-void bring_home_with_the_call(const at::Tensor& handed_out) {
+void write_back_after_call(const at::Tensor& handed_out) {
   c10::StorageImpl& storage = *handed_out.storage().unsafeGetStorageImpl();
   if (buffers().handed_out.try_emplace(&storage, handed_out.storage().getWeakStorageImpl()).second)
     HandedOut::of(storage)->watch();
@@ -105,11 +105,11 @@ std::unique_ptr<HandedOut> taken_back(const Weight& weight) {
   return std::move(found.mapped());
 }
 
-void bring_home(const Weight& weight) { buffers().kept.erase(&weight); }
+void write_back_kept(const Weight& weight) { buffers().kept.erase(&weight); }
 
-void bring_home() {
+void write_back_buffers() {
   // One that is watched for good may die here, and is kept.
-  while (!buffers().handed_out.empty() || !buffers().kept.empty()) bring_home_all();
+  while (!buffers().handed_out.empty() || !buffers().kept.empty()) write_back_present();
 }
 
 }  // namespace dynswap

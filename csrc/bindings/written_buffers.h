@@ -10,7 +10,7 @@ namespace dynswap {
 class HandedOut;
 struct Weight;
 
-/// Note [Statistics come home together]
+/// Note [Statistics are written back together]
 /// Batch norm writes its running statistics and bumps no version, so the bytes of what a training module was
 /// handed have to be looked at. On an accelerator each look would be a wait, and there are three buffers a
 /// layer. So their records stay until the outermost call of an installed module ends on this thread; then all
@@ -21,8 +21,8 @@ struct Weight;
 ///
 /// LOCK: each thread has its own.
 
-/// Watches a tensor that is handed out inside a call, until the call ends.
-void bring_home_with_the_call(const at::Tensor& handed_out);
+/// Watches a tensor that is handed out inside a call; write_back_buffers() looks at it when the call ends.
+void write_back_after_call(const at::Tensor& handed_out);
 
 /// The storage of a handed-out tensor has died. Takes the record if it is watched, inside a call, and not on
 /// the CPU, where a look is no wait.
@@ -31,10 +31,10 @@ void keep_until_the_call_ends(std::unique_ptr<HandedOut>& record) noexcept;
 /// The weight's record that was kept so, if there is one.
 std::unique_ptr<HandedOut> taken_back(const Weight& weight);
 
-/// Takes to its master what was written on the record that was kept.
-void bring_home(const Weight& weight);
+/// Writes back what was written on the record that was kept.
+void write_back_kept(const Weight& weight);
 
-/// The same for all, also those whose tensors are alive: the call is over. With the GIL.
-void bring_home();
+/// Writes back all records, also those whose tensors are alive: the call is over. With the GIL.
+void write_back_buffers();
 
 }  // namespace dynswap

@@ -110,7 +110,7 @@ class Backend {
   /// To be called before memory from allocate() is let go whose users may not be done: whoever is given it
   /// next comes after `after`, and nobody waits here. False if that cannot be had: then it has to be kept
   /// until they are done.
-  virtual bool let_go_after(const Memory&, const std::vector<EventPtr>& /*after*/) noexcept { return false; }
+  virtual bool release_after(const Memory&, const std::vector<EventPtr>& /*after*/) noexcept { return false; }
 
   /// Enqueues a copy and returns the event of its end. Does not block on the copy. The pieces' sources
   /// are kept alive until the copy is over. Copies are not ordered among themselves except by `after`.

@@ -29,7 +29,8 @@ namespace dynswap {
 using WeightId = std::uint32_t;
 using GroupId = std::uint32_t;
 
-struct GivenPlan {
+/// Groups and residents that were chosen earlier for the same weights.
+struct PriorPlan {
   std::vector<GroupId> group_of;  ///< each weight's group, numbered in the order of add_weight()
   std::vector<bool> resident;     ///< each group
 };
@@ -40,8 +41,8 @@ struct EngineOptions {
   bool strict_budget = false;           ///< raise BudgetError instead of allocating outside the arena
   std::size_t group_bytes = 4u << 20;   ///< small weights travel together until a group has this many bytes
   std::size_t split_bytes = 64u << 20;  ///< a module with more than this is cut between its weights
-  /// A plan that somebody has made for just these weights: instead of forming groups and choosing residents.
-  std::optional<GivenPlan> given;
+  /// A plan for just these weights, to use instead of forming groups and choosing residents.
+  std::optional<PriorPlan> prior;
 };
 
 /// What an access has to do with the order of accesses.
@@ -145,8 +146,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// In the order of the weights. Where only the device knows when it worked, waits and copies are those of
   /// the latest recording.
   std::vector<GroupReport> groups() const;
-  /// The plan as it could be given to another engine for the same weights.
-  GivenPlan given_plan() const;
+  /// The plan, for another engine of the same weights.
+  PriorPlan plan_for_reuse() const;
 
   /// Begins a recording (and drops the one before), or ends it.
   void record(bool on);
@@ -227,7 +228,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::size_t end_of_unit(WeightId first) const noexcept;
   std::size_t unit_bytes(WeightId first) const noexcept;
   std::vector<std::size_t> form_groups(const Grouping& grouping);  ///< returns their sizes
-  std::vector<std::size_t> take_groups(const GivenPlan& given);    ///< returns their sizes
+  std::vector<std::size_t> take_groups(const PriorPlan& prior);    ///< returns their sizes
   std::vector<std::size_t> lay_out_groups();
   std::vector<WeightId> in_file_order(std::vector<WeightId> ids) const;
   std::size_t lay_out(Group& group);
@@ -248,14 +249,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void note_peak() noexcept;
   std::size_t held_bytes() const noexcept;
 
-  // engine_issue.cpp: without the lock, but for let_go() and renew_outdated()
+  // engine_issue.cpp: without the lock, but for drop_lease() and renew_outdated()
   void issue(std::vector<Planned>& planned);
   CopyRequest request(const Planned& planned) const;
   void order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream consumer, bool prefetched);
   void use_on(const std::shared_ptr<DeviceCopy>& copy, Stream consumer);
   std::optional<Planned> renew_outdated(WeightId id, std::unique_lock<std::mutex>& lock);
   void release(const std::shared_ptr<DeviceCopy>& copy, std::size_t part) noexcept;
-  void let_go(const std::shared_ptr<DeviceCopy>& copy, std::size_t part);
+  void drop_lease(const std::shared_ptr<DeviceCopy>& copy, std::size_t part);
   bool record_readers(const std::shared_ptr<DeviceCopy>& copy, std::size_t part,
                       const std::vector<Stream>& streams) noexcept;
   void release_postponed() noexcept;

@@ -206,7 +206,7 @@ std::optional<Engine::Planned> Engine::renew_outdated(WeightId id, std::unique_l
   return std::nullopt;
 }
 
-void Engine::let_go(const std::shared_ptr<DeviceCopy>& copy, std::size_t part) {
+void Engine::drop_lease(const std::shared_ptr<DeviceCopy>& copy, std::size_t part) {
   --copy->leases;
   --copy->parts[part].leases;
   --stats_.live_leases;
@@ -230,13 +230,13 @@ void Engine::release(const std::shared_ptr<DeviceCopy>& copy, std::size_t part) 
     {
       const std::lock_guard lock(mutex_);
       if (copy->leases > 1 || copy->readers.empty()) {
-        let_go(copy, part);
+        drop_lease(copy, part);
         held = false;
         to_free = !retired_.empty();
       } else {
         streams = std::exchange(copy->readers, {});
         if (!PROTECTED(release_before_reuse)) {
-          let_go(copy, part);
+          drop_lease(copy, part);
           held = false;
         }
       }
@@ -303,7 +303,7 @@ void Engine::free_retired() noexcept {
   const auto still_used = std::stable_partition(retired.begin(), retired.end(), [this](const Retired& item) {
     const auto done = [](const EventPtr& event) { return !event || event->done(); };
     if (std::all_of(item.after.begin(), item.after.end(), done)) return true;
-    return item.at_once && backend_->let_go_after(item.memory, item.after);
+    return item.at_once && backend_->release_after(item.memory, item.after);
   });
   std::size_t freed_bytes = 0;
   for (auto item = retired.begin(); item != still_used; ++item) freed_bytes += item->overflow_bytes;

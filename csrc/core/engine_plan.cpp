@@ -114,16 +114,16 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
   return lay_out_groups();
 }
 
-std::vector<std::size_t> Engine::take_groups(const GivenPlan& given) {
-  DYNSWAP_CHECK(given.group_of.size() == weights_.size(), "the plan was made for other weights");
+std::vector<std::size_t> Engine::take_groups(const PriorPlan& prior) {
+  DYNSWAP_CHECK(prior.group_of.size() == weights_.size(), "the plan was made for other weights");
   groups_.clear();
   for (WeightId weight = 0; weight < weights_.size(); ++weight) {
-    const GroupId id = given.group_of[weight];
+    const GroupId id = prior.group_of[weight];
     DYNSWAP_CHECK(id <= groups_.size(), "groups are numbered in order");
     if (id == groups_.size()) groups_.emplace_back();
     groups_[id].weights.push_back(weight);
   }
-  DYNSWAP_CHECK(given.resident.size() == groups_.size(), "the plan was made for other groups");
+  DYNSWAP_CHECK(prior.resident.size() == groups_.size(), "the plan was made for other groups");
   return lay_out_groups();
 }
 
@@ -172,9 +172,9 @@ void Engine::arrange() {
   DYNSWAP_CHECK(!arranged_, "arrange() is called once, and before plan()");
   arranged_ = true;
   if (weights_.empty()) return;
-  const std::optional<GivenPlan>& given = options_.given;
-  std::vector<std::size_t> bytes = given ? take_groups(*given) : form_groups(preferred_grouping());
-  if (!given && options_.budget > 0 && *std::max_element(bytes.begin(), bytes.end()) > options_.budget) {
+  const std::optional<PriorPlan>& prior = options_.prior;
+  std::vector<std::size_t> bytes = prior ? take_groups(*prior) : form_groups(preferred_grouping());
+  if (!prior && options_.budget > 0 && *std::max_element(bytes.begin(), bytes.end()) > options_.budget) {
     bytes = form_groups({1, 0, 0});  // as small as can be: what does not fit now never will
   }
   stats_.groups = groups_.size();
@@ -183,7 +183,7 @@ void Engine::arrange() {
   const std::size_t budget = PROTECTED(cap_respected) ? options_.budget : 2 * options_.budget;
   std::vector<bool> tiny;
   for (const Group& group : groups_) tiny.push_back(group.tiny);
-  residency_ = given ? residency_of(given->resident, bytes, budget, options_.prefetch)
+  residency_ = prior ? residency_of(prior->resident, bytes, budget, options_.prefetch)
                      : plan_residency(bytes, tiny, budget, options_.prefetch);
 }
 

@@ -56,9 +56,9 @@ std::vector<Engine::GroupReport> Engine::groups() const {
   return reports;
 }
 
-GivenPlan Engine::given_plan() const {
+PriorPlan Engine::plan_for_reuse() const {
   const std::lock_guard lock(mutex_);
-  GivenPlan plan;
+  PriorPlan plan;
   for (const Weight& weight : weights_) plan.group_of.push_back(weight.group);
   for (const Group& group : groups_) plan.resident.push_back(group.resident);
   return plan;

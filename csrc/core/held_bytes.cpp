@@ -7,7 +7,7 @@
 namespace dynswap {
 
 std::shared_ptr<HeldBytes> HeldBytes::of(const Context& context) noexcept {
-  if (!context || context.get_deleter() != &let_go) return nullptr;
+  if (!context || context.get_deleter() != &drop_share) return nullptr;
   return *static_cast<std::shared_ptr<HeldBytes>*>(context.get());
 }
 
@@ -15,7 +15,7 @@ std::shared_ptr<HeldBytes> HeldBytes::hold(Context& context) {
   std::shared_ptr<HeldBytes> held = of(context);
   if (!held) {
     held = std::make_shared<HeldBytes>();
-    Context exchanged(new std::shared_ptr<HeldBytes>(held), &let_go);
+    Context exchanged(new std::shared_ptr<HeldBytes>(held), &drop_share);
     held->original_ = std::exchange(context, std::move(exchanged));
   }
   ++held->holders_;
@@ -28,7 +28,7 @@ void HeldBytes::leave(Context* context) noexcept {
   const Context share = std::exchange(*context, std::move(original_));
 }
 
-void HeldBytes::let_go(void* share) noexcept {
+void HeldBytes::drop_share(void* share) noexcept {
   const std::unique_ptr<std::shared_ptr<HeldBytes>> own(static_cast<std::shared_ptr<HeldBytes>*>(share));
   if (!PROTECTED(bytes_outlive_storage)) (*own)->original_.reset();
 }

@@ -48,7 +48,7 @@ class HeldBytes {
   void unlock() noexcept;
 
  private:
-  static void let_go(void* share) noexcept;
+  static void drop_share(void* share) noexcept;
 
   Context original_{nullptr, nullptr};  ///< LOCK: as above
   int holders_ = 0;                     ///< LOCK: as above

@@ -50,7 +50,7 @@ enum class Protection : int {
   living_written_back,    ///< and before, when the master is asked for
   written_before_read,    ///< it is read after those who may have written it, whatever their stream
   untracked_alias_noted,  ///< Note [Writes without a trace]
-  statistics_arrived,     ///< Note [Statistics come home together]: they are read once they have come
+  statistics_arrived,     ///< Note [Statistics are written back together]: read once they have arrived
   master_wins,            ///< a master that was written itself is not overwritten
   private_copies,         ///< small buffers of modules that train are compared, not trusted
   saved_version_checked,  ///< backward refuses masters that were written since forward

@@ -38,7 +38,7 @@ class CudaBackend final : public Backend {
   std::size_t alignment() const noexcept override { return kAcceleratorLayout.alignment; }
   std::size_t weight_alignment() const noexcept override { return kAcceleratorLayout.weight_alignment; }
   Memory allocate(std::size_t bytes) override;
-  bool let_go_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept override;
+  bool release_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept override;
   EventPtr copy(CopyRequest request) override;
   void wait(Stream consumer, const EventPtr& copied) override;
   EventPtr record(Stream consumer) override;
@@ -136,7 +136,7 @@ Memory CudaBackend::allocate(std::size_t bytes) {
   return Memory(data, Allocated{std::move(block.memory), block.stream});
 }
 
-bool CudaBackend::let_go_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept {
+bool CudaBackend::release_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept {
   const Allocated* const allocated = std::get_deleter<Allocated>(memory);
   if (allocated == nullptr) return memory == nullptr;
   if (!cuda_usable()) return false;

@@ -190,11 +190,11 @@ double measure(const AccessPattern& pattern, const std::vector<bool>& resident, 
   EngineOptions options;
   options.budget = budget;
   options.prefetch = prefetch;
-  options.given.emplace();
-  options.given->resident = resident;
+  options.prior.emplace();
+  options.prior->resident = resident;
   const std::size_t groups = pattern.bytes.size();
-  options.given->group_of.resize(groups);
-  std::iota(options.given->group_of.begin(), options.given->group_of.end(), 0u);
+  options.prior->group_of.resize(groups);
+  std::iota(options.prior->group_of.begin(), options.prior->group_of.end(), 0u);
   const auto engine = std::make_shared<Engine>(std::move(backend), options);
   for (std::size_t i = 0; i < groups; ++i) {
     auto source = std::make_shared<Source>();

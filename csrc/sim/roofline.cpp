@@ -78,7 +78,7 @@ LargestGroup largest_group(const Workload& workload) {
   return found;
 }
 
-AccessPattern pattern_of(const Workload& workload, const GivenPlan& groups, double bytes_per_second,
+AccessPattern pattern_of(const Workload& workload, const PriorPlan& groups, double bytes_per_second,
                          double latency) {
   AccessPattern pattern;
   pattern.bytes_per_second = bytes_per_second;
@@ -112,13 +112,13 @@ Result simulate(const Workload& workload, const EngineOptions& options, double b
   std::shared_ptr<Engine> engine = planned(options);
   if (residents == Residents::by_time && options.budget > 0 && !workload.layers.empty()) {
     EngineOptions timed = options;
-    timed.given = engine->given_plan();
-    AccessPattern pattern = pattern_of(workload, *timed.given, bytes_per_second, latency);
+    timed.prior = engine->plan_for_reuse();
+    AccessPattern pattern = pattern_of(workload, *timed.prior, bytes_per_second, latency);
     // A group takes more on the device than its weights do on the bus: what lies between them.
     pattern.copy_bytes.assign(pattern.bytes.begin(), pattern.bytes.end());
     const std::vector<Engine::GroupReport> groups = engine->groups();
     for (std::size_t i = 0; i < groups.size(); ++i) pattern.bytes[i] = groups[i].bytes;
-    timed.given->resident = place_by_time(pattern, options.budget, options.prefetch).resident;
+    timed.prior->resident = place_by_time(pattern, options.budget, options.prefetch).resident;
     engine = planned(timed);
   }
   auto& clock = const_cast<VirtualBackend&>(static_cast<const VirtualBackend&>(engine->backend()));

@@ -65,7 +65,7 @@ enum class Residents : bool {
 };
 
 /// The groups that an engine with these options forms of the workload, and when they are used.
-AccessPattern pattern_of(const Workload& workload, const GivenPlan& groups, double bytes_per_second,
+AccessPattern pattern_of(const Workload& workload, const PriorPlan& groups, double bytes_per_second,
                          double latency);
 
 /// Runs the real engine over the virtual clock: in each pass each module acquires its weights, computes,

@@ -87,7 +87,7 @@ def namespace_for(cls: type) -> dict[str, Any]:
             if _thread.kept:
                 _end_of_call()
             if session is not None and depth == 0:
-                session.bring_buffers_home()
+                session.write_back_buffers()
 
     return {"__call__": __call__}
 

@@ -25,7 +25,7 @@ from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._python.memory_watch import MemoryWatch
 from dynswap_ext._python.overlaps import Overlaps, Place, may_overlap, part_of_storage
 from dynswap_ext._python.owners import OWNERS_ALONE, OWNERS_AT_DEATH, owners
-from dynswap_ext._swap.parameter_proxy import handed_out_anew, untracked_alias_made
+from dynswap_ext._swap.parameter_proxy import handed_out_again, untracked_alias_made
 
 __all__ = [
     "Destination",
@@ -130,7 +130,7 @@ class Owner(Protocol):
     def fetch_again(self, weight: Weight) -> DeviceCopy:
         """The weight's bytes for a backward pass."""
 
-    def hand_out_anew(self, weight: Weight, master: torch.Tensor) -> torch.Tensor:
+    def hand_out_again(self, weight: Weight, master: torch.Tensor) -> torch.Tensor:
         """What the weight of a master that has other data now is handed out as."""
 
 
@@ -364,14 +364,15 @@ def _compare(tensor: torch.Tensor) -> bool:
 untracked_alias_made.append(_compare)
 
 
-def _anew(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
+def _again(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
     copy = copy_of(tensor)
-    session = None if copy is None else copy.session()
-    weight = None if copy is None else copy.owner()
-    return None if session is None or weight is None else lambda master: session.hand_out_anew(weight, master)
+    session, weight = (None, None) if copy is None else (copy.session(), copy.owner())
+    if session is None or weight is None:
+        return None
+    return lambda master: session.hand_out_again(weight, master)
 
 
-handed_out_anew.append(_anew)
+handed_out_again.append(_again)
 
 
 def storage_address(tensor: torch.Tensor) -> int:

@@ -52,7 +52,7 @@ class HeldCopies:
                 if weight is not None:
                     copy.write_back(weight.master)
 
-    def bring_buffers_home(self) -> None:
+    def write_back_buffers(self) -> None:
         """What a call wrote on buffers, with or without a trace, is in the masters when it is over."""
         with self._exclusive:
             for copy in list(self._held.values()):

@@ -122,7 +122,7 @@ class Session(SessionStatistics):
         ):
             self.outdated = True
 
-    def plan_again(self, root: nn.Module) -> None:
+    def replan(self, root: nn.Module) -> None:
         """Choose residents among the masters that the modules of the tree have now."""
         self.outdated = False
         self.flush()
@@ -146,7 +146,7 @@ class Session(SessionStatistics):
         seen = self.seen()
         before, self._budget = self._budget, budget
         try:
-            self.plan_again(root)
+            self.replan(root)
         except BaseException:
             self._budget = before
             raise
@@ -287,7 +287,7 @@ class Session(SessionStatistics):
             tensor = copy.tensor(master, is_param, id(copy), weakref.ref(self), self._died)
         return tensor if inside or graph else make_proxy(tensor, master)
 
-    def hand_out_anew(self, weight: Weight, master: torch.Tensor) -> torch.Tensor:
+    def hand_out_again(self, weight: Weight, master: torch.Tensor) -> torch.Tensor:
         """What the weight of a master that has other data now is handed out as."""
         with self._exclusive:
             copy = self._current_copy(weight, master)

@@ -10,9 +10,10 @@ or its class:
 - A property `device` or `dtype` of a module's class is evaluated as it is, and note is taken of the masters
   that it looks at. If it answers the device (the dtype) of one of them, it meant the weights, and the answer
   becomes where (in which dtype) the install computes with that one. Any other answer is the class's own.
-- ``next(model.parameters()).device`` has no such frame around it. Where its caller is a library of `know`,
-  the caller's own instructions say whether it reads nothing else of the tensor; then the tensor that it gets
-  answers for the weight. A helper that goes through all parameters to the same end is known by its name.
+- ``next(model.parameters()).device`` has no such frame around it. Where its caller is in a library of
+  `register_library`, the caller's own instructions say whether it reads nothing else of the tensor; then the
+  tensor that it gets answers for the weight. A helper that goes through all parameters to the same end is
+  known by its name.
 
 Everybody else who iterates gets masters: a program's own ``next(model.parameters()).device`` is where they
 are. So does a library's where torch.compile traces it, as there is no caller to look at.
@@ -34,7 +35,7 @@ from torch import nn
 
 from dynswap_ext._swap.state import session_of
 
-__all__ = ["Members", "as_asked", "know", "looked_at", "namespace_for"]
+__all__ = ["Members", "as_asked", "looked_at", "namespace_for", "register_library"]
 
 #: Gives the (name, tensor) pairs of one module, as `nn.Module._named_members` is told to get them.
 Members = Callable[[nn.Module], Iterable[tuple[str, Any]]]
@@ -48,7 +49,7 @@ _TORCH: Final = nn.Module.__module__
 _libraries: dict[str, frozenset[str]] = {}
 
 
-def know(library: str, *askers: str) -> None:
+def register_library(library: str, *askers: str) -> None:
     """Let a library that asks the first parameter be answered for the weight.
 
     Parameters

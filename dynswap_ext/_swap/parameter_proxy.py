@@ -23,7 +23,7 @@ from dynswap_ext.errors import BudgetError, OutOfMemoryError
 
 __all__ = [
     "ParameterProxy",
-    "handed_out_anew",
+    "handed_out_again",
     "make_proxy",
     "master_of",
     "plain_tensor_of",
@@ -44,7 +44,7 @@ Fetch = Callable[[torch.Tensor], torch.Tensor | None]
 untracked_alias_made: Final[list[Callable[[torch.Tensor], bool]]] = []
 #: Called with a tensor whose master is about to have other data: how to get what the master is handed out as
 #: then, on which writes are looked for. The providers' own; None from one that does not serve the tensor.
-handed_out_anew: Final[list[Callable[[torch.Tensor], Fetch | None]]] = []
+handed_out_again: Final[list[Callable[[torch.Tensor], Fetch | None]]] = []
 
 _plain: Final[Any] = torch.Tensor
 _REGISTER: Final = nn.Module.register_parameter.__code__
@@ -71,7 +71,7 @@ class ParameterProxy(torch.Tensor):
         if master is self:
             _plain.data.__set__(self, value)
         elif not _is_alias(value, self):  # `w.data += t` was a write in place, which reaches the master
-            fetches = [fetch for serve in handed_out_anew if (fetch := serve(self)) is not None]
+            fetches = [fetch for serve in handed_out_again if (fetch := serve(self)) is not None]
             as_master = _as_master(value, self, master)
             value = value.to(device=self.device)
             vars(self).pop(_TENSOR, None)

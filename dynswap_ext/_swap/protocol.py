@@ -57,7 +57,7 @@ class Session(Protocol):
     def inside_call(self) -> bool:
         """Whether the calling thread is inside the call of an installed module."""
 
-    def plan_again(self, root: nn.Module) -> None:
+    def replan(self, root: nn.Module) -> None:
         """Plan for the masters that the modules of the tree have now. If that fails, the old plan stays."""
 
     def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:

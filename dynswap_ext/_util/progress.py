@@ -8,11 +8,11 @@ from typing import TypeAlias
 
 from dynswap_ext.errors import ConfigError
 
-__all__ = ["ProgressOption", "Told", "check_progress", "shown"]
+__all__ = ["ProgressCallback", "ProgressOption", "check_progress", "shown"]
 
 #: Called with the bytes done so far, and the whole.
-Told: TypeAlias = Callable[[int, int], None]
-ProgressOption: TypeAlias = bool | Told
+ProgressCallback: TypeAlias = Callable[[int, int], None]
+ProgressOption: TypeAlias = bool | ProgressCallback
 
 
 def check_progress(given: ProgressOption | None) -> ProgressOption:
@@ -32,7 +32,7 @@ def check_progress(given: ProgressOption | None) -> ProgressOption:
 
 
 @contextmanager
-def shown(progress: ProgressOption | None, what: str) -> Iterator[Told | None]:
+def shown(progress: ProgressOption | None, what: str) -> Iterator[ProgressCallback | None]:
     """Something to tell of progress while the block runs; None where nobody wants to know.
 
     Parameters

@@ -14,7 +14,7 @@ from torch import nn
 
 from dynswap_ext._swap.subclasses import is_plain
 from dynswap_ext._util.file_mappings import FileMappings
-from dynswap_ext._util.progress import Told
+from dynswap_ext._util.progress import ProgressCallback
 from dynswap_ext.checkpoint.formats.common import listed
 from dynswap_ext.checkpoint.writing.blocks import Block, BlockWriter
 from dynswap_ext.checkpoint.writing.layout import (
@@ -98,7 +98,7 @@ def save(
         return write(target, split(_pieces(model.state_dict(), files), shard, text))
 
 
-def write(target: Target, layouts: Sequence[Layout], progress: Told | None = None) -> Path:
+def write(target: Target, layouts: Sequence[Layout], progress: ProgressCallback | None = None) -> Path:
     """Write the files of a checkpoint, which takes the place of the one before when it is complete.
 
     Returns

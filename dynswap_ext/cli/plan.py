@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from dynswap_ext.planning import Machine, Plan, Weight
+    from dynswap_ext.planning import Machine, Plan, PlannedWeight
 
 #: Of a table that is written to a file.
 _WIDTH: Final = 100
@@ -86,7 +86,7 @@ def add_to(commands: Any) -> None:
 class _Case:
     """What is planned for: weights with their compute, and a bus."""
 
-    weights: tuple[Weight, ...]
+    weights: tuple[PlannedWeight, ...]
     bandwidth: float
     latency: float
     device: torch.device | None
@@ -297,7 +297,7 @@ def _bus(bandwidth: float, source: str, latency: float) -> str:
     return f"{bandwidth / 1e9:.4g} GB/s ({source}), {latency * 1e6:.3g} us a copy"
 
 
-def _on_device(weights: tuple[Weight, ...], dtype: str | None) -> str:
+def _on_device(weights: tuple[PlannedWeight, ...], dtype: str | None) -> str:
     nbytes = sum(weight.nbytes for weight in weights)
     moved = sum(weight.moved_bytes for weight in weights)
     cast = f", {format_bytes(moved)} moved, as the masters are of another dtype" if moved != nbytes else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynswap_ext.inspect._where import Weight
+from dynswap_ext.inspect._where import WeightLocation
 from dynswap_ext.inspect.gradients import (
     Gradient,
     GradientFlow,
@@ -21,7 +21,7 @@ __all__ = [
     "Layer",
     "MemoryProfile",
     "Summary",
-    "Weight",
+    "WeightLocation",
     "gradient_flow",
     "gradient_health",
     "memory_profile",

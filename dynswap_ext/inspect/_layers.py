@@ -10,7 +10,7 @@ import torch
 
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.tables import Printable, facts_grid, plain_table, shape_text
-from dynswap_ext.inspect._where import Weight
+from dynswap_ext.inspect._where import WeightLocation
 
 __all__ = ["Layer", "Shapes", "Summary"]
 
@@ -34,7 +34,7 @@ class Layer:
     #: How often it was called in the forward; None if none was run, or if it takes no hooks (TorchScript).
     calls: int | None
     #: Its own, without those of its children.
-    weights: tuple[Weight, ...]
+    weights: tuple[WeightLocation, ...]
     #: Elements of all parameters under it, each counted once.
     parameters: int
     trainable_parameters: int
@@ -65,7 +65,7 @@ class Summary(Printable):
     bytes_by_place: Mapping[str, int]
 
     @property
-    def weights(self) -> tuple[Weight, ...]:
+    def weights(self) -> tuple[WeightLocation, ...]:
         """Every parameter and buffer under every name, in the order of the layers."""
         return tuple(weight for layer in self.layers if layer.same_as is None for weight in layer.weights)
 
@@ -120,7 +120,7 @@ def _under(found: Summary, index: int) -> tuple[Layer, ...]:
     return found.layers[index:end]
 
 
-def _weights(under: tuple[Layer, ...]) -> list[Weight]:
+def _weights(under: tuple[Layer, ...]) -> list[WeightLocation]:
     """Return none for a module that comes again: they are listed where it comes first."""
     if under[0].same_as is not None:
         return []
@@ -144,7 +144,7 @@ def _output(layer: Layer, under: tuple[Layer, ...]) -> str:
     return f"{text} ({layer.calls} calls)" if layer.calls > 1 else text
 
 
-def _amounts(layer: Layer, weights: list[Weight]) -> tuple[str, str]:
+def _amounts(layer: Layer, weights: list[WeightLocation]) -> tuple[str, str]:
     if layer.same_as is not None:
         return f"(as {layer.same_as or 'the model'})", ""
     if not weights:
@@ -160,14 +160,14 @@ def _amounts(layer: Layer, weights: list[Weight]) -> tuple[str, str]:
     return (f"{count:,}" if any(weight.is_parameter for weight in once) else ""), size
 
 
-def _trains(weights: list[Weight]) -> str:
+def _trains(weights: list[WeightLocation]) -> str:
     answers = {weight.trainable for weight in weights if weight.is_parameter}
     if not answers:
         return ""
     return "in part" if len(answers) == 2 else "yes" if answers.pop() else "no"
 
 
-def _lives(weights: list[Weight]) -> str:
+def _lives(weights: list[WeightLocation]) -> str:
     places = list(dict.fromkeys(weight.lives for weight in weights if weight.shape is not None))
     more = [f"{len(places) - _NAMED} more"] if len(places) > _NAMED else []
     return "; ".join([*places[:_NAMED], *more])

@@ -16,11 +16,11 @@ from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext.inspect._tensors import storages_of
 from dynswap_ext.inspect._tree import Node, entries
 
-__all__ = ["Weight", "stored_bytes", "weights_of"]
+__all__ = ["WeightLocation", "stored_bytes", "weights_of"]
 
 
 @dataclass(frozen=True)
-class Weight:
+class WeightLocation:
     """One master, under one of its names."""
 
     #: In the whole model, such as "layers.0.weight".
@@ -57,11 +57,11 @@ class Weight:
         return f"{place}, {self.served}" if self.served else place
 
 
-def weights_of(nodes: Sequence[Node]) -> dict[int, tuple[Weight, ...]]:
+def weights_of(nodes: Sequence[Node]) -> dict[int, tuple[WeightLocation, ...]]:
     """Describe the weights of a tree as they are now: each module's own, by the module's id."""
     names: dict[int, tuple[str, torch.Tensor]] = {}  # with the master, so that no other one gets its id
     mappings: list[FileMappings] = []  # read once, and only for a model with weights on the CPU
-    weights: dict[int, tuple[Weight, ...]] = {}
+    weights: dict[int, tuple[WeightLocation, ...]] = {}
     for node in nodes:
         if node.same_as is not None:
             continue
@@ -82,12 +82,12 @@ def _weight(
     is_parameter: bool,
     names: dict[int, tuple[str, torch.Tensor]],
     mappings: list[FileMappings],
-) -> Weight:
+) -> WeightLocation:
     full = f"{node.path}.{name}" if node.path else name
     first, _ = names.setdefault(id(master), (full, master))
     made = not isinstance(master, UninitializedTensorMixin)
     place, file = _place(master, mappings) if made else ("not made yet", None)
-    return Weight(
+    return WeightLocation(
         name=full,
         shape=tuple(master.shape) if made else None,
         dtype=master.dtype,

@@ -15,7 +15,7 @@ from dynswap_ext.inspect._hooks import arguments, computes_on, isolated_forward,
 from dynswap_ext.inspect._layers import Layer, Shapes, Summary
 from dynswap_ext.inspect._tensors import shapes_in
 from dynswap_ext.inspect._tree import Node, class_name, entries, root_of, walk
-from dynswap_ext.inspect._where import Weight, weights_of
+from dynswap_ext.inspect._where import WeightLocation, weights_of
 
 __all__ = ["Layer", "Summary", "summary"]
 
@@ -145,13 +145,13 @@ def _describe(root: nn.Module, observed: Mapping[int, _Observed] | None, depth: 
 
 
 def _weights_under(
-    nodes: Sequence[Node], own: Mapping[int, tuple[Weight, ...]]
-) -> dict[int, dict[str, Weight]]:
+    nodes: Sequence[Node], own: Mapping[int, tuple[WeightLocation, ...]]
+) -> dict[int, dict[str, WeightLocation]]:
     """Return the weights under each module, each once, by the name under which it comes first."""
     children = {id(node.module): node.children for node in nodes if node.same_as is None}
-    found: dict[int, dict[str, Weight]] = {}
+    found: dict[int, dict[str, WeightLocation]] = {}
 
-    def under(module: nn.Module) -> dict[str, Weight]:
+    def under(module: nn.Module) -> dict[str, WeightLocation]:
         known = found.get(id(module))
         if known is None:
             known = found[id(module)] = {}  # at once: a module may be below itself
@@ -166,8 +166,8 @@ def _weights_under(
 
 def _layer(
     node: Node,
-    own: tuple[Weight, ...],
-    under: Mapping[str, Weight],
+    own: tuple[WeightLocation, ...],
+    under: Mapping[str, WeightLocation],
     observed: Mapping[int, _Observed] | None,
 ) -> Layer:
     known = None if observed is None else observed.get(id(node.module))

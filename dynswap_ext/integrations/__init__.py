@@ -6,17 +6,17 @@ What is listed was read in the versions that `tests/programs` runs with.
 
 from __future__ import annotations
 
-from dynswap_ext._swap.device_queries import know
+from dynswap_ext._swap.device_queries import register_library
 
 __all__: list[str] = []
 
 # ``next(model.parameters()).device`` is asked all over their code, in models' forwards too.
-know("accelerate", "get_parameter_device")
-know("diffusers", "get_parameter_device", "get_parameter_dtype")
-know("peft")
-know("sentence_transformers")
-know("transformers", "get_parameter_device", "get_parameter_dtype", "get_parameter_first_dtype")
+register_library("accelerate", "get_parameter_device")
+register_library("diffusers", "get_parameter_device", "get_parameter_dtype")
+register_library("peft")
+register_library("sentence_transformers")
+register_library("transformers", "get_parameter_device", "get_parameter_dtype", "get_parameter_first_dtype")
 
 # Code that comes with a checkpoint (``trust_remote_code=True``).
-know("diffusers_modules")
-know("transformers_modules")
+register_library("diffusers_modules")
+register_library("transformers_modules")

@@ -16,7 +16,7 @@ from dynswap_ext.planning.outline import outline, outline_of_checkpoint, outline
 from dynswap_ext.planning.plot import plot
 from dynswap_ext.planning.predict import Plan, Prediction, plan, predict
 from dynswap_ext.planning.rates import measure_machine
-from dynswap_ext.planning.weights import Outline, Weight, outline_of_model
+from dynswap_ext.planning.weights import Outline, PlannedWeight, outline_of_model
 
 __all__ = [
     "ASSUMED",
@@ -24,8 +24,8 @@ __all__ = [
     "Measured",
     "Outline",
     "Plan",
+    "PlannedWeight",
     "Prediction",
-    "Weight",
     "measure",
     "measure_machine",
     "outline",

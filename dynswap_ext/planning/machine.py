@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.planning.weights import Weight
+from dynswap_ext.planning.weights import PlannedWeight
 
 __all__ = ["ASSUMED", "Machine", "rows_to_hide", "spread", "timed"]
 
@@ -37,7 +37,7 @@ class Machine:
 ASSUMED: Final = Machine("a PCIe 4 card", bandwidth=26e9, arithmetic=120e12, memory=0.9e12)
 
 
-def timed(weights: Sequence[Weight], machine: Machine, *, rows: int = 1) -> tuple[Weight, ...]:
+def timed(weights: Sequence[PlannedWeight], machine: Machine, *, rows: int = 1) -> tuple[PlannedWeight, ...]:
     """Return the weights, each with its compute: the longer of its operations and its bytes.
 
     A matrix takes 2 operations an element and row (one row if it is a time step's); a norm reads and writes
@@ -66,7 +66,7 @@ def timed(weights: Sequence[Weight], machine: Machine, *, rows: int = 1) -> tupl
     return tuple(dataclasses.replace(weight, seconds=_seconds(weight, machine, rows)) for weight in weights)
 
 
-def spread(weights: Sequence[Weight], seconds: float) -> tuple[Weight, ...]:
+def spread(weights: Sequence[PlannedWeight], seconds: float) -> tuple[PlannedWeight, ...]:
     """Return the weights, with the time of a pass divided among them by their operations.
 
     By bytes, if none is a matrix.
@@ -89,7 +89,7 @@ def spread(weights: Sequence[Weight], seconds: float) -> tuple[Weight, ...]:
     )
 
 
-def rows_to_hide(weights: Sequence[Weight], machine: Machine, seconds: float) -> int | None:
+def rows_to_hide(weights: Sequence[PlannedWeight], machine: Machine, seconds: float) -> int | None:
     """Return the fewest rows with which a pass computes for so long; None if no number of rows does."""
 
     def enough(rows: int) -> bool:
@@ -107,7 +107,7 @@ def rows_to_hide(weights: Sequence[Weight], machine: Machine, seconds: float) ->
     return high
 
 
-def _seconds(weight: Weight, machine: Machine, rows: int) -> float:
+def _seconds(weight: PlannedWeight, machine: Machine, rows: int) -> float:
     if weight.kind == "lookup":
         return 0.0
     rows_seen = 1.0 if weight.kind == "once" else rows * weight.share

@@ -20,7 +20,7 @@ from dynswap_ext.errors import ConfigError
 from dynswap_ext.inspect._hooks import arguments
 from dynswap_ext.install import install, is_installed
 from dynswap_ext.planning.rates import files_of, latency_of, masters_bandwidth
-from dynswap_ext.planning.weights import Weight, outline_of_model, owners
+from dynswap_ext.planning.weights import PlannedWeight, outline_of_model, owners
 
 __all__ = ["Measured", "measure"]
 
@@ -30,7 +30,7 @@ class Measured:
     """A model that has run here."""
 
     #: In the order of use, with the compute that was measured.
-    weights: tuple[Weight, ...]
+    weights: tuple[PlannedWeight, ...]
     device: torch.device
     #: Bytes a second from its masters to the device, seconds to begin a copy, and how that was measured.
     bandwidth: float
@@ -185,13 +185,13 @@ def _order(called: dict[int, None], count: int) -> list[int]:
 
 
 def _in_order(
-    weights: Sequence[Weight], order: Sequence[int], compute: Sequence[float]
-) -> tuple[Weight, ...]:
+    weights: Sequence[PlannedWeight], order: Sequence[int], compute: Sequence[float]
+) -> tuple[PlannedWeight, ...]:
     """Return weights in that order of their units, a unit's compute with its last weight."""
-    units: dict[int, list[Weight]] = {}
+    units: dict[int, list[PlannedWeight]] = {}
     for weight in weights:
         units.setdefault(weight.unit, []).append(weight)
-    done: list[Weight] = []
+    done: list[PlannedWeight] = []
     owed = 0.0  # of units whose masters all belong to an earlier one
     for unit in order:
         owed += compute[unit]

@@ -17,7 +17,14 @@ from dynswap_ext.checkpoint.summary import place_of, units_of
 from dynswap_ext.checkpoint.writing.pieces import tie_identity
 from dynswap_ext.errors import SourceError
 from dynswap_ext.planning.configs import config_in, model_of_config
-from dynswap_ext.planning.weights import Kind, Outline, Weight, cast_bytes, multiplied, outline_of_model
+from dynswap_ext.planning.weights import (
+    Kind,
+    Outline,
+    PlannedWeight,
+    cast_bytes,
+    multiplied,
+    outline_of_model,
+)
 
 __all__ = ["outline", "outline_of_checkpoint", "outline_of_config"]
 
@@ -156,7 +163,7 @@ def _sorted_as_text(entries: Mapping[str, Entry]) -> bool:
 
 def _weight(
     name: str, entry: Entry, unit: int, norm: bool, dtype: torch.dtype | None, *, disk: bool
-) -> Weight:
+) -> PlannedWeight:
     elements = torch.Size(entry.shape).numel()
     if entry.encoding:  # streams as it is stored, and is decoded by the operation that uses it
         nbytes = moved = entry.nbytes
@@ -170,4 +177,4 @@ def _weight(
         kind = "lookup" if module in _TABLES else multiplied(name)
     cast = not entry.encoding and dtype not in (None, entry.dtype) and entry.dtype.is_floating_point
     place = place_of(entry, cast=cast) if disk else None
-    return Weight(name, nbytes, moved, unit, kind, elements, place=place)
+    return PlannedWeight(name, nbytes, moved, unit, kind, elements, place=place)

@@ -14,7 +14,7 @@ from typing import Any, Final
 from dynswap_ext._provider import native_extension
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.machine import ASSUMED
-from dynswap_ext.planning.weights import Weight
+from dynswap_ext.planning.weights import PlannedWeight
 
 __all__ = ["Plan", "Prediction", "plan", "predict"]
 
@@ -76,7 +76,7 @@ class Prediction:
 class Plan:
     """Predictions for a sweep of budgets, by budget."""
 
-    weights: tuple[Weight, ...]
+    weights: tuple[PlannedWeight, ...]
     bandwidth: float
     latency: float
     prefetch: int
@@ -108,7 +108,7 @@ class Plan:
 
 
 def predict(
-    weights: Sequence[Weight],
+    weights: Sequence[PlannedWeight],
     *,
     budgets: Iterable[int],
     bandwidth: float,
@@ -189,7 +189,7 @@ def _prediction(budget: int, result: dict[str, Any], total: int, moved: float) -
 
 
 def plan(
-    weights: Sequence[Weight],
+    weights: Sequence[PlannedWeight],
     *,
     budgets: Iterable[int] = (),
     bandwidth: float,
@@ -248,20 +248,22 @@ def _hidden_from(predictions: Sequence[Prediction], at: Callable[[int], Predicti
     return high
 
 
-def _at(weights: Sequence[Weight], budget: int, **options: Any) -> Prediction:
+def _at(weights: Sequence[PlannedWeight], budget: int, **options: Any) -> Prediction:
     return predict(weights, budgets=[budget], **options)[0]
 
 
-def _of_engine(weights: Sequence[Weight]) -> list[tuple[str, int, float, int]]:
+def _of_engine(weights: Sequence[PlannedWeight]) -> list[tuple[str, int, float, int]]:
     return [(weight.name, weight.nbytes, weight.seconds, weight.unit) for weight in weights]
 
 
-def _needed_at_once(weights: Sequence[Weight]) -> set[int]:
+def _needed_at_once(weights: Sequence[PlannedWeight]) -> set[int]:
     """Return the units that a call needs as a whole."""
     return {weight.unit for weight in weights if weight.at_once}
 
 
-def _check(weights: Sequence[Weight], bandwidth: float, latency: float, prefetch: int, backend: str) -> None:
+def _check(
+    weights: Sequence[PlannedWeight], bandwidth: float, latency: float, prefetch: int, backend: str
+) -> None:
     if backend not in ("host", "cuda"):
         raise ConfigError(f"backend is {backend!r}; expected 'host' (for the CPU) or 'cuda'")
     if not weights or not sum(weight.nbytes for weight in weights):

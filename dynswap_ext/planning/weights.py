@@ -28,7 +28,7 @@ _ONCE: Final = re.compile(
 
 
 @dataclass(frozen=True, slots=True)
-class Weight:
+class PlannedWeight:
     """One weight, in the order of use."""
 
     name: str
@@ -56,7 +56,7 @@ class Outline:
 
     #: What it was made from, in words.
     title: str
-    weights: tuple[Weight, ...]
+    weights: tuple[PlannedWeight, ...]
     #: Where the order of use comes from.
     order: str
     #: What was taken for granted, a sentence each.
@@ -111,7 +111,7 @@ def outline_of_model(
     names: dict[int, str] = {}  # the first of each master
     for name, master in (*model.named_parameters(), *model.named_buffers()):
         names.setdefault(id(master), name)
-    found: dict[int, Weight] = {}
+    found: dict[int, PlannedWeight] = {}
     mappings = FileMappings() if disk else None
     for (unit, at_once), module in zip(units_of_modules(modules), modules, strict=True):
         norm = all(master.dim() < 2 for _, master, is_parameter in own_masters(module) if is_parameter)
@@ -126,7 +126,7 @@ def outline_of_model(
                 kind = "lookup"
             nbytes, moved = _bytes(master, dtype, stored, disk=disk)
             place = _place(master, dtype, mappings) if mappings else None
-            found[id(master)] = Weight(
+            found[id(master)] = PlannedWeight(
                 name, nbytes, moved, unit, kind, master.numel(), share(name), at_once=at_once, place=place
             )
     title = title or type(model).__name__

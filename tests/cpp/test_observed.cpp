@@ -207,7 +207,7 @@ TEST(observed_passes_are_what_was_run) {
   const double begin = model.clock->seconds();
   pass();
   const double seconds = model.clock->seconds() - begin;
-  const std::vector<bool> resident = model.engine->given_plan().resident;
+  const std::vector<bool> resident = model.engine->plan_for_reuse().resident;
   EXPECT(near(sim::measure(seen.pattern, resident, 5 * 8 * kMiB, 2) / 2, seconds));
 }
 

@@ -25,15 +25,15 @@ def _native() -> None:
         skip_or_fail(reason, cuda=False)
 
 
-def layers(count: int = 40, *, seconds: float = 1e-3, moved: int = 8 * _MIB) -> list[planning.Weight]:
+def layers(count: int = 40, *, seconds: float = 1e-3, moved: int = 8 * _MIB) -> list[planning.PlannedWeight]:
     """Equal matrices of 8 MiB on the device, a module each."""
     return [
-        planning.Weight(f"layers.{i}.weight", 8 * _MIB, moved, i, "matrix", 4 * _MIB, seconds=seconds)
+        planning.PlannedWeight(f"layers.{i}.weight", 8 * _MIB, moved, i, "matrix", 4 * _MIB, seconds=seconds)
         for i in range(count)
     ]
 
 
-def predict(weights: list[planning.Weight], budget: int, **options: Any) -> planning.Prediction:
+def predict(weights: list[planning.PlannedWeight], budget: int, **options: Any) -> planning.Prediction:
     options = {"bandwidth": 10e9, "latency": 0.0, **options}
     return planning.predict(weights, budgets=[budget], **options)[0]
 
@@ -90,7 +90,7 @@ class TestPlan:
     def test_small_models_have_a_plan_for_every_budget(self, nbytes: int) -> None:
         """What lies between their weights is much of them."""
         weights = [
-            planning.Weight(f"{i}.{name}", nbytes, nbytes, i, "matrix", nbytes // 4, seconds=1e-6)
+            planning.PlannedWeight(f"{i}.{name}", nbytes, nbytes, i, "matrix", nbytes // 4, seconds=1e-6)
             for i in range(12)
             for name in ("weight", "bias")
         ]
@@ -119,7 +119,7 @@ class TestPlan:
         assert math.isinf(never.predictions[0].to_resident) and never.predictions[-1].to_resident == 1
 
     def test_one_small_weight(self) -> None:
-        plan = planning.plan([planning.Weight("w", 3, 3, 0, "vector", 3)], bandwidth=1e9)
+        plan = planning.plan([planning.PlannedWeight("w", 3, 3, 0, "vector", 3)], bandwidth=1e9)
         assert plan.smallest <= plan.all and plan.predictions[-1].resident_share == 1
 
 
@@ -127,7 +127,7 @@ class TestCompute:
     MACHINE = planning.Machine("m", bandwidth=1e9, arithmetic=1e12, memory=1e10)
 
     def seconds(self, kind: Any, rows: int, share: float = 1.0) -> float:
-        weight = planning.Weight("w", 2000, 2000, 0, kind, 1000, share=share)
+        weight = planning.PlannedWeight("w", 2000, 2000, 0, kind, 1000, share=share)
         return planning.timed([weight], self.MACHINE, rows=rows)[0].seconds
 
     def test_by_hand(self) -> None:
@@ -141,17 +141,17 @@ class TestCompute:
 
     def test_a_given_time_is_spread_by_operations(self) -> None:
         sizes = {"matrix": 300, "lookup": 999, "vector": 50}
-        weights = [planning.Weight(k, n, n, i, k, n) for i, (k, n) in enumerate(sizes.items())]  # type: ignore[arg-type]
-        weights.append(planning.Weight("m", 100, 100, 3, "matrix", 100))
+        weights = [planning.PlannedWeight(k, n, n, i, k, n) for i, (k, n) in enumerate(sizes.items())]  # type: ignore[arg-type]
+        weights.append(planning.PlannedWeight("m", 100, 100, 3, "matrix", 100))
         assert [w.seconds for w in planning.spread(weights, 8.0)] == [6.0, 0.0, 0.0, 2.0]
-        vectors = [planning.Weight("v", n, n, 0, "vector", n) for n in (1, 3)]
+        vectors = [planning.PlannedWeight("v", n, n, 0, "vector", n) for n in (1, 3)]
         assert [w.seconds for w in planning.spread(vectors, 8.0)] == [2.0, 6.0]
 
     def test_rows_to_hide(self) -> None:
-        weights = [planning.Weight("w", 2000, 2000, 0, "matrix", 1000)]
+        weights = [planning.PlannedWeight("w", 2000, 2000, 0, "matrix", 1000)]
         rows = planning.rows_to_hide(weights, self.MACHINE, 2e-3)
         assert rows == pytest.approx(1_000_000, rel=0.02)
-        table = [planning.Weight("w", 2000, 2000, 0, "lookup", 1000)]
+        table = [planning.PlannedWeight("w", 2000, 2000, 0, "lookup", 1000)]
         assert planning.rows_to_hide(table, self.MACHINE, 2e-3) is None
 
 

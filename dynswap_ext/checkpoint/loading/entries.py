@@ -11,7 +11,7 @@ from typing import Any, TypeAlias
 import torch
 
 from dynswap_ext._swap.subclasses import is_plain
-from dynswap_ext._util.progress import Told
+from dynswap_ext._util.progress import ProgressCallback
 from dynswap_ext.checkpoint.loading.walk import LazyState
 from dynswap_ext.checkpoint.loading.window import Window
 from dynswap_ext.checkpoint.reader import Checkpoint
@@ -87,7 +87,7 @@ class ModelEntries:
         names: Mapping[str, str],
         processing: Processing,
         window: Window,
-        report: Told | None = None,
+        report: ProgressCallback | None = None,
     ) -> None:
         self.checkpoint, self.names = checkpoint, dict(names)
         self._processing, self._window, self._report = processing, window, report

@@ -120,13 +120,13 @@ TEST(the_host_waits_where_a_captured_stream_cannot) {
   fake_cuda::capture(fixture.consumer, false);
 }
 
-TEST(memory_is_let_go_in_the_order_of_its_readers) {
+TEST(memory_is_released_in_the_order_of_its_readers) {
   Fixture fixture;
   Backend& backend = fixture.make();
   const Memory memory = backend.allocate(512);
   fixture.hold();
   const EventPtr read = backend.record(fixture.stream());
-  EXPECT(backend.let_go_after(memory, {nullptr, read}));
+  EXPECT(backend.release_after(memory, {nullptr, read}));
   std::atomic<bool> reused{false};
   fake_cuda::enqueue(fixture.allocation_stream, [&] { reused = true; });
   std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -135,7 +135,7 @@ TEST(memory_is_let_go_in_the_order_of_its_readers) {
   fake_cuda::finish(fixture.allocation_stream);
   EXPECT(reused);
   fake_cuda::capture(fixture.allocation_stream, true);
-  EXPECT(!backend.let_go_after(memory, {backend.record(fixture.stream())}));
+  EXPECT(!backend.release_after(memory, {backend.record(fixture.stream())}));
   fake_cuda::capture(fixture.allocation_stream, false);
 }
 

@@ -1,4 +1,4 @@
-// What one session holds of its masters' memory.
+// Memory of masters that one session keeps alive and page-locked.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,21 +14,21 @@
 
 namespace dynswap {
 
-/// LOCK: the GIL. pin() and end() let go of it while the driver works, and nothing that an access takes is
+/// LOCK: the GIL. pin() and end() release it while the driver works, and nothing that an access takes is
 /// held meanwhile.
-class Holds {
+class MasterMemory {
  public:
-  Holds() = default;
-  ~Holds() { end(); }
-  Holds(const Holds&) = delete;
-  Holds& operator=(const Holds&) = delete;
+  MasterMemory() = default;
+  ~MasterMemory() { end(); }
+  MasterMemory(const MasterMemory&) = delete;
+  MasterMemory& operator=(const MasterMemory&) = delete;
 
   /// What keeps the bytes of this storage where they are, whatever becomes of the storage (Note [Bytes that
   /// outlive their storage]); of memory that may not be held, the storage itself.
   std::shared_ptr<const void> hold(const c10::Storage& storage);
 
   /// Whether the storage's memory is torch's ordinary allocator's (Note [Whose context may be exchanged]).
-  static bool may_hold(const c10::Storage& storage);
+  static bool can_hold(const c10::Storage& storage);
 
   /// Page-locks the sources as far as it may be, and replaces them by ones that say so. Returns what is to be
   /// told the user. Their owners are from hold().

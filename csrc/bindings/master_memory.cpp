@@ -1,4 +1,4 @@
-#include "bindings/holds.h"
+#include "bindings/master_memory.h"
 
 #include <c10/core/CPUAllocator.h>
 #include <pybind11/pybind11.h>
@@ -30,7 +30,7 @@ void leave(HeldBytes& bytes, c10::StorageImpl* storage) noexcept {
 
 }  // namespace
 
-bool Holds::may_hold(const c10::Storage& storage) {
+bool MasterMemory::can_hold(const c10::Storage& storage) {
   c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
   const c10::DataPtr& data = impl._mutable_data_ptr_no_checks();
   if (!data.device().is_cpu() || data.get() == nullptr) return false;
@@ -39,9 +39,9 @@ bool Holds::may_hold(const c10::Storage& storage) {
          data.get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter();
 }
 
-std::shared_ptr<const void> Holds::hold(const c10::Storage& storage) {
+std::shared_ptr<const void> MasterMemory::hold(const c10::Storage& storage) {
   c10::StorageImpl& impl = *storage.unsafeGetStorageImpl();
-  if (!may_hold(storage)) return std::make_shared<c10::Storage>(storage);
+  if (!can_hold(storage)) return std::make_shared<c10::Storage>(storage);
   if (std::shared_ptr<HeldBytes> known = HeldBytes::of(context_of(impl))) {
     const auto entry = held_.find(known.get());
     if (entry != held_.end() && entry->second.bytes.lock() == known) return known;
@@ -55,7 +55,7 @@ std::shared_ptr<const void> Holds::hold(const c10::Storage& storage) {
   return bytes;
 }
 
-std::string Holds::pin(const at::Device& device, std::vector<SourcePtr>& sources) {
+std::string MasterMemory::pin(const at::Device& device, std::vector<SourcePtr>& sources) {
   // Held once more for the time without the GIL, in which another thread may end() this.
   struct Candidate {
     std::shared_ptr<HeldBytes> bytes;
@@ -110,7 +110,7 @@ std::string Holds::pin(const at::Device& device, std::vector<SourcePtr>& sources
   return said;
 }
 
-void Holds::end() noexcept {
+void MasterMemory::end() noexcept {
   std::vector<std::pair<std::shared_ptr<HeldBytes>, Held>> alive;
   bool locked = false;
   for (auto& [key, held] : std::exchange(held_, {})) {
@@ -131,6 +131,6 @@ void Holds::end() noexcept {
 
 // Leaked on purpose: destroying the entries could call CUDA, or wait for a mutex that no thread of the child
 // will release.
-void Holds::abandon() noexcept { new auto(std::exchange(held_, {})); }
+void MasterMemory::abandon() noexcept { new auto(std::exchange(held_, {})); }
 
 }  // namespace dynswap
