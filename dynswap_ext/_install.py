@@ -107,7 +107,7 @@ class Install:
             keep_scales_on_host(_computes_on)
         if refused:
             names = ", ".join(cls.__qualname__ for cls in refused)
-            warn(f"modules of classes that refuse to be swapped are left as they are: {names}")
+            warn(f"these classes cannot be subclassed, so their modules are not installed: {names}")
 
     def everything(self) -> nn.Module | None:
         """Return all that this install serves, as one tree; None if it serves nothing."""
@@ -216,7 +216,7 @@ def _replan(session: Session) -> None:
         session.replan(model)
         log_plan("planned again", session, type(model).__name__)
     except (BudgetError, OutOfMemoryError) as error:
-        warn(f"the model's masters have changed and cannot be planned for again: {error}")
+        warn(f"the model's weights have changed, and no new plan fits: {error}; the old plan stays")
 
 
 @untraced

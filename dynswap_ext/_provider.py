@@ -126,7 +126,8 @@ def select(asked: str, device: torch.device) -> Provider:
             "provider='auto'"
         )
     _warn_once(
-        f"dynswap_ext runs in pure Python on '{device}', without prefetch (each weight is waited for): "
+        f"dynswap_ext runs in pure Python on '{device}' and fetches nothing ahead (the model waits for each "
+        f"weight): "
         f"{obstacle.reason}. {obstacle.remedy}; {_SILENCE}."
     )
     return _python(obstacle.reason)

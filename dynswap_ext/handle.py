@@ -188,5 +188,5 @@ class Handle:
         self.uninstall()
 
     def __repr__(self) -> str:
-        state = "active" if self.active else "undone"
+        state = "active" if self.active else "inactive"
         return f"<dynswap_ext.Handle {state}: {self.provider}/{self.backend} on {self.device}>"

@@ -153,8 +153,8 @@ def install_with(model: nn.Module, options: config.Options, naming: ClassNaming 
 def _warn_of_sampling() -> None:
     warn(
         "the kernel does not track writes to some masters, so writes that bump no version (`p.data[i] = x`, "
-        "NumPy) are looked for in a sample of their bytes: optimizers' steps are seen, but a write to a few "
-        "elements can be missed. Write in a way that bumps it (`with torch.no_grad(): p[i] = x`), or use "
+        "NumPy) are detected by sampling: optimizers' steps are seen, but a write to a few elements can be "
+        "missed. Write in a way that bumps it (`with torch.no_grad(): p[i] = x`), or use "
         "Linux 6.7 or later with userfaultfd allowed, and masters that are not in shared memory"
     )
 

@@ -90,7 +90,7 @@ def test_the_handle(provider: Provider) -> None:
     handle.uninstall()
     handle.uninstall()
     assert handle.stats().copies == counted.copies
-    assert "undone" in repr(handle)
+    assert "inactive" in repr(handle)
 
 
 def test_the_handle_does_not_keep_the_model(provider: Provider) -> None:

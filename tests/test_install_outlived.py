@@ -40,7 +40,7 @@ def test_its_handle_gives_them_back(provider: Provider) -> None:
     assert handle.stats().bytes_moved >= moved_bytes > 0
     handle.uninstall()
     assert (trace(a), trace(b)) == before
-    assert not handle.active and "undone" in repr(handle)
+    assert not handle.active and "inactive" in repr(handle)
     assert handle.stats().bytes_moved >= moved_bytes
     handle.uninstall()
 

@@ -60,7 +60,7 @@ def without_a_driver(extension: _provider._Extension) -> None:
 def test_cuda_without_a_device_is_one_warning_with_the_remedy(extension: _provider._Extension) -> None:
     without_a_driver(extension)
     (said,) = warnings_of_a_first_choice(CUDA)
-    assert "pure Python on 'cuda:0', without prefetch" in said
+    assert "pure Python on 'cuda:0' and fetches nothing ahead" in said
     assert "DYNSWAP_PROVIDER=python" in said
     if extension.build["cuda"]:
         assert f"built with CUDA {extension.build['cuda']}" in said
@@ -105,7 +105,7 @@ def test_an_install_on_cuda_is_native_and_says_nothing_of_providers(
 def test_another_accelerator_is_one_warning(extension: _provider._Extension, kind: str) -> None:
     (said,) = warnings_of_a_first_choice(torch.device(kind, 0))
     assert f"no backend for devices of the type '{kind}'" in said
-    assert "without prefetch" in said
+    assert "fetches nothing ahead" in said
     assert "DYNSWAP_PROVIDER=python" in said
 
 
@@ -127,7 +127,7 @@ def test_the_report_says_why_it_is_pure_python(monkeypatch: pytest.MonkeyPatch) 
             report = handle.report()
         assert bool(report.reason) is expected
         assert report.as_dict()["reason"] == report.reason
-        assert ("pure Python, without prefetch" in str(report)) is expected
+        assert ("pure Python, which fetches nothing ahead" in str(report)) is expected
 
 
 @pytest.fixture

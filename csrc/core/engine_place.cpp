@@ -144,8 +144,8 @@ bool Engine::place_in_arena(Planned& planned, const Arena::Rank& rank) {
 void Engine::place_outside(Planned& planned) {
   if (options_.strict_budget) {
     throw BudgetError("every slot of the arena is held by tensors that are still in use (" + holders() +
-                          "), and strict_budget=True forbids to go over the budget of " +
-                          amount(options_.budget) + "; keep fewer of them, or raise the budget",
+                          "), and strict_budget=True does not allow more than the budget of " +
+                          amount(options_.budget) + "; drop some of these tensors, or give a larger budget",
                       0);
   }
   planned.copy->place = Place::overflow;

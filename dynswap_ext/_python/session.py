@@ -399,14 +399,14 @@ class Session(SessionStatistics):
         if self._strict:
             needed = self._held_bytes() + size
             raise BudgetError(
-                f"{message}, and strict_budget=True forbids to go over it: let go of them, or install with a "
-                f"budget of {needed} bytes",
+                f"{message}, and strict_budget=True does not allow more: drop these tensors, or install "
+                f"with a budget of {needed} bytes",
                 needed,
             )
         self._counters["overflow_bytes"] = max(self._counters["overflow_bytes"], beyond)
         self._warn_once(
             "overflow",
-            f"{message}: more memory than that is used until they are let go; see overflow_bytes in the "
+            f"{message}: more memory than that is used until they are dropped; see overflow_bytes in the "
             "statistics, or pass strict_budget=True to raise instead",
         )
 

@@ -114,8 +114,8 @@ def _tell(session: Any) -> None:
     root = model_of(session)
     name = "the model" if root is None else type(root).__name__
     warn(
-        f"{name} is installed and computes on {session.device} already: sending it there moves nothing, and "
-        "its masters stay where they are. To keep weights on the device give install a larger budget; to "
-        "move the masters all the same, call dynswap_ext.uninstall(model) first",
+        f"{name} is installed and computes on {session.device} already: model.to(...) moves nothing, and "
+        "its masters stay where they are. To keep weights on the device, give install a larger budget. To "
+        "move the masters anyway, call dynswap_ext.uninstall(model) first",
         always=True,
     )

@@ -32,7 +32,7 @@ def check_progress(given: ProgressOption | None) -> ProgressOption:
 
 
 @contextmanager
-def shown(progress: ProgressOption | None, what: str) -> Iterator[ProgressCallback | None]:
+def shown(progress: ProgressOption, what: str) -> Iterator[ProgressCallback | None]:
     """Something to tell of progress while the block runs; None where nobody wants to know.
 
     Parameters

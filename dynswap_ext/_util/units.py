@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from fractions import Fraction
 from typing import Final
@@ -42,6 +43,12 @@ def parse_share(text: str, whole: int) -> int:
 def show_bytes(size: float | None) -> str:
     """Write a size with a binary unit; a dash for None."""
     return "-" if size is None else format_bytes(round(size))
+
+
+def show_rate(rate: float, unit: str) -> str:
+    """Write a rate with a decimal prefix, such as 25 GB/s."""
+    power = min(5, max(0, int(math.log10(rate) // 3))) if rate > 0 else 0
+    return f"{rate / 1000**power:.4g} {' kMGTP'[power].strip()}{unit}"
 
 
 def show_seconds(seconds: float | None) -> str:

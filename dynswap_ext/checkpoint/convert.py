@@ -52,7 +52,7 @@ def convert(
     dtype: torch.dtype | None = None,
     max_shard_size: int | str | None = None,
     rename: Rename | None = None,
-    progress: ProgressOption | None = None,
+    progress: ProgressOption = False,
     overwrite: bool = False,
 ) -> Conversion:
     """Write a checkpoint of any format as safetensors.
@@ -130,7 +130,7 @@ def convert(
             if not done:
                 raise
             raise type(error)(
-                f"{error}. What is done so far is kept in {partial.folder}, and the same call goes on from "
+                f"{error}. What is done so far is kept in {partial.folder}, and the same call continues from "
                 "there; delete that folder to drop it"
             ) from error
     return Conversion(
@@ -164,7 +164,7 @@ def _begun(
         if done and not overwrite:
             raise ConfigError(
                 f"{partial.folder} has a part of {target.path} from another source, one that has changed "
-                "since, or with other arguments; give those again to go on, delete the folder, or overwrite "
+                "since, or with other arguments; repeat those to continue, delete the folder, or overwrite "
                 "(--overwrite, overwrite=True) to start afresh"
             )
     partial.empty()

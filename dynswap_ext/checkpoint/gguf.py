@@ -121,7 +121,7 @@ def original_rows(path: str | PathLike[str]) -> Callable[[str, torch.Tensor], to
         heads, count = queries if found[1] == "q" else keys, tensor.shape[0]
         if heads <= 0 or count % (2 * heads):
             raise ConfigError(
-                f"{path}: the {count} rows of {name} are not those of {heads} heads of even size"
+                f"{path}: the {count} rows of {name} do not divide into {heads} heads of even size"
             )
         rows = torch.arange(count, device=tensor.device).reshape(heads, -1, 2)
         return tensor.index_select(0, rows.transpose(1, 2).reshape(-1))

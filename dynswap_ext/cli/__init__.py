@@ -41,7 +41,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"dynswap-ext {__version__}")
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
-    info = commands.add_parser("info", help="say which provider and backends are active, and why")
+    info = commands.add_parser("info", help="show which provider and backends are active, and why")
     info.set_defaults(command=_info)
     demo.add_to(commands)
     show.add_to(commands)

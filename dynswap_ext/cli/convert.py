@@ -15,14 +15,18 @@ def add_to(commands: Any) -> None:
         "convert",
         help="write a checkpoint as safetensors: cast, sharded or renamed",
         description="Write a checkpoint of any format as safetensors, in little memory, each block compared "
-        "by checksum after it was written. After an interruption the same command goes on where it was.",
+        "by checksum after it was written. After an interruption the same command continues where it "
+        "stopped.",
     )
     convert.set_defaults(command=_convert)
     add = convert.add_argument
     add("source", metavar="SRC", help="a file, an index, or a folder")
     add("destination", metavar="DST", help="a path that ends in .safetensors, or a folder")
-    add("--dtype", help="of floating tensors: bf16, fp16, fp32, float8_e4m3fn, ... (default: as they are)")
-    add("--shard", metavar="SIZE", help="split into files of at most so much, such as 5GB")
+    add(
+        "--dtype",
+        help="dtype of floating tensors: bf16, fp16, fp32, float8_e4m3fn, ... (default: as they are)",
+    )
+    add("--shard", metavar="SIZE", help="largest size of a file, such as 5GB")
     add(
         "--rename",
         metavar="PATTERN=REPLACEMENT",
@@ -30,7 +34,7 @@ def add_to(commands: Any) -> None:
         default=[],
         help="a regular expression for names, and what takes its place; may be given again",
     )
-    add("--overwrite", action="store_true", help="replace what is there")
+    add("--overwrite", action="store_true", help="replace an existing checkpoint")
 
 
 def _convert(options: argparse.Namespace) -> int:

@@ -17,6 +17,7 @@ from dynswap_ext._util.units import (
     parse_seconds,
     parse_share,
     parse_throughput,
+    show_rate,
     show_seconds,
 )
 from dynswap_ext.errors import ConfigError
@@ -36,12 +37,13 @@ def add_to(commands: Any) -> None:
     plan = commands.add_parser(
         "plan",
         help="predict the time of a pass and the stalls, for several budgets",
-        description="Predict what a model costs under a budget: time of a pass, resident share and stalls, "
-        "from the engine itself on a virtual clock. Of a checkpoint only headers are read; of a config.json "
-        "a model without weights is made. Compute and bandwidth are given, or measured here (--device, "
-        "--model), or else those of an assumed card, which the output names.",
-        epilog="dynswap plan flux1-dev.safetensors --budget 6GiB --bandwidth 25GB/s --compute 120TFLOPS "
-        "--tokens 4608",
+        description="Predict what a model costs under a budget: time of a pass, resident share and stalls,\n"
+        "from the engine itself on a virtual clock. Of a checkpoint only headers are read; of a\n"
+        "config.json a model without weights is made. Compute and bandwidth are given, or measured\n"
+        "here (--device, --model), or else those of an assumed card, which the output names.",
+        epilog="example:\n  dynswap plan flux1-dev.safetensors --budget 6GiB --bandwidth 25GB/s "
+        "--compute 120TFLOPS --tokens 4608",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     plan.set_defaults(command=_plan)
     add = plan.add_argument
@@ -55,21 +57,21 @@ def add_to(commands: Any) -> None:
         "--budget",
         action="append",
         default=[],
-        help="for weights on the device: a size, or a share of the model; may be given again (exit status 1 "
+        help="device memory for weights: a size, or a share of the model; may be given again (exit status 1 "
         "if one is too small)",
     )
-    add("--dtype", help="of floating weights on the device: bf16, fp16, ... (default: as stored)")
-    add("--prefetch", type=int, default=2, help="groups to have ahead (default: %(default)s)")
-    add("--bandwidth", help="from masters to the device, such as 25GB/s")
-    add("--latency", help="of a copy, such as 7us")
+    add("--dtype", help="dtype of floating weights on the device: bf16, fp16, ... (default: as in the file)")
+    add("--prefetch", type=int, default=2, help="groups of weights to copy ahead (default: %(default)s)")
+    add("--bandwidth", help="bandwidth of copies to the device, such as 25GB/s")
+    add("--latency", help="latency of a copy, such as 7us")
     add(
         "--compute",
-        help="of a pass with all weights resident, such as 350ms; or the device's throughput, such as "
-        "120TFLOPS",
+        help="time of a pass with all weights on the device, such as 350ms; or the device's throughput, such "
+        "as 120TFLOPS",
     )
     add("--memory", help="bandwidth of the device's memory, such as 900GB/s (with a throughput)")
     add("--tokens", type=int, help="rows that a pass multiplies by each matrix (default: 1, or an image's)")
-    add("--batch", type=int, help="so many times the tokens (default: 1)")
+    add("--batch", type=int, help="batch size, which multiplies the tokens (default: 1)")
     add("--device", help="cpu or cuda: measure what is not given, on that device of this machine")
     add(
         "--model",
@@ -107,8 +109,8 @@ def _plan(options: argparse.Namespace) -> int:
 
     if (options.path is None) == (options.model is None):
         raise ConfigError(
-            "name either a checkpoint or config, or --model module:function; `dynswap plan --help` has "
-            "examples"
+            "name either a checkpoint or config, or --model module:function; `dynswap plan --help` has an "
+            "example"
         )
     dtype = parse_dtype(options.dtype)
     if options.plot:
@@ -176,13 +178,13 @@ def _outlined(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
         values |= {"arithmetic": machine.arithmetic, "memory": machine.memory, "rows": rows}
         compute = (
             f"{rows:,} row{'s' if rows > 1 else ''} a pass{asked}\n"
-            f"{machine.arithmetic / 1e12:.4g} TFLOPS ({values['compute_from']}), "
-            f"{machine.memory / 1e9:.4g} GB/s of the device's memory "
+            f"{show_rate(machine.arithmetic, 'FLOPS')} ({values['compute_from']}), "
+            f"{show_rate(machine.memory, 'B/s')} of the device's memory "
             f"({'given' if options.memory else source})"
         )
         notes += (
-            "Compute counts matrix products (a convolution is one, with as many rows) and norms, at the full "
-            "rate; attention products and activations are not counted. --model measures a real pass.",
+            "Compute includes matrix products and convolutions at the full rate, and norms; it does not "
+            "include attention products and activations. --model measures a real pass.",
         )
     facts = {
         "model": found.title,
@@ -294,7 +296,7 @@ def _refuse(options: argparse.Namespace, names: tuple[str, ...], why: str) -> No
 
 
 def _bus(bandwidth: float, source: str, latency: float) -> str:
-    return f"{bandwidth / 1e9:.4g} GB/s ({source}), {latency * 1e6:.3g} us a copy"
+    return f"{show_rate(bandwidth, 'B/s')} ({source}), {latency * 1e6:.3g} us a copy"
 
 
 def _on_device(weights: tuple[PlannedWeight, ...], dtype: str | None) -> str:

@@ -1,4 +1,4 @@
-"""``dynswap show``: what a checkpoint has in it."""
+"""``dynswap show``: the contents of a checkpoint."""
 
 from __future__ import annotations
 
@@ -18,14 +18,17 @@ def add_to(commands: Any) -> None:
     """Add the command to a parser."""
     show = commands.add_parser(
         "show",
-        help="show what a checkpoint has in it, and what budget it needs",
+        help="show the contents of a checkpoint, and the budget that it needs",
         description="Print a checkpoint's keys, shapes, dtypes, bytes and ties, its largest group of weights "
         "and the smallest budget. Reads headers and nothing else.",
     )
     show.set_defaults(command=_show)
     add = show.add_argument
     add("path", metavar="PATH", help="a file, an index, or a folder")
-    add("--budget", help="say whether it does: a size, or a share of the whole (exit status 1 if not)")
+    add(
+        "--budget",
+        help="check whether this budget works: a size, or a share of the whole (exit status 1 if not)",
+    )
     add("--all", action="store_true", help="a row for each tensor, also of repeated layers")
     add("--json", action="store_true", help="everything, for programs")
     add("--verify", action="store_true", help="read all, and compare the checksums that convert keeps")
@@ -120,7 +123,7 @@ def _answer(found: Summary, budget: int) -> str:
     if budget >= found.total_bytes:
         return "holds all of it: nothing is streamed after the first pass"
     if budget >= found.smallest_budget:
-        return f"does: {budget / found.total_bytes:.0%} of the weights"
+        return f"works: holds {budget / found.total_bytes:.0%} of the weights"
     return "is too small"
 
 

@@ -11,6 +11,7 @@ from typing import Final
 
 import torch
 
+from dynswap_ext._util.units import show_bytes
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Entry
 from dynswap_ext.checkpoint.summary import place_of, units_of
@@ -135,8 +136,8 @@ def outline_of_checkpoint(
             "went through every expert. A config, unlike a checkpoint, has their number; --model measures."
         )
     stored = sum(entry.nbytes for entry in entries.values())
-    title = f"{Path(path)}: {checkpoint.format}, {len(weights)} weights, {stored / 1e9:.3g} GB as stored"
-    order = "names, numbers as numbers" if by_name else "as stored"
+    title = f"{Path(path)}: {checkpoint.format}, {len(weights)} weights, {show_bytes(stored)} in the file"
+    order = "by name, with numbers in numeric order" if by_name else "as in the file"
     return Outline(title, tuple(weights), order, tuple(notes), checkpoint.files, *_rows(entries))
 
 

@@ -277,6 +277,6 @@ def _check(
     wrong = [w.name for w in weights if not (math.isfinite(w.seconds) and w.seconds >= 0 and w.nbytes > 0)]
     if wrong:
         raise ConfigError(
-            f"{len(wrong)} weight(s) have no bytes, or a compute that is no time: {', '.join(wrong[:5])}; "
+            f"{len(wrong)} weight(s) have no bytes, or an invalid compute time: {', '.join(wrong[:5])}; "
             "expected bytes above zero and seconds, 0 or more"
         )

@@ -75,14 +75,11 @@ def conclusions(plan: Plan) -> Iterator[str]:
     if plan.hidden_from <= plan.smallest:
         yield "Compute hides all copies at any budget that works."
     elif plan.hidden_from >= 0.99 * plan.all:
-        yield f"Copies are not hidden at any budget below all of the weights, {format_bytes(plan.all)}."
+        yield f"Only a budget for all weights ({format_bytes(plan.all)}) hides all copies."
     else:
         yield f"From about {format_bytes(plan.hidden_from)} on, compute hides all copies."
-    yield (
-        "Times are of a pass in the steady state (time, limit, stalls and moved are a pass's); limit: "
-        "max(compute, copies); x all resident: against all weights on the device. A budget is for weights: "
-        "activations are not in it."
-    )
+    yield "Times and bytes are of one pass in the steady state. The budget is for weights, not activations."
+    yield "limit: max(compute, copies). x all resident: relative to all weights on the device."
 
 
 def _sentence(prediction: Prediction) -> str:

@@ -12,15 +12,15 @@ from dynswap_ext.profile.stats import Stats
 
 __all__ = ["diagnose"]
 
-_MiB: Final = 1 << 20
+_MIB: Final = 1 << 20
 #: If the first use has more than this share of the stalls, it is named as the main cause.
 _MOSTLY: Final = 0.9
 _FIRST: Final = "weights that had never been copied before; it does not come again"
 #: For each cause, what the stall was for, and what would help.
 _CAUSES: Final = {
     "bus-bound": (
-        "the bus, busy with other copies all the time",
-        "more residents would help: {budget}",
+        "for the bus, which was busy with other copies",
+        "keeping more weights on the device would help: {budget}",
     ),
     "late prefetch": (
         "for copies that were issued too late, while the bus was idle",
@@ -28,15 +28,16 @@ _CAUSES: Final = {
     ),
     "not predicted": (
         "for weights that nothing had fetched ahead",
-        "the order of use is another from pass to pass (branches, experts); residents would help: {budget}",
+        "the order of use differs from pass to pass (branches, experts); keeping more weights on the device "
+        "would help: {budget}",
     ),
     "arena full": (
         "for room in the arena, which was full of what had been fetched ahead",
-        "more room would help: {budget}",
+        "a larger budget would help: {budget}",
     ),
     "slot held": (
         "for slots that handed-out tensors held",
-        "let go of tensors{holder} that are kept in a list or a graph, or give more room: {budget}",
+        "drop tensors{holder} that your code keeps in a list or a graph, or give a larger budget: {budget}",
     ),
     "master changed": (
         "for masters that had changed, and were copied again",
@@ -44,7 +45,8 @@ _CAUSES: Final = {
     ),
 }
 _PURE_PYTHON: Final = (
-    "the pure-Python provider fetches nothing ahead, the native one does; more residents help both: {budget}"
+    "the pure-Python provider fetches nothing ahead, the native one does; keeping more weights on the device "
+    "helps both: {budget}"
 )
 
 
@@ -77,13 +79,13 @@ def diagnose(
         return _without_stall(rows)
     if all(row.resident for row in rows) and not causes.get("master changed"):
         return (
-            f"every weight stays on the device now: the {show_ns(whole)} stalled were for their copies so "
-            "far, and a larger budget changes nothing"
+            f"every weight stays on the device now: the {show_ns(whole)} of waiting were for their copies "
+            "so far, and a larger budget changes nothing"
         )
     first = causes.get("first use", 0)
     rest = {cause: ns for cause, ns in causes.items() if cause != "first use" and ns}
     if not rest:
-        return f"first use: all of {show_ns(whole)} stalled was for {_FIRST}"
+        return f"first use: all of {show_ns(whole)} of waiting was for {_FIRST}"
     cause = max(rest, key=lambda name: rest[name])
     meaning, advice = _CAUSES[cause]
     if cause == "not predicted" and stats.provider == "python":
@@ -96,10 +98,10 @@ def diagnose(
     )
     if first > _MOSTLY * whole:
         return (
-            f"first use: {_share(first, whole)} of {show_ns(whole)} stalled was for {_FIRST}. Of the rest, "
-            f"{show_ns(rest[cause])} was {meaning} ({cause}): {advice}"
+            f"first use: {_share(first, whole)} of {show_ns(whole)} of waiting was for {_FIRST}. Of the "
+            f"rest, {show_ns(rest[cause])} was {meaning} ({cause}): {advice}"
         )
-    text = f"{cause}: {_share(rest[cause], whole)} of {show_ns(whole)} stalled was {meaning}"
+    text = f"{cause}: {_share(rest[cause], whole)} of {show_ns(whole)} of waiting was {meaning}"
     if first:
         text += f" ({_share(first, whole)} was for the first use, which does not come again)"
     return f"{text}; {advice}"
@@ -128,10 +130,9 @@ def _larger_budget(stalled: int, rows: Sequence[GroupFigures], stats: Stats, bud
     used = stats.resident_bytes + stats.arena_bytes
     # All of them resident need no arena.
     wanted = min(stats.weight_bytes, max(used, budget or 0) + int(streamed * share))
-    rounded = -(-wanted // _MiB) * _MiB if wanted > 16 * _MiB else wanted
+    unit, name = (_MIB, "MiB") if wanted > 16 * _MIB else (1 << 10, "KiB")
     now = f" (now {format_bytes(budget)})" if budget is not None else ""
-    text = f'"{rounded // _MiB}MiB"' if rounded % _MiB == 0 and rounded else str(rounded)
-    return f"budget={text}{now}"
+    return f'budget="{max(1, -(-wanted // unit))}{name}"{now}'
 
 
 def _share(part: int, whole: int) -> str:

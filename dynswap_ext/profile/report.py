@@ -89,12 +89,12 @@ class Report:
         columns = shutil.get_terminal_size((160, 25)).columns if width is None else width
         notes = []
         if self.reason:
-            notes.append(f"pure Python, without prefetch: {self.reason}")
+            notes.append(f"pure Python, which fetches nothing ahead: {self.reason}")
         if self.sampled_bytes:
             notes.append(
                 f"{format_bytes(self.sampled_bytes)} of masters are sampled: a small write that bumps no "
-                "version (`p.data[i] = x`, NumPy) may go unseen. Linux 6.7 and later tells of every write, "
-                "where userfaultfd is allowed and the memory is not shared"
+                "version (`p.data[i] = x`, NumPy) may go unseen. Linux 6.7 and later reports every "
+                "write, where userfaultfd is allowed and the memory is not shared"
             )
         table = self.table(collapse=collapse, width=columns)
         return as_text(table, *map(Text, (*notes, self.diagnosis)), width=columns)

@@ -270,6 +270,7 @@ class TestCommand:
             (["--dtype", "int8"], "--dtype is 'int8'; expected bf16"),
             (["--dtype", "zeros"], "--dtype is 'zeros'"),
             (["--shard", "much"], "max_shard_size is 'much'"),
+            (["--shard", "5"], "max_shard_size is '5', a number without a unit"),
             (["--rename", "abc"], "--rename is 'abc'; expected PATTERN=REPLACEMENT"),
             (["--rename", "(=b"], "expected a function, or rules"),
         ],

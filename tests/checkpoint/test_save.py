@@ -281,10 +281,12 @@ def test_torch_files_hold_extra_state_and_no_meta_tensors(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     ("name", "options", "said"),
     [
-        ("w.pt", {"max_shard_size": 5}, "neither shards nor metadata"),
+        ("w.pt", {"max_shard_size": "5MB"}, "neither shards nor metadata"),
         ("w.safetensors", {"max_shard_size": "many"}, "'many'; expected bytes"),
         ("w.safetensors", {"max_shard_size": 0}, "expected bytes"),
         ("w.safetensors", {"max_shard_size": 0.5}, "expected bytes"),
+        ("w.safetensors", {"max_shard_size": 5}, "a number without a unit; .* '5GB', or '5B'"),
+        ("w.safetensors", {"max_shard_size": " 1e3 "}, "a number without a unit; .* or '1000B'"),
         ("w.safetensors", {"metadata": {"epoch": 3}}, "'epoch'; safetensors keeps only text"),
         ("w.gguf", {}, r"ends in \.gguf"),
     ],

@@ -114,11 +114,11 @@ def test_what_changes_a_master_is_the_cause() -> None:
 @pytest.mark.parametrize(
     ("cause", "advice"),
     [
-        ("bus-bound", r"more residents would help: budget="),
+        ("bus-bound", r"keeping more weights on the device would help: budget="),
         ("late prefetch", r"a deeper prefetch would help: prefetch=4"),
-        ("not predicted", r"order of use is another .* budget="),
-        ("arena full", r"more room would help: budget="),
-        ("slot held", r"let go of tensors of head\.weight .* budget="),
+        ("not predicted", r"order of use differs .* budget="),
+        ("arena full", r"a larger budget would help: budget="),
+        ("slot held", r"drop tensors of head\.weight .* budget="),
         ("master changed", r"what writes to the masters"),
     ],
 )
@@ -130,7 +130,7 @@ def test_the_diagnosis_names_the_main_cause_and_the_remedy(cause: str, advice: s
     session.figures[2]["stall_ns"] = 10**8 + 10**6
     session.figures[2]["held_by"] = "head.weight"
     diagnosis = session.report().diagnosis
-    assert diagnosis.startswith(f"{cause}: 94 % of 106 ms stalled was ")
+    assert diagnosis.startswith(f"{cause}: 94 % of 106 ms of waiting was ")
     assert "(6 % was for the first use" in diagnosis
     assert re.search(advice, diagnosis), diagnosis
 
@@ -139,11 +139,14 @@ def test_a_first_pass_is_not_blamed_on_anything_else() -> None:
     session = FakeSession(6)
     for figure in session.figures:
         figure["causes"], figure["stall_ns"] = {"first use": 10**8}, 10**8
-    assert session.report().diagnosis.startswith("first use: all of 600 ms stalled")
+    assert session.report().diagnosis.startswith("first use: all of 600 ms of waiting")
     session.figures[2]["causes"]["bus-bound"] = 10**6
     session.figures[2]["stall_ns"] += 10**6
     diagnosis = session.report().diagnosis
-    assert diagnosis.startswith("first use: 100 % of 601 ms") and "Of the rest, 1 ms was the bus" in diagnosis
+    assert (
+        diagnosis.startswith("first use: 100 % of 601 ms")
+        and "Of the rest, 1 ms was for the bus" in diagnosis
+    )
 
 
 def test_the_budget_that_is_advised_follows_from_the_stall() -> None:

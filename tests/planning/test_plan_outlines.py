@@ -82,7 +82,7 @@ def test_an_order_that_is_not_by_name_is_kept(tmp_path: Path) -> None:
     torch.save({f"{name}.weight": torch.ones(2, 2) for name in ("out", "a10", "a2")}, tmp_path / "w.pt")
     found = planning.outline(tmp_path / "w.pt")
     assert [w.name for w in found.weights] == ["out.weight", "a10.weight", "a2.weight"]
-    assert found.order == "as stored"
+    assert found.order == "as in the file"
 
 
 def test_ties_are_one_weight(tmp_path: Path) -> None:

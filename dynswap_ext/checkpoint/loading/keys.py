@@ -93,7 +93,7 @@ class KeyReport:
                 "file was saved with, leave the entry out by rename= (None), or reshape it by transform=."
             )
         elif strict:
-            lines.append("Load with strict=False if that is meant: what is missing keeps its present value.")
+            lines.append("If this is intended, pass strict=False: missing entries keep their present values.")
         return "\n".join(lines)
 
     def _called(self, name: str) -> str:

@@ -168,4 +168,9 @@ def shard_bytes(given: int | str | None) -> int | None:
         size = 0
     if not isinstance(size, int) or isinstance(given, float) or size < 1:
         raise ConfigError(f"max_shard_size is {given!r}; expected bytes, or a size such as '5GB' or '512MiB'")
+    if size < 1 << 20 and not str(given).strip()[-1].isalpha():
+        raise ConfigError(
+            f"max_shard_size is {given!r}, a number without a unit; write a size such as '5GB', or "
+            f"'{size}B' if so few bytes are intended"
+        )
     return size
