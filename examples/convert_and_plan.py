@@ -10,7 +10,6 @@ The options are those of `dynswap convert` and `dynswap plan`. No model is built
 from __future__ import annotations
 
 import argparse
-import re
 import resource
 from pathlib import Path
 
@@ -20,16 +19,6 @@ from dynswap_ext import checkpoint, planning
 from dynswap_ext.errors import BudgetError
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-UNITS |= {f"{unit}/s": bytes_ for unit, bytes_ in UNITS.items()} | {"GFLOPS": 1e9, "TFLOPS": 1e12}
-
-
-def amount(text: str) -> float:
-    """Return the bytes, bytes per second or operations per second in "6GiB", "25GB/s" or "120TFLOPS"."""
-    found = re.fullmatch(r"([\d.]+) ?(\S+)", text)
-    if found is None or found[2] not in UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} has none of the units {', '.join(UNITS)}")
-    return float(found[1]) * UNITS[found[2]]
 
 
 def main() -> None:
@@ -41,9 +30,9 @@ def main() -> None:
     parser.add_argument("--dtype", choices=DTYPES, help="of floating tensors (default: unchanged)")
     parser.add_argument("--shard", metavar="SIZE", help="largest size of a file, such as 5GB")
     parser.add_argument("--overwrite", action="store_true", help="replace an existing checkpoint")
-    parser.add_argument("--budget", type=amount, default="6GiB", help="memory for weights (default: 6GiB)")
-    parser.add_argument("--bandwidth", type=amount, help="from RAM to the device, such as 25GB/s")
-    parser.add_argument("--compute", type=amount, help="throughput of the device, such as 120TFLOPS")
+    parser.add_argument("--budget", default="6GiB", help="memory for weights (default: 6GiB)")
+    parser.add_argument("--bandwidth", help="from RAM to the device, such as 25GB/s")
+    parser.add_argument("--compute", help="throughput of the device, such as 120TFLOPS")
     parser.add_argument("--tokens", type=int, default=1, help="rows that a pass multiplies by each matrix")
     options = parser.parse_args()
 
@@ -62,10 +51,7 @@ def main() -> None:
     print(f"peak memory  {peak:.0f} MiB, torch included")
 
     outline = planning.outline(done.path)
-    rates = planning.ASSUMED
-    machine = planning.Machine(
-        "given", options.bandwidth or rates.bandwidth, options.compute or rates.arithmetic, rates.memory
-    )
+    machine = planning.ASSUMED.with_rates(bandwidth=options.bandwidth, arithmetic=options.compute)
     weights = planning.timed(outline.weights, machine, rows=options.tokens)
     plan = planning.plan(weights, bandwidth=machine.bandwidth)
 
@@ -77,11 +63,11 @@ def main() -> None:
         )
     print(f"compute hides all copies from about {plan.hidden_from / 2**20:,.1f} MiB on")
     try:
-        asked = plan.at(int(options.budget))
+        asked = plan.at(options.budget)
     except BudgetError as error:
         raise SystemExit(str(error)) from None
     print(
-        f"{options.budget / 2**20:,.1f} MiB: {asked.seconds * 1e3:.2f} ms a pass, "
+        f"{options.budget}: {asked.seconds * 1e3:.2f} ms a pass, "
         f"{asked.to_resident:.2f} times as long as with all weights on the device"
     )
 

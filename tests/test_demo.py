@@ -26,7 +26,7 @@ from dynswap_ext.demo.files import checkpoint_file, write_random
 from dynswap_ext.demo.hook import install_hook, uninstall_hook
 from dynswap_ext.demo.isolated import Isolated
 from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
-from dynswap_ext.demo.run import run_apart
+from dynswap_ext.demo.run import DemoOptions, DemoResult, run_apart
 from dynswap_ext.errors import BudgetError, ConfigError, DynswapError, SourceError
 from dynswap_ext.planning.rates import disk_bandwidth
 
@@ -188,6 +188,21 @@ class TestBaselines:
         installed = outcomes[INSTALLED]
         if installed.provider == "native" and (cast or not in_memory):
             assert installed.moved_bytes_per_pass  # equal outputs with nothing streamed would prove nothing
+        # Operations that read the file through its mapping: nothing counts their bytes or waits.
+        of_python = outcomes[PYTHON]
+        for figure in (of_python.moved_bytes_per_pass, of_python.stall_seconds_per_pass):
+            assert (figure is None) == (not cast and not in_memory)
+
+
+@pytest.mark.parametrize("moved", [0.0, 1e6, 1e9])
+@pytest.mark.parametrize("installed", [[2.0, 3.0, 4.0], [4.0, 5.0, 6.0]], ids=["faster", "slower"])
+def test_nothing_in_the_demo_is_faster_than_the_limit(installed: list[float], moved: float) -> None:
+    outcomes = {
+        RESIDENT: baseline.Outcome([3.0, 3.5, 5.0], None, None),
+        INSTALLED: baseline.Outcome(installed, None, None, "native", "host", moved),
+    }
+    result = DemoResult(DemoOptions(), _CONFIG, "cpu", 1, 1, False, 1e8, "read", outcomes, [])
+    assert result.limit_seconds == (installed[0] if moved == 1e9 else min(3.0, installed[0]))
 
 
 def _raise(job: str, step: Callable[[], None]) -> None:

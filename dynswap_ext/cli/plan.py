@@ -6,7 +6,7 @@ import argparse
 import importlib
 import json
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -15,8 +15,6 @@ from dynswap_ext._util.units import (
     parse_bandwidth,
     parse_dtype,
     parse_seconds,
-    parse_share,
-    parse_throughput,
     show_rate,
     show_seconds,
 )
@@ -116,10 +114,9 @@ def _plan(options: argparse.Namespace) -> int:
     if options.plot:
         check_path(options.plot)  # before anything is measured
     case = _measured(options, dtype) if options.model else _outlined(options, dtype)
-    whole = sum(weight.nbytes for weight in case.weights)
     made = planning.plan(
         case.weights,
-        budgets=[parse_share(text, whole) for text in options.budget],
+        budgets=options.budget,
         bandwidth=case.bandwidth,
         latency=case.latency,
         prefetch=options.prefetch,
@@ -154,12 +151,8 @@ def _outlined(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
         largest = max(found.files, key=lambda file: file.stat().st_size, default=None)
         machine = planning.measure_machine(device, dtype=dtype, file=largest)
         source, bus = f"measured: {machine.name}", f"measured: {machine.bandwidth_kind}"
-    if options.bandwidth:
-        machine, bus = replace(machine, bandwidth=parse_bandwidth(options.bandwidth)), "given"
-    if options.latency:
-        machine = replace(machine, latency=parse_seconds(options.latency))
-    if options.memory:
-        machine = replace(machine, memory=parse_bandwidth(options.memory))
+    bus = "given" if options.bandwidth else bus
+    machine = machine.with_rates(bandwidth=options.bandwidth, memory=options.memory, latency=options.latency)
     values: dict[str, Any] = {"model": found.title, "order": found.order, "bandwidth_from": bus}
     whole_pass = options.compute is not None and "flop" not in options.compute.lower()
     notes = found.notes
@@ -170,7 +163,7 @@ def _outlined(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
         values["compute_from"] = "given"
     else:
         if options.compute:
-            machine = replace(machine, arithmetic=parse_throughput(options.compute))
+            machine = machine.with_rates(arithmetic=options.compute)
         rows = (options.tokens or found.rows) * (options.batch or 1)
         weights = planning.timed(found.weights, machine, rows=rows)
         asked = "" if options.tokens else f" (assumed: {found.rows_as}; --tokens says how many)"

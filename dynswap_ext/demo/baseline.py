@@ -124,12 +124,15 @@ def run(job: Job, step: Callable[[], None] = lambda: None) -> Outcome:
     if handle is None:
         return outcome
     handle.uninstall()
+    moved, stalled = (after[name] - before[name] for name in ("bytes_moved", "stall_ns"))
+    # In pure Python operations read a mapped file themselves: what they read and wait for is not counted.
+    counted = moved or job.in_memory or handle.provider == "native"
     return dataclasses.replace(
         outcome,
         provider=handle.provider,
         backend=handle.backend,
-        moved_bytes_per_pass=(after["bytes_moved"] - before["bytes_moved"]) / job.passes,
-        stall_seconds_per_pass=(after["stall_ns"] - before["stall_ns"]) / 1e9 / job.passes,
+        moved_bytes_per_pass=moved / job.passes if counted else None,
+        stall_seconds_per_pass=stalled / 1e9 / job.passes if counted else None,
         stats=after,
     )
 

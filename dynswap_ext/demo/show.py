@@ -82,7 +82,7 @@ def _conclusions(result: DemoResult) -> Iterator[str]:
     where = "allocated on the device" if "cuda" in result.device else "resident set"
     yield (
         "classic hook: a Python __getattr__ that calls .to() at each access. "
-        "limit: max(time of the resident model, bytes moved by dynswap / bandwidth). "
+        "limit: max(fastest pass of any, bytes moved by dynswap / bandwidth). "
         f"Peak memory: {where}, above the start of the run."
     )
     if not result.in_memory:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from dynswap_ext._util.units import parse_bandwidth, parse_seconds, parse_throughput
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.weights import PlannedWeight
 
@@ -31,6 +32,30 @@ class Machine:
     latency: float = 7e-6
     #: How the bandwidth was measured; empty if it was not.
     bandwidth_kind: str = ""
+
+    def with_rates(
+        self,
+        *,
+        bandwidth: str | None = None,
+        arithmetic: str | None = None,
+        memory: str | None = None,
+        latency: str | None = None,
+    ) -> Machine:
+        """Return the machine with other rates, written as "25GB/s", "120TFLOPS", "900GB/s" and "7us".
+
+        Raises
+        ------
+        ConfigError
+            A rate cannot be read.
+        """
+        return Machine(
+            self.name,
+            parse_bandwidth(bandwidth) if bandwidth else self.bandwidth,
+            parse_throughput(arithmetic) if arithmetic else self.arithmetic,
+            parse_bandwidth(memory) if memory else self.memory,
+            parse_seconds(latency) if latency else self.latency,
+            self.bandwidth_kind,
+        )
 
 
 #: What is taken where nothing is given and nothing is measured; benchmarks/virtual_clock.py has the same.

@@ -50,7 +50,7 @@ def draw(plan: Plan, *, title: str = "", points: int = 60) -> Any:
     seconds = [prediction.seconds / unit for prediction in curve]
     upper.plot(budgets, seconds, color=BLUE, linewidth=2.2, label="time of a pass")
     limits = [prediction.limit_seconds / unit for prediction in curve]
-    upper.plot(budgets, limits, color=BLACK, linestyle=DASHED, label="limit: max(compute, copies)")
+    upper.plot(budgets, limits, color=BLACK, linestyle=DASHED, label="limit of any order of copies")
     upper.axhline(curve[-1].compute_seconds / unit, color=GREEN, linestyle=":", label="all resident")
     lower.fill_between(budgets, stalls, color=RED, alpha=0.25, linewidth=0)
     lower.plot(budgets, stalls, color=RED, linewidth=1.8)

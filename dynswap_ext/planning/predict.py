@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Final
 
 from dynswap_ext._provider import native_extension
+from dynswap_ext._util.units import parse_bandwidth, parse_share
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.machine import ASSUMED
 from dynswap_ext.planning.weights import PlannedWeight
@@ -41,6 +42,8 @@ class Prediction:
     compute_seconds: float
     #: What the bus needs for what a pass moves: the streamed weights, or fewer if some stay in the arena.
     copy_seconds: float
+    #: No order of copies is faster: the compute, or the copies of the weights that the budget cannot hold.
+    limit_seconds: float
     #: The compute waited for copies.
     stall_seconds: float
     #: Groups whose copy began only when they were needed.
@@ -50,13 +53,8 @@ class Prediction:
     depth: int
 
     @property
-    def limit_seconds(self) -> float:
-        """max(compute, copies): no order of copies can be faster."""
-        return max(self.compute_seconds, self.copy_seconds)
-
-    @property
     def to_limit(self) -> float:
-        """Time over the limit; 1 is perfect."""
+        """Time over the limit, 1 at least."""
         return self.seconds / self.limit_seconds if self.limit_seconds > 0 else 1.0
 
     @property
@@ -92,10 +90,11 @@ class Plan:
     #: From about this budget on, compute hides the copies; `all` if nothing less does.
     hidden_from: int
 
-    def at(self, budget: int) -> Prediction:
-        """Predict a pass for any budget. Raises BudgetError under the smallest."""
+    def at(self, budget: int | str) -> Prediction:
+        """Predict a pass for any budget, as `plan` takes them. Raises BudgetError under the smallest."""
         names = ("bandwidth", "latency", "prefetch", "backend")
-        return _at(self.weights, budget, **{name: getattr(self, name) for name in names})
+        found = _at(self.weights, budget, **{name: getattr(self, name) for name in names})
+        return _never_slower([*(p for p in self.predictions if p.budget < found.budget), found])[-1]
 
     def curve(self, points: int = 60) -> list[Prediction]:
         """Predict a pass at some `points` budgets from the smallest to all, and at those of the sweep."""
@@ -104,14 +103,14 @@ class Plan:
         # Where little fits, a little more is much.
         budgets |= {round(self.smallest + step * share) for share in (0.03, 0.06, 0.12, 0.25, 0.5)}
         known = {prediction.budget: prediction for prediction in self.predictions}
-        return [known.get(budget) or self.at(budget) for budget in sorted(budgets | known.keys())]
+        return _never_slower([known.get(b) or self.at(b) for b in sorted(budgets | known.keys())])
 
 
 def predict(
     weights: Sequence[PlannedWeight],
     *,
-    budgets: Iterable[int],
-    bandwidth: float,
+    budgets: Iterable[int | str],
+    bandwidth: float | str,
     latency: float = ASSUMED.latency,
     prefetch: int = 2,
     backend: str = "cuda",
@@ -123,9 +122,10 @@ def predict(
     weights
         In the order of use, with their compute (`timed`, `spread` or `measure` gave it).
     budgets
-        Bytes for streamed and resident weights together, as for `install`.
+        Bytes for streamed and resident weights together, as a number, a size such as "6GiB", or a share of
+        the model such as "25%".
     bandwidth
-        Bytes a second from masters to the device.
+        Bytes a second from masters to the device, or a text such as "25GB/s".
     latency
         Seconds to begin a copy.
     prefetch
@@ -136,7 +136,8 @@ def predict(
     Returns
     -------
     list of Prediction
-        One for each budget, in their order.
+        One for each budget, in their order. A budget that is slower than a smaller one of them is predicted
+        as that: the rest of it would be left unused.
 
     Raises
     ------
@@ -145,31 +146,46 @@ def predict(
     ConfigError
         There are no weights, a number cannot be used, or the native extension is not there.
     """
-    _check(weights, bandwidth, latency, prefetch, backend)
-    budgets = list(budgets)
-    for budget in budgets:
-        if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
-            raise ConfigError(f"a budget is {budget!r}; expected bytes, 1 or more")
+    bandwidth = _check(weights, bandwidth, latency, prefetch, backend)
     total = sum(weight.nbytes for weight in weights)
+    wanted = [_bytes_of(budget, total) for budget in budgets]
     # The clock moves device bytes. Where copies move fewer or more (a cast), its bus is faster or slower.
     moved = sum(weight.moved_bytes for weight in weights) / total
+    rate = bandwidth / moved
     simulate = partial(
         native_extension().simulate,
         _of_engine(weights),
         places=[weight.place for weight in weights],
         backend=backend,
         prefetch=prefetch,
-        bandwidth=bandwidth / moved,
+        bandwidth=rate,
         latency=latency,
         passes=_PASSES,
         at_once=_needed_at_once(weights),
         placement="timed",  # as install(budget="auto") places residents
     )
-    return [_prediction(budget, simulate(budget=budget), total, moved) for budget in budgets]
+    made = [_prediction(budget, simulate(budget=budget), total, moved, rate) for budget in sorted({*wanted})]
+    found = {prediction.budget: prediction for prediction in _never_slower(made)}
+    return [found[budget] for budget in wanted]
 
 
-def _prediction(budget: int, result: dict[str, Any], total: int, moved: float) -> Prediction:
-    """Translate what the engine returns; `moved` is the ratio of moved to device bytes."""
+def _never_slower(predictions: Sequence[Prediction]) -> list[Prediction]:
+    """Give each of the predictions, by budget, the placement of a smaller budget that is faster, if any.
+
+    Placements are searched for, so a larger budget may have found a worse one.
+    """
+    best = list(predictions[:1])
+    for own in predictions[1:]:
+        slower = own.seconds > best[-1].seconds * (1 + 1e-9)
+        best.append(replace(best[-1], budget=own.budget, limit_seconds=own.limit_seconds) if slower else own)
+    return best
+
+
+def _prediction(budget: int, result: dict[str, Any], total: int, moved: float, rate: float) -> Prediction:
+    """Translate what the engine returns.
+
+    `moved` is the ratio of moved to device bytes, `rate` the device bytes a second of the bus.
+    """
     streamed = result["streamed_bytes"]
     # Of the streamed weights, what a pass moves; what it moves twice is no need of the bus.
     share = min(1.0, result["moved_bytes"] / streamed) if streamed else 1.0
@@ -181,6 +197,8 @@ def _prediction(budget: int, result: dict[str, Any], total: int, moved: float) -
         seconds=result["seconds_per_pass"],
         compute_seconds=result["compute_seconds"],
         copy_seconds=result["copy_seconds"] * share,
+        # A pass uses all weights, and begins with no more of them on the device than the budget holds.
+        limit_seconds=max(result["compute_seconds"], (total - budget) / rate),
         stall_seconds=result["stall_seconds"],
         misses=result["misses"],
         groups=result["groups"],
@@ -191,8 +209,8 @@ def _prediction(budget: int, result: dict[str, Any], total: int, moved: float) -
 def plan(
     weights: Sequence[PlannedWeight],
     *,
-    budgets: Iterable[int] = (),
-    bandwidth: float,
+    budgets: Iterable[int | str] = (),
+    bandwidth: float | str,
     latency: float = ASSUMED.latency,
     prefetch: int = 2,
     backend: str = "cuda",
@@ -208,18 +226,20 @@ def plan(
         As `predict`. A budget that is too small is no error: it is named in the plan.
     """
     kept = tuple(weights)
-    _check(kept, bandwidth, latency, prefetch, backend)
+    bandwidth = _check(kept, bandwidth, latency, prefetch, backend)
     at = partial(_at, kept, bandwidth=bandwidth, latency=latency, prefetch=prefetch, backend=backend)
     places = [weight.place for weight in kept]
     smallest, _ = native_extension().smallest_budget(_of_engine(kept), places, backend, _needed_at_once(kept))
     # What groups take with what lies between their weights: a little more than the weights.
-    whole = at(2 * sum(weight.nbytes for weight in kept) + (1 << 20) * len(kept)).resident_bytes
+    total = sum(weight.nbytes for weight in kept)
+    whole = at(2 * total + (1 << 20) * len(kept)).resident_bytes
     while at(whole).resident_share < 1:  # under a smaller budget groups are smaller, with more between them
         whole += max(1, whole // 64)
-    wanted = sorted(set(budgets))
+    wanted = sorted({_bytes_of(budget, total) for budget in budgets})
     asked = tuple(budget for budget in wanted if budget >= smallest)
     sweep = {smallest, whole, *asked, *(round(share * whole) for share in _SHARES)}
-    predictions = tuple(at(budget) for budget in sorted(sweep) if budget >= smallest)
+    working = [budget for budget in sorted(sweep) if budget >= smallest]
+    predictions = tuple(_never_slower([at(budget) for budget in working]))
     return Plan(
         weights=kept,
         bandwidth=bandwidth,
@@ -248,7 +268,16 @@ def _hidden_from(predictions: Sequence[Prediction], at: Callable[[int], Predicti
     return high
 
 
-def _at(weights: Sequence[PlannedWeight], budget: int, **options: Any) -> Prediction:
+def _bytes_of(budget: int | str, whole: int) -> int:
+    """Return a budget in bytes; a share is one of `whole`."""
+    if isinstance(budget, str):
+        return parse_share(budget, whole)
+    if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
+        raise ConfigError(f"a budget is {budget!r}; expected bytes, 1 or more, or a text such as '6GiB'")
+    return budget
+
+
+def _at(weights: Sequence[PlannedWeight], budget: int | str, **options: Any) -> Prediction:
     return predict(weights, budgets=[budget], **options)[0]
 
 
@@ -262,13 +291,15 @@ def _needed_at_once(weights: Sequence[PlannedWeight]) -> set[int]:
 
 
 def _check(
-    weights: Sequence[PlannedWeight], bandwidth: float, latency: float, prefetch: int, backend: str
-) -> None:
+    weights: Sequence[PlannedWeight], bandwidth: float | str, latency: float, prefetch: int, backend: str
+) -> float:
+    """Return the bandwidth as a number, if all can be used."""
     if backend not in ("host", "cuda"):
         raise ConfigError(f"backend is {backend!r}; expected 'host' (for the CPU) or 'cuda'")
     if not weights or not sum(weight.nbytes for weight in weights):
         raise ConfigError("there are no weights to plan for; name a checkpoint or a model that has some")
-    if not math.isfinite(bandwidth) or bandwidth <= 0:
+    rate = parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
+    if not math.isfinite(rate) or rate <= 0:
         raise ConfigError(f"bandwidth is {bandwidth!r}; expected bytes a second, above zero")
     if not math.isfinite(latency) or latency < 0:
         raise ConfigError(f"latency is {latency!r}; expected seconds a copy, 0 or more")
@@ -280,3 +311,4 @@ def _check(
             f"{len(wrong)} weight(s) have no bytes, or an invalid compute time: {', '.join(wrong[:5])}; "
             "expected bytes above zero and seconds, 0 or more"
         )
+    return rate

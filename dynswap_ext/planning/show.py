@@ -79,7 +79,8 @@ def conclusions(plan: Plan) -> Iterator[str]:
     else:
         yield f"From about {format_bytes(plan.hidden_from)} on, compute hides all copies."
     yield "Times and bytes are of one pass in the steady state. The budget is for weights, not activations."
-    yield "limit: max(compute, copies). x all resident: relative to all weights on the device."
+    yield "No order of copies beats the limit: max(compute, copies of what the budget cannot hold)."
+    yield "x all resident: relative to all weights on the device."
 
 
 def _sentence(prediction: Prediction) -> str:
@@ -115,7 +116,6 @@ def as_json(plan: Plan, facts: Mapping[str, Any], notes: Sequence[str]) -> dict[
         "budgets": [
             {
                 **dataclasses.asdict(prediction),
-                "limit_seconds": prediction.limit_seconds,
                 "to_limit": prediction.to_limit,
                 # JSON has no infinity.
                 "to_resident": None if math.isinf(prediction.to_resident) else prediction.to_resident,

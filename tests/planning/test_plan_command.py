@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from conftest import skip_or_fail
 from dynswap_ext import _provider, cli, planning
-from dynswap_ext._util.units import parse_bandwidth, parse_seconds, parse_throughput
+from dynswap_ext._util.units import parse_bandwidth, parse_seconds, parse_throughput, show_rate
 from dynswap_ext.errors import ConfigError
 
 
@@ -190,6 +190,8 @@ def test_units() -> None:
     assert parse_bandwidth("25GB/s") == 25e9 and parse_bandwidth("1 GiB / s") == 2**30
     assert parse_throughput("300TFLOPS") == 300e12 and parse_throughput("1.5 PFLOP/s") == 1.5e15
     assert parse_throughput("7 flops") == 7.0
+    assert show_rate(25e9, "B/s") == "25 GB/s" and show_rate(60.2e6, "B/s") == "60.2 MB/s"
+    assert show_rate(40.41e9, "FLOPS") == "40.41 GFLOPS" and show_rate(7, "B/s") == "7 B/s"
     assert parse_seconds("350ms") == pytest.approx(0.35) and parse_seconds("7us") == pytest.approx(7e-6)
     assert parse_seconds("2min") == 120 and parse_seconds(".5s") == 0.5
     for parse in (parse_bandwidth, parse_throughput, parse_seconds):
