@@ -127,7 +127,7 @@ def select(asked: str, device: torch.device) -> Provider:
         )
     _warn_once(
         f"dynswap_ext runs in pure Python on '{device}' and fetches nothing ahead (the model waits for each "
-        f"weight): "
+        "weight): "
         f"{obstacle.reason}. {obstacle.remedy}; {_SILENCE}."
     )
     return _python(obstacle.reason)

@@ -67,7 +67,7 @@ def main() -> None:
     except BudgetError as error:
         raise SystemExit(str(error)) from None
     print(
-        f"{options.budget}: {asked.seconds * 1e3:.2f} ms a pass, "
+        f"{asked.budget / 2**20:,.1f} MiB: {asked.seconds * 1e3:.2f} ms a pass, "
         f"{asked.to_resident:.2f} times as long as with all weights on the device"
     )
 

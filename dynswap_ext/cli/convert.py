@@ -15,16 +15,14 @@ def add_to(commands: Any) -> None:
         "convert",
         help="write a checkpoint as safetensors: cast, sharded or renamed",
         description="Write a checkpoint of any format as safetensors, in little memory, each block compared "
-        "by checksum after it was written. After an interruption the same command continues where it "
-        "stopped.",
+        "by checksum after it was written. After an interruption the same command continues.",
     )
     convert.set_defaults(command=_convert)
     add = convert.add_argument
     add("source", metavar="SRC", help="a file, an index, or a folder")
     add("destination", metavar="DST", help="a path that ends in .safetensors, or a folder")
     add(
-        "--dtype",
-        help="dtype of floating tensors: bf16, fp16, fp32, float8_e4m3fn, ... (default: as they are)",
+        "--dtype", help="dtype of floating tensors: bf16, fp16, fp32, float8_e4m3fn, ... (default: unchanged)"
     )
     add("--shard", metavar="SIZE", help="largest size of a file, such as 5GB")
     add(

@@ -25,10 +25,7 @@ def add_to(commands: Any) -> None:
     show.set_defaults(command=_show)
     add = show.add_argument
     add("path", metavar="PATH", help="a file, an index, or a folder")
-    add(
-        "--budget",
-        help="check whether this budget works: a size, or a share of the whole (exit status 1 if not)",
-    )
+    add("--budget", help="check a budget: a size, or a share of the whole (exit status 1 if it is too small)")
     add("--all", action="store_true", help="a row for each tensor, also of repeated layers")
     add("--json", action="store_true", help="everything, for programs")
     add("--verify", action="store_true", help="read all, and compare the checksums that convert keeps")
