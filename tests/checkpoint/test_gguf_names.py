@@ -78,7 +78,7 @@ def test_rows_are_put_back(name: str, heads: int, path: Path) -> None:
     bias = torch.randn(48)
     assert torch.equal(transform(_named(name), permute(bias, heads)), bias)
     assert transform("blk.3.attn_v.weight", permuted) is permuted
-    with pytest.raises(ConfigError, match=r"the 7 rows of blk\.0\.attn_q\.weight are not those of 4 heads"):
+    with pytest.raises(ConfigError, match=r"the 7 rows of blk\.0\.attn_q\.weight do not divide into 4 heads"):
         transform("blk.0.attn_q.weight", torch.ones(7))
 
 
