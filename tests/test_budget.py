@@ -273,3 +273,15 @@ def test_weights_that_are_read_one_by_one_need_no_more_than_the_largest(provider
     with torch.no_grad():
         testing.assert_bit_equal(model(x), moved(x))
     assert handle.stats().overflow_bytes == 0
+
+
+def test_a_container_with_a_buffer_of_its_own_is_not_one_unit(provider: Provider) -> None:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).eval()
+    model.register_buffer("mean", torch.zeros(WIDTH))
+    with pytest.raises(BudgetError) as raised:
+        provider.install(model, dtype=torch.float64, budget=1)
+    assert raised.value.smallest_bytes <= LAYER + SLACK
+    moved, _ = provider.pair(model, budget=raised.value.smallest_bytes, strict_budget=True)
+    x = provider.randn(2, WIDTH)
+    with torch.no_grad():
+        testing.assert_bit_equal(model(x), moved(x))

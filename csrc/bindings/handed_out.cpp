@@ -390,6 +390,7 @@ std::optional<std::uint32_t> HandedOut::write_back(bool look) {
   } else if (master_.unsafeGetTensorImpl()->version_counter().enabled()) {  // an inference tensor has none
     master_.unsafeGetTensorImpl()->bump_version();
   }
+  rounded_ = rounded_ || cast;
   note_master();
   if (master_watch_) master_writes_ = master_watch_->writes();
   note_equal();

@@ -94,6 +94,8 @@ class HandedOut : public OutsideTheHeap {
   bool may_be_written() const noexcept {
     return untracked_ || watch_ || version_.current_version() != seen_version_;
   }
+  /// What was written on it went to the master in another dtype, so that a new copy is not what this is.
+  bool rounded() const noexcept { return rounded_; }
   /// The latest write_back() met a capture.
   bool postponed() const noexcept { return postponed_; }
 
@@ -148,6 +150,7 @@ class HandedOut : public OutsideTheHeap {
   std::atomic<bool> untracked_{false};
   at::Tensor sent_;  ///< the bytes on the host, if `arrived_`
   bool arrived_ = false;
+  bool rounded_ = false;
   bool postponed_ = false;
   std::mutex mutex_;
   std::vector<c10::Stream> users_;  ///< LOCK: mutex_; that have used it. None on the CPU

@@ -152,6 +152,9 @@ std::unique_ptr<Saved> reference_to(const at::Tensor& tensor) {
   if (!serving || !can_be_fetched_again(*serving, *weight, *record)) return nullptr;
   serving->write_back(*weight);
   if (!record->master_unchanged()) return nullptr;
+  // The forward has written it, and the graph is to have what it wrote. (A leased copy is the engine's no
+  // more.)
+  if (weight->path == Weight::AccessPath::copied && record->rounded()) return nullptr;
   return std::make_unique<SavedWeight>(*record, tensor);
 }
 

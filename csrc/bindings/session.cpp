@@ -247,7 +247,7 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
     HandedOut* const record = HandedOut::of(*tensor.unsafeGetTensorImpl());
     if (!record->watched() || !inside_call()) write_back(weight, dropped);
     if (small_buffer && training) watch(tensor);
-    return hand_out_again(weight, tensor);
+    return hand_out_again(weight, tensor, master);
   }
   if (watched || !weight.plan) {
     write_back(weight, dropped);  // of a copy that is held by a graph alone
@@ -301,14 +301,17 @@ void Session::watch(const at::Tensor& tensor) {
   }
 }
 
-PyObject* Session::hand_out_again(Weight& weight, const at::Tensor& tensor) {
+PyObject* Session::hand_out_again(Weight& weight, const at::Tensor& tensor, const at::Tensor& master) {
   HandedOut* const record = HandedOut::of(*tensor.unsafeGetTensorImpl());
   const Stream consumer = current_stream(device_);
   const std::shared_ptr<const Plan> plan = weight.plan;
-  {
+  try {
     const py::gil_scoped_release release;
     if (PROTECTED(second_stream_told)) record->use_here();
     if (recording_ && plan) plan->engine->note_use(weight.id, consumer);
+  } catch (const ClosedError&) {
+    // A companion was on its way to the same copy: Note [One outdated weight of a group].
+    return hand_out_private(weight, master, /*watched=*/false);  // Note [A plan takes another's place]
   }
   if (weight.cached != nullptr && THPVariable_Unpack(weight.cached).is_same(tensor)) {
     weight.cached_stream = stream_id();
@@ -341,7 +344,7 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object) {
   const bool outdated = weight.generation != generation;
   if (!outdated) {
     if (const at::Tensor other = still_handed_out(weight, master, /*watched=*/false); other.defined())
-      return hand_out_again(weight, other);
+      return hand_out_again(weight, other, master);
   }
   if (master.requires_grad()) connect_to_master(tensor, master, weight.watch, weight.gradient);
   PyObject* const object = wrap(weight, tensor);

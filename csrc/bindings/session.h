@@ -194,7 +194,7 @@ class Session : public std::enable_shared_from_this<Session> {
   PyObject* plain_access(Weight& weight, PyObject* master, bool training);
   PyObject* cached_tensor(const Weight& weight, PyObject* master, bool inside) const;
   at::Tensor still_handed_out(Weight& weight, const at::Tensor& master, bool watched);
-  PyObject* hand_out_again(Weight& weight, const at::Tensor& tensor);
+  PyObject* hand_out_again(Weight& weight, const at::Tensor& tensor, const at::Tensor& master);
   PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out) const;
   static void watch(const at::Tensor& tensor);
   PyObject* hand_out(Weight& weight, PyObject* master);

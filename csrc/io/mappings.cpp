@@ -19,11 +19,6 @@ bool is_checkpoint_like(std::string_view path) {
          !starts("/SYSV");
 }
 
-bool is_device(std::string_view path) {
-  constexpr std::string_view kDevices = "/dev/", kMemory = "/dev/shm/";
-  return path.substr(0, kDevices.size()) == kDevices && path.substr(0, kMemory.size()) != kMemory;
-}
-
 }  // namespace
 
 Mappings Mappings::of_this_process() {
@@ -40,11 +35,12 @@ Mappings Mappings::of_this_process() {
       continue;
     }
     mapping.file.path = path_at > 0 ? line.substr(static_cast<std::size_t>(path_at)) : std::string();
-    if (mapping.file.inode == 0 || is_device(mapping.file.path)) continue;
+    // Nobody cuts short a file that has lost its name, nor shared memory: both are RAM to us.
+    if (mapping.file.inode == 0 || !is_checkpoint_like(mapping.file.path)) continue;
     // Writing to a shared mapping changes the file itself, which is not to be taken for somebody else's
     // change.
     const bool writes_to_file = access[1] == 'w' && access[3] == 's';
-    mapping.is_source = !writes_to_file && is_checkpoint_like(mapping.file.path);
+    mapping.is_source = !writes_to_file;
     // Writing to a private mapping can split it; what is one file range is one mapping to us.
     if (!result.mappings_.empty()) {
       Mapping& last = result.mappings_.back();

@@ -28,8 +28,8 @@ class Mappings {
   /// into the file through are plain RAM to us).
   std::optional<Range> find(const void* address, std::size_t bytes) const;
 
-  /// The path of the file that the address is mapped from, also where find() finds nothing; null if there is
-  /// none. A device's memory, as drivers map it, is no file's.
+  /// The path of the file that the address is mapped from, also where this process may write into the file;
+  /// null if there is none that still has its name.
   const std::string* file_at(const void* address) const;
 
  private:
@@ -42,7 +42,7 @@ class Mappings {
 
   const Mapping* mapping_at(std::uintptr_t begin) const;
 
-  std::vector<Mapping> mappings_;  ///< all that are of files, in the order of their addresses
+  std::vector<Mapping> mappings_;  ///< all that are of ordinary files, in the order of their addresses
 };
 
 }  // namespace dynswap

@@ -10,7 +10,7 @@ from torch import nn
 
 from dynswap_ext._python.calls import namespace_for
 from dynswap_ext._python.device_copy import Destination, Weight
-from dynswap_ext._swap.compile_support import live_name
+from dynswap_ext._swap.compile_support import is_packed, live_name
 from dynswap_ext._swap.state import STATE_KEY
 from dynswap_ext._util.untraced import untraced
 
@@ -77,6 +77,7 @@ class Attribute:
         if (
             not is_param
             and torch.compiler.is_dynamo_compiling()
+            and (module.training or not is_packed(master))
             and not state.session.destination.holds(master)
         ):
             return getattr(module, self._live)  # see Note [Buffers are inputs of a graph]

@@ -11,6 +11,7 @@ handed-out tensor itself as an input: the tracer is given an attribute that it d
 whose getter is a function in C, and reads that anew at each call. It then compares what it has read by its
 address, for which all of them have to be there at once: they are kept until the graph runs, or somebody asks
 what was written. Compiled code bumps the version of an input that it writes, as operations do.
+Large integers in eval mode are packed weights, which nobody writes: they are fetched as parameters are.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -26,8 +27,11 @@ from torch import nn
 from dynswap_ext._swap.state import STATE_KEY, session_of
 from dynswap_ext._util.untraced import untraced
 
-__all__ = ["fetch_master", "getter", "live", "live_name", "release_inputs"]
+__all__ = ["fetch_master", "getter", "is_packed", "live", "live_name", "release_inputs"]
 
+
+#: Buffers of integers with more bytes are weights of a quantised model.
+_PACKED_BYTES: Final = 1 << 20
 
 #: What a forward gets for a master, or None if no install of this process serves it: the native provider's,
 #: once the extension is there. The graphs of the pure-Python provider convert masters themselves.
@@ -77,6 +81,11 @@ class _Live(dict[nn.Module, torch.Tensor]):
         return tensor
 
 
+def is_packed(buffer: torch.Tensor) -> bool:
+    """Whether a buffer is a weight of a quantised model, by its dtype and size."""
+    return not (buffer.is_floating_point() or buffer.is_complex()) and buffer.nbytes > _PACKED_BYTES
+
+
 def getter(name: str) -> Callable[[Any], Any]:
     """The function to trace in place of an access to `name`."""
     live_attribute = live_name(name)
@@ -96,7 +105,7 @@ def getter(name: str) -> Callable[[Any], Any]:
         dtype = state.dtype if state.dtype is not None and master.is_floating_point() else master.dtype
         if master.device == state.device and master.dtype == dtype:
             return master
-        if name in held["_buffers"]:
+        if name in held["_buffers"] and (module.training or not is_packed(master)):
             return getattr(module, live_attribute)
         return _fetch(master, state.device, dtype)
 

@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, Final
 
+import torch
 from torch import nn
 
 from dynswap_ext._swap.state import STATE_KEY, as_plain, original_class, set_class
@@ -66,9 +67,10 @@ def _plain_shallow_copier(copier: Callable[..., Any], flush: Flush) -> Callable[
     @functools.wraps(copier)
     def copied(self: Any) -> Any:
         flush(self)
-        plain = as_plain(self)  # a copy shares the masters
-        replica = copier(plain)
-        return self if replica is plain else made_plain(self, replica)
+        if not isinstance(self, torch.fx.GraphModule):
+            return made_plain(self, copier(self))
+        plain = as_plain(self)  # whose class the copy is to have; it shares the masters
+        return made_plain(self, copier(plain))
 
     return copied
 

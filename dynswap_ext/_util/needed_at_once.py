@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Final
 
 from torch import nn
@@ -25,9 +25,9 @@ _OF_ATTENTION: Final = re.compile(r"in_proj_(weight|bias)|[qkv]_proj_weight")
 def units_of_modules(modules: Sequence[nn.Module]) -> list[tuple[int, bool]]:
     """Return the unit of each module, and whether a call needs all weights of the unit at once.
 
-    A forward of torch's own hands all weights of its module to one function, with those of the module's
-    children (`nn.MultiheadAttention`), and all of them have to be on the device then. Of other forwards that
-    is not known: they may read one weight after the other.
+    A forward of torch's own hands all weights of its module to one function, and all of them have to be on
+    the device then: with those that parametrise them, and for attention those of its child `out_proj`. Of
+    other forwards, and of other children, that is not known: they may be read one after the other.
 
     Parameters
     ----------
@@ -45,7 +45,7 @@ def units_of_modules(modules: Sequence[nn.Module]) -> list[tuple[int, bool]]:
         first = first_of.get(id(module))
         if first is None and _reads_at_once(module):
             first = place
-            for part in module.modules():
+            for part in _parts(module):
                 first_of.setdefault(id(part), place)
         units.append((place, False) if first is None else (first, True))
     return units
@@ -71,6 +71,20 @@ def units_of_names(modules: Mapping[str, Sequence[str]]) -> list[tuple[list[str]
         known = all(map(_OWN_NAMES.fullmatch, own[module]))
         units.setdefault(module, ([], known))[0].extend(names)
     return list(units.values())
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    """Yield the module, and those in it whose weights its forward reads together with its own."""
+    yield module
+    names = (
+        ("parametrizations", "out_proj")
+        if isinstance(module, nn.MultiheadAttention)
+        else ("parametrizations",)
+    )
+    for name in names:
+        child = module._modules.get(name)
+        if child is not None:
+            yield from child.modules()
 
 
 def _reads_at_once(module: nn.Module) -> bool:

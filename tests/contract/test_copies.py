@@ -107,3 +107,21 @@ def test_pickle(provider: Provider) -> None:
         kept.fill_(3.0)
     loaded = pickle.loads(pickle.dumps(model))
     assert type(loaded) is CopiesItself and loaded.scale.tolist() == [3.0] * 4
+
+
+class CopiesSlots(nn.Linear):
+    __slots__ = ("extra",)
+
+    def __copy__(self) -> CopiesSlots:
+        replica = self.__new__(type(self))
+        replica.__dict__ = dict(self.__dict__)
+        replica.extra = self.extra
+        return replica
+
+
+def test_a_copier_of_a_class_gets_the_module_itself(provider: Provider) -> None:
+    model = CopiesSlots(4, 4)
+    model.extra = 7
+    provider.install(model, dtype=torch.float64)
+    replica = copy.copy(model)
+    assert type(replica) is CopiesSlots and replica.extra == 7

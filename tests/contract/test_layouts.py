@@ -192,3 +192,34 @@ def test_one_written_between_forward_and_backward_is_refused(
     for (name, p), q in zip(model.named_parameters(), moved.parameters(), strict=True):
         assert p.grad is not None and q.grad is not None
         testing.assert_bit_equal(p.grad, q.grad.to(p.device, p.dtype), name)
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["train", "eval"])
+@pytest.mark.parametrize("parameter", [True, False], ids=["parameter", "buffer"])
+def test_the_graph_has_what_a_forward_wrote_on_a_copy(
+    provider: Provider, parameter: bool, training: bool
+) -> None:
+    class Scales(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            scale = torch.linspace(1, 2, 64).view(8, 8)[:, :4]
+            if parameter:
+                self.scale = nn.Parameter(scale, requires_grad=False)
+            else:
+                self.register_buffer("scale", scale)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scale = self.scale
+            with torch.no_grad():
+                scale.mul_(1.1)  # not a float32 value
+            return x * scale
+
+    if not provider.native:
+        pytest.skip("pure Python: backward has the master's rounded values, as docs/limits.md says")
+    model = Scales().train(training)
+    moved, _ = provider.pair(model)
+    x = provider.randn(8, 4).requires_grad_()
+    expected = x.detach().clone().requires_grad_()
+    moved(expected).sum().backward()
+    model(x).sum().backward()
+    testing.assert_bit_equal(x.grad, expected.grad, "gradient")
