@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import weakref
 from bisect import bisect_left, insort
 from typing import NamedTuple, Protocol
@@ -60,9 +61,11 @@ def part_of_storage(master: torch.Tensor) -> bool:
 
 
 class Overlaps:
-    """The masters that have memory on the CPU, by their addresses. Thread-safe under the GIL."""
+    """The masters that have memory on the CPU, by their addresses. Thread-safe."""
 
     def __init__(self) -> None:
+        # Reentrant: a weight may die, and be forgotten, while this thread has it.
+        self._changing = threading.RLock()
         self._begins: list[tuple[int, int]] = []
         self._known: dict[int, tuple[Place, weakref.ref[HasMaster]]] = {}
         self._longest = 0
@@ -79,7 +82,7 @@ class Overlaps:
             self._take_up(weight, Place.of(master))
         found = self._found.get(key)
         if found is None:
-            found = self._found[key] = self._look(key)
+            found = self._look(key)
         return [alive for reference in found if (alive := reference()) is not None]
 
     def add(self, weight: HasMaster) -> None:
@@ -88,28 +91,34 @@ class Overlaps:
 
     def _take_up(self, weight: HasMaster, place: Place) -> None:
         key = id(weight)
-        self._forget(key)
-        self._known[key] = place, weakref.ref(weight, lambda _: self._forget(key))
-        insort(self._begins, (place.begin, key))
-        self._longest = max(self._longest, place.end - place.begin)
-        self._found.clear()
+        with self._changing:
+            self._forget(key)
+            self._known[key] = place, weakref.ref(weight, lambda _: self._forget(key))
+            insort(self._begins, (place.begin, key))
+            self._longest = max(self._longest, place.end - place.begin)
+            self._found.clear()
 
     def _forget(self, key: int) -> None:
-        known = self._known.pop(key, None)
-        if known is None:
-            return
-        entry = known[0].begin, key
-        at = bisect_left(self._begins, entry)
-        if at < len(self._begins) and self._begins[at] == entry:
-            del self._begins[at]
-        self._found.pop(key, None)
+        with self._changing:
+            known = self._known.pop(key, None)
+            if known is None:
+                return
+            entry = known[0].begin, key
+            at = bisect_left(self._begins, entry)
+            if at < len(self._begins) and self._begins[at] == entry:
+                del self._begins[at]
+            self._found.pop(key, None)
 
     def _look(self, key: int) -> list[weakref.ref[HasMaster]]:
-        place, found = self._known[key][0], []
-        at = bisect_left(self._begins, (place.begin - self._longest, 0))
-        while at < len(self._begins) and self._begins[at][0] < place.end:
-            other, reference = self._known[self._begins[at][1]]
-            if self._begins[at][1] != key and may_overlap(place, other):
-                found.append(reference)
-            at += 1
-        return found
+        with self._changing:
+            known = self._known.get(key)
+            if known is None:
+                return []
+            place, found = known[0], []
+            first = bisect_left(self._begins, (place.begin - self._longest, 0))
+            for _, other in self._begins[first : bisect_left(self._begins, (place.end, 0))]:
+                near = self._known.get(other)
+                if near is not None and other != key and may_overlap(place, near[0]):
+                    found.append(near[1])
+            self._found[key] = found
+            return found
