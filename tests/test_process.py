@@ -143,14 +143,15 @@ def test_a_forked_child_sees_writes_to_its_masters(provider: Provider, budget: s
 
 @FORKS
 @BUDGETS
-def test_a_forked_child_writes_to_its_masters(provider: Provider, budget: str) -> None:
+@pytest.mark.parametrize("width", [16, 512], ids=["hashed", "watched by pages"])
+def test_a_forked_child_writes_to_its_masters(provider: Provider, budget: str, width: int) -> None:
     if provider.device.type != "cpu":
         pytest.skip("a forked child has no device")
     run(
         provider,
         f"""
         torch.set_num_threads(1)
-        net = nn.Sequential(nn.Linear(64, 64), nn.BatchNorm1d(64)).double()
+        net = nn.Sequential(nn.Linear(64, {width}), nn.BatchNorm1d({width})).double()
         x = x.float()  # so that statistics are not rounded for their masters
         dynswap_ext.install(net, dtype=x.dtype, budget={budget}, provider="{provider.backend}")
         net(x)

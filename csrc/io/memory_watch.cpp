@@ -216,10 +216,13 @@ bool MemoryWatch::look() {
 bool MemoryWatch::look_at_pages() {
   if (!pages_) return false;
   const std::optional<std::uint64_t> now = pages_->writes();
-  if (!now) {  // other memory has been mapped there
+  if (!now) {
+    // Other memory has been mapped there; or this is a forked child, where what the parent handed out is the
+    // child's own: a write on it would be dropped if the master counted as written.
+    const bool remapped = pages_->of_this_process();
     pages_ = PageWatch::over(pages_within(middle_.address, middle_.bytes), PageSelection::all);
     if (pages_) page_writes_ = pages_->writes().value_or(0);
-    return true;
+    return remapped;
   }
   return std::exchange(page_writes_, *now) != *now;
 }

@@ -164,8 +164,10 @@ PageWatch::~PageWatch() {
   });
 }
 
+bool PageWatch::of_this_process() const noexcept { return &kernel_ == Kernel::current(); }
+
 std::optional<std::uint64_t> PageWatch::writes() {
-  if (&kernel_ != Kernel::current()) return std::nullopt;
+  if (!of_this_process()) return std::nullopt;
   const std::lock_guard lock(kernel_.mutex);
   if (!lost_) lost_ = !look();
   if (lost_) return std::nullopt;
@@ -187,6 +189,7 @@ bool PageWatch::look() { return false; }
 std::shared_ptr<PageWatch> PageWatch::over(Pages, PageSelection) { return nullptr; }
 PageWatch::~PageWatch() = default;
 std::optional<std::uint64_t> PageWatch::writes() { return std::nullopt; }
+bool PageWatch::of_this_process() const noexcept { return true; }
 void PageWatch::expect_writes() noexcept {}
 void PageWatch::forget_after_fork() {}
 

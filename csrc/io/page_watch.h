@@ -41,6 +41,8 @@ class PageWatch {
   /// since. Returns nothing if they are not watched any more: other memory has been mapped there, or this
   /// process is a forked child.
   std::optional<std::uint64_t> writes();
+  /// False in a child that was forked since: nothing is told there.
+  bool of_this_process() const noexcept;
 
   /// Announces that much is about to be written: lifts the protection of all pages at once, so that writes
   /// cost no page faults until the next writes(), which counts the announcement as a write.

@@ -176,7 +176,7 @@ def is_sampled(master: torch.Tensor) -> bool:
 
 
 class MemoryWatch:
-    """GroupCounters the writes to a master's bytes, whoever makes them. Exact, unless it `is_sampled`."""
+    """Counts the writes to a master's bytes, whoever makes them. Exact, unless it `is_sampled`."""
 
     def __init__(self, master: torch.Tensor) -> None:
         self.address, self.bytes = master.data_ptr(), span(master)
@@ -233,6 +233,12 @@ class MemoryWatch:
         elements = span.as_strided((*shape, size), (*steps, 1)).contiguous()
         return ctypes.string_at(elements.data_ptr(), elements.nbytes)
 
+    def _watch_anew(self, writes: int) -> None:
+        self._kernel, self._pages = _kernel_of_this_process(), None
+        self._watch_pages()
+        if self._pages is not None:
+            self._pages.writes = writes
+
     def note_write(self) -> None:
         """Count a write that was made, or is about to be, unless a look sees every write."""
         if self._sampled:
@@ -250,15 +256,17 @@ class MemoryWatch:
             self._count += 1  # nothing can be read any more (Note [Mapped files that become shorter])
             return ()
         if self._pages is not None:
+            if self._kernel is not _kernel:
+                # A forked child, where what the parent handed out is the child's own: a write on it would be
+                # dropped if the master counted as written.
+                self._watch_anew(self._pages.writes)
             try:
-                if self._kernel is None or self._kernel is not _kernel:
-                    raise OSError("a forked child")
-                with self._kernel.lock:
-                    self._kernel.look(begin, end)
-            except OSError:  # other memory has been mapped there, or this is a forked child
+                if self._kernel is not None and self._pages is not None:
+                    with self._kernel.lock:
+                        self._kernel.look(begin, end)
+            except OSError:  # other memory has been mapped there
                 self._count += 1
-                self._kernel, self._pages = _kernel_of_this_process(), None
-                self._watch_pages()
+                self._watch_anew(0)
         sample = _sample(self.address, self.bytes) if self._sampled else b""
         if self._pages is None:
             return sample or self._elements(), 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import threading
 import weakref
 from bisect import bisect_left, insort
@@ -66,11 +67,17 @@ class Overlaps:
     def __init__(self) -> None:
         # Reentrant: a weight may die, and be forgotten, while this thread has it.
         self._changing = threading.RLock()
+        if hasattr(os, "register_at_fork"):
+            os.register_at_fork(after_in_child=self._renew_lock)
         self._begins: list[tuple[int, int]] = []
         self._known: dict[int, tuple[Place, weakref.ref[HasMaster]]] = {}
         self._longest = 0
         #: What `of` found, for as long as no weight comes or moves.
         self._found: dict[int, list[weakref.ref[HasMaster]]] = {}
+
+    def _renew_lock(self) -> None:
+        """In a forked child: no thread is left that could release it."""
+        self._changing = threading.RLock()
 
     def of(self, weight: HasMaster) -> list[HasMaster]:
         """Return the weights whose masters have some of this one's bytes, and take this one up."""
