@@ -128,7 +128,7 @@ def run_to_its_limit(code: str, up: Path, **more: Any) -> tuple[suite_parts.Resu
         result = Runner().run(python(code, **more), limit=limit)
         if (
             up.exists() and result.output
-        ):  # what is ended on a busy machine may be killed before it has said it
+        ):  # a busy machine may end it before it has said so
             return result, limit
     pytest.fail(f"in {limit} s the part has not begun: {result}")
 
