@@ -126,9 +126,7 @@ def run_to_its_limit(code: str, up: Path, **more: Any) -> tuple[suite_parts.Resu
     """
     for limit in (2.5, 10, 40):
         result = Runner().run(python(code, **more), limit=limit)
-        if (
-            up.exists() and result.output
-        ):  # a busy machine may end it before it has said so
+        if up.exists() and result.output:  # a busy machine may end it before it has said so
             return result, limit
     pytest.fail(f"in {limit} s the part has not begun: {result}")
 
