@@ -243,25 +243,22 @@ def test_data_of_a_buffer_is_replaced(provider: Provider) -> None:
 
 
 def test_a_probe_of_every_module(provider: Provider) -> None:
-    model = TinyTransformer().eval()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.LayerNorm(16)) for _ in range(8))).eval()
     handle = install(provider, model, dtype=torch.float64)
-    tokens = torch.arange(6, device=provider.device)[None]
+    x = provider.randn(2, 16)
 
-    def most_moved_by_a_pass() -> int:
-        moved = []  # now and then a pass moves a group twice, as slots and groups have several sizes
-        for _ in range(6):
-            handle.reset_stats()
-            testing.assert_bit_equal(model(tokens), expected)
-            moved.append(handle.stats().bytes_moved)
-        return max(moved)
+    def moved_by_a_pass() -> int:
+        handle.reset_stats()
+        testing.assert_bit_equal(model(x), expected)
+        return handle.stats().bytes_moved
 
     with torch.no_grad():
-        expected = [model(tokens) for _ in range(3)][-1]
-        undisturbed = most_moved_by_a_pass()
+        expected = [model(x) for _ in range(3)][-1]
+        undisturbed = moved_by_a_pass()
         for module in model.modules():
             assert hasattr(module, "weight") == ("weight" in module._parameters)
-        model(tokens)
-        assert 0 < most_moved_by_a_pass() <= undisturbed
+        model(x)
+        assert moved_by_a_pass() == undisturbed > 0
 
 
 def test_install_on_the_cpu_switches_an_installed_model_back(
