@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -27,56 +26,28 @@ class Entry:
     encoding: str = ""
 
 
-class Checkpoint(Mapping[str, Any], ABC):
-    """An open checkpoint: a mapping from names to tensors. Opening one reads headers and nothing else.
+@dataclass(eq=False, repr=False)
+class Checkpoint(Mapping[str, Any]):
+    """An open checkpoint: a mapping from names to tensors. Opening one reads headers and nothing else."""
 
-    Parameters
-    ----------
-    path
-        What the user named: a file, an index, or a folder.
-    entries
-        The entry of each tensor, in the order of the file.
-    files
-        All the files that hold bytes of it.
-    metadata
-        Text that the file has in addition to its tensors.
-    objects
-        What else is in the mapping: extra state, under keys that end in ``_extra_state``.
-    versions
-        The versions of the modules that wrote it, as ``state_dict()._metadata`` has them, if the format does.
-    """
-
+    #: What the user named: a file, an index, or a folder.
+    path: Path
     #: What the format is called.
-    format: ClassVar[str]
-
-    def __init__(
-        self,
-        path: Path,
-        entries: Mapping[str, Entry],
-        *,
-        files: tuple[Path, ...],
-        metadata: Mapping[str, str] | None = None,
-        objects: Mapping[str, Any] | None = None,
-        versions: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.path = path
-        self.entries = dict(entries)
-        self.files = files
-        self.metadata = dict(metadata or {})
-        self.objects = dict(objects or {})
-        self.versions = versions
-
-    @abstractmethod
-    def tensor(self, name: str) -> torch.Tensor:
-        """The tensor of an entry: a view of a private mapping of its file.
-
-        Where the bytes are not one range of one file, it is put together in memory, and a new one each time.
-
-        Raises
-        ------
-        SourceError
-            The bytes are not what the header says. Names file and entry.
-        """
+    format: str
+    #: The entry of each tensor, in the order of the file.
+    entries: dict[str, Entry]
+    #: All the files that hold bytes of it.
+    files: tuple[Path, ...]
+    #: From a name to the tensor of its entry: a view of a private mapping of its file. Where the bytes are
+    #: not one range of one file, it is put together in memory, and a new one each time. Raises a SourceError
+    #: that names file and entry if the bytes are not what the header says.
+    tensor: Callable[[str], torch.Tensor]
+    #: Text that the file has in addition to its tensors.
+    metadata: dict[str, str] = field(default_factory=dict)
+    #: What else is in the mapping: extra state, under keys that end in ``_extra_state``.
+    objects: dict[str, Any] = field(default_factory=dict)
+    #: Versions of the modules that wrote it, as ``state_dict()._metadata`` has them, if the format does.
+    versions: Mapping[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:
         return self.tensor(name) if name in self.entries else self.objects[name]

@@ -140,7 +140,7 @@ def test_the_other_limits_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     path = write_safetensors(tmp_path, 1)
     monkeypatch.setattr(file_mapping, "_mapped", refuse)
     for setting, advice in {"2": "sysctl vm.overcommit_memory=0", "0": "vm.max_map_count"}.items():
-        monkeypatch.setattr(file_mapping, "_setting", lambda name, setting=setting: setting)
+        monkeypatch.setattr(file_mapping, "_read", lambda path, setting=setting: setting)
         with pytest.raises(SourceError, match=advice) as caught:
             checkpoint.open_checkpoint(path)
         assert str(path) in str(caught.value) and "download" not in str(caught.value)

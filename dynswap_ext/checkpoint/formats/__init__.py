@@ -6,12 +6,14 @@ import os
 import re
 from pathlib import Path
 
-from dynswap_ext.checkpoint.formats import dcp, gguf, safetensors_file, sharded, torch_zip
-from dynswap_ext.checkpoint.formats.common import AGAIN, opened, pread
+from dynswap_ext.checkpoint.formats.common import AGAIN, listed, opened, pread
+from dynswap_ext.checkpoint.formats.dcp import METADATA, read_distributed
+from dynswap_ext.checkpoint.formats.gguf import read_gguf
+from dynswap_ext.checkpoint.formats.safetensors_file import read_safetensors
+from dynswap_ext.checkpoint.formats.sharded import read_index
+from dynswap_ext.checkpoint.formats.torch_zip import read_torch
 from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.errors import SourceError
-
-__all__ = ["open_checkpoint"]
 
 #: How files begin that people take for checkpoints, and what to do with them.
 _RELATED: tuple[tuple[bytes, str], ...] = (
@@ -44,28 +46,31 @@ def open_checkpoint(path: Path, *, weights_only: bool = True) -> Checkpoint:
     """
     if os.path.isdir(path):
         path = _choose(path)
-    if path.name == dcp.METADATA:
-        path = path.parent
-    if os.path.isdir(path):
-        return dcp.DistributedCheckpoint(path, weights_only=weights_only)
+    if path.name == METADATA:
+        return read_distributed(path.parent, weights_only)
     head = _head(path)
-    if sharded.matches(head):
-        return sharded.Sharded(path, lambda shard: _open_file(shard, _head(shard), weights_only))
+    if head.lstrip()[:1] == b"{" and b"\0" not in head:
+        return read_index(path, lambda shard: _open_file(shard, _head(shard), weights_only))
     return _open_file(path, head, weights_only)
 
 
+def _head(path: Path) -> bytes:
+    with opened(path) as (descriptor, _):
+        return pread(descriptor, 64, 0)
+
+
 def _open_file(path: Path, head: bytes, weights_only: bool) -> Checkpoint:
-    """A file that is a checkpoint by itself."""
+    """Open a file that is a checkpoint by itself."""
     if path.suffix == ".distcp":
         raise SourceError(
             f"{path} is a part of a folder of torch.distributed.checkpoint; name the folder, {path.parent}"
         )
-    if torch_zip.matches(head):
-        return torch_zip.TorchZip(path, weights_only=weights_only)
-    if gguf.matches(head):
-        return gguf.GGUFFile(path)
-    if safetensors_file.matches(head):
-        return safetensors_file.SafetensorsFile(path)
+    if head.startswith(b"PK\x03\x04"):
+        return read_torch(path, weights_only)
+    if head.startswith(b"GGUF"):
+        return read_gguf(path)
+    if head[8:9] == b"{":
+        return read_safetensors(path)
     for start, meaning in _RELATED:
         if head.startswith(start):
             raise SourceError(f"{path} is {meaning}")
@@ -77,14 +82,8 @@ def _open_file(path: Path, head: bytes, weights_only: bool) -> Checkpoint:
         )
     raise SourceError(
         f"{path} is neither a safetensors file, nor a zip file of torch.save, nor GGUF (it begins with "
-        f"{head[:8]!r}); "
-        "save the model with dynswap_ext.checkpoint.save(model, path)"
+        f"{head[:8]!r}); save the model with dynswap_ext.checkpoint.save(model, path)"
     )
-
-
-def _head(path: Path) -> bytes:
-    with opened(path) as (descriptor, _):
-        return pread(descriptor, 64, 0)
 
 
 # ---- folders -----------------------------------------------------------------------------------------------
@@ -101,17 +100,16 @@ _PARTS = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
 def _choose(path: Path) -> Path:
-    """Return the one checkpoint in a folder: an index, a file, or the folder itself."""
+    """Return the one file in a folder by which its checkpoint is opened."""
     try:
         names = sorted(os.listdir(path))
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise SourceError(f"{path} cannot be read: {reason}; check its permissions") from error
-    if dcp.METADATA in names:
-        return path
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}; check its permissions") from error
+    if METADATA in names:
+        return path / METADATA
     if any(name.endswith(".distcp") for name in names):
         raise SourceError(
-            f"{path} has files of torch.distributed.checkpoint and no {dcp.METADATA}, which is written last: "
+            f"{path} has files of torch.distributed.checkpoint and no {METADATA}, which is written last: "
             "the save did not finish, or the file was not copied; copy it too, or take an earlier checkpoint"
         )
     for suffix in ("safetensors.index.json", "index.json"):
@@ -127,14 +125,11 @@ def _choose(path: Path) -> Path:
     for tier in _TIERS:
         if found := [name for name in weights if name.endswith(tier)]:
             return _only(path, found, "checkpoints")
-    shown = f"it has {', '.join(names[:5])}{', ...' if len(names) > 5 else ''}" if names else "it is empty"
-    raise SourceError(
-        f"{path} is a folder without a checkpoint ({shown}); name the file or folder that has it"
-    )
+    has = f"it has {listed(names, 5)}" if names else "it is empty"
+    raise SourceError(f"{path} is a folder without a checkpoint ({has}); name the file or folder that has it")
 
 
 def _only(path: Path, found: list[str], what: str) -> Path:
     if len(found) == 1:
         return path / found[0]
-    listed = ", ".join(found[:20]) + (", ..." if len(found) > 20 else "")
-    raise SourceError(f"{path} has {len(found)} {what} ({listed}); name the one that is meant")
+    raise SourceError(f"{path} has {len(found)} {what} ({listed(found, 20)}); name the one that is meant")

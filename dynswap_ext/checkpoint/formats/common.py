@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from dynswap_ext.checkpoint.reader import Entry
 from dynswap_ext.errors import SourceError
 
 #: The remedy for a file that lacks something.
@@ -95,6 +96,14 @@ def _neighbours(path: Path) -> str:
     return f"; did you mean {' or '.join(close)}?" if close else ""
 
 
+def content_of(path: Path, limit: int, what: str) -> bytes:
+    """Read a whole file of at most `limit` bytes; more is no `what`, and a SourceError."""
+    with opened(path) as (descriptor, size):
+        if size > limit:
+            raise SourceError(f"{path} has {size:,} bytes, {what} at most {limit:,}; {AGAIN}")
+        return pread(descriptor, size, 0)
+
+
 def pread(descriptor: int, length: int, offset: int) -> bytes:
     """As `os.pread`, which may return less than there is; less than `length` at the end of the file only."""
     data = os.pread(descriptor, length, offset)
@@ -162,15 +171,14 @@ def byte_count(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
     return count
 
 
-def mapped_tensor(
-    storage: torch.UntypedStorage, offset: int, nbytes: int, dtype: torch.dtype, shape: tuple[int, ...]
-) -> torch.Tensor:
-    """A contiguous tensor over bytes of a mapped file, aligned or not."""
-    tensor = torch.empty(0, dtype=dtype)
-    if nbytes > 0:
+def mapped_tensor(storage: torch.UntypedStorage, entry: Entry) -> torch.Tensor:
+    """A contiguous tensor over an entry's bytes in its mapped file, aligned or not."""
+    tensor = torch.empty(0, dtype=entry.dtype)
+    if entry.nbytes:
+        assert entry.offset is not None
         # A slice, so that each tensor has a storage of just its bytes (torch.save writes storages whole).
-        tensor.set_(storage[offset : offset + nbytes])
-    return tensor.reshape(shape)
+        tensor.set_(storage[entry.offset : entry.offset + entry.nbytes])
+    return tensor.reshape(entry.shape)
 
 
 def listed(names: Sequence[str], most: int) -> str:

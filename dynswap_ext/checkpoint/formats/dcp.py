@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,111 +23,118 @@ from dynswap_ext.errors import SourceError
 METADATA = ".metadata"
 
 
-class DistributedCheckpoint(Checkpoint):
-    """One folder. Of a nested state dict it is the model's part, under the names that the model gave it.
+def read_distributed(path: Path, weights_only: bool) -> Checkpoint:
+    """Return the checkpoint of a folder. Of a nested state dict it is the model's part, by the model's names.
 
     A tensor saved whole is mapped. One saved in chunks is put together in memory when it is asked for.
     """
+    folder = _Folder(path, weights_only)
+    state = find_state_dict(path, folder.tree(), Listing)
+    listings = {name: value for name, value in state.items() if isinstance(value, Listing)}
+    by_file: dict[str, list[tuple[str, Chunk]]] = {}
+    for name, listing in listings.items():
+        if problem := _cover_problem(listing):
+            raise SourceError(f"{path / METADATA}: {shown(name)} {problem}; {AGAIN}, or save it again")
+        for chunk in listing.chunks:
+            by_file.setdefault(chunk.range.file, []).append((name, chunk))
+    whole: dict[str, torch.Tensor] = {}
+    offsets: dict[str, int | None] = {}
+    for name_of_file, chunks in by_file.items():
+        with folder.open(name_of_file) as file:
+            for name, chunk in chunks:
+                file.check(name, chunk.range)
+                if len(listings[name].chunks) == 1:
+                    whole[name] = file.tensor(name, listings[name].dtype, chunk)
+                    offsets[name] = offset_in(whole[name], file.mapped)
 
-    format = "distributed checkpoint"
+    def entry(name: str, listing: Listing) -> Entry:
+        nbytes = math.prod(listing.shape) * listing.dtype.itemsize
+        file = path / (listing.chunks[0].range.file if listing.chunks else METADATA)
+        return Entry(listing.dtype, listing.shape, nbytes, file, offsets.get(name))
 
-    def __init__(self, path: Path, *, weights_only: bool = True) -> None:
-        self._folder, self._weights_only = path, weights_only
-        state = find_state_dict(path, self._tree(), _dimensions)
-        listings = {name: value for name, value in state.items() if isinstance(value, Listing)}
-        for name, listing in listings.items():
-            if problem := _cover_problem(listing):
-                raise SourceError(f"{path / METADATA}: {shown(name)} {problem}; {AGAIN}, or save it again")
-        self._chunked = {name: listing for name, listing in listings.items() if len(listing.chunks) != 1}
-        self._whole: dict[str, torch.Tensor] = {}
-        offsets = self._map_whole(listings)
-        super().__init__(
-            path,
-            {
-                name: Entry(
-                    listing.dtype,
-                    listing.shape,
-                    listing.nbytes,
-                    path / (listing.chunks[0].range.file if listing.chunks else METADATA),
-                    offsets.get(name),
-                )
-                for name, listing in listings.items()
-            },
-            files=tuple(path / file for file in _files(listings)),
-            objects={
-                name: _built(value, lambda leaf, name=name: self._value(name, leaf))  # type: ignore[misc]
-                for name, value in state.items()
-                if name not in listings
-            },
-        )
+    return Checkpoint(
+        path,
+        "distributed checkpoint",
+        entries={name: entry(name, listing) for name, listing in listings.items()},
+        files=tuple(path / file for file in sorted(by_file)),
+        tensor=lambda name: whole[name] if name in whole else folder.value(name, listings[name]),
+        objects={
+            name: _built(value, lambda leaf, name=name: folder.value(name, leaf))  # type: ignore[misc]
+            for name, value in state.items()
+            if name not in listings
+        },
+    )
 
-    def tensor(self, name: str) -> torch.Tensor:
-        """See `Checkpoint.tensor`."""
-        return self._whole[name] if name in self._whole else self._value(name, self._chunked[name])
 
-    def _tree(self) -> dict[Any, Any]:
+@dataclass
+class _Folder:
+    path: Path
+    weights_only: bool
+
+    def tree(self) -> dict[Any, Any]:
         """The state dict that was saved, with a listing or a range for each value."""
         root: dict[Any, Any] = {}
-        for item, leaf in read_metadata(self._folder / METADATA).items():
-            node = root
+        for item, leaf in read_metadata(self.path / METADATA).items():
+            node: Any = root
             for part in item[:-1]:
-                node = node.setdefault(part, {})
-                if not isinstance(node, dict):
-                    break
+                node = node.setdefault(part, {}) if isinstance(node, dict) else node
             if not isinstance(node, dict) or item[-1] in node:
                 name = ".".join(map(str, item))
-                raise SourceError(f"{self._folder / METADATA} is damaged: {name!r} is in it twice; {AGAIN}")
+                raise SourceError(f"{self.path / METADATA} is damaged: {name!r} is in it twice; {AGAIN}")
             node[item[-1]] = leaf
         return root
 
-    def _map_whole(self, listings: dict[str, Listing]) -> dict[str, int | None]:
-        """Map the tensors that were saved whole, and return where in their files they are."""
-        offsets: dict[str, int | None] = {}
-        for file, names in _files(listings).items():
-            path = self._folder / file
-            with opened(path) as (descriptor, size):
-                mapped = map_file(path, descriptor, size) if size else torch.empty(0).untyped_storage()
-                for name in names:
-                    for chunk in listings[name].chunks:
-                        if chunk.range.file == file:
-                            _check_range(path, name, chunk.range, size)
-                    if name not in self._chunked:
-                        (chunk,) = listings[name].chunks
-                        value = self._read(path, descriptor, name, chunk.range, mapped)
-                        self._whole[name] = _checked(path, name, listings[name].dtype, chunk, value)
-                        offsets[name] = offset_in(value, mapped)
-        return offsets
+    @contextmanager
+    def open(self, file: str) -> Iterator[_File]:
+        """A file over a mapping of its own: pages that are read through it stay in memory."""
+        path = self.path / file
+        with opened(path) as (descriptor, size):
+            mapped = map_file(path, descriptor, size) if size else torch.empty(0).untyped_storage()
+            yield _File(path, descriptor, mapped, self.weights_only)
 
-    def _value(self, name: str, leaf: Listing | Range) -> Any:
+    def value(self, name: str, leaf: Listing | Range) -> Any:
         """What was saved: an object, or a tensor that is put together."""
         if isinstance(leaf, Range):
-            return self._saved(name, leaf)
+            with self.open(leaf.file) as file:
+                return file.saved(name, leaf)
         whole = torch.empty(leaf.shape, dtype=leaf.dtype)
         for chunk in leaf.chunks:
-            part = whole
-            for dimension, (start, length) in enumerate(zip(chunk.offsets, chunk.shape, strict=True)):
-                part = part.narrow(dimension, start, length)
-            path = self._folder / chunk.range.file
-            part.copy_(_checked(path, name, leaf.dtype, chunk, self._saved(name, chunk.range)))
+            box = tuple(slice(start, start + n) for start, n in zip(chunk.offsets, chunk.shape, strict=True))
+            with self.open(chunk.range.file) as file:
+                whole[box] = file.tensor(name, leaf.dtype, chunk)
         return whole
 
-    def _saved(self, name: str, place: Range) -> Any:
-        """What was saved at a place, over a mapping of its own: pages that are read stay in memory."""
-        path = self._folder / place.file
-        with opened(path) as (descriptor, size):
-            _check_range(path, name, place, size)
-            return self._read(path, descriptor, name, place, map_file(path, descriptor, size))
 
-    def _read(
-        self, path: Path, descriptor: int, name: str, place: Range, mapped: torch.UntypedStorage
-    ) -> Any:
-        part = mapped[place.offset : place.offset + place.length]
+@dataclass
+class _File:
+    path: Path
+    descriptor: int
+    mapped: torch.UntypedStorage
+    weights_only: bool
+
+    def check(self, name: str, place: Range) -> None:
+        if (end := place.offset + place.length) > self.mapped.nbytes():
+            raise truncated(self.path, end, self.mapped.nbytes(), shown(name))
+
+    def saved(self, name: str, place: Range) -> Any:
+        """What ``torch.save`` wrote there."""
+        self.check(name, place)
+        part = self.mapped[place.offset : place.offset + place.length]
         try:
-            return saved_object(path, descriptor, place.offset, part, self._weights_only)
+            return saved_object(self.path, self.descriptor, place.offset, part, self.weights_only)
         except SourceError as error:
             raise SourceError(
-                f"{path} is damaged where {shown(name)} is, or cannot be used: {error}"
+                f"{self.path} is damaged where {shown(name)} is, or cannot be used: {error}"
             ) from error
+
+    def tensor(self, name: str, dtype: torch.dtype, chunk: Chunk) -> torch.Tensor:
+        value = self.saved(name, chunk.range)
+        if isinstance(value, torch.Tensor) and value.dtype == dtype and tuple(value.shape) == chunk.shape:
+            return value
+        raise SourceError(
+            f"{self.path} does not have for {shown(name)} the {dtype} tensor of shape {list(chunk.shape)} "
+            f"that {METADATA} lists; the two are not of one save: {AGAIN}"
+        )
 
 
 def _built(tree: Any, value: Callable[[Any], Any]) -> Any:
@@ -135,33 +144,6 @@ def _built(tree: Any, value: Callable[[Any], Any]) -> Any:
     if tree and all(isinstance(key, int) for key in tree):
         return [_built(tree[key], value) for key in sorted(tree)]
     return {key: _built(inner, value) for key, inner in tree.items()}
-
-
-def _dimensions(leaf: object) -> int | None:
-    return len(leaf.shape) if isinstance(leaf, Listing) else None
-
-
-def _files(listings: dict[str, Listing]) -> dict[str, list[str]]:
-    """The files, each with the tensors that have bytes in it."""
-    names: dict[str, dict[str, None]] = {}
-    for name, listing in listings.items():
-        for chunk in listing.chunks:
-            names.setdefault(chunk.range.file, {})[name] = None
-    return {file: list(names[file]) for file in sorted(names)}
-
-
-def _check_range(path: Path, name: str, place: Range, size: int) -> None:
-    if place.offset + place.length > size:
-        raise truncated(path, place.offset + place.length, size, shown(name))
-
-
-def _checked(path: Path, name: str, dtype: torch.dtype, chunk: Chunk, value: object) -> torch.Tensor:
-    if isinstance(value, torch.Tensor) and value.dtype == dtype and tuple(value.shape) == chunk.shape:
-        return value
-    raise SourceError(
-        f"{path} does not have for {shown(name)} the {dtype} tensor of shape {list(chunk.shape)} that "
-        f"{METADATA} lists; the two are not of one save: {AGAIN}"
-    )
 
 
 def _cover_problem(listing: Listing) -> str:
@@ -177,9 +159,8 @@ def _cover_problem(listing: Listing) -> str:
         return ""
     # No overlap and as many elements as the whole: nothing is missing. A sweep along the dimension that is
     # cut most often meets few boxes at a time.
-    along = max(
-        range(len(listing.shape)), key=lambda axis: len({chunk.offsets[axis] for chunk in listing.chunks})
-    )
+    starts = zip(*(chunk.offsets for chunk in listing.chunks), strict=True)
+    along = max(enumerate(starts), key=lambda axis: len(set(axis[1])))[0]
     open_chunks: list[Chunk] = []
     for chunk in sorted(listing.chunks, key=lambda chunk: chunk.offsets[along]):
         start = chunk.offsets[along]

@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import pickle
 import pickletools
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from dynswap_ext.checkpoint.formats.common import AGAIN, byte_count, is_inside, opened, pread, shown
+from dynswap_ext.checkpoint.formats.common import AGAIN, byte_count, content_of, is_inside, shown
 from dynswap_ext.errors import SourceError
 
 #: Far more than the largest model on the largest cluster needs.
@@ -25,8 +24,7 @@ _SCALED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2
 ItemPath = tuple[str | int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Range:
+class Range(NamedTuple):
     """What ``torch.save`` wrote for one object, as a range of a file in the folder."""
 
     file: str
@@ -34,8 +32,7 @@ class Range:
     length: int
 
 
-@dataclass(frozen=True, slots=True)
-class Chunk:
+class Chunk(NamedTuple):
     """A box of a tensor's elements, and where it is."""
 
     offsets: tuple[int, ...]
@@ -43,13 +40,11 @@ class Chunk:
     range: Range
 
 
-@dataclass(frozen=True, slots=True)
-class Listing:
+class Listing(NamedTuple):
     """A tensor. Its chunks are inside its shape; whether they fill it is not checked."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    nbytes: int
     chunks: tuple[Chunk, ...]
 
 
@@ -63,12 +58,11 @@ def read_metadata(path: Path) -> dict[ItemPath, Listing | Range]:
     SourceError
         It is damaged, or asks for more than the format needs. Names the file, the key and the remedy.
     """
-    with opened(path) as (descriptor, size):
-        if size > _SIZE_LIMIT:
-            raise SourceError(f"{path} has {size:,} bytes, expected at most {_SIZE_LIMIT:,}; {AGAIN}")
-        data = pread(descriptor, size, 0)
+    data = content_of(path, _SIZE_LIMIT, "such metadata")
     try:
-        _check_opcodes(data)
+        for opcode, _, _ in pickletools.genops(data):
+            if opcode.code not in _OPCODES:
+                raise pickle.UnpicklingError(f"a pickle with the opcode {opcode.name}")
         content = _Unpickler(io.BytesIO(data), encoding="utf-8").load()
     except Exception as error:  # a damaged pickle can raise anything
         reason = error if isinstance(error, pickle.UnpicklingError) else f"damaged ({type(error).__name__})"
@@ -96,13 +90,9 @@ def read_metadata(path: Path) -> dict[ItemPath, Listing | Range]:
             items[item] = _tensor(listing, stored, name) if is_tensor else _range(stored.get((name, None)))
     except ValueError as error:
         raise SourceError(f"{path} is damaged: {owner} has {error}; {AGAIN}") from error
-    except _UnusableError as error:
+    except SourceError as error:
         raise SourceError(f"{path}: {owner} {error}") from error
     return items
-
-
-class _UnusableError(Exception):
-    """The file is not damaged, and cannot be used."""
 
 
 def _tensor(listing: Any, stored: dict[Any, Any], name: Any) -> Listing:
@@ -111,7 +101,7 @@ def _tensor(listing: Any, stored: dict[Any, Any], name: Any) -> Listing:
     dtype = properties[0] if isinstance(properties, tuple) and properties else None
     if not isinstance(dtype, torch.dtype):
         raise ValueError("no dtype")
-    nbytes = byte_count(dtype, shape)
+    byte_count(dtype, shape)
     chunks = []
     for chunk in _field(listing, "chunks", list):
         offsets, sizes = _lengths(chunk, "offsets"), _lengths(chunk, "sizes")
@@ -123,7 +113,7 @@ def _tensor(listing: Any, stored: dict[Any, Any], name: Any) -> Listing:
             chunks.append(Chunk(offsets, sizes, _range(stored.get((name, offsets)))))
     if len(chunks) > 1 and dtype in _SCALED:
         raise ValueError(f"the dtype {dtype}, whose scale is not in chunks")
-    return Listing(dtype, shape, nbytes, tuple(chunks))
+    return Listing(dtype, shape, tuple(chunks))
 
 
 def _range(info: Any) -> Range:
@@ -134,14 +124,14 @@ def _range(info: Any) -> Range:
         *(_field(info, field, int) for field in ("offset", "length")),
     )
     if getattr(info, "transform_descriptors", None):
-        raise _UnusableError(
+        raise SourceError(
             "was written through an extension (compression, for one), so its bytes cannot be mapped; load it "
             "with torch.distributed.checkpoint.load and save it without extensions"
         )
     if offset < 0 or length < 0 or offset + length >= 1 << 63:
         raise ValueError(f"bytes {shown(offset)} to {shown(offset + length)}")
     if not is_inside(file):
-        raise _UnusableError(
+        raise SourceError(
             f"is in {shown(file)}, which is not a file in its folder; put the file there, and save the "
             "weights again with torch.distributed.checkpoint.save"
         )
@@ -183,13 +173,11 @@ class _StandIn:
         return isinstance(other, _StandIn) and vars(self) == vars(other)
 
 
-class _Size(_StandIn):
-    """Makes a tuple of what is given to torch.Size."""
-
-    def __new__(cls, lengths: Any) -> tuple[Any, ...]:  # type: ignore[misc]
-        if not isinstance(lengths, (tuple, list)) or len(lengths) > _MAX_DIMENSIONS:
-            raise TypeError("no size")  # or a small pickle would make many large ones
-        return tuple(lengths)
+def _size(lengths: Any) -> tuple[Any, ...]:
+    """Takes the place of torch.Size, without its copy: a small pickle could make many large ones."""
+    if not isinstance(lengths, (tuple, list)) or len(lengths) > _MAX_DIMENSIONS:
+        raise TypeError("no size")
+    return tuple(lengths)
 
 
 class _Unpickler(pickle.Unpickler):
@@ -199,7 +187,7 @@ class _Unpickler(pickle.Unpickler):
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
             return found
         if (module, name) == ("torch", "Size"):
-            return _Size
+            return _size
         if module.startswith(("torch.distributed.checkpoint.", "pathlib")) or name == "_get_layout":
             return _StandIn
         raise pickle.UnpicklingError(f"a pickle that asks for {module}.{name}")
@@ -209,12 +197,3 @@ class _Unpickler(pickle.Unpickler):
 #: pickle module would allocate a list of that length, and those that reach the process's registry of
 #: extensions.
 _OPCODES = b"()]}.0e2NRabsutQ\x81\x85\x86\x87\x88\x89\x93\x94\x80KhqMJjG\x95CU\x8a\x8cBXc".decode("latin-1")
-
-
-def _check_opcodes(data: bytes) -> None:
-    try:
-        unknown = [opcode.name for opcode, _, _ in pickletools.genops(data) if opcode.code not in _OPCODES]
-    except ValueError as error:
-        raise pickle.UnpicklingError("damaged, or cut short") from error
-    if unknown:
-        raise pickle.UnpicklingError(f"a pickle with the opcode {unknown[0]}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ from dynswap_ext.errors import SourceError
 _DEPTH = 2
 
 
-def find_state_dict(
-    path: Path, content: object, dimensions: Callable[[object], int | None]
-) -> dict[str, Any]:
+def find_state_dict(path: Path, content: object, tensor: type[Any]) -> dict[str, Any]:
     """Return the state dict in `content`: the whole, or the one dict in it that is one, or its own tensors.
 
-    `dimensions` gives the number of dimensions of a tensor, and None for what is no tensor.
+    `tensor` is the type of what has a tensor's `shape` in it.
 
     Raises
     ------
@@ -27,31 +24,32 @@ def find_state_dict(
     """
 
     def belongs(key: object, value: object) -> bool:
-        return isinstance(key, str) and (key.endswith("_extra_state") or dimensions(value) is not None)
+        return isinstance(key, str) and (key.endswith("_extra_state") or isinstance(value, tensor))
 
-    def has_weights(state: Mapping[Any, Any]) -> bool:
+    def has_weights(state: dict[Any, Any]) -> bool:
         # Counters are saved as tensors too, {"step": tensor(3)}: weights have dimensions.
-        return any(dimensions(value) for value in state.values())
+        return any(isinstance(value, tensor) and len(value.shape) for value in state.values())
 
     own: dict[str, Any] = content if isinstance(content, dict) else {}
+    tensors = {key: value for key, value in own.items() if belongs(key, value)}
+    if isinstance(content, dict) and len(tensors) == len(own):
+        return own
     levels: list[dict[str, dict[str, Any]]] = []  # the state dicts at each depth, by name
     dicts = {"": own}
-    for _ in range(_DEPTH + 1):
-        whole = {name: value for name, value in dicts.items() if all(map(belongs, value, value.values()))}
-        levels.append(whole)
+    for _ in range(_DEPTH):
         dicts = {
             f"{name}.{key}" if name else f"{key}": inner
             for name, value in dicts.items()
             for key, inner in value.items()
             if isinstance(inner, dict) and inner
         }
-    if isinstance(content, dict) and levels[0]:
-        return own
-    with_weights = [{n: state for n, state in level.items() if has_weights(state)} for level in levels[1:]]
-    tensors = {key: value for key, value in own.items() if belongs(key, value)}
+        levels.append(
+            {name: state for name, state in dicts.items() if all(map(belongs, state, state.values()))}
+        )
+    with_weights = [{name: state for name, state in level.items() if has_weights(state)} for level in levels]
     if not any(with_weights) and has_weights(tensors):
         return tensors
-    nearest = next(filter(None, [*with_weights, *levels[1:]]), {})
+    nearest = next(filter(None, [*with_weights, *levels]), {})
     if len(nearest) == 1:
         return next(iter(nearest.values()))
     if nearest:

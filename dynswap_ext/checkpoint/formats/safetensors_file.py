@@ -27,40 +27,32 @@ from dynswap_ext.errors import SourceError
 #: The format's own limit on the length of the header.
 _HEADER_LIMIT = 100_000_000
 
-#: Safetensors' names of dtypes, and torch's.
+#: By safetensors' names, which are also those of GGUF.
 DTYPES = {
-    "F64": "float64",
-    "F32": "float32",
-    "F16": "float16",
-    "BF16": "bfloat16",
-    "F8_E4M3": "float8_e4m3fn",
-    "F8_E4M3FNUZ": "float8_e4m3fnuz",
-    "F8_E5M2": "float8_e5m2",
-    "F8_E5M2FNUZ": "float8_e5m2fnuz",
-    "F8_E8M0": "float8_e8m0fnu",
-    "C64": "complex64",
-    "I64": "int64",
-    "I32": "int32",
-    "I16": "int16",
-    "I8": "int8",
-    "U64": "uint64",
-    "U32": "uint32",
-    "U16": "uint16",
-    "U8": "uint8",
-    "BOOL": "bool",
-}
-_TORCH_DTYPES: dict[str, torch.dtype] = {
-    name: getattr(torch, torch_name) for name, torch_name in DTYPES.items() if hasattr(torch, torch_name)
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "C64": torch.complex64,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U64": torch.uint64,
+    "U32": torch.uint32,
+    "U16": torch.uint16,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
 }
 
 
-def matches(head: bytes) -> bool:
-    """Whether a file that begins so is meant to be of this format."""
-    return len(head) >= 9 and head[8:9] == b"{"
-
-
-class SafetensorsFile(Checkpoint):
-    """One safetensors file.
+def read_safetensors(path: Path) -> Checkpoint:
+    """Return the checkpoint of one safetensors file.
 
     As the library does, it refuses a file whose tensors overlap, or leave bytes between them or behind them:
     no writer makes one, so it is damaged or two files in one.
@@ -68,20 +60,17 @@ class SafetensorsFile(Checkpoint):
     Not opened through the safetensors library: its get_tensor() touches each tensor, and with the kernel's
     read-around that was measured to read all of a 1.5 GB file from the disk at load time.
     """
-
-    format = "safetensors"
-
-    def __init__(self, path: Path) -> None:
-        with opened(path) as (descriptor, size):
-            entries, metadata = _read_header(path, descriptor, size)
-            self._storage = map_file(path, descriptor, size)
-        super().__init__(path, entries, files=(path,), metadata=metadata)
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """See `Checkpoint.tensor`."""
-        entry = self.entries[name]
-        assert entry.offset is not None
-        return mapped_tensor(self._storage, entry.offset, entry.nbytes, entry.dtype, entry.shape)
+    with opened(path) as (descriptor, size):
+        entries, metadata = _read_header(path, descriptor, size)
+        storage = map_file(path, descriptor, size)
+    return Checkpoint(
+        path,
+        "safetensors",
+        entries,
+        files=(path,),
+        tensor=lambda name: mapped_tensor(storage, entries[name]),
+        metadata=metadata,
+    )
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
@@ -116,7 +105,7 @@ def _entry(name: str, listing: Any, path: Path, begin: int) -> Entry:
     try:
         name.encode()  # a half of a surrogate pair is no text: UnicodeError is a ValueError
         start, end = listing["data_offsets"]
-        shape, dtype = listing["shape"], _TORCH_DTYPES[listing["dtype"]]
+        shape, dtype = listing["shape"], DTYPES[listing["dtype"]]
         if type(start) is not int or type(end) is not int or type(shape) is not list:
             raise ValueError("offsets have to be integers, and a shape a list of them")
         nbytes = byte_count(dtype, tuple(shape))
@@ -124,7 +113,7 @@ def _entry(name: str, listing: Any, path: Path, begin: int) -> Entry:
             raise ValueError("offsets and shape disagree")
         return Entry(dtype, tuple(shape), nbytes, path, begin + start)
     except (ValueError, TypeError, KeyError) as error:
-        missing = " is missing, or is a dtype that this torch has not" if isinstance(error, KeyError) else ""
+        missing = " is missing, or is no dtype of torch" if isinstance(error, KeyError) else ""
         raise SourceError(
             f"{path} lists {shown(name)} as {shown(listing)}, which cannot be mapped here: {error}{missing}; "
             f"{AGAIN}"

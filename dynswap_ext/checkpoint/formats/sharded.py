@@ -3,72 +3,40 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections import ChainMap
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
-import torch
-
-from dynswap_ext.checkpoint.formats.common import AGAIN, is_inside, opened, parse_json, pread, shown
-from dynswap_ext.checkpoint.reader import Checkpoint, Entry
+from dynswap_ext.checkpoint.formats.common import AGAIN, content_of, is_inside, parse_json, shown
+from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.errors import SourceError
 
 #: An index has a line for each tensor; the largest models have a hundred thousand.
 _SIZE_LIMIT = 100_000_000
 
-#: What opens one shard.
-Open = Callable[[Path], Checkpoint]
+
+def joined(path: Path, format: str, parts: Mapping[Path, Checkpoint]) -> Checkpoint:
+    """One checkpoint of several files, no two of which have a name in common. Of texts the first holds."""
+    owners = {name: part for part in parts.values() for name in part.entries}
+    return Checkpoint(
+        path,
+        format,
+        entries={name: part.entries[name] for name, part in owners.items()},
+        files=tuple(parts),
+        tensor=lambda name: owners[name].tensor(name),
+        metadata=dict(ChainMap(*(part.metadata for part in parts.values()))),
+        objects=dict(ChainMap(*(part.objects for part in parts.values()))),
+        versions=dict(ChainMap(*(dict(part.versions or {}) for part in parts.values()))) or None,
+    )
 
 
-def matches(head: bytes) -> bool:
-    """Whether a file that begins so is meant to be an index."""
-    return head.lstrip()[:1] == b"{" and b"\0" not in head
-
-
-class Sharded(Checkpoint):
-    """An index and its shards, which have to hold what it says: no tensor less and no tensor more.
+def read_index(path: Path, open_shard: Callable[[Path], Checkpoint]) -> Checkpoint:
+    """Return the checkpoint of an index and its shards, which hold what it says: no tensor less or more.
 
     The shards are opened at once: only their headers say what the tensors are.
     """
-
-    format = "sharded"
-
-    def __init__(self, path: Path, open_shard: Open) -> None:
-        by_shard = _read_index(path)
-        self._shards: dict[str, Checkpoint] = {}
-        entries: dict[str, Entry] = {}
-        objects: dict[str, Any] = {}
-        metadata: dict[str, str] = {}
-        versions: dict[str, Any] = {}
-        for shard, names in by_shard.items():
-            checkpoint = _open(path, shard, open_shard, names)
-            self._shards.update(dict.fromkeys(checkpoint.entries, checkpoint))
-            entries.update(checkpoint.entries)
-            objects.update(checkpoint.objects)
-            metadata = {**checkpoint.metadata, **metadata}
-            versions = {**(checkpoint.versions or {}), **versions}
-        super().__init__(
-            path,
-            entries,
-            files=tuple(path.parent / shard for shard in by_shard),
-            metadata=metadata,
-            objects=objects,
-            versions=versions or None,
-        )
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """See `Checkpoint.tensor`."""
-        return self._shards[name].tensor(name)
-
-
-def _read_index(path: Path) -> dict[str, set[str]]:
-    """The shards in the order of their names, each with the names that it should hold."""
-    with opened(path) as (descriptor, size):
-        if size > _SIZE_LIMIT:
-            raise SourceError(f"{path} has {size:,} bytes, an index at most {_SIZE_LIMIT:,}; {AGAIN}")
-        data = pread(descriptor, size, 0)
     try:
-        index = parse_json(data)
+        index = parse_json(content_of(path, _SIZE_LIMIT, "an index"))
     except ValueError as error:
         raise SourceError(f"{path} is no index of shards, or a damaged one: {error}; {AGAIN}") from error
     weight_map = index.get("weight_map") if isinstance(index, dict) else None
@@ -87,12 +55,16 @@ def _read_index(path: Path) -> dict[str, set[str]]:
                 "put the shards next to the index and write their names alone into weight_map"
             )
         by_shard.setdefault(shard, set()).add(name)
-    return {shard: by_shard[shard] for shard in sorted(by_shard)}
+    shards: dict[Path, Checkpoint] = {}
+    for shard, names in sorted(by_shard.items()):
+        if (file := path.parent / shard) in shards:
+            raise SourceError(f"{path} names {file} in two ways; {AGAIN}")
+        shards[file] = _open(path, file, open_shard, names)
+    return joined(path, "sharded", shards)
 
 
-def _open(path: Path, shard: str, open_shard: Open, names: set[str]) -> Checkpoint:
+def _open(path: Path, file: Path, open_shard: Callable[[Path], Checkpoint], names: set[str]) -> Checkpoint:
     """Open a shard, and check that it holds what the index lists."""
-    file = path.parent / shard
     if not os.path.lexists(file):
         raise SourceError(
             f"{path} lists {len(names):,} tensors in {file}, and there is no such file; download that shard "
@@ -104,8 +76,8 @@ def _open(path: Path, shard: str, open_shard: Open, names: set[str]) -> Checkpoi
         raise SourceError(f"a shard of {path} cannot be used: {error}") from error
     held = checkpoint.entries.keys()
     for problem, wrong in (
-        (f"in {shard}, which does not have it", names - held - checkpoint.objects.keys()),
-        (f"not in {shard}, which has it", held - names),
+        (f"in {file.name}, which does not have it", names - held - checkpoint.objects.keys()),
+        (f"not in {file.name}, which has it", held - names),
     ):
         if wrong:
             more = f" ({len(wrong):,} such)" if len(wrong) > 1 else ""

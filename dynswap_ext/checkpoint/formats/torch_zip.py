@@ -6,6 +6,7 @@ import io
 import os
 import pickle
 import sys
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -20,40 +21,30 @@ from dynswap_ext.checkpoint.formats.nested import find_state_dict
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import SourceError
 
-#: The zip format's local header of a record: its signature, and where flags and compression are.
-_LOCAL_HEADER, _SIGNATURE, _FLAGS, _METHOD = 30, b"PK\x03\x04", slice(6, 8), slice(8, 10)
-#: What it ends with.
-_END_RECORD, _END_SIGNATURE = 22, b"PK\x05\x06"
+
+def read_torch(path: Path, weights_only: bool) -> Checkpoint:
+    """Return the checkpoint of one file of ``torch.save``: a state dict, or a dict that holds just one."""
+    with opened(path) as (descriptor, size):
+        mapped = map_file(path, descriptor, size)
+        content = saved_object(path, descriptor, 0, mapped, weights_only)
+    state = find_state_dict(path, content, torch.Tensor)
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    return Checkpoint(
+        path,
+        "torch",
+        entries={name: _entry(tensor, path, mapped) for name, tensor in tensors.items()},
+        files=(path,),
+        tensor=tensors.__getitem__,
+        objects={name: value for name, value in state.items() if name not in tensors},
+        versions=getattr(state, "_metadata", None),
+    )
 
 
-def matches(head: bytes) -> bool:
-    """Whether a file that begins so is meant to be of this format."""
-    return head.startswith(_SIGNATURE)
-
-
-class TorchZip(Checkpoint):
-    """One file of ``torch.save``: a state dict, or a dict that holds just one."""
-
-    format = "torch"
-
-    def __init__(self, path: Path, *, weights_only: bool = True) -> None:
-        with opened(path) as (descriptor, size):
-            mapped = map_file(path, descriptor, size)
-            content = saved_object(path, descriptor, 0, mapped, weights_only)
-        self._state = find_state_dict(path, content, _dimensions)
-        tensors = {name: value for name, value in self._state.items() if isinstance(value, torch.Tensor)}
-        super().__init__(
-            path,
-            {name: _entry(tensor, path, mapped) for name, tensor in tensors.items()},
-            files=(path,),
-            objects={name: value for name, value in self._state.items() if name not in tensors},
-            versions=getattr(self._state, "_metadata", None),
-        )
-
-    def tensor(self, name: str) -> torch.Tensor:
-        """See `Checkpoint.tensor`."""
-        tensor: torch.Tensor = self._state[name]
-        return tensor
+# Note [Torch's loader over our mapping]: torch.load(mmap=True) maps the file itself. So a file that is larger
+# than RAM is refused (Note [Mapped without a reservation]), and the mapping is shared if the program has
+# called torch.serialization.set_default_mmap_options(MAP_SHARED). Torch then calls `_load`, which has taken
+# the mapping as an argument since torch 2.1; here it is called with a mapping of ours.
+_torch_load: Any = serialization._load
 
 
 def saved_object(
@@ -69,25 +60,22 @@ def saved_object(
     SourceError
         It is damaged, compressed, a program, or holds more than may be unpickled. Names the file.
     """
-    length = mapped.nbytes()
-    file: Any = _FileRange(descriptor, offset, length)
-    if file.pread(4, length - _END_RECORD) != _END_SIGNATURE:
-        raise SourceError(
-            f"{path} is cut short: what begins as a zip file ends, after {length:,} bytes, without the "
-            f"directory of one; {AGAIN}"
-        )
+    file: Any = _FileRange(descriptor, offset, mapped.nbytes())
+    forced = os.getenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
+    unpickler = _weights_only_unpickler if weights_only or forced else pickle
     try:
-        records = torch._C.PyTorchFileReader(file)
-        names = _check_records(records, file)
-        if "constants.pkl" in names:
+        _check_records(file)
+        file.seek(0)
+        records: Any = torch._C.PyTorchFileReader(file)
+        if records.has_record("constants.pkl"):
             raise SourceError(
                 f"{path} is a TorchScript archive, which is a program; save its weights with "
                 "torch.save(torch.jit.load(path).state_dict(), new_path)"
             )
-        if "byteorder" in names and records.get_record("byteorder").decode() != sys.byteorder:
+        if records.has_record("byteorder") and records.get_record("byteorder").decode() != sys.byteorder:
             file.seek(0)
             return torch.load(file, map_location="cpu", mmap=False, weights_only=weights_only)
-        return _unpickled(records, mapped, weights_only)
+        return _torch_load(records, "cpu", unpickler, overall_storage=mapped, encoding="utf-8")
     except SourceError:
         raise
     except pickle.UnpicklingError as error:
@@ -98,35 +86,21 @@ def saved_object(
         ) from error
     except Exception as error:  # a damaged pickle can raise anything
         raise SourceError(
-            f"{path} is not a zip file of torch.save, or a damaged or cut one: {first_line(error)}; "
+            f"{path} is not a zip file of torch.save, or is cut short or damaged: {first_line(error)}; "
             f"{AGAIN}, or save the weights again"
         ) from error
 
 
-def _check_records(records: Any, file: _FileRange) -> set[str]:
-    """Return the names of a zip file's records. Raise ValueError if one cannot be used as it is."""
-    names: list[str] = records.get_all_records()
-    for name in names:
-        header = file.pread(_LOCAL_HEADER, records.get_record_header_offset(name))
-        # Torch takes the offset of a record for that of its bytes, whatever is done to them.
-        if header[_METHOD] != b"\0\0" or header[_FLAGS][0] & 1:
-            raise ValueError(f"its record {name} is compressed or encrypted")
-    if len(found := set(names)) < len(names):
-        raise ValueError(f"it has two records {next(name for name in found if names.count(name) > 1)}")
-    return found
-
-
-# Note [Torch's loader over our mapping]: torch.load(mmap=True) maps the file itself. So a file that is larger
-# than RAM is refused (Note [Mapped without a reservation]), and the mapping is shared if the program has
-# called torch.serialization.set_default_mmap_options(MAP_SHARED). Torch then calls `_load`, which has taken
-# the mapping as an argument since torch 2.1; here it is called with a mapping of ours.
-_torch_load: Any = serialization._load
-
-
-def _unpickled(records: Any, mapped: torch.UntypedStorage, weights_only: bool) -> Any:
-    forced = os.getenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
-    unpickler = _weights_only_unpickler if weights_only or forced else pickle
-    return _torch_load(records, "cpu", unpickler, overall_storage=mapped, encoding="utf-8")
+def _check_records(file: Any) -> None:
+    """Raise ValueError if a record of a zip file is not its data as it is, which torch takes it for."""
+    with zipfile.ZipFile(file) as archive:
+        names: set[str] = set()
+        for record in archive.infolist():
+            if record.compress_type != zipfile.ZIP_STORED or record.flag_bits & 1:
+                raise ValueError(f"its record {record.filename} is compressed or encrypted")
+            if record.filename in names:
+                raise ValueError(f"it has two records {record.filename}")
+            names.add(record.filename)
 
 
 def _reason(error: pickle.UnpicklingError) -> str:
@@ -136,36 +110,19 @@ def _reason(error: pickle.UnpicklingError) -> str:
     return next(found, first_line(error))
 
 
-def _dimensions(value: object) -> int | None:
-    return value.dim() if isinstance(value, torch.Tensor) else None
-
-
 class _FileRange(io.RawIOBase):
     """A range of an open file as a file of its own."""
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
 
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
     def seek(self, to: int, whence: int = os.SEEK_SET) -> int:
-        self._at = to + (0, self._at, self._length)[whence]
+        self._at = max(0, to + (0, self._at, self._length)[whence])
         return self._at
-
-    def pread(self, count: int, at: int) -> bytes:
-        """Bytes from a place in the range, as far as there are any."""
-        count = min(count, self._length - at)
-        return pread(self._descriptor, count, self._offset + at) if count > 0 and at >= 0 else b""
 
     def readinto(self, buffer: Any) -> int:
-        data = self.pread(len(buffer), self._at)
+        count = max(0, min(len(buffer), self._length - self._at))
+        data = pread(self._descriptor, count, self._offset + self._at)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)

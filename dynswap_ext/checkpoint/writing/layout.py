@@ -27,7 +27,7 @@ CHECKSUMS: Final = "dynswap.crc32"
 DEFAULT_SHARD: Final = 5_000_000_000
 
 #: Safetensors' names of torch's dtypes.
-TAGS: Final = {getattr(torch, name, None): tag for tag, name in DTYPES.items()}
+TAGS: Final = {dtype: tag for tag, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
