@@ -56,6 +56,10 @@ def names_for(
     metadata = _metadata(path)
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
+    if callable(model) and not isinstance(model, nn.Module):
+        with torch.device("meta"):
+            model = model()
+    names = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     name = metadata.get("general.architecture", "")
     architecture = {known: arch for arch, known in MODEL_ARCH_NAMES.items()}.get(name)
     if architecture is None:
@@ -65,7 +69,7 @@ def names_for(
         )
     table = get_tensor_name_map(architecture, _number(metadata, path, f"{name}.block_count"))
     own: dict[str, str] = {}
-    for key in _names(model):
+    for key in names:
         # A model without its head has no prefix.
         found = (table.get_name(tried, (".weight", ".bias")) for tried in (key, f"model.{key}"))
         if (theirs := next(filter(None, found), None)) is not None:
@@ -143,12 +147,3 @@ def _number(metadata: dict[str, str], path: str | PathLike[str], key: str) -> in
             f"{path} does not say {key} as one number (it has {value!r}); give load() rules of your own"
         )
     return int(value)
-
-
-def _names(model: nn.Module | Callable[[], nn.Module] | Iterable[str]) -> list[str]:
-    if isinstance(model, nn.Module):
-        return list(model.state_dict(keep_vars=True))
-    if callable(model):
-        with torch.device("meta"):
-            return list(model().state_dict(keep_vars=True))
-    return list(model)

@@ -21,8 +21,6 @@ from torch.utils._pytree import tree_map
 from dynswap_ext.checkpoint.gguf_tensors.encodings import decode, encoding_of
 from dynswap_ext.errors import ConfigError
 
-__all__ = ["GGUFTensor"]
-
 aten = torch.ops.aten
 
 
@@ -123,15 +121,17 @@ class GGUFTensor(torch.Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        kept = _KEPT.get(func)
-        if kept is not None and isinstance(args[0], GGUFTensor):
-            result = kept(func, *args, **kwargs)
+        if func in _KEPT and isinstance(args[0], GGUFTensor):
+            result = _KEPT[func](func, *args, **kwargs)
             if isinstance(result, GGUFTensor):
                 return return_and_correct_aliasing(func, args, kwargs, result)  # type: ignore[no-untyped-call]
             if result is not None:
                 return result
-        if (written := _written(func, args, kwargs)) is not None:
-            raise _unwritable(written)
+        for index, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                written = args[index] if index < len(args) else kwargs.get(argument.name)
+                if isinstance(written, GGUFTensor):
+                    raise _unwritable(written)
         return func(*tree_map(_decoded, args), **tree_map(_decoded, kwargs))
 
 
@@ -146,16 +146,6 @@ def _unwritable(tensor: GGUFTensor) -> ConfigError:
     )
 
 
-def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> GGUFTensor | None:
-    """The one that an operation writes to."""
-    for index, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[index] if index < len(args) else kwargs.get(argument.name)
-            if isinstance(value, GGUFTensor):
-                return value
-    return None
-
-
 def _asks_for_gradient(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if func is torch.Tensor.requires_grad_:
         return bool((*args[1:], *kwargs.values(), True)[0])
@@ -166,8 +156,12 @@ def _asks_for_gradient(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 # ---- what keeps the blocks ---------------------------------------------------------------------------------
 
 
+def _like(tensor: GGUFTensor, blocks: torch.Tensor) -> GGUFTensor:
+    return GGUFTensor(blocks, tensor.encoding, tensor.dtype)
+
+
 def _each(func: Any, tensor: GGUFTensor, **_: Any) -> GGUFTensor:
-    return GGUFTensor(func(tensor.blocks), tensor.encoding, tensor.dtype)
+    return _like(tensor, func(tensor.blocks))
 
 
 def _to_copy(func: Any, tensor: GGUFTensor, **options: Any) -> GGUFTensor | None:
@@ -187,15 +181,13 @@ def _copy(func: Any, tensor: GGUFTensor, source: torch.Tensor, non_blocking: boo
 
 
 def _rows(func: Any, tensor: GGUFTensor, dim: int = 0, *which: Any, **named: Any) -> GGUFTensor | None:
-    if dim % tensor.dim() == tensor.dim() - 1:
-        return None  # along a row
-    return GGUFTensor(func(tensor.blocks, dim, *which, **named), tensor.encoding, tensor.dtype)
+    along_a_row = dim % tensor.dim() == tensor.dim() - 1
+    return None if along_a_row else _like(tensor, func(tensor.blocks, dim, *which, **named))
 
 
 def _split(func: Any, tensor: GGUFTensor, sizes: Any, dim: int = 0) -> list[GGUFTensor] | None:
-    if dim % tensor.dim() == tensor.dim() - 1:
-        return None  # along a row
-    return [GGUFTensor(part, tensor.encoding, tensor.dtype) for part in func(tensor.blocks, sizes, dim)]
+    along_a_row = dim % tensor.dim() == tensor.dim() - 1
+    return None if along_a_row else [_like(tensor, part) for part in func(tensor.blocks, sizes, dim)]
 
 
 def _embedding(func: Any, weight: GGUFTensor, indices: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
@@ -211,25 +203,15 @@ def _shape_only(func: Any, tensor: GGUFTensor, *arguments: Any, **options: Any) 
 
 #: Operations that do not need all values; None from one of these means that this call does.
 _KEPT: dict[Any, Callable[..., Any]] = {
-    aten.detach.default: _each,
-    aten.alias.default: _each,
-    aten.clone.default: _each,
+    **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default), _each),
+    **dict.fromkeys((aten.slice.Tensor, aten.index_select.default, aten.select.int), _rows),
+    **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default), _split),
+    **dict.fromkeys((aten.empty_like.default, aten.zeros_like.default), _shape_only),
+    **dict.fromkeys((aten.new_empty.default, aten.new_zeros.default), _shape_only),
     aten._to_copy.default: _to_copy,
     aten.copy_.default: _copy,
-    aten.slice.Tensor: _rows,
     aten.embedding.default: _embedding,
-    aten.index_select.default: _rows,
-    aten.select.int: _rows,
-    aten.split.Tensor: _split,
-    aten.split_with_sizes.default: _split,
-    aten.empty_like.default: _shape_only,
-    aten.zeros_like.default: _shape_only,
-    aten.new_empty.default: _shape_only,
-    aten.new_zeros.default: _shape_only,
 }
-
-
-# ---- linear layers -----------------------------------------------------------------------------------------
 
 
 def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
@@ -258,9 +240,6 @@ class _Linear(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
         return of_input, None, of_bias
-
-
-# ---- pickling ----------------------------------------------------------------------------------------------
 
 
 def _rebuilt(blocks: torch.Tensor, encoding: str, dtype: torch.dtype, parameter: bool) -> GGUFTensor:
