@@ -22,9 +22,6 @@ from dynswap_ext.errors import SourceError
 #: The remedy for a file that lacks something.
 AGAIN = "download or copy it again"
 
-#: No tensor has more elements or bytes: what torch counts with.
-_LARGEST = (1 << 63) - 1
-
 
 def is_inside(name: str) -> bool:
     """Whether a name that a file gives is one of a file in the folder at hand."""
@@ -45,42 +42,36 @@ def truncated(path: Path, expected: int, size: int, what: str) -> SourceError:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[int, int]]:
-    """A regular file's descriptor and its size. What fails inside for the file's sake is a SourceError too.
+    """Open a regular file: its descriptor and its size.
 
-    Raises
-    ------
-    SourceError
-        It is not there, not a regular file, not permitted, or the disk fails. Names the file and the remedy.
+    If it is not there, is no regular file, is not permitted, or the disk fails, then or inside, that is a
+    SourceError which names the file and the remedy.
     """
+    if "\0" in str(path):
+        raise SourceError(f"{str(path)!r} is no file name (it has a NUL); correct the name")
     try:
         # Without O_NONBLOCK, opening a FIFO waits for a writer.
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
-    except (OSError, ValueError) as error:
-        raise _unopened(path, error) from error
-    try:
-        status = os.fstat(descriptor)
-        if not stat.S_ISREG(status.st_mode):
-            kind = "folder" if stat.S_ISDIR(status.st_mode) else "device or a pipe"
-            raise SourceError(
-                f"{path} is a {kind}, not a file that can be mapped; copy its content to a file"
-            )
-        yield descriptor, status.st_size
+        try:
+            status = os.fstat(descriptor)
+            if not stat.S_ISREG(status.st_mode):
+                kind = "folder" if stat.S_ISDIR(status.st_mode) else "device or a pipe"
+                raise SourceError(
+                    f"{path} is a {kind}, not a file that can be mapped; copy its content to a file"
+                )
+            yield descriptor, status.st_size
+        finally:
+            os.close(descriptor)
     except SourceError:
         raise
+    except FileNotFoundError as error:
+        raise SourceError(f"no such file: {path}{_neighbours(path)}") from error
     except OSError as error:
-        raise _unopened(path, error) from error
-    finally:
-        os.close(descriptor)
-
-
-def _unopened(path: Path, error: OSError | ValueError) -> SourceError:
-    if isinstance(error, FileNotFoundError):
-        return SourceError(f"no such file: {path}{_neighbours(path)}")
-    if isinstance(error, ValueError):
-        return SourceError(f"{str(path)!r} is no file name ({error}); correct the name")
-    if error.errno == errno.ELOOP:
-        return SourceError(f"{path} is a symbolic link that leads back to itself; link it to the file again")
-    return SourceError(f"{path} cannot be read: {error.strerror}; check its permissions and the disk")
+        if error.errno == errno.ELOOP:
+            problem = "is a symbolic link that leads back to itself; link it to the file again"
+        else:
+            problem = f"cannot be read: {error.strerror}; check its permissions and the disk"
+        raise SourceError(f"{path} {problem}") from error
 
 
 def _neighbours(path: Path) -> str:
@@ -116,13 +107,7 @@ def pread(descriptor: int, length: int, offset: int) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse UTF-8 JSON, more strictly than `json` does.
-
-    Raises
-    ------
-    ValueError
-        Not UTF-8, not JSON, a name twice in one object, NaN or an infinity, or nested too deeply. Says which.
-    """
+    """Parse UTF-8 JSON. A name twice in one object, NaN, an infinity or deep nesting is a ValueError too."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -153,20 +138,14 @@ def shown(value: object) -> str:
 
 
 def byte_count(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """The bytes of a tensor.
-
-    Raises
-    ------
-    ValueError
-        The shape is not one of a tensor: lengths that are no integers, negative, or too large to count.
-    """
+    """The bytes of a tensor. Lengths that are no integers, negative, or too large to count: a ValueError."""
     count = occupied = dtype.itemsize
     for length in shape:
         if type(length) is not int or length < 0:  # a bool is an int, and no length
             raise ValueError(f"its shape has the length {shown(length)}")
         count *= length
         occupied *= length or 1  # what strides are computed from
-        if occupied > _LARGEST:
+        if occupied >= 1 << 63:  # what torch counts with
             raise ValueError("it has more bytes than can be counted")
     return count
 
@@ -185,8 +164,3 @@ def listed(names: Sequence[str], most: int) -> str:
     """The first of some names, and how many more there are."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(names[:most]) + more
-
-
-def first_line(error: Exception) -> str:
-    """An error of torch without the stack of C++ functions that some have."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]

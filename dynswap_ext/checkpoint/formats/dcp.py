@@ -14,8 +14,7 @@ import torch
 from dynswap_ext.checkpoint.formats.common import AGAIN, opened, shown, truncated
 from dynswap_ext.checkpoint.formats.dcp_metadata import Chunk, Listing, Range, read_metadata
 from dynswap_ext.checkpoint.formats.file_mapping import map_file
-from dynswap_ext.checkpoint.formats.nested import find_state_dict
-from dynswap_ext.checkpoint.formats.torch_zip import offset_in, saved_object
+from dynswap_ext.checkpoint.formats.torch_zip import find_state_dict, offset_in, saved_object
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import SourceError
 

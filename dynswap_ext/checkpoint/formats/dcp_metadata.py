@@ -73,22 +73,23 @@ def read_metadata(path: Path) -> dict[ItemPath, Listing | Range]:
     owner = "it"
     items: dict[ItemPath, Listing | Range] = {}
     try:
-        listed, planned = _field(content, "state_dict_metadata", dict), getattr(content, "planner_data", None)
+        paths = getattr(content, "planner_data", None)
+        # By the index of each: the item's name and, in a tensor, the chunk's offsets.
         stored = {
             (getattr(index, "fqn", None), getattr(index, "offset", None)): info
             for index, info in _field(content, "storage_data", dict).items()
         }
-        for name, listing in listed.items():
+        for name, listing in _field(content, "state_dict_metadata", dict).items():
             owner = shown(name)
-            item = planned.get(name, (name,)) if isinstance(planned, dict) else (name,)
+            item = paths.get(name, (name,)) if isinstance(paths, dict) else (name,)
             if not (isinstance(item, tuple) and 0 < len(item) <= _MAX_DEPTH) or not all(
                 type(part) in (str, int) for part in item
             ):
                 raise ValueError("a path in the state dict that is no tuple of names")
             # BytesStorageMetadata, of an object that is no tensor, has no attributes.
-            is_tensor = bool(vars(listing)) if isinstance(listing, _StandIn) else True
-            items[item] = _tensor(listing, stored, name) if is_tensor else _range(stored.get((name, None)))
-    except ValueError as error:
+            is_object = isinstance(listing, _StandIn) and not vars(listing)
+            items[item] = _range(stored.get((name, None))) if is_object else _tensor(listing, stored, name)
+    except (ValueError, TypeError) as error:
         raise SourceError(f"{path} is damaged: {owner} has {error}; {AGAIN}") from error
     except SourceError as error:
         raise SourceError(f"{path}: {owner} {error}") from error
@@ -119,10 +120,8 @@ def _tensor(listing: Any, stored: dict[Any, Any], name: Any) -> Listing:
 def _range(info: Any) -> Range:
     if info is None:
         raise ValueError("no place for its bytes, or for some of them")
-    file, offset, length = (
-        _field(info, "relative_path", str),
-        *(_field(info, field, int) for field in ("offset", "length")),
-    )
+    file: str = _field(info, "relative_path", str)
+    offset, length = _field(info, "offset", int), _field(info, "length", int)
     if getattr(info, "transform_descriptors", None):
         raise SourceError(
             "was written through an extension (compression, for one), so its bytes cannot be mapped; load it "
@@ -140,7 +139,7 @@ def _range(info: Any) -> Range:
 
 def _lengths(owner: Any, field: str) -> tuple[int, ...]:
     lengths: tuple[int, ...] = _field(owner, field, tuple)
-    if any(type(length) is not int or not 0 <= length < 1 << 63 for length in lengths):
+    if not all(type(length) is int and 0 <= length < 1 << 63 for length in lengths):
         raise ValueError(f"the {field} {shown(lengths)}")
     return lengths
 
@@ -163,14 +162,6 @@ class _StandIn:
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__ = state if isinstance(state, dict) else {"state": state}
-
-    # A MetadataIndex is a key: the item's name and, in a tensor, the chunk's offsets.
-
-    def __hash__(self) -> int:
-        return hash((vars(self).get("fqn"), vars(self).get("offset")))
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _StandIn) and vars(self) == vars(other)
 
 
 def _size(lengths: Any) -> tuple[Any, ...]:

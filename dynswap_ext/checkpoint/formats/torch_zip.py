@@ -15,9 +15,8 @@ from torch import _weights_only_unpickler, serialization
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynswap_ext._swap.subclasses import is_plain
-from dynswap_ext.checkpoint.formats.common import AGAIN, first_line, opened, pread
+from dynswap_ext.checkpoint.formats.common import AGAIN, opened, pread, shown
 from dynswap_ext.checkpoint.formats.file_mapping import map_file
-from dynswap_ext.checkpoint.formats.nested import find_state_dict
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import SourceError
 
@@ -86,7 +85,7 @@ def saved_object(
         ) from error
     except Exception as error:  # a damaged pickle can raise anything
         raise SourceError(
-            f"{path} is not a zip file of torch.save, or is cut short or damaged: {first_line(error)}; "
+            f"{path} is not a zip file of torch.save, or is cut short or damaged: {_reason(error)}; "
             f"{AGAIN}, or save the weights again"
         ) from error
 
@@ -103,11 +102,11 @@ def _check_records(file: Any) -> None:
             names.add(record.filename)
 
 
-def _reason(error: pickle.UnpicklingError) -> str:
-    """What torch found, without its advice around it."""
-    lines = [line.strip() for line in str(error).splitlines()]
+def _reason(error: Exception) -> str:
+    """What torch found, without its advice and its stack of C++ functions around it."""
+    lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     found = (line for line in lines if "GLOBAL" in line or line.startswith("WeightsUnpickler error"))
-    return next(found, first_line(error))
+    return next(found, lines[0])
 
 
 class _FileRange(io.RawIOBase):
@@ -133,12 +132,10 @@ class _FileRange(io.RawIOBase):
 
 def offset_in(tensor: torch.Tensor, mapped: torch.UntypedStorage) -> int | None:
     """Return where a tensor's elements begin in a mapped file, None if they are not one range of it."""
-    if not (
-        is_plain(tensor) and tensor.layout is torch.strided and tensor.numel() and tensor.is_contiguous()
-    ):
+    if not is_plain(tensor) or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return None
-    if tensor.is_conj() or tensor.is_neg():
-        return None  # the values are not the bytes but their conjugate or negative
+    if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
+        return None  # the values are none, or not the bytes but their conjugate or negative
     offset = tensor.data_ptr() - mapped.data_ptr()
     return offset if 0 <= offset < mapped.nbytes() else None
 
@@ -157,3 +154,61 @@ def _nbytes(tensor: torch.Tensor) -> int:
         names, _ = tensor.__tensor_flatten__()
         return sum(_nbytes(getattr(tensor, name)) for name in names)
     return tensor.numel() * tensor.element_size()
+
+
+# ---- which part is the model's -----------------------------------------------------------------------------
+
+#: {"app": {"model": state_dict, ...}} is as deep as people nest it. Deeper there are the dicts of optimizers.
+_DEPTH = 2
+
+
+def find_state_dict(path: Path, content: object, tensor: type[Any]) -> dict[str, Any]:
+    """Return the state dict in `content`: the whole, or the one dict in it that is one, or its own tensors.
+
+    `tensor` is the type of what has a tensor's `shape` in it.
+
+    Raises
+    ------
+    SourceError
+        There is none, or more than one. Names them.
+    """
+
+    def belongs(key: object, value: object) -> bool:
+        return isinstance(key, str) and (key.endswith("_extra_state") or isinstance(value, tensor))
+
+    def has_weights(state: dict[Any, Any]) -> bool:
+        # Counters are saved as tensors too, {"step": tensor(3)}: weights have dimensions.
+        return any(isinstance(value, tensor) and len(value.shape) for value in state.values())
+
+    own: dict[str, Any] = content if isinstance(content, dict) else {}
+    tensors = {key: value for key, value in own.items() if belongs(key, value)}
+    if isinstance(content, dict) and len(tensors) == len(own):
+        return own
+    levels: list[dict[str, dict[str, Any]]] = []  # the state dicts at each depth, by name
+    dicts = {"": own}
+    for _ in range(_DEPTH):
+        dicts = {
+            f"{name}.{key}" if name else f"{key}": inner
+            for name, value in dicts.items()
+            for key, inner in value.items()
+            if isinstance(inner, dict) and inner
+        }
+        levels.append(
+            {name: state for name, state in dicts.items() if all(map(belongs, state, state.values()))}
+        )
+    with_weights = [{name: state for name, state in level.items() if has_weights(state)} for level in levels]
+    if not any(with_weights) and has_weights(tensors):
+        return tensors
+    nearest = next(filter(None, [*with_weights, *levels]), {})
+    if len(nearest) == 1:
+        return next(iter(nearest.values()))
+    if nearest:
+        raise SourceError(
+            f"{path} has {len(nearest)} state dicts ({', '.join(nearest)}), and which is meant is unclear: "
+            "save the one that is meant alone, as the file or folder is saved now"
+        )
+    holds = f" with {', '.join(shown(key) for key in list(own)[:5])}" if own else ""
+    raise SourceError(
+        f"{path} has no state dict (it holds a {type(content).__name__}{holds}); save the weights with "
+        "torch.save(model.state_dict(), path)"
+    )
