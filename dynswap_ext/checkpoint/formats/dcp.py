@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,11 +57,7 @@ def read_distributed(path: Path, weights_only: bool) -> Checkpoint:
         entries={name: entry(name, listing) for name, listing in listings.items()},
         files=tuple(path / file for file in sorted(by_file)),
         tensor=lambda name: whole[name] if name in whole else folder.value(name, listings[name]),
-        objects={
-            name: _built(value, lambda leaf, name=name: folder.value(name, leaf))  # type: ignore[misc]
-            for name, value in state.items()
-            if name not in listings
-        },
+        objects={name: folder.value(name, tree) for name, tree in state.items() if name not in listings},
     )
 
 
@@ -91,8 +87,12 @@ class _Folder:
             mapped = map_file(path, descriptor, size) if size else torch.empty(0).untyped_storage()
             yield _File(path, descriptor, mapped, self.weights_only)
 
-    def value(self, name: str, leaf: Listing | Range) -> Any:
-        """What was saved: an object, or a tensor that is put together."""
+    def value(self, name: str, leaf: Listing | Range | dict[Any, Any]) -> Any:
+        """What was saved: an object, a tensor that is put together, or a tree; keys of lists are indexes."""
+        if isinstance(leaf, dict):
+            if leaf and all(isinstance(key, int) for key in leaf):
+                return [self.value(name, leaf[key]) for key in sorted(leaf)]
+            return {key: self.value(name, inner) for key, inner in leaf.items()}
         if isinstance(leaf, Range):
             with self.open(leaf.file) as file:
                 return file.saved(name, leaf)
@@ -134,15 +134,6 @@ class _File:
             f"{self.path} does not have for {shown(name)} the {dtype} tensor of shape {list(chunk.shape)} "
             f"that {METADATA} lists; the two are not of one save: {AGAIN}"
         )
-
-
-def _built(tree: Any, value: Callable[[Any], Any]) -> Any:
-    """Return a tree of dicts with its leaves' values, and lists where the keys are indexes."""
-    if not isinstance(tree, dict):
-        return value(tree)
-    if tree and all(isinstance(key, int) for key in tree):
-        return [_built(tree[key], value) for key in sorted(tree)]
-    return {key: _built(inner, value) for key, inner in tree.items()}
 
 
 def _cover_problem(listing: Listing) -> str:

@@ -146,7 +146,7 @@ class _Header:
             name, kind = self._text(), self._number("I")
             if name in found:
                 raise ValueError(f"{name} is there twice")
-            found[name] = self._array() if kind == _ARRAY else str(self._value(kind))
+            found[name] = str(self._array() if kind == _ARRAY else self._value(kind))
         return found
 
     def entries(self, count: int, alignment: int) -> dict[str, Entry]:

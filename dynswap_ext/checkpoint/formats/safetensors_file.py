@@ -75,15 +75,11 @@ def read_safetensors(path: Path) -> Checkpoint:
 
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
     """The entries, in the order of their bytes, and the metadata."""
-    if size < 8:
-        raise truncated(path, 8, size, "the length of its header")
     length = int.from_bytes(pread(descriptor, 8, 0), "little")
     begin = 8 + length
     if length > _HEADER_LIMIT:
-        raise SourceError(
-            f"{path} has a safetensors header of {length:,} bytes, the format allows "
-            f"{_HEADER_LIMIT:,}; {AGAIN}"
-        )
+        allowed = f"the format allows {_HEADER_LIMIT:,}"
+        raise SourceError(f"{path} has a safetensors header of {length:,} bytes, {allowed}; {AGAIN}")
     if begin > size:
         raise truncated(path, begin, size, "its header alone")
     try:

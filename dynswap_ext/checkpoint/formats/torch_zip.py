@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import pickle
@@ -116,8 +117,11 @@ class _FileRange(io.RawIOBase):
         self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
 
     def seek(self, to: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, to + (0, self._at, self._length)[whence])
-        return self._at
+        at: int = to + (0, self._at, self._length)[whence]
+        if at < 0:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as a file does, which zipfile expects
+        self._at = at
+        return at
 
     def readinto(self, buffer: Any) -> int:
         count = max(0, min(len(buffer), self._length - self._at))
