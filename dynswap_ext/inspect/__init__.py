@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynswap_ext.inspect._where import WeightLocation
+from dynswap_ext.inspect._model import WeightLocation
 from dynswap_ext.inspect.gradients import (
     Gradient,
     GradientFlow,

@@ -15,15 +15,10 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 from dynswap_ext._util.figure import BLACK, BLUE, GREY, ORANGE, RED, figure, save, style
 from dynswap_ext._util.tables import Printable, facts_grid, first_names, plain_table, shape_text
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.inspect._tree import root_of
-
-__all__ = ["Gradient", "GradientFlow", "GradientHealth", "gradient_flow", "gradient_health"]
-
+from dynswap_ext.inspect._model import root_of
 
 #: Elements that are looked at in one piece, as float64.
 _PIECE: Final = 1 << 22
-
-
 #: Names below the axis; more are thinned out.
 _NAMES: Final = 60
 #: Characters of a name; a longer one loses its middle.
@@ -119,32 +114,24 @@ class GradientHealth(Printable):
         return f"<GradientHealth of {len(self.gradients)} parameters: {', '.join(found) or 'healthy'}>"
 
     def _findings(self) -> dict[str, tuple[str, ...]]:
-        found = {
-            "missing": self.missing,
-            "NaN": self.nan,
-            "infinite": self.inf,
-            "vanishing": self.vanishing,
-            "exploding": self.exploding,
-        }
-        return {kind: names for kind, names in found.items() if names}
+        kinds = ("missing", "NaN", "infinite", "vanishing", "exploding")
+        found = (self.missing, self.nan, self.inf, self.vanishing, self.exploding)
+        return {kind: names for kind, names in zip(kinds, found, strict=True) if names}
 
     def _parts(self) -> tuple[Any, ...]:
-        kinds: dict[str, list[str]] = {}
-        for kind, names in self._findings().items():
-            for name in names:
-                kinds.setdefault(name, []).append(kind)
-        rows = [
-            [
-                *(g.name, _figure(g.norm), _figure(g.mean), _figure(g.max)),
-                *(str(g.nan or ""), str(g.inf or ""), ", ".join(kinds.get(g.name, []))),
-            ]
-            for g in self.gradients
-        ]
-        numbers = ("norm", "mean", "max", "NaN", "infinite")
+        kinds: dict[str, list[str]] = {gradient.name: [] for gradient in self.gradients}
         facts = [("total norm", _figure(self.total_norm))]
-        facts += [(kind, first_names(names)) for kind, names in self._findings().items()]
+        for kind, names in self._findings().items():
+            facts.append((kind, first_names(names)))
+            for name in names:
+                kinds[name].append(kind)
         if self.healthy:
             facts.append(("findings", "none"))
+        rows = []
+        for g in self.gradients:
+            counts = (str(g.nan or ""), str(g.inf or ""))
+            rows.append([g.name, *map(_figure, (g.norm, g.mean, g.max)), *counts, ", ".join(kinds[g.name])])
+        numbers = ("norm", "mean", "max", "NaN", "infinite")
         return plain_table(["parameter", *numbers, "findings"], rows, right=numbers), facts_grid(facts)
 
 
@@ -229,17 +216,8 @@ def _figure(value: float | None) -> str:
     return "-" if value is None else f"{value:.3g}"
 
 
-# ---- figures -----------------------------------------------------------------------------------------------
-
-
 def _gradients_of(model: nn.Module) -> tuple[Gradient, ...]:
-    """Return figures of each parameter that requires a gradient; of an installed model, of its masters.
-
-    Raises
-    ------
-    ConfigError
-        It is no module, or no parameter of it requires a gradient.
-    """
+    """Return figures of each parameter that requires a gradient; of an installed model, of its masters."""
     masters = root_of(model).named_parameters()
     found = tuple(_gradient(name, master) for name, master in masters if master.requires_grad)
     if not found:
@@ -248,50 +226,39 @@ def _gradients_of(model: nn.Module) -> tuple[Gradient, ...]:
 
 
 def _gradient(name: str, parameter: torch.Tensor) -> Gradient:
+    """Measure a gradient a piece at a time, so that no copy of a large one is made.
+
+    In float64, so that squares neither overflow nor vanish.
+    """
     if isinstance(parameter, UninitializedTensorMixin):
         return Gradient(name, ())
     grad, shape = parameter.grad, tuple(parameter.shape)
     if grad is None or grad.is_meta:  # a meta gradient has a shape, and no values
         return Gradient(name, shape)
-    with torch.no_grad():
-        total, largest, squares, nan, inf = _measured(grad)
-    mean = total / grad.numel() if grad.numel() else 0.0
-    norm = math.sqrt(squares) if not math.isnan(squares) else math.nan
-    return Gradient(name, shape, grad.dtype, mean, largest, norm, nan, inf)
-
-
-def _measured(grad: torch.Tensor) -> tuple[float, float, float, int, int]:
-    """Return sum, maximum and sum of squares of absolute values; elements that are NaN, and infinite.
-
-    A piece at a time, so that no copy of a large gradient is made; in float64, so that squares neither
-    overflow nor vanish.
-    """
     values = grad.detach()
     if values.layout is not torch.strided:
         values = values.to_sparse_coo().coalesce().values()  # type: ignore[no-untyped-call]
-    wide = torch.float32 if values.device.type == "mps" else torch.float64  # that device has no float64
-    total, largest, squares, nan, inf = 0.0, 0.0, 0.0, 0, 0
-    pieces: tuple[torch.Tensor, ...] = values.reshape(-1).split(_PIECE)  # type: ignore[no-untyped-call]
-    for piece in pieces:
-        if not piece.numel():
-            continue
-        sizes = (piece.abs() if piece.is_complex() else piece).to(wide).abs()
-        figures = (sizes.sum(), sizes.max(), sizes.square().sum(), sizes.isnan().sum(), sizes.isinf().sum())
-        # One transfer, and so one wait, for a piece on an accelerator.
-        found = torch.stack([figure.to(wide) for figure in figures]).tolist()
-        total += found[0]
-        largest = found[1] if math.isnan(found[1]) or found[1] > largest else largest
-        squares += found[2]
-        nan += int(found[3])
-        inf += int(found[4])
-    return total, largest, squares, nan, inf
-
-
-# ---- a picture, from one parameter to thousands ------------------------------------------------------------
+    figures = [torch.zeros(5, dtype=torch.float64, device=values.device)]
+    for piece in values.reshape(-1).split(_PIECE) if values.numel() else ():  # type: ignore[no-untyped-call]
+        sizes = (piece.abs() if piece.is_complex() else piece).double().abs()
+        sums = (sizes.sum(), sizes.square().sum(), sizes.isnan().sum(), sizes.isinf().sum())
+        figures.append(torch.stack([*sums, sizes.max()]))
+    # One transfer, and so one wait, from an accelerator.
+    totals, squares, nans, infs, maxima = zip(*torch.stack(figures).tolist(), strict=True)
+    return Gradient(
+        name=name,
+        shape=shape,
+        dtype=grad.dtype,
+        mean=sum(totals) / max(1, grad.numel()),
+        max=math.nan if any(nans) else max(maxima),
+        norm=math.sqrt(sum(squares)),
+        nan=int(sum(nans)),
+        inf=int(sum(infs)),
+    )
 
 
 def _draw(gradients: Sequence[Gradient], path: str | PathLike[str], title: str) -> None:
-    """Draw mean and maximum of each gradient, and mark what has neither."""
+    """Draw mean and maximum of each gradient, from one parameter to thousands, and mark what has neither."""
     count = len(gradients)
     names = [_shortened(gradient.name) for gradient in gradients]
     width = min(20.0, max(6.0, 2.5 + 0.24 * min(count, _NAMES)))
@@ -308,9 +275,16 @@ def _draw(gradients: Sequence[Gradient], path: str | PathLike[str], title: str) 
         axes.set_ylim(1e-8, 1.0)  # nothing else says what to show
     axes.margins(y=0.1)  # room for the marks
     axes.set_xlim(-0.5, count - 0.5)
-    _mark(axes, [i for i, g in enumerate(gradients) if g.missing], "no gradient", "x", GREY, at=0.02)
-    _mark(axes, [i for i, g in enumerate(gradients) if g.max == 0], "all zero", "v", BLACK, at=0.05)
-    _mark(axes, [i for i, g in enumerate(gradients) if g.nan or g.inf], "NaN or infinite", "X", RED, at=0.98)
+    marks = (  # at a height of the axes, whatever their scale
+        ("no gradient", "x", GREY, 0.02, [g.missing for g in gradients]),
+        ("all zero", "v", BLACK, 0.05, [g.max == 0 for g in gradients]),
+        ("NaN or infinite", "X", RED, 0.98, [bool(g.nan or g.inf) for g in gradients]),
+    )
+    for label, marker, colour, height, marked in marks:
+        where = [index for index, mark in enumerate(marked) if mark]
+        if where:
+            place = {"transform": axes.get_xaxis_transform(), "clip_on": False}
+            axes.plot(where, [height] * len(where), marker, color=colour, markersize=6, label=label, **place)
     step = -(-count // _NAMES)
     shown = range(0, count, step)
     axes.set_xticks(list(shown), [names[i] for i in shown], rotation=90, fontsize=7)
@@ -318,21 +292,13 @@ def _draw(gradients: Sequence[Gradient], path: str | PathLike[str], title: str) 
     axes.set_xlabel(f"{count} parameters in the order of the layers{each}")
     axes.set_ylabel("absolute value of the gradient")
     axes.set_title(title)
-    # Outside the axes, where no curve is.
-    drawn.legend(loc="outside upper right", ncols=5, frameon=False, fontsize=9)
+    drawn.legend(loc="outside upper right", ncols=5, frameon=False, fontsize=9)  # where no curve is
     save(drawn, path)
 
 
 def _on_scale(value: float | None) -> float:
     """Return a value that a logarithmic axis has a place for, else a gap."""
     return value if value is not None and math.isfinite(value) and value > 0 else math.nan
-
-
-def _mark(axes: Any, where: list[int], label: str, marker: str, colour: str, *, at: float) -> None:
-    """Draw marks at a height of the axes, whatever their scale."""
-    if where:
-        place = {"transform": axes.get_xaxis_transform(), "clip_on": False}
-        axes.plot(where, [at] * len(where), marker, color=colour, markersize=6, label=label, **place)
 
 
 def _shortened(name: str) -> str:

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynswap_ext._swap.state import modules_of, session_of
+from dynswap_ext._swap.state import modules_of, original_class, session_of
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.tables import Printable, facts_grid, first_names, plain_table
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.inspect._hooks import arguments, computes_on, isolated_forward, watching
-from dynswap_ext.inspect._tensors import shapes_in, storages_of, tensors_in
-from dynswap_ext.inspect._tree import Node, class_name, root_of, walk
-from dynswap_ext.inspect._where import weights_of
-
-__all__ = ["Call", "MemoryProfile", "memory_profile"]
+from dynswap_ext.inspect._forward import Shapes, arguments, isolated_forward, tensors_in, watched
+from dynswap_ext.inspect._model import Node, computes_on, root_of, storages_of, walk, weights_of
 
 
 @dataclass(frozen=True)
@@ -40,7 +37,7 @@ class Call:
     after: int
     #: The most while it ran, calls inside it included.
     peak: int
-    output_shapes: tuple[tuple[int, ...], ...]
+    output_shapes: Shapes
 
     @property
     def kept(self) -> int:
@@ -75,38 +72,32 @@ class MemoryProfile(Printable):
 
     def largest(self, count: int = 10) -> tuple[Call, ...]:
         """The calls that needed most for themselves, of modules that called none inside, largest first."""
-        leaves = [
-            call
-            for call, following in zip(self.calls, (*self.calls[1:], None), strict=True)
-            if following is None or following.depth <= call.depth
-        ]
+        next_depths = [*(call.depth for call in self.calls[1:]), 0]
+        pairs = zip(self.calls, next_depths, strict=True)
+        leaves = [call for call, next_depth in pairs if next_depth <= call.depth]
         return tuple(sorted(leaves, key=lambda call: -call.extra)[:count])
 
     def __repr__(self) -> str:
-        return (
-            f"<MemoryProfile on {self.device}: {len(self.calls)} calls, "
-            f"peak {_amount(self.peak_bytes)} over {_amount(self.base_bytes)}>"
-        )
+        return f"<MemoryProfile on {self.device}: {len(self.calls)} calls, peak {self._peak()}>"
+
+    def _peak(self) -> str:
+        return f"{_amount(self.peak_bytes)} over {_amount(self.base_bytes)}"
 
     def _parts(self) -> tuple[Any, ...]:
         numbers = ("before", "after", "kept", "peak")
-        rows = [
-            [
-                "  " * call.depth + (f"{call.path}: {call.class_name}" if call.path else call.class_name),
-                *(_amount(size) for size in (call.before, call.after, call.kept, call.peak)),
-            ]
-            for call in self.calls
-        ]
-        facts = [
-            (
-                "peak",
-                f"{_amount(self.peak_bytes)} over {_amount(self.base_bytes)} on {self.device}",
-            ),
-            ("measured by", self.measured),
-        ]
+        rows = []
+        for call in self.calls:
+            name = f"{call.path}: {call.class_name}" if call.path else call.class_name
+            rows.append(["  " * call.depth + name, *(_amount(getattr(call, number)) for number in numbers)])
+        facts = [("peak", f"{self._peak()} on {self.device}"), ("measured by", self.measured)]
         if self.not_called:
             facts.append(("not called", first_names(self.not_called)))
         return plain_table(["call", *numbers], rows, right=numbers), facts_grid(facts)
+
+
+def _amount(size: int) -> str:
+    """Write bytes, which may be fewer than there were before."""
+    return f"-{format_bytes(-size)}" if size < 0 else format_bytes(size)
 
 
 def memory_profile(
@@ -158,77 +149,39 @@ def memory_profile(
     """
     root = root_of(model)
     args, keywords = arguments(inputs, kwargs, "inputs")
-    where = _device(device, root)
-    nodes = [node for node in walk(root) if node.same_as is None]
-    paths = {id(node.module): node.path for node in nodes}
-    with isolated_forward(root):
-        base = _base(root, (args, keywords), where)
-        with _meter_for(where) as meter:
-            frames = _Frames(meter, paths)
-            with watching([node.module for node in nodes], frames.enter, frames.leave):
-                root(*args, **keywords)
+    where = computes_on(root) if device is None else _device(device)
+    nodes = walk(root)
+    with isolated_forward(root), ExitStack() as stack:
+        if where.type == "cuda":
+            base = torch.cuda.memory_allocated(where)
+            live = _allocated_over(base, where)
+        else:
+            base = _bytes_before(nodes, (args, keywords), where)
+            live = stack.enter_context(_LiveBytes(where)).read
+        seen = stack.enter_context(watched(modules_of(root), live))
+        root(*args, **keywords)
+    paths = {id(node.module): node.path for node in nodes if node.same_as is None}
+    counts: Counter[int] = Counter()
+    calls = []
+    for call in seen:
+        name, key = original_class(type(call.module)).__name__, id(call.module)
+        figures = (call.before, call.after, call.peak, call.output_shapes)
+        calls.append(Call(paths[key], name, call.depth, counts[key], *figures))
+        counts[key] += 1
     return MemoryProfile(
-        calls=frames.calls(),
+        calls=tuple(calls),
         device=where,
         measured="torch.cuda" if where.type == "cuda" else "storages",
         base_bytes=base,
-        not_called=tuple(node.path for node in nodes if not _called(node, frames.counts)),
+        not_called=tuple(
+            node.path
+            for node in nodes
+            if node.same_as is None and not any(id(part) in counts for part in modules_of(node.module))
+        ),
     )
 
 
-class _Frames:
-    """Follows the calls, and gives each the peak of its time."""
-
-    def __init__(self, meter: _Meter, paths: Mapping[int, str]) -> None:
-        self._meter = meter
-        self._paths = paths
-        self._running: list[dict[str, Any]] = []
-        self._all: list[dict[str, Any]] = []
-        #: Calls of each module, by its id.
-        self.counts: Counter[int] = Counter()
-
-    def enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        self._settle()
-        now = self._meter.current
-        frame = {
-            "path": self._paths[id(module)],
-            "class_name": class_name(module),
-            "depth": len(self._running),
-            "index": self.counts[id(module)],
-            "before": now,
-            "after": now,
-            "peak": now,
-            "output_shapes": (),
-        }
-        self.counts[id(module)] += 1
-        self._all.append(frame)
-        self._running.append(frame)
-
-    def leave(self, module: nn.Module, output: Any) -> None:
-        self._settle()
-        self._running.pop().update(after=self._meter.current, output_shapes=shapes_in(output))
-
-    def _settle(self) -> None:
-        peak = self._meter.take_peak()
-        for frame in self._running:
-            frame["peak"] = max(frame["peak"], peak)
-
-    def calls(self) -> tuple[Call, ...]:
-        return tuple(Call(**frame) for frame in self._all)
-
-
-def _amount(size: int) -> str:
-    """Write bytes, which may be fewer than there were before."""
-    return f"-{format_bytes(-size)}" if size < 0 else format_bytes(size)
-
-
-def _called(node: Node, counts: Mapping[int, int]) -> bool:
-    return id(node.module) in counts or any(_called(child, counts) for child in node.children)
-
-
-def _device(given: Any, root: nn.Module) -> torch.device:
-    if given is None:
-        return computes_on(root)
+def _device(given: torch.device | str) -> torch.device:
     try:
         device = torch.device(given)
     except (RuntimeError, TypeError) as error:
@@ -240,29 +193,41 @@ def _device(given: Any, root: nn.Module) -> torch.device:
     return device
 
 
-def _base(root: nn.Module, given: Any, device: torch.device) -> int:
-    """Bytes on the device before the forward."""
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    sessions = {id(session): session for module in modules_of(root) if (session := session_of(module))}
-    plans = [session.stats() for session in sessions.values() if session.device == device]
+def _bytes_before(nodes: Sequence[Node], given: Any, device: torch.device) -> int:
+    """Return the bytes of the weights and the inputs that are on the device."""
+    sessions = {session for node in nodes if (session := session_of(node.module))}
+    plans = [session.stats() for session in sessions if session.device == device]
     masters = [
         weight.nbytes
-        for weights in weights_of(walk(root)).values()
+        for weights in weights_of(nodes).values()
         for weight in weights
         if weight.device == device and weight.tied_to is None and weight.served in (None, "in place")
     ]
-    inputs = {
-        storage._cdata: storage.nbytes()
-        for tensor in tensors_in(given)
-        if tensor.device == device
-        for storage in storages_of(tensor)
-    }
+    inputs = [storage.nbytes() for storage in _storages_in(given, device).values()]
     arenas: int = sum(plan["resident_bytes"] + plan["arena_bytes"] for plan in plans)
-    return sum(masters) + sum(inputs.values()) + arenas
+    return sum(masters) + sum(inputs) + arenas
 
 
-# ---- live memory: the storages that operations make, or what the allocator counts --------------------------
+def _storages_in(value: Any, device: torch.device) -> dict[int, torch.UntypedStorage]:
+    """Return the storages, by identity, of a value's tensors that are on the device."""
+    tensors = [tensor for tensor in tensors_in(value) if tensor.device == device]
+    return {storage._cdata: storage for tensor in tensors for storage in storages_of(tensor)}
+
+
+def _allocated_over(base: int, device: torch.device) -> Callable[[], tuple[int, int]]:
+    """Return what reads the bytes that torch's allocator has given out over a base, and their peak.
+
+    The peak is the one since the last reading. Memory of every thread counts.
+    """
+
+    def read() -> tuple[int, int]:
+        peak = torch.cuda.max_memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        return torch.cuda.memory_allocated(device) - base, peak - base
+
+    torch.cuda.reset_peak_memory_stats(device)
+    return read
+
 
 # Note [What is measured on a CPU]: the resident size of the process says little about a layer: the heap keeps
 # freed pages and hands them out again, and other threads, mapped checkpoints and the libraries' own pools are
@@ -271,36 +236,6 @@ def _base(root: nn.Module, given: Any, device: torch.device) -> int:
 # Python, a view or an autograd graph, lets it go. That is exact to the byte, the same on every run, and works
 # on any device, the meta device too. It does not see what an operation takes and gives back inside itself
 # (scratch of a convolution), nor what is allocated behind torch's back.
-
-
-@contextmanager
-def _meter_for(device: torch.device) -> Iterator[_Meter]:
-    """Measure live bytes on a device while the block runs, counted from its beginning."""
-    if device.type == "cuda":
-        yield _CudaMeter(device)
-        return
-    with _LiveBytes(device) as live:
-        yield live
-
-
-class _CudaMeter:
-    """Measures what torch's caching allocator has given out on a GPU, to any thread. Resets its peak."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._base = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-
-    @property
-    def current(self) -> int:
-        """Bytes at this moment; below zero if more was freed than made."""
-        return torch.cuda.memory_allocated(self._device) - self._base
-
-    def take_peak(self) -> int:
-        """The most since this was asked last."""
-        peak = torch.cuda.max_memory_allocated(self._device) - self._base
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return peak
 
 
 class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -318,15 +253,10 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._current = 0
         self._peak = 0
 
-    @property
-    def current(self) -> int:
-        """Bytes at this moment."""
-        return self._current
-
-    def take_peak(self) -> int:
-        """The most since this was asked last."""
+    def read(self) -> tuple[int, int]:
+        """Return the bytes at this moment, and the most since this was asked last."""
         peak, self._peak = self._peak, self._current
-        return peak
+        return self._current, peak
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -335,33 +265,18 @@ class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
         keywords = kwargs or {}
         output = func(*args, **keywords)
         # What an operation was given was there before, and so were weights that an install hands out.
-        given = {
-            storage._cdata
-            for tensor in tensors_in((args, keywords))
-            if tensor.device == self._device
-            for storage in storages_of(tensor)
-        }
-        for tensor in tensors_in(output):
-            if tensor.device == self._device:
-                for storage in storages_of(tensor):
-                    self._look(storage, new=storage._cdata not in given)
+        given = _storages_in((args, keywords), self._device)
+        for key, storage in _storages_in(output, self._device).items():
+            if key not in self._sizes:
+                if key in given:
+                    continue
+                self._watched[key] = weakref.ref(storage, partial(self._forget, key))
+            size = storage.nbytes()  # may have changed, as `resize_` and `out=` do
+            self._current += size - self._sizes.get(key, 0)
+            self._sizes[key] = size
+            self._peak = max(self._peak, self._current)
         return output
 
-    def _look(self, storage: torch.UntypedStorage, *, new: bool) -> None:
-        key = storage._cdata
-        if key not in self._sizes:
-            if not new:
-                return
-            self._watched[key] = weakref.ref(storage, lambda _: self._forget(key))
-            self._sizes[key] = 0
-        size = storage.nbytes()  # may have changed, as `resize_` and `out=` do
-        self._current += size - self._sizes[key]
-        self._sizes[key] = size
-        self._peak = max(self._peak, self._current)
-
-    def _forget(self, key: int) -> None:
+    def _forget(self, key: int, _: weakref.ref[torch.UntypedStorage]) -> None:
         self._watched.pop(key, None)
         self._current -= self._sizes.pop(key, 0)
-
-
-_Meter: TypeAlias = _CudaMeter | _LiveBytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -9,15 +10,12 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from dynswap_ext._swap.state import is_scripted, modules_of, session_of
+from dynswap_ext._swap.state import is_scripted, modules_of, original_class, session_of
+from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.tables import Printable, facts_grid, plain_table, shape_text
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.inspect._hooks import arguments, computes_on, isolated_forward, watching
-from dynswap_ext.inspect._layers import Layer, Shapes, Summary
-from dynswap_ext.inspect._tensors import shapes_in
-from dynswap_ext.inspect._tree import Node, class_name, entries, root_of, walk
-from dynswap_ext.inspect._where import WeightLocation, weights_of
-
-__all__ = ["Layer", "Summary", "summary"]
+from dynswap_ext.inspect._forward import SeenCall, Shapes, arguments, isolated_forward, watched
+from dynswap_ext.inspect._model import WeightLocation, computes_on, entries, root_of, walk, weights_of
 
 _FORMS: Final = (
     "expected a shape with the batch dimension such as (1, 3, 224, 224), a list of shapes for several "
@@ -27,6 +25,147 @@ _EXAMPLE: Final = (
     "The inputs were made up by dynswap_ext.inspect.summary from input_size. Token ids and other indices "
     "need dtypes=torch.long; where made-up values do not do, give input_data."
 )
+#: Places that a row names before it only counts them.
+_NAMED: Final = 2
+#: The cell of a row, by which of its parameters are trainable.
+_TRAINS: Final[Mapping[tuple[bool, ...], str]] = {
+    (): "",
+    (False,): "no",
+    (True,): "yes",
+    (False, True): "in part",
+}
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module at one place of the tree."""
+
+    #: Dotted, "" for the model itself.
+    path: str
+    class_name: str
+    #: 0 for the model itself.
+    depth: int
+    #: Of the first call, one per tensor. None without a call.
+    input_shapes: Shapes | None
+    output_shapes: Shapes | None
+    #: How often it was called in the forward; None if none was run, or if it takes no hooks (TorchScript).
+    calls: int | None
+    #: Its own, without those of its children.
+    weights: tuple[WeightLocation, ...]
+    #: Elements of all parameters under it, each counted once.
+    parameters: int
+    trainable_parameters: int
+    #: Bytes of all parameters and buffers under it, each counted once.
+    nbytes: int
+    #: The path where the same module comes first, if it is registered more than once. The
+    #: fields above are the same there.
+    same_as: str | None
+
+
+@dataclass(frozen=True, repr=False)
+class Summary(Printable):
+    """The result of `summary`. ``print`` it; rich prints it in colour."""
+
+    #: Every place of the tree, parents before children, in the order of definition.
+    layers: tuple[Layer, ...]
+    #: How deep the printed table goes; None for all of it.
+    depth: int | None
+    #: Where the model computes.
+    device: torch.device
+    #: Elements; what is shared counts once.
+    total_parameters: int
+    trainable_parameters: int
+    #: Bytes of the masters as they are stored; what is shared counts once.
+    parameter_bytes: int
+    buffer_bytes: int
+    #: The same bytes by where they live, in words such as "RAM" or "model.safetensors, streamed".
+    bytes_by_place: Mapping[str, int]
+
+    @property
+    def weights(self) -> tuple[WeightLocation, ...]:
+        """Every parameter and buffer under every name, in the order of the layers."""
+        return tuple(weight for layer in self.layers if layer.same_as is None for weight in layer.weights)
+
+    @property
+    def frozen_parameters(self) -> int:
+        """Elements of parameters that require no gradient."""
+        return self.total_parameters - self.trainable_parameters
+
+    def __repr__(self) -> str:
+        name = self.layers[0].class_name
+        return f"<Summary of {name}: {len(self.layers)} layers, {self.total_parameters:,} parameters>"
+
+    def _parts(self) -> tuple[Any, ...]:
+        rows = [
+            self._row(index)
+            for index, layer in enumerate(self.layers)
+            if self.depth is None or layer.depth <= self.depth
+        ]
+        left_out = set() if self.frozen_parameters else {"trains"}
+        if all(layer.calls is None for layer in self.layers):
+            left_out.add("output")
+        columns = [name for name in rows[0] if name not in left_out]
+        cells = [[row[name] for name in columns] for row in rows]
+        in_parameters, in_buffers = format_bytes(self.parameter_bytes), format_bytes(self.buffer_bytes)
+        facts = [
+            ("parameters", f"{self.total_parameters:,}"),
+            ("trainable", f"{self.trainable_parameters:,}"),
+            ("frozen", f"{self.frozen_parameters:,}"),
+            ("bytes", f"{in_parameters} in parameters, {in_buffers} in buffers"),
+            ("computes on", str(self.device)),
+            *((place, format_bytes(size)) for place, size in self.bytes_by_place.items() if size),
+        ]
+        return plain_table(columns, cells, right=("parameters", "bytes")), facts_grid(facts)
+
+    def _row(self, index: int) -> dict[str, str]:
+        layer = self.layers[index]
+        end = index + 1
+        while end < len(self.layers) and self.layers[end].depth > layer.depth:
+            end += 1
+        under = self.layers[index:end]  # the layer, and those below it
+        closed = len(under) == 1 or layer.depth == self.depth
+        weights = [weight for part in (under if closed else under[:1]) for weight in part.weights]
+        if layer.same_as is not None:  # they are listed where it comes first
+            weights = []
+        last_name = f"{layer.path.rpartition('.')[2]}: " if layer.path else ""
+        parameters, size = _amounts(layer, weights)
+        places = list(dict.fromkeys(weight.lives for weight in weights if weight.shape is not None))
+        more = [f"{len(places) - _NAMED} more"] if len(places) > _NAMED else []
+        return {
+            "layer": "  " * layer.depth + last_name + layer.class_name,
+            "output": _output(layer, any(part.calls for part in under)),
+            "parameters": parameters,
+            "bytes": size,
+            "trains": _TRAINS[tuple(sorted({weight.trainable for weight in weights if weight.is_parameter}))],
+            "lives": "; ".join([*places[:_NAMED], *more]),
+        }
+
+
+def _output(layer: Layer, called: bool) -> str:
+    """Return the cell of a layer's outputs; `called` says whether it, or one below it, was called."""
+    if layer.same_as is not None or layer.calls is None:
+        return ""
+    if not layer.calls:
+        return "" if called else "not called"
+    text = ", ".join(map(shape_text, layer.output_shapes or ()))
+    return f"{text} ({layer.calls} calls)" if layer.calls > 1 else text
+
+
+def _amounts(layer: Layer, weights: Sequence[WeightLocation]) -> tuple[str, str]:
+    """Return the cells of a row's parameters and bytes."""
+    if layer.same_as is not None:
+        return f"(as {layer.same_as or 'the model'})", ""
+    if not weights:
+        return "", ""
+    if any(weight.shape is None for weight in weights):
+        return "not made yet", ""
+    once = {weight.tied_to or weight.name: weight for weight in weights}.values()
+    size = format_bytes(sum(weight.nbytes for weight in once))
+    count = f"{sum(weight.elements for weight in once if weight.is_parameter):,}"
+    if all(weight.tied_to for weight in weights):
+        tied = ", ".join(sorted({str(weight.tied_to) for weight in weights}))
+        return f"{count} (is {tied})", size
+    return (count if any(weight.is_parameter for weight in once) else ""), size
 
 
 def summary(
@@ -94,146 +233,94 @@ def summary(
         args, keywords = arguments(input_data, kwargs, "input_data")
     else:
         args, keywords = arguments(_example_inputs(root, input_size, dtypes), kwargs, "input_size")
-    observed: dict[int, _Observed] = {}
-
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        observed.setdefault(id(module), _Observed(shapes_in((args, kwargs)))).calls += 1
-
-    def leave(module: nn.Module, output: Any) -> None:
-        known = observed[id(module)]
-        if known.output_shapes is None:
-            known.output_shapes = shapes_in(output)
-
-    modules = [node.module for node in walk(root) if node.same_as is None]
-    with isolated_forward(root, evaluate=True), watching(modules, enter, leave):
+    with isolated_forward(root, evaluate=True), watched(modules_of(root)) as calls:
         try:
             root(*args, **keywords)
         except Exception as error:
             if input_size is not None and hasattr(error, "add_note"):  # Python 3.11
                 error.add_note(_EXAMPLE)
             raise
-    return _describe(root, observed, depth)
+    return _describe(root, calls, depth)
 
 
-@dataclass
-class _Observed:
-    """What a forward has shown of a module."""
-
-    input_shapes: Shapes
-    output_shapes: Shapes | None = None
-    calls: int = 0
-
-
-def _describe(root: nn.Module, observed: Mapping[int, _Observed] | None, depth: int | None) -> Summary:
+def _describe(root: nn.Module, calls: Sequence[SeenCall] | None, depth: int | None) -> Summary:
     nodes = walk(root)  # after the forward: lazy modules have become others
     own = weights_of(nodes)
-    under = _weights_under(nodes, own)
     once = [weight for weights in own.values() for weight in weights if weight.tied_to is None]
-    bytes_by_place: dict[str, int] = {}
+    bytes_by_place: Counter[str] = Counter()
     for weight in once:
-        bytes_by_place[weight.lives] = bytes_by_place.get(weight.lives, 0) + weight.nbytes
+        bytes_by_place[weight.lives] += weight.nbytes
+    times = Counter(id(call.module) for call in calls or ())
+    first = {id(call.module): call for call in reversed(calls or ())}
+    layers = []
+    for path, level, module, same_as in nodes:
+        parts = modules_of(module)
+        under = {weight.tied_to or weight.name: weight for part in parts for weight in own[id(part)]}.values()
+        call = first.get(id(module))
+        layers.append(
+            Layer(
+                path=path,
+                class_name=original_class(type(module)).__name__,
+                depth=level,
+                input_shapes=call.input_shapes if call else None,
+                output_shapes=call.output_shapes if call else None,
+                calls=None if calls is None or is_scripted(type(module)) else times[id(module)],
+                weights=tuple(own[id(module)]),
+                parameters=sum(weight.elements for weight in under if weight.is_parameter),
+                trainable_parameters=sum(weight.elements for weight in under if weight.trainable),
+                nbytes=sum(weight.nbytes for weight in under),
+                same_as=same_as,
+            )
+        )
     return Summary(
-        layers=tuple(_layer(node, own[id(node.module)], under[id(node.module)], observed) for node in nodes),
+        layers=tuple(layers),
         depth=depth,
         device=computes_on(root),
         total_parameters=sum(weight.elements for weight in once if weight.is_parameter),
         trainable_parameters=sum(weight.elements for weight in once if weight.trainable),
         parameter_bytes=sum(weight.nbytes for weight in once if weight.is_parameter),
         buffer_bytes=sum(weight.nbytes for weight in once if not weight.is_parameter),
-        bytes_by_place=bytes_by_place,
+        bytes_by_place=dict(bytes_by_place),
     )
-
-
-def _weights_under(
-    nodes: Sequence[Node], own: Mapping[int, tuple[WeightLocation, ...]]
-) -> dict[int, dict[str, WeightLocation]]:
-    """Return the weights under each module, each once, by the name under which it comes first."""
-    children = {id(node.module): node.children for node in nodes if node.same_as is None}
-    found: dict[int, dict[str, WeightLocation]] = {}
-
-    def under(module: nn.Module) -> dict[str, WeightLocation]:
-        known = found.get(id(module))
-        if known is None:
-            known = found[id(module)] = {}  # at once: a module may be below itself
-            known.update({weight.tied_to or weight.name: weight for weight in own[id(module)]})
-            for child in children[id(module)]:
-                known.update(under(child.module))
-        return known
-
-    under(nodes[0].module)
-    return found
-
-
-def _layer(
-    node: Node,
-    own: tuple[WeightLocation, ...],
-    under: Mapping[str, WeightLocation],
-    observed: Mapping[int, _Observed] | None,
-) -> Layer:
-    known = None if observed is None else observed.get(id(node.module))
-    hooked = observed is not None and not is_scripted(type(node.module))
-    return Layer(
-        path=node.path,
-        class_name=class_name(node.module),
-        depth=node.depth,
-        input_shapes=None if known is None else known.input_shapes,
-        output_shapes=None if known is None else known.output_shapes,
-        calls=(0 if known is None else known.calls) if hooked else None,
-        weights=own,
-        parameters=sum(weight.elements for weight in under.values() if weight.is_parameter),
-        trainable_parameters=sum(weight.elements for weight in under.values() if weight.trainable),
-        nbytes=sum(weight.nbytes for weight in under.values()),
-        same_as=node.same_as,
-    )
-
-
-# ---- inputs that are made up -------------------------------------------------------------------------------
 
 
 def _example_inputs(
     root: nn.Module, input_size: Any, dtypes: Any
-) -> tuple[torch.Tensor, ...] | dict[str, Any]:
+) -> tuple[torch.Tensor, ...] | dict[Any, Any]:
     """Make positional or keyword inputs of the given shapes, where the model computes.
 
     Ones, as a forward may divide by what it gets; zeros for integers, as those may be indices.
-
-    Raises
-    ------
-    ConfigError
-        `input_size` or `dtypes` cannot be read, or they do not fit together.
     """
     if isinstance(input_size, Mapping):
-        sizes = dict(input_size)
-    elif isinstance(input_size, Sequence) and not isinstance(input_size, str) and input_size:
-        sizes = dict(enumerate([input_size] if isinstance(input_size[0], int) else input_size))
+        sizes: dict[Any, Any] = dict(input_size)
+    elif isinstance(input_size, (list, tuple)) and input_size:
+        sizes = dict(enumerate([input_size] if _is_shape(input_size) else input_size))
     else:
+        sizes = {}
+    if not sizes or not all(map(_is_shape, sizes.values())):
         raise ConfigError(f"input_size is {input_size!r}; {_FORMS}")
-    for size in sizes.values():
-        fine = isinstance(size, Sequence) and not isinstance(size, str)
-        if not fine or any(not isinstance(n, int) or isinstance(n, bool) or n < 0 for n in size):
-            raise ConfigError(f"input_size is {input_size!r}; {_FORMS}")
+    default = _computes_in(root)
+    given: dict[Any, Any] = dict.fromkeys(sizes, default if dtypes is None else dtypes)
+    if isinstance(dtypes, Mapping):
+        given = {**dict.fromkeys(sizes, default), **dtypes}
+    elif isinstance(dtypes, (list, tuple)):
+        given = dict(zip(sizes, dtypes, strict=False)) if len(dtypes) == len(sizes) else {}
+    if given.keys() != sizes.keys() or not all(isinstance(dtype, torch.dtype) for dtype in given.values()):
+        raise ConfigError(
+            f"dtypes is {dtypes!r}; expected a torch.dtype, or one for each of the {len(sizes)} inputs that "
+            "input_size has, as a list or by name"
+        )
     made = {}
-    for name, dtype in _dtypes(root, dtypes, list(sizes)).items():
+    for name, dtype in given.items():
         value = 1 if dtype.is_floating_point or dtype.is_complex else 0
         made[name] = torch.full(tuple(sizes[name]), value, dtype=dtype, device=computes_on(root))
     return made if isinstance(input_size, Mapping) else tuple(made.values())
 
 
-def _dtypes(root: nn.Module, given: Any, names: list[Any]) -> dict[Any, torch.dtype]:
-    """Return the dtype of each input."""
-    found: dict[Any, Any] = dict.fromkeys(names, given)
-    if given is None:
-        return dict.fromkeys(names, _computes_in(root))
-    if isinstance(given, Mapping):
-        found = {**dict.fromkeys(names, _computes_in(root)), **given}
-    elif isinstance(given, Sequence) and not isinstance(given, str):
-        found = dict(zip(names, given, strict=False)) if len(given) == len(names) else {}
-    if set(found) != set(names) or not all(isinstance(dtype, torch.dtype) for dtype in found.values()):
-        raise ConfigError(
-            f"dtypes is {given!r}; expected a torch.dtype, or one for each of the {len(names)} inputs that "
-            "input_size has, as a list or by name"
-        )
-    return found
+def _is_shape(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(
+        isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value
+    )
 
 
 def _computes_in(root: nn.Module) -> torch.dtype:

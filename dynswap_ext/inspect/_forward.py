@@ -1,0 +1,176 @@
+"""A forward that is watched from outside: hooks that are gone afterwards, and a model left as it was."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from dynswap_ext._swap.state import is_scripted, modules_of
+from dynswap_ext.errors import ConfigError
+from dynswap_ext.inspect._model import computes_on, entries
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass
+class SeenCall:
+    """A call that was watched. Bytes are live ones."""
+
+    module: nn.Module
+    #: How many calls of other modules it was made in.
+    depth: int
+    input_shapes: Shapes
+    before: int
+    after: int
+    #: The most while it ran.
+    peak: int
+    #: Empty if it raised.
+    output_shapes: Shapes = ()
+
+
+def arguments(
+    given: Any, kwargs: Mapping[str, Any] | None, name: str
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return positional and keyword arguments from the inputs of a call, which were given as option `name`.
+
+    A list or tuple is the positional ones, a mapping keywords, None nothing, anything else the only argument.
+
+    Raises
+    ------
+    ConfigError
+        `kwargs` is no mapping of names, or both name the same argument.
+    """
+    if kwargs is not None and not isinstance(kwargs, Mapping):
+        raise ConfigError(f"kwargs is a {type(kwargs).__name__}; expected a mapping of argument names")
+    keywords = dict(kwargs or {})
+    if given is None:
+        return (), keywords
+    if not isinstance(given, Mapping):
+        return (tuple(given) if isinstance(given, (list, tuple)) else (given,)), keywords
+    both = sorted(set(given) & set(keywords))
+    wrong = [key for key in (*given, *keywords) if not isinstance(key, str)]
+    if both or wrong:
+        why = f"both name {', '.join(both)}" if both else f"{wrong[0]!r} is no name of an argument"
+        raise ConfigError(
+            f"{name} is a mapping, so its entries are keyword arguments, and {why}; for a model that takes a "
+            f"mapping as its one argument, give {name}=(mapping,)"
+        )
+    return (), {**given, **keywords}
+
+
+def tensors_in(value: Any, inside: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
+    """Yield the tensors in nested sequences, mappings and dataclasses (transformers' ModelOutput is both).
+
+    `inside` has the ids of what the value is in: what holds itself is looked into once.
+    """
+    if isinstance(value, torch.Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = list(value.values())
+    elif isinstance(value, (list, tuple, set, frozenset)):
+        parts = value
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        parts = [getattr(value, field.name, None) for field in dataclasses.fields(value)]
+    else:
+        return
+    if id(value) not in inside:
+        for part in parts:
+            yield from tensors_in(part, inside | {id(value)})
+
+
+def _shapes_in(value: Any) -> Shapes:
+    return tuple(tuple(tensor.shape) for tensor in tensors_in(value))
+
+
+@contextmanager
+def watched(
+    modules: Iterable[nn.Module], live: Callable[[], tuple[int, int]] = lambda: (0, 0)
+) -> Iterator[list[SeenCall]]:
+    """Collect the calls of the modules that this thread makes, in the order in which they begin.
+
+    Hooks run before the user's on the way in and after them on the way out, and are gone when the block is
+    left. TorchScript modules take none, and are passed over.
+
+    Parameters
+    ----------
+    live
+        Returns live bytes, and the most that they were since it was asked last.
+    """
+    thread = threading.get_ident()
+    calls: list[SeenCall] = []
+    running: list[SeenCall] = []
+
+    def settle() -> int:
+        now, peak = live()
+        for call in running:
+            call.peak = max(call.peak, peak)
+        return now
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        if threading.get_ident() == thread:
+            now = settle()
+            calls.append(SeenCall(module, len(running), _shapes_in((args, kwargs)), now, now, now))
+            running.append(calls[-1])
+
+    def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+        if threading.get_ident() != thread or not any(call.module is module for call in running):
+            return  # another pre-hook raised before ours ran
+        now = settle()
+        while running:
+            call = running.pop()  # above the module's: calls that an interrupt ended without their hooks
+            call.after = now
+            if call.module is module:
+                call.output_shapes = _shapes_in(output)
+                return
+
+    with ExitStack() as hooks:
+        for module in modules:
+            if is_scripted(type(module)):
+                continue
+            for handle in (
+                module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),
+                module.register_forward_hook(leave, with_kwargs=True, always_call=True),
+            ):
+                hooks.callback(handle.remove)
+        yield calls
+
+
+@contextmanager
+def isolated_forward(root: nn.Module, *, evaluate: bool = False) -> Iterator[None]:
+    """Leave no trace of a forward: random numbers continue as if it had not run, and compiled code rests.
+
+    Code that `torch.compile` has made runs no hook, so what it was made from runs in its place. With
+    `evaluate`, every module is in eval mode and there are no gradients. The flag is set by itself: a
+    `train()` of the model's own may do more, such as merging adapters.
+    """
+    numpy: Any = sys.modules.get("numpy.random")
+    masters = [master for module in modules_of(root) for _, master, _ in entries(module)]
+    devices = {computes_on(root), *(master.device for master in masters)}
+    accelerators = [device for device in devices if device.type not in ("cpu", "meta")]
+    kind = min((device.type for device in accelerators), default="cuda")
+    indices = sorted(device.index for device in accelerators if device.type == kind)
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        if numpy is not None:
+            stack.callback(numpy.set_state, numpy.get_state())
+        stack.enter_context(torch.random.fork_rng(indices, device_type=kind))
+        if "torch._dynamo" in sys.modules:
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        if evaluate:
+            stack.enter_context(torch.no_grad())
+            for top in modules_of(root):
+                for module in top.modules() if is_scripted(type(top)) else (top,):
+                    if hasattr(module, "training"):  # a frozen TorchScript module has no such flag
+                        stack.callback(setattr, module, "training", module.training)
+                        module.training = False
+        yield

@@ -1,0 +1,212 @@
+"""What a model is made of: its modules, their weights, and where each of those lives. Nothing is fetched."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from dynswap_ext._swap.state import is_scripted, modules_of, session_of
+from dynswap_ext._swap.subclasses import inner_names
+from dynswap_ext._util.file_mappings import FileMappings
+from dynswap_ext._util.own_masters import own_masters
+from dynswap_ext.errors import ConfigError
+
+_COMPRESSED_ROWS: Final = ("crow_indices", "col_indices", "values")
+_COMPRESSED_COLUMNS: Final = ("ccol_indices", "row_indices", "values")
+#: Methods that return the parts of a sparse tensor. Of oneDNN's layout only the library knows the bytes.
+_SPARSE_PARTS: Final = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED_ROWS,
+    torch.sparse_bsr: _COMPRESSED_ROWS,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
+
+
+@dataclass(frozen=True)
+class WeightLocation:
+    """One master, under one of its names."""
+
+    #: In the whole model, such as "layers.0.weight".
+    name: str
+    #: None while a lazy module has not made it.
+    shape: tuple[int, ...] | None
+    dtype: torch.dtype
+    elements: int
+    #: Of the master as it is stored; a quantised one's are those of its parts.
+    nbytes: int
+    #: A parameter, else a buffer.
+    is_parameter: bool
+    #: A parameter that requires a gradient.
+    trainable: bool
+    #: The name under which the same master comes first; None if this is that name.
+    tied_to: str | None
+    #: "RAM", "pinned RAM", "shared RAM", "file" (mapped from it), "device", "meta", or "not made yet".
+    place: str
+    device: torch.device
+    #: What it is mapped from; None for other places, and for a file that is deleted or was replaced.
+    file: Path | None
+    #: None on a plain model. "resident", "streamed", "in place" (handed out itself), or "converted" (at each
+    #: access, by its `.to()`).
+    served: str | None
+
+    @property
+    def lives(self) -> str:
+        """Place and service in words."""
+        place = self.place
+        if place == "file":
+            place = "file (gone)" if self.file is None else self.file.name
+        elif place == "device":
+            place = str(self.device)
+        return f"{place}, {self.served}" if self.served else place
+
+
+class Node(NamedTuple):
+    """A place in a tree of modules. A module that is registered twice has two places."""
+
+    #: Dotted, "" for the root.
+    path: str
+    #: 0 for the root.
+    depth: int
+    module: nn.Module
+    #: The path under which the module comes first, if this is a later one.
+    same_as: str | None
+
+
+def root_of(model: object) -> nn.Module:
+    """Return the module that was given, or the one that `torch.compile` has wrapped.
+
+    Raises
+    ------
+    ConfigError
+        It is no module.
+    """
+    if not isinstance(model, nn.Module):
+        raise ConfigError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")
+    if dynamo is not None and isinstance(model, dynamo.OptimizedModule):
+        inner: nn.Module = model._modules["_orig_mod"]
+        return inner
+    return model
+
+
+def walk(root: nn.Module) -> list[Node]:
+    """List every place in the tree, parents before children, in the order of definition.
+
+    A module's children are listed at its first place alone, so that a cycle ends.
+    """
+    found: list[Node] = []
+    first: dict[int, str] = {}
+    pending = [("", 0, root)]
+    while pending:
+        path, depth, module = pending.pop()
+        known = first.setdefault(id(module), path)
+        again = known != path
+        found.append(Node(path, depth, module, known if again else None))
+        if again or is_scripted(type(module)):  # a scripted one's modules live in C++, and take no hooks
+            continue
+        children = [(name, child) for name, child in module._modules.items() if child is not None]
+        prefix = f"{path}." if path else ""
+        pending.extend((prefix + name, depth + 1, child) for name, child in reversed(children))
+    return found
+
+
+def entries(module: nn.Module) -> Iterator[tuple[str, torch.Tensor, bool]]:
+    """Yield a module's own masters: name, tensor, whether it is a parameter. TorchScript's: all below it."""
+    if is_scripted(type(module)):
+        yield from ((name, tensor, True) for name, tensor in module.named_parameters())
+        yield from ((name, tensor, False) for name, tensor in module.named_buffers())
+    else:
+        yield from own_masters(module)
+
+
+def computes_on(root: nn.Module) -> torch.device:
+    """Return where a model computes: as installed, else where its first weight is, else the CPU."""
+    modules = modules_of(root)
+    installed = (session.device for module in modules if (session := session_of(module)))
+    masters = (master.device for module in modules for _, master, _ in entries(module))
+    return next(installed, None) or next(masters, torch.device("cpu"))
+
+
+def weights_of(nodes: Iterable[Node]) -> dict[int, list[WeightLocation]]:
+    """Describe the weights of a tree as they are now: each module's own, by the module's id."""
+    first: dict[int, tuple[str, torch.Tensor]] = {}  # with the master, so that no other one gets its id
+    mappings = FileMappings()
+    found: dict[int, list[WeightLocation]] = {}
+    for path, _, module, same_as in nodes:
+        if same_as is not None:
+            continue
+        session = session_of(module)
+        services = {} if session is None else session.services(module)
+        found[id(module)] = own = []
+        for name, master, is_parameter in entries(module):
+            full = f"{path}.{name}" if path else name
+            first_name, _ = first.setdefault(id(master), (full, master))
+            made = not isinstance(master, UninitializedTensorMixin)
+            place, file = _place(master, mappings) if made else ("not made yet", None)
+            own.append(
+                WeightLocation(
+                    name=full,
+                    shape=tuple(master.shape) if made else None,
+                    dtype=master.dtype,
+                    elements=master.numel() if made else 0,
+                    nbytes=_stored_bytes(master) if made else 0,
+                    is_parameter=is_parameter,
+                    trainable=is_parameter and master.requires_grad,
+                    tied_to=None if first_name == full else first_name,
+                    place=place,
+                    device=master.device,
+                    file=file,
+                    served=services.get(name),
+                )
+            )
+    return found
+
+
+def _place(master: torch.Tensor, mappings: FileMappings) -> tuple[str, Path | None]:
+    if master.device.type != "cpu":
+        return ("meta" if master.device.type == "meta" else "device"), None
+    inner = inner_names(master)
+    if inner:
+        return _place(getattr(master, inner[0]), mappings)
+    try:
+        mapping = mappings.find(master.data_ptr())
+        if mapping is not None:
+            return "file", mapping.path
+        if master.is_pinned():
+            return "pinned RAM", None
+        shared = master.is_shared()  # type: ignore[no-untyped-call]
+        return ("shared RAM" if shared else "RAM"), None
+    except (NotImplementedError, RuntimeError):
+        return "RAM", None  # a class that shows no address
+
+
+def _stored_bytes(master: torch.Tensor) -> int:
+    inner = inner_names(master)
+    if inner:
+        return sum(_stored_bytes(getattr(master, name)) for name in inner)
+    if master.layout is torch.strided:
+        return master.numel() * master.element_size()  # a view of a larger storage has its own bytes
+    return sum(storage.nbytes() for storage in storages_of(master))
+
+
+def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
+    """Yield what holds a tensor's bytes: its storage, or those of the parts of a wrapper or sparse tensor."""
+    if is_traceable_wrapper_subclass(tensor):
+        for name in tensor.__tensor_flatten__()[0]:
+            yield from storages_of(getattr(tensor, name))
+    elif tensor.layout is torch.strided:
+        with suppress(NotImplementedError, RuntimeError):  # a wrapper that does not say what it wraps
+            yield tensor.untyped_storage()
+    else:
+        for method in _SPARSE_PARTS.get(tensor.layout, ()):
+            yield from storages_of(getattr(tensor, method)())
