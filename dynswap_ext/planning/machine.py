@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
+from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from dynswap_ext._util.units import parse_bandwidth, parse_seconds, parse_throughput
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.weights import PlannedWeight
-
-__all__ = ["ASSUMED", "Machine", "rows_to_hide", "spread", "timed"]
 
 _MOST_ROWS: Final = 1 << 40
 
@@ -48,13 +46,12 @@ class Machine:
         ConfigError
             A rate cannot be read.
         """
-        return Machine(
-            self.name,
-            parse_bandwidth(bandwidth) if bandwidth else self.bandwidth,
-            parse_throughput(arithmetic) if arithmetic else self.arithmetic,
-            parse_bandwidth(memory) if memory else self.memory,
-            parse_seconds(latency) if latency else self.latency,
-            self.bandwidth_kind,
+        return replace(
+            self,
+            bandwidth=parse_bandwidth(bandwidth) if bandwidth else self.bandwidth,
+            arithmetic=parse_throughput(arithmetic) if arithmetic else self.arithmetic,
+            memory=parse_bandwidth(memory) if memory else self.memory,
+            latency=parse_seconds(latency) if latency else self.latency,
         )
 
 
@@ -84,11 +81,10 @@ def timed(weights: Sequence[PlannedWeight], machine: Machine, *, rows: int = 1) 
     """
     if isinstance(rows, bool) or not isinstance(rows, int) or rows < 1:
         raise ConfigError(f"rows is {rows!r}; expected the number of rows of a pass, 1 or more")
-    for name in ("arithmetic", "memory"):
-        rate = getattr(machine, name)
-        if not math.isfinite(rate) or rate <= 0:
+    for name, rate in (("arithmetic", machine.arithmetic), ("memory", machine.memory)):
+        if not 0 < rate < math.inf:
             raise ConfigError(f"{name} of the machine is {rate!r}; expected a rate a second, above zero")
-    return tuple(dataclasses.replace(weight, seconds=_seconds(weight, machine, rows)) for weight in weights)
+    return tuple(replace(weight, seconds=_seconds(weight, machine, rows)) for weight in weights)
 
 
 def spread(weights: Sequence[PlannedWeight], seconds: float) -> tuple[PlannedWeight, ...]:
@@ -101,35 +97,25 @@ def spread(weights: Sequence[PlannedWeight], seconds: float) -> tuple[PlannedWei
     ConfigError
         `seconds` is negative or not finite.
     """
-    if not math.isfinite(seconds) or seconds < 0:
+    if not 0 <= seconds < math.inf:
         raise ConfigError(f"the compute of a pass is {seconds!r}; expected seconds, 0 or more")
     parts = [weight.elements * weight.share if weight.kind == "matrix" else 0.0 for weight in weights]
-    whole = math.fsum(parts)
-    if not whole:
+    if not any(parts):
         parts = [float(weight.nbytes) for weight in weights]
-        whole = math.fsum(parts)
+    whole = math.fsum(parts)
     return tuple(
-        dataclasses.replace(weight, seconds=seconds * part / whole)
-        for weight, part in zip(weights, parts, strict=True)
+        replace(weight, seconds=seconds * part / whole) for weight, part in zip(weights, parts, strict=True)
     )
 
 
 def rows_to_hide(weights: Sequence[PlannedWeight], machine: Machine, seconds: float) -> int | None:
     """Return the fewest rows with which a pass computes for so long; None if no number of rows does."""
 
-    def enough(rows: int) -> bool:
-        return math.fsum(_seconds(weight, machine, rows) for weight in weights) >= seconds
+    def computes(rows: int) -> float:
+        return math.fsum(_seconds(weight, machine, rows) for weight in weights)
 
-    high = 1
-    while not enough(high):
-        high *= 2
-        if high > _MOST_ROWS:
-            return None
-    low = high // 2
-    while high - low > max(1, high // 100):
-        middle = (low + high) // 2
-        low, high = (low, middle) if enough(middle) else (middle, high)
-    return high
+    rows = bisect_left(range(_MOST_ROWS), seconds, lo=1, key=computes)
+    return rows if rows < _MOST_ROWS else None
 
 
 def _seconds(weight: PlannedWeight, machine: Machine, rows: int) -> float:

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -19,10 +20,8 @@ from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.inspect._forward import arguments
 from dynswap_ext.install import install, is_installed
-from dynswap_ext.planning.rates import files_of, latency_of, masters_bandwidth
+from dynswap_ext.planning.rates import latency_of, masters_bandwidth
 from dynswap_ext.planning.weights import PlannedWeight, outline_of_model, owners
-
-__all__ = ["Measured", "measure"]
 
 
 @dataclass(frozen=True)
@@ -87,117 +86,92 @@ def measure(
     outline = outline_of_model(model, dtype=dtype, disk=where.type == "cpu")
     if not outline.weights:
         raise ConfigError(f"the model, a {type(model).__name__}, has no weights to plan for")
-    files = files_of(model)
     modules = owners(model)
     given, keywords = tree_map_only(
         torch.Tensor,
         lambda tensor: tensor.to(where, dtype if tensor.is_floating_point() else None),
         arguments(inputs, None, "inputs"),
     )
-    with (
-        torch.inference_mode(),
-        install(model, device=where, dtype=dtype, budget=budget),
-        _Stopwatch(modules, where) as watch,
-    ):
-        runs = [watch.time(lambda: model(*given, **keywords)) for _ in range(warm_up + passes)][warm_up:]
-    bandwidth, kind, notes = masters_bandwidth(where, files)
-    uncalled = len(modules) - len(watch.called)
+    with torch.inference_mode(), install(model, device=where, dtype=dtype, budget=budget):
+        runs, called = _timed(modules, where, lambda: model(*given, **keywords), warm_up + passes)
+    bandwidth, kind, notes = masters_bandwidth(where, outline.files)
+    uncalled = len(modules) - len(called)
     if uncalled:
         notes += (
             f"{uncalled} of {len(modules)} modules with weights were not called by themselves in a pass; "
             "their weights are planned for all the same, where the model registers them.",
         )
-    compute = [statistics.median(seconds) for seconds in zip(*runs, strict=True)]
+    compute = [statistics.median(seconds) for seconds in zip(*runs[warm_up:], strict=True)]
     return Measured(
-        weights=_in_order(outline.weights, _order(watch.called, len(modules)), compute),
+        weights=_in_order(outline.weights, called, compute),
         device=where,
         bandwidth=bandwidth,
         latency=latency_of(where),
         bandwidth_kind=kind,
-        compute_seconds=tuple(map(sum, runs)),
+        compute_seconds=tuple(map(sum, runs[warm_up:])),
         notes=notes,
     )
 
 
-class _Stopwatch:
-    """Times modules by hooks before their calls; the hooks are removed at the end of the block.
+def _timed(
+    modules: Sequence[nn.Module], device: torch.device, call: Callable[[], object], passes: int
+) -> tuple[list[list[float]], list[int]]:
+    """Run passes; return the compute of each module in each, and modules, by number, by their first call.
 
-    Such a hook asks for the module's weights, and marks the time before and after: what lies between is the
-    wait for copies, and what lies between the second mark and the next module's first one is compute.
+    A hook before a module's call asks for the module's weights, and marks the time before and after: what
+    lies between is the wait for copies, and what lies between the second mark and the next module's first
+    one is compute.
     """
+    clock = DeviceClock(device)
+    called: dict[int, None] = {}
+    marks: list[tuple[int, Any, Any]] = []
+    held: list[Any] = []  # between the hook and the module's own access nothing else holds its weights
 
-    def __init__(self, modules: Sequence[nn.Module], device: torch.device) -> None:
-        #: Modules, by their number, in the order of their first call.
-        self.called: dict[int, None] = {}
-        self._modules = modules
-        self._clock = DeviceClock(device)
-        self._marks: list[tuple[int, Any, Any]] = []
-        # Between the hook and the module's own access nothing else holds its weights.
-        self._held: list[Any] = []
-        self._hooks = ExitStack()
+    def mark(number: int, names: Sequence[str], module: nn.Module, _: Any) -> None:
+        called.setdefault(number)
+        held.clear()
+        before = clock.mark()
+        held.extend(getattr(module, name) for name in names)
+        marks.append((number, before, clock.mark()))
 
-    def __enter__(self) -> _Stopwatch:
-        for unit, module in enumerate(self._modules):
-            self._hooks.callback(module.register_forward_pre_hook(self._hook(unit)).remove)
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._hooks.close()
-        self._held.clear()
-
-    def time(self, call: Callable[[], object]) -> list[float]:
-        """Run a pass; return the compute of each module."""
-        self._clock.wait()
-        begin = self._clock.mark()
-        self._marks = [(-1, begin, begin)]
+    def run() -> list[float]:
+        clock.wait()
+        marks.clear()
+        begin = clock.mark()
         call()
-        end = self._clock.mark()
-        self._marks.append((-1, end, end))
-        self._held.clear()
-        seconds = [0.0] * len(self._modules)
-        # What runs before the first module counts as its compute.
-        first = next((unit for unit, _, _ in self._marks if unit >= 0), 0)
-        for (unit, _, begin), (_, end, _) in pairwise(self._marks):
-            seconds[unit if unit >= 0 else first] += self._clock.seconds(begin, end)
+        end = clock.mark()
+        held.clear()
+        first = marks[0][0] if marks else 0  # what runs before the first module counts as its compute
+        seconds = [0.0] * len(modules)
+        for (number, _, begins), (_, ends, _) in pairwise([(first, begin, begin), *marks, (0, end, end)]):
+            seconds[number] += clock.seconds(begins, ends)
         return seconds
 
-    def _hook(self, unit: int) -> Callable[[nn.Module, Any], None]:
-        names = [name for name, _, _ in own_masters(self._modules[unit])]
-
-        def mark(module: nn.Module, _: Any) -> None:
-            self.called.setdefault(unit)
-            self._held.clear()
-            before = self._clock.mark()
-            self._held.extend(getattr(module, name) for name in names)
-            self._marks.append((unit, before, self._clock.mark()))
-
-        return mark
-
-
-def _order(called: dict[int, None], count: int) -> list[int]:
-    """Return units by their first call; one never called stays behind the one registered before it."""
-    position = {unit: place for place, unit in enumerate(called)}
-    keys, last = [], -1
-    for unit in range(count):
-        last = position.get(unit, last)
-        keys.append((last, unit not in position, unit))
-    return [unit for _, _, unit in sorted(keys)]
+    with ExitStack() as stack:
+        stack.callback(held.clear)
+        for number, module in enumerate(modules):
+            names = [name for name, _, _ in own_masters(module)]
+            stack.callback(module.register_forward_pre_hook(partial(mark, number, names)).remove)
+        return [run() for _ in range(passes)], list(called)
 
 
 def _in_order(
-    weights: Sequence[PlannedWeight], order: Sequence[int], compute: Sequence[float]
+    weights: Sequence[PlannedWeight], called: Sequence[int], compute: Sequence[float]
 ) -> tuple[PlannedWeight, ...]:
-    """Return weights in that order of their units, a unit's compute with its last weight."""
-    units: dict[int, list[PlannedWeight]] = {}
-    for weight in weights:
-        units.setdefault(weight.unit, []).append(weight)
+    """Return weights in the order in which their modules are called, a module's compute with its last weight.
+
+    A module that is not called stays behind the one that is registered before it.
+    """
+    order = list(called)
+    for module in range(len(compute)):
+        if module not in called:
+            order.insert(order.index(module - 1) + 1 if module else 0, module)
     done: list[PlannedWeight] = []
-    owed = 0.0  # of units whose masters all belong to an earlier one
-    for unit in order:
-        owed += compute[unit]
-        if unit in units:
-            *others, last = units[unit]
-            done += [*others, replace(last, seconds=owed)]
+    owed = 0.0  # of modules whose masters all belong to an earlier one
+    for module in order:
+        own = [weight for weight in weights if weight.unit == module]
+        owed += compute[module]
+        if own:
+            done += [*own[:-1], replace(own[-1], seconds=owed)]
             owed = 0.0
-    done[-1] = replace(done[-1], seconds=done[-1].seconds + owed)
-    return tuple(done)
+    return (*done[:-1], replace(done[-1], seconds=done[-1].seconds + owed))

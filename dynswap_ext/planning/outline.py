@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import json
+import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
+from torch import nn
 
 from dynswap_ext._util.units import show_bytes
+from dynswap_ext.checkpoint import init_empty
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Entry
 from dynswap_ext.checkpoint.summary import place_of, units_of
 from dynswap_ext.checkpoint.writing.pieces import tie_identity
-from dynswap_ext.errors import SourceError
-from dynswap_ext.planning.configs import config_in, model_of_config
+from dynswap_ext.errors import ConfigError, SourceError
 from dynswap_ext.planning.weights import (
     Kind,
     Outline,
@@ -26,8 +30,6 @@ from dynswap_ext.planning.weights import (
     multiplied,
     outline_of_model,
 )
-
-__all__ = ["outline", "outline_of_checkpoint", "outline_of_config"]
 
 #: How models call tables that rows are looked up in: the module's name, the last word before ".weight".
 _TABLES: Final = frozenset(
@@ -43,6 +45,11 @@ _DIFFUSION: Final = re.compile(
     r"transformer_blocks\.|double_blocks\.|joint_blocks\.|x_embedder\.|patch_embedding\."
 )
 _EXPERTS: Final = re.compile(r"(^|\.)(experts|ffn_(gate|up|down)_exps)(\.|$)")
+#: How configs call the number of experts, and how many of them see a row.
+_EXPERT_COUNTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts")
+_ACTIVE_COUNTS: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+#: Files by which a folder is a checkpoint's.
+_WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".metadata")
 
 
 def outline(path: str | PathLike[str], *, dtype: torch.dtype | None = None, disk: bool = False) -> Outline:
@@ -65,10 +72,23 @@ def outline(path: str | PathLike[str], *, dtype: torch.dtype | None = None, disk
     ConfigError
         The config's library is not installed, or has no such model.
     """
-    config = config_in(Path(path))
-    if config is not None:
-        return outline_of_config(config, dtype=dtype, disk=disk)
-    return outline_of_checkpoint(path, dtype=dtype, disk=disk)
+    where = Path(path)
+    try:
+        names = os.listdir(where)
+    except OSError:
+        names = []  # a file; or else opening it says what is wrong
+    if "model_index.json" in names:
+        parts = sorted(str(where / name) for name in names if (where / name / "config.json").is_file())
+        models = ", ".join(parts) or "there is none in it"
+        raise SourceError(f"{where} is the folder of a pipeline; plan for one of its models: {models}")
+    if "config.json" in names and not any(name.endswith(_WEIGHTS) for name in names):
+        where /= "config.json"
+    elif names or where.suffix != ".json" or where.name.endswith("index.json"):
+        return outline_of_checkpoint(where, dtype=dtype, disk=disk)
+    return outline_of_config(where, dtype=dtype, disk=disk)
+
+
+# ---- a config ----------------------------------------------------------------------------------------------
 
 
 def outline_of_config(
@@ -83,16 +103,122 @@ def outline_of_config(
     ConfigError
         The config's library is not installed, or has no such model.
     """
-    made = model_of_config(Path(path))
+    content = _read(Path(path))
+    if "_class_name" in content:
+        library = "diffusers"
+        model, config, notes = _of_diffusers(path, content)
+    elif "model_type" in content or "architectures" in content:
+        library = "transformers"
+        model, config, notes = _of_transformers(path, content)
+    else:
+        raise SourceError(
+            f"{path} is no config of a model: it has neither model_type or architectures (transformers) nor "
+            "_class_name (diffusers); name the config.json in the folder of the model's weights"
+        )
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    kept = getattr(config, "dtype", None) or getattr(text, "dtype", None)
     # Checkpoints of a model whose config names no dtype come in several.
-    stored = made.stored or dtype
-    found = outline_of_model(
-        made.model, title=made.title, dtype=dtype, stored=stored, disk=disk, share=made.share
+    stored = kept if isinstance(kept, torch.dtype) else dtype
+    if stored is None:
+        notes.append("The config names no dtype: float32, unless --dtype says otherwise.")
+    found = outline_of_model(model, dtype=dtype, stored=stored, disk=disk)
+    weights = found.weights
+    experts, active = (
+        next((count for name in names if (count := getattr(text, name, None))), None)
+        for names in (_EXPERT_COUNTS, _ACTIVE_COUNTS)
     )
-    unknown = "The config names no dtype: float32, unless --dtype says otherwise."
-    notes = made.notes if stored is not None else (*made.notes, unknown)
-    rows, rows_as = _rows(weight.name for weight in found.weights)
-    return dataclasses.replace(found, notes=notes, rows=rows, rows_as=rows_as)
+    if isinstance(experts, int) and isinstance(active, int) and 0 < active < experts:
+        weights = tuple(
+            dataclasses.replace(weight, share=active / experts) if _EXPERTS.search(weight.name) else weight
+            for weight in weights
+        )
+        notes.append(
+            f"A row goes through {active} of {experts} experts: so is compute counted. Copies are counted as "
+            "if a pass used every expert, which one of many rows does."
+        )
+    title = f"{path}: {library} {found.title}, no weights"
+    return Outline(title, weights, found.order, tuple(notes), (), *_rows(weight.name for weight in weights))
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_bytes())  # some configs have an Infinity, which JSON does not
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read: {error.strerror}; name a config.json") from error
+    except (ValueError, RecursionError) as error:
+        raise SourceError(f"{path} is no config, or a damaged one: {error}; download it again") from error
+    if not isinstance(content, dict):
+        raise SourceError(f"{path} is no config: it has a {type(content).__name__}, expected an object")
+    return content
+
+
+#: A model without weights, its config as an object, if it has one, and notes for the user.
+_Described = tuple[nn.Module, Any, list[str]]
+
+
+def _of_diffusers(path: str | PathLike[str], content: Mapping[str, Any]) -> _Described:
+    diffusers = _library(path, "diffusers")
+    cls: Any = getattr(diffusers, str(content["_class_name"]), None)
+    if cls is None or not issubclass(cls, nn.Module):
+        raise ConfigError(
+            f"{path} describes a {content['_class_name']}, and diffusers {diffusers.__version__} has no "
+            "model of that name; install the version that the config names (_diffusers_version), or name the "
+            "checkpoint"
+        )
+    return _made(path, lambda: cls.from_config(content)), None, []
+
+
+def _of_transformers(path: str | PathLike[str], content: Mapping[str, Any]) -> _Described:
+    transformers = _library(path, "transformers")
+    try:
+        config: Any = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+    except Exception as error:  # each version has its own for a config that it does not like
+        raise ConfigError(
+            f"transformers {transformers.__version__} cannot use {path}: {_in_short(error)}; install a "
+            "version that knows the model, or name the checkpoint"
+        ) from error
+    architectures = content.get("architectures")
+    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
+    cls: Any = getattr(transformers, name, None) if name else None
+    if cls is not None:
+        model = _made(path, lambda: cls(config))
+        notes = []
+    else:  # a config without architectures, or with one that transformers lacks, still has a body
+        model = _made(path, lambda: transformers.AutoModel.from_config(config))
+        notes = [
+            f"The config names no architecture that transformers has: planned for {type(model).__name__}, "
+            "without a head."
+        ]
+    return model, config, notes
+
+
+def _library(path: str | PathLike[str], name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} is a config of {name}, which cannot be imported ({error}); install it with `pip install "
+            f"{name}`, or name the checkpoint instead"
+        ) from error
+
+
+def _made(path: str | PathLike[str], factory: Callable[[], nn.Module]) -> nn.Module:
+    try:
+        return init_empty(factory)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a library's constructor raises over a config that it does not like
+        raise ConfigError(
+            f"the model that {path} describes cannot be made ({type(error).__name__}: {_in_short(error)}); "
+            "name its checkpoint instead"
+        ) from error
+
+
+def _in_short(error: BaseException) -> str:
+    return " ".join(str(error).split())[:300].rstrip(".:") or type(error).__name__
+
+
+# ---- a checkpoint ------------------------------------------------------------------------------------------
 
 
 def outline_of_checkpoint(
@@ -111,11 +237,11 @@ def outline_of_checkpoint(
         It cannot be read.
     """
     checkpoint = open_checkpoint(Path(path))
-    names: dict[object, str] = {}
+    once: dict[object, tuple[str, Entry]] = {}
     for name, entry in checkpoint.entries.items():
         if torch.Size(entry.shape).numel():
-            names.setdefault(tie_identity(name, entry), name)
-    entries = {name: checkpoint.entries[name] for name in names.values()}
+            once.setdefault(tie_identity(name, entry), (name, entry))
+    entries = dict(once.values())
     if not entries:
         raise SourceError(
             f"{path} has no tensors, so there is nothing to plan for; name the file with the weights"
@@ -127,8 +253,9 @@ def outline_of_checkpoint(
     weights = []
     for unit, (members, at_once) in enumerate(units):
         norm = all(len(entries[name].shape) < 2 for name in members)
-        found = [_weight(name, entries[name], unit, norm, dtype, disk=disk) for name in members]
-        weights += [dataclasses.replace(weight, at_once=at_once) for weight in found]
+        for name in members:
+            weight = _weight(name, entries[name], unit, norm, dtype, disk=disk)
+            weights.append(dataclasses.replace(weight, at_once=at_once))
     notes = []
     if any(_EXPERTS.search(name) for name in entries):
         notes.append(

@@ -17,8 +17,6 @@ from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.machine import ASSUMED
 from dynswap_ext.planning.weights import PlannedWeight
 
-__all__ = ["Plan", "Prediction", "plan", "predict"]
-
 #: Shares of the model that a plan looks at beside what is asked for.
 _SHARES: Final = (0.10, 0.25, 0.50, 0.75, 0.90)
 #: Copies are hidden where a pass takes at most so much of its compute.

@@ -6,43 +6,29 @@ import mmap
 import os
 import statistics
 import sys
-import threading
+import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch import nn
 
 from dynswap_ext import config
 from dynswap_ext._util.clock import DeviceClock
-from dynswap_ext._util.file_mappings import drop_file_cache, mappings
-from dynswap_ext._util.own_masters import own_masters
+from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext.planning.machine import Machine
-
-__all__ = [
-    "device_name",
-    "disk_bandwidth",
-    "files_of",
-    "latency_of",
-    "masters_bandwidth",
-    "measure_machine",
-    "pinned_bandwidth",
-]
 
 #: Threads of a disk measurement: one alone leaves the queue of a fast disk empty between its reads.
 _READERS: Final = 4
 _BLOCK: Final = 16 << 20
 #: Bytes that are read or copied to know a bandwidth.
 _SAMPLE: Final = 1 << 30
-#: Seconds to begin a copy: a call of the CUDA runtime, or a read of a disk. Not measured.
-_LATENCY: Final = {"cpu": 1e-4}
-_LATENCY_ELSEWHERE: Final = 7e-6
 
 
 def latency_of(device: torch.device) -> float:
-    """Return the seconds to begin a copy to a device; not measured."""
-    return _LATENCY.get(device.type, _LATENCY_ELSEWHERE)
+    """Return the seconds to begin a copy: a read of a disk, or a call of the CUDA runtime. Not measured."""
+    return 1e-4 if device.type == "cpu" else 7e-6
 
 
 def measure_machine(
@@ -65,15 +51,13 @@ def measure_machine(
         There is no such device.
     """
     where = config.resolve(device=device).device
-    accelerator = where.type != "cpu"
-    kind = dtype or (torch.bfloat16 if accelerator else torch.float32)
-    side = 8192 if accelerator else 1024
-    left, right = (torch.randn(side, side, device=where).to(kind) for _ in range(2))
+    side, kind = (1024, torch.float32) if where.type == "cpu" else (8192, torch.bfloat16)
+    left, right = (torch.randn(side, side, device=where).to(dtype or kind) for _ in range(2))
     bandwidth, how, _ = masters_bandwidth(where, [] if file is None else [file])
     return Machine(
         name=device_name(where),
         bandwidth=bandwidth,
-        arithmetic=2 * side**3 / _fastest(lambda: left @ right, where),
+        arithmetic=2 * side**3 / min(_times(lambda: left @ right, where)),
         memory=2 * _copy_bandwidth(where),  # a copy reads and writes
         latency=latency_of(where),
         bandwidth_kind=how,
@@ -126,63 +110,26 @@ def disk_bandwidth(path: Path, *, readers: int = 1, limit: int | None = None) ->
         descriptor = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
     except OSError:  # a file system without it
         descriptor = os.open(path, os.O_RDONLY)
-    lock, offsets, total = threading.Lock(), iter(range(0, size, _BLOCK)), 0
 
-    def read() -> None:
-        nonlocal total
+    def read(reader: int) -> int:
         with mmap.mmap(-1, _BLOCK) as buffer:  # anonymous memory begins at a page, as O_DIRECT asks
-            while True:
-                with lock:
-                    offset = next(offsets, None)
-                if offset is None:
-                    return
-                got = os.preadv(descriptor, [buffer], offset)
-                with lock:
-                    total += got
+            offsets = range(reader * _BLOCK, size, readers * _BLOCK)
+            return sum(os.preadv(descriptor, [buffer], offset) for offset in offsets)
 
-    threads = [threading.Thread(target=read) for _ in range(readers)]
-    clock = DeviceClock(torch.device("cpu"))
     try:
-        begin = clock.mark()
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        return total / clock.seconds(begin, clock.mark())
+        with ThreadPoolExecutor(readers) as pool:
+            begin = time.perf_counter()
+            total = sum(pool.map(read, range(readers)))
+            return total / (time.perf_counter() - begin)
     finally:
         os.close(descriptor)
-
-
-def files_of(model: nn.Module) -> list[Path]:
-    """Return the regular files that masters are mapped from."""
-    addresses = sorted(
-        master.data_ptr()
-        for module in model.modules()
-        for _, master, _ in own_masters(module)
-        if master.device.type == "cpu"
-        and master.layout is torch.strided
-        and type(master).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    )
-    found: dict[Path, None] = {}
-    position = 0
-    for mapping in mappings():  # by address, as the masters are
-        while position < len(addresses) and addresses[position] < mapping.begin:
-            position += 1
-        if position < len(addresses) and addresses[position] < mapping.end and Path(mapping.name).is_file():
-            found.setdefault(Path(mapping.name))
-    return list(found)
 
 
 def _copy_bandwidth(device: torch.device) -> float:
     """Return the bytes/s that are copied from one place in the device's memory to another."""
     block = torch.empty(_SAMPLE // 4, dtype=torch.uint8, device=device)
     target = torch.empty_like(block)
-    return block.nbytes / _fastest(lambda: target.copy_(block), device)
-
-
-def _fastest(call: Callable[[], Any], device: torch.device) -> float:
-    """Return the seconds of the fastest of some calls."""
-    return min(_times(call, device))
+    return block.nbytes / min(_times(lambda: target.copy_(block), device))
 
 
 def _times(call: Callable[[], Any], device: torch.device, warm_up: int = 2, repeats: int = 7) -> list[float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, Literal
@@ -11,7 +10,7 @@ from typing import Final, Literal
 import torch
 from torch import nn
 
-from dynswap_ext._swap.subclasses import inner_names, is_plain
+from dynswap_ext._swap.subclasses import adds_attributes_only, inner_names
 from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext._util.needed_at_once import units_of_modules
 from dynswap_ext._util.own_masters import own_masters
@@ -61,7 +60,7 @@ class Outline:
     order: str
     #: What was taken for granted, a sentence each.
     notes: tuple[str, ...] = ()
-    #: That hold masters; of a config there are none.
+    #: That hold masters; none of a config, and of a model those that copies read.
     files: tuple[Path, ...] = ()
     #: Rows of a pass, if nothing else is said, and what has so many.
     rows: int = 1
@@ -76,11 +75,9 @@ class Outline:
 def outline_of_model(
     model: nn.Module,
     *,
-    title: str = "",
     dtype: torch.dtype | None = None,
     stored: torch.dtype | None = None,
     disk: bool = False,
-    share: Callable[[str], float] = lambda name: 1.0,
 ) -> Outline:
     """Return the weights of a module, which may be on the meta device, in the order of registration.
 
@@ -88,16 +85,12 @@ def outline_of_model(
     ----------
     model
         Not installed. Masters that several modules share are one weight, used where the first of them is.
-    title
-        What to call it; default: its class.
     dtype
         As for `install`: what floating weights are on the device.
     stored
         What floating masters will be in the checkpoint, if that is another dtype than the module has now.
     disk
         Copies read masters from a disk, which moves them as they are stored.
-    share
-        Given a weight's name, the part of a pass's rows that it sees.
     """
     modules = owners(model)
     # An embedding's matrix is multiplied by rows if another module shares it.
@@ -127,10 +120,11 @@ def outline_of_model(
             nbytes, moved = _bytes(master, dtype, stored, disk=disk)
             place = _place(master, dtype, mappings) if mappings else None
             found[id(master)] = PlannedWeight(
-                name, nbytes, moved, unit, kind, master.numel(), share(name), at_once=at_once, place=place
+                name, nbytes, moved, unit, kind, master.numel(), at_once=at_once, place=place
             )
-    title = title or type(model).__name__
-    return Outline(title, tuple(found.values()), "modules as the model registers them")
+    weights = tuple(found.values())
+    files = dict.fromkeys(Path(weight.place[0]) for weight in weights if weight.place)
+    return Outline(type(model).__name__, weights, "modules as the model registers them", files=tuple(files))
 
 
 def owners(model: nn.Module) -> list[nn.Module]:
@@ -154,9 +148,9 @@ def cast_bytes(
 def _place(
     master: torch.Tensor, dtype: torch.dtype | None, mappings: FileMappings
 ) -> tuple[str, int, bool] | None:
-    if not is_plain(master) or master.device.type != "cpu" or not master.is_contiguous():
+    if master.device.type != "cpu" or master.layout is not torch.strided or not adds_attributes_only(master):
         return None
-    mapping = mappings.find(master.data_ptr())
+    mapping = mappings.find(master.data_ptr()) if master.is_contiguous() else None
     if mapping is None or mapping.path is None:
         return None
     cast = dtype not in (None, master.dtype) and master.is_floating_point()
