@@ -3,31 +3,36 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import importlib
 import json
+import math
 import sys
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
+import torch
+from rich import box
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+from torch import nn
+
+from dynswap_ext import config, planning
+from dynswap_ext._util.figure import check_path
 from dynswap_ext._util.memory import format_bytes
-from dynswap_ext._util.units import (
-    parse_bandwidth,
-    parse_dtype,
-    parse_seconds,
-    show_rate,
-    show_seconds,
-)
+from dynswap_ext._util.tables import facts_grid
+from dynswap_ext._util.units import parse_dtype, parse_seconds, show_bytes, show_rate, show_seconds
 from dynswap_ext.errors import ConfigError
+from dynswap_ext.planning import Machine, Plan, PlannedWeight, Prediction
 
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from dynswap_ext.planning import Machine, Plan, PlannedWeight
-
-#: Of a table that is written to a file.
+#: Of a table that is written to a file or a pipe, which have no width of their own.
 _WIDTH: Final = 100
+_TITLES: Final = (
+    *("budget", "of all", "resi-\ndent", "moved", "time", "limit"),
+    *("x\nlimit", "stalls", "x all\nresident", "misses"),
+)
 
 
 def add_to(commands: Any) -> None:
@@ -62,11 +67,7 @@ def add_to(commands: Any) -> None:
     add("--prefetch", type=int, default=2, help="groups of weights to copy ahead (default: %(default)s)")
     add("--bandwidth", help="bandwidth of copies to the device, such as 25GB/s")
     add("--latency", help="latency of a copy, such as 7us")
-    add(
-        "--compute",
-        help="time of a pass with all weights on the device, such as 350ms; or the device's throughput, such "
-        "as 120TFLOPS",
-    )
+    add("--compute", help="time of a pass with all weights on the device (350ms), or throughput (120TFLOPS)")
     add("--memory", help="bandwidth of the device's memory, such as 900GB/s (with a throughput)")
     add("--tokens", type=int, help="rows that a pass multiplies by each matrix (default: 1, or an image's)")
     add("--batch", type=int, help="batch size, which multiplies the tokens (default: 1)")
@@ -82,29 +83,24 @@ def add_to(commands: Any) -> None:
     add("--json", action="store_true", help="everything, for programs")
 
 
-@dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True)
 class _Case:
-    """What is planned for: weights with their compute, and a bus."""
+    """What is planned for, with where it comes from in words."""
 
+    title: str
     weights: tuple[PlannedWeight, ...]
-    bandwidth: float
-    latency: float
+    order: str
     device: torch.device | None
-    #: For people, and for programs.
-    facts: dict[str, str]
+    #: Its rates of copies count, and those of compute if that follows from rows.
+    machine: Machine
+    bandwidth_from: str
+    compute: str
+    #: For programs.
     values: dict[str, Any]
     notes: tuple[str, ...]
-    #: With these, compute follows from rows.
-    machine: Machine | None = None
 
 
 def _plan(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    from dynswap_ext import planning
-    from dynswap_ext._util.figure import check_path
-    from dynswap_ext.planning.show import as_json, show
-
     if (options.path is None) == (options.model is None):
         raise ConfigError(
             "name either a checkpoint or config, or --model module:function; `dynswap plan --help` has an "
@@ -114,135 +110,96 @@ def _plan(options: argparse.Namespace) -> int:
     if options.plot:
         check_path(options.plot)  # before anything is measured
     case = _measured(options, dtype) if options.model else _outlined(options, dtype)
-    made = planning.plan(
+    plan = planning.plan(
         case.weights,
         budgets=options.budget,
-        bandwidth=case.bandwidth,
-        latency=case.latency,
+        bandwidth=case.machine.bandwidth,
+        latency=case.machine.latency,
         prefetch=options.prefetch,
         backend="host" if case.device is not None and case.device.type == "cpu" else "cuda",
     )
-    notes = [*_rows_notes(made, case), *case.notes]
+    notes = [*_rows_notes(plan, case), *case.notes]
     if options.json:
-        print(json.dumps(as_json(made, case.values, notes), indent=2))
+        print(json.dumps({**_as_json(plan, case), "notes": notes}, indent=2))
     else:
-        # Files and pipes have no width of their own.
-        console = Console()
-        show(made, case.facts, notes, console if console.is_terminal else Console(width=_WIDTH))
+        _print(plan, case, options.dtype, notes)
     if options.plot:
-        written = planning.plot(made, options.plot, title=case.facts["model"])
+        written = planning.plot(plan, options.plot, title=case.title)
         print(f"drawn: {written}", file=sys.stderr if options.json else sys.stdout)
-    return 1 if made.too_small else 0
+    return 1 if plan.too_small else 0
+
+
+# ---- what is planned for -----------------------------------------------------------------------------------
 
 
 def _outlined(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
     """Take the weights of a checkpoint or a config, and rates that are given, measured or assumed."""
-    from dynswap_ext import config, planning
-
-    device = None if options.device is None else config.resolve(device=options.device).device
-    found = planning.outline(options.path, dtype=dtype, disk=device is not None and device.type == "cpu")
     for name in ("tokens", "batch"):
         given = getattr(options, name)
         if given is not None and given < 1:
             raise ConfigError(f"--{name} is {given}; expected 1 or more")
+    device = None if options.device is None else config.resolve(device=options.device).device
+    found = planning.outline(options.path, dtype=dtype, disk=device is not None and device.type == "cpu")
     machine, source = planning.ASSUMED, f"assumed: {planning.ASSUMED.name}"
     bus = source
     if device is not None:
         largest = max(found.files, key=lambda file: file.stat().st_size, default=None)
         machine = planning.measure_machine(device, dtype=dtype, file=largest)
         source, bus = f"measured: {machine.name}", f"measured: {machine.bandwidth_kind}"
-    bus = "given" if options.bandwidth else bus
     machine = machine.with_rates(bandwidth=options.bandwidth, memory=options.memory, latency=options.latency)
-    values: dict[str, Any] = {"model": found.title, "order": found.order, "bandwidth_from": bus}
-    whole_pass = options.compute is not None and "flop" not in options.compute.lower()
     notes = found.notes
-    if whole_pass:
+    values: dict[str, Any] = {"compute_from": "given" if options.compute else source}
+    if options.compute is not None and "flop" not in options.compute.lower():
         _refuse(options, ("tokens", "batch", "memory"), "--compute is the time of a pass, whatever its rows")
         weights = planning.spread(found.weights, parse_seconds(options.compute))
         compute = f"{options.compute} a pass (given), spread over the matrices by their size"
-        values["compute_from"] = "given"
     else:
-        if options.compute:
-            machine = machine.with_rates(arithmetic=options.compute)
+        machine = machine.with_rates(arithmetic=options.compute)
         rows = (options.tokens or found.rows) * (options.batch or 1)
         weights = planning.timed(found.weights, machine, rows=rows)
         asked = "" if options.tokens else f" (assumed: {found.rows_as}; --tokens says how many)"
-        values["compute_from"] = "given" if options.compute else source
-        values |= {"arithmetic": machine.arithmetic, "memory": machine.memory, "rows": rows}
         compute = (
             f"{rows:,} row{'s' if rows > 1 else ''} a pass{asked}\n"
             f"{show_rate(machine.arithmetic, 'FLOPS')} ({values['compute_from']}), "
             f"{show_rate(machine.memory, 'B/s')} of the device's memory "
             f"({'given' if options.memory else source})"
         )
+        values |= {"arithmetic": machine.arithmetic, "memory": machine.memory, "rows": rows}
         notes += (
             "Compute includes matrix products and convolutions at the full rate, and norms; it does not "
             "include attention products and activations. --model measures a real pass.",
         )
-    facts = {
-        "model": found.title,
-        "on the device": _on_device(weights, options.dtype),
-        "order of use": found.order,
-        "bandwidth": _bus(machine.bandwidth, bus, machine.latency),
-        "compute": compute,
-    }
-    rates = None if whole_pass else machine
-    return _Case(weights, machine.bandwidth, machine.latency, device, facts, values, notes, rates)
+    bus = "given" if options.bandwidth else bus
+    return _Case(found.title, weights, found.order, device, machine, bus, compute, values, notes)
 
 
 def _measured(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
     """Run a model, and take what is measured."""
-    from dynswap_ext import planning
-
     wrong = ("compute", "memory", "tokens", "batch")
     _refuse(options, wrong, "--model measures the compute of its own inputs")
     model, inputs = _model_and_inputs(options.model)
     found = planning.measure(model, inputs, device=options.device, dtype=dtype, passes=options.passes)
-    bandwidth, source = found.bandwidth, f"measured: {found.bandwidth_kind}"
-    if options.bandwidth:
-        bandwidth, source = parse_bandwidth(options.bandwidth), "given"
-    latency = parse_seconds(options.latency) if options.latency else found.latency
-    seconds = sorted(found.compute_seconds)
-    title = f"{options.model}: {type(model).__name__}, {len(found.weights)} weights"
-    facts = {
-        "model": title,
-        "on the device": f"{_on_device(found.weights, options.dtype)}, {found.device}",
-        "order of use": "as modules were called",
-        "bandwidth": _bus(bandwidth, source, latency),
-        "compute": f"measured module by module: {show_seconds(seconds[0])} to {show_seconds(seconds[-1])} "
+    machine = dataclasses.replace(planning.ASSUMED, bandwidth=found.bandwidth, latency=found.latency)
+    seconds = found.compute_seconds
+    return _Case(
+        title=f"{options.model}: {type(model).__name__}, {len(found.weights)} weights",
+        weights=found.weights,
+        order="as modules were called",
+        device=found.device,
+        machine=machine.with_rates(bandwidth=options.bandwidth, latency=options.latency),
+        bandwidth_from="given" if options.bandwidth else f"measured: {found.bandwidth_kind}",
+        compute=f"measured module by module: {show_seconds(min(seconds))} to {show_seconds(max(seconds))} "
         f"in {len(seconds)} passes, waits for copies left out",
-    }
-    values = {
-        "model": title,
-        "order": "called",
-        "device": str(found.device),
-        "bandwidth_from": source,
-        "compute_from": "measured",
-        "measured_compute_seconds": list(found.compute_seconds),
-    }
-    return _Case(found.weights, bandwidth, latency, found.device, facts, values, found.notes)
+        values={"compute_from": "measured", "measured_compute_seconds": list(seconds)},
+        notes=found.notes,
+    )
 
 
 def _model_and_inputs(name: str) -> tuple[nn.Module, Any]:
-    """Import the module and call the function; modules of the current folder are found too.
-
-    Parameters
-    ----------
-    name
-        Such as ``my_package.models:flux``. The function takes no arguments and returns a model and the inputs
-        of a pass: a tensor, a sequence of arguments, or a mapping of keyword arguments.
-
-    Raises
-    ------
-    ConfigError
-        There is no such module or function, or it returns something else. What the function itself raises
-        passes through.
-    """
+    """Import the module and call the function; modules of the current folder are found too."""
     module_name, _, function_name = name.partition(":")
     if not module_name or not function_name:
         raise ConfigError(f"--model is {name!r}; expected MODULE:FUNCTION, such as my_package.models:flux")
-    from torch import nn
-
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -265,35 +222,133 @@ def _model_and_inputs(name: str) -> tuple[nn.Module, Any]:
     )
 
 
-def _rows_notes(made: Plan, case: _Case) -> list[str]:
-    """Say how many rows would hide the copies, at the budgets that were asked for."""
-    from dynswap_ext.planning import rows_to_hide
-
-    notes: list[str] = []
-    for prediction in made.predictions:
-        if case.machine is None or prediction.hidden or prediction.budget not in made.asked:
-            continue
-        rows = rows_to_hide(case.weights, case.machine, prediction.copy_seconds)
-        if rows is not None:
-            budget = format_bytes(prediction.budget)
-            notes.append(
-                f"At {budget} a pass of about {rows:,} rows computes for as long as its copies take."
-            )
-    return notes
-
-
 def _refuse(options: argparse.Namespace, names: tuple[str, ...], why: str) -> None:
     given = [f"--{name}" for name in names if getattr(options, name) is not None]
     if given:
         raise ConfigError(f"{why}; leave out {', '.join(given)}")
 
 
-def _bus(bandwidth: float, source: str, latency: float) -> str:
-    return f"{show_rate(bandwidth, 'B/s')} ({source}), {latency * 1e6:.3g} us a copy"
+# ---- what it costs -----------------------------------------------------------------------------------------
 
 
-def _on_device(weights: tuple[PlannedWeight, ...], dtype: str | None) -> str:
-    nbytes = sum(weight.nbytes for weight in weights)
-    moved = sum(weight.moved_bytes for weight in weights)
+def _rows_notes(plan: Plan, case: _Case) -> Iterator[str]:
+    """Say how many rows would hide the copies, at the budgets that were asked for."""
+    for prediction in plan.predictions:
+        if "rows" not in case.values or prediction.hidden or prediction.budget not in plan.asked:
+            continue
+        rows = planning.rows_to_hide(case.weights, case.machine, prediction.copy_seconds)
+        if rows is not None:
+            budget = format_bytes(prediction.budget)
+            yield f"At {budget} a pass of about {rows:,} rows computes for as long as its copies take."
+
+
+def _print(plan: Plan, case: _Case, dtype: str | None, notes: Sequence[str]) -> None:
+    """Print what is planned for, the table, and what follows from it."""
+    nbytes = sum(weight.nbytes for weight in plan.weights)
+    moved = sum(weight.moved_bytes for weight in plan.weights)
     cast = f", {format_bytes(moved)} moved, as the masters are of another dtype" if moved != nbytes else ""
-    return f"{format_bytes(nbytes)}{f' as {dtype}' if dtype else ''}{cast}"
+    on_device = f"{format_bytes(nbytes)}{f' as {dtype}' if dtype else ''}{cast}"
+    latency = f"{plan.latency * 1e6:.3g} us a copy"
+    facts = [
+        ("model", case.title),
+        ("on the device", on_device if case.device is None else f"{on_device}, {case.device}"),
+        ("order of use", case.order),
+        ("bandwidth", f"{show_rate(plan.bandwidth, 'B/s')} ({case.bandwidth_from}), {latency}"),
+        ("compute", case.compute),
+    ]
+    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
+    console.print(facts_grid(facts))
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
+    for title in _TITLES:
+        table.add_column(title, justify="right", no_wrap=True)
+    for prediction in plan.predictions:
+        share = f"{prediction.budget / plan.all:.0%}" if prediction.budget < plan.all else "all"
+        table.add_row(
+            format_bytes(prediction.budget),
+            "smallest" if prediction.budget == plan.smallest < plan.all else share,
+            f"{prediction.resident_share:.0%}",
+            show_bytes(prediction.moved_bytes or None),
+            show_seconds(prediction.seconds),
+            show_seconds(prediction.limit_seconds),
+            f"{prediction.to_limit:.2f}",
+            show_seconds(prediction.stall_seconds if prediction.stall_seconds > 0 else None),
+            _times(prediction.to_resident),
+            f"{prediction.misses:.0f}" if prediction.misses else "-",
+            style="bold" if prediction.budget in plan.asked else "",
+        )
+    console.print(table)
+    for line in _conclusions(plan):
+        console.print(Text(line))
+    for note in notes:
+        console.print(Text(note, style="dim"))
+
+
+def _times(factor: float) -> str:
+    return "-" if math.isinf(factor) else f"{factor:.2f}" if factor < 100 else f"{factor:.0f}"
+
+
+def _conclusions(plan: Plan) -> Iterator[str]:
+    """Yield what follows from the table, a sentence each."""
+    for budget in plan.too_small:
+        yield (
+            f"{format_bytes(budget)} is too small: the largest group of weights takes "
+            f"{format_bytes(plan.smallest)} ({plan.smallest} bytes), the smallest budget that works."
+        )
+    for prediction in plan.predictions:
+        if prediction.budget in plan.asked:
+            yield f"{format_bytes(prediction.budget)}: {_sentence(prediction)}"
+    if plan.hidden_from <= plan.smallest:
+        yield "Compute hides all copies at any budget that works."
+    elif plan.hidden_from >= 0.99 * plan.all:
+        yield f"Only a budget for all weights ({format_bytes(plan.all)}) hides all copies."
+    else:
+        yield f"From about {format_bytes(plan.hidden_from)} on, compute hides all copies."
+    yield "Times and bytes are of one pass in the steady state. The budget is for weights, not activations."
+    yield "No order of copies beats the limit: max(compute, copies of what the budget cannot hold)."
+    yield "x all resident: relative to all weights on the device."
+
+
+def _sentence(prediction: Prediction) -> str:
+    if prediction.resident_share >= 1:
+        return f"every weight is resident; {show_seconds(prediction.seconds)} a pass."
+    if prediction.hidden:
+        tail = "compute hides the copies"
+    elif prediction.copy_seconds >= prediction.compute_seconds:
+        tail = "bound by copies: more budget or a faster bus helps, more prefetch hardly does"
+    else:
+        tail = "compute is longer than the copies in all, but not everywhere: some groups arrive late"
+    slower = prediction.to_resident
+    than = "" if math.isinf(slower) else f", {_times(slower)} x all resident"
+    moved, seconds = show_bytes(prediction.moved_bytes), show_seconds(prediction.seconds)
+    share = f"{prediction.resident_share:.0%} of the weights resident"
+    return f"{share}, {moved} moved, {seconds} a pass{than}; {tail}."
+
+
+def _as_json(plan: Plan, case: _Case) -> dict[str, Any]:
+    """Return all of it for programs: bytes and seconds. JSON has no infinity."""
+    rows = [
+        {
+            **dataclasses.asdict(prediction),
+            "to_limit": prediction.to_limit,
+            "to_resident": None if math.isinf(prediction.to_resident) else prediction.to_resident,
+        }
+        for prediction in plan.predictions
+    ]
+    return {
+        "model": case.title,
+        "order": case.order,
+        "device": None if case.device is None else str(case.device),
+        "bandwidth_from": case.bandwidth_from,
+        **case.values,
+        "bandwidth": plan.bandwidth,
+        "latency": plan.latency,
+        "prefetch": plan.prefetch,
+        "weights": len(plan.weights),
+        "weight_bytes": sum(weight.nbytes for weight in plan.weights),
+        "smallest_budget": plan.smallest,
+        "all_resident_budget": plan.all,
+        "copies_hidden_from": plan.hidden_from,
+        "asked": list(plan.asked),
+        "too_small": list(plan.too_small),
+        "budgets": rows,
+    }

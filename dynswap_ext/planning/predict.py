@@ -91,15 +91,16 @@ class Plan:
     def at(self, budget: int | str) -> Prediction:
         """Predict a pass for any budget, as `plan` takes them. Raises BudgetError under the smallest."""
         names = ("bandwidth", "latency", "prefetch", "backend")
-        found = _at(self.weights, budget, **{name: getattr(self, name) for name in names})
+        options = {name: getattr(self, name) for name in names}
+        (found,) = predict(self.weights, budgets=[budget], **options)
         return _never_slower([*(p for p in self.predictions if p.budget < found.budget), found])[-1]
 
     def curve(self, points: int = 60) -> list[Prediction]:
         """Predict a pass at some `points` budgets from the smallest to all, and at those of the sweep."""
         step = (self.all - self.smallest) / max(1, points - 1)
-        budgets = {self.smallest + round(step * number) for number in range(points)}
         # Where little fits, a little more is much.
-        budgets |= {round(self.smallest + step * share) for share in (0.03, 0.06, 0.12, 0.25, 0.5)}
+        places = (*range(points), 0.03, 0.06, 0.12, 0.25, 0.5)
+        budgets = {self.smallest + round(step * place) for place in places}
         known = {prediction.budget: prediction for prediction in self.predictions}
         return _never_slower([known.get(b) or self.at(b) for b in sorted(budgets | known.keys())])
 
@@ -144,25 +145,45 @@ def predict(
     ConfigError
         There are no weights, a number cannot be used, or the native extension is not there.
     """
-    bandwidth = _check(weights, bandwidth, latency, prefetch, backend)
+    rate = _check(weights, bandwidth, latency, prefetch, backend)
     total = sum(weight.nbytes for weight in weights)
     wanted = [_bytes_of(budget, total) for budget in budgets]
     # The clock moves device bytes. Where copies move fewer or more (a cast), its bus is faster or slower.
     moved = sum(weight.moved_bytes for weight in weights) / total
-    rate = bandwidth / moved
+    bus = rate / moved
     simulate = partial(
         native_extension().simulate,
-        _of_engine(weights),
-        places=[weight.place for weight in weights],
-        backend=backend,
+        **_of_engine(weights, backend),
         prefetch=prefetch,
-        bandwidth=rate,
+        bandwidth=bus,
         latency=latency,
         passes=_PASSES,
-        at_once=_needed_at_once(weights),
         placement="timed",  # as install(budget="auto") places residents
     )
-    made = [_prediction(budget, simulate(budget=budget), total, moved, rate) for budget in sorted({*wanted})]
+    made = []
+    for budget in sorted(set(wanted)):
+        result = simulate(budget=budget)
+        streamed = result["streamed_bytes"]
+        # Of the streamed weights, what a pass moves; what it moves twice is no need of the bus.
+        share = min(1.0, result["moved_bytes"] / streamed) if streamed else 1.0
+        # A pass uses all weights, and begins with no more of them on the device than the budget holds.
+        limit = max(result["compute_seconds"], (total - budget) / bus)
+        made.append(
+            Prediction(
+                budget=budget,
+                resident_share=1 - streamed / total,
+                resident_bytes=result["resident_bytes"],
+                moved_bytes=result["moved_bytes"] * moved,
+                seconds=result["seconds_per_pass"],
+                compute_seconds=result["compute_seconds"],
+                copy_seconds=result["copy_seconds"] * share,
+                limit_seconds=limit,
+                stall_seconds=result["stall_seconds"],
+                misses=result["misses"],
+                groups=result["groups"],
+                depth=result["depth"],
+            )
+        )
     found = {prediction.budget: prediction for prediction in _never_slower(made)}
     return [found[budget] for budget in wanted]
 
@@ -177,31 +198,6 @@ def _never_slower(predictions: Sequence[Prediction]) -> list[Prediction]:
         slower = own.seconds > best[-1].seconds * (1 + 1e-9)
         best.append(replace(best[-1], budget=own.budget, limit_seconds=own.limit_seconds) if slower else own)
     return best
-
-
-def _prediction(budget: int, result: dict[str, Any], total: int, moved: float, rate: float) -> Prediction:
-    """Translate what the engine returns.
-
-    `moved` is the ratio of moved to device bytes, `rate` the device bytes a second of the bus.
-    """
-    streamed = result["streamed_bytes"]
-    # Of the streamed weights, what a pass moves; what it moves twice is no need of the bus.
-    share = min(1.0, result["moved_bytes"] / streamed) if streamed else 1.0
-    return Prediction(
-        budget=budget,
-        resident_share=1 - streamed / total,
-        resident_bytes=result["resident_bytes"],
-        moved_bytes=result["moved_bytes"] * moved,
-        seconds=result["seconds_per_pass"],
-        compute_seconds=result["compute_seconds"],
-        copy_seconds=result["copy_seconds"] * share,
-        # A pass uses all weights, and begins with no more of them on the device than the budget holds.
-        limit_seconds=max(result["compute_seconds"], (total - budget) / rate),
-        stall_seconds=result["stall_seconds"],
-        misses=result["misses"],
-        groups=result["groups"],
-        depth=result["depth"],
-    )
 
 
 def plan(
@@ -224,28 +220,29 @@ def plan(
         As `predict`. A budget that is too small is no error: it is named in the plan.
     """
     kept = tuple(weights)
-    bandwidth = _check(kept, bandwidth, latency, prefetch, backend)
-    at = partial(_at, kept, bandwidth=bandwidth, latency=latency, prefetch=prefetch, backend=backend)
-    places = [weight.place for weight in kept]
-    smallest, _ = native_extension().smallest_budget(_of_engine(kept), places, backend, _needed_at_once(kept))
+    rate = _check(kept, bandwidth, latency, prefetch, backend)
+
+    def at(budget: int) -> Prediction:
+        options: dict[str, Any] = {"latency": latency, "prefetch": prefetch, "backend": backend}
+        return predict(kept, budgets=[budget], bandwidth=rate, **options)[0]
+
+    smallest, _ = native_extension().smallest_budget(**_of_engine(kept, backend))
     # What groups take with what lies between their weights: a little more than the weights.
     total = sum(weight.nbytes for weight in kept)
     whole = at(2 * total + (1 << 20) * len(kept)).resident_bytes
     while at(whole).resident_share < 1:  # under a smaller budget groups are smaller, with more between them
         whole += max(1, whole // 64)
     wanted = sorted({_bytes_of(budget, total) for budget in budgets})
-    asked = tuple(budget for budget in wanted if budget >= smallest)
-    sweep = {smallest, whole, *asked, *(round(share * whole) for share in _SHARES)}
-    working = [budget for budget in sorted(sweep) if budget >= smallest]
-    predictions = tuple(_never_slower([at(budget) for budget in working]))
+    sweep = {smallest, whole, *wanted, *(round(share * whole) for share in _SHARES)}
+    predictions = tuple(_never_slower([at(budget) for budget in sorted(sweep) if budget >= smallest]))
     return Plan(
         weights=kept,
-        bandwidth=bandwidth,
+        bandwidth=rate,
         latency=latency,
         prefetch=prefetch,
         backend=backend,
         predictions=predictions,
-        asked=asked,
+        asked=tuple(budget for budget in wanted if budget >= smallest),
         too_small=tuple(budget for budget in wanted if budget < smallest),
         smallest=smallest,
         all=whole,
@@ -275,35 +272,33 @@ def _bytes_of(budget: int | str, whole: int) -> int:
     return budget
 
 
-def _at(weights: Sequence[PlannedWeight], budget: int | str, **options: Any) -> Prediction:
-    return predict(weights, budgets=[budget], **options)[0]
-
-
-def _of_engine(weights: Sequence[PlannedWeight]) -> list[tuple[str, int, float, int]]:
-    return [(weight.name, weight.nbytes, weight.seconds, weight.unit) for weight in weights]
-
-
-def _needed_at_once(weights: Sequence[PlannedWeight]) -> set[int]:
-    """Return the units that a call needs as a whole."""
-    return {weight.unit for weight in weights if weight.at_once}
+def _of_engine(weights: Sequence[PlannedWeight], backend: str) -> dict[str, Any]:
+    """Return the weights as the engine takes them."""
+    return {
+        "weights": [(weight.name, weight.nbytes, weight.seconds, weight.unit) for weight in weights],
+        "places": [weight.place for weight in weights],
+        "at_once": {weight.unit for weight in weights if weight.at_once},
+        "backend": backend,
+    }
 
 
 def _check(
     weights: Sequence[PlannedWeight], bandwidth: float | str, latency: float, prefetch: int, backend: str
 ) -> float:
     """Return the bandwidth as a number, if all can be used."""
-    if backend not in ("host", "cuda"):
-        raise ConfigError(f"backend is {backend!r}; expected 'host' (for the CPU) or 'cuda'")
     if not weights or not sum(weight.nbytes for weight in weights):
         raise ConfigError("there are no weights to plan for; name a checkpoint or a model that has some")
     rate = parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
-    if not math.isfinite(rate) or rate <= 0:
-        raise ConfigError(f"bandwidth is {bandwidth!r}; expected bytes a second, above zero")
-    if not math.isfinite(latency) or latency < 0:
-        raise ConfigError(f"latency is {latency!r}; expected seconds a copy, 0 or more")
-    if isinstance(prefetch, bool) or not isinstance(prefetch, int) or prefetch < 0:
-        raise ConfigError(f"prefetch is {prefetch!r}; expected the number of groups to read ahead, 0 or more")
-    wrong = [w.name for w in weights if not (math.isfinite(w.seconds) and w.seconds >= 0 and w.nbytes > 0)]
+    ahead = isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0
+    for name, value, fine, expected in (
+        ("backend", backend, backend in ("host", "cuda"), "'host' (for the CPU) or 'cuda'"),
+        ("bandwidth", bandwidth, 0 < rate < math.inf, "bytes a second, above zero"),
+        ("latency", latency, 0 <= latency < math.inf, "seconds a copy, 0 or more"),
+        ("prefetch", prefetch, ahead, "the number of groups to read ahead, 0 or more"),
+    ):
+        if not fine:
+            raise ConfigError(f"{name} is {value!r}; expected {expected}")
+    wrong = [weight.name for weight in weights if weight.nbytes <= 0 or not 0 <= weight.seconds < math.inf]
     if wrong:
         raise ConfigError(
             f"{len(wrong)} weight(s) have no bytes, or an invalid compute time: {', '.join(wrong[:5])}; "
