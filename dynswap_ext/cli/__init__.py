@@ -6,10 +6,14 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
-from dynswap_ext._version import __version__
-from dynswap_ext.cli import convert, demo, plan, show
-from dynswap_ext.errors import DynswapError
+import dynswap_ext
+from dynswap_ext import checkpoint
+from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.units import parse_dtype
+from dynswap_ext.cli import demo, plan, show
+from dynswap_ext.errors import ConfigError, DynswapError
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -38,21 +42,68 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="dynswap", description="Run PyTorch models that do not fit the device, streaming their weights."
     )
-    parser.add_argument("--version", action="version", version=f"dynswap-ext {__version__}")
+    version = f"dynswap-ext {dynswap_ext.__version__}"
+    parser.add_argument("--version", action="version", version=version)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
-
     info = commands.add_parser("info", help="show which provider and backends are active, and why")
     info.set_defaults(command=_info)
     demo.add_to(commands)
     show.add_to(commands)
-    convert.add_to(commands)
+    _add_convert(commands)
     plan.add_to(commands)
     return parser
 
 
 def _info(options: argparse.Namespace) -> int:
-    import dynswap_ext
-
-    print(f"dynswap-ext      {__version__}")
+    print(f"dynswap-ext      {dynswap_ext.__version__}")
     print(dynswap_ext.backend_info())
     return 0
+
+
+def _add_convert(commands: Any) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="write a checkpoint as safetensors: cast, sharded or renamed",
+        description="Write a checkpoint of any format as safetensors, in little memory, each block compared "
+        "by checksum after it was written. After an interruption the same command continues.",
+    )
+    convert.set_defaults(command=_convert)
+    add = convert.add_argument
+    add("source", metavar="SRC", help="a file, an index, or a folder")
+    add("destination", metavar="DST", help="a path that ends in .safetensors, or a folder")
+    add("--dtype", help="dtype of floating tensors: bf16, fp16, float8_e4m3fn, ... (default: unchanged)")
+    add("--shard", metavar="SIZE", help="largest size of a file, such as 5GB")
+    add(
+        "--rename",
+        metavar="PATTERN=REPLACEMENT",
+        action="append",
+        default=[],
+        help="a regular expression for names, and what takes its place; may be given again",
+    )
+    add("--overwrite", action="store_true", help="replace an existing checkpoint")
+
+
+def _convert(options: argparse.Namespace) -> int:
+    done = checkpoint.convert(
+        options.source,
+        options.destination,
+        dtype=parse_dtype(options.dtype),
+        max_shard_size=options.shard,
+        rename=[_rule(text) for text in options.rename] or None,
+        overwrite=options.overwrite,
+        progress=True,
+    )
+    resumed = f", {format_bytes(done.resumed_bytes)} of it by an earlier run" if done.resumed_bytes else ""
+    files = f" in {len(done.files)} files" if len(done.files) > 1 else ""
+    print(
+        f"{done.path}: {done.tensors} tensors, {format_bytes(done.source_bytes)} -> "
+        f"{format_bytes(done.written_bytes)}{files}{resumed}, verified, {done.seconds:.1f} s"
+    )
+    return 0
+
+
+def _rule(text: str) -> tuple[str, str]:
+    pattern, equals, replacement = text.rpartition("=")
+    if not equals or not pattern:
+        raise ConfigError(rf"--rename is {text!r}; expected PATTERN=REPLACEMENT, such as '^model\.='")
+    return pattern, replacement

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib
 import json
 import math
+import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -197,22 +197,17 @@ def _measured(options: argparse.Namespace, dtype: torch.dtype | None) -> _Case:
 
 def _model_and_inputs(name: str) -> tuple[nn.Module, Any]:
     """Import the module and call the function; modules of the current folder are found too."""
-    module_name, _, function_name = name.partition(":")
-    if not module_name or not function_name:
+    if ":" not in name:
         raise ConfigError(f"--model is {name!r}; expected MODULE:FUNCTION, such as my_package.models:flux")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise  # the module is there, and lacks something else
-        why = f"the module {module_name!r}, which is neither installed nor in {here}"
-        raise ConfigError(f"--model names {why}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        raise ConfigError(f"{module_name} ({module.__file__}) has no function {function_name!r}")
+        function = pkgutil.resolve_name(name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"--model is {name!r}: {error}; expected a function of a module that is installed or in {here}"
+        ) from error
     made = function()
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         return made

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+from rich.console import Console
 
 from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.name_patterns import key_of, pattern_of
+from dynswap_ext._util.tables import facts_grid, first_names, plain_table
 from dynswap_ext._util.units import parse_share
-
-if TYPE_CHECKING:
-    from dynswap_ext.checkpoint import Summary
+from dynswap_ext.checkpoint import Summary, summary, verify
+from dynswap_ext.checkpoint.summary import dtype_name
 
 
 def add_to(commands: Any) -> None:
@@ -32,8 +34,6 @@ def add_to(commands: Any) -> None:
 
 
 def _show(options: argparse.Namespace) -> int:
-    from dynswap_ext.checkpoint import summary, verify
-
     found = summary(options.path)
     budget = parse_share(options.budget, found.total_bytes) if options.budget else None
     verified = verify(options.path) if options.verify else None
@@ -45,23 +45,24 @@ def _show(options: argparse.Namespace) -> int:
 
 
 def _as_json(found: Summary, budget: int | None, verified: int | None) -> dict[str, Any]:
-    from dynswap_ext.checkpoint.summary import dtype_name
-
     group = found.largest_group
-    content = {field.name: getattr(found, field.name) for field in dataclasses.fields(found)}
-    content["tensors"] = {
-        name: {
-            "dtype": dtype_name(entry),
-            "shape": list(entry.shape),
-            "bytes": entry.nbytes,
-            "file": entry.file,
-            "offset": entry.offset,
-        }
-        for name, entry in content.pop("entries").items()
+    content = {
+        **vars(found),
+        "tensors": {
+            name: {
+                "dtype": dtype_name(entry),
+                "shape": entry.shape,
+                "bytes": entry.nbytes,
+                "file": entry.file,
+                "offset": entry.offset,
+            }
+            for name, entry in found.entries.items()
+        },
+        "largest_group": {"names": group.names, "bytes": group.nbytes} if group else None,
+        "smallest_budget": found.smallest_budget,
+        "smallest_budgets": {device: each.nbytes for device, each in found.largest_groups.items()},
     }
-    content["largest_group"] = {"names": list(group.names), "bytes": group.nbytes} if group else None
-    content["smallest_budget"] = found.smallest_budget
-    content["smallest_budgets"] = {at: each.nbytes for at, each in content.pop("largest_groups").items()}
+    del content["entries"], content["largest_groups"]
     if budget is not None:
         content["budget"] = {"bytes": budget, "works": budget >= found.smallest_budget}
     if verified is not None:
@@ -70,12 +71,6 @@ def _as_json(found: Summary, budget: int | None, verified: int | None) -> dict[s
 
 
 def _print(found: Summary, budget: int | None, verified: int | None, *, collapse: bool) -> None:
-    from rich.console import Console
-
-    from dynswap_ext._util.name_patterns import key_of, pattern_of
-    from dynswap_ext._util.tables import facts_grid, first_names, plain_table
-    from dynswap_ext.checkpoint.summary import dtype_name
-
     alike: dict[object, list[str]] = {}  # entries with one name but for its numbers, one dtype and one shape
     for name, entry in found.entries.items():
         key = (key_of(name), dtype_name(entry), entry.shape) if collapse else name
@@ -86,8 +81,6 @@ def _print(found: Summary, budget: int | None, verified: int | None, *, collapse
         shape = " x ".join(map(str, entry.shape)) or "scalar"
         size = format_bytes(sum(found.entries[name].nbytes for name in names))
         cells.append((pattern_of(names), str(len(names)), shape, dtype_name(entry), size))
-    table = plain_table(["key", "tensors", "shape", "dtype", "bytes"], cells, right=("tensors", "bytes"))
-    checksums = "kept; --verify compares them" if found.checksums else "none"
     group = found.largest_group
     facts: dict[str, str | None] = {
         "format": found.format,
@@ -100,10 +93,14 @@ def _print(found: Summary, budget: int | None, verified: int | None, *, collapse
         "largest group": f"{_exactly(group.nbytes)}: {first_names(group.names)}" if group else None,
         "smallest budget": _smallest(found),
         "this budget": None if budget is None else f"{_exactly(budget)} {_answer(found, budget)}",
-        "checksums": checksums if verified is None else f"{_exactly(verified)} compared, and equal",
+        "checksums": "kept; --verify compares them" if found.checksums else "none",
     }
+    if verified is not None:
+        facts["checksums"] = f"{_exactly(verified)} compared, and equal"
     console = Console()
-    console.print(table)
+    console.print(
+        plain_table(("key", "tensors", "shape", "dtype", "bytes"), cells, right=("tensors", "bytes"))
+    )
     console.print(facts_grid([(name, text) for name, text in facts.items() if text]))
 
 

@@ -146,11 +146,6 @@ def gradient_flow(model: nn.Module) -> GradientFlow:
     model : torch.nn.Module
         Plain or installed, after `backward()`.
 
-    Returns
-    -------
-    GradientFlow
-        Data; ``print`` shows a table, `plot` draws it. A parameter without a gradient has None.
-
     Raises
     ------
     ConfigError
@@ -168,8 +163,7 @@ def gradient_flow(model: nn.Module) -> GradientFlow:
 def gradient_health(model: nn.Module, *, vanishing: float = 1e-7, exploding: float = 1e3) -> GradientHealth:
     """Return norm, NaN and infinite elements of each parameter's gradient, and which are unhealthy.
 
-    Looks at what a backward pass has left in `.grad`; runs nothing. An installed model's gradients are on its
-    masters, and these are looked at. Gradients under a loss scale are the scaled ones.
+    Looks at the same gradients as `gradient_flow`, and runs nothing.
 
     Parameters
     ----------
@@ -179,11 +173,6 @@ def gradient_health(model: nn.Module, *, vanishing: float = 1e-7, exploding: flo
         A Euclidean norm below this is a finding; so is 0, unless this is 0.
     exploding : float
         A Euclidean norm above this is a finding.
-
-    Returns
-    -------
-    GradientHealth
-        Data; ``print`` shows a table.
 
     Raises
     ------

@@ -107,7 +107,7 @@ def memory_profile(
     kwargs: Mapping[str, Any] | None = None,
     device: torch.device | str | None = None,
 ) -> MemoryProfile:
-    """Run one forward, and measure live memory around each module's call.
+    """Run one forward, and measure live memory around each call of a module.
 
     The forward runs in the modes that the model and the caller are in: train or eval, with gradients or
     without (then nothing is saved for backward). Random numbers and every hook are as before when this
@@ -124,11 +124,6 @@ def memory_profile(
     device : torch.device or str, optional
         What to measure. Default: where the model computes. With a model and inputs on the meta device, what
         it would take is told without memory, by the operations that torch has for that device.
-
-    Returns
-    -------
-    MemoryProfile
-        A row for each call, so several for a module that is called again.
 
     Raises
     ------

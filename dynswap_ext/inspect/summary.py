@@ -201,11 +201,6 @@ def summary(
     depth : int or None
         How deep the printed table goes; the root is at 0. None: all of it. The data is always whole.
 
-    Returns
-    -------
-    Summary
-        Data; ``print`` shows a table.
-
     Raises
     ------
     ConfigError

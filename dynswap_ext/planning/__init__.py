@@ -1,21 +1,12 @@
-"""Predicts the time and stalls of a pass under a budget. The engine runs on a virtual clock; no model runs.
-
-Examples
---------
->>> from dynswap_ext import planning
->>> outline = planning.outline("model.safetensors", dtype=torch.bfloat16)       # doctest: +SKIP
->>> weights = planning.timed(outline.weights, planning.ASSUMED, rows=4096)      # doctest: +SKIP
->>> made = planning.plan(weights, budgets=[6 << 30], bandwidth=25e9)            # doctest: +SKIP
-"""
+"""Predicts time and stalls of a pass under a budget. The engine runs on a virtual clock; no model runs."""
 
 from __future__ import annotations
 
-from dynswap_ext.planning.machine import ASSUMED, Machine, rows_to_hide, spread, timed
 from dynswap_ext.planning.measure import Measured, measure
 from dynswap_ext.planning.outline import outline, outline_of_checkpoint, outline_of_config
 from dynswap_ext.planning.plot import plot
 from dynswap_ext.planning.predict import Plan, Prediction, plan, predict
-from dynswap_ext.planning.rates import measure_machine
+from dynswap_ext.planning.rates import ASSUMED, Machine, measure_machine, rows_to_hide, spread, timed
 from dynswap_ext.planning.weights import Outline, PlannedWeight, outline_of_model
 
 __all__ = [

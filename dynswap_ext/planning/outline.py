@@ -7,7 +7,8 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -165,31 +166,22 @@ def _of_diffusers(path: str | PathLike[str], content: Mapping[str, Any]) -> _Des
             "model of that name; install the version that the config names (_diffusers_version), or name the "
             "checkpoint"
         )
-    return _made(path, lambda: cls.from_config(content)), None, []
+    with _explained(path, diffusers):
+        return init_empty(lambda: cls.from_config(content)), None, []
 
 
 def _of_transformers(path: str | PathLike[str], content: Mapping[str, Any]) -> _Described:
     transformers = _library(path, "transformers")
-    try:
+    with _explained(path, transformers):
+        name = next(iter(content.get("architectures") or ()), "")
+        cls: Any = getattr(transformers, str(name), None)
         config: Any = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-    except Exception as error:  # each version has its own for a config that it does not like
-        raise ConfigError(
-            f"transformers {transformers.__version__} cannot use {path}: {_in_short(error)}; install a "
-            "version that knows the model, or name the checkpoint"
-        ) from error
-    architectures = content.get("architectures")
-    name = str(architectures[0]) if isinstance(architectures, list) and architectures else ""
-    cls: Any = getattr(transformers, name, None) if name else None
-    if cls is not None:
-        model = _made(path, lambda: cls(config))
-        notes = []
-    else:  # a config without architectures, or with one that transformers lacks, still has a body
-        model = _made(path, lambda: transformers.AutoModel.from_config(config))
-        notes = [
-            f"The config names no architecture that transformers has: planned for {type(model).__name__}, "
-            "without a head."
-        ]
-    return model, config, notes
+        if cls is not None:
+            return init_empty(lambda: cls(config)), config, []
+        # A config without architectures, or with one that transformers lacks, still has a body.
+        model = init_empty(lambda: transformers.AutoModel.from_config(config))
+    note = "The config names no architecture that transformers has: planned for {}, without a head."
+    return model, config, [note.format(type(model).__name__)]
 
 
 def _library(path: str | PathLike[str], name: str) -> Any:
@@ -202,20 +194,19 @@ def _library(path: str | PathLike[str], name: str) -> Any:
         ) from error
 
 
-def _made(path: str | PathLike[str], factory: Callable[[], nn.Module]) -> nn.Module:
+@contextmanager
+def _explained(path: str | PathLike[str], library: Any) -> Iterator[None]:
+    """Turn whatever a library raises over a config that it does not like into a ConfigError."""
     try:
-        return init_empty(factory)
+        yield
     except ConfigError:
         raise
-    except Exception as error:  # whatever a library's constructor raises over a config that it does not like
+    except Exception as error:
+        text = " ".join(str(error).split())[:300].rstrip(".:")
         raise ConfigError(
-            f"the model that {path} describes cannot be made ({type(error).__name__}: {_in_short(error)}); "
-            "name its checkpoint instead"
+            f"{library.__name__} {library.__version__} cannot use {path} ({type(error).__name__}: {text}); "
+            "install a version that knows the model, or name the checkpoint"
         ) from error
-
-
-def _in_short(error: BaseException) -> str:
-    return " ".join(str(error).split())[:300].rstrip(".:") or type(error).__name__
 
 
 # ---- a checkpoint ------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from typing import Any, Final
 from dynswap_ext._provider import native_extension
 from dynswap_ext._util.units import parse_bandwidth, parse_share
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.planning.machine import ASSUMED
+from dynswap_ext.planning.rates import ASSUMED
 from dynswap_ext.planning.weights import PlannedWeight
 
 #: Shares of the model that a plan looks at beside what is asked for.

@@ -108,8 +108,8 @@ def test_a_model_is_measured(
     assert found["compute_from"] == "measured" and len(found["measured_compute_seconds"]) == 2
     for name, said in {
         "models_to_plan:wrong": "returned .*Linear",
-        "models_to_plan:nothing": "has no function 'nothing'",
-        "no_such_module:make": "neither installed nor in",
+        "models_to_plan:nothing": "no attribute 'nothing'",
+        "no_such_module:make": "No module named 'no_such_module'; expected .* installed or in",
         "models_to_plan": "expected MODULE:FUNCTION",
     }.items():
         assert cli.main(["plan", "--model", name]) == 2
