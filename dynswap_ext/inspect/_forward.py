@@ -43,11 +43,6 @@ def arguments(
     """Return positional and keyword arguments from the inputs of a call, which were given as option `name`.
 
     A list or tuple is the positional ones, a mapping keywords, None nothing, anything else the only argument.
-
-    Raises
-    ------
-    ConfigError
-        `kwargs` is no mapping of names, or both name the same argument.
     """
     if kwargs is not None and not isinstance(kwargs, Mapping):
         raise ConfigError(f"kwargs is a {type(kwargs).__name__}; expected a mapping of argument names")
@@ -99,12 +94,8 @@ def watched(
     """Collect the calls of the modules that this thread makes, in the order in which they begin.
 
     Hooks run before the user's on the way in and after them on the way out, and are gone when the block is
-    left. TorchScript modules take none, and are passed over.
-
-    Parameters
-    ----------
-    live
-        Returns live bytes, and the most that they were since it was asked last.
+    left. TorchScript modules take none, and are passed over. `live` returns live bytes, and the most that
+    they were since it was asked last.
     """
     thread = threading.get_ident()
     calls: list[SeenCall] = []

@@ -83,13 +83,7 @@ class Node(NamedTuple):
 
 
 def root_of(model: object) -> nn.Module:
-    """Return the module that was given, or the one that `torch.compile` has wrapped.
-
-    Raises
-    ------
-    ConfigError
-        It is no module.
-    """
+    """Return the module that was given, or the one that `torch.compile` has wrapped. Refuse anything else."""
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
     dynamo = sys.modules.get("torch._dynamo.eval_frame")

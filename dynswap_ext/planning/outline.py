@@ -7,8 +7,7 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -106,16 +105,15 @@ def outline_of_config(
     """
     content = _read(Path(path))
     if "_class_name" in content:
-        library = "diffusers"
-        model, config, notes = _of_diffusers(path, content)
+        library, make = "diffusers", _of_diffusers
     elif "model_type" in content or "architectures" in content:
-        library = "transformers"
-        model, config, notes = _of_transformers(path, content)
+        library, make = "transformers", _of_transformers
     else:
         raise SourceError(
             f"{path} is no config of a model: it has neither model_type or architectures (transformers) nor "
             "_class_name (diffusers); name the config.json in the folder of the model's weights"
         )
+    model, config, notes = _described(path, content, library, make)
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     kept = getattr(config, "dtype", None) or getattr(text, "dtype", None)
     # Checkpoints of a model whose config names no dtype come in several.
@@ -157,56 +155,47 @@ def _read(path: Path) -> dict[str, Any]:
 _Described = tuple[nn.Module, Any, list[str]]
 
 
-def _of_diffusers(path: str | PathLike[str], content: Mapping[str, Any]) -> _Described:
-    diffusers = _library(path, "diffusers")
-    cls: Any = getattr(diffusers, str(content["_class_name"]), None)
-    if cls is None or not issubclass(cls, nn.Module):
-        raise ConfigError(
-            f"{path} describes a {content['_class_name']}, and diffusers {diffusers.__version__} has no "
-            "model of that name; install the version that the config names (_diffusers_version), or name the "
-            "checkpoint"
-        )
-    with _explained(path, diffusers):
-        return init_empty(lambda: cls.from_config(content)), None, []
-
-
-def _of_transformers(path: str | PathLike[str], content: Mapping[str, Any]) -> _Described:
-    transformers = _library(path, "transformers")
-    with _explained(path, transformers):
-        name = next(iter(content.get("architectures") or ()), "")
-        cls: Any = getattr(transformers, str(name), None)
-        config: Any = transformers.AutoConfig.from_pretrained(str(path), trust_remote_code=False)
-        if cls is not None:
-            return init_empty(lambda: cls(config)), config, []
-        # A config without architectures, or with one that transformers lacks, still has a body.
-        model = init_empty(lambda: transformers.AutoModel.from_config(config))
-    note = "The config names no architecture that transformers has: planned for {}, without a head."
-    return model, config, [note.format(type(model).__name__)]
-
-
-def _library(path: str | PathLike[str], name: str) -> Any:
+def _described(
+    path: str | PathLike[str],
+    content: dict[str, Any],
+    name: str,
+    make: Callable[[Any, str, dict[str, Any]], _Described],
+) -> _Described:
+    """Make a config's model by its library, and explain whatever that raises over a config."""
     try:
-        return importlib.import_module(name)
+        library = importlib.import_module(name)
     except ImportError as error:
         raise ConfigError(
             f"{path} is a config of {name}, which cannot be imported ({error}); install it with `pip install "
             f"{name}`, or name the checkpoint instead"
         ) from error
-
-
-@contextmanager
-def _explained(path: str | PathLike[str], library: Any) -> Iterator[None]:
-    """Turn whatever a library raises over a config that it does not like into a ConfigError."""
     try:
-        yield
-    except ConfigError:
-        raise
+        return make(library, str(path), content)
     except Exception as error:
         text = " ".join(str(error).split())[:300].rstrip(".:")
         raise ConfigError(
-            f"{library.__name__} {library.__version__} cannot use {path} ({type(error).__name__}: {text}); "
-            "install a version that knows the model, or name the checkpoint"
+            f"{name} {library.__version__} cannot use {path} ({type(error).__name__}: {text}); install a "
+            "version that knows the model, or name the checkpoint"
         ) from error
+
+
+def _of_diffusers(library: Any, path: str, content: dict[str, Any]) -> _Described:
+    cls = getattr(library, str(content["_class_name"]), None)
+    if cls is None or not issubclass(cls, nn.Module):
+        raise LookupError(f"it has no model of that name: {content['_class_name']}")
+    return init_empty(lambda: cls.from_config(content)), None, []
+
+
+def _of_transformers(library: Any, path: str, content: dict[str, Any]) -> _Described:
+    config = library.AutoConfig.from_pretrained(path, trust_remote_code=False)
+    name = next(iter(content.get("architectures") or ()), "")
+    cls = getattr(library, str(name), None)
+    if cls is not None:
+        return init_empty(lambda: cls(config)), config, []
+    # A config without architectures, or with one that transformers lacks, still has a body.
+    model = init_empty(lambda: library.AutoModel.from_config(config))
+    note = "The config names no architecture that transformers has: planned for {}, without a head."
+    return model, config, [note.format(type(model).__name__)]
 
 
 # ---- a checkpoint ------------------------------------------------------------------------------------------
@@ -245,8 +234,17 @@ def outline_of_checkpoint(
     for unit, (members, at_once) in enumerate(units):
         norm = all(len(entries[name].shape) < 2 for name in members)
         for name in members:
-            weight = _weight(name, entries[name], unit, norm, dtype, disk=disk)
-            weights.append(dataclasses.replace(weight, at_once=at_once))
+            entry = entries[name]
+            elements, cast = torch.Size(entry.shape).numel(), False
+            nbytes = moved = entry.nbytes
+            if not entry.encoding:  # encoded ones stream as stored; the operation that uses them decodes
+                nbytes, moved = cast_bytes(nbytes, elements, entry.dtype, dtype, disk=disk)
+                cast = dtype not in (None, entry.dtype) and entry.dtype.is_floating_point
+            place = place_of(entry, cast=cast) if disk else None
+            kind = _kind(name, entry, norm=norm)
+            weights.append(
+                PlannedWeight(name, nbytes, moved, unit, kind, elements, at_once=at_once, place=place)
+            )
     notes = []
     if any(_EXPERTS.search(name) for name in entries):
         notes.append(
@@ -280,20 +278,10 @@ def _sorted_as_text(entries: Mapping[str, Entry]) -> bool:
     return all(part == sorted(part) for part in parts.values())
 
 
-def _weight(
-    name: str, entry: Entry, unit: int, norm: bool, dtype: torch.dtype | None, *, disk: bool
-) -> PlannedWeight:
-    elements = torch.Size(entry.shape).numel()
-    if entry.encoding:  # streams as it is stored, and is decoded by the operation that uses it
-        nbytes = moved = entry.nbytes
-    else:
-        nbytes, moved = cast_bytes(entry.nbytes, elements, entry.dtype, dtype, disk=disk)
-    kind: Kind = "norm" if norm else "vector"
+def _kind(name: str, entry: Entry, *, norm: bool) -> Kind:
     if entry.dtype in _NOT_MULTIPLIED:
-        kind = "lookup"
-    elif len(entry.shape) >= 2:
-        module = name.rpartition(".")[0].rpartition(".")[2]
-        kind = "lookup" if module in _TABLES else multiplied(name)
-    cast = not entry.encoding and dtype not in (None, entry.dtype) and entry.dtype.is_floating_point
-    place = place_of(entry, cast=cast) if disk else None
-    return PlannedWeight(name, nbytes, moved, unit, kind, elements, place=place)
+        return "lookup"
+    if len(entry.shape) < 2:
+        return "norm" if norm else "vector"
+    module = name.rpartition(".")[0].rpartition(".")[2]
+    return "lookup" if module in _TABLES else multiplied(name)

@@ -215,16 +215,10 @@ def pinned_bandwidth(device: torch.device, *, size: int = 256 << 20) -> float:
 
 
 def disk_bandwidth(path: Path, *, readers: int = 1, limit: int | None = None) -> float:
-    """Return the bytes/s of reading a file from its beginning, past the page cache where that is possible.
+    """Return the bytes/s of reading a file, or its first `limit` bytes, past the page cache where possible.
 
-    Parameters
-    ----------
-    path
-        The file; its cached pages are dropped first.
-    readers
-        Threads that take blocks of 16 MiB in turn. One is what ``dd iflag=direct bs=16M`` does.
-    limit
-        Bytes to read, at most; None is the whole file.
+    Drops the file's cached pages first. Threads (`readers`) take blocks of 16 MiB in turn; one alone does
+    what ``dd iflag=direct bs=16M`` does.
     """
     drop_file_cache(path)
     size = min(path.stat().st_size, limit or sys.maxsize)
