@@ -6,9 +6,10 @@ The engine itself answers, on a virtual clock: nothing here knows how it groups 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import pairwise
 from typing import Any, Final
 
 from dynswap_ext._provider import native_extension
@@ -90,10 +91,9 @@ class Plan:
 
     def at(self, budget: int | str) -> Prediction:
         """Predict a pass for any budget, as `plan` takes them. Raises BudgetError under the smallest."""
-        names = ("bandwidth", "latency", "prefetch", "backend")
-        options = {name: getattr(self, name) for name in names}
-        (found,) = predict(self.weights, budgets=[budget], **options)
-        return _never_slower([*(p for p in self.predictions if p.budget < found.budget), found])[-1]
+        wanted = _bytes_of(budget, sum(weight.nbytes for weight in self.weights))
+        smaller = (prediction.budget for prediction in self.predictions if prediction.budget < wanted)
+        return self._predict([*smaller, wanted])[-1]
 
     def curve(self, points: int = 60) -> list[Prediction]:
         """Predict a pass at some `points` budgets from the smallest to all, and at those of the sweep."""
@@ -101,8 +101,17 @@ class Plan:
         # Where little fits, a little more is much.
         places = (*range(points), 0.03, 0.06, 0.12, 0.25, 0.5)
         budgets = {self.smallest + round(step * place) for place in places}
-        known = {prediction.budget: prediction for prediction in self.predictions}
-        return _never_slower([known.get(b) or self.at(b) for b in sorted(budgets | known.keys())])
+        return self._predict(sorted(budgets | {prediction.budget for prediction in self.predictions}))
+
+    def _predict(self, budgets: Sequence[int]) -> list[Prediction]:
+        return predict(
+            self.weights,
+            budgets=budgets,
+            bandwidth=self.bandwidth,
+            latency=self.latency,
+            prefetch=self.prefetch,
+            backend=self.backend,
+        )
 
 
 def predict(
@@ -160,44 +169,33 @@ def predict(
         passes=_PASSES,
         placement="timed",  # as install(budget="auto") places residents
     )
-    made = []
+    found: dict[int, Prediction] = {}
+    last: Prediction | None = None
     for budget in sorted(set(wanted)):
         result = simulate(budget=budget)
         streamed = result["streamed_bytes"]
         # Of the streamed weights, what a pass moves; what it moves twice is no need of the bus.
         share = min(1.0, result["moved_bytes"] / streamed) if streamed else 1.0
-        # A pass uses all weights, and begins with no more of them on the device than the budget holds.
-        limit = max(result["compute_seconds"], (total - budget) / bus)
-        made.append(
-            Prediction(
-                budget=budget,
-                resident_share=1 - streamed / total,
-                resident_bytes=result["resident_bytes"],
-                moved_bytes=result["moved_bytes"] * moved,
-                seconds=result["seconds_per_pass"],
-                compute_seconds=result["compute_seconds"],
-                copy_seconds=result["copy_seconds"] * share,
-                limit_seconds=limit,
-                stall_seconds=result["stall_seconds"],
-                misses=result["misses"],
-                groups=result["groups"],
-                depth=result["depth"],
-            )
+        own = Prediction(
+            budget=budget,
+            resident_share=1 - streamed / total,
+            resident_bytes=result["resident_bytes"],
+            moved_bytes=result["moved_bytes"] * moved,
+            seconds=result["seconds_per_pass"],
+            compute_seconds=result["compute_seconds"],
+            copy_seconds=result["copy_seconds"] * share,
+            # A pass uses all weights, and begins with no more of them on the device than the budget holds.
+            limit_seconds=max(result["compute_seconds"], (total - budget) / bus),
+            stall_seconds=result["stall_seconds"],
+            misses=result["misses"],
+            groups=result["groups"],
+            depth=result["depth"],
         )
-    found = {prediction.budget: prediction for prediction in _never_slower(made)}
+        # Placements are searched for, so a larger budget may have found a worse one than a smaller budget.
+        if last is not None and own.seconds > last.seconds * (1 + 1e-9):
+            own = replace(last, budget=budget, limit_seconds=own.limit_seconds)
+        found[budget] = last = own
     return [found[budget] for budget in wanted]
-
-
-def _never_slower(predictions: Sequence[Prediction]) -> list[Prediction]:
-    """Give each of the predictions, by budget, the placement of a smaller budget that is faster, if any.
-
-    Placements are searched for, so a larger budget may have found a worse one.
-    """
-    best = list(predictions[:1])
-    for own in predictions[1:]:
-        slower = own.seconds > best[-1].seconds * (1 + 1e-9)
-        best.append(replace(best[-1], budget=own.budget, limit_seconds=own.limit_seconds) if slower else own)
-    return best
 
 
 def plan(
@@ -222,45 +220,40 @@ def plan(
     kept = tuple(weights)
     rate = _check(kept, bandwidth, latency, prefetch, backend)
 
-    def at(budget: int) -> Prediction:
+    def at(*budgets: int) -> list[Prediction]:
         options: dict[str, Any] = {"latency": latency, "prefetch": prefetch, "backend": backend}
-        return predict(kept, budgets=[budget], bandwidth=rate, **options)[0]
+        return predict(kept, budgets=budgets, bandwidth=rate, **options)
 
     smallest, _ = native_extension().smallest_budget(**_of_engine(kept, backend))
     # What groups take with what lies between their weights: a little more than the weights.
     total = sum(weight.nbytes for weight in kept)
-    whole = at(2 * total + (1 << 20) * len(kept)).resident_bytes
-    while at(whole).resident_share < 1:  # under a smaller budget groups are smaller, with more between them
+    whole = at(2 * total + (1 << 20) * len(kept))[0].resident_bytes
+    while at(whole)[0].resident_share < 1:  # smaller groups, as of a smaller budget, have more between them
         whole += max(1, whole // 64)
     wanted = sorted({_bytes_of(budget, total) for budget in budgets})
     sweep = {smallest, whole, *wanted, *(round(share * whole) for share in _SHARES)}
-    predictions = tuple(_never_slower([at(budget) for budget in sorted(sweep) if budget >= smallest]))
+    predictions = at(*(budget for budget in sorted(sweep) if budget >= smallest))
+    # Between the largest budget of the sweep that does not hide the copies, and the next one.
+    low = hidden_from = predictions[0].budget
+    for smaller, larger in pairwise(predictions):
+        if not smaller.hidden:
+            low, hidden_from = smaller.budget, larger.budget
+    while hidden_from - low > max(1, whole // 256):
+        middle = (low + hidden_from) // 2
+        low, hidden_from = (low, middle) if at(middle)[0].hidden else (middle, hidden_from)
     return Plan(
         weights=kept,
         bandwidth=rate,
         latency=latency,
         prefetch=prefetch,
         backend=backend,
-        predictions=predictions,
+        predictions=tuple(predictions),
         asked=tuple(budget for budget in wanted if budget >= smallest),
         too_small=tuple(budget for budget in wanted if budget < smallest),
         smallest=smallest,
         all=whole,
-        hidden_from=_hidden_from(predictions, at, whole),
+        hidden_from=hidden_from,
     )
-
-
-def _hidden_from(predictions: Sequence[Prediction], at: Callable[[int], Prediction], whole: int) -> int:
-    """Search between the largest budget of the sweep that does not hide the copies and the next one."""
-    behind = [prediction.budget for prediction in predictions if not prediction.hidden]
-    if not behind:
-        return predictions[0].budget
-    low = behind[-1]
-    high = min(prediction.budget for prediction in predictions if prediction.budget > low)
-    while high - low > max(1, whole // 256):
-        middle = (low + high) // 2
-        low, high = (low, middle) if at(middle).hidden else (middle, high)
-    return high
 
 
 def _bytes_of(budget: int | str, whole: int) -> int:
