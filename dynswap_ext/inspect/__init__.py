@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dynswap_ext.inspect._forward import Call
 from dynswap_ext.inspect._model import WeightLocation
 from dynswap_ext.inspect.gradients import (
     Gradient,
@@ -10,7 +11,7 @@ from dynswap_ext.inspect.gradients import (
     gradient_flow,
     gradient_health,
 )
-from dynswap_ext.inspect.memory import Call, MemoryProfile, memory_profile
+from dynswap_ext.inspect.memory import MemoryProfile, memory_profile
 from dynswap_ext.inspect.summary import Layer, Summary, summary
 
 __all__ = [

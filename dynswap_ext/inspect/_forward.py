@@ -6,35 +6,50 @@ import dataclasses
 import random
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-from dynswap_ext._swap.state import is_scripted, modules_of
+from dynswap_ext._swap.state import is_scripted, modules_of, original_class
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.inspect._model import computes_on, entries
+from dynswap_ext.inspect._model import Node, computes_on, entries
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
-@dataclass
-class SeenCall:
-    """A call that was watched. Bytes are live ones."""
+@dataclass(frozen=True)
+class Call:
+    """One call of one module. Bytes are live bytes over those at the start of the profile."""
 
-    module: nn.Module
+    #: Dotted, "" for the model itself.
+    path: str
+    class_name: str
     #: How many calls of other modules it was made in.
     depth: int
-    input_shapes: Shapes
+    #: Counted from 0 for each module.
+    index: int
     before: int
     after: int
-    #: The most while it ran.
+    #: The most while it ran, calls inside it included.
     peak: int
+    input_shapes: Shapes
     #: Empty if it raised.
     output_shapes: Shapes = ()
+
+    @property
+    def kept(self) -> int:
+        """What it has left: outputs, and what autograd saves. Less than zero if it let more go."""
+        return self.after - self.before
+
+    @property
+    def extra(self) -> int:
+        """What it needed for itself at its peak, over what was there before it."""
+        return self.peak - self.before
 
 
 def arguments(
@@ -51,15 +66,13 @@ def arguments(
         return (), keywords
     if not isinstance(given, Mapping):
         return (tuple(given) if isinstance(given, (list, tuple)) else (given,)), keywords
-    both = sorted(set(given) & set(keywords))
-    wrong = [key for key in (*given, *keywords) if not isinstance(key, str)]
-    if both or wrong:
-        why = f"both name {', '.join(both)}" if both else f"{wrong[0]!r} is no name of an argument"
+    try:
+        return (), dict(**given, **keywords)
+    except TypeError as error:
         raise ConfigError(
-            f"{name} is a mapping, so its entries are keyword arguments, and {why}; for a model that takes a "
+            f"{name} is a mapping, so its entries are keyword arguments ({error}); for a model that takes a "
             f"mapping as its one argument, give {name}=(mapping,)"
-        )
-    return (), {**given, **keywords}
+        ) from error
 
 
 def tensors_in(value: Any, inside: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:
@@ -89,44 +102,49 @@ def _shapes_in(value: Any) -> Shapes:
 
 @contextmanager
 def watched(
-    modules: Iterable[nn.Module], live: Callable[[], tuple[int, int]] = lambda: (0, 0)
-) -> Iterator[list[SeenCall]]:
-    """Collect the calls of the modules that this thread makes, in the order in which they begin.
+    nodes: Sequence[Node], live: Callable[[], tuple[int, int]] = lambda: (0, 0)
+) -> Iterator[list[Call]]:
+    """Collect the calls of a tree's modules that this thread makes, in the order in which they begin.
 
     Hooks run before the user's on the way in and after them on the way out, and are gone when the block is
     left. TorchScript modules take none, and are passed over. `live` returns live bytes, and the most that
     they were since it was asked last.
     """
     thread = threading.get_ident()
-    calls: list[SeenCall] = []
-    running: list[SeenCall] = []
+    paths = {id(node.module): node.path for node in nodes if node.same_as is None}
+    times: Counter[str] = Counter()
+    calls: list[Call] = []
+    running: list[tuple[int, nn.Module]] = []  # with the number of the call
 
     def settle() -> int:
         now, peak = live()
-        for call in running:
-            call.peak = max(call.peak, peak)
+        for number, _ in running:
+            calls[number] = replace(calls[number], peak=max(calls[number].peak, peak))
         return now
 
     def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if threading.get_ident() == thread:
-            now = settle()
-            calls.append(SeenCall(module, len(running), _shapes_in((args, kwargs)), now, now, now))
-            running.append(calls[-1])
+        if threading.get_ident() != thread:
+            return
+        now, path = settle(), paths[id(module)]
+        name, shapes = original_class(type(module)).__name__, _shapes_in((args, kwargs))
+        running.append((len(calls), module))
+        calls.append(Call(path, name, len(running) - 1, times[path], now, now, now, shapes))
+        times[path] += 1
 
     def leave(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-        if threading.get_ident() != thread or not any(call.module is module for call in running):
+        if threading.get_ident() != thread or not any(other is module for _, other in running):
             return  # another pre-hook raised before ours ran
         now = settle()
-        while running:
-            call = running.pop()  # above the module's: calls that an interrupt ended without their hooks
-            call.after = now
-            if call.module is module:
-                call.output_shapes = _shapes_in(output)
-                return
+        ended: nn.Module | None = None
+        while ended is not module:  # above the module: those that an interrupt ended without their hooks
+            number, ended = running.pop()
+            shapes = _shapes_in(output) if ended is module else ()
+            calls[number] = replace(calls[number], after=now, output_shapes=shapes)
 
     with ExitStack() as hooks:
-        for module in modules:
-            if is_scripted(type(module)):
+        for node in nodes:
+            module = node.module
+            if node.same_as is not None or is_scripted(type(module)):
                 continue
             for handle in (
                 module.register_forward_pre_hook(enter, prepend=True, with_kwargs=True),

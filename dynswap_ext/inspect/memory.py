@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -14,40 +13,12 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dynswap_ext._swap.state import modules_of, original_class, session_of
+from dynswap_ext._swap.state import modules_of, session_of
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.tables import Printable, facts_grid, first_names, plain_table
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.inspect._forward import Shapes, arguments, isolated_forward, tensors_in, watched
+from dynswap_ext.inspect._forward import Call, arguments, isolated_forward, tensors_in, watched
 from dynswap_ext.inspect._model import Node, computes_on, root_of, storages_of, walk, weights_of
-
-
-@dataclass(frozen=True)
-class Call:
-    """One call of one module. Bytes are live bytes over those at the start of the profile."""
-
-    #: Dotted, "" for the model itself.
-    path: str
-    class_name: str
-    #: How many calls of other modules it was made in.
-    depth: int
-    #: Counted from 0 for each module.
-    index: int
-    before: int
-    after: int
-    #: The most while it ran, calls inside it included.
-    peak: int
-    output_shapes: Shapes
-
-    @property
-    def kept(self) -> int:
-        """What it has left: outputs, and what autograd saves. Less than zero if it let more go."""
-        return self.after - self.before
-
-    @property
-    def extra(self) -> int:
-        """What it needed for itself at its peak, over what was there before it."""
-        return self.peak - self.before
 
 
 @dataclass(frozen=True, repr=False)
@@ -153,25 +124,19 @@ def memory_profile(
         else:
             base = _bytes_before(nodes, (args, keywords), where)
             live = stack.enter_context(_LiveBytes(where)).read
-        seen = stack.enter_context(watched(modules_of(root), live))
+        calls = stack.enter_context(watched(nodes, live))
         root(*args, **keywords)
+    called = {call.path for call in calls}
     paths = {id(node.module): node.path for node in nodes if node.same_as is None}
-    counts: Counter[int] = Counter()
-    calls = []
-    for call in seen:
-        name, key = original_class(type(call.module)).__name__, id(call.module)
-        figures = (call.before, call.after, call.peak, call.output_shapes)
-        calls.append(Call(paths[key], name, call.depth, counts[key], *figures))
-        counts[key] += 1
     return MemoryProfile(
         calls=tuple(calls),
         device=where,
         measured="torch.cuda" if where.type == "cuda" else "storages",
         base_bytes=base,
         not_called=tuple(
-            node.path
-            for node in nodes
-            if node.same_as is None and not any(id(part) in counts for part in modules_of(node.module))
+            path
+            for path, _, module, same_as in nodes
+            if same_as is None and not any(paths[id(part)] in called for part in modules_of(module))
         ),
     )
 

@@ -14,7 +14,7 @@ from dynswap_ext._swap.state import is_scripted, modules_of, original_class, ses
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.tables import Printable, facts_grid, plain_table, shape_text
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.inspect._forward import SeenCall, Shapes, arguments, isolated_forward, watched
+from dynswap_ext.inspect._forward import Call, Shapes, arguments, isolated_forward, watched
 from dynswap_ext.inspect._model import WeightLocation, computes_on, entries, root_of, walk, weights_of
 
 _FORMS: Final = (
@@ -228,7 +228,7 @@ def summary(
         args, keywords = arguments(input_data, kwargs, "input_data")
     else:
         args, keywords = arguments(_example_inputs(root, input_size, dtypes), kwargs, "input_size")
-    with isolated_forward(root, evaluate=True), watched(modules_of(root)) as calls:
+    with isolated_forward(root, evaluate=True), watched(walk(root)) as calls:
         try:
             root(*args, **keywords)
         except Exception as error:
@@ -238,20 +238,21 @@ def summary(
     return _describe(root, calls, depth)
 
 
-def _describe(root: nn.Module, calls: Sequence[SeenCall] | None, depth: int | None) -> Summary:
+def _describe(root: nn.Module, calls: Sequence[Call] | None, depth: int | None) -> Summary:
     nodes = walk(root)  # after the forward: lazy modules have become others
     own = weights_of(nodes)
     once = [weight for weights in own.values() for weight in weights if weight.tied_to is None]
     bytes_by_place: Counter[str] = Counter()
     for weight in once:
         bytes_by_place[weight.lives] += weight.nbytes
-    times = Counter(id(call.module) for call in calls or ())
-    first = {id(call.module): call for call in reversed(calls or ())}
+    times = Counter(call.path for call in calls or ())
+    first = {call.path: call for call in reversed(calls or ())}
     layers = []
     for path, level, module, same_as in nodes:
         parts = modules_of(module)
         under = {weight.tied_to or weight.name: weight for part in parts for weight in own[id(part)]}.values()
-        call = first.get(id(module))
+        first_path = path if same_as is None else same_as
+        call = first.get(first_path)
         layers.append(
             Layer(
                 path=path,
@@ -259,7 +260,7 @@ def _describe(root: nn.Module, calls: Sequence[SeenCall] | None, depth: int | No
                 depth=level,
                 input_shapes=call.input_shapes if call else None,
                 output_shapes=call.output_shapes if call else None,
-                calls=None if calls is None or is_scripted(type(module)) else times[id(module)],
+                calls=None if calls is None or is_scripted(type(module)) else times[first_path],
                 weights=tuple(own[id(module)]),
                 parameters=sum(weight.elements for weight in under if weight.is_parameter),
                 trainable_parameters=sum(weight.elements for weight in under if weight.trainable),

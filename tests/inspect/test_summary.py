@@ -218,7 +218,10 @@ def test_it_is_data() -> None:
         ({"input_size": (2, 4), "dtypes": [torch.long] * 2}, "dtypes is"),
         ({"input_size": {"input": (2, 4)}, "dtypes": {"x": torch.long}}, "dtypes is"),
         ({"dtypes": torch.long}, "there is no input_size"),
-        ({"input_data": {"input": 1}, "kwargs": {"input": 1}}, "both name input"),
+        (
+            {"input_data": {"input": 1}, "kwargs": {"input": 1}},
+            "multiple values for .*'input'",
+        ),
         ({"kwargs": [1]}, "kwargs is a list"),
     ],
 )
