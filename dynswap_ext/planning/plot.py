@@ -11,8 +11,6 @@ from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.units import show_seconds
 from dynswap_ext.planning.predict import Plan
 
-__all__ = ["draw", "plot"]
-
 
 def plot(plan: Plan, path: str | PathLike[str], *, title: str = "", points: int = 60) -> Path:
     """Write a picture: above, time of a pass, its limit and the time all resident; below, stalls.
@@ -39,38 +37,38 @@ def plot(plan: Plan, path: str | PathLike[str], *, title: str = "", points: int 
 def draw(plan: Plan, *, title: str = "", points: int = 60) -> Any:
     """Return the picture of `plot` as a matplotlib figure."""
     drawn = figure(9, 6)
+    from matplotlib.ticker import EngFormatter
+
     upper, lower = drawn.subplots(2, 1, sharex=True, height_ratios=(2, 1))
     curve = plan.curve(points)
     size, size_name = byte_scale(plan.all)
-    longest = max(prediction.seconds for prediction in curve)
-    unit, unit_name = (1.0, "s") if longest >= 1 else (1e-3, "ms") if longest >= 1e-3 else (1e-6, "µs")
     budgets = [prediction.budget / size for prediction in curve]
-    stalls = [prediction.stall_seconds / unit for prediction in curve]
-
-    seconds = [prediction.seconds / unit for prediction in curve]
+    stalls = [prediction.stall_seconds for prediction in curve]
+    limits = [prediction.limit_seconds for prediction in curve]
+    seconds = [prediction.seconds for prediction in curve]
     upper.plot(budgets, seconds, color=BLUE, linewidth=2.2, label="time of a pass")
-    limits = [prediction.limit_seconds / unit for prediction in curve]
     upper.plot(budgets, limits, color=BLACK, linestyle=DASHED, label="limit of any order of copies")
-    upper.axhline(curve[-1].compute_seconds / unit, color=GREEN, linestyle=":", label="all resident")
+    upper.axhline(curve[-1].compute_seconds, color=GREEN, linestyle=":", label="all resident")
     lower.fill_between(budgets, stalls, color=RED, alpha=0.25, linewidth=0)
     lower.plot(budgets, stalls, color=RED, linewidth=1.8)
-    asked = [prediction for prediction in plan.predictions if prediction.budget in plan.asked]
-    for prediction in asked:  # named in the legend, where labels cannot overlap
-        at, text = prediction.budget / size, format_bytes(prediction.budget)
-        label = f"{text}: {show_seconds(prediction.seconds)}"
-        upper.plot([at], [prediction.seconds / unit], "o", color=PINK, markersize=8, label=label, zorder=3)
-        lower.plot([at], [prediction.stall_seconds / unit], "o", color=PINK, markersize=7, zorder=3)
+    for prediction in plan.predictions:
+        if prediction.budget in plan.asked:  # named in the legend, where labels cannot overlap
+            at = prediction.budget / size
+            label = f"{format_bytes(prediction.budget)}: {show_seconds(prediction.seconds)}"
+            upper.plot(at, prediction.seconds, "o", color=PINK, markersize=8, label=label, zorder=3)
+            lower.plot(at, prediction.stall_seconds, "o", color=PINK, markersize=7, zorder=3)
     for axes in (upper, lower):
         style(axes, grid="both")
         if plan.smallest < plan.hidden_from < plan.all:
             hidden = f"copies hidden from {format_bytes(plan.hidden_from)}"
             axes.axvline(plan.hidden_from / size, color="#999999", linestyle="-.", label=hidden)
+        axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
         axes.set_ylim(bottom=0)
         axes.set_xlim(0, 1.02 * budgets[-1])
     if not any(stalls):
-        lower.set_ylim(top=1)
-    upper.set_ylabel(f"time of a pass, {unit_name}")
-    lower.set_ylabel(f"stalls a pass, {unit_name}")
+        lower.set_ylim(top=curve[-1].seconds or 1)
+    upper.set_ylabel("time of a pass")
+    lower.set_ylabel("stalls a pass")
     lower.set_xlabel(f"budget, {size_name}")
     handles, labels = upper.get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
