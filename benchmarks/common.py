@@ -22,9 +22,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # the checkout 
 
 import dynswap_ext
 from dynswap_ext._util.file_mappings import drop_file_cache
-from dynswap_ext.demo.isolated import Isolated
 from dynswap_ext.errors import DynswapError
 from dynswap_ext.planning.rates import disk_bandwidth
+from isolated import Isolated
 from records import Sample, as_json, summary, write_whole
 
 RESULTS = Path(__file__).parent / "results"
@@ -144,14 +144,9 @@ def machine() -> dict[str, Any]:
 def run_apart(run: Callable[[Any], Any], job: Any) -> Any:
     """Call `run(job)` in a process of its own; return what it returns, or {"failure": why it ended}."""
     try:
-        return Isolated().run(_call, (run, job))
+        return Isolated().run(run, job)
     except DynswapError as error:
         return {"failure": str(error).splitlines()[-1][:300]}
-
-
-def _call(given: tuple[Callable[[Any], Any], Any], step: Callable[[], None]) -> Any:
-    run, job = given
-    return run(job)
 
 
 def dd(path: Path) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import statistics
 import sys
-import tempfile
 from pathlib import Path
 
 import torch
@@ -18,10 +17,9 @@ import torch
 from common import Record, native_available, parser
 from dynswap_ext import checkpoint, planning
 from dynswap_ext._util.units import parse_size
-from dynswap_ext.demo.baseline import INSTALLED, Job, Outcome
 from dynswap_ext.demo.files import cache_folder, checkpoint_file
 from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
-from dynswap_ext.demo.run import run_apart
+from dynswap_ext.demo.run import INSTALLED, Job, Outcome, run_apart
 
 
 def measured(path: Path, config: DecoderConfig, tokens: int, passes: int) -> planning.Measured:
@@ -34,7 +32,6 @@ def compare(
     record: Record, name: str, job: Job, sides: tuple[planning.Measured, planning.Measured], outcome: Outcome
 ) -> None:
     """Adds the figures and the bars of one budget."""
-    assert job.budget is not None
     predictions = [
         planning.predict(
             found.weights,
@@ -78,10 +75,7 @@ def main() -> int:
     if not native_available():
         return 0 if given.tiny else 2
     config = config_for(parse_size(given.size), torch.float32)
-    with (
-        tempfile.TemporaryDirectory() as scratch,
-        checkpoint_file(given.folder, config, torch.float32) as path,
-    ):
+    with checkpoint_file(given.folder, config, torch.float32) as path:
         for tokens in given.tokens:
             before = measured(path, config, tokens, given.passes)
             for share in given.shares:
@@ -90,7 +84,6 @@ def main() -> int:
                     baseline=INSTALLED,
                     checkpoint=path,
                     config=config,
-                    outputs=Path(scratch, "outputs.pt"),
                     tokens=tokens,
                     passes=given.passes,
                     budget=budget,

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import os
+import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,18 @@ from dynswap_ext import checkpoint
 from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.peak_memory import disk_bytes_read
 from dynswap_ext._util.units import parse_share
-from dynswap_ext.demo import baseline, text
-from dynswap_ext.demo.baseline import BASELINES, HOOK, INSTALLED, PYTHON, RESIDENT, Job
+from dynswap_ext.demo import run, text
+from dynswap_ext.demo.compare import DemoResult
 from dynswap_ext.demo.files import checkpoint_file, write_random
 from dynswap_ext.demo.hook import install_hook, uninstall_hook
-from dynswap_ext.demo.isolated import Isolated
 from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
-from dynswap_ext.demo.run import DemoOptions, DemoResult, run_apart
+from dynswap_ext.demo.run import BASELINES, HOOK, INSTALLED, PYTHON, RESIDENT, Job, Outcome, run_apart
 from dynswap_ext.errors import BudgetError, ConfigError, DynswapError, SourceError
 from dynswap_ext.planning.rates import disk_bandwidth
 
 pytestmark = pytest.mark.alone
 
-_CONFIG = DecoderConfig(hidden=64, inner=192, layers=3, vocabulary=512)
+_CONFIG = DecoderConfig(hidden=64, layers=3, vocabulary=512)
 
 
 def _skeleton(config: DecoderConfig = _CONFIG) -> Decoder:
@@ -64,26 +63,28 @@ class TestCheckpoint:
     def test_is_what_the_safetensors_library_reads(self, dtype: torch.dtype, tmp_path: Path) -> None:
         path = tmp_path / "w.safetensors"
         steps: list[int] = []
-        written = write_random(path, _skeleton(), dtype, progress=lambda _, done, whole: steps.append(done))
+        write_random(path, _skeleton(), dtype, lambda done, whole: steps.append(done))
         tensors = load_file(path)
-        assert written == sum(tensor.nbytes for tensor in tensors.values()) == steps[-1]
+        assert sum(tensor.nbytes for tensor in tensors.values()) == steps[-1]
         assert set(tensors) == {name for name, _ in _skeleton().named_parameters()}
         assert tensors["embedding.weight"].float().std() == pytest.approx(64**-0.5, rel=0.1)
         assert all(tensor.dtype == dtype for tensor in tensors.values())
         assert int.from_bytes(path.read_bytes()[:8], "little") % 4096 == 4096 - 8
 
-    def test_same_seed_same_bytes(self, tmp_path: Path) -> None:
-        for name, seed in (("a.safetensors", 0), ("b.safetensors", 0), ("c.safetensors", 1)):
-            write_random(tmp_path / name, _skeleton(), torch.float32, seed=seed)
+    def test_is_the_same_each_time_and_each_weight_another(self, tmp_path: Path) -> None:
+        for name in ("a.safetensors", "b.safetensors"):
+            write_random(tmp_path / name, _skeleton(), torch.float32)
         assert (tmp_path / "a.safetensors").read_bytes() == (tmp_path / "b.safetensors").read_bytes()
-        assert (tmp_path / "a.safetensors").read_bytes() != (tmp_path / "c.safetensors").read_bytes()
+        written = load_file(tmp_path / "a.safetensors")
+        assert not torch.equal(written["layers.0.key.weight"], written["layers.0.query.weight"])
+        assert not torch.equal(written["layers.0.key.weight"], written["layers.1.key.weight"])
 
     def test_failure_leaves_no_file(self, tmp_path: Path) -> None:
-        def fail(what: str, done: int, whole: int) -> None:
+        def fail(done: int, whole: int) -> None:
             raise KeyboardInterrupt
 
         with pytest.raises(KeyboardInterrupt):
-            write_random(tmp_path / "w.safetensors", _skeleton(), torch.float32, progress=fail)
+            write_random(tmp_path / "w.safetensors", _skeleton(), torch.float32, fail)
         assert list(tmp_path.iterdir()) == []
 
     def test_kept_file_is_used_again(self, tmp_path: Path) -> None:
@@ -130,7 +131,7 @@ class TestHook:
     def test_hands_out_what_to_makes_and_goes_without_a_trace(self) -> None:
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
         classes = [type(module) for module in model.modules()]
-        assert install_hook(model, device="cpu", dtype=torch.float64) == 3
+        install_hook(model, device="cpu", dtype=torch.float64)
         assert model[0].weight.dtype is torch.float64
         assert model[0].weight is not model[0].weight
         assert dict(model.named_parameters())["0.weight"].dtype is torch.float32
@@ -147,19 +148,9 @@ def test_share(text: str, expected: int) -> None:
     assert parse_share(text, 1000) == expected
 
 
-def _job(path: Path, scratch: Path, **changes: Any) -> Job:
-    return Job(
-        **{
-            "baseline": RESIDENT,
-            "checkpoint": path,
-            "config": _CONFIG,
-            "outputs": scratch / "out.pt",
-            "tokens": 8,
-            "passes": 2,
-            "warm_up": 1,
-            **changes,
-        }
-    )
+def _job(path: Path, **changes: Any) -> Job:
+    job = Job(RESIDENT, path, _CONFIG, budget=_CONFIG.parameters, tokens=8, passes=2, warm_up=1)
+    return dataclasses.replace(job, **changes)
 
 
 class TestBaselines:
@@ -171,19 +162,17 @@ class TestBaselines:
     @pytest.mark.parametrize("cast", [None, torch.bfloat16])
     @pytest.mark.parametrize("in_memory", [False, True])
     def test_every_baseline_equals_the_resident_model(
-        self, cast: torch.dtype | None, in_memory: bool, path: Path, tmp_path: Path
+        self, cast: torch.dtype | None, in_memory: bool, path: Path
     ) -> None:
-        outcomes: dict[str, baseline.Outcome] = {}
-        outputs = {}
-        for name in BASELINES:
-            job = _job(path, tmp_path, baseline=name, dtype=cast, in_memory=in_memory)
-            outcomes[name] = baseline.run(job)
-            outputs[name] = torch.load(job.outputs, weights_only=True)
-        expected = outputs[RESIDENT]
-        assert not torch.equal(expected[0], expected[1])  # two inputs
-        for name, mine in outputs.items():
-            assert len(outcomes[name].seconds) == len(mine) == 2
-            assert all(torch.equal(left, right) for left, right in zip(expected, mine, strict=True)), name
+        outcomes = {
+            name: run.run_here(_job(path, baseline=name, dtype=cast, in_memory=in_memory))
+            for name in BASELINES
+        }
+        for name, outcome in outcomes.items():
+            assert len(outcome.seconds) == 2
+            assert outcome.digest == outcomes[RESIDENT].digest, name
+        other = run.run_here(_job(path, dtype=cast, in_memory=in_memory, warm_up=2))
+        assert other.digest != outcomes[RESIDENT].digest  # other inputs
         assert outcomes[PYTHON].provider == "python" and not outcomes[HOOK].provider
         installed = outcomes[INSTALLED]
         if installed.provider == "native" and (cast or not in_memory):
@@ -198,49 +187,37 @@ class TestBaselines:
 @pytest.mark.parametrize("installed", [[2.0, 3.0, 4.0], [4.0, 5.0, 6.0]], ids=["faster", "slower"])
 def test_nothing_in_the_demo_is_faster_than_the_limit(installed: list[float], moved: float) -> None:
     outcomes = {
-        RESIDENT: baseline.Outcome([3.0, 3.5, 5.0], None, None),
-        INSTALLED: baseline.Outcome(installed, None, None, "native", "host", moved),
+        RESIDENT: Outcome([3.0, 3.5, 5.0], None, None),
+        INSTALLED: Outcome(installed, None, None, "", "native", "host", moved),
     }
-    result = DemoResult(DemoOptions(), _CONFIG, "cpu", 1, 1, False, 1e8, "read", outcomes, [])
+    result = DemoResult(_job(Path("w")), "cpu", 1, 1e8, "read", outcomes)
     assert result.limit_seconds == (installed[0] if moved == 1e9 else min(3.0, installed[0]))
 
 
-def _raise(job: str, step: Callable[[], None]) -> None:
-    step()
-    print("about to fail")
-    if job == "wait":
-        time.sleep(60)
-    raise BudgetError("too small", 7) if job == "budget" else ZeroDivisionError("on purpose")
-
-
-class TestIsolated:
+class TestApart:
     def test_what_runs_apart_equals_what_runs_here(self, tmp_path: Path) -> None:
         write_random(tmp_path / "w.safetensors", _skeleton(), torch.float32)
-        steps: list[tuple[str, int, int]] = []
-        job = _job(tmp_path / "w.safetensors", tmp_path)
-        outcome = run_apart(job, lambda *step: steps.append(step))
-        apart = torch.load(job.outputs, weights_only=True)
-        baseline.run(job)
-        here = torch.load(job.outputs, weights_only=True)
-        assert all(torch.equal(left, right) for left, right in zip(apart, here, strict=True))
-        assert len(outcome.seconds) == 2 and steps == [(RESIDENT, done, 4) for done in (1, 2, 3, 4)]
+        job = _job(tmp_path / "w.safetensors")
+        outcome = run_apart(job)
+        assert outcome.digest == run.run_here(job).digest
+        assert len(outcome.seconds) == 2
 
     def test_an_error_of_the_package_arrives_as_it_is(self, tmp_path: Path) -> None:
         with pytest.raises(SourceError, match="no such file"):
-            run_apart(_job(tmp_path / "gone", tmp_path))
-        with pytest.raises(BudgetError, match="too small") as caught:
-            Isolated().run(_raise, "budget")
-        assert caught.value.smallest_bytes == 7
+            run_apart(_job(tmp_path / "gone"))
+        write_random(tmp_path / "w.safetensors", _skeleton(), torch.float32)
+        with pytest.raises(BudgetError) as caught:
+            run_apart(_job(tmp_path / "w.safetensors", baseline=INSTALLED, dtype=torch.bfloat16, budget=1))
+        assert caught.value.smallest_bytes
 
-    def test_another_one_is_told_with_what_was_written(self) -> None:
-        with pytest.raises(DynswapError, match=r"(?s)ended with status 1.*about to fail.*on purpose"):
-            Isolated().run(_raise, "")
+    def test_a_process_that_is_killed_is_named(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(run, "run_here", _die)
+        with pytest.raises(DynswapError, match="the process of the resident run was ended from outside"):
+            run_apart(_job(tmp_path / "w.safetensors"))
 
-    def test_a_process_that_is_late_is_ended(self) -> None:
-        began = time.monotonic()
-        with pytest.raises(TimeoutError, match="was not done after 1 s"):
-            Isolated("forkserver", ["dynswap_ext"]).run(_raise, "wait", limit=1)
-        assert time.monotonic() - began < 50
+
+def _die(job: Job) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_loaded_demo_model_is_tied_and_complete(tmp_path: Path) -> None:

@@ -11,12 +11,11 @@ import contextlib
 import gc
 import importlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 
-from dynswap_ext.demo.isolated import Isolated
 from dynswap_ext.errors import DynswapError
 from head_to_head.job import Job, Row
+from isolated import Isolated
 
 _PRELOAD = (
     "torch",
@@ -68,13 +67,13 @@ class Apart:
             return Row(failure=str(error).splitlines()[-1][:300])
 
 
-def _measure(job: Job, step: Callable[[], None]) -> Row:
+def _measure(job: Job) -> Row:
     from head_to_head.measure import measure
 
     return measure(job)
 
 
-def _write(job: Job, step: Callable[[], None]) -> Row:
+def _write(job: Job) -> Row:
     from head_to_head.measure import write_checkpoint
 
     return write_checkpoint(job)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +51,11 @@ def _demo(options: argparse.Namespace) -> int:
         show_text(text, console)
         return 0 if text.bit_equal else 1
 
-    from dynswap_ext.demo.run import DemoOptions, run_demo
-    from dynswap_ext.demo.show import bars, show
+    from dynswap_ext.demo.compare import run_demo, show
 
     if options.json:
         check_folder(options.json, "record")  # before anything is measured
-    given = {field.name: getattr(options, field.name) for field in fields(DemoOptions)}
-    with bars(console) as progress:
-        result = run_demo(DemoOptions(**given), progress)
+    result = run_demo(options, console)
     show(result, console)
     if options.json:
         options.json.write_text(result.to_json() + "\n")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -14,20 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from dynswap_ext._util.file_mappings import drop_file_cache
+from dynswap_ext._util.progress import ProgressCallback, ProgressOption, shown
 from dynswap_ext.checkpoint.save import write
 from dynswap_ext.checkpoint.writing.layout import Piece, split
 from dynswap_ext.checkpoint.writing.target import Target
 from dynswap_ext.demo.model import Decoder, DecoderConfig
 from dynswap_ext.errors import SourceError
-
-__all__ = ["Progress", "cache_folder", "checkpoint_file", "ignore", "write_random"]
-
-#: Called with what is done, how much of it is done so far, and the whole.
-Progress = Callable[[str, int, int], None]
-
-
-def ignore(what: str, done: int, whole: int) -> None:
-    """Show no progress."""
 
 
 def cache_folder() -> Path:
@@ -43,9 +35,9 @@ def checkpoint_file(
     folder: Path,
     config: DecoderConfig,
     dtype: torch.dtype,
-    progress: Progress = ignore,
     *,
     keep: bool = False,
+    progress: ProgressOption = False,
 ) -> Iterator[Path]:
     """Write random weights of a decoder to a safetensors file, and drop it from the page cache.
 
@@ -55,11 +47,10 @@ def checkpoint_file(
         There is no room for it.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    size = config.parameters * dtype.itemsize
     name = f"demo-{config.hidden}x{config.layers}-{str(dtype).removeprefix('torch.')}.safetensors"
     path = folder / name
     if not path.exists():
-        free = shutil.disk_usage(folder).free
+        size, free = config.parameters * dtype.itemsize, shutil.disk_usage(folder).free
         if free < 1.1 * size:
             raise SourceError(
                 f"the demo's checkpoint has {size:,} bytes and {folder} has {free:,} free; "
@@ -67,7 +58,8 @@ def checkpoint_file(
             )
         with torch.device("meta"):
             skeleton = Decoder(config)
-        write_random(path, skeleton, dtype, progress=progress)
+        with shown(progress, "writing the checkpoint") as tell:
+            write_random(path, skeleton, dtype, tell)
     try:
         drop_file_cache(path)
         yield path
@@ -77,27 +69,25 @@ def checkpoint_file(
 
 
 def write_random(
-    path: Path, skeleton: nn.Module, dtype: torch.dtype, *, seed: int = 0, progress: Progress = ignore
-) -> int:
-    """Write random weights for a model on the meta device to a safetensors file; return their bytes.
+    path: Path, skeleton: nn.Module, dtype: torch.dtype, progress: ProgressCallback | None = None
+) -> None:
+    """Write random weights, always the same, for a model on the meta device to a safetensors file.
 
     Matrices are normal with variance 1/columns, so that activations keep their size; vectors are ones. A
     weight that is shared is written once, under its first name.
     """
     pieces = [
-        Piece((name,), dtype, tuple(parameter.shape), partial(_fill, f"{seed} {name}", parameter.shape))
+        Piece((name,), dtype, tuple(parameter.shape), partial(_fill, name, parameter.shape))
         for name, parameter in skeleton.named_parameters()
     ]
-    [layout] = split(pieces, None, {})
-    target = Target(path.parent, path.stem, path, True)
-    write(target, [layout], partial(progress, "writing the checkpoint"))
-    return layout.data_bytes
+    target = Target(path.parent, path.stem, path, one_file=True)
+    write(target, split(pieces, None, {}), progress)
 
 
-def _fill(seed: str, shape: torch.Size, first: int, into: Tensor) -> None:
-    """Make some elements of a weight: the source of what is written."""
+def _fill(name: str, shape: torch.Size, first: int, into: Tensor) -> None:
+    """Make the elements of a weight from number `first` on: the source of what is written."""
     if len(shape) < 2:
         into.fill_(1)
         return
-    generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {first}".encode()))
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{name} {first}".encode()))
     into.copy_(torch.randn(into.numel(), generator=generator).mul_(shape[-1] ** -0.5))

@@ -11,20 +11,10 @@ from typing import Any
 from torch import nn
 
 
-def install_hook(model: nn.Module, **to: Any) -> int:
-    """Swap the class of each module of the tree; return how many classes that made.
-
-    Parameters
-    ----------
-    model
-        The model; its weights stay where they are.
-    **to
-        What each weight's ``.to()`` is called with: ``device``, ``dtype``.
-    """
-    modules = list(model.modules())
-    for module in modules:
+def install_hook(model: nn.Module, **to: Any) -> None:
+    """Swap the class of each module of the tree; `to` is what each weight's ``.to()`` is called with."""
+    for module in list(model.modules()):
         module.__class__ = _hooked(module.__class__, to)
-    return len(modules)
 
 
 def uninstall_hook(model: nn.Module) -> None:
@@ -35,16 +25,12 @@ def uninstall_hook(model: nn.Module) -> None:
 
 def _hooked(original: type, to: dict[str, Any]) -> type:
     def __getattr__(self: nn.Module, name: str) -> Any:
-        parameters = self.__dict__["_parameters"]
-        if name in parameters:
-            parameter = parameters[name]
-            if parameter is None:
-                return None
+        parameter = self.__dict__["_parameters"].get(name)
+        if parameter is not None:
             return nn.Parameter(parameter.to(**to), requires_grad=parameter.requires_grad)
-        buffers = self.__dict__["_buffers"]
-        if name in buffers:
-            buffer = buffers[name]
-            return None if buffer is None else buffer.to(**to)
+        buffer = self.__dict__["_buffers"].get(name)
+        if buffer is not None:
+            return buffer.to(**to)
         return original.__getattr__(self, name)  # type: ignore[attr-defined]
 
     return type(f"Hooked_{original.__name__}", (original,), {"__getattr__": __getattr__})

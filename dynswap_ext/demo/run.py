@@ -1,177 +1,177 @@
-"""The demo: one model run every way, each alone in a process, measured and compared."""
+"""One way to run the demo's model, measured: installed, or a baseline to compare with."""
 
 from __future__ import annotations
 
 import dataclasses
-import json
-import tempfile
+import gc
+import hashlib
+import multiprocessing
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
+from itertools import chain
 from pathlib import Path
+from typing import Final
 
 import torch
+from torch import Tensor, nn
 
-from dynswap_ext._util.units import parse_dtype, parse_share, parse_size
-from dynswap_ext.config import resolve
-from dynswap_ext.demo import baseline
-from dynswap_ext.demo.baseline import BASELINES, INSTALLED, PYTHON, RESIDENT, Job, Outcome
-from dynswap_ext.demo.files import Progress, cache_folder, checkpoint_file, ignore
-from dynswap_ext.demo.isolated import Isolated, ProcessError
-from dynswap_ext.demo.model import DecoderConfig, config_for
-from dynswap_ext.errors import ConfigError
-from dynswap_ext.planning.rates import device_name, disk_bandwidth, pinned_bandwidth
+import dynswap_ext
+from dynswap_ext import checkpoint
+from dynswap_ext._util.clock import DeviceClock
+from dynswap_ext._util.file_mappings import drop_file_cache
+from dynswap_ext._util.peak_memory import PeakMemory, disk_bytes_read
+from dynswap_ext.demo.hook import install_hook
+from dynswap_ext.demo.model import Decoder, DecoderConfig
+from dynswap_ext.errors import DynswapError
 
-__all__ = ["DemoOptions", "DemoResult", "run_apart", "run_demo"]
-
-#: An input that computes for about as long as the weights take to arrive, on the usual machine of its kind.
-_TOKENS = {"cpu": 256, "cuda": 4096}
-
-
-@dataclass(frozen=True)
-class DemoOptions:
-    """Options of the command line, as they are given there; None is chosen by device."""
-
-    size: str = "1.5GB"
-    budget: str | None = None
-    prefetch: int = 2
-    device: str | None = None
-    dtype: str | None = None
-    stored_dtype: str | None = None
-    passes: int = 5
-    tokens: int | None = None
-    source: str | None = None
-    folder: str | None = None
-    keep: bool = False
+#: All weights on the device; dynswap_ext with its provider; with the pure-Python one; the classic hook.
+RESIDENT, INSTALLED, PYTHON, HOOK = "resident", "dynswap", "pure Python", "classic hook"
+BASELINES: Final = (RESIDENT, INSTALLED, PYTHON, HOOK)
 
 
 @dataclass(frozen=True)
-class DemoResult:
-    """What was measured, for the table and for programs."""
+class Job:
+    """What one process does."""
 
-    options: DemoOptions
+    baseline: str  #: one of `BASELINES`
+    checkpoint: Path
     config: DecoderConfig
-    device: str
-    model_bytes: int
-    budget: int
-    in_memory: bool
-    bandwidth: float  #: bytes a second: the best of the readings between the runs
-    bandwidth_kind: str
-    outcomes: dict[str, Outcome]
-    differing: list[str]  #: baselines whose outputs were not those of the resident model, to the bit
-
-    @property
-    def limit_seconds(self) -> float:
-        """max(fastest pass of any, bytes / bandwidth) of a pass of the installed model.
-
-        A pass of the installed model that was faster shows that the bandwidth was read too low.
-        """
-        installed = self.outcomes[INSTALLED]
-        compute = min(min(outcome.seconds) for outcome in self.outcomes.values())
-        moved = installed.moved_bytes_per_pass or 0.0
-        return max(compute, min(moved / self.bandwidth, *installed.seconds))
-
-    def to_json(self) -> str:
-        """Return everything, and the limit."""
-        return json.dumps({**dataclasses.asdict(self), "limit_seconds": self.limit_seconds}, indent=2)
+    budget: int  #: bytes
+    device: str = "cpu"
+    dtype: torch.dtype | None = None  #: computes in it; None keeps the stored one
+    tokens: int = 1  #: of an input
+    passes: int = 5  #: timed ones
+    warm_up: int = 2  #: passes before them: the first learns the order, the second begins with a full ring
+    prefetch: int = 2
+    in_memory: bool = False  #: masters are copied to RAM first, instead of being mapped from the file
 
 
-def run_demo(options: DemoOptions, progress: Progress = ignore) -> DemoResult:
-    """Write the checkpoint, run every baseline, compare.
+@dataclass(frozen=True)
+class Outcome:
+    """What was measured; None is what cannot be measured here."""
+
+    seconds: list[float]
+    peak_bytes: int | None  #: over what was in use at the start of the run
+    disk_bytes_per_pass: float | None
+    digest: str = ""  #: of the outputs of the timed passes, to the bit
+    provider: str = ""
+    backend: str = ""
+    moved_bytes_per_pass: float | None = None
+    stall_seconds_per_pass: float | None = None
+
+
+def run_apart(job: Job) -> Outcome:
+    """Do a job in a process of its own, so that its peak memory is its own.
 
     Raises
     ------
-    ConfigError
-        An option is not understood.
-    SourceError
-        There is no room for the checkpoint.
     DynswapError
-        A baseline failed; the message has what it wrote.
+        As it was raised there, or the process ended.
     """
-    device = resolve(device=options.device).device
-    if device.type not in _TOKENS:
-        raise ConfigError(f"the demo measures on cpu and cuda, not on {device.type}")
-    cpu = device.type == "cpu"
-    dtype = parse_dtype(options.dtype) or (torch.float32 if cpu else torch.bfloat16)
-    stored = parse_dtype(options.stored_dtype, "--stored-dtype") or dtype
-    config = config_for(parse_size(options.size), stored)
-    if options.source not in (None, "file", "ram"):
-        raise ConfigError(f"source is 'file' or 'ram', not {options.source!r}")
-    in_memory = (options.source or ("file" if cpu else "ram")) == "ram"
-    if options.passes < 1 or options.prefetch < 0 or (options.tokens is not None and options.tokens < 1):
-        raise ConfigError("passes is at least 1, prefetch at least 0, tokens is at least 1")
-    budget = parse_share(options.budget or "1/4", config.parameters * dtype.itemsize)
+    try:
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            return process.submit(run_here, job).result()
+    except BrokenProcessPool:
+        raise DynswapError(
+            f"the process of the {job.baseline} run was ended from outside, as the system does for lack of "
+            "memory; choose a smaller size"
+        ) from None
 
-    folder = Path(options.folder) if options.folder else cache_folder()
-    with (
-        checkpoint_file(folder, config, stored, progress, keep=options.keep) as path,
-        tempfile.TemporaryDirectory() as scratch,
-    ):
-        bandwidth, kind = partial(disk_bandwidth, path), "sequential direct reads of the same file"
-        if in_memory and not cpu:
-            bandwidth, kind = partial(pinned_bandwidth, device), "copies from pinned memory"
-        readings = [bandwidth()]
-        outcomes: dict[str, Outcome] = {}
-        files = {name: Path(scratch, f"{name}.pt") for name in BASELINES}
-        for name in BASELINES:
-            if name == PYTHON and outcomes[INSTALLED].provider == "python":
-                continue
-            job = Job(
-                baseline=name,
-                checkpoint=path,
-                config=config,
-                outputs=files[name],
-                device=str(device),
-                dtype=None if dtype == stored else dtype,
-                tokens=options.tokens or _TOKENS[device.type],
-                passes=options.passes,
-                budget=budget,
-                prefetch=options.prefetch,
-                in_memory=in_memory,
-            )
-            outcomes[name] = run_apart(job, progress)
-            if name == INSTALLED:
-                readings.append(bandwidth())  # disks of shared machines change their pace: take both sides
-        differing = _differing(files)
-    return DemoResult(
-        options=options,
-        config=config,
-        device=device_name(device),
-        model_bytes=config.parameters * stored.itemsize,
-        budget=budget,
-        in_memory=in_memory,
-        bandwidth=max(readings),
-        bandwidth_kind=kind,
-        outcomes=outcomes,
-        differing=differing,
+
+def run_here(job: Job) -> Outcome:
+    """Do a job in this process."""
+    device = torch.device(job.device)
+    model = checkpoint.load(lambda: Decoder(job.config), job.checkpoint).eval()
+    inputs = []
+    for number in range(job.warm_up + job.passes):
+        generator = torch.Generator().manual_seed(number)
+        tokens = torch.randint(job.config.vocabulary, (1, job.tokens), generator=generator)
+        inputs.append(tokens.to(device))
+    _touch_libraries(job, next(model.parameters()).dtype, inputs[0])
+    drop_file_cache(job.checkpoint)
+
+    memory, clock = PeakMemory(device), DeviceClock(device)
+    handle = _prepare(model, job, device)
+    cold = job.baseline != RESIDENT and not job.in_memory
+    outputs, marks = [], []
+    with torch.inference_mode():
+        for number, tokens in enumerate(inputs):
+            if number == job.warm_up:
+                clock.wait()
+                before, disk_before = _counters(handle), disk_bytes_read()
+            if cold:  # what the last pass left in the page cache
+                drop_file_cache(job.checkpoint)
+            begin = clock.mark()
+            outputs.append(model(tokens))
+            marks.append((begin, clock.mark()))
+    seconds = [clock.seconds(begin, end) for begin, end in marks[job.warm_up :]]
+    disk = disk_bytes_read() - disk_before
+    moved, stalled = (now - then for now, then in zip(_counters(handle), before, strict=True))
+    provider = handle.provider if handle else ""
+    # In pure Python operations read a mapped file themselves: what they read and wait for is not counted.
+    counted = provider == "native" or (provider and (moved or job.in_memory))
+    return Outcome(
+        seconds=seconds,
+        peak_bytes=memory.more() or None,
+        disk_bytes_per_pass=disk / job.passes if disk_before else None,  # 0: the system does not tell
+        digest=_digest(outputs[job.warm_up :]),
+        provider=provider,
+        backend=handle.backend if handle else "",
+        moved_bytes_per_pass=moved / job.passes if counted else None,
+        stall_seconds_per_pass=stalled / 1e9 / job.passes if counted else None,
     )
 
 
-def run_apart(job: Job, progress: Progress = ignore) -> Outcome:
-    """Run a job in a process of its own.
-
-    Raises
-    ------
-    DynswapError
-        As it was raised there; if that was of another kind, with the end of the traceback.
-    """
-    done, whole = 0, job.warm_up + job.passes + 1
-
-    def step() -> None:
-        nonlocal done
-        done += 1
-        progress(job.baseline, done, whole)
-
-    try:
-        return Isolated().run(baseline.run, job, step=step)
-    except ProcessError as error:
-        raise ProcessError(f"{job.baseline} {error}") from None
+def _counters(handle: dynswap_ext.Handle | None) -> tuple[int, int]:
+    """Return bytes moved, and nanoseconds stalled."""
+    if handle is None:
+        return 0, 0
+    stats = handle.stats()
+    return stats.bytes_moved, stats.stall_ns
 
 
-def _differing(files: dict[str, Path]) -> list[str]:
-    """Return the baselines whose outputs are not those of the resident model."""
-    outputs = {name: torch.load(file, weights_only=True) for name, file in files.items() if file.exists()}
-    return [
-        name
-        for name, mine in outputs.items()
-        if not all(torch.equal(left, right) for left, right in zip(outputs[RESIDENT], mine, strict=True))
-    ]
+def _prepare(model: nn.Module, job: Job, device: torch.device) -> dynswap_ext.Handle | None:
+    """Make the model ready to be called; return the handle of an install."""
+    if job.in_memory:
+        _copy_weights(model, job.checkpoint, torch.device("cpu"), None)
+    if job.baseline == RESIDENT:
+        _copy_weights(model, job.checkpoint, device, job.dtype)
+        return None
+    if job.baseline == HOOK:
+        install_hook(model, device=device, dtype=job.dtype)
+        return None
+    return dynswap_ext.install(
+        model,
+        device=device,
+        dtype=job.dtype,
+        prefetch=job.prefetch,
+        budget=job.budget,
+        page_cache=False,  # a model that does not fit the memory does not fit the cache either
+        provider="python" if job.baseline == PYTHON else "auto",
+    )
+
+
+def _copy_weights(model: nn.Module, path: Path, device: torch.device, dtype: torch.dtype | None) -> None:
+    for tensor in chain(model.parameters(), model.buffers()):
+        wanted = dtype if tensor.is_floating_point() else None
+        tensor.data = tensor.data.to(device, wanted, copy=True)
+        drop_file_cache(path)  # or the mapping would count in addition to the copy
+
+
+def _touch_libraries(job: Job, stored: torch.dtype, tokens: Tensor) -> None:
+    """Run two layers of that size once: the libraries' own code and threads are not the model's memory."""
+    small = dataclasses.replace(job.config, layers=2, vocabulary=64)
+    with torch.inference_mode():
+        Decoder(small).to(job.device, job.dtype or stored)(tokens % small.vocabulary)
+    gc.collect()
+    if tokens.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def _digest(outputs: Sequence[Tensor]) -> str:
+    digest = hashlib.sha256()
+    for output in outputs:
+        digest.update(bytes(output.cpu().flatten().view(torch.uint8).tolist()))
+    return digest.hexdigest()

@@ -50,7 +50,11 @@ def run_text(
     BudgetError
         The budget is under the smallest that works, which the message names.
     """
-    folder = _folder()
+    # Found without importing it: its own requirement, sentence-transformers, is not needed here.
+    spec = importlib.util.find_spec(_PACKAGE)
+    if spec is None or spec.origin is None:
+        raise ConfigError(f"--text needs the package with the weights: {_INSTALL}")
+    folder = Path(spec.origin).parent / "model"
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # everything is in the folder
     try:
         from transformers import AutoTokenizer, BertConfig, BertModel
@@ -58,58 +62,38 @@ def run_text(
         raise ConfigError(f"--text needs transformers: {_INSTALL}") from error
 
     texts = list(sentences) if len(sentences) > 1 else [*sentences, *_EXAMPLES]
-    tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    tokens = dict(tokenizer(texts, padding=True, truncation=True, max_length=256, return_tensors="pt"))
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    tokens = {name: tensor.to(where) for name, tensor in tokens.items()}
-
-    def build() -> nn.Module:
-        model: nn.Module = BertModel(BertConfig.from_pretrained(str(folder)))
-        return model
+    tokenizer = AutoTokenizer.from_pretrained(str(folder))
+    tokens = tokenizer(texts, padding=True, truncation=True, max_length=256, return_tensors="pt").to(where)
 
     def load() -> nn.Module:
         with warnings.catch_warnings():
             # The file is older than transformers' decision not to save position_ids: one key too many. A
             # missing one would leave a master on the meta device, which install refuses.
             warnings.simplefilter("ignore", UserWarning)
-            return checkpoint.load(build, folder / "model.safetensors", strict=False).eval()
+            config = BertConfig.from_pretrained(str(folder))
+            model: nn.Module = checkpoint.load(
+                lambda: BertModel(config), folder / "model.safetensors", strict=False
+            )
+            return model.eval()
 
-    resident = load()
-    for tensor in (*resident.parameters(), *resident.buffers()):
-        tensor.data = tensor.data.to(where, copy=True)
-    expected = _embed(resident, tokens)
+    def embed(model: nn.Module) -> Tensor:
+        """Mean of the token embeddings, scaled to length one: shape (sentences, width)."""
+        with torch.inference_mode():
+            hidden: Any = model(**tokens).last_hidden_state
+            mask = tokens["attention_mask"].unsqueeze(-1).to(hidden.dtype)
+            return nn.functional.normalize((hidden * mask).sum(1) / mask.sum(1), dim=1)
 
+    expected = embed(load().to(where))
     streamed = load()
     model_bytes = sum(parameter.nbytes for parameter in streamed.parameters())
     allowed = parse_share(budget or "3/4", model_bytes)
     with dynswap_ext.install(streamed, device=where, budget=allowed, prefetch=prefetch) as handle:
-        embedded = [_embed(streamed, tokens) for _ in range(3)]  # learn, predict, predict
+        embedded = [embed(streamed) for _ in range(3)]  # learn, predict, predict
         stats = handle.stats()
-    return TextResult(
-        sentences=texts,
-        similarities=(embedded[-1] @ embedded[-1].T).cpu(),
-        bit_equal=all(torch.equal(expected, each) for each in embedded),
-        model_bytes=model_bytes,
-        budget=allowed,
-        stats=stats,
-    )
-
-
-def _embed(model: nn.Module, tokens: dict[str, Tensor]) -> Tensor:
-    """Mean of the token embeddings, scaled to length one: shape (sentences, width)."""
-    with torch.inference_mode():
-        hidden: Any = model(**tokens).last_hidden_state
-        mask = tokens["attention_mask"].unsqueeze(-1).to(hidden.dtype)
-        mean: Tensor = (hidden * mask).sum(1) / mask.sum(1)
-        return nn.functional.normalize(mean, dim=1)
-
-
-def _folder() -> Path:
-    # Found without importing it: its own requirement, sentence-transformers, is not needed here.
-    spec = importlib.util.find_spec(_PACKAGE)
-    if spec is None or spec.origin is None:
-        raise ConfigError(f"--text needs the package with the weights: {_INSTALL}")
-    return Path(spec.origin).parent / "model"
+    similarities = (embedded[-1] @ embedded[-1].T).cpu()
+    bit_equal = all(torch.equal(expected, each) for each in embedded)
+    return TextResult(texts, similarities, bit_equal, model_bytes, allowed, stats)
 
 
 def show_text(result: TextResult, console: Console) -> None:

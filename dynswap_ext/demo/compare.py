@@ -1,0 +1,174 @@
+"""The demo: one model run every way, each alone in a process, measured and compared."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Final
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from dynswap_ext._util.tables import facts_grid
+from dynswap_ext._util.units import parse_dtype, parse_share, parse_size, show_bytes, show_seconds
+from dynswap_ext.config import resolve
+from dynswap_ext.demo.files import cache_folder, checkpoint_file
+from dynswap_ext.demo.model import config_for
+from dynswap_ext.demo.run import BASELINES, INSTALLED, PYTHON, RESIDENT, Job, Outcome, run_apart
+from dynswap_ext.errors import ConfigError
+from dynswap_ext.planning.rates import device_name, disk_bandwidth, pinned_bandwidth
+
+#: An input that computes for about as long as the weights take to arrive, on the usual machine of its kind.
+_TOKENS: Final = {"cpu": 256, "cuda": 4096}
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    """What was measured, for the table and for programs."""
+
+    job: Job  #: of the installed model
+    device: str
+    model_bytes: int
+    bandwidth: float  #: bytes a second: the best of the readings between the runs
+    bandwidth_kind: str
+    outcomes: dict[str, Outcome]
+
+    @property
+    def differing(self) -> list[str]:
+        """Baselines whose outputs were not those of the resident model, to the bit."""
+        expected = self.outcomes[RESIDENT].digest
+        return [name for name, outcome in self.outcomes.items() if outcome.digest != expected]
+
+    @property
+    def limit_seconds(self) -> float:
+        """max(fastest pass of any, bytes / bandwidth) of a pass of the installed model.
+
+        A pass of the installed model that was faster shows that the bandwidth was read too low.
+        """
+        installed = self.outcomes[INSTALLED]
+        compute = min(min(outcome.seconds) for outcome in self.outcomes.values())
+        moved = installed.moved_bytes_per_pass or 0.0
+        return max(compute, min(moved / self.bandwidth, *installed.seconds))
+
+    def to_json(self) -> str:
+        """Return everything, and what follows from it."""
+        derived = {"differing": self.differing, "limit_seconds": self.limit_seconds}
+        return json.dumps({**dataclasses.asdict(self), **derived}, indent=2, default=str)
+
+
+def run_demo(options: argparse.Namespace, console: Console) -> DemoResult:
+    """Write the checkpoint, run every baseline, with the options of the command line.
+
+    Raises
+    ------
+    ConfigError
+        An option is not understood.
+    SourceError
+        There is no room for the checkpoint.
+    DynswapError
+        A baseline failed.
+    """
+    device = resolve(device=options.device).device
+    if device.type not in _TOKENS:
+        raise ConfigError(f"the demo measures on cpu and cuda, not on {device.type}")
+    cpu = device.type == "cpu"
+    dtype = parse_dtype(options.dtype) or (torch.float32 if cpu else torch.bfloat16)
+    stored = parse_dtype(options.stored_dtype, "--stored-dtype") or dtype
+    config = config_for(parse_size(options.size), stored)
+    if options.passes < 1 or options.prefetch < 0 or (options.tokens is not None and options.tokens < 1):
+        raise ConfigError("passes is at least 1, prefetch at least 0, tokens is at least 1")
+    budget = parse_share(options.budget or "1/4", config.parameters * dtype.itemsize)
+
+    folder = Path(options.folder) if options.folder else cache_folder()
+    with checkpoint_file(folder, config, stored, keep=options.keep, progress=True) as path:
+        job = Job(
+            baseline=INSTALLED,
+            checkpoint=path,
+            config=config,
+            budget=budget,
+            device=str(device),
+            dtype=None if dtype == stored else dtype,
+            tokens=options.tokens or _TOKENS[device.type],
+            passes=options.passes,
+            prefetch=options.prefetch,
+            in_memory=(options.source or ("file" if cpu else "ram")) == "ram",
+        )
+        bandwidth, kind = partial(disk_bandwidth, path), "sequential direct reads of the same file"
+        if job.in_memory and not cpu:
+            bandwidth, kind = partial(pinned_bandwidth, device), "copies from pinned memory"
+        readings = [bandwidth()]
+        outcomes: dict[str, Outcome] = {}
+        for name in BASELINES:
+            if name == PYTHON and outcomes[INSTALLED].provider == "python":
+                continue
+            with console.status(f"{name}: {job.warm_up + job.passes} passes"):
+                outcomes[name] = run_apart(dataclasses.replace(job, baseline=name))
+            if name == INSTALLED:
+                readings.append(bandwidth())  # disks of shared machines change their pace: take both sides
+    model_bytes = config.parameters * stored.itemsize
+    return DemoResult(job, device_name(device), model_bytes, max(readings), kind, outcomes)
+
+
+def show(result: DemoResult, console: Console) -> None:
+    """Print the facts of the run, the table, and what follows from it."""
+    job, config, outcomes = result.job, result.job.config, result.outcomes
+    masters = "RAM" if job.in_memory else "mapped from the file"
+    facts = {
+        "model": f"decoder, {config.layers} layers of width {config.hidden}, "
+        f"{config.parameters / 1e6:.0f} M parameters, {show_bytes(result.model_bytes)}; masters: {masters}",
+        "device": result.device,
+        "budget": f"{show_bytes(job.budget)} ({job.budget / result.model_bytes:.0%} of the file), "
+        f"prefetch {job.prefetch}",
+        "bandwidth": f"{show_bytes(result.bandwidth)}/s ({result.bandwidth_kind}, measured in this run)",
+    }
+    console.print(facts_grid(facts.items()))
+    console.print(_table(result))
+    where = "allocated on the device" if "cuda" in result.device else "resident set"
+    console.print(
+        "classic hook: a Python __getattr__ that calls .to() at each access. "
+        "limit: max(fastest pass of any, bytes moved by dynswap / bandwidth). "
+        f"Peak memory: {where}, above the start of the run."
+    )
+    if not job.in_memory:
+        console.print(
+            f"All but {RESIDENT} begin each pass with none of the file in the page cache, as on a machine "
+            "whose memory it does not fit."
+        )
+    if outcomes[INSTALLED].provider != "native":
+        console.print("[yellow]The native extension is not active; `dynswap info` says why.")
+    if result.differing:
+        console.print(f"[bold red]Outputs differ from the resident model's: {', '.join(result.differing)}")
+
+
+def _table(result: DemoResult) -> Table:
+    table = Table()
+    table.add_column("", no_wrap=True)
+    for name, outcome in result.outcomes.items():
+        detail = f"\n({outcome.provider}, {outcome.backend})" if name == INSTALLED else ""
+        table.add_column(name + detail, justify="right", style="bold" if name == INSTALLED else "")
+    table.add_column("limit", justify="right")
+
+    limit = result.limit_seconds
+    rows: dict[str, Callable[[Outcome], str]] = {
+        "time a pass": lambda o: show_seconds(statistics.median(o.seconds)),
+        "  fastest": lambda o: show_seconds(min(o.seconds)),
+        "  slowest": lambda o: show_seconds(max(o.seconds)),
+        "  of the limit": lambda o: f"{statistics.median(o.seconds) / limit:.2f}x",
+        "stalls a pass": lambda o: show_seconds(o.stall_seconds_per_pass),
+        "peak memory": lambda o: show_bytes(o.peak_bytes),
+        "moved a pass": lambda o: show_bytes(o.moved_bytes_per_pass),
+        "from disk a pass": lambda o: show_bytes(o.disk_bytes_per_pass),
+    }
+    for title, cell in rows.items():
+        at_limit = show_seconds(limit) if title == "time a pass" else ""
+        table.add_row(title, *map(cell, result.outcomes.values()), at_limit)
+    equal = ["[red]differ" if name in result.differing else "bit-equal" for name in result.outcomes]
+    table.add_row("outputs", "reference", *equal[1:], "")
+    return table
