@@ -62,8 +62,7 @@ class Room:
         # What the system says of the machine and of this process.
         self.monkeypatch.setattr(_tuning, "all_bytes", lambda device: 0)
         self.monkeypatch.setattr(memory, "_free_ram", lambda: size - self._held())
-        self.monkeypatch.setattr(peak_memory, "_STATUS", self.status)
-        self.monkeypatch.setattr(peak_memory, "_CLEAR_REFS", self.status.with_name("clear_refs"))
+        self.monkeypatch.setattr(peak_memory, "_PROCESS", self.status.parent)
         self.process_takes(0, 0)
 
     def process_takes(self, now: int, most: int) -> None:

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-__all__ = ["DeviceClock", "timing_event"]
-
 
 def timing_event() -> torch.cuda.Event:
     """Return an event that ``elapsed_time()`` accepts."""

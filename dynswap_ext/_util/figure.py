@@ -8,23 +8,6 @@ from typing import Any, Final
 
 from dynswap_ext.errors import ConfigError
 
-__all__ = [
-    "BLACK",
-    "BLUE",
-    "DASHED",
-    "GREEN",
-    "GREY",
-    "ORANGE",
-    "PINK",
-    "RED",
-    "byte_scale",
-    "check_folder",
-    "check_path",
-    "figure",
-    "save",
-    "style",
-]
-
 # Okabe and Ito's colours, which can be told apart with any colour vision.
 BLACK: Final = "#000000"
 BLUE: Final = "#0072B2"
@@ -37,13 +20,7 @@ DASHED: Final = (0, (5, 3))
 
 
 def figure(width: float, height: float) -> Any:
-    """Return an empty figure, in inches, that belongs to no window.
-
-    Raises
-    ------
-    ConfigError
-        matplotlib is missing.
-    """
+    """Return an empty figure, in inches, that belongs to no window; ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -69,13 +46,7 @@ def style(axes: Any, *, grid: str = "y") -> None:
 
 
 def check_path(path: str | PathLike[str]) -> Path:
-    """Return the path of a picture if one can be written there: a known suffix, an existing folder.
-
-    Raises
-    ------
-    ConfigError
-        It cannot, or matplotlib is missing.
-    """
+    """Return a picture's path if matplotlib knows its suffix and its folder exists; else ConfigError."""
     where = Path(path)
     if where.suffix.removeprefix(".").lower() not in figure(1, 1).canvas.get_supported_filetypes():
         raise ConfigError(f"{where} cannot be drawn: expected an ending such as .png, .svg or .pdf")
@@ -83,13 +54,7 @@ def check_path(path: str | PathLike[str]) -> Path:
 
 
 def check_folder(path: str | PathLike[str], what: str) -> Path:
-    """Return the path of a file that is to be written, if its folder exists.
-
-    Raises
-    ------
-    ConfigError
-        It does not.
-    """
+    """Return the path of a file that is to be written, if its folder exists; else ConfigError."""
     where = Path(path)
     if not where.parent.is_dir():
         raise ConfigError(f"there is no folder {where.parent} for the {what} {where.name}; make it first")
@@ -97,13 +62,7 @@ def check_folder(path: str | PathLike[str], what: str) -> Path:
 
 
 def save(drawn: Any, path: str | PathLike[str], *, dots_per_inch: int = 150) -> Path:
-    """Write a figure in the format that the path's suffix says.
-
-    Raises
-    ------
-    ConfigError
-        There is no such format, or the file cannot be written.
-    """
+    """Write a figure in the format that the path's suffix says; ConfigError if that cannot be done."""
     where = check_path(path)
     try:
         drawn.savefig(where, dpi=dots_per_inch)

@@ -8,8 +8,6 @@ from bisect import bisect_right
 from pathlib import Path
 from typing import Final, NamedTuple
 
-__all__ = ["FileMappings", "Mapping", "drop_file_cache", "mapped_ranges", "mappings"]
-
 _MADV_DONTNEED: Final = 4
 #: Names that the kernel gives to memory.
 _MEMORY = ("/dev/", "/memfd:", "/SYSV")
@@ -35,12 +33,9 @@ class Mapping(NamedTuple):
             status = os.stat(self.name)
         except OSError:
             return None
-        same = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}" == self.device
-        return (
-            Path(self.name)
-            if same and status.st_ino == self.inode and os.access(self.name, os.R_OK)
-            else None
-        )
+        device = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}"
+        same = (device, status.st_ino) == (self.device, self.inode)
+        return Path(self.name) if same and os.access(self.name, os.R_OK) else None
 
 
 def mappings() -> list[Mapping]:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
-__all__ = ["key_of", "label_of", "pattern_of"]
-
 
 def key_of(name: str) -> tuple[str | None, ...]:
     """What names have in common that differ in their numbers alone."""
@@ -26,14 +24,17 @@ def label_of(names: Sequence[str], most: int = 4) -> str:
     """One name for names that travel together, such as ``layers.0.{weight, bias}``."""
     if len(names) <= 1:
         return names[0] if names else "?"
-    split = [name.split(".") for name in names]
-    shared = 0
-    while all(len(words) > shared + 1 and words[shared] == split[0][shared] for words in split):
-        shared += 1
-    prefix = "".join(f"{word}." for word in split[0][:shared])
-    rest = [".".join(words[shared:]) for words in split]
+    modules = [name.split(".")[:-1] for name in names]
+    prefix = "".join(f"{word}." for word in common_words(modules))
+    rest = [name.removeprefix(prefix) for name in names]
     more = [f"{len(rest) - most + 1} more"] if len(rest) > most else []
     return f"{prefix}{{{', '.join([*rest[: most - 1 if more else most], *more])}}}"
+
+
+def common_words(lists: Sequence[Sequence[str]]) -> list[str]:
+    """Return the words that all lists begin with."""
+    alike = itertools.takewhile(lambda words: len(set(words)) == 1, zip(*lists, strict=False))
+    return [words[0] for words in alike]
 
 
 def _word(words: list[str], most: int | None) -> str:

@@ -11,8 +11,6 @@ from torch import nn
 
 from dynswap_ext._util.own_masters import own_masters
 
-__all__ = ["units_of_modules", "units_of_names"]
-
 #: Names of parameters and buffers of torch's own modules, apart from containers.
 _OWN_NAMES: Final = re.compile(
     r"weight|weight_[gv]|bias|running_(mean|var)|num_batches_tracked|in_proj_(weight|bias)"
@@ -39,15 +37,13 @@ def units_of_modules(modules: Sequence[nn.Module]) -> list[tuple[int, bool]]:
     list of (int, bool)
         The unit is the place in `modules` of the first of its modules.
     """
-    first_of: dict[int, int] = {}  # by the identity of a module that is part of another's unit
+    first_of: dict[int, int] = {}  # by the identity of a module that is part of a unit
     units = []
     for place, module in enumerate(modules):
-        first = first_of.get(id(module))
-        if first is None and _reads_at_once(module):
-            first = place
+        if id(module) not in first_of and _reads_at_once(module):
             for part in _parts(module):
                 first_of.setdefault(id(part), place)
-        units.append((place, False) if first is None else (first, True))
+        units.append((first_of.get(id(module), place), id(module) in first_of))
     return units
 
 
@@ -76,24 +72,17 @@ def units_of_names(modules: Mapping[str, Sequence[str]]) -> list[tuple[list[str]
 def _parts(module: nn.Module) -> Iterator[nn.Module]:
     """Yield the module, and those in it whose weights its forward reads together with its own."""
     yield module
-    names = (
-        ("parametrizations", "out_proj")
-        if isinstance(module, nn.MultiheadAttention)
-        else ("parametrizations",)
-    )
-    for name in names:
+    for name in ("parametrizations", "out_proj"):
         child = module._modules.get(name)
-        if child is not None:
+        if child is not None and (name != "out_proj" or isinstance(module, nn.MultiheadAttention)):
             yield from child.modules()
 
 
 def _reads_at_once(module: nn.Module) -> bool:
     # Without the class's descriptors: TorchScript's refuses to be asked without an instance.
     forward = inspect.getattr_static(type(module), "forward", None)
-    where = getattr(forward, "__module__", None)
     return (
-        isinstance(where, str)
-        and where.startswith("torch.nn.modules.")
+        str(getattr(forward, "__module__", None)).startswith("torch.nn.modules.")
         and forward is not nn.Module.forward  # a container's, which is not called
         and any(True for _ in own_masters(module))
     )

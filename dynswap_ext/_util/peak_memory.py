@@ -8,11 +8,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["PeakMemory", "disk_bytes_read", "resident_bytes"]
-
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-_IO = Path("/proc/self/io")
+_PROCESS = Path("/proc/self")
 _CPU = torch.device("cpu")
 
 
@@ -26,39 +22,36 @@ class PeakMemory:
     def __init__(self, device: torch.device = _CPU) -> None:
         self._device = device
         self._module: Any = None if device.type == "cpu" else getattr(torch, device.type)
-        self._begun_at = 0
-        self.begin()
-
-    def begin(self) -> None:
-        """Measure from here on."""
         if self._module is not None:
-            self._module.reset_peak_memory_stats(self._device)
-            self._begun_at = int(self._module.memory_allocated(self._device))
+            self._module.reset_peak_memory_stats(device)
+            self._begun_at = int(self._module.memory_allocated(device))
             return
         with contextlib.suppress(OSError):  # the mark stays: more memory than needed is left free
-            _CLEAR_REFS.write_text("5")
+            (_PROCESS / "clear_refs").write_text("5")
         self._begun_at = resident_bytes()
 
     def more(self) -> int:
         """Return the bytes of the peak since the beginning over what was in use then."""
-        if self._module is not None:
-            return max(0, int(self._module.max_memory_allocated(self._device)) - self._begun_at)
-        return max(0, _field(_STATUS, "VmHWM") * 1024 - self._begun_at)
+        if self._module is None:
+            peak = _field("status", "VmHWM") * 1024
+        else:
+            peak = int(self._module.max_memory_allocated(self._device))
+        return max(0, peak - self._begun_at)
 
 
 def resident_bytes() -> int:
     """Return the resident memory of this process; 0 where the system does not tell."""
-    return _field(_STATUS, "VmRSS") * 1024
+    return _field("status", "VmRSS") * 1024
 
 
 def disk_bytes_read() -> int:
     """Return what storage has delivered to this process, page faults included; 0 where unknown."""
-    return _field(_IO, "read_bytes")
+    return _field("io", "read_bytes")
 
 
-def _field(file: Path, name: str) -> int:
+def _field(file: str, name: str) -> int:
     with contextlib.suppress(OSError):
-        for line in file.read_text(encoding="ascii").splitlines():
+        for line in (_PROCESS / file).read_text(encoding="ascii").splitlines():
             if line.startswith(f"{name}:"):
                 return int(line.split()[1])
     return 0

@@ -8,21 +8,13 @@ from typing import TypeAlias
 
 from dynswap_ext.errors import ConfigError
 
-__all__ = ["ProgressCallback", "ProgressOption", "check_progress", "shown"]
-
 #: Called with the bytes done so far, and the whole.
 ProgressCallback: TypeAlias = Callable[[int, int], None]
 ProgressOption: TypeAlias = bool | ProgressCallback
 
 
 def check_progress(given: ProgressOption | None) -> ProgressOption:
-    """The option `progress`, checked.
-
-    Raises
-    ------
-    ConfigError
-        It is neither a bool nor a function.
-    """
+    """Return the option `progress`; ConfigError if it is neither a bool nor a function."""
     if given is None or isinstance(given, bool) or callable(given):
         return given or False
     raise ConfigError(
@@ -33,28 +25,20 @@ def check_progress(given: ProgressOption | None) -> ProgressOption:
 
 @contextmanager
 def shown(progress: ProgressOption, what: str) -> Iterator[ProgressCallback | None]:
-    """Something to tell of progress while the block runs; None where nobody wants to know.
+    """Yield what is to be told of the progress of `what`; None where nobody wants to know.
 
-    Parameters
-    ----------
-    progress
-        True for a bar on stderr, where that is a terminal or a notebook: a log file has no use for one.
-    what
-        What is in progress, in a word or two.
+    True is a bar on stderr, where that is a terminal or a notebook: a log file has no use for one.
     """
     progress = check_progress(progress)
     if not isinstance(progress, bool):
         yield progress
-        return
-    if not progress:
-        yield None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.progress import TransferSpeedColumn as Speed
 
     console = Console(stderr=True)
-    if not (console.is_terminal or console.is_jupyter):
+    if not (progress and (console.is_terminal or console.is_jupyter)):
         yield None
         return
     columns = TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), Speed()

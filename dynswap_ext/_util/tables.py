@@ -6,8 +6,6 @@ import io
 from collections.abc import Iterable, Sequence
 from typing import Any, Final
 
-__all__ = ["Printable", "as_text", "facts_grid", "first_names", "plain_table", "shape_text"]
-
 #: Names that are listed before the others are only counted.
 _LISTED: Final = 10
 

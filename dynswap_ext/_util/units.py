@@ -9,13 +9,15 @@ from typing import Final
 
 import torch
 
-from dynswap_ext._util.memory import format_bytes, parse_bytes
+from dynswap_ext._util.memory import format_bytes, parse_amount, parse_bytes
 from dynswap_ext.errors import ConfigError
 
-_NUMBER: Final = r"\s*(?P<number>\d+(\.\d*)?(e[+-]?\d+)?|\.\d+)\s*"
-_THROUGHPUT: Final = re.compile(rf"{_NUMBER}(?P<prefix>[kmgtp]?)flop(s|/s|ps)\s*", re.IGNORECASE)
-_TIME: Final = re.compile(rf"{_NUMBER}(?P<unit>s|ms|us|µs|min)\s*", re.IGNORECASE)
 _TIMES: Final = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+_THROUGHPUTS: Final = {
+    f"{prefix}flop{ending}": 1000.0**power
+    for power, prefix in enumerate(("", *"kmgtp"))
+    for ending in ("s", "/s", "ps")
+}
 
 
 def parse_size(text: str) -> int:
@@ -28,12 +30,11 @@ def parse_size(text: str) -> int:
 
 def parse_share(text: str, whole: int) -> int:
     """Return the bytes of a size, or of a share of `whole` written as "1/4", "25%" or "0.25"."""
-    number = text.strip().removesuffix("%")
     try:
-        share = Fraction(number) / (100 if "%" in text else 1)
+        share = Fraction(text.strip().removesuffix("%")) / (100 if "%" in text else 1)
     except (ValueError, ZeroDivisionError):
-        return parse_size(text)
-    if share > 1:
+        share = None
+    if share is None or share > 1:
         return parse_size(text)
     if share <= 0:
         raise ConfigError(f"{text!r} is not a share above zero; write one as 1/4 or 25%")
@@ -82,8 +83,7 @@ def parse_bandwidth(text: str) -> float:
 
 def parse_throughput(text: str) -> float:
     """Return the floating-point operations a second of "300TFLOPS" or "1.2 PFLOP/s"."""
-    match = _THROUGHPUT.fullmatch(text)
-    rate = float(match["number"]) * 1000 ** " kmgtp".index(match["prefix"].lower() or " ") if match else 0.0
+    rate = parse_amount(text, _THROUGHPUTS)
     if not rate > 0:
         raise ConfigError(f"{text!r} is not a throughput above zero; write one as 300TFLOPS")
     return rate
@@ -91,10 +91,10 @@ def parse_throughput(text: str) -> float:
 
 def parse_seconds(text: str) -> float:
     """Return the seconds of "350ms", "1.2s" or "7us"."""
-    match = _TIME.fullmatch(text)
-    if match is None:
+    seconds = parse_amount(text, _TIMES)
+    if not seconds >= 0:
         raise ConfigError(f"{text!r} is not a time; write one as 350ms or 1.2s")
-    return float(match["number"]) * _TIMES[match["unit"].lower()]
+    return seconds
 
 
 def parse_dtype(text: str | None, option: str = "--dtype") -> torch.dtype | None:

@@ -7,8 +7,6 @@ from typing import Any, Final, TypeVar
 
 import torch
 
-__all__ = ["untraced"]
-
 _F = TypeVar("_F", bound=Callable[..., Any])
 _frames: Final[Any] = torch._C._dynamo.eval_frame
 

@@ -12,8 +12,6 @@ import torch
 from dynswap_ext._util.log import logger
 from dynswap_ext.errors import DynswapWarning
 
-__all__ = ["warn"]
-
 _PACKAGE: Final = Path(__file__).parents[1]
 _NOT_THE_CALLER: Final = tuple(f"{folder}/" for folder in (_PACKAGE, Path(str(torch.__file__)).parent))
 
@@ -21,12 +19,7 @@ _NOT_THE_CALLER: Final = tuple(f"{folder}/" for folder in (_PACKAGE, Path(str(to
 def warn(message: str, *, always: bool = False) -> None:
     """Warn, on behalf of the first frame that is neither the package's own nor torch's.
 
-    Parameters
-    ----------
-    message : str
-        Whole sentences.
-    always : bool
-        Show it also where the same line has led to it before: it is about another install.
+    `always` shows it also where the same line has led to it before: it is about another install.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):

@@ -18,8 +18,6 @@ from dynswap_ext._swap.protocol import Session
 from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.progress import ProgressOption, shown
 
-__all__ = ["FirstPass"]
-
 _INTERVAL_S: Final = 0.1
 #: A pass without a module's call (in a compiled graph, say) is over after this time without an access.
 _QUIET_S: Final = 1.0
@@ -27,21 +25,10 @@ _CALL: Final = nn.Module._call_impl.__code__
 
 
 class FirstPass:
-    """Watches a session until all its groups have been used once.
-
-    Parameters
-    ----------
-    session
-        The session.
-    lives
-        Returns whether the session still serves any module.
-    progress
-        True for a bar, or a function that the thread calls.
-    """
+    """Watches a session until all its groups have been used once, or it serves no module any more."""
 
     def __init__(self, session: Session, lives: Callable[[], bool], progress: ProgressOption) -> None:
-        self._session, self._progress = session, progress
-        self._lives = lives
+        self._session, self._lives, self._progress = session, lives, progress
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="dynswap_ext first pass")
         self._thread.start()

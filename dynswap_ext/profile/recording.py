@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, NamedTuple
 
+from dynswap_ext._swap.protocol import Session
 from dynswap_ext.errors import ConfigError
-
-__all__ = ["CAUSES", "GroupFigures", "Lane", "Recorder", "Recording", "Span", "figures_of"]
 
 #: Why a consumer stalled.
 CAUSES: Final = (
@@ -70,7 +69,7 @@ class GroupFigures:
 class Lane(NamedTuple):
     """Spans of one kind that do not overlap: one row in a viewer."""
 
-    #: "copy", or "wait" or "compute" of one thread.
+    #: "copy", "copy 2" and so on; or "wait" or "compute" of one thread.
     kind: str
     #: The thread's name; empty for copies.
     thread: str
@@ -121,15 +120,15 @@ class Recording:
         for span in self.spans:
             if span.kind == "copy":
                 continue
-            before = running.get(span.thread)
+            before = running.pop(span.thread, None)
             if before is not None and span.kind == "use" and span.group == before.group:
+                running[span.thread] = before
                 continue
             if before is not None:
                 yield before._replace(kind="compute", end=max(before.begin, span.begin))
-                del running[span.thread]
             if span.kind == "use":
                 running[span.thread] = span
-        last = max(self.end, *(span.end for span in self.spans), 0) if self.spans else self.end
+        last = max([self.end, *(span.end for span in self.spans)])
         for before in running.values():
             yield before._replace(kind="compute", end=max(before.begin, last))
 
@@ -141,7 +140,7 @@ class Recording:
             if free is None:
                 copies.append(free := [])
             free.append(span)
-        lanes = [Lane("copy", "", lane) for lane in copies]
+        lanes = [Lane(f"copy {i}" if i > 1 else "copy", "", lane) for i, lane in enumerate(copies, start=1)]
         spans = {"wait": list(self.of("wait")), "compute": list(self.compute())}
         for thread in dict.fromkeys(span.thread for span in self.of("use", "wait")):
             name = self.threads.get(thread, f"thread {thread}")
@@ -150,35 +149,16 @@ class Recording:
         return lanes
 
 
-class Records(Protocol):
-    """What a recorder needs of a session."""
-
-    def groups(self) -> list[dict[str, Any]]:
-        """Return figures of each group, in the order of use."""
-
-    def record(self, on: bool) -> None:
-        """Begin to record, dropping what was recorded before, or end."""
-
-    def timeline(self) -> dict[str, Any]:
-        """Return what was recorded."""
-
-
-def figures_of(session: Records) -> tuple[GroupFigures, ...]:
+def figures_of(session: Session) -> tuple[GroupFigures, ...]:
     """Return figures of each group, in the order of use."""
     return tuple(map(GroupFigures.of, session.groups()))
 
 
 class Recorder:
-    """Records a session, and keeps the latest recording. Thread-safe.
+    """Records a session, and keeps the latest recording. Thread-safe."""
 
-    Parameters
-    ----------
-    session
-        Returns the current session: an install may get another one.
-    """
-
-    def __init__(self, session: Callable[[], Records]) -> None:
-        self._session = session
+    def __init__(self, session: Callable[[], Session]) -> None:
+        self._session = session  # returns the current one: an install may get another
         self._lock = threading.Lock()
         # LOCK: guards all below, and the session's `record`.
         self._current: object | None = None
@@ -200,36 +180,26 @@ class Recorder:
                 if self._current is current:
                     self._current = None
                     session.record(False)
-                    self._last = _recording(session, begin, time.monotonic_ns(), to_unix_ns)
+                    self._last = _recording(session, begin, to_unix_ns)
 
     @property
     def last(self) -> Recording:
-        """The latest recording.
-
-        Raises
-        ------
-        ConfigError
-            Nothing was recorded, or the recording is still running.
-        """
-        if self._last is None:
-            running = self._current is not None
-            raise ConfigError(
-                "the recording is still running: leave its `with` block first"
-                if running
-                else "nothing was recorded: run the model in `with handle.record():` first"
-            )
-        return self._last
+        """The latest recording; ConfigError if there is none, or it is still running."""
+        if self._last is not None:
+            return self._last
+        if self._current is not None:
+            raise ConfigError("the recording is still running: leave its `with` block first")
+        raise ConfigError("nothing was recorded: run the model in `with handle.record():` first")
 
 
-def _recording(session: Records, begin: int, end: int, to_unix_ns: int) -> Recording:
+def _recording(session: Session, begin: int, to_unix_ns: int) -> Recording:
+    end = time.monotonic_ns()
     timeline = session.timeline()
     # A thread has two ids; spans may have either.
-    threads = {
-        key: thread.name
-        for thread in threading.enumerate()
-        for key in (thread.ident, thread.native_id)
-        if key is not None
-    }
+    names = [
+        (key, thread.name) for thread in threading.enumerate() for key in (thread.ident, thread.native_id)
+    ]
+    threads = {key: name for key, name in names if key is not None}
     spans = tuple(Span(*span) for span in timeline["spans"])
     return Recording(figures_of(session), spans, timeline["dropped"], begin, end, to_unix_ns, threads)
 

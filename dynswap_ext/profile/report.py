@@ -1,4 +1,4 @@
-"""What each group of weights costs, and where the time is lost."""
+"""What each group of weights costs, where the time is lost, and what would help."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.name_patterns import key_of, label_of, pattern_of
 from dynswap_ext._util.tables import as_text
 from dynswap_ext._util.units import show_ns
-from dynswap_ext.profile.diagnosis import diagnose
 from dynswap_ext.profile.recording import CAUSES, GroupFigures
 from dynswap_ext.profile.stats import Stats
 
 if TYPE_CHECKING:
     from rich.table import Table
-
-__all__ = ["Report"]
 
 #: Columns of text; the others have numbers.
 _WORDS: Final = ("weights", "from", "place", "because of")
@@ -28,6 +25,43 @@ _FOLDED: Final = ("weights", "because of")
 _WIDE: Final = {"groups": 100, "from": 150, "hits (late)": 150, "copying": 150, "misses": 110, "moved": 110}
 #: A space at which no line is broken.
 _NARROW: Final = "\u00a0"
+
+_MIB: Final = 1 << 20
+#: If the first use has more than this share of the stalls, it is named as the main cause.
+_MOSTLY: Final = 0.9
+_FIRST: Final = "weights that had never been copied before; it does not come again"
+#: For each cause, what the stall was for, and what would help.
+_DIAGNOSES: Final = {
+    "bus-bound": (
+        "for the bus, which was busy with other copies",
+        "keeping more weights on the device would help: {budget}",
+    ),
+    "late prefetch": (
+        "for copies that were issued too late, while the bus was idle",
+        "a deeper prefetch would help: prefetch={prefetch}",
+    ),
+    "not predicted": (
+        "for weights that nothing had fetched ahead",
+        "the order of use differs from pass to pass (branches, experts); keeping more weights on the device "
+        "would help: {budget}",
+    ),
+    "arena full": (
+        "for room in the arena, which was full of what had been fetched ahead",
+        "a larger budget would help: {budget}",
+    ),
+    "slot held": (
+        "for slots that handed-out tensors held",
+        "drop tensors{holder} that your code keeps in a list or a graph, or give a larger budget: {budget}",
+    ),
+    "master changed": (
+        "for masters that had changed, and were copied again",
+        "that is what training costs; if nothing trains, look for what writes to the masters",
+    ),
+}
+_PURE_PYTHON: Final = (
+    "the pure-Python provider fetches nothing ahead, the native one does; keeping more weights on the device "
+    "helps both: {budget}"
+)
 
 
 @dataclass(frozen=True)
@@ -64,7 +98,67 @@ class Report:
     @property
     def diagnosis(self) -> str:
         """Where the time goes and what would help, in words."""
-        return diagnose(self.rows, self.stats, self.causes, self.budget, self.prefetch)
+        rows, causes, whole = self.rows, self.causes, self.stall_ns
+        if not rows:
+            return "no weight has to be moved: every master is already where and what it should be"
+        if not any(row.hits or row.misses or row.copies for row in rows):
+            return "nothing has been used yet: run the model, then ask again"
+        if not whole:
+            return self._without_stall()
+        if all(row.resident for row in rows) and not causes.get("master changed"):
+            return (
+                f"every weight stays on the device now: the {show_ns(whole)} of waiting were for their "
+                "copies so far, and a larger budget changes nothing"
+            )
+        first = causes.pop("first use", 0)
+        if not causes:
+            return f"first use: all of {show_ns(whole)} of waiting was for {_FIRST}"
+        cause, stalled = next(iter(causes.items()))
+        meaning, advice = _DIAGNOSES[cause]
+        if cause == "not predicted" and self.stats.provider == "python":
+            advice = _PURE_PYTHON
+        holder = min((row.held_by for row in rows if row.held_by), default="")
+        advice = advice.format(
+            budget=self._larger_budget(stalled),
+            prefetch=max(2, 2 * self.prefetch),
+            holder=holder and f" of {holder}",
+        )
+        if first > _MOSTLY * whole:
+            return (
+                f"first use: {_share(first, whole)} of {show_ns(whole)} of waiting was for {_FIRST}. Of the "
+                f"rest, {show_ns(stalled)} was {meaning} ({cause}): {advice}"
+            )
+        text = f"{cause}: {_share(stalled, whole)} of {show_ns(whole)} of waiting was {meaning}"
+        if first:
+            text += f" ({_share(first, whole)} was for the first use, which does not come again)"
+        return f"{text}; {advice}"
+
+    def _without_stall(self) -> str:
+        waited_for = sum(row.misses + row.late_hits for row in self.rows)
+        if not waited_for or not any(row.copies and row.copy_ns is None for row in self.rows):
+            return "no time was lost: all weights were there when they were needed"
+        uses = sum(row.hits + row.misses for row in self.rows)
+        return (
+            f"{waited_for} of {uses} uses waited for a copy; how long is timed on this device only while it "
+            "is recorded: run the model in `with handle.record():`, then ask again"
+        )
+
+    def _larger_budget(self, stalled: int) -> str:
+        """Return the option for the budget with which the bus would have kept up.
+
+        A pass that stalls for s of the b that its copies take keeps up when it copies b - s: that share of
+        the streamed bytes has to stay on the device. With evenly paced compute that is enough, else a little
+        less.
+        """
+        streamed = sum(row.bytes for row in self.rows if not row.resident)
+        copying = sum((row.copy_ns or 0) - row.causes.get("first use", 0) for row in self.rows)
+        share = min(1.0, stalled / copying) if copying > 0 else 1.0
+        used = self.stats.resident_bytes + self.stats.arena_bytes
+        # All of them resident need no arena.
+        wanted = min(self.stats.weight_bytes, max(used, self.budget or 0) + int(streamed * share))
+        unit, name = (_MIB, "MiB") if wanted > 16 * _MIB else (1 << 10, "KiB")
+        now = f" (now {format_bytes(self.budget)})" if self.budget is not None else ""
+        return f'budget="{max(1, -(-wanted // unit))}{name}"{now}'
 
     def as_dict(self) -> dict[str, Any]:
         """Return everything, in types that JSON has."""
@@ -105,23 +199,18 @@ class Report:
         from rich.text import Text
 
         kept = f"budget {format_bytes(self.budget)}" if self.budget is not None else "no budget"
-        table = Table(
-            title=f"{self.stats.provider}/{self.stats.backend} on {self.device}, {kept}, "
-            f"prefetch {self.prefetch}",
-            show_footer=True,
-        )
+        provider = f"{self.stats.provider}/{self.stats.backend} on {self.device}"
+        table = Table(title=f"{provider}, {kept}, prefetch {self.prefetch}", show_footer=True)
         footer = {**_cells("all", self.rows), "from": ""}
         shown = [column for column in footer if width >= _WIDE.get(column, 0)]
         for name in shown:
-            justify: Any = "left" if name in _WORDS else "right"
             folded = name in _FOLDED
-            least = None if not folded else 20 if width >= 110 else 12
             table.add_column(
                 name,
                 Text(footer[name]),
-                justify=justify,
+                justify="left" if name in _WORDS else "right",
                 overflow="fold",
-                min_width=least,
+                min_width=(20 if width >= 110 else 12) if folded else None,
                 no_wrap=not folded,
             )
         for label, rows in _lines(self.rows, collapse):
@@ -143,7 +232,6 @@ def _cells(label: str, rows: Sequence[GroupFigures]) -> dict[str, str]:
     place = f"{resident} resident"
     if resident in (0, len(rows)):
         place = "resident" if resident else "streamed"
-    timed = [row.copy_ns is not None for row in rows]
     untimed = any(row.copies and row.copy_ns is None for row in rows)
     return {
         "weights": label,
@@ -154,24 +242,22 @@ def _cells(label: str, rows: Sequence[GroupFigures]) -> dict[str, str]:
         "hits (late)": str(total("hits")) + (f" ({late})" if late else ""),
         "misses": str(total("misses")),
         "moved": format_bytes(moved) if moved else "-",
-        "copying": show_ns(total("copy_ns")) if any(timed) else "?",
+        "copying": show_ns(total("copy_ns")) if any(row.copy_ns is not None for row in rows) else "?",
         "stalled": show_ns(stalled) if stalled or not untimed else "?",
         "because of": _because(rows),
     }
 
 
 def _because(rows: Sequence[GroupFigures]) -> str:
-    """Return the main causes of a stall, with their shares of it."""
+    """Return the main causes of a stall, with their shares of it: two at most, the second if it counts."""
     causes = _summed(rows)
-    whole = sum(causes.values())
-    held = next((row.held_by for row in rows if row.held_by), "")
+    held = next((f" by {row.held_by}" for row in rows if row.held_by), "")
     listed: list[str] = []
-    for cause, ns in sorted(causes.items(), key=lambda item: (-item[1], CAUSES.index(item[0]))):
-        share = round(100 * ns / whole)
-        if listed and (share < 5 or len(listed) == 2):
-            continue
-        by = f" by {held}" if cause == "slot held" and held else ""
-        listed.append(f"{cause}{by}" + (f" {share}{_NARROW}%" if share < 100 else ""))
+    for cause, ns in sorted(causes.items(), key=lambda item: (-item[1], CAUSES.index(item[0])))[:2]:
+        share = round(100 * ns / causes.total())
+        if share >= 5 or not listed:
+            by = held if cause == "slot held" else ""
+            listed.append(f"{cause}{by}" + (f" {share}{_NARROW}%" if share < 100 else ""))
     return ", ".join(listed)
 
 
@@ -187,10 +273,13 @@ def _lines(rows: Sequence[GroupFigures], collapse: bool) -> Iterator[tuple[str, 
     """Yield labels and the groups that share a line."""
     alike: dict[object, list[GroupFigures]] = {}
     for index, row in enumerate(rows):
-        key: object = index
-        if collapse:
-            key = tuple(map(key_of, row.names)), row.bytes, row.source, row.resident
-        alike.setdefault(key, []).append(row)
+        layer = tuple(map(key_of, row.names)), row.bytes, row.source, row.resident
+        alike.setdefault(layer if collapse else index, []).append(row)
     for same in alike.values():
         together = zip(*(row.names for row in same), strict=True)
         yield label_of([pattern_of(names, most=3) for names in together], most=2), same
+
+
+def _share(part: int, whole: int) -> str:
+    share = 100 * part / whole
+    return f"{share:.0f} %" if share >= 1 else "less than 1 %"

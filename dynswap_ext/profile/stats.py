@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
-__all__ = ["Stats"]
-
 
 @dataclass(frozen=True)
 class Stats:

@@ -7,26 +7,13 @@ from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any, Final
 
-from dynswap_ext._util.figure import (
-    BLACK,
-    BLUE,
-    DASHED,
-    GREEN,
-    ORANGE,
-    PINK,
-    RED,
-    byte_scale,
-    figure,
-    save,
-    style,
-)
+from dynswap_ext._util import figure as pictures
+from dynswap_ext._util.figure import BLACK, BLUE, DASHED, GREEN, ORANGE, PINK, RED
 from dynswap_ext._util.memory import format_bytes
-from dynswap_ext._util.name_patterns import label_of
+from dynswap_ext._util.name_patterns import common_words, label_of
 from dynswap_ext._util.units import show_ns
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.profile.recording import CAUSES, Recording, Span
-
-__all__ = ["draw", "write_plot"]
 
 #: Any two that touch can be told apart with every kind of colour vision (there is a test).
 _PREFETCHED, _DEMANDED, _COMPUTE = "#56B4E9", BLUE, GREEN
@@ -55,23 +42,11 @@ _PASSES: Final = 40
 
 def write_plot(recording: Recording, path: str | PathLike[str], *, budget: int | None = None) -> None:
     """Draw a recording into a file; see `Handle.plot`."""
-    save(draw(recording, budget=budget), path, dots_per_inch=160)
+    pictures.save(draw(recording, budget=budget), path, dots_per_inch=160)
 
 
 def draw(recording: Recording, *, budget: int | None = None) -> Any:
-    """Draw a recording.
-
-    Parameters
-    ----------
-    recording
-        What was recorded.
-    budget
-        Bytes, for a line in the picture of memory.
-
-    Returns
-    -------
-    matplotlib.figure.Figure
-        It belongs to no window, and has axes for lanes, groups and memory.
+    """Return a figure with axes for lanes, groups and memory, where the budget in bytes is a line.
 
     Raises
     ------
@@ -96,13 +71,11 @@ class _Picture:
         )
         #: Bars whose gap is too small to be seen are drawn as one.
         self._gap = length / 4000
-        copies = [lane for lane in recording.lanes() if lane.kind == "copy"]
-        threads = [lane for lane in recording.lanes() if lane.kind != "copy"]
+        lanes = recording.lanes()
+        threads = [lane for lane in lanes if lane.thread]
         self._left_out = max(0, len(threads) // 2 - _THREADS)
-        self._lanes: list[tuple[str, Sequence[Span]]] = []
-        for number, lane in enumerate(copies, start=1):
-            self._lanes.append((f"copy {number}" if number > 1 else "copy", lane.spans))
-        if len(copies) > _COPY_LANES:
+        self._lanes = [(lane.kind, lane.spans) for lane in lanes if not lane.thread]
+        if len(self._lanes) > _COPY_LANES:
             self._lanes = [("copy", list(recording.of("copy")))]
         for lane in threads[: 2 * _THREADS]:
             of = f" ({_shortened(lane.thread, 18)})" if len(threads) > 2 else ""
@@ -111,11 +84,11 @@ class _Picture:
     def draw(self) -> Any:
         groups = len(self._recording.groups)
         heights = 0.34 * len(self._lanes) + 0.25, min(7.0, max(1.8, 0.24 * groups)), 1.5
-        drawn = figure(_WIDTH, sum(heights) + 1.5)
+        drawn = pictures.figure(_WIDTH, sum(heights) + 1.5)
         axes = drawn.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": heights, "hspace": 0.03})
         lanes, middle, bottom = axes
         for each in axes:
-            style(each, grid="y" if each is bottom else "")
+            pictures.style(each, grid="y" if each is bottom else "")
             each.tick_params(length=2.5)
             for mark in self._passes if len(self._passes) <= _PASSES else ():
                 each.axvline(self._at(mark.begin), zorder=0.5, **_PASS)
@@ -182,7 +155,7 @@ class _Picture:
     def _draw_memory(self, axes: Any) -> None:
         uses = list(self._recording.of("use"))
         most = max(1, self._budget or 0, *(span.bytes for span in uses))
-        size, unit = byte_scale(most)
+        size, unit = pictures.byte_scale(most)
         times = [*(self._at(span.begin) for span in uses), self._at(self._end)]
         held = [span.bytes / size for span in (*uses, uses[-1])]
         axes.fill_between(times, held, step="post", color=_MEMORY, alpha=0.35, linewidth=0)
@@ -210,17 +183,15 @@ class _Picture:
         from matplotlib.patches import Patch
 
         entries: list[Any] = []
-        copies = _by_colour(self._recording.of("copy"))
-        for colour, spans in sorted(copies, key=lambda part: part[0] == _DEMANDED):
-            what = "demanded" if colour == _DEMANDED else "prefetched"
-            size = format_bytes(sum(span.bytes for span in spans))
-            entries.append(Patch(color=colour, label=f"copy, {what}: {size}"))
+        drawn = dict(_by_colour(self._recording.of("copy", "wait")))
+        for what, colour in (("prefetched", _PREFETCHED), ("demanded", _DEMANDED)):
+            if colour in drawn:
+                size = format_bytes(sum(span.bytes for span in drawn[colour]))
+                entries.append(Patch(color=colour, label=f"copy, {what}: {size}"))
         entries.append(Patch(color=_COMPUTE, label=f"compute: {show_ns(_length(self._compute))}"))
-        waits = dict(_by_colour(self._recording.of("wait")))
         for cause, colour in _WAIT.items():
-            waited = show_ns(_length(waits.get(colour, ())))
-            if colour in waits and waited != "-":
-                entries.append(Patch(color=colour, label=f"wait, {cause}: {waited}"))
+            if waited := _length(drawn.get(colour, ())):
+                entries.append(Patch(color=colour, label=f"wait, {cause}: {show_ns(waited)}"))
         memory: dict[str, Any] = {"facecolor": _MEMORY, "alpha": 0.35, "edgecolor": "#4D4D4D"}
         entries.append(Patch(label="weights on the device", **memory))
         if self._budget is not None:
@@ -260,26 +231,15 @@ def _where(names: Sequence[str]) -> str:
     if len(names) == 1:
         return names[0]
     first, last = (name.split(".")[:-1] for name in (names[0], names[-1]))
-    shared = 0
-    while shared < min(len(first), len(last)) and first[shared] == last[shared]:
-        shared += 1
-    if any(word.isdecimal() for word in first[:shared]) or (shared and first == last):
-        return ".".join(first[:shared])
+    shared = common_words([first, last])
+    if any(map(str.isdecimal, shared)) or (shared and first == last):
+        return ".".join(shared)
     if not first or not last:
         return label_of(names, 2)
     return f"{'.'.join(first)} to {'.'.join(last)}"
 
 
 def _shortened(text: str, most: int) -> str:
-    """Leave out words from the middle, as in ``model.layers.0 … down_proj.weight``; failing that, letters."""
-    if len(text) <= most:
-        return text
-    words = text.split(".")
-    numbered = next((i for i, word in enumerate(words) if word.isdecimal()), 0)
-    head = ".".join(words[: numbered + 1])
-    for kept in range(len(words) - numbered - 2, 0, -1):
-        shorter = f"{head} … {'.'.join(words[-kept:])}"
-        if len(shorter) <= most:
-            return shorter
+    """Leave out the middle, as in ``model.layers.10.s…n.o_proj.weight``."""
     tail = (most - 1) // 2
-    return f"{text[: most - 1 - tail]}…{text[-tail:]}"
+    return text if len(text) <= most else f"{text[: most - 1 - tail]}…{text[-tail:]}"

@@ -13,6 +13,7 @@ import gzip
 import json
 import os
 import time
+from collections.abc import Iterator
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -22,9 +23,7 @@ from dynswap_ext._util.name_patterns import label_of
 from dynswap_ext._util.warn import warn
 from dynswap_ext._version import __version__
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.profile.recording import Recording, Span
-
-__all__ = ["as_trace", "write_trace"]
+from dynswap_ext.profile.recording import GroupFigures, Recording, Span
 
 #: See Note [The clock of a trace].
 _BASE_STEP_S: Final = 7_889_238
@@ -41,7 +40,7 @@ def write_trace(
         content = as_trace(recording)
     else:
         content = _read(Path(profiler))
-        own = as_trace(recording, base_ns=_base_of(content, profiler))
+        own = as_trace(recording, base_ns=content["baseTimeNanoseconds"])
         _compare_times(content, recording, profiler)
         content["traceEvents"] = [*content["traceEvents"], *own["traceEvents"]]
         content["dynswap_ext"] = own["dynswap_ext"]
@@ -55,12 +54,7 @@ def write_trace(
 def as_trace(recording: Recording, *, base_ns: int | None = None) -> dict[str, Any]:
     """Return a recording in the format of Chrome traces.
 
-    Parameters
-    ----------
-    recording
-        What was recorded.
-    base_ns
-        The moment that counts as zero, in nanoseconds since 1970. Default: as in torch.profiler.
+    `base_ns` is the moment that counts as zero, in nanoseconds since 1970. Default: as in torch.profiler.
     """
     if base_ns is None:
         base_ns = int(time.time()) // _BASE_STEP_S * _BASE_STEP_S * 10**9
@@ -69,74 +63,57 @@ def as_trace(recording: Recording, *, base_ns: int | None = None) -> dict[str, A
         "displayTimeUnit": "ms",
         "baseTimeNanoseconds": base_ns,
         "dynswap_ext": {"version": __version__, "dropped_spans": recording.dropped},
-        "traceEvents": _Events(recording, base_ns).made,
+        "traceEvents": list(_events(recording, base_ns)),
     }
 
 
-class _Events:
-    """Makes the events of a trace."""
+def _events(recording: Recording, base_ns: int) -> Iterator[dict[str, Any]]:
+    """Yield spans by lane, marks where passes begin, and the bytes on the device."""
+    labels = [label_of(group.names, most=2) for group in recording.groups]
+    pid = _PID + os.getpid()
 
-    def __init__(self, recording: Recording, base_ns: int) -> None:
-        self._recording = recording
-        self._shift = recording.to_unix_ns - base_ns
-        self._labels = [label_of(group.names, most=2) for group in recording.groups]
-        self._pid = _PID + os.getpid()
-        self.made: list[dict[str, Any]] = []
-        self._about("process", 0, "dynswap_ext", 0)
-        for number, lane in enumerate(recording.lanes(), start=1):
-            copies = f"copy {number}" if number > 1 else "copy"
-            self._lane(number, f"{lane.kind} ({lane.thread})" if lane.thread else copies, lane.spans)
-        self._marks()
+    def at(monotonic_ns: int) -> float:
+        return (monotonic_ns + recording.to_unix_ns - base_ns) / 1000
 
-    def _about(self, what: str, tid: int, name: str, order: int) -> None:
-        common = {"ph": "M", "pid": self._pid, "tid": tid, "ts": self._at(self._recording.begin)}
-        self.made += [
-            {"name": f"{what}_name", **common, "args": {"name": name}},
-            {"name": f"{what}_sort_index", **common, "args": {"sort_index": order}},
-        ]
+    def named(what: str, tid: int, name: str) -> Iterator[dict[str, Any]]:
+        common = {"ph": "M", "pid": pid, "tid": tid, "ts": at(recording.begin)}
+        yield {"name": f"{what}_name", **common, "args": {"name": name}}
+        yield {"name": f"{what}_sort_index", **common, "args": {"sort_index": tid}}
 
-    def _lane(self, number: int, name: str, spans: list[Span]) -> None:
-        self._about("thread", number, name, number)
-        for span in spans:
-            label = self._labels[span.group]
-            self.made.append(
-                {
-                    "ph": "X",
-                    "cat": f"dynswap,{span.kind}",
-                    "name": f"{span.detail}: {label}" if span.kind == "wait" else label,
-                    "pid": self._pid,
-                    "tid": number,
-                    "ts": self._at(span.begin),
-                    # From the rounded times: the next span may begin where this one ends.
-                    "dur": self._at(span.end) - self._at(span.begin),
-                    "args": self._details(span),
-                }
-            )
+    yield from named("process", 0, "dynswap_ext")
+    for tid, lane in enumerate(recording.lanes(), start=1):
+        yield from named("thread", tid, f"{lane.kind} ({lane.thread})" if lane.thread else lane.kind)
+        for span in lane.spans:
+            label = labels[span.group]
+            yield {
+                "ph": "X",
+                "cat": f"dynswap,{span.kind}",
+                "name": f"{span.detail}: {label}" if span.kind == "wait" else label,
+                "pid": pid,
+                "tid": tid,
+                "ts": at(span.begin),
+                # From the rounded times: the next span may begin where this one ends.
+                "dur": at(span.end) - at(span.begin),
+                "args": _details(span, recording.groups[span.group]),
+            }
+    common = {"pid": pid, "cat": "dynswap"}
+    for number, span in enumerate(recording.of("pass"), start=1):
+        # "s": across the whole process's rows.
+        yield {"ph": "i", "s": "p", "name": f"pass {number}", "tid": 0, "ts": at(span.begin), **common}
+    for span in recording.of("use"):
+        held = {"bytes": span.bytes}
+        yield {"ph": "C", "name": "device bytes", "ts": at(span.begin), **common, "args": held}
 
-    def _details(self, span: Span) -> dict[str, Any]:
-        group = self._recording.groups[span.group]
-        details: dict[str, Any] = {"group": span.group, "weights": ", ".join(group.names)}
-        if span.kind == "wait":
-            details["cause"] = span.detail
-        if span.kind == "copy":
-            details.update({"bytes": span.bytes, "source": group.source, "issued": span.detail})
-            if span.end > span.begin:
-                details["GB/s"] = round(span.bytes / (span.end - span.begin), 3)
-        return details
 
-    def _marks(self) -> None:
-        """Mark where passes begin, and count the bytes on the device."""
-        common = {"pid": self._pid, "cat": "dynswap"}
-        for number, span in enumerate(self._recording.of("pass"), start=1):
-            # Across the whole process's rows.
-            mark = {"ph": "i", "s": "p", "name": f"pass {number}", "tid": 0, "ts": self._at(span.begin)}
-            self.made.append({**mark, **common})
-        for span in self._recording.of("use"):
-            count = {"ph": "C", "name": "device bytes", "ts": self._at(span.begin)}
-            self.made.append({**count, **common, "args": {"bytes": span.bytes}})
-
-    def _at(self, monotonic_ns: int) -> float:
-        return (monotonic_ns + self._shift) / 1000
+def _details(span: Span, group: GroupFigures) -> dict[str, Any]:
+    details: dict[str, Any] = {"group": span.group, "weights": ", ".join(group.names)}
+    if span.kind == "wait":
+        details["cause"] = span.detail
+    if span.kind == "copy":
+        details.update({"bytes": span.bytes, "source": group.source, "issued": span.detail})
+        if span.end > span.begin:
+            details["GB/s"] = round(span.bytes / (span.end - span.begin), 3)
+    return details
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -147,24 +124,20 @@ def _read(path: Path) -> dict[str, Any]:
         trace = json.loads(content)
     except (OSError, EOFError, ValueError) as error:
         raise ConfigError(f"profiler is {path}, which cannot be read as a trace: {error}") from error
-    if isinstance(trace, dict) and isinstance(trace.get("traceEvents"), list):
-        return trace
-    raise ConfigError(
-        f"profiler is {path}, which has no list of traceEvents; expected what torch.profiler's "
-        "export_chrome_trace() writes"
-    )
-
-
-def _base_of(trace: dict[str, Any], path: str | PathLike[str]) -> int:
-    base = trace.get("baseTimeNanoseconds", 0)
-    if isinstance(base, int):
-        return base
-    raise ConfigError(f"profiler is {path}, whose baseTimeNanoseconds is {base!r}; expected a number")
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
+        raise ConfigError(
+            f"profiler is {path}, which has no list of traceEvents; expected what torch.profiler's "
+            "export_chrome_trace() writes"
+        )
+    base = trace.setdefault("baseTimeNanoseconds", 0)
+    if not isinstance(base, int):
+        raise ConfigError(f"profiler is {path}, whose baseTimeNanoseconds is {base!r}; expected a number")
+    return trace
 
 
 def _compare_times(trace: dict[str, Any], recording: Recording, path: str | PathLike[str]) -> None:
     times = [event["ts"] for event in trace["traceEvents"] if event.get("ph") == "X"]
-    shift = recording.to_unix_ns - _base_of(trace, path)
+    shift = recording.to_unix_ns - trace["baseTimeNanoseconds"]
     begin, end = ((at + shift) / 1000 for at in (recording.begin, recording.end))
     if times and (max(times) < begin or min(times) > end):
         warn(
