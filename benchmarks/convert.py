@@ -29,7 +29,7 @@ from pathlib import Path
 from common import Record, parser
 from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.units import parse_size
-from dynswap_ext.demo.files import cache_folder
+from dynswap_ext.demo.model import cache_folder
 
 _BLOCK = 4 << 20
 _THREADS = 4

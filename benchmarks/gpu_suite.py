@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from common import Record, parser
-from dynswap_ext.demo.files import cache_folder
+from dynswap_ext.demo.model import cache_folder
 from suite_parts import (
     BARS,
     FAILED,

@@ -29,8 +29,14 @@ from dynswap_ext import checkpoint
 from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.peak_memory import PeakMemory, disk_bytes_read
 from dynswap_ext._util.units import parse_size
-from dynswap_ext.demo.files import cache_folder, checkpoint_file, write_random
-from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
+from dynswap_ext.demo.model import (
+    Decoder,
+    DecoderConfig,
+    cache_folder,
+    checkpoint_file,
+    config_for,
+    write_random,
+)
 
 SKELETON, FACTORY = "load onto a skeleton", "load from a factory"
 WAYS = (SKELETON, FACTORY, "torch.load(mmap=True), assign", "safetensors load_file, assign")

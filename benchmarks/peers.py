@@ -31,7 +31,7 @@ from typing import Any
 import torch
 
 from common import Record, parser
-from dynswap_ext.demo.files import cache_folder
+from dynswap_ext.demo.model import cache_folder
 from dynswap_ext.planning.rates import pinned_bandwidth
 from head_to_head import table
 from head_to_head.apart import Apart

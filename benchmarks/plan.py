@@ -17,8 +17,7 @@ import torch
 from common import Record, native_available, parser
 from dynswap_ext import checkpoint, planning
 from dynswap_ext._util.units import parse_size
-from dynswap_ext.demo.files import cache_folder, checkpoint_file
-from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
+from dynswap_ext.demo.model import Decoder, DecoderConfig, cache_folder, checkpoint_file, config_for
 from dynswap_ext.demo.run import INSTALLED, Job, Outcome, run_apart
 
 

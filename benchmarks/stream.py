@@ -28,8 +28,7 @@ import torch
 
 from common import Record, dd, native_available, parser
 from dynswap_ext._util.units import parse_size
-from dynswap_ext.demo.files import cache_folder, checkpoint_file
-from dynswap_ext.demo.model import config_for
+from dynswap_ext.demo.model import cache_folder, checkpoint_file, config_for
 from dynswap_ext.demo.run import INSTALLED, PYTHON, RESIDENT, Job, Outcome, run_apart
 from dynswap_ext.planning.rates import pinned_bandwidth
 

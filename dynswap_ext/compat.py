@@ -61,7 +61,19 @@ class DynamicSwapInstaller:
         ConfigError
             An option is unknown, or has a value that cannot be used. The model is as it was.
         """
-        return _install(model, target_device, kwargs)
+        options = {name: value for name, value in kwargs.items() if name != "non_blocking"}
+        unknown = sorted(set(options).difference(_OPTIONS))
+        if unknown:
+            raise ConfigError(
+                f"DynamicSwapInstaller does not know {', '.join(map(repr, unknown))}; expected target_device "
+                f"or one of {', '.join(_OPTIONS)}"
+            )
+        if target_device is not None and options.setdefault("device", target_device) is not target_device:
+            raise ConfigError(
+                f"both target_device ({target_device!r}) and device ({options['device']!r}) are given; they "
+                "are two names of one option"
+            )
+        return install_with(model, config.resolve(**options), _naming)
 
     @staticmethod
     def uninstall_model(model: nn.Module) -> None:
@@ -74,31 +86,13 @@ class DynamicSwapInstaller:
     ) -> Handle:
         """Install this module without its children: an install of its own, with its own budget."""
         with _childless(module):
-            return _install(module, target_device, kwargs)
+            return DynamicSwapInstaller.install_model(module, target_device, **kwargs)
 
     @staticmethod
     def _uninstall_module(module: nn.Module) -> None:
         """Uninstall this module; its children stay as they are."""
         with _childless(module):
             uninstall(module)
-
-
-def _install(
-    model: nn.Module, target_device: torch.device | str | int | None, given: dict[str, Any]
-) -> Handle:
-    options = {name: value for name, value in given.items() if name != "non_blocking"}
-    unknown = sorted(set(options).difference(_OPTIONS))
-    if unknown:
-        raise ConfigError(
-            f"DynamicSwapInstaller does not know {', '.join(map(repr, unknown))}; expected target_device or "
-            f"one of {', '.join(_OPTIONS)}"
-        )
-    if target_device is not None and options.setdefault("device", target_device) is not target_device:
-        raise ConfigError(
-            f"both target_device ({target_device!r}) and device ({options['device']!r}) are given; they are "
-            "two names of one option"
-        )
-    return install_with(model, config.resolve(**options), _naming)
 
 
 def _naming(original: type) -> tuple[str, dict[str, Any]]:

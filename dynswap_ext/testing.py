@@ -6,7 +6,6 @@ import copy
 import gc
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -21,15 +20,13 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def moved(model: ModuleT, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ModuleT:
-    """A copy of the model, moved whole: what an installed model has to equal to the bit.
+    """Return a plain copy of the model, moved whole: what an installed model has to equal to the bit.
 
     Parameters
     ----------
     model : torch.nn.Module
-        Installed or not; the copy is plain.
-    device
-        As given to the install.
-    dtype
+        Installed or not.
+    device, dtype
         As given to the install.
     """
     return copy.deepcopy(model).to(device=device, dtype=dtype)
@@ -45,7 +42,7 @@ def assert_bit_equal(actual: Any, expected: Any, what: str = "value") -> None:
 
 
 def differences(actual: Any, expected: Any, what: str = "value") -> list[str]:
-    """What `assert_bit_equal` would complain about, a sentence each."""
+    """Return what `assert_bit_equal` would complain about, a sentence each."""
     if isinstance(expected, torch.Tensor):
         return _tensor_differences(actual, expected, what)
     if isinstance(expected, Mapping):
@@ -101,5 +98,5 @@ def map_from_file(model: ModuleT, path: str | os.PathLike[str]) -> ModuleT:
         The model itself.
     """
     torch.save(model.state_dict(), path)
-    model.load_state_dict(torch.load(Path(path), mmap=True, weights_only=True), assign=True)
+    model.load_state_dict(torch.load(path, mmap=True, weights_only=True), assign=True)
     return model

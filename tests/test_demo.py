@@ -22,9 +22,8 @@ from dynswap_ext._util.peak_memory import disk_bytes_read
 from dynswap_ext._util.units import parse_share
 from dynswap_ext.demo import run, text
 from dynswap_ext.demo.compare import DemoResult
-from dynswap_ext.demo.files import checkpoint_file, write_random
 from dynswap_ext.demo.hook import install_hook, uninstall_hook
-from dynswap_ext.demo.model import Decoder, DecoderConfig, config_for
+from dynswap_ext.demo.model import Decoder, DecoderConfig, checkpoint_file, config_for, write_random
 from dynswap_ext.demo.run import BASELINES, HOOK, INSTALLED, PYTHON, RESIDENT, Job, Outcome, run_apart
 from dynswap_ext.errors import BudgetError, ConfigError, DynswapError, SourceError
 from dynswap_ext.planning.rates import disk_bandwidth

@@ -19,8 +19,7 @@ from rich.table import Table
 from dynswap_ext._util.tables import facts_grid
 from dynswap_ext._util.units import parse_dtype, parse_share, parse_size, show_bytes, show_seconds
 from dynswap_ext.config import resolve
-from dynswap_ext.demo.files import cache_folder, checkpoint_file
-from dynswap_ext.demo.model import config_for
+from dynswap_ext.demo.model import cache_folder, checkpoint_file, config_for
 from dynswap_ext.demo.run import BASELINES, INSTALLED, PYTHON, RESIDENT, Job, Outcome, run_apart
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.rates import device_name, disk_bandwidth, pinned_bandwidth

@@ -42,35 +42,30 @@ class FirstPass:
 
     def _watch(self) -> None:
         while self._accesses() == 0:
-            if self._gone(_INTERVAL_S):
+            if self._gone():
                 return
         with shown(self._progress, "first pass") as tell:
             if tell is None:
                 return
             before, last = -1, time.monotonic()
-            while True:
-                done, whole, all_came = self._arrived()
-                tell(done, whole)
-                if all_came or self._gone(_INTERVAL_S):
+            while time.monotonic() - last <= _QUIET_S:
+                groups = self._session.groups()
+                came = [group["bytes"] for group in groups if group["copies"]]
+                tell(sum(came), sum(group["bytes"] for group in groups))
+                if len(came) == len(groups) or self._gone():
                     break
                 now = self._accesses()
                 if now != before or _inside_call(self._session):
                     before, last = now, time.monotonic()
-                elif time.monotonic() - last > _QUIET_S:
-                    break
 
-    def _gone(self, wait: float) -> bool:
-        stopped = self._over.wait(wait)
+    def _gone(self) -> bool:
+        """Wait for a moment, and return whether there is nothing left to watch, or for anyone to see."""
+        stopped = self._over.wait(_INTERVAL_S)
         return stopped or not self._lives() or not threading.main_thread().is_alive()
 
     def _accesses(self) -> int:
         counters = self._session.stats()
         return counters["hits"] + counters["misses"]
-
-    def _arrived(self) -> tuple[int, int, bool]:
-        groups = self._session.groups()
-        came = [group["bytes"] for group in groups if group["copies"]]
-        return sum(came), sum(group["bytes"] for group in groups), len(came) == len(groups)
 
 
 def _inside_call(session: Session) -> bool:

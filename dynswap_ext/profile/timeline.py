@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any, Final
@@ -30,7 +30,7 @@ _TICKS: Final = 12
 _LABEL_LENGTH: Final = 36
 #: More shapes than this are rasterised in vector formats (.svg, .pdf), as viewers would be slow.
 _RASTERED: Final = 3000
-#: More rows of groups, or bars in a lane, than this are too thin to be drawn apart.
+#: More rows of groups, or bars of one colour, than this are too thin to be drawn apart.
 _ROWS: Final = 100
 _BARS: Final = 60
 #: More lanes than this would leave no room for anything else.
@@ -69,8 +69,7 @@ class _Picture:
         self._unit, self._scale = next(
             (unit, ns) for unit, ns in (("s", 1e9), ("ms", 1e6), ("us", 1e3)) if length >= 2 * ns or ns == 1e3
         )
-        #: Bars whose gap is too small to be seen are drawn as one.
-        self._gap = length / 4000
+        self._shortest = length * 7 // 4000
         lanes = recording.lanes()
         threads = [lane for lane in lanes if lane.thread]
         self._left_out = max(0, len(threads) // 2 - _THREADS)
@@ -92,9 +91,8 @@ class _Picture:
             each.tick_params(length=2.5)
             for mark in self._passes if len(self._passes) <= _PASSES else ():
                 each.axvline(self._at(mark.begin), zorder=0.5, **_PASS)
-        for row, (_, spans) in enumerate(self._lanes):
-            for colour, same in _by_colour(spans):
-                self._draw_lane(lanes, same, row - 0.38, colour)
+        bars = [(span, row - 0.38) for row, (_, spans) in enumerate(self._lanes) for span in spans]
+        self._draw_bars(lanes, bars, 0.76)
         lanes.set_ylim(len(self._lanes) - 0.4, -0.6)
         lanes.set_yticks(range(len(self._lanes)), [name for name, _ in self._lanes])
         lanes.set_title(self._title(), loc="left", fontsize=11)
@@ -106,43 +104,35 @@ class _Picture:
         drawn.legend(handles=self._legend(), loc="outside right upper", frameon=False, fontsize=9)
         return drawn
 
-    def _draw_lane(self, axes: Any, spans: Sequence[Span], low: float, colour: str) -> None:
-        """Draw bars: a few with edges between them; of many, those too close to tell apart as one."""
-        waits = spans[0].kind == "wait"  # they may be short, and have to be seen
-        apart = len(spans) <= _BARS and not waits
-        merged: list[list[int]] = []
-        for span in spans:
-            if merged and not apart and span.begin - merged[-1][1] < self._gap:
-                merged[-1][1] = max(merged[-1][1], span.end)
-            else:
-                merged.append([span.begin, span.end])
-        axes.broken_barh(
-            [(self._at(begin), (end - begin) / self._scale) for begin, end in merged],
-            (low, 0.76),
-            facecolor=colour,
-            edgecolor="white" if apart else colour,
-            linewidth=0.4 if apart else 0.7 if waits else 0.3,
-            rasterized=len(merged) > _RASTERED,
-        )
+    def _draw_bars(self, axes: Any, bars: Iterable[tuple[Span, float]], height: float) -> None:
+        """Draw a bar for each span, with its low edge as given; none is too short to be seen."""
+        from matplotlib.collections import PolyCollection
+
+        corners: defaultdict[str, list[Any]] = defaultdict(list)
+        for span, low in bars:
+            left, right = self._at(span.begin), self._at(max(span.end, span.begin + self._shortest))
+            high = low + height
+            corners[_colour(span)].append([(left, low), (left, high), (right, high), (right, low)])
+        for colour, shapes in corners.items():
+            apart = len(shapes) <= _BARS and colour not in _WAIT.values()
+            axes.add_collection(
+                PolyCollection(
+                    shapes,
+                    facecolor=colour,
+                    edgecolor="white",
+                    linewidth=0.4 if apart else 0,
+                    rasterized=len(shapes) > _RASTERED,
+                )
+            )
 
     def _draw_groups(self, axes: Any) -> None:
         """Draw a row for each group: what its consumers did in the upper half, its copies below."""
-        from matplotlib.collections import PolyCollection
-
         groups = self._recording.groups
         height = max(0.42, 0.5 * len(groups) / _ROWS)
-        least = int(7 * self._gap)  # to be seen at all
         # Copies are drawn first: where rows are thin, they would hide what was used at that time.
-        copies, waits = self._recording.of("copy"), self._recording.of("wait")
-        for colour, spans in _by_colour([*copies, *self._compute, *waits]):
-            above = 0.0 if spans[0].kind == "copy" else height
-            corners = []
-            for span in spans:
-                left, right = self._at(span.begin), self._at(max(span.end, span.begin + least))
-                low, high = span.group - above, span.group - above + height
-                corners.append([(left, low), (left, high), (right, high), (right, low)])
-            rastered = len(spans) > _RASTERED
-            axes.add_collection(PolyCollection(corners, facecolor=colour, linewidth=0, rasterized=rastered))
+        copies = [(span, float(span.group)) for span in self._recording.of("copy")]
+        uses = [(span, span.group - height) for span in (*self._compute, *self._recording.of("wait"))]
+        self._draw_bars(axes, [*copies, *uses], height)
         axes.set_ylim(len(groups) - 0.4, -0.6)
         ticks = _ticks(len(groups))
         labels = [_shortened(_where(groups[i].names), _LABEL_LENGTH) for i in ticks]
@@ -183,14 +173,16 @@ class _Picture:
         from matplotlib.patches import Patch
 
         entries: list[Any] = []
-        drawn = dict(_by_colour(self._recording.of("copy", "wait")))
+        copied: Counter[str] = Counter()
+        for span in self._recording.of("copy"):
+            copied[span.detail] += span.bytes
         for what, colour in (("prefetched", _PREFETCHED), ("demanded", _DEMANDED)):
-            if colour in drawn:
-                size = format_bytes(sum(span.bytes for span in drawn[colour]))
-                entries.append(Patch(color=colour, label=f"copy, {what}: {size}"))
+            if copied[what]:
+                entries.append(Patch(color=colour, label=f"copy, {what}: {format_bytes(copied[what])}"))
         entries.append(Patch(color=_COMPUTE, label=f"compute: {show_ns(_length(self._compute))}"))
         for cause, colour in _WAIT.items():
-            if waited := _length(drawn.get(colour, ())):
+            waited = _length(span for span in self._recording.of("wait") if span.detail == cause)
+            if waited:
                 entries.append(Patch(color=colour, label=f"wait, {cause}: {show_ns(waited)}"))
         memory: dict[str, Any] = {"facecolor": _MEMORY, "alpha": 0.35, "edgecolor": "#4D4D4D"}
         entries.append(Patch(label="weights on the device", **memory))
@@ -204,15 +196,10 @@ class _Picture:
         return (ns - self._begin) / self._scale
 
 
-def _by_colour(spans: Iterable[Span]) -> list[tuple[str, list[Span]]]:
-    found: defaultdict[str, list[Span]] = defaultdict(list)
-    for span in spans:
-        if span.kind == "copy":
-            colour = _DEMANDED if span.detail == "demanded" else _PREFETCHED
-        else:
-            colour = _WAIT[span.detail] if span.kind == "wait" else _COMPUTE
-        found[colour].append(span)
-    return list(found.items())
+def _colour(span: Span) -> str:
+    if span.kind == "copy":
+        return _DEMANDED if span.detail == "demanded" else _PREFETCHED
+    return _WAIT[span.detail] if span.kind == "wait" else _COMPUTE
 
 
 def _length(spans: Iterable[Span]) -> int:
