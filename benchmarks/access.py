@@ -19,7 +19,7 @@ from torch import nn
 
 import dynswap_ext
 from common import Record, Sample, native_available, parser
-from dynswap_ext.demo.hook import install_hook
+from dynswap_ext.demo.run import install_hook
 
 
 class Reads(nn.Module):

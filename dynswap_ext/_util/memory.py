@@ -36,17 +36,9 @@ def parse_amount(text: str, units: Mapping[str, float]) -> float:
 
 
 def parse_bytes(given: int | float | str, option: str = "budget") -> int | float:
-    """Read an amount of memory; `option` is what it was given as, for the error.
+    """Read an amount of memory: bytes as an int, a fraction of the free memory as a float in (0, 1].
 
-    Returns
-    -------
-    int or float
-        Bytes as an int; a fraction of the free memory as a float in (0, 1].
-
-    Raises
-    ------
-    ConfigError
-        If it is none of these, zero or negative; the message names the accepted forms.
+    `option` is what it was given as, for the ConfigError that names the accepted forms.
     """
     if isinstance(given, float) and 0 < given <= 1:
         return given

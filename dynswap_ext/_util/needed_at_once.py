@@ -27,15 +27,7 @@ def units_of_modules(modules: Sequence[nn.Module]) -> list[tuple[int, bool]]:
     the device then: with those that parametrise them, and for attention those of its child `out_proj`. Of
     other forwards, and of other children, that is not known: they may be read one after the other.
 
-    Parameters
-    ----------
-    modules
-        Parents before their children.
-
-    Returns
-    -------
-    list of (int, bool)
-        The unit is the place in `modules` of the first of its modules.
+    Parents come before their children. A unit is the place in `modules` of the first of its modules.
     """
     first_of: dict[int, int] = {}  # by the identity of a module that is part of a unit
     units = []
@@ -50,10 +42,7 @@ def units_of_modules(modules: Sequence[nn.Module]) -> list[tuple[int, bool]]:
 def units_of_names(modules: Mapping[str, Sequence[str]]) -> list[tuple[list[str], bool]]:
     """Return the names of each unit, and whether a call needs all of it at once, as far as names tell.
 
-    Parameters
-    ----------
-    modules
-        Names of weights by what is before their last dot.
+    `modules` has the names of weights by what is before their last dot.
     """
     own = {module: [name.rpartition(".")[2] for name in names] for module, names in modules.items()}
     units: dict[str, tuple[list[str], bool]] = {}

@@ -45,11 +45,10 @@ def _demo(options: argparse.Namespace) -> int:
 
     console = Console()
     if options.text:
-        from dynswap_ext.demo.text import run_text, show_text
+        from dynswap_ext.demo.text import run_text
 
-        text = run_text(options.text, device=options.device, budget=options.budget, prefetch=options.prefetch)
-        show_text(text, console)
-        return 0 if text.bit_equal else 1
+        where = {"device": options.device, "budget": options.budget, "prefetch": options.prefetch}
+        return 0 if run_text(options.text, console, **where).bit_equal else 1
 
     from dynswap_ext.demo.compare import run_demo, show
 

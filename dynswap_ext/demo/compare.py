@@ -63,17 +63,7 @@ class DemoResult:
 
 
 def run_demo(options: argparse.Namespace, console: Console) -> DemoResult:
-    """Write the checkpoint, run every baseline, with the options of the command line.
-
-    Raises
-    ------
-    ConfigError
-        An option is not understood.
-    SourceError
-        There is no room for the checkpoint.
-    DynswapError
-        A baseline failed.
-    """
+    """Write the checkpoint and run every baseline, with the options of the command line."""
     device = resolve(device=options.device).device
     if device.type not in _TOKENS:
         raise ConfigError(f"the demo measures on cpu and cuda, not on {device.type}")

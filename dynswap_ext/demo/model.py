@@ -143,13 +143,7 @@ def checkpoint_file(
     keep: bool = False,
     progress: ProgressOption = False,
 ) -> Iterator[Path]:
-    """Write random weights of a decoder to a safetensors file, and drop it from the page cache.
-
-    Raises
-    ------
-    SourceError
-        There is no room for it.
-    """
+    """Write random weights of a decoder to a safetensors file, and drop it from the page cache."""
     folder.mkdir(parents=True, exist_ok=True)
     name = f"demo-{config.hidden}x{config.layers}-{str(dtype).removeprefix('torch.')}.safetensors"
     path = folder / name

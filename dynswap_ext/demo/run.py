@@ -12,7 +12,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,6 @@ from dynswap_ext import checkpoint
 from dynswap_ext._util.clock import DeviceClock
 from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.peak_memory import PeakMemory, disk_bytes_read
-from dynswap_ext.demo.hook import install_hook
 from dynswap_ext.demo.model import Decoder, DecoderConfig
 from dynswap_ext.errors import DynswapError
 
@@ -63,13 +62,7 @@ class Outcome:
 
 
 def run_apart(job: Job) -> Outcome:
-    """Do a job in a process of its own, so that its peak memory is its own.
-
-    Raises
-    ------
-    DynswapError
-        As it was raised there, or the process ended.
-    """
+    """Do a job in a process of its own, so that its peak memory is its own; errors arrive as raised there."""
     try:
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
             return process.submit(run_here, job).result()
@@ -100,36 +93,34 @@ def run_here(job: Job) -> Outcome:
         for number, tokens in enumerate(inputs):
             if number == job.warm_up:
                 clock.wait()
-                before, disk_before = _counters(handle), disk_bytes_read()
+                disk_before = disk_bytes_read()
+                if handle is not None:
+                    handle.reset_stats()
             if cold:  # what the last pass left in the page cache
                 drop_file_cache(job.checkpoint)
             begin = clock.mark()
             outputs.append(model(tokens))
             marks.append((begin, clock.mark()))
     seconds = [clock.seconds(begin, end) for begin, end in marks[job.warm_up :]]
-    disk = disk_bytes_read() - disk_before
-    moved, stalled = (now - then for now, then in zip(_counters(handle), before, strict=True))
-    provider = handle.provider if handle else ""
-    # In pure Python operations read a mapped file themselves: what they read and wait for is not counted.
-    counted = provider == "native" or (provider and (moved or job.in_memory))
-    return Outcome(
-        seconds=seconds,
+    disk_bytes = disk_bytes_read() - disk_before
+    outcome = Outcome(
+        seconds,
         peak_bytes=memory.more() or None,
-        disk_bytes_per_pass=disk / job.passes if disk_before else None,  # 0: the system does not tell
+        disk_bytes_per_pass=disk_bytes / job.passes if disk_before else None,  # 0: the system does not tell
         digest=_digest(outputs[job.warm_up :]),
-        provider=provider,
-        backend=handle.backend if handle else "",
-        moved_bytes_per_pass=moved / job.passes if counted else None,
-        stall_seconds_per_pass=stalled / 1e9 / job.passes if counted else None,
     )
-
-
-def _counters(handle: dynswap_ext.Handle | None) -> tuple[int, int]:
-    """Return bytes moved, and nanoseconds stalled."""
     if handle is None:
-        return 0, 0
+        return outcome
     stats = handle.stats()
-    return stats.bytes_moved, stats.stall_ns
+    # In pure Python operations read a mapped file themselves: what they read and wait for is not counted.
+    counted = stats.bytes_moved or job.in_memory or stats.provider == "native"
+    return dataclasses.replace(
+        outcome,
+        provider=stats.provider,
+        backend=stats.backend,
+        moved_bytes_per_pass=stats.bytes_moved / job.passes if counted else None,
+        stall_seconds_per_pass=stats.stall_ns / 1e9 / job.passes if counted else None,
+    )
 
 
 def _prepare(model: nn.Module, job: Job, device: torch.device) -> dynswap_ext.Handle | None:
@@ -175,3 +166,32 @@ def _digest(outputs: Sequence[Tensor]) -> str:
     for output in outputs:
         digest.update(bytes(output.cpu().flatten().view(torch.uint8).tolist()))
     return digest.hexdigest()
+
+
+def install_hook(model: nn.Module, **to: Any) -> None:
+    """Install the classic way, as a reference to measure against: weights cross at each attribute read.
+
+    It does what installers of this kind are known to do, and no more: a class per module instance with a
+    Python ``__getattr__`` that calls ``.to(**to)`` on the weight. It prefetches and remembers nothing.
+    """
+    for module in list(model.modules()):
+        module.__class__ = _hooked(module.__class__, to)
+
+
+def uninstall_hook(model: nn.Module) -> None:
+    """Give each module its class back."""
+    for module in model.modules():
+        module.__class__ = module.__class__.__bases__[0]
+
+
+def _hooked(original: type, to: dict[str, Any]) -> type:
+    def __getattr__(self: nn.Module, name: str) -> Any:
+        parameter = self.__dict__["_parameters"].get(name)
+        if parameter is not None:
+            return nn.Parameter(parameter.to(**to), requires_grad=parameter.requires_grad)
+        buffer = self.__dict__["_buffers"].get(name)
+        if buffer is not None:
+            return buffer.to(**to)
+        return original.__getattr__(self, name)  # type: ignore[attr-defined]
+
+    return type(f"Hooked_{original.__name__}", (original,), {"__getattr__": __getattr__})

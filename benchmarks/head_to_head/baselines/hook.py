@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dynswap_ext.demo.hook import install_hook
+from dynswap_ext.demo.run import install_hook
 from head_to_head.baselines.base import FILE, PEER, RAM, Baseline, Prepared, Setting
 
 
