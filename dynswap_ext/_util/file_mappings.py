@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from bisect import bisect_right
 from pathlib import Path
 from typing import Final, NamedTuple
 
-_MADV_DONTNEED: Final = 4
 #: Names that the kernel gives to memory.
-_MEMORY = ("/dev/", "/memfd:", "/SYSV")
+_MEMORY: Final = ("/dev/", "/memfd:", "/SYSV")
 
 
 class Mapping(NamedTuple):
@@ -41,8 +41,7 @@ class Mapping(NamedTuple):
 def mappings() -> list[Mapping]:
     """Return the files that are mapped now, by address; none where the kernel has no list (not Linux)."""
     try:
-        with open("/proc/self/maps", errors="replace") as file:  # proc_pid_maps(5)
-            lines = file.read().splitlines()
+        lines = Path("/proc/self/maps").read_text(errors="replace").splitlines()  # proc_pid_maps(5)
     except OSError:
         return []
     found: list[Mapping] = []
@@ -88,9 +87,6 @@ def drop_file_cache(path: Path) -> None:
         return
     libc = ctypes.CDLL(None, use_errno=True)
     for start, length in mapped_ranges(path):
-        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), _MADV_DONTNEED)
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
-    finally:
-        os.close(descriptor)
+        libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), mmap.MADV_DONTNEED)
+    with path.open("rb") as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)

@@ -145,7 +145,7 @@ def checkpoint_file(
 ) -> Iterator[Path]:
     """Write random weights of a decoder to a safetensors file, and drop it from the page cache."""
     folder.mkdir(parents=True, exist_ok=True)
-    name = f"demo-{config.hidden}x{config.layers}-{str(dtype).removeprefix('torch.')}.safetensors"
+    name = f"decoder-{config.hidden}x{config.layers}-{str(dtype).removeprefix('torch.')}.safetensors"
     path = folder / name
     if not path.exists():
         size, free = config.parameters * dtype.itemsize, shutil.disk_usage(folder).free

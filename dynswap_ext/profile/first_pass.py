@@ -9,8 +9,9 @@ from __future__ import annotations
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from torch import nn
 
@@ -69,11 +70,9 @@ class FirstPass:
 
 
 def _inside_call(session: Session) -> bool:
-    """Whether any thread is inside the call of a module that the session serves."""
-    for frame in sys._current_frames().values():
-        at: Any = frame
-        while at is not None:
-            if at.f_code is _CALL and session_of(at.f_locals["self"]) is session:
-                return True
-            at = at.f_back
-    return False
+    """Return whether any thread is inside the call of a module that the session serves."""
+    return any(
+        frame.f_code is _CALL and session_of(frame.f_locals["self"]) is session
+        for innermost in sys._current_frames().values()
+        for frame, _ in traceback.walk_stack(innermost)
+    )
