@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Any, Final
 
 import torch
 
@@ -17,14 +14,12 @@ from dynswap_ext._util.progress import ProgressOption, shown
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.checkpoint.rename import Rename
-from dynswap_ext.checkpoint.writing.blocks import Block, BlockWriter, Journal
-from dynswap_ext.checkpoint.writing.layout import DEFAULT_SHARD, Layout, shard_bytes, split
+from dynswap_ext.checkpoint.writing.blocks import write
+from dynswap_ext.checkpoint.writing.direct import Files
+from dynswap_ext.checkpoint.writing.layout import split
 from dynswap_ext.checkpoint.writing.pieces import pieces_of, text_of
-from dynswap_ext.checkpoint.writing.sources import Files
-from dynswap_ext.checkpoint.writing.target import Partial, Target, explained
-from dynswap_ext.errors import ConfigError, DynswapError, SourceError
-
-_JOURNAL: Final = "journal"
+from dynswap_ext.checkpoint.writing.target import Target
+from dynswap_ext.errors import ConfigError, SourceError
 
 
 @dataclass(frozen=True)
@@ -103,38 +98,23 @@ def convert(
     begun = time.monotonic()
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         raise ConfigError(f"dtype is {dtype!r}; expected a floating dtype such as torch.bfloat16, or None")
-    limit = shard_bytes(max_shard_size)
-    source, target = Path(src), Target.of(Path(dst), sharded=limit is not None)
+    source, target = Path(src), Target.of(Path(dst), max_shard_size)
     checkpoint = open_checkpoint(source)
     _check_target(source, checkpoint, target, overwrite)
-    stamps = _stamps(checkpoint)
-    with Files() as files:
+    with Files() as files, shown(progress, "converting") as report:
         pieces = pieces_of(checkpoint, dtype, rename, files)
-        layouts = split(pieces, limit if target.one_file else limit or DEFAULT_SHARD, text_of(checkpoint))
-        needed = sum(layout.file_bytes for layout in layouts)
-        done: dict[Block, int] = {}
+        layouts = split(pieces, target.shard, text_of(checkpoint))
         try:
-            with (
-                shown(progress, "converting") as report,
-                explained(target, needed),
-                Partial(target, needed) as partial,
-            ):
-                partial.keep = True
-                job = _job(stamps, layouts)
-                done.update(_begun(partial, job, target, layouts, overwrite))
-                partial.keep = done  # not to be dropped should there be no room
-                resumed = _fill(partial, checkpoint, job, layouts, done, report)
-                loadable, written = partial.place(layouts)
-                partial.keep = False
-        except DynswapError as error:
-            if not done:
+            path, written, resumed = write(target, layouts, report, source=checkpoint, overwrite=overwrite)
+        except SourceError as error:
+            if not target.journal.exists():
                 raise
-            raise type(error)(
-                f"{error}. What is done so far is kept in {partial.folder}, and the same call continues from "
+            raise SourceError(
+                f"{error}. What is done so far is kept in {target.partial}, and the same call continues from "
                 "there; delete that folder to drop it"
             ) from error
     return Conversion(
-        path=loadable,
+        path=path,
         files=tuple(written),
         tensors=len(pieces),
         source_bytes=sum(entry.nbytes for entry in checkpoint.entries.values()),
@@ -144,78 +124,9 @@ def convert(
     )
 
 
-def _job(stamps: Any, layouts: list[Layout]) -> Any:
-    """Return what has to be equal for a run to continue the work of another."""
-    plan = hashlib.sha256()
-    for layout in layouts:
-        plan.update(layout.header([0] * layout.blocks))
-    return {"source": stamps, "files": len(layouts), "plan": plan.hexdigest()}
-
-
-def _begun(
-    partial: Partial, job: Any, target: Target, layouts: list[Layout], overwrite: bool
-) -> dict[Block, int]:
-    """Return the blocks, with checksums, that the journal of an earlier run has."""
-    journal = partial.folder / _JOURNAL
-    if journal.exists():
-        earlier, done = Journal.read(journal)
-        if earlier == job:
-            return done
-        if done and not overwrite:
-            raise ConfigError(
-                f"{partial.folder} has a part of {target.path} from another source, one that has changed "
-                "since, or with other arguments; repeat those to continue, delete the folder, or overwrite "
-                "(--overwrite, overwrite=True) to start afresh"
-            )
-    partial.empty()
-    return {}
-
-
-def _fill(
-    partial: Partial,
-    checkpoint: Checkpoint,
-    job: Any,
-    layouts: list[Layout],
-    done: dict[Block, int],
-    report: Callable[[int, int], None] | None,
-) -> int:
-    """Write the blocks that are not done, and note them in `done`. Return the bytes that were done before."""
-    partial.check_free()
-    writer = BlockWriter(layouts, partial.files(len(layouts)), verify=True)
-    writer.allocate()
-    present = writer.present(done)
-    done.clear()
-    done.update(present)
-    whole = sum(layout.data_bytes for layout in layouts)
-    resumed = position = sum(layouts[block.file].block(block.number)[1] for block in done)
-    with Journal(partial.folder / _JOURNAL, job, done) as journal:
-
-        def finished(block: Block, checksum: int) -> None:
-            nonlocal position
-            done[block] = checksum
-            journal.add(block, checksum)
-            position += layouts[block.file].block(block.number)[1]
-            if report is not None:
-                report(position, whole)
-
-        if report is not None:
-            report(position, whole)
-        writer.write([block for block in writer.all_blocks() if block not in done], finished)
-    if _stamps(checkpoint) != job["source"]:
-        done.clear()
-        raise SourceError(
-            f"{checkpoint.path} has changed while it was converted; convert it again when no program writes "
-            "to it"
-        )
-    writer.finish(done)
-    return resumed
-
-
 def _check_target(source: Path, checkpoint: Checkpoint, target: Target, overwrite: bool) -> None:
-    named, inputs = (
-        Path(os.path.realpath(source)),
-        {Path(os.path.realpath(path)) for path in checkpoint.files},
-    )
+    named = Path(os.path.realpath(source))
+    inputs = {Path(os.path.realpath(path)) for path in checkpoint.files}
     outputs = {target.file, target.index, target.path}
     if named in outputs or inputs & outputs:
         raise ConfigError(f"{target.path} is the source itself, or a file of it; convert to another path")
@@ -223,20 +134,8 @@ def _check_target(source: Path, checkpoint: Checkpoint, target: Target, overwrit
         raise ConfigError(f"{target.path} is inside the source, {source}; convert to a path outside it")
     if target.shards() & {path.name for path in inputs if path.parent == target.folder}:
         raise ConfigError(f"{target.index} names files of the source, {source}; convert to another folder")
-    there = target.exists()
-    if there is not None and not overwrite:
-        raise ConfigError(
-            f"{there} exists; overwrite it (--overwrite, overwrite=True), or convert to another path"
-        )
-
-
-def _stamps(checkpoint: Checkpoint) -> list[Any]:
-    """What tells whether a source has changed."""
-    found: list[Any] = []
-    for path in checkpoint.files:
-        try:
-            status = path.stat()
-        except OSError as error:
-            raise SourceError(f"{path} cannot be read any more: {error.strerror}") from error
-        found.append([os.path.realpath(path), status.st_size, status.st_mtime_ns])
-    return found
+    for path in [target.file] if target.shard is None else [target.index, target.file]:
+        if path.exists() and not overwrite:
+            raise ConfigError(
+                f"{path} exists; overwrite it (--overwrite, overwrite=True), or convert to another path"
+            )

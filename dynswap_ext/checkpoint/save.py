@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -14,20 +13,12 @@ from torch import nn
 
 from dynswap_ext._swap.subclasses import is_plain
 from dynswap_ext._util.file_mappings import FileMappings
-from dynswap_ext._util.progress import ProgressCallback
 from dynswap_ext.checkpoint.formats.common import listed
-from dynswap_ext.checkpoint.writing.blocks import Block, BlockWriter
-from dynswap_ext.checkpoint.writing.layout import (
-    DEFAULT_SHARD,
-    Layout,
-    Piece,
-    check_dtype,
-    check_metadata,
-    shard_bytes,
-    split,
-)
-from dynswap_ext.checkpoint.writing.sources import Files, source_of
-from dynswap_ext.checkpoint.writing.target import Partial, Target, explained
+from dynswap_ext.checkpoint.writing.blocks import write
+from dynswap_ext.checkpoint.writing.direct import Files
+from dynswap_ext.checkpoint.writing.layout import Piece, split
+from dynswap_ext.checkpoint.writing.sources import source_of
+from dynswap_ext.checkpoint.writing.target import Target, replace
 from dynswap_ext.errors import ConfigError, SourceError
 
 #: Of files that torch.save writes.
@@ -84,66 +75,31 @@ def save(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"save() takes a torch.nn.Module, not a {type(model).__name__}")
     path = Path(path)
-    limit, text = shard_bytes(max_shard_size), check_metadata(metadata)
     if path.suffix in _TORCH and not path.is_dir():
-        if limit is not None or text:
+        if max_shard_size is not None or metadata:
             raise ConfigError(
                 f"{path} would be a file of torch.save, which has neither shards nor metadata; leave out "
                 "max_shard_size and metadata, or save to a path that ends in .safetensors"
             )
         return _save_torch(model.state_dict(), Path(os.path.realpath(path)))
-    target = Target.of(path, sharded=limit is not None)
-    shard = limit if target.one_file else limit or DEFAULT_SHARD
+    target, text = Target.of(path, max_shard_size), dict(metadata or {})
+    wrong = [name for name, value in text.items() if not isinstance(name, str) or not isinstance(value, str)]
+    if wrong:
+        raise ConfigError(
+            f"metadata has something else than text under {', '.join(map(repr, wrong[:5]))}; safetensors "
+            "keeps only text, so write it as such (json.dumps)"
+        )
     with Files() as files:
-        return write(target, split(_pieces(model.state_dict(), files), shard, text))
-
-
-def write(target: Target, layouts: Sequence[Layout], progress: ProgressCallback | None = None) -> Path:
-    """Write the files of a checkpoint, which takes the place of the one before when it is complete.
-
-    Returns
-    -------
-    Path
-        What can be loaded.
-
-    Raises
-    ------
-    SourceError
-        The disk is full, or permission is missing.
-    """
-    needed = sum(layout.file_bytes for layout in layouts)
-    whole = sum(layout.data_bytes for layout in layouts)
-    checksums: dict[Block, int] = {}
-    done = 0
-
-    def written(block: Block, checksum: int) -> None:
-        nonlocal done
-        checksums[block] = checksum
-        done += layouts[block.file].block(block.number)[1]
-        if progress is not None:
-            progress(done, whole)
-
-    with _writing(target, needed) as partial:
-        writer = BlockWriter(layouts, partial.files(len(layouts)), verify=False)
-        writer.allocate()
-        writer.write(writer.all_blocks(), written)
-        writer.finish(checksums)
-        return partial.place(layouts)[0]
-
-
-@contextmanager
-def _writing(target: Target, needed: int) -> Iterator[Partial]:
-    with explained(target, needed), Partial(target, needed) as partial:
-        partial.empty()  # left by a crash
-        partial.check_free()
-        yield partial
+        return write(target, split(_pieces(model.state_dict(), files), target.shard, text))[0]
 
 
 def _save_torch(state: dict[str, Any], path: Path) -> Path:
     _refuse_meta({name: value for name, value in state.items() if isinstance(value, torch.Tensor)})
     needed = sum(value.nbytes for value in state.values() if is_plain(value))
-    with _writing(Target(path.parent, path.name, path, True), needed) as partial:
-        written = partial.folder / path.name
+    target = Target(path.parent, path.name, path, None)
+    with target.reserved(needed):
+        target.make_room(needed)
+        written = target.partial / path.name
         with written.open("wb") as file:
             try:
                 torch.save(state, file)
@@ -155,44 +111,37 @@ def _save_torch(state: dict[str, Any], path: Path) -> Path:
                 raise SourceError(f"{path} cannot be written: {error}") from error
             file.flush()
             os.fsync(file.fileno())
-        partial.replace(written, path)
-        return path
+        replace(written, path)
+    return path
 
 
 def _pieces(state: dict[str, Any], files: Files) -> list[Piece]:
-    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
-    if len(tensors) < len(state):
-        others = [name for name in state if name not in tensors]
+    others = [name for name, value in state.items() if not isinstance(value, torch.Tensor)]
+    if others:
         raise ConfigError(
             f"the model has state that is no tensor ({listed(others, 5)}), which safetensors cannot hold; "
             "save to a path that ends in .pt"
         )
-    _refuse_meta(tensors)
+    _refuse_meta(state)
     ties: dict[object, list[str]] = {}
-    for name, tensor in tensors.items():
+    for name, tensor in state.items():
         if not is_plain(tensor) or tensor.layout != torch.strided:
             raise ConfigError(
                 f"{name} is a {type(tensor).__name__} of layout {tensor.layout}, and safetensors holds plain "
                 "tensors alone; save to a path that ends in .pt, or replace it by a plain tensor"
             )
-        check_dtype(name, tensor.dtype)
-        ties.setdefault(_identity(name, tensor), []).append(name)
+        bits = tensor.is_conj(), tensor.is_neg()
+        place = tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), bits
+        ties.setdefault(place if tensor.numel() else name, []).append(name)
     mappings = FileMappings()
     return [
         Piece(tuple(sorted(names)), tensor.dtype, tuple(tensor.shape), source_of(tensor, mappings, files))
         for names in ties.values()
-        for tensor in [tensors[names[0]].detach()]
+        for tensor in [state[names[0]].detach()]
     ]
 
 
-def _identity(name: str, tensor: torch.Tensor) -> object:
-    if not tensor.numel():
-        return name
-    bits = tensor.is_conj(), tensor.is_neg()
-    return tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), bits
-
-
-def _refuse_meta(tensors: dict[str, torch.Tensor]) -> None:
+def _refuse_meta(tensors: Mapping[str, torch.Tensor]) -> None:
     meta = [name for name, tensor in tensors.items() if tensor.is_meta]
     if meta:
         raise ConfigError(

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.formats.common import listed
-from dynswap_ext.checkpoint.writing.blocks import checksum_of, in_parallel
-from dynswap_ext.checkpoint.writing.direct import DirectFile
-from dynswap_ext.checkpoint.writing.layout import BLOCK, CHECKSUMS
+from dynswap_ext.checkpoint.writing.blocks import Block, blocks_of, in_parallel
+from dynswap_ext.checkpoint.writing.direct import BLOCK
+from dynswap_ext.checkpoint.writing.layout import CHECKSUMS
 from dynswap_ext.errors import SourceError
 
 
@@ -42,28 +42,25 @@ def _verify(path: Path, progress: Callable[[int, int], None] | None) -> int:
     places = {name: (entry.offset or 0, entry.nbytes) for name, entry in checkpoint.entries.items()}
     begin = min((offset for offset, _ in places.values()), default=0)
     end = max((offset + nbytes for offset, nbytes in places.values()), default=0)
-    sums = _checksums(path, checkpoint.metadata.get(CHECKSUMS), end - begin)
-    damaged: set[int] = set()
+    blocks = blocks_of(path, begin, end)
+    sums = _checksums(path, checkpoint.metadata.get(CHECKSUMS), len(blocks))
+    damaged: list[Block] = []
     done = 0
-    with DirectFile(path) as file:
 
-        def differs(number: int) -> tuple[int, bool]:
-            at = begin + number * BLOCK
-            return number, checksum_of(file, at, min(BLOCK, end - at)) != sums[number]
+    def compare(block: Block, checksum: int) -> None:
+        nonlocal done
+        done += block.nbytes
+        if checksum != sums[(block.begin - begin) // BLOCK]:
+            damaged.append(block)
+        if progress is not None:
+            progress(done, end - begin)
 
-        def report(result: tuple[int, bool]) -> None:
-            nonlocal done
-            done += 1
-            damaged.update([result[0]] if result[1] else [])
-            if progress is not None:
-                progress(min(done * BLOCK, end - begin), end - begin)
-
-        in_parallel(range(len(sums)), differs, report)
+    in_parallel(Block.checksum, blocks, compare)
     if damaged:
         names = [
             name
             for name, (offset, nbytes) in places.items()
-            if any(begin + i * BLOCK < offset + nbytes and offset < begin + (i + 1) * BLOCK for i in damaged)
+            if any(block.begin < offset + nbytes and offset < block.begin + block.nbytes for block in damaged)
         ]
         raise SourceError(
             f"{path} is not what was written: {len(damaged)} of {len(sums)} checksums differ, in the bytes "
@@ -72,15 +69,14 @@ def _verify(path: Path, progress: Callable[[int, int], None] | None) -> int:
     return end - begin
 
 
-def _checksums(path: Path, kept: str | None, size: int) -> list[int]:
-    """Return the checksum of each block."""
+def _checksums(path: Path, kept: str | None, count: int) -> list[int]:
     if kept is None:
         raise SourceError(
             f"{path} has no checksums to compare with; only what dynswap_ext saved or converted has them"
         )
     try:
         block, *sums = kept.split()
-        if int(block) == BLOCK and len(sums) == -(-size // BLOCK):
+        if int(block) == BLOCK and len(sums) == count:
             return [int(word, 16) for word in sums]
     except ValueError:
         pass

@@ -17,7 +17,7 @@ from torch.nn import functional
 
 from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.progress import ProgressCallback, ProgressOption, shown
-from dynswap_ext.checkpoint.save import write
+from dynswap_ext.checkpoint.writing.blocks import write
 from dynswap_ext.checkpoint.writing.layout import Piece, split
 from dynswap_ext.checkpoint.writing.target import Target
 from dynswap_ext.errors import SourceError
@@ -178,7 +178,7 @@ def write_random(
         Piece((name,), dtype, tuple(parameter.shape), partial(_fill, name, parameter.shape))
         for name, parameter in skeleton.named_parameters()
     ]
-    target = Target(path.parent, path.stem, path, one_file=True)
+    target = Target.of(path)
     write(target, split(pieces, None, {}), progress)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
+import mmap
 import os
 import signal
 import subprocess
@@ -202,7 +204,7 @@ def test_a_disk_that_does_not_keep_what_is_written(
             os.pwrite(self.descriptor, buffer[:4096][::-1] if self._cached else _page(buffer), begin)
 
     def _page(buffer: Any) -> Any:
-        page = direct.page_buffer(4096)
+        page = mmap.mmap(-1, 4096)
         page[:] = buffer[:4096][::-1]
         return page
 
@@ -260,15 +262,15 @@ def test_a_disk_that_is_full_from_the_start(source: Path, small_disk: Path) -> N
 def test_file_systems_without_direct_reads(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    opened = os.open
+    control = fcntl.fcntl
 
-    def refuse(path: Any, flags: int, *more: Any, **options: Any) -> int:
-        if flags & os.O_DIRECT:
+    def refuse(descriptor: int, command: int, flags: int = 0) -> int:
+        if command == fcntl.F_SETFL and flags & os.O_DIRECT:
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-        return opened(path, flags, *more, **options)
+        return control(descriptor, command, flags)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "open", refuse)
+        patch.setattr(fcntl, "fcntl", refuse)
         result = checkpoint.convert(source, tmp_path / "model.safetensors", dtype=torch.bfloat16)
     _check(result.path, source)
 
@@ -276,8 +278,6 @@ def test_file_systems_without_direct_reads(
 def test_file_systems_that_refuse_each_direct_transfer(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import fcntl
-
     def refusing(call: Any) -> Any:
         def transfer(descriptor: int, views: Any, offset: int) -> int:
             if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:

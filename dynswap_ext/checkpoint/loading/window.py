@@ -11,12 +11,16 @@ import ctypes
 import mmap
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
 
 import torch
 
 from dynswap_ext._swap.subclasses import flatten_wrapper, is_plain
+from dynswap_ext.checkpoint.formats.common import truncated
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
-from dynswap_ext.checkpoint.writing.sources import Files
+from dynswap_ext.errors import SourceError
 
 __all__ = ["Window"]
 
@@ -30,19 +34,14 @@ _OF_THE_HEAP = 1 << 16
 _WINDOW = 16 << 20
 
 
-class Window:
-    """Reads entries of one checkpoint. A context manager, which keeps the files open."""
+class Window(ExitStack):
+    """Reads entries of one checkpoint, whose files are open until the block ends."""
 
     def __init__(self, checkpoint: Checkpoint) -> None:
+        super().__init__()
         self._checkpoint = checkpoint
-        self._files = Files(cache=True)
+        self._files: dict[Path, BinaryIO] = {}
         self._since_trim = 0
-
-    def __enter__(self) -> Window:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._files.__exit__(*error)
 
     def read(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
         """Return a tensor of its own with the values of an entry.
@@ -114,10 +113,18 @@ class Window:
             yield start, block
 
     def _fill(self, name: str, entry: Entry, skipped: int, into: torch.Tensor) -> None:
-        if into.nbytes:
-            memory = (ctypes.c_char * into.nbytes).from_address(into.data_ptr())
-            begin = (entry.offset or 0) + skipped
-            self._files[entry.file].readinto(begin, memoryview(memory).cast("B"), into.nbytes, name)
+        memory = memoryview((ctypes.c_char * into.nbytes).from_address(into.data_ptr())).cast("B")
+        begin = (entry.offset or 0) + skipped
+        try:
+            if entry.file not in self._files:
+                self._files[entry.file] = self.enter_context(entry.file.open("rb"))
+            file = self._files[entry.file]
+            file.seek(begin)
+            got = file.readinto(memory)  # type: ignore[attr-defined]
+        except OSError as error:
+            raise SourceError(f"{entry.file} cannot be read at {name}: {error.strerror}") from error
+        if got < into.nbytes:
+            raise truncated(entry.file, begin + into.nbytes, begin + got, name)
 
     def _trim(self, nbytes: int) -> None:
         """Let the heap give holes back: what a transform returns lies between what it needed meanwhile."""

@@ -1,22 +1,24 @@
-"""Writes safetensors files block by block: read, cast, summed, written, and read back if asked."""
+"""Writes files block by block: read, cast, summed, written, and for a conversion read back and journalled."""
 
 from __future__ import annotations
 
+import hashlib
 import json
+import mmap
 import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final, NamedTuple, TypeVar
 
-import torch
-
-from dynswap_ext.checkpoint.writing.direct import DirectFile, align_up, thread_buffer
+from dynswap_ext._util.progress import ProgressCallback
+from dynswap_ext.checkpoint.reader import Checkpoint
+from dynswap_ext.checkpoint.writing.direct import BLOCK, DirectFile, align_up, thread_buffer
 from dynswap_ext.checkpoint.writing.layout import Layout
-from dynswap_ext.errors import SourceError
+from dynswap_ext.checkpoint.writing.target import SUFFIX, Target
+from dynswap_ext.errors import ConfigError, SourceError
 
 #: Threads, each with a block of its own at some stage: so reading, casting and writing overlap. Each has
 #: 8 MiB of buffers, and that is all the memory that is taken.
@@ -27,158 +29,192 @@ ResultT = TypeVar("ResultT")
 
 
 class Block(NamedTuple):
-    """A block of one of several files."""
+    """A range of a file that has one checksum."""
 
-    file: int
-    number: int
+    path: Path
+    begin: int
+    nbytes: int
 
+    @property
+    def key(self) -> str:
+        """What the journal calls it."""
+        return f"{self.path.name} {self.begin}"
 
-class BlockWriter:
-    """The files of one checkpoint while they are written, one for each layout.
+    def checksum(self) -> int:
+        """Return the CRC-32 of what is on the disk."""
+        buffer = thread_buffer("read")
+        with DirectFile(self.path) as file:
+            at = file.read(self.begin, self.nbytes, buffer)
+        return _crc(buffer, at, self.nbytes)
 
-    With `verify`, each block is read back from the disk and its checksum compared.
-    """
-
-    def __init__(self, layouts: Sequence[Layout], paths: Sequence[Path], *, verify: bool) -> None:
-        self._layouts, self._paths, self._verify = layouts, paths, verify
-
-    def allocate(self) -> None:
-        """Take the room: what is missing shows now and not in the middle, and threads need not wait for it.
-
-        Raises
-        ------
-        OSError
-            There is none.
-        """
-        for path, layout in zip(self._paths, self._layouts, strict=True):
-            with DirectFile(path, write=True) as file:
-                if hasattr(os, "posix_fallocate"):
-                    os.posix_fallocate(file.descriptor, 0, align_up(layout.file_bytes))
-
-    def all_blocks(self) -> Iterator[Block]:
-        """Every block of every file, in order."""
-        for file, layout in enumerate(self._layouts):
-            for number in range(layout.blocks):
-                yield Block(file, number)
-
-    def present(self, known: dict[Block, int]) -> dict[Block, int]:
-        """Return those of the known blocks whose bytes on the disk have the known checksum."""
-        found = dict[Block, int]()
-        blocks = (block for block in self.all_blocks() if block in known)
-        in_parallel(blocks, lambda block: (block, self._on_disk(block)), lambda pair: found.update([pair]))
-        return {block: checksum for block, checksum in found.items() if checksum == known[block]}
-
-    def write(self, blocks: Iterable[Block], report: Callable[[Block, int], None]) -> None:
-        """Write blocks, and report each with its checksum as soon as it is done, in any order.
-
-        Raises
-        ------
-        SourceError
-            A tensor cannot be read, or what is read back is not what was written.
-        """
-        in_parallel(blocks, self._write, lambda pair: report(*pair))
-
-    def finish(self, checksums: dict[Block, int]) -> None:
-        """Write the headers, and wait for the disks."""
-        for at, (layout, path) in enumerate(zip(self._layouts, self._paths, strict=True)):
-            sums = [checksums[Block(at, number)] for number in range(layout.blocks)]
-            with path.open("rb+") as file:
-                file.write(layout.header(sums))
-                file.truncate(layout.file_bytes)  # the last block was written in whole pages
-                file.flush()
-                os.fsync(file.fileno())
-
-    def _write(self, block: Block) -> tuple[Block, int]:
-        layout, path = self._layouts[block.file], self._paths[block.file]
-        begin, count = layout.block(block.number)
+    def write(self, layout: Layout, *, verify: bool) -> int:
+        """Write it, and return the checksum. SourceError if what is read back is not what was written."""
         buffer = thread_buffer("write")
-        for piece, low, high, start in layout.within(begin, begin + count):
-            size = piece.dtype.itemsize
-            into = torch.frombuffer(buffer, dtype=piece.dtype, count=(high - low) // size, offset=low - begin)
-            piece.source((low - start) // size, into)
-        with memoryview(buffer) as view, view[:count] as written:
-            checksum = zlib.crc32(written)
-        with DirectFile(path, write=True) as file:
-            file.write(layout.header_bytes + begin, align_up(count), buffer)
-        if self._verify and (found := self._on_disk(block)) != checksum:
+        layout.fill(buffer, self.begin, self.nbytes)
+        checksum = _crc(buffer, 0, self.nbytes)
+        with DirectFile(self.path, write=True) as file:
+            file.write(self.begin, align_up(self.nbytes), buffer)
+        if verify and (found := self.checksum()) != checksum:
             raise SourceError(
-                f"{path} does not keep what is written to it: {count:,} bytes at "
-                f"{layout.header_bytes + begin:,} have the checksum {found:08x} when they are read back, and "
-                f"had {checksum:08x}; the disk or the memory is failing, so choose another"
+                f"{self.path} does not keep what is written to it: {self.nbytes:,} bytes at {self.begin:,} "
+                f"have the checksum {found:08x} when they are read back, and had {checksum:08x}; the disk or "
+                "the memory is failing, so choose another"
             )
-        return block, checksum
-
-    def _on_disk(self, block: Block) -> int:
-        layout = self._layouts[block.file]
-        begin, count = layout.block(block.number)
-        with DirectFile(self._paths[block.file]) as file:
-            return checksum_of(file, layout.header_bytes + begin, count)
+        return checksum
 
 
-def checksum_of(file: DirectFile, begin: int, count: int) -> int:
-    """Return the CRC-32 of at most `BLOCK` bytes on the disk."""
-    buffer = thread_buffer("read")
-    at = file.read(begin, count, buffer)
-    with memoryview(buffer) as view, view[at : at + count] as found:
-        return zlib.crc32(found)
+def _crc(buffer: mmap.mmap, begin: int, nbytes: int) -> int:
+    with memoryview(buffer) as view, view[begin : begin + nbytes] as part:
+        return zlib.crc32(part)
+
+
+def blocks_of(path: Path, begin: int, end: int) -> list[Block]:
+    """Return the blocks of a file whose tensors lie there."""
+    return [Block(path, at, min(BLOCK, end - at)) for at in range(begin, end, BLOCK)]
 
 
 def in_parallel(
-    items: Iterable[ItemT], work: Callable[[ItemT], ResultT], report: Callable[[ResultT], object]
+    work: Callable[[ItemT], ResultT],
+    items: Iterable[ItemT],
+    report: Callable[[ItemT, ResultT], object],
 ) -> None:
-    """Report results as they come. After an error no further item is begun."""
+    """Report each item and its result as they come. After an error no further item is begun."""
     waiting = iter(items)
+    pending: dict[Future[ResultT], ItemT] = {}
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="dynswap-checkpoint") as pool:
-        pending: set[Future[ResultT]] = set()
         try:
             while True:
                 begun = islice(waiting, 2 * _THREADS - len(pending))
-                pending.update(pool.submit(work, item) for item in begun)
+                pending.update((pool.submit(work, item), item) for item in begun)
                 if not pending:
                     return
-                done, pending = wait(pending, return_when=FIRST_COMPLETED)
-                for future in done:
-                    report(future.result())
+                for future in wait(pending, return_when=FIRST_COMPLETED).done:
+                    report(pending.pop(future), future.result())
         finally:
             for future in pending:
                 future.cancel()
 
 
-# ---- what is done, kept between runs -----------------------------------------------------------------------
+def write(
+    target: Target,
+    layouts: Sequence[Layout],
+    progress: ProgressCallback | None = None,
+    *,
+    source: Checkpoint | None = None,
+    overwrite: bool = False,
+) -> tuple[Path, list[Path], int]:
+    """Write the files of a checkpoint, which takes the place of the one before when it is complete.
 
+    With `source`, the checkpoint that is converted, each block is read back, and after an error or a crash
+    the next call for the same source and layouts goes on. For that a journal has a line that describes the
+    work, and one for each block that is done, with its checksum. Lines are not forced to the disk: a line
+    that is lost is work that is done again, and a block whose line is there is believed only if its bytes
+    have that checksum.
 
-class Journal:
-    """A file of lines: a conversion's description, then each finished block with its checksum.
+    Returns
+    -------
+    tuple
+        What can be loaded, the files, and the bytes that an earlier call had written.
 
-    Lines are not forced to the disk: a line that is lost is work that is done again, and a block whose line
-    is there is believed only if its bytes have that checksum.
+    Raises
+    ------
+    ConfigError
+        Other work was begun, and is not to be overwritten.
+    SourceError
+        The disk is full, permission is missing, or the source has changed.
     """
+    needed = sum(layout.file_bytes for layout in layouts)
+    whole = sum(layout.data_bytes for layout in layouts)
+    files = {target.partial / f"{at:05d}{SUFFIX}": layout for at, layout in enumerate(layouts, 1)}
+    blocks = [
+        block
+        for path, layout in files.items()
+        for block in blocks_of(path, layout.header_bytes, layout.file_bytes)
+    ]
+    job = None if source is None else _job(source, layouts)
+    with target.reserved(needed):
+        noted = {} if job is None else _noted(target, job, overwrite)
+        target.make_room(needed, keep=bool(noted))
+        for path, layout in files.items():  # now, and not in the middle, shows whether there is room
+            with DirectFile(path, write=True) as file:
+                os.posix_fallocate(file.descriptor, 0, align_up(layout.file_bytes))
+        found: dict[Block, int] = {}
+        in_parallel(Block.checksum, [block for block in blocks if block.key in noted], found.__setitem__)
+        done = {block: checksum for block, checksum in found.items() if noted[block.key] == str(checksum)}
+        resumed = position = sum(block.nbytes for block in done)
+        try:
+            with open(target.journal if job else os.devnull, "w", buffering=1) as journal:
 
-    def __init__(self, path: Path, job: Any, done: dict[Block, int]) -> None:
-        self._file = path.open("w", encoding="utf-8", buffering=1)
-        self._file.write(json.dumps(job) + "\n")
-        for block, checksum in done.items():
-            self.add(block, checksum)
+                def finished(block: Block, checksum: int) -> None:
+                    nonlocal position
+                    done[block] = checksum
+                    print(block.key, checksum, file=journal)
+                    position += block.nbytes
+                    if progress is not None:
+                        progress(position, whole)
 
-    @staticmethod
-    def read(path: Path) -> tuple[Any, dict[Block, int]]:
-        """Return the description, None if the process ended in the middle of it, and the blocks."""
-        first, *lines = path.read_text(encoding="utf-8", errors="replace").splitlines() or [""]
-        job, blocks = None, {}
-        with suppress(ValueError):
-            job = json.loads(first)
-        for line in lines:
-            with suppress(ValueError):
-                file, number, checksum = map(int, line.split())
-                blocks[Block(file, number)] = checksum
-        return job, blocks
+                print(json.dumps(job), file=journal)
+                for block, checksum in done.items():
+                    print(block.key, checksum, file=journal)
+                if progress is not None:
+                    progress(position, whole)
+                in_parallel(
+                    lambda block: block.write(files[block.path], verify=job is not None),
+                    [block for block in blocks if block not in done],
+                    finished,
+                )
+            if source is not None and job != _job(source, layouts):
+                done.clear()
+                raise SourceError(
+                    f"{source.path} has changed while it was converted; convert it again when no program "
+                    "writes to it"
+                )
+            _write_headers(files, (done[block] for block in blocks))
+            placed = target.place(files)
+            done.clear()
+        finally:
+            if not done:  # nothing to go on with
+                target.journal.unlink(missing_ok=True)
+    return (*placed, resumed)
 
-    def add(self, block: Block, checksum: int) -> None:
-        """Note that a block is on the disk."""
-        self._file.write(f"{block.file} {block.number} {checksum}\n")
 
-    def __enter__(self) -> Journal:
-        return self
+def _job(source: Checkpoint, layouts: Sequence[Layout]) -> Any:
+    """Return what has to be equal for a call to continue the work of another."""
+    stamps = []
+    for path in source.files:
+        try:
+            status = path.stat()
+        except OSError as error:
+            raise SourceError(f"{path} cannot be read any more: {error.strerror}") from error
+        stamps.append([os.path.realpath(path), status.st_size, status.st_mtime_ns])
+    headers = b"".join(layout.header([0] * layout.blocks) for layout in layouts)
+    return {"source": stamps, "plan": hashlib.sha256(headers).hexdigest()}
 
-    def __exit__(self, *_: object) -> None:
-        self._file.close()
+
+def _noted(target: Target, job: Any, overwrite: bool) -> dict[str, str]:
+    """Return the blocks that the journal of an earlier call has, each with its checksum."""
+    try:
+        first, *lines = target.journal.read_text(encoding="utf-8", errors="replace").splitlines()
+        earlier = json.loads(first)
+    except (FileNotFoundError, ValueError):
+        return {}  # or that call ended in the middle of the first line
+    noted = {key: checksum for key, _, checksum in (line.rpartition(" ") for line in lines)}
+    if earlier == job:
+        return noted
+    if noted and not overwrite:
+        raise ConfigError(
+            f"{target.partial} has a part of {target.path} from another source, one that has changed since, "
+            "or with other arguments; repeat those to continue, delete the folder, or overwrite "
+            "(--overwrite, overwrite=True) to start afresh"
+        )
+    return {}
+
+
+def _write_headers(files: Mapping[Path, Layout], checksums: Iterator[int]) -> None:
+    """Complete the files, and wait for the disks."""
+    for path, layout in files.items():
+        with path.open("rb+") as file:
+            file.write(layout.header(list(islice(checksums, layout.blocks))))
+            file.truncate(layout.file_bytes)  # the last block was written in whole pages
+            file.flush()
+            os.fsync(file.fileno())

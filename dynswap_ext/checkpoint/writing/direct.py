@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import mmap
 import os
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Final
 
@@ -15,27 +17,21 @@ from dynswap_ext.errors import SourceError
 
 #: What O_DIRECT asks of offsets, lengths and addresses: the size of a page satisfies every disk.
 ALIGNMENT: Final = 4096
-#: Bytes that are read from a file at a time.
-WINDOW: Final = 4 << 20
+#: Bytes that are read or written at a time, and that one checksum is of.
+BLOCK: Final = 4 << 20
 
-_DIRECT: Final[int] = getattr(os, "O_DIRECT", 0)
 _thread = threading.local()
 
 
-def align_up(value: int, alignment: int = ALIGNMENT) -> int:
-    """The next multiple of `alignment`."""
-    return -(-value // alignment) * alignment
-
-
-def page_buffer(size: int) -> mmap.mmap:
-    """Memory that begins at a page."""
-    return mmap.mmap(-1, align_up(size))
+def align_up(value: int) -> int:
+    """The next multiple of `ALIGNMENT`."""
+    return -(-value // ALIGNMENT) * ALIGNMENT
 
 
 def thread_buffer(use: str) -> mmap.mmap:
-    """Return this thread's memory for one use: a window, and a page on each side of it."""
+    """Return this thread's memory for one use: a block, and a page on each side of it."""
     if use not in vars(_thread):
-        setattr(_thread, use, page_buffer(WINDOW + 2 * ALIGNMENT))
+        setattr(_thread, use, mmap.mmap(-1, BLOCK + 2 * ALIGNMENT))
     buffer: mmap.mmap = getattr(_thread, use)
     return buffer
 
@@ -43,25 +39,22 @@ def thread_buffer(use: str) -> mmap.mmap:
 class DirectFile:
     """A file for positioned reads and writes from several threads; uncached where the file system allows it.
 
-    With `write` it is open for writing as well, and made if need be. With `cache` it is read through the page
-    cache, and what was read stays there.
+    With `write` it is open for writing as well, and made if need be.
     """
 
-    def __init__(self, path: Path, *, write: bool = False, cache: bool = False) -> None:
-        self.path, self._cache = path, cache
-        self._flags = (os.O_RDWR | os.O_CREAT) if write else os.O_RDONLY
-        self._cached = cache or not _DIRECT
+    def __init__(self, path: Path, *, write: bool = False) -> None:
+        self.path = path
         try:
-            try:
-                self.descriptor = os.open(path, self._flags | (0 if cache else _DIRECT), 0o666)
-            except OSError as error:
-                if error.errno != errno.EINVAL:  # of a file system that has no such reads
-                    raise
-                self.descriptor, self._cached = os.open(path, self._flags, 0o666), True
+            self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT if write else os.O_RDONLY, 0o666)
         except OSError as error:
             if write:
                 raise
             raise SourceError(f"{path} cannot be read: {error.strerror}") from error
+        self._cached = False
+        try:
+            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, os.O_DIRECT)
+        except OSError:  # of a file system that has no such transfers
+            self._cached = True
 
     def __enter__(self) -> DirectFile:
         return self
@@ -69,10 +62,8 @@ class DirectFile:
     def __exit__(self, *_: object) -> None:
         os.close(self.descriptor)
 
-    def read(self, begin: int, count: int, buffer: mmap.mmap, what: str = "a tensor") -> int:
+    def read(self, begin: int, count: int, buffer: mmap.mmap) -> int:
         """Read `count` bytes from `begin` on; the place in the buffer at which they start.
-
-        The buffer has to have room for two more pages than `count`. `what` names them in errors.
 
         Raises
         ------
@@ -80,24 +71,20 @@ class DirectFile:
             The file ends before, or the disk fails.
         """
         first = begin // ALIGNMENT * ALIGNMENT
-        with memoryview(buffer) as view, view[: align_up(begin + count) - first] as pages:
-            self.readinto(first, pages, begin - first + count, what)
+        needed, got = begin - first + count, 0
+        with memoryview(buffer) as view, view[: align_up(needed)] as pages:
+            while got < needed:
+                try:
+                    with pages[got:] as rest:
+                        step = self._transfer(os.preadv, rest, first + got)
+                except OSError as error:
+                    raise SourceError(f"{self.path} cannot be read: {error.strerror}") from error
+                got += step
+                # A direct read that ends within a page has met the end of the file.
+                if step == 0 or (not self._cached and got % ALIGNMENT and got < needed):
+                    raise truncated(self.path, first + needed, first + got, "a tensor")
+        self._drop(first, needed)
         return begin - first
-
-    def readinto(self, begin: int, view: memoryview, count: int, what: str) -> None:
-        """Read at least `count` bytes. Without the page cache, `begin` and the view are of whole pages."""
-        got = 0
-        while got < count:
-            try:
-                with view[got:] as rest:
-                    step = self._transfer(os.preadv, rest, begin + got)
-            except OSError as error:
-                raise SourceError(f"{self.path} cannot be read at {what}: {error.strerror}") from error
-            got += step
-            # A direct read that ends within a page has met the end of the file.
-            if step == 0 or (not self._cached and got % ALIGNMENT and got < count):
-                raise truncated(self.path, begin + count, begin + got, what)
-        self._drop(begin, len(view))
 
     def write(self, begin: int, count: int, buffer: mmap.mmap) -> None:
         """Write the buffer's first `count` bytes; both numbers are multiples of `ALIGNMENT`."""
@@ -107,22 +94,35 @@ class DirectFile:
                 with view[written:count] as rest:
                     written += self._transfer(os.pwritev, rest, begin + written)
         if self._cached:
-            getattr(os, "fdatasync", os.fsync)(self.descriptor)  # what is read back shall come from the disk
+            os.fdatasync(self.descriptor)  # what is read back shall come from the disk
         self._drop(begin, count)
 
     def _transfer(self, call: Callable[..., Any], view: memoryview, offset: int) -> int:
         try:
             return int(call(self.descriptor, [view], offset))
         except OSError as error:
-            if self._cached or error.errno != errno.EINVAL:
+            if error.errno != errno.EINVAL:
                 raise
-        # Some file systems open a file so, and refuse each transfer. Two threads may both come here.
-        plain = os.open(self.path, self._flags)
-        os.dup2(plain, self.descriptor)
-        os.close(plain)
+        # Some file systems open a file so, and refuse each transfer.
+        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, 0)
         self._cached = True
         return int(call(self.descriptor, [view], offset))
 
     def _drop(self, begin: int, count: int) -> None:
-        if self._cached and not self._cache and hasattr(os, "posix_fadvise"):
+        if self._cached:
             os.posix_fadvise(self.descriptor, begin, count, os.POSIX_FADV_DONTNEED)
+
+
+class Files(ExitStack):
+    """Files that are read, by several threads: each is opened once, and closed when the block ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._open: dict[Path, DirectFile] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, path: Path) -> DirectFile:
+        with self._lock:
+            if path not in self._open:
+                self._open[path] = self.enter_context(DirectFile(path))
+            return self._open[path]

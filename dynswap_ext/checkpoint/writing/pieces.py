@@ -9,8 +9,9 @@ import torch
 
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.checkpoint.rename import Rename, renamed
-from dynswap_ext.checkpoint.writing.layout import CHECKSUMS, Piece, check_dtype
-from dynswap_ext.checkpoint.writing.sources import Files, Latest, from_file, from_tensor
+from dynswap_ext.checkpoint.writing.direct import Files
+from dynswap_ext.checkpoint.writing.layout import CHECKSUMS, Piece
+from dynswap_ext.checkpoint.writing.sources import Latest, from_file, from_tensor
 from dynswap_ext.errors import ConfigError
 
 
@@ -45,7 +46,6 @@ def pieces_of(
     for old, names in ties.values():
         entry = entries[old]
         target = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
-        check_dtype(old, target)
         if entry.offset is None:
             source = from_tensor(functools.partial(latest, old))
         else:

@@ -9,12 +9,16 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final, Protocol
+from typing import Final, TypeAlias
 
 import torch
 
 from dynswap_ext._util.file_mappings import FileMappings
-from dynswap_ext.checkpoint.writing.direct import WINDOW, DirectFile, thread_buffer
+from dynswap_ext.checkpoint.writing.direct import BLOCK, Files, thread_buffer
+
+#: Called as ``source(first, into)``, from several threads: it fills `into` (one dimension) with elements of a
+#: tensor, from `first` on in the order of a contiguous one, cast to its dtype, or raises SourceError.
+Source: TypeAlias = Callable[[int, torch.Tensor], None]
 
 #: Elements that are cast at a time: with more, torch starts a team of threads for each thread that calls.
 _AT_ONCE: Final = 32768
@@ -26,50 +30,19 @@ _OF_FILE: Final = 1 << 61
 _MADV_PAGEOUT: Final = 21
 
 
-class Source(Protocol):
-    """The elements of one tensor, in the order of a contiguous one. Called from several threads."""
-
-    def __call__(self, first: int, into: torch.Tensor) -> None:
-        """Fill `into` (one dimension) with the elements from `first` on, cast to its dtype.
-
-        Raises
-        ------
-        SourceError
-            They cannot be read.
-        """
-
-
-class Files:
-    """Files that are open for reading, each once; `cache` as for `DirectFile`."""
-
-    def __init__(self, *, cache: bool = False) -> None:
-        self._open: dict[Path, DirectFile] = {}
-        self._cache = cache
-        self._lock = threading.Lock()
-
-    def __getitem__(self, path: Path) -> DirectFile:
-        with self._lock:
-            if path not in self._open:
-                self._open[path] = DirectFile(path, cache=self._cache)
-            return self._open[path]
-
-    def __enter__(self) -> Files:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for file in self._open.values():
-            os.close(file.descriptor)
-
-
 def source_of(tensor: torch.Tensor, mappings: FileMappings, files: Files) -> Source:
     """Return how to read a tensor without keeping more of it in memory than there is of it now."""
     mapping = mappings.find(tensor.data_ptr()) if tensor.device.type == "cpu" and tensor.numel() else None
-    end = tensor.data_ptr() + tensor.nbytes
-    lazy = tensor.is_conj() or tensor.is_neg()
-    if mapping is None or not tensor.is_contiguous() or end > mapping.end or lazy:
-        return from_tensor(lambda: tensor, mapped=mapping is not None)
+    if mapping is None:
+        return from_tensor(lambda: tensor)
     path = mapping.path
-    if path is None or os.fstat(files[path].descriptor).st_ino != mapping.inode:  # it was replaced just now
+    as_stored = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    if (
+        path is None
+        or not as_stored
+        or tensor.data_ptr() + tensor.nbytes > mapping.end
+        or os.fstat(files[path].descriptor).st_ino != mapping.inode  # it was replaced just now
+    ):
         return from_tensor(lambda: tensor, mapped=True)
     offset = mapping.offset + tensor.data_ptr() - mapping.begin
     return from_file(files, path, offset, tensor.dtype, over=tensor)
@@ -87,7 +60,7 @@ def from_file(
 
     def read(first: int, into: torch.Tensor) -> None:
         buffer, size = thread_buffer("read"), dtype.itemsize
-        step = WINDOW // size
+        step = BLOCK // size
         for done in range(0, into.numel(), step):
             count, begin = min(step, into.numel() - done), (first + done) * size
             at = files[path].read(offset + begin, count * size, buffer)
@@ -98,11 +71,10 @@ def from_file(
                     ctypes.memmove(target + start - address, start, end - start)
             part = into[done : done + count]
             if dtype == into.dtype:  # as the bytes are, whatever bits a NaN has
-                part.view(torch.uint8).copy_(
-                    torch.frombuffer(buffer, dtype=torch.uint8, count=count * size, offset=at)
-                )
+                part, of_file = part.view(torch.uint8), torch.uint8
             else:
-                _copy(part, torch.frombuffer(buffer, dtype=dtype, count=count, offset=at))
+                of_file = dtype
+            _copy(part, torch.frombuffer(buffer, dtype=of_file, count=part.numel(), offset=at))
 
     return read
 
@@ -173,7 +145,7 @@ def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
 def _gather(into: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
     """Copy elements of a tensor that is not contiguous, without a contiguous copy of all of it."""
     row, done = tensor[0].numel(), 0
-    most = max(1, WINDOW // (row * tensor.element_size()))
+    most = max(1, BLOCK // (row * tensor.element_size()))
     while done < into.numel():
         index, skipped = divmod(first + done, row)
         whole = 0 if skipped else min(most, (into.numel() - done) // row)

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
-from dynswap_ext.checkpoint.writing.layout import Layout, index_text
+from dynswap_ext._util.memory import parse_bytes
+from dynswap_ext.checkpoint.writing.layout import Layout
 from dynswap_ext.errors import ConfigError, DynswapError, SourceError
 
 SUFFIX: Final = ".safetensors"
 _INDEX: Final = ".safetensors.index.json"
-_NOTE: Final = "renaming.json"
-_NO_ROOM: Final = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_REFUSED: Final = (errno.EACCES, errno.EPERM, errno.EROFS)
+#: Of a folder, as huggingface_hub splits by default.
+_SHARD: Final = 5_000_000_000
 
 
 @dataclass(frozen=True)
@@ -30,28 +31,23 @@ class Target:
     stem: str
     #: What the user named.
     path: Path
-    #: The user named the one file, and not the folder or its index.
-    one_file: bool
+    #: The most bytes of tensors in one file; None if the user named that file, not the folder or its index.
+    shard: int | None
 
     @classmethod
-    def of(cls, path: Path, *, sharded: bool) -> Target:
-        """Read what a user named.
-
-        Raises
-        ------
-        ConfigError
-            A suffix that is not of safetensors.
-        """
+    def of(cls, path: Path, max_shard_size: int | str | None = None) -> Target:
+        """Read what a user named. ConfigError for a suffix or a size that cannot be used."""
+        limit = None if max_shard_size is None else _shard_bytes(max_shard_size)
         path = Path(os.path.realpath(path))  # a link stays one
         if path.name.endswith(_INDEX):
-            return cls(path.parent, path.name.removesuffix(_INDEX), path, False)
+            return cls(path.parent, path.name.removesuffix(_INDEX), path, limit or _SHARD)
         if path.suffix == SUFFIX and not path.is_dir():
-            return cls(path.parent, path.name.removesuffix(SUFFIX), path, not sharded)
+            return cls(path.parent, path.name.removesuffix(SUFFIX), path, limit)
         if path.suffix and not path.is_dir() and path.suffix[1:].isalpha():
             raise ConfigError(
                 f"{path} ends in {path.suffix}; expected a path that ends in {SUFFIX}, or a folder for shards"
             )
-        return cls(path, "model", path, False)
+        return cls(path, "model", path, limit or _SHARD)
 
     @property
     def file(self) -> Path:
@@ -63,10 +59,15 @@ class Target:
         """The index of one that is sharded."""
         return self.folder / (self.stem + _INDEX)
 
-    def exists(self) -> Path | None:
-        """The file that would be replaced."""
-        candidates = [self.file] if self.one_file else [self.index, self.file]
-        return next((path for path in candidates if path.exists()), None)
+    @property
+    def partial(self) -> Path:
+        """The folder of files that are not complete yet."""
+        return self.folder / f".{self.stem}.dynswap-partial"
+
+    @property
+    def journal(self) -> Path:
+        """What a conversion has done. With it in there, the partial folder is kept after an error."""
+        return self.partial / "journal"
 
     def shards(self) -> set[str]:
         """Names of files that the present index names; none of another folder."""
@@ -76,7 +77,108 @@ class Target:
             return set()
         return {name for name in named if isinstance(name, str) and name == Path(name).name}
 
-    def shard_names(self, count: int) -> list[str]:
+    @contextmanager
+    def reserved(self, needed: int) -> Iterator[None]:
+        """Have the partial folder to oneself, for `needed` bytes.
+
+        Raises
+        ------
+        ConfigError
+            Another process is writing there.
+        SourceError
+            What the system refuses meanwhile: the disk is full, say, or permission is missing.
+        """
+        try:
+            with self._locked():
+                yield
+        except DynswapError:
+            raise
+        except OSError as error:
+            what = error.strerror or str(error)
+            if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise self._no_room(needed, what) from error
+            if error.filename and str(error.filename) != str(self.path):
+                what = f"{what} ({error.filename})"
+            if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+                what += f"; check the permissions of {self.folder}"
+            raise SourceError(f"{self.path} cannot be written: {what}") from error
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        created = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        if self.shard is None and created:
+            raise SourceError(f"{self.path} cannot be written: there is no folder {self.folder}")
+        self.partial.mkdir(parents=True, exist_ok=True)
+        descriptor = os.open(self.partial, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise ConfigError(
+                f"another process is writing {self.path} (it has locked {self.partial}); wait for it"
+            ) from None
+        try:
+            self._recover()
+            yield
+        finally:
+            if not self.journal.exists():
+                shutil.rmtree(self.partial, ignore_errors=True)
+            os.close(descriptor)
+            for path in created:
+                with suppress(OSError):  # it is not empty
+                    path.rmdir()
+
+    def make_room(self, needed: int, *, keep: bool = False) -> None:
+        """Empty the partial folder, or count what is there. SourceError if the disk has not the rest."""
+        taken = 0
+        for path in self.partial.iterdir():
+            if keep:
+                taken += path.stat().st_blocks * 512
+            else:
+                path.unlink()
+        if shutil.disk_usage(self.partial).free < needed - taken:
+            raise self._no_room(needed, "the disk is too full")
+
+    def _no_room(self, needed: int, why: str) -> SourceError:
+        free = ""
+        with suppress(OSError):
+            free = f", and {self.folder} has {shutil.disk_usage(self.folder).free:,} free"
+        return SourceError(
+            f"{self.path} cannot be written: {why}. It needs {needed:,} bytes{free}; make room (limits on "
+            "the size of files and quotas count too), or choose another folder"
+        )
+
+    def place(self, parts: Mapping[Path, Layout]) -> tuple[Path, list[Path]]:
+        """Let complete files take their place: what can be loaded, and the files.
+
+        Until the last of them, the index if there is one, has its place, the checkpoint before is whole, and
+        after that the new one. The note is for the run after a crash in between.
+        """
+        names: list[str] = []
+        if len(parts) > 1:
+            names = self._free_names(len(parts))
+            last, loadable, other = self.partial / "index.json", self.index, self.file
+            _write_index(last, dict(zip(names, parts.values(), strict=True)))
+        else:
+            [last], loadable, other = parts, self.file, self.index
+        replaced = [] if self.shard is None else [other.name, *(self.shards() - set(names))]
+        renames = [(part.name, name) for part, name in zip(parts, names, strict=False)]
+        self._note.write_text(json.dumps([last.name, renames, replaced]))
+        _sync_folder(self.partial)
+        try:
+            for part, name in renames:
+                os.rename(self.partial / part, self.folder / name)
+            _sync_folder(self.folder)
+            replace(last, loadable)
+        finally:
+            self._recover()
+        return loadable, [self.folder / name for name in names] or [loadable]
+
+    @property
+    def _note(self) -> Path:
+        return self.partial / "renaming.json"
+
+    def _free_names(self, count: int) -> list[str]:
         """Names for so many shards, none of which is taken: the index that there is stays valid."""
         generation = 1
         while True:
@@ -86,151 +188,27 @@ class Target:
                 return names
             generation += 1
 
-
-class Partial:
-    """The folder of files that are not complete yet, `needed` bytes when they are. A context manager.
-
-    Raises
-    ------
-    ConfigError
-        Another process is writing there.
-    """
-
-    def __init__(self, target: Target, needed: int) -> None:
-        self._target, self._needed = target, needed
-        self.folder = target.folder / f".{target.stem}.dynswap-partial"
-        #: If it is true at the end, the folder is kept with what is in it.
-        self.keep: object = False
-        self._created = [path for path in (target.folder, *target.folder.parents) if not path.exists()]
-        if target.one_file and self._created:
-            raise SourceError(f"{target.path} cannot be written: there is no folder {target.folder}")
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._descriptor = os.open(self.folder, os.O_RDONLY)
-        try:
-            import fcntl  # not on every system
-
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._descriptor)
-            raise ConfigError(
-                f"another process is writing {target.path} (it has locked {self.folder}); wait for it"
-            ) from None
-        self._recover()
-
-    def __enter__(self) -> Partial:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if not self.keep:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._descriptor)
-        for path in self._created:  # those that are empty
-            with contextlib.suppress(OSError):
-                path.rmdir()
-
-    def files(self, count: int) -> list[Path]:
-        """Paths for so many files."""
-        return [self.folder / f"{number:05d}{SUFFIX}" for number in range(1, count + 1)]
-
-    def empty(self) -> None:
-        """Remove what is in the folder."""
-        for path in self.folder.iterdir():
-            path.unlink()
-
-    def check_free(self) -> None:
-        """Raise SourceError if what shall be written does not fit the disk."""
-        taken = sum(path.stat().st_blocks * 512 for path in self.folder.iterdir())
-        if shutil.disk_usage(self.folder).free < self._needed - taken:
-            raise SourceError(_no_room(self._target, self._needed, "the disk is too full"))
-
-    def place(self, layouts: Sequence[Layout]) -> tuple[Path, list[Path]]:
-        """Let files that are complete take their place; what is there stays whole until then.
-
-        Returns
-        -------
-        tuple
-            What can be loaded, and the files.
-        """
-        target, paths = self._target, self.files(len(layouts))
-        if target.one_file:
-            self.replace(paths[0], target.file)
-            return target.file, [target.file]
-        names = target.shard_names(len(paths)) if len(paths) > 1 else []
-        replaced = target.shards() | ({target.file.name} if names else set())
-        renames = [(path.name, name) for path, name in zip(paths, names, strict=False)]
-        note = json.dumps({"renames": renames, "replaced": sorted(replaced)})
-        (self.folder / _NOTE).write_text(note)  # for the run after a crash
-        _sync_folder(self.folder)
-        try:
-            if not names:
-                self.replace(paths[0], target.file)
-                target.index.unlink(missing_ok=True)
-                return target.file, [target.file]
-            for there, name in renames:
-                os.rename(self.folder / there, target.folder / name)
-            index = self.folder / "index.json"
-            with index.open("w") as file:
-                file.write(index_text(layouts, names))
-                file.flush()
-                os.fsync(file.fileno())
-            _sync_folder(target.folder)
-            self.replace(index, target.index)
-            return target.index, [target.folder / name for name in names]
-        finally:
-            self._recover()
-
-    def replace(self, path: Path, destination: Path) -> None:
-        """Let one file take the place of another, so that it survives a power cut."""
-        os.replace(path, destination)
-        _sync_folder(destination.parent)
-
     def _recover(self) -> None:
-        """End what was begun: with an index in place what it replaced goes, else shards come back."""
-        note = self.folder / _NOTE
+        """End what was begun: with the last file in place what it replaces goes, else shards come back."""
         try:
-            noted: Any = json.loads(note.read_text())
+            last, renames, replaced = json.loads(self._note.read_text())
         except (OSError, ValueError):
             return
-        target = self._target
-        names = {name for _, name in noted["renames"]}
-        if names <= target.shards() and (names or not target.index.exists()):
-            for name in set(noted["replaced"]) - names:
-                with contextlib.suppress(OSError):  # the new checkpoint is whole without it
-                    (target.folder / name).unlink()
+        if (self.partial / last).exists():
+            for part, name in renames:
+                with suppress(FileNotFoundError):
+                    os.rename(self.folder / name, self.partial / part)
         else:
-            for there, name in noted["renames"]:
-                with contextlib.suppress(FileNotFoundError):
-                    os.rename(target.folder / name, self.folder / there)
-        note.unlink()
+            for name in replaced:
+                with suppress(OSError):  # the new checkpoint is whole without it
+                    (self.folder / name).unlink()
+        self._note.unlink()
 
 
-@contextlib.contextmanager
-def explained(target: Target, needed: int) -> Iterator[None]:
-    """Turn errors of the system while `needed` bytes are written into SourceError."""
-    path, folder = target.path, target.folder
-    try:
-        yield
-    except DynswapError:
-        raise
-    except OSError as error:
-        what = error.strerror or str(error)
-        where = f" ({error.filename})" if error.filename and str(error.filename) != str(path) else ""
-        message = f"{path} cannot be written{where}: {what}"
-        if error.errno in _NO_ROOM:
-            message = _no_room(target, needed, what)
-        elif error.errno in _REFUSED:
-            message += f"; check the permissions of {folder}"
-        raise SourceError(message) from error
-
-
-def _no_room(target: Target, needed: int, why: str) -> str:
-    free = ""
-    with contextlib.suppress(OSError):
-        free = f", and {target.folder} has {shutil.disk_usage(target.folder).free:,} free"
-    return (
-        f"{target.path} cannot be written: {why}. It needs {needed:,} bytes{free}; make room (limits on the "
-        "size of files and quotas count too), or choose another folder"
-    )
+def replace(path: Path, destination: Path) -> None:
+    """Let one file take the place of another, so that it survives a power cut."""
+    os.replace(path, destination)
+    _sync_folder(destination.parent)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -240,3 +218,29 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def _write_index(path: Path, shards: Mapping[str, Layout]) -> None:
+    weights = {piece.names[0]: name for name, layout in shards.items() for piece in layout.pieces}
+    total = sum(layout.data_bytes for layout in shards.values())
+    with path.open("w") as file:
+        json.dump(
+            {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}, file, indent=2
+        )
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _shard_bytes(given: int | str) -> int:
+    try:
+        size = parse_bytes(given)
+    except ConfigError:
+        size = 0
+    if not isinstance(size, int) or isinstance(given, float) or size < 1:
+        raise ConfigError(f"max_shard_size is {given!r}; expected bytes, or a size such as '5GB' or '512MiB'")
+    if size < 1 << 20 and not str(given).strip()[-1].isalpha():
+        raise ConfigError(
+            f"max_shard_size is {given!r}, a number without a unit; write a size such as '5GB', or "
+            f"'{size}B' if so few bytes are intended"
+        )
+    return size
