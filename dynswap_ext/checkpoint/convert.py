@@ -12,8 +12,8 @@ import torch
 
 from dynswap_ext._util.progress import ProgressOption, shown
 from dynswap_ext.checkpoint.formats import open_checkpoint
+from dynswap_ext.checkpoint.options import Rename, check_dtype
 from dynswap_ext.checkpoint.reader import Checkpoint
-from dynswap_ext.checkpoint.rename import Rename
 from dynswap_ext.checkpoint.writing.blocks import write
 from dynswap_ext.checkpoint.writing.direct import Files
 from dynswap_ext.checkpoint.writing.layout import split
@@ -96,8 +96,7 @@ def convert(
     which the error names; the same call continues from there.
     """
     begun = time.monotonic()
-    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"dtype is {dtype!r}; expected a floating dtype such as torch.bfloat16, or None")
+    check_dtype(dtype)
     source, target = Path(src), Target.of(Path(dst), max_shard_size)
     checkpoint = open_checkpoint(source)
     _check_target(source, checkpoint, target, overwrite)

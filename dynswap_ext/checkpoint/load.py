@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from os import PathLike
 from pathlib import Path
 from typing import Any, TypeVar, cast
@@ -16,19 +17,14 @@ from dynswap_ext._util.log import log_to_stderr, logger
 from dynswap_ext._util.progress import ProgressOption, check_progress, shown
 from dynswap_ext._util.warn import warn
 from dynswap_ext.checkpoint.formats import open_checkpoint
-from dynswap_ext.checkpoint.loading.entries import ModelEntries, Processing, Transform
+from dynswap_ext.checkpoint.loading.entries import ModelEntries, Transform
 from dynswap_ext.checkpoint.loading.identity import Snapshot
 from dynswap_ext.checkpoint.loading.keys import KeyReport
-from dynswap_ext.checkpoint.loading.skeleton import (
-    factory_of,
-    fill_unsaved,
-    make_skeleton,
-    remake_unsaved,
-)
+from dynswap_ext.checkpoint.loading.skeleton import factory_of, fill_unsaved, make_skeleton
 from dynswap_ext.checkpoint.loading.walk import custom_loaders, load_state
 from dynswap_ext.checkpoint.loading.window import Window
+from dynswap_ext.checkpoint.options import Rename, check_dtype, renamed
 from dynswap_ext.checkpoint.reader import Checkpoint
-from dynswap_ext.checkpoint.rename import Rename, renamed
 from dynswap_ext.errors import ConfigError, DynswapError
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
@@ -113,20 +109,24 @@ def load(
     """
     log_to_stderr(config.log_level())
     begun = time.monotonic()
-    processing = Processing.of(device, dtype, transform, assign=assign)
+    where = _checked_device(device, dtype, transform, assign)
     check_progress(progress)
-    checkpoint = _open(path, weights_only)
+    if not isinstance(path, (str, PathLike, Checkpoint)):
+        raise ConfigError(f"path is {path!r}; expected a path, or an open checkpoint")
+    checkpoint = (
+        path if isinstance(path, Checkpoint) else open_checkpoint(Path(path), weights_only=weights_only)
+    )
     model, factory = _skeleton(target)
     names = renamed(checkpoint, rename)
+    count = len(names)
     snapshot = Snapshot(model)
     try:
         with Window(checkpoint) as window, shown(progress, "loading") as report:
             own: dict[str, Any] = model.state_dict(keep_vars=True)
-            entries = ModelEntries(checkpoint, names, processing, window, report)
+            entries = ModelEntries(checkpoint, names, where, dtype, transform, window, report)
             _load_entries(model, own, entries, snapshot, strict=strict, assign=assign)
-        remade = remake_unsaved(model, factory, unless=own)
         snapshot.keep_objects()
-        fill_unsaved(model, remade)
+        fill_unsaved(model, factory, saved=own)
     except BaseException:
         snapshot.restore()
         raise
@@ -134,7 +134,7 @@ def load(
         "loaded %s into %s: %d entries of %s, %s, in %.3f s",
         checkpoint.path,
         type(model).__name__,
-        len(names),
+        count,
         checkpoint.format,
         "converted" if entries.converted else "mapped" if assign else "copied",
         time.monotonic() - begun,
@@ -142,12 +142,26 @@ def load(
     return model
 
 
-def _open(path: str | PathLike[str] | Checkpoint, weights_only: bool) -> Checkpoint:
-    if isinstance(path, Checkpoint):
-        return path
-    if not isinstance(path, (str, PathLike)):
-        raise ConfigError(f"path is {path!r}; expected a path, or an open checkpoint")
-    return open_checkpoint(Path(path), weights_only=weights_only)
+def _checked_device(device: Any, dtype: Any, transform: Any, assign: bool) -> torch.device:
+    """Return the device, if these arguments can be used together."""
+    try:
+        where = torch.device(device)
+        torch.empty(0, device=where)
+    except (RuntimeError, TypeError, AssertionError) as error:
+        raise ConfigError(
+            f"device is {device!r}: {error}; expected 'cpu', which reads nothing, or an accelerator"
+        ) from error
+    if where.type == "meta":
+        raise ConfigError("device is 'meta', which holds no values; init_empty(factory) makes a skeleton")
+    check_dtype(dtype)
+    if transform is not None and not callable(transform):
+        raise ConfigError(f"transform is {transform!r}; expected a function of a name and a tensor")
+    if not assign and (where.type != "cpu" or dtype is not None):
+        raise ConfigError(
+            "assign=False copies values into the module's own tensors, which keep device and dtype: "
+            "leave device and dtype out, or call model.to(device, dtype) first"
+        )
+    return where
 
 
 def _skeleton(
@@ -172,44 +186,38 @@ def _load_entries(
     assign: bool,
 ) -> None:
     """Let the model load its state, and report what does not fit it."""
-    path = entries.checkpoint.path
+    path, names = entries.checkpoint.path, entries.names
     entries.share(own)
-    report = KeyReport.compare(own, entries.described(), path, entries.names)
+    known = {} if entries.transform else entries.checkpoint.entries  # a transform may make other shapes
+    report = KeyReport.compare(own, {name: known.get(old) for name, old in names.items()}, path, names)
     certain = report.certain(custom_loaders(model)) if report else report
     # Reading takes long, and what is copied cannot be taken back.
     early = entries.converted or not assign
     if certain.mismatched or (early and strict and certain):
         raise ConfigError(report.text(strict))
     left_out = certain.unexpected if early else ()
-    if not assign:
-        _refuse_meta(own, entries.names)
-    state = entries.state(without=left_out, lazy=not assign)
-    if assign:
-        final = KeyReport.compare(own, state, path, entries.names) if entries.transformed else report
-        if final.mismatched:
-            raise ConfigError(final.text(strict))
-        snapshot.freeze(own, state)
-    try:
-        outcome = load_state(model, state, assign=assign)
-    except DynswapError:
-        raise
-    except RuntimeError as error:
-        raise ConfigError(f"{path} does not fit the model: {error}") from error
-    if outcome.errors:
-        raise ConfigError("\n  ".join([f"{path} does not fit the model:", *outcome.errors]))
-    # Its keys count, not the comparison's: modules may rename keys while they load.
-    report = report.only(missing=outcome.missing, unexpected=(*outcome.unexpected, *left_out))
-    if report and strict:
-        raise ConfigError(report.text(strict))
-    if report:
-        warn(report.text(strict))
-
-
-def _refuse_meta(own: Mapping[str, Any], given: Collection[str]) -> None:
-    empty = [name for name, tensor in own.items() if name in given and getattr(tensor, "is_meta", False)]
-    if empty:
+    empty = [name for name, tensor in own.items() if name in names and getattr(tensor, "is_meta", False)]
+    if empty and not assign:
         raise ConfigError(
             f"assign=False copies values into the module's own tensors, and {len(empty)} of them are on the "
             f"meta device: {', '.join(empty[:5])}; leave assign=False out, or call "
             "model.to_empty(device='cpu') first"
         )
+    state = entries.state(without=left_out, lazy=not assign)
+    if assign:
+        final = KeyReport.compare(own, state, path, names) if entries.transform else report
+        if final.mismatched:
+            raise ConfigError(final.text(strict))
+        snapshot.freeze(own, state)
+    try:
+        missing, unexpected = load_state(model, state, assign=assign)
+    except DynswapError:
+        raise
+    except RuntimeError as error:
+        raise ConfigError(f"{path} does not fit the model: {error}") from error
+    # Its keys count, not the comparison's: modules may rename keys while they load.
+    report = replace(report, missing=missing, unexpected=[*unexpected, *left_out])
+    if report and strict:
+        raise ConfigError(report.text(strict))
+    if report:
+        warn(report.text(strict))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from pathlib import Path
 from typing import Any
 
@@ -101,10 +102,11 @@ def test_a_skeleton_without_memory_is_refused(tmp_path: Path) -> None:
 def test_a_failing_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = saved(mlp(), tmp_path / "w")
 
-    def fail(*_: object) -> None:
-        raise OSError(5, "Input/output error")
+    class Failing(io.BytesIO):
+        def readinto(self, buffer: object) -> int:
+            raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr("os.preadv", fail)
+    monkeypatch.setattr(Path, "open", lambda *_: Failing())
     with pytest.raises(SourceError, match=rf"{path} cannot be read at 0\.weight: Input/output error"):
         checkpoint.load(mlp(), path, assign=False)
 

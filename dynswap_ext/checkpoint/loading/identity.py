@@ -8,8 +8,8 @@ skeleton on the meta device.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,10 +19,6 @@ from torch.nn.parameter import is_lazy
 from dynswap_ext._swap.state import session_of
 from dynswap_ext._swap.subclasses import is_plain
 from dynswap_ext._util.warn import warn
-
-__all__ = ["Snapshot"]
-
-Undo = Callable[[], object]
 
 
 class Snapshot:
@@ -36,10 +32,13 @@ class Snapshot:
             for module, _, _ in self._held
             if type(module).set_extra_state is not nn.Module.set_extra_state
         ]
-        self._undo: list[Undo] = [_unmaterialise(tensor) for tensor in self._tensors() if is_lazy(tensor)]
-        if torch.__future__.get_swap_module_params_on_conversion():
-            # load_state_dict then changes the objects themselves.
-            self._undo += [_give_back(tensor) for tensor in self._tensors() if not is_lazy(tensor)]
+        # With this, load_state_dict changes the objects themselves.
+        swapping = torch.__future__.get_swap_module_params_on_conversion()
+        self._undo: list[Callable[[], object]] = [
+            _unmaterialise(tensor) if is_lazy(tensor) else _swap_back(tensor)
+            for tensor in (*model.parameters(), *model.buffers())
+            if swapping or is_lazy(tensor)
+        ]
 
     def restore(self) -> None:
         """Give the model back what it held."""
@@ -56,15 +55,15 @@ class Snapshot:
         """Stop the training of parameters that are about to get what has no gradient, as quantised blocks."""
         for name, parameter in own.items():
             value = given.get(name)
-            if (
-                isinstance(value, torch.Tensor)
-                and not is_plain(value)
-                and isinstance(parameter, nn.Parameter)
-                and parameter.requires_grad
-                and not _can_train(value)
-            ):
+            if not (isinstance(parameter, nn.Parameter) and parameter.requires_grad):
+                continue
+            if not isinstance(value, torch.Tensor) or is_plain(value):
+                continue
+            try:
+                value.detach().requires_grad_(True)
+            except RuntimeError:
+                self._undo.append(partial(parameter.requires_grad_, True))
                 parameter.requires_grad_(False)
-                self._undo.append(functools.partial(parameter.requires_grad_, True))
 
     def keep_objects(self) -> None:
         """Move what was assigned into the objects that were there before, ties included."""
@@ -81,7 +80,7 @@ class Snapshot:
                         touched = True
                         _prepare(module)
                     if id(old) not in kept:
-                        kept[id(old)] = old if self._move(old, new) else new
+                        kept[id(old)] = self._moved(old, new)
                         if kept[id(old)] is new:
                             lost.append(f"{type(module).__name__}.{name}")
                     members[name] = kept[id(old)]  # type: ignore[assignment]
@@ -93,24 +92,19 @@ class Snapshot:
                 f"them ({', '.join(lost[:5])}): build optimizers that were made before the load again"
             )
 
-    def _move(self, old: torch.Tensor, new: torch.Tensor) -> bool:
+    def _moved(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """The old object with the new values, or the new one where torch cannot do that."""
+        takes_data = (
+            type(old) is type(new)
+            and is_plain(old)
+            and not old.is_inference()
+            and torch._has_compatible_shallow_copy_type(old, new)
+        )
         try:
-            self._undo.append(_set_data(old, new) if _takes_data(old, new) else _swap(old, new))
+            self._undo.append(_set_data(old, new) if takes_data else _swap(old, new))
         except RuntimeError:
-            return False
-        return True
-
-    def _tensors(self) -> list[torch.Tensor]:
-        held = (tensor for _, *both in self._held for members in both for tensor in members.values())  # type: ignore[attr-defined]
-        return list({id(tensor): tensor for tensor in held if tensor is not None}.values())
-
-
-def _can_train(value: torch.Tensor) -> bool:
-    try:
-        value.detach().requires_grad_(True)
-    except RuntimeError:
-        return False
-    return True
+            return new
+        return old
 
 
 def _prepare(module: nn.Module) -> None:
@@ -131,16 +125,7 @@ def _refresh(module: nn.Module) -> None:
         module._init_flat_weights()
 
 
-def _takes_data(old: torch.Tensor, new: torch.Tensor) -> bool:
-    return (
-        type(old) is type(new)
-        and is_plain(old)
-        and not old.is_inference()
-        and torch._has_compatible_shallow_copy_type(old, new)
-    )
-
-
-def _set_data(old: torch.Tensor, new: torch.Tensor) -> Undo:
+def _set_data(old: torch.Tensor, new: torch.Tensor) -> Callable[[], object]:
     data, grad = old.data, old.grad
 
     def undo() -> None:
@@ -158,7 +143,7 @@ def _set_data(old: torch.Tensor, new: torch.Tensor) -> Undo:
     return undo
 
 
-def _swap(old: torch.Tensor, new: torch.Tensor) -> Undo:
+def _swap(old: torch.Tensor, new: torch.Tensor) -> Callable[[], object]:
     attributes = dict(vars(old)) if is_plain(old) and is_plain(new) else {}
     other = new if isinstance(new, nn.Parameter) else new.detach()
     torch.utils.swap_tensors(old, other)  # type: ignore[no-untyped-call]
@@ -166,9 +151,8 @@ def _swap(old: torch.Tensor, new: torch.Tensor) -> Undo:
     return lambda: torch.utils.swap_tensors(old, other)  # type: ignore[no-untyped-call]
 
 
-def _give_back(tensor: torch.Tensor) -> Undo:
-    held, saved, grad = vars(tensor), tensor.detach(), tensor.grad
-    required = tensor.requires_grad
+def _swap_back(tensor: torch.Tensor) -> Callable[[], object]:
+    held, saved, grad, required = vars(tensor), tensor.detach(), tensor.grad, tensor.requires_grad
 
     def undo() -> None:
         if vars(tensor) is not held:  # it was swapped
@@ -178,7 +162,7 @@ def _give_back(tensor: torch.Tensor) -> Undo:
     return undo
 
 
-def _unmaterialise(tensor: Any) -> Undo:
+def _unmaterialise(tensor: Any) -> Callable[[], object]:
     kind, data = type(tensor), tensor.data
 
     def undo() -> None:

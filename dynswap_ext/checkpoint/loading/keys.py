@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,54 +24,40 @@ _WRAPPERS = ("module.", "_orig_mod.", "model.", "_fsdp_wrapped_module.", "_check
 
 @dataclass(frozen=True)
 class KeyReport:
-    """The differences between a model's state dict and a file's entries.
-
-    ``bool(report)`` is True when there are any.
-    """
+    """The differences between a model's state dict and a file's entries; true if there are any."""
 
     path: Path
-    missing: tuple[str, ...]  # in the model alone
-    unexpected: tuple[str, ...]  # in the file alone, by the names that the model would have for them
-    mismatched: Mapping[str, str]  # sentences: the name, and both shapes or dtypes
     old: Mapping[str, str]  # the model's name for each entry, and the file's
+    missing: Sequence[str]  # in the model alone
+    unexpected: Sequence[str]  # in the file alone, by the names that the model would have for them
+    mismatched: Mapping[str, str]  # names, each with both shapes or dtypes
 
     @classmethod
     def compare(
         cls, own: Mapping[str, Any], given: Mapping[str, Any], path: Path, old: Mapping[str, str]
     ) -> KeyReport:
         """Compares by name, shape and kind of dtype; `given` has entries, or tensors."""
-        report = cls(
-            path=path,
-            missing=tuple(name for name in own if name not in given),
-            unexpected=tuple(name for name in given if name not in own),
-            mismatched={},
-            old=old,
-        )
-        mismatched = {
-            name: f"{report._called(name)}: {difference}"
-            for name, tensor in own.items()
-            if name in given and (difference := _difference(tensor, given[name]))
+        differences = {
+            name: _difference(tensor, given[name]) for name, tensor in own.items() if name in given
         }
-        return replace(report, mismatched=mismatched)
+        return cls(
+            path,
+            old,
+            missing=[name for name in own if name not in given],
+            unexpected=[name for name in given if name not in own],
+            mismatched={name: difference for name, difference in differences.items() if difference},
+        )
 
-    def only(self, *, missing: Iterable[str], unexpected: Iterable[str]) -> KeyReport:
-        """The report with other lists, such as load_state_dict makes."""
-        return replace(self, missing=tuple(missing), unexpected=tuple(unexpected))
-
-    def certain(self, custom_loaders: Iterable[str]) -> KeyReport:
-        """What no module can still put right, given the prefixes of those that load in their own way.
-
-        BatchNorm adds the counter that files of early versions lack.
-        """
-        open_to = tuple(custom_loaders)
-        certain = {name: text for name, text in self.mismatched.items() if not name.startswith(open_to)}
-        return replace(self, mismatched=certain).only(
-            missing=[
-                name
-                for name in self.missing
-                if not name.startswith(open_to) and not name.endswith("num_batches_tracked")
-            ],
-            unexpected=[name for name in self.unexpected if not name.startswith(open_to)],
+    def certain(self, custom_loaders: tuple[str, ...]) -> KeyReport:
+        """What no module can still put right, given the prefixes of those that load in their own way."""
+        early = (
+            name for name in self.missing if not name.endswith("num_batches_tracked")
+        )  # BatchNorm adds it
+        return replace(
+            self,
+            missing=[name for name in early if not name.startswith(custom_loaders)],
+            unexpected=[name for name in self.unexpected if not name.startswith(custom_loaders)],
+            mismatched={k: v for k, v in self.mismatched.items() if not k.startswith(custom_loaders)},
         )
 
     def __bool__(self) -> bool:
@@ -79,12 +65,17 @@ class KeyReport:
 
     def text(self, strict: bool) -> str:
         """The whole report as a message for a person; `strict` as in `load`."""
+        mismatched = [f"{self._called(name)}: {text}" for name, text in self.mismatched.items()]
+        unexpected = [self._called(name) for name in self.unexpected]
         lines = [f"{self.path} does not fit the model:"]
-        lines += _listing("mismatched", tuple(self.mismatched.values()))
-        lines += _listing("missing (in the model, not in the file)", self._with_guesses())
-        lines += _listing(
-            "unexpected (in the file, not in the model)", tuple(map(self._called, self.unexpected))
-        )
+        for title, names in (
+            ("mismatched", mismatched),
+            ("missing (in the model, not in the file)", self._with_guesses()),
+            ("unexpected (in the file, not in the model)", unexpected),
+        ):
+            lines += [f"  {title}: {len(names)}"] if names else []
+            lines += [f"    {name}" for name in names[:_LISTED]]
+            lines += [f"    ... and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
         if hint := self._prefix_hint():
             lines.append(hint)
         if self.mismatched:
@@ -100,7 +91,7 @@ class KeyReport:
         old = self.old.get(name, name)
         return name if old == name else f"{name} ({old} in the file)"
 
-    def _with_guesses(self) -> tuple[str, ...]:
+    def _with_guesses(self) -> list[str]:
         candidates = self.unexpected[:_CANDIDATES]
         guessed = [
             f"{name}  (the file has {self._called(close[0])})"
@@ -108,7 +99,7 @@ class KeyReport:
             else name
             for name in self.missing[:_LISTED]
         ]
-        return (*guessed, *self.missing[_LISTED:])
+        return [*guessed, *self.missing[_LISTED:]]
 
     def _prefix_hint(self) -> str:
         """Files saved from a wrapper have one prefix too many, or one too few."""
@@ -120,10 +111,8 @@ class KeyReport:
                     where, pattern = "begin with", f"^{pattern}"
                 else:
                     where, pattern = "have", rf"(^|(?<=\.)){pattern}"
-                return (
-                    f"The keys of the file {where} {prefix!r} and the model's do not: "
-                    f"{self._remedy(pattern, '')}."
-                )
+                remedy = self._remedy(pattern, "")
+                return f"The keys of the file {where} {prefix!r} and the model's do not: {remedy}."
         for prefix in (*_front(missing, unexpected), *_WRAPPERS):
             if _mostly({prefix + name for name in unexpected}, missing):
                 return (
@@ -160,10 +149,3 @@ def _difference(own: Any, given: Any) -> str:
     if kind != (given.dtype.is_floating_point, given.dtype.is_complex):
         return f"the model has {own.dtype}, the file {given.dtype}"
     return ""
-
-
-def _listing(title: str, entries: tuple[str, ...]) -> list[str]:
-    if not entries:
-        return []
-    shown = [f"  {title}: {len(entries)}", *(f"    {entry}" for entry in entries[:_LISTED])]
-    return shown if len(entries) <= _LISTED else [*shown, f"    ... and {len(entries) - _LISTED} more"]

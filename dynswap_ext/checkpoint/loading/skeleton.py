@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 from dynswap_ext.checkpoint.formats.common import listed
 from dynswap_ext.errors import ConfigError
 
-__all__ = ["factory_of", "fill_unsaved", "init_empty", "make_skeleton", "remake_unsaved"]
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Factory = Callable[[], nn.Module]
 
@@ -118,71 +116,53 @@ def _parameters_on_meta() -> Iterator[None]:
         registration.remove()
 
 
-# ---- tensors that no checkpoint holds ----------------------------------------------------------------------
-
 #: Types of most attributes of a module that are no tensors; `isinstance` with torch.Tensor is slow.
 _NO_TENSORS = frozenset([type(None), bool, int, float, str, dict, OrderedDict, set, list, tuple])
 
 
-def remake_unsaved(
-    model: nn.Module, factory: Callable[[], nn.Module] | None, *, unless: Collection[str]
-) -> dict[str, torch.Tensor]:
-    """Make real tensors for those on the meta device that a state dict never holds.
+def fill_unsaved(
+    model: nn.Module, factory: Callable[[], nn.Module] | None, *, saved: Collection[str]
+) -> None:
+    """Make real tensors for those on the meta device that a state dict never holds; `saved` has what it does.
 
-    These are non-persistent buffers, and tensors that a module keeps as plain attributes. `unless` has the
-    names that a state dict holds; the model is not changed.
+    These are non-persistent buffers, and tensors that a module keeps as plain attributes.
 
     Raises
     ------
     ConfigError
         There are such tensors and no factory, or a factory that does not make them for real. Names them.
     """
-    lost = [name for name in _meta_tensors(model) if name not in unless]
+    lost = {
+        name: (members, key)
+        for name, members, key in _tensors(model)
+        if members[key].is_meta and name not in saved
+    }
     if not lost:
-        return {}
+        return
     if factory is None:
         raise ConfigError(
-            f"the skeleton is on the meta device and no checkpoint holds {listed(lost, 10)} (non-persistent "
-            "buffers, or tensors kept as plain attributes); give load() what makes the model instead of the "
-            "model, as in load(lambda: Model(config), path), or make the skeleton with "
+            f"the skeleton is on the meta device and no checkpoint holds {listed([*lost], 10)} "
+            "(non-persistent buffers, or tensors kept as plain attributes); give load() what makes the model "
+            "instead of the model, as in load(lambda: Model(config), path), or make the skeleton with "
             "init_empty(lambda: Model(config)), and they are made again"
         )
     with _parameters_on_meta(), _NoInitialisation():
         twin = factory()
-    remade = {name: _member(twin, name) for name in lost}
-    for name, value in remade.items():
-        if value is None or value.is_meta:
+    made = {name: members[key] for name, members, key in _tensors(twin, remove_duplicate=False)}
+    for name in lost:
+        if name not in made or made[name].is_meta:
             raise ConfigError(
-                f"no checkpoint holds {listed(lost, 10)}, and calling the factory again made no value for "
+                f"no checkpoint holds {listed([*lost], 10)}, and calling the factory again made no value for "
                 f"{name}; make it on the CPU explicitly (device='cpu') or register it as a persistent buffer"
             )
-    return {name: value for name, value in remade.items() if value is not None}
+    for name, (members, key) in lost.items():
+        members[key] = made[name]
 
 
-def fill_unsaved(model: nn.Module, remade: dict[str, torch.Tensor]) -> None:
-    """Give the model what `remake_unsaved` made for it."""
-    for name, value in remade.items():
-        owner, _, attribute = name.rpartition(".")
-        home = model.get_submodule(owner)
-        if attribute in home._buffers:
-            home._buffers[attribute] = value
-        else:
-            home.__dict__[attribute] = value
-
-
-def _member(root: nn.Module, name: str) -> torch.Tensor | None:
-    owner, _, attribute = name.rpartition(".")
-    try:
-        module = root.get_submodule(owner)
-    except AttributeError:
-        return None  # a module that was added to the model after it was made
-    value = module._buffers.get(attribute, module.__dict__.get(attribute))
-    return value if isinstance(value, torch.Tensor) else None
-
-
-def _meta_tensors(model: nn.Module) -> Iterator[str]:
-    for prefix, module in model.named_modules():
-        for members in (module._buffers, module.__dict__):
-            for attribute, value in members.items():
-                if type(value) not in _NO_TENSORS and isinstance(value, torch.Tensor) and value.is_meta:
-                    yield f"{prefix}.{attribute}" if prefix else attribute
+def _tensors(model: nn.Module, **options: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
+    """Yield the name of each buffer and of each plain attribute that is a tensor, and where it is."""
+    for prefix, module in model.named_modules(**options):
+        for members in (module._buffers, vars(module)):
+            for key, value in members.items():
+                if type(value) not in _NO_TENSORS and isinstance(value, torch.Tensor):
+                    yield f"{prefix}.{key}" if prefix else key, members, key

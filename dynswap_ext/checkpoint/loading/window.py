@@ -10,10 +10,10 @@ from __future__ import annotations
 import ctypes
 import mmap
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any
 
 import torch
 
@@ -21,8 +21,6 @@ from dynswap_ext._swap.subclasses import flatten_wrapper, is_plain
 from dynswap_ext.checkpoint.formats.common import truncated
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import SourceError
-
-__all__ = ["Window"]
 
 _malloc_trim: Callable[[int], object] = getattr(
     ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim", lambda _: None
@@ -35,22 +33,19 @@ _WINDOW = 16 << 20
 
 
 class Window(ExitStack):
-    """Reads entries of one checkpoint, whose files are open until the block ends."""
+    """Reads entries of one checkpoint, whose files are open until the block ends.
+
+    Each method raises SourceError if a file cannot be read, or has become shorter.
+    """
 
     def __init__(self, checkpoint: Checkpoint) -> None:
         super().__init__()
         self._checkpoint = checkpoint
-        self._files: dict[Path, BinaryIO] = {}
+        self._files: dict[Path, Any] = {}
         self._since_trim = 0
 
     def read(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of its own with the values of an entry.
-
-        Raises
-        ------
-        SourceError
-            The file cannot be read, or has become shorter. Names file and entry.
-        """
+        """Return a tensor of its own with the values of an entry."""
         entry = self._range(name)
         if entry is None:
             tensor = self._checkpoint.tensor(name)
@@ -63,8 +58,9 @@ class Window(ExitStack):
             self._fill(name, entry, 0, flat)
         else:
             flat = torch.empty(entry.nbytes // entry.dtype.itemsize, dtype=dtype, device=device)
-            for start, block in self._blocks(name, entry):
-                flat[start : start + block.numel()].copy_(block)
+            parts = torch.split(flat, _WINDOW // entry.dtype.itemsize)
+            for part, block in zip(parts, self._blocks(name, entry), strict=False):
+                part.copy_(block)
         return flat.view(entry.shape)
 
     def holds(self, name: str, tensor: torch.Tensor) -> bool:
@@ -74,11 +70,8 @@ class Window(ExitStack):
             return _equal(self._checkpoint.tensor(name), tensor)
         if (tensor.device.type, tensor.dtype, tuple(tensor.shape)) != ("cpu", entry.dtype, entry.shape):
             return False
-        flat = tensor.detach().reshape(-1)
-        return all(
-            torch.equal(_bytes(flat[start : start + block.numel()]), _bytes(block))
-            for start, block in self._blocks(name, entry)
-        )
+        parts = torch.split(tensor.detach().reshape(-1), _WINDOW // entry.dtype.itemsize)
+        return _all_equal(self._blocks(name, entry), parts)
 
     def same(self, left: str, right: str) -> bool:
         """Whether two entries are equal to the bit."""
@@ -87,30 +80,21 @@ class Window(ExitStack):
             return _equal(self._checkpoint.tensor(left), self._checkpoint.tensor(right))
         if (first.dtype, first.shape) != (second.dtype, second.shape):
             return False
-        if (first.file, first.offset) == (second.file, second.offset):
-            return True
-        pairs = zip(self._blocks(left, first), self._blocks(right, second), strict=True)
-        return all(torch.equal(_bytes(a), _bytes(b)) for (_, a), (_, b) in pairs)
+        one_range = (first.file, first.offset) == (second.file, second.offset)
+        return one_range or _all_equal(self._blocks(left, first), self._blocks(right, second))
 
     def _range(self, name: str) -> Entry | None:
         """The entry, if its bytes in the file are its values in order."""
         entry = self._checkpoint.entries[name]
-        if entry.offset is None or entry.encoding:
-            return None
-        tensor = self._checkpoint.tensor(name)  # a view of the mapping: nothing is read
-        lazy = tensor.is_conj() or tensor.is_neg()
-        whole = is_plain(tensor) and tensor.is_contiguous() and tensor.nbytes == entry.nbytes
-        return entry if whole and not lazy else None
+        return None if entry.offset is None or entry.encoding else entry
 
-    def _blocks(self, name: str, entry: Entry) -> Iterator[tuple[int, torch.Tensor]]:
-        """The values in order, one block after the other in the same memory, each with where it begins."""
-        size, total = entry.dtype.itemsize, entry.nbytes // entry.dtype.itemsize
-        step = _WINDOW // size
+    def _blocks(self, name: str, entry: Entry) -> Iterator[torch.Tensor]:
+        """The values in order, one block after the other in the same memory."""
         buffer = _memory(min(_WINDOW, entry.nbytes)).view(entry.dtype)
-        for start in range(0, total, step):
-            block = buffer[: min(step, total - start)]
-            self._fill(name, entry, start * size, block)
-            yield start, block
+        for start in range(0, entry.nbytes, _WINDOW):
+            block = buffer[: (entry.nbytes - start) // entry.dtype.itemsize]
+            self._fill(name, entry, start, block)
+            yield block
 
     def _fill(self, name: str, entry: Entry, skipped: int, into: torch.Tensor) -> None:
         memory = memoryview((ctypes.c_char * into.nbytes).from_address(into.data_ptr())).cast("B")
@@ -118,9 +102,8 @@ class Window(ExitStack):
         try:
             if entry.file not in self._files:
                 self._files[entry.file] = self.enter_context(entry.file.open("rb"))
-            file = self._files[entry.file]
-            file.seek(begin)
-            got = file.readinto(memory)  # type: ignore[attr-defined]
+            self._files[entry.file].seek(begin)
+            got = self._files[entry.file].readinto(memory)
         except OSError as error:
             raise SourceError(f"{entry.file} cannot be read at {name}: {error.strerror}") from error
         if got < into.nbytes:
@@ -149,11 +132,15 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
     if left.dtype != right.dtype or left.shape != right.shape or type(left) is not type(right):
         return False
     if is_plain(left):
-        return left.device == right.device and torch.equal(_bytes(left.detach()), _bytes(right.detach()))
+        return left.device == right.device and _all_equal([left.detach()], [right.detach()])
     one, other = flatten_wrapper(left), flatten_wrapper(right)
     if one is None or other is None:
         return left is right
     return one[0].keys() == other[0].keys() and all(_equal(one[0][key], other[0][key]) for key in one[0])
+
+
+def _all_equal(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> bool:
+    return all(torch.equal(_bytes(one), _bytes(other)) for one, other in zip(left, right, strict=False))
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 
 import torch
 
+from dynswap_ext.checkpoint.options import Rename, cast_to, renamed
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
-from dynswap_ext.checkpoint.rename import Rename, renamed
 from dynswap_ext.checkpoint.writing.direct import Files
 from dynswap_ext.checkpoint.writing.layout import CHECKSUMS, Piece
 from dynswap_ext.checkpoint.writing.sources import Latest, from_file, from_tensor
@@ -45,12 +45,11 @@ def pieces_of(
     pieces, latest = [], Latest(checkpoint.tensor)
     for old, names in ties.values():
         entry = entries[old]
-        target = dtype if dtype is not None and entry.dtype.is_floating_point else entry.dtype
         if entry.offset is None:
             source = from_tensor(functools.partial(latest, old))
         else:
             source = from_file(files, entry.file, entry.offset, entry.dtype)
-        pieces.append(Piece(tuple(sorted(names)), target, entry.shape, source))
+        pieces.append(Piece(tuple(sorted(names)), cast_to(dtype, entry), entry.shape, source))
     return pieces
 
 

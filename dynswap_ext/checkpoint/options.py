@@ -1,11 +1,14 @@
-"""Other names for a checkpoint's entries."""
+"""What `load` and `convert` do to a checkpoint's entries alike: other names, and a cast."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
+import torch
+
+from dynswap_ext.checkpoint.reader import Entry
 from dynswap_ext.errors import ConfigError
 
 #: A function from a checkpoint's name to the model's, None leaving the entry out; or rules, each a regular
@@ -13,15 +16,27 @@ from dynswap_ext.errors import ConfigError
 Rename: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str] | Sequence[tuple[str, str]]
 
 
+def check_dtype(dtype: Any) -> None:
+    """Raise ConfigError for what is no floating dtype, and not None."""
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise ConfigError(f"dtype is {dtype!r}; expected a floating dtype such as torch.bfloat16, or None")
+
+
+def cast_to(dtype: torch.dtype | None, entry: Entry) -> torch.dtype:
+    """Return the dtype that an entry has after the cast: its own, unless that is a floating one."""
+    stays = dtype is None or entry.encoding or not entry.dtype.is_floating_point
+    return entry.dtype if stays or dtype is None else dtype
+
+
 def renamed(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
-    """The new names, each with the old one.
+    """Return the new names, each with the old one.
 
     Raises
     ------
     ConfigError
         A rule is no regular expression, a name is no text, or two entries get one name. Names them.
     """
-    function = _function(rename)
+    function = rename if callable(rename) else _apply_rules(rename or ())
     old: dict[str, str] = {}
     for name in names:
         new = function(name)
@@ -38,21 +53,17 @@ def renamed(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
     return old
 
 
-def _function(rename: Rename | None) -> Callable[[str], str | None]:
-    if rename is None:
-        return lambda name: name
-    if callable(rename):
-        return rename
+def _apply_rules(given: Mapping[str, str] | Sequence[tuple[str, str]]) -> Callable[[str], str]:
     try:
         rules = [
             (re.compile(pattern), replacement)
-            for pattern, replacement in (rename.items() if isinstance(rename, Mapping) else rename)
+            for pattern, replacement in (given.items() if isinstance(given, Mapping) else given)
         ]
         for pattern, replacement in rules:
             pattern.sub(replacement, "")  # raises for a group that the pattern has not got
     except (re.error, TypeError, ValueError) as error:
         raise ConfigError(
-            f"rename is {rename!r}: {error}; expected a function, or rules as in "
+            f"rename is {given!r}: {error}; expected a function, or rules as in "
             r"{r'^module\.': ''} or [(r'layers\.(\d+)', r'blocks.\1')]"
         ) from error
 
