@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import time
 from dataclasses import dataclass
@@ -12,12 +14,13 @@ import torch
 
 from dynswap_ext._util.progress import ProgressOption, shown
 from dynswap_ext.checkpoint.formats import open_checkpoint
-from dynswap_ext.checkpoint.options import Rename, check_dtype
+from dynswap_ext.checkpoint.options import Rename, cast_to, check_dtype, renamed
 from dynswap_ext.checkpoint.reader import Checkpoint
+from dynswap_ext.checkpoint.summary import names_of_each, text_of
 from dynswap_ext.checkpoint.writing.blocks import write
 from dynswap_ext.checkpoint.writing.direct import Files
-from dynswap_ext.checkpoint.writing.layout import split
-from dynswap_ext.checkpoint.writing.pieces import pieces_of, text_of
+from dynswap_ext.checkpoint.writing.layout import Piece, split
+from dynswap_ext.checkpoint.writing.sources import Latest, from_file, from_tensor
 from dynswap_ext.checkpoint.writing.target import Target
 from dynswap_ext.errors import ConfigError, SourceError
 
@@ -101,7 +104,7 @@ def convert(
     checkpoint = open_checkpoint(source)
     _check_target(source, checkpoint, target, overwrite)
     with Files() as files, shown(progress, "converting") as report:
-        pieces = pieces_of(checkpoint, dtype, rename, files)
+        pieces = _pieces(checkpoint, dtype, rename, files)
         layouts = split(pieces, target.shard, text_of(checkpoint))
         try:
             path, written, resumed = write(target, layouts, report, source=checkpoint, overwrite=overwrite)
@@ -121,6 +124,38 @@ def convert(
         resumed_bytes=resumed,
         seconds=time.monotonic() - begun,
     )
+
+
+def _pieces(
+    checkpoint: Checkpoint, dtype: torch.dtype | None, rename: Rename | None, files: Files
+) -> list[Piece]:
+    """Return what to write, in the order of the checkpoint: cast, under other names, ties once."""
+    names = names_of_each(checkpoint)
+    everything = [*itertools.chain.from_iterable(names), *checkpoint.objects]
+    new_names = {old: new for new, old in renamed(everything, rename).items()}
+    others = [old for old in checkpoint.objects if old in new_names]
+    if others:
+        raise ConfigError(
+            f"{checkpoint.path} holds what is no tensor ({', '.join(others[:5])}), which safetensors cannot "
+            "keep; leave it out with a rename function that returns None for it"
+        )
+    pieces, latest = [], Latest(checkpoint.tensor)
+    for old, *ties in names:
+        kept = sorted(new_names[name] for name in (old, *ties) if name in new_names)
+        if not kept:
+            continue
+        entry = checkpoint.entries[old]
+        if entry.encoding:
+            raise ConfigError(
+                f"{old} in {checkpoint.path} is stored as {entry.encoding}, which safetensors has no "
+                "dtype for; convert the checkpoint that it was made from"
+            )
+        if entry.offset is None:
+            source = from_tensor(functools.partial(latest, old))
+        else:
+            source = from_file(files, entry.file, entry.offset, entry.dtype)
+        pieces.append(Piece(tuple(kept), cast_to(dtype, entry), entry.shape, source))
+    return pieces
 
 
 def _check_target(source: Path, checkpoint: Checkpoint, target: Target, overwrite: bool) -> None:

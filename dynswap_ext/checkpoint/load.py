@@ -17,12 +17,11 @@ from dynswap_ext._util.log import log_to_stderr, logger
 from dynswap_ext._util.progress import ProgressOption, check_progress, shown
 from dynswap_ext._util.warn import warn
 from dynswap_ext.checkpoint.formats import open_checkpoint
-from dynswap_ext.checkpoint.loading.entries import ModelEntries, Transform
+from dynswap_ext.checkpoint.loading.entries import ModelEntries, Transform, Window
 from dynswap_ext.checkpoint.loading.identity import Snapshot
 from dynswap_ext.checkpoint.loading.keys import KeyReport
 from dynswap_ext.checkpoint.loading.skeleton import factory_of, fill_unsaved, make_skeleton
 from dynswap_ext.checkpoint.loading.walk import custom_loaders, load_state
-from dynswap_ext.checkpoint.loading.window import Window
 from dynswap_ext.checkpoint.options import Rename, check_dtype, renamed
 from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.errors import ConfigError, DynswapError
@@ -66,9 +65,9 @@ def load(
         From the checkpoint's names to the model's: a function, or rules as in ``{r"^module\.": ""}``. None
         as a new name leaves the entry out.
     transform
-        ``transform(name, tensor) -> tensor``, called with gradients disabled, for one entry after the other.
-        It is given the name in the model and a tensor of its own, on `device` and in `dtype`. What it returns
-        becomes the master, also a tensor subclass; an entry that it returns unchanged stays mapped.
+        ``transform(name, tensor) -> tensor``, called with gradients disabled for one entry after the other, with
+        the name in the model and a tensor of its own, on `device` and in `dtype`. What it returns becomes
+        the master, also a tensor subclass; an entry that it returns unchanged stays mapped.
     assign
         True: the file's tensors become the masters, in the parameter objects that the model has, so that
         optimizers still have them; gradients are dropped. False: values are copied into the model's own
@@ -92,9 +91,9 @@ def load(
     SourceError
         The file is not there, cut short, or of an unknown format.
     ConfigError
-        An argument has a value that cannot be used; keys are missing, unexpected or of another shape (all are
-        named together); the transform failed; tied weights differ in the file; or a meta skeleton has buffers
-        that no checkpoint holds and that cannot be made again.
+        An argument cannot be used; keys are missing, unexpected or of another shape (all are named together);
+        the transform failed; tied weights differ in the file, where two entries for one are compared; or a
+        meta skeleton has buffers that no checkpoint holds and that cannot be made again.
 
     Notes
     -----
@@ -104,8 +103,7 @@ def load(
 
     Non-persistent buffers are in no checkpoint. To make them, the factory (`target`, or the one given to
     `init_empty`) is called once more, outside the meta device, and its parameters are freed as soon as they
-    are registered. Two checkpoint entries for one shared weight are compared, which reads them, since only
-    one can be kept.
+    are registered.
     """
     log_to_stderr(config.log_level())
     begun = time.monotonic()

@@ -18,7 +18,7 @@ from dynswap_ext.checkpoint.writing.blocks import write
 from dynswap_ext.checkpoint.writing.direct import Files
 from dynswap_ext.checkpoint.writing.layout import Piece, split
 from dynswap_ext.checkpoint.writing.sources import source_of
-from dynswap_ext.checkpoint.writing.target import Target, replace
+from dynswap_ext.checkpoint.writing.target import Target, replace, sync
 from dynswap_ext.errors import ConfigError, SourceError
 
 #: Of files that torch.save writes.
@@ -109,8 +109,7 @@ def _save_torch(state: dict[str, Any], path: Path) -> Path:
                 if isinstance(cause, OSError):
                     raise cause from None
                 raise SourceError(f"{path} cannot be written: {error}") from error
-            file.flush()
-            os.fsync(file.fileno())
+        sync(written)
         replace(written, path)
     return path
 

@@ -15,8 +15,6 @@ from dynswap_ext._util.needed_at_once import units_of_names
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.checkpoint.writing.layout import CHECKSUMS
-from dynswap_ext.checkpoint.writing.pieces import tie_identity, ties_in_metadata
-from dynswap_ext.checkpoint.writing.target import SUFFIX
 from dynswap_ext.config import provider_from_environment
 
 #: By the device, the engine's backend.
@@ -90,14 +88,8 @@ def summary(path: str | PathLike[str]) -> Summary:
     weights. In pure Python every other weight is a group of its own, and on the CPU none is copied.
     """
     checkpoint = open_checkpoint(Path(path))
-    aliases = ties_in_metadata(checkpoint.entries, checkpoint.metadata)
-    names: dict[object, list[str]] = {}
-    for name, entry in checkpoint.entries.items():
-        names.setdefault(tie_identity(name, entry), []).append(name)
-    once = {group[0]: checkpoint.entries[group[0]] for group in names.values()}
-    ties = [
-        (*group, *(alias for alias, kept in aliases.items() if kept in group)) for group in names.values()
-    ]
+    names = names_of_each(checkpoint)
+    once = {group[0]: checkpoint.entries[group[0]] for group in names}
     streamed = {name: entry for name, entry in once.items() if entry.nbytes}
     largest = {device: _largest_group(streamed, device) for device in _BACKENDS}
     by_dtype: dict[str, int] = {}
@@ -108,28 +100,49 @@ def summary(path: str | PathLike[str]) -> Summary:
         format=checkpoint.format,
         files=checkpoint.files,
         entries=checkpoint.entries,
-        ties=tuple(tie for tie in ties if len(tie) > 1),
+        ties=tuple(tuple(group) for group in names if len(group) > 1),
         objects=tuple(checkpoint.objects),
-        metadata={k: v for k, v in checkpoint.metadata.items() if k != CHECKSUMS and k not in aliases},
+        metadata=text_of(checkpoint),
         total_bytes=sum(by_dtype.values()),
         bytes_by_dtype=by_dtype,
         largest_groups={device: group for device, group in largest.items() if group},
         provider=_provider(),
-        checksums=_checksums(checkpoint),
+        checksums=CHECKSUMS in checkpoint.metadata,
     )
+
+
+def text_of(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return the metadata without ties and checksums, which are of this one file."""
+    left_out = {CHECKSUMS, *_ties_in_metadata(checkpoint)}
+    return {name: text for name, text in checkpoint.metadata.items() if name not in left_out}
+
+
+def names_of_each(checkpoint: Checkpoint) -> list[list[str]]:
+    """Return the names of each tensor: those of entries, then those that the metadata alone has."""
+    names: dict[object, list[str]] = {}
+    for name, entry in checkpoint.entries.items():
+        names.setdefault(tie_identity(name, entry), []).append(name)
+    for alias, kept in _ties_in_metadata(checkpoint).items():
+        names[tie_identity(kept, checkpoint.entries[kept])].append(alias)
+    return list(names.values())
+
+
+def _ties_in_metadata(checkpoint: Checkpoint) -> dict[str, str]:
+    """Return names that safetensors.torch.save_model left out, each with the entry that has its tensor."""
+    text, entries = checkpoint.metadata, checkpoint.entries
+    return {name: kept for name, kept in text.items() if name not in entries and kept in entries}
+
+
+def tie_identity(name: str, entry: Entry) -> object:
+    """Return what is equal for entries that are one tensor."""
+    if entry.offset is None or entry.nbytes == 0:
+        return name
+    return entry.file, entry.offset, entry.dtype, entry.shape, entry.encoding
 
 
 def dtype_name(entry: Entry) -> str:
     """The dtype, or how the bytes encode it."""
     return entry.encoding or str(entry.dtype).removeprefix("torch.")
-
-
-def _checksums(checkpoint: Checkpoint) -> bool:
-    if checkpoint.files == (checkpoint.path,):
-        return CHECKSUMS in checkpoint.metadata
-    return bool(checkpoint.files) and all(
-        file.suffix == SUFFIX and CHECKSUMS in open_checkpoint(file).metadata for file in checkpoint.files
-    )
 
 
 def units_of(entries: Mapping[str, Entry]) -> list[tuple[list[str], bool]]:

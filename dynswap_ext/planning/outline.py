@@ -19,8 +19,7 @@ from dynswap_ext._util.units import show_bytes
 from dynswap_ext.checkpoint import init_empty
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Entry
-from dynswap_ext.checkpoint.summary import place_of, units_of
-from dynswap_ext.checkpoint.writing.pieces import tie_identity
+from dynswap_ext.checkpoint.summary import place_of, tie_identity, units_of
 from dynswap_ext.errors import ConfigError, SourceError
 from dynswap_ext.planning.weights import (
     Kind,

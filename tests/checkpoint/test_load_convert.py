@@ -16,7 +16,7 @@ from dynswap_ext import checkpoint
 from dynswap_ext._util.file_mappings import mapped_ranges
 from dynswap_ext._util.peak_memory import PeakMemory
 from dynswap_ext.checkpoint.formats import open_checkpoint
-from dynswap_ext.checkpoint.loading import window
+from dynswap_ext.checkpoint.loading import entries
 from dynswap_ext.errors import ConfigError, SourceError
 
 MiB = 1 << 20
@@ -59,7 +59,7 @@ def kind(request: pytest.FixtureRequest) -> str:
 def test_floats_are_cast_and_the_rest_stays_mapped(
     kind: str, size: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(window, "_WINDOW", size)
+    monkeypatch.setattr(entries, "_WINDOW", size)
     source = Mixed()
     path = saved(source, tmp_path / "w", kind)
     state = checkpoint.load(Mixed, path, dtype=torch.bfloat16).state_dict()

@@ -17,7 +17,7 @@ from dynswap_ext._util.progress import ProgressCallback
 from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.checkpoint.writing.direct import BLOCK, DirectFile, align_up, thread_buffer
 from dynswap_ext.checkpoint.writing.layout import Layout
-from dynswap_ext.checkpoint.writing.target import SUFFIX, Target
+from dynswap_ext.checkpoint.writing.target import SUFFIX, Target, sync
 from dynswap_ext.errors import ConfigError, SourceError
 
 #: Threads, each with a block of its own at some stage: so reading, casting and writing overlap. Each has
@@ -48,7 +48,7 @@ class Block(NamedTuple):
         return _crc(buffer, at, self.nbytes)
 
     def write(self, layout: Layout, *, verify: bool) -> int:
-        """Write it, and return the checksum. SourceError if what is read back is not what was written."""
+        """Write it, and return the checksum; with `verify`, of what the disk has got as well."""
         buffer = thread_buffer("write")
         layout.fill(buffer, self.begin, self.nbytes)
         checksum = _crc(buffer, 0, self.nbytes)
@@ -107,21 +107,11 @@ def write(
 
     With `source`, the checkpoint that is converted, each block is read back, and after an error or a crash
     the next call for the same source and layouts goes on. For that a journal has a line that describes the
-    work, and one for each block that is done, with its checksum. Lines are not forced to the disk: a line
-    that is lost is work that is done again, and a block whose line is there is believed only if its bytes
-    have that checksum.
+    work, and one for each block that is done. Lines are not forced to the disk: one that is lost is work
+    that is done again, and a block whose line is there is believed only if its bytes have that checksum.
 
-    Returns
-    -------
-    tuple
-        What can be loaded, the files, and the bytes that an earlier call had written.
-
-    Raises
-    ------
-    ConfigError
-        Other work was begun, and is not to be overwritten.
-    SourceError
-        The disk is full, permission is missing, or the source has changed.
+    Returns what can be loaded, the files, and the bytes that an earlier call had written. Raises ConfigError
+    if other work was begun and is not to be overwritten, SourceError for what disks and sources refuse.
     """
     needed = sum(layout.file_bytes for layout in layouts)
     whole = sum(layout.data_bytes for layout in layouts)
@@ -216,5 +206,4 @@ def _write_headers(files: Mapping[Path, Layout], checksums: Iterator[int]) -> No
         with path.open("rb+") as file:
             file.write(layout.header(list(islice(checksums, layout.blocks))))
             file.truncate(layout.file_bytes)  # the last block was written in whole pages
-            file.flush()
-            os.fsync(file.fileno())
+        sync(path)

@@ -63,13 +63,7 @@ class DirectFile:
         os.close(self.descriptor)
 
     def read(self, begin: int, count: int, buffer: mmap.mmap) -> int:
-        """Read `count` bytes from `begin` on; the place in the buffer at which they start.
-
-        Raises
-        ------
-        SourceError
-            The file ends before, or the disk fails.
-        """
+        """Read `count` bytes from `begin` on, or raise SourceError; where in the buffer they start."""
         first = begin // ALIGNMENT * ALIGNMENT
         needed, got = begin - first + count, 0
         with memoryview(buffer) as view, view[: align_up(needed)] as pages:

@@ -79,15 +79,7 @@ class Target:
 
     @contextmanager
     def reserved(self, needed: int) -> Iterator[None]:
-        """Have the partial folder to oneself, for `needed` bytes.
-
-        Raises
-        ------
-        ConfigError
-            Another process is writing there.
-        SourceError
-            What the system refuses meanwhile: the disk is full, say, or permission is missing.
-        """
+        """Have the partial folder to oneself, for `needed` bytes. An OSError becomes a SourceError."""
         try:
             with self._locked():
                 yield
@@ -97,8 +89,8 @@ class Target:
             what = error.strerror or str(error)
             if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise self._no_room(needed, what) from error
-            if error.filename and str(error.filename) != str(self.path):
-                what = f"{what} ({error.filename})"
+            if error.filename:
+                what += f" ({error.filename})"
             if error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
                 what += f"; check the permissions of {self.folder}"
             raise SourceError(f"{self.path} cannot be written: {what}") from error
@@ -158,17 +150,18 @@ class Target:
         if len(parts) > 1:
             names = self._free_names(len(parts))
             last, loadable, other = self.partial / "index.json", self.index, self.file
-            _write_index(last, dict(zip(names, parts.values(), strict=True)))
+            last.write_text(_index_text(dict(zip(names, parts.values(), strict=True))))
+            sync(last)
         else:
             [last], loadable, other = parts, self.file, self.index
         replaced = [] if self.shard is None else [other.name, *(self.shards() - set(names))]
         renames = [(part.name, name) for part, name in zip(parts, names, strict=False)]
         self._note.write_text(json.dumps([last.name, renames, replaced]))
-        _sync_folder(self.partial)
+        sync(self.partial)
         try:
             for part, name in renames:
                 os.rename(self.partial / part, self.folder / name)
-            _sync_folder(self.folder)
+            sync(self.folder)
             replace(last, loadable)
         finally:
             self._recover()
@@ -208,27 +201,23 @@ class Target:
 def replace(path: Path, destination: Path) -> None:
     """Let one file take the place of another, so that it survives a power cut."""
     os.replace(path, destination)
-    _sync_folder(destination.parent)
+    sync(destination.parent)
 
 
-def _sync_folder(folder: Path) -> None:
-    """Make renames in a folder survive a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Wait until the disk has a file's bytes, or a folder's names."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
-def _write_index(path: Path, shards: Mapping[str, Layout]) -> None:
+def _index_text(shards: Mapping[str, Layout]) -> str:
     weights = {piece.names[0]: name for name, layout in shards.items() for piece in layout.pieces}
     total = sum(layout.data_bytes for layout in shards.values())
-    with path.open("w") as file:
-        json.dump(
-            {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}, file, indent=2
-        )
-        file.flush()
-        os.fsync(file.fileno())
+    content = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weights.items()))}
+    return json.dumps(content, indent=2) + "\n"
 
 
 def _shard_bytes(given: int | str) -> int:
