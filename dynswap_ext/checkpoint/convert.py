@@ -161,13 +161,12 @@ def _pieces(
 def _check_target(source: Path, checkpoint: Checkpoint, target: Target, overwrite: bool) -> None:
     named = Path(os.path.realpath(source))
     inputs = {Path(os.path.realpath(path)) for path in checkpoint.files}
-    outputs = {target.file, target.index, target.path}
-    if named in outputs or inputs & outputs:
-        raise ConfigError(f"{target.path} is the source itself, or a file of it; convert to another path")
-    if named.is_dir() and (target.folder == named or named in target.folder.parents):
-        raise ConfigError(f"{target.path} is inside the source, {source}; convert to a path outside it")
-    if target.shards() & {path.name for path in inputs if path.parent == target.folder}:
-        raise ConfigError(f"{target.index} names files of the source, {source}; convert to another folder")
+    outputs = {target.file, target.index, target.path, *(target.folder / name for name in target.shards())}
+    inside = named.is_dir() and named in (target.folder, *target.folder.parents)
+    if named in outputs or inputs & outputs or inside:
+        raise ConfigError(
+            f"{target.path} is the source itself, or inside it, or has files of it; convert to another path"
+        )
     for path in [target.file] if target.shard is None else [target.index, target.file]:
         if path.exists() and not overwrite:
             raise ConfigError(

@@ -65,9 +65,9 @@ def load(
         From the checkpoint's names to the model's: a function, or rules as in ``{r"^module\.": ""}``. None
         as a new name leaves the entry out.
     transform
-        ``transform(name, tensor) -> tensor``, called with gradients disabled for one entry after the other, with
-        the name in the model and a tensor of its own, on `device` and in `dtype`. What it returns becomes
-        the master, also a tensor subclass; an entry that it returns unchanged stays mapped.
+        ``transform(name, tensor) -> tensor``, called with gradients disabled, for one entry after the other.
+        It is given the name in the model and a tensor of its own, on `device` and in `dtype`. What it returns
+        becomes the master, also a tensor subclass; an entry that it returns unchanged stays mapped.
     assign
         True: the file's tensors become the masters, in the parameter objects that the model has, so that
         optimizers still have them; gradients are dropped. False: values are copied into the model's own

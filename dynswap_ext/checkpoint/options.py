@@ -29,13 +29,7 @@ def cast_to(dtype: torch.dtype | None, entry: Entry) -> torch.dtype:
 
 
 def renamed(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
-    """Return the new names, each with the old one.
-
-    Raises
-    ------
-    ConfigError
-        A rule is no regular expression, a name is no text, or two entries get one name. Names them.
-    """
+    """Return the new names, each with the old one. ConfigError for bad rules, and for two of one name."""
     function = rename if callable(rename) else _apply_rules(rename or ())
     old: dict[str, str] = {}
     for name in names:

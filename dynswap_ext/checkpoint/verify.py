@@ -43,14 +43,21 @@ def _verify(path: Path, progress: Callable[[int, int], None] | None) -> int:
     begin = min((offset for offset, _ in places.values()), default=0)
     end = max((offset + nbytes for offset, nbytes in places.values()), default=0)
     blocks = blocks_of(path, begin, end)
-    sums = _checksums(path, checkpoint.metadata.get(CHECKSUMS), len(blocks))
+    kept = checkpoint.metadata.get(CHECKSUMS)
+    if kept is None:
+        raise SourceError(
+            f"{path} has no checksums to compare with; only what dynswap_ext saved or converted has them"
+        )
+    size, *sums = kept.split() or [""]
+    if size != str(BLOCK) or len(sums) != len(blocks):
+        raise SourceError(f"{path} has checksums that do not fit its tensors; copy or convert it again")
     damaged: list[Block] = []
     done = 0
 
     def compare(block: Block, checksum: int) -> None:
         nonlocal done
         done += block.nbytes
-        if checksum != sums[(block.begin - begin) // BLOCK]:
+        if f"{checksum:08x}" != sums[(block.begin - begin) // BLOCK]:
             damaged.append(block)
         if progress is not None:
             progress(done, end - begin)
@@ -67,17 +74,3 @@ def _verify(path: Path, progress: Callable[[int, int], None] | None) -> int:
             f"of {listed(names, 10)}; copy or convert it again"
         )
     return end - begin
-
-
-def _checksums(path: Path, kept: str | None, count: int) -> list[int]:
-    if kept is None:
-        raise SourceError(
-            f"{path} has no checksums to compare with; only what dynswap_ext saved or converted has them"
-        )
-    try:
-        block, *sums = kept.split()
-        if int(block) == BLOCK and len(sums) == count:
-            return [int(word, 16) for word in sums]
-    except ValueError:
-        pass
-    raise SourceError(f"{path} has checksums that do not fit its tensors; copy or convert it again")

@@ -70,22 +70,22 @@ class Snapshot:
         kept: dict[int, torch.Tensor] = {}
         lost: list[str] = []
         for module, parameters, buffers in self._held:
-            touched = False
-            for old_members, members in ((parameters, module._parameters), (buffers, module._buffers)):
-                for name, old in old_members.items():
-                    new = members.get(name)
-                    if old is None or new is None or new is old:
-                        continue
-                    if not touched:
-                        touched = True
-                        _prepare(module)
-                    if id(old) not in kept:
-                        kept[id(old)] = self._moved(old, new)
-                        if kept[id(old)] is new:
-                            lost.append(f"{type(module).__name__}.{name}")
-                    members[name] = kept[id(old)]  # type: ignore[assignment]
-            if touched:
-                _refresh(module)
+            changed = [
+                (members, name, old, new)
+                for before, members in ((parameters, module._parameters), (buffers, module._buffers))
+                for name, old in before.items()
+                if old is not None and (new := members.get(name)) is not None and new is not old
+            ]
+            if not changed:
+                continue
+            _prepare(module)
+            for members, name, old, new in changed:
+                if id(old) not in kept:
+                    kept[id(old)] = self._moved(old, new)
+                    if kept[id(old)] is new:
+                        lost.append(f"{type(module).__name__}.{name}")
+                members[name] = kept[id(old)]  # type: ignore[assignment]
+            _refresh(module)
         if lost:
             warn(
                 f"{len(lost)} tensor(s) of the model are new objects after the load, as torch cannot swap "

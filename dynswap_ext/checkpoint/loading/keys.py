@@ -106,12 +106,9 @@ class KeyReport:
         missing, unexpected = set(self.missing), set(self.unexpected)
         for prefix in (*_front(unexpected, missing), *_WRAPPERS):
             if _mostly({name.replace(prefix, "") for name in unexpected if prefix in name}, missing):
-                pattern = re.escape(prefix)
-                if all(name.startswith(prefix) for name in unexpected):
-                    where, pattern = "begin with", f"^{pattern}"
-                else:
-                    where, pattern = "have", rf"(^|(?<=\.)){pattern}"
-                remedy = self._remedy(pattern, "")
+                all_begin = all(name.startswith(prefix) for name in unexpected)
+                where, begin = ("begin with", "^") if all_begin else ("have", r"(^|(?<=\.))")
+                remedy = self._remedy(begin + re.escape(prefix), "")
                 return f"The keys of the file {where} {prefix!r} and the model's do not: {remedy}."
         for prefix in (*_front(missing, unexpected), *_WRAPPERS):
             if _mostly({prefix + name for name in unexpected}, missing):

@@ -86,12 +86,10 @@ class _NoInitialisation(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
-        if func in self._FILLS:
-            filled = args[0] if args else kwargs.get("tensor")
-            if isinstance(filled, torch.Tensor) and filled.is_meta:
-                return filled
-        return func(*args, **kwargs)
+        filled = args[0] if args else (kwargs or {}).get("tensor")
+        if func in self._FILLS and isinstance(filled, torch.Tensor) and filled.is_meta:
+            return filled
+        return func(*args, **(kwargs or {}))
 
 
 @contextmanager
@@ -126,11 +124,6 @@ def fill_unsaved(
     """Make real tensors for those on the meta device that a state dict never holds; `saved` has what it does.
 
     These are non-persistent buffers, and tensors that a module keeps as plain attributes.
-
-    Raises
-    ------
-    ConfigError
-        There are such tensors and no factory, or a factory that does not make them for real. Names them.
     """
     lost = {
         name: (members, key)

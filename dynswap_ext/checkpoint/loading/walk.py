@@ -41,15 +41,7 @@ def load_state(model: nn.Module, state: Mapping[str, Any], *, assign: bool) -> t
     Without `assign`, a tensor that is more than its bytes, in the model or in the state, goes through
     `module_load`, as under ``torch.__future__.set_swap_module_params_on_conversion(True)``.
 
-    Returns
-    -------
-    tuple
-        Missing and unexpected keys.
-
-    Raises
-    ------
-    RuntimeError
-        Shapes do not agree, or a module says what else it cannot load.
+    Returns missing and unexpected keys; raises RuntimeError for what modules cannot load, as other shapes.
     """
     walk = _Walk(getattr(state, "_metadata", None) or {}, assign)
     with nullcontext() if assign else walk:

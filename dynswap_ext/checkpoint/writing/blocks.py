@@ -122,6 +122,7 @@ def write(
         for block in blocks_of(path, layout.header_bytes, layout.file_bytes)
     ]
     job = None if source is None else _job(source, layouts)
+    report = progress or (lambda done, whole: None)
     with target.reserved(needed):
         noted = {} if job is None else _noted(target, job, overwrite)
         target.make_room(needed, keep=bool(noted))
@@ -140,14 +141,12 @@ def write(
                     done[block] = checksum
                     print(block.key, checksum, file=journal)
                     position += block.nbytes
-                    if progress is not None:
-                        progress(position, whole)
+                    report(position, whole)
 
                 print(json.dumps(job), file=journal)
                 for block, checksum in done.items():
                     print(block.key, checksum, file=journal)
-                if progress is not None:
-                    progress(position, whole)
+                report(position, whole)
                 in_parallel(
                     lambda block: block.write(files[block.path], verify=job is not None),
                     [block for block in blocks if block not in done],

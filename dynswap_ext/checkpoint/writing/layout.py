@@ -6,8 +6,9 @@ import json
 import math
 import mmap
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Final
 
 import torch
@@ -54,7 +55,6 @@ class Piece:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-@dataclass
 class Layout:
     """One file: a header that fills whole pages, then the tensors, one after the other.
 
@@ -65,31 +65,15 @@ class Layout:
     The checksums are in the header's metadata. Their number is known before, so the header's length is.
     """
 
-    pieces: list[Piece]
-    metadata: Mapping[str, str]
-    offsets: list[int] = field(init=False)
-    data_bytes: int = field(init=False)
-    header_bytes: int = field(init=False)
-
-    def __post_init__(self) -> None:
+    def __init__(self, pieces: Iterable[Piece], metadata: Mapping[str, str]) -> None:
+        self.metadata = metadata
         self.pieces = sorted(
-            self.pieces, key=lambda piece: (piece.nbytes % _TENSOR_ALIGNMENT != 0, -piece.dtype.itemsize)
+            pieces, key=lambda piece: (piece.nbytes % _TENSOR_ALIGNMENT != 0, -piece.dtype.itemsize)
         )
-        self.offsets = [0]
-        for piece in self.pieces:
-            self.offsets.append(self.offsets[-1] + piece.nbytes)
-        self.data_bytes = self.offsets.pop()
+        *self.offsets, self.data_bytes = accumulate((piece.nbytes for piece in self.pieces), initial=0)
+        self.blocks = -(-self.data_bytes // BLOCK)  # the last may be shorter
         self.header_bytes = len(self.header([0] * self.blocks))
-
-    @property
-    def blocks(self) -> int:
-        """How many there are; the last may be shorter."""
-        return -(-self.data_bytes // BLOCK)
-
-    @property
-    def file_bytes(self) -> int:
-        """Header and tensors."""
-        return self.header_bytes + self.data_bytes
+        self.file_bytes = self.header_bytes + self.data_bytes
 
     def fill(self, buffer: mmap.mmap, begin: int, count: int) -> None:
         """Read what the file has from `begin` on, which is not in the header."""

@@ -9,7 +9,6 @@ import os
 import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
@@ -23,16 +22,21 @@ _INDEX: Final = ".safetensors.index.json"
 _SHARD: Final = 5_000_000_000
 
 
-@dataclass(frozen=True)
 class Target:
-    """The files that one checkpoint may have: ``stem.safetensors``, or shards and their index."""
+    """The files that one checkpoint may have: ``stem.safetensors``, or shards and their index.
 
-    folder: Path
-    stem: str
-    #: What the user named.
-    path: Path
-    #: The most bytes of tensors in one file; None if the user named that file, not the folder or its index.
-    shard: int | None
+    `path` is what the user named. `shard` is the most bytes of tensors in one file; None if the user named
+    that file, and not the folder or its index.
+    """
+
+    def __init__(self, folder: Path, stem: str, path: Path, shard: int | None) -> None:
+        self.folder, self.stem, self.path, self.shard = folder, stem, path, shard
+        self.file = folder / (stem + SUFFIX)
+        self.index = folder / (stem + _INDEX)
+        #: The folder of files that are not complete yet; kept after an error if it has the journal.
+        self.partial = folder / f".{stem}.dynswap-partial"
+        self.journal = self.partial / "journal"
+        self._note = self.partial / "renaming.json"
 
     @classmethod
     def of(cls, path: Path, max_shard_size: int | str | None = None) -> Target:
@@ -48,26 +52,6 @@ class Target:
                 f"{path} ends in {path.suffix}; expected a path that ends in {SUFFIX}, or a folder for shards"
             )
         return cls(path, "model", path, limit or _SHARD)
-
-    @property
-    def file(self) -> Path:
-        """The one file of a checkpoint that has one."""
-        return self.folder / (self.stem + SUFFIX)
-
-    @property
-    def index(self) -> Path:
-        """The index of one that is sharded."""
-        return self.folder / (self.stem + _INDEX)
-
-    @property
-    def partial(self) -> Path:
-        """The folder of files that are not complete yet."""
-        return self.folder / f".{self.stem}.dynswap-partial"
-
-    @property
-    def journal(self) -> Path:
-        """What a conversion has done. With it in there, the partial folder is kept after an error."""
-        return self.partial / "journal"
 
     def shards(self) -> set[str]:
         """Names of files that the present index names; none of another folder."""
@@ -121,13 +105,11 @@ class Target:
                     path.rmdir()
 
     def make_room(self, needed: int, *, keep: bool = False) -> None:
-        """Empty the partial folder, or count what is there. SourceError if the disk has not the rest."""
-        taken = 0
-        for path in self.partial.iterdir():
-            if keep:
-                taken += path.stat().st_blocks * 512
-            else:
+        """Empty the partial folder, unless what is there is to be kept, and see if the disk has the rest."""
+        if not keep:
+            for path in self.partial.iterdir():
                 path.unlink()
+        taken = sum(path.stat().st_blocks * 512 for path in self.partial.iterdir())
         if shutil.disk_usage(self.partial).free < needed - taken:
             raise self._no_room(needed, "the disk is too full")
 
@@ -166,10 +148,6 @@ class Target:
         finally:
             self._recover()
         return loadable, [self.folder / name for name in names] or [loadable]
-
-    @property
-    def _note(self) -> Path:
-        return self.partial / "renaming.json"
 
     def _free_names(self, count: int) -> list[str]:
         """Names for so many shards, none of which is taken: the index that there is stays valid."""
