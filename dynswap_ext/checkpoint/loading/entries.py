@@ -97,16 +97,15 @@ class ModelEntries:
 
         def make(old: str) -> Any:
             nonlocal given
+            if old in objects:
+                return objects[old]
             value = self._converted(old) if lazy else self._master(old)
             given += sizes.pop(old, 0)  # a module may ask for one twice
             report(given, whole)
             return value
 
         report(0, whole)
-        made = {
-            old: objects[old] if old in objects else partial(make, old) if lazy else make(old)
-            for old in dict.fromkeys(names.values())
-        }
+        made = {old: partial(make, old) if lazy else make(old) for old in dict.fromkeys(names.values())}
         state: Any = (LazyState if lazy else OrderedDict)((name, made[old]) for name, old in names.items())
         state._metadata = self.checkpoint.versions  # where load_state_dict looks for them
         return state  # type: ignore[no-any-return]

@@ -128,15 +128,18 @@ class Target:
         Until the last of them, the index if there is one, has its place, the checkpoint before is whole, and
         after that the new one. The note is for the run after a crash in between.
         """
-        names: list[str] = []
-        if len(parts) > 1:
-            names = self._free_names(len(parts))
+        first, *others = parts
+        if self.shard is None:
+            replace(first, self.file)
+            return self.file, [self.file]
+        names = self._free_names(len(parts)) if others else []
+        if names:
             last, loadable, other = self.partial / "index.json", self.index, self.file
             last.write_text(_index_text(dict(zip(names, parts.values(), strict=True))))
             sync(last)
         else:
-            [last], loadable, other = parts, self.file, self.index
-        replaced = [] if self.shard is None else [other.name, *(self.shards() - set(names))]
+            last, loadable, other = first, self.file, self.index
+        replaced = [other.name, *(self.shards() - set(names))]
         renames = [(part.name, name) for part, name in zip(parts, names, strict=False)]
         self._note.write_text(json.dumps([last.name, renames, replaced]))
         sync(self.partial)
