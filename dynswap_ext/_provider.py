@@ -7,12 +7,12 @@ import importlib
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import ModuleType
-from typing import Any, cast
+from typing import Any, NamedTuple
 
 import torch
 
-from dynswap_ext._python import session as python_provider
+from dynswap_ext._python.attribute import Attribute as PythonAttribute
+from dynswap_ext._python.session import Session as PythonSession
 from dynswap_ext._swap import compile_support
 from dynswap_ext._swap.parameter_proxy import handed_out_again, untracked_alias_made
 from dynswap_ext._swap.protocol import Session
@@ -21,16 +21,9 @@ from dynswap_ext._util.warn import warn
 from dynswap_ext.config import listed_devices, provider_from_environment
 from dynswap_ext.errors import ConfigError, DeviceError
 
-__all__ = [
-    "BackendInfo",
-    "Provider",
-    "backend_info",
-    "native_extension",
-    "native_unavailable",
-    "select",
-]
-
 _REINSTALL = "`pip install --no-build-isolation --force-reinstall .` in a checkout"
+_AGAINST_THIS_TORCH = f"Reinstall it against this torch ({_REINSTALL})"
+_STAY = "Weights that fit can stay on the device (`budget=`), where nothing waits for them"
 _SILENCE = "DYNSWAP_PROVIDER=python takes pure Python without this warning"
 
 
@@ -80,37 +73,25 @@ class BackendInfo:
         return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
 
 
-@dataclass(frozen=True)
-class _Obstacle:
-    """What keeps the native provider from serving a device."""
+class _Obstacle(NamedTuple):
+    """What keeps the native provider from serving a device, and what to do about it: no full stops."""
 
     reason: str
-    #: What to do about it: a sentence without its full stop.
     remedy: str
 
 
-@dataclass(frozen=True)
-class _Extension:
-    module: ModuleType | None
+class _Extension(NamedTuple):
+    module: Any
     #: Why it cannot be used; empty if it can.
     reason: str
     build: dict[str, Any]
 
 
 def select(asked: str, device: torch.device) -> Provider:
-    """Choose the provider for an install.
+    """Choose the provider for an install on the device.
 
-    Parameters
-    ----------
-    asked : {"auto", "native", "python"}
-        "auto" takes the native extension where it can serve the device.
-    device : torch.device
-        Where the model computes.
-
-    Raises
-    ------
-    ConfigError
-        If "native" was asked for and cannot be had; the message says why.
+    "auto" takes the native extension where it can serve the device. Where that was asked for and cannot be
+    had, raises ConfigError, which says why.
     """
     if asked == "python":
         logger.debug("the python provider serves %s, as asked for", device)
@@ -119,7 +100,8 @@ def select(asked: str, device: torch.device) -> Provider:
     obstacle = _obstacle(extension, device)
     if obstacle is None:
         logger.debug("the native provider serves %s", device)
-        return _native(extension, device)
+        backend = "cuda" if device.type == "cuda" else "host"
+        return Provider("native", extension.module.Session, extension.module.Attribute, backend)
     if asked == "native":
         raise ConfigError(
             f"the native provider was asked for, but {obstacle.reason}. {obstacle.remedy}, or pass "
@@ -165,18 +147,12 @@ def native_unavailable(device: torch.device) -> str:
 
 
 def native_extension() -> Any:
-    """Return the native extension, for what it computes without an install.
-
-    Raises
-    ------
-    ConfigError
-        It cannot be imported, or is built for another torch.
-    """
+    """Return the native extension, for what it computes without an install; else raise ConfigError."""
     extension = _extension()
     if extension.module is None:
         raise ConfigError(
             f"this needs the native extension, and {extension.reason}; `dynswap info` says what is active. "
-            f"Reinstall it against this torch ({_REINSTALL})"
+            f"{_AGAINST_THIS_TORCH}"
         )
     return extension.module
 
@@ -187,31 +163,19 @@ def _warn_once(message: str) -> None:
 
 
 def _python(reason: str = "") -> Provider:
-    return Provider("python", python_provider.Session, python_provider.Attribute, "torch", reason)
-
-
-def _native(extension: _Extension, device: torch.device) -> Provider:
-    module: Any = extension.module
-    backend = "cuda" if device.type == "cuda" else "host"
-    return Provider("native", cast("Callable[..., Session]", module.Session), module.Attribute, backend)
+    return Provider("python", PythonSession, PythonAttribute, "torch", reason)
 
 
 def _obstacle(extension: _Extension, device: torch.device, *, ask_driver: bool = True) -> _Obstacle | None:
     """What keeps the extension from serving a device, if anything."""
     if extension.module is None:
-        return _Obstacle(extension.reason, f"Reinstall it against this torch ({_REINSTALL})")
+        return _Obstacle(extension.reason, _AGAINST_THIS_TORCH)
     if device.type == "cpu":
         return None
     if device.type != "cuda":
-        return _Obstacle(
-            f"the extension has no backend for devices of the type '{device.type}'",
-            "Weights that fit can stay on the device (`budget=`), where nothing waits for them",
-        )
+        return _Obstacle(f"the extension has no backend for devices of the type '{device.type}'", _STAY)
     if torch.version.hip:
-        return _Obstacle(
-            "the extension is for NVIDIA's GPUs, and this torch is for AMD's",
-            "Weights that fit can stay on the device (`budget=`), where nothing waits for them",
-        )
+        return _Obstacle("the extension is for NVIDIA's GPUs, and this torch is for AMD's", _STAY)
     if not extension.build.get("cuda"):
         return _Obstacle(
             "the extension was built without CUDA",
@@ -222,14 +186,13 @@ def _obstacle(extension: _Extension, device: torch.device, *, ask_driver: bool =
 
 def _without_driver(extension: _Extension, device: torch.device) -> _Obstacle | None:
     """Why the CUDA runtime in the extension cannot use a device, if it cannot. Wakes the driver."""
-    module: Any = extension.module
     built = f"the extension, built with CUDA {extension.build.get('cuda')},"
     older = (
         "Update the NVIDIA driver, or reinstall the extension with a toolkit that is as old as the driver "
         f"(`CUDA_HOME`, then {_REINSTALL})"
     )
     try:
-        count = int(module.cuda_device_count())
+        count = int(extension.module.cuda_device_count())
     except DeviceError as error:
         return _Obstacle(f"{built} cannot use the driver: {error}", older)
     if (device.index or 0) < count:
@@ -247,25 +210,16 @@ def _extension() -> _Extension:
         module = importlib.import_module("._C", __package__)
         build = dict(module.build_info())
     except Exception as error:  # ImportError, or whatever a library of another ABI does on loading
-        missing = isinstance(error, ModuleNotFoundError) and error.name == f"{__package__}._C"
-        return _Extension(None, "the extension is not built" if missing else _first_line(error), {})
-    built = str(build.get("torch", ""))
-    if _release(built) != _release(torch.__version__):
-        return _Extension(
-            None, f"the extension was built for torch {built}, and torch {torch.__version__} runs", build
-        )
+        if isinstance(error, ModuleNotFoundError) and error.name == f"{__package__}._C":
+            return _Extension(None, "the extension is not built", {})
+        first_line = next(iter(str(error).strip().splitlines()), "no message")
+        reason = f"the extension cannot be imported ({type(error).__name__}: {first_line})"
+        return _Extension(None, reason, {})
+    built, runs = str(build.get("torch", "")), torch.__version__
+    if built.split("+")[0].split(".")[:2] != runs.split("+")[0].split(".")[:2]:  # else its C++ is the same
+        return _Extension(None, f"the extension was built for torch {built}, and torch {runs} runs", build)
     # First: asking a tensor for its storage, as pure Python has to, makes the storage shared for good.
     untracked_alias_made.insert(0, module.note_untracked_alias)
     handed_out_again.insert(0, lambda _: lambda master: module.fetch(master, True))
     compile_support.fetch_master = module.fetch
     return _Extension(module, "", build)
-
-
-def _release(version: str) -> tuple[str, ...]:
-    """Major and minor, within which torch keeps its C++ interface."""
-    return tuple(version.split("+")[0].split(".")[:2])
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip().splitlines()
-    return f"the extension cannot be imported ({type(error).__name__}: {text[0] if text else 'no message'})"

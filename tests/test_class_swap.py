@@ -18,8 +18,9 @@ from torch import nn
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-from dynswap_ext._python.session import Attribute
-from dynswap_ext._swap.class_swap import ensure, is_swap_class, original_class, swap_class
+from dynswap_ext._python.attribute import Attribute
+from dynswap_ext._swap.class_swap import ensure, is_swap_class, swap_class
+from dynswap_ext._swap.state import original_class
 from sample_models import ConvNet, Recurrent, mlp
 
 T = TypeVar("T")

@@ -3,29 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
-import torch
-from torch import nn
+from torch import compiler, nn
 
 from dynswap_ext._python.calls import namespace_for
-from dynswap_ext._python.device_copy import Destination, Weight
+from dynswap_ext._python.device_copy import Weight
 from dynswap_ext._swap.compile_support import is_packed, live_name
 from dynswap_ext._swap.state import STATE_KEY
 from dynswap_ext._util.untraced import untraced
-
-__all__ = ["Attribute", "ModuleState"]
-
-
-class _Serving(Protocol):
-    """The session, as far as an access needs it."""
-
-    destination: Destination
-
-    def hand_out(
-        self, state: ModuleState, name: str, master: torch.Tensor, *, is_param: bool, training: bool
-    ) -> torch.Tensor:
-        """The tensor that an access gets."""
 
 
 class ModuleState:
@@ -33,11 +19,11 @@ class ModuleState:
 
     __slots__ = ("owner", "session", "stand_ins", "weights")
 
-    def __init__(self, session: _Serving, module: nn.Module) -> None:
+    def __init__(self, session: Any, module: nn.Module, weights: dict[str, Weight]) -> None:
         self.session = session
         #: A copy of the module's `__dict__` brings the state along, but not the module.
         self.owner = weakref.ref(module)
-        self.weights: dict[str, Weight] = {}
+        self.weights = weights
         #: Masters that have taken a planned one's place, and in which call of the model they did.
         self.stand_ins: dict[str, tuple[Weight, int]] = {}
 
@@ -76,13 +62,13 @@ class Attribute:
             return master
         if (
             not is_param
-            and torch.compiler.is_dynamo_compiling()
+            and compiler.is_dynamo_compiling()
             and (module.training or not is_packed(master))
             and not state.session.destination.holds(master)
         ):
             return getattr(module, self._live)  # see Note [Buffers are inputs of a graph]
         training = not is_param and module.training
-        return state.session.hand_out(state, name, master, is_param=is_param, training=training)
+        return state.session.hand_out(state, name, master, training=training)
 
     def __set__(self, module: Any, value: Any) -> None:
         module.__dict__[self._name] = value

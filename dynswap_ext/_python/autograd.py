@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
+import functools
 from typing import Any
 
 import torch
 
 from dynswap_ext._python.memory_watch import MemoryWatch
-
-__all__ = ["Fetching"]
 
 # Functions in the older form, with `ctx`: the newer one inspects signatures at each call, and takes thrice
 # the time. What it is for, functorch, does not get here.
@@ -31,7 +29,9 @@ class Fetch(torch.autograd.Function):
         ctx.watch = watch
         ctx.device, ctx.dtype, ctx.destination = master.device, master.dtype, (data.device, data.dtype)
         with torch._C._DisableTorchDispatch():  # modes that count or record operators are not told of it
-            return _one_element(data).expand(data.shape)
+            if type(data) is torch.Tensor:
+                return _one_element(data.device, data.dtype).expand(data.shape)
+            return data.new_empty(()).expand(data.shape)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
@@ -46,17 +46,9 @@ class Fetch(torch.autograd.Function):
         return None if tangent is None else tangent.to(device=ctx.destination[0], dtype=ctx.destination[1])
 
 
-def _one_element(data: torch.Tensor) -> torch.Tensor:
-    """Return a tensor of the same device and dtype, which holds nothing."""
-    key = data.device, data.dtype
-    if key not in _one_elements:
-        if type(data) is not torch.Tensor:
-            return data.new_empty(())
-        _one_elements[key] = data.new_empty(())
-    return _one_elements[key]
-
-
-_one_elements: dict[tuple[torch.device, torch.dtype], torch.Tensor] = {}
+@functools.cache
+def _one_element(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty((), device=device, dtype=dtype)
 
 
 class HandOut(torch.autograd.Function):
@@ -80,30 +72,12 @@ class HandOut(torch.autograd.Function):
         return tangent
 
 
-class Fetching:
-    """What a weight's handed-out tensors are results of, for as long as some graph has it."""
-
-    __slots__ = ("_fetched", "_watch")
-
-    def __init__(self) -> None:
-        self._fetched: weakref.ref[torch.Tensor] | None = None
-        self._watch: MemoryWatch | None = None
-
-    def connected(self, master: torch.Tensor, data: torch.Tensor, watch: MemoryWatch | None) -> torch.Tensor:
-        """Return an alias of `data`, the weight's bytes on the device, in the graph of the master."""
-        fetched = self._fetched() if self._fetched is not None and self._watch is watch else None
-        if fetched is None or not _is_of(fetched, master, data):
-            fetched = Fetch.apply(master, data, watch)  # type: ignore[no-untyped-call]
-            self._fetched, self._watch = weakref.ref(fetched), watch
-        return HandOut.apply(fetched, data)  # type: ignore[no-untyped-call,no-any-return]
-
-
-def _is_of(fetched: torch.Tensor, master: torch.Tensor, data: torch.Tensor) -> bool:
-    """Whether it stands for this master, as it is now, on the device and in the dtype of `data`."""
-    if (fetched.device, fetched.dtype, fetched.shape) != (data.device, data.dtype, data.shape):
+def is_fetched(tensor: torch.Tensor, master: torch.Tensor, data: torch.Tensor) -> bool:
+    """Whether a result of `Fetch` stands for the master as it is now, with the device and dtype of `data`."""
+    if (tensor.device, tensor.dtype, tensor.shape) != (data.device, data.dtype, data.shape):
         return False
-    assert fetched.grad_fn is not None
-    node, output = fetched.grad_fn.next_functions[0]
+    assert tensor.grad_fn is not None
+    node, output = tensor.grad_fn.next_functions[0]
     if not master.is_leaf:
         return node is master.grad_fn and output == master.output_nr
     return getattr(node, "variable", None) is master

@@ -15,13 +15,11 @@ import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dynswap_ext._python.device_copy import DeviceCopy, Weight, copy_of, detached, storage_address
+from dynswap_ext._python.device_copy import DeviceCopy, Weight, copy_of, storage_address
 from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._swap.compile_support import release_inputs
 from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.untraced import untraced
-
-__all__ = ["inside_call", "keep", "namespace_for"]
 
 _autograd: Any = torch._C._autograd
 
@@ -123,11 +121,11 @@ class _SavedWeight:
         session = self.session()
         if session is None:  # the model was uninstalled since, or is gone
             check_mapped(self.weight.master)
-            with detached():
+            with torch.inference_mode(False), torch.no_grad():
                 whole = self.weight.master.detach().to(self.device, self.dtype, copy=True)
                 return whole.as_strided(self.shape, self.strides, self.offset)
-        copy = session.fetch_again(self.weight)
-        with detached():
+        copy: DeviceCopy = session.fetch_again(self.weight)
+        with torch.inference_mode(False), torch.no_grad():
             view = copy.data.as_strided(self.shape, self.strides, self.offset)
         view._dynswap_copy = copy  # type: ignore[attr-defined]  # it counts while somebody has it
         return view
@@ -188,7 +186,7 @@ def _stand_in_for(tensor: torch.Tensor, saved: _SavedWeight) -> torch.Tensor:
     for address, (storage, _) in list(_stand_ins.items()):
         if storage.expired():
             del _stand_ins[address]
-    with detached():
+    with torch.inference_mode(False), torch.no_grad():
         # Were it ever computed with, that should show.
         value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
         one = torch.full((1,), value, dtype=tensor.dtype, device=tensor.device)

@@ -8,10 +8,13 @@ the tensor itself is gone.
 from __future__ import annotations
 
 import contextlib
+import functools
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Final, Protocol
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
 from torch import nn
@@ -19,36 +22,21 @@ from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from dynswap_ext._python.autograd import Fetching
-from dynswap_ext._python.counters import GroupCounters
+from dynswap_ext._python.autograd import Fetch, HandOut, is_fetched
 from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._python.memory_watch import MemoryWatch
 from dynswap_ext._python.overlaps import Overlaps, Place, may_overlap, part_of_storage
-from dynswap_ext._python.owners import OWNERS_ALONE, OWNERS_AT_DEATH, owners
+from dynswap_ext._python.statistics import Counts
 from dynswap_ext._swap.parameter_proxy import handed_out_again, untracked_alias_made
-
-__all__ = [
-    "Destination",
-    "DeviceCopy",
-    "Weight",
-    "bits",
-    "copy_of",
-    "detached",
-    "has_tangent",
-    "storage_address",
-]
-
-Death = Callable[["HandedOutRef"], None]
+from dynswap_ext._util.untraced import untraced
 
 
+@dataclass(frozen=True, slots=True)
 class Destination:
     """Where tensors are wanted, and in which dtype."""
 
-    __slots__ = ("device", "dtype")
-
-    def __init__(self, device: torch.device, dtype: torch.dtype | None) -> None:
-        self.device = device
-        self.dtype = dtype
+    device: torch.device
+    dtype: torch.dtype | None
 
     def dtype_for(self, master: torch.Tensor) -> torch.dtype:
         """Only floating masters are cast."""
@@ -74,7 +62,8 @@ class Destination:
         return master.to(device=self.device, dtype=self.dtype_for(master))
 
 
-_overlaps: Final = Overlaps()
+#: The weights of all sessions.
+overlaps: Final[Overlaps[Weight]] = Overlaps()
 #: Where masters overlap, larger ones are not put together by element, which takes a copy of each.
 _MERGED: Final = 1 << 20
 
@@ -82,10 +71,10 @@ _MERGED: Final = 1 << 20
 class Weight:
     """One managed master. Modules that share it share the weight."""
 
-    __slots__ = ("__weakref__", "copy", "counts", "fetching", "kept", "master", "resident", "watched")
+    __slots__ = ("__weakref__", "_fetched", "copy", "counts", "kept", "master", "resident", "watched")
 
     def __init__(self, master: torch.Tensor) -> None:
-        self.counts = GroupCounters()
+        self.counts = Counts()
         #: Not weakly: torch swaps no tensor that somebody refers to weakly (`torch.utils.swap_tensors`).
         self.master = master
         self.resident = False
@@ -95,12 +84,13 @@ class Weight:
         self.copy: DeviceCopy | None = None
         #: What counts the writes to the master's bytes, since somebody asked `watch` for it.
         self.watched: MemoryWatch | None = None
-        self.fetching = Fetching()
-        _overlaps.add(self)
+        #: What handed-out tensors are results of, for as long as some graph has it; and its watch.
+        self._fetched: tuple[weakref.ref[torch.Tensor], MemoryWatch | None] | None = None
+        self.overlapping()  # which takes it up
 
     def overlapping(self) -> list[Weight]:
         """The weights whose masters have some of this one's bytes."""
-        return [weight for weight in _overlaps.of(self) if isinstance(weight, Weight)]
+        return overlaps.of(self)
 
     def watch(self) -> MemoryWatch | None:
         """Count the writes to the master's bytes from now on; None if they are not in RAM."""
@@ -111,72 +101,42 @@ class Weight:
             self.watched = MemoryWatch(master)
         return self.watched
 
-
-class HandedOutRef(weakref.ref):  # type: ignore[type-arg]
-    """Watches one handed-out tensor."""
-
-    __slots__ = ("key", "requires_grad", "session")
-
-    key: int
-    requires_grad: bool
-    session: weakref.ref[Any]
-
-
-class Owner(Protocol):
-    """The session, as far as a copy needs it."""
-
-    destination: Destination
-
-    def fetch_again(self, weight: Weight) -> DeviceCopy:
-        """The weight's bytes for a backward pass."""
-
-    def hand_out_again(self, weight: Weight, master: torch.Tensor) -> torch.Tensor:
-        """What the weight of a master that has other data now is handed out as."""
+    def connected(self, data: torch.Tensor, watch: MemoryWatch | None) -> torch.Tensor:
+        """Return an alias of `data`, the weight's bytes on the device, in the graph of the master."""
+        known, of = self._fetched or (None, None)
+        fetched = known() if known is not None and of is watch else None
+        if fetched is None or not is_fetched(fetched, self.master, data):
+            fetched = Fetch.apply(self.master, data, watch)  # type: ignore[no-untyped-call]
+            self._fetched = weakref.ref(fetched), watch
+        return HandOut.apply(fetched, data)  # type: ignore[no-untyped-call,no-any-return]
 
 
 class DeviceCopy:
     """A weight's bytes on the device."""
 
-    __slots__ = (
-        "__weakref__",
-        "_freed",
-        "_guard",
-        "_seen",
-        "_watch",
-        "before",
-        "compare",
-        "data",
-        "destination",
-        "handed",
-        "nbytes",
-        "owner",
-        "session",
-        "stream",
-        "users",
-        "version",
-    )
-
-    def __init__(self, weight: Weight, session: Owner, freed: deque[int]) -> None:
+    def __init__(self, weight: Weight, session: Any, freed: deque[int]) -> None:
         #: Weakly, as the weight has its current copy; and no master, as what hangs on one may lead to its
         #: model: a model is freed with its last reference, whoever still has its copies.
         self.owner = weakref.ref(weight)
         self.session = weakref.ref(session)
-        self.destination = destination = session.destination
+        self.destination: Destination = session.destination
         master = weight.master
         self._watch = weight.watch()
         writes = self._writes()
         check_mapped(master)
-        with detached():
-            self.data = destination.convert(master.detach())
+        with torch.inference_mode(False), torch.no_grad():
+            self.data: torch.Tensor = self.destination.convert(master.detach())
             #: What was copied, where other masters have some of its bytes: what differs was written here.
             merged = master.nbytes <= _MERGED and weight.overlapping()
             self.before = master.detach().clone() if merged else None
-        self.stream = _current_stream(destination.device)
+        self.stream = _current_stream(self.destination.device)
         #: Other streams that were given the bytes.
         self.users: list[Any] = []
         self.nbytes = self.data.untyped_storage().nbytes()
         self._freed = freed
-        self.handed: HandedOutRef | None = None
+        #: The tensor that was handed out last, if it was not seen to die, and whether it has a graph.
+        self.handed: weakref.ref[torch.Tensor] | None = None
+        self.requires_grad = False
         #: Whether writes may have happened that no version counter shows.
         self.compare = False
         self._note(master, writes)
@@ -197,7 +157,7 @@ class DeviceCopy:
 
     def _note(self, master: torch.Tensor, writes: int) -> None:
         """Remember the present state of both sides as equal, but for what was written to the master since."""
-        self.version = self.data._version
+        self.version: int = self.data._version
         self._guard = StorageWeakRef(master.untyped_storage())  # type: ignore[no-untyped-call]  # its address is not given to another
         self._seen = (*_identity(master), writes)
 
@@ -215,30 +175,22 @@ class DeviceCopy:
     def _of_a_neighbour(self, master: torch.Tensor) -> bool:
         """Whether a write that the version tells of was to others of the storage, who share the counter."""
         watch = self._watch
-        return watch is not None and watch.decides and part_of_storage(master) and not master.is_pinned()
+        return watch is not None and not watch.sampled and part_of_storage(master) and not master.is_pinned()
 
-    def tensor(
-        self, master: torch.Tensor, is_param: bool, key: int, session: Any, died: Death
-    ) -> torch.Tensor:
+    def tensor(self, weight: Weight) -> torch.Tensor:
         """The tensor to hand out: the one that is alive, if there is one."""
-        requires_grad = master.requires_grad
-        alive: Any = (
-            None if self.handed is None or self.handed.requires_grad != requires_grad else self.handed()
-        )
+        master = weight.master
+        alive: Any = None
+        if self.handed is not None and self.requires_grad == master.requires_grad:
+            alive = self.handed()
         if alive is None:
             with torch.inference_mode(False), torch.enable_grad():
-                weight = self.owner()
-                fetching = weight.fetching if weight is not None else Fetching()
-                alive = (
-                    fetching.connected(master, self.data, self._watch)
-                    if requires_grad
-                    else self.data.detach()
-                )
-            if is_param:
+                connected = master.requires_grad
+                alive = weight.connected(self.data, self._watch) if connected else self.data.detach()
+            if isinstance(master, nn.Parameter):
                 alive._is_param = True
-            handed = HandedOutRef(alive, died)
-            handed.key, handed.requires_grad, handed.session = key, requires_grad, session
-            self.handed = handed
+            self.handed = weakref.ref(alive, functools.partial(_died, weakref.ref(self)))
+            self.requires_grad = connected
         self._order_after_copy()
         return alive  # type: ignore[no-any-return]
 
@@ -277,7 +229,7 @@ class DeviceCopy:
         if not current and self.before is None:
             return False
         self._wait_for_users()
-        with detached():
+        with torch.inference_mode(False), torch.no_grad():
             now = master.detach()
             copied = now if self.before is None else self.before
             changed = bits(self.data) != bits(self.destination.convert(copied))
@@ -317,31 +269,42 @@ class DeviceCopy:
         for other, weight in unchanged:
             other._seen = (_identity(weight.master)[0], *other._seen[1:])
 
-    def aliased(self) -> bool:
-        """Whether somebody else holds the bytes: a view, a detached alias, an autograd graph."""
-        return owners(self.data) > OWNERS_ALONE
+    def aliased(self, *, at_death: bool = False) -> bool:
+        """Whether somebody else holds the bytes: a view, a detached alias, an autograd graph.
 
-    def aliased_at_death(self) -> bool:
-        """The same, while the handed-out tensor is dying and still counts as an owner."""
-        return owners(self.data) > OWNERS_AT_DEATH
+        `at_death`: while the handed-out tensor is dying, and still counts as an owner.
+        """
+        return _owners(self.data) > (_OWNERS_AT_DEATH if at_death else _OWNERS_ALONE)
 
 
-class detached:
-    """Context for work on values alone: no graph, and no inference tensor comes of it."""
+@untraced
+def _died(copy: weakref.ref[DeviceCopy], handed: object) -> None:
+    made = copy()
+    session = None if made is None else made.session()
+    if made is not None and session is not None and not sys.is_finalizing():
+        session.note_death(made, made.aliased(at_death=True))
 
-    __slots__ = ("_grad", "_inference")
 
-    def __enter__(self) -> None:
-        self._inference = torch.inference_mode(False) if torch.is_inference_mode_enabled() else None
-        if self._inference is not None:
-            self._inference.__enter__()
-        self._grad = torch.is_grad_enabled()
-        torch._C._set_grad_enabled(False)
+def _owners(tensor: torch.Tensor) -> int:
+    """How many owners the tensor's storage has; 0 where torch does not tell."""
+    count = getattr(torch._C, "_storage_Use_Count", None)
+    return 0 if count is None else int(count(tensor.untyped_storage()._cdata))
 
-    def __exit__(self, *error: object) -> None:
-        torch._C._set_grad_enabled(self._grad)
-        if self._inference is not None:
-            self._inference.__exit__(*error)
+
+def _measure_owners() -> tuple[int, int]:
+    """What `_owners` says of a tensor by itself, and of one whose only alias is dying.
+
+    Measured, as torch's own references to a storage are not part of its interface.
+    """
+    data = torch.zeros(1, device="cpu")
+    alias = data.detach()
+    at_death: list[int] = []
+    watch = weakref.ref(alias, lambda _: at_death.append(_owners(data)))
+    del alias, watch
+    return _owners(data), at_death[0] if at_death else 0
+
+
+_OWNERS_ALONE, _OWNERS_AT_DEATH = _measure_owners()
 
 
 def copy_of(tensor: torch.Tensor) -> DeviceCopy | None:
@@ -367,9 +330,7 @@ untracked_alias_made.append(_compare)
 def _again(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
     copy = copy_of(tensor)
     session, weight = (None, None) if copy is None else (copy.session(), copy.owner())
-    if session is None or weight is None:
-        return None
-    return lambda master: session.hand_out_again(weight, master)
+    return None if session is None or weight is None else lambda _: session.hand_out_again(weight)
 
 
 handed_out_again.append(_again)

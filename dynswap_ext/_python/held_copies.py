@@ -1,9 +1,17 @@
-"""The copies that a session of the pure-Python provider has on the device, and how they go."""
+"""The copies that a session of the pure-Python provider has on the device, and how they go.
+
+Note [Deaths are settled later]
+-------------------------------
+A handed-out tensor can die anywhere: in another thread, in the autograd engine, in a garbage collection
+that an allocation of the session's own code set off. So the weak reference's callback only appends to a
+deque, which needs no lock; whoever holds the lock settles what is in it on the way out, and the callback
+tries to be that one without waiting.
+"""
 
 from __future__ import annotations
 
 import os
-import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable
@@ -12,41 +20,92 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynswap_ext._python.device_copy import DeviceCopy, Weight
-from dynswap_ext._python.lock import Exclusive
+from dynswap_ext._python.device_copy import DeviceCopy, Weight, overlaps
 from dynswap_ext._python.memory_watch import MemoryWatch, is_sampled
+from dynswap_ext._python.statistics import Statistics
 from dynswap_ext._swap.protocol import Hooks
 from dynswap_ext._swap.state import STATE_KEY, name_in
-from dynswap_ext._util.untraced import untraced
+from dynswap_ext._util.file_mappings import FileMappings
+from dynswap_ext._util.own_masters import own_masters
 
-__all__ = ["HeldCopies"]
+
+class Exclusive:
+    """A session's lock, which settles deaths when it is let go. See Note [Deaths are settled later].
+
+    Reentrant, as a garbage collection may run user code that accesses a module while it is held.
+    """
+
+    __slots__ = ("_depth", "_lock", "_settle")
+
+    def __init__(self, settle: Callable[[], None]) -> None:
+        self._settle = weakref.WeakMethod(settle)
+        self.renew()
+
+    def renew(self) -> None:
+        self._lock = threading.RLock()
+        self._depth = 0
+
+    def __enter__(self) -> None:
+        self._lock.acquire()
+        self._depth += 1
+
+    def __exit__(self, *error: object) -> None:
+        settle = self._settle() if self._depth == 1 else None
+        try:
+            if settle is not None:
+                settle()
+        finally:
+            self._depth -= 1
+            self._lock.release()
+
+    def settle_if_free(self) -> None:
+        if self._depth == 0 and self._lock.acquire(blocking=False):
+            self._depth += 1
+            self.__exit__()
 
 
-class HeldCopies:
+class HeldCopies(Statistics):
     """What is on the device for one install, and who still has it. Thread-safe."""
 
+    _exclusive: Exclusive
+
     def __init__(self, hooks: Hooks) -> None:
+        super().__init__()
         self.hooks = hooks
         self._warned: set[str] = set()
         self._closed = False
         self._root: Callable[[], nn.Module | None] = lambda: None
-        # LOCK: guards everything below, and the counters, except the deques.
+        # LOCK: guards everything below, except the deques.
         self._exclusive = Exclusive(self._settle_deaths)
         # By the master's id. The modules' states own the weights, which own the residents' copies.
         self._weights: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
+        #: Those whose bytes somebody can write. `handed` is None where only aliases are left (`w.data`).
         self._held: dict[int, DeviceCopy] = {}
-        self._orphans: dict[int, DeviceCopy] = {}
         self._bytes = 0
         self._freed: deque[int] = deque()
-        self._deaths: deque[tuple[int, bool]] = deque()
+        self._deaths: deque[tuple[DeviceCopy, bool]] = deque()
         _sessions.add(self)
 
-    def flush(self) -> None:
-        """What was written on handed-out tensors is in the masters when this returns."""
+    def stats(self) -> dict[str, int]:
         with self._exclusive:
-            self._settle_deaths()
-            self._find_lost()
-            self._sweep()
+            self._collect()
+            return {**self._counters, **self._plan, "live_leases": len(self._held)}
+
+    def reset_stats(self) -> None:
+        with self._exclusive:
+            self._counters = dict.fromkeys(self._counters, 0)
+            self._counters["peak_bytes"] = self._held_bytes()
+            for counts in self._counts:
+                counts.reset()
+
+    def groups(self) -> list[dict[str, Any]]:
+        with self._exclusive:
+            self._describe()
+            return [counts.figures() for counts in self._in_order()]
+
+    def flush(self) -> None:
+        with self._exclusive:
+            self._collect()
             for copy in list(self._held.values()):
                 weight = copy.weight
                 if weight is not None:
@@ -57,13 +116,11 @@ class HeldCopies:
         with self._exclusive:
             for copy in list(self._held.values()):
                 weight = copy.weight if copy.compare else None
-                if weight is None or isinstance(weight.master, nn.Parameter):
-                    continue
-                copy.write_back(weight.master)
+                if weight is not None and not isinstance(weight.master, nn.Parameter):
+                    copy.write_back(weight.master)
 
     def flush_module(self, module: nn.Module) -> None:
-        """Flush; what is held is little here, and not sorted by module."""
-        self.flush()
+        self.flush()  # what is held is little here, and not sorted by module
 
     def release(self, module: nn.Module) -> None:
         """Flush, and keep no resident's tensor, which is part of its master's graph."""
@@ -74,12 +131,10 @@ class HeldCopies:
                     weight.copy = None
 
     def expect_writes(self, masters: list[torch.Tensor]) -> None:
-        """Announce that an optimizer is about to write to these masters; those of others are ignored."""
         for watch in self._watches(masters):
             watch.expect_writes()
 
     def note_writes(self, masters: list[torch.Tensor]) -> None:
-        """Count a write to each of these masters that is sampled: an optimizer has stepped."""
         for watch in self._watches(masters):
             watch.note_write()
 
@@ -91,69 +146,9 @@ class HeldCopies:
 
     @property
     def sampled_bytes(self) -> int:
-        """Bytes of masters that are sampled: a small write to them that bumps no version may go unseen."""
         with self._exclusive:
             masters = [weight.master for weight in list(self._weights.values())]
         return sum(master.nbytes for master in masters if is_sampled(master))
-
-    def _settle(self, key: int, aliased: bool) -> None:
-        """A handed-out tensor has died."""
-        copy = self._held.get(key)
-        if copy is None:
-            return
-        if aliased:
-            # `w.data`, `w.detach()`: the bytes can still be written, and with no version counter's trace.
-            copy.compare = True
-            self._orphans[key] = copy
-        if copy.handed is not None and copy.handed() is not None:
-            return  # handed out again since
-        copy.handed = None
-        if not aliased:
-            self._finish(copy)
-
-    def _sweep(self) -> None:
-        for copy in list(self._orphans.values()):
-            if copy.handed is None and not copy.aliased():
-                self._finish(copy)
-
-    def _finish(self, copy: DeviceCopy) -> None:
-        """Nobody can write the copy's bytes any more."""
-        self._held.pop(id(copy), None)
-        self._orphans.pop(id(copy), None)
-        weight = copy.weight
-        if weight is not None and copy.unchanged(weight.master):
-            # The next access gets what the master has of it, which may be rounded.
-            weight.kept = not copy.write_back(weight.master) and weight.kept
-        elif copy.before is not None and (owner := copy.owner()) is not None:
-            copy.write_back(owner.master)  # what it shares with others may have changed, and not the rest
-        elif copy.written():
-            self._warn_lost(copy.owner())
-        copy.compare = False
-        if weight is not None:
-            self._drop(weight)
-
-    def _drop(self, weight: Weight) -> None:
-        """Let the copy go if nothing wants it to stay."""
-        if weight.copy is not None and not (weight.resident or weight.kept or id(weight.copy) in self._held):
-            weight.copy = None
-
-    def release_kept(self, weight: Weight) -> None:
-        """The call that the weight's copy was kept for is over."""
-        with self._exclusive:
-            weight.kept = False
-            self._drop(weight)
-
-    def _find_lost(self) -> None:
-        """Settle deaths whose notice was lost: an interrupt can come in a weak reference's callback."""
-        for key, copy in list(self._held.items()):
-            if copy.handed is not None and copy.handed() is None:
-                self._settle(key, aliased=True)
-
-    def _held_bytes(self) -> int:
-        """Device bytes of all copies that exist."""
-        while self._freed:
-            self._bytes -= self._freed.popleft()
-        return self._bytes
 
     def close(self) -> None:
         """Let go of device memory, except what handed-out tensors hold; those can still be written."""
@@ -163,39 +158,98 @@ class HeldCopies:
                 weight.resident = weight.kept = False
                 self._drop(weight)
 
+    def release_kept(self, weight: Weight) -> None:
+        """The call that the weight's copy was kept for is over."""
+        with self._exclusive:
+            weight.kept = False
+            self._drop(weight)
+
+    def note_death(self, copy: DeviceCopy, aliased: bool) -> None:
+        """The tensor that was handed out of a copy dies; `aliased`: others have the bytes, too."""
+        self._deaths.append((copy, aliased))
+        self._exclusive.settle_if_free()
+
+    def _settle_deaths(self) -> None:
+        while self._deaths:
+            self._settle(*self._deaths.popleft())
+
+    def _settle(self, copy: DeviceCopy, aliased: bool) -> None:
+        if id(copy) not in self._held:
+            return
+        if aliased:
+            copy.compare = True  # the bytes can still be written, and with no version counter's trace
+        if copy.handed is None or copy.handed() is None:  # else it was handed out again since
+            copy.handed = None
+            if not aliased:
+                self._finish(copy)
+
+    def _collect(self) -> None:
+        """Finish the copies whose bytes have no owner left."""
+        self._settle_deaths()
+        for copy in list(self._held.values()):
+            if copy.handed is not None and copy.handed() is None:
+                self._settle(copy, aliased=True)  # an interrupt came in the weak reference's callback
+            if copy.handed is None and not copy.aliased():
+                self._finish(copy)
+
+    def _finish(self, copy: DeviceCopy) -> None:
+        """Nobody can write the copy's bytes any more."""
+        self._held.pop(id(copy), None)
+        weight, owner = copy.weight, copy.owner()
+        if weight is not None and copy.unchanged(weight.master):
+            # The next access gets what the master has of it, which may be rounded.
+            weight.kept = not copy.write_back(weight.master) and weight.kept
+        elif copy.before is not None and owner is not None:
+            copy.write_back(owner.master)  # what it shares with others may have changed, and not the rest
+        elif copy.written():
+            self._warn_once(
+                "lost",
+                f"a tensor handed out from {self._name(owner)} was written in place although its master had "
+                "changed since; the master stands, and what was written is dropped",
+            )
+        copy.compare = False
+        if weight is not None:
+            self._drop(weight)
+
+    def _drop(self, weight: Weight) -> None:
+        """Let the copy go if nothing wants it to stay."""
+        if weight.copy is not None and not (weight.resident or weight.kept or id(weight.copy) in self._held):
+            weight.copy = None
+
+    def _held_bytes(self) -> int:
+        """Device bytes of all copies that exist."""
+        while self._freed:
+            self._bytes -= self._freed.popleft()
+        return self._bytes
+
+    def _describe(self) -> None:
+        """Note what the weights are called by now, and where they are; that stays when they are gone."""
+        root, files = self._root(), FileMappings()
+        names: dict[int, str] = {}
+        for path, module in () if root is None else root.named_modules():
+            for name, master, _ in own_masters(module):
+                names.setdefault(id(master), f"{path}.{name}" if path else name)
+        for weight in list(self._weights.values()):
+            weight.counts.name = names.get(id(weight.master), weight.counts.name)
+            weight.counts.source = _source_of(weight.master, files)
+
     def _name(self, weight: Weight | None) -> str:
         root = self._root()
         return "a weight" if root is None or weight is None else name_in(root, weight.master)
-
-    def _warn_lost(self, weight: Weight | None) -> None:
-        self._warn_once(
-            "lost",
-            f"a tensor handed out from {self._name(weight)} was written in place although its master had "
-            "changed since; the master stands, and what was written is dropped",
-        )
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
             self.hooks.warn(message)
 
-    def _settle_deaths(self) -> None:
-        while self._deaths:
-            self._settle(*self._deaths.popleft())
 
-    @staticmethod
-    @untraced
-    def _died(handed: Any) -> None:
-        session = handed.session()
-        if session is not None and not sys.is_finalizing():
-            session._on_death(handed.key)
-
-    def _on_death(self, key: int) -> None:
-        copy = self._held.get(key)
-        if copy is None:
-            return
-        self._deaths.append((key, copy.aliased_at_death()))
-        self._exclusive.settle_if_free()
+def _source_of(master: torch.Tensor, files: FileMappings) -> str:
+    """Where a master's bytes are, in the words of `GroupFigures.source`."""
+    if master.device.type != "cpu":
+        return "device"
+    if files.find(master.data_ptr()) is not None:
+        return "file"
+    return "pinned RAM" if torch.accelerator.is_available() and master.is_pinned() else "RAM"
 
 
 _sessions: weakref.WeakSet[HeldCopies] = weakref.WeakSet()
@@ -203,9 +257,9 @@ _sessions: weakref.WeakSet[HeldCopies] = weakref.WeakSet()
 
 def _renew_locks() -> None:
     """In a forked child: no thread is left that could release a lock held at the fork."""
+    overlaps.renew_lock()
     for session in list(_sessions):
         session._exclusive.renew()
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_renew_locks)
+os.register_at_fork(after_in_child=_renew_locks)

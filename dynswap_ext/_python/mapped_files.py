@@ -10,7 +10,6 @@ native provider lets the kernel copy what it reads, and has no such moment.
 from __future__ import annotations
 
 import os
-from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,33 +17,11 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from dynswap_ext._util.file_mappings import FileMappings, Mapping
 from dynswap_ext.errors import SourceError
 
-__all__ = ["MappedFile", "check_mapped", "mapped_file", "span"]
+#: By the address of a storage, which the weak reference keeps from being given to another one.
+_files: dict[int, tuple[StorageWeakRef, int, Mapping | None]] = {}
 
 
-class MappedFile(NamedTuple):
-    """A file, and where in memory it is mapped."""
-
-    mapping: Mapping
-
-    def length(self) -> int | None:
-        """Return the file's bytes now; None if its name is another file's by now, which is left alone."""
-        try:
-            status = os.stat(self.mapping.name)
-        except OSError:
-            return None
-        return status.st_size if status.st_ino == self.mapping.inode else None
-
-    def end(self, address: int, size: int) -> int:
-        """Return the place in the file at which `size` bytes from `address` on end."""
-        return address - self.mapping.begin + self.mapping.offset + size
-
-    def has(self, address: int, size: int) -> bool:
-        """Whether the file still has the bytes at `address`, as far as can be told."""
-        length = self.length()
-        return length is None or self.end(address, size) <= length
-
-
-def mapped_file(master: torch.Tensor) -> MappedFile | None:
+def mapped_file(master: torch.Tensor) -> Mapping | None:
     """Return the file that a master is mapped from; None if there is none, or it has lost its name."""
     try:
         if master.device.type != "cpu" or master.layout is not torch.strided:
@@ -61,38 +38,39 @@ def mapped_file(master: torch.Tensor) -> MappedFile | None:
     for other, (guard, _, _) in list(_files.items()):
         if guard.expired():  # type: ignore[no-untyped-call]
             _files.pop(other, None)
-    mapping = FileMappings().find(address)
-    file = None if mapping is None or mapping.path is None else MappedFile(mapping)
+    file = FileMappings().find(address)
+    if file is not None and file.path is None:
+        file = None
     _files[key] = StorageWeakRef(storage), address, file  # type: ignore[no-untyped-call]
     return file
 
 
-def check_mapped(master: torch.Tensor) -> None:
-    """Ask whether a master that is mapped from a file can be read.
+def what_is_missing(file: Mapping, address: int, size: int) -> str:
+    """Say why the file no longer has `size` bytes at `address`; empty if it has, as far as can be told."""
+    end = address - file.begin + file.offset + size
+    try:
+        status = os.stat(file.name)
+    except OSError:
+        return ""
+    if status.st_ino != file.inode or end <= status.st_size:
+        return ""  # its name may be another file's by now, and it is left alone
+    return (
+        f"a weight (bytes {end - size} to {end} of {file.name!r}) cannot be read: the file has been "
+        f"truncated since it was mapped, and has {status.st_size} bytes now; get a complete copy and load it "
+        "again"
+    )
 
-    Raises
-    ------
-    SourceError
-        The file ends before the master does. Names the file, its length, and what the master needs.
-    """
+
+def check_mapped(master: torch.Tensor) -> None:
+    """Raise SourceError if a master is mapped from a file that ends before the master does."""
     file = mapped_file(master)
-    if file is None or master.numel() == 0:
-        return
-    size, length = span(master), file.length()
-    end = file.end(master.data_ptr(), size)
-    if length is not None and end > length:
-        raise SourceError(
-            f"a weight (bytes {end - size} to {end} of {file.mapping.name!r}) cannot be read: the file "
-            f"has been truncated since it was mapped, and has {length} bytes now; get a complete copy "
-            "and load it again"
-        )
+    if file is not None and master.numel():
+        problem = what_is_missing(file, master.data_ptr(), span(master))
+        if problem:
+            raise SourceError(problem)
 
 
 def span(master: torch.Tensor) -> int:
     """Return how many bytes the tensor's elements span."""
     last = sum((size - 1) * stride for size, stride in zip(master.shape, master.stride(), strict=True))
     return (1 + last) * master.element_size() if master.numel() else 0
-
-
-#: By the address of a storage, which the weak reference keeps from being given to another one.
-_files: dict[int, tuple[StorageWeakRef, int, MappedFile | None]] = {}

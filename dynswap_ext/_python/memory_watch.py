@@ -19,9 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from dynswap_ext._python.mapped_files import mapped_file, span
-
-__all__ = ["MemoryWatch", "is_sampled"]
+from dynswap_ext._python.mapped_files import mapped_file, span, what_is_missing
 
 #: Bytes from which on the kernel watches a master. Smaller ones, and ends that share a page, are compared.
 _WATCHED: Final = 32 << 10
@@ -33,16 +31,14 @@ _PAGE: Final = mmap.PAGESIZE
 _SYSCALL: Final = {"x86_64": 323, "aarch64": 282}
 _USER_MODE_ONLY: Final = 1
 _UFFD_API: Final = 0xAA
-_WP_UNPOPULATED: Final = 1 << 13
-_WP_ASYNC: Final = 1 << 15
+_WP_ASYNC_AND_UNPOPULATED: Final = 1 << 15 | 1 << 13
 _UFFDIO_API: Final = 0xC018AA3F
 _UFFDIO_REGISTER: Final = 0xC020AA00
 _UFFDIO_UNREGISTER: Final = 0x8010AA01
 _UFFDIO_WRITEPROTECT: Final = 0xC018AA06
 _MODE_WP: Final = 2
 _PAGEMAP_SCAN: Final = 0xC0606610
-_SCAN_PROTECT: Final = 1
-_SCAN_FAIL_IF_UNREGISTERED: Final = 2
+_PROTECT_AND_FAIL_IF_UNREGISTERED: Final = 1 | 2
 _WRITTEN: Final = 2
 _REGIONS: Final = 64
 
@@ -69,7 +65,7 @@ class _Kernel:
         )
         if self._uffd < 0:
             raise OSError(ctypes.get_errno(), "userfaultfd")
-        self._control(_UFFDIO_API, _UFFD_API, _WP_ASYNC | _WP_UNPOPULATED, 0)
+        self._control(_UFFDIO_API, _UFFD_API, _WP_ASYNC_AND_UNPOPULATED, 0)
         self._pagemap = os.open("/proc/self/pagemap", os.O_RDONLY | os.O_CLOEXEC)
         page = mmap.mmap(-1, _PAGE)  # to try it: the kernel may have no PAGEMAP_SCAN
         address = ctypes.addressof(ctypes.c_char.from_buffer(page))
@@ -97,14 +93,9 @@ class _Kernel:
         size = struct.calcsize("12Q")
         regions = (ctypes.c_uint64 * (3 * _REGIONS))()
         while begin < end:
-            scan = bytearray(
-                struct.pack(
-                    "12Q",
-                    *(size, _SCAN_PROTECT | _SCAN_FAIL_IF_UNREGISTERED, begin, end, 0),
-                    *(ctypes.addressof(regions), _REGIONS, 0),
-                    *(0, _WRITTEN, 0, _WRITTEN),
-                )
-            )
+            asked = size, _PROTECT_AND_FAIL_IF_UNREGISTERED, begin, end, 0
+            into = ctypes.addressof(regions), _REGIONS, 0
+            scan = bytearray(struct.pack("12Q", *asked, *into, 0, _WRITTEN, 0, _WRITTEN))
             found = self._ioctl(self._pagemap, _PAGEMAP_SCAN, scan, True)
             for i in range(found):
                 first, last = regions[3 * i], regions[3 * i + 1]
@@ -117,8 +108,8 @@ class _Kernel:
 class _Pages:
     """A range of whole pages that the kernel watches; `writes` counts the looks that found a write."""
 
-    def __init__(self, kernel: _Kernel, begin: int, end: int) -> None:
-        self.begin, self.end, self.writes = begin, end, 0
+    def __init__(self, kernel: _Kernel, begin: int, end: int, writes: int) -> None:
+        self.begin, self.end, self.writes = begin, end, writes
         with kernel.lock:
             kernel.register(begin, end)
             kernel.look(begin, end)
@@ -160,8 +151,7 @@ def _forget_after_fork() -> None:
     _kernel, _tried = None, False
 
 
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_after_fork)
+os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def is_sampled(master: torch.Tensor) -> bool:
@@ -180,26 +170,28 @@ class MemoryWatch:
 
     def __init__(self, master: torch.Tensor) -> None:
         self.address, self.bytes = master.data_ptr(), span(master)
-        self._count = 0
-        self._kernel = _kernel_of_this_process()
-        self._pages: _Pages | None = None
         begin = -(-self.address // _PAGE) * _PAGE
-        end = (self.address + self.bytes) // _PAGE * _PAGE
-        self._whole = begin, end
-        self._sampled = is_sampled(master)
+        self._whole = begin, (self.address + self.bytes) // _PAGE * _PAGE
+        #: Whether a look may miss a write. A version has to tell of it then.
+        self.sampled = is_sampled(master)
         self._layout = tuple(master.shape), tuple(master.stride()), master.element_size()
-        self._dense = master.numel() * master.element_size() == self.bytes
+        self._dense = master.nbytes == self.bytes
         self._file = mapped_file(master)
-        gone = self._file is not None and not self._file.has(self.address, self.bytes)
-        self._of_elements = b"" if self._dense or gone else self._elements()
+        self._of_elements = b"" if self._dense or self._is_gone() else self._elements()
+        self._count = 0
         self._watch_pages()
-        self._seen: tuple[Any, ...] = self._state()
+        self._seen = self._state()
 
-    def _watch_pages(self) -> None:
+    def _watch_pages(self, writes: int = 0) -> None:
         begin, end = self._whole
+        self._kernel, self._pages = _kernel_of_this_process(), None
         if self._kernel is not None and end - begin >= _WATCHED:
             with contextlib.suppress(OSError):
-                self._pages = _Pages(self._kernel, begin, end)
+                self._pages = _Pages(self._kernel, begin, end, writes)
+
+    def _is_gone(self) -> bool:
+        """Whether nothing can be read any more (Note [Mapped files that become shorter])."""
+        return self._file is not None and bool(what_is_missing(self._file, self.address, self.bytes))
 
     def of(self, master: torch.Tensor) -> bool:
         """Whether the master's bytes are still those that are watched."""
@@ -213,11 +205,6 @@ class MemoryWatch:
             if self._dense or not now or self._elements_changed():
                 self._count += 1
         return self._count
-
-    @property
-    def decides(self) -> bool:
-        """Whether the count tells of every write, so that no version has to."""
-        return not self._sampled
 
     def _elements_changed(self) -> bool:
         """Whether it was not just others' elements, in the gaps between these, that were written."""
@@ -233,15 +220,9 @@ class MemoryWatch:
         elements = span.as_strided((*shape, size), (*steps, 1)).contiguous()
         return ctypes.string_at(elements.data_ptr(), elements.nbytes)
 
-    def _watch_anew(self, writes: int) -> None:
-        self._kernel, self._pages = _kernel_of_this_process(), None
-        self._watch_pages()
-        if self._pages is not None:
-            self._pages.writes = writes
-
     def note_write(self) -> None:
         """Count a write that was made, or is about to be, unless a look sees every write."""
-        if self._sampled:
+        if self.sampled:
             self._count += 1
 
     def expect_writes(self) -> None:
@@ -252,22 +233,22 @@ class MemoryWatch:
 
     def _state(self) -> tuple[Any, ...]:
         begin, end = self._whole
-        if self._file is not None and not self._file.has(self.address, self.bytes):
-            self._count += 1  # nothing can be read any more (Note [Mapped files that become shorter])
+        if self._is_gone():
+            self._count += 1
             return ()
         if self._pages is not None:
             if self._kernel is not _kernel:
                 # A forked child, where what the parent handed out is the child's own: a write on it would be
                 # dropped if the master counted as written.
-                self._watch_anew(self._pages.writes)
+                self._watch_pages(self._pages.writes)
             try:
                 if self._kernel is not None and self._pages is not None:
                     with self._kernel.lock:
                         self._kernel.look(begin, end)
             except OSError:  # other memory has been mapped there
                 self._count += 1
-                self._watch_anew(0)
-        sample = _sample(self.address, self.bytes) if self._sampled else b""
+                self._watch_pages()
+        sample = _sample(self.address, self.bytes) if self.sampled else b""
         if self._pages is None:
             return sample or self._elements(), 0
         before = ctypes.string_at(self.address, begin - self.address)

@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import weakref
 from bisect import bisect_left, insort
-from typing import NamedTuple, Protocol
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import torch
 
 from dynswap_ext._python.mapped_files import span
-
-__all__ = ["Overlaps", "Place", "may_overlap", "part_of_storage"]
 
 
 class HasMaster(Protocol):
     """A weight, as far as it is needed here."""
 
     master: torch.Tensor
+
+
+_Weight = TypeVar("_Weight", bound=HasMaster)
 
 
 class Place(NamedTuple):
@@ -61,25 +61,22 @@ def part_of_storage(master: torch.Tensor) -> bool:
     return master.untyped_storage().nbytes() != master.nbytes
 
 
-class Overlaps:
-    """The masters that have memory on the CPU, by their addresses. Thread-safe."""
+class Overlaps(Generic[_Weight]):
+    """The weights whose masters have memory on the CPU, by their addresses. Thread-safe."""
 
     def __init__(self) -> None:
-        # Reentrant: a weight may die, and be forgotten, while this thread has it.
-        self._changing = threading.RLock()
-        if hasattr(os, "register_at_fork"):
-            os.register_at_fork(after_in_child=self._renew_lock)
         self._begins: list[tuple[int, int]] = []
-        self._known: dict[int, tuple[Place, weakref.ref[HasMaster]]] = {}
+        self._known: dict[int, tuple[Place, weakref.ref[_Weight]]] = {}
         self._longest = 0
         #: What `of` found, for as long as no weight comes or moves.
-        self._found: dict[int, list[weakref.ref[HasMaster]]] = {}
+        self._found: dict[int, list[weakref.ref[_Weight]]] = {}
+        self.renew_lock()
 
-    def _renew_lock(self) -> None:
-        """In a forked child: no thread is left that could release it."""
+    def renew_lock(self) -> None:
+        # Reentrant: a weight may die, and be forgotten, while this thread has it.
         self._changing = threading.RLock()
 
-    def of(self, weight: HasMaster) -> list[HasMaster]:
+    def of(self, weight: _Weight) -> list[_Weight]:
         """Return the weights whose masters have some of this one's bytes, and take this one up."""
         master, key = weight.master, id(weight)
         if master.device.type != "cpu" or master.layout is not torch.strided or not master.numel():
@@ -92,11 +89,7 @@ class Overlaps:
             found = self._look(key)
         return [alive for reference in found if (alive := reference()) is not None]
 
-    def add(self, weight: HasMaster) -> None:
-        """Take up a weight, for as long as it lives."""
-        self.of(weight)
-
-    def _take_up(self, weight: HasMaster, place: Place) -> None:
+    def _take_up(self, weight: _Weight, place: Place) -> None:
         key = id(weight)
         with self._changing:
             self._forget(key)
@@ -108,24 +101,21 @@ class Overlaps:
     def _forget(self, key: int) -> None:
         with self._changing:
             known = self._known.pop(key, None)
-            if known is None:
-                return
-            entry = known[0].begin, key
-            at = bisect_left(self._begins, entry)
-            if at < len(self._begins) and self._begins[at] == entry:
-                del self._begins[at]
             self._found.pop(key, None)
+            entry = (known[0].begin, key) if known is not None else (0, 0)
+            at = bisect_left(self._begins, entry)
+            if self._begins[at : at + 1] == [entry]:  # else an interrupt came between
+                del self._begins[at]
 
-    def _look(self, key: int) -> list[weakref.ref[HasMaster]]:
+    def _look(self, key: int) -> list[weakref.ref[_Weight]]:
         with self._changing:
             known = self._known.get(key)
             if known is None:
                 return []
-            place, found = known[0], []
+            place = known[0]
             first = bisect_left(self._begins, (place.begin - self._longest, 0))
-            for _, other in self._begins[first : bisect_left(self._begins, (place.end, 0))]:
-                near = self._known.get(other)
-                if near is not None and other != key and may_overlap(place, near[0]):
-                    found.append(near[1])
-            self._found[key] = found
+            last = bisect_left(self._begins, (place.end, 0))
+            keys = [other for _, other in self._begins[first:last] if other != key and other in self._known]
+            near = [self._known[other] for other in keys]
+            found = self._found[key] = [weight for other, weight in near if may_overlap(place, other)]
             return found

@@ -7,42 +7,20 @@ from collections.abc import Sequence
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext.errors import BudgetError
 
-__all__ = ["choose_residents"]
-
 
 def choose_residents(sizes: Sequence[int], budget: int | None, together: int, at_once: int = 0) -> list[bool]:
-    """Choose residents for weights that are used in this order, again and again.
+    """Choose residents for weights that are used in this order, again and again. Sizes are bytes.
 
-    All of them if they fit; else as many bytes as fit beside the weights in use at one time, spread evenly
-    over the order, so that whatever consumes the stream meets it at an even pace.
-
-    Parameters
-    ----------
-    sizes : sequence of int
-        Device bytes of each weight, in the order of use.
-    budget : int or None
-        Bytes for residents and the weights in use, in sum. None: no residents.
-    together : int
-        Device bytes that are in use at one time, as the weights of one module may be.
-    at_once : int
-        Device bytes that are certainly in use at one time.
-
-    Returns
-    -------
-    list of bool
-        One per weight.
-
-    Raises
-    ------
-    BudgetError
-        If the largest weight does not fit, or what is in use at one time.
+    All of them if they fit the budget; else as many bytes as fit beside those in use at one time, spread
+    evenly over the order, so that whatever consumes the stream meets it at an even pace. A module may use
+    `together` at one time; that a call uses `at_once` is certain, and it raises BudgetError if that or the
+    largest weight does not fit. Without a budget nothing stays.
     """
     if budget is None or not sizes:
         return [False] * len(sizes)
-    largest, total = max(sizes), sum(sizes)
+    total, needed = sum(sizes), max(*sizes, at_once)
     if total <= budget:
         return [True] * len(sizes)
-    needed = max(largest, at_once)
     if needed > budget:
         raise BudgetError(
             f"budget is {format_bytes(budget)} ({budget} bytes), but the largest weight, or the weights that "

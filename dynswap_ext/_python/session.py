@@ -16,24 +16,21 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynswap_ext._python.attribute import Attribute, ModuleState
+from dynswap_ext._python.attribute import ModuleState
 from dynswap_ext._python.calls import inside_call, keep
 from dynswap_ext._python.device_copy import Destination, DeviceCopy, Weight, has_tangent
+from dynswap_ext._python.held_copies import HeldCopies
 from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._python.residency import choose_residents
-from dynswap_ext._python.statistics import SessionStatistics
 from dynswap_ext._swap.parameter_proxy import make_proxy
 from dynswap_ext._swap.protocol import Hooks, Service
 from dynswap_ext._swap.state import STATE_KEY, modules_of, session_of, set_class
+from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
 
-__all__ = ["Attribute", "ModuleState", "Session"]
 
-SwapClass = Callable[[type], "type | None"]
-
-
-class Session(SessionStatistics):
-    """One install. Thread-safe.
+class Session(HeldCopies):
+    """`dynswap_ext._swap.protocol.Session`, which has the meaning of most methods.
 
     It owns no module and no master; their states own the weights, whose device memory goes with them.
     """
@@ -56,15 +53,18 @@ class Session(SessionStatistics):
         hooks: Hooks,
     ) -> None:
         super().__init__(hooks)
+        self.device, self.dtype = device, dtype
         self.destination = Destination(device, dtype)
         self._budget = budget
         self._strict = strict_budget
         self.modules = 0
+        self.outdated = False
+        #: How often the model has been called.
+        self._calls = 0
 
     # Modules ------------------------------------------------------------------------------------------
 
-    def attach(self, root: nn.Module, swap_class: SwapClass) -> int:
-        """Swap every module of the tree; all of them, or none if an error is raised."""
+    def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:
         classes: dict[type, type | None] = {}
         found: list[tuple[nn.Module, ModuleState]] = []
         with self._exclusive:
@@ -75,7 +75,7 @@ class Session(SessionStatistics):
                 if cls not in classes:
                     classes[cls] = swap_class(cls)
                 if classes[cls] is not None:
-                    found.append((module, self._state_for(module)))
+                    found.append((module, ModuleState(self, module, self._weights_of(module))))
             if self.modules:
                 self.outdated = True  # modules that join an install wait for the next plan
             else:
@@ -100,7 +100,6 @@ class Session(SessionStatistics):
         return len(found)
 
     def detach(self, root: nn.Module) -> None:
-        """Give every module of the tree that this session serves its own class back."""
         self.flush()
         with self._exclusive:
             self._describe()
@@ -115,15 +114,10 @@ class Session(SessionStatistics):
     inside_call = staticmethod(inside_call)
 
     def check(self, module: nn.Module) -> None:
-        """Look whether masters of this module are others than planned for."""
-        now = self._weights_of(module)
-        if now.keys() != module.__dict__[STATE_KEY].weights.keys() or any(
-            weight is not module.__dict__[STATE_KEY].weights[name] for name, weight in now.items()
-        ):
-            self.outdated = True
+        # Weights are compared by identity.
+        self.outdated |= self._weights_of(module) != module.__dict__[STATE_KEY].weights
 
     def replan(self, root: nn.Module) -> None:
-        """Choose residents among the masters that the modules of the tree have now."""
         self.outdated = False
         self.flush()
         with self._exclusive:
@@ -142,8 +136,7 @@ class Session(SessionStatistics):
                 raise
 
     def retune(self, root: nn.Module, budget: int | None) -> dict[str, Any]:
-        """Choose residents anew, for this budget; if it does not work, the old one stays."""
-        seen = self.seen()
+        seen = self._seen()
         before, self._budget = self._budget, budget
         try:
             self.replan(root)
@@ -156,53 +149,32 @@ class Session(SessionStatistics):
         """A call of the model begins."""
         if self.outdated:
             self.hooks.replan(self)
-        self.calls += 1
+        self._calls += 1
         self.note_pass()
         self.hooks.call_begins(self)
 
     def services(self, module: nn.Module) -> dict[str, Service]:
-        """How each of the module's masters is served, by its name."""
-        services: dict[str, Service] = {}
         weights = module.__dict__[STATE_KEY].weights
-        for members in (module._parameters, module._buffers):
-            for name, master in members.items():
-                if master is None:
-                    continue
-                weight = weights.get(name)
-                if self.destination.holds(master):
-                    services[name] = "in place"
-                elif weight is None:
-                    services[name] = "converted"
-                else:
-                    services[name] = "resident" if weight.resident else "streamed"
-        return services
+
+        def service_of(name: str, master: torch.Tensor) -> Service:
+            if self.destination.holds(master):
+                return "in place"
+            weight = weights.get(name)
+            if weight is None:
+                return "converted"
+            return "resident" if weight.resident else "streamed"
+
+        return {name: service_of(name, master) for name, master, _ in own_masters(module)}
 
     def adopt(self, module: nn.Module, name: str) -> None:
-        """Serve a name registered after the install; weights are found at their first access."""
         swap: Any = type(module)
-        swap._dynswap_ensure(name)
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-        return self.destination.device
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """What floating weights are cast into; None if they are not."""
-        return self.destination.dtype
-
-    def _state_for(self, module: nn.Module) -> ModuleState:
-        state = ModuleState(self, module)
-        state.weights = self._weights_of(module)
-        return state
+        swap._dynswap_ensure(name)  # the weight is found at its first access
 
     def _weights_of(self, module: nn.Module) -> dict[str, Weight]:
         return {
             name: self._weight(master)
-            for members in (module._parameters, module._buffers)
-            for name, master in members.items()
-            if master is not None and _is_plain(master) and not self.destination.holds(master)
+            for name, master, _ in own_masters(module)
+            if _is_plain(master) and not self.destination.holds(master)
         }
 
     def _weight(self, master: torch.Tensor) -> Weight:
@@ -221,8 +193,8 @@ class Session(SessionStatistics):
         for weight, resident in zip(weights, residents, strict=True):
             weight.resident = resident
             weight.counts.bytes, weight.counts.resident = size_of[weight], resident
-        self._group_stats.plan(weight.counts for weight in weights)
-        self._group_stats.name(self._root(), {weight.counts: weight.master for weight in weights})
+        self._counts = dict.fromkeys(weight.counts for weight in weights)
+        self._describe()
         self._plan.update(
             groups=len(weights),
             resident_groups=sum(residents),
@@ -242,14 +214,7 @@ class Session(SessionStatistics):
     # Access -------------------------------------------------------------------------------------------
 
     def hand_out(
-        self,
-        state: ModuleState,
-        name: str,
-        master: torch.Tensor,
-        *,
-        is_param: bool,
-        training: bool,
-        graph: bool = False,
+        self, state: ModuleState, name: str, master: torch.Tensor, *, training: bool, graph: bool = False
     ) -> torch.Tensor:
         """The tensor that an access to `name` gets.
 
@@ -261,7 +226,7 @@ class Session(SessionStatistics):
             return master
         if torch.compiler.is_compiling() or not _is_plain(master):
             converted = self.destination.convert(master)
-            if is_param:
+            if isinstance(master, nn.Parameter):
                 converted._is_param = True
             return converted
         with self._exclusive:
@@ -273,9 +238,9 @@ class Session(SessionStatistics):
             for other in weight.overlapping():  # what was written on them is in these bytes, too
                 if other.copy is not None:
                     other.copy.write_back(other.master)
-            copy = self._current_copy(weight, master)
-            if self._group_stats.recording:
-                self._group_stats.used(weight.counts, self._held_bytes())
+            copy = self._current_copy(weight)
+            if self._recording:
+                self._record_use(weight.counts, self._held_bytes())
             if training and master.is_floating_point():
                 copy.compare = True  # F.batch_norm writes its running statistics without a trace
             inside = inside_call()
@@ -284,24 +249,22 @@ class Session(SessionStatistics):
             if inside and not weight.resident:
                 keep(weight, self)
             self._held[id(copy)] = copy
-            tensor = copy.tensor(master, is_param, id(copy), weakref.ref(self), self._died)
+            tensor = copy.tensor(weight)
         return tensor if inside or graph else make_proxy(tensor, master)
 
-    def hand_out_again(self, weight: Weight, master: torch.Tensor) -> torch.Tensor:
-        """What the weight of a master that has other data now is handed out as."""
+    def hand_out_again(self, weight: Weight) -> torch.Tensor:
+        """What a weight is handed out as whose master has other data now."""
         with self._exclusive:
-            copy = self._current_copy(weight, master)
+            copy = self._current_copy(weight)
             self._held[id(copy)] = copy
-            is_param = isinstance(master, nn.Parameter)
-            return copy.tensor(master, is_param, id(copy), weakref.ref(self), self._died)
+            return copy.tensor(weight)
 
     def fetch_buffer(self, module: nn.Module, name: str) -> torch.Tensor:
-        """A buffer that a graph of torch.compile may write."""
         master = module._buffers[name]
         if master is None:
             raise AttributeError(f"the buffer {name!r} of a {type(module).__name__} is None")
         state = module.__dict__[STATE_KEY]
-        return self.hand_out(state, name, master, is_param=False, training=module.training, graph=True)
+        return self.hand_out(state, name, master, training=module.training, graph=True)
 
     def fetch_again(self, weight: Weight) -> DeviceCopy:
         """The weight's bytes for a backward pass."""
@@ -309,8 +272,8 @@ class Session(SessionStatistics):
             copy = weight.copy
             if copy is None or not copy.current(weight.master):
                 copy = self._new_copy(weight)
-            if self._group_stats.recording:
-                self._group_stats.used(weight.counts, self._held_bytes())
+            if self._recording:
+                self._record_use(weight.counts, self._held_bytes())
             return copy
 
     def _weight_now(self, state: ModuleState, name: str, master: torch.Tensor) -> Weight:
@@ -322,8 +285,8 @@ class Session(SessionStatistics):
                 # It may come back, as after functional_call(): what is on the device stays that one's.
                 stand_in, since = state.stand_ins.get(name, (None, 0))
                 if stand_in is not new:
-                    state.stand_ins[name] = new, self.calls
-                elif since < self.calls:
+                    state.stand_ins[name] = new, self._calls
+                elif since < self._calls:
                     self.outdated = True  # it has outlasted a call
                 return new
             if planned.resident and new.copy is None:
@@ -334,16 +297,15 @@ class Session(SessionStatistics):
         self.outdated = True
         return new
 
-    def _current_copy(self, weight: Weight, master: torch.Tensor) -> DeviceCopy:
+    def _current_copy(self, weight: Weight) -> DeviceCopy:
         copy = weight.copy
         if copy is not None:
-            if copy.current(master):
+            if copy.current(weight.master):
                 if copy.written():
-                    copy.write_back(master)
-                self._counters["hits"] += 1
-                self._group_stats.hit(weight.counts)
+                    copy.write_back(weight.master)
+                self._count_hit(weight.counts)
                 return copy
-            copy.write_back(master)  # what only this one has written, where others share its bytes
+            copy.write_back(weight.master)  # what only this one has written, where others share its bytes
             weight.copy = copy = None  # the master wins; what was handed out stays as it is
             weight.counts.changed = True
             self._counters["refetches"] += 1
@@ -352,7 +314,7 @@ class Session(SessionStatistics):
 
     def _new_copy(self, weight: Weight) -> DeviceCopy:
         master = weight.master
-        self._sweep()
+        self._collect()
         size = self.destination.bytes_for(master)
         self._make_room(size)
         begin = time.monotonic_ns()
@@ -362,15 +324,10 @@ class Session(SessionStatistics):
             raise OutOfMemoryError(
                 f"no device memory for {self._name(weight)} ({size} bytes): {error}"
             ) from error
-        end, moved = time.monotonic_ns(), master.numel() * master.element_size()
-        counters = self._counters
-        counters["stall_ns"] += end - begin
-        counters["misses"] += 1
-        counters["copies"] += 1
-        counters["bytes_moved"] += moved
         self._bytes += copy.nbytes
-        self._group_stats.copied(weight.counts, begin, end, moved)
-        counters["peak_bytes"] = max(counters["peak_bytes"], self._held_bytes())
+        moved = master.numel() * master.element_size()
+        self._count_copy(weight.counts, begin, time.monotonic_ns(), moved)
+        self._counters["peak_bytes"] = max(self._counters["peak_bytes"], self._held_bytes())
         return copy
 
     def _beyond_budget(self, size: int) -> int:
@@ -381,8 +338,6 @@ class Session(SessionStatistics):
         """Invariant 4: over budget only where handed-out tensors that somebody keeps leave no room."""
         if not self._beyond_budget(size):
             return
-        self._find_lost()
-        self._sweep()
         for other in sorted(self._weights.values(), key=lambda weight: weight.resident):
             if not self._beyond_budget(size):
                 return

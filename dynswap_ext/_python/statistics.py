@@ -1,72 +1,111 @@
-"""What a session of the pure-Python provider says about itself: statistics, figures, recordings."""
+"""What a session of the pure-Python provider counts and records (native: csrc/core).
+
+Each weight is a group. Copies are synchronous: a copy and the wait for it are one.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import threading
+import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any, Final
 
-from dynswap_ext._python.counters import GroupStats
-from dynswap_ext._python.held_copies import HeldCopies
-from dynswap_ext._swap.protocol import Hooks
+#: Spans that one recording holds, some 60 MB of them.
+_MOST_SPANS: Final = 1 << 18
 
-__all__ = ["SessionStatistics"]
+_COUNTERS = (
+    "hits",
+    "late_hits",
+    "misses",
+    "prefetches",
+    "wasted_prefetches",
+    "refetches",
+    "copies",
+    "bytes_moved",
+    "stall_ns",
+    "overflow_bytes",
+    "peak_bytes",
+    "host_synchronisations",
+)
+_PLAN = ("groups", "resident_groups", "weight_bytes", "resident_bytes", "arena_bytes", "depth")
 
 
-class SessionStatistics(HeldCopies):
-    """Counters, and what was recorded. Thread-safe."""
+@dataclass(slots=True, eq=False)
+class Counts:
+    """What is counted of one weight, and said of it."""
 
-    def __init__(self, hooks: Hooks) -> None:
-        super().__init__(hooks)
+    name: str = "?"
+    source: str = "RAM"
+    bytes: int = 0
+    resident: bool = False
+    #: When it was first used, counted over the session's weights; None: not yet.
+    first_use: int | None = None
+    copied_before: bool = False
+    #: Whether the next copy is made because the master is another.
+    changed: bool = False
+    hits: int = 0
+    copies: int = 0
+    bytes_moved: int = 0
+    copy_ns: int = 0
+    causes: dict[str, int] = field(default_factory=dict)
+
+    def reset(self) -> None:
+        self.hits = self.copies = self.bytes_moved = self.copy_ns = 0
+        self.causes = {}
+
+    def figures(self) -> dict[str, Any]:
+        """What `Session.groups` gives of it."""
+        same = ("bytes", "source", "resident", "hits", "copies", "bytes_moved", "copy_ns")
+        return {
+            **{name: getattr(self, name) for name in same},
+            "names": [self.name],
+            "late_hits": 0,
+            "misses": self.copies,
+            "stall_ns": self.copy_ns,
+            "causes": dict(self.causes),
+            "held_by": "",
+        }
+
+
+class Statistics:
+    """The counters of a session and of its weights, and what was recorded."""
+
+    #: LOCK: guards everything here.
+    _exclusive: AbstractContextManager[None]
+
+    def __init__(self) -> None:
         self._counters = dict.fromkeys(_COUNTERS, 0)
         self._plan = dict.fromkeys(_PLAN, 0)
-        self._group_stats = GroupStats()
-        self.outdated = False
-        #: How often the model has been called.
-        self.calls = 0
-
-    def stats(self) -> dict[str, int]:
-        """Counters and plan, named as in csrc/core/stats.h."""
-        with self._exclusive:
-            self._settle_deaths()
-            self._find_lost()
-            self._sweep()
-            return {**self._counters, **self._plan, "live_leases": len(self._held)}
-
-    def reset_stats(self) -> None:
-        """Set the counters to zero; the plan stays."""
-        with self._exclusive:
-            self._counters = dict.fromkeys(_COUNTERS, 0)
-            self._counters["peak_bytes"] = self._held_bytes()
-            self._group_stats.reset()
-
-    def groups(self) -> list[dict[str, Any]]:
-        """SessionStatistics of each weight, in the order of use."""
-        with self._exclusive:
-            self._describe()
-            return self._group_stats.groups()
+        self._counts: dict[Counts, None] = {}  # in the order of definition
+        self._used = 0
+        self._recording = False
+        self._spans: list[tuple[str, Counts | None, int, int, str, int, int]] = []
+        self._dropped = 0
 
     def record(self, on: bool) -> None:
-        """Begin to record, dropping what was recorded, or end."""
         with self._exclusive:
-            self._group_stats.record(on)
-
-    def timeline(self) -> dict[str, Any]:
-        """What was recorded."""
-        with self._exclusive:
-            return self._group_stats.timeline()
+            if on:
+                self._spans, self._dropped = [], 0
+            self._recording = on
 
     def note_pass(self) -> None:
-        """A call of the model begins."""
-        if self._group_stats.recording:
+        if self._recording:
             with self._exclusive:
-                self._group_stats.passed()
+                now = time.monotonic_ns()
+                self._add("pass", None, now, now, "", 0, threading.get_native_id())
 
-    def _describe(self) -> None:
-        """Note names and sources; what is noted stays when the weights are gone."""
-        masters = {weight.counts: weight.master for weight in list(self._weights.values())}
-        self._group_stats.name(self._root(), masters)
-        self._group_stats.locate(masters)
+    def timeline(self) -> dict[str, Any]:
+        with self._exclusive:
+            index = {counts: i for i, counts in enumerate(self._in_order())}
+            spans = [
+                (kind, -1 if counts is None else index[counts], *rest)
+                for kind, counts, *rest in sorted(self._spans, key=lambda span: span[2])
+                if counts is None or counts in index  # else its weight has left the model
+            ]
+            return {"spans": spans, "dropped": self._dropped, "clock": "monotonic"}
 
-    def seen(self) -> dict[str, Any]:
+    def _seen(self) -> dict[str, Any]:
         """What the recorded passes took, as `Tuning` has it: from the first one's beginning to the last's."""
         spans = self.timeline()["spans"]
         begins = [span[2] for span in spans if span[0] == "pass"]
@@ -84,19 +123,50 @@ class SessionStatistics(HeldCopies):
             "seconds_after": None,
         }
 
+    # With the session's lock --------------------------------------------------------------------------
 
-_COUNTERS = (
-    "hits",
-    "late_hits",
-    "misses",
-    "prefetches",
-    "wasted_prefetches",
-    "refetches",
-    "copies",
-    "bytes_moved",
-    "stall_ns",
-    "overflow_bytes",
-    "peak_bytes",
-    "host_synchronisations",
-)
-_PLAN = ("groups", "resident_groups", "weight_bytes", "resident_bytes", "arena_bytes", "depth")
+    def _count_hit(self, counts: Counts) -> None:
+        self._counters["hits"] += 1
+        counts.hits += 1
+        self._note_first_use(counts)
+
+    def _count_copy(self, counts: Counts, begin: int, end: int, nbytes: int) -> None:
+        """The weight was copied while its consumer waited; times are of ``time.monotonic_ns``."""
+        took = end - begin
+        for name, more in (("stall_ns", took), ("misses", 1), ("copies", 1), ("bytes_moved", nbytes)):
+            self._counters[name] += more
+        if not counts.copied_before:
+            cause = "first use"
+        else:
+            cause = "master changed" if counts.changed else "not predicted"
+        counts.copied_before, counts.changed = True, False
+        counts.copies += 1
+        counts.bytes_moved += nbytes
+        counts.copy_ns += took
+        counts.causes[cause] = counts.causes.get(cause, 0) + took
+        if self._recording:
+            self._add("copy", counts, begin, end, "demanded", nbytes, 0)
+            self._add("wait", counts, begin, end, cause, nbytes, threading.get_native_id())
+        self._note_first_use(counts)
+
+    def _record_use(self, counts: Counts, held: int) -> None:
+        """The weight is computed with from now on; `held` bytes are on the device."""
+        now = time.monotonic_ns()
+        self._add("use", counts, now, now, "", held, threading.get_native_id())
+
+    def _in_order(self) -> list[Counts]:
+        """The weights in the order of use; those never used come last."""
+        last = self._used
+        return sorted(self._counts, key=lambda counts: last if counts.first_use is None else counts.first_use)
+
+    def _note_first_use(self, counts: Counts) -> None:
+        if counts.first_use is None:
+            counts.first_use = self._used
+            self._used += 1
+            self._counts.setdefault(counts)
+
+    def _add(self, *span: Any) -> None:
+        if len(self._spans) < _MOST_SPANS:
+            self._spans.append(span)
+        else:
+            self._dropped += 1

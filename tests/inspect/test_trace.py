@@ -17,7 +17,7 @@ from torch.profiler import ProfilerActivity, profile, record_function
 
 from conftest import Provider
 from dynswap_ext import ConfigError, DynswapWarning
-from dynswap_ext._python import counters
+from dynswap_ext._python import statistics as statistics_of_python
 from dynswap_ext.profile.trace import as_trace
 from sample_models import mlp
 
@@ -259,7 +259,7 @@ def test_each_thread_has_lanes(provider: Provider, tmp_path: Path) -> None:
 
 
 def test_a_recording_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(counters, "_MOST_SPANS", 20)
+    monkeypatch.setattr(statistics_of_python, "_MOST_SPANS", 20)
     model = mlp()
     provider = Provider("python", "python", torch.device("cpu"))
     handle = provider.install(model, dtype=torch.float64)
