@@ -8,21 +8,17 @@ is made at the beginning of the one after, when nothing is in use.
 from __future__ import annotations
 
 import threading
-import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from torch import nn
 
+from dynswap_ext._swap.module_registry import model_of
+from dynswap_ext._swap.protocol import Session
 from dynswap_ext._util.log import logger
 from dynswap_ext._util.memory import all_bytes, format_bytes, free_bytes
 from dynswap_ext._util.peak_memory import PeakMemory
 from dynswap_ext._util.warn import warn
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
-
-__all__ = ["Tuner", "Tuning", "smaller_budget"]
 
 #: Passes that go by before any is measured, and passes that are.
 _WARM_UP = 1
@@ -61,26 +57,17 @@ class Tuning:
 class Tuner:
     """Told of a model's calls, it plans anew when enough of them were measured. Thread-safe."""
 
-    def __init__(
-        self, session: Any, root: Callable[[], nn.Module | None], budget: int | None, *, automatic: bool
-    ) -> None:
-        # The session has the tuner, not the other way round; neither shall keep the model alive.
-        self._session: Callable[[], Any] = weakref.ref(session)
-        self._root = root
+    def __init__(self, session: Session, budget: int | None, *, automatic: bool) -> None:
+        self._session = session
         self._lock = threading.Lock()
         # LOCK: guards all below.
-        self._budget = budget
-        self._wanted = budget
+        #: Bytes that are planned with now, and that the next plan is for unless it is automatic.
+        self.budget = self._wanted = budget
         self._automatic = automatic
         #: Until the plan is made; None: nothing is to be measured.
         self._calls_left: int | None = _WARM_UP + _MEASURED if automatic else None
         self._peak: PeakMemory | None = None
         self.latest: Tuning | None = None
-
-    @property
-    def budget(self) -> int | None:
-        """Bytes that are planned with now."""
-        return self._budget
 
     def measure(self, budget: int | None, *, automatic: bool | None = None) -> None:
         """Measure the next passes, and plan then: for this budget or, automatic, for what they leave."""
@@ -93,14 +80,11 @@ class Tuner:
     def __call__(self) -> None:
         """A call of the model begins."""
         # Other threads' calls go on meanwhile with the plan there is.
-        if self._calls_left is None or not self._lock.acquire(blocking=False):
-            return
-        try:
-            session = self._session()
-            if session is not None and self._calls_left is not None:
-                self._step(session)
-        finally:
-            self._lock.release()
+        if self._calls_left is not None and self._lock.acquire(blocking=False):
+            try:
+                self._step()
+            finally:
+                self._lock.release()
 
     def call_failed(self, error: BaseException) -> None:
         """A call of the model ended with an error. If memory has run out, weights take less from now on.
@@ -109,60 +93,57 @@ class Tuner:
         """
         if not isinstance(error, (torch.OutOfMemoryError, OutOfMemoryError)) or not self._automatic:
             return
-        session = self._session()
-        if session is None or self._budget is None:
+        if self.budget is None:
             return
         with self._lock:
             self._stop_recording()
             self._calls_left = None
-            before = self._budget
-            self._plan(session, smaller_budget(min(before, session.stats()["weight_bytes"])), 0)
+            before = self.budget
+            self._plan(smaller_budget(min(before, self._session.stats()["weight_bytes"])), 0)
             note = (
-                f"{_amount(self._budget)} of weights may stay on the device from now on, not "
+                f"{_amount(self.budget)} of weights may stay on the device from now on, not "
                 f"{format_bytes(before)}: the next call has more room"
             )
         if hasattr(error, "add_note"):
             error.add_note(f"dynswap_ext: {note}")
         warn(f"memory ran out in a call of the model: {note}")
 
-    def _step(self, session: Any) -> None:
-        assert self._calls_left is not None
+    def _step(self) -> None:
+        if self._calls_left is None:
+            return
         if self._calls_left == _MEASURED:
-            self._peak = PeakMemory(session.device)
-            session.record(True)
-            session.note_pass()
+            self._peak = PeakMemory(self._session.device)
+            self._session.record(True)
+            self._session.note_pass()
         if self._calls_left > 0:
             self._calls_left -= 1
             return
         self._calls_left = None
         activations = self._peak.more() if self._peak is not None else 0
         self._stop_recording()
-        wanted = self._room(session, activations) if self._automatic else self._wanted
-        self._plan(session, wanted, activations)
+        self._plan(self._room(activations) if self._automatic else self._wanted, activations)
 
     def _stop_recording(self) -> None:
-        session = self._session()
-        if self._peak is not None and session is not None:
-            session.record(False)
+        if self._peak is not None:
+            self._session.record(False)
         self._peak = None
 
-    def _room(self, session: Any, activations: int) -> int | None:
+    def _room(self, activations: int) -> int | None:
         """Bytes that the measured passes leave for weights."""
-        device = session.device
-        stats = session.stats()
+        device, stats = self._session.device, self._session.stats()
         held = stats["resident_bytes"] + stats["arena_bytes"]
         kept_free = _KEPT_FREE.get(device.type, _KEPT_FREE_ON_ACCELERATORS) * all_bytes(device)
         room = free_bytes(device) + held - int(_ACTIVATION_MARGIN * activations) - int(kept_free)
         return room if room > 0 else None
 
-    def _plan(self, session: Any, budget: int | None, activations: int) -> None:
-        root = self._root()
+    def _plan(self, budget: int | None, activations: int) -> None:
+        root = model_of(self._session)
         if root is None:
             return
-        earlier = self._budget
+        earlier = self.budget
         while True:
             try:
-                seen = session.retune(root, budget)
+                seen = self._session.retune(root, budget)
                 break
             except (BudgetError, OutOfMemoryError) as error:
                 if budget is None:
@@ -173,7 +154,7 @@ class Tuner:
                 smaller = smaller_budget(budget) if isinstance(error, OutOfMemoryError) else None
                 warn(f"a budget of {format_bytes(budget)} does not work ({error}); trying {_amount(smaller)}")
                 budget = smaller
-        self._budget = budget
+        self.budget = budget
         self.latest = Tuning(budget=budget, activation_bytes=activations, **seen)
         logger.info(
             "tuned: budget %s (was %s), activations %s; %d passes of %.4g s compute and %.4g s waits",

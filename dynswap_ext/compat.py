@@ -19,7 +19,8 @@ from torch import nn
 from dynswap_ext import config
 from dynswap_ext._install import lock
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.install import Handle, install_with, uninstall
+from dynswap_ext.handle import Handle
+from dynswap_ext.install import install_with, uninstall
 
 __all__ = ["DynamicSwapInstaller"]
 

@@ -29,27 +29,11 @@ from dynswap_ext._util.memory import first_budget, free_bytes, parse_bytes
 from dynswap_ext._util.progress import ProgressOption, check_progress
 from dynswap_ext.errors import ConfigError
 
-__all__ = [
-    "PROVIDERS",
-    "Options",
-    "available_devices",
-    "listed_devices",
-    "log_level",
-    "provider_from_environment",
-    "require_cuda",
-    "resolve",
-]
-
 #: The rest is left for other memory that may grow.
 _AUTO_PAGE_CACHE: Final = 0.8
 
 PROVIDERS: Final = ("auto", "native", "python")
-_LOG_LEVELS: Final = {
-    "debug": logging.DEBUG,
-    "info": logging.INFO,
-    "warning": logging.WARNING,
-    "error": logging.ERROR,
-}
+_LOG_LEVELS: Final = ("debug", "info", "warning", "error", "off")
 
 
 @dataclass(frozen=True)
@@ -97,6 +81,7 @@ def resolve(
         An argument has a value that cannot be used. The message has the value and what is expected.
     """
     where = _device(device)
+    chosen = _one_of(PROVIDERS, "provider", provider)
     return Options(
         device=where,
         dtype=_dtype(dtype),
@@ -106,7 +91,7 @@ def resolve(
         pin=_flag("pin", pin),
         page_cache=_page_cache(page_cache),
         page_cache_always=page_cache != "auto",
-        provider=_provider(provider),
+        provider=provider_from_environment() if chosen == "auto" else chosen,
         strict_budget=_flag("strict_budget", strict_budget),
         progress=check_progress(progress),
     )
@@ -116,25 +101,18 @@ def provider_from_environment() -> str:
     """``DYNSWAP_PROVIDER``, or "auto"."""
     if os.environ.get("DYNSWAP_BACKEND"):
         raise ConfigError("DYNSWAP_BACKEND is called DYNSWAP_PROVIDER now; set that instead")
-    value = os.environ.get("DYNSWAP_PROVIDER", "").strip().lower() or "auto"
-    if value not in PROVIDERS:
-        raise ConfigError(f"DYNSWAP_PROVIDER is {value!r}; expected one of {', '.join(PROVIDERS)}")
-    return value
+    return _one_of(PROVIDERS, "DYNSWAP_PROVIDER", _environment("DYNSWAP_PROVIDER") or "auto")
 
 
 def log_level() -> int | None:
     """``DYNSWAP_LOG`` as a level of `logging`; None if it is not set, or "off"."""
-    value = os.environ.get("DYNSWAP_LOG", "").strip().lower()
-    if value in ("", "off"):
-        return None
-    if value not in _LOG_LEVELS:
-        raise ConfigError(f"DYNSWAP_LOG is {value!r}; expected one of {', '.join(_LOG_LEVELS)}, off")
-    return _LOG_LEVELS[value]
+    value = _one_of(_LOG_LEVELS, "DYNSWAP_LOG", _environment("DYNSWAP_LOG") or "off")
+    return None if value == "off" else int(getattr(logging, value.upper()))
 
 
 def require_cuda() -> bool:
     """Whether tests that need CUDA have to run (``DYNSWAP_REQUIRE_CUDA``)."""
-    value = os.environ.get("DYNSWAP_REQUIRE_CUDA", "").strip().lower()
+    value = _environment("DYNSWAP_REQUIRE_CUDA")
     if value in ("", "0", "false", "no", "off"):
         return False
     if value in ("1", "true", "yes", "on"):
@@ -154,9 +132,21 @@ def listed_devices() -> tuple[str, ...]:
     return ("cpu", *(f"{accelerator}:{index}" for index in range(count)))
 
 
+def _environment(name: str) -> str:
+    return os.environ.get(name, "").strip().lower()
+
+
+def _one_of(choices: tuple[str, ...], name: str, given: str) -> str:
+    if given not in choices:
+        raise ConfigError(f"{name} is {given!r}; expected one of {', '.join(choices)}")
+    return given
+
+
 def _device(given: torch.device | str | int | None) -> torch.device:
+    """The device with an index, so that it compares equal to the device of a tensor."""
     if given is None:
-        return _with_index(torch.accelerator.current_accelerator() or torch.device("cpu"), checked=False)
+        accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+        given = accelerator or "cpu"
     try:
         if isinstance(given, bool):
             raise TypeError("a bool is no device")
@@ -165,17 +155,9 @@ def _device(given: torch.device | str | int | None) -> torch.device:
         raise ConfigError(
             f"device is {given!r}, unknown to torch; available here: {', '.join(available_devices())}"
         ) from error
-    return _with_index(device, checked=True)
-
-
-def _with_index(device: torch.device, *, checked: bool) -> torch.device:
-    """The device with an index, so that it compares equal to the device of a tensor."""
     if device.type == "cpu":
         return torch.device("cpu")
-    if not torch.accelerator.is_available():
-        if not checked:
-            return torch.device("cpu")
-    elif device.index is None and f"{device.type}:0" in available_devices():
+    if device.index is None and f"{device.type}:0" in available_devices():
         return torch.device(device.type, torch.accelerator.current_device_index())
     if str(device) not in available_devices():
         raise ConfigError(f"device is '{device}'; available here: {', '.join(available_devices())}")
@@ -225,12 +207,6 @@ def _page_cache(given: bool | int | float | str) -> int:
     if isinstance(amount, int):
         return amount
     return int(amount * free_bytes(torch.device("cpu")))
-
-
-def _provider(given: str) -> str:
-    if given not in PROVIDERS:
-        raise ConfigError(f"provider is {given!r}; expected one of {', '.join(PROVIDERS)}")
-    return provider_from_environment() if given == "auto" else given
 
 
 def _flag(name: str, given: bool) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from os import PathLike
-from types import TracebackType
 
 import torch
 
@@ -16,8 +15,6 @@ from dynswap_ext.profile.report import Report
 from dynswap_ext.profile.stats import Stats
 from dynswap_ext.profile.timeline import write_plot
 from dynswap_ext.profile.trace import write_trace
-
-__all__ = ["Handle"]
 
 
 class Handle:
@@ -40,8 +37,7 @@ class Handle:
     @property
     def budget(self) -> int | None:
         """Bytes for streamed and resident weights in the current plan; None: only what `prefetch` needs."""
-        tuner = self._install.tuner
-        return self._install.options.budget if tuner is None else tuner.budget
+        return self._install.tuner.budget
 
     @property
     def provider(self) -> str:
@@ -97,8 +93,7 @@ class Handle:
     @property
     def tuning(self) -> Tuning | None:
         """What the latest tuning measured and decided; None before the first."""
-        tuner = self._install.tuner
-        return None if tuner is None else tuner.latest
+        return self._install.tuner.latest
 
     # Where the time goes ------------------------------------------------------------------------------
 
@@ -111,12 +106,10 @@ class Handle:
             It comes from counters that are always kept, and covers everything since the install, or since
             `reset_stats`. Works after an uninstall too.
         """
-        stats = self.stats()
-        options = self._install.options
-        rows = figures_of(self._install.session)
-        reason = self._install.reason
-        sampled = self._install.session.sampled_bytes
-        return Report(rows, stats, str(options.device), self.budget, options.prefetch, reason, sampled)
+        install, options = self._install, self._install.options
+        stats, rows = self.stats(), figures_of(install.session)
+        why, sampled = install.provider.reason, install.session.sampled_bytes
+        return Report(rows, stats, str(self.device), self.budget, options.prefetch, why, sampled)
 
     def record(self) -> AbstractContextManager[None]:
         """Record copies, waits and uses while a block runs, for `trace` and `plot`.
@@ -182,9 +175,7 @@ class Handle:
     def __enter__(self) -> Handle:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.uninstall()
 
     def __repr__(self) -> str:

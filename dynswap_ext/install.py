@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
+from collections.abc import Iterable
 
 import torch
 from torch import nn
@@ -13,14 +14,13 @@ from dynswap_ext._install import Install, detach, install_of, lock, log_plan
 from dynswap_ext._swap.class_swap import ClassNaming
 from dynswap_ext._swap.distributed import refuse_to_install
 from dynswap_ext._swap.protocol import Session
-from dynswap_ext._swap.state import STATE_KEY, is_scripted, modules_of, name_in, session_of
+from dynswap_ext._swap.state import is_scripted, modules_of, name_in, session_of
 from dynswap_ext._util.log import log_to_stderr, logger
+from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext._util.progress import ProgressOption
 from dynswap_ext._util.warn import warn
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.handle import Handle
-
-__all__ = ["Handle", "install", "is_installed", "uninstall"]
 
 
 def install(
@@ -127,7 +127,7 @@ def install_with(model: nn.Module, options: config.Options, naming: ClassNaming 
         before = [(other, other.everything()) for other in map(install_of, serving) if other is not None]
         replaced = _take_out(model, serving)
         try:
-            made.start_auto_budget(model, provider)
+            made.begin(model)
             # A warning may be an error, after which the model is as it was.
             if made.session.sampled_bytes:
                 _warn_of_sampling()
@@ -171,8 +171,7 @@ def uninstall(model: nn.Module) -> nn.Module:
         The model itself.
     """
     with lock:
-        serving = {session for module in modules_of(model) if (session := session_of(module)) is not None}
-        for other in _take_out(model, serving):
+        for other in _take_out(model, _sessions_of(modules_of(model))):
             other.end_if_over()
     return model
 
@@ -183,28 +182,15 @@ def is_installed(module: nn.Module) -> bool:
 
 
 def _survey(model: nn.Module) -> tuple[int, set[Session]]:
-    """Look at a tree before an install.
+    """Look at a tree before an install: how many TorchScript modules it has, and which sessions serve it.
 
-    Returns how many TorchScript modules it has, and which sessions serve its modules. Raises
-    ConfigError if a master holds no data, or if the tree is sharded.
+    Raises ConfigError if a master holds no data, or if the tree is sharded.
     """
-    scripted = 0
-    serving: set[Session] = set()
-    meta: list[torch.Tensor] = []
-    classes: dict[type, bool] = {}
-    for module in modules_of(model):
-        cls, held = type(module), module.__dict__
-        if cls not in classes:
-            classes[cls] = is_scripted(cls)
-        if classes[cls]:
-            scripted += 1
-            continue
+    modules = modules_of(model)
+    plain = [module for module in modules if not is_scripted(type(module))]
+    for module in plain:
         refuse_to_install(module)
-        if STATE_KEY in held:
-            serving.add(session_of(module))
-        for members in (held["_parameters"], held["_buffers"]):
-            if members:
-                meta += [master for master in members.values() if master is not None and master.is_meta]
+    meta = [master for module in plain for _, master, _ in own_masters(module) if master.is_meta]
     if meta:
         names = ", ".join(name_in(model, master) for master in meta[:5])
         more = f" and {len(meta) - 5} more" if len(meta) > 5 else ""
@@ -213,15 +199,15 @@ def _survey(model: nn.Module) -> tuple[int, set[Session]]:
             "the install, for instance with dynswap_ext.checkpoint.load(model, path); if accelerate's hooks "
             "put them there, remove those first"
         )
-    return scripted, serving
+    return len(modules) - len(plain), _sessions_of(plain)
+
+
+def _sessions_of(modules: Iterable[nn.Module]) -> set[Session]:
+    return {session for module in modules if (session := session_of(module)) is not None}
 
 
 def _take_out(model: nn.Module, serving: set[Session]) -> list[Install]:
     """Detach the modules of a tree from the installs that serve them, and return those installs."""
-    taken = []
     for session in serving:
         detach(session, model)
-        install = install_of(session)
-        if install is not None:  # else it has ended
-            taken.append(install)
-    return taken
+    return [install for session in serving if (install := install_of(session)) is not None]

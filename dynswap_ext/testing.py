@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from dynswap_ext._python.device_copy import bits
-from dynswap_ext.install import Handle
+from dynswap_ext.handle import Handle
 
 __all__ = ["assert_bit_equal", "assert_nothing_held", "differences", "map_from_file", "moved"]
 

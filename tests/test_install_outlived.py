@@ -13,7 +13,8 @@ from torch import nn
 
 import dynswap_ext
 from conftest import Provider
-from dynswap_ext import _install, testing
+from dynswap_ext import testing
+from dynswap_ext._swap.module_registry import served_by
 from dynswap_ext.errors import BudgetError, ConfigError
 from sample_models import mlp, trace
 
@@ -139,16 +140,16 @@ def test_an_install_that_fails_to_replace_it(provider: Provider) -> None:
 def test_they_are_collected(provider: Provider, order: tuple[int, int]) -> None:
     kept = {0: mlp(), 1: mlp()}
     watches = [weakref.ref(module._modules["0"]._parameters["weight"]) for module in kept.values()]
-    before = len(_install._installs)
+    before = len(served_by)
     handle = installed_over(provider, *kept.values())
     gc.collect()
     gc.disable()
     try:
         for count, index in enumerate(order):
-            assert handle.active and len(_install._installs) == before + 1
+            assert handle.active and len(served_by) == before + 1
             del kept[index]
             assert sum(watch() is None for watch in watches) == count + 1
-        assert not handle.active and len(_install._installs) == before
+        assert not handle.active and len(served_by) == before
     finally:
         gc.enable()
     handle.uninstall()

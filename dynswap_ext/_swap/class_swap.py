@@ -8,6 +8,7 @@ whoever copies, slices or pickles an installed module gets a plain one.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 import weakref
@@ -22,15 +23,12 @@ from dynswap_ext._swap.device_moves import staying
 from dynswap_ext._swap.device_queries import Members, as_asked, looked_at
 from dynswap_ext._swap.device_queries import namespace_for as answers_for
 from dynswap_ext._swap.distributed import refuse_sharding
-from dynswap_ext._swap.graph_modules import namespace_for as recompiles_for
 from dynswap_ext._swap.module_registry import note_joined
-from dynswap_ext._swap.parameter_proxy import ParameterProxy, master_of
+from dynswap_ext._swap.parameter_proxy import master_of
 from dynswap_ext._swap.parametrized import copy_over, is_copy, made_by_torch
 from dynswap_ext._swap.plain_copies import copiers_for, made_plain, plain_reduction, plain_state
 from dynswap_ext._swap.state import is_scripted, modules_of, original_class, session_of, set_class
 from dynswap_ext._swap.torch_modules import namespace_for
-
-__all__ = ["ClassNaming", "ensure", "is_swap_class", "original_class", "swap_class"]
 
 #: From the original class: the swap class's ``__name__``, and what else stands in its namespace.
 ClassNaming = Callable[[type], tuple[str, dict[str, Any]]]
@@ -47,21 +45,9 @@ _swap_classes: weakref.WeakKeyDictionary[
 def swap_class(cls: type, attribute_type: type, naming: ClassNaming | None = None) -> type | None:
     """Find or make the swap class of a module class.
 
-    Parameters
-    ----------
-    cls : type
-        The class of a module, never a swap class made for another module class.
-    attribute_type : type
-        The provider's data descriptor; ``attribute_type(name, getter)`` serves one name, and torch.compile
-        may trace `getter` in place of an access.
-    naming : callable, optional
-        Makes swap classes that show (`compat`); they are cached for themselves. Default: the original's name.
-
-    Returns
-    -------
-    type or None
-        None for a class that cannot be swapped: TorchScript modules, whose attributes live in C++, and
-        classes whose instances refuse another class. Such modules are left alone.
+    The provider's ``attribute_type(name, getter)`` serves one name; torch.compile may trace `getter` in its
+    place. With a `naming` the swap class shows (`compat`). None for a class that cannot be swapped:
+    TorchScript modules, whose attributes live in C++, and classes whose instances refuse another class.
     """
     cls = original_class(cls)
     if is_scripted(cls):
@@ -76,13 +62,9 @@ def swap_class(cls: type, attribute_type: type, naming: ClassNaming | None = Non
 
 
 def ensure(swap: type, name: str) -> bool:
-    """Put the provider's descriptor for `name` on a swap class, once.
+    """Put the provider's descriptor for `name` on a swap class, once; False if it cannot serve it.
 
-    Returns
-    -------
-    bool
-        Whether accesses to `name` go through the provider. False for a name that the original class
-        defines itself (a property, a class attribute): there the class's own definition keeps its say.
+    What the original class defines itself (a property, a class attribute) keeps its say.
     """
     owner: Any = next(base for base in swap.__mro__ if is_swap_class(base))
     if is_copy(owner):
@@ -109,27 +91,27 @@ def is_swap_class(cls: type) -> bool:
 
 def _make(cls: type, attribute_type: type, naming: ClassNaming | None) -> type | None:
     name, shown = (cls.__name__, {}) if naming is None else naming(cls)
+    own: dict[str, Any] = {
+        "__slots__": (),
+        "_dynswap_original": cls,
+        "_dynswap_attribute": attribute_type,
+        "_dynswap_naming": naming,
+        **copiers_for(cls, _flush),
+        **shown,
+    }
     if made_by_torch(cls):
         base = swap_class(cls.__bases__[0], attribute_type, naming)
-        own = {"_dynswap_original": cls, "_dynswap_attribute": attribute_type, "_dynswap_naming": naming}
-        return (
-            None if base is None else copy_over(cls, name, base, {**own, **copiers_for(cls, _flush), **shown})
-        )
+        return None if base is None else copy_over(cls, name, base, own)
+    of_provider: Callable[[type], dict[str, Any]] = getattr(attribute_type, "namespace_for", lambda _: {})
     namespace: dict[str, Any] = {
-        "__slots__": (),
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "__init__": _initialiser(cls),
-        "_dynswap_original": cls,
-        "_dynswap_attribute": attribute_type,
-        "_dynswap_naming": naming,
         **namespace_for(cls, _join),
-        **getattr(attribute_type, "namespace_for", _nothing_for)(cls),
+        **of_provider(cls),
         **answers_for(cls),
-        **recompiles_for(cls),
-        **copiers_for(cls, _flush),
-        **shown,
+        **own,
     }
     becomes = getattr(cls, "cls_to_become", None)
     if isinstance(becomes, type) and issubclass(cls, nn.modules.lazy.LazyModuleMixin):
@@ -147,15 +129,15 @@ def _make(cls: type, attribute_type: type, naming: ClassNaming | None) -> type |
 
 def _bases_for(cls: type) -> Iterator[tuple[type, ...]]:
     """Bases to try for a swap class of `cls`."""
-    if not issubclass(cls, _Swapped):  # else it was derived from a swap class, and has it all
-        if not issubclass(cls, torch.fx.GraphModule):  # it knows its classes by their names
-            yield _Swapped, cls
-        # Python refuses the class for instances of a `cls` whose first base has no `__dict__` (ABC, Generic)
-        # unless `cls` is the first base. Then nothing stands before an `__init_subclass__` of `cls`.
-        if not _has_init_subclass(cls):
-            yield (_behaviour_over(cls),)
-    else:
+    if issubclass(cls, _Swapped):  # it was derived from a swap class, and has it all
         yield (cls,)
+        return
+    if not issubclass(cls, torch.fx.GraphModule):  # it knows its classes by their names
+        yield _Swapped, cls
+    # Python refuses the class for instances of a `cls` whose first base has no `__dict__` (ABC, Generic)
+    # unless `cls` is the first base. Then nothing stands before an `__init_subclass__` of `cls`.
+    if not _has_init_subclass(cls):
+        yield (_behaviour_over(cls),)
 
 
 def _has_init_subclass(cls: type) -> bool:
@@ -194,10 +176,6 @@ def _initialiser(cls: type) -> Callable[..., None]:
     return __init__
 
 
-def _nothing_for(cls: type) -> dict[str, Any]:
-    return {}
-
-
 def _behaviour_over(base: type) -> type:
     """What every swap class does, as a class over `base`."""
 
@@ -226,16 +204,16 @@ def _behaviour_over(base: type) -> type:
         # What is registered after the install joins it; a handed-out tensor stands for its master.
 
         def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-            super().register_parameter(name, _as_master(param))
+            super().register_parameter(name, master_of(param))
             _adopt(self, name)
 
         def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
-            super().register_buffer(name, _as_master(tensor), persistent)
+            super().register_buffer(name, master_of(tensor), persistent)
             _adopt(self, name)
 
         def __setattr__(self, name: str, value: Any) -> None:
             if isinstance(value, torch.Tensor):
-                value = _as_buffer(self, name, _as_master(value))
+                value = _as_buffer(self, name, master_of(value))
             super().__setattr__(name, value)
             if isinstance(value, nn.Module):
                 _join(self, value)
@@ -251,9 +229,8 @@ def _behaviour_over(base: type) -> type:
             super()._save_to_state_dict(*args, **kwargs)
 
         def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
-            _release(self)
-            super()._load_from_state_dict(*args, **kwargs)
-            _check(self)
+            with _masters_change(self):
+                super()._load_from_state_dict(*args, **kwargs)
 
         def _named_members(
             self, get_members_fn: Members, *args: Any, **kwargs: Any
@@ -276,10 +253,8 @@ def _behaviour_over(base: type) -> type:
             return made_plain(self, super()._replicate_for_data_parallel())
 
         def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            _release(self)
-            applied = super()._apply(staying(self, fn) if self._dynswap_stays else fn, *args, **kwargs)
-            _check(self)
-            return applied
+            with _masters_change(self):
+                return super()._apply(staying(self, fn) if self._dynswap_stays else fn, *args, **kwargs)
 
         # Copies and pickles are plain modules.
 
@@ -312,20 +287,16 @@ def _join(module: Any, child: Any) -> None:
         _put_masters(child)
         attribute_type, naming = type(module)._dynswap_attribute, type(module)._dynswap_naming
         session.attach(child, lambda cls: swap_class(cls, attribute_type, naming))
-        note_joined(session, module, child)
+        note_joined(session, child)
 
 
 def _put_masters(root: nn.Module) -> None:
     """Let plain modules that were built over handed-out tensors, as parametrisations are, have masters."""
     for module in modules_of(root):
         if not is_scripted(type(module)):
-            for members in (module._parameters, module._buffers):
-                for name, tensor in members.items():
-                    members[name] = _as_master(tensor)
-
-
-def _as_master(value: Any) -> Any:
-    return master_of(value) if type(value) is ParameterProxy else value
+            held: list[dict[str, Any]] = [module._parameters, module._buffers]
+            for members in held:
+                members.update({name: master_of(tensor) for name, tensor in members.items()})
 
 
 def _as_buffer(module: Any, name: str, value: torch.Tensor) -> torch.Tensor:
@@ -370,16 +341,15 @@ def _flush_module(module: Any) -> None:
         session.flush_module(module)
 
 
-def _check(module: Any) -> None:
-    session = session_of(module)
-    if session is not None:
-        session.check(module)
-
-
-def _release(module: Any) -> None:
+@contextlib.contextmanager
+def _masters_change(module: Any) -> Iterator[None]:
+    """Within it, the masters of a module may be replaced or written."""
     session = session_of(module)
     release_inputs()
     if session is not None and torch.__future__.get_swap_module_params_on_conversion():
         session.release(module)
     elif session is not None:
         session.flush_module(module)
+    yield
+    if session is not None and session_of(module) is session:
+        session.check(module)

@@ -27,9 +27,6 @@ from torch import nn
 from dynswap_ext._swap.state import STATE_KEY, session_of
 from dynswap_ext._util.untraced import untraced
 
-__all__ = ["fetch_master", "getter", "is_packed", "live", "live_name", "release_inputs"]
-
-
 #: Buffers of integers with more bytes are weights of a quantised model.
 _PACKED_BYTES: Final = 1 << 20
 
@@ -59,7 +56,6 @@ def live_name(name: str) -> str:
 
 
 def live(name: str) -> property:
-    """That attribute."""
     return property(_Live(name).__getitem__)
 
 

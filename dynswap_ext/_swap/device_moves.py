@@ -24,8 +24,6 @@ from dynswap_ext._swap.module_registry import model_of
 from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.warn import warn
 
-__all__ = ["staying"]
-
 _Function = Callable[[torch.Tensor], torch.Tensor]
 _TORCH: Final = nn.Module.__module__
 
@@ -34,14 +32,9 @@ _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def staying(module: nn.Module, function: _Function) -> _Function:
-    """What to apply to the tensors of an installed module in place of `function`; mostly `function` itself.
+    """What `_apply` does to the tensors of an installed module in place of `function`.
 
-    Parameters
-    ----------
-    module : torch.nn.Module
-        The module whose own parameters, buffers and gradients it is for.
-    function : callable
-        What `_apply` was given. Only torch's own is changed: others know what they do.
+    Only torch's own functions are changed: others know what they do.
     """
     if isinstance(function, _Staying):  # of the module above, which may belong to another install
         function = function.function
@@ -54,8 +47,11 @@ def staying(module: nn.Module, function: _Function) -> _Function:
     return _Staying(function, session, elsewhere) if elsewhere else function
 
 
-class _Staying:
+class _Staying(TorchFunctionMode):
+    """Calls a function. Masters that it sends to the session's device stay where they are."""
+
     def __init__(self, function: _Function, session: Any, masters: list[torch.Tensor]) -> None:
+        super().__init__()
         self.function = function
         self._session = session
         # A gradient is where its master is.
@@ -65,16 +61,8 @@ class _Staying:
     def __call__(self, tensor: torch.Tensor) -> torch.Tensor:
         if id(tensor) not in self._tensors:  # a plain one, of a class with an `_apply` of its own
             return self.function(tensor)
-        with _WithoutMove(self._session):
+        with self:
             return self.function(tensor)
-
-
-class _WithoutMove(TorchFunctionMode):
-    """Within it, tensors that are sent to the session's device stay where they are."""
-
-    def __init__(self, session: Any) -> None:
-        super().__init__()
-        self._session = session
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

@@ -35,8 +35,6 @@ from torch import nn
 
 from dynswap_ext._swap.state import session_of
 
-__all__ = ["Members", "as_asked", "looked_at", "namespace_for", "register_library"]
-
 #: Gives the (name, tensor) pairs of one module, as `nn.Module._named_members` is told to get them.
 Members = Callable[[nn.Module], Iterable[tuple[str, Any]]]
 
@@ -50,14 +48,9 @@ _libraries: dict[str, frozenset[str]] = {}
 
 
 def register_library(library: str, *askers: str) -> None:
-    """Let a library that asks the first parameter be answered for the weight.
+    """Let a library that asks the first parameter be answered for the weight. It need not be installed.
 
-    Parameters
-    ----------
-    library : str
-        The name that its modules' names begin with. It need not be installed.
-    *askers : str
-        Names of its functions that go through parameters for a device or a dtype, and return that.
+    `askers` are its functions that go through parameters for a device or a dtype, and return that.
     """
     _libraries[library] = frozenset(askers)
 

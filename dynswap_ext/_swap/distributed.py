@@ -13,8 +13,6 @@ from torch import nn
 from dynswap_ext._swap.state import session_of
 from dynswap_ext.errors import ConfigError
 
-__all__ = ["refuse_sharding", "refuse_to_install"]
-
 _CONTRACT = "torch.distributed._composable.contract"
 _SHARD = "fully_shard"
 
@@ -39,7 +37,8 @@ def refuse_sharding(module: nn.Module) -> None:
         return
     held = vars(module)
     registry = held.get(contract.REGISTRY_KEY)
-    if not registry or _SHARD not in registry or _is_sharded(type(module)):
+    sharded = any(base.__name__ == "FSDPModule" for base in type(module).__mro__)
+    if not registry or _SHARD not in registry or sharded:
         return
     states = held.get(contract.STATE_KEY, {})
     del registry[_SHARD]
@@ -52,7 +51,3 @@ def refuse_sharding(module: nn.Module) -> None:
         f"fully_shard was called on a {type(module).__qualname__} that is installed; expected one that is "
         "not. Call dynswap_ext.uninstall(model) first"
     )
-
-
-def _is_sharded(cls: type) -> bool:
-    return any(base.__name__ == "FSDPModule" for base in cls.__mro__)

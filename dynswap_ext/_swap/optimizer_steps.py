@@ -3,32 +3,18 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
-from torch.optim.optimizer import (
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-__all__ = ["StepListener", "add_step_listener", "remove_step_listener"]
+from dynswap_ext._swap.protocol import Session
 
-
-class StepListener(Protocol):
-    """Is told of optimizers' steps. Sessions are."""
-
-    def expect_writes(self, masters: list[torch.Tensor]) -> None:
-        """An optimizer is about to write to these masters, of which some may be another session's."""
-
-    def note_writes(self, masters: list[torch.Tensor]) -> None:
-        """An optimizer has written to these masters, or to some of them."""
-
-
-_sessions: Final[weakref.WeakSet[StepListener]] = weakref.WeakSet()
+_sessions: Final[weakref.WeakSet[Session]] = weakref.WeakSet()
 _hooks: Final[list[Any]] = []
 
 
-def add_step_listener(session: StepListener) -> None:
+def add_step_listener(session: Session) -> None:
     """Tell the session of the steps of every `torch.optim.Optimizer`, until it is removed or dies."""
     _sessions.add(session)
     if not _hooks:
@@ -36,7 +22,7 @@ def add_step_listener(session: StepListener) -> None:
         _hooks.append(register_optimizer_step_post_hook(_after_step))
 
 
-def remove_step_listener(session: StepListener) -> None:
+def remove_step_listener(session: Session) -> None:
     """Stop telling a session of steps. No effect if it is not told."""
     _sessions.discard(session)
     while _hooks and not _sessions:

@@ -12,7 +12,7 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import nn
@@ -21,22 +21,13 @@ from torch.nn.utils.parametrize import ParametrizationList
 from dynswap_ext._util.untraced import untraced
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
 
-__all__ = [
-    "ParameterProxy",
-    "handed_out_again",
-    "make_proxy",
-    "master_of",
-    "plain_tensor_of",
-    "proxy_for",
-    "untracked_alias_made",
-]
-
 # All in the `__dict__` of tensors: the class adds no slots, so that it can be given to a tensor that exists.
 # The native provider makes most proxies itself, under the same names (csrc/bindings/session.cpp).
 _MASTER: Final = "_dynswap_master"
 _ALIAS: Final = "_dynswap_alias"
 _TENSOR: Final = "_dynswap_tensor"
 
+_T = TypeVar("_T")
 Fetch = Callable[[torch.Tensor], torch.Tensor | None]
 
 #: Called with a tensor whose `.data` is taken: what is written on that bumps no version. The providers' own,
@@ -72,7 +63,9 @@ class ParameterProxy(torch.Tensor):
             _plain.data.__set__(self, value)
         elif not _is_alias(value, self):  # `w.data += t` was a write in place, which reaches the master
             fetches = [fetch for serve in handed_out_again if (fetch := serve(self)) is not None]
-            as_master = _as_master(value, self, master)
+            # What has the compute dtype gets the master's.
+            dtype = master.dtype if value.dtype == self.dtype else value.dtype
+            as_master = value.detach().to(device=master.device, dtype=dtype)
             value = value.to(device=self.device)
             vars(self).pop(_TENSOR, None)
             _plain.data.__set__(self, value)  # the place of the old bytes is free for the new ones
@@ -190,8 +183,8 @@ class ParameterProxy(torch.Tensor):
             delattr(master, name)
 
 
-def master_of(tensor: torch.Tensor) -> torch.Tensor:
-    """The master of a handed-out tensor that is seen from outside; any other tensor is its own."""
+def master_of(tensor: _T) -> _T:
+    """The master of a handed-out tensor that is seen from outside; anything else is its own."""
     return vars(tensor).get(_MASTER, tensor) if type(tensor) is ParameterProxy else tensor
 
 
@@ -202,15 +195,7 @@ def plain_tensor_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @untraced
 def proxy_for(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """The alias to give for a handed-out tensor; one for as long as somebody has it.
-
-    Parameters
-    ----------
-    tensor : torch.Tensor
-        What a forward would get.
-    master : torch.Tensor
-        Its master.
-    """
+    """The alias to give for what a forward would get of a master; one for as long as somebody has it."""
     if type(tensor) is not torch.Tensor or tensor is master or torch._C._are_functorch_transforms_active():
         return tensor
     known = vars(tensor).get(_ALIAS)
@@ -245,12 +230,6 @@ def _is_alias(value: torch.Tensor, of: torch.Tensor) -> bool:
         and value.stride() == of.stride()
         and value.data_ptr() == of.data_ptr()
     )
-
-
-def _as_master(value: torch.Tensor, handed_out: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """What the master gets for what is assigned to it on the device."""
-    cast = value.dtype == handed_out.dtype
-    return value.detach().to(device=master.device, dtype=master.dtype if cast else value.dtype)
 
 
 def _plain_copy(tensor: ParameterProxy) -> torch.Tensor:

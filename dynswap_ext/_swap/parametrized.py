@@ -16,8 +16,6 @@ from torch import nn
 
 from dynswap_ext._swap.state import modules_of, session_of
 
-__all__ = ["copy_over", "give_back", "is_copy", "made_by_torch"]
-
 _COPY: Final = "_dynswap_copy"
 
 
@@ -33,21 +31,9 @@ def is_copy(cls: type) -> bool:
 
 
 def copy_over(cls: type, name: str, base: type, namespace: dict[str, Any]) -> type:
-    """The swap class of a class that torch made: see Note [Over a parametrised class].
-
-    Parameters
-    ----------
-    cls : type
-        The class that torch made.
-    name : str
-        The copy's.
-    base : type
-        The swap class of its base.
-    namespace : dict
-        What stands on every swap class.
-    """
+    """Copy a class that torch made over the swap class of its base: Note [Over a parametrised class]."""
     own = {key: value for key, value in vars(cls).items() if key not in ("__dict__", "__weakref__")}
-    made: type = type(cls)(name, (base,), {**own, "__slots__": (), _COPY: True, **namespace})
+    made: type = type(cls)(name, (base,), {**own, _COPY: True, **namespace})
     return made
 
 
@@ -61,17 +47,16 @@ def give_back(root: nn.Module, session: Any) -> None:
         if session_of(module) is not session:
             continue
         if is_copy(cls):
-            _carry_properties(cls, cls.__dict__["_dynswap_original"])
+            original, now = cls.__dict__["_dynswap_original"], _properties(cls)
+            for name in _properties(original).keys() - vars(cls).keys():
+                delattr(original, name)
+            for name in now.keys() - vars(original).keys():
+                setattr(original, name, now[name])
         elif made_by_torch(cls):
             # It was made while the module was installed, over a swap class.
             base = cls.__bases__[0]
             cls.__bases__ = (base.__dict__.get("_dynswap_original", base),)
 
 
-def _carry_properties(copy: type, original: type) -> None:
-    for name, value in list(vars(original).items()):
-        if isinstance(value, property) and name not in vars(copy):
-            delattr(original, name)
-    for name, value in vars(copy).items():
-        if isinstance(value, property) and name not in vars(original):
-            setattr(original, name, value)
+def _properties(cls: type) -> dict[str, property]:
+    return {name: value for name, value in vars(cls).items() if isinstance(value, property)}

@@ -13,10 +13,6 @@ from torch import nn
 
 from dynswap_ext._swap.state import STATE_KEY, as_plain, original_class, set_class
 
-__all__ = ["copiers_for", "made_plain", "plain_reduction", "plain_state"]
-
-Flush = Callable[[Any], None]
-
 _NEW_OBJECT: Final = (copyreg.__newobj__, copyreg.__newobj_ex__)  # type: ignore[attr-defined]
 _RECONSTRUCT: Final = copyreg._reconstructor  # type: ignore[attr-defined]
 
@@ -43,45 +39,24 @@ def plain_reduction(module: Any, reduction: Any) -> Any:
     return (function, arguments, *rest)
 
 
-def copiers_for(cls: type, flush: Flush) -> dict[str, Any]:
+def copiers_for(cls: type, flush: Callable[[Any], None]) -> dict[str, Any]:
     """Wrap what a class defines for its copies and pickles; `flush` brings a module's masters up to date."""
-    wrappers = {
-        "__copy__": _plain_shallow_copier,
-        "__deepcopy__": _plain_copier,
-        "__reduce_package__": _plain_reducer,
+
+    def wrapped(name: str, copier: Callable[..., Any], plain: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(copier)
+        def copied(self: Any, *args: Any) -> Any:
+            flush(self)
+            # A GraphModule gives its copy its own class. What is copied shares the masters.
+            like_plain = name == "__copy__" and isinstance(self, torch.fx.GraphModule)
+            return plain(self, copier(as_plain(self) if like_plain else self, *args))
+
+        return copied
+
+    made = {"__copy__": made_plain, "__deepcopy__": made_plain, "__reduce_package__": plain_reduction}
+    own = {name: inspect.getattr_static(cls, name, None) for name in made}
+    return {
+        name: wrapped(name, method, made[name]) for name, method in own.items() if inspect.isfunction(method)
     }
-    own = {name: inspect.getattr_static(cls, name, None) for name in wrappers}
-    return {name: wrappers[name](method, flush) for name, method in own.items() if inspect.isfunction(method)}
-
-
-def _plain_copier(copier: Callable[..., Any], flush: Flush) -> Callable[..., Any]:
-    @functools.wraps(copier)
-    def copied(self: Any, *args: Any) -> Any:
-        flush(self)
-        return made_plain(self, copier(self, *args))
-
-    return copied
-
-
-def _plain_shallow_copier(copier: Callable[..., Any], flush: Flush) -> Callable[..., Any]:
-    @functools.wraps(copier)
-    def copied(self: Any) -> Any:
-        flush(self)
-        if not isinstance(self, torch.fx.GraphModule):
-            return made_plain(self, copier(self))
-        plain = as_plain(self)  # whose class the copy is to have; it shares the masters
-        return made_plain(self, copier(plain))
-
-    return copied
-
-
-def _plain_reducer(reducer: Callable[..., Any], flush: Flush) -> Callable[..., Any]:
-    @functools.wraps(reducer)
-    def reduced(self: Any, exporter: Any) -> Any:
-        flush(self)
-        return plain_reduction(self, reducer(self, exporter))
-
-    return reduced
 
 
 def made_plain(module: Any, replica: Any) -> Any:

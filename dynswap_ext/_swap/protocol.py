@@ -13,8 +13,6 @@ from dynswap_ext._swap import subclasses
 from dynswap_ext._swap.parameter_proxy import ParameterProxy, proxy_for
 from dynswap_ext._util.needed_at_once import units_of_modules
 
-__all__ = ["Hooks", "Service", "Session"]
-
 #: Kept on the device; copied when it is needed; converted by torch at each access; the master itself.
 Service = Literal["resident", "streamed", "converted", "in place"]
 
@@ -27,29 +25,18 @@ class Session(Protocol):
     given back or dies. ``stats()`` still answers then.
     """
 
-    @property
-    def provider(self) -> str:
-        """Either "native" or "python"."""
-
-    @property
-    def backend(self) -> str:
-        """Either "host", "cuda", or "torch"."""
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model computes."""
-
-    @property
-    def dtype(self) -> torch.dtype | None:
-        """What floating weights are cast into; None if they are not."""
-
-    @property
-    def modules(self) -> int:
-        """How many modules it serves."""
-
-    @property
-    def outdated(self) -> bool:
-        """Whether there are masters that the plan does not know, by their identity, size or dtype."""
+    #: Either "native" or "python".
+    provider: str
+    #: Either "host", "cuda", or "torch".
+    backend: str
+    #: Where the model computes.
+    device: torch.device
+    #: What floating weights are cast into; None if they are not.
+    dtype: torch.dtype | None
+    #: How many modules it serves.
+    modules: int
+    #: Whether there are masters that the plan does not know, by their identity, size or dtype.
+    outdated: bool
 
     def check(self, module: nn.Module) -> None:
         """Look whether masters of this module are others than planned for; then `outdated` is True."""

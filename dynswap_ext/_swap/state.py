@@ -8,17 +8,6 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-__all__ = [
-    "STATE_KEY",
-    "as_plain",
-    "is_scripted",
-    "modules_of",
-    "name_in",
-    "original_class",
-    "session_of",
-    "set_class",
-]
-
 #: Where an installed module keeps its per-module state, in its own `__dict__`.
 STATE_KEY: Final = "_dynswap"
 
@@ -54,7 +43,6 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     """
     found: list[nn.Module] = []
     seen: set[int] = set()
-    scripted: dict[type, bool] = {}  # asked once a class: an ABC's answer is slow
     stack: list[nn.Module | None] = [root]
     while stack:
         module = stack.pop()
@@ -62,10 +50,7 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
             continue
         seen.add(id(module))
         found.append(module)
-        cls = type(module)
-        if cls not in scripted:
-            scripted[cls] = is_scripted(cls)
-        if not scripted[cls] and module._modules:
+        if not is_scripted(type(module)) and module._modules:
             stack.extend(reversed(module._modules.values()))
     return found
 

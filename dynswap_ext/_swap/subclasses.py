@@ -18,15 +18,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "adds_attributes_only",
-    "flatten_wrapper",
-    "inner_names",
-    "is_plain",
-    "rebuild_wrapper",
-    "with_class_of",
-]
-
 _WITH_CLASS = "_dynswap_dressed"
 
 

@@ -1,4 +1,12 @@
-"""What some of torch's own module classes do with their weights beside reading attributes."""
+"""What some of torch's own module classes do beside reading attributes.
+
+Note [Code on the class]
+Each `torch.fx.GraphModule` has a class of its own. `recompile()` writes `forward` and `__call__` on the type
+of `self`, and takes a `__call__` that it finds there for the user's. On a swap class the code would be lost
+with the install, and the `__call__` of the original class, which looks for its continuation on the type of
+`self` too, would find itself. So the original class is recompiled, and the swap class inherits from it as
+ever. `__reduce__`, and an assignment to `graph`, recompile.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +19,11 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
 
-from dynswap_ext._swap.state import session_of
-
-__all__ = ["namespace_for", "put_masters_back"]
+from dynswap_ext._swap.state import as_plain, session_of
 
 _LIST = "_flat_weights"
-Join = Callable[[Any, Any], None]
+#: Methods of a GraphModule that write on its class; the second is that of torch's own lazy kind.
+_RECOMPILE = ("recompile", "_real_recompile")
 
 
 class _FlatWeights:
@@ -31,21 +38,20 @@ class _FlatWeights:
                 return held[_LIST]
             except KeyError:
                 raise AttributeError(f"'{type(module).__name__}' object has no attribute '{_LIST}'") from None
-        masters = held["_parameters"]
         # torch may have put a new master into the list that it was given here.
-        held[_LIST][:] = [masters.get(name) for name in held["_flat_weights_names"]]
+        held[_LIST][:] = _masters_of(module)
         return [getattr(module, name, None) for name in held["_flat_weights_names"]]
 
     def __set__(self, module: Any, value: Any) -> None:
-        held = module.__dict__
-        if session_of(module) is not None:
-            # torch fills it from attributes; what stays after an uninstall has to be the masters.
-            masters = held["_parameters"]
-            value = [masters.get(name) for name in held["_flat_weights_names"]]
-        held[_LIST] = value
+        # torch fills it from attributes; what stays after an uninstall has to be the masters.
+        module.__dict__[_LIST] = value if session_of(module) is None else _masters_of(module)
 
     def __delete__(self, module: Any) -> None:
         del module.__dict__[_LIST]
+
+
+def _masters_of(rnn: Any) -> list[Any]:
+    return [rnn._parameters.get(name) for name in rnn._flat_weights_names]
 
 
 def put_masters_back(module: nn.Module) -> None:
@@ -63,96 +69,84 @@ def _weights_have_changed(module: Any) -> bool:
     return bool(nn.RNNBase._weights_have_changed(module))  # type: ignore[no-untyped-call]
 
 
-def _inserter(cls: type, join: Join) -> Callable[..., Any]:
-    # It adds the module to `_modules` itself.
-    insert: Callable[..., Any] = cls.insert  # type: ignore[attr-defined]
+# Each does something around a method of torch's: `around(method, module, *arguments)`.
 
-    @functools.wraps(insert)
-    def inserting(self: Any, index: int, module: nn.Module) -> Any:
-        result = insert(self, index, module)
+
+def _item_or_slice(item: Callable[..., Any], self: Any, index: Any) -> Any:
+    # torch puts a slice into a new ParameterList, which takes leaves only.
+    if isinstance(index, slice) and session_of(self) is not None:
+        return [self[i] for i in range(*index.indices(len(self)))]
+    return item(self, index)
+
+
+def _copied_dict(copy: Callable[..., Any], self: Any) -> Any:
+    # The same of a ParameterDict; `|` goes through it.
+    return copy(self) if session_of(self) is None else dict(self.items())
+
+
+def _fake_quantised(forward: Callable[..., Any], self: Any, x: torch.Tensor) -> Any:
+    # At its first call it resizes what it was handed out; the masters are resized for it.
+    buffers = vars(self)["_buffers"]
+    if session_of(self) is not None and self.is_per_channel and buffers["observer_enabled"][0] == 1:
+        for name in ("scale", "zero_point"):
+            if buffers[name].numel() != x.shape[self.ch_axis]:
+                buffers[name] = buffers[name].new_zeros(x.shape[self.ch_axis])
+    return forward(self, x)
+
+
+def _spectral_norm(forward: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    # It writes these in place and then reads them: what it was handed out first lives until it has, or it
+    # would read what the masters keep of that, which may be rounded.
+    held = [getattr(self, name, None) for name in ("_u", "_v")]
+    result = forward(self, *args, **kwargs)
+    del held
+    return result
+
+
+def _recompiled(recompile: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+    try:
+        return recompile(as_plain(self), *args, **kwargs)
+    finally:
+        # A new `__call__` of the original class hides the native provider's: Note [A call is a slot].
+        getattr(self._dynswap_attribute, "serve_calls", lambda _: None)(type(self))
+
+
+def _method(cls: type, name: str, around: Callable[..., Any]) -> dict[str, Any]:
+    method: Callable[..., Any] = getattr(cls, name)
+
+    @functools.wraps(method)
+    def called(self: Any, *args: Any, **kwargs: Any) -> Any:
+        return around(method, self, *args, **kwargs)
+
+    return {name: called}
+
+
+def namespace_for(cls: type, join: Callable[[Any, Any], None]) -> dict[str, Any]:
+    """What the swap class of a class of torch's has to define; nothing for most classes.
+
+    ``join(module, child)`` lets a child that came into an installed module join its install.
+    """
+
+    def inserted(insert: Callable[..., Any], self: Any, index: int, module: nn.Module) -> Any:
+        result = insert(self, index, module)  # it adds the module to `_modules` itself
         join(self, module)
         return result
 
-    return inserting
-
-
-def _item_or_slice(cls: type) -> Callable[..., Any]:
-    # torch puts a slice into a new ParameterList, which takes leaves only.
-    item: Callable[..., Any] = getattr(cls, "__getitem__")  # noqa: B009
-
-    @functools.wraps(item)
-    def __getitem__(self: Any, index: Any) -> Any:
-        if isinstance(index, slice) and session_of(self) is not None:
-            return [self[i] for i in range(*index.indices(len(self)))]
-        return item(self, index)
-
-    return __getitem__
-
-
-def _copier(cls: type) -> Callable[..., Any]:
-    # The same of a ParameterDict; `|` goes through it.
-    copy: Callable[..., Any] = cls.copy  # type: ignore[attr-defined]
-
-    @functools.wraps(copy)
-    def copying(self: Any) -> Any:
-        return copy(self) if session_of(self) is None else dict(self.items())
-
-    return copying
-
-
-def _fake_quantiser(cls: type) -> Callable[..., Any]:
-    # At its first call it resizes what it was handed out; the masters are resized for it.
-    forward: Callable[..., Any] = cls.forward  # type: ignore[attr-defined]
-
-    @functools.wraps(forward)
-    def forwarding(self: Any, x: torch.Tensor) -> Any:
-        buffers = vars(self)["_buffers"]
-        if session_of(self) is not None and self.is_per_channel and buffers["observer_enabled"][0] == 1:
-            for name in ("scale", "zero_point"):
-                if buffers[name].numel() != x.shape[self.ch_axis]:
-                    buffers[name] = buffers[name].new_zeros(x.shape[self.ch_axis])
-        return forward(self, x)
-
-    return forwarding
-
-
-def _holder(cls: type, *names: str) -> Callable[..., Any]:
-    # It writes these in place and then reads them: what it was handed out first lives until it has, or it
-    # would read what the masters keep of that, which may be rounded.
-    forward: Callable[..., Any] = cls.forward  # type: ignore[attr-defined]
-
-    @functools.wraps(forward)
-    def forwarding(self: Any, *args: Any, **kwargs: Any) -> Any:
-        held = [getattr(self, name, None) for name in names]
-        result = forward(self, *args, **kwargs)
-        del held
-        return result
-
-    return forwarding
-
-
-def namespace_for(cls: type, join: Join) -> dict[str, Any]:
-    """What the swap class of a class of torch's has to define; nothing for most classes.
-
-    Parameters
-    ----------
-    cls : type
-        The original class.
-    join : callable
-        ``join(module, child)`` lets a child that came into an installed module join its install.
-    """
+    if issubclass(cls, torch.fx.GraphModule):
+        recompiled = [_method(cls, name, _recompiled) for name in _RECOMPILE if hasattr(cls, name)]
+        return {name: method for each in recompiled for name, method in each.items()}
     if issubclass(cls, nn.RNNBase):
         # Their weights are kept a second time, in a plain list beside the parameters.
         return {_LIST: _FlatWeights(), "_weights_have_changed": _weights_have_changed}
     if issubclass(cls, (nn.Sequential, nn.ModuleList)):
-        return {"insert": _inserter(cls, join)}
+        return _method(cls, "insert", inserted)
     if issubclass(cls, nn.ParameterList):
-        return {"__getitem__": _item_or_slice(cls)}
+        return _method(cls, "__getitem__", _item_or_slice)
     if issubclass(cls, nn.ParameterDict):
-        return {"copy": _copier(cls)}
+        return _method(cls, "copy", _copied_dict)
     if issubclass(cls, _SpectralNorm):
-        return {"forward": _holder(cls, "_u", "_v")}
+        return _method(cls, "forward", _spectral_norm)
     quantisation: Any = sys.modules.get("torch.ao.quantization.fake_quantize")
     if quantisation is not None and issubclass(cls, quantisation.FakeQuantize):
-        return {"forward": _fake_quantiser(cls)}
+        return _method(cls, "forward", _fake_quantised)
     return {}

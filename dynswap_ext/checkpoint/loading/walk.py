@@ -14,8 +14,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.module import _IncompatibleKeys
 from torch.overrides import TorchFunctionMode
 
-from dynswap_ext._swap.class_swap import original_class
-from dynswap_ext._swap.state import session_of
+from dynswap_ext._swap.state import original_class, session_of
 from dynswap_ext._swap.subclasses import is_plain
 
 _COPY: Final[Any] = torch.Tensor.copy_
