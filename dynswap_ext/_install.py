@@ -13,9 +13,8 @@ from torch import nn
 from dynswap_ext import _provider, config
 from dynswap_ext._swap.class_swap import ClassNaming, swap_class
 from dynswap_ext._swap.compile_support import release_inputs
-from dynswap_ext._swap.grad_scaler import keep_scales_on_host
 from dynswap_ext._swap.module_registry import ServedModules, model_of, served_by, serves_any
-from dynswap_ext._swap.optimizer_steps import add_step_listener, remove_step_listener
+from dynswap_ext._swap.optimizers import add_step_listener, keep_scales_on_host, remove_step_listener
 from dynswap_ext._swap.parametrized import give_back
 from dynswap_ext._swap.protocol import Hooks, Session
 from dynswap_ext._swap.state import is_scripted, modules_of, session_of

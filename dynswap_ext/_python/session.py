@@ -43,14 +43,10 @@ class Session(HeldCopies):
         device: torch.device,
         dtype: torch.dtype | None,
         *,
-        prefetch: int,
         budget: int | None,
         strict_budget: bool,
-        pin: bool,
-        page_cache: int,
-        page_cache_always: bool,
-        backend: str,
         hooks: Hooks,
+        **of_the_engine: Any,
     ) -> None:
         super().__init__(hooks)
         self.device, self.dtype = device, dtype

@@ -138,7 +138,7 @@ def as_asked(members: Members) -> Members | None:
     """
     if _asking.looked is not None:
         return functools.partial(_noted, members)
-    if _libraries and _is_question(_asker()):
+    if _libraries and _is_question():
         return functools.partial(_answers, members)
     return None
 
@@ -183,22 +183,17 @@ def _dtype(session: Any, master: torch.Tensor) -> torch.dtype:
     return master.dtype if dtype is None or not master.is_floating_point() else dtype
 
 
-def _asker() -> FrameType | None:
-    """The frame for which torch goes through the members."""
+def _is_question() -> bool:
+    """Whether torch goes through the members for code that only wants to know a device or a dtype."""
     frame: FrameType | None = sys._getframe(3)  # over `as_asked` and `_named_members`
     while frame is not None and frame.f_globals.get("__name__") == _TORCH:
         frame = frame.f_back
-    return frame
-
-
-def _is_question(frame: FrameType | None) -> bool:
     if frame is None:
         return False
     askers = _libraries.get(str(frame.f_globals.get("__name__")).partition(".")[0])
     if askers is None:
         return False
-    code = frame.f_code
-    return code.co_name in askers or _reads_only_an_answer(code, frame.f_lasti)
+    return frame.f_code.co_name in askers or _reads_only_an_answer(frame.f_code, frame.f_lasti)
 
 
 @functools.lru_cache(maxsize=4096)

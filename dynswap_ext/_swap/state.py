@@ -8,6 +8,8 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
+from dynswap_ext._util.own_masters import own_masters
+
 #: Where an installed module keeps its per-module state, in its own `__dict__`.
 STATE_KEY: Final = "_dynswap"
 
@@ -63,8 +65,7 @@ def is_scripted(cls: type) -> bool:
 def name_in(root: nn.Module, master: torch.Tensor) -> str:
     """The name of a master in a tree, for messages."""
     for path, module in root.named_modules():
-        for members in (module._parameters, module._buffers):
-            for name, other in members.items():
-                if other is master:
-                    return f"{path}.{name}" if path else name
+        for name, other, _ in own_masters(module):
+            if other is master:
+                return f"{path}.{name}" if path else name
     return "a weight that has left the model"

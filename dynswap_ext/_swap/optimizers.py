@@ -1,4 +1,6 @@
-"""GradScaler beside gradients that are on the host.
+"""What sessions need of torch's optimizers: to know of their steps, and scales that are on the host.
+
+What a fused optimizer writes bumps no version counter, so sessions are told of every step.
 
 Note [The scale is where the gradients are]
     A `torch.amp.GradScaler` keeps its scale on the device of the loss, and sends it to the device of the
@@ -12,26 +14,62 @@ Note [The scale is where the gradients are]
 from __future__ import annotations
 
 import functools
+import weakref
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 from torch.amp import GradScaler
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from dynswap_ext._swap.protocol import Session
 from dynswap_ext._util.log import logger
+
+_sessions: Final[weakref.WeakSet[Session]] = weakref.WeakSet()
+_hooks: Final[list[Any]] = []
+
+
+def add_step_listener(session: Session) -> None:
+    """Tell the session of the steps of every `torch.optim.Optimizer`, until it is removed or dies."""
+    _sessions.add(session)
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_before_step))
+        _hooks.append(register_optimizer_step_post_hook(_after_step))
+
+
+def remove_step_listener(session: Session) -> None:
+    """Stop telling a session of steps. No effect if it is not told."""
+    _sessions.discard(session)
+    while _hooks and not _sessions:
+        _hooks.pop().remove()
+
+
+def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    # A closure may give other masters a gradient. Their writes are seen too, at a page fault for each page.
+    masters = [master for master in _masters_of(optimizer) if master.grad is not None]
+    for session in tuple(_sessions):
+        session.expect_writes(masters)
+
+
+def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    masters = _masters_of(optimizer)  # the step may have dropped their gradients
+    for session in tuple(_sessions):
+        session.note_writes(masters)
+
+
+def _masters_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    if torch.compiler.is_compiling():
+        return []
+    return [master for group in optimizer.param_groups for master in group["params"] if master.requires_grad]
+
 
 #: What is used of it beside its public methods; the same in torch 2.11 to 2.15.
 _KNOWN: Final = ("_unscale_grads_", "_lazy_init_scale_growth_tracker")
 
-_wrapped = False
 
-
+@functools.cache  # once, whoever asks
 def keep_scales_on_host(while_: Callable[[torch.device], bool]) -> None:
     """From now on, a scaler of losses on a device for which `while_` holds keeps its scale on the host."""
-    global _wrapped
-    if _wrapped:
-        return
-    _wrapped = True
     if not all(hasattr(GradScaler, name) for name in _KNOWN):
         logger.warning(
             "the GradScaler of torch %s is not the one that dynswap_ext knows: with gradients on the host it "
