@@ -107,7 +107,6 @@ class Install(ServedModules):
             self.begin(model)
 
     def retune(self, budget: int | float | str | None) -> None:
-        """See `Handle.retune`."""
         with lock:
             if not self.active:
                 raise ConfigError("the model has been uninstalled: there is nothing to plan for")
@@ -151,7 +150,6 @@ class Install(ServedModules):
         self.forget()
 
     def close_session(self) -> None:
-        """Let go of the device memory and the threads."""
         self.session.close()
         remove_step_listener(self.session)
 
@@ -210,7 +208,6 @@ _HOOKS: Final = Hooks(warn=warn, replan=_replan, call_begins=_call_begins, call_
 
 
 def log_plan(what: str, session: Session, of: str) -> None:
-    """Log what a plan came to."""
     plan = session.stats()
     logger.info(
         "%s %s: %d modules, %s/%s on %s, %d groups of %s, %d of them resident (%s), arena %s, %d ahead",

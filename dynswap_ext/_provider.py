@@ -167,7 +167,6 @@ def _python(reason: str = "") -> Provider:
 
 
 def _obstacle(extension: _Extension, device: torch.device, *, ask_driver: bool = True) -> _Obstacle | None:
-    """What keeps the extension from serving a device, if anything."""
     if extension.module is None:
         return _Obstacle(extension.reason, _AGAINST_THIS_TORCH)
     if device.type == "cpu":

@@ -54,7 +54,6 @@ class Destination:
         return master.device == self.device and master.dtype == self.dtype_for(master)
 
     def bytes_for(self, master: torch.Tensor) -> int:
-        """Bytes of the master's copy on the device."""
         return master.numel() * self.dtype_for(master).itemsize
 
     def convert(self, master: torch.Tensor) -> torch.Tensor:

@@ -159,7 +159,6 @@ class HeldCopies(Statistics):
                 self._drop(weight)
 
     def release_kept(self, weight: Weight) -> None:
-        """The call that the weight's copy was kept for is over."""
         with self._exclusive:
             weight.kept = False
             self._drop(weight)

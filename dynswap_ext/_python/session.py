@@ -142,7 +142,6 @@ class Session(HeldCopies):
         return seen
 
     def pass_begins(self) -> None:
-        """A call of the model begins."""
         if self.outdated:
             self.hooks.replan(self)
         self._calls += 1

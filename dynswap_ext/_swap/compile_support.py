@@ -45,7 +45,6 @@ _kept = _Kept()
 
 
 def release_inputs() -> None:
-    """Keep no input of a graph any longer."""
     if _kept.inputs:
         _kept.inputs.clear()
 
@@ -78,7 +77,6 @@ class _Live(dict[nn.Module, torch.Tensor]):
 
 
 def is_packed(buffer: torch.Tensor) -> bool:
-    """Whether a buffer is a weight of a quantised model, by its dtype and size."""
     return not (buffer.is_floating_point() or buffer.is_complex()) and buffer.nbytes > _PACKED_BYTES
 
 

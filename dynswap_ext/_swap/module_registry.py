@@ -59,7 +59,6 @@ class ServedModules:
         return root if all(id(module) in below for module in rest.children()) else rest
 
     def serving(self) -> bool:
-        """Whether any module is served now."""
         return next(self._served(), None) is not None
 
     def joined(self, child: nn.Module) -> None:
@@ -118,7 +117,6 @@ def note_joined(session: Any, child: nn.Module) -> None:
 
 
 def serves_any(session: Any) -> bool:
-    """Whether a session serves any module now."""
     served = served_by.get(session)
     return served is not None and served.serving()
 

@@ -130,7 +130,6 @@ class ParameterProxy(torch.Tensor):
         return _plain.register_hook(master_of(self), hook)
 
     def register_post_accumulate_grad_hook(self, hook: Callable[[torch.Tensor], None]) -> Any:
-        """Register the hook on the master."""
         return _plain.register_post_accumulate_grad_hook(master_of(self), hook)
 
     def retain_grad(self) -> None:

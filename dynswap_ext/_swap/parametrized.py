@@ -26,7 +26,6 @@ def made_by_torch(cls: type) -> bool:
 
 
 def is_copy(cls: type) -> bool:
-    """Whether the class is one that `copy_over` made."""
     return _COPY in cls.__dict__
 
 

@@ -58,7 +58,6 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
 
 
 def is_scripted(cls: type) -> bool:
-    """Whether a class is a TorchScript module's."""
     return issubclass(cls, torch.jit.ScriptModule)
 
 
