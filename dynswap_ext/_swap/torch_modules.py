@@ -11,6 +11,7 @@ ever. `__reduce__`, and an assignment to `graph`, recompile.
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -103,18 +104,19 @@ def _spectral_norm(forward: Callable[..., Any], self: Any, *args: Any, **kwargs:
     return result
 
 
-def _recompiled(recompile: Callable[..., Any], self: Any, *args: Any, **kwargs: Any) -> Any:
+def _recompiled(recompile: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
+    plain = as_plain(self)
     try:
-        return recompile(as_plain(self), *args, **kwargs)
+        return recompile.__get__(plain, type(plain))(*args, **kwargs)  # the lazy kind's is a class method
     finally:
         # A new `__call__` of the original class hides the native provider's: Note [A call is a slot].
         getattr(self._dynswap_attribute, "serve_calls", lambda _: None)(type(self))
 
 
 def _method(cls: type, name: str, around: Callable[..., Any]) -> dict[str, Any]:
-    method: Callable[..., Any] = getattr(cls, name)
+    method: Any = inspect.getattr_static(cls, name)
 
-    @functools.wraps(method)
+    @functools.wraps(getattr(method, "__func__", method))
     def called(self: Any, *args: Any, **kwargs: Any) -> Any:
         return around(method, self, *args, **kwargs)
 
