@@ -294,6 +294,51 @@ def test_writes_in_ram_that_bump_no_version(
             testing.assert_bit_equal(model(x), plain(x))
 
 
+@pytest.mark.parametrize("size", [64, 256], ids=["hashed", "watched"])
+@pytest.mark.parametrize(
+    "between", ["nothing", "another read", "a call", "a new master", "a write in a call"]
+)
+def test_bytes_that_are_read_again_and_again_are_watched_each_time(
+    provider: Provider, between: str, size: int
+) -> None:
+    """A tensor may go on with the watch of the one before it: each write arrives as that tensor dies."""
+    if provider.device.type != "cpu":
+        pytest.skip("NumPy knows no device")
+    model = nn.Sequential(*(nn.Linear(size, size) for _ in range(4)))
+    provider.install(model, dtype=torch.bfloat16, budget=int(2.5 * size * size * 2))
+    master = model[0].get_parameter("weight")
+    written: list[float] = []
+
+    def write_in_a_call(layer: nn.Module, _: object) -> None:
+        for value in written:
+            layer.weight.fill_(value)
+
+    model[0].register_forward_pre_hook(write_in_a_call)
+    x = provider.randn(2, size).to(torch.bfloat16)
+    with torch.no_grad():
+        for value in range(1, 9):
+            for _ in range(3):
+                model[0].weight.sum()
+            if between == "another read":
+                model[2].weight.sum()
+            elif between == "a call":
+                model(x)
+            elif between == "a new master":
+                master.fill_(-value)
+            elif between == "a write in a call":
+                written.append(float(-value))
+                model(x)
+                assert master.eq(-value).all()
+                written.clear()
+            before = master.clone()
+            weight = model[0].weight
+            weight.view(torch.int16).numpy()[value, 5] = 0x4000 + value
+            del weight
+            before[value, 5] = torch.tensor(0x4000 + value, dtype=torch.int16).view(torch.bfloat16)
+            testing.assert_bit_equal(master.detach(), before)
+            testing.assert_bit_equal(model[0].weight.float(), master.detach().bfloat16().float())
+
+
 @pytest.mark.parametrize("write", ["data", "fused step", "version"])
 @pytest.mark.parametrize("taken", ["nothing", "data"])
 @pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])

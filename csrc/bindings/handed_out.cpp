@@ -229,6 +229,10 @@ HandedOut* HandedOut::of(const c10::StorageImpl& storage) noexcept {
 HandedOut::~HandedOut() {
   if (!version_.enabled()) return;  // it has never been handed out
   try {
+    if (!watched() && !untracked_ && !written()) {
+      leave_watch();
+      return;
+    }
     if (PROTECTED(written_back)) write_back();
     if (postponed_) {
       TORCH_WARN(
@@ -242,6 +246,16 @@ HandedOut::~HandedOut() {
     TORCH_WARN("dynswap_ext: what was written on a handed-out tensor could not be taken to its master: ",
                error.what());
   }
+}
+
+/// Note [A watch outlives its tensor]
+/// To have the kernel watch a weight's pages, and not any more, takes as long as ten looks at them, and a
+/// small weight's bytes are hashed where a watch begins. Who reads `module.weight` in a loop would pay for
+/// that each time. So a watch that has seen no write is left with the engine's copy (Note [What a lease
+/// leaves]), and the next tensor of these bytes goes on with it: until then nobody has them, so there is
+/// nothing to look for in between. In a forward nobody asks for the watch, and it ends.
+void HandedOut::leave_watch() noexcept {
+  if (watch_ && seen_writes_ == 0) lease_.release(std::move(watch_));
 }
 
 void HandedOut::use_here() {
@@ -329,12 +343,13 @@ void HandedOut::note_equal() {
 void HandedOut::watch_bytes() {
   if (watch_ || !options_.device().is_cpu() || bytes_ == 0) return;
   const bool is_written = written();
-  watch_ = MemoryWatch::of_private(data_, bytes_);  // the engine's memory, or torch's own
+  watch_ = std::static_pointer_cast<MemoryWatch>(lease_.take_left());
+  if (!watch_) watch_ = MemoryWatch::of_private(data_, bytes_);  // the engine's memory, or torch's own
   if (!watch_->exact()) {
     watch_ = nullptr;
     untracked_ = true;
   } else {
-    seen_writes_ = is_written ? ~std::uint64_t{0} : 0;  // a watch counts from 0
+    seen_writes_ = is_written ? ~std::uint64_t{0} : 0;
   }
 }
 

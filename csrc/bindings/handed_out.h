@@ -126,6 +126,7 @@ class HandedOut : public OutsideTheHeap {
   at::Tensor written_elements(const at::Tensor& now, const at::Tensor& flat) const;
   void note_before(const at::Tensor& now, const at::Tensor& flat);
   void note_equal();
+  void leave_watch() noexcept;
   bool note_user(const c10::Stream& stream);  ///< false: it is known
   bool wait_for_users();
 
@@ -156,9 +157,9 @@ class HandedOut : public OutsideTheHeap {
   std::vector<c10::Stream> users_;  ///< LOCK: mutex_; that have used it. None on the CPU
   c10::VariableVersion version_;    ///< shared with the tensor and its views
   std::uint32_t seen_version_ = 0;
-  std::uint64_t seen_sample_ = 0;  ///< of the bytes, in RAM, if nothing watches them
-  std::unique_ptr<MemoryWatch> watch_;
-  std::uint64_t seen_writes_ = 0;  ///< the watch's count
+  std::uint64_t seen_sample_ = 0;       ///< of the bytes, in RAM, if nothing watches them
+  std::shared_ptr<MemoryWatch> watch_;  ///< counts from 0
+  std::uint64_t seen_writes_ = 0;       ///< the watch's count
 };
 
 }  // namespace dynswap

@@ -5,6 +5,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <exception>
+#include <memory>
 #include <optional>
 #include <utility>
 #include <vector>
@@ -47,6 +48,8 @@ struct DeviceCopy {
   struct Part {
     std::uint32_t leases = 0;
     bool outdated = false;  ///< its master has changed: see Note [One outdated weight of a group]
+    /// Note [What a lease leaves]. Invariant: null while there are leases on the part.
+    std::shared_ptr<void> left;
   };
   std::vector<Part> parts;
   std::uint64_t last_use = 0;  ///< the engine's tick at the last acquire

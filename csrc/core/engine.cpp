@@ -16,6 +16,7 @@ Lease& Lease::operator=(Lease&& other) noexcept {
     copy_ = std::move(other.copy_);
     part_ = other.part_;
     data_ = std::exchange(other.data_, nullptr);
+    left_ = std::move(other.left_);
   }
   return *this;
 }
@@ -29,9 +30,12 @@ void Lease::add_reader(Stream consumer) {
 
 bool Lease::overflows() const noexcept { return copy_ && copy_->place == Place::overflow; }
 
-void Lease::release() noexcept {
+void Lease::release() noexcept { release(nullptr); }
+
+void Lease::release(std::shared_ptr<void> what) noexcept {
+  left_.reset();
   if (!copy_) return;
-  engine_->release(copy_, part_);
+  engine_->release(copy_, part_, std::move(what));
   copy_.reset();
   engine_.reset();
   data_ = nullptr;
@@ -109,9 +113,11 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
     copy->last_use = tick_;
     copy->read = true;
     copy->add_reader(consumer);
+    DeviceCopy::Part& part = copy->parts[weights_[id].part];
     ++copy->leases;
-    ++copy->parts[weights_[id].part].leases;
+    ++part.leases;
     ++stats_.live_leases;
+    lease.left_ = std::move(part.left);
     ordered = copy->state == DeviceCopy::State::issued && copy->has_waited(consumer);
     lease.engine_ = shared_from_this();
     lease.copy_ = copy;

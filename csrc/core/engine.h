@@ -81,12 +81,22 @@ class Lease {
   void add_reader(Stream consumer);
   void release() noexcept;
 
+  /// Note [What a lease leaves]
+  /// What is known of a weight's bytes may be of use to its next lease. So the last lease on them can leave
+  /// it with the copy: release() with `what`. The next lease, whoever has it, takes it away. Nothing is left
+  /// where there is another lease, nor with a copy that is not handed out any more, and it is let go of when
+  /// other bytes come in its place. So who finds it knows that nobody has had the bytes since.
+  void release(std::shared_ptr<void> what) noexcept;
+  /// What the lease before this one left; null the second time.
+  std::shared_ptr<void> take_left() noexcept { return std::move(left_); }
+
  private:
   friend class Engine;
   std::shared_ptr<Engine> engine_;
   std::shared_ptr<DeviceCopy> copy_;
   std::size_t part_ = 0;  ///< of the copy
   std::byte* data_ = nullptr;
+  std::shared_ptr<void> left_;
 };
 
 /// Thread-safe. Set-up order: add_weight()*, plan(), then acquire() from any thread.
@@ -244,6 +254,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void look_ahead(const Schedule::Cursor& cursor, GroupId current, std::vector<Planned>& planned);
   void detach(const std::shared_ptr<DeviceCopy>& copy);
   void dispose(const std::shared_ptr<DeviceCopy>& copy);
+  void drop_left(DeviceCopy::Part& part);
   void note_held_back(Group& group, GroupId current) noexcept;
   std::string holders() const;
   void note_peak() noexcept;
@@ -255,8 +266,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream consumer, bool prefetched);
   void use_on(const std::shared_ptr<DeviceCopy>& copy, Stream consumer);
   std::optional<Planned> renew_outdated(WeightId id, std::unique_lock<std::mutex>& lock);
-  void release(const std::shared_ptr<DeviceCopy>& copy, std::size_t part) noexcept;
-  void drop_lease(const std::shared_ptr<DeviceCopy>& copy, std::size_t part);
+  void release(const std::shared_ptr<DeviceCopy>& copy, std::size_t part,
+               std::shared_ptr<void> left = nullptr) noexcept;
+  void drop_lease(const std::shared_ptr<DeviceCopy>& copy, std::size_t part, std::shared_ptr<void>& left);
   bool record_readers(const std::shared_ptr<DeviceCopy>& copy, std::size_t part,
                       const std::vector<Stream>& streams) noexcept;
   void release_postponed() noexcept;

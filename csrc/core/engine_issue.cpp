@@ -206,10 +206,13 @@ std::optional<Engine::Planned> Engine::renew_outdated(WeightId id, std::unique_l
   return std::nullopt;
 }
 
-void Engine::drop_lease(const std::shared_ptr<DeviceCopy>& copy, std::size_t part) {
+void Engine::drop_lease(const std::shared_ptr<DeviceCopy>& copy, std::size_t part,
+                        std::shared_ptr<void>& left) {
+  DeviceCopy::Part& own = copy->parts[part];
   --copy->leases;
-  --copy->parts[part].leases;
+  --own.leases;
   --stats_.live_leases;
+  if (own.leases == 0 && copy->attached && !own.outdated) own.left = std::move(left);
   if (!copy->evictable()) return;
   if (copy->attached && (copy->place == Place::overflow || copy->any_outdated())) {
     // Memory outside the budget goes with its last lease (Invariant 4).
@@ -219,7 +222,8 @@ void Engine::drop_lease(const std::shared_ptr<DeviceCopy>& copy, std::size_t par
   }
 }
 
-void Engine::release(const std::shared_ptr<DeviceCopy>& copy, std::size_t part) noexcept {
+void Engine::release(const std::shared_ptr<DeviceCopy>& copy, std::size_t part,
+                     std::shared_ptr<void> left) noexcept {
   if (abandoned_) return;
   // Note [The last lease records before it lets go]: were the count to fall first, another thread could
   // choose the slot while the events that guard it are still being recorded. A lease taken meanwhile
@@ -230,13 +234,13 @@ void Engine::release(const std::shared_ptr<DeviceCopy>& copy, std::size_t part) 
     {
       const std::lock_guard lock(mutex_);
       if (copy->leases > 1 || copy->readers.empty()) {
-        drop_lease(copy, part);
+        drop_lease(copy, part, left);
         held = false;
         to_free = !retired_.empty();
       } else {
         streams = std::exchange(copy->readers, {});
         if (!PROTECTED(release_before_reuse)) {
-          drop_lease(copy, part);
+          drop_lease(copy, part, left);
           held = false;
         }
       }

@@ -113,6 +113,7 @@ Engine::Planned Engine::plan_renewal(WeightId id, std::vector<EventPtr> after) {
   planned.sources.resize(group.weights.size());
   planned.sources[weight.part] = weight.source;
   group.copy->parts[weight.part].outdated = false;
+  drop_left(group.copy->parts[weight.part]);
   group.copy->state = DeviceCopy::State::issuing;
   group.copy->held_back = why_so_late(group);
   return planned;
@@ -196,9 +197,15 @@ void Engine::note_held_back(Group& group, GroupId current) noexcept {
 
 void Engine::detach(const std::shared_ptr<DeviceCopy>& copy) {
   copy->attached = false;
+  for (DeviceCopy::Part& part : copy->parts) drop_left(part);
   std::shared_ptr<DeviceCopy>& current = groups_[copy->group].copy;
   if (current == copy) current.reset();
   if (copy->evictable()) dispose(copy);
+}
+
+/// It goes with the retired memory: without the lock, and before the copies that are planned now are issued.
+void Engine::drop_left(DeviceCopy::Part& part) {
+  if (part.left) retired_.push_back({Memory(std::move(part.left), nullptr), {}, 0, false});
 }
 
 void Engine::dispose(const std::shared_ptr<DeviceCopy>& copy) {

@@ -349,4 +349,51 @@ TEST(engine_lease_moves) {
   EXPECT_EQ(model.stats().live_leases, 0u);
 }
 
+TEST(engine_what_a_lease_leaves_is_for_the_next_lease_on_the_same_bytes) {
+  Model model({kMiB, kMiB, kMiB, kMiB}, with_budget(2 * kMiB, 0));
+  const auto leave = [&](std::size_t weight) {
+    const auto what = std::make_shared<int>(1);
+    model.engine->acquire(model.weights[weight], 0).release(what);
+    return std::weak_ptr<int>(what);
+  };
+  const auto found = [&](std::size_t weight) {
+    Lease lease = model.engine->acquire(model.weights[weight], 0);
+    const bool any = lease.take_left() != nullptr;
+    EXPECT(lease.take_left() == nullptr);
+    return any;
+  };
+  EXPECT(!leave(0).expired());
+  EXPECT(found(0));
+  EXPECT(!found(0));  // it is not put back
+
+  const std::weak_ptr<int> unwanted = leave(0);
+  model.use(0);
+  EXPECT(unwanted.expired());
+
+  {  // somebody else has the bytes
+    const Lease other = model.engine->acquire(model.weights[0], 0);
+    EXPECT(leave(0).expired());
+  }
+  EXPECT(!found(0));
+
+  const std::weak_ptr<int> displaced = leave(0);
+  model.use(1);
+  model.use(2);
+  EXPECT(displaced.expired());
+  EXPECT(!found(0));
+
+  const std::weak_ptr<int> outdated = leave(0);
+  model.engine->update_source(model.weights[0], make_source(kMiB));
+  EXPECT(!found(0));
+  EXPECT(outdated.expired());
+
+  const std::weak_ptr<int> closed = leave(0);
+  Lease late = model.engine->acquire(model.weights[1], 0);
+  model.engine->close();
+  EXPECT(closed.expired());
+  const auto too_late = std::make_shared<int>(1);
+  late.release(too_late);
+  EXPECT_EQ(too_late.use_count(), 1);
+}
+
 }  // namespace dynswap::test
