@@ -201,8 +201,8 @@ class CarryBackward : public SharedByUses {
 /// Where the two are on one device.
 class FetchBackward : public SharedByUses {
  public:
-  FetchBackward(const at::Tensor& master, std::shared_ptr<MemoryWatch> watch)
-      : SharedByUses(autograd::edge_list{autograd::impl::gradient_edge(master)}),
+  FetchBackward(const at::Tensor& master, autograd::Edge to, std::shared_ptr<MemoryWatch> watch)
+      : SharedByUses(autograd::edge_list{std::move(to)}),
         master_(place_of(master)),
         watch_(std::move(watch)) {}
 
@@ -250,7 +250,7 @@ void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master,
   }
   NodePtr node;
   if (handed_out.device() == master.device() || !master.is_cpu()) {
-    node = new_node<FetchBackward>(master, watch);
+    node = new_node<FetchBackward>(master, to, watch);
   } else {
     // The bus carries the smaller dtype.
     const bool as_computed = handed_out.element_size() <= master.element_size();

@@ -126,7 +126,12 @@ HandedOut::HandedOut(const Origin& origin, const at::Tensor& master, const at::D
   }
   master_ = alias_of(master);
   master_memory_ = memory_of(*master_.unsafeGetTensorImpl()).second;
-  note_master();
+  if (known) {
+    master_version_ = weight.state.version;
+    master_ours_ = weight.ours_seen;
+  } else {
+    note_master();
+  }
   bytes_ = static_cast<std::size_t>(master.numel()) * options_.dtype().itemsize();
   if (sharing_ && sharing_->overlaps() && bytes_ <= kMerged) {
     const PlainTorch guard;
@@ -156,17 +161,18 @@ std::unique_ptr<HandedOut> HandedOut::of_weight(const Origin& origin, const at::
 }
 
 at::Tensor HandedOut::make(std::unique_ptr<HandedOut> record, Lease lease) {
-  record->data_ = lease.data();
-  record->lease_ = std::move(lease);
-  const at::Tensor master = record->master_;
-  return finish(std::move(record), master);
+  return make(std::move(record), std::move(lease), /*earlier=*/nullptr, /*watched=*/false);
 }
 
-at::Tensor HandedOut::make(std::unique_ptr<HandedOut> record, Lease lease, const HandedOut* earlier) {
+at::Tensor HandedOut::make(std::unique_ptr<HandedOut> record, Lease lease, const HandedOut* earlier,
+                           bool watched) {
   if (earlier != nullptr && earlier->data_ == lease.data() && earlier->before_.defined() &&
       record->before_.defined())
     record->before_ = earlier->before_;
-  return make(std::move(record), std::move(lease));
+  record->data_ = lease.data();
+  record->lease_ = std::move(lease);
+  const at::Tensor master = record->master_;
+  return finish(std::move(record), master, watched);
 }
 
 at::Tensor HandedOut::make_private(const Origin& origin, const at::Tensor& master, const at::Device& device) {
@@ -177,11 +183,16 @@ at::Tensor HandedOut::make_private(const Origin& origin, const at::Tensor& maste
   return finish(std::move(record), master);
 }
 
-at::Tensor HandedOut::finish(std::unique_ptr<HandedOut> record, const at::Tensor& master) {
+at::Tensor HandedOut::finish(std::unique_ptr<HandedOut> record, const at::Tensor& master, bool watched) {
   HandedOut* const self = record.get();
   at::Tensor tensor = again(std::move(record), master);
   self->version_ = tensor.unsafeGetTensorImpl()->version_counter();
-  self->note_equal();
+  if (watched) self->begin_watch(/*is_written=*/false);
+  if (self->watch_) {
+    self->seen_version_ = self->version_.current_version();
+  } else {
+    self->note_equal();
+  }
   if (!self->options_.device().is_cpu()) self->note_user(torch_stream(self->options_.device()));
   return tensor;
 }
@@ -341,16 +352,20 @@ void HandedOut::note_equal() {
 }
 
 void HandedOut::watch_bytes() {
-  if (watch_ || !options_.device().is_cpu() || bytes_ == 0) return;
-  const bool is_written = written();
+  if (!watch_ && !untracked_ && options_.device().is_cpu()) begin_watch(written());
+}
+
+void HandedOut::begin_watch(bool is_written) {
+  if (!options_.device().is_cpu() || bytes_ == 0) return;
   watch_ = std::static_pointer_cast<MemoryWatch>(lease_.take_left());
-  if (!watch_) watch_ = MemoryWatch::of_private(data_, bytes_);  // the engine's memory, or torch's own
-  if (!watch_->exact()) {
-    watch_ = nullptr;
-    untracked_ = true;
-  } else {
-    seen_writes_ = is_written ? ~std::uint64_t{0} : 0;
+  if (!watch_) {
+    watch_ = MemoryWatch::of_private(data_, bytes_);  // the engine's memory, or torch's own
+    if (!watch_->exact()) {
+      watch_ = nullptr;
+      untracked_ = true;
+    }
   }
+  seen_writes_ = is_written ? ~std::uint64_t{0} : 0;
 }
 
 bool HandedOut::start_write_back() {

@@ -37,8 +37,9 @@ class HandedOut : public OutsideTheHeap {
                                               const at::Device& device);
   /// A tensor over the leased bytes, shaped and strided as the master, of the weight's type.
   static at::Tensor make(std::unique_ptr<HandedOut> record, Lease lease);
-  /// The same, where `earlier` may have those bytes too, or is null.
-  static at::Tensor make(std::unique_ptr<HandedOut> record, Lease lease, const HandedOut* earlier);
+  /// The same, where `earlier` may have those bytes too, or is null. `watched`: as after watch_bytes().
+  static at::Tensor make(std::unique_ptr<HandedOut> record, Lease lease, const HandedOut* earlier,
+                         bool watched);
   /// A converted copy with memory of its own.
   static at::Tensor make_private(const Origin& origin, const at::Tensor& master, const at::Device& device);
   /// The record of a tensor made here, or null if its storage is another one by now.
@@ -116,7 +117,7 @@ class HandedOut : public OutsideTheHeap {
 
  private:
   HandedOut(const Origin& origin, const at::Tensor& master, const at::Device& device);
-  static at::Tensor finish(std::unique_ptr<HandedOut> record, const at::Tensor& master);
+  static at::Tensor finish(std::unique_ptr<HandedOut> record, const at::Tensor& master, bool watched = false);
   static at::Tensor tensor_over(c10::Storage storage, const HandedOut& record, const at::Tensor& master);
   bool written() const;
   at::Tensor view() const;
@@ -126,6 +127,7 @@ class HandedOut : public OutsideTheHeap {
   at::Tensor written_elements(const at::Tensor& now, const at::Tensor& flat) const;
   void note_before(const at::Tensor& now, const at::Tensor& flat);
   void note_equal();
+  void begin_watch(bool is_written);
   void leave_watch() noexcept;
   bool note_user(const c10::Stream& stream);  ///< false: it is known
   bool wait_for_users();

@@ -221,13 +221,13 @@ PyObject* Session::access(Weight& weight, PyObject* master, bool training, bool 
   if (!training) {
     if (PyObject* const unchanged = cached_tensor(weight, master, inside)) return unchanged;
   }
-  PyObject* handed_out = plain_access(weight, master, training);
+  PyObject* handed_out = plain_access(weight, master, training, inside);
   if (weight.has_subclass && handed_out != master)
     handed_out = with_class_of_master(weight, master, handed_out);
   return inside ? handed_out : seen_from_outside(weight, master, handed_out);
 }
 
-PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool training) {
+PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool training, bool inside) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
   if (weight.path == Weight::AccessPath::as_is) return Py_NewRef(master_object);
   if (weight.path == Weight::AccessPath::wrapped) return rebuild_wrapper(weight, master_object);
@@ -255,7 +255,7 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
       note_unplanned(weight);
     return hand_out_private(weight, master, watched);
   }
-  return hand_out(weight, master_object);
+  return hand_out(weight, master_object, inside);
 }
 
 PyObject* Session::hand_out_private(Weight& weight, const at::Tensor& master, bool watched) {
@@ -319,7 +319,7 @@ PyObject* Session::hand_out_again(Weight& weight, const at::Tensor& tensor, cons
   return wrap(weight, tensor);
 }
 
-PyObject* Session::hand_out(Weight& weight, PyObject* master_object) {
+PyObject* Session::hand_out(Weight& weight, PyObject* master_object, bool inside) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
   const Stream consumer = current_stream(device_);
   const std::uint64_t generation = weight.generation;
@@ -327,22 +327,27 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object) {
   const std::shared_ptr<const Plan> plan = weight.plan;
   const bool stays = weight.resident();
   const auto earlier = weight.latest_storage.lock();  // it may be held, by a view
-  Lease lease;
-  try {
-    const py::gil_scoped_release release;
-    lease = plan->engine->acquire(
-        weight.id, consumer,
-        {.in_order = inside_call(), .after_consumer = captured_ && stays && PROTECTED(after_replays)});
-  } catch (const ClosedError&) {
-    return hand_out_private(weight, master, /*watched=*/false);  // Note [A plan takes another's place]
+  const bool in_order = inside_call();
+  Lease lease = in_order ? Lease() : plan->engine->acquire_present(weight.id, consumer);
+  const bool others_ran = !lease;
+  if (others_ran) {
+    try {
+      const py::gil_scoped_release release;
+      lease = plan->engine->acquire(
+          weight.id, consumer,
+          {.in_order = in_order, .after_consumer = captured_ && stays && PROTECTED(after_replays)});
+    } catch (const ClosedError&) {
+      return hand_out_private(weight, master, /*watched=*/false);  // Note [A plan takes another's place]
+    }
   }
   const bool overflows = lease.overflows();
   const at::Tensor tensor =
-      HandedOut::make(std::move(record), std::move(lease), earlier ? HandedOut::of(*earlier) : nullptr);
+      HandedOut::make(std::move(record), std::move(lease), earlier ? HandedOut::of(*earlier) : nullptr,
+                      /*watched=*/!inside);
   // Other threads may have run. If the master has changed, only this access sees the old one. If another
   // thread has got the weight, this one hands out the same tensor.
   const bool outdated = weight.generation != generation;
-  if (!outdated) {
+  if (others_ran && !outdated) {
     if (const at::Tensor other = still_handed_out(weight, master, /*watched=*/false); other.defined())
       return hand_out_again(weight, other, master);
   }

@@ -191,13 +191,13 @@ class Session : public std::enable_shared_from_this<Session> {
   bool stays(const Weight& weight) const;  ///< and so do its parts
   bool look_is_due(const Weight& weight) const;
   void look_for_silent_write(Weight& weight, DeferredRelease& dropped);
-  PyObject* plain_access(Weight& weight, PyObject* master, bool training);
+  PyObject* plain_access(Weight& weight, PyObject* master, bool training, bool inside);
   PyObject* cached_tensor(const Weight& weight, PyObject* master, bool inside) const;
   at::Tensor still_handed_out(Weight& weight, const at::Tensor& master, bool watched);
   PyObject* hand_out_again(Weight& weight, const at::Tensor& tensor, const at::Tensor& master);
   PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out) const;
   static void watch(const at::Tensor& tensor);
-  PyObject* hand_out(Weight& weight, PyObject* master);
+  PyObject* hand_out(Weight& weight, PyObject* master, bool inside);
   PyObject* hand_out_private(Weight& weight, const at::Tensor& master, bool watched);
   static PyObject* wrap(const Weight& weight, const at::Tensor& tensor);
   PyObject* rebuild_wrapper(Weight& weight, PyObject* master);

@@ -64,10 +64,18 @@ Engine::~Engine() {
   }
 }
 
+namespace {
+
+/// The copy is issued, and later work of `consumer` is ordered after it.
+bool is_there(const DeviceCopy& copy, Stream consumer) {
+  return copy.state == DeviceCopy::State::issued && copy.has_waited(consumer);
+}
+
+}  // namespace
+
 Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
   if (abandoned_) throw Error("the engine has been left behind in another process");
   if (any_postponed_) release_postponed();
-  std::shared_ptr<DeviceCopy> copy;
   std::vector<Planned> planned;
   std::string warning;
   const EventPtr present = use.after_consumer ? backend_->record(consumer) : nullptr;
@@ -109,26 +117,49 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
       ++stats_.hits;
       ++group.figures.hits;
     }
-    copy = group.copy;
-    copy->last_use = tick_;
-    copy->read = true;
-    copy->add_reader(consumer);
-    DeviceCopy::Part& part = copy->parts[weights_[id].part];
-    ++copy->leases;
-    ++part.leases;
-    ++stats_.live_leases;
-    lease.left_ = std::move(part.left);
-    ordered = copy->state == DeviceCopy::State::issued && copy->has_waited(consumer);
-    lease.engine_ = shared_from_this();
-    lease.copy_ = copy;
-    lease.part_ = weights_[id].part;
+    lease = lease_on(id, consumer);
+    ordered = is_there(*lease.copy_, consumer);
     if (options_.prefetch > 0 && use.in_order && (moved || !hit)) look_ahead(cursor, group_id, planned);
   }
   if (!planned.empty()) issue(planned);
-  if (!ordered) order_after_copy(copy, consumer, hit);
+  if (!ordered) order_after_copy(lease.copy_, consumer, hit);
   if (recorder_.on()) note_use(id, consumer);
-  lease.data_ = copy->base + weights_[id].offset;
+  lease.data_ = lease.copy_->base + weights_[id].offset;
   if (!warning.empty() && warn_) warn_(warning);  // last: the user may have made an error of it
+  return lease;
+}
+
+Lease Engine::acquire_present(WeightId id, Stream consumer) {
+  if (abandoned_ || any_postponed_ || recorder_.on()) return {};
+  const std::lock_guard lock(mutex_);
+  if (closed_ || !planned_) return {};
+  Group& group = groups_[weights_[id].group];
+  const DeviceCopy* const copy = group.copy.get();
+  if (copy == nullptr || !copy->read || !is_there(*copy, consumer)) return {};
+  if (copy->parts[weights_[id].part].outdated) return {};
+  ++tick_;
+  group.expected_at = tick_;
+  Lease lease = lease_on(id, consumer);
+  lease.data_ = copy->base + weights_[id].offset;
+  return lease;
+}
+
+/// On the current copy of its group, under the lock. It may not be issued yet.
+Lease Engine::lease_on(WeightId id, Stream consumer) {
+  const Weight& weight = weights_[id];
+  Lease lease;
+  lease.engine_ = shared_from_this();
+  lease.copy_ = groups_[weight.group].copy;
+  lease.part_ = weight.part;
+  DeviceCopy& copy = *lease.copy_;
+  DeviceCopy::Part& part = copy.parts[weight.part];
+  copy.last_use = tick_;
+  copy.read = true;
+  copy.add_reader(consumer);
+  ++copy.leases;
+  ++part.leases;
+  ++stats_.live_leases;
+  lease.left_ = std::move(part.left);
   return lease;
 }
 

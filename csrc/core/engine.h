@@ -125,6 +125,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// close().
   Lease acquire(WeightId weight, Stream consumer, Use use = {});
 
+  /// The same for a probe (`Use::in_order` is false) of bytes that are there, and that `consumer` has waited
+  /// for: no lease where acquire() would have more to do. Does not block.
+  Lease acquire_present(WeightId weight, Stream consumer);
+
   /// The master has changed: its bytes are elsewhere, or other ones (Invariant 6). Copies already made
   /// are not handed out any more. The new source has as many elements, of the same types.
   void update_source(WeightId weight, SourcePtr source);
@@ -232,6 +236,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
 
   static void exchange_source(Weight& weight, SourcePtr& source);
+  Lease lease_on(WeightId id, Stream consumer);
 
   // engine_plan.cpp
   Grouping preferred_grouping() const;
