@@ -8,6 +8,7 @@
 
 #include "core/check.h"
 #include "io/file.h"
+#include "io/hash.h"
 #include "io/mapped_memory.h"
 #include "io/pagemap.h"
 #include "io/private_pages.h"
@@ -16,46 +17,11 @@ namespace dynswap {
 
 namespace {
 
-/// Ranges of this size and more are watched by the kernel. Asking it takes 0.8 us, in which 10 KiB could be
-/// hashed, and each range that it watches adds entries to its list of mappings.
+/// Ranges of this size and more are watched by the kernel. Asking it takes 0.3 to 0.8 us, in which 10 to 30
+/// KiB could be hashed, and each range that it watches adds entries to its list of mappings.
 constexpr std::size_t kWatchedBytes = 32u << 10;
 /// Where the kernel does not watch them, larger ranges are sampled.
 constexpr std::size_t kHashedBytes = 64u << 10;
-
-/// Four lanes, with one multiplication for each word; 12 GB/s. A write that changes one word of a lane is
-/// never missed.
-class Hash {
- public:
-  void add(const std::byte* data, std::size_t bytes) noexcept {
-    for (; bytes >= sizeof(lanes_); data += sizeof(lanes_), bytes -= sizeof(lanes_)) {
-      std::array<std::uint64_t, 4> words;
-      std::memcpy(words.data(), data, sizeof(words));
-      for (std::size_t i = 0; i < words.size(); ++i) lanes_[i] = mix(lanes_[i], words[i]);
-    }
-    for (std::size_t lane = 0; bytes > 0; ++lane) {
-      std::uint64_t word = 0;
-      const std::size_t length = std::min(bytes, sizeof(word));
-      std::memcpy(&word, data, length);
-      lanes_[lane] = mix(lanes_[lane], word);
-      data += length;
-      bytes -= length;
-    }
-  }
-
-  std::uint64_t value() const noexcept {
-    std::uint64_t value = 0;
-    for (const std::uint64_t lane : lanes_) value = mix(value, lane);
-    return value;
-  }
-
- private:
-  static std::uint64_t mix(std::uint64_t hash, std::uint64_t word) noexcept {
-    hash = (hash ^ word) * 0x9e3779b97f4a7c15ull;
-    return hash ^ (hash >> 32);
-  }
-
-  std::array<std::uint64_t, 4> lanes_{1, 2, 3, 4};
-};
 
 bool is_shared(const std::byte* address, std::size_t bytes, bool mapped) {
   bool is_private = false;
@@ -92,14 +58,21 @@ bool add(Hash& hash, const std::byte* data, std::size_t bytes, bool mapped) noex
 std::optional<std::uint64_t> sampled(const std::byte* data, std::size_t bytes, bool mapped) noexcept {
   constexpr std::size_t kWords = 16;
   constexpr std::size_t kWord = sizeof(std::uint64_t);
+  std::array<std::byte, kWords * kWord> words;
   Hash hash;
-  if (bytes <= kWords * kWord) {
+  if (bytes <= words.size()) {
     if (!add(hash, data, bytes, mapped)) return std::nullopt;
-  } else {
-    for (std::size_t i = 0; i < kWords; ++i) {
-      if (!add(hash, data + (bytes - kWord) / (kWords - 1) * i, kWord, mapped)) return std::nullopt;
+    return hash.value();
+  }
+  for (std::size_t i = 0; i < kWords; ++i) {
+    const std::byte* const word = data + (bytes - kWord) / (kWords - 1) * i;
+    if (!mapped) {
+      std::memcpy(words.data() + i * kWord, word, kWord);
+    } else if (!read_mapped(word, words.data() + i * kWord, kWord)) {
+      return std::nullopt;
     }
   }
+  hash.add(words.data(), words.size());
   return hash.value();
 }
 
