@@ -178,25 +178,25 @@ void Engine::replace_source(WeightId id, SourcePtr source) {
 
 void Engine::update_source(WeightId id, SourcePtr source) {
   const std::lock_guard lock(mutex_);
-  Weight& weight = weights_[id];
-  exchange_source(weight, source);
-  const std::shared_ptr<DeviceCopy> copy = groups_[weight.group].copy;
-  if (!copy || !PROTECTED(stale_copy_refused)) return;
-  ++stats_.refetches;
-  groups_[weight.group].held_back = Cause::master_changed;
-  detach(copy);
+  if (const auto copy = outdate(id, source)) detach(copy);
 }
 
 void Engine::update_source_alone(WeightId id, SourcePtr source) {
   const std::lock_guard lock(mutex_);
-  Weight& weight = weights_[id];
-  exchange_source(weight, source);
-  const std::shared_ptr<DeviceCopy> copy = groups_[weight.group].copy;
-  if (!copy || !PROTECTED(stale_copy_refused)) return;
-  ++stats_.refetches;
-  groups_[weight.group].held_back = Cause::master_changed;
-  copy->parts[weight.part].outdated = true;
+  const auto copy = outdate(id, source);
+  if (!copy) return;
+  copy->parts[weights_[id].part].outdated = true;
   if (copy->leases == 0) detach(copy);
+}
+
+/// The weight's copy, which has other bytes than the new source; null if there is none.
+std::shared_ptr<DeviceCopy> Engine::outdate(WeightId id, SourcePtr& source) {
+  exchange_source(weights_[id], source);
+  Group& group = groups_[weights_[id].group];
+  if (!group.copy || !PROTECTED(stale_copy_refused)) return nullptr;
+  ++stats_.refetches;
+  group.held_back = Cause::master_changed;
+  return group.copy;
 }
 
 SourcePtr Engine::source(WeightId id) const {

@@ -236,6 +236,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   };
 
   static void exchange_source(Weight& weight, SourcePtr& source);
+  std::shared_ptr<DeviceCopy> outdate(WeightId id, SourcePtr& source);
   Lease lease_on(WeightId id, Stream consumer);
 
   // engine_plan.cpp
