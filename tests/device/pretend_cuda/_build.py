@@ -93,17 +93,20 @@ def _run_ninja(torch: Path, headers: Path, wanted: list[Path]) -> None:
     extension = [*units, *files]
     if not any(path.parent.name == "cuda" for path in extension):
         raise Unavailable("the extension was built without CUDA (DYNSWAP_CUDA=1 make build)")
+    _refuse_incomplete(extension)
     mutants = {source: TARGET / f"mutant_{source.stem}.o" for source in _mutants()}
     same = [path for path in extension if not _is_mutated(path)]
     rules = [
         "ninja_required_version = 1.3",
         f"cxx = {launcher}{os.environ.get('CXX', 'g++')}",
         "rule compile",
-        f"  command = $cxx {' '.join(flags)} -MMD -MF $out.d -c $in -o $out",
+        # Under another name until it is whole: the build may be killed.
+        f"  command = $cxx {' '.join(flags)} -MMD -MF $out.d -MT $out -c $in -o $out.part"
+        " && mv $out.part $out",
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        f"  command = $cxx $in -o $out {link} $more",
+        f"  command = $cxx $in -o $out.part {link} $more && mv $out.part $out",
         *_compile(device, "-g1", "-DTORCH_EXTENSION_NAME=_pretend"),
         *_compile(
             mutants,
@@ -126,6 +129,19 @@ def _run_ninja(torch: Path, headers: Path, wanted: list[Path]) -> None:
     if done.returncode != 0:
         raise RuntimeError(
             f"the pretend device does not compile:\n{done.stdout[-4000:]}{done.stderr[-2000:]}"
+        )
+
+
+def _refuse_incomplete(objects: list[Path]) -> None:
+    """Raise if some objects are newer than what was linked of them: whoever makes them may not be done."""
+    linked = ROOT / "dynswap_ext" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+    made = linked.stat().st_mtime if linked.exists() else 0.0
+    newer = [path.name for path in objects if path.stat().st_mtime > made]
+    if newer:
+        raise RuntimeError(
+            f"the objects of the extension are newer than the extension ({', '.join(newer[:3])}): its build "
+            "is under way, or was interrupted. Run DYNSWAP_CUDA=1 make build; if that finds nothing to do, "
+            f"remove {objects[0].parent} first"
         )
 
 
