@@ -30,12 +30,12 @@ from dynswap_build.installed_torch import REQUIREMENT
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The longest to compile first: compilers are started in this order.
-FOLDERS = ("bindings", "core", "io", "host", "sim")
+FOLDERS = ("bindings", "accelerator", "core", "io", "transfer", "host", "sim")
 #: The CPython releases that the bindings are known to hold for: csrc/bindings/cpython.h, which checks it too.
 PYTHONS = ((3, 10), (3, 13))
 #: Into how many units the files of a folder go: two of those that take longest, for two cores. Names in the
 #: files of other folders would clash.
-UNITS = {"core": 1, "io": 1, "host": 1, "bindings": 2}
+UNITS = {"core": 1, "io": 1, "transfer": 1, "host": 1, "accelerator": 1, "bindings": 2}
 BYTES_PER_COMPILER = 3 << 29  # torch's headers take 1.2 GB
 
 

@@ -3,7 +3,9 @@
 
 #include <utility>
 
+#include "accelerator/torch_backend.h"
 #include "bindings/glue.h"
+#include "bindings/host_register.h"
 #include "core/check.h"
 #include "host/host_backend.h"
 #ifdef DYNSWAP_WITH_CUDA
@@ -22,21 +24,32 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
     options.device = device.index();
     options.cast = &cast_elements;
     options.warn = warn;
+    options.native_handle = [device](Stream stream) { return native_handle(device, stream); };
     options.allocate = [device](std::size_t bytes) {
       return CudaMemory{allocate_through_torch(device, bytes), current_stream(device)};
     };
     return make_cuda_backend(std::move(options));
   }
 #endif
+  if (!device.is_cpu() && (wanted == "auto" || wanted == "torch")) {
+    TorchBackendOptions options;
+    options.device = device;
+    options.cast = &cast_elements;
+    options.captured = [](const c10::Stream& stream) { return capturing(stream); };
+    options.allocate = [device](std::size_t bytes) {
+      return std::pair(allocate_through_torch(device, bytes), torch_stream(device));
+    };
+    return make_torch_backend(std::move(options));
+  }
   throw Error("no backend '" + wanted + "' for device " + device.str() + " in this build" +
               (cuda_version().empty() ? " (it was compiled without CUDA)" : ""));
 }
 
-std::string pin_items([[maybe_unused]] const at::Device& device,
-                      [[maybe_unused]] std::vector<Lockable>& items) {
+std::string pin_items(const at::Device& device, const std::string& backend, std::vector<Lockable>& items) {
 #ifdef DYNSWAP_WITH_CUDA
-  if (device.is_cuda()) return pin(device.index(), items);
+  if (backend == "cuda") return pin(device.index(), items);
 #endif
+  if (backend == "torch") return pin_through_torch(device, host_register_for(device), items);
   return {};
 }
 

@@ -12,14 +12,13 @@
 
 namespace dynswap {
 
-/// The backend for `device`; `wanted` is "auto", "host" or "cuda". Throws Error if there is none in this
-/// build.
-/// `warn` is given what makes it less than it could be.
+/// The backend for `device`; `wanted` is "host", "cuda", "torch", or "auto" for the best of them. Throws
+/// Error if there is none in this build. `warn` is given what makes it less than it could be.
 std::unique_ptr<Backend> make_backend(const at::Device& device, const std::string& wanted,
                                       const std::function<void(const std::string&)>& warn);
 
-/// pin() for the backend of `device`; nothing where pinning means nothing. Without the GIL.
-std::string pin_items(const at::Device& device, std::vector<Lockable>& items);
+/// Page-locks for the backend of this name on `device`; nothing where that means nothing. Without the GIL.
+std::string pin_items(const at::Device& device, const std::string& backend, std::vector<Lockable>& items);
 
 /// Of the CUDA runtime that is linked, "13.0" for instance; empty in a build without CUDA.
 std::string cuda_version();

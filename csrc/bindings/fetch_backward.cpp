@@ -14,8 +14,8 @@
 #include <mutex>
 #include <utility>
 
+#include "accelerator/plain_torch.h"
 #include "bindings/glue.h"
-#include "bindings/plain_torch.h"
 #include "core/protection.h"
 
 namespace dynswap {

@@ -9,7 +9,8 @@
 #include <algorithm>
 #include <string>
 
-#include "bindings/plain_torch.h"
+#include "accelerator/plain_torch.h"
+#include "accelerator/scalars.h"
 #include "core/check.h"
 
 namespace dynswap {
@@ -54,29 +55,6 @@ bool can_move(at::ScalarType stored, at::ScalarType wanted) noexcept {
   return from && to && (stored == wanted || (is_floating(*from) && is_floating(*to)));
 }
 
-namespace {
-
-at::ScalarType torch_type(Scalar scalar) {
-  switch (scalar) {
-    case Scalar::f64:
-      return at::kDouble;
-    case Scalar::f32:
-      return at::kFloat;
-    case Scalar::f16:
-      return at::kHalf;
-    case Scalar::bf16:
-      return at::kBFloat16;
-    case Scalar::f8_e4m3fn:
-      return at::kFloat8_e4m3fn;
-    case Scalar::f8_e5m2:
-      return at::kFloat8_e5m2;
-    default:
-      throw Error("integers are moved, never cast");
-  }
-}
-
-}  // namespace
-
 void cast_elements(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count) {
   // Below torch's grain size, so that its conversion stays on this thread.
   constexpr std::size_t kRun = at::internal::GRAIN_SIZE;
@@ -92,7 +70,12 @@ void cast_elements(void* dst, Scalar dst_type, const void* src, Scalar src_type,
   }
 }
 
-Stream handle_of(const c10::Stream& stream) { return reinterpret_cast<Stream>(stream.native_handle()); }
+Stream handle_of(const c10::Stream& stream) { return static_cast<Stream>(stream.id()); }
+
+Stream native_handle(const at::Device& device, Stream stream) {
+  const c10::Stream known(c10::Stream::UNSAFE, device, static_cast<c10::StreamId>(stream));
+  return reinterpret_cast<Stream>(known.native_handle());
+}
 
 Stream current_stream(const at::Device& device) {
   return device.is_cpu() ? 0 : handle_of(torch_stream(device));
@@ -110,7 +93,7 @@ bool is_captured(const Guard& guard, const c10::Stream& stream) {
   if constexpr (requires { guard.isStreamCapturing(stream); }) {
     return guard.isStreamCapturing(stream);
   } else {
-    if (stream != guard.getStream(stream.device())) return false;
+    if (stream.device_type() != c10::kCUDA || stream != guard.getStream(stream.device())) return false;
     const py::gil_scoped_acquire gil;
     static PyObject* const ask =
         PyObject_GetAttrString(py::module_::import("torch._C").ptr(), "_cuda_isCurrentStreamCapturing");

@@ -27,8 +27,11 @@ void cast_elements(void* dst, Scalar dst_type, const void* src, Scalar src_type,
 /// accelerator, so that one build serves CPU-only torch as well.
 c10::Stream torch_stream(const at::Device& device);
 
-/// A stream of torch's as the engine knows it.
+/// A stream of torch's as the engine knows it: its number, which is that of no other stream of the device.
 Stream handle_of(const c10::Stream& stream);
+
+/// The driver's handle of a stream that the engine knows.
+Stream native_handle(const at::Device& device, Stream stream);
 
 /// torch_stream() as the engine knows it; 0 on the CPU.
 Stream current_stream(const at::Device& device);

@@ -12,8 +12,8 @@
 #include <stdexcept>
 #include <utility>
 
+#include "accelerator/plain_torch.h"
 #include "bindings/glue.h"
-#include "bindings/plain_torch.h"
 #include "bindings/weight.h"
 #include "bindings/written_buffers.h"
 #include "core/protection.h"

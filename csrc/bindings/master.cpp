@@ -13,8 +13,8 @@
 #include <tuple>
 #include <utility>
 
+#include "accelerator/plain_torch.h"
 #include "bindings/glue.h"
-#include "bindings/plain_torch.h"
 #include "core/check.h"
 #include "io/file.h"
 #include "io/mapped_memory.h"

@@ -55,7 +55,8 @@ std::shared_ptr<const void> MasterMemory::hold(const c10::Storage& storage) {
   return bytes;
 }
 
-std::string MasterMemory::pin(const at::Device& device, std::vector<SourcePtr>& sources) {
+std::string MasterMemory::pin(const at::Device& device, const std::string& backend,
+                              std::vector<SourcePtr>& sources) {
   // Held once more for the time without the GIL, in which another thread may end() this.
   struct Candidate {
     std::shared_ptr<HeldBytes> bytes;
@@ -82,7 +83,7 @@ std::string MasterMemory::pin(const at::Device& device, std::vector<SourcePtr>& 
   {
     const py::gil_scoped_release release;
     try {
-      said = pin_items(device, items);
+      said = pin_items(device, backend, items);
     } catch (...) {
       error = std::current_exception();
     }

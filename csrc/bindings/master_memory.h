@@ -30,9 +30,9 @@ class MasterMemory {
   /// Whether the storage's memory is torch's ordinary allocator's (Note [Whose context may be exchanged]).
   static bool can_hold(const c10::Storage& storage);
 
-  /// Page-locks the sources as far as it may be, and replaces them by ones that say so. Returns what is to be
-  /// told the user. Their owners are from hold().
-  std::string pin(const at::Device& device, std::vector<SourcePtr>& sources);
+  /// Page-locks the sources for the backend of this name as far as it may be, and replaces them by ones that
+  /// say so. Returns what is to be told the user. Their owners are from hold().
+  std::string pin(const at::Device& device, const std::string& backend, std::vector<SourcePtr>& sources);
 
   /// Unlocks all, and leaves the storages as they were. Only once no copy reads them any more.
   void end() noexcept;

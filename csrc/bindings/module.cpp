@@ -12,6 +12,7 @@
 #include <utility>
 #include <vector>
 
+#include "accelerator/torch_backend.h"
 #include "bindings/attribute.h"
 #include "bindings/backends.h"
 #include "bindings/call.h"
@@ -211,6 +212,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cuda_device_count", &device_count, py::call_guard<py::gil_scoped_release>(),
         "How many CUDA devices the native provider can serve. Wakes the driver, so that processes forked "
         "afterwards cannot use CUDA. Raises DeviceError where the CUDA runtime cannot say.");
+  m.def("torch_backend_obstacle", &torch_backend_obstacle, py::arg("device"),
+        py::call_guard<py::gil_scoped_release>(),
+        "Why torch's own streams and events cannot serve a device; empty if they can. Wakes its driver.");
   m.def(
       "simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"), py::arg("bandwidth"),
       py::arg("latency"), py::arg("passes"), py::arg("placement") = "even", py::arg("places") = Places{},

@@ -12,9 +12,9 @@
 #include <utility>
 #include <vector>
 
+#include "accelerator/plain_torch.h"
 #include "bindings/errors.h"
 #include "bindings/handed_out.h"
-#include "bindings/plain_torch.h"
 #include "bindings/session.h"
 #include "core/protection.h"
 

@@ -3,12 +3,12 @@
 #include <unordered_set>
 #include <utility>
 
+#include "accelerator/plain_torch.h"
 #include "bindings/attribute.h"
 #include "bindings/call.h"
 #include "bindings/fetch_backward.h"
 #include "bindings/glue.h"
 #include "bindings/handed_out.h"
-#include "bindings/plain_torch.h"
 #include "bindings/record_stream.h"
 #include "bindings/written_buffers.h"
 #include "core/protection.h"
@@ -77,7 +77,7 @@ PyObject* proxy_of(PyObject* tensor, PyObject* master, bool parameter, PyObject*
 Session::Session(const at::Device& device, std::optional<at::ScalarType> dtype, SessionOptions options,
                  const py::object& hooks)
     : device_(device), dtype_(dtype), options_(std::move(options)), hooks_(hooks), table_(new_table()) {
-  if (device_.is_cuda()) hear_of_record_stream();
+  if (!device_.is_cpu()) hear_of_record_stream(device_.type());
   plan_ = std::make_shared<const Plan>(Plan{new_engine({options_.budget, {}, {}}), {}});
   sessions().insert(this);
 }

@@ -140,7 +140,7 @@ void Session::update_source(const Weight& weight, SourcePtr source, bool alone) 
 }
 
 void Session::pin(WeightTable& table, const std::vector<Weight*>& weights) {
-  const std::string slower = table.pin(weights);
+  const std::string slower = table.pin(backend_, weights);
   if (!slower.empty() && !std::exchange(said_slower_, true)) hooks_.warn(slower);
 }
 

@@ -6,8 +6,8 @@
 #include <mutex>
 #include <utility>
 
+#include "accelerator/plain_torch.h"
 #include "bindings/master.h"
-#include "bindings/plain_torch.h"
 #include "io/fork_gate.h"
 
 namespace dynswap {

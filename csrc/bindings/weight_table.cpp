@@ -158,13 +158,13 @@ void WeightTable::find_weights(PyObject* module_dict, const std::string& prefix,
   }
 }
 
-std::string WeightTable::pin(const std::vector<Weight*>& weights) {
+std::string WeightTable::pin(const std::string& backend, const std::vector<Weight*>& weights) {
   if (settings_.device.is_cpu() || !settings_.pin) return {};
   const std::shared_ptr<MasterMemory> memory = memory_;
   std::vector<SourcePtr> before;
   for (const Weight* weight : weights) before.push_back(weight->source);
   std::vector<SourcePtr> sources = before;
-  const std::string slower = memory->pin(settings_.device, sources);
+  const std::string slower = memory->pin(settings_.device, backend, sources);
   for (std::size_t i = 0; i < weights.size(); ++i) {
     // Other threads could run: the master may be another by now.
     if (weights[i]->source != before[i]) continue;

@@ -60,7 +60,7 @@ class WeightTable {
 
   /// Page-locks the masters of weights that stream, as far as it may be; releases the GIL for a while.
   /// Returns what is to be told the user.
-  std::string pin(const std::vector<Weight*>& weights);
+  std::string pin(const std::string& backend, const std::vector<Weight*>& weights);
   /// Calls `use` for the weight of each of the masters, and for its parts; masters of others are ignored.
   void for_weights(const std::vector<at::Tensor>& masters, const std::function<void(Weight&)>& use) const;
   /// Bytes of masters that are sampled: a small write to them that bumps no version may go unseen.

@@ -14,7 +14,8 @@
 
 namespace dynswap {
 
-/// A consumer's stream: the native handle on CUDA (0 is the default stream), ignored on the host.
+/// A consumer's stream, as torch numbers the streams of a device (0 is the default stream). Ignored on the
+/// host.
 using Stream = std::uintptr_t;
 
 /// Nanoseconds of the host's monotonic clock, which Python calls time.monotonic_ns().

@@ -1,4 +1,4 @@
-// Enqueues copies on the copy stream: by which path each piece goes to the device, and where it is cast.
+// Enqueues copies on the copy stream.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,25 +13,10 @@
 
 #include "core/backend.h"
 #include "cuda/cuda_backend.h"
-#include "cuda/staging.h"
+#include "transfer/copy_plan.h"
+#include "transfer/staging.h"
 
 namespace dynswap {
-
-/// Note [Where a weight is cast]
-///   - Pinned: it crosses the bus as it is stored, and a kernel casts it on the device. Nothing is spent of
-///     the RAM, and nothing of the CPU.
-///   - Staged and widened (or as wide): likewise; the bus carries the smaller type.
-///   - Staged and narrowed: the readers cast it, since they touch each byte anyway; the bus carries the
-///     smaller type.
-///   - Into f8_e4m3fn: always by the readers, through torch's own conversion, because torch's releases
-///     differ in what they make of values that are too large (NaN, or the largest). So even a pinned
-///     source is staged then.
-///   - On a device that the kernels were not compiled for: always by the readers, with a warning.
-enum class CopyPath {
-  direct,      ///< pinned, not cast: straight into place
-  cast_after,  ///< pinned: to the scratch block, then cast into place
-  staged,      ///< read into a pinned buffer first, and from there one of the two
-};
 
 /// Thread-safe.
 class CopyIssuer {
@@ -52,9 +37,6 @@ class CopyIssuer {
   /// Gives the scratch block back. The stream is idle, and nothing is issued any more.
   void release_scratch() noexcept;
 
-  CopyPath copy_path(const Source& source) const noexcept;
-  bool cast_by_readers(const Source& source) const noexcept;
-
  private:
   /// Copies that are enqueued together.
   struct Batch {
@@ -64,28 +46,12 @@ class CopyIssuer {
     void add(void* dst, const void* src, std::size_t bytes);
     void clear();
   };
-  /// What becomes of one staged piece once it is in its buffer.
-  struct Landing {
-    Piece piece;         ///< as requested
-    std::size_t offset;  ///< in the buffer
-  };
-  struct Chunk {
-    std::vector<StagedPiece> reads;
-    std::vector<Landing> landings;
-    std::size_t used = 0;
-  };
-  struct Staged {
-    StagingRing* ring = nullptr;
-    std::shared_ptr<Reads> reads;
-  };
 
-  void issue_step(const Step& step, const Staged& staged);
+  void enqueue(const CopyBatch& planned, StagingRing* ring);
   void enqueue(Batch& batch);
-  void enqueue_cast(const Piece& piece, const std::byte* stored);
-  void stage(const Piece& piece, Chunk& chunk, const Staged& staged);
-  void enqueue_chunk(Chunk& chunk, const Staged& staged);
+  void enqueue_cast(const Landing& landing);
   void enqueue_host_function(StagingRing& ring, std::uint64_t chunk, bool arrive);
-  void settle(const Staged& staged) noexcept;
+  void settle(StagingRing* ring, const std::shared_ptr<Reads>& reads) noexcept;
 
   StagingRing* staging();
   void prepare_scratch();

@@ -19,15 +19,13 @@
 #include "cuda/copy_issuer.h"
 #include "cuda/cuda_check.h"
 #include "cuda/events.h"
-#include "cuda/staging.h"
+#include "transfer/staging.h"
 
 namespace dynswap {
 namespace {
 
 constexpr std::size_t kLeastStaging = 1u << 20;
 constexpr auto kPatience = std::chrono::milliseconds(100);
-
-cudaStream_t handle_of(Stream stream) noexcept { return reinterpret_cast<cudaStream_t>(stream); }
 
 class CudaBackend final : public Backend {
  public:
@@ -64,6 +62,9 @@ class CudaBackend final : public Backend {
     void operator()(std::byte*) noexcept { memory.reset(); }
   };
 
+  cudaStream_t handle_of(Stream stream) const {
+    return reinterpret_cast<cudaStream_t>(options_.native_handle ? options_.native_handle(stream) : stream);
+  }
   std::shared_ptr<const DeviceClock> clock() const;
   void wait_for_stream() noexcept;
   void wait_for_reads(const CudaEvent& copied);

@@ -12,7 +12,7 @@
 
 namespace dynswap {
 
-/// Device memory, and the stream in whose order its allocator handed it out.
+/// Device memory, and the stream (not its CUDA handle) in whose order its allocator handed it out.
 struct CudaMemory {
   Memory memory;
   Stream stream = 0;
@@ -26,8 +26,11 @@ struct CudaOptions {
   std::function<CudaMemory(std::size_t bytes)> allocate;
 
   /// Casts elements on the host, for weights that are cast there (Note [Where a weight is cast] in
-  /// copy_issuer.h).
+  /// transfer/copy_plan.h).
   CastFn cast = nullptr;
+
+  /// The CUDA handle of a consumer's stream. Null: a Stream is the handle itself.
+  std::function<Stream(Stream)> native_handle;
 
   /// Is told what makes this backend less than it could be, in a sentence for the user. May be null.
   std::function<void(const std::string&)> warn;

@@ -1,32 +1,10 @@
 #include "cuda/cuda_check.h"
 
-#include <pthread.h>
-
-#include <atomic>
 #include <cstdio>
-#include <cstdlib>
 
 #include "core/check.h"
 
 namespace dynswap {
-namespace {
-
-std::atomic<bool> usable{true};
-
-void forbid() noexcept { usable.store(false, std::memory_order_relaxed); }
-
-}  // namespace
-
-bool cuda_usable() noexcept { return usable.load(std::memory_order_relaxed); }
-
-void watch_process() noexcept {
-  // Registered after the CUDA runtime's own handlers, so it runs before they take the driver away.
-  static const int registered = [] {
-    std::atexit(forbid);
-    return pthread_atfork(nullptr, nullptr, forbid);
-  }();
-  (void)registered;
-}
 
 void throw_cuda_error(cudaError_t error, const char* call, const std::string& values) {
   // The runtime remembers the error and would report it at the next, innocent call.

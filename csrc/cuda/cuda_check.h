@@ -6,16 +6,15 @@
 #include <sstream>
 #include <string>
 
+#include "transfer/process.h"
+
 namespace dynswap {
 
 /// Throws OutOfMemory or DeviceError with the error's name, the call and the values.
 [[noreturn]] void throw_cuda_error(cudaError_t error, const char* call, const std::string& values);
 
-/// False once the process is exiting, and in a forked child: CUDA must not be called there any more.
-bool cuda_usable() noexcept;
-
-/// Arranges that cuda_usable() knows. Called before the first CUDA object is made.
-void watch_process() noexcept;
+/// devices_usable(): CUDA must not be called otherwise.
+inline bool cuda_usable() noexcept { return devices_usable(); }
 
 /// Whether a device that answers so has given up all that was enqueued: nothing of it reads or writes any
 /// more.

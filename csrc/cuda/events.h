@@ -16,7 +16,7 @@
 
 namespace dynswap {
 
-class Reads;  // cuda/staging.h
+class Reads;  // transfer/staging.h
 
 /// One moment on the device and on the host: what times of events are told by. Thread-safe.
 class DeviceClock {

@@ -145,10 +145,14 @@ PYBIND11_MODULE(_pretend, m) {
     return std::make_pair(std::max(allocator().cap(device), used) - used, total);
   });
   m.def("set_virtual_clock", &set_virtual_clock);
-  m.def("pin", [](std::uintptr_t address, std::size_t bytes) {
-    return pin(reinterpret_cast<void*>(address), bytes);
-  });
-  m.def("unpin", [](std::uintptr_t address) { return unpin(reinterpret_cast<void*>(address)); });
+  // As torch.cuda.cudart()'s.
+  m.def(
+      "pin",
+      [](std::uintptr_t address, std::size_t bytes) { return pin(reinterpret_cast<void*>(address), bytes); },
+      py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "unpin", [](std::uintptr_t address) { return unpin(reinterpret_cast<void*>(address)); },
+      py::call_guard<py::gil_scoped_release>());
   m.def("driver_version", [] { return faults().driver_version; });
 
   py::class_<CudaGraph>(m, "CudaGraph")

@@ -17,6 +17,7 @@
 #include "cuda/cast_kernels.h"
 #include "cuda/convert.h"
 #include "random.h"
+#include "transfer/copy_plan.h"
 
 namespace {
 

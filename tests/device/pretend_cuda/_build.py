@@ -21,7 +21,7 @@ DEVICE = TARGET / "_pretend.so"
 EXTENSION = TARGET / "_C.so"
 MUTANTS = TARGET / "_C_mutants.so"
 #: The folders of csrc with protections in them, and into how many units their files go; 0: one for each file.
-MUTATED = {"core": 1, "cuda": 0, "bindings": 2}
+MUTATED = {"core": 1, "transfer": 1, "cuda": 0, "accelerator": 1, "bindings": 2}
 
 
 class Unavailable(Exception):
@@ -89,7 +89,11 @@ def _run_ninja(torch: Path, headers: Path, wanted: list[Path]) -> None:
     built = ROOT / "build" / f"temp.{tag}"
     units = sorted((built / "build/unity").glob("*.o"))  # of none with DYNSWAP_UNITY=0
     whole = {path.stem.rpartition("_")[0] for path in units}
-    files = [path for path in sorted((built / "csrc").rglob("*.o")) if path.parent.name not in whole]
+    files = [
+        path
+        for path in sorted((built / "csrc").rglob("*.o"))
+        if path.parent.name not in whole and _has_source(path)  # not of a file that has moved since
+    ]
     extension = [*units, *files]
     if not any(path.parent.name == "cuda" for path in extension):
         raise Unavailable("the extension was built without CUDA (DYNSWAP_CUDA=1 make build)")
@@ -160,6 +164,10 @@ def _mutants() -> list[Path]:
                 unit.write_text(text)
             sources.append(unit)
     return sources
+
+
+def _has_source(built: Path) -> bool:
+    return any((ROOT / "csrc" / built.parent.name).glob(f"{built.stem}.c[pu]*"))
 
 
 def _is_mutated(built: Path) -> bool:

@@ -1,4 +1,4 @@
-#include "cuda/staging.h"
+#include "transfer/staging.h"
 
 #include <algorithm>
 #include <utility>
@@ -74,9 +74,11 @@ void StagingRing::read(std::uint64_t number) noexcept {
 }
 
 void StagingRing::finish(std::uint64_t number, std::exception_ptr error) noexcept {
+  std::vector<StagedPiece> read;  // let go of without the lock
   {
     const std::lock_guard lock(mutex_);
     Chunk& chunk = chunks_[number - first_];
+    read.swap(chunk.pieces);
     chunk.over = true;
     --chunk.reads->outstanding_;
     if (error && !chunk.reads->error_) chunk.reads->error_ = std::move(error);
@@ -100,6 +102,10 @@ void StagingRing::passed(std::uint64_t chunk) noexcept {
 
 void StagingRing::arrive(std::uint64_t chunk) noexcept {
   passed(chunk);
+  await(chunk);
+}
+
+void StagingRing::await(std::uint64_t chunk) noexcept {
   if (!PROTECTED(staged_copy_waits)) return;
   std::unique_lock lock(mutex_);
   changed_.wait(lock, [&] { return chunks_[chunk - first_].over; });

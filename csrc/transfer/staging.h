@@ -54,6 +54,7 @@ class StagingRing {
   StagingRing& operator=(const StagingRing&) = delete;
 
   std::size_t buffer_bytes() const noexcept { return buffer_bytes_; }
+  std::size_t buffers() const noexcept { return buffers_.size(); }
 
   struct Ticket {
     std::uint64_t chunk;
@@ -69,7 +70,10 @@ class StagingRing {
   /// Told by the stream: everything before `chunk` is copied. Does not block.
   void passed(std::uint64_t chunk) noexcept;
 
-  /// passed(chunk), then blocks until the chunk is in its buffer, or its read has failed.
+  /// Blocks until the chunk, which no passed() has been told of, is in its buffer, or its read has failed.
+  void await(std::uint64_t chunk) noexcept;
+
+  /// passed(chunk), then await(chunk).
   void arrive(std::uint64_t chunk) noexcept;
 
   /// Blocks until all these reads are over, `patience` at most. False: not yet. Throws their first error.

@@ -1,0 +1,107 @@
+// torch's events, pooled: a pass records thousands and creates none. They take no time unless they are asked
+// to.
+#pragma once
+
+#include <c10/core/Event.h>
+#include <c10/core/Stream.h>
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "core/backend.h"
+
+namespace dynswap {
+
+class Reads;  // transfer/staging.h
+
+/// One moment on the device and on the host: what times of events are told by. Thread-safe.
+class TorchClock {
+ public:
+  /// Makes the calling thread wait for `stream`. Throws DeviceError.
+  explicit TorchClock(const c10::Stream& stream);
+
+  /// Nanoseconds of the host's monotonic clock, of an event with timing that is done.
+  std::optional<std::int64_t> time_of(const c10::Event& event) const noexcept;
+
+ private:
+  c10::Event zero_;
+  std::int64_t host_ns_ = 0;
+};
+
+/// Thread-safe. Outlives the backend while an event is held.
+class TorchEventPool {
+ public:
+  explicit TorchEventPool(c10::DeviceType type) : type_(type) {}
+  ~TorchEventPool();
+  TorchEventPool(const TorchEventPool&) = delete;
+  TorchEventPool& operator=(const TorchEventPool&) = delete;
+
+  std::unique_ptr<c10::Event> take(bool timed);
+  void give_back(std::unique_ptr<c10::Event> event, bool timed) noexcept;
+
+ private:
+  const c10::DeviceType type_;
+  std::mutex mutex_;
+  std::array<std::vector<std::unique_ptr<c10::Event>>, 2>
+      free_;  ///< LOCK: mutex_; without timing, and with it
+};
+
+/// A point of one stream. Recorded once. It is known before: the event of a copy that another thread issues
+/// (Note [A copy that is issued later]) is waited for until that thread has recorded it. The event goes back
+/// to the pool with it: a wait that was enqueued keeps the point that it saw, so recording it again later
+/// moves nothing.
+class TorchEvent final : public Event {
+ public:
+  /// With a clock it knows when it happened.
+  explicit TorchEvent(std::shared_ptr<TorchEventPool> pool, std::shared_ptr<const TorchClock> clock = nullptr)
+      : pool_(std::move(pool)), clock_(std::move(clock)), event_(pool_->take(clock_ != nullptr)) {}
+  ~TorchEvent() override { pool_->give_back(std::move(event_), clock_ != nullptr); }
+  TorchEvent(const TorchEvent&) = delete;
+  TorchEvent& operator=(const TorchEvent&) = delete;
+
+  /// Throws DeviceError.
+  void record(const c10::Stream& stream);
+  /// In place of record(), once nothing of the copy is under way any more: whoever waits gets `error`.
+  void fail(std::exception_ptr error) noexcept;
+
+  /// Blocks the calling thread until record() or fail(), not until the point is reached. Throws fail()'s
+  /// error.
+  void wait_for_record() const;
+  bool recorded() const noexcept { return state_.load(std::memory_order_acquire) != State::pending; }
+
+  /// Makes `stream` wait for the point. It is recorded. Throws DeviceError.
+  void block(const c10::Stream& stream) const;
+  /// Blocks the calling thread until the point is reached. It is recorded. Throws DeviceError.
+  void synchronise() const;
+
+  bool done() const noexcept override;
+  std::optional<Interval> when() const noexcept override;
+  /// True if done() has said so before: no call is made.
+  bool known_done() const noexcept { return done_.load(std::memory_order_acquire); }
+
+  /// What it is timed by; null: it takes no time.
+  const std::shared_ptr<const TorchClock>& clock() const noexcept { return clock_; }
+
+  /// Set for the end of a copy with staged pieces: its reads.
+  std::shared_ptr<Reads> reads;
+  /// Set for the end of a copy that is timed.
+  std::shared_ptr<const TorchEvent> begin;
+
+ private:
+  enum class State { pending, recorded, failed };
+
+  const std::shared_ptr<TorchEventPool> pool_;
+  const std::shared_ptr<const TorchClock> clock_;
+  std::unique_ptr<c10::Event> event_;
+  std::exception_ptr error_;  ///< set before `failed`, and not afterwards
+  std::atomic<State> state_{State::pending};
+  mutable std::atomic<bool> done_{false};
+};
+
+}  // namespace dynswap

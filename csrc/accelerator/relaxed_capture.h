@@ -1,0 +1,19 @@
+// What may be asked of a device while somebody captures a CUDA graph.
+#pragma once
+
+namespace dynswap {
+
+/// While it lives, the calling thread may ask for events and allocate memory although a graph is captured:
+/// see Note [Somebody captures a graph]. Nothing where the process has no CUDA or HIP runtime.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() noexcept;
+  ~RelaxedCapture();
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  int mode_;  ///< the thread's own meanwhile
+};
+
+}  // namespace dynswap

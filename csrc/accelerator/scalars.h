@@ -1,0 +1,13 @@
+// The engine's element types in torch's terms.
+#pragma once
+
+#include <c10/core/ScalarType.h>
+
+#include "core/scalar.h"
+
+namespace dynswap {
+
+/// torch's type of floating elements, and kByte for raw8. Throws Error for others, which are moved as bytes.
+at::ScalarType torch_type(Scalar scalar);
+
+}  // namespace dynswap

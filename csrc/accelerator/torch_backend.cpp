@@ -1,0 +1,465 @@
+// The backend over torch's streams: a copy stream, events, and a thread for what has to be read first.
+#include "accelerator/torch_backend.h"
+
+#include <c10/core/StreamGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
+
+#include <algorithm>
+#include <atomic>
+#include <deque>
+#include <exception>
+#include <iterator>
+#include <mutex>
+#include <thread>
+
+#include "accelerator/copies.h"
+#include "accelerator/events.h"
+#include "accelerator/pinned_memory.h"
+#include "accelerator/relaxed_capture.h"
+#include "accelerator/torch_calls.h"
+#include "core/check.h"
+#include "core/protection.h"
+#include "io/worker_pool.h"
+#include "transfer/copy_plan.h"
+#include "transfer/process.h"
+#include "transfer/staging.h"
+
+namespace dynswap {
+namespace {
+
+constexpr std::size_t kLeastStaging = 1u << 20;
+constexpr auto kPatience = std::chrono::milliseconds(100);
+
+using TorchEventPtr = std::shared_ptr<TorchEvent>;
+
+c10::impl::VirtualGuardImpl guard_of(const c10::Device& device) {
+  return c10::impl::VirtualGuardImpl(device.type());
+}
+
+/// One for copies alone, before others where the device has priorities; its only one where it has no more.
+c10::Stream copy_stream(const c10::Device& device) {
+  try {
+    return guard_of(device).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
+  } catch (const c10::Error&) {
+    return guard_of(device).getDefaultStream(device);
+  }
+}
+
+const TorchEvent& as_torch(const EventPtr& event) { return static_cast<const TorchEvent&>(*event); }
+
+class TorchBackend final : public Backend {
+ public:
+  explicit TorchBackend(TorchBackendOptions options);
+  ~TorchBackend() override;
+
+  const char* name() const noexcept override { return "torch"; }
+  std::size_t alignment() const noexcept override { return kAcceleratorLayout.alignment; }
+  std::size_t weight_alignment() const noexcept override { return kAcceleratorLayout.weight_alignment; }
+  Memory allocate(std::size_t bytes) override;
+  bool release_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept override;
+  EventPtr copy(CopyRequest request) override;
+  void wait(Stream consumer, const EventPtr& copied) override;
+  EventPtr record(Stream consumer) override;
+  bool capturing(Stream consumer) const noexcept override;
+  void keep_times(bool keep) override;
+  bool device_time() const noexcept override { return true; }
+  EventPtr mark(Stream consumer) override;
+  void close() noexcept override;
+  void synchronise(const EventPtr& event) noexcept override;
+  std::uint64_t host_synchronisations() const noexcept override { return host_synchronisations_; }
+
+ private:
+  /// Keeps what a copy reads until it is over.
+  struct InFlight {
+    TorchEventPtr copied;
+    std::vector<Step> steps;
+  };
+
+  /// Deletes memory by letting it go, and knows the stream in whose order its allocator hands it out again.
+  struct Allocated {
+    Memory memory;
+    c10::Stream stream;
+    void operator()(std::byte*) noexcept { memory.reset(); }
+  };
+
+  /// What reads before it copies. Made when it is first needed.
+  struct Deferred {
+    explicit Deferred(std::unique_ptr<StagingRing> staging) : ring(std::move(staging)) {}
+    std::unique_ptr<StagingRing> ring;
+    /// Chunks whose copies may not be over, in order. Of the thread alone.
+    std::deque<std::pair<std::uint64_t, TorchEventPtr>> copying;
+    WorkerPool thread{1};  ///< last: it uses the above
+  };
+
+  c10::Stream consumer_of(Stream consumer) const {
+    return c10::Stream(c10::Stream::UNSAFE, options_.device, static_cast<c10::StreamId>(consumer));
+  }
+  bool captured(const c10::Stream& stream) const { return options_.captured && options_.captured(stream); }
+  std::shared_ptr<const TorchClock> clock() const;
+  Deferred& deferred();
+  void issue_now(const CopyRequest& request, TorchEvent& copied);
+  void issue_later(const CopyRequest& request, const TorchEventPtr& copied, bool staged);
+  void issue(std::vector<CopyBatch>& batches, TorchEvent& copied, Deferred* staged);
+  void make_room(Deferred& staged, std::uint64_t chunk);
+  void keep(const TorchEventPtr& copied, std::vector<Step> steps);
+  void wait_for_stream() noexcept;
+  void reap() noexcept;
+
+  const TorchBackendOptions options_;
+  const std::shared_ptr<TorchEventPool> events_;
+  const c10::Stream stream_;
+  const bool pinned_;  ///< the device has pinned memory
+
+  std::atomic<bool> closed_{false};
+  std::atomic<int> copying_{0};  ///< threads inside copy()
+  std::atomic<std::uint64_t> host_synchronisations_{0};
+
+  /// Taken first; held while chunks are added and their copies queued, which is to be in one order. No call
+  /// of torch's is made under it.
+  std::mutex queueing_;
+
+  mutable std::mutex mutex_;
+  std::deque<InFlight> in_flight_;           ///< LOCK: mutex_
+  std::shared_ptr<const TorchClock> clock_;  ///< LOCK: mutex_; null: times are not kept
+  std::unique_ptr<Deferred> deferred_;       ///< LOCK: mutex_; does not change once it is set, until the end
+};
+
+TorchBackend::TorchBackend(TorchBackendOptions options)
+    : options_(std::move(options)),
+      events_(std::make_shared<TorchEventPool>(options_.device.type())),
+      stream_(torch_calls([&] { return copy_stream(options_.device); })),
+      pinned_(has_pinned_memory(options_.device)) {
+  DYNSWAP_CHECK(options_.allocate, "TorchBackendOptions::allocate is not set");
+  DYNSWAP_CHECK(options_.staging_buffers >= 2 && options_.staging_bytes >= kLeastStaging,
+                "the staging ring takes two buffers of 1 MiB at least");
+  watch_process();
+}
+
+TorchBackend::~TorchBackend() {
+  if (!devices_usable()) {
+    // At exit, and in a forked child, whose threads exist no more: nothing to stop, nobody to tell.
+    (void)deferred_.release();
+    return;
+  }
+  close();
+}
+
+Memory TorchBackend::allocate(std::size_t bytes) {
+  const RelaxedCapture relaxed;
+  auto [block, stream] = options_.allocate(bytes);
+  // A graph's own pool would have it back.
+  if (captured(stream))
+    throw DeviceError(
+        "memory for weights cannot be allocated while a CUDA graph is captured: run the model once before "
+        "the capture");
+  // See Note [Fresh memory is old memory]
+  TorchEvent freed(events_);
+  freed.record(stream);
+  if (PROTECTED(fresh_memory_waits)) freed.block(stream_);
+  std::byte* const data = block.get();
+  return Memory(data, Allocated{std::move(block), stream});
+}
+
+bool TorchBackend::release_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept {
+  const Allocated* const allocated = std::get_deleter<Allocated>(memory);
+  if (allocated == nullptr) return memory == nullptr;
+  if (!devices_usable()) return false;
+  try {
+    if (captured(allocated->stream)) return false;
+    for (const EventPtr& event : after) {
+      if (!PROTECTED(plan_goes_after_readers)) break;
+      if (!event || as_torch(event).known_done()) continue;
+      if (!as_torch(event).recorded()) return false;
+      as_torch(event).block(allocated->stream);
+    }
+    return true;
+  } catch (const std::exception&) {
+    return false;  // the stream may be gone: it was the user's
+  }
+}
+
+/// Note [A copy that is issued later]: torch has no call by which a stream waits for the host. So a copy
+/// whose bytes have to be read first is enqueued by a thread of ours, in its turn, when they are there. What
+/// comes after such a copy (it writes where that wrote) is given to the same thread while that copy has not
+/// been enqueued, for its event is no point of any stream yet. A consumer that is made to wait for it blocks
+/// until it has been enqueued, not until it is over: see Note [A read can fail after its copy was issued],
+/// which has the native backend do the same.
+EventPtr TorchBackend::copy(CopyRequest request) {
+  struct Counted {
+    std::atomic<int>& count;
+    explicit Counted(std::atomic<int>& copying) : count(copying) { ++count; }
+    ~Counted() { --count; }
+  };
+  const Counted counted(copying_);
+  if (closed_) throw ClosedError("the backend is closed");
+  reap();
+  auto copied = std::make_shared<TorchEvent>(events_, clock());
+  const bool staged = needs_of(request, /*device_casts=*/true).staging;
+  bool later = staged;
+  for (const Step& step : request.steps) {
+    for (const EventPtr& event : step.after) later = later || (event && !as_torch(event).recorded());
+  }
+  if (later) {
+    issue_later(request, copied, staged);
+  } else {
+    issue_now(request, *copied);
+  }
+  keep(copied, std::move(request.steps));
+  return copied;
+}
+
+void TorchBackend::issue_now(const CopyRequest& request, TorchEvent& copied) {
+  std::vector<CopyBatch> batches = plan_copies(request, /*device_casts=*/true, nullptr, nullptr);
+  try {
+    issue(batches, copied, nullptr);
+  } catch (...) {
+    // What was enqueued before the error must not outlive the request.
+    wait_for_stream();
+    throw;
+  }
+}
+
+void TorchBackend::issue_later(const CopyRequest& request, const TorchEventPtr& copied, bool staged) {
+  Deferred& later = deferred();
+  if (staged) copied->reads = std::make_shared<Reads>();
+  const std::lock_guard lock(queueing_);
+  // Shared, as a std::function is copied.
+  const auto batches = std::make_shared<std::vector<CopyBatch>>(
+      plan_copies(request, /*device_casts=*/true, later.ring.get(), copied->reads));
+  const auto run = [this, &later, batches, copied] {
+    try {
+      issue(*batches, *copied, &later);
+    } catch (...) {
+      const std::exception_ptr error = std::current_exception();
+      wait_for_stream();
+      // Whoever writes there next waits for this copy alone.
+      for (const CopyBatch& batch : *batches) {
+        for (const EventPtr& event : batch.after) synchronise(event);
+      }
+      batches->clear();
+      copied->fail(error);
+    }
+  };
+  const auto cancel = [batches, copied] {
+    batches->clear();
+    copied->fail(std::make_exception_ptr(ClosedError("the backend was closed before the weight was copied")));
+  };
+  if (!later.thread.submit({run, cancel})) {
+    cancel();
+    throw ClosedError("the backend is closed");
+  }
+}
+
+/// Enqueues what was planned, and records `copied`. Lets go of `batches` before that: what they keep alive is
+/// let go of by threads that call copy().
+void TorchBackend::issue(std::vector<CopyBatch>& batches, TorchEvent& copied, Deferred* staged) {
+  torch_calls([&] {
+    const RelaxedCapture relaxed;
+    const c10::StreamGuard guard(stream_);
+    const CopyStream copies(options_.device, /*non_blocking=*/pinned_);
+    bool first = true;
+    for (CopyBatch& batch : batches) {
+      for (const EventPtr& event : batch.after) {
+        if (!event) continue;
+        try {
+          as_torch(event).wait_for_record();  // of an earlier one in this thread's queue
+        } catch (const std::exception&) {
+          continue;  // it failed, and nothing of it is under way
+        }
+        as_torch(event).block(stream_);
+      }
+      if (std::exchange(first, false) && copied.clock()) {
+        // The copy's time is not that of the readers which it waits for.
+        auto begin = std::make_shared<TorchEvent>(events_, copied.clock());
+        begin->record(stream_);
+        copied.begin = std::move(begin);
+      }
+      if (batch.chunk) {
+        make_room(*staged, *batch.chunk);
+        staged->ring->await(*batch.chunk);
+      }
+      for (const Landing& landing : batch.landings) copies.enqueue(landing);
+      if (batch.chunk) {
+        auto over = std::make_shared<TorchEvent>(events_);
+        over->record(stream_);
+        staged->copying.emplace_back(*batch.chunk, std::move(over));
+      }
+    }
+  });
+  batches.clear();
+  copied.record(stream_);
+}
+
+/// Lets the reads of what comes after `chunk` begin. Half of the buffers may be on their way to the device,
+/// so that the other half can be read meanwhile; this thread waits for the others.
+void TorchBackend::make_room(Deferred& staged, std::uint64_t chunk) {
+  auto& copying = staged.copying;
+  const std::uint64_t under_way = staged.ring->buffers() / 2;
+  while (!copying.empty()) {
+    const auto& [oldest, over] = copying.front();
+    if (!over->done()) {
+      if (chunk - oldest < under_way) break;
+      if (PROTECTED(staged_read_waits)) over->synchronise();
+    }
+    copying.pop_front();
+  }
+  staged.ring->passed(copying.empty() ? chunk : copying.front().first);
+}
+
+void TorchBackend::wait(Stream consumer, const EventPtr& copied) {
+  if (!copied) return;
+  const TorchEvent& event = as_torch(copied);
+  if (event.reads && PROTECTED(failed_read_told)) {
+    while (!deferred().ring->wait(*event.reads, kPatience)) {
+    }
+  }
+  event.wait_for_record();  // which tells what made it fail
+  if (event.known_done()) return;
+  const c10::Stream stream = consumer_of(consumer);
+  if (captured(stream)) {
+    ++host_synchronisations_;
+    event.synchronise();
+    return;
+  }
+  event.block(stream);
+}
+
+EventPtr TorchBackend::record(Stream consumer) {
+  auto event = std::make_shared<TorchEvent>(events_);
+  event->record(consumer_of(consumer));
+  return event;
+}
+
+bool TorchBackend::capturing(Stream consumer) const noexcept {
+  if (!devices_usable()) return false;
+  try {
+    return captured(consumer_of(consumer));
+  } catch (const std::exception&) {
+    return false;  // the device is lost, or knows no captures
+  }
+}
+
+void TorchBackend::keep_times(bool keep) {
+  if (closed_ || !devices_usable()) return;
+  if (keep) ++host_synchronisations_;
+  auto started = keep ? std::make_shared<const TorchClock>(stream_) : nullptr;
+  const std::lock_guard lock(mutex_);
+  clock_.swap(started);
+}
+
+std::shared_ptr<const TorchClock> TorchBackend::clock() const {
+  const std::lock_guard lock(mutex_);
+  return clock_;
+}
+
+EventPtr TorchBackend::mark(Stream consumer) {
+  std::shared_ptr<const TorchClock> timed_by = clock();
+  if (!timed_by || capturing(consumer)) return nullptr;
+  auto event = std::make_shared<TorchEvent>(events_, std::move(timed_by));
+  event->record(consumer_of(consumer));
+  return event;
+}
+
+TorchBackend::Deferred& TorchBackend::deferred() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (deferred_) return *deferred_;
+  }
+  const RelaxedCapture relaxed;
+  const std::shared_ptr<std::byte> block =
+      staging_memory(options_.device, pinned_, options_.staging_bytes * options_.staging_buffers);
+  std::vector<StagingRing::Buffer> buffers;
+  for (unsigned i = 0; i < options_.staging_buffers; ++i) {
+    buffers.emplace_back(block, block.get() + i * options_.staging_bytes);
+  }
+  auto made = std::make_unique<Deferred>(std::make_unique<StagingRing>(
+      std::move(buffers), options_.staging_bytes, static_cast<int>(options_.readers), options_.cast));
+  const std::lock_guard lock(mutex_);
+  if (!deferred_) deferred_.swap(made);
+  return *deferred_;
+}
+
+void TorchBackend::synchronise(const EventPtr& event) noexcept {
+  if (!event || event->done() || !devices_usable()) return;
+  ++host_synchronisations_;
+  try {
+    as_torch(event).wait_for_record();
+    as_torch(event).synchronise();
+  } catch (const std::exception&) {
+    // it failed, or the device is lost: nothing of it is under way any more
+  }
+}
+
+void TorchBackend::wait_for_stream() noexcept {
+  ++host_synchronisations_;
+  try {
+    const RelaxedCapture relaxed;
+    guard_of(options_.device).synchronizeStream(stream_);
+  } catch (const std::exception&) {
+    // the device is lost: nothing is under way any more
+  }
+}
+
+void TorchBackend::keep(const TorchEventPtr& copied, std::vector<Step> steps) {
+  for (Step& step : steps) step.after.clear();
+  const std::lock_guard lock(mutex_);
+  in_flight_.push_back({copied, std::move(steps)});
+}
+
+/// Lets go of the sources of copies that are over.
+void TorchBackend::reap() noexcept {
+  std::deque<InFlight> taken;
+  {
+    const std::lock_guard lock(mutex_);
+    taken.swap(in_flight_);
+  }
+  std::erase_if(taken, [](const InFlight& flight) { return flight.copied->done(); });
+  if (taken.empty()) return;
+  const std::lock_guard lock(mutex_);
+  in_flight_.insert(in_flight_.begin(), std::make_move_iterator(taken.begin()),
+                    std::make_move_iterator(taken.end()));
+}
+
+void TorchBackend::close() noexcept {
+  if (closed_.exchange(true) || !devices_usable()) return;
+  Deferred* later = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    later = deferred_.get();
+  }
+  if (later != nullptr) {
+    later->ring->close();  // reads that have not begun fail, so nothing below waits for a disk
+    later->thread.close();
+  }
+  while (copying_ > 0) std::this_thread::yield();
+  if (PROTECTED(close_waits)) wait_for_stream();
+  reap();
+}
+
+}  // namespace
+
+std::unique_ptr<Backend> make_torch_backend(TorchBackendOptions options) {
+  return std::make_unique<TorchBackend>(std::move(options));
+}
+
+std::string torch_backend_obstacle(const c10::Device& device) {
+  if (device.type() == c10::kMPS) return "memory there has no addresses";  // but buffers of Metal's
+  try {
+    const auto guard = guard_of(device);
+    const int count = guard.deviceCount();
+    if (device.index() >= count) return "torch finds " + std::to_string(count) + " of them";
+    const c10::Stream stream = guard.getStream(device);
+    const c10::Stream copies = copy_stream(device);
+    c10::Event event(device.type());
+    event.record(stream);
+    event.block(copies);
+    (void)event.query();
+    return "";
+  } catch (const c10::Error& error) {
+    return error.what_without_backtrace();
+  } catch (const std::exception& error) {
+    return error.what();
+  }
+}
+
+}  // namespace dynswap

@@ -1,0 +1,56 @@
+// The backend over any accelerator that torch knows: through torch's own streams, events and copies, without
+// a toolkit of its maker's.
+#pragma once
+
+#include <c10/core/Device.h>
+#include <c10/core/Stream.h>
+
+#include <cstddef>
+#include <functional>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "core/backend.h"
+#include "core/lockable.h"
+
+namespace dynswap {
+
+struct TorchBackendOptions {
+  c10::Device device{c10::kCUDA, 0};
+
+  /// Device memory from torch's allocator, without synchronising, and the stream that was current when it
+  /// was asked. Throws OutOfMemory. Never called under a lock.
+  std::function<std::pair<Memory, c10::Stream>(std::size_t bytes)> allocate;
+
+  /// Whether what a stream is given goes into a CUDA graph. Null: there are none.
+  std::function<bool(const c10::Stream&)> captured;
+
+  /// Casts elements on the host, for weights that are cast there (Note [Where a weight is cast]).
+  CastFn cast = nullptr;
+
+  /// The ring of pinned buffers between sources that are not pinned and the device. It exists from the
+  /// first such source on.
+  std::size_t staging_bytes = 8u << 20;  ///< of one buffer
+  unsigned staging_buffers = 8;
+  unsigned readers = 4;  ///< threads that fill them
+};
+
+/// Why torch's streams and events cannot serve a device; empty if they can. Wakes its driver.
+std::string torch_backend_obstacle(const c10::Device& device);
+
+/// A Stream of this backend is a c10::StreamId. Throws DeviceError if the device cannot be served.
+std::unique_ptr<Backend> make_torch_backend(TorchBackendOptions options);
+
+/// Locks a block in place for the device, for as long as the result lives; null, and why in `reason`, if that
+/// is refused.
+using HostRegister =
+    std::function<std::shared_ptr<void>(std::byte* block, std::size_t bytes, std::string& reason)>;
+
+/// page_lock() through torch: a master that is pinned already, or that `host_register` (which may be null)
+/// locks, is copied from where it lies.
+std::string pin_through_torch(const c10::Device& device, const HostRegister& host_register,
+                              std::vector<Lockable>& items);
+
+}  // namespace dynswap

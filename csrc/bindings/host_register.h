@@ -1,0 +1,13 @@
+// Page-locking in place without a toolkit: through the runtime that torch shows to Python.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include "accelerator/torch_backend.h"
+
+namespace dynswap {
+
+/// Null where torch shows none. To be called, as what it returns, with or without the GIL.
+HostRegister host_register_for(const c10::Device& device);
+
+}  // namespace dynswap

@@ -1,0 +1,72 @@
+// How a request reaches an accelerator: by which path each piece goes, and the chunks of those that are
+// staged.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "core/backend.h"
+#include "transfer/staging.h"
+
+namespace dynswap {
+
+/// Note [Where a weight is cast]
+///   - Pinned: it crosses the bus as it is stored, and the device casts it. Nothing is spent of the RAM, and
+///     nothing of the CPU.
+///   - Staged and widened (or as wide): likewise; the bus carries the smaller type.
+///   - Staged and narrowed: the readers cast it, since they touch each byte anyway; the bus carries the
+///     smaller type.
+///   - Into f8_e4m3fn: always by the readers, through torch's own conversion, because torch's releases
+///     differ in what they make of values that are too large (NaN, or the largest). So even a pinned
+///     source is staged then.
+///   - On a device that cannot cast (one that CUDA kernels were not compiled for): always by the readers.
+enum class CopyPath {
+  direct,      ///< pinned, not cast: straight into place
+  cast_after,  ///< pinned: to a scratch block, then cast into place
+  staged,      ///< read into a pinned buffer first, and from there one of the two
+};
+
+/// True if a device that casts casts into `wanted`.
+constexpr bool device_casts_to(Scalar wanted) noexcept {
+  return is_floating(wanted) && wanted != Scalar::f8_e4m3fn;
+}
+
+/// `device_casts`: the device casts at all.
+bool cast_by_readers(const Source& source, bool device_casts) noexcept;
+CopyPath copy_path(const Source& source, bool device_casts) noexcept;
+
+/// What a request needs of its device.
+struct CopyNeeds {
+  bool staging = false;
+  bool casting = false;  ///< by the device
+};
+CopyNeeds needs_of(const CopyRequest& request, bool device_casts) noexcept;
+
+/// One piece on its way from memory that the device reads: copied into place, or to a scratch block and cast
+/// from there if `cast`.
+struct Landing {
+  Piece piece;                      ///< as requested
+  const std::byte* from = nullptr;  ///< its first element, of type source->stored if `cast`, else ->wanted
+  bool cast = false;
+};
+
+/// What is enqueued on the copy stream together: first the waits for `after`, then, for a staged chunk, the
+/// wait for its read, then the landings.
+struct CopyBatch {
+  std::vector<EventPtr> after;
+  std::optional<std::uint64_t> chunk;  ///< of the ring
+  std::vector<Landing> landings;
+};
+
+/// Splits a request into what is enqueued, in order, and queues the reads of what is staged, which `reads`
+/// counts. `ring` and `reads` may be null where nothing is staged. Pinned copies of small masters are brought
+/// up to date.
+///
+/// Whoever calls it must add chunks and enqueue them in one order: see StagingRing.
+std::vector<CopyBatch> plan_copies(const CopyRequest& request, bool device_casts, StagingRing* ring,
+                                   const std::shared_ptr<Reads>& reads);
+
+}  // namespace dynswap

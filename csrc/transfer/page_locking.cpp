@@ -1,0 +1,166 @@
+#include "transfer/page_locking.h"
+
+#include <unistd.h>
+
+#include <cstdlib>
+#include <memory>
+#include <optional>
+#include <sstream>
+#include <utility>
+
+namespace dynswap {
+
+namespace {
+
+constexpr std::size_t kSmall = 64u << 10;   // up to here a master has a page-locked copy
+constexpr std::size_t kCopyAlignment = 64;  // more than any cast kernel asks
+constexpr std::size_t kUnsaidPart = 16;     // one of this many bytes may be staged in silence
+
+/// Somebody has page-locked all of it, as `pin_memory()` does.
+bool is_locked(PageLocker& locker, const Source& source) {
+  return locker.is_locked(source.address) && locker.is_locked(source.address + source.stored_bytes() - 1);
+}
+
+/// Note [Does the driver tell bytes from pages]: it locks pages, but what it takes for locked may be just the
+/// bytes that it was asked to lock. No manual says, so it is tried, on memory of ours: of a page that is
+/// locked for some bytes, are the others known not to be, and can they be locked for somebody else? Then any
+/// block can be locked, whoever lies on its pages too. Else only one with pages of its own.
+bool tells_bytes_from_pages(PageLocker& locker) {
+  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
+  void* const memory = std::aligned_alloc(page, 2 * page);
+  if (memory == nullptr) return false;
+  const std::unique_ptr<void, decltype(&std::free)> owner(memory, &std::free);
+  auto* const left = static_cast<std::byte*>(memory) + page / 4;
+  auto* const right = left + page;  // they meet in the middle of the second page
+  std::string unsaid;
+  const std::shared_ptr<void> left_lock = locker.lock(left, page, unsaid);
+  if (!left_lock || locker.is_locked(left - 1) || !locker.is_locked(left) || locker.is_locked(right))
+    return false;
+  std::shared_ptr<void> right_lock = locker.lock(right, page / 2, unsaid);
+  if (!right_lock || locker.is_locked(right + page / 2)) return false;
+  right_lock.reset();
+  return !locker.is_locked(right) && locker.is_locked(right - 1);
+}
+
+/// What becomes of the sources of one page_lock().
+class Pinning {
+ public:
+  explicit Pinning(PageLocker& locker) : locker_(locker) {}
+
+  /// In place, if it may be locked there or is locked already.
+  void in_place(Lockable& item) {
+    const Source& source = *item.source;
+    const bool small = source.stored_bytes() <= kSmall;
+    bool others = false;  // have locked it
+    const auto locker = [&]() -> std::shared_ptr<void> {
+      others = is_locked(locker_, source);
+      // A small one alone is not worth a registration; in a block that is locked for others it is there
+      // already.
+      return others || small || !may_be_locked(item) ? nullptr : register_block(item);
+    };
+    if (item.held) {
+      item.locked = item.held->lock(locker);
+    } else {
+      others = is_locked(locker_, source);
+    }
+    if (item.locked || others) {
+      replace(item).pinned = true;
+    } else if (!small) {
+      (may_be_locked(item) ? refused_bytes_ : shared_bytes_) += source.stored_bytes();
+    }
+  }
+
+  /// Beside the masters: Note [A small master has a page-locked copy].
+  void beside(const std::vector<Lockable*>& small) {
+    std::size_t bytes = 0;
+    for (const Lockable* item : small) bytes += room(*item);
+    if (bytes == 0) return;
+    const std::shared_ptr<std::byte> block = locker_.allocate(bytes, reason_);
+    if (!block) {
+      refused_bytes_ += bytes;
+      return;
+    }
+    std::byte* at = block.get();
+    for (Lockable* item : small) {
+      auto copy = std::make_shared<PinnedCopy>();
+      copy->bytes = {block, at};
+      at += room(*item);
+      Source& source = replace(*item);
+      source.pinned = true;
+      source.pinned_copy = std::move(copy);
+    }
+  }
+
+  std::string what_is_slower(std::size_t all_bytes) const {
+    std::ostringstream text;
+    if (refused_bytes_ > 0) {
+      text << "the system refused to page-lock " << refused_bytes_ << " bytes of weights (" << reason_
+           << "): they go to the device through a small pinned buffer, which is slower. Raise the limit of "
+              "locked memory (ulimit -l, or the container's), or pass pin=False to install() to accept this "
+              "without this warning";
+    }
+    if (shared_bytes_ > all_bytes / kUnsaidPart) {
+      if (refused_bytes_ > 0) text << ". Also, ";
+      text
+          << shared_bytes_
+          << " bytes of weights lie on memory pages that are not known to be theirs alone, so they are not "
+             "page-locked, and go to the device through a small pinned buffer, which is slower. Start Python "
+             "with MALLOC_MMAP_THRESHOLD_=65536 in the environment to give tensors pages of their own, pin "
+             "the "
+             "masters yourself (Tensor.pin_memory), or pass pin=False to install() to accept this without "
+             "this "
+             "warning";
+    }
+    return text.str();
+  }
+
+ private:
+  static std::size_t room(const Lockable& item) {
+    return (item.source->stored_bytes() + kCopyAlignment - 1) / kCopyAlignment * kCopyAlignment;
+  }
+
+  static Source& replace(Lockable& item) {
+    auto source = std::make_shared<Source>(*item.source);
+    Source& changed = *source;
+    item.source = std::move(source);
+    return changed;
+  }
+
+  bool may_be_locked(const Lockable& item) {
+    if (!item.held || item.own_pages) return item.held != nullptr;
+    if (!tells_bytes_) tells_bytes_ = tells_bytes_from_pages(locker_);
+    return *tells_bytes_;
+  }
+
+  std::shared_ptr<void> register_block(const Lockable& item) {
+    // In one call, however large: a copy may not span two registrations, and torch copies tensors whole.
+    return locker_.lock(const_cast<std::byte*>(item.block), item.block_bytes, reason_);
+  }
+
+  PageLocker& locker_;
+  std::optional<bool> tells_bytes_;
+  std::size_t refused_bytes_ = 0;
+  std::size_t shared_bytes_ = 0;
+  std::string reason_;
+};
+
+}  // namespace
+
+std::string page_lock(PageLocker& locker, std::vector<Lockable>& items) {
+  Pinning pinning(locker);
+  std::vector<Lockable*> large, small;
+  std::size_t bytes = 0;
+  for (Lockable& item : items) {
+    const Source& source = *item.source;
+    if (source.pinned || source.file || source.address == nullptr || source.count == 0) continue;
+    (source.stored_bytes() <= kSmall ? small : large).push_back(&item);
+    bytes += source.stored_bytes();
+  }
+  for (Lockable* item : large) pinning.in_place(*item);
+  for (Lockable* item : small) pinning.in_place(*item);  // in the blocks of large ones
+  std::erase_if(small, [](const Lockable* item) { return item->source->pinned; });
+  pinning.beside(small);
+  return pinning.what_is_slower(bytes);
+}
+
+}  // namespace dynswap
