@@ -18,13 +18,14 @@ from dynswap_ext._swap.parameter_proxy import handed_out_again, untracked_alias_
 from dynswap_ext._swap.protocol import Session
 from dynswap_ext._util.log import logger
 from dynswap_ext._util.warn import warn
-from dynswap_ext.config import listed_devices, provider_from_environment
+from dynswap_ext.config import engine_backend_from_environment, listed_devices, provider_from_environment
 from dynswap_ext.errors import ConfigError, DeviceError
 
 _REINSTALL = "`pip install --no-build-isolation --force-reinstall .` in a checkout"
 _AGAINST_THIS_TORCH = f"Reinstall it against this torch ({_REINSTALL})"
 _STAY = "Weights that fit can stay on the device (`budget=`), where nothing waits for them"
 _SILENCE = "DYNSWAP_PROVIDER=python takes pure Python without this warning"
+_SILENT_STREAMS = "DYNSWAP_ENGINE_BACKEND=torch takes them without this warning"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,7 @@ class Provider:
     name: str
     session: Callable[..., Session]
     attribute: type
-    #: The engine's backend: "host", "cuda", or "torch" (pure Python).
+    #: The engine's: "host", "cuda", "torch" (torch's own streams); or "python", which has no engine.
     backend: str
     #: Why it is not the native one; empty if it is, and where pure Python was asked for.
     reason: str = ""
@@ -51,6 +52,9 @@ class BackendInfo:
     extension: bool
     #: Why the native provider is not used; None if it is.
     reason: str | None
+    #: How the native provider would copy to that device: "host", "cuda", "torch" (torch's own streams); or
+    #: "python".
+    backend: str
     #: The torch that runs, and the one that the extension was built against (None: unknown).
     torch: str
     built_for_torch: str | None
@@ -63,6 +67,7 @@ class BackendInfo:
         """Write one line a fact."""
         rows = {
             "provider": self.provider + (f" ({self.reason})" if self.reason else ""),
+            "engine backend": self.backend,
             "extension": "built" if self.extension else "not available",
             "built for torch": self.built_for_torch or "-",
             "running torch": self.torch,
@@ -97,11 +102,16 @@ def select(asked: str, device: torch.device) -> Provider:
         logger.debug("the python provider serves %s, as asked for", device)
         return _python()
     extension = _extension()
-    obstacle = _obstacle(extension, device)
-    if obstacle is None:
-        logger.debug("the native provider serves %s", device)
-        backend = "cuda" if device.type == "cuda" else "host"
+    backend, obstacle = _engine(extension, device)
+    if backend:
+        if obstacle is not None:
+            _warn_once(
+                f"dynswap_ext copies weights to '{device}' through torch's own streams: {obstacle.reason}. "
+                f"Each weight costs the host some microseconds more. {obstacle.remedy}; {_SILENT_STREAMS}."
+            )
+        logger.debug("the native provider serves %s by its backend %s", device, backend)
         return Provider("native", extension.module.Session, extension.module.Attribute, backend)
+    assert obstacle is not None
     if asked == "native":
         raise ConfigError(
             f"the native provider was asked for, but {obstacle.reason}. {obstacle.remedy}, or pass "
@@ -126,10 +136,15 @@ def backend_info() -> BackendInfo:
     asked = provider_from_environment()
     devices = listed_devices()
     in_use = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    obstacle = _obstacle(extension, torch.device(devices[-1]), ask_driver=in_use)
-    reason = "DYNSWAP_PROVIDER=python" if asked == "python" else obstacle.reason if obstacle else None
+    backend, obstacle = _engine(extension, torch.device(devices[-1]), ask_driver=in_use)
+    reason = None
+    if asked == "python":
+        backend, reason = "", "DYNSWAP_PROVIDER=python"
+    elif obstacle and not backend:
+        reason = obstacle.reason
     return BackendInfo(
         provider="python" if reason else "native",
+        backend=backend or "python",
         extension=extension.module is not None,
         reason=reason,
         torch=torch.__version__,
@@ -142,8 +157,8 @@ def backend_info() -> BackendInfo:
 
 def native_unavailable(device: torch.device) -> str:
     """Why the native provider cannot serve the device; empty if it can. Wakes the driver of a CUDA device."""
-    obstacle = _obstacle(_extension(), device)
-    return obstacle.reason if obstacle else ""
+    backend, obstacle = _engine(_extension(), device)
+    return obstacle.reason if obstacle and not backend else ""
 
 
 def native_extension() -> Any:
@@ -163,18 +178,39 @@ def _warn_once(message: str) -> None:
 
 
 def _python(reason: str = "") -> Provider:
-    return Provider("python", PythonSession, PythonAttribute, "torch", reason)
+    return Provider("python", PythonSession, PythonAttribute, "python", reason)
 
 
-def _obstacle(extension: _Extension, device: torch.device, *, ask_driver: bool = True) -> _Obstacle | None:
+def _engine(
+    extension: _Extension, device: torch.device, *, ask_driver: bool = True
+) -> tuple[str, _Obstacle | None]:
+    """Return the engine's backend for a device, "" if it has none, and what keeps it from the best one."""
     if extension.module is None:
-        return _Obstacle(extension.reason, _AGAINST_THIS_TORCH)
+        return "", _Obstacle(extension.reason, _AGAINST_THIS_TORCH)
     if device.type == "cpu":
-        return None
-    if device.type != "cuda":
-        return _Obstacle(f"the extension has no backend for devices of the type '{device.type}'", _STAY)
-    if torch.version.hip:
-        return _Obstacle("the extension is for NVIDIA's GPUs, and this torch is for AMD's", _STAY)
+        return "host", None
+    wanted = engine_backend_from_environment()
+    obstacle = None
+    if wanted != "torch" and device.type == "cuda" and not torch.version.hip:
+        obstacle = _without_cuda(extension, device, ask_driver)
+        if obstacle is None:
+            return "cuda", None
+    if wanted == "cuda":
+        other = _Obstacle(
+            f"DYNSWAP_ENGINE_BACKEND is 'cuda', and '{device}' is not an NVIDIA GPU's", "Unset it"
+        )
+        return "", obstacle or other
+    streams = extension.module.torch_backend_obstacle(device) if ask_driver else ""
+    if not streams:
+        return "torch", obstacle
+    unusable = f"torch's own streams cannot serve '{device}' ({next(iter(streams.splitlines()))})"
+    if obstacle is None:
+        return "", _Obstacle(unusable, _STAY)
+    return "", _Obstacle(f"{obstacle.reason}, and {unusable}", obstacle.remedy)
+
+
+def _without_cuda(extension: _Extension, device: torch.device, ask_driver: bool) -> _Obstacle | None:
+    """Why the CUDA backend cannot serve a device of NVIDIA's, if it cannot."""
     if not extension.build.get("cuda"):
         return _Obstacle(
             "the extension was built without CUDA",

@@ -5,6 +5,9 @@ Environment variables
 DYNSWAP_PROVIDER : {"auto", "native", "python"}
     The provider for installs that do not name one themselves. ``auto`` (the default) takes the native
     extension where it can serve the device, else pure Python. ``native`` raises where it cannot.
+DYNSWAP_ENGINE_BACKEND : {"auto", "cuda", "torch"}
+    How the native provider copies to an accelerator. ``cuda`` calls the CUDA runtime, where the extension was
+    built with it; ``torch`` uses torch's own streams. ``auto`` (the default) takes ``cuda`` where it can.
 DYNSWAP_LOG : {"debug", "info", "warning", "error", "off"}
     Logs to stderr from that level on. Default: the logger "dynswap_ext" is silent, unless the program
     configures it.
@@ -33,6 +36,7 @@ from dynswap_ext.errors import ConfigError
 _AUTO_PAGE_CACHE: Final = 0.8
 
 PROVIDERS: Final = ("auto", "native", "python")
+ENGINE_BACKENDS: Final = ("auto", "cuda", "torch")
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error", "off")
 
 
@@ -102,6 +106,12 @@ def provider_from_environment() -> str:
     if os.environ.get("DYNSWAP_BACKEND"):
         raise ConfigError("DYNSWAP_BACKEND is called DYNSWAP_PROVIDER now; set that instead")
     return _one_of(PROVIDERS, "DYNSWAP_PROVIDER", _environment("DYNSWAP_PROVIDER") or "auto")
+
+
+def engine_backend_from_environment() -> str:
+    """``DYNSWAP_ENGINE_BACKEND``, or "auto": how the native provider copies to an accelerator."""
+    value = _environment("DYNSWAP_ENGINE_BACKEND") or "auto"
+    return _one_of(ENGINE_BACKENDS, "DYNSWAP_ENGINE_BACKEND", value)
 
 
 def log_level() -> int | None:

@@ -77,7 +77,7 @@ def test_the_handle(provider: Provider) -> None:
     assert handle.provider == provider.backend
     assert (
         handle.backend
-        == {"python": "torch", "native": provider.device.type.replace("cpu", "host")}[provider.backend]
+        == {"python": "python", "native": provider.device.type.replace("cpu", "host")}[provider.backend]
     )
     assert "active" in repr(handle)
     model(provider.randn(2, 16))

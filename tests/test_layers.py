@@ -14,8 +14,10 @@ BELOW = {
     "io": {"core"},
     "sim": {"core"},
     "host": {"core", "io"},
-    "cuda": {"core", "io"},
-    "bindings": {"core", "io", "sim", "host", "cuda"},
+    "transfer": {"core", "io"},
+    "cuda": {"core", "io", "transfer"},
+    "accelerator": {"core", "io", "transfer"},
+    "bindings": {"core", "io", "sim", "host", "transfer", "cuda", "accelerator"},
 }
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 
@@ -25,7 +27,11 @@ def wrong_includes(folder: str, text: str) -> list[str]:
     own = re.findall(r'#include "([^"]+)"', text)
     found = [name for name in own if name.split("/")[0] not in {folder, *BELOW[folder]}]
     foreign = re.findall(r"#include <((?:torch|ATen|c10|pybind11|cuda|Python)[^>]*)>", text)
-    allowed = {"bindings": r"torch|ATen|c10|pybind11|Python", "cuda": r"cuda"}.get(folder, r"(?!)")
+    allowed = {
+        "bindings": r"torch|ATen|c10|pybind11|Python",
+        "accelerator": r"ATen|c10",
+        "cuda": r"cuda",
+    }.get(folder, r"(?!)")
     return found + [name for name in foreign if not re.match(allowed, name)]
 
 
@@ -58,6 +64,9 @@ def test_only_errors_are_imported() -> None:
         ("core", '#include "io/file.h"'),
         ("core", "#include <c10/core/Stream.h>"),
         ("host", "#include <cuda_runtime.h>"),
+        ("accelerator", "#include <cuda_runtime_api.h>"),
+        ("accelerator", "#include <Python.h>"),
+        ("transfer", '#include "cuda/cuda_check.h"'),
         ("sim", '#include "bindings/glue.h"'),
     ],
 )

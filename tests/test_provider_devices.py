@@ -101,10 +101,39 @@ def test_an_install_on_cuda_is_native_and_says_nothing_of_providers(
     assert dynswap_ext.backend_info().provider == "native"
 
 
+@pytest.mark.device
+def test_torchs_streams_by_choice_say_nothing(
+    extension: _provider._Extension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNSWAP_ENGINE_BACKEND", "torch")
+    if reason := _provider.native_unavailable(CUDA):
+        pytest.skip(reason)
+    monkeypatch.delenv("DYNSWAP_PROVIDER", raising=False)
+    _provider._warn_once.cache_clear()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*(pure Python|own streams)")
+        handle = dynswap_ext.install(torch.nn.Linear(4, 4), device="cuda")
+    with handle:
+        assert (handle.provider, handle.backend, handle.stats().backend) == ("native", "torch", "torch")
+    info = dynswap_ext.backend_info()
+    assert (info.provider, info.backend) == ("native", "torch")
+
+
+def test_a_backend_that_is_asked_for_and_cannot_be_had(
+    extension: _provider._Extension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNSWAP_ENGINE_BACKEND", "cuda")
+    (said,) = warnings_of_a_first_choice(torch.device("xpu", 0))
+    assert "DYNSWAP_ENGINE_BACKEND is 'cuda', and 'xpu:0' is not an NVIDIA GPU's" in said
+    monkeypatch.setenv("DYNSWAP_ENGINE_BACKEND", "opencl")
+    with pytest.raises(ConfigError, match="DYNSWAP_ENGINE_BACKEND is 'opencl'; expected one of auto"):
+        _provider.select("auto", torch.device("xpu", 0))
+
+
 @pytest.mark.parametrize("kind", ["xpu", "mps"])
 def test_another_accelerator_is_one_warning(extension: _provider._Extension, kind: str) -> None:
     (said,) = warnings_of_a_first_choice(torch.device(kind, 0))
-    assert f"no backend for devices of the type '{kind}'" in said
+    assert f"torch's own streams cannot serve '{kind}:0' (" in said
     assert "fetches nothing ahead" in said
     assert "DYNSWAP_PROVIDER=python" in said
 

@@ -36,7 +36,7 @@ class Session(HeldCopies):
     """
 
     provider = "python"
-    backend = "torch"
+    backend = "python"
 
     def __init__(
         self,

@@ -27,7 +27,7 @@ class Session(Protocol):
 
     #: Either "native" or "python".
     provider: str
-    #: Either "host", "cuda", or "torch".
+    #: "host", "cuda", "torch", or "python".
     backend: str
     #: Where the model computes.
     device: torch.device

@@ -16,7 +16,7 @@ class Stats:
 
     #: "native" or "python".
     provider: str
-    #: "host", "cuda", or "torch" (pure Python).
+    #: "host", "cuda", "torch" (torch's own streams) or "python".
     backend: str
 
     #: Groups found on the device, or on their way, when they were needed.

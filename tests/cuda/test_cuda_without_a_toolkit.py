@@ -1,0 +1,130 @@
+"""The engine over torch's own streams, which serves an accelerator where the CUDA backend is not compiled."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import dynswap_ext
+import pretend_cuda
+from dynswap_ext import checkpoint, testing
+from gpu_under_test import LAYER_BYTES, LAYERS, Exact, Gpu
+
+PASSES = 6
+
+
+@pytest.fixture(autouse=True)
+def over_torchs_streams(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not gpu.native:
+        pytest.skip("pure Python has no engine")
+    monkeypatch.setenv("DYNSWAP_ENGINE_BACKEND", "torch")
+
+
+def test_weights_stream_ahead_without_a_synchronisation(gpu: Gpu) -> None:
+    model = Exact().eval()
+    for master in model.parameters():
+        master.data = master.data.pin_memory()
+    moved, handle = gpu.pair(model, budget=3 * 2 * LAYER_BYTES, prefetch=2)
+    inputs = [gpu.whole_numbers(seed=seed) for seed in range(PASSES)]
+    with torch.no_grad():
+        expected = [moved(x) for x in inputs]
+        model(inputs[0])
+        gpu.synchronise()
+        handle.reset_stats()
+        with gpu.silent():
+            outputs = [model(x) for x in inputs]
+    gpu.synchronise()
+    testing.assert_bit_equal(outputs, expected)
+    stats = handle.stats()
+    assert (handle.provider, handle.backend) == ("native", "torch")
+    assert stats.bytes_moved >= (PASSES - 1) * (LAYERS - 3) * LAYER_BYTES
+    assert stats.host_synchronisations == 0 and stats.misses == 0
+    assert stats.overflow_bytes == 0 and stats.peak_bytes <= 3 * 2 * LAYER_BYTES
+
+
+def test_a_file_that_cannot_be_read_any_more(gpu: Gpu, tmp_path: Path) -> None:
+    path = tmp_path / "w.safetensors"
+    checkpoint.save(Exact(), path)
+    model = checkpoint.load(Exact, path).eval()
+    handle = gpu.install(model, budget=3 * LAYER_BYTES, prefetch=2)
+    x = gpu.whole_numbers(dtype=torch.float32)
+    with torch.no_grad():
+        model(x)
+        with path.open("r+b") as file:
+            file.truncate(LAYER_BYTES)
+        with pytest.raises(dynswap_ext.errors.SourceError, match=r"w\.safetensors"):
+            model(x)
+    handle.uninstall()
+
+
+class Mixed(Exact):
+    """Layers that are read from a file before they are copied, and layers that are copied at once."""
+
+    def pin_every_other(self) -> None:
+        for layer in list(self.layers)[::2]:
+            layer.weight.data = layer.weight.detach().clone().pin_memory()
+
+
+def test_a_plan_is_replaced_while_copies_wait_for_their_turn(gpu: Gpu, tmp_path: Path) -> None:
+    """A copy that comes after one which is still being read has not been enqueued when its backend closes."""
+    path = tmp_path / "w.safetensors"
+    checkpoint.save(Mixed(), path)
+    model = checkpoint.load(Mixed, path).eval()
+    model.pin_every_other()
+    moved, handle = gpu.pair(model, budget=3 * 2 * LAYER_BYTES)
+    x = gpu.whole_numbers()
+    with torch.no_grad():
+        expected = moved(x)
+    gpu.synchronise()
+    outputs: list[torch.Tensor] = []
+    errors: list[BaseException] = []
+    over = threading.Event()
+
+    def run() -> None:
+        try:
+            with torch.no_grad():
+                while not over.is_set():
+                    outputs.append(model(x))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for turn in range(12):
+        handle.retune((3 + turn % 2) * 2 * LAYER_BYTES)
+    over.set()
+    for thread in threads:
+        thread.join()
+    gpu.synchronise()
+    assert not errors, errors
+    assert len(outputs) >= 2
+    testing.assert_bit_equal(outputs, [expected] * len(outputs))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float16], ids=str)
+@pytest.mark.parametrize("pinned", [True, False], ids=["pinned", "read first"])
+def test_casts_are_torchs(gpu: Gpu, dtype: torch.dtype, pinned: bool, tmp_path: Path) -> None:
+    values = torch.cat([torch.randn(200_000) * 10.0**power for power in range(-6, 4)])
+    values[:6] = torch.tensor([float("nan"), float("inf"), -float("inf"), -0.0, 1e30, 500.0])
+    master = nn.Module()
+    master.register_buffer("values", values.pin_memory() if pinned else values)
+    if not pinned:
+        checkpoint.save(master, tmp_path / "w.safetensors")
+        master = checkpoint.load(master, tmp_path / "w.safetensors")
+    gpu.install(master, dtype=dtype)
+    testing.assert_bit_equal(master.values, values.to(gpu.device, dtype))
+
+
+def test_a_refused_registration_is_said_once(gpu: Gpu) -> None:
+    if not pretend_cuda.active():
+        pytest.skip("takes a runtime that can be told to refuse")
+    pretend_cuda.faults().register_at_most = 0
+    with pytest.warns(dynswap_ext.DynswapWarning, match="refused to page-lock") as caught:
+        handle = gpu.install(Exact().eval())
+        handle.retune()
+    assert len([one for one in caught if "page-lock" in str(one.message)]) == 1
