@@ -130,6 +130,41 @@ def test_writes_on_a_tensor_that_is_kept_arrive_with_a_flush(provider: Provider)
     del weight
 
 
+@pytest.mark.parametrize("again", [False, True], ids=["written before", "and after"])
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_writes_on_a_tensor_that_is_kept_while_its_master_is_frozen(
+    provider: Provider, budget: str | None, again: bool
+) -> None:
+    """The next access hands out another tensor, and backward after an uninstall has the master's values."""
+    model = nn.Sequential(linear(), nn.Tanh(), linear())
+    provider.install(model, dtype=torch.float64, budget=budget)
+    master = model[2]._parameters["weight"]
+    assert master is not None
+    values = torch.randn(4, 4)
+    kept = model[2].weight
+    with torch.no_grad():
+        kept.copy_(values)
+    master.requires_grad_(False)
+    x = torch.randn(3, 4, dtype=torch.float64, device=provider.device)
+    if again:
+        model(x)
+        values = torch.randn(4, 4)
+        with torch.no_grad():
+            kept.copy_(values)
+    output = model(x)
+    dynswap_ext.uninstall(model)
+    assert torch.equal(master, values)
+    output.sum().backward()
+    plain = copy.deepcopy(model).to(provider.device, torch.float64)
+    plain.zero_grad()
+    plain(x).sum().backward()
+    testing.assert_bit_equal(output, plain(x))
+    bias, expected = model[0].bias, plain[0].bias
+    testing.assert_bit_equal(bias.grad, expected.grad.to("cpu", torch.float32))
+    del kept
+    assert torch.equal(master, values)
+
+
 def test_a_write_through_an_alias_that_outlives_the_tensor(provider: Provider) -> None:
     model = linear()
     provider.pair(model)

@@ -277,10 +277,7 @@ at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, b
   at::Tensor tensor;
   auto storage = weight.latest_storage.lock();
   HandedOut* const record = storage ? HandedOut::of(*storage) : nullptr;
-  // What others have of the engine's copy shares its bytes with what the engine hands out next.
-  const auto shares_bytes = [&] { return weight.plan && record->leased_from(*weight.plan->engine); };
-  if (record != nullptr &&
-      (record->has_untracked_alias() || (record->watched() && inside_call()) || !shares_bytes())) {
+  if (record != nullptr) {
     tensor = HandedOut::again(std::move(storage), master);
   } else if (watched) {
     auto kept = taken_back(weight);

@@ -50,7 +50,13 @@ void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRe
     const bool written = std::exchange(weight.state, now).version != now.version;
     weight.note_version();
     if (weight.path == Weight::AccessPath::as_is) return;
-    written ? drop_outdated_copy(weight, dropped) : forget_group(weight, dropped);
+    if (written) return drop_outdated_copy(weight, dropped);
+    // Frozen or thawed: the tensor that somebody has is not handed out again, but another one of its storage,
+    // whose writes are known of.
+    write_back(weight, dropped);
+    const auto kept = weight.latest_storage;
+    forget_group(weight, dropped);
+    if (!kept.expired()) weight.latest_storage = kept;
     return;
   }
   const std::shared_ptr<WeightTable> table = table_;

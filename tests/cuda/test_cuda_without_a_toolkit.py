@@ -125,6 +125,7 @@ def test_a_refused_registration_is_said_once(gpu: Gpu) -> None:
         pytest.skip("takes a runtime that can be told to refuse")
     pretend_cuda.faults().register_at_most = 0
     with pytest.warns(dynswap_ext.DynswapWarning, match="refused to page-lock") as caught:
-        handle = gpu.install(Exact().eval())
+        model = Exact().eval()
+        handle = gpu.install(model)
         handle.retune()
     assert len([one for one in caught if "page-lock" in str(one.message)]) == 1
