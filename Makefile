@@ -26,6 +26,8 @@ SEEDS ?= 3
 SECONDS ?= 600
 # On the pretend device.
 CUDA_TESTS ?= tests
+# The same over torch's own streams (DYNSWAP_ENGINE_BACKEND=torch).
+STREAMS_TESTS ?= tests/cuda
 OTHER_PYTHON ?= 3.13
 # Of one set of wheels.
 WHEEL_TORCH ?= 2.13
@@ -80,6 +82,7 @@ test-python: build $(VENV)/.installed
 ## make test-cuda      what installs a model, on a pretend CUDA device; DYNSWAP_SEED=7 is another order of its work
 test-cuda: build $(VENV)/.installed
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend $(ALONGSIDE) $(CUDA_TESTS) $(PYTEST_ARGS)
+	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend DYNSWAP_ENGINE_BACKEND=torch $(ALONGSIDE) $(STREAMS_TESTS) $(PYTEST_ARGS)
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend $(ALONE) $(CUDA_TESTS) $(PYTEST_ARGS) || [ $$? = 5 ]
 
 ## make cruel          random programs on the pretend device, each with three orders; SEEDS=200 and so on
@@ -99,6 +102,7 @@ programs: build $(VENV)/.installed
 ## make nightly        what is too long for each change
 nightly: build
 	$(MAKE) test-cuda DYNSWAP_SEED=$$(date +%j) DYNSWAP_TEST_ALL=1
+	$(MAKE) test-cuda CUDA_TESTS=tests/cuda STREAMS_TESTS=tests DYNSWAP_TEST_ALL=1
 	DYNSWAP_TEST_ALL=1 $(MAKE) test-python
 	$(MAKE) cpp-test
 	$(MAKE) cruel SEEDS=200

@@ -77,7 +77,10 @@ def test_cuda_by_choice_raises_without_a_device(extension: _provider._Extension)
 
 
 @pytest.mark.device
-def test_cuda_with_a_device_is_native(extension: _provider._Extension) -> None:
+def test_cuda_with_a_device_is_native(
+    extension: _provider._Extension, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("DYNSWAP_ENGINE_BACKEND", raising=False)
     if reason := _provider.native_unavailable(CUDA):
         pytest.skip(reason)
     chosen = _provider.select("auto", CUDA)
@@ -93,8 +96,9 @@ def test_an_install_on_cuda_is_native_and_says_nothing_of_providers(
     if reason := _provider.native_unavailable(CUDA):
         pytest.skip(reason)
     monkeypatch.delenv("DYNSWAP_PROVIDER", raising=False)
+    monkeypatch.delenv("DYNSWAP_ENGINE_BACKEND", raising=False)
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*pure Python")
+        warnings.filterwarnings("error", message=".*(pure Python|own streams)")
         handle = dynswap_ext.install(torch.nn.Linear(4, 4), device="cuda")
     with handle:
         assert (handle.provider, handle.backend, handle.report().reason) == ("native", "cuda", "")

@@ -2,6 +2,8 @@
 
 #include <dlfcn.h>
 
+#include <initializer_list>
+
 #include "transfer/process.h"
 
 namespace dynswap {

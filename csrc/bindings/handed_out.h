@@ -19,6 +19,7 @@
 namespace dynswap {
 
 class Session;
+class Sharing;
 struct Weight;
 
 /// What a handed-out tensor's storage owns: its lease (or its own memory), and the way back to the

@@ -14,6 +14,7 @@ import torch
 from rich.console import Console
 
 from conftest import PRETEND, Provider, skip_or_fail
+from dynswap_ext import config
 from dynswap_ext.demo import text
 from programs import library
 
@@ -48,7 +49,8 @@ def test_demo(tmp_path: Path) -> None:
     written = json.loads(record.read_text())
     assert written["device"].startswith("cuda") and written["differing"] == []
     ours = written["outcomes"]["dynswap"]
-    assert (ours["provider"], ours["backend"]) == ("native", "cuda")
+    engine = config.engine_backend_from_environment().replace("auto", "cuda")
+    assert (ours["provider"], ours["backend"]) == ("native", engine)
     assert ours["moved_bytes_per_pass"] > 0.4 * written["model_bytes"]
 
 
