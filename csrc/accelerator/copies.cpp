@@ -32,14 +32,14 @@ void CopyStream::copy_bytes(const at::Tensor& to, const std::byte* from) const {
 void CopyStream::enqueue(const Landing& landing) const {
   if (landing.cast) return copy_cast(landing);
   const Piece& piece = landing.piece;
-  // As bytes: a copy between equal types changes none, whatever they mean.
+  // As bytes: a copy between equal types changes no byte, whatever the type.
   const std::uint64_t bytes = piece.count * scalar_size(piece.source->wanted);
   copy_bytes(on_device(piece.dst, bytes, Scalar::raw8), landing.from);
 }
 
-/// The stored bytes land in a scratch block first. It is torch's, allocated and freed in the order of the
-/// copy stream, so the next cast may have the same one. It is not part of the budget, and smaller where there
-/// is no room for it.
+/// The stored bytes land in a scratch block first. torch allocates and frees it in the order of the copy
+/// stream, so the next cast may get the same block. It is not part of the budget. Where memory is short a
+/// smaller block is used, and the cast takes more rounds.
 void CopyStream::copy_cast(const Landing& landing) const {
   const Piece& piece = landing.piece;
   const Source& source = *piece.source;

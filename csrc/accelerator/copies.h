@@ -11,7 +11,8 @@
 
 namespace dynswap {
 
-/// Enqueues copies on the calling thread's current stream, which is the copy stream while it lives.
+/// Enqueues copies on the calling thread's current stream. The caller has made the copy stream the current
+/// one, for as long as this object lives.
 class CopyStream {
  public:
   /// `non_blocking`: the host memory is pinned, and a copy from it is asynchronous. Else each copy is over

@@ -28,7 +28,7 @@ std::optional<std::int64_t> TorchClock::time_of(const c10::Event& event) const n
   try {
     return host_ns_ + static_cast<std::int64_t>(1e6 * zero_.elapsedTime(event));
   } catch (const std::exception&) {
-    return std::nullopt;  // the device is lost, or its events take no times
+    return std::nullopt;  // the device is lost, or cannot time events
   }
 }
 
@@ -112,8 +112,8 @@ bool TorchEvent::done() const noexcept {
     const RelaxedCapture relaxed;
     if (!event_->query()) return false;
   } catch (const c10::AcceleratorError& error) {
-    // A capture forbids the question. Any other error of the device's is its last: whatever was enqueued is
-    // over.
+    // A capture forbids the query. After any other error the device is lost: nothing that was enqueued still
+    // runs.
     const int code = error.get_error_code();
     if (code >= kFirstCaptureError && code <= kLastCaptureError) return false;
   } catch (const std::exception&) {

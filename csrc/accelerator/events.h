@@ -1,5 +1,5 @@
-// torch's events, pooled: a pass records thousands and creates none. They take no time unless they are asked
-// to.
+// torch's events, pooled: a pass records thousands and creates none. They are not timed unless that is asked
+// for.
 #pragma once
 
 #include <c10/core/Event.h>
@@ -52,13 +52,13 @@ class TorchEventPool {
       free_;  ///< LOCK: mutex_; without timing, and with it
 };
 
-/// A point of one stream. Recorded once. It is known before: the event of a copy that another thread issues
-/// (Note [A copy that is issued later]) is waited for until that thread has recorded it. The event goes back
-/// to the pool with it: a wait that was enqueued keeps the point that it saw, so recording it again later
-/// moves nothing.
+/// A point of one stream. Recorded once. It may be handed out before it is recorded: who uses the event of a
+/// copy that another thread issues (Note [A copy that is issued later]) waits until that thread has recorded
+/// it. When this object dies, torch's event goes back to the pool. A wait that was enqueued keeps the point
+/// that it saw, so recording the event again later does not move it.
 class TorchEvent final : public Event {
  public:
-  /// With a clock it knows when it happened.
+  /// With a clock, when() can tell the time of the point.
   explicit TorchEvent(std::shared_ptr<TorchEventPool> pool, std::shared_ptr<const TorchClock> clock = nullptr)
       : pool_(std::move(pool)), clock_(std::move(clock)), event_(pool_->take(clock_ != nullptr)) {}
   ~TorchEvent() override { pool_->give_back(std::move(event_), clock_ != nullptr); }
@@ -67,7 +67,7 @@ class TorchEvent final : public Event {
 
   /// Throws DeviceError.
   void record(const c10::Stream& stream);
-  /// In place of record(), once nothing of the copy is under way any more: whoever waits gets `error`.
+  /// Called in place of record(), once nothing of the copy is under way any more: every waiter gets `error`.
   void fail(std::exception_ptr error) noexcept;
 
   /// Blocks the calling thread until record() or fail(), not until the point is reached. Throws fail()'s
@@ -75,9 +75,9 @@ class TorchEvent final : public Event {
   void wait_for_record() const;
   bool recorded() const noexcept { return state_.load(std::memory_order_acquire) != State::pending; }
 
-  /// Makes `stream` wait for the point. It is recorded. Throws DeviceError.
+  /// Makes `stream` wait for the point, which has been recorded. Throws DeviceError.
   void block(const c10::Stream& stream) const;
-  /// Blocks the calling thread until the point is reached. It is recorded. Throws DeviceError.
+  /// Blocks the calling thread until the point, which has been recorded, is reached. Throws DeviceError.
   void synchronise() const;
 
   bool done() const noexcept override;
@@ -85,7 +85,7 @@ class TorchEvent final : public Event {
   /// True if done() has said so before: no call is made.
   bool known_done() const noexcept { return done_.load(std::memory_order_acquire); }
 
-  /// What it is timed by; null: it takes no time.
+  /// The clock that times it; null if it is not timed.
   const std::shared_ptr<const TorchClock>& clock() const noexcept { return clock_; }
 
   /// Set for the end of a copy with staged pieces: its reads.

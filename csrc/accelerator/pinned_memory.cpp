@@ -16,7 +16,7 @@
 namespace dynswap {
 namespace {
 
-/// Memory of torch's that is let go of only where that may be done.
+/// Takes torch's memory, and frees it unless the runtime may not be called any more.
 std::shared_ptr<std::byte> owned(c10::DataPtr memory) {
   struct Release {
     void operator()(c10::DataPtr* held) const noexcept {

@@ -1,4 +1,4 @@
-// torch's pinned memory, where a device has it.
+// torch's pinned memory, for devices that have it.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -8,7 +8,7 @@
 
 namespace dynswap {
 
-/// Whether torch pins host memory for the device: its copies from there are asynchronous.
+/// Whether torch can pin host memory for the device. Copies from pinned memory are asynchronous.
 bool has_pinned_memory(const c10::Device& device) noexcept;
 
 /// `bytes` of host memory for staging, pinned if `pinned`. Throws OutOfMemory.

@@ -1,10 +1,10 @@
-// What may be asked of a device while somebody captures a CUDA graph.
+// Lets a thread query a device while another captures a CUDA graph.
 #pragma once
 
 namespace dynswap {
 
 /// While it lives, the calling thread may ask for events and allocate memory although a graph is captured:
-/// see Note [Somebody captures a graph]. Nothing where the process has no CUDA or HIP runtime.
+/// see Note [Somebody captures a graph]. Has no effect where the process has no CUDA or HIP runtime.
 class RelaxedCapture {
  public:
   RelaxedCapture() noexcept;
@@ -13,7 +13,7 @@ class RelaxedCapture {
   RelaxedCapture& operator=(const RelaxedCapture&) = delete;
 
  private:
-  int mode_;  ///< the thread's own meanwhile
+  int mode_;  ///< the thread's own mode, while this one is in force
 };
 
 }  // namespace dynswap

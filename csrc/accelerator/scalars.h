@@ -7,7 +7,8 @@
 
 namespace dynswap {
 
-/// torch's type of floating elements, and kByte for raw8. Throws Error for others, which are moved as bytes.
+/// torch's type for floating elements, and kByte for raw8. Throws Error for other types: their elements are
+/// moved as raw8.
 at::ScalarType torch_type(Scalar scalar);
 
 }  // namespace dynswap

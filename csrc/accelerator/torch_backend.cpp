@@ -36,7 +36,8 @@ c10::impl::VirtualGuardImpl guard_of(const c10::Device& device) {
   return c10::impl::VirtualGuardImpl(device.type());
 }
 
-/// One for copies alone, before others where the device has priorities; its only one where it has no more.
+/// A stream for copies alone, of high priority where the device has priorities; the default stream where the
+/// device has no other.
 c10::Stream copy_stream(const c10::Device& device) {
   try {
     return guard_of(device).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
@@ -75,18 +76,18 @@ class TorchBackend final : public Backend {
     std::vector<Step> steps;
   };
 
-  /// Deletes memory by letting it go, and knows the stream in whose order its allocator hands it out again.
+  /// A deleter that frees the memory, and knows the stream in whose order the allocator hands it out again.
   struct Allocated {
     Memory memory;
     c10::Stream stream;
     void operator()(std::byte*) noexcept { memory.reset(); }
   };
 
-  /// What reads before it copies. Made when it is first needed.
+  /// The thread that issues copies later, and its ring of buffers. Made when first needed.
   struct Deferred {
     explicit Deferred(std::unique_ptr<StagingRing> staging) : ring(std::move(staging)) {}
     std::unique_ptr<StagingRing> ring;
-    /// Chunks whose copies may not be over, in order. Of the thread alone.
+    /// Chunks whose copies may not be over, in order. Used by the thread only.
     std::deque<std::pair<std::uint64_t, TorchEventPtr>> copying;
     WorkerPool thread{1};  ///< last: it uses the above
   };
@@ -137,7 +138,7 @@ TorchBackend::TorchBackend(TorchBackendOptions options)
 
 TorchBackend::~TorchBackend() {
   if (!devices_usable()) {
-    // At exit, and in a forked child, whose threads exist no more: nothing to stop, nobody to tell.
+    // At exit, or in a forked child, which does not have the threads: there is nothing to stop.
     (void)deferred_.release();
     return;
   }
@@ -147,7 +148,7 @@ TorchBackend::~TorchBackend() {
 Memory TorchBackend::allocate(std::size_t bytes) {
   const RelaxedCapture relaxed;
   auto [block, stream] = options_.allocate(bytes);
-  // A graph's own pool would have it back.
+  // The block is from the graph's own pool, which takes it back.
   if (captured(stream))
     throw DeviceError(
         "memory for weights cannot be allocated while a CUDA graph is captured: run the model once before "
@@ -179,11 +180,11 @@ bool TorchBackend::release_after(const Memory& memory, const std::vector<EventPt
 }
 
 /// Note [A copy that is issued later]: torch has no call by which a stream waits for the host. So a copy
-/// whose bytes have to be read first is enqueued by a thread of ours, in its turn, when they are there. What
-/// comes after such a copy (it writes where that wrote) is given to the same thread while that copy has not
-/// been enqueued, for its event is no point of any stream yet. A consumer that is made to wait for it blocks
-/// until it has been enqueued, not until it is over: see Note [A read can fail after its copy was issued],
-/// which has the native backend do the same.
+/// whose bytes have to be read first is enqueued by a thread of ours, in its turn, when they are there. A
+/// later copy that writes to the same place is given to the same thread as long as the first has not been
+/// enqueued, because the first one's event is not a point of any stream yet. A consumer that is made to wait
+/// for such a copy blocks until it has been enqueued, not until it is over. The CUDA backend blocks it for
+/// its own reason: see Note [A read can fail after its copy was issued].
 EventPtr TorchBackend::copy(CopyRequest request) {
   struct Counted {
     std::atomic<int>& count;
@@ -232,7 +233,7 @@ void TorchBackend::issue_later(const CopyRequest& request, const TorchEventPtr& 
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       wait_for_stream();
-      // Whoever writes there next waits for this copy alone.
+      // The next copy to the same place waits for this one only, so what this one waits for has to be over.
       for (const CopyBatch& batch : *batches) {
         for (const EventPtr& event : batch.after) synchronise(event);
       }
@@ -250,8 +251,8 @@ void TorchBackend::issue_later(const CopyRequest& request, const TorchEventPtr& 
   }
 }
 
-/// Enqueues what was planned, and records `copied`. Lets go of `batches` before that: what they keep alive is
-/// let go of by threads that call copy().
+/// Enqueues what was planned, then records `copied`. Clears `batches` before that, so that the last reference
+/// to what they keep alive is dropped by a thread that calls copy().
 void TorchBackend::issue(std::vector<CopyBatch>& batches, TorchEvent& copied, Deferred* staged) {
   torch_calls([&] {
     const RelaxedCapture relaxed;
@@ -269,7 +270,7 @@ void TorchBackend::issue(std::vector<CopyBatch>& batches, TorchEvent& copied, De
         as_torch(event).block(stream_);
       }
       if (std::exchange(first, false) && copied.clock()) {
-        // The copy's time is not that of the readers which it waits for.
+        // Begins after the waits: the time of the readers that it waits for is not part of the copy's.
         auto begin = std::make_shared<TorchEvent>(events_, copied.clock());
         begin->record(stream_);
         copied.begin = std::move(begin);
@@ -290,8 +291,8 @@ void TorchBackend::issue(std::vector<CopyBatch>& batches, TorchEvent& copied, De
   copied.record(stream_);
 }
 
-/// Lets the reads of what comes after `chunk` begin. Half of the buffers may be on their way to the device,
-/// so that the other half can be read meanwhile; this thread waits for the others.
+/// Lets the reads of what comes after `chunk` begin. Up to half of the buffers may be on their way to the
+/// device while the other half is read into; for older copies this thread waits.
 void TorchBackend::make_room(Deferred& staged, std::uint64_t chunk) {
   auto& copying = staged.copying;
   const std::uint64_t under_way = staged.ring->buffers() / 2;
@@ -313,7 +314,7 @@ void TorchBackend::wait(Stream consumer, const EventPtr& copied) {
     while (!deferred().ring->wait(*event.reads, kPatience)) {
     }
   }
-  event.wait_for_record();  // which tells what made it fail
+  event.wait_for_record();  // throws what made the copy fail
   if (event.known_done()) return;
   const c10::Stream stream = consumer_of(consumer);
   if (captured(stream)) {
@@ -443,7 +444,7 @@ std::unique_ptr<Backend> make_torch_backend(TorchBackendOptions options) {
 }
 
 std::string torch_backend_obstacle(const c10::Device& device) {
-  if (device.type() == c10::kMPS) return "memory there has no addresses";  // but buffers of Metal's
+  if (device.type() == c10::kMPS) return "memory there has no addresses";  // it has Metal buffers
   try {
     const auto guard = guard_of(device);
     const int count = guard.deviceCount();

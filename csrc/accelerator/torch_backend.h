@@ -1,5 +1,5 @@
 // The backend over any accelerator that torch knows: through torch's own streams, events and copies, without
-// a toolkit of its maker's.
+// the maker's toolkit.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -20,11 +20,11 @@ namespace dynswap {
 struct TorchBackendOptions {
   c10::Device device{c10::kCUDA, 0};
 
-  /// Device memory from torch's allocator, without synchronising, and the stream that was current when it
-  /// was asked. Throws OutOfMemory. Never called under a lock.
+  /// Returns device memory from torch's allocator, without synchronising, and the stream that is current.
+  /// Throws OutOfMemory. Never called under a lock.
   std::function<std::pair<Memory, c10::Stream>(std::size_t bytes)> allocate;
 
-  /// Whether what a stream is given goes into a CUDA graph. Null: there are none.
+  /// Whether a stream is being captured into a CUDA graph. Null: the device has no CUDA graphs.
   std::function<bool(const c10::Stream&)> captured;
 
   /// Casts elements on the host, for weights that are cast there (Note [Where a weight is cast]).
@@ -37,7 +37,7 @@ struct TorchBackendOptions {
   unsigned readers = 4;  ///< threads that fill them
 };
 
-/// Why torch's streams and events cannot serve a device; empty if they can. Wakes its driver.
+/// Why torch's streams and events cannot serve a device; empty if they can. Initialises the device's driver.
 std::string torch_backend_obstacle(const c10::Device& device);
 
 /// A Stream of this backend is a c10::StreamId. Throws DeviceError if the device cannot be served.

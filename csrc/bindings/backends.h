@@ -13,11 +13,13 @@
 namespace dynswap {
 
 /// The backend for `device`; `wanted` is "host", "cuda", "torch", or "auto" for the best of them. Throws
-/// Error if there is none in this build. `warn` is given what makes it less than it could be.
+/// Error if there is none in this build. `warn` is called with what makes the backend slower than it could
+/// be.
 std::unique_ptr<Backend> make_backend(const at::Device& device, const std::string& wanted,
                                       const std::function<void(const std::string&)>& warn);
 
-/// Page-locks for the backend of this name on `device`; nothing where that means nothing. Without the GIL.
+/// Page-locks for the backend of this name on `device`. No effect for backends that do not page-lock. Without
+/// the GIL. Returns what is to be told the user.
 std::string pin_items(const at::Device& device, const std::string& backend, std::vector<Lockable>& items);
 
 /// Of the CUDA runtime that is linked, "13.0" for instance; empty in a build without CUDA.

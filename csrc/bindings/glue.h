@@ -27,7 +27,7 @@ void cast_elements(void* dst, Scalar dst_type, const void* src, Scalar src_type,
 /// accelerator, so that one build serves CPU-only torch as well.
 c10::Stream torch_stream(const at::Device& device);
 
-/// A stream of torch's as the engine knows it: its number, which is that of no other stream of the device.
+/// A stream of torch's as the engine knows it: its number, which no other stream of the device has.
 Stream handle_of(const c10::Stream& stream);
 
 /// The driver's handle of a stream that the engine knows.

@@ -260,11 +260,11 @@ HandedOut::~HandedOut() {
 }
 
 /// Note [A watch outlives its tensor]
-/// To have the kernel watch a weight's pages, and not any more, takes as long as ten looks at them, and a
-/// small weight's bytes are hashed where a watch begins. Who reads `module.weight` in a loop would pay for
-/// that each time. So a watch that has seen no write is left with the engine's copy (Note [What a lease
-/// leaves]), and the next tensor of these bytes goes on with it: until then nobody has them, so there is
-/// nothing to look for in between. In a forward nobody asks for the watch, and it ends.
+/// To start and end the kernel's watch of a weight's pages takes as long as looking at them ten times, and a
+/// small weight's bytes are hashed when a watch begins. A program that reads `module.weight` in a loop would
+/// pay for that each time. So a watch that has seen no write is left with the engine's copy (Note [What a
+/// lease leaves]), and the next tensor over these bytes takes it up again. In between no tensor has the
+/// bytes, so there is no write to look for. A read in a forward does not take it up, and the watch ends.
 void HandedOut::leave_watch() noexcept {
   if (watch_ && seen_writes_ == 0) lease_.release(std::move(watch_));
 }

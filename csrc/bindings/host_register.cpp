@@ -14,7 +14,7 @@ namespace {
 
 constexpr unsigned kPortable = 1;  // cudaHostRegisterPortable: locked for every device of the process
 
-/// The runtime as `torch.cuda.cudart()` shows it, of NVIDIA's and of AMD's builds alike.
+/// The runtime that `torch.cuda.cudart()` returns, in NVIDIA's and in AMD's builds alike.
 py::object runtime() { return py::module_::import("torch.cuda").attr("cudart")(); }
 
 std::string refusal(const py::object& error) {

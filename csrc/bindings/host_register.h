@@ -7,7 +7,7 @@
 
 namespace dynswap {
 
-/// Null where torch shows none. To be called, as what it returns, with or without the GIL.
+/// Null where torch offers no runtime. This and what it returns may be called with or without the GIL.
 HostRegister host_register_for(const c10::Device& device);
 
 }  // namespace dynswap

@@ -5,7 +5,8 @@
 
 namespace dynswap {
 
-/// From now on the process hears of it. Before the first tensor is handed out on such a device.
+/// From now on the process hears of record_stream() on devices of this type. Has to be called before the
+/// first tensor is handed out on one, with the GIL.
 void hear_of_record_stream(c10::DeviceType type);
 
 }  // namespace dynswap

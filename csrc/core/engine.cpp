@@ -66,7 +66,7 @@ Engine::~Engine() {
 
 namespace {
 
-/// The copy is issued, and later work of `consumer` is ordered after it.
+/// Whether the copy is issued, and later work of `consumer` is ordered after it.
 bool is_there(const DeviceCopy& copy, Stream consumer) {
   return copy.state == DeviceCopy::State::issued && copy.has_waited(consumer);
 }
@@ -144,7 +144,7 @@ Lease Engine::acquire_present(WeightId id, Stream consumer) {
   return lease;
 }
 
-/// On the current copy of its group, under the lock. It may not be issued yet.
+/// A lease on the current copy of the weight's group, which may not be issued yet. LOCK: mutex_ is held.
 Lease Engine::lease_on(WeightId id, Stream consumer) {
   const Weight& weight = weights_[id];
   Lease lease;
@@ -189,7 +189,7 @@ void Engine::update_source_alone(WeightId id, SourcePtr source) {
   if (copy->leases == 0) detach(copy);
 }
 
-/// The weight's copy, which has other bytes than the new source; null if there is none.
+/// Sets the new source, and returns the copy that has the old bytes; null if there is none.
 std::shared_ptr<DeviceCopy> Engine::outdate(WeightId id, SourcePtr& source) {
   exchange_source(weights_[id], source);
   Group& group = groups_[weights_[id].group];

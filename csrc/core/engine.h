@@ -82,10 +82,10 @@ class Lease {
   void release() noexcept;
 
   /// Note [What a lease leaves]
-  /// What is known of a weight's bytes may be of use to its next lease. So the last lease on them can leave
-  /// it with the copy: release() with `what`. The next lease, whoever has it, takes it away. Nothing is left
-  /// where there is another lease, nor with a copy that is not handed out any more, and it is let go of when
-  /// other bytes come in its place. So who finds it knows that nobody has had the bytes since.
+  /// What is known of a weight's bytes may be of use to the weight's next lease. So the last lease on them
+  /// can leave it with the copy: release() with `what`. The next lease takes it away. Nothing is left while
+  /// there is another lease, or with a copy that is not handed out any more, and it is dropped when other
+  /// bytes take their place. So a lease that finds it knows that there was no other lease on the bytes since.
   void release(std::shared_ptr<void> what) noexcept;
   /// What the lease before this one left; null the second time.
   std::shared_ptr<void> take_left() noexcept { return std::move(left_); }
@@ -125,8 +125,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// close().
   Lease acquire(WeightId weight, Stream consumer, Use use = {});
 
-  /// The same for a probe (`Use::in_order` is false) of bytes that are there, and that `consumer` has waited
-  /// for: no lease where acquire() would have more to do. Does not block.
+  /// As acquire() with `Use::in_order` false, but only for bytes that are there and that `consumer` has
+  /// waited for already. Returns an empty lease where acquire() would have more to do. Waits for no copy.
   Lease acquire_present(WeightId weight, Stream consumer);
 
   /// The master has changed: its bytes are elsewhere, or other ones (Invariant 6). Copies already made

@@ -203,7 +203,8 @@ void Engine::detach(const std::shared_ptr<DeviceCopy>& copy) {
   if (copy->evictable()) dispose(copy);
 }
 
-/// It goes with the retired memory: without the lock, and before the copies that are planned now are issued.
+/// What a lease has left is freed with the retired memory: without the lock, and before the copies that are
+/// planned now are issued.
 void Engine::drop_left(DeviceCopy::Part& part) {
   if (part.left) retired_.push_back({Memory(std::move(part.left), nullptr), {}, 0, false});
 }

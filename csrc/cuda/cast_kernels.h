@@ -13,9 +13,8 @@ namespace dynswap {
 /// compiled for it.
 cudaError_t kernels_for_this_device() noexcept;
 
-/// Enqueues on `stream` the cast of `count` elements in device memory. `src` and `dst` do not overlap;
-/// device_casts_to(dst_type) (transfer/copy_plan.h).
-/// Returns what the launch returned.
+/// Enqueues on `stream` the cast of `count` elements in device memory. `src` and `dst` do not overlap, and
+/// device_casts_to(dst_type) (transfer/copy_plan.h) is true. Returns what the launch returned.
 cudaError_t launch_cast(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count,
                         cudaStream_t stream) noexcept;
 

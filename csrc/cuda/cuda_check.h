@@ -13,7 +13,7 @@ namespace dynswap {
 /// Throws OutOfMemory or DeviceError with the error's name, the call and the values.
 [[noreturn]] void throw_cuda_error(cudaError_t error, const char* call, const std::string& values);
 
-/// devices_usable(): CUDA must not be called otherwise.
+/// As devices_usable(): if false, CUDA must not be called.
 inline bool cuda_usable() noexcept { return devices_usable(); }
 
 /// Whether a device that answers so has given up all that was enqueued: nothing of it reads or writes any

@@ -11,11 +11,12 @@ namespace dynswap {
 
 namespace {
 
-constexpr std::uint64_t kLow = 0x9e3779b8;  // even
+constexpr std::uint64_t kLow = 0x9e3779b8;  // both even, so that each step of mix() can be undone
 constexpr std::uint64_t kHigh = 0x85ebca6c;
 
-/// Each half is multiplied into the whole: of two words, or of two hashes, no two results are alike. Did one
-/// multiplication do, the sign of the upper of two floats would move a bit that another sign moves back.
+/// Each half is multiplied into the whole. Two words give different results with one hash, and two hashes
+/// with one word. After only one multiplication, the sign of the upper of two floats would change just one
+/// bit, which the sign of another float can change back.
 std::uint64_t mix(std::uint64_t hash, std::uint64_t word) noexcept {
   hash ^= word;
   hash += static_cast<std::uint32_t>(hash) * kLow;

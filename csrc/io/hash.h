@@ -7,8 +7,8 @@
 
 namespace dynswap {
 
-/// Eight lanes, with two multiplications for each word; 14 GB/s. Long runs go through more lanes at once
-/// where the processor can do that (AVX2); 40 GB/s. A write that changes one word of a lane is never missed.
+/// Eight lanes, with two multiplications for each word; 14 GB/s. Long runs go through 32 lanes where the
+/// processor has AVX2; 40 GB/s. A write that changes one word of a lane is never missed.
 class Hash {
  public:
   void add(const std::byte* data, std::size_t bytes) noexcept;

@@ -1,5 +1,4 @@
-// How a request reaches an accelerator: by which path each piece goes, and the chunks of those that are
-// staged.
+// How a request reaches an accelerator: the path of each piece, and the chunks of the pieces that are staged.
 #pragma once
 
 #include <cstddef>
@@ -14,8 +13,8 @@
 namespace dynswap {
 
 /// Note [Where a weight is cast]
-///   - Pinned: it crosses the bus as it is stored, and the device casts it. Nothing is spent of the RAM, and
-///     nothing of the CPU.
+///   - Pinned: it crosses the bus as it is stored, and the device casts it. This costs neither RAM nor CPU
+///     time.
 ///   - Staged and widened (or as wide): likewise; the bus carries the smaller type.
 ///   - Staged and narrowed: the readers cast it, since they touch each byte anyway; the bus carries the
 ///     smaller type.
@@ -34,11 +33,11 @@ constexpr bool device_casts_to(Scalar wanted) noexcept {
   return is_floating(wanted) && wanted != Scalar::f8_e4m3fn;
 }
 
-/// `device_casts`: the device casts at all.
+/// In the next three, `device_casts` tells whether the device can cast at all.
 bool cast_by_readers(const Source& source, bool device_casts) noexcept;
 CopyPath copy_path(const Source& source, bool device_casts) noexcept;
 
-/// What a request needs of its device.
+/// What a request needs: a staging ring, and casts on the device.
 struct CopyNeeds {
   bool staging = false;
   bool casting = false;  ///< by the device
@@ -61,11 +60,11 @@ struct CopyBatch {
   std::vector<Landing> landings;
 };
 
-/// Splits a request into what is enqueued, in order, and queues the reads of what is staged, which `reads`
-/// counts. `ring` and `reads` may be null where nothing is staged. Pinned copies of small masters are brought
-/// up to date.
+/// Splits a request into batches, in the order in which they are to be enqueued. Queues the reads of what is
+/// staged, which `reads` counts. `ring` and `reads` may be null where nothing is staged. Brings the pinned
+/// copies of small masters up to date.
 ///
-/// Whoever calls it must add chunks and enqueue them in one order: see StagingRing.
+/// The caller has to enqueue chunks in the order in which they were added: see StagingRing.
 std::vector<CopyBatch> plan_copies(const CopyRequest& request, bool device_casts, StagingRing* ring,
                                    const std::shared_ptr<Reads>& reads);
 

@@ -13,18 +13,18 @@ namespace dynswap {
 namespace {
 
 constexpr std::size_t kSmall = 64u << 10;   // up to here a master has a page-locked copy
-constexpr std::size_t kCopyAlignment = 64;  // more than any cast kernel asks
-constexpr std::size_t kUnsaidPart = 16;     // one of this many bytes may be staged in silence
+constexpr std::size_t kCopyAlignment = 64;  // more than any cast kernel needs
+constexpr std::size_t kUnsaidPart = 16;     // up to 1/16 of the bytes may be staged without a warning
 
-/// Somebody has page-locked all of it, as `pin_memory()` does.
+/// Whether all of it is page-locked already, as `pin_memory()` does.
 bool is_locked(PageLocker& locker, const Source& source) {
   return locker.is_locked(source.address) && locker.is_locked(source.address + source.stored_bytes() - 1);
 }
 
 /// Note [Does the driver tell bytes from pages]: it locks pages, but what it takes for locked may be just the
 /// bytes that it was asked to lock. No manual says, so it is tried, on memory of ours: of a page that is
-/// locked for some bytes, are the others known not to be, and can they be locked for somebody else? Then any
-/// block can be locked, whoever lies on its pages too. Else only one with pages of its own.
+/// locked for some bytes, are the other bytes known not to be, and can they be locked separately? Then any
+/// block can be locked, whatever else lies on its pages. Else only one with pages of its own.
 bool tells_bytes_from_pages(PageLocker& locker) {
   const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   void* const memory = std::aligned_alloc(page, 2 * page);
@@ -42,7 +42,7 @@ bool tells_bytes_from_pages(PageLocker& locker) {
   return !locker.is_locked(right) && locker.is_locked(right - 1);
 }
 
-/// What becomes of the sources of one page_lock().
+/// Works out one page_lock().
 class Pinning {
  public:
   explicit Pinning(PageLocker& locker) : locker_(locker) {}
@@ -51,7 +51,7 @@ class Pinning {
   void in_place(Lockable& item) {
     const Source& source = *item.source;
     const bool small = source.stored_bytes() <= kSmall;
-    bool others = false;  // have locked it
+    bool others = false;  // somebody else has locked it
     const auto locker = [&]() -> std::shared_ptr<void> {
       others = is_locked(locker_, source);
       // A small one alone is not worth a registration; in a block that is locked for others it is there
@@ -70,7 +70,7 @@ class Pinning {
     }
   }
 
-  /// Beside the masters: Note [A small master has a page-locked copy].
+  /// Gives small masters their copies: Note [A small master has a page-locked copy].
   void beside(const std::vector<Lockable*>& small) {
     std::size_t bytes = 0;
     for (const Lockable* item : small) bytes += room(*item);

@@ -1,4 +1,4 @@
-// Page-locking masters for an accelerator: in place, beside them, or not at all.
+// Page-locking masters for an accelerator: in place, as a copy, or not at all.
 #pragma once
 
 #include <cstddef>
@@ -10,12 +10,12 @@
 
 namespace dynswap {
 
-/// What page-locks memory for one device. Used by one thread; what it returns may be let go of by any.
+/// Page-locks memory for one device. Used by one thread. What it returns may be freed by any thread.
 class PageLocker {
  public:
   virtual ~PageLocker() = default;
 
-  /// Whether the device may read this byte by itself, whoever has locked it.
+  /// Whether the device may read this byte by itself. It does not matter who has locked it.
   virtual bool is_locked(const std::byte* byte) = 0;
 
   /// Locks a block in place, for as long as the result lives. Null, and why in `reason`, if that is refused.
@@ -25,10 +25,10 @@ class PageLocker {
   virtual std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string& reason) = 0;
 };
 
-/// Page-locks what lies in plain RAM as far as it may be and the system allows, and replaces those sources by
-/// ones that say so: the master in place where its block may be locked, or is already, and a copy beside it
-/// where it is small. The others stay as they are. Returns a sentence for the user about those, empty if
-/// there is nothing to say. Takes seconds for gigabytes.
+/// Page-locks masters in plain RAM, as far as that is safe and the system allows it, and replaces their
+/// sources by pinned ones. A master is locked in place where its block may be locked, or is locked already. A
+/// small one gets a page-locked copy instead. Other masters stay as they are: returns a sentence for the user
+/// about them, empty if there is nothing to say. Takes seconds for gigabytes.
 std::string page_lock(PageLocker& locker, std::vector<Lockable>& items);
 
 }  // namespace dynswap

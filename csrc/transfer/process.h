@@ -7,8 +7,8 @@ namespace dynswap {
 /// the threads that serve a backend do not exist.
 bool devices_usable() noexcept;
 
-/// Arranges that devices_usable() knows. Called after the runtime's first use and before the first object of
-/// ours is made: handlers run in the opposite order, so ours runs before the runtime's own.
+/// Keeps devices_usable() up to date from now on. Has to be called after the runtime's first use and before
+/// our first object is made: exit handlers run in the reverse order, so ours then runs before the runtime's.
 void watch_process() noexcept;
 
 }  // namespace dynswap

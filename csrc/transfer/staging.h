@@ -31,9 +31,9 @@ struct StagedPiece {
   std::size_t offset = 0;
 };
 
-/// Note [A staged copy]: the thread that issues a copy neither reads nor waits. For each chunk (what one
-/// buffer holds) it enqueues, in this order, a host function and the copies from the buffer to the device,
-/// and at the end of the request one more host function. Readers fill the buffers meanwhile. The host
+/// Note [A staged copy]: with CUDA, the thread that issues a copy neither reads nor waits. For each chunk
+/// (what one buffer holds) it enqueues, in this order, a host function and the copies from the buffer to the
+/// device, and at the end of the request one more host function. Readers fill the buffers meanwhile. The host
 /// function of chunk c does two things, on the driver's own thread:
 ///   1. The stream has come as far as c, so all before c is copied: those buffers are free, and the reads
 ///      that waited for them begin.
@@ -41,6 +41,9 @@ struct StagedPiece {
 /// Chunk c lies in buffer c % buffers, so its read waits for chunk c - buffers, whose end the host
 /// function of chunk c - buffers + 1 reports: always an earlier one of the same stream. Hence no host
 /// function ever waits for what comes after it, however many rings share the driver's thread.
+///
+/// Over torch's streams, which have no host functions, a thread of the backend calls passed() and await()
+/// itself before it enqueues the copies of a chunk: see Note [A copy that is issued later].
 ///
 /// Invariant: chunks are added in the order in which they are enqueued on the stream.
 ///
@@ -108,7 +111,7 @@ class StagingRing {
   std::uint64_t passed_ = 0;   ///< the chunks before this one are copied
   bool closed_ = false;
 
-  WorkerPool readers_;  // last: its threads use what stands above
+  WorkerPool readers_;  // last: its threads use the members above
 };
 
 }  // namespace dynswap
