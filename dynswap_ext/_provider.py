@@ -35,7 +35,8 @@ class Provider:
     name: str
     session: Callable[..., Session]
     attribute: type
-    #: The engine's: "host", "cuda", "torch" (torch's own streams); or "python", which has no engine.
+    #: The engine's backend: "host", "cuda" or "torch" (torch's own streams). "python" for the pure-Python
+    #: provider, which has no engine.
     backend: str
     #: Why it is not the native one; empty if it is, and where pure Python was asked for.
     reason: str = ""
@@ -79,7 +80,10 @@ class BackendInfo:
 
 
 class _Obstacle(NamedTuple):
-    """What keeps the native provider from serving a device, and what to do about it: no full stops."""
+    """What keeps the native provider, or its best backend, from serving a device, and what to do about it.
+
+    Both texts are without a full stop.
+    """
 
     reason: str
     remedy: str
@@ -93,10 +97,14 @@ class _Extension(NamedTuple):
 
 
 def select(asked: str, device: torch.device) -> Provider:
-    """Choose the provider for an install on the device.
+    """Choose the provider for an install on the device: `asked` is "auto", "native" or "python".
 
-    "auto" takes the native extension where it can serve the device. Where that was asked for and cannot be
-    had, raises ConfigError, which says why.
+    "auto" takes the native extension where it can serve the device, else pure Python, with a warning.
+
+    Raises
+    ------
+    ConfigError
+        "native" was asked for and cannot serve the device. Says why.
     """
     if asked == "python":
         logger.debug("the python provider serves %s, as asked for", device)
@@ -184,7 +192,7 @@ def _python(reason: str = "") -> Provider:
 def _engine(
     extension: _Extension, device: torch.device, *, ask_driver: bool = True
 ) -> tuple[str, _Obstacle | None]:
-    """Return the engine's backend for a device, "" if it has none, and what keeps it from the best one."""
+    """Return the engine's backend for a device ("": none), and what rules out a better one, if anything."""
     if extension.module is None:
         return "", _Obstacle(extension.reason, _AGAINST_THIS_TORCH)
     if device.type == "cpu":
@@ -210,7 +218,7 @@ def _engine(
 
 
 def _without_cuda(extension: _Extension, device: torch.device, ask_driver: bool) -> _Obstacle | None:
-    """Why the CUDA backend cannot serve a device of NVIDIA's, if it cannot."""
+    """Return why the CUDA backend cannot serve an NVIDIA device; None if it can."""
     if not extension.build.get("cuda"):
         return _Obstacle(
             "the extension was built without CUDA",
@@ -220,7 +228,7 @@ def _without_cuda(extension: _Extension, device: torch.device, ask_driver: bool)
 
 
 def _without_driver(extension: _Extension, device: torch.device) -> _Obstacle | None:
-    """Why the CUDA runtime in the extension cannot use a device, if it cannot. Wakes the driver."""
+    """Return why the CUDA runtime in the extension cannot use a device; None if it can. Wakes the driver."""
     built = f"the extension, built with CUDA {extension.build.get('cuda')},"
     older = (
         "Update the NVIDIA driver, or reinstall the extension with a toolkit that is as old as the driver "

@@ -55,7 +55,7 @@ class Tuning:
 
 
 class Tuner:
-    """Told of a model's calls, it plans anew when enough of them were measured. Thread-safe."""
+    """Hears of a model's calls, and makes a new plan when enough of them were measured. Thread-safe."""
 
     def __init__(self, session: Session, budget: int | None, *, automatic: bool) -> None:
         self._session = session

@@ -109,7 +109,7 @@ def provider_from_environment() -> str:
 
 
 def engine_backend_from_environment() -> str:
-    """``DYNSWAP_ENGINE_BACKEND``, or "auto": how the native provider copies to an accelerator."""
+    """Return ``DYNSWAP_ENGINE_BACKEND``, or "auto": how the native provider copies to an accelerator."""
     value = _environment("DYNSWAP_ENGINE_BACKEND") or "auto"
     return _one_of(ENGINE_BACKENDS, "DYNSWAP_ENGINE_BACKEND", value)
 

@@ -46,7 +46,7 @@ class Handle:
 
     @property
     def backend(self) -> str:
-        """The engine's: "host", "cuda", "torch" (torch's own streams) or "python"."""
+        """What copies weights to the device: "host", "cuda", "torch" (torch's own streams) or "python"."""
         return self._install.session.backend
 
     @property

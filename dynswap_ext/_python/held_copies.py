@@ -4,8 +4,8 @@ Note [Deaths are settled later]
 -------------------------------
 A handed-out tensor can die anywhere: in another thread, in the autograd engine, in a garbage collection
 that an allocation of the session's own code set off. So the weak reference's callback only appends to a
-deque, which needs no lock; whoever holds the lock settles what is in it on the way out, and the callback
-tries to be that one without waiting.
+deque, which needs no lock. The thread that holds the lock settles what is in the deque before it lets go. The
+callback also tries to take the lock, without waiting, and settles it itself if it gets the lock.
 """
 
 from __future__ import annotations
@@ -164,7 +164,7 @@ class HeldCopies(Statistics):
             self._drop(weight)
 
     def note_death(self, copy: DeviceCopy, aliased: bool) -> None:
-        """The tensor that was handed out of a copy dies; `aliased`: others have the bytes, too."""
+        """Note that the tensor handed out of a copy is dying; `aliased`: its bytes have other holders."""
         self._deaths.append((copy, aliased))
         self._exclusive.settle_if_free()
 

@@ -9,12 +9,17 @@ from dynswap_ext.errors import BudgetError
 
 
 def choose_residents(sizes: Sequence[int], budget: int | None, together: int, at_once: int = 0) -> list[bool]:
-    """Choose residents for weights that are used in this order, again and again. Sizes are bytes.
+    """Choose residents for weights that are used in this order, again and again: a bool for each.
 
-    All of them if they fit the budget; else as many bytes as fit beside those in use at one time, spread
-    evenly over the order, so that whatever consumes the stream meets it at an even pace. A module may use
-    `together` at one time; that a call uses `at_once` is certain, and it raises BudgetError if that or the
-    largest weight does not fit. Without a budget nothing stays.
+    All of them if they fit the budget; else as many bytes as fit in addition to those in use at one time,
+    spread evenly over the order, so that the weights that stream come at an even pace. Without a budget
+    nothing stays. `sizes` are device bytes, `together` the bytes that a module may use at one time, `at_once`
+    those that a call certainly uses at one time.
+
+    Raises
+    ------
+    BudgetError
+        The largest weight does not fit, or `at_once` does not.
     """
     if budget is None or not sizes:
         return [False] * len(sizes)

@@ -248,7 +248,7 @@ class Session(HeldCopies):
         return tensor if inside or graph else make_proxy(tensor, master)
 
     def hand_out_again(self, weight: Weight) -> torch.Tensor:
-        """What a weight is handed out as whose master has other data now."""
+        """Return what a weight is handed out as, now that its master has other data."""
         with self._exclusive:
             copy = self._current_copy(weight)
             self._held[id(copy)] = copy

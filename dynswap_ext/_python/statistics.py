@@ -33,7 +33,7 @@ _PLAN = ("groups", "resident_groups", "weight_bytes", "resident_bytes", "arena_b
 
 @dataclass(slots=True, eq=False)
 class Counts:
-    """What is counted of one weight, and said of it."""
+    """The counters of one weight, and what reports say about it."""
 
     name: str = "?"
     source: str = "RAM"

@@ -45,9 +45,12 @@ _swap_classes: weakref.WeakKeyDictionary[
 def swap_class(cls: type, attribute_type: type, naming: ClassNaming | None = None) -> type | None:
     """Find or make the swap class of a module class.
 
-    The provider's ``attribute_type(name, getter)`` serves one name; torch.compile may trace `getter` in its
-    place. With a `naming` the swap class shows (`compat`). None for a class that cannot be swapped:
-    TorchScript modules, whose attributes live in C++, and classes whose instances refuse another class.
+    `attribute_type` is the provider's data descriptor: ``attribute_type(name, getter)`` serves one name, and
+    torch.compile may trace `getter` in its place. `naming` gives swap classes a name of their own (`compat`);
+    by default they have the original's.
+
+    Returns None for a class that cannot be swapped: that of a TorchScript module, whose attributes live in
+    C++, and classes whose instances refuse another class.
     """
     cls = original_class(cls)
     if is_scripted(cls):

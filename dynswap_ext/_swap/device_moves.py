@@ -32,9 +32,9 @@ _told: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def staying(module: nn.Module, function: _Function) -> _Function:
-    """What `_apply` does to the tensors of an installed module in place of `function`.
+    """Return what `_apply` applies to the tensors of an installed module in place of `function`.
 
-    Only torch's own functions are changed: others know what they do.
+    Mostly that is `function` itself: only torch's own are changed, because others know what they do.
     """
     if isinstance(function, _Staying):  # of the module above, which may belong to another install
         function = function.function

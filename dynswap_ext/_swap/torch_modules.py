@@ -1,4 +1,4 @@
-"""What some of torch's own module classes do beside reading attributes.
+"""Serve what some of torch's own module classes do in addition to reading attributes.
 
 Note [Code on the class]
 Each `torch.fx.GraphModule` has a class of its own. `recompile()` writes `forward` and `__call__` on the type

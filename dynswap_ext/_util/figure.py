@@ -46,7 +46,7 @@ def style(axes: Any, *, grid: str = "y") -> None:
 
 
 def check_path(path: str | PathLike[str]) -> Path:
-    """Return a picture's path if matplotlib knows its suffix and its folder exists; else ConfigError."""
+    """Return a picture's path if its suffix is known and its folder exists; else raise ConfigError."""
     where = Path(path)
     if where.suffix.removeprefix(".").lower() not in figure(1, 1).canvas.get_supported_filetypes():
         raise ConfigError(f"{where} cannot be drawn: expected an ending such as .png, .svg or .pdf")
@@ -54,7 +54,7 @@ def check_path(path: str | PathLike[str]) -> Path:
 
 
 def check_folder(path: str | PathLike[str], what: str) -> Path:
-    """Return the path of a file that is to be written, if its folder exists; else ConfigError."""
+    """Return the path of a file that is to be written, if its folder exists; else raise ConfigError."""
     where = Path(path)
     if not where.parent.is_dir():
         raise ConfigError(f"there is no folder {where.parent} for the {what} {where.name}; make it first")

@@ -65,7 +65,7 @@ def format_bytes(amount: int) -> str:
 
 
 def first_budget(device: torch.device) -> int:
-    """Return the bytes to begin with, while nobody knows what the activations take."""
+    """Return the bytes to begin with, while it is not known what the activations take."""
     return max(1, int(_FIRST_SHARE * free_bytes(device)))
 
 

@@ -25,7 +25,7 @@ def check_progress(given: ProgressOption | None) -> ProgressOption:
 
 @contextmanager
 def shown(progress: ProgressOption, what: str) -> Iterator[ProgressCallback | None]:
-    """Yield what is to be told of the progress of `what`; None where nobody wants to know.
+    """Yield a function to tell of the progress of `what` (a word or two); None if progress is not wanted.
 
     True is a bar on stderr, where that is a terminal or a notebook: a log file has no use for one.
     """

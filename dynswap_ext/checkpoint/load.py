@@ -92,8 +92,8 @@ def load(
         The file is not there, cut short, or of an unknown format.
     ConfigError
         An argument cannot be used; keys are missing, unexpected or of another shape (all are named together);
-        the transform failed; tied weights differ in the file, where two entries for one are compared; or a
-        meta skeleton has buffers that no checkpoint holds and that cannot be made again.
+        the transform failed; tied weights differ in the file; or a meta
+        skeleton has buffers that no checkpoint holds and that cannot be made again.
 
     Notes
     -----
@@ -103,7 +103,8 @@ def load(
 
     Non-persistent buffers are in no checkpoint. To make them, the factory (`target`, or the one given to
     `init_empty`) is called once more, outside the meta device, and its parameters are freed as soon as they
-    are registered.
+    are registered. Two checkpoint entries for one shared weight are compared, which reads them, since only
+    one can be kept.
     """
     log_to_stderr(config.log_level())
     begun = time.monotonic()

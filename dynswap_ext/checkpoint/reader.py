@@ -32,15 +32,15 @@ class Checkpoint(Mapping[str, Any]):
 
     #: What the user named: a file, an index, or a folder.
     path: Path
-    #: What the format is called.
+    #: The name of the format, such as "safetensors" or "gguf".
     format: str
     #: The entry of each tensor, in the order of the file.
     entries: dict[str, Entry]
     #: All the files that hold bytes of it.
     files: tuple[Path, ...]
-    #: From a name to the tensor of its entry: a view of a private mapping of its file. Where the bytes are
-    #: not one range of one file, it is put together in memory, and a new one each time. Raises a SourceError
-    #: that names file and entry if the bytes are not what the header says.
+    #: ``tensor(name)`` returns the tensor of an entry: a view of a private mapping of its file. Where the
+    #: bytes are not one range of one file, the tensor is put together in memory, at each call. Raises a
+    #: SourceError that names file and entry if the bytes are not what the header says.
     tensor: Callable[[str], torch.Tensor]
     #: Text that the file has in addition to its tensors.
     metadata: dict[str, str] = field(default_factory=dict)

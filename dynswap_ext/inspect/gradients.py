@@ -146,6 +146,11 @@ def gradient_flow(model: nn.Module) -> GradientFlow:
     model : torch.nn.Module
         Plain or installed, after `backward()`.
 
+    Returns
+    -------
+    GradientFlow
+        Data; ``print`` shows a table, `plot` draws it. A parameter without a gradient has None.
+
     Raises
     ------
     ConfigError
@@ -163,7 +168,8 @@ def gradient_flow(model: nn.Module) -> GradientFlow:
 def gradient_health(model: nn.Module, *, vanishing: float = 1e-7, exploding: float = 1e3) -> GradientHealth:
     """Return norm, NaN and infinite elements of each parameter's gradient, and which are unhealthy.
 
-    Looks at the same gradients as `gradient_flow`, and runs nothing.
+    Looks at the same gradients as `gradient_flow` (of an installed model, on its masters), and runs nothing.
+    Gradients under a loss scale are the scaled ones.
 
     Parameters
     ----------
@@ -174,10 +180,15 @@ def gradient_health(model: nn.Module, *, vanishing: float = 1e-7, exploding: flo
     exploding : float
         A Euclidean norm above this is a finding.
 
+    Returns
+    -------
+    GradientHealth
+        Data; ``print`` shows a table.
+
     Raises
     ------
     ConfigError
-        `model` is no module, no parameter of it requires a gradient, or the thresholds are no numbers with
+        `model` is no module, no parameter of it requires a gradient, or the thresholds are not numbers with
         0 <= vanishing < exploding.
     """
     for threshold in (vanishing, exploding):

@@ -96,10 +96,15 @@ def memory_profile(
         What to measure. Default: where the model computes. With a model and inputs on the meta device, what
         it would take is told without memory, by the operations that torch has for that device.
 
+    Returns
+    -------
+    MemoryProfile
+        A row for each call, so several for a module that is called again.
+
     Raises
     ------
     ConfigError
-        `model` is no module, or one of the others has a value that cannot be used.
+        `model` is no module, or another argument has a value that cannot be used.
 
     Notes
     -----

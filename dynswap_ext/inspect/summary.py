@@ -201,11 +201,16 @@ def summary(
     depth : int or None
         How deep the printed table goes; the root is at 0. None: all of it. The data is always whole.
 
+    Returns
+    -------
+    Summary
+        Data; ``print`` shows a table.
+
     Raises
     ------
     ConfigError
-        `model` is no module, both `input_size` and `input_data` are given, or one of the others has a value
-        that cannot be used.
+        `model` is no module, both `input_size` and `input_data` are given, or another argument has a
+        value that cannot be used.
 
     Notes
     -----

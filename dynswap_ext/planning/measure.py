@@ -116,7 +116,7 @@ def measure(
 def _timed(
     modules: Sequence[nn.Module], device: torch.device, call: Callable[[], object], passes: int
 ) -> tuple[list[list[float]], list[int]]:
-    """Run passes; return the compute of each module in each, and modules, by number, by their first call.
+    """Run passes. Return seconds of compute by pass and module, and module numbers in order of first call.
 
     A hook before a module's call asks for the module's weights, and marks the time before and after: what
     lies between is the wait for copies, and what lies between the second mark and the next module's first

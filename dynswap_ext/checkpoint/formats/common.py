@@ -42,10 +42,13 @@ def truncated(path: Path, expected: int, size: int, what: str) -> SourceError:
 
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[int, int]]:
-    """Open a regular file: its descriptor and its size.
+    """Open a regular file, and yield its descriptor and its size.
 
-    If it is not there, is no regular file, is not permitted, or the disk fails, then or inside, that is a
-    SourceError which names the file and the remedy.
+    Raises
+    ------
+    SourceError
+        It is not there, not a regular file, not permitted, or the disk fails, also inside the block.
+        Names the file and the remedy.
     """
     if "\0" in str(path):
         raise SourceError(f"{str(path)!r} is no file name (it has a NUL); correct the name")
@@ -88,7 +91,7 @@ def _neighbours(path: Path) -> str:
 
 
 def content_of(path: Path, limit: int, what: str) -> bytes:
-    """Read a whole file of at most `limit` bytes; more is no `what`, and a SourceError."""
+    """Read a whole file. SourceError if it has more than the `limit` bytes that a `what` may have."""
     with opened(path) as (descriptor, size):
         if size > limit:
             raise SourceError(f"{path} has {size:,} bytes, {what} at most {limit:,}; {AGAIN}")
@@ -107,7 +110,7 @@ def pread(descriptor: int, length: int, offset: int) -> bytes:
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse UTF-8 JSON. A name twice in one object, NaN, an infinity or deep nesting is a ValueError too."""
+    """Parse UTF-8 JSON. ValueError also for a name twice in one object, NaN, an infinity or deep nesting."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -138,7 +141,7 @@ def shown(value: object) -> str:
 
 
 def byte_count(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """The bytes of a tensor. Lengths that are no integers, negative, or too large to count: a ValueError."""
+    """Return the bytes of a tensor. ValueError for lengths that are not integers, negative, or too large."""
     count = occupied = dtype.itemsize
     for length in shape:
         if type(length) is not int or length < 0:  # a bool is an int, and no length

@@ -150,7 +150,7 @@ class _Header:
         return found
 
     def entries(self, count: int, alignment: int) -> dict[str, Entry]:
-        """What is listed of the tensors, in the order of their bytes."""
+        """Read the list of tensors. Return it in the order of their bytes."""
         listed = [self._entry() for _ in range(count)]
         if alignment <= 0 or alignment & (alignment - 1):
             raise ValueError(f"the alignment {alignment} is no power of two")
@@ -171,7 +171,7 @@ class _Header:
         return entries
 
     def _entry(self) -> tuple[int, str, Entry]:
-        """The next tensor: where it is from where tensors begin, and the rest."""
+        """Read the next tensor: its offset from where the tensors begin, its name, and its entry."""
         name, dimensions = self._text(), self._number("I")
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"{name} has {dimensions:,} dimensions")

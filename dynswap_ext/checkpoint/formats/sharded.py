@@ -16,7 +16,10 @@ _SIZE_LIMIT = 100_000_000
 
 
 def joined(path: Path, format: str, parts: Mapping[Path, Checkpoint]) -> Checkpoint:
-    """One checkpoint of several files, no two of which have a name in common. Of texts the first holds."""
+    """Return one checkpoint of several files, whose tensors have different names.
+
+    Where files give a key of the metadata different values, the first file counts.
+    """
     owners = {name: part for part in parts.values() for name in part.entries}
     return Checkpoint(
         path,
@@ -31,7 +34,7 @@ def joined(path: Path, format: str, parts: Mapping[Path, Checkpoint]) -> Checkpo
 
 
 def read_index(path: Path, open_shard: Callable[[Path], Checkpoint]) -> Checkpoint:
-    """Return the checkpoint of an index and its shards, which hold what it says: no tensor less or more.
+    """Return the checkpoint of an index and its shards, which hold exactly the tensors that it names.
 
     The shards are opened at once: only their headers say what the tensors are.
     """

@@ -22,7 +22,7 @@ _AT_ONCE_DEVICE = 1 << 24
 
 
 def words(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Bytes as little-endian numbers, in a copy: a single row is contiguous where it is, at any byte."""
+    """Return bytes as little-endian numbers. Copies them, because a row may begin at an unaligned byte."""
     return part.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
@@ -68,13 +68,13 @@ _FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1,
 
 
 def of_four_bits(part: torch.Tensor, width: int, values: tuple[int, ...]) -> torch.Tensor:
-    """The values that fields of 4 bits are the numbers of."""
+    """Return the `values` at the indices that fields of 4 bits hold."""
     table = torch.tensor(values, dtype=torch.int8, device="cpu").unsqueeze(1)
     return looked_up(fields(part, width, 4), table)
 
 
 def five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Fields whose highest bits are in bytes of their own."""
+    """Return fields of 5 bits, whose highest bits are in bytes of their own."""
     return fields(low, 16, 4) | (fields(high, 1, 1) << 4)
 
 
@@ -289,7 +289,10 @@ def encoding_of(name: str) -> Encoding:
 
 
 def decode(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Decode uint8 (..., bytes of a row), on its device, to (..., values of a row): in float32, then cast."""
+    """Decode rows of blocks: uint8 (..., bytes of a row), on any device, to (..., values of a row) there.
+
+    `name` is the encoding, such as "Q4_K". Values are computed in float32 and cast to `dtype`.
+    """
     encoding = encoding_of(name)
     rows = blocks.reshape(-1, encoding.nbytes)
     values = torch.empty(rows.shape[0], encoding.values, dtype=dtype, device=blocks.device)

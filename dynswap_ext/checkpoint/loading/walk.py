@@ -72,7 +72,7 @@ def _overrides(module: nn.Module, method: str) -> bool:
 
 
 class _Walk(TorchFunctionMode):
-    """Loads module after module. As a mode, it takes what `copy_` cannot read or write to `module_load`."""
+    """Loads module after module. As a mode, it redirects what `copy_` cannot handle to `module_load`."""
 
     def __init__(self, metadata: Mapping[str, Any], assign: bool) -> None:
         super().__init__()

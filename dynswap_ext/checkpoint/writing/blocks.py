@@ -48,7 +48,7 @@ class Block(NamedTuple):
         return _crc(buffer, at, self.nbytes)
 
     def write(self, layout: Layout, *, verify: bool) -> int:
-        """Write it, and return the checksum; with `verify`, of what the disk has got as well."""
+        """Write the block, and return its checksum. `verify` reads it back; SourceError if it differs."""
         buffer = thread_buffer("write")
         layout.fill(buffer, self.begin, self.nbytes)
         checksum = _crc(buffer, 0, self.nbytes)
@@ -69,7 +69,7 @@ def _crc(buffer: mmap.mmap, begin: int, nbytes: int) -> int:
 
 
 def blocks_of(path: Path, begin: int, end: int) -> list[Block]:
-    """Return the blocks of a file whose tensors lie there."""
+    """Return the blocks of a file whose tensors lie from byte `begin` to byte `end`."""
     return [Block(path, at, min(BLOCK, end - at)) for at in range(begin, end, BLOCK)]
 
 

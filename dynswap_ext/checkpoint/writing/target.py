@@ -63,7 +63,7 @@ class Target:
 
     @contextmanager
     def reserved(self, needed: int) -> Iterator[None]:
-        """Have the partial folder to oneself, for `needed` bytes. An OSError becomes a SourceError."""
+        """Lock the partial folder. An OSError inside becomes a SourceError, which says `needed` (bytes)."""
         try:
             with self._locked():
                 yield
@@ -105,7 +105,7 @@ class Target:
                     path.rmdir()
 
     def make_room(self, needed: int, *, keep: bool = False) -> None:
-        """Empty the partial folder, unless what is there is to be kept, and see if the disk has the rest."""
+        """Empty the partial folder unless `keep`, and check that the disk has room for what is missing."""
         if not keep:
             for path in self.partial.iterdir():
                 path.unlink()
@@ -123,7 +123,7 @@ class Target:
         )
 
     def place(self, parts: Mapping[Path, Layout]) -> tuple[Path, list[Path]]:
-        """Let complete files take their place: what can be loaded, and the files.
+        """Move complete files to their places. Return what can be loaded, and the files.
 
         Until the last of them, the index if there is one, has its place, the checkpoint before is whole, and
         after that the new one. The note is for the run after a crash in between.
