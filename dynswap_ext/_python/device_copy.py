@@ -269,7 +269,7 @@ class DeviceCopy:
             other._seen = (_identity(weight.master)[0], *other._seen[1:])
 
     def aliased(self, *, at_death: bool = False) -> bool:
-        """Whether somebody else holds the bytes: a view, a detached alias, an autograd graph.
+        """Return whether something else holds the bytes: a view, a detached alias, an autograd graph.
 
         `at_death`: while the handed-out tensor is dying, and still counts as an owner.
         """
@@ -291,7 +291,7 @@ def _owners(tensor: torch.Tensor) -> int:
 
 
 def _measure_owners() -> tuple[int, int]:
-    """What `_owners` says of a tensor by itself, and of one whose only alias is dying.
+    """Return what `_owners` counts for a tensor by itself, and for one whose only alias is dying.
 
     Measured, as torch's own references to a storage are not part of its interface.
     """

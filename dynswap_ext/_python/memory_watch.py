@@ -190,7 +190,7 @@ class MemoryWatch:
                 self._pages = _Pages(self._kernel, begin, end, writes)
 
     def _is_gone(self) -> bool:
-        """Whether nothing can be read any more (Note [Mapped files that become shorter])."""
+        """Return whether the bytes cannot be read any more (Note [Mapped files that become shorter])."""
         return self._file is not None and bool(what_is_missing(self._file, self.address, self.bytes))
 
     def of(self, master: torch.Tensor) -> bool:

@@ -150,12 +150,12 @@ class Statistics:
         self._note_first_use(counts)
 
     def _record_use(self, counts: Counts, held: int) -> None:
-        """The weight is computed with from now on; `held` bytes are on the device."""
+        """Record that a computation uses the weight from now on; `held` bytes are on the device."""
         now = time.monotonic_ns()
         self._add("use", counts, now, now, "", held, threading.get_native_id())
 
     def _in_order(self) -> list[Counts]:
-        """The weights in the order of use; those never used come last."""
+        """Return the weights in the order of use; those never used come last."""
         last = self._used
         return sorted(self._counts, key=lambda counts: last if counts.first_use is None else counts.first_use)
 

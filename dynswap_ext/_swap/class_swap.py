@@ -346,7 +346,7 @@ def _flush_module(module: Any) -> None:
 
 @contextlib.contextmanager
 def _masters_change(module: Any) -> Iterator[None]:
-    """Within it, the masters of a module may be replaced or written."""
+    """Let the masters of a module be replaced or written inside the block."""
     session = session_of(module)
     release_inputs()
     if session is not None and torch.__future__.get_swap_module_params_on_conversion():

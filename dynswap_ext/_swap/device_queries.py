@@ -48,9 +48,10 @@ _libraries: dict[str, frozenset[str]] = {}
 
 
 def register_library(library: str, *askers: str) -> None:
-    """Let a library that asks the first parameter be answered for the weight. It need not be installed.
+    """Register a library that asks the first parameter for a device or a dtype: the weight answers.
 
-    `askers` are its functions that go through parameters for a device or a dtype, and return that.
+    `library` is the name that its modules' names begin with; it need not be installed. `askers` are its
+    functions that go through parameters for a device or a dtype, and return that.
     """
     _libraries[library] = frozenset(askers)
 
@@ -184,7 +185,7 @@ def _dtype(session: Any, master: torch.Tensor) -> torch.dtype:
 
 
 def _is_question() -> bool:
-    """Whether torch goes through the members for code that only wants to know a device or a dtype."""
+    """Return whether torch goes through the members for code that only asks for a device or a dtype."""
     frame: FrameType | None = sys._getframe(3)  # over `as_asked` and `_named_members`
     while frame is not None and frame.f_globals.get("__name__") == _TORCH:
         frame = frame.f_back

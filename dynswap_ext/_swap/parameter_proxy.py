@@ -183,7 +183,7 @@ class ParameterProxy(torch.Tensor):
 
 
 def master_of(tensor: _T) -> _T:
-    """The master of a handed-out tensor that is seen from outside; anything else is its own."""
+    """Return the master of a handed-out tensor that is seen from outside; for anything else, the argument."""
     return vars(tensor).get(_MASTER, tensor) if type(tensor) is ParameterProxy else tensor
 
 
@@ -194,7 +194,7 @@ def plain_tensor_of(tensor: torch.Tensor) -> torch.Tensor:
 
 @untraced
 def proxy_for(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """The alias to give for what a forward would get of a master; one for as long as somebody has it."""
+    """Return the alias for `tensor`, which a forward would get of `master`; the same one while it is held."""
     if type(tensor) is not torch.Tensor or tensor is master or torch._C._are_functorch_transforms_active():
         return tensor
     known = vars(tensor).get(_ALIAS)

@@ -124,7 +124,7 @@ def _method(cls: type, name: str, around: Callable[..., Any]) -> dict[str, Any]:
 
 
 def namespace_for(cls: type, join: Callable[[Any, Any], None]) -> dict[str, Any]:
-    """What the swap class of a class of torch's has to define; nothing for most classes.
+    """Return what the swap class of one of torch's classes has to define; nothing for most classes.
 
     ``join(module, child)`` lets a child that came into an installed module join its install.
     """

@@ -154,7 +154,7 @@ def byte_count(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
 
 
 def mapped_tensor(storage: torch.UntypedStorage, entry: Entry) -> torch.Tensor:
-    """A contiguous tensor over an entry's bytes in its mapped file, aligned or not."""
+    """Return a contiguous tensor over an entry's bytes in its mapped file, aligned or not."""
     tensor = torch.empty(0, dtype=entry.dtype)
     if entry.nbytes:
         assert entry.offset is not None

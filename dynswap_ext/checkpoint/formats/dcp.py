@@ -81,14 +81,14 @@ class _Folder:
 
     @contextmanager
     def open(self, file: str) -> Iterator[_File]:
-        """A file over a mapping of its own: pages that are read through it stay in memory."""
+        """Open a file over a mapping of its own. Pages that are read through it stay in memory."""
         path = self.path / file
         with opened(path) as (descriptor, size):
             mapped = map_file(path, descriptor, size) if size else torch.empty(0).untyped_storage()
             yield _File(path, descriptor, mapped, self.weights_only)
 
     def value(self, name: str, leaf: Listing | Range | dict[Any, Any]) -> Any:
-        """What was saved: an object, a tensor that is put together, or a tree; keys of lists are indexes."""
+        """Return what was saved: an object, a tensor put together, or a tree, lists by index."""
         if isinstance(leaf, dict):
             if leaf and all(isinstance(key, int) for key in leaf):
                 return [self.value(name, leaf[key]) for key in sorted(leaf)]
@@ -116,7 +116,7 @@ class _File:
             raise truncated(self.path, end, self.mapped.nbytes(), shown(name))
 
     def saved(self, name: str, place: Range) -> Any:
-        """What ``torch.save`` wrote there."""
+        """Return what ``torch.save`` wrote there."""
         self.check(name, place)
         part = self.mapped[place.offset : place.offset + place.length]
         try:

@@ -104,7 +104,7 @@ def _check_records(file: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """What torch found, without its advice and its stack of C++ functions around it."""
+    """Return what torch found wrong, without its advice and its C++ stack."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     found = (line for line in lines if "GLOBAL" in line or line.startswith("WeightsUnpickler error"))
     return next(found, lines[0])

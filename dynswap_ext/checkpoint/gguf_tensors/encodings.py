@@ -279,7 +279,7 @@ ENCODINGS: dict[str, Encoding] = {
 
 
 def encoding_of(name: str) -> Encoding:
-    """The encoding of that name, such as "Q4_K"; a ConfigError lists those that there are."""
+    """Return the encoding of that name, such as "Q4_K". ConfigError, with a list of all, if there is none."""
     if name in ENCODINGS:
         return ENCODINGS[name]
     raise ConfigError(

@@ -201,7 +201,7 @@ class Window(ExitStack):
         return None if entry.offset is None or entry.encoding else entry
 
     def _blocks(self, name: str, entry: Entry) -> Iterator[torch.Tensor]:
-        """The values in order, one block after the other in the same memory."""
+        """Yield the values in order, one block after the other in the same memory."""
         buffer = _memory(min(_WINDOW, entry.nbytes)).view(entry.dtype)
         for start in range(0, entry.nbytes, _WINDOW):
             block = buffer[: (entry.nbytes - start) // entry.dtype.itemsize]

@@ -93,7 +93,7 @@ class Snapshot:
             )
 
     def _moved(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """The old object with the new values, or the new one where torch cannot do that."""
+        """Return the old object with the new values, or the new one where torch cannot do that."""
         takes_data = (
             type(old) is type(new)
             and is_plain(old)

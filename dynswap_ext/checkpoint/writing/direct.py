@@ -24,7 +24,7 @@ _thread = threading.local()
 
 
 def align_up(value: int) -> int:
-    """The next multiple of `ALIGNMENT`."""
+    """Return the next multiple of `ALIGNMENT`."""
     return -(-value // ALIGNMENT) * ALIGNMENT
 
 
