@@ -164,7 +164,7 @@ def backend_info() -> BackendInfo:
 
 
 def native_unavailable(device: torch.device) -> str:
-    """Why the native provider cannot serve the device; empty if it can. Wakes the driver of a CUDA device."""
+    """Return why the native provider cannot serve the device; empty if it can. Wakes the device's driver."""
     backend, obstacle = _engine(_extension(), device)
     return obstacle.reason if obstacle and not backend else ""
 

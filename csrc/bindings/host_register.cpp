@@ -53,7 +53,6 @@ std::shared_ptr<void> register_block(const c10::Device& device, std::byte* block
   const py::gil_scoped_acquire gil;
   try {
     const c10::DeviceGuard guard(device);  // else a context is made on device 0
-    // In one call, however large: a copy may not span two registrations, and torch copies tensors whole.
     const py::object error =
         runtime().attr("cudaHostRegister")(reinterpret_cast<std::uintptr_t>(block), bytes, kPortable);
     if (succeeded(error)) return std::make_shared<Registration>(device, block);

@@ -60,7 +60,6 @@ class CudaPageLocker final : public PageLocker {
   }
 
   std::shared_ptr<void> lock(std::byte* block, std::size_t bytes, std::string& reason) override {
-    // In one call, however large: a copy may not span two registrations, and torch copies tensors whole.
     const cudaError_t error = cudaHostRegister(block, bytes, cudaHostRegisterPortable);
     if (error == cudaSuccess) return std::make_shared<Registration>(context_, block);
     reason = refusal(error);

@@ -133,7 +133,6 @@ class Pinning {
   }
 
   std::shared_ptr<void> register_block(const Lockable& item) {
-    // In one call, however large: a copy may not span two registrations, and torch copies tensors whole.
     return locker_.lock(const_cast<std::byte*>(item.block), item.block_bytes, reason_);
   }
 

@@ -18,7 +18,8 @@ class PageLocker {
   /// Whether the device may read this byte by itself. It does not matter who has locked it.
   virtual bool is_locked(const std::byte* byte) = 0;
 
-  /// Locks a block in place, for as long as the result lives. Null, and why in `reason`, if that is refused.
+  /// Locks a block in place, for as long as the result lives. In one call, however large: a copy may not span
+  /// two registrations, and torch copies tensors whole. Null, and why in `reason`, if that is refused.
   virtual std::shared_ptr<void> lock(std::byte* block, std::size_t bytes, std::string& reason) = 0;
 
   /// Locked memory of its own. Null, and why in `reason`, if there is none.
