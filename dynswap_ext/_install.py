@@ -109,7 +109,7 @@ class Install(ServedModules):
     def retune(self, budget: int | float | str | None) -> None:
         with lock:
             if not self.active:
-                raise ConfigError("the model has been uninstalled: there is nothing to plan for")
+                raise ConfigError("the model has been uninstalled, or is gone: there is nothing to plan for")
             if budget is None:
                 self.tuner.measure(self.tuner.budget)
             elif budget == "auto":

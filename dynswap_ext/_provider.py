@@ -21,11 +21,11 @@ from dynswap_ext._util.warn import warn
 from dynswap_ext.config import engine_backend_from_environment, listed_devices, provider_from_environment
 from dynswap_ext.errors import ConfigError, DeviceError
 
-_REINSTALL = "`pip install --no-build-isolation --force-reinstall .` in a checkout"
+_REINSTALL = "`pip install --no-build-isolation --no-deps --force-reinstall .` in a checkout"
 _AGAINST_THIS_TORCH = f"Reinstall it against this torch ({_REINSTALL})"
 _STAY = "Weights that fit can stay on the device (`budget=`), where nothing waits for them"
 _SILENCE = "DYNSWAP_PROVIDER=python takes pure Python without this warning"
-_SILENT_STREAMS = "DYNSWAP_ENGINE_BACKEND=torch takes them without this warning"
+_SILENT_STREAMS = "DYNSWAP_ENGINE_BACKEND=torch takes torch's streams without this warning"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class BackendInfo:
     provider: str
     #: Whether the extension could be imported.
     extension: bool
-    #: Why the native provider is not used; None if it is.
+    #: Why the native provider, or the best backend of its engine, is not used; None if they are.
     reason: str | None
     #: How the native provider would copy to that device: "host", "cuda", "torch" (torch's own streams); or
     #: "python".
@@ -66,9 +66,10 @@ class BackendInfo:
 
     def __str__(self) -> str:
         """Write one line a fact."""
+        why = f" ({self.reason})" if self.reason else ""
         rows = {
-            "provider": self.provider + (f" ({self.reason})" if self.reason else ""),
-            "engine backend": self.backend,
+            "provider": self.provider + (why if self.provider == "python" else ""),
+            "engine backend": self.backend + (why if self.provider == "native" else ""),
             "extension": "built" if self.extension else "not available",
             "built for torch": self.built_for_torch or "-",
             "running torch": self.torch,
@@ -115,10 +116,11 @@ def select(asked: str, device: torch.device) -> Provider:
         if obstacle is not None:
             _warn_once(
                 f"dynswap_ext copies weights to '{device}' through torch's own streams: {obstacle.reason}. "
-                f"Each weight costs the host some microseconds more. {obstacle.remedy}; {_SILENT_STREAMS}."
+                f"Each weight then costs the host more time. {obstacle.remedy}; {_SILENT_STREAMS}."
             )
         logger.debug("the native provider serves %s by its backend %s", device, backend)
-        return Provider("native", extension.module.Session, extension.module.Attribute, backend)
+        reason = obstacle.reason if obstacle else ""
+        return Provider("native", extension.module.Session, extension.module.Attribute, backend, reason)
     assert obstacle is not None
     if asked == "native":
         raise ConfigError(
@@ -148,10 +150,10 @@ def backend_info() -> BackendInfo:
     reason = None
     if asked == "python":
         backend, reason = "", "DYNSWAP_PROVIDER=python"
-    elif obstacle and not backend:
+    elif obstacle:
         reason = obstacle.reason
     return BackendInfo(
-        provider="python" if reason else "native",
+        provider="native" if backend else "python",
         backend=backend or "python",
         extension=extension.module is not None,
         reason=reason,
@@ -205,7 +207,7 @@ def _engine(
             return "cuda", None
     if wanted == "cuda":
         other = _Obstacle(
-            f"DYNSWAP_ENGINE_BACKEND is 'cuda', and '{device}' is not an NVIDIA GPU's", "Unset it"
+            f"DYNSWAP_ENGINE_BACKEND is 'cuda', and '{device}' is not an NVIDIA GPU", "Unset the variable"
         )
         return "", obstacle or other
     streams = extension.module.torch_backend_obstacle(device) if ask_driver else ""

@@ -128,7 +128,7 @@ def test_a_backend_that_is_asked_for_and_cannot_be_had(
 ) -> None:
     monkeypatch.setenv("DYNSWAP_ENGINE_BACKEND", "cuda")
     (said,) = warnings_of_a_first_choice(torch.device("xpu", 0))
-    assert "DYNSWAP_ENGINE_BACKEND is 'cuda', and 'xpu:0' is not an NVIDIA GPU's" in said
+    assert "DYNSWAP_ENGINE_BACKEND is 'cuda', and 'xpu:0' is not an NVIDIA GPU" in said
     monkeypatch.setenv("DYNSWAP_ENGINE_BACKEND", "opencl")
     with pytest.raises(ConfigError, match="DYNSWAP_ENGINE_BACKEND is 'opencl'; expected one of auto"):
         _provider.select("auto", torch.device("xpu", 0))

@@ -175,6 +175,26 @@ def test_a_write_through_an_alias_that_outlives_the_tensor(provider: Provider) -
         assert model.state_dict()["weight"].unique().tolist() == [2]
 
 
+@pytest.mark.parametrize("numpy", [False, True], ids=["torch", "numpy"])
+def test_writes_through_views_of_several_reads(provider: Provider, numpy: bool) -> None:
+    """Each view outlives the tensor that it was made of, and one of them the other view."""
+    if numpy and provider.device.type != "cpu":
+        pytest.skip("NumPy's arrays are in RAM")
+    model = linear().requires_grad_(False)
+    provider.install(model, dtype=torch.float64)
+    first, second = (
+        view.numpy() if numpy else view for view in [model.weight.detach().view(-1) for _ in range(2)]
+    )
+    first[0] = 1.0
+    assert model.weight[0, 0] == 1.0
+    del first
+    second[0] = 2.0
+    assert model.weight[0, 0] == 2.0
+    del second
+    gc.collect()
+    assert model.state_dict()["weight"][0, 0] == 2.0
+
+
 def test_initialisers_that_write_through_data(provider: Provider) -> None:
     model = nn.Sequential(linear(), linear())
     moved, _ = provider.pair(model)

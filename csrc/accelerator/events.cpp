@@ -3,7 +3,7 @@
 #include <new>
 #include <utility>
 
-#include "accelerator/relaxed_capture.h"
+#include "accelerator/device_runtime.h"
 #include "accelerator/torch_calls.h"
 #include "transfer/process.h"
 

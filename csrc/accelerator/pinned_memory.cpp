@@ -41,11 +41,14 @@ class TorchPageLocker final : public PageLocker {
     return torch_calls([&] { return at::globalContext().isPinnedPtr(byte, device_.type()); });
   }
 
+  std::string locks_nothing() const override {
+    if (host_register_) return {};
+    return "torch cannot page-lock memory in place for devices of the type '" +
+           c10::DeviceTypeName(device_.type(), /*lower_case=*/true) + "'";
+  }
+
   std::shared_ptr<void> lock(std::byte* block, std::size_t bytes, std::string& reason) override {
-    if (host_register_) return host_register_(block, bytes, reason);
-    reason = "torch cannot page-lock memory in place for devices of the type '" +
-             c10::DeviceTypeName(device_.type(), /*lower_case=*/true) + "'";
-    return nullptr;
+    return host_register_ ? host_register_(block, bytes, reason) : nullptr;
   }
 
   std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string& reason) override {

@@ -13,9 +13,9 @@
 #include <thread>
 
 #include "accelerator/copies.h"
+#include "accelerator/device_runtime.h"
 #include "accelerator/events.h"
 #include "accelerator/pinned_memory.h"
-#include "accelerator/relaxed_capture.h"
 #include "accelerator/torch_calls.h"
 #include "core/check.h"
 #include "core/protection.h"
@@ -102,6 +102,8 @@ class TorchBackend final : public Backend {
   void issue_later(const CopyRequest& request, const TorchEventPtr& copied, bool staged);
   void issue(std::vector<CopyBatch>& batches, TorchEvent& copied, Deferred* staged);
   void make_room(Deferred& staged, std::uint64_t chunk);
+  void give_up(std::vector<CopyBatch>& batches, TorchEvent& copied, std::exception_ptr error,
+               Deferred* staged) noexcept;
   void keep(const TorchEventPtr& copied, std::vector<Step> steps);
   void wait_for_stream() noexcept;
   void reap() noexcept;
@@ -233,22 +235,38 @@ void TorchBackend::issue_later(const CopyRequest& request, const TorchEventPtr& 
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
       wait_for_stream();
-      // The next copy to the same place waits for this one only, so what this one waits for has to be over.
-      for (const CopyBatch& batch : *batches) {
-        for (const EventPtr& event : batch.after) synchronise(event);
-      }
-      batches->clear();
-      copied->fail(error);
+      give_up(*batches, *copied, error, &later);
     }
   };
-  const auto cancel = [batches, copied] {
-    batches->clear();
-    copied->fail(std::make_exception_ptr(ClosedError("the backend was closed before the weight was copied")));
+  const auto cancel = [this, batches, copied] {
+    give_up(*batches, *copied,
+            std::make_exception_ptr(ClosedError("the backend was closed before the weight was copied")),
+            nullptr);
   };
   if (!later.thread.submit({run, cancel})) {
     cancel();
     throw ClosedError("the backend is closed");
   }
+}
+
+/// Completes a copy that failed, of which nothing is under way on the copy stream. `staged`: its chunks that
+/// were not enqueued are to be passed over; null once the readers are closed.
+void TorchBackend::give_up(std::vector<CopyBatch>& batches, TorchEvent& copied, std::exception_ptr error,
+                           Deferred* staged) noexcept {
+  for (const CopyBatch& batch : batches) {
+    // Who has the memory next waits for this copy only, so what this one waits for has to be over. An event
+    // that is not recorded is that of a copy before this one in the queue, which did or does the same.
+    for (const EventPtr& event : batch.after) {
+      if (event && as_torch(event).recorded()) synchronise(event);
+    }
+    if (!batch.chunk || staged == nullptr) continue;
+    // Else a later chunk would be read into its buffer while it is being read.
+    staged->copying.clear();
+    staged->ring->passed(*batch.chunk);
+    staged->ring->await(*batch.chunk);
+  }
+  batches.clear();
+  copied.fail(std::move(error));
 }
 
 /// Enqueues what was planned, then records `copied`. Clears `batches` before that, so that the last reference
@@ -448,7 +466,7 @@ std::string torch_backend_obstacle(const c10::Device& device) {
   try {
     const auto guard = guard_of(device);
     const int count = guard.deviceCount();
-    if (device.index() >= count) return "torch finds " + std::to_string(count) + " of them";
+    if (device.index() >= count) return "torch finds " + std::to_string(count) + " devices of this type";
     const c10::Stream stream = guard.getStream(device);
     const c10::Stream copies = copy_stream(device);
     c10::Event event(device.type());

@@ -7,6 +7,7 @@
 #include <string>
 #include <utility>
 
+#include "accelerator/device_runtime.h"
 #include "transfer/process.h"
 
 namespace dynswap {
@@ -33,7 +34,7 @@ class Registration {
     const py::gil_scoped_acquire gil;
     try {
       const c10::DeviceGuard guard(device_);
-      (void)runtime().attr("cudaHostUnregister")(address_);
+      if (!succeeded(runtime().attr("cudaHostUnregister")(address_))) forget_last_error();
     } catch (py::error_already_set& error) {
       error.discard_as_unraisable("dynswap_ext: page-locked memory could not be unlocked");
     } catch (const c10::Error&) {
@@ -56,6 +57,7 @@ std::shared_ptr<void> register_block(const c10::Device& device, std::byte* block
     const py::object error =
         runtime().attr("cudaHostRegister")(reinterpret_cast<std::uintptr_t>(block), bytes, kPortable);
     if (succeeded(error)) return std::make_shared<Registration>(device, block);
+    forget_last_error();
     reason = refusal(error);
   } catch (py::error_already_set& error) {
     reason = error.what();

@@ -93,6 +93,17 @@ class Pinning {
 
   std::string what_is_slower(std::size_t all_bytes) const {
     std::ostringstream text;
+    const std::string why = locker_.locks_nothing();
+    if (!why.empty()) {
+      if (refused_bytes_ + shared_bytes_ > all_bytes / kUnsaidPart) {
+        text << refused_bytes_ + shared_bytes_
+             << " bytes of weights go to the device through a small pinned buffer, which is slower: " << why
+             << ". Pin the masters yourself (Tensor.pin_memory), or pass pin=False to install() to accept "
+                "this "
+                "without this warning";
+      }
+      return text.str();
+    }
     if (refused_bytes_ > 0) {
       text << "the system refused to page-lock " << refused_bytes_ << " bytes of weights (" << reason_
            << "): they go to the device through a small pinned buffer, which is slower. Raise the limit of "
@@ -127,6 +138,7 @@ class Pinning {
   }
 
   bool may_be_locked(const Lockable& item) {
+    if (!locker_.locks_nothing().empty()) return false;
     if (!item.held || item.own_pages) return item.held != nullptr;
     if (!tells_bytes_) tells_bytes_ = tells_bytes_from_pages(locker_);
     return *tells_bytes_;

@@ -108,7 +108,7 @@ void StagingRing::arrive(std::uint64_t chunk) noexcept {
 void StagingRing::await(std::uint64_t chunk) noexcept {
   if (!PROTECTED(staged_copy_waits)) return;
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return chunks_[chunk - first_].over; });
+  changed_.wait(lock, [&] { return chunk < first_ || chunks_[chunk - first_].over; });
 }
 
 bool StagingRing::wait(const Reads& reads, std::chrono::milliseconds patience) {

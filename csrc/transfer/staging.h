@@ -73,7 +73,7 @@ class StagingRing {
   /// Told by the stream: everything before `chunk` is copied. Does not block.
   void passed(std::uint64_t chunk) noexcept;
 
-  /// Blocks until the chunk, which no passed() has been told of, is in its buffer, or its read has failed.
+  /// Blocks until the chunk, which may have been passed, is in its buffer, or its read has failed.
   void await(std::uint64_t chunk) noexcept;
 
   /// passed(chunk), then await(chunk).

@@ -81,6 +81,8 @@ class HeldCopies(Statistics):
         self._weights: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
         #: Those whose bytes somebody can write. `handed` is None where only aliases are left (`w.data`).
         self._held: dict[int, DeviceCopy] = {}
+        #: Those of them whose tensor is dead, and whose bytes somebody else has.
+        self._orphans: dict[int, DeviceCopy] = {}
         self._bytes = 0
         self._freed: deque[int] = deque()
         self._deaths: deque[tuple[DeviceCopy, bool]] = deque()
@@ -88,7 +90,7 @@ class HeldCopies(Statistics):
 
     def stats(self) -> dict[str, int]:
         with self._exclusive:
-            self._collect()
+            self._collect_all()
             return {**self._counters, **self._plan, "live_leases": len(self._held)}
 
     def reset_stats(self) -> None:
@@ -105,7 +107,7 @@ class HeldCopies(Statistics):
 
     def flush(self) -> None:
         with self._exclusive:
-            self._collect()
+            self._collect_all()
             for copy in list(self._held.values()):
                 weight = copy.weight
                 if weight is not None:
@@ -179,21 +181,32 @@ class HeldCopies(Statistics):
             copy.compare = True  # the bytes can still be written, and with no version counter's trace
         if copy.handed is None or copy.handed() is None:  # else it was handed out again since
             copy.handed = None
-            if not aliased:
+            if aliased:
+                self._orphans[id(copy)] = copy
+            else:
                 self._finish(copy)
 
     def _collect(self) -> None:
         """Finish the copies whose bytes have no owner left."""
         self._settle_deaths()
+        for key, copy in list(self._orphans.items()):
+            if copy.handed is not None:
+                del self._orphans[key]  # it was handed out again
+            elif not copy.aliased():
+                self._finish(copy)
+
+    def _collect_all(self) -> None:
+        """Do the same for deaths that were not told of: an interrupt came in a weak reference's callback."""
+        self._settle_deaths()
         for copy in list(self._held.values()):
             if copy.handed is not None and copy.handed() is None:
-                self._settle(copy, aliased=True)  # an interrupt came in the weak reference's callback
-            if copy.handed is None and not copy.aliased():
-                self._finish(copy)
+                self._settle(copy, aliased=True)
+        self._collect()
 
     def _finish(self, copy: DeviceCopy) -> None:
         """Nobody can write the copy's bytes any more."""
         self._held.pop(id(copy), None)
+        self._orphans.pop(id(copy), None)
         weight, owner = copy.weight, copy.owner()
         if weight is not None and copy.unchanged(weight.master):
             # The next access gets what the master has of it, which may be rounded.

@@ -333,6 +333,7 @@ class Session(HeldCopies):
         """Invariant 4: over budget only where handed-out tensors that somebody keeps leave no room."""
         if not self._beyond_budget(size):
             return
+        self._collect_all()
         for other in sorted(self._weights.values(), key=lambda weight: weight.resident):
             if not self._beyond_budget(size):
                 return

@@ -202,12 +202,17 @@ def _model_and_inputs(name: str) -> tuple[nn.Module, Any]:
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
+    module = name.partition(":")[0]
     try:
         function = pkgutil.resolve_name(name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ModuleNotFoundError, AttributeError, ValueError) as error:
+        if isinstance(error, ModuleNotFoundError) and not f"{module}.".startswith(f"{error.name}."):
+            raise  # the module is there, and lacks something else
         raise ConfigError(
             f"--model is {name!r}: {error}; expected a function of a module that is installed or in {here}"
         ) from error
+    if not callable(function):
+        raise ConfigError(f"--model is {name!r}, which is no function but {function!r}")
     made = function()
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module):
         return made

@@ -294,17 +294,17 @@ def _example_inputs(
     """
     if isinstance(input_size, Mapping):
         sizes: dict[Any, Any] = dict(input_size)
-    elif isinstance(input_size, (list, tuple)) and input_size:
+    elif isinstance(input_size, Sequence) and not isinstance(input_size, str) and input_size:
         sizes = dict(enumerate([input_size] if _is_shape(input_size) else input_size))
     else:
-        sizes = {}
-    if not sizes or not all(map(_is_shape, sizes.values())):
+        raise ConfigError(f"input_size is {input_size!r}; {_FORMS}")
+    if not all(map(_is_shape, sizes.values())):
         raise ConfigError(f"input_size is {input_size!r}; {_FORMS}")
     default = _computes_in(root)
     given: dict[Any, Any] = dict.fromkeys(sizes, default if dtypes is None else dtypes)
     if isinstance(dtypes, Mapping):
         given = {**dict.fromkeys(sizes, default), **dtypes}
-    elif isinstance(dtypes, (list, tuple)):
+    elif isinstance(dtypes, Sequence):
         given = dict(zip(sizes, dtypes, strict=False)) if len(dtypes) == len(sizes) else {}
     if given.keys() != sizes.keys() or not all(isinstance(dtype, torch.dtype) for dtype in given.values()):
         raise ConfigError(
@@ -319,7 +319,7 @@ def _example_inputs(
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(
+    return isinstance(value, Sequence) and all(
         isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value
     )
 

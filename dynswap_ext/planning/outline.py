@@ -18,6 +18,7 @@ from torch import nn
 from dynswap_ext._util.units import show_bytes
 from dynswap_ext.checkpoint import init_empty
 from dynswap_ext.checkpoint.formats import open_checkpoint
+from dynswap_ext.checkpoint.formats.common import content_of
 from dynswap_ext.checkpoint.reader import Entry
 from dynswap_ext.checkpoint.summary import place_of, tie_identity, units_of
 from dynswap_ext.errors import ConfigError, SourceError
@@ -47,6 +48,8 @@ _EXPERTS: Final = re.compile(r"(^|\.)(experts|ffn_(gate|up|down)_exps)(\.|$)")
 #: How configs call the number of experts, and how many of them see a row.
 _EXPERT_COUNTS: Final = ("num_local_experts", "num_experts", "n_routed_experts", "num_routed_experts")
 _ACTIVE_COUNTS: Final = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "top_k_experts")
+#: Bytes that a config.json may have.
+_LARGEST_CONFIG: Final = 16 << 20
 #: Files by which a folder is a checkpoint's.
 _WEIGHTS: Final = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".distcp", ".metadata")
 
@@ -74,7 +77,7 @@ def outline(path: str | PathLike[str], *, dtype: torch.dtype | None = None, disk
     where = Path(path)
     try:
         names = os.listdir(where)
-    except OSError:
+    except (OSError, ValueError):
         names = []  # a file; or else opening it says what is wrong
     if "model_index.json" in names:
         parts = sorted(str(where / name) for name in names if (where / name / "config.json").is_file())
@@ -139,10 +142,9 @@ def outline_of_config(
 
 
 def _read(path: Path) -> dict[str, Any]:
+    data = content_of(path, _LARGEST_CONFIG, "a config.json")
     try:
-        content = json.loads(path.read_bytes())  # some configs have an Infinity, which JSON does not
-    except OSError as error:
-        raise SourceError(f"{path} cannot be read: {error.strerror}; name a config.json") from error
+        content = json.loads(data)  # some configs have an Infinity, which JSON does not
     except (ValueError, RecursionError) as error:
         raise SourceError(f"{path} is no config, or a damaged one: {error}; download it again") from error
     if not isinstance(content, dict):

@@ -80,7 +80,7 @@ class Report:
     budget: int | None
     #: As given to the install.
     prefetch: int
-    #: Why pure Python was chosen, if ``provider="auto"`` chose it; else empty.
+    #: Why pure Python, or torch's own streams, were chosen where that was not asked for; else empty.
     reason: str = ""
     #: Bytes of masters that are sampled: a small write to them that bumps no version may go unseen.
     sampled_bytes: int = 0
@@ -183,7 +183,10 @@ class Report:
         columns = shutil.get_terminal_size((160, 25)).columns if width is None else width
         notes = []
         if self.reason:
-            notes.append(f"pure Python, which fetches nothing ahead: {self.reason}")
+            slower = "pure Python, which fetches nothing ahead"
+            if self.stats.provider == "native":
+                slower = "copies go through torch's own streams"
+            notes.append(f"{slower}: {self.reason}")
         if self.sampled_bytes:
             notes.append(
                 f"{format_bytes(self.sampled_bytes)} of masters are sampled: a small write that bumps no "

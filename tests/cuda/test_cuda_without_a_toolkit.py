@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -129,3 +130,45 @@ def test_a_refused_registration_is_said_once(gpu: Gpu) -> None:
         handle = gpu.install(model)
         handle.retune()
     assert len([one for one in caught if "page-lock" in str(one.message)]) == 1
+    assert pretend_cuda.last_error() == 0, "an innocent call would report it"
+
+
+class Spread(Exact):
+    """All layers read the input, the last one on a stream of its own; the eight before that are slow."""
+
+    streams: tuple[Any, Any] | None = None
+
+    def forward(self, x: torch.Tensor) -> list[torch.Tensor]:  # type: ignore[override]
+        outputs, slow = [], len(self.layers) - 9
+        for number, layer in enumerate(self.layers):
+            last = number == len(self.layers) - 1
+            with torch.cuda.stream(self.streams[last] if self.streams else None):
+                if self.streams and slow <= number and not last:
+                    torch.cuda._sleep(1_000_000_000)
+                outputs.append(layer(x))
+        return outputs
+
+
+def test_an_uninstall_while_copies_wait_for_readers_on_another_stream(gpu: Gpu, tmp_path: Path) -> None:
+    """Copies that are given up were to follow those readers, whose memory is free for others afterwards."""
+    if not pretend_cuda.active():
+        pytest.skip("takes a device whose queued work can be late")
+    path, width = tmp_path / "w.safetensors", 512
+    checkpoint.save(Spread(24, width), path)
+    budget = 9 * width * width * 4
+    x = gpu.whole_numbers(dtype=torch.float32, width=width)
+    for seed in range(1, 6):
+        pretend_cuda.reset(seed, "mixed")
+        model = checkpoint.load(lambda: Spread(24, width), path).eval()
+        moved, handle = gpu.pair(model, torch.float32, budget=budget, prefetch=8)
+        with torch.no_grad():
+            expected = moved(x)
+            model(x)
+            gpu.synchronise()
+            model.streams = gpu.new_stream(), gpu.new_stream()
+            outputs = model(x)
+        handle.uninstall()
+        others = [torch.full((budget // 4,), float("nan"), device=gpu.device) for _ in range(3)]
+        gpu.synchronise()
+        testing.assert_bit_equal(outputs, expected)
+        del others, moved, expected, outputs

@@ -1,5 +1,6 @@
 // What torch's own Python (torch.cuda) asks of torch._C, and what tests ask of the machine.
 #include <c10/core/impl/VirtualGuardImpl.h>
+#include <cuda_runtime_api.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "machine.h"
@@ -145,14 +146,20 @@ PYBIND11_MODULE(_pretend, m) {
     return std::make_pair(std::max(allocator().cap(device), used) - used, total);
   });
   m.def("set_virtual_clock", &set_virtual_clock);
-  // As torch.cuda.cudart()'s.
+  // As torch.cuda.cudart()'s, which clear no error.
   m.def(
       "pin",
-      [](std::uintptr_t address, std::size_t bytes) { return pin(reinterpret_cast<void*>(address), bytes); },
+      [](std::uintptr_t address, std::size_t bytes) {
+        return static_cast<int>(cudaHostRegister(reinterpret_cast<void*>(address), bytes, 0));
+      },
       py::call_guard<py::gil_scoped_release>());
   m.def(
-      "unpin", [](std::uintptr_t address) { return unpin(reinterpret_cast<void*>(address)); },
+      "unpin",
+      [](std::uintptr_t address) {
+        return static_cast<int>(cudaHostUnregister(reinterpret_cast<void*>(address)));
+      },
       py::call_guard<py::gil_scoped_release>());
+  m.def("last_error", [] { return static_cast<int>(cudaPeekAtLastError()); });
   m.def("driver_version", [] { return faults().driver_version; });
 
   py::class_<CudaGraph>(m, "CudaGraph")

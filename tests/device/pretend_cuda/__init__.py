@@ -27,6 +27,7 @@ __all__ = [
     "active",
     "counts",
     "faults",
+    "last_error",
     "no_synchronisation",
     "protections",
     "reset",
@@ -76,6 +77,11 @@ def violations() -> list[str]:
     """What no GPU forgives; and an error of queued work."""
     error = _pretend.sticky_error()
     return [*_pretend.violations(), *([f"queued work failed: {error}"] if error else [])]
+
+
+def last_error() -> int:
+    """The runtime's last error in this thread, as cudaPeekAtLastError() tells it; 0 if there is none."""
+    return _pretend.last_error()
 
 
 def faults() -> Any:

@@ -16,4 +16,8 @@ class RelaxedCapture {
   int mode_;  ///< the thread's own mode, while this one is in force
 };
 
+/// Clears the calling thread's last error, which the next, innocent call would report. After a call through
+/// torch that has failed and told so.
+void forget_last_error() noexcept;
+
 }  // namespace dynswap
