@@ -259,11 +259,14 @@ void TorchBackend::give_up(std::vector<CopyBatch>& batches, TorchEvent& copied, 
     for (const EventPtr& event : batch.after) {
       if (event && as_torch(event).recorded()) synchronise(event);
     }
-    if (!batch.chunk || staged == nullptr) continue;
-    // Else a later chunk would be read into its buffer while it is being read.
+  }
+  if (staged != nullptr && copied.reads) {
+    // What of it was enqueued is over, and the rest will not be: later chunks may have its buffers.
+    staged->ring->give_up(*copied.reads);
     staged->copying.clear();
-    staged->ring->passed(*batch.chunk);
-    staged->ring->await(*batch.chunk);
+    for (const CopyBatch& batch : batches) {
+      if (batch.chunk) staged->ring->passed(*batch.chunk + 1);
+    }
   }
   batches.clear();
   copied.fail(std::move(error));

@@ -14,7 +14,6 @@ namespace {
 
 constexpr std::size_t kScratchBytes = 16u << 20;
 constexpr std::size_t kLeastScratchBytes = 1u << 18;
-constexpr auto kPatience = std::chrono::milliseconds(100);
 
 /// Throws for any other reason why a kernel could not be launched.
 bool has_kernels() {
@@ -191,13 +190,7 @@ void CopyIssuer::enqueue_host_function(StagingRing& ring, std::uint64_t chunk, b
 void CopyIssuer::settle(StagingRing* ring, const std::shared_ptr<Reads>& reads) noexcept {
   DYNSWAP_CUDA_NOEXCEPT(cudaStreamSynchronize(stream_));
   if (ring == nullptr) return;
-  ring->passed(ring->next());
-  try {
-    while (!ring->wait(*reads, kPatience)) {
-    }
-  } catch (const std::exception&) {
-    // the error that led here is the one to tell
-  }
+  ring->give_up(*reads);
   ring->passed(ring->next());
 }
 

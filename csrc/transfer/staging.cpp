@@ -39,7 +39,8 @@ std::vector<std::uint64_t> StagingRing::startable() {
   std::vector<std::uint64_t> chunks;
   const std::uint64_t end = first_ + chunks_.size();
   while (started_ < end && (started_ < passed_ + buffers_.size() || !PROTECTED(staged_read_waits))) {
-    chunks.push_back(started_++);
+    if (!chunks_[started_ - first_].over) chunks.push_back(started_);
+    ++started_;
   }
   return chunks;
 }
@@ -95,6 +96,7 @@ void StagingRing::passed(std::uint64_t chunk) noexcept {
       chunks_.pop_front();
       ++first_;
     }
+    started_ = std::max(started_, first_);
     begin = startable();
   }
   start(begin);
@@ -118,13 +120,26 @@ bool StagingRing::wait(const Reads& reads, std::chrono::milliseconds patience) {
   return true;
 }
 
+void StagingRing::give_up(const Reads& reads) noexcept {
+  std::unique_lock lock(mutex_);
+  for (std::uint64_t number = started_; number < first_ + chunks_.size(); ++number) {
+    Chunk& chunk = chunks_[number - first_];
+    if (chunk.reads.get() != &reads || chunk.over) continue;
+    chunk.over = true;
+    --chunk.reads->outstanding_;
+  }
+  changed_.wait(lock, [&] { return reads.outstanding_ == 0; });
+}
+
 void StagingRing::close() noexcept {
   std::vector<std::uint64_t> unread;
   {
     const std::lock_guard lock(mutex_);
     if (closed_) return;
     closed_ = true;
-    for (const std::uint64_t end = first_ + chunks_.size(); started_ < end;) unread.push_back(started_++);
+    for (const std::uint64_t end = first_ + chunks_.size(); started_ < end; ++started_) {
+      if (!chunks_[started_ - first_].over) unread.push_back(started_);
+    }
   }
   readers_.close();
   start(unread);  // the readers are gone: each fails

@@ -82,6 +82,10 @@ class StagingRing {
   /// Blocks until all these reads are over, `patience` at most. False: not yet. Throws their first error.
   bool wait(const Reads& reads, std::chrono::milliseconds patience);
 
+  /// Drops those of these reads that have not begun, and waits for those that have: their copies will not be
+  /// enqueued, and passed() can be told so.
+  void give_up(const Reads& reads) noexcept;
+
   /// Fails the reads that have not begun, waits for those that have, and stops the readers. Idempotent.
   void close() noexcept;
 
