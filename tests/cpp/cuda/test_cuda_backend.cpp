@@ -469,7 +469,8 @@ TEST(cuda_events_take_time_only_while_they_are_asked_to) {
   EXPECT(from && copy && to);
   EXPECT(from->begin == from->end && to->begin == to->end);
   EXPECT(begin <= from->begin && copy->begin < copy->end && copy->end <= to->begin);
-  EXPECT(to->end <= fixture.backend->now() + 1'000'000);  // a float of milliseconds
+  // A float of milliseconds; and a thread that waits for a core reads the host's clock late.
+  EXPECT(to->end <= fixture.backend->now() + 200'000'000);
 
   fixture.backend->keep_times(false);
   const std::size_t made = fake_cuda::counts().timed_events;
