@@ -1,4 +1,4 @@
-// Lets a thread query a device while another captures a CUDA graph.
+// Calls of the CUDA or HIP runtime in this process for which torch has none of its own.
 #pragma once
 
 namespace dynswap {
