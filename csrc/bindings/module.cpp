@@ -65,8 +65,8 @@ using Places = std::vector<std::optional<PlaceTuple>>;
 
 sim::Workload workload_of(const std::vector<LayerTuple>& weights, const Places& places,
                           const std::string& backend, const std::set<std::uint64_t>& at_once) {
-  if (backend != "host" && backend != "cuda") {
-    throw py::value_error("backend is '" + backend + "'; expected 'host' or 'cuda'");
+  if (backend != "host" && backend != "cuda" && backend != "torch") {
+    throw py::value_error("backend is '" + backend + "'; expected 'host', 'cuda' or 'torch'");
   }
   if (!places.empty() && places.size() != weights.size()) throw py::value_error("a place for each weight");
   sim::Workload workload;

@@ -12,6 +12,7 @@ from typing import Final
 
 import torch
 
+from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext.errors import ConfigError
 
 #: The rest is for activations, until they have been measured.
@@ -73,7 +74,7 @@ def all_bytes(device: torch.device) -> int:
     """Return the memory of the device, in bytes."""
     if device.type == "cpu":
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return int(getattr(torch, device.type).mem_get_info(device)[1])
+    return DeviceMemory(device).total()
 
 
 def free_bytes(device: torch.device) -> int:
@@ -83,12 +84,8 @@ def free_bytes(device: torch.device) -> int:
     the system could give without swapping.
     """
     try:
-        if device.type == "cpu":
-            return _free_ram()
-        module = getattr(torch, device.type)
-        free = int(module.mem_get_info(device)[0])
-        return free + int(module.memory_reserved(device)) - int(module.memory_allocated(device))
-    except (AttributeError, OSError, RuntimeError, ValueError) as error:
+        return _free_ram() if device.type == "cpu" else DeviceMemory(device).free()
+    except (ConfigError, OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"the free memory of '{device}' cannot be told here ({error}); give the budget in bytes"
         ) from error

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from pathlib import Path
-from typing import Any
 
 import torch
+
+from dynswap_ext._util.device_memory import DeviceMemory
 
 _PROCESS = Path("/proc/self")
 _CPU = torch.device("cpu")
@@ -20,11 +21,10 @@ class PeakMemory:
     """
 
     def __init__(self, device: torch.device = _CPU) -> None:
-        self._device = device
-        self._module: Any = None if device.type == "cpu" else getattr(torch, device.type)
-        if self._module is not None:
-            self._module.reset_peak_memory_stats(device)
-            self._begun_at = int(self._module.memory_allocated(device))
+        self._accelerator = None if device.type == "cpu" else DeviceMemory(device)
+        if self._accelerator is not None:
+            self._accelerator.reset_peak()
+            self._begun_at = self._accelerator.allocated()
             return
         with contextlib.suppress(OSError):  # the mark stays: more memory than needed is left free
             (_PROCESS / "clear_refs").write_text("5")
@@ -32,10 +32,7 @@ class PeakMemory:
 
     def more(self) -> int:
         """Return the bytes of the peak since the beginning over what was in use then."""
-        if self._module is None:
-            peak = _field("status", "VmHWM") * 1024
-        else:
-            peak = int(self._module.max_memory_allocated(self._device))
+        peak = _field("status", "VmHWM") * 1024 if self._accelerator is None else self._accelerator.peak()
         return max(0, peak - self._begun_at)
 
 

@@ -22,7 +22,7 @@ def add_to(commands: Any) -> None:
     add("--size", default="1.5GB", help="size of the checkpoint (default: %(default)s)")
     add("--budget", help="a size, or a share of the model (default: 1/4; with --text 3/4)")
     add("--prefetch", type=int, default=2, help="groups of weights to copy ahead (default: %(default)s)")
-    add("--device", help="cpu or cuda (default: the accelerator if there is one, else cpu)")
+    add("--device", help="cpu, cuda, xpu, ... (default: the accelerator if there is one, else cpu)")
     add("--dtype", help="compute dtype (default: float32 on the CPU, bfloat16 elsewhere)")
     add("--stored-dtype", help="dtype of the checkpoint, if it differs: weights are then cast on the way")
     add("--passes", type=int, default=5, help="timed passes of each way (default: %(default)s)")

@@ -71,7 +71,7 @@ def add_to(commands: Any) -> None:
     add("--memory", help="bandwidth of the device's memory, such as 900GB/s (with a throughput)")
     add("--tokens", type=int, help="rows that a pass multiplies by each matrix (default: 1, or an image's)")
     add("--batch", type=int, help="batch size, which multiplies the tokens (default: 1)")
-    add("--device", help="cpu or cuda: measure what is not given, on that device of this machine")
+    add("--device", help="cpu, cuda, xpu, ...: measure what is not given, on that device of this machine")
     add(
         "--model",
         metavar="MODULE:FUNCTION",

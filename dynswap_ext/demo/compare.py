@@ -25,7 +25,8 @@ from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.rates import device_name, disk_bandwidth, pinned_bandwidth
 
 #: An input that computes for about as long as the weights take to arrive, on the usual machine of its kind.
-_TOKENS: Final = {"cpu": 256, "cuda": 4096}
+_TOKENS_ON_CPU: Final = 256
+_TOKENS_ON_ACCELERATORS: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,6 @@ class DemoResult:
 def run_demo(options: argparse.Namespace, console: Console) -> DemoResult:
     """Write the checkpoint and run every baseline, with the options of the command line."""
     device = resolve(device=options.device).device
-    if device.type not in _TOKENS:
-        raise ConfigError(f"the demo measures on cpu and cuda, not on {device.type}")
     cpu = device.type == "cpu"
     dtype = parse_dtype(options.dtype) or (torch.float32 if cpu else torch.bfloat16)
     stored = parse_dtype(options.stored_dtype, "--stored-dtype") or dtype
@@ -84,7 +83,7 @@ def run_demo(options: argparse.Namespace, console: Console) -> DemoResult:
             budget=budget,
             device=str(device),
             dtype=None if dtype == stored else dtype,
-            tokens=options.tokens or _TOKENS[device.type],
+            tokens=options.tokens or (_TOKENS_ON_CPU if cpu else _TOKENS_ON_ACCELERATORS),
             passes=options.passes,
             prefetch=options.prefetch,
             in_memory=(options.source or ("file" if cpu else "ram")) == "ram",
@@ -119,7 +118,7 @@ def show(result: DemoResult, console: Console) -> None:
     }
     console.print(facts_grid(facts.items()))
     console.print(_table(result))
-    where = "allocated on the device" if "cuda" in result.device else "resident set"
+    where = "resident set" if result.device.startswith("cpu") else "allocated on the device"
     console.print(
         "classic hook: a Python __getattr__ that calls .to() at each access. "
         "limit: max(fastest pass of any, bytes moved by dynswap / bandwidth). "

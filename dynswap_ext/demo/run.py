@@ -157,8 +157,8 @@ def _touch_libraries(job: Job, stored: torch.dtype, tokens: Tensor) -> None:
     with torch.inference_mode():
         Decoder(small).to(job.device, job.dtype or stored)(tokens % small.vocabulary)
     gc.collect()
-    if tokens.device.type == "cuda":
-        torch.cuda.empty_cache()
+    if tokens.device.type != "cpu":
+        torch.accelerator.empty_cache()
 
 
 def _digest(outputs: Sequence[Tensor]) -> str:

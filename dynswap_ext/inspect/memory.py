@@ -14,9 +14,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynswap_ext._swap.state import modules_of, session_of
+from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.tables import Printable, facts_grid, first_names, plain_table
-from dynswap_ext.errors import ConfigError
+from dynswap_ext.config import resolve
 from dynswap_ext.inspect._forward import Call, arguments, isolated_forward, tensors_in, watched
 from dynswap_ext.inspect._model import Node, computes_on, root_of, storages_of, walk, weights_of
 
@@ -28,9 +29,9 @@ class MemoryProfile(Printable):
     #: In the order in which they began.
     calls: tuple[Call, ...]
     device: torch.device
-    #: "torch.cuda", or "storages".
+    #: "torch.cuda" (or the like: the statistics of torch's allocator for the device), or "storages".
     measured: str
-    #: Bytes on the device before the forward. Measured by torch.cuda: all that its allocator had given out.
+    #: Bytes on the device before the forward. Of torch's allocator: all that it had given out.
     #: Else: the inputs, and the weights (of an install: the arena, residents, and masters that are in place).
     base_bytes: int
     #: Paths of modules that were not called, and nothing in them.
@@ -110,10 +111,11 @@ def memory_profile(
     -----
     Whatever the forward raises is passed on.
 
-    On CUDA these are the statistics of torch's allocator: scratch inside operations is in them, sizes are
-    rounded up to 512 bytes, and so is what other threads allocate; its peak statistics are reset. Elsewhere
-    they are exact bytes of the storages that operations make, without scratch inside an operation; the
-    resident size of the process would be neither exact nor a layer's (see Note [What is measured on a CPU]).
+    On an accelerator these are the statistics of torch's allocator: scratch inside operations is in them,
+    sizes are rounded up to 512 bytes, and so is what other threads allocate; its peak statistics are reset.
+    Elsewhere they are exact bytes of the storages that operations make, without scratch inside an operation;
+    the resident size of the process would be neither exact nor a layer's (see Note [What is measured on a
+    CPU]).
 
     Of an installed model, streamed weights pass through the arena, which is in `base_bytes`. The pure-Python
     provider makes a tensor for each, and on the CPU they count in the layer that they are made for.
@@ -122,9 +124,10 @@ def memory_profile(
     args, keywords = arguments(inputs, kwargs, "inputs")
     where = computes_on(root) if device is None else _device(device)
     nodes = walk(root)
+    on_accelerator = where.type not in ("cpu", "meta")
     with isolated_forward(root), ExitStack() as stack:
-        if where.type == "cuda":
-            base = torch.cuda.memory_allocated(where)
+        if on_accelerator:
+            base = DeviceMemory(where).allocated()
             live = _allocated_over(base, where)
         else:
             base = _bytes_before(nodes, (args, keywords), where)
@@ -136,7 +139,7 @@ def memory_profile(
     return MemoryProfile(
         calls=tuple(calls),
         device=where,
-        measured="torch.cuda" if where.type == "cuda" else "storages",
+        measured=f"torch.{where.type}" if on_accelerator else "storages",
         base_bytes=base,
         not_called=tuple(
             path
@@ -147,15 +150,7 @@ def memory_profile(
 
 
 def _device(given: torch.device | str) -> torch.device:
-    try:
-        device = torch.device(given)
-    except (RuntimeError, TypeError) as error:
-        raise ConfigError(f"device is {given!r}; expected a device such as 'cuda' or 'cpu'") from error
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise ConfigError(f"device is '{device}', and torch finds no CUDA device")
-    if device.type == "cuda" and device.index is None:
-        return torch.device("cuda", torch.cuda.current_device())
-    return device
+    return torch.device("meta") if str(given) == "meta" else resolve(device=given).device
 
 
 def _bytes_before(nodes: Sequence[Node], given: Any, device: torch.device) -> int:
@@ -184,13 +179,14 @@ def _allocated_over(base: int, device: torch.device) -> Callable[[], tuple[int, 
 
     The peak is the one since the last reading. Memory of every thread counts.
     """
+    memory = DeviceMemory(device)
 
     def read() -> tuple[int, int]:
-        peak = torch.cuda.max_memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
-        return torch.cuda.memory_allocated(device) - base, peak - base
+        peak = memory.peak()
+        memory.reset_peak()
+        return memory.allocated() - base, peak - base
 
-    torch.cuda.reset_peak_memory_stats(device)
+    memory.reset_peak()
     return read
 
 

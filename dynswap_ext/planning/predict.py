@@ -77,7 +77,7 @@ class Plan:
     bandwidth: float
     latency: float
     prefetch: int
-    #: "host" or "cuda": as which memory is laid out.
+    #: "host", "cuda" or "torch": as which memory is laid out.
     backend: str
     predictions: tuple[Prediction, ...]
     #: Budgets that were asked for: those that work, and those that do not.
@@ -139,7 +139,7 @@ def predict(
     prefetch
         As for `install`.
     backend
-        "host" for an install on the CPU, "cuda" on an accelerator: memory is laid out so.
+        "host" for an install on the CPU, "cuda" or "torch" on an accelerator: memory is laid out so.
 
     Returns
     -------
@@ -284,7 +284,7 @@ def _check(
     rate = parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth
     ahead = isinstance(prefetch, int) and not isinstance(prefetch, bool) and prefetch >= 0
     for name, value, fine, expected in (
-        ("backend", backend, backend in ("host", "cuda"), "'host' (for the CPU) or 'cuda'"),
+        ("backend", backend, backend in ("host", "cuda", "torch"), "'host' (for the CPU), 'cuda' or 'torch'"),
         ("bandwidth", bandwidth, 0 < rate < math.inf, "bytes a second, above zero"),
         ("latency", latency, 0 <= latency < math.inf, "seconds a copy, 0 or more"),
         ("prefetch", prefetch, ahead, "the number of groups to read ahead, 0 or more"),

@@ -149,7 +149,7 @@ def _seconds(weight: PlannedWeight, machine: Machine, rows: int) -> float:
 
 
 def latency_of(device: torch.device) -> float:
-    """Return the seconds to begin a copy: a read of a disk, or a call of the CUDA runtime. Not measured."""
+    """Return the seconds to begin a copy: a read of a disk, or a call of the driver. Not measured."""
     return 1e-4 if device.type == "cpu" else 7e-6
 
 
@@ -188,14 +188,16 @@ def measure_machine(
 
 def device_name(device: torch.device) -> str:
     """Return a device's name, with its model or the number of threads."""
-    threads = f"{torch.get_num_threads()} threads"
-    return f"{device} ({torch.cuda.get_device_name(device) if device.type == 'cuda' else threads})"
+    if device.type == "cpu":
+        return f"{device} ({torch.get_num_threads()} threads)"
+    name = getattr(torch.get_device_module(device), "get_device_name", None)
+    return str(device) if name is None else f"{device} ({name(device)})"
 
 
 def masters_bandwidth(device: torch.device, files: Sequence[Path]) -> tuple[float, str, tuple[str, ...]]:
     """Return the bandwidth of copies to a device in bytes/s, how it was measured, and notes for the user."""
-    if device.type == "cuda":
-        return pinned_bandwidth(device), "copies from pinned memory", ()
+    if device.type != "cpu":
+        return (*_host_bandwidth(device), ())
     if files:
         largest = max(files, key=lambda file: file.stat().st_size)
         rate = disk_bandwidth(largest, readers=_READERS, limit=_SAMPLE)
@@ -208,10 +210,20 @@ def masters_bandwidth(device: torch.device, files: Sequence[Path]) -> tuple[floa
 
 
 def pinned_bandwidth(device: torch.device, *, size: int = 256 << 20) -> float:
-    """Return the bytes/s of copies from pinned memory to the device."""
-    source = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    """Return the bytes/s of copies from pinned memory to the device; from ordinary memory if it has none."""
+    return _host_bandwidth(device, size)[0]
+
+
+def _host_bandwidth(device: torch.device, size: int = 256 << 20) -> tuple[float, str]:
+    """Return the bytes/s of copies from the fastest host memory for the device, and how they are made."""
+    source = torch.empty(size, dtype=torch.uint8)
+    how = "copies from pinned memory"
+    try:
+        source = source.pin_memory()
+    except (NotImplementedError, RuntimeError):
+        how = f"copies from ordinary memory, as torch pins none for '{device.type}'"
     target = torch.empty(size, dtype=torch.uint8, device=device)
-    return size / statistics.median(_times(lambda: target.copy_(source, non_blocking=True), device))
+    return size / statistics.median(_times(lambda: target.copy_(source, non_blocking=True), device)), how
 
 
 def disk_bandwidth(path: Path, *, readers: int = 1, limit: int | None = None) -> float:

@@ -1,0 +1,55 @@
+"""What the memory of a device, and torch's allocator for it, tell."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+
+from dynswap_ext.errors import ConfigError
+
+#: By what `torch.accelerator` calls a figure: what it is called in the device's own module (`torch.xpu`).
+_OWN_NAMES: Final = {"get_memory_info": "mem_get_info"}
+
+
+class DeviceMemory:
+    """The memory figures of an accelerator, in bytes.
+
+    `torch.accelerator` is asked first. It knows the allocators that derive from torch's own class; for others
+    the device's module is asked, where they have always had these functions.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+
+    def free(self) -> int:
+        """Return what could be allocated: what the driver has free, and what the allocator holds unused."""
+        return int(self._ask("get_memory_info")[0] + self._ask("memory_reserved")) - self.allocated()
+
+    def total(self) -> int:
+        """Return how much there is."""
+        return int(self._ask("get_memory_info")[1])
+
+    def allocated(self) -> int:
+        """Return what the allocator has given out."""
+        return int(self._ask("memory_allocated"))
+
+    def peak(self) -> int:
+        """Return the most that it had given out at a time, since `reset_peak`."""
+        return int(self._ask("max_memory_allocated"))
+
+    def reset_peak(self) -> None:
+        """Begin to measure the peak anew."""
+        self._ask("reset_peak_memory_stats")
+
+    def _ask(self, name: str) -> Any:
+        try:
+            return getattr(torch.accelerator, name)(self._device)
+        except (AttributeError, RuntimeError, ValueError) as error:
+            own = getattr(torch, self._device.type, None)
+            ask = getattr(own, _OWN_NAMES.get(name, name), None)
+            if ask is None:
+                raise ConfigError(
+                    f"torch does not tell how much memory '{self._device}' has: {error}"
+                ) from error
+            return ask(self._device)
