@@ -53,6 +53,7 @@ class Install(ServedModules):
             budget=options.budget,
             strict_budget=options.strict_budget,
             pin=options.pin,
+            pinned_copies=options.pinned_copies,
             page_cache=options.page_cache,
             page_cache_always=options.page_cache_always,
             backend=self.provider.backend,

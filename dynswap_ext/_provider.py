@@ -63,6 +63,9 @@ class BackendInfo:
     cuda: bool
     compiler: str | None
     devices: tuple[str, ...]
+    #: What torch has for that device, where its own streams serve it and its driver was asked: "a stream for
+    #: copies", "pinned memory", "page-locking". What is missing makes it slower, not wrong.
+    offers: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
         """Write one line a fact."""
@@ -77,6 +80,8 @@ class BackendInfo:
             "compiler": self.compiler or "-",
             "devices": ", ".join(self.devices),
         }
+        if self.offers is not None:
+            rows["torch offers"] = ", ".join(self.offers) or "neither a stream for copies nor pinned memory"
         return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
 
 
@@ -135,18 +140,20 @@ def select(asked: str, device: torch.device) -> Provider:
     return _python(obstacle.reason)
 
 
-def backend_info() -> BackendInfo:
-    """Say which provider is active, and why. Warns about nothing, and wakes no CUDA driver.
+def backend_info(*, ask_driver: bool | None = None) -> BackendInfo:
+    """Say which provider is active, and why. Warns about nothing.
 
-    A process that has woken the driver cannot be forked for work with CUDA. So CUDA devices are those that
-    NVML lists, and whether the extension can use them is not asked, unless CUDA is in use already. (Where
-    there is a driver and no NVML, torch itself asks the driver how many there are.)
+    A process that has woken the CUDA driver cannot be forked for work with CUDA. So CUDA devices are those
+    that NVML lists, and whether the extension can use them is asked only with `ask_driver`, or if CUDA is in
+    use already. (Where there is a driver and no NVML, torch itself asks the driver how many there are.)
     """
     extension = _extension()
     asked = provider_from_environment()
     devices = listed_devices()
-    in_use = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
-    backend, obstacle = _engine(extension, torch.device(devices[-1]), ask_driver=in_use)
+    if ask_driver is None:
+        ask_driver = bool(torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+    device = torch.device(devices[-1])
+    backend, obstacle = _engine(extension, device, ask_driver=ask_driver)
     reason = None
     if asked == "python":
         backend, reason = "", "DYNSWAP_PROVIDER=python"
@@ -162,7 +169,19 @@ def backend_info() -> BackendInfo:
         cuda=bool(extension.build.get("cuda")),
         compiler=extension.build.get("compiler") or None,
         devices=devices,
+        offers=_offered(extension, device) if backend == "torch" and ask_driver else None,
     )
+
+
+def _offered(extension: _Extension, device: torch.device) -> tuple[str, ...]:
+    """Return what torch has for a device, in words."""
+    has = extension.module.capabilities(device)
+    words = {
+        "copy_stream": "a stream for copies",
+        "pinned_memory": "pinned memory",
+        "page_locking": "page-locking",
+    }
+    return tuple(word for name, word in words.items() if has[name])
 
 
 def native_unavailable(device: torch.device) -> str:
@@ -201,16 +220,17 @@ def _engine(
         return "host", None
     wanted = engine_backend_from_environment()
     obstacle = None
-    if wanted != "torch" and device.type == "cuda" and not torch.version.hip:
+    if wanted in ("auto", "cuda") and device.type == "cuda" and not torch.version.hip:
         obstacle = _without_cuda(extension, device, ask_driver)
         if obstacle is None:
             return "cuda", None
-    if wanted == "cuda":
+    if wanted in ("cuda", "host"):
+        served = "not an NVIDIA GPU" if wanted == "cuda" else "not the CPU"
         other = _Obstacle(
-            f"DYNSWAP_ENGINE_BACKEND is 'cuda', and '{device}' is not an NVIDIA GPU", "Unset the variable"
+            f"DYNSWAP_ENGINE_BACKEND is '{wanted}', and '{device}' is {served}", "Unset the variable"
         )
         return "", obstacle or other
-    streams = extension.module.torch_backend_obstacle(device) if ask_driver else ""
+    streams = extension.module.capabilities(device)["obstacle"] if ask_driver else ""
     if not streams:
         return "torch", obstacle
     unusable = f"torch's own streams cannot serve '{device}' ({next(iter(streams.splitlines()))})"

@@ -5,7 +5,7 @@ Environment variables
 DYNSWAP_PROVIDER : {"auto", "native", "python"}
     The provider for installs that do not name one themselves. ``auto`` (the default) takes the native
     extension where it can serve the device, else pure Python. ``native`` raises where it cannot.
-DYNSWAP_ENGINE_BACKEND : {"auto", "cuda", "torch"}
+DYNSWAP_ENGINE_BACKEND : {"auto", "cuda", "torch", "host"}
     How the native provider copies to an accelerator. ``cuda`` calls the CUDA runtime, where the extension was
     built with it; ``torch`` uses torch's own streams. ``auto`` (the default) takes ``cuda`` where it can.
 DYNSWAP_LOG : {"debug", "info", "warning", "error", "off"}
@@ -21,6 +21,7 @@ DYNSWAP_REQUIRE_CUDA : {"0", "1"}
 from __future__ import annotations
 
 import logging
+import mmap
 import os
 import sys
 from dataclasses import dataclass
@@ -34,9 +35,11 @@ from dynswap_ext.errors import ConfigError
 
 #: The rest is left for other memory that may grow.
 _AUTO_PAGE_CACHE: Final = 0.8
+#: Of the free RAM. Masters of a model that fits the other half have a copy each, and the system some room.
+_PINNED_COPIES: Final = 0.5
 
 PROVIDERS: Final = ("auto", "native", "python")
-ENGINE_BACKENDS: Final = ("auto", "cuda", "torch")
+ENGINE_BACKENDS: Final = ("auto", "cuda", "torch", "host")
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error", "off")
 
 
@@ -52,8 +55,10 @@ class Options:
     budget: int | None
     #: Whether `budget` is only a starting value, until passes have been measured.
     automatic: bool
-    #: Whether masters in RAM are page-locked.
-    pin: bool
+    #: Bytes of masters in RAM that may be page-locked; 0: none.
+    pin: int
+    #: Bytes of them that may be page-locked copies, where the device reads no others.
+    pinned_copies: int
     #: Bytes of checkpoint files that may stay in the page cache.
     page_cache: int
     #: Whether the page cache is used even where that does not save time.
@@ -71,7 +76,7 @@ def resolve(
     dtype: torch.dtype | None = None,
     prefetch: int = 2,
     budget: int | float | str | None = None,
-    pin: bool = True,
+    pin: bool | int | float | str = True,
     page_cache: bool | int | float | str = "auto",
     provider: str = "auto",
     strict_budget: bool = False,
@@ -86,14 +91,16 @@ def resolve(
     """
     where = _device(device)
     chosen = _one_of(PROVIDERS, "provider", provider)
+    pinned = _amount_of_ram("pin", pin)
     return Options(
         device=where,
         dtype=_dtype(dtype),
         prefetch=_prefetch(prefetch),
         budget=first_budget(where) if budget == "auto" else resolve_budget(budget, where),
         automatic=budget == "auto",
-        pin=_flag("pin", pin),
-        page_cache=_page_cache(page_cache),
+        pin=pinned,
+        pinned_copies=0 if where.type == "cpu" else min(pinned, _amount_of_ram("pin", _PINNED_COPIES)),
+        page_cache=_amount_of_ram("page_cache", _AUTO_PAGE_CACHE if page_cache == "auto" else page_cache),
         page_cache_always=page_cache != "auto",
         provider=provider_from_environment() if chosen == "auto" else chosen,
         strict_budget=_flag("strict_budget", strict_budget),
@@ -210,10 +217,15 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
     return max(1, int(amount * free_bytes(device)))
 
 
-def _page_cache(given: bool | int | float | str) -> int:
+def _amount_of_ram(option: str, given: bool | int | float | str) -> int:
+    """Bytes of an amount, of a fraction of the free RAM, of all there is (True), or of nothing (False)."""
     if isinstance(given, bool):
         return sys.maxsize if given else 0
-    amount = _AUTO_PAGE_CACHE if given == "auto" else parse_bytes(given, "page_cache")
+    amount = parse_bytes(given, option)
+    if isinstance(given, int) and given < mmap.PAGESIZE:  # 1 for True, say
+        raise ConfigError(
+            f"{option} is {given!r}, less than a page of memory; expected True, False or an amount"
+        )
     if isinstance(amount, int):
         return amount
     return int(amount * free_bytes(torch.device("cpu")))

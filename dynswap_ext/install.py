@@ -30,7 +30,7 @@ def install(
     dtype: torch.dtype | None = None,
     prefetch: int = 2,
     budget: int | float | str | None = None,
-    pin: bool = True,
+    pin: bool | int | float | str = True,
     page_cache: bool | int | float | str = "auto",
     provider: str = "auto",
     strict_budget: bool = False,
@@ -60,8 +60,11 @@ def install(
         from the fourth on, the budget is what they leave, and the weights that save the most time are
         resident. If memory runs out in a call, the error is raised and the budget shrinks. See
         `Handle.retune`. Default: only what `prefetch` needs, no residents.
-    pin : bool
-        Whether to page-lock masters in RAM, so that an accelerator can read them directly.
+    pin : bool, int, float or str
+        How much of the masters in RAM may be page-locked, so that an accelerator can read them directly:
+        everything (True), nothing (False), or an amount as for `page_cache`. They are locked where they lie.
+        A device for which torch cannot do that reads page-locked copies, which by default take up to half of
+        the free RAM. What is not page-locked goes through a small pinned buffer.
     page_cache : bool, int, float, str or "auto"
         How much of the checkpoint files may enter the system's page cache, which is read at the speed of
         memory: everything (True), nothing (False: the engine's reads do not grow the cache), or an amount

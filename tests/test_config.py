@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import pytest
@@ -119,8 +120,8 @@ def test_a_fraction_is_one_of_the_free_memory() -> None:
         ({"prefetch": True}, r"prefetch is True"),
         ({"budget": "lots"}, r"budget is 'lots'; expected"),
         ({"budget": -5}, r"budget is -5; expected"),
-        ({"pin": "yes"}, r"pin is 'yes'; expected True or False"),
-        ({"pin": 1}, r"pin is 1"),
+        ({"pin": "yes"}, r"pin is 'yes'; expected a number of bytes"),
+        ({"pin": 1}, r"pin is 1, less than a page of memory; expected True, False or an amount"),
         ({"provider": "cuda"}, r"provider is 'cuda'; expected one of auto, native, python"),
         ({"strict_budget": "no"}, r"strict_budget is 'no'; expected True or False"),
         ({"page_cache": "much"}, r"page_cache is 'much'; expected a number of bytes"),
@@ -141,7 +142,8 @@ def test_defaults() -> None:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     assert options.device.type == (accelerator.type if accelerator else "cpu")
     assert options.device.type == "cpu" or options.device.index is not None
-    assert (options.dtype, options.prefetch, options.budget, options.pin) == (None, 2, None, True)
+    assert (options.dtype, options.prefetch, options.budget, options.pin) == (None, 2, None, sys.maxsize)
+    assert options.pinned_copies < sys.maxsize
     assert not options.strict_budget
     assert 0 < options.page_cache < 1 << 60
 

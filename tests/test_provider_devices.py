@@ -121,6 +121,8 @@ def test_torchs_streams_by_choice_say_nothing(
         assert (handle.provider, handle.backend, handle.stats().backend) == ("native", "torch", "torch")
     info = dynswap_ext.backend_info()
     assert (info.provider, info.backend) == ("native", "torch")
+    assert info.offers is not None and set(info.offers) >= {"a stream for copies", "pinned memory"}
+    assert f"torch offers     {', '.join(info.offers)}" in str(info)
 
 
 def test_a_backend_that_is_asked_for_and_cannot_be_had(
@@ -129,6 +131,10 @@ def test_a_backend_that_is_asked_for_and_cannot_be_had(
     monkeypatch.setenv("DYNSWAP_ENGINE_BACKEND", "cuda")
     (said,) = warnings_of_a_first_choice(torch.device("xpu", 0))
     assert "DYNSWAP_ENGINE_BACKEND is 'cuda', and 'xpu:0' is not an NVIDIA GPU" in said
+    monkeypatch.setenv("DYNSWAP_ENGINE_BACKEND", "host")
+    assert _provider.select("auto", torch.device("cpu")).backend == "host"
+    (said,) = warnings_of_a_first_choice(torch.device("xpu", 0))
+    assert "DYNSWAP_ENGINE_BACKEND is 'host', and 'xpu:0' is not the CPU" in said
     monkeypatch.setenv("DYNSWAP_ENGINE_BACKEND", "opencl")
     with pytest.raises(ConfigError, match="DYNSWAP_ENGINE_BACKEND is 'opencl'; expected one of auto"):
         _provider.select("auto", torch.device("xpu", 0))

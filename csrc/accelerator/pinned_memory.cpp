@@ -7,7 +7,6 @@
 #include <string>
 #include <utility>
 
-#include "accelerator/torch_backend.h"
 #include "accelerator/torch_calls.h"
 #include "io/aligned_buffer.h"
 #include "transfer/page_locking.h"
@@ -83,7 +82,7 @@ std::shared_ptr<std::byte> staging_memory(const c10::Device& device, bool pinned
 }
 
 std::string pin_through_torch(const c10::Device& device, const HostRegister& host_register,
-                              std::vector<Lockable>& items) {
+                              const std::shared_ptr<HostBudget>& budget, std::vector<Lockable>& items) {
   if (!has_pinned_memory(device)) {
     return "torch has no pinned memory for devices of the type '" +
            c10::DeviceTypeName(device.type(), /*lower_case=*/true) +
@@ -92,7 +91,7 @@ std::string pin_through_torch(const c10::Device& device, const HostRegister& hos
   }
   watch_process();
   TorchPageLocker locker(device, host_register);
-  return page_lock(locker, items);
+  return page_lock(locker, budget, items);
 }
 
 }  // namespace dynswap

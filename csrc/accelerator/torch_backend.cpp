@@ -2,7 +2,6 @@
 #include "accelerator/torch_backend.h"
 
 #include <c10/core/StreamGuard.h>
-#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
 #include <atomic>
@@ -12,6 +11,7 @@
 #include <mutex>
 #include <thread>
 
+#include "accelerator/capabilities.h"
 #include "accelerator/copies.h"
 #include "accelerator/device_runtime.h"
 #include "accelerator/events.h"
@@ -31,20 +31,6 @@ constexpr std::size_t kLeastStaging = 1u << 20;
 constexpr auto kPatience = std::chrono::milliseconds(100);
 
 using TorchEventPtr = std::shared_ptr<TorchEvent>;
-
-c10::impl::VirtualGuardImpl guard_of(const c10::Device& device) {
-  return c10::impl::VirtualGuardImpl(device.type());
-}
-
-/// A stream for copies alone, of high priority where the device has priorities; the default stream where the
-/// device has no other.
-c10::Stream copy_stream(const c10::Device& device) {
-  try {
-    return guard_of(device).getStreamFromGlobalPool(device, /*isHighPriority=*/true);
-  } catch (const c10::Error&) {
-    return guard_of(device).getDefaultStream(device);
-  }
-}
 
 const TorchEvent& as_torch(const EventPtr& event) { return static_cast<const TorchEvent&>(*event); }
 
@@ -196,6 +182,7 @@ EventPtr TorchBackend::copy(CopyRequest request) {
   const Counted counted(copying_);
   if (closed_) throw ClosedError("the backend is closed");
   reap();
+  settle_copies(request);
   auto copied = std::make_shared<TorchEvent>(events_, clock());
   const bool staged = needs_of(request, /*device_casts=*/true).staging;
   bool later = staged;
@@ -462,26 +449,6 @@ void TorchBackend::close() noexcept {
 
 std::unique_ptr<Backend> make_torch_backend(TorchBackendOptions options) {
   return std::make_unique<TorchBackend>(std::move(options));
-}
-
-std::string torch_backend_obstacle(const c10::Device& device) {
-  if (device.type() == c10::kMPS) return "memory there has no addresses";  // it has Metal buffers
-  try {
-    const auto guard = guard_of(device);
-    const int count = guard.deviceCount();
-    if (device.index() >= count) return "torch finds " + std::to_string(count) + " devices of this type";
-    const c10::Stream stream = guard.getStream(device);
-    const c10::Stream copies = copy_stream(device);
-    c10::Event event(device.type());
-    event.record(stream);
-    event.block(copies);
-    (void)event.query();
-    return "";
-  } catch (const c10::Error& error) {
-    return error.what_without_backtrace();
-  } catch (const std::exception& error) {
-    return error.what();
-  }
 }
 
 }  // namespace dynswap

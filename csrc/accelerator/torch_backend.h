@@ -8,12 +8,9 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
-#include <string>
 #include <utility>
-#include <vector>
 
 #include "core/backend.h"
-#include "core/lockable.h"
 
 namespace dynswap {
 
@@ -37,20 +34,7 @@ struct TorchBackendOptions {
   unsigned readers = 4;  ///< threads that fill them
 };
 
-/// Why torch's streams and events cannot serve a device; empty if they can. Initialises the device's driver.
-std::string torch_backend_obstacle(const c10::Device& device);
-
 /// A Stream of this backend is a c10::StreamId. Throws DeviceError if the device cannot be served.
 std::unique_ptr<Backend> make_torch_backend(TorchBackendOptions options);
-
-/// Locks a block in place for the device, for as long as the result lives; null, and why in `reason`, if that
-/// is refused.
-using HostRegister =
-    std::function<std::shared_ptr<void>(std::byte* block, std::size_t bytes, std::string& reason)>;
-
-/// page_lock() through torch: a master that is pinned already, or that `host_register` (which may be null)
-/// locks, is copied from where it lies.
-std::string pin_through_torch(const c10::Device& device, const HostRegister& host_register,
-                              std::vector<Lockable>& items);
 
 }  // namespace dynswap

@@ -1,6 +1,8 @@
-// Calls of torch's, whose errors come out as ours.
+// Calls of torch's: its guard for a type of device, and its errors as ours.
 #pragma once
 
+#include <c10/core/Device.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <utility>
@@ -8,6 +10,11 @@
 #include "core/check.h"
 
 namespace dynswap {
+
+/// By which streams and events are made. Throws c10::Error if torch has none for this type of device.
+inline c10::impl::VirtualGuardImpl guard_of(const c10::Device& device) {
+  return c10::impl::VirtualGuardImpl(device.type());
+}
 
 /// Runs `body`, which calls torch. Throws OutOfMemory or DeviceError with torch's words.
 template <class Body>

@@ -3,6 +3,7 @@
 
 #include <utility>
 
+#include "accelerator/capabilities.h"
 #include "accelerator/torch_backend.h"
 #include "bindings/glue.h"
 #include "bindings/host_register.h"
@@ -15,7 +16,7 @@
 namespace dynswap {
 
 std::unique_ptr<Backend> make_backend(const at::Device& device, const std::string& wanted,
-                                      [[maybe_unused]] const std::function<void(const std::string&)>& warn) {
+                                      const std::function<void(const std::string&)>& warn) {
   const bool host = device.is_cpu() && (wanted == "auto" || wanted == "host");
   if (host) return std::make_unique<HostBackend>(&cast_elements);
 #ifdef DYNSWAP_WITH_CUDA
@@ -32,6 +33,12 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
   }
 #endif
   if (!device.is_cpu() && (wanted == "auto" || wanted == "torch")) {
+    if (!has_copy_stream(device)) {
+      warn("torch has one stream only for '" + device.str() +
+           "': copies and operators take turns there, so the model waits for each weight. Weights that fit "
+           "can "
+           "stay on the device (`budget=`), where nothing waits for them");
+    }
     TorchBackendOptions options;
     options.device = device;
     options.cast = &cast_elements;
@@ -45,11 +52,12 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
               (cuda_version().empty() ? " (it was compiled without CUDA)" : ""));
 }
 
-std::string pin_items(const at::Device& device, const std::string& backend, std::vector<Lockable>& items) {
+std::string pin_items(const at::Device& device, const std::string& backend,
+                      const std::shared_ptr<HostBudget>& budget, std::vector<Lockable>& items) {
 #ifdef DYNSWAP_WITH_CUDA
-  if (backend == "cuda") return pin(device.index(), items);
+  if (backend == "cuda") return pin(device.index(), budget, items);
 #endif
-  if (backend == "torch") return pin_through_torch(device, host_register_for(device), items);
+  if (backend == "torch") return pin_through_torch(device, host_register_for(device), budget, items);
   return {};
 }
 

@@ -3,7 +3,7 @@
 
 #include <c10/core/Device.h>
 
-#include "accelerator/torch_backend.h"
+#include "accelerator/pinned_memory.h"
 
 namespace dynswap {
 

@@ -12,12 +12,13 @@
 #include <utility>
 #include <vector>
 
-#include "accelerator/torch_backend.h"
+#include "accelerator/capabilities.h"
 #include "bindings/attribute.h"
 #include "bindings/backends.h"
 #include "bindings/call.h"
 #include "bindings/errors.h"
 #include "bindings/handed_out.h"
+#include "bindings/host_register.h"
 #include "bindings/session.h"
 #include "host/host_backend.h"
 #include "io/file.h"
@@ -49,6 +50,20 @@ py::dict as_dict(const Stats& stats) {
   counters["depth"] = stats.depth;
   counters["live_leases"] = stats.live_leases;
   return counters;
+}
+
+py::dict capabilities(const c10::Device& device) {
+  Capabilities found;
+  {
+    const py::gil_scoped_release release;
+    found = capabilities_of(device, host_register_for(device));
+  }
+  py::dict dict;
+  dict["obstacle"] = found.obstacle;
+  dict["copy_stream"] = found.copy_stream;
+  dict["pinned_memory"] = found.pinned_memory;
+  dict["page_locking"] = found.page_locking;
+  return dict;
 }
 
 py::dict build_info() {
@@ -155,17 +170,18 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   py::class_<Session, std::shared_ptr<Session>>(m, "Session",
                                                 "One install: a model's weights and their engine.")
       .def(py::init([](const at::Device& device, std::optional<at::ScalarType> dtype, std::uint32_t prefetch,
-                       std::optional<std::size_t> budget, bool strict_budget, bool pin,
-                       std::uint64_t page_cache, bool page_cache_always, std::string backend,
-                       const py::object& hooks) {
-             return std::make_shared<Session>(device, dtype,
-                                              SessionOptions{prefetch, budget, strict_budget, pin, page_cache,
-                                                             page_cache_always, std::move(backend)},
-                                              hooks);
+                       std::optional<std::size_t> budget, bool strict_budget, std::size_t pin,
+                       std::size_t pinned_copies, std::uint64_t page_cache, bool page_cache_always,
+                       std::string backend, const py::object& hooks) {
+             return std::make_shared<Session>(
+                 device, dtype,
+                 SessionOptions{prefetch, budget, strict_budget, pin, pinned_copies, page_cache,
+                                page_cache_always, std::move(backend)},
+                 hooks);
            }),
            py::arg("device"), py::arg("dtype"), py::kw_only(), py::arg("prefetch"), py::arg("budget"),
-           py::arg("strict_budget"), py::arg("pin"), py::arg("page_cache"), py::arg("page_cache_always"),
-           py::arg("backend"), py::arg("hooks"))
+           py::arg("strict_budget"), py::arg("pin"), py::arg("pinned_copies"), py::arg("page_cache"),
+           py::arg("page_cache_always"), py::arg("backend"), py::arg("hooks"))
       .def_property_readonly("provider", [](const Session&) { return "native"; })
       .def_property_readonly("backend", &Session::backend)
       .def(
@@ -212,9 +228,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("cuda_device_count", &device_count, py::call_guard<py::gil_scoped_release>(),
         "How many CUDA devices the native provider can serve. Wakes the driver, so that processes forked "
         "afterwards cannot use CUDA. Raises DeviceError where the CUDA runtime cannot say.");
-  m.def("torch_backend_obstacle", &torch_backend_obstacle, py::arg("device"),
-        py::call_guard<py::gil_scoped_release>(),
-        "Why torch's own streams and events cannot serve a device; empty if they can. Wakes its driver.");
+  m.def("capabilities", &capabilities, py::arg("device"),
+        "What torch has for a device: \"obstacle\" (why its streams cannot serve it; empty if they can), and "
+        "whether there is a \"copy_stream\", \"pinned_memory\", and \"page_locking\" in place. Wakes its "
+        "driver.");
   m.def(
       "simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"), py::arg("bandwidth"),
       py::arg("latency"), py::arg("passes"), py::arg("placement") = "even", py::arg("places") = Places{},

@@ -76,7 +76,13 @@ PyObject* proxy_of(PyObject* tensor, PyObject* master, bool parameter, PyObject*
 
 Session::Session(const at::Device& device, std::optional<at::ScalarType> dtype, SessionOptions options,
                  const py::object& hooks)
-    : device_(device), dtype_(dtype), options_(std::move(options)), hooks_(hooks), table_(new_table()) {
+    : device_(device),
+      dtype_(dtype),
+      options_(std::move(options)),
+      host_budget_(options_.pin == 0 ? nullptr
+                                     : std::make_shared<HostBudget>(options_.pin, options_.pinned_copies)),
+      hooks_(hooks),
+      table_(new_table()) {
   if (!device_.is_cpu()) hear_of_record_stream(device_.type());
   plan_ = std::make_shared<const Plan>(Plan{new_engine({options_.budget, {}, {}}), {}});
   sessions().insert(this);

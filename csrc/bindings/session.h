@@ -27,7 +27,8 @@ struct SessionOptions {
   std::uint32_t prefetch = 2;
   std::optional<std::size_t> budget;  ///< bytes
   bool strict_budget = false;
-  bool pin = true;
+  std::size_t pin = SIZE_MAX;      ///< bytes of masters that may be page-locked; 0: none
+  std::size_t pinned_copies = 0;   ///< bytes of them in copies, where none can be locked in place
   std::uint64_t page_cache = 0;    ///< bytes of checkpoint files that may stay in the page cache
   bool page_cache_always = false;  ///< and come from there, also where that does not pay
   std::string backend = "auto";
@@ -208,6 +209,7 @@ class Session : public std::enable_shared_from_this<Session> {
   const at::Device device_;
   const std::optional<at::ScalarType> dtype_;
   SessionOptions options_;
+  const std::shared_ptr<HostBudget> host_budget_;  ///< null: nothing is page-locked
   const Hooks hooks_;
   std::string backend_;
   std::shared_ptr<const Plan> plan_;    ///< never null; a new one takes its place once it is carried out

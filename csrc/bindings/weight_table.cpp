@@ -164,12 +164,13 @@ std::string WeightTable::pin(const std::string& backend, const std::vector<Weigh
   std::vector<SourcePtr> before;
   for (const Weight* weight : weights) before.push_back(weight->source);
   std::vector<SourcePtr> sources = before;
-  const std::string slower = memory->pin(settings_.device, backend, sources);
+  const std::string slower = memory->pin(settings_.device, backend, settings_.pin, sources);
   for (std::size_t i = 0; i < weights.size(); ++i) {
     // Other threads could run: the master may be another by now.
     if (weights[i]->source != before[i]) continue;
     weights[i]->source = std::move(sources[i]);
-    if (weights[i]->source->pinned && weights[i]->watch) weights[i]->watch->note_pinned();
+    const Source& source = *weights[i]->source;
+    if (source.pinned && !source.pinned_copy && weights[i]->watch) weights[i]->watch->note_pinned();
   }
   return slower;
 }

@@ -3,8 +3,10 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <string>
 
 #include "core/scalar.h"
@@ -23,9 +25,21 @@ enum class Keep { no, yes, always };
 /// differ. The device so reads the master as it was when the copy was issued, also after writes that nothing
 /// told of. A copy still under way reads the same bytes, unless somebody wrote to the master without waiting
 /// for the pass, which the README's limits forbid for every page-locked master.
+///
+/// Note [A large master has a page-locked copy]: where the device reads no memory that is page-locked in
+/// place, a large master has a copy too, as far as the host's memory goes. To compare the two would take
+/// longer than the bus, so a count of the writes to the master says whether they are equal. After a write the
+/// master is staged, as if there were no copy; when the next request finds no further write, the copy is
+/// written anew. So training, whose every step writes to all masters, is staged, and inference is not from
+/// its second pass on.
 struct PinnedCopy {
   std::shared_ptr<std::byte> bytes;  ///< LOCK: refreshing, to write
   std::mutex refreshing;
+
+  /// Of a large master: counts the writes to it. Null for a small one.
+  std::function<std::uint64_t()> writes;
+  std::optional<std::uint64_t> seen;   ///< LOCK: refreshing; the count when it was last asked for
+  std::optional<std::uint64_t> as_of;  ///< LOCK: refreshing; the count of the bytes that are in the copy
 };
 
 /// One weight's bytes, and what they shall become. Immutable once it is given to the engine: a master
@@ -45,7 +59,7 @@ struct Source {
   bool has_bytes = true;              ///< false: its master has none now, and nothing is copied
   bool pinned =
       false;  ///< page-locked: the device may read it, at `pinned_copy` if that is set, else at `address`
-  std::shared_ptr<PinnedCopy> pinned_copy;  ///< of a small master; else null
+  std::shared_ptr<PinnedCopy> pinned_copy;  ///< null: none
 
   std::uint64_t stored_bytes() const noexcept { return count * scalar_size(stored); }
   std::uint64_t wanted_bytes() const noexcept { return count * scalar_size(wanted); }

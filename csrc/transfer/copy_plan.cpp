@@ -41,12 +41,25 @@ const std::byte* in_reach(const Source& source, const Piece& piece) {
   const std::size_t first = piece.first * scalar_size(source.stored);
   const std::byte* const master = source.address + first;
   if (!source.pinned_copy) return master;
-  // See Note [A small master has a page-locked copy]
   std::byte* const copy = source.pinned_copy->bytes.get() + first;
+  if (source.pinned_copy->writes) return copy;  // settle_copies() has seen to it
+  // See Note [A small master has a page-locked copy]
   const std::size_t bytes = piece.count * scalar_size(source.stored);
   const std::lock_guard lock(source.pinned_copy->refreshing);
   if (source.mapped || std::memcmp(copy, master, bytes) != 0) fetch_from_memory(source, first, copy, bytes);
   return copy;
+}
+
+/// Whether the device may read the copy of a large master, which is brought up to date if that pays.
+bool is_current(const Source& source) {
+  PinnedCopy& copy = *source.pinned_copy;
+  const std::lock_guard lock(copy.refreshing);
+  const std::uint64_t writes = copy.writes();
+  if (copy.as_of == writes) return true;
+  if (std::exchange(copy.seen, writes) != writes) return false;
+  fetch_from_memory(source, 0, copy.bytes.get(), source.stored_bytes());
+  copy.as_of = writes;
+  return true;
 }
 
 /// Gathers staged pieces into chunks, each as large as a buffer.
@@ -120,6 +133,26 @@ bool cast_by_readers(const Source& source, bool device_casts) noexcept {
 CopyPath copy_path(const Source& source, bool device_casts) noexcept {
   if (!source.pinned || source.file || cast_by_readers(source, device_casts)) return CopyPath::staged;
   return source.cast() ? CopyPath::cast_after : CopyPath::direct;
+}
+
+void settle_copies(CopyRequest& request) {
+  const Source* outdated = nullptr;  // pieces of one source follow each other
+  SourcePtr staged;
+  for (Step& step : request.steps) {
+    for (Piece& piece : step.pieces) {
+      const Source& source = *piece.source;
+      if (!source.pinned_copy || !source.pinned_copy->writes) continue;
+      if (&source != outdated && is_current(source)) continue;
+      if (&source != outdated) {
+        auto unpinned = std::make_shared<Source>(source);
+        unpinned->pinned = false;
+        unpinned->pinned_copy = nullptr;
+        outdated = &source;
+        staged = std::move(unpinned);
+      }
+      piece.source = staged;
+    }
+  }
 }
 
 CopyNeeds needs_of(const CopyRequest& request, bool device_casts) noexcept {

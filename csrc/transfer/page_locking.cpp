@@ -8,6 +8,8 @@
 #include <sstream>
 #include <utility>
 
+#include "io/memory_watch.h"
+
 namespace dynswap {
 
 namespace {
@@ -44,14 +46,18 @@ bool tells_bytes_from_pages(PageLocker& locker) {
 
 /// Works out one page_lock().
 class Pinning {
+  /// What counts memory, and what keeps it locked, which goes first.
+  using Locked = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
+
  public:
-  explicit Pinning(PageLocker& locker) : locker_(locker) {}
+  Pinning(PageLocker& locker, const std::shared_ptr<HostBudget>& budget) : locker_(locker), budget_(budget) {}
 
   /// In place, if it may be locked there or is locked already.
   void in_place(Lockable& item) {
     const Source& source = *item.source;
     const bool small = source.stored_bytes() <= kSmall;
     bool others = false;  // somebody else has locked it
+    over_budget_ = false;
     const auto locker = [&]() -> std::shared_ptr<void> {
       others = is_locked(locker_, source);
       // A small one alone is not worth a registration; in a block that is locked for others it is there
@@ -65,7 +71,7 @@ class Pinning {
     }
     if (item.locked || others) {
       replace(item).pinned = true;
-    } else if (!small) {
+    } else if (!small && !has_copy(item) && !over_budget_) {
       (may_be_locked(item) ? refused_bytes_ : shared_bytes_) += source.stored_bytes();
     }
   }
@@ -75,11 +81,15 @@ class Pinning {
     std::size_t bytes = 0;
     for (const Lockable* item : small) bytes += room(*item);
     if (bytes == 0) return;
-    const std::shared_ptr<std::byte> block = locker_.allocate(bytes, reason_);
-    if (!block) {
+    const std::shared_ptr<void> charge = HostBudget::charge(budget_, bytes);
+    if (!charge) return;
+    const std::shared_ptr<std::byte> memory = locker_.allocate(bytes, reason_);
+    if (!memory) {
       refused_bytes_ += bytes;
       return;
     }
+    const auto counted = std::make_shared<Locked>(charge, memory);
+    const std::shared_ptr<std::byte> block(counted, memory.get());
     std::byte* at = block.get();
     for (Lockable* item : small) {
       auto copy = std::make_shared<PinnedCopy>();
@@ -96,11 +106,12 @@ class Pinning {
     const std::string why = locker_.locks_nothing();
     if (!why.empty()) {
       if (refused_bytes_ + shared_bytes_ > all_bytes / kUnsaidPart) {
-        text << refused_bytes_ + shared_bytes_
-             << " bytes of weights go to the device through a small pinned buffer, which is slower: " << why
-             << ". Pin the masters yourself (Tensor.pin_memory), or pass pin=False to install() to accept "
-                "this "
-                "without this warning";
+        text
+            << refused_bytes_ + shared_bytes_
+            << " bytes of weights go to the device through a small pinned buffer, which is slower: " << why
+            << ", and there is no room for page-locked copies of them. Give them room (pin='24GiB'), pin the "
+               "masters yourself (Tensor.pin_memory), or pass pin=False to install() to accept this without "
+               "this warning";
       }
       return text.str();
     }
@@ -145,20 +156,47 @@ class Pinning {
   }
 
   std::shared_ptr<void> register_block(const Lockable& item) {
-    return locker_.lock(const_cast<std::byte*>(item.block), item.block_bytes, reason_);
+    std::shared_ptr<void> charge = HostBudget::charge(budget_, item.block_bytes);
+    over_budget_ = !charge;
+    if (over_budget_) return nullptr;
+    std::shared_ptr<void> lock = locker_.lock(const_cast<std::byte*>(item.block), item.block_bytes, reason_);
+    if (!lock) return nullptr;
+    return std::make_shared<Locked>(std::move(charge), std::move(lock));
+  }
+
+  /// Gives a large master a copy, where nothing is locked in place and every write to the master is seen.
+  bool has_copy(Lockable& item) {
+    const SourcePtr source = item.source;
+    if (locker_.locks_nothing().empty() || source->mapped) return false;
+    const std::size_t bytes = source->stored_bytes();
+    const auto copy = HostBudget::copy_of(budget_, source->address, bytes, [&] {
+      const auto watch = std::make_shared<MemoryWatch>(*source);
+      auto made = watch->exact() ? std::make_shared<PinnedCopy>() : nullptr;
+      if (made) made->bytes = locker_.allocate(bytes, reason_);
+      if (made) made->writes = [watch] { return watch->writes(); };
+      return made && made->bytes ? made : nullptr;
+    });
+    if (!copy) return false;
+    Source& changed = replace(item);
+    changed.pinned = true;
+    changed.pinned_copy = copy;
+    return true;
   }
 
   PageLocker& locker_;
+  const std::shared_ptr<HostBudget>& budget_;
   std::optional<bool> tells_bytes_;
   std::size_t refused_bytes_ = 0;
+  bool over_budget_ = false;  ///< of the item at hand
   std::size_t shared_bytes_ = 0;
   std::string reason_;
 };
 
 }  // namespace
 
-std::string page_lock(PageLocker& locker, std::vector<Lockable>& items) {
-  Pinning pinning(locker);
+std::string page_lock(PageLocker& locker, const std::shared_ptr<HostBudget>& budget,
+                      std::vector<Lockable>& items) {
+  Pinning pinning(locker, budget);
   std::vector<Lockable*> large, small;
   std::size_t bytes = 0;
   for (Lockable& item : items) {

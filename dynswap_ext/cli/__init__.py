@@ -56,7 +56,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _info(options: argparse.Namespace) -> int:
     print(f"dynswap-ext      {dynswap_ext.__version__}")
-    print(dynswap_ext.backend_info())
+    print(dynswap_ext.backend_info(ask_driver=True))
     return 0
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from dynswap_ext import testing
-from gpu_under_test import Exact, Gpu
+from gpu_under_test import LAYER_BYTES, Exact, Gpu
 
 
 def pinned(model: nn.Module) -> list[bool]:
@@ -34,6 +34,19 @@ def test_masters_are_locked_in_place(gpu: Gpu, pin: bool | str) -> None:
     assert not any(pinned(model))
     assert [p.data_ptr() for p in model.parameters()] == addresses
     testing.assert_bit_equal([p.detach() for p in model.parameters()], values)
+
+
+def test_an_amount_of_pinned_memory_is_not_exceeded(gpu: Gpu) -> None:
+    model = Exact(layers=4).eval()
+    moved, handle = gpu.pair(model, pin=2 * LAYER_BYTES)
+    x = gpu.whole_numbers()
+    with torch.no_grad():
+        for _ in range(2):
+            testing.assert_bit_equal(model(x), moved(x))
+    if gpu.native:
+        assert sum(pinned(model)) == 2
+    handle.uninstall()
+    assert not any(pinned(model))
 
 
 def test_what_the_user_pinned_stays_pinned(gpu: Gpu) -> None:

@@ -1,0 +1,46 @@
+#include "transfer/host_budget.h"
+
+namespace dynswap {
+
+std::shared_ptr<void> HostBudget::charge(const std::shared_ptr<HostBudget>& budget, std::size_t bytes) {
+  const std::lock_guard lock(budget->mutex_);
+  if (bytes > budget->locked_) return nullptr;
+  budget->locked_ -= bytes;
+  return {budget.get(), [budget, bytes](void*) {
+            const std::lock_guard back(budget->mutex_);
+            budget->locked_ += bytes;
+          }};
+}
+
+std::shared_ptr<PinnedCopy> HostBudget::copy_of(const std::shared_ptr<HostBudget>& budget,
+                                                const std::byte* address, std::size_t bytes,
+                                                const std::function<std::shared_ptr<PinnedCopy>()>& make) {
+  {
+    const std::lock_guard lock(budget->mutex_);
+    std::erase_if(budget->copies_, [](const auto& entry) { return entry.second.expired(); });
+    const auto found = budget->copies_.find({address, bytes});
+    if (found != budget->copies_.end()) {
+      if (auto known = found->second.lock()) return known;
+    }
+    if (bytes > budget->copied_) return nullptr;
+    budget->copied_ -= bytes;
+  }
+  const std::shared_ptr<void> copied(budget.get(), [budget, bytes](void*) {
+    const std::lock_guard back(budget->mutex_);
+    budget->copied_ += bytes;
+  });
+  const std::shared_ptr<void> locked = charge(budget, bytes);
+  if (!locked) return nullptr;
+  struct Counted {
+    std::shared_ptr<void> copied, locked;
+    std::shared_ptr<PinnedCopy> copy;  // last: it is freed before it is not counted any more
+  };
+  const auto made = std::make_shared<const Counted>(Counted{copied, locked, make()});
+  if (!made->copy) return nullptr;
+  const std::shared_ptr<PinnedCopy> counted(made, made->copy.get());
+  const std::lock_guard lock(budget->mutex_);
+  budget->copies_[{address, bytes}] = counted;
+  return counted;
+}
+
+}  // namespace dynswap

@@ -1,0 +1,177 @@
+// What is page-locked where, and how much of it; and copies for a device that reads nothing that is locked in
+// place.
+#include "transfer/page_locking.h"
+
+#include <sys/mman.h>
+
+#include <cstring>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "check.h"
+#include "core/backend.h"
+#include "transfer/copy_plan.h"
+#include "transfer/host_budget.h"
+
+namespace {
+
+using namespace dynswap;
+using namespace dynswap::test;
+
+constexpr std::size_t kBytes = 256u << 10;  // of a large master
+
+/// Pages that the kernel watches, as those of a large tensor.
+struct Master {
+  explicit Master(std::size_t size = kBytes)
+      : bytes(size),
+        data(static_cast<std::byte*>(
+            mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))) {
+    std::memset(data, 1, bytes);
+    context = HeldBytes::Context(data, [](void*) {});
+  }
+  ~Master() { munmap(data, bytes); }
+  Master(const Master&) = delete;
+  Master& operator=(const Master&) = delete;
+
+  Lockable lockable() {
+    auto source = std::make_shared<Source>();
+    source->name = "master";
+    source->address = data;
+    source->count = bytes;
+    Lockable item;
+    item.held = HeldBytes::hold(context);
+    source->owner = item.held;
+    item.source = std::move(source);
+    item.block = data;
+    item.block_bytes = bytes;
+    item.own_pages = true;
+    return item;
+  }
+
+  const std::size_t bytes;
+  std::byte* const data;
+  HeldBytes::Context context{nullptr, nullptr};
+};
+
+/// The driver of some device, which may lock nothing in place.
+struct Driver final : PageLocker {
+  explicit Driver(bool locks) : locks_in_place(locks) {}
+  bool is_locked(const std::byte*) override { return false; }
+  std::string locks_nothing() const override { return locks_in_place ? "" : "this device locks nothing"; }
+  std::shared_ptr<void> lock(std::byte*, std::size_t bytes, std::string&) override {
+    locked += bytes;
+    return {this, [this, bytes](void*) { locked -= bytes; }};
+  }
+  std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string&) override {
+    copied += bytes;
+    return {new std::byte[bytes], [this, bytes](std::byte* block) {
+              copied -= bytes;
+              delete[] block;
+            }};
+  }
+  const bool locks_in_place;
+  std::size_t locked = 0, copied = 0;
+};
+
+std::shared_ptr<HostBudget> budget_of(std::size_t locked, std::size_t copied) {
+  return std::make_shared<HostBudget>(locked, copied);
+}
+
+void unpin(std::vector<Lockable>& items) {
+  for (Lockable& item : items) {
+    if (item.locked) item.held->unlock();
+  }
+  items.clear();
+}
+
+/// How a request for the whole of it would go, and from which bytes.
+struct Path {
+  CopyPath path;
+  int byte = -1;
+};
+Path path_of(const SourcePtr& source) {
+  CopyRequest request;
+  request.steps.push_back({{}, {{source, 0, source->count, nullptr}}});
+  settle_copies(request);
+  const Source& settled = *request.steps[0].pieces[0].source;
+  const CopyPath path = copy_path(settled, /*device_casts=*/true);
+  if (path == CopyPath::staged) return {path};
+  const auto batches = plan_copies(request, /*device_casts=*/true, nullptr, nullptr);
+  return {path, static_cast<int>(batches.at(0).landings.at(0).from[settled.count - 1])};
+}
+
+bool watches_pages(const Master& master) {
+  Driver device(/*locks=*/false);
+  std::vector<Lockable> items{const_cast<Master&>(master).lockable()};
+  page_lock(device, budget_of(SIZE_MAX, SIZE_MAX), items);
+  return items[0].source->pinned;
+}
+
+TEST(page_locking_copies_a_large_master_where_nothing_is_locked_in_place) {
+  Master master;
+  if (!watches_pages(master)) return;  // the kernel is older than Linux 6.7: see the next test
+  Driver device(/*locks=*/false);
+  std::vector<Lockable> items{master.lockable()};
+  EXPECT_EQ(page_lock(device, budget_of(SIZE_MAX, SIZE_MAX), items), "");
+  const SourcePtr source = items[0].source;
+  EXPECT_EQ(device.locked, 0u);
+  EXPECT_EQ(device.copied, kBytes);
+
+  EXPECT(path_of(source).path == CopyPath::staged);  // it may be written to at each pass, by an optimizer
+  EXPECT_EQ(path_of(source).byte, 1);
+  EXPECT_EQ(path_of(source).byte, 1);
+  for (int step = 2; step < 5; ++step) {
+    master.data[kBytes - 1] = static_cast<std::byte>(step);  // bumps no version
+    EXPECT(path_of(source).path == CopyPath::staged);
+  }
+  EXPECT_EQ(path_of(source).byte, 4);
+}
+
+TEST(page_locking_stays_within_the_room_for_copies) {
+  Master first, second;
+  if (!watches_pages(first)) return;
+  Driver device(/*locks=*/false);
+  const auto budget = budget_of(SIZE_MAX, kBytes + 1);
+  std::vector<Lockable> items{first.lockable(), second.lockable()};
+  const std::string said = page_lock(device, budget, items);
+  EXPECT(said.find(std::to_string(kBytes) + " bytes") == 0);
+  EXPECT(said.find("this device locks nothing, and there is no room for page-locked copies") !=
+         std::string::npos);
+  EXPECT(items[0].source->pinned && !items[1].source->pinned);
+  EXPECT_EQ(device.copied, kBytes);
+  EXPECT(path_of(items[1].source).path == CopyPath::staged);
+
+  // The next plan of the session, made before this one goes.
+  std::vector<Lockable> next{first.lockable()};
+  EXPECT_EQ(page_lock(device, budget, next), "");
+  EXPECT(next[0].source->pinned_copy == items[0].source->pinned_copy);
+  unpin(items);
+  unpin(next);
+  EXPECT_EQ(device.copied, 0u);
+
+  std::vector<Lockable> other{second.lockable()};
+  EXPECT_EQ(page_lock(device, budget, other), "");
+  EXPECT(other[0].source->pinned);
+}
+
+TEST(page_locking_in_place_stays_within_the_budget_and_says_nothing) {
+  Master first, second, small(8u << 10);
+  Driver device(/*locks=*/true);
+  const auto budget = budget_of(kBytes + small.bytes, 0);
+  std::vector<Lockable> items{first.lockable(), second.lockable(), small.lockable()};
+  EXPECT_EQ(page_lock(device, budget, items), "");
+  EXPECT(items[0].source->pinned && !items[1].source->pinned && items[2].source->pinned);
+  EXPECT_EQ(device.locked, kBytes);
+  EXPECT_EQ(device.copied, small.bytes);
+  std::vector<Lockable> more{second.lockable()};
+  EXPECT_EQ(page_lock(device, budget, more), "");
+  EXPECT(!more[0].source->pinned);
+  unpin(items);
+  EXPECT_EQ(device.locked + device.copied, 0u);
+  EXPECT_EQ(page_lock(device, budget, more), "");
+  EXPECT(more[0].source->pinned);
+  unpin(more);
+}
+
+}  // namespace
