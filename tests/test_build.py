@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +16,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "build_backend"))
 
 from dynswap_build import cuda_toolkit, extension, installed_torch  # noqa: E402
+
+NO_ROCM = None
 
 # The package's hooks import setuptools, which a build environment has and this one hides.
 LOAD_ALONE = (
@@ -50,6 +54,7 @@ def nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
     monkeypatch.setattr(cuda_toolkit, "DEFAULTS", ())
+    monkeypatch.setattr(cuda_toolkit, "INSTALLED_BY_PIP", "nvidia/none-of-them")
 
 
 @pytest.mark.parametrize("variable", ["CUDA_HOME", "CUDA_PATH"])
@@ -89,9 +94,9 @@ def test_cuda_demanded_and_incomplete(
     monkeypatch.setenv("CUDA_HOME", str(toolkit))
     monkeypatch.setenv("DYNSWAP_CUDA", "1")
     with pytest.raises(SystemExit, match=re.escape(f"{toolkit} (CUDA_HOME): {said}")):
-        extension.wanted_toolkit()
+        extension.wanted_toolkit(NO_ROCM)
     monkeypatch.setenv("DYNSWAP_CUDA", "auto")
-    assert extension.wanted_toolkit() is None
+    assert extension.wanted_toolkit(NO_ROCM) is None
 
 
 def test_cuda_demanded_and_too_old(
@@ -101,34 +106,118 @@ def test_cuda_demanded_and_too_old(
     monkeypatch.setenv("CUDA_HOME", str(toolkit))
     monkeypatch.setenv("DYNSWAP_CUDA", "1")
     with pytest.raises(SystemExit, match=r"CUDA 11\.8 is older than 12\.0"):
-        extension.wanted_toolkit()
+        extension.wanted_toolkit(NO_ROCM)
 
 
 def test_cuda_demanded_and_nowhere(nothing_else: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYNSWAP_CUDA", "1")
-    with pytest.raises(SystemExit, match="neither CUDA_HOME nor CUDA_PATH is set"):
-        extension.wanted_toolkit()
+    with pytest.raises(SystemExit, match="neither CUDA_HOME nor CUDA_PATH is set") as said:
+        extension.wanted_toolkit(NO_ROCM)
+    assert "pip install 'cuda-toolkit[nvcc]'" in str(said.value)
 
 
 def test_cuda_refused(toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_HOME", str(toolkit))
     monkeypatch.setenv("DYNSWAP_CUDA", "0")
-    assert extension.wanted_toolkit() is None
+    assert extension.wanted_toolkit(NO_ROCM) is None
+
+
+@pytest.fixture
+def packages(toolkit: Path, nothing_else: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder of the interpreter's with NVIDIA's packages in it, as pip installs them."""
+    site = tmp_path / "site"
+    (site / "nvidia").mkdir(parents=True)
+    home = toolkit.rename(site / "nvidia/cu13")
+    (home / "lib64").rename(home / "lib")
+    monkeypatch.setattr(cuda_toolkit, "INSTALLED_BY_PIP", "nvidia/cu[0-9]*")
+    monkeypatch.setattr(sys, "path", [*sys.path, str(site)])
+    return home
+
+
+def test_toolkit_from_pip(packages: Path) -> None:
+    found = cuda_toolkit.find_toolkit()
+    assert (found.home, found.include) == (packages, packages / "include")
+    assert found.static_runtime == packages / "lib/libcudart_static.a"
+
+
+def test_a_toolkit_of_the_system_comes_before_one_from_pip(
+    packages: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    system = tmp_path / "usr/local/cuda"
+    shutil.copytree(packages, system)
+    monkeypatch.setattr(cuda_toolkit, "DEFAULTS", (str(system),))
+    assert cuda_toolkit.find_toolkit().home == system
+
+
+def test_what_a_gpu_build_of_torch_brings_is_no_toolkit(
+    packages: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (packages / "bin/nvcc").unlink()
+    monkeypatch.setenv("DYNSWAP_CUDA", "1")
+    with pytest.raises(SystemExit, match=re.escape(f"{packages} (NVIDIA's packages): no bin/nvcc")):
+        extension.wanted_toolkit(NO_ROCM)
 
 
 @pytest.mark.parametrize(
-    ("variable", "use"), [("DYNSWAP_CUDA", "wanted_toolkit"), ("DYNSWAP_BUILD", "wants_extension")]
+    ("choice", "torch_is_installed", "brought", "required"),
+    [
+        ("1", True, "13.0.3.0", ["cuda-toolkit[nvcc]==13.0.3.0"]),
+        ("1", True, None, ["cuda-toolkit[nvcc]==13.0.*"]),
+        ("1", False, None, ["cuda-toolkit[nvcc]>=13.0"]),
+        ("auto", True, "13.0.3.0", []),
+        ("0", True, "13.0.3.0", []),
+    ],
 )
-def test_unknown_settings_are_named(monkeypatch: pytest.MonkeyPatch, variable: str, use: str) -> None:
-    monkeypatch.setenv(variable, "perhaps")
-    with pytest.raises(SystemExit, match=f"{variable}='perhaps' is not known"):
-        getattr(extension, use)()
+def test_pip_brings_a_toolkit_if_cuda_is_demanded(
+    nothing_else: None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    choice: str,
+    torch_is_installed: bool,
+    brought: str | None,
+    required: list[str],
+) -> None:
+    """In the version that torch has brought, so that both run on the same driver."""
+    monkeypatch.setenv("DYNSWAP_CUDA", choice)
+    if brought:
+        metadata = tmp_path / f"cuda_toolkit-{brought}.dist-info/METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: cuda-toolkit\nVersion: {brought}\n")
+    elif importlib.util.find_spec("nvidia"):
+        pytest.skip("NVIDIA's packages are installed")
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    assert extension.toolkit_requirements(torch_is_installed=torch_is_installed) == required
+
+
+def test_pip_brings_no_toolkit_where_there_is_one(toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    monkeypatch.setenv("DYNSWAP_CUDA", "1")
+    assert extension.toolkit_requirements(torch_is_installed=True) == []
+
+
+def test_a_rocm_build_of_torch_gets_no_cuda_backend(toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would compile the kernels with hipcc, which does not take them."""
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    monkeypatch.setenv("DYNSWAP_CUDA", "auto")
+    assert extension.wanted_toolkit("6.4.43482") is None
+    monkeypatch.setenv("DYNSWAP_CUDA", "1")
+    with pytest.raises(SystemExit, match=re.escape("for AMD's GPUs (HIP 6.4.43482)")):
+        extension.wanted_toolkit("6.4.43482")
+
+
+def test_unknown_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DYNSWAP_CUDA", "perhaps")
+    with pytest.raises(SystemExit, match="DYNSWAP_CUDA='perhaps' is not known"):
+        extension.wanted_toolkit(NO_ROCM)
+    monkeypatch.setenv("DYNSWAP_BUILD", "perhaps")
+    with pytest.raises(SystemExit, match="DYNSWAP_BUILD='perhaps' is not known"):
+        extension.wants_extension()
 
 
 def test_pure_python_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYNSWAP_BUILD", "python")
     assert not extension.wants_extension()
-    assert extension.setup_arguments() == {}
+    assert extension.setup_arguments() == {"install_requires": [installed_torch.REQUIREMENT, "rich>=13"]}
 
 
 @pytest.mark.parametrize(
@@ -147,8 +236,25 @@ def test_supported_torch(version: str, supported: bool) -> None:
     assert installed_torch.supported(version) is supported
 
 
-def test_the_range_of_torch_is_the_one_declared() -> None:
-    assert f'"{installed_torch.REQUIREMENT}"' in (ROOT / "pyproject.toml").read_text()
+@pytest.mark.parametrize(
+    ("command", "required"),
+    [
+        ("dist_info", "torch=={}.{}.*".format(*torch.__version__.split(".")[:2])),
+        ("sdist", installed_torch.REQUIREMENT),
+    ],
+)
+def test_a_wheel_requires_the_torch_that_it_is_built_for(
+    monkeypatch: pytest.MonkeyPatch, command: str, required: str
+) -> None:
+    """With another minor version the extension would not be loaded. Sources build for all of the range."""
+    monkeypatch.delenv("DYNSWAP_BUILD", raising=False)
+    monkeypatch.setattr(sys, "argv", ["setup.py", command])
+    assert extension.setup_arguments() == {"install_requires": [required, "rich>=13"]}
+
+
+def test_where_torch_is_not_installed_the_range_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [])
+    assert installed_torch.exact_requirement() == installed_torch.REQUIREMENT
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ from typing import Any
 
 from setuptools import build_meta
 
-from dynswap_build.extension import wants_extension
+from dynswap_build.extension import toolkit_requirements, wants_extension
 from dynswap_build.installed_torch import REQUIREMENT, reveal_torch
 
 __all__ = [
@@ -34,7 +34,7 @@ def _requirements() -> list[str]:
     if not wants_extension():
         return []
     torch = [] if reveal_torch() else [REQUIREMENT]
-    return [*torch, "ninja>=1.11"]
+    return [*torch, *toolkit_requirements(torch_is_installed=not torch), "ninja>=1.11"]
 
 
 def get_requires_for_build_wheel(config_settings: Any = None) -> list[str]:
@@ -48,12 +48,14 @@ def get_requires_for_build_editable(config_settings: Any = None) -> list[str]:
 
 
 def prepare_metadata_for_build_wheel(metadata_directory: str, config_settings: Any = None) -> str:
-    """Write the metadata of the wheel, which takes no torch: nothing is compiled."""
+    """Write the metadata of the wheel, which names the torch that it is built for. Nothing is compiled."""
+    reveal_torch()
     return build_meta.prepare_metadata_for_build_wheel(metadata_directory, config_settings)
 
 
 def prepare_metadata_for_build_editable(metadata_directory: str, config_settings: Any = None) -> str:
     """Write the metadata of the editable wheel."""
+    reveal_torch()
     return build_meta.prepare_metadata_for_build_editable(metadata_directory, config_settings)
 
 

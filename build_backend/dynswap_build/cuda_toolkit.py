@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,6 +17,11 @@ OLDEST = (12, 0)
 
 #: Where toolkits are installed, in the order in which they are tried, the newest of a pattern first.
 DEFAULTS = ("/usr/local/cuda", "/usr/local/cuda-*")
+
+#: The toolkit in NVIDIA's packages, with nvcc from CUDA 13 on; where pip puts it; and its first version.
+PACKAGE = "cuda-toolkit"
+INSTALLED_BY_PIP = "nvidia/cu[0-9]*"
+_OLDEST_PACKAGE = "13.0"
 
 
 class ToolkitNotFound(Exception):
@@ -45,8 +52,24 @@ def find_toolkit() -> Toolkit:
         rejected.append(f"{home} ({origin}): {found}")
     raise ToolkitNotFound(
         "; ".join(rejected)
-        or "neither CUDA_HOME nor CUDA_PATH is set, there is no /usr/local/cuda*, and no nvcc on PATH"
+        or "neither CUDA_HOME nor CUDA_PATH is set, there is no /usr/local/cuda*, and no nvcc on PATH or "
+        "from pip"
     )
+
+
+def package_requirement(*, torch_is_installed: bool) -> str:
+    """Return the requirement that brings a toolkit: of the CUDA that torch runs with, if that is known.
+
+    The driver that serves torch then serves the extension. A GPU build of torch from PyPI requires the
+    package in one version, without the extra that has nvcc.
+    """
+    package = f"{PACKAGE}[nvcc]"
+    if not torch_is_installed:  # torch is installed for this build too, and chooses
+        return f"{package}>={_OLDEST_PACKAGE}"
+    try:
+        return f"{package}=={importlib.metadata.version(PACKAGE)}"
+    except importlib.metadata.PackageNotFoundError:
+        return f"{package}=={_OLDEST_PACKAGE}.*"
 
 
 def _candidates() -> Iterator[tuple[str, Path]]:
@@ -63,6 +86,9 @@ def _candidates() -> Iterator[tuple[str, Path]]:
     for pattern in map(Path, DEFAULTS):
         for home in sorted(pattern.parent.glob(pattern.name), key=_version_in_name, reverse=True):
             yield "default", home.resolve()
+    for folder in map(Path, sys.path):
+        for home in sorted(folder.glob(INSTALLED_BY_PIP), key=_version_in_name, reverse=True):
+            yield "NVIDIA's packages", home.resolve()
 
 
 def _version_in_name(home: Path) -> list[int]:

@@ -5,7 +5,8 @@ Environment:
 ====================  ==================================================================================
 DYNSWAP_BUILD         ``python``: no extension, pure Python. Default: the extension, on Linux.
 DYNSWAP_CUDA          ``1``: with the CUDA backend, or fail; ``0``: without; ``auto`` (default): with it
-                      where a toolkit is found.
+                      where a toolkit is found. With ``1`` and no toolkit, an isolated build (pip's default)
+                      takes one from NVIDIA's packages.
 DYNSWAP_WERROR        ``1``: warnings are errors.
 DYNSWAP_UNITY         ``0``: one translation unit for each file. Default: few large ones, as torch's headers
                       are most of what is compiled.
@@ -25,12 +26,20 @@ import sysconfig
 from pathlib import Path
 from typing import Any
 
-from dynswap_build.cuda_toolkit import Toolkit, ToolkitNotFound, find_toolkit
-from dynswap_build.installed_torch import REQUIREMENT
+from dynswap_build.cuda_toolkit import (
+    PACKAGE,
+    Toolkit,
+    ToolkitNotFound,
+    find_toolkit,
+    package_requirement,
+)
+from dynswap_build.installed_torch import REQUIREMENT, exact_requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The longest to compile first: compilers are started in this order.
 FOLDERS = ("bindings", "accelerator", "core", "io", "transfer", "host", "sim")
+#: What the package needs beside torch.
+REQUIREMENTS = ("rich>=13",)
 #: The CPython releases that the bindings are known to hold for: csrc/bindings/cpython.h, which checks it too.
 PYTHONS = ((3, 10), (3, 13))
 #: Into how many units the files of a folder go: two of those that take longest, for two cores. Names in the
@@ -49,12 +58,27 @@ def wants_extension() -> bool:
     return build != "python"
 
 
-def wanted_toolkit() -> Toolkit | None:
-    """Return the CUDA toolkit to build with. Raises SystemExit if one is demanded and there is none."""
+def _cuda_choice() -> str:
     choice = os.environ.get("DYNSWAP_CUDA", "").strip().lower() or "auto"
     if choice not in ("0", "1", "auto"):
         raise SystemExit(f"DYNSWAP_CUDA={choice!r} is not known; use 0, 1 or auto")
+    return choice
+
+
+def wanted_toolkit(rocm: str | None) -> Toolkit | None:
+    """Return the CUDA toolkit to build with. Raises SystemExit if one is demanded and none can be used.
+
+    `rocm` is the version of HIP that torch was built with. Such a torch compiles .cu files with hipcc.
+    """
+    choice = _cuda_choice()
     if choice == "0":
+        return None
+    if rocm:
+        if choice == "1":
+            raise SystemExit(
+                f"DYNSWAP_CUDA=1, but this torch is for AMD's GPUs (HIP {rocm}), which the CUDA backend "
+                "cannot serve. Build with DYNSWAP_CUDA=0: weights are copied through torch's own streams."
+            )
         return None
     try:
         return find_toolkit()
@@ -62,9 +86,21 @@ def wanted_toolkit() -> Toolkit | None:
         if choice == "1":
             raise SystemExit(
                 f"DYNSWAP_CUDA=1, but no CUDA toolkit can be used. {error}. Set CUDA_HOME to the folder that "
-                "holds bin/nvcc and include/, or build with DYNSWAP_CUDA=0."
+                f"holds bin/nvcc and include/, run `pip install '{PACKAGE}[nvcc]'`, or build with "
+                "DYNSWAP_CUDA=0."
             ) from None
         return None
+
+
+def toolkit_requirements(*, torch_is_installed: bool) -> list[str]:
+    """Return what pip has to install so that a build that demands CUDA has a toolkit."""
+    if _cuda_choice() != "1":
+        return []
+    try:
+        find_toolkit()
+    except ToolkitNotFound:
+        return [package_requirement(torch_is_installed=torch_is_installed)]
+    return []
 
 
 def refusal(implementation: str, version: tuple[int, int], *, gil: bool) -> str:
@@ -82,8 +118,11 @@ def refusal(implementation: str, version: tuple[int, int], *, gil: bool) -> str:
 
 def setup_arguments() -> dict[str, Any]:
     """Return the arguments of setup() that pyproject.toml cannot hold."""
-    if not wants_extension() or not _compiles():
-        return {}
+    if not wants_extension() or "sdist" in sys.argv:
+        return {"install_requires": [REQUIREMENT, *REQUIREMENTS]}
+    requirements = {"install_requires": [exact_requirement(), *REQUIREMENTS]}
+    if not _compiles():
+        return requirements
     gil = not sysconfig.get_config_var("Py_GIL_DISABLED")
     if refused := refusal(platform.python_implementation(), sys.version_info[:2], gil=gil):
         raise SystemExit(refused)
@@ -95,24 +134,25 @@ def setup_arguments() -> dict[str, Any]:
             f"Building dynswap_ext._C takes torch, and it cannot be imported ({error}). Install "
             f"'{REQUIREMENT}' first, or set DYNSWAP_BUILD=python for the pure-Python provider."
         ) from None
-    toolkit = wanted_toolkit()
+    toolkit = wanted_toolkit(torch.version.hip)
     cuda = f"CUDA {toolkit.version[0]}.{toolkit.version[1]} in {toolkit.home}" if toolkit else "no CUDA"
     print(f"dynswap_ext._C: torch {torch.__version__}, {cuda}", file=sys.stderr)
     os.environ.setdefault("MAX_JOBS", str(_jobs()))
     if toolkit:
         _point_torch_to(toolkit, cpp_extension)
     return {
-        "ext_modules": [_extension(toolkit, cpp_extension)],
+        **requirements,
+        "ext_modules": [_extension(toolkit, torch.__version__, cpp_extension)],
         "cmdclass": {"build_ext": cpp_extension.BuildExtension},
     }
 
 
 def _compiles() -> bool:
-    """Tell whether this run of setup.py builds; metadata and source archives take no torch."""
-    return not {"egg_info", "dist_info", "sdist", "clean", "--version", "--name"} & set(sys.argv[1:])
+    """Tell whether this run of setup.py builds. Metadata takes no torch."""
+    return not {"egg_info", "dist_info", "clean", "--version", "--name"} & set(sys.argv[1:])
 
 
-def _extension(toolkit: Toolkit | None, cpp_extension: Any) -> Any:
+def _extension(toolkit: Toolkit | None, torch_version: str, cpp_extension: Any) -> Any:
     strict = os.environ.get("DYNSWAP_WERROR") == "1"
     sources = [path for folder in FOLDERS for path in _units(folder)]
     cxx = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
@@ -120,8 +160,12 @@ def _extension(toolkit: Toolkit | None, cpp_extension: Any) -> Any:
     # torch's headers as the system's: their warnings are not ours
     cxx += [f"-isystem{path}" for path in cpp_extension.include_paths()]
     link = ["-Wl,--strip-debug", "-Wl,--exclude-libs,ALL"]
-    # Without it torch's headers declare all operators where they need one.
-    macros: list[tuple[str, str | None]] = [("AT_PER_OPERATOR_HEADERS", None)]
+    macros: list[tuple[str, str | None]] = [
+        # Without it torch's headers declare all operators where they need one.
+        ("AT_PER_OPERATOR_HEADERS", None),
+        # Nothing reads it. After an update of torch in place, commands differ, and ninja runs them again.
+        ("DYNSWAP_BUILT_FOR_TORCH", torch_version),
+    ]
     if strict:
         cxx += ["-Werror"]
         nvcc += ["-Werror=all-warnings"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.metadata
 import importlib.util
 import json
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 _OLDEST = (2, 11)
 _NEWEST = (2, 15)
 
-#: The range in pyproject.toml. The extension runs with the very minor version that it was built against.
+#: The range of what can be built against, and of what pure Python runs with.
 REQUIREMENT = f"torch>={_OLDEST[0]}.{_OLDEST[1]},<{_NEWEST[0]}.{_NEWEST[1] + 1}"
 
 _PROBE = """
@@ -31,6 +32,18 @@ def supported(version: str) -> bool:
     """Tell whether a torch of this version satisfies `REQUIREMENT`."""
     match = re.match(r"(\d+)\.(\d+)", version)
     return match is not None and _OLDEST <= (int(match[1]), int(match[2])) <= _NEWEST
+
+
+def exact_requirement() -> str:
+    """Return the requirement of an extension that is built now: the minor version of torch that is here.
+
+    With another one it would not be loaded. Where torch is still to come, the range is all that is known.
+    """
+    try:
+        major, minor = importlib.metadata.version("torch").split(".")[:2]
+    except importlib.metadata.PackageNotFoundError:
+        return REQUIREMENT
+    return f"torch=={major}.{minor}.*"
 
 
 def reveal_torch() -> bool:
