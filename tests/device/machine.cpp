@@ -135,6 +135,11 @@ void push(Machine& m, Stream& stream, Stream::Entry entry) {
     if (entry.work) stream.capture->graph.emplace_back(std::move(entry.work), entry.what);
     return;
   }
+  if (m.drops_work) {
+    if (entry.record) m.recorded.push_back(std::move(entry.record));
+    for (; m.recorded.size() > m.under_way; m.recorded.pop_front()) m.recorded.front()->reached = true;
+    return;
+  }
   entry.asked = m.host_now;
   stream.queue.push_back(std::move(entry));
   m.counts.longest_queue = std::max<std::uint64_t>(m.counts.longest_queue, stream.queue.size());
@@ -214,6 +219,14 @@ void set_virtual_clock(double bytes_per_second) {
   m.copy_speed = bytes_per_second;
   m.host_now = std::max(m.host_now, Clock::now());
   for (const auto& stream : m.streams) m.host_now = std::max(m.host_now, stream->now);
+}
+
+void drop_work(bool drop, std::size_t under_way) {
+  Machine& m = machine();
+  const std::lock_guard lock(m.mutex);
+  for (const PointPtr& point : std::exchange(m.recorded, {})) point->reached = true;
+  m.drops_work = drop;
+  m.under_way = under_way;
 }
 
 bool synchronisation_forbidden() { return machine().forbidden; }

@@ -176,6 +176,11 @@ Faults& faults();
 /// real time, but an event is done only once the host's clock has reached it. 0: real time, again.
 void set_virtual_clock(double bytes_per_second);
 
+/// Note [A machine that does nothing]
+/// For the time that the host takes to ask for work: while true, what streams are given is counted and
+/// dropped. A point counts as reached once `under_way` later ones have been recorded, or when it is waited for.
+void drop_work(bool drop, std::size_t under_way);
+
 /// While true, a synchronisation is a violation and throws.
 void forbid_synchronisation(bool forbid);
 bool synchronisation_forbidden();

@@ -89,6 +89,9 @@ struct Machine {
   bool stopping = false;
   double copy_speed = 0;       ///< bytes a second, by the virtual clock; 0: time is the machine's
   Clock::time_point host_now;  ///< the host's time, by the virtual clock
+  bool drops_work = false;     ///< Note [A machine that does nothing]
+  std::size_t under_way = 0;
+  std::deque<PointPtr> recorded;  ///< while it drops work: the points that count as not reached
   Work setup;
   std::thread thread;
   std::atomic<Clock::rep> last_call{0};

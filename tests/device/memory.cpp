@@ -196,6 +196,7 @@ void copy(Stream& stream, void* to, const void* from, std::size_t bytes) {
     ++m.counts.copies;
     m.counts.copied_bytes += bytes;
     if (!pinned_source) ++m.counts.pageable_copies;
+    if (m.drops_work) return;
   }
   if (from_host && !pinned_source) {  // read before the call returns
     auto staged = std::make_shared<std::vector<std::byte>>(bytes);

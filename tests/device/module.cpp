@@ -146,6 +146,7 @@ PYBIND11_MODULE(_pretend, m) {
     return std::make_pair(std::max(allocator().cap(device), used) - used, total);
   });
   m.def("set_virtual_clock", &set_virtual_clock);
+  m.def("drop_work", &drop_work);
   // As torch.cuda.cudart()'s, which clear no error.
   m.def(
       "pin",

@@ -105,6 +105,7 @@ bool reached(const PointPtr& point) {
   if (point->capture) throw DeviceFault(kCapturedEvent, "an event of a capture was queried");
   if (m.stopping) return true;
   if (point->reached) return m.copy_speed == 0 || point->at <= m.host_now;
+  if (m.drops_work) return false;
   // Whoever asks again and again sees the device move on.
   if (m.random() % 4 == 0) {
     std::erase_if(m.wanted, [](const PointPtr& each) { return each->reached; });
@@ -134,6 +135,7 @@ void synchronise(const PointPtr& point, const char* who) {
     m.violations.push_back(std::string("a synchronisation: ") + who);
     throw DeviceFault(kNotPermitted, std::string("a synchronisation while they are forbidden: ") + who);
   }
+  if (m.drops_work) point->reached = true;
   if (!point->reached) {
     m.wanted.push_back(point);
     m.work.notify_one();

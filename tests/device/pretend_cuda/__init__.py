@@ -26,6 +26,7 @@ __all__ = [
     "activate",
     "active",
     "counts",
+    "dropping_work",
     "faults",
     "last_error",
     "no_synchronisation",
@@ -118,6 +119,21 @@ def virtual_clock(bytes_per_second: float) -> Iterator[None]:
     finally:
         torch.cuda.synchronize()
         _pretend.set_virtual_clock(0)
+
+
+@contextmanager
+def dropping_work(under_way: int = 0) -> Iterator[None]:
+    """Let the device do nothing, so that only the host takes time (Note [A machine that does nothing]).
+
+    An event counts as over once `under_way` later ones have been recorded. Operators still take the host's time.
+    """
+    torch = sys.modules["torch"]
+    torch.cuda.synchronize()
+    _pretend.drop_work(True, under_way)
+    try:
+        yield
+    finally:
+        _pretend.drop_work(False, 0)
 
 
 def protections() -> list[str]:
