@@ -3,11 +3,9 @@
 
 #include <c10/core/StreamGuard.h>
 
-#include <algorithm>
 #include <atomic>
 #include <deque>
 #include <exception>
-#include <iterator>
 #include <mutex>
 #include <thread>
 
@@ -415,18 +413,23 @@ void TorchBackend::keep(const TorchEventPtr& copied, std::vector<Step> steps) {
   in_flight_.push_back({copied, std::move(steps)});
 }
 
-/// Lets go of the sources of copies that are over.
+/// Lets go of the sources of copies that are over. The stream is in order, so the first that is not over ends
+/// the search: a host that is far ahead of the device asks for one event, not for all that are under way.
 void TorchBackend::reap() noexcept {
-  std::deque<InFlight> taken;
-  {
+  for (;;) {
+    TorchEventPtr oldest;
+    {
+      const std::lock_guard lock(mutex_);
+      if (in_flight_.empty()) return;
+      oldest = in_flight_.front().copied;
+    }
+    if (!oldest->done()) return;
+    InFlight over;  // freed without the lock
     const std::lock_guard lock(mutex_);
-    taken.swap(in_flight_);
+    if (in_flight_.empty() || in_flight_.front().copied != oldest) continue;
+    over = std::move(in_flight_.front());
+    in_flight_.pop_front();
   }
-  std::erase_if(taken, [](const InFlight& flight) { return flight.copied->done(); });
-  if (taken.empty()) return;
-  const std::lock_guard lock(mutex_);
-  in_flight_.insert(in_flight_.begin(), std::make_move_iterator(taken.begin()),
-                    std::make_move_iterator(taken.end()));
 }
 
 void TorchBackend::close() noexcept {
