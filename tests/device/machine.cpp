@@ -196,7 +196,9 @@ void reset(std::uint64_t seed, Order order) {
   m.counts.contexts = old.contexts;
 }
 
-void note_call() noexcept { machine().last_call = Clock::now().time_since_epoch().count(); }
+void note_call() noexcept {
+  if (!machine().drops_work) machine().last_call = Clock::now().time_since_epoch().count();
+}
 
 // -------------------------------------------------------------------------------------------- watching
 
