@@ -125,7 +125,8 @@ def virtual_clock(bytes_per_second: float) -> Iterator[None]:
 def dropping_work(under_way: int = 0) -> Iterator[None]:
     """Let the device do nothing, so that only the host takes time (Note [A machine that does nothing]).
 
-    An event counts as over once `under_way` later ones have been recorded. Operators still take the host's time.
+    An event counts as over once `under_way` later ones have been recorded. Operators still take the host's
+    time. Weights have to be pinned: what is staged would wait for the device.
     """
     torch = sys.modules["torch"]
     torch.cuda.synchronize()
