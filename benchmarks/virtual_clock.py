@@ -64,6 +64,7 @@ def simulate(
     bus: float,
     passes: int,
     placement: str = "even",
+    host: tuple[float, float] | None = None,
 ) -> dict[str, Any]:
     from dynswap_ext import _C
 
@@ -75,6 +76,7 @@ def simulate(
         latency=_LATENCY,
         passes=passes,
         placement=placement,
+        host=host,
     )
 
 

@@ -86,6 +86,7 @@ def simulate(
     places: Sequence[tuple[str, int, bool] | None] = (),
     backend: str = "cuda",
     at_once: Collection[int] = ...,
+    host: tuple[float, float] | None = None,
 ) -> dict[str, Any]: ...
 def smallest_budget(
     weights: list[tuple[str, int, float, int]],

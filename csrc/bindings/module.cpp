@@ -110,12 +110,14 @@ py::tuple smallest_budget(const std::vector<LayerTuple>& weights, const Places& 
 
 py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, std::uint32_t prefetch,
                   double bandwidth, double latency, int passes, const std::string& placement,
-                  const Places& places, const std::string& backend, const std::set<std::uint64_t>& at_once) {
+                  const Places& places, const std::string& backend, const std::set<std::uint64_t>& at_once,
+                  std::optional<std::pair<double, double>> host) {
   if (placement != "even" && placement != "timed") {
     throw py::value_error("placement is '" + placement + "'; expected 'even' or 'timed'");
   }
   const auto residents = placement == "timed" ? sim::Residents::by_time : sim::Residents::even;
-  const sim::Workload workload = workload_of(weights, places, backend, at_once);
+  sim::Workload workload = workload_of(weights, places, backend, at_once);
+  if (host) workload.host = sim::HostTimes{host->first, host->second};
   EngineOptions options;
   options.budget = budget;
   options.prefetch = prefetch;
@@ -236,13 +238,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"), py::arg("bandwidth"),
       py::arg("latency"), py::arg("passes"), py::arg("placement") = "even", py::arg("places") = Places{},
       py::arg("backend") = "cuda", py::arg("at_once") = std::set<std::uint64_t>(),
+      py::arg("host") = py::none(),
       "Runs the engine on a virtual clock. weights: (name, bytes, compute seconds, unit) in the order of "
       "use; "
       "budget in bytes (0: only what prefetch needs); bandwidth in bytes a second; latency in seconds a "
       "copy; "
       "placement: residents spread evenly (\"even\"), or by what they save (\"timed\"); places: for each "
       "weight that is mapped from a file (path, offset, whether it is cast), else None; backend: \"host\" or "
-      "\"cuda\", as which memory is laid out; at_once: the units that a call needs as a whole.");
+      "\"cuda\", as which memory is laid out; at_once: the units that a call needs as a whole; host: the "
+      "seconds that the host takes to enqueue a weight's copy, and a module's kernels. It runs ahead, and "
+      "waits at the end of each pass (None: it takes none, and walks with the device).");
   m.def("smallest_budget", &smallest_budget, py::arg("weights"), py::arg("places") = Places{},
         py::arg("backend") = "host", py::arg("at_once") = std::set<std::uint64_t>(),
         "The bytes of the smallest budget that works, and the numbers of the weights of the group that needs "

@@ -7,7 +7,6 @@
 
 #include "core/check.h"
 #include "sim/placement.h"
-#include "sim/virtual_backend.h"
 
 namespace dynswap::sim {
 
@@ -38,13 +37,15 @@ void run_pass(const Workload& workload, Engine& engine, VirtualBackend& clock) {
     }
     clock.kernel(compute);
   }
+  clock.wait_for_consumer();
 }
 
 /// An engine that is given the workload's weights. They are numbered as the layers are.
 std::shared_ptr<Engine> engine_of(const Workload& workload, const EngineOptions& options,
                                   double bytes_per_second, double latency) {
   constexpr std::size_t kNoCap = std::numeric_limits<std::size_t>::max();
-  auto clock = std::make_unique<VirtualBackend>(bytes_per_second, latency, kNoCap, workload.layout);
+  auto clock =
+      std::make_unique<VirtualBackend>(bytes_per_second, latency, kNoCap, workload.layout, workload.host);
   auto engine = std::make_shared<Engine>(std::move(clock), options);
   for (const Layer& layer : workload.layers) {
     auto source = std::make_shared<Source>();

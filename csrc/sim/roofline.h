@@ -4,11 +4,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "core/engine.h"
 #include "sim/access_pattern.h"
+#include "sim/virtual_backend.h"
 
 namespace dynswap::sim {
 
@@ -27,6 +29,9 @@ struct Layer {
 struct Workload {
   std::vector<Layer> layers;
   Layout layout = kAcceleratorLayout;  ///< of the device
+  /// What the host takes, which runs ahead and waits at the end of each pass. None: it takes no time, and
+  /// walks with the device.
+  std::optional<HostTimes> host{};
 };
 
 /// All figures are of one pass in the steady state.

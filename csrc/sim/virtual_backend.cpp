@@ -12,7 +12,7 @@ class VirtualBackend::Instant final : public Event {
  public:
   Instant(const VirtualBackend& clock, double at) : Instant(clock, at, at) {}
   Instant(const VirtualBackend& clock, double begin, double at) : clock_(clock), begin_(begin), at_(at) {}
-  bool done() const noexcept override { return at_ <= clock_.now_; }
+  bool done() const noexcept override { return at_ <= clock_.present(); }
   std::optional<Interval> when() const noexcept override {
     if (!done()) return std::nullopt;
     return Interval{nanoseconds(begin_), nanoseconds(at_)};
@@ -25,11 +25,13 @@ class VirtualBackend::Instant final : public Event {
   const double at_;
 };
 
-VirtualBackend::VirtualBackend(double bytes_per_second, double latency, std::size_t cap, const Layout& layout)
+VirtualBackend::VirtualBackend(double bytes_per_second, double latency, std::size_t cap, const Layout& layout,
+                               std::optional<HostTimes> host)
     : bytes_per_second_(bytes_per_second),
       latency_(latency),
       cap_(cap),
       layout_(layout),
+      host_(host),
       next_address_(std::uintptr_t{1} << 40) {
   DYNSWAP_CHECK(bytes_per_second > 0 && latency >= 0, "a bus needs a speed");
 }
@@ -46,8 +48,16 @@ Memory VirtualBackend::allocate(std::size_t bytes) {
                 [allocated = allocated_, bytes](std::byte*) { *allocated -= bytes; });
 }
 
+void VirtualBackend::kernel(double seconds) noexcept {
+  if (host_) host_now_ += host_->kernel;
+  now_ = std::max(now_, present()) + seconds;
+}
+
 EventPtr VirtualBackend::copy(CopyRequest request) {
-  double end = std::max(copy_free_, now_);
+  for (const Step& step : request.steps) {
+    if (host_) host_now_ += host_->weight * static_cast<double>(step.pieces.size());
+  }
+  double end = std::max(copy_free_, present());
   double busy = latency_;
   end += latency_;
   for (const Step& step : request.steps) {
@@ -73,16 +83,20 @@ EventPtr VirtualBackend::copy(CopyRequest request) {
 void VirtualBackend::wait(Stream, const EventPtr& copied) {
   if (!copied) return;
   const double at = static_cast<const Instant&>(*copied).at();
+  now_ = std::max(now_, present());
   stalled_ += std::max(0.0, at - now_);
   now_ = std::max(now_, at);
 }
 
-EventPtr VirtualBackend::record(Stream) { return std::make_shared<Instant>(*this, now_); }
+EventPtr VirtualBackend::record(Stream) {
+  return std::make_shared<Instant>(*this, std::max(now_, present()));
+}
 
 void VirtualBackend::synchronise(const EventPtr& event) noexcept {
   if (!event || event->done()) return;
   ++host_synchronisations_;
-  now_ = static_cast<const Instant&>(*event).at();
+  now_ = std::max(now_, static_cast<const Instant&>(*event).at());
+  wait_for_consumer();
 }
 
 }  // namespace dynswap::sim

@@ -1,6 +1,7 @@
 // A device that only keeps time: the real engine, on a virtual clock, gives the same figures anywhere.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -13,8 +14,15 @@
 
 namespace dynswap::sim {
 
-/// One copy stream and one consumer. The host walks with the consumer: a copy is issued, and so begins,
-/// no earlier than the consumer's present (a host that runs ahead, as over a GPU, can only do better).
+/// What the host takes to enqueue work. In seconds.
+struct HostTimes {
+  double weight = 0;  ///< for each weight of a copy, before the copy can begin
+  double kernel = 0;  ///< for what a call computes, before it can begin
+};
+
+/// One copy stream and one consumer. By default the host walks with the consumer and takes no time: a copy is
+/// issued, and so begins, no earlier than the consumer's present. With HostTimes the host has a time of its
+/// own, and runs ahead of the consumer until it waits for it.
 /// Copies run one after the other in the order of issue; a step waits for its `after`, and what is behind
 /// it waits too, as on a stream. Memory is addresses and a cap; nothing is ever read or written.
 /// Not thread-safe: one thread, by design.
@@ -23,7 +31,7 @@ class VirtualBackend final : public Backend {
   /// `latency`: seconds that each copy takes besides its bytes. `layout`: that of the device it stands for.
   VirtualBackend(double bytes_per_second, double latency,
                  std::size_t cap = std::numeric_limits<std::size_t>::max(),
-                 const Layout& layout = kAcceleratorLayout);
+                 const Layout& layout = kAcceleratorLayout, std::optional<HostTimes> host = std::nullopt);
 
   /// Bytes that a piece takes on the bus. Unset: its elements, in the smaller of the stored and the wanted
   /// type.
@@ -31,7 +39,9 @@ class VirtualBackend final : public Backend {
   void set_copy_bytes(CopyBytes copy_bytes) { copy_bytes_ = std::move(copy_bytes); }
 
   /// The consumer works for `seconds`.
-  void kernel(double seconds) noexcept { now_ += seconds; }
+  void kernel(double seconds) noexcept;
+  /// The host waits until the consumer has done all that it was given.
+  void wait_for_consumer() noexcept { host_now_ = std::max(host_now_, now_); }
 
   double seconds() const noexcept { return now_; }
   double stalled() const noexcept { return stalled_; }  ///< seconds the consumer waited for copies
@@ -58,6 +68,8 @@ class VirtualBackend final : public Backend {
 
  private:
   class Instant;
+  /// The host's present: what it asks for now begins no earlier.
+  double present() const noexcept { return host_ ? host_now_ : now_; }
   static std::int64_t nanoseconds(double seconds) noexcept {
     return static_cast<std::int64_t>(seconds * 1e9);
   }
@@ -66,8 +78,10 @@ class VirtualBackend final : public Backend {
   const double latency_;
   const std::size_t cap_;
   const Layout layout_;
+  const std::optional<HostTimes> host_;
   CopyBytes copy_bytes_;
   double now_ = 0;        ///< of the consumer
+  double host_now_ = 0;   ///< of the host, if it has a time of its own
   double copy_free_ = 0;  ///< when the copy stream has done what it was given
   double stalled_ = 0;
   double copying_ = 0;

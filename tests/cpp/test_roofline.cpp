@@ -3,8 +3,10 @@
 #include "shapes.h"
 
 #include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
+#include <optional>
 #include <vector>
 
 namespace dynswap::test {
@@ -61,6 +63,32 @@ TEST(roofline_uniform_layers) {
 TEST(roofline_real_shapes) {
   expect_within(1.08, "FLUX", flux_transformer(), Compute::bytes);
   expect_within(1.08, "SDXL", sdxl_unet(), Compute::bytes);
+}
+
+// A host that takes longer than the bus and the device decides how long a pass takes: as many weights and
+// modules as there are. One that is quicker runs ahead, and only its first weight, before which nothing can
+// begin, shows.
+TEST(roofline_time_of_the_host) {
+  constexpr std::size_t kLayers = 60;
+  EngineOptions options;
+  options.prefetch = 2;
+  const auto seconds = [&](double compute, std::optional<sim::HostTimes> host) {
+    sim::Workload workload = uniform(kLayers, 16u << 20).balance(Compute::bytes, compute, kBus);
+    workload.host = host;
+    const sim::Result result = sim::simulate(workload, options, kBus, kLatency, kPasses);
+    EXPECT(result.moved_bytes >= static_cast<double>(result.streamed_bytes));
+    return result.seconds;
+  };
+  const auto is = [](double value, double expected) { return std::abs(value / expected - 1) < 1e-3; };
+  EXPECT(is(seconds(0.1, sim::HostTimes{2e-3, 0}), kLayers * 2e-3));
+  EXPECT(is(seconds(0.1, sim::HostTimes{1e-3, 1e-3}), kLayers * 2e-3));
+  for (const double compute : {0.1, 10.0}) {
+    const double free = seconds(compute, sim::HostTimes{});
+    EXPECT(is(seconds(compute, sim::HostTimes{1e-9, 1e-9}), free));
+    const double slower = seconds(compute, sim::HostTimes{100e-6, 0});
+    EXPECT(slower >= free && slower <= free + 3 * 100e-6);
+    EXPECT(free <= seconds(compute, std::nullopt));
+  }
 }
 
 // Where compute and copy balance, what stays decides how long a pass takes.

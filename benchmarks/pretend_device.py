@@ -1,0 +1,17 @@
+"""Gives a benchmark the tests' pretend GPU. Import it before torch is imported."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "device"))
+
+import pretend_cuda
+
+#: Why there is none here; empty if there is one.
+unavailable = ""
+try:
+    pretend_cuda.activate()
+except pretend_cuda.Unavailable as error:
+    unavailable = str(error)
