@@ -171,7 +171,6 @@ def _extension(toolkit: Toolkit | None, torch_version: str, cpp_extension: Any) 
         nvcc += ["-Werror=all-warnings"]
     if toolkit:
         sources += sorted((ROOT / "csrc" / "cuda").glob("*.c[pu]*"))
-        macros.append(("DYNSWAP_WITH_CUDA", None))
         cxx.append(f"-isystem{toolkit.include}")
         # static: the module imports where there is no libcudart, and does not clash with torch's
         link += [str(toolkit.static_runtime), "-ldl", "-lrt", "-lpthread"]

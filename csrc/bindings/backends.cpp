@@ -1,4 +1,4 @@
-// The one file that knows whether CUDA was compiled.
+// The one file that knows whether the extension was linked with CUDA.
 #include "bindings/backends.h"
 
 #include <utility>
@@ -8,19 +8,22 @@
 #include "bindings/glue.h"
 #include "bindings/host_register.h"
 #include "core/check.h"
-#include "host/host_backend.h"
-#ifdef DYNSWAP_WITH_CUDA
 #include "cuda/cuda_backend.h"
-#endif
+#include "host/host_backend.h"
 
 namespace dynswap {
+
+// Null in an extension that is linked without csrc/cuda.
+[[gnu::weak]] std::unique_ptr<Backend> make_cuda_backend(CudaOptions options);
+[[gnu::weak]] std::string pin(int device, std::vector<Lockable>& items);
+[[gnu::weak]] int cuda_device_count();
+[[gnu::weak]] int cuda_runtime_version() noexcept;
 
 std::unique_ptr<Backend> make_backend(const at::Device& device, const std::string& wanted,
                                       const std::function<void(const std::string&)>& warn) {
   const bool host = device.is_cpu() && (wanted == "auto" || wanted == "host");
   if (host) return std::make_unique<HostBackend>(&cast_elements);
-#ifdef DYNSWAP_WITH_CUDA
-  if (device.is_cuda() && (wanted == "auto" || wanted == "cuda")) {
+  if (make_cuda_backend != nullptr && device.is_cuda() && (wanted == "auto" || wanted == "cuda")) {
     CudaOptions options;
     options.device = device.index();
     options.cast = &cast_elements;
@@ -31,13 +34,11 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
     };
     return make_cuda_backend(std::move(options));
   }
-#endif
   if (!device.is_cpu() && (wanted == "auto" || wanted == "torch")) {
     if (!has_copy_stream(device)) {
       warn("torch has one stream only for '" + device.str() +
-           "': copies and operators take turns there, so the model waits for each weight. Weights that fit "
-           "can "
-           "stay on the device (`budget=`), where nothing waits for them");
+           "': copies and operators take turns there, so the model waits for each weight. Weights that "
+           "fit can stay on the device (`budget=`), where nothing waits for them");
     }
     TorchBackendOptions options;
     options.device = device;
@@ -54,28 +55,17 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
 
 std::string pin_items(const at::Device& device, const std::string& backend,
                       const std::shared_ptr<HostBudget>& budget, std::vector<Lockable>& items) {
-#ifdef DYNSWAP_WITH_CUDA
-  if (backend == "cuda") return pin(device.index(), budget, items);
-#endif
+  if (pin != nullptr && backend == "cuda") return pin(device.index(), budget, items);
   if (backend == "torch") return pin_through_torch(device, host_register_for(device), budget, items);
   return {};
 }
 
-int device_count() {
-#ifdef DYNSWAP_WITH_CUDA
-  return cuda_device_count();
-#else
-  return 0;
-#endif
-}
+int device_count() { return cuda_device_count == nullptr ? 0 : cuda_device_count(); }
 
 std::string cuda_version() {
-#ifdef DYNSWAP_WITH_CUDA
+  if (cuda_runtime_version == nullptr) return "";
   const int version = cuda_runtime_version();
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
-#else
-  return "";
-#endif
 }
 
 }  // namespace dynswap
