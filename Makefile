@@ -50,7 +50,7 @@ PRETEND := PYTHONPATH=tests/device $(BIN)/python -m pretend_cuda
 MKDOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs
 SOURCES := $(shell find csrc build_backend -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py')
 
-.PHONY: help demo demo-text build test test-native test-python test-cuda cruel teeth programs nightly cpp-test sanitize fuzz cuda-compile matrix other-python lint types format docs docs-serve wheels sdist ci clean FORCE
+.PHONY: help demo demo-text build test test-native test-python test-cuda cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix other-python lint types format docs docs-serve wheels sdist ci clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -120,6 +120,14 @@ sanitize: build/address/.built build/thread/.built
 	$(CTEST) --test-dir build/address --parallel $(JOBS) --output-on-failure
 	$(CTEST) --test-dir build/thread --parallel $(JOBS) --output-on-failure
 
+## make windows        the C++ tests for Windows: compiled with MinGW-w64, and run under Wine where there is one
+windows: build/windows/.built
+	@if command -v wine > /dev/null; then \
+	  WINEDEBUG=-all WINEPREFIX=$(abspath build/wine) $(CTEST) --test-dir build/windows --output-on-failure; \
+	else \
+	  echo "compiled, and not run: there is no wine here"; \
+	fi
+
 ## make fuzz           the readers of checkpoint headers, guided by coverage; FUZZ_SECONDS=600 and so on
 fuzz: build $(VENV)/.installed
 	$(PIP) install 'atheris>=3'
@@ -144,7 +152,7 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/lint-imports --no-logo
 	@$(BIN)/clang-format --dry-run -Werror $(CPP)
-	@printf '%s\n' $(wildcard $(addsuffix /*.cpp,$(addprefix csrc/,core io transfer host sim))) \
+	@printf '%s\n' $(wildcard $(addsuffix /*.cpp,$(addprefix csrc/,platform core io transfer host sim))) \
 	  | xargs -P $(JOBS) -n 4 sh -c '$(BIN)/clang-tidy --quiet "$$@" -- -std=c++20 -Icsrc 2> /dev/null' _
 
 types: $(VENV)/.dev
@@ -235,9 +243,10 @@ $(BIN)/cmake: $(VENV)/.torch
 	$(PIP) install cmake
 	@touch $@
 
+build/windows/.built: TOOLCHAIN = -DCMAKE_TOOLCHAIN_FILE=tests/cpp/mingw.cmake
 build/address/.built: SANITIZE = address
 build/thread/.built: SANITIZE = thread
 build/%/.built: CMakeLists.txt $(CPP) | $(filter $(BIN)/cmake,$(CMAKE))
-	$(CMAKE) -S . -B build/$* -DDYNSWAP_CUDA=0 -DDYNSWAP_SANITIZE=$(SANITIZE) -DDYNSWAP_UNITY=$(DYNSWAP_UNITY)
+	$(CMAKE) -S . -B build/$* -DDYNSWAP_CUDA=0 -DDYNSWAP_SANITIZE=$(SANITIZE) -DDYNSWAP_UNITY=$(DYNSWAP_UNITY) $(TOOLCHAIN)
 	$(CMAKE) --build build/$* --parallel $(JOBS)
 	@touch $@

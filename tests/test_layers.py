@@ -10,15 +10,20 @@ import pytest
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 #: What each folder may include, besides itself.
 BELOW = {
-    "core": set(),
-    "io": {"core"},
+    "platform": set(),
+    "core": {"platform"},
+    "io": {"platform", "core"},
     "sim": {"core"},
-    "host": {"core", "io"},
-    "transfer": {"core", "io"},
+    "host": {"platform", "core", "io"},
+    "transfer": {"platform", "core", "io"},
     "cuda": {"core", "io", "transfer"},
-    "accelerator": {"core", "io", "transfer"},
-    "bindings": {"core", "io", "sim", "host", "transfer", "cuda", "accelerator"},
+    "accelerator": {"platform", "core", "io", "transfer"},
+    "bindings": {"platform", "core", "io", "sim", "host", "transfer", "cuda", "accelerator"},
 }
+#: Headers that only csrc/platform includes.
+OF_A_SYSTEM = re.compile(
+    r"#include <((?:unistd|fcntl|dlfcn|pthread|signal|sched|windows|psapi)\.h|(?:sys|linux)/[^>]*)>"
+)
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 
 
@@ -52,6 +57,42 @@ def test_includes_point_down() -> None:
         if (found := wrong_includes(path.relative_to(CSRC).parts[0], path.read_text()))
     }
     assert wrong == {}
+
+
+def test_only_platform_includes_headers_of_an_operating_system() -> None:
+    wrong = {
+        str(path.relative_to(CSRC)): found
+        for path in SOURCES
+        if path.parent.name != "platform" and (found := OF_A_SYSTEM.findall(path.read_text()))
+    }
+    assert wrong == {}
+
+
+def test_every_operating_system_has_all_of_platform() -> None:
+    # The linker would say so, too: where the other system is linked.
+    folder = CSRC / "platform"
+    text = {
+        system: "".join(path.read_text() for path in folder.glob(f"*_{system}.cpp"))
+        for system in ("linux", "windows")
+    }
+    portable = "".join(path.read_text() for path in folder.glob("*.cpp") if "_" not in path.stem)
+    for header in folder.glob("*.h"):
+        for name in re.findall(r"^[\w:<>*]+(?: [\w:<>*]+)* \*?(\w+)\(.*;$", header.read_text(), re.MULTILINE):
+            for system, source in text.items():
+                assert f"{name}(" in source + portable, f"{header.name}: {system} has no {name}()"
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "#include <unistd.h>",
+        "#include <sys/mman.h>",
+        "#include <linux/userfaultfd.h>",
+        "#include <windows.h>",
+    ],
+)
+def test_a_header_of_an_operating_system_is_found(text: str) -> None:
+    assert OF_A_SYSTEM.findall(text)
 
 
 def test_only_errors_are_imported() -> None:

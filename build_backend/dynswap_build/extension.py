@@ -37,14 +37,14 @@ from dynswap_build.installed_torch import REQUIREMENT, exact_requirement
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The longest to compile first: compilers are started in this order.
-FOLDERS = ("bindings", "accelerator", "core", "io", "transfer", "host", "sim")
+FOLDERS = ("bindings", "accelerator", "core", "io", "platform", "transfer", "host", "sim")
 #: What the package needs beside torch.
 REQUIREMENTS = ("rich>=13",)
 #: The CPython releases that the bindings are known to hold for: csrc/bindings/cpython.h, which checks it too.
 PYTHONS = ((3, 10), (3, 13))
 #: Into how many units the files of a folder go: two of those that take longest, for two cores. Names in the
 #: files of other folders would clash.
-UNITS = {"core": 1, "io": 1, "transfer": 1, "host": 1, "accelerator": 1, "bindings": 2}
+UNITS = {"core": 1, "io": 1, "platform": 1, "transfer": 1, "host": 1, "accelerator": 1, "bindings": 2}
 BYTES_PER_COMPILER = 3 << 29  # torch's headers take 1.2 GB
 
 
@@ -189,7 +189,10 @@ def _extension(toolkit: Toolkit | None, torch_version: str, cpp_extension: Any) 
 
 def _units(folder: str) -> list[Path]:
     """Return the translation units of a folder: its files (DYNSWAP_UNITY=0), or some that include them."""
-    files = sorted((ROOT / "csrc" / folder).glob("*.cpp"))
+    other = "_linux" if sys.platform == "win32" else "_windows"
+    files = sorted(
+        path for path in (ROOT / "csrc" / folder).glob("*.cpp") if not path.stem.endswith(other)
+    )
     if os.environ.get("DYNSWAP_UNITY") == "0":
         for stale in (ROOT / "build").glob("temp.*/build/unity"):  # tests/device links what it finds
             shutil.rmtree(stale)

@@ -1,10 +1,9 @@
 #include "accelerator/device_runtime.h"
 
-#include <dlfcn.h>
-
 #include <initializer_list>
 #include <string>
 
+#include "platform/process.h"
 #include "transfer/process.h"
 
 namespace dynswap {
@@ -16,7 +15,7 @@ constexpr int kRelaxed = 2;  // cudaStreamCaptureModeRelaxed, hipStreamCaptureMo
 template <class Function>
 Function find(const std::string& name) noexcept {
   for (const char* runtime : {"cuda", "hip"}) {
-    if (void* const symbol = dlsym(RTLD_DEFAULT, (runtime + name).c_str()))
+    if (void* const symbol = loaded_function((runtime + name).c_str()))
       return reinterpret_cast<Function>(symbol);
   }
   return nullptr;

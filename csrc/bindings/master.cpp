@@ -17,8 +17,8 @@
 #include "bindings/glue.h"
 #include "core/check.h"
 #include "io/file.h"
-#include "io/mapped_memory.h"
 #include "io/reader.h"
+#include "platform/mapped_memory.h"
 
 namespace dynswap {
 

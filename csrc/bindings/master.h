@@ -12,8 +12,8 @@
 #include "bindings/master_memory.h"
 #include "core/source.h"
 #include "io/elements.h"
-#include "io/mappings.h"
 #include "io/memory_watch.h"
+#include "platform/mappings.h"
 
 namespace dynswap {
 

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "bindings/backends.h"
-#include "io/own_pages.h"
+#include "platform/own_pages.h"
 
 namespace dynswap {
 

@@ -1,5 +1,4 @@
 // The extension module dynswap_ext._C.
-#include <pthread.h>
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/headeronly/version.h>
 
@@ -22,6 +21,7 @@
 #include "bindings/session.h"
 #include "host/host_backend.h"
 #include "io/file.h"
+#include "platform/process.h"
 #include "sim/roofline.h"
 
 namespace dynswap {
@@ -255,5 +255,5 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   // Copies in flight end before the interpreter does; a forked child has no threads to end them.
   py::module_::import("atexit").attr("register")(py::cpp_function(&Session::close_all));
-  pthread_atfork(nullptr, nullptr, &Session::abandon_all_after_fork);
+  at_fork(nullptr, nullptr, &Session::abandon_all_after_fork);
 }

@@ -1,11 +1,11 @@
 #include "bindings/small_blocks.h"
 
-#include <pthread.h>
-#include <sys/mman.h>
-
 #include <array>
 #include <mutex>
 #include <new>
+
+#include "platform/memory.h"
+#include "platform/process.h"
 
 namespace dynswap {
 
@@ -21,8 +21,8 @@ class Blocks {
   static Blocks& get() {
     static auto* const blocks = new Blocks;
     // A fork waits until no other thread is in the middle of a change, which the child would keep for good.
-    static const int follows_forks = ::pthread_atfork(
-        [] { blocks->mutex_.lock(); }, [] { blocks->mutex_.unlock(); }, [] { blocks->mutex_.unlock(); });
+    static const bool follows_forks = at_fork([] { blocks->mutex_.lock(); }, [] { blocks->mutex_.unlock(); },
+                                              [] { blocks->mutex_.unlock(); });
     static_cast<void>(follows_forks);
     return *blocks;
   }
@@ -48,8 +48,8 @@ class Blocks {
   };
 
   void add_slab(std::size_t size) {
-    void* const slab = ::mmap(nullptr, kSlab, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (slab == MAP_FAILED) throw std::bad_alloc();
+    void* const slab = map_memory(kSlab);
+    if (slab == nullptr) throw std::bad_alloc();
     Free*& free = free_[size / kStep];
     for (std::size_t at = kSlab / size; at-- > 0;)
       free = new (static_cast<std::byte*>(slab) + at * size) Free{free};

@@ -1,19 +1,12 @@
 #include "core/recorder.h"
 
-#include <pthread.h>
-
 #include <algorithm>
 #include <optional>
 #include <utility>
 
+#include "platform/process.h"
+
 namespace dynswap {
-
-namespace {
-
-/// The id by which Python's threading knows it.
-std::uint64_t this_thread() noexcept { return static_cast<std::uint64_t>(pthread_self()); }
-
-}  // namespace
 
 /// Note [Why a wait was one]: the copy that a consumer waits for began when the one before it was over, or
 /// else the bus was idle. A bus that worked through is the limit, however early the copy had been asked
@@ -55,7 +48,7 @@ void Recorder::copied(std::uint32_t group, EventPtr copy, bool demanded, std::ui
 
 void Recorder::waited(std::uint32_t group, EventPtr from, EventPtr to, Lateness late) {
   if (!on() || !from) return;
-  add({{Span::Kind::wait, group, {}, {}, false, 0, this_thread()},
+  add({{Span::Kind::wait, group, {}, {}, false, 0, thread_id()},
        std::move(from),
        std::move(to),
        std::move(late)});
@@ -63,12 +56,12 @@ void Recorder::waited(std::uint32_t group, EventPtr from, EventPtr to, Lateness 
 
 void Recorder::used(std::uint32_t group, EventPtr at, std::uint64_t held_bytes) {
   if (!on()) return;
-  add({{Span::Kind::use, group, {}, {}, false, held_bytes, this_thread()}, nullptr, std::move(at), {}});
+  add({{Span::Kind::use, group, {}, {}, false, held_bytes, thread_id()}, nullptr, std::move(at), {}});
 }
 
 void Recorder::pass(EventPtr at) {
   if (!on()) return;
-  add({{Span::Kind::pass, 0, {}, {}, false, 0, this_thread()}, nullptr, std::move(at), {}});
+  add({{Span::Kind::pass, 0, {}, {}, false, 0, thread_id()}, nullptr, std::move(at), {}});
 }
 
 std::vector<EventPtr> Recorder::ends() const {

@@ -5,11 +5,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "core/source.h"
 #include "io/page_cache.h"
 #include "io/read_policy.h"
+#include "platform/open_file.h"
 
 namespace dynswap {
 
@@ -23,7 +25,6 @@ class File {
   /// Throws SourceError that names the file.
   static std::shared_ptr<const File> open(const std::string& path);
 
-  ~File();
   File(const File&) = delete;
   File& operator=(const File&) = delete;
 
@@ -48,7 +49,6 @@ class File {
  private:
   explicit File(const std::string& path);
 
-  void open_direct() noexcept;
   enum class ReadPath {
     copy,     ///< from the page cache
     enter,    ///< from the disk, through the page cache, and left there
@@ -57,23 +57,20 @@ class File {
   };
   ReadPath read_path(std::uint64_t offset, std::size_t bytes, Keep keep, ReadMode mode) const noexcept;
 
-  /// These read at least one and at most `bytes` bytes and return how many; 0 at the end of the file, and
-  /// -1 with errno.
-  std::int64_t read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, ReadPath path) const;
-  std::int64_t read_direct(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;
-  std::int64_t read_in_place(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;
+  /// These read at least one and at most `bytes` bytes and return how many, and 0 at the end of the file.
+  /// Nothing if the file system refuses direct reads. Throw std::system_error.
+  std::size_t read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, ReadPath path) const;
+  std::optional<std::size_t> read_direct(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;
+  std::optional<std::size_t> read_in_place(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;
   void check_unchanged(const std::string& who) const;
 
   const std::string path_;
+  const OpenFile file_;
   std::uint64_t size_ = 0;
   std::uint64_t inode_ = 0;
   std::uint64_t device_ = 0;
   std::int64_t modified_ns_ = 0;
-  int fd_ = -1;
-  int direct_fd_ = -1;                       ///< opened with O_DIRECT; -1: refused
-  std::size_t memory_align_ = 0;             ///< what O_DIRECT asks of addresses
-  std::size_t offset_align_ = 0;             ///< what O_DIRECT asks of offsets and lengths
-  mutable std::atomic<bool> direct_{false};  ///< O_DIRECT has not been refused yet
+  mutable std::atomic<bool> direct_{false};  ///< direct reads have not been refused yet
   std::unique_ptr<Admission> admission_;     ///< shared by all readers; thread-safe
 };
 

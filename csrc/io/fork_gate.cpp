@@ -1,10 +1,10 @@
 #include "io/fork_gate.h"
 
-#include <pthread.h>
-
 #include <atomic>
 #include <condition_variable>
 #include <mutex>
+
+#include "platform/process.h"
 
 namespace dynswap {
 
@@ -43,7 +43,7 @@ void after_fork_in_child() {
 void make_gate() {
   static const bool made = [] {
     the_gate = new Gate;
-    return ::pthread_atfork(&before_fork, &after_fork_in_parent, &after_fork_in_child) == 0;
+    return at_fork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
   }();
   static_cast<void>(made);  // no memory for three pointers: then forks are not kept apart
 }

@@ -9,9 +9,9 @@
 #include "core/check.h"
 #include "io/file.h"
 #include "io/hash.h"
-#include "io/mapped_memory.h"
-#include "io/pagemap.h"
 #include "io/private_pages.h"
+#include "platform/mapped_memory.h"
+#include "platform/pagemap.h"
 
 namespace dynswap {
 

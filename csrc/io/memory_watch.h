@@ -9,7 +9,7 @@
 
 #include "core/source.h"
 #include "io/elements.h"
-#include "io/page_watch.h"
+#include "platform/page_watch.h"
 
 namespace dynswap {
 

@@ -1,4 +1,4 @@
-// What the page cache holds of a file, and what shall be added to it.
+// What of a file shall enter the page cache.
 #pragma once
 
 #include <atomic>
@@ -8,14 +8,6 @@
 #include <vector>
 
 namespace dynswap {
-
-/// Whether more than half of a range can be copied from the page cache: past that, copying what is there
-/// saves more time than waiting for the rest costs.
-bool in_page_cache(int fd, std::uint64_t offset, std::size_t bytes) noexcept;
-
-/// Takes the pages of a range out of the page cache, those at its ends included, as far as nobody has
-/// changed or mapped them.
-void drop_from_page_cache(int fd, std::uint64_t offset, std::size_t bytes) noexcept;
 
 /// Note [What enters the page cache]: a range that is read once is read past the cache. That is what reaches
 /// the speed of the disk at the least CPU time, and a model that is run once displaces nothing. A range that

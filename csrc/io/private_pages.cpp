@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "io/pagemap.h"
+#include "platform/pagemap.h"
 
 namespace dynswap {
 

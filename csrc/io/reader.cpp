@@ -8,9 +8,9 @@
 #include "core/check.h"
 #include "io/aligned_buffer.h"
 #include "io/file.h"
-#include "io/mapped_memory.h"
-#include "io/mappings.h"
 #include "io/private_pages.h"
+#include "platform/mapped_memory.h"
+#include "platform/mappings.h"
 
 namespace dynswap {
 

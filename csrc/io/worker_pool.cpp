@@ -1,8 +1,5 @@
 #include "io/worker_pool.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <condition_variable>
 #include <iterator>
 #include <list>
@@ -12,28 +9,9 @@
 #include <vector>
 
 #include "core/check.h"
+#include "platform/process.h"
 
 namespace dynswap {
-
-namespace {
-
-/// New threads inherit the signal mask of the one that makes them.
-class SignalsBlocked {
- public:
-  SignalsBlocked() {
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, &before_);
-  }
-  ~SignalsBlocked() { pthread_sigmask(SIG_SETMASK, &before_, nullptr); }
-  SignalsBlocked(const SignalsBlocked&) = delete;
-  SignalsBlocked& operator=(const SignalsBlocked&) = delete;
-
- private:
-  sigset_t before_;
-};
-
-}  // namespace
 
 struct WorkerPool::State {
   std::mutex mutex;
@@ -62,14 +40,10 @@ struct WorkerPool::State {
 
 WorkerPool::WorkerPool(int threads) : state_(std::make_unique<State>()) {
   DYNSWAP_CHECK(threads > 0, "a pool needs at least one thread, not " << threads);
-  const SignalsBlocked blocked;
   try {
     const std::lock_guard lock(state_->mutex);
     for (int i = 0; i < threads; ++i) {
-      state_->threads.emplace_back([state = state_.get()] {
-        pthread_setname_np(pthread_self(), "dynswap-io");
-        state->work();
-      });
+      state_->threads.push_back(start_thread("dynswap-io", [state = state_.get()] { state->work(); }));
     }
   } catch (...) {
     close();

@@ -1,14 +1,12 @@
 #include "transfer/page_locking.h"
 
-#include <unistd.h>
-
-#include <cstdlib>
 #include <memory>
 #include <optional>
 #include <sstream>
 #include <utility>
 
 #include "io/memory_watch.h"
+#include "platform/memory.h"
 
 namespace dynswap {
 
@@ -28,10 +26,11 @@ bool is_locked(PageLocker& locker, const Source& source) {
 /// locked for some bytes, are the other bytes known not to be, and can they be locked separately? Then any
 /// block can be locked, whatever else lies on its pages. Else only one with pages of its own.
 bool tells_bytes_from_pages(PageLocker& locker) {
-  const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  void* const memory = std::aligned_alloc(page, 2 * page);
+  const std::size_t page = page_size();
+  void* const memory = map_memory(2 * page);
   if (memory == nullptr) return false;
-  const std::unique_ptr<void, decltype(&std::free)> owner(memory, &std::free);
+  const auto give_back = [page](void* pages) { unmap_memory(pages, 2 * page); };
+  const std::unique_ptr<void, decltype(give_back)> owner(memory, give_back);
   auto* const left = static_cast<std::byte*>(memory) + page / 4;
   auto* const right = left + page;  // they meet in the middle of the second page
   std::string unsaid;

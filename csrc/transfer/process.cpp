@@ -1,9 +1,9 @@
 #include "transfer/process.h"
 
-#include <pthread.h>
-
 #include <atomic>
 #include <cstdlib>
+
+#include "platform/process.h"
 
 namespace dynswap {
 namespace {
@@ -17,9 +17,9 @@ void forbid() noexcept { usable.store(false, std::memory_order_relaxed); }
 bool devices_usable() noexcept { return usable.load(std::memory_order_relaxed); }
 
 void watch_process() noexcept {
-  static const int registered = [] {
+  static const bool registered = [] {
     std::atexit(forbid);
-    return pthread_atfork(nullptr, nullptr, forbid);
+    return at_fork(nullptr, nullptr, forbid);
   }();
   (void)registered;
 }

@@ -1,4 +1,4 @@
-"""Masters that are mapped from a file (pure-Python provider; native: csrc/io/mapped_memory.h).
+"""Masters that are mapped from a file (pure-Python provider; native: csrc/platform/mapped_memory.h).
 
 Note [Mapped files that become shorter]: whoever truncates a file takes the pages behind its new end out of
 all mappings of it, and the next access to one of them ends the process with SIGBUS. So the length of the file

@@ -1,16 +1,13 @@
-// A file that goes with its object, and what the page cache holds of it.
+// A file that goes with its object.
 #pragma once
 
-#include <fcntl.h>
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
-
+#include <atomic>
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
-#include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <random>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -30,14 +27,14 @@ class TempFile {
  public:
   explicit TempFile(std::size_t bytes, std::uint64_t seed = 1,
                     const std::string& folder = std::filesystem::temp_directory_path().string())
-      : path_(folder + "/dynswap_test_XXXXXX"), content_(random_bytes(bytes, seed)) {
-    fd_ = ::mkstemp(path_.data());
-    if (fd_ < 0) throw std::runtime_error("cannot make a file in " + folder);
-    write(0, content_.data(), bytes);
+      : path_(folder + "/dynswap_test_" + unique()), content_(random_bytes(bytes, seed)) {
+    std::ofstream made(path_, std::ios::binary);
+    if (!made) throw std::runtime_error("cannot make a file in " + folder);
+    made.write(reinterpret_cast<const char*>(content_.data()), static_cast<std::streamsize>(bytes));
   }
   ~TempFile() {
-    ::close(fd_);
-    ::unlink(path_.c_str());
+    std::error_code ignored;
+    std::filesystem::remove(path_, ignored);
   }
   TempFile(const TempFile&) = delete;
   TempFile& operator=(const TempFile&) = delete;
@@ -46,60 +43,23 @@ class TempFile {
   const std::vector<std::byte>& content() const { return content_; }
   const std::byte* at(std::uint64_t offset) const { return content_.data() + offset; }
 
-  void write(std::uint64_t offset, const std::byte* data, std::size_t bytes) {
-    while (bytes > 0) {
-      const ssize_t written = ::pwrite(fd_, data, bytes, static_cast<off_t>(offset));
-      if (written <= 0) throw std::runtime_error("cannot write " + path_);
-      offset += static_cast<std::uint64_t>(written);
-      data += written;
-      bytes -= static_cast<std::size_t>(written);
-    }
-  }
-  void truncate(std::uint64_t bytes) {
-    if (::ftruncate(fd_, static_cast<off_t>(bytes)) != 0)
-      throw std::runtime_error("cannot truncate " + path_);
-  }
+  void truncate(std::uint64_t bytes) { std::filesystem::resize_file(path_, bytes); }
   /// Moves the time of the last change by a second.
   void touch() {
-    struct stat status{};
-    ::fstat(fd_, &status);
-    const timespec times[2] = {status.st_atim, {status.st_mtim.tv_sec + 1, status.st_mtim.tv_nsec}};
-    ::futimens(fd_, times);
-  }
-  /// Takes the file out of the page cache. (tmpfs does not let go of it.)
-  void evict() {
-    ::fsync(fd_);
-    ::posix_fadvise(fd_, 0, 0, POSIX_FADV_DONTNEED);
-  }
-  /// Pages of [offset, offset + bytes) in the page cache; `offset` is a multiple of the page size.
-  std::size_t cached_pages(std::uint64_t offset, std::size_t bytes) const {
-    const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-    void* const view = ::mmap(nullptr, bytes, PROT_READ, MAP_SHARED, fd_, static_cast<off_t>(offset));
-    if (view == MAP_FAILED) throw std::runtime_error("cannot map " + path_);
-    std::vector<unsigned char> resident((bytes + page - 1) / page);
-    ::mincore(view, bytes, resident.data());
-    ::munmap(view, bytes);
-    std::size_t count = 0;
-    for (const unsigned char flag : resident) count += flag & 1;
-    return count;
+    std::filesystem::last_write_time(path_,
+                                     std::filesystem::last_write_time(path_) + std::chrono::seconds(1));
   }
 
  private:
+  static std::string unique() {
+    static std::atomic<unsigned> count{0};
+    static const unsigned process = std::random_device()();
+    return std::to_string(process) + "_" + std::to_string(++count);
+  }
+
   std::string path_;
   std::vector<std::byte> content_;
-  int fd_ = -1;
 };
-
-/// Bytes that this process has made disks read so far; 0 where the kernel does not count them.
-inline std::uint64_t bytes_from_disks() {
-  std::ifstream io("/proc/self/io");
-  std::string field;
-  std::uint64_t value = 0;
-  while (io >> field >> value) {
-    if (field == "read_bytes:") return value;
-  }
-  return 0;
-}
 
 /// What the exception that `body` throws says; empty if it throws none.
 template <typename F>

@@ -1,8 +1,6 @@
 // HostBackend: what it brings, and in which order.
 #include "host/host_backend.h"
 
-#include <sys/mman.h>
-
 #include <chrono>
 #include <cstring>
 #include <string>
@@ -13,6 +11,7 @@
 #include "core/check.h"
 #include "random.h"
 #include "stopped_host.h"
+#include "system.h"
 #include "temp_file.h"
 
 namespace {
@@ -24,7 +23,7 @@ TEST(host_brings_ram_and_files) {
   HostBackend backend(&Gate::cast, 3);
   EXPECT_EQ(std::string(backend.name()), "host");
   TempFile written(40u << 20);
-  written.evict();
+  evict(written.path());
   const auto file = File::open(written.path());
   const auto ram = random_bytes(20u << 20, 9);
   const Memory slot = backend.allocate(64u << 20);
@@ -91,9 +90,9 @@ TEST(host_memory) {
   std::memset(address, 1, (5u << 20) + 1);
   Memory second = memory;
   memory.reset();
-  EXPECT_EQ(::msync(address, 4096, MS_ASYNC), 0);  // still mapped
+  EXPECT(has_memory(address));
   second.reset();
-  EXPECT_EQ(::msync(address, 4096, MS_ASYNC), -1);
+  EXPECT(!has_memory(address));
   EXPECT(backend.allocate(0) != nullptr);
   EXPECT_THROWS(backend.allocate(std::size_t{1} << 60), OutOfMemory);
   EXPECT_THROWS(backend.allocate(~std::size_t{0}), OutOfMemory);

@@ -1,12 +1,9 @@
-// io: which pages of a mapping were written to, and how pieces are read.
+// io: how pieces are read.
 #include "io/reader.h"
-
-#include <sys/mman.h>
 
 #include <algorithm>
 #include <atomic>
 #include <cstring>
-#include <fstream>
 #include <memory>
 #include <random>
 #include <string>
@@ -16,8 +13,8 @@
 #include "core/check.h"
 #include "io/aligned_buffer.h"
 #include "io/file.h"
-#include "io/private_pages.h"
 #include "random.h"
+#include "system.h"
 #include "temp_file.h"
 
 namespace {
@@ -27,55 +24,6 @@ using namespace dynswap::test;
 
 constexpr std::size_t kPage = 4096;
 constexpr std::byte kUntouched{0xEE};
-
-/// A file that is mapped as torch.load(mmap=True) and safetensors do it.
-class PrivateMapping {
- public:
-  explicit PrivateMapping(const TempFile& file) : bytes_(file.content().size()) {
-    const int fd = ::open(file.path().c_str(), O_RDONLY);
-    data_ = static_cast<std::byte*>(::mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE, fd, 0));
-    ::close(fd);
-  }
-  ~PrivateMapping() { ::munmap(data_, bytes_); }
-  PrivateMapping(const PrivateMapping&) = delete;
-  PrivateMapping& operator=(const PrivateMapping&) = delete;
-
-  std::byte* data() const { return data_; }
-  /// What touches these pages crashes.
-  void forbid(std::size_t begin, std::size_t end) { ::mprotect(data_ + begin, end - begin, PROT_NONE); }
-
- private:
-  std::byte* data_;
-  const std::size_t bytes_;
-};
-
-TEST(private_pages_are_those_that_were_written) {
-  const TempFile written(64 * kPage);
-  const PrivateMapping mapping(written);
-  EXPECT(private_ranges(mapping.data(), 64 * kPage).empty());
-  volatile std::byte sink = mapping.data()[5 * kPage];  // reading makes no page private
-  static_cast<void>(sink);
-  for (const std::size_t page : {0, 7, 8, 63}) mapping.data()[page * kPage + 17] ^= std::byte{1};
-  const std::vector<ByteRange> whole{{0, kPage}, {7 * kPage, 9 * kPage}, {63 * kPage, 64 * kPage}};
-  EXPECT(private_ranges(mapping.data(), 64 * kPage) == whole);
-  // Clipped to what was asked for, and relative to it.
-  const std::vector<ByteRange> part{{0, 100}, {6 * kPage + 100, 7 * kPage}};
-  EXPECT(private_ranges(mapping.data() + kPage - 100, 7 * kPage) == part);
-  EXPECT(private_ranges(mapping.data(), 0).empty());
-}
-
-TEST(private_pages_of_a_large_range) {
-  // More than one look at the page map.
-  const std::size_t pages = 3000;
-  const TempFile written(pages * kPage);
-  const PrivateMapping mapping(written);
-  for (const std::size_t page : {1023, 1024, 2047, 2999}) mapping.data()[page * kPage] ^= std::byte{1};
-  const std::vector<ByteRange> expected{
-      {1023 * kPage, 1025 * kPage}, {2047 * kPage, 2048 * kPage}, {2999 * kPage, 3000 * kPage}};
-  EXPECT(private_ranges(mapping.data(), pages * kPage) == expected);
-}
-
-// ---------------------------------------------------------------------------------------- read_piece
 
 std::atomic<std::size_t> longest_run{0};
 std::atomic<int> misaligned{0};
@@ -112,12 +60,12 @@ TEST(reader_sees_what_was_written_through_a_private_mapping) {
   // Nobody is told: not the file, not a version counter.
   const std::size_t pages = 600;
   TempFile written(pages * kPage);
-  const PrivateMapping mapping(written);
+  const PrivateMapping mapping(written.path());
   for (const std::size_t page : {3, 200, 201, 599}) {
     for (std::size_t i = 0; i < 64; ++i) mapping.data()[page * kPage + 60 * i] ^= std::byte{0xFF};
   }
   std::vector<std::byte> expected(mapping.data(), mapping.data() + pages * kPage);
-  written.evict();
+  evict(written.path());
 
   Source source = source_of(Scalar::f32, Scalar::f32, (pages * kPage - 8) / 4);
   source.file = File::open(written.path());
@@ -131,21 +79,6 @@ TEST(reader_sees_what_was_written_through_a_private_mapping) {
   read_piece(piece_of(source, 1, source.count - 1), dst.data(), &upper_half, ReadMode::quick);
   const auto halves = upper_halves(expected.data() + 12, source.count - 1);
   EXPECT(std::memcmp(dst.data(), halves.data(), halves.size()) == 0);
-}
-
-TEST(reader_leaves_unwritten_pages_of_a_mapping_alone) {
-  const TempFile written(64 * kPage);
-  PrivateMapping mapping(written);
-  mapping.data()[10 * kPage] ^= std::byte{1};
-  std::vector<std::byte> expected(mapping.data(), mapping.data() + 64 * kPage);
-  mapping.forbid(0, 10 * kPage);
-  mapping.forbid(11 * kPage, 64 * kPage);
-  Source source = source_of(Scalar::raw8, Scalar::raw8, 64 * kPage);
-  source.file = File::open(written.path());
-  source.address = mapping.data();
-  std::vector<std::byte> dst(64 * kPage);
-  read_piece(piece_of(source, 0, source.count), dst.data(), nullptr, ReadMode::quick);
-  EXPECT(dst == expected);
 }
 
 TEST(reader_casts_in_runs) {
@@ -163,7 +96,7 @@ TEST(reader_casts_in_runs) {
       } else {
         source.address = written.at(offset);
       }
-      if (from_file) written.evict();
+      if (from_file) evict(written.path());
       const std::size_t first = 12345;
       std::vector<std::byte> dst(2 * (count - first) + 1, kUntouched);
       read_piece(piece_of(source, first, count - first), dst.data(), &upper_half, ReadMode::quick);
@@ -180,17 +113,6 @@ TEST(reader_casts_in_runs) {
 }
 
 // --------------------------------------------------------------------------------------- read_pieces
-
-/// Reads of a file that this thread has asked for so far; 0 where the kernel does not count them.
-std::uint64_t requests() {
-  std::ifstream io("/proc/thread-self/io");
-  std::string field;
-  std::uint64_t value = 0;
-  while (io >> field >> value) {
-    if (field == "syscr:") return value;
-  }
-  return 0;
-}
 
 /// What a group's weights are read into, and how.
 struct Neighbours {
@@ -263,7 +185,7 @@ void add_layers(Neighbours& group, std::size_t layers, std::size_t between, bool
 
 TEST(neighbours_are_read_in_one_request) {
   TempFile written(4u << 20);
-  written.evict();
+  evict(written.path());
   for (const bool cast : {false, true}) {
     for (const std::size_t between : {0, 64, 4096}) {
       Neighbours group(written);
@@ -286,7 +208,7 @@ TEST(neighbours_in_any_order_and_of_many_kinds) {
   for (std::uint64_t seed = 1; seed <= 60; ++seed) {
     Random random(seed);
     Neighbours group(written);
-    const PrivateMapping mapping(written);
+    const PrivateMapping mapping(written.path());
     std::vector<std::byte> truth(mapping.data(), mapping.data() + written.content().size());
     const bool mapped = random.next() % 2 == 0;
     std::vector<Neighbours::Weight> weights;

@@ -1,11 +1,7 @@
 // io: WorkerPool.
 #include "io/worker_pool.h"
 
-#include <pthread.h>
-#include <signal.h>
-
 #include <atomic>
-#include <filesystem>
 #include <future>
 #include <mutex>
 #include <string>
@@ -14,10 +10,12 @@
 
 #include "check.h"
 #include "core/check.h"
+#include "system.h"
 
 namespace {
 
 using namespace dynswap;
+using namespace dynswap::test;
 
 /// A pool with one thread that is kept busy, so that what is submitted stays queued.
 class BusyPool {
@@ -60,12 +58,6 @@ class BusyPool {
  public:
   WorkerPool pool;
 };
-
-std::size_t threads_of_this_process() {
-  std::size_t count = 0;
-  for ([[maybe_unused]] const auto& task : std::filesystem::directory_iterator("/proc/self/task")) ++count;
-  return count;
-}
 
 TEST(pool_runs_every_task) {
   WorkerPool pool(3);
@@ -130,26 +122,6 @@ TEST(pool_close_finishes_what_runs_and_cancels_the_rest) {
     EXPECT_EQ(busy.noted(), "ba");
   }
   EXPECT_THROWS(WorkerPool(0), Error);
-}
-
-TEST(pool_threads_leave_signals_to_others) {
-  WorkerPool pool(1);
-  std::promise<void> done;
-  pool.submit({[&] {
-                 char name[16] = {};
-                 pthread_getname_np(pthread_self(), name, sizeof(name));
-                 EXPECT_EQ(std::string(name), "dynswap-io");
-                 sigset_t blocked;
-                 pthread_sigmask(SIG_SETMASK, nullptr, &blocked);
-                 for (const int signal : {SIGINT, SIGTERM, SIGCHLD, SIGUSR1})
-                   EXPECT(sigismember(&blocked, signal));
-                 done.set_value();
-               },
-               {}});
-  done.get_future().wait();
-  sigset_t here;
-  pthread_sigmask(SIG_SETMASK, nullptr, &here);
-  EXPECT(!sigismember(&here, SIGINT));
 }
 
 }  // namespace

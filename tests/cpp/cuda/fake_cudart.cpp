@@ -5,12 +5,12 @@
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
-#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <utility>
 
@@ -541,7 +541,7 @@ cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void*
 cudaError_t cudaHostAlloc(void** block, size_t bytes, unsigned) {
   enter("cudaHostAlloc");
   if (state().faults.no_host_memory) return dynswap::fake_cuda::fail(cudaErrorMemoryAllocation);
-  *block = std::aligned_alloc(4096, (bytes + 4095) / 4096 * 4096);
+  *block = ::operator new((bytes + 4095) / 4096 * 4096, std::align_val_t{4096});
   const std::lock_guard lock(state().mutex);
   const auto begin = reinterpret_cast<std::uintptr_t>(*block);
   state().pinned[begin] = begin + (bytes + 4095) / 4096 * 4096;
@@ -554,7 +554,7 @@ cudaError_t cudaFreeHost(void* block) {
     const std::lock_guard lock(state().mutex);
     state().pinned.erase(reinterpret_cast<std::uintptr_t>(block));
   }
-  std::free(block);
+  ::operator delete(block, std::align_val_t{4096});
   return cudaSuccess;
 }
 

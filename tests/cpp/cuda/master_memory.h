@@ -1,9 +1,6 @@
 // Memory as masters lie in it: blocks that know how they are freed, on pages of their own.
 #pragma once
 
-#include <sys/mman.h>
-#include <unistd.h>
-
 #include <cstddef>
 #include <memory>
 #include <utility>
@@ -12,10 +9,11 @@
 #include "core/lockable.h"
 #include "cuda/cuda_backend.h"
 #include "fake_cudart.h"
+#include "platform/memory.h"
 
 namespace dynswap::test {
 
-inline const std::size_t kPage = static_cast<std::size_t>(sysconf(_SC_PAGESIZE));
+inline const std::size_t kPage = page_size();
 
 /// As a storage of torch: it frees its memory by its context. Its bytes begin behind a header, as malloc's
 /// do. Freed while a page is locked, it fails the test.
@@ -26,8 +24,7 @@ class MasterMemory {
   explicit MasterMemory(std::size_t bytes) : bytes_(bytes) {
     auto block = std::make_unique<Block>();
     block->bytes = (kHeader + bytes + kPage - 1) / kPage * kPage;
-    block->address = static_cast<std::byte*>(
-        mmap(nullptr, block->bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+    block->address = static_cast<std::byte*>(map_memory(block->bytes));
     data_ = block->address + kHeader;
     pages_ = block->bytes / kPage;
     context = HeldBytes::Context(block.release(), &free_block);
@@ -60,7 +57,7 @@ class MasterMemory {
     for (std::size_t at = 0; at < block->bytes; at += kPage) {
       EXPECT(!fake_cuda::is_locked(block->address + at, 1));
     }
-    munmap(block->address, block->bytes);
+    unmap_memory(block->address, block->bytes);
   }
 
  private:

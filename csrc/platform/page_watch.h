@@ -6,7 +6,7 @@
 #include <memory>
 #include <optional>
 
-#include "io/pagemap.h"
+#include "platform/pagemap.h"
 
 namespace dynswap {
 

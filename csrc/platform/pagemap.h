@@ -1,30 +1,17 @@
 // What the kernel tells of the pages of this process (/proc/self/pagemap).
 #pragma once
 
-#include <cstddef>
-#include <cstdint>
 #include <functional>
-#include <optional>
+
+#include "platform/memory.h"
 
 namespace dynswap {
-
-/// A range of whole pages: their addresses are [begin, end).
-struct Pages {
-  std::uintptr_t begin = 0;
-  std::uintptr_t end = 0;
-};
-
-std::size_t page_size() noexcept;
-
-/// The pages that lie wholly within the bytes; empty (begin == end) if there are none.
-Pages pages_within(const void* address, std::size_t bytes) noexcept;
-/// The pages on which the bytes lie.
-Pages pages_around(const void* address, std::size_t bytes) noexcept;
 
 using OnPages = std::function<void(Pages)>;
 
 /// Calls `on_pages` for the pages that this process has for itself: present or swapped out, and not of a
-/// file. Returns false if the kernel does not tell (no /proc); `on_pages` may have been called before that.
+/// file. Returns false if the kernel does not tell (no /proc, Windows); `on_pages` may have been called
+/// before that.
 bool find_private(Pages pages, const OnPages& on_pages);
 
 /// The pages that find_written() looks at and protects.
@@ -35,8 +22,8 @@ enum class PageSelection : bool {
 
 /// Calls `on_pages` for the pages that were written to since they were last protected, and protects them
 /// again. The pages must be registered with a userfaultfd for asynchronous write protection
-/// (io/page_watch.h). Returns false if they are not, or if the kernel has no PAGEMAP_SCAN (it is older than
-/// Linux 6.7).
+/// (platform/page_watch.h). Returns false if they are not, or if the kernel has no PAGEMAP_SCAN (it is older
+/// than Linux 6.7, or Windows).
 bool find_written(Pages pages, PageSelection which, const OnPages& on_pages);
 
 }  // namespace dynswap

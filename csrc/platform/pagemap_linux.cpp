@@ -1,13 +1,14 @@
-#include "io/pagemap.h"
+#include "platform/pagemap.h"
 
 #include <fcntl.h>
-#include <pthread.h>
 #include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <array>
 #include <atomic>
+
+#include "platform/process.h"
 
 namespace dynswap {
 
@@ -33,7 +34,7 @@ class Pagemap {
   /// id takes as long as what is asked of the page map.)
   static unsigned forks() noexcept {
     static std::atomic<unsigned> count{0};
-    static const int counts = ::pthread_atfork(nullptr, nullptr, [] { ++count; });
+    static const bool counts = at_fork(nullptr, nullptr, [] { ++count; });
     static_cast<void>(counts);
     return count.load(std::memory_order_relaxed);
   }
@@ -50,8 +51,6 @@ class Pagemap {
   int fd_ = -1;
   unsigned forks_ = 0;
 };
-
-#ifdef __linux__
 
 // As in <linux/fs.h> since Linux 6.7 (page_region, pm_scan_arg); the headers here may be older.
 struct Region {
@@ -117,13 +116,6 @@ bool scan_written(Pages pages, PageSelection which, const OnPages& on_pages) {
   return run(scan, on_pages);
 }
 
-#else
-
-bool scan_private(Pages, const OnPages&) { return false; }
-bool scan_written(Pages, PageSelection, const OnPages&) { return false; }
-
-#endif
-
 bool has_scan() {
   static const bool known = [] {
     const int local = 0;
@@ -158,23 +150,6 @@ bool read_private(Pages pages, const OnPages& on_pages) {
 }
 
 }  // namespace
-
-std::size_t page_size() noexcept {
-  static const auto size = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
-  return size;
-}
-
-Pages pages_within(const void* address, std::size_t bytes) noexcept {
-  const auto first = reinterpret_cast<std::uintptr_t>(address);
-  const std::uintptr_t begin = (first + page_size() - 1) / page_size() * page_size();
-  const std::uintptr_t end = (first + bytes) / page_size() * page_size();
-  return {begin, std::max(begin, end)};
-}
-
-Pages pages_around(const void* address, std::size_t bytes) noexcept {
-  const auto first = reinterpret_cast<std::uintptr_t>(address);
-  return {first / page_size() * page_size(), (first + bytes + page_size() - 1) / page_size() * page_size()};
-}
 
 bool find_private(Pages pages, const OnPages& on_pages) {
   return has_scan() ? scan_private(pages, on_pages) : read_private(pages, on_pages);

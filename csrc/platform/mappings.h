@@ -11,7 +11,7 @@ namespace dynswap {
 
 /// A snapshot of the process's file mappings (/proc/self/maps). It is how a weight is recognised as a
 /// range of its checkpoint file, whoever mapped it: torch.load(mmap=True), safetensors, or the user.
-/// Empty where there is no such file (not Linux).
+/// Empty on Windows, which does not tell: there every weight is plain RAM to us.
 class Mappings {
  public:
   struct Range {

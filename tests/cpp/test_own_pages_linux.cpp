@@ -1,5 +1,5 @@
 // Which blocks of malloc's have their pages for themselves.
-#include "io/own_pages.h"
+#include "platform/own_pages.h"
 
 #include <cstdlib>
 #include <memory>

@@ -1,8 +1,8 @@
-#include "io/own_pages.h"
-
-#include <unistd.h>
+#include "platform/own_pages.h"
 
 #include <cstdint>
+
+#include "platform/memory.h"
 
 #if defined(__GLIBC__)
 #include <dlfcn.h>
@@ -34,11 +34,10 @@ bool malloc_is_of_glibc() noexcept {
 bool has_own_pages(const void* block, std::size_t bytes) noexcept {
   static const bool known = malloc_is_of_glibc();
   if (!known || block == nullptr || bytes == 0) return false;
-  static const auto page = static_cast<std::size_t>(::sysconf(_SC_PAGESIZE));
   constexpr std::size_t kLongestHeader = 128;  // with what aligning to 64 bytes leaves before the block
   const auto begin = reinterpret_cast<std::uintptr_t>(block);
   const std::uintptr_t end = begin + malloc_usable_size(const_cast<void*>(block));
-  return end % page == 0 && begin % page <= kLongestHeader && begin + bytes <= end;
+  return end % page_size() == 0 && begin % page_size() <= kLongestHeader && begin + bytes <= end;
 }
 
 #else

@@ -1,7 +1,9 @@
 // Weights are recognised as ranges of the file that they are mapped from.
-#include "io/mappings.h"
+#include "platform/mappings.h"
 
+#include <fcntl.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <memory>
 

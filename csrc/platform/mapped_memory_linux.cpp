@@ -1,17 +1,11 @@
-#include "io/mapped_memory.h"
+#include "platform/mapped_memory.h"
 
-#include <cstring>
-
-#ifdef __linux__
 #include <sys/uio.h>
 #include <unistd.h>
 
-#include <cerrno>
-#endif
+#include <cstring>
 
 namespace dynswap {
-
-#ifdef __linux__
 
 namespace {
 
@@ -51,18 +45,5 @@ bool write_mapped(void* to, const void* from, std::size_t bytes) noexcept {
   std::memcpy(to, from, bytes);
   return true;
 }
-
-#else
-
-bool read_mapped(const void* from, void* to, std::size_t bytes) noexcept {
-  std::memcpy(to, from, bytes);
-  return true;
-}
-
-bool write_mapped(void* to, const void* from, std::size_t bytes) noexcept {
-  return read_mapped(from, to, bytes);
-}
-
-#endif
 
 }  // namespace dynswap

@@ -15,7 +15,8 @@ namespace dynswap {
 /// raises one. What the model's own code does with a master in place is not our access.
 ///
 /// Copies the bytes; false, and any part of them is copied, if a page of `from` is gone. Where the system
-/// forbids the call (a sandbox), they are copied by memcpy().
+/// forbids the call (a sandbox), they are copied by memcpy(), as on Windows, where no mapped file can be
+/// truncated.
 bool read_mapped(const void* from, void* to, std::size_t bytes) noexcept;
 /// The same for `to`.
 bool write_mapped(void* to, const void* from, std::size_t bytes) noexcept;

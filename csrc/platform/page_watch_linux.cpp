@@ -1,4 +1,10 @@
-#include "io/page_watch.h"
+#include "platform/page_watch.h"
+
+#include <fcntl.h>
+#include <linux/userfaultfd.h>
+#include <sys/ioctl.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -6,21 +12,9 @@
 #include <mutex>
 #include <vector>
 
-#if defined(__linux__) && __has_include(<linux/userfaultfd.h>)
-#define DYNSWAP_USERFAULTFD 1
-#include <fcntl.h>
-#include <linux/userfaultfd.h>
-#include <pthread.h>
-#include <sys/ioctl.h>
-#include <sys/syscall.h>
-#include <unistd.h>
-#else
-#define DYNSWAP_USERFAULTFD 0
-#endif
+#include "platform/process.h"
 
 namespace dynswap {
-
-#if DYNSWAP_USERFAULTFD
 
 namespace {
 
@@ -73,7 +67,7 @@ struct PageWatch::Kernel {
 
   static Kernel* of_this_process() {
     if (Kernel* const known = current()) return known;
-    static const bool follows_forks = ::pthread_atfork(nullptr, nullptr, &PageWatch::forget_after_fork) == 0;
+    static const bool follows_forks = at_fork(nullptr, nullptr, &PageWatch::forget_after_fork);
     if (!follows_forks) return nullptr;
     auto* const made = new Kernel;
     Kernel* other = nullptr;
@@ -180,19 +174,5 @@ void PageWatch::expect_writes() noexcept {
   arguments.range = range_of(pages_);
   ::ioctl(kernel_.fd, UFFDIO_WRITEPROTECT, &arguments);
 }
-
-#else
-
-struct PageWatch::Kernel {};
-
-bool PageWatch::look() { return false; }
-std::shared_ptr<PageWatch> PageWatch::over(Pages, PageSelection) { return nullptr; }
-PageWatch::~PageWatch() = default;
-std::optional<std::uint64_t> PageWatch::writes() { return std::nullopt; }
-bool PageWatch::of_this_process() const noexcept { return true; }
-void PageWatch::expect_writes() noexcept {}
-void PageWatch::forget_after_fork() {}
-
-#endif
 
 }  // namespace dynswap

@@ -1,0 +1,28 @@
+// Pages of memory, and memory that comes straight from the operating system.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+namespace dynswap {
+
+/// A range of whole pages: their addresses are [begin, end).
+struct Pages {
+  std::uintptr_t begin = 0;
+  std::uintptr_t end = 0;
+};
+
+std::size_t page_size() noexcept;
+
+/// The pages that lie wholly within the bytes; empty (begin == end) if there are none.
+Pages pages_within(const void* address, std::size_t bytes) noexcept;
+/// The pages on which the bytes lie.
+Pages pages_around(const void* address, std::size_t bytes) noexcept;
+
+/// New, zeroed pages outside the C library's heap, in huge pages where the system has them to spare. Null if
+/// there is no memory.
+void* map_memory(std::size_t bytes) noexcept;
+/// Gives them back. `bytes` is what they were mapped with.
+void unmap_memory(void* address, std::size_t bytes) noexcept;
+
+}  // namespace dynswap

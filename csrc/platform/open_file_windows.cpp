@@ -1,0 +1,91 @@
+#include "platform/open_file.h"
+
+#include <algorithm>
+#include <system_error>
+
+#include "platform/windows_api.h"
+
+namespace dynswap {
+
+namespace {
+
+[[noreturn]] void fail(DWORD error = ::GetLastError()) {
+  throw std::system_error(static_cast<int>(error), std::system_category());
+}
+
+HANDLE handle_of(std::intptr_t value) noexcept { return reinterpret_cast<HANDLE>(value); }
+
+std::wstring wide(const std::string& utf8) {
+  const auto convert = [&](wchar_t* to, int most) {
+    return ::MultiByteToWideChar(CP_UTF8, MB_ERR_INVALID_CHARS, utf8.data(), static_cast<int>(utf8.size()),
+                                 to, most);
+  };
+  std::wstring result(static_cast<std::size_t>(convert(nullptr, 0)), L'\0');
+  convert(result.data(), static_cast<int>(result.size()));
+  return result;
+}
+
+/// The calling thread's, to wait for its reads with.
+HANDLE event_of_this_thread() {
+  struct Event {
+    HANDLE handle = ::CreateEventW(nullptr, /*bManualReset=*/TRUE, FALSE, nullptr);
+    ~Event() { ::CloseHandle(handle); }
+  };
+  thread_local const Event event;
+  return event.handle;
+}
+
+}  // namespace
+
+/// Overlapped, as reads through any other handle wait for one another. Others may write to the file, replace
+/// it and delete it, as on Linux.
+OpenFile::OpenFile(const std::string& path)
+    : handle_(reinterpret_cast<std::intptr_t>(::CreateFileW(
+          wide(path).c_str(), GENERIC_READ, FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, nullptr,
+          OPEN_EXISTING, FILE_FLAG_OVERLAPPED | FILE_FLAG_SEQUENTIAL_SCAN, nullptr))) {
+  if (handle_of(handle_) == INVALID_HANDLE_VALUE) fail();
+}
+
+OpenFile::~OpenFile() { ::CloseHandle(handle_of(handle_)); }
+
+OpenFile::Status OpenFile::status() const {
+  BY_HANDLE_FILE_INFORMATION info;
+  if (::GetFileInformationByHandle(handle_of(handle_), &info) == 0) fail();
+  const auto joined = [](DWORD high, DWORD low) { return std::uint64_t{high} << 32 | low; };
+  constexpr std::uint64_t kNanosecondsPerTick = 100;
+  return {::GetFileType(handle_of(handle_)) == FILE_TYPE_DISK, joined(info.nFileSizeHigh, info.nFileSizeLow),
+          joined(info.nFileIndexHigh, info.nFileIndexLow), info.dwVolumeSerialNumber,
+          static_cast<std::int64_t>(
+              joined(info.ftLastWriteTime.dwHighDateTime, info.ftLastWriteTime.dwLowDateTime) *
+              kNanosecondsPerTick)};
+}
+
+std::size_t OpenFile::read(std::uint64_t offset, std::byte* dst, std::size_t bytes) const {
+  constexpr std::size_t kMost = 1u << 30;
+  OVERLAPPED place{};
+  place.Offset = static_cast<DWORD>(offset);
+  place.OffsetHigh = static_cast<DWORD>(offset >> 32);
+  place.hEvent = event_of_this_thread();
+  DWORD got = 0;
+  if (::ReadFile(handle_of(handle_), dst, static_cast<DWORD>(std::min(bytes, kMost)), nullptr, &place) == 0) {
+    const DWORD error = ::GetLastError();
+    if (error == ERROR_HANDLE_EOF) return 0;
+    if (error != ERROR_IO_PENDING) fail(error);
+  }
+  if (::GetOverlappedResult(handle_of(handle_), &place, &got, /*bWait=*/TRUE) == 0) {
+    const DWORD error = ::GetLastError();
+    if (error == ERROR_HANDLE_EOF) return 0;
+    fail(error);
+  }
+  return got;
+}
+
+std::optional<std::size_t> OpenFile::read_direct(std::uint64_t, std::span<const Part>) const {
+  return std::nullopt;
+}
+
+bool OpenFile::is_cached(std::uint64_t, std::size_t) const noexcept { return false; }
+
+void OpenFile::drop_cached(std::uint64_t, std::size_t) const noexcept {}
+
+}  // namespace dynswap

@@ -1,0 +1,32 @@
+#include "platform/process.h"
+
+#include <algorithm>
+#include <array>
+#include <utility>
+
+#include "platform/windows_api.h"
+// after it
+#include <psapi.h>
+
+namespace dynswap {
+
+std::uint64_t thread_id() noexcept { return ::GetCurrentThreadId(); }
+
+/// Signals interrupt no thread here.
+std::thread start_thread(const char*, std::function<void()> run) { return std::thread(std::move(run)); }
+
+bool at_fork(void (*)(), void (*)(), void (*)()) noexcept { return true; }
+
+void* loaded_function(const char* name) noexcept {
+  std::array<HMODULE, 1024> modules;
+  DWORD bytes = 0;
+  if (::K32EnumProcessModules(::GetCurrentProcess(), modules.data(), sizeof(modules), &bytes) == 0)
+    return nullptr;
+  const std::size_t count = std::min(bytes / sizeof(HMODULE), modules.size());
+  for (std::size_t i = 0; i < count; ++i) {
+    if (const FARPROC found = ::GetProcAddress(modules[i], name)) return reinterpret_cast<void*>(found);
+  }
+  return nullptr;
+}
+
+}  // namespace dynswap

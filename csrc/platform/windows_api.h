@@ -1,0 +1,10 @@
+// <windows.h>, without its macros that break C++. For *_windows.cpp alone.
+#pragma once
+
+#ifndef NOMINMAX
+#define NOMINMAX
+#endif
+#ifndef WIN32_LEAN_AND_MEAN
+#define WIN32_LEAN_AND_MEAN
+#endif
+#include <windows.h>
