@@ -13,17 +13,11 @@
 
 namespace dynswap {
 
-// Null in an extension that is linked without csrc/cuda.
-[[gnu::weak]] std::unique_ptr<Backend> make_cuda_backend(CudaOptions options);
-[[gnu::weak]] std::string pin(int device, std::vector<Lockable>& items);
-[[gnu::weak]] int cuda_device_count();
-[[gnu::weak]] int cuda_runtime_version() noexcept;
-
 std::unique_ptr<Backend> make_backend(const at::Device& device, const std::string& wanted,
                                       const std::function<void(const std::string&)>& warn) {
   const bool host = device.is_cpu() && (wanted == "auto" || wanted == "host");
   if (host) return std::make_unique<HostBackend>(&cast_elements);
-  if (make_cuda_backend != nullptr && device.is_cuda() && (wanted == "auto" || wanted == "cuda")) {
+  if (linked_cuda != nullptr && device.is_cuda() && (wanted == "auto" || wanted == "cuda")) {
     CudaOptions options;
     options.device = device.index();
     options.cast = &cast_elements;
@@ -32,7 +26,7 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
     options.allocate = [device](std::size_t bytes) {
       return CudaMemory{allocate_through_torch(device, bytes), current_stream(device)};
     };
-    return make_cuda_backend(std::move(options));
+    return linked_cuda->make_backend(std::move(options));
   }
   if (!device.is_cpu() && (wanted == "auto" || wanted == "torch")) {
     if (!has_copy_stream(device)) {
@@ -55,16 +49,16 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
 
 std::string pin_items(const at::Device& device, const std::string& backend,
                       const std::shared_ptr<HostBudget>& budget, std::vector<Lockable>& items) {
-  if (pin != nullptr && backend == "cuda") return pin(device.index(), budget, items);
+  if (linked_cuda != nullptr && backend == "cuda") return linked_cuda->pin_masters(device.index(), budget, items);
   if (backend == "torch") return pin_through_torch(device, host_register_for(device), budget, items);
   return {};
 }
 
-int device_count() { return cuda_device_count == nullptr ? 0 : cuda_device_count(); }
+int device_count() { return linked_cuda == nullptr ? 0 : linked_cuda->device_count(); }
 
 std::string cuda_version() {
-  if (cuda_runtime_version == nullptr) return "";
-  const int version = cuda_runtime_version();
+  if (linked_cuda == nullptr) return "";
+  const int version = linked_cuda->runtime_version;
   return std::to_string(version / 1000) + "." + std::to_string(version % 1000 / 10);
 }
 

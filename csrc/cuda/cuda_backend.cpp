@@ -329,6 +329,14 @@ int cuda_device_count() {
   return devices;
 }
 
-int cuda_runtime_version() noexcept { return CUDART_VERSION; }
+namespace {
+
+constexpr LinkedCuda kLinked{&make_cuda_backend, &pin, &cuda_device_count, CUDART_VERSION};
+[[maybe_unused]] const bool is_linked = [] {
+  linked_cuda = &kLinked;
+  return true;
+}();
+
+}  // namespace
 
 }  // namespace dynswap

@@ -58,7 +58,16 @@ std::string pin(int device, const std::shared_ptr<HostBudget>& budget, std::vect
 /// CUDA. Makes no context, but wakes the driver: a process forked afterwards cannot use CUDA.
 int cuda_device_count();
 
-/// Version of the runtime that is linked, as CUDA counts: 13000 is 13.0.
-int cuda_runtime_version() noexcept;
+/// What csrc/cuda gives to the extension that it is linked into.
+struct LinkedCuda {
+  decltype(&make_cuda_backend) make_backend;
+  decltype(&pin) pin_masters;
+  decltype(&cuda_device_count) device_count;
+  int runtime_version;  ///< as CUDA counts: 13000 is 13.0
+};
+
+/// Set while the extension is loaded. Null in one without CUDA, which so differs in what is linked, not in
+/// how it is compiled.
+inline constinit const LinkedCuda* linked_cuda = nullptr;
 
 }  // namespace dynswap
