@@ -77,7 +77,8 @@ def test_a_new_plan_that_finds_no_room(gpu: Gpu) -> None:
         outputs += [model(x) for _ in range(2)]  # there is room again, and a plan is found
         handle.reset_stats()
         outputs.append(model(x))
-        assert handle.stats().prefetches, "the weights are copied one by one for ever"
+        stats = handle.stats()
+        assert stats.prefetches or stats.resident_groups, "the weights are copied one by one for ever"
         handle.retune(3 * LAYER)
         outputs += [model(x) for _ in range(5)]
     gpu.synchronise()
