@@ -28,6 +28,12 @@ SECONDS ?= 600
 CUDA_TESTS ?= tests
 # The same over torch's own streams (DYNSWAP_ENGINE_BACKEND=torch).
 STREAMS_TESTS ?= tests/cuda
+# On the other kinds of pretend device.
+NO_TOOLKIT_TESTS ?= $(addprefix tests/,cuda/test_cuda_any_accelerator.py cuda/test_cuda_graphs.py cuda/test_cuda_streams.py \
+  test_install.py test_provider_devices.py)
+PRIVATEUSE1_TESTS ?= $(addprefix tests/,cuda/test_cuda_any_accelerator.py cuda/test_cuda_other_streams.py \
+  cuda/test_cuda_streams.py contract/test_lazy.py contract/test_modes.py contract/test_sent_where_it_computes.py \
+  contract/test_ties.py contract/test_training.py test_install.py)
 OTHER_PYTHON ?= 3.13
 # Of one set of wheels.
 WHEEL_TORCH ?= 2.13
@@ -50,7 +56,7 @@ PRETEND := PYTHONPATH=tests/device $(BIN)/python -m pretend_cuda
 MKDOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs
 SOURCES := $(shell find csrc build_backend -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py')
 
-.PHONY: help demo demo-text build test test-native test-python test-cuda cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix other-python lint types format docs docs-serve wheels sdist ci clean FORCE
+.PHONY: help demo demo-text build test test-native test-python test-cuda test-devices cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix other-python lint types format docs docs-serve wheels sdist ci clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -69,7 +75,7 @@ demo-text: build $(VENV)/.text
 build: build/.built
 
 ## make test           everything that a change has to pass on this machine
-test: test-native test-python test-cuda cpp-test
+test: test-native test-python test-cuda test-devices cpp-test
 
 test-native: build $(VENV)/.installed
 	DYNSWAP_PROVIDER=native $(ALONGSIDE) $(PYTEST_ARGS)
@@ -84,6 +90,11 @@ test-cuda: build $(VENV)/.installed
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend $(ALONGSIDE) $(CUDA_TESTS) $(PYTEST_ARGS)
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend DYNSWAP_ENGINE_BACKEND=torch $(ALONGSIDE) $(STREAMS_TESTS) $(PYTEST_ARGS)
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend $(ALONE) $(CUDA_TESTS) $(PYTEST_ARGS) || [ $$? = 5 ]
+
+## make test-devices   the same where there is no CUDA toolkit, and on an accelerator that is not called "cuda"
+test-devices: build $(VENV)/.installed
+	DYNSWAP_TEST_DEVICE=no-toolkit $(PRETEND) env $(ALONGSIDE) $(NO_TOOLKIT_TESTS) $(PYTEST_ARGS)
+	DYNSWAP_TEST_DEVICE=privateuse1 $(PRETEND) env $(ALONGSIDE) $(PRIVATEUSE1_TESTS) $(PYTEST_ARGS)
 
 ## make cruel          random programs on the pretend device, each with three orders; SEEDS=200 and so on
 cruel: build $(VENV)/.installed
@@ -103,6 +114,7 @@ programs: build $(VENV)/.installed
 nightly: build
 	$(MAKE) test-cuda DYNSWAP_SEED=$$(date +%j) DYNSWAP_TEST_ALL=1
 	$(MAKE) test-cuda CUDA_TESTS=tests/cuda STREAMS_TESTS=tests DYNSWAP_TEST_ALL=1
+	$(MAKE) test-devices NO_TOOLKIT_TESTS=tests PRIVATEUSE1_TESTS=tests
 	DYNSWAP_TEST_ALL=1 $(MAKE) test-python
 	$(MAKE) cpp-test
 	$(MAKE) cruel SEEDS=200

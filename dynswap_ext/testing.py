@@ -29,7 +29,15 @@ def moved(model: ModuleT, device: torch.device | str = "cpu", dtype: torch.dtype
     device, dtype
         As given to the install.
     """
-    return copy.deepcopy(model).to(device=device, dtype=dtype)
+    copied = copy.deepcopy(model)
+    places = [(module, key, p) for module in copied.modules() for key, p in module._parameters.items()]
+    copied.to(device=device, dtype=dtype)
+    if torch.device(device).type == torch._C._get_privateuse1_backend_name():
+        # There `to()` replaces a parameter in each place that it has, which unties it.
+        firsts: dict[int, nn.Parameter | None] = {}
+        for module, key, before in places:
+            module._parameters[key] = firsts.setdefault(id(before), module._parameters[key])
+    return copied
 
 
 def assert_bit_equal(actual: Any, expected: Any, what: str = "value") -> None:

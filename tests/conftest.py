@@ -1,8 +1,8 @@
 """Fixtures of the Python tests: every semantic test runs over every provider, on every device.
 
 DYNSWAP_TEST_DEVICE=pretend is a run of its own, of the tests that name a provider, on the pretend CUDA device
-(tests/device); DYNSWAP_SEED says in what order that device does its work. DYNSWAP_TEST_ALL=1 adds what only
-the nightly run has.
+(tests/device); `no-toolkit` and `privateuse1` are such runs on other kinds of it. DYNSWAP_SEED says in what
+order the device does its work. DYNSWAP_TEST_ALL=1 adds what only the nightly run has.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent / "device"))
 
 import pretend_cuda
 
-PRETEND = os.environ.get("DYNSWAP_TEST_DEVICE") == "pretend"
+PRETEND = bool(os.environ.get("DYNSWAP_TEST_DEVICE"))
 if PRETEND:  # before anything imports torch
     pretend_cuda.activate()
     # The device locks whole pages. From here on masters have pages of their own (M_MMAP_THRESHOLD): copies
@@ -44,10 +44,17 @@ from dynswap_ext import _provider, testing
 from dynswap_ext import config as dynswap_config
 from gpu_under_test import Gpu
 
-ON_CPU, ON_CUDA = ("python", "native-host"), ("python-cuda", "native-cuda")
-CUDA = PRETEND or torch.cuda.is_available() or dynswap_config.require_cuda()
-#: Without a GPU, the run on the pretend device has those on CUDA.
-PROVIDERS = (*(() if PRETEND else ON_CPU), *(ON_CUDA if CUDA else ()))
+#: The type of device beside the CPU: "cuda", or that of the pretend device.
+ACCELERATOR = pretend_cuda.device_type()
+accelerator = torch.get_device_module(ACCELERATOR)
+ON_CPU, ON_DEVICE = ("python", "native-host"), (f"python-{ACCELERATOR}", f"native-{ACCELERATOR}")
+#: The engine's backend there.
+ENGINE = "cuda" if pretend_cuda.has_toolkit() else "torch"
+if dynswap_config.engine_backend_from_environment() != "auto":
+    ENGINE = dynswap_config.engine_backend_from_environment()
+HAS_DEVICE = PRETEND or torch.cuda.is_available() or dynswap_config.require_cuda()
+#: Without a GPU, the run on the pretend device has those on it.
+PROVIDERS = (*(() if PRETEND else ON_CPU), *(ON_DEVICE if HAS_DEVICE else ()))
 
 
 @dataclass
@@ -62,6 +69,18 @@ class Provider:
     @property
     def native(self) -> bool:
         return self.backend == "native"
+
+    @property
+    def device_module(self) -> Any:
+        """torch.cuda, or its like for another device."""
+        return torch.get_device_module(self.device)
+
+    @property
+    def expected_backend(self) -> str:
+        """What copies weights to the device here."""
+        if not self.native:
+            return "python"
+        return "host" if self.device.type == "cpu" else ENGINE
 
     def install(self, model: nn.Module, **options: Any) -> dynswap_ext.Handle:
         handle = dynswap_ext.install(model, device=self.device, provider=self.backend, **options)
@@ -114,7 +133,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         wanted = [item for item in items if _names_a_provider(item) or "device" in item.keywords]
         kept = {item for item in wanted if every or not _nightly(item)}
         return _keep(config, items, kept.__contains__)
-    if not CUDA:
+    if not HAS_DEVICE:
         _keep(config, items, lambda item: "gpu" not in getattr(item, "fixturenames", ()))
     if every or dynswap_config.provider_from_environment() != "python":
         return
@@ -175,7 +194,7 @@ def _names_a_provider(item: pytest.Item) -> bool:
 def _nightly(item: pytest.Item) -> bool:
     """What pure Python shares with its run on the CPU: all but what weights mean, and what a GPU is asked."""
     name = getattr(item, "callspec", None) and item.callspec.params.get("provider")  # type: ignore[attr-defined]
-    return name == "python-cuda" and not item.path.name.startswith("test_semantics_")
+    return name == ON_DEVICE[0] and not item.path.name.startswith("test_semantics_")
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:
@@ -191,6 +210,20 @@ def skip_or_fail(reason: str, *, cuda: bool) -> None:
     pytest.skip(reason)
 
 
+def only_cuda_has(what: str) -> None:
+    """Skip a test on an accelerator of another type."""
+    if ACCELERATOR != "cuda":
+        pytest.skip(f"{what}: on CUDA alone")
+
+
+def needs_inductor(provider: Provider) -> None:
+    """Skip where torch's compiler cannot generate code for the device."""
+    if provider.device.type == "cuda":
+        pytest.importorskip("triton", reason="inductor needs triton on a GPU")
+    elif provider.device.type != "cpu":
+        pytest.skip("inductor generates no code for this type of device")
+
+
 def dense_alone_is_pretended(layout: str) -> None:
     """Skip, on the pretend device, a test that makes tensors of another layout there."""
     if PRETEND:
@@ -200,14 +233,14 @@ def dense_alone_is_pretended(layout: str) -> None:
 @contextmanager
 def under_test(name: str) -> Iterator[Provider]:
     """One provider, or the reason why it cannot run here. A test ends with nothing held on the device."""
-    cuda = name.endswith("cuda")
-    if cuda and not torch.cuda.is_available():
+    on_device = name in ON_DEVICE
+    if on_device and not accelerator.is_available():
         skip_or_fail("torch finds no CUDA device", cuda=True)
-    device = torch.device("cuda", torch.cuda.current_device()) if cuda else torch.device("cpu")
+    device = torch.device(ACCELERATOR, accelerator.current_device()) if on_device else torch.device("cpu")
     backend = name.split("-")[0]
     reason = _provider.native_unavailable(device) if backend == "native" else ""
     if reason:
-        skip_or_fail(reason, cuda=cuda)
+        skip_or_fail(reason, cuda=on_device)
     under_test = Provider(name, backend, device)
     yield under_test
     for handle in under_test.handles:
@@ -222,7 +255,7 @@ def provider(request: pytest.FixtureRequest) -> Iterator[Provider]:
         yield each
 
 
-@pytest.fixture(params=ON_CUDA)
+@pytest.fixture(params=ON_DEVICE)
 def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     """A GPU, the pretend one or a real one, with each provider."""
     with under_test(request.param) as each:
@@ -249,7 +282,7 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     draw = random.Random(f"{os.environ.get('DYNSWAP_SEED', '1')} {request.node.nodeid}")
     seed, order = draw.randrange(1 << 32), draw.choice(("late", "early", "mixed"))
     pretend_cuda.reset(seed, order)
-    torch.cuda.set_device(0)
+    accelerator.set_device(0)
     yield
     found = pretend_cuda.violations()
     pretend_cuda.reset(seed, order)

@@ -50,6 +50,7 @@ class Gpu:
 
     def __init__(self, provider: Any) -> None:
         self.provider = provider
+        self._torch: Any = torch.get_device_module(provider.device)
         self._ballast: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -77,28 +78,40 @@ class Gpu:
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(0, 7, (rows, width), generator=generator).to(self.device, dtype)
 
+    def pin(self, model: nn.Module) -> None:
+        """Pin masters, where an install cannot page-lock them in place, which it does on CUDA."""
+        if self.device.type != "cuda":
+            for master in model.parameters():
+                master.data = master.data.pin_memory()
+
     # Streams ------------------------------------------------------------------------------------------
 
     def new_stream(self) -> Any:
-        return torch.cuda.Stream(self.device)
+        return self._torch.Stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        return torch.cuda.stream(stream)
+        return self._torch.stream(stream)
 
     def follow(self, stream: Any) -> None:
         """Let the current stream wait for all that is queued on another."""
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+        self._torch.current_stream(self.device).wait_stream(stream)
 
     def wait_for_default(self, stream: Any) -> None:
         """Let a stream wait for all that is queued on the default one."""
-        stream.wait_stream(torch.cuda.default_stream(self.device))
+        stream.wait_stream(self._torch.default_stream(self.device))
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
 
+    def record(self) -> Any:
+        """An event on the current stream."""
+        event = self._torch.Event()
+        event.record(self._torch.current_stream(self.device))
+        return event
+
     def delay(self, milliseconds: float) -> None:
         """Let the current stream do nothing for a while; the host goes on."""
-        torch.cuda._sleep(int(milliseconds * _CYCLES_A_MILLISECOND))
+        self._torch._sleep(int(milliseconds * _CYCLES_A_MILLISECOND))
 
     def congest(self) -> None:
         """Keep the bus busy: copies that are asked for from here on arrive late."""
@@ -111,45 +124,47 @@ class Gpu:
                 there.copy_(here, non_blocking=True)
 
     def synchronise(self) -> None:
-        torch.cuda.synchronize(self.device)
+        self._torch.synchronize(self.device)
 
     def done(self) -> None:
         """Wait for the current stream alone."""
-        torch.cuda.current_stream(self.device).synchronize()
+        self._torch.current_stream(self.device).synchronize()
 
     @contextmanager
     def silent(self) -> Iterator[None]:
         """Forbid host synchronisations; on the pretend device the engine's own, too."""
-        torch.cuda.set_sync_debug_mode("error")
+        if self.device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("error")
         try:
             with pretend_cuda.no_synchronisation() if pretend_cuda.active() else nullcontext():
                 yield
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            if self.device.type == "cuda":
+                torch.cuda.set_sync_debug_mode("default")
 
     # Memory -------------------------------------------------------------------------------------------
 
     def allocated(self) -> int:
-        return torch.cuda.memory_allocated(self.device)
+        return self._torch.memory_allocated(self.device)
 
     @contextmanager
     def peak(self) -> Iterator[Peak]:
         """Measure a block."""
         self.synchronise()
-        torch.cuda.reset_peak_memory_stats(self.device)
+        self._torch.reset_peak_memory_stats(self.device)
         before, found = self.allocated(), Peak()
         yield found
         self.synchronise()
-        found.bytes = torch.cuda.max_memory_allocated(self.device) - before
+        found.bytes = self._torch.max_memory_allocated(self.device) - before
 
     @contextmanager
     def room_for(self, size: int) -> Iterator[None]:
         """Let torch's allocator take that many bytes more, and refuse the rest."""
-        torch.cuda.empty_cache()
-        total = torch.cuda.mem_get_info(self.device)[1]
-        share = (torch.cuda.memory_reserved(self.device) + size) / total
-        torch.cuda.set_per_process_memory_fraction(share, self.device)
+        self._torch.empty_cache()
+        total = self._torch.mem_get_info(self.device)[1]
+        share = (self._torch.memory_reserved(self.device) + size) / total
+        self._torch.set_per_process_memory_fraction(share, self.device)
         try:
             yield
         finally:
-            torch.cuda.set_per_process_memory_fraction(1.0, self.device)
+            self._torch.set_per_process_memory_fraction(1.0, self.device)

@@ -76,12 +76,19 @@ def test_cuda_by_choice_raises_without_a_device(extension: _provider._Extension)
         _provider.select("native", CUDA)
 
 
+def without_its_cuda_backend(extension: _provider._Extension) -> str:
+    """Return why the extension cannot serve a GPU by its CUDA backend; empty if it can."""
+    if not extension.build["cuda"]:
+        return "the extension was built without CUDA"
+    return _provider.native_unavailable(CUDA)
+
+
 @pytest.mark.device
 def test_cuda_with_a_device_is_native(
     extension: _provider._Extension, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("DYNSWAP_ENGINE_BACKEND", raising=False)
-    if reason := _provider.native_unavailable(CUDA):
+    if reason := without_its_cuda_backend(extension):
         pytest.skip(reason)
     chosen = _provider.select("auto", CUDA)
     assert (chosen.name, chosen.backend, chosen.reason) == ("native", "cuda", "")
@@ -93,7 +100,7 @@ def test_cuda_with_a_device_is_native(
 def test_an_install_on_cuda_is_native_and_says_nothing_of_providers(
     extension: _provider._Extension, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if reason := _provider.native_unavailable(CUDA):
+    if reason := without_its_cuda_backend(extension):
         pytest.skip(reason)
     monkeypatch.delenv("DYNSWAP_PROVIDER", raising=False)
     monkeypatch.delenv("DYNSWAP_ENGINE_BACKEND", raising=False)

@@ -97,8 +97,8 @@ def test_autograd_adds_to_what_was_sent(provider: Provider) -> None:
     def compute(m: Any, x: torch.Tensor) -> torch.Tensor:
         u = x * 1
         other = u.sin()
-        if provider.device.type == "cuda":
-            u.register_hook(lambda _: (torch.cuda.current_stream().synchronize(), added.set())[0])
+        if provider.device.type != "cpu":
+            u.register_hook(lambda _: (provider.device_module.current_stream().synchronize(), added.set())[0])
         else:
             u.register_hook(lambda _: added.set())
         y = (m.first + u).square()  # after `other`: backward comes here first

@@ -25,7 +25,8 @@ from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.warn import warn
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
-_TORCH: Final = nn.Module.__module__
+#: Where torch defines `Module.to()`, `Module.cuda()` and the rest, and those for devices of others.
+_TORCH: Final = (nn.Module.__module__, torch.utils.backend_registration.__name__)
 
 #: Sessions whose user was told.
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -39,7 +40,7 @@ def staying(module: nn.Module, function: _Function) -> _Function:
     if isinstance(function, _Staying):  # of the module above, which may belong to another install
         function = function.function
     session = session_of(module)
-    if session is None or session.device.type == "cpu" or getattr(function, "__module__", None) != _TORCH:
+    if session is None or session.device.type == "cpu" or getattr(function, "__module__", None) not in _TORCH:
         return function
     held = vars(module)
     own = [tensor for key in ("_parameters", "_buffers") for tensor in held[key].values()]

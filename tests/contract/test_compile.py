@@ -15,7 +15,7 @@ from oracle import assert_gradients_as_moved, assert_same_training_step, total
 from torch import nn
 
 import dynswap_ext
-from conftest import Provider
+from conftest import Provider, needs_inductor
 from dynswap_ext import testing
 from sample_models import ConvNet, Recurrent, TinyTransformer, mlp
 
@@ -293,8 +293,7 @@ def test_two_installs_on_one_class_do_not_share_a_graph(provider: Provider) -> N
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(provider: Provider) -> None:
-    if provider.device.type == "cuda":
-        pytest.importorskip("triton", reason="inductor needs triton on a GPU")
+    needs_inductor(provider)
     model = mlp(layers=2)
     moved, _ = provider.pair(model)
     compiled = torch.compile(model, fullgraph=True)

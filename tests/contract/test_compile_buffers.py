@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import dynswap_ext
-from conftest import Provider
+from conftest import Provider, needs_inductor
 from dynswap_ext import testing
 
 budgets = pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
@@ -97,8 +97,7 @@ def test_what_a_graph_writes_reaches_the_masters(
 @modes
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(provider: Provider, training: bool) -> None:
-    if provider.device.type == "cuda":
-        pytest.importorskip("triton", reason="inductor needs triton on a GPU")
+    needs_inductor(provider)
     check(provider, Net, "inductor", training, None)
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from conftest import Provider
+from conftest import Provider, needs_inductor
 from dynswap_ext import testing
 
 
@@ -106,6 +106,5 @@ def test_a_graph_knows_how_weights_lie(
 @kinds
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
 def test_inductor(provider: Provider, kind: str) -> None:
-    if provider.device.type == "cuda":
-        pytest.importorskip("triton", reason="inductor needs triton on a GPU")
+    needs_inductor(provider)
     check(provider, "inductor", kind, torch.float64, None)

@@ -120,6 +120,9 @@ def test_a_module(
         model = info.module_cls(*made.args, **made.kwargs).train(training).float()
         lazy = info.is_lazy
         plain = testing.moved(model, provider.device, dtype)
+        if lazy:  # on some devices torch makes its parameters ordinary ones when it moves them
+            there = {**made.kwargs, "device": provider.device, "dtype": dtype}
+            plain = info.module_cls(*made.args, **there).train(training)
         if dtype is torch.float32 and not lazy and model.state_dict():
             # On the CPU only what is mapped from a file streams where nothing is cast.
             testing.map_from_file(model, tmp_path / f"{index}.pt")

@@ -57,7 +57,9 @@ def test_the_first_forward_makes_masters_and_the_next_streams_them(provider: Pro
 @pytest.mark.parametrize("case", CASES)
 def test_the_masters_are_initialised_as_those_of_the_moved_model(provider: Provider, case: str) -> None:
     make, shape, _ = CASES[case]
-    model, moved = nn.Sequential(make()), nn.Sequential(make()).to(provider.device, torch.float64)
+    model = nn.Sequential(make())
+    with provider.device:  # moved later, its weights would be lazy no more on some devices
+        moved = nn.Sequential(make()).to(torch.float64)
     provider.install(model, dtype=torch.float64)
     x = provider.randn(*shape)
     with torch.no_grad():

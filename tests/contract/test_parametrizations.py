@@ -135,6 +135,8 @@ def test_put_on_while_installed(provider: Provider, case: str) -> None:
 
 @pytest.mark.parametrize("case", CHANGES)
 def test_taken_off_while_installed(provider: Provider, case: str) -> None:
+    if "pruned" in case and provider.device.type not in ("cpu", "cuda"):
+        pytest.skip("torch does not let a tensor of this type of device become the data of one in RAM")
     model, moved, handle = pair(provider, CHANGES[case][0])
     x = provider.randn(5, 6)
     with torch.no_grad():

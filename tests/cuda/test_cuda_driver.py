@@ -7,7 +7,8 @@ import torch
 
 import dynswap_ext
 import pretend_cuda
-from dynswap_ext import config, testing
+from conftest import ENGINE, only_cuda_has
+from dynswap_ext import testing
 from gpu_under_test import LAYER_BYTES, Exact, Gpu
 
 RING = 3 * 2 * LAYER_BYTES
@@ -16,6 +17,7 @@ DELAY = 20.0  # milliseconds
 
 @pytest.fixture(autouse=True)
 def _pretend(gpu: Gpu) -> None:
+    only_cuda_has("the errors of its driver")
     if not pretend_cuda.active():
         pytest.skip("a real driver does not answer so on request")
     if not gpu.native:
@@ -44,7 +46,7 @@ def test_a_question_that_is_not_answered(gpu: Gpu, code: int) -> None:
 
 def test_a_device_for_which_no_kernel_was_compiled(gpu: Gpu) -> None:
     """Weights are cast on the host, which is said once."""
-    if config.engine_backend_from_environment() == "torch":
+    if ENGINE == "torch":
         pytest.skip("torch has kernels of its own")
     pretend_cuda.faults().no_kernel_image = True
     model = Exact().eval()

@@ -11,11 +11,17 @@ import pytest
 import torch
 from torch import nn
 
+from conftest import only_cuda_has
 from dynswap_ext import DeviceError, DynswapWarning, testing
 from gpu_under_test import LAYER_BYTES, LAYERS, Exact, Gpu
 
 RING = 3 * 2 * LAYER_BYTES
 DELAY = 20.0  # milliseconds
+
+
+@pytest.fixture(autouse=True)
+def _cuda() -> None:
+    only_cuda_has("graphs")
 
 
 def only_native(gpu: Gpu) -> None:

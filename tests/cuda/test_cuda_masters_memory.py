@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 import pretend_cuda
+from conftest import only_cuda_has
 from dynswap_ext import testing
 from gpu_under_test import Exact, Gpu
 
@@ -31,6 +32,7 @@ def allocate_from() -> Iterator[Callable[[int], None]]:
 
 @pytest.fixture(autouse=True)
 def _native(gpu: Gpu, allocate_from: Callable[[int], None]) -> None:
+    only_cuda_has("locks in place")
     if not gpu.native:
         pytest.skip("pure Python does not page-lock")
     allocate_from(OWN_PAGES)

@@ -47,7 +47,7 @@ def test_record_stream_of_other_tensors(gpu: Gpu) -> None:
     other = gpu.new_stream()
     x = torch.ones(1 << 20, device=gpu.device)
     with gpu.on(other):
-        other.wait_stream(torch.cuda.default_stream(gpu.device))
+        gpu.wait_for_default(other)
         gpu.delay(DELAY)
         y = x + 1
     x.record_stream(other)
@@ -112,6 +112,7 @@ def test_consumers_on_several_streams_in_the_steady_state(gpu: Gpu) -> None:
     if not gpu.native:
         pytest.skip("pure Python copies pageable memory, for which torch waits")
     model = Exact().eval()
+    gpu.pin(model)
     moved, handle = gpu.pair(model, budget=RING)
     inputs = [gpu.whole_numbers(seed=seed) for seed in range(3)]
     streams = [gpu.new_stream() for _ in inputs]

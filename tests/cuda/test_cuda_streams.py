@@ -161,6 +161,7 @@ def test_no_host_synchronisation_in_the_steady_state(gpu: Gpu, layers: int | Non
     if not gpu.native:
         pytest.skip("pure Python copies pageable memory, for which torch waits")
     model = Exact().eval()
+    gpu.pin(model)
     budget = layers * LAYER_BYTES // 2 if layers else "1GiB"
     moved, handle = gpu.pair(model, torch.bfloat16, budget=budget)
     x = gpu.whole_numbers(dtype=torch.bfloat16)
@@ -185,6 +186,7 @@ def test_the_host_runs_ahead(gpu: Gpu) -> None:
     if not gpu.native:
         pytest.skip("pure Python copies pageable memory, for which torch waits")
     model = Exact().eval()
+    gpu.pin(model)
     gpu.pair(model, budget=RING)
     x = gpu.whole_numbers()
     with torch.no_grad():
@@ -193,7 +195,6 @@ def test_the_host_runs_ahead(gpu: Gpu) -> None:
         gpu.synchronise()
         gpu.delay(500)
         model(x)
-        ended = torch.cuda.Event()
-        ended.record()
+        ended = gpu.record()
         assert not ended.query(), "the host came back from a pass after the device had done it"
     gpu.synchronise()

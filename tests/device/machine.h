@@ -1,8 +1,8 @@
-// A pretend machine with CUDA devices: memory that the host cannot touch, streams, events, pinned memory.
+// A pretend machine with accelerators: memory that the host cannot touch, streams, events, pinned memory.
 //
 // One thread, the device's, runs what streams hold, in the order that streams and events declare, and as
 // early or as late as that order allows: Note [Crueller than a GPU]. Two faces stand on it: the CUDA runtime
-// (runtime.cpp), which csrc/cuda links, and torch's device of type "cuda" (torch_*.cpp).
+// (runtime*.cpp), which csrc/cuda links, and torch's device (torch_*.cpp), of type CUDA or PrivateUse1.
 #pragma once
 
 #include <chrono>

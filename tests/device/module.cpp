@@ -1,6 +1,6 @@
-// What torch's own Python (torch.cuda) asks of torch._C, and what tests ask of the machine.
+// What torch's Python for a device (torch.cuda, or torch.pretend) asks of it, and what tests ask of the
+// machine.
 #include <c10/core/impl/VirtualGuardImpl.h>
-#include <cuda_runtime_api.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include "machine.h"
@@ -9,13 +9,14 @@
 namespace pretend {
 
 void register_composites();
+void define_cuda(pybind11::module_& m);
 
 namespace {
 
 namespace py = pybind11;
 
 py::tuple data_of(const c10::Stream& stream) {
-  return py::make_tuple(stream.id(), static_cast<int>(stream.device_index()), static_cast<int>(c10::kCUDA));
+  return py::make_tuple(stream.id(), static_cast<int>(stream.device_index()), static_cast<int>(kType));
 }
 
 py::dict as_dict(const c10::CachingAllocator::Stat& stat) {
@@ -65,10 +66,6 @@ py::dict counts_now() {
   return dict;
 }
 
-struct CudaGraph {
-  std::shared_ptr<Graph> graph;
-};
-
 Order order_of(const std::string& name) {
   if (name == "late") return Order::late;
   if (name == "early") return Order::early;
@@ -83,7 +80,7 @@ PYBIND11_MODULE(_pretend, m) {
   m.def("getDeviceCount", [] { return faults().no_devices ? 0 : kDevices; });
   m.def("getDevice", [] { return current_device(); });
   m.def("setDevice", [](int device) {
-    TORCH_CHECK(device < kDevices, "CUDA error: invalid device ordinal");
+    TORCH_CHECK(device < kDevices, c10::DeviceTypeName(kType), " error: invalid device ordinal");
     if (device >= 0) set_device(device);
   });
   const auto exchange = [](int device) {
@@ -99,14 +96,13 @@ PYBIND11_MODULE(_pretend, m) {
   m.def(
       "setStream",
       [](std::int64_t stream_id, int device_index, int) {
-        const c10::Stream stream(c10::Stream::UNSAFE,
-                                 {c10::kCUDA, static_cast<c10::DeviceIndex>(device_index)}, stream_id);
+        const c10::Stream stream(c10::Stream::UNSAFE, device_at(device_index), stream_id);
         set_device(device_index);
-        c10::impl::VirtualGuardImpl(c10::kCUDA).exchangeStream(stream);
+        c10::impl::VirtualGuardImpl(kType).exchangeStream(stream);
       },
-      py::arg("stream_id"), py::arg("device_index"), py::arg("device_type") = 1);
+      py::arg("stream_id"), py::arg("device_index"), py::arg("device_type") = static_cast<int>(kType));
   m.def(
-      "synchronize", [] { checked([] { synchronise_device(current_device(), "torch.cuda.synchronize"); }); },
+      "synchronize", [] { checked([] { synchronise_device(current_device(), "synchronize"); }); },
       without_gil);
   m.def("memoryStats", &memory_stats);
   m.def("resetPeakMemoryStats",
@@ -123,8 +119,6 @@ PYBIND11_MODULE(_pretend, m) {
   });
   m.def("set_sync_debug_mode", [](int mode) { sync_debug_mode() = mode; });
   m.def("get_sync_debug_mode", [] { return sync_debug_mode(); });
-  m.def("isCurrentStreamCapturing", [] { return capturing(current_stream(current_device())); });
-  m.def("canDeviceAccessPeer", [](int, int) { return true; });
   m.def("sleep", [](std::int64_t cycles) {
     // At 2 GHz, at most half a second.
     const auto time = std::chrono::nanoseconds(std::min<std::int64_t>(cycles / 2, 500'000'000));
@@ -133,7 +127,7 @@ PYBIND11_MODULE(_pretend, m) {
 
   m.def("new_stream", [](int priority) { return data_of(stream_from_pool(current_device(), priority)); });
   m.def("elapsed_time", [](std::intptr_t from, std::intptr_t to) {
-    const c10::impl::VirtualGuardImpl guard(c10::DeviceType::CUDA);
+    const c10::impl::VirtualGuardImpl guard(kType);
     return guard.elapsedTime(reinterpret_cast<void*>(from), reinterpret_cast<void*>(to), 0);
   });
   m.def("priority_of", [](std::int64_t id) {
@@ -147,38 +141,7 @@ PYBIND11_MODULE(_pretend, m) {
   });
   m.def("set_virtual_clock", &set_virtual_clock);
   m.def("drop_work", &drop_work);
-  // As torch.cuda.cudart()'s, which clear no error.
-  m.def(
-      "pin",
-      [](std::uintptr_t address, std::size_t bytes) {
-        return static_cast<int>(cudaHostRegister(reinterpret_cast<void*>(address), bytes, 0));
-      },
-      py::call_guard<py::gil_scoped_release>());
-  m.def(
-      "unpin",
-      [](std::uintptr_t address) {
-        return static_cast<int>(cudaHostUnregister(reinterpret_cast<void*>(address)));
-      },
-      py::call_guard<py::gil_scoped_release>());
-  m.def("last_error", [] { return static_cast<int>(cudaPeekAtLastError()); });
-  m.def("driver_version", [] { return faults().driver_version; });
-
-  py::class_<CudaGraph>(m, "CudaGraph")
-      .def(py::init<>())
-      .def("capture_begin",
-           [](CudaGraph&, const std::string& mode) {
-             begin_capture(current_stream(current_device()), mode == "global");
-           })
-      .def("capture_end",
-           [](CudaGraph& self) {
-             checked([&] { self.graph = end_capture(current_stream(current_device())); });
-           })
-      .def("replay",
-           [](CudaGraph& self) {
-             TORCH_CHECK(self.graph, "nothing has been captured");
-             checked([&] { replay(current_stream(current_device()), *self.graph); });
-           })
-      .def("reset", [](CudaGraph& self) { self.graph.reset(); });
+  if constexpr (kType == c10::DeviceType::CUDA) define_cuda(m);
 
   // The tests' own.
   m.def("register_composites", &register_composites);

@@ -1,7 +1,5 @@
-// The CUDA runtime's face of the pretend machine: what csrc/cuda links instead of libcudart.
-//
-// What the real one forbids, and would not always notice, is a violation: a call without a context, a call in
-// a host function.
+// The CUDA runtime's face of the pretend machine: what csrc/cuda links instead of libcudart. Some of it is in
+// runtime_of_torch.cpp.
 #include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
@@ -13,6 +11,7 @@
 
 #include "kernels.h"
 #include "machine.h"
+#include "runtime_calls.h"
 
 struct CUevent_st {
   pretend::PointPtr point;  // of the last record
@@ -25,9 +24,6 @@ struct CUctx_st {
 
 namespace {
 
-using pretend::DeviceFault;
-
-thread_local cudaError_t last_error = cudaSuccess;
 CUctx_st primary[pretend::kDevices]{{0}, {1}};
 
 pretend::Stream& stream_of(cudaStream_t stream) {
@@ -35,27 +31,16 @@ pretend::Stream& stream_of(cudaStream_t stream) {
   return *reinterpret_cast<pretend::Stream*>(stream);
 }
 
-cudaError_t fail(int error) { return last_error = static_cast<cudaError_t>(error); }
+cudaError_t fail(int error) { return static_cast<cudaError_t>(pretend::fail(error)); }
 
-/// Runs the body of a call, whose faults are its answer. Every call has to keep to the rules.
 template <class Body>
 cudaError_t call(const char* name, Body body) {
-  pretend::note_call();
-  if (pretend::on_device_thread()) pretend::violate(std::string(name) + " in a host function");
-  if (pretend::contexts().empty()) pretend::violate(std::string(name) + " without a context");
-  try {
-    if (!pretend::sticky_error().empty()) return fail(cudaErrorAssert);
-    return body();
-  } catch (const DeviceFault& fault) {
-    return fail(fault.code);
-  }
+  return static_cast<cudaError_t>(pretend::call(name, body));
 }
 
-/// Such a call could synchronise, so a capture in global mode forbids it.
 template <class Body>
 cudaError_t unsafe_call(const char* name, Body body) {
-  if (pretend::capture_forbids(name)) return fail(cudaErrorStreamCaptureUnsupported);
-  return call(name, body);
+  return static_cast<cudaError_t>(pretend::unsafe_call(name, body));
 }
 
 // --------------------------------------------------------------------------------------- the driver
@@ -91,8 +76,6 @@ CUresult pop(CUcontext* context) {
 
 extern "C" {
 
-#define EXPORT __attribute__((visibility("default")))
-
 EXPORT const char* cudaGetErrorName(cudaError_t error) {
   switch (error) {
     case cudaSuccess:
@@ -122,11 +105,6 @@ EXPORT const char* cudaGetErrorString(cudaError_t error) {
   text = "error " + std::to_string(error) + " of the pretend runtime; " + pretend::sticky_error();
   return text.c_str();
 }
-EXPORT cudaError_t cudaGetLastError() {
-  if (!pretend::sticky_error().empty()) return cudaErrorAssert;
-  return std::exchange(last_error, cudaSuccess);
-}
-EXPORT cudaError_t cudaPeekAtLastError() { return last_error; }
 
 EXPORT cudaError_t cudaGetDeviceCount(int* count) {
   if (pretend::faults().no_devices) {
@@ -223,13 +201,6 @@ EXPORT cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, u
 EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus* status) {
   *status =
       pretend::capturing(stream_of(stream)) ? cudaStreamCaptureStatusActive : cudaStreamCaptureStatusNone;
-  return cudaSuccess;
-}
-
-EXPORT cudaError_t cudaThreadExchangeStreamCaptureMode(cudaStreamCaptureMode* mode) {
-  bool& relaxed = pretend::relaxed();
-  const bool before = std::exchange(relaxed, *mode == cudaStreamCaptureModeRelaxed);
-  *mode = before ? cudaStreamCaptureModeRelaxed : cudaStreamCaptureModeGlobal;
   return cudaSuccess;
 }
 
@@ -344,20 +315,6 @@ EXPORT cudaError_t cudaFreeHost(void* block) {
     }
     pretend::free_pinned(block);
     return cudaSuccess;
-  });
-}
-
-EXPORT cudaError_t cudaHostRegister(void* address, size_t bytes, unsigned) {
-  return unsafe_call("cudaHostRegister", [&] {
-    const int error = pretend::pin(address, bytes);
-    return error == 0 ? cudaSuccess : fail(error);
-  });
-}
-
-EXPORT cudaError_t cudaHostUnregister(void* address) {
-  return unsafe_call("cudaHostUnregister", [&] {
-    const int error = pretend::unpin(address);
-    return error == 0 ? cudaSuccess : fail(error);
   });
 }
 

@@ -25,7 +25,7 @@ class CachingAllocator final : public Allocator {
  public:
   c10::DataPtr allocate(std::size_t bytes) override {
     const int device = current_device();
-    const c10::Device where(c10::kCUDA, static_cast<c10::DeviceIndex>(device));
+    const c10::Device where = device_at(device);
     TORCH_CHECK(!on_device_thread(), "device memory is allocated by queued work");
     if (bytes == 0) return {nullptr, where};
     note_call();
@@ -41,7 +41,7 @@ class CachingAllocator final : public Allocator {
   void emptyCache(c10::MempoolId_t) override {
     for (int device = 0; device < kDevices; ++device) {
       if (idle_bytes(device) == 0) continue;
-      checked([&] { synchronise_device(device, "torch.cuda.empty_cache"); });
+      checked([&] { synchronise_device(device, "empty_cache"); });
       trim(device);
     }
   }
@@ -113,10 +113,10 @@ class CachingAllocator final : public Allocator {
     trim(device);
     if (Block* const block = try_take(stream, device, bytes)) return block;
     ++stats_[device].num_ooms;
-    TORCH_CHECK_WITH(OutOfMemoryError, false, "CUDA out of memory. Tried to allocate ", bytes / 1048576.0,
-                     " MiB. GPU ", device, " has a total capacity of ", total(device) / 1048576.0,
-                     " MiB of which ", (cap(device) - std::min(cap(device), reserved(device))) / 1048576.0,
-                     " MiB is free.");
+    TORCH_CHECK_WITH(OutOfMemoryError, false, c10::DeviceTypeName(kType),
+                     " out of memory. Tried to allocate ", bytes / 1048576.0, " MiB. GPU ", device,
+                     " has a total capacity of ", total(device) / 1048576.0, " MiB of which ",
+                     (cap(device) - std::min(cap(device), reserved(device))) / 1048576.0, " MiB is free.");
   }
 
   Block* try_take(Stream& stream, int device, std::size_t bytes) {
@@ -225,7 +225,7 @@ CachingAllocator& caching() {
 void CachingAllocator::give_back(void* context) { caching().free(static_cast<Block*>(context)); }
 
 const bool registered_allocator = [] {
-  c10::SetAllocator(c10::kCUDA, &caching(), 100);
+  c10::SetAllocator(kType, &caching(), 100);
   return true;
 }();
 

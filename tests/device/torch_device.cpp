@@ -1,10 +1,8 @@
-// The device guard, the hooks and the generators of the pretend device.
+// The device guard and the generators of the pretend device.
 #include "torch_device.h"
 
-#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/Utils.h>
-#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -38,10 +36,9 @@ Stream& stream_of(const c10::Stream& stream) noexcept {
 
 c10::Stream as_torch(Stream& stream) noexcept {
   const int device = device_of(stream);
-  const c10::Device where(c10::kCUDA, static_cast<c10::DeviceIndex>(device));
   const bool is_default = &stream == &default_stream(device);
   const auto id = static_cast<c10::StreamId>(reinterpret_cast<std::intptr_t>(&stream));
-  return c10::Stream(c10::Stream::UNSAFE, where, is_default ? 0 : id);
+  return c10::Stream(c10::Stream::UNSAFE, device_at(device), is_default ? 0 : id);
 }
 
 c10::Stream stream_from_pool(int device, int priority) {
@@ -61,8 +58,9 @@ int& sync_debug_mode() noexcept {
 }
 
 void note_synchronisation() {
-  if (sync_debug_mode() == 2) TORCH_CHECK(false, "called a synchronizing CUDA operation");
-  if (sync_debug_mode() == 1) TORCH_WARN("called a synchronizing CUDA operation");
+  if (sync_debug_mode() == 2)
+    TORCH_CHECK(false, "called a synchronizing ", c10::DeviceTypeName(kType), " operation");
+  if (sync_debug_mode() == 1) TORCH_WARN("called a synchronizing ", c10::DeviceTypeName(kType), " operation");
 }
 
 namespace {
@@ -73,10 +71,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   static int index(c10::Device device) { return device.index() < 0 ? current_device() : device.index(); }
 
-  c10::DeviceType type() const override { return c10::kCUDA; }
-  c10::Device getDevice() const override {
-    return {c10::kCUDA, static_cast<c10::DeviceIndex>(current_device())};
-  }
+  c10::DeviceType type() const override { return kType; }
+  c10::Device getDevice() const override { return device_at(current_device()); }
   c10::Device exchangeDevice(c10::Device device) const override {
     const c10::Device before = getDevice();
     setDevice(device);
@@ -84,7 +80,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void setDevice(c10::Device device) const override {
     if (device.index() < 0) return;
-    TORCH_CHECK(device.index() < kDevices, "CUDA error: invalid device ordinal ", int(device.index()));
+    TORCH_CHECK(device.index() < kDevices, c10::DeviceTypeName(kType), " error: invalid device ordinal ",
+                int(device.index()));
     set_device(device.index());
   }
   void uncheckedSetDevice(c10::Device device) const noexcept override {
@@ -146,23 +143,24 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     checked([&] { synchronise(stream_of(stream), "Stream.synchronize"); });
   }
   void synchronizeDevice(const c10::DeviceIndex device) const override {
-    checked([&] { synchronise_device(device < 0 ? current_device() : device, "torch.cuda.synchronize"); });
+    checked([&] { synchronise_device(device < 0 ? current_device() : device, "synchronize"); });
   }
   void recordDataPtrOnStream(const c10::DataPtr& data, const c10::Stream& stream) const override {
     allocator().recordStream(data, stream);
   }
 };
 
+const c10::impl::DeviceGuardImplRegistrar registered_guard(kType, new Guard);
+
 }  // namespace
 
-C10_REGISTER_GUARD_IMPL(CUDA, Guard)
 // ----------------------------------------------------------------------------------------- generators
 
 namespace {
 
 struct GeneratorImpl final : c10::GeneratorImpl {
   explicit GeneratorImpl(c10::DeviceIndex device)
-      : c10::GeneratorImpl(c10::Device(c10::kCUDA, device), c10::DispatchKeySet(c10::DispatchKey::CUDA)) {}
+      : c10::GeneratorImpl(c10::Device(kType, device), c10::DispatchKeySet(kKey)) {}
   void set_current_seed(std::uint64_t value) override {
     seed_ = value;
     offset_ = 0;
@@ -212,60 +210,14 @@ const at::Generator& default_generator(int device) {
 
 at::Generator draw(const std::optional<at::Generator>& generator, int device) {
   const at::Generator& from = generator && generator->defined() ? *generator : default_generator(device);
-  TORCH_CHECK(from.device().type() == c10::kCUDA,
-              "Expected a 'cuda' device type for generator but found 'cpu'");
+  TORCH_CHECK(from.device().type() == kType, "Expected a '", c10::DeviceTypeName(kType, /*lower_case=*/true),
+              "' device type for generator but found 'cpu'");
   at::Generator drawn = at::detail::createCPUGenerator();
   drawn.set_current_seed(static_cast<GeneratorImpl*>(from.unsafeGetGeneratorImpl())->next());
   return drawn;
 }
 
-// ---------------------------------------------------------------------------------------------- hooks
-
 namespace {
-
-// Registered by this name, under which torch asks for them.
-struct CUDAHooks final : at::CUDAHooksInterface {
-  explicit CUDAHooks(at::CUDAHooksArgs) {}
-  void init() const override {}
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return !faults().no_devices; }
-  bool hasCUDA() const override { return !faults().no_devices; }
-  bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  bool isPinnedPtr(const void* data) const override { return pinned(data, 1) == Pinned::whole; }
-  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
-  at::Allocator* getCUDADeviceAllocator() const override { return &allocator(); }
-  at::Device getDeviceFromPtr(void* data) const override {
-    const int device = device_of(data);
-    TORCH_CHECK(device >= 0,
-                "The specified pointer resides on host memory and is not registered with any CUDA device.");
-    return {c10::kCUDA, static_cast<c10::DeviceIndex>(device)};
-  }
-  const at::Generator& getDefaultGenerator(c10::DeviceIndex device) const override {
-    return default_generator(device);
-  }
-  at::Generator getNewGenerator(c10::DeviceIndex device) const override {
-    return new_generator(device < 0 ? current_device() : device);
-  }
-  c10::DeviceIndex deviceCount() const override { return faults().no_devices ? 0 : kDevices; }
-  int getNumGPUs() const override { return deviceCount(); }
-  c10::DeviceIndex current_device() const override {
-    return static_cast<c10::DeviceIndex>(pretend::current_device());
-  }
-  c10::DeviceIndex getCurrentDevice() const override { return current_device(); }
-  void setCurrentDevice(c10::DeviceIndex device) const override { set_device(device); }
-  c10::DeviceIndex exchangeDevice(c10::DeviceIndex device) const override {
-    const c10::DeviceIndex before = current_device();
-    if (device >= 0) set_device(device);
-    return before;
-  }
-  c10::DeviceIndex maybeExchangeDevice(c10::DeviceIndex device) const override {
-    return exchangeDevice(device);
-  }
-  void deviceSynchronize(c10::DeviceIndex device) const override {
-    checked([&] { synchronise_device(device, "synchronize"); });
-  }
-  std::string showConfig() const override { return "a pretend device"; }
-};
 
 const bool set_up_thread = [] {
   set_thread_setup([] { at::set_num_threads(1); });
@@ -273,10 +225,5 @@ const bool set_up_thread = [] {
 }();
 
 }  // namespace
-
-using at::CUDAHooksArgs;
-using at::CUDAHooksRegistry;
-using at::RegistererCUDAHooksRegistry;
-REGISTER_CUDA_HOOKS(CUDAHooks)
 
 }  // namespace pretend

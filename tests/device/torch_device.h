@@ -1,8 +1,14 @@
 // torch's face of the pretend machine: what its device guard, allocator, generators and operators share.
+//
+// It is compiled for one type of device: PRETEND_TYPE, which is CUDA or PrivateUse1.
 #pragma once
 
 #include <ATen/core/Generator.h>
+#include <ATen/core/TensorBase.h>
 #include <c10/core/CachingDeviceAllocator.h>
+#include <c10/core/Device.h>
+#include <c10/core/DispatchKey.h>
+#include <c10/core/Storage.h>
 #include <c10/core/Stream.h>
 #include <c10/util/Exception.h>
 
@@ -14,6 +20,14 @@
 
 namespace pretend {
 
+constexpr c10::DeviceType kType = c10::DeviceType::PRETEND_TYPE;
+constexpr c10::DispatchKey kKey = c10::DispatchKey::PRETEND_TYPE;
+
+inline c10::Device device_at(int index) { return {kType, static_cast<c10::DeviceIndex>(index)}; }
+inline bool on_device(const at::TensorBase& tensor) {
+  return tensor.defined() && tensor.device().type() == kType;
+}
+
 /// Runs what may fault; torch's own error comes out.
 template <class Body>
 auto checked(Body body) {
@@ -21,7 +35,7 @@ auto checked(Body body) {
     return body();
   } catch (const DeviceFault& fault) {
     throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, fault.code,
-                                std::string("CUDA error: ") + fault.what());
+                                c10::DeviceTypeName(kType) + " error: " + fault.what());
   }
 }
 
@@ -48,10 +62,13 @@ Allocator& allocator();
 /// Given back when the copies that were asked of it are over.
 at::Allocator& pinned_allocator();
 
+/// Gives storage on the device memory of that size, with what it held as far as there is room.
+void resize_storage(const c10::Storage& storage, std::size_t bytes);
+
 /// A queued copy on `stream` uses this host memory. If it is torch's pinned memory, it lasts until then.
 void note_pinned_use(const void* address, Stream& stream);
 
-/// A CPU generator for the next random operator, seeded by a CUDA generator, which it advances. Its default
+/// A CPU generator for the next random operator, seeded by one of the device, which it advances. Its default
 /// one if none is given.
 at::Generator draw(const std::optional<at::Generator>& generator, int device);
 const at::Generator& default_generator(int device);

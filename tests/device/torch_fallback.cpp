@@ -42,8 +42,6 @@ namespace {
 
 using torch::jit::Stack;
 
-bool on_device(const at::Tensor& tensor) { return tensor.defined() && tensor.is_cuda(); }
-
 at::Tensor meta_of(const at::Tensor& tensor) {
   if (tensor.unsafeGetTensorImpl()->is_wrapped_number()) return tensor;
   at::Tensor made = at::detail::empty_strided_meta(tensor.sizes(), tensor.strides(), tensor.scalar_type());
@@ -92,14 +90,14 @@ int device_of_call(const c10::OperatorHandle& op, const c10::IValue* arguments, 
   int device = -1;
   for (std::size_t i = 0; i < count; ++i) {
     each_tensor(arguments[i], [&](const at::Tensor& tensor) {
-      if (!tensor.is_cuda()) return;
+      if (!on_device(tensor)) return;
       const int at = tensor.get_device();
       TORCH_CHECK(device < 0 || device == at || tensor.dim() == 0,
-                  "Expected all tensors to be on the same device, but found at least two devices, cuda:",
-                  device, " and cuda:", at, "! (", op.schema().name(), ")");
+                  "Expected all tensors to be on the same device, but found at least two devices, ",
+                  device_at(device), " and ", device_at(at), "! (", op.schema().name(), ")");
       if (device < 0 || tensor.dim() > 0) device = at;
     });
-    if (device < 0 && arguments[i].isDevice() && arguments[i].toDevice().is_cuda()) {
+    if (device < 0 && arguments[i].isDevice() && arguments[i].toDevice().type() == kType) {
       device = arguments[i].toDevice().has_index() ? arguments[i].toDevice().index() : current_device();
     }
   }
@@ -108,8 +106,8 @@ int device_of_call(const c10::OperatorHandle& op, const c10::IValue* arguments, 
   for (std::size_t i = 0; i < count; ++i) {
     each_tensor(arguments[i], [&](const at::Tensor& tensor) {
       TORCH_CHECK(!tensor.is_cpu() || tensor.dim() == 0,
-                  "Expected all tensors to be on the same device, but found at least two devices, cuda:",
-                  device, " and cpu! (", op.schema().name(), ")");
+                  "Expected all tensors to be on the same device, but found at least two devices, ",
+                  device_at(device), " and cpu! (", op.schema().name(), ")");
     });
   }
   return device;
@@ -137,7 +135,7 @@ struct Call {
         stack.emplace_back(c10::Device(c10::kCPU));
       } else {
         stack.push_back(mapped(value, [](const at::Tensor& tensor) {
-          if (tensor.is_cuda()) return host_view(tensor);
+          if (on_device(tensor)) return host_view(tensor);
           at::Tensor copy = tensor.clone();
           if (tensor.unsafeGetTensorImpl()->is_wrapped_number())
             copy.unsafeGetTensorImpl()->set_wrapped_number(true);
@@ -201,7 +199,7 @@ struct Call {
 
 at::Tensor empty_as(const at::Tensor& example, const Call& call) {
   const c10::InferenceMode mode(call.inference);
-  const c10::Device where(c10::kCUDA, static_cast<c10::DeviceIndex>(call.device));
+  const c10::Device where = device_at(call.device);
   at::Tensor made = at::empty_strided(example.sizes(), example.strides(), example.options().device(where));
   if (example.is_conj()) made._set_conj(true);
   if (example.is_neg()) made._set_neg(true);
@@ -298,7 +296,7 @@ void serve(const c10::OperatorHandle& op, Stack* stack) {
   const std::size_t count = op.schema().arguments().size();
   const c10::IValue* const arguments = stack->data() + (stack->size() - count);
   Call call{&op, arguments, count, device_of_call(op, arguments, count), c10::InferenceMode::is_enabled()};
-  const c10::DeviceGuard device(c10::Device(c10::kCUDA, static_cast<c10::DeviceIndex>(call.device)));
+  const c10::DeviceGuard device(device_at(call.device));
   const BareKernels guard;
   const std::string name = op.schema().name();
   bool at_once = call.runs_at_once();
@@ -352,7 +350,7 @@ void serve(const c10::OperatorHandle& op, Stack* stack) {
 
 void fallback(const c10::OperatorHandle& op, c10::DispatchKeySet, Stack* stack) { serve(op, stack); }
 
-TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
+TORCH_LIBRARY_IMPL(_, PRETEND_TYPE, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&fallback>()); }
 
 /// Composite operators that are served as a whole (Note [One kernel for all operators]).
 bool served_as_a_whole(const c10::OperatorHandle& op) {
@@ -385,7 +383,7 @@ bool served_as_a_whole(const c10::OperatorHandle& op) {
   const bool structured =
       op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutogradNonFunctional);
   if (!structured && !op.hasKernelForDispatchKey(c10::DispatchKey::CompositeExplicitAutograd)) return false;
-  if (op.hasKernelForDispatchKey(c10::DispatchKey::CUDA) || not_these.contains(schema.name())) return false;
+  if (op.hasKernelForDispatchKey(kKey) || not_these.contains(schema.name())) return false;
   bool tensors = false;
   for (const c10::Argument& argument : schema.arguments()) {
     if (argument.alias_info() != nullptr && !(structured && argument.alias_info()->isWrite())) return false;
@@ -404,8 +402,7 @@ bool served_as_a_whole(const c10::OperatorHandle& op) {
 
 /// Called once torch's own operators are there.
 void register_composites() {
-  static auto* const library =
-      new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::CUDA, __FILE__, __LINE__);
+  static auto* const library = new torch::Library(torch::Library::IMPL, "aten", kKey, __FILE__, __LINE__);
   for (const c10::OperatorName& name : c10::Dispatcher::singleton().getAllOpNames()) {
     if (name.name.rfind("aten::", 0) != 0) continue;
     const auto op = c10::Dispatcher::singleton().findSchema(name);

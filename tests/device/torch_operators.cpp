@@ -13,6 +13,8 @@
 #include <ATen/ops/view_native.h>
 #include <torch/library.h>
 
+#include <algorithm>
+
 #include "torch_device.h"
 #include "torch_fallback.h"
 
@@ -26,8 +28,8 @@ at::Tensor empty(c10::IntArrayRef size, std::optional<at::ScalarType> dtype, std
                  std::optional<at::Device> device, std::optional<bool> pin,
                  std::optional<at::MemoryFormat> format) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
-  const c10::DeviceGuard guard(device.value_or(c10::Device(c10::kCUDA)));
-  return at::detail::empty_generic(size, &allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA),
+  const c10::DeviceGuard guard(device.value_or(c10::Device(kType)));
+  return at::detail::empty_generic(size, &allocator(), c10::DispatchKeySet(kKey),
                                    c10::dtype_or_default(dtype), format);
 }
 
@@ -35,9 +37,9 @@ at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, std::op
                          std::optional<at::Layout>, std::optional<at::Device> device,
                          std::optional<bool> pin) {
   TORCH_CHECK(!pin.value_or(false), "Only dense CPU tensors can be pinned");
-  const c10::DeviceGuard guard(device.value_or(c10::Device(c10::kCUDA)));
-  return at::detail::empty_strided_generic(
-      size, stride, &allocator(), c10::DispatchKeySet(c10::DispatchKey::CUDA), c10::dtype_or_default(dtype));
+  const c10::DeviceGuard guard(device.value_or(c10::Device(kType)));
+  return at::detail::empty_strided_generic(size, stride, &allocator(), c10::DispatchKeySet(kKey),
+                                           c10::dtype_or_default(dtype));
 }
 
 const at::Tensor& resize(const at::Tensor& self, c10::IntArrayRef size,
@@ -47,17 +49,7 @@ const at::Tensor& resize(const at::Tensor& self, c10::IntArrayRef size,
   const std::size_t needed =
       (static_cast<std::size_t>(impl->numel()) + static_cast<std::size_t>(impl->storage_offset())) *
       impl->itemsize();
-  c10::StorageImpl* const storage = impl->unsafe_storage().unsafeGetStorageImpl();
-  if (impl->numel() > 0 && needed > storage->nbytes()) {
-    const c10::DeviceGuard guard(self.device());
-    c10::DataPtr fresh = allocator().allocate(needed);
-    if (storage->nbytes() > 0) {
-      checked(
-          [&] { copy(current_stream(self.get_device()), fresh.get(), storage->data(), storage->nbytes()); });
-    }
-    storage->set_data_ptr_noswap(std::move(fresh));
-    storage->set_nbytes(needed);
-  }
+  if (impl->numel() > 0 && needed > self.storage().nbytes()) resize_storage(self.storage(), needed);
   if (format && *format != at::MemoryFormat::Preserve) impl->empty_tensor_restride(*format);
   return self;
 }
@@ -122,7 +114,7 @@ at::Tensor& copy_into(at::Tensor& self, const at::Tensor& source, bool non_block
   }
   const BareKernels guard;
   at::Tensor from = source.sizes() == self.sizes() ? source : source.expand(self.sizes());
-  if (self.is_cuda() && from.is_cuda()) {
+  if (on_device(self) && on_device(from)) {
     if (self.get_device() == from.get_device()) {
       queue_copy(self, from, current_stream(self.get_device()));
       return self;
@@ -135,13 +127,13 @@ at::Tensor& copy_into(at::Tensor& self, const at::Tensor& source, bool non_block
     checked([&] { wait(here, record(there)); });
     return self;
   }
-  const c10::DeviceGuard device(self.is_cuda() ? self.device() : from.device());
-  Stream& stream = current_stream(self.is_cuda() ? self.get_device() : from.get_device());
+  const c10::DeviceGuard device(on_device(self) ? self.device() : from.device());
+  Stream& stream = current_stream(on_device(self) ? self.get_device() : from.get_device());
   if (moves_as_bytes(self, from)) {
     copy_bytes(self, from, stream, non_blocking);
     return self;
   }
-  if (self.is_cuda()) {  // shaped and cast on the host, then moved, then laid out
+  if (on_device(self)) {  // shaped and cast on the host, then moved, then laid out
     const at::Tensor there = at::empty(self.sizes(), self.options());
     at::Tensor here = at::empty(self.sizes(), self.options().device(at::kCPU));
     here.copy_(from);
@@ -239,7 +231,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor, at::Tensor> gru_cell_
 
 // ---------------------------------------------------------------------------------------- registration
 
-TORCH_LIBRARY_IMPL(aten, CUDA, m) {
+TORCH_LIBRARY_IMPL(aten, PRETEND_TYPE, m) {
   m.impl("empty.memory_format", &empty);
   m.impl("empty_strided", &empty_strided);
   m.impl("resize_", &resize);
@@ -269,5 +261,17 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
 }
 
 }  // namespace
+
+void resize_storage(const c10::Storage& storage, std::size_t bytes) {
+  const c10::DeviceGuard guard(storage.device());
+  c10::DataPtr fresh = allocator().allocate(bytes);
+  const std::size_t kept = std::min(bytes, storage.nbytes());
+  if (kept > 0) {
+    checked([&] { copy(current_stream(storage.device().index()), fresh.get(), storage.data(), kept); });
+  }
+  c10::StorageImpl* const impl = storage.unsafeGetStorageImpl();
+  impl->set_data_ptr_noswap(std::move(fresh));
+  impl->set_nbytes(bytes);
+}
 
 }  // namespace pretend

@@ -1,7 +1,13 @@
-"""Gives CPU-only torch devices of type "cuda", and `dynswap_ext._C` a CUDA runtime: the tests' own GPU.
+"""Gives CPU-only torch accelerators: the tests' own GPU.
 
-`activate()` before torch is imported. From then on ``torch.cuda`` is torch's own Python over the machine in
-``tests/device``, which is crueller than a GPU (Note [Crueller than a GPU] in machine.h).
+`activate()` before torch is imported, for one kind of device, which DYNSWAP_TEST_DEVICE names:
+
+- "pretend" (or nothing): devices of type "cuda", and a CUDA runtime for `dynswap_ext._C`.
+- "no-toolkit": the same devices as they are without a CUDA toolkit. `dynswap_ext._C` has no CUDA backend.
+- "privateuse1": devices of the type "pretend", as the makers of other accelerators register theirs.
+
+From then on ``torch.cuda``, or ``torch.pretend``, stands on the machine in ``tests/device``, which is
+crueller than a GPU (Note [Crueller than a GPU] in machine.h).
 """
 
 from __future__ import annotations
@@ -26,8 +32,10 @@ __all__ = [
     "activate",
     "active",
     "counts",
+    "device_type",
     "dropping_work",
     "faults",
+    "has_toolkit",
     "last_error",
     "no_synchronisation",
     "protections",
@@ -57,11 +65,26 @@ def activate(mutants: bool = False) -> None:
         return
     if "torch" in sys.modules:
         raise Unavailable("torch has been imported before the pretend device was asked for")
-    _build.build(mutants)
-    _pretend = _load("_pretend", str(_build.DEVICE))
-    extension = _build.MUTANTS if mutants else _build.EXTENSION
-    sys.meta_path.insert(0, _Finder(str(extension)))
+    kind = _build.wanted()
+    _build.build(kind, mutants)
+    _pretend = _load("_pretend", str(kind.device))
+    extension = _build.MUTANTS if mutants else kind.extension
+    sys.meta_path.insert(0, _Finder(str(extension), cuda=kind.type == "CUDA"))
     _mutants = extension if mutants else None
+    if kind.type == "PrivateUse1":
+        from . import _torch_privateuse1
+
+        _torch_privateuse1.prepare(_pretend)
+
+
+def device_type() -> str:
+    """The type of the devices: "cuda" or "pretend"."""
+    return "cuda" if _build.wanted().type == "CUDA" else "pretend"
+
+
+def has_toolkit() -> bool:
+    """Whether the extension has its CUDA backend there."""
+    return _build.wanted().toolkit
 
 
 def reset(seed: int = 1, order: str = "late") -> None:
@@ -109,15 +132,14 @@ def no_synchronisation() -> Iterator[None]:
 def virtual_clock(bytes_per_second: float) -> Iterator[None]:
     """Let events tell the time of a device that copies at that speed (Note [The virtual clock] in machine.h).
 
-    Its operators take no time, but for ``torch.cuda._sleep``.
+    Its operators take no time, but for ``torch.cuda._sleep()`` and its like.
     """
-    torch = sys.modules["torch"]
-    torch.cuda.synchronize()
+    _pretend.synchronize()
     _pretend.set_virtual_clock(bytes_per_second)
     try:
         yield
     finally:
-        torch.cuda.synchronize()
+        _pretend.synchronize()
         _pretend.set_virtual_clock(0)
 
 
@@ -174,15 +196,15 @@ def _load(name: str, path: str) -> ModuleType:
 class _Finder(importlib.abc.MetaPathFinder):
     """Serves the extension's twin; and prepares torch._C before torch.cuda looks at it."""
 
-    def __init__(self, extension: str) -> None:
-        self._extension = extension
+    def __init__(self, extension: str, cuda: bool) -> None:
+        self._extension, self._cuda = extension, cuda
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         if fullname == "dynswap_ext._C":
             return importlib.util.spec_from_file_location(fullname, self._extension)
-        if fullname == "torch.cuda":
+        if fullname == "torch.cuda" and self._cuda:
             from . import _torch_cuda
 
             _torch_cuda.prepare(sys.modules["torch._C"], _pretend)

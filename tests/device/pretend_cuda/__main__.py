@@ -1,4 +1,6 @@
-"""Build the pretend device, and run a command over it: ``python -m pretend_cuda [--mutants] command...``.
+"""Build a pretend device, and run a command over it: ``python -m pretend_cuda [--mutants] command...``.
+
+DYNSWAP_TEST_DEVICE says which (`KINDS` in _build.py).
 
 On a machine that cannot have it the command is left out, and why is said; with DYNSWAP_CUDA=1 it fails.
 """
@@ -15,7 +17,7 @@ def main(arguments: list[str]) -> int:
     mutants = arguments[:1] == ["--mutants"]
     command = arguments[mutants:]
     try:
-        _build.build(mutants)
+        _build.build(_build.wanted(), mutants)
     except _build.Unavailable as why:
         print(f"left out, since there is no pretend device here: {' '.join(command)}\n  {why}", flush=True)
         return int(os.environ.get("DYNSWAP_CUDA") == "1")

@@ -1,7 +1,7 @@
-"""Builds the pretend device, and the extension once more: the same objects over the pretend runtime.
+"""Builds the pretend devices, and for each the extension once more, from the extension's own objects.
 
-And, where it is asked for, a third time with DYNSWAP_MUTANTS: there a protection (csrc/core/protection.h) can
-be taken away.
+And, where it is asked for, with DYNSWAP_MUTANTS: there a protection (csrc/core/protection.h) can be taken
+away.
 """
 
 from __future__ import annotations
@@ -12,16 +12,59 @@ import subprocess
 import sys
 import sysconfig
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 SOURCES = Path(__file__).resolve().parent.parent
 ROOT = SOURCES.parent.parent
 TARGET = ROOT / "build" / f"pretend-{sys.implementation.cache_tag}"
-DEVICE = TARGET / "_pretend.so"
-EXTENSION = TARGET / "_C.so"
 MUTANTS = TARGET / "_C_mutants.so"
 #: The folders of csrc with protections in them, and into how many units their files go; 0: one for each file.
 MUTATED = {"core": 1, "transfer": 1, "cuda": 0, "accelerator": 1, "bindings": 2}
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of pretend device."""
+
+    #: As torch's C++ calls its type.
+    type: str
+    #: The sources that devices of other kinds do not have.
+    own: tuple[str, ...]
+    #: Whether the extension has its CUDA backend there; that takes a toolkit.
+    toolkit: bool
+
+    @property
+    def folder(self) -> Path:
+        return TARGET / self.name
+
+    @property
+    def name(self) -> str:
+        return next(name for name, kind in KINDS.items() if kind is self)
+
+    @property
+    def device(self) -> Path:
+        return self.folder / "_pretend.so"
+
+    @property
+    def extension(self) -> Path:
+        return self.folder / "_C.so"
+
+    @property
+    def sources(self) -> list[Path]:
+        others = {name for kind in KINDS.values() for name in kind.own} - set(self.own)
+        return [path for path in sorted(SOURCES.glob("*.cpp")) if path.name not in others]
+
+
+_TORCH_CUDA = ("torch_cuda_hooks.cpp", "torch_cuda_module.cpp", "runtime_of_torch.cpp")
+#: By their names in DYNSWAP_TEST_DEVICE.
+KINDS = {
+    "pretend": Kind("CUDA", (*_TORCH_CUDA, "runtime.cpp", "kernels.cpp"), toolkit=True),
+    "no-toolkit": Kind("CUDA", _TORCH_CUDA, toolkit=False),
+    "privateuse1": Kind(
+        "PrivateUse1", ("torch_privateuse1_autocast.cpp", "torch_privateuse1_hooks.cpp"), toolkit=False
+    ),
+}
 
 
 class Unavailable(Exception):
@@ -49,7 +92,12 @@ def cuda_headers() -> Path | None:
         sys.path.pop(0)
 
 
-def build(mutants: bool = False) -> None:
+def wanted() -> Kind:
+    """The kind of device that DYNSWAP_TEST_DEVICE asks for."""
+    return KINDS[os.environ.get("DYNSWAP_TEST_DEVICE") or "pretend"]
+
+
+def build(kind: Kind, mutants: bool = False) -> None:
     """Compile what is out of date, and the mutants if they are asked for. Processes may ask at once."""
     import fcntl
 
@@ -60,21 +108,21 @@ def build(mutants: bool = False) -> None:
             "https://download.pytorch.org/whl/cpu"
         )
     headers = cuda_headers()
-    if headers is None:
+    if headers is None and kind.toolkit:
         raise Unavailable("there is no CUDA toolkit to take the headers from: install one, or set CUDA_HOME")
     TARGET.mkdir(parents=True, exist_ok=True)
     with (TARGET / "lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        _run_ninja(torch, headers, [DEVICE, EXTENSION, *([MUTANTS] if mutants else [])])
+        _run_ninja(torch, headers, kind, [kind.device, kind.extension, *([MUTANTS] if mutants else [])])
 
 
-def _run_ninja(torch: Path, headers: Path, wanted: list[Path]) -> None:
+def _run_ninja(torch: Path, headers: Path | None, kind: Kind, wanted: list[Path]) -> None:
     launcher = "ccache " if _on_path("ccache") else ""
     include = [ROOT / "csrc"]
     system = [
         torch / "include",
         torch / "include/torch/csrc/api/include",
-        headers,
+        *([headers] if headers else []),
         sysconfig.get_paths()["include"],
     ]
     flags = [
@@ -83,7 +131,6 @@ def _run_ninja(torch: Path, headers: Path, wanted: list[Path]) -> None:
         *(f"-isystem {path}" for path in system),
     ]
     link = f"-shared -Wl,-rpath,{torch}/lib -L{torch}/lib -ltorch_python -ltorch_cpu -lc10"
-    device = {source: TARGET / f"{source.stem}.o" for source in sorted(SOURCES.glob("*.cpp"))}
     # The extension's own objects, as setup.py left them: the pretend runtime takes the place of libcudart.
     tag = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     built = ROOT / "build" / f"temp.{tag}"
@@ -95,11 +142,12 @@ def _run_ninja(torch: Path, headers: Path, wanted: list[Path]) -> None:
         if path.parent.name not in whole and _has_source(path)  # not of a file that has moved since
     ]
     extension = [*units, *files]
-    if not any(path.parent.name == "cuda" for path in extension):
+    if not extension:
+        raise Unavailable("the extension was not built here (make build)")
+    cuda = [path for path in extension if path.parent.name == "cuda"]
+    if kind.toolkit and not cuda:
         raise Unavailable("the extension was built without CUDA (DYNSWAP_CUDA=1 make build)")
     _refuse_incomplete(extension)
-    mutants = {source: TARGET / f"mutant_{source.stem}.o" for source in _mutants()}
-    same = [path for path in extension if not _is_mutated(path)]
     rules = [
         "ninja_required_version = 1.3",
         f"cxx = {launcher}{os.environ.get('CXX', 'g++')}",
@@ -110,20 +158,29 @@ def _run_ninja(torch: Path, headers: Path, wanted: list[Path]) -> None:
         "  depfile = $out.d",
         "  deps = gcc",
         "rule link",
-        f"  command = $cxx $in -o $out.part {link} $more && mv $out.part $out",
-        *_compile(device, "-g1", "-DTORCH_EXTENSION_NAME=_pretend"),
-        *_compile(
-            mutants,
-            "-O0 -g0",
-            f"-DTORCH_EXTENSION_NAME=_C -DDYNSWAP_WITH_CUDA -DDYNSWAP_MUTANTS -I{ROOT / 'tests'}",
-        ),
-        *_link(DEVICE, device.values(), f"-Wl,-soname,{DEVICE.name}"),
-        *_link(EXTENSION, [*extension, DEVICE], f"-Wl,-rpath,{TARGET}"),
-        *_link(MUTANTS, [*same, *mutants.values(), DEVICE], f"-Wl,-rpath,{TARGET}"),
-        "",
+        f"  command = $cxx $more $in -o $out.part {link} && mv $out.part $out",
     ]
+    made: set[Path] = set()
+    for each in KINDS.values():
+        if each.toolkit and not (headers and cuda):
+            continue
+        objects = {TARGET / each.type / f"{source.stem}.o": source for source in each.sources}
+        for_type = f"-DTORCH_EXTENSION_NAME=_pretend -DPRETEND_TYPE={each.type}"
+        rules += _compile({path: objects[path] for path in objects if path not in made}, "-g1", for_type)
+        made |= set(objects)
+        linked = [path for path in extension if each.toolkit or path not in cuda]
+        # Also where no symbol of the device is needed: some are looked for by name.
+        runtime = f"-Wl,--no-as-needed -Wl,-rpath,{each.folder}"
+        rules += _link(each.device, objects, f"-Wl,-soname,{each.device.name}")
+        rules += _link(each.extension, [*linked, each.device], runtime)
+        if each.toolkit:
+            mutants = {TARGET / f"mutant_{source.stem}.o": source for source in _mutants()}
+            same = [path for path in linked if not _is_mutated(path)]
+            flags_of_mutants = f"-DTORCH_EXTENSION_NAME=_C -DDYNSWAP_MUTANTS -I{ROOT / 'tests'}"
+            rules += _compile(mutants, "-O0 -g0", flags_of_mutants)
+            rules += _link(MUTANTS, [*same, *mutants, each.device], runtime)
     file = TARGET / "build.ninja"
-    text = "\n".join(rules)
+    text = "\n".join([*rules, ""])
     if not file.exists() or file.read_text() != text:
         file.write_text(text)
     ninja = Path(sys.executable).parent / "ninja"
@@ -179,7 +236,7 @@ def _is_mutated(built: Path) -> bool:
 
 
 def _compile(objects: dict[Path, Path], debug: str, more: str) -> Iterator[str]:
-    for source, target in objects.items():
+    for target, source in objects.items():
         yield from (f"build {target}: compile {source}", f"  debug = {debug}", f"  more = {more}")
 
 

@@ -1,0 +1,45 @@
+// What torch's builds for CUDA bring of the CUDA runtime, as far as somebody asks for it without the
+// toolkit's headers: torch.cuda.cudart() (module.cpp), and csrc/accelerator, which looks for it by name.
+#include <utility>
+
+#include "runtime_calls.h"
+
+namespace pretend {
+
+int& last_runtime_error() noexcept {
+  thread_local int error = 0;
+  return error;
+}
+
+}  // namespace pretend
+
+extern "C" {
+
+EXPORT int cudaGetLastError() {
+  if (!pretend::sticky_error().empty()) return pretend::kAssertFailed;
+  return std::exchange(pretend::last_runtime_error(), 0);
+}
+EXPORT int cudaPeekAtLastError() { return pretend::last_runtime_error(); }
+
+EXPORT int cudaThreadExchangeStreamCaptureMode(int* mode) {
+  constexpr int kGlobal = 0, kRelaxed = 2;
+  const bool before = std::exchange(pretend::relaxed(), *mode == kRelaxed);
+  *mode = before ? kRelaxed : kGlobal;
+  return 0;
+}
+
+EXPORT int cudaHostRegister(void* address, std::size_t bytes, unsigned) {
+  return pretend::unsafe_call("cudaHostRegister", [&] {
+    const int error = pretend::pin(address, bytes);
+    return error == 0 ? 0 : pretend::fail(error);
+  });
+}
+
+EXPORT int cudaHostUnregister(void* address) {
+  return pretend::unsafe_call("cudaHostUnregister", [&] {
+    const int error = pretend::unpin(address);
+    return error == 0 ? 0 : pretend::fail(error);
+  });
+}
+
+}  // extern "C"
