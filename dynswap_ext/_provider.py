@@ -244,8 +244,8 @@ def _without_cuda(extension: _Extension, device: torch.device, ask_driver: bool)
     if not extension.build.get("cuda"):
         return _Obstacle(
             "the extension was built without CUDA",
-            "Reinstall it with CUDA (`DYNSWAP_CUDA=1 pip install --no-deps --force-reinstall .` in a checkout; "
-            "where there is no CUDA toolkit, pip downloads one for the build)",
+            "Reinstall it with CUDA (`DYNSWAP_CUDA=1 pip install --no-deps --force-reinstall .` in a "
+            "checkout; where there is no CUDA toolkit, pip downloads one for the build)",
         )
     return _without_driver(extension, device) if ask_driver else None
 
