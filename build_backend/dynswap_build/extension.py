@@ -190,9 +190,7 @@ def _extension(toolkit: Toolkit | None, torch_version: str, cpp_extension: Any) 
 def _units(folder: str) -> list[Path]:
     """Return the translation units of a folder: its files (DYNSWAP_UNITY=0), or some that include them."""
     other = "_linux" if sys.platform == "win32" else "_windows"
-    files = sorted(
-        path for path in (ROOT / "csrc" / folder).glob("*.cpp") if not path.stem.endswith(other)
-    )
+    files = sorted(path for path in (ROOT / "csrc" / folder).glob("*.cpp") if not path.stem.endswith(other))
     if os.environ.get("DYNSWAP_UNITY") == "0":
         for stale in (ROOT / "build").glob("temp.*/build/unity"):  # tests/device links what it finds
             shutil.rmtree(stale)

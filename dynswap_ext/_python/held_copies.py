@@ -274,4 +274,5 @@ def _renew_locks() -> None:
         session._exclusive.renew()
 
 
-os.register_at_fork(after_in_child=_renew_locks)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_renew_locks)

@@ -151,7 +151,8 @@ def _forget_after_fork() -> None:
     _kernel, _tried = None, False
 
 
-os.register_at_fork(after_in_child=_forget_after_fork)
+if hasattr(os, "register_at_fork"):  # Windows has no forks
+    os.register_at_fork(after_in_child=_forget_after_fork)
 
 
 def is_sampled(master: torch.Tensor) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import math
 import os
 import re
@@ -73,6 +74,8 @@ def first_budget(device: torch.device) -> int:
 def all_bytes(device: torch.device) -> int:
     """Return the memory of the device, in bytes."""
     if device.type == "cpu":
+        if not hasattr(os, "sysconf"):
+            return _ram_of_windows().ullTotalPhys
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return DeviceMemory(device).total()
 
@@ -91,7 +94,30 @@ def free_bytes(device: torch.device) -> int:
         ) from error
 
 
+class _MemoryStatus(ctypes.Structure):
+    """MEMORYSTATUSEX of Windows."""
+
+    ullTotalPhys: int
+    ullAvailPhys: int
+    _fields_ = (
+        ("dwLength", ctypes.c_uint32),
+        ("dwMemoryLoad", ctypes.c_uint32),
+        ("ullTotalPhys", ctypes.c_uint64),
+        ("ullAvailPhys", ctypes.c_uint64),
+        ("others", ctypes.c_uint64 * 5),
+    )
+
+
+def _ram_of_windows() -> _MemoryStatus:
+    status = _MemoryStatus(dwLength=ctypes.sizeof(_MemoryStatus))
+    if not getattr(ctypes, "windll").kernel32.GlobalMemoryStatusEx(ctypes.byref(status)):  # noqa: B009
+        raise OSError("GlobalMemoryStatusEx failed")
+    return status
+
+
 def _free_ram() -> int:
+    if not hasattr(os, "sysconf"):
+        return _ram_of_windows().ullAvailPhys
     with contextlib.suppress(OSError):
         available = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
         if available:

@@ -8,6 +8,7 @@ import json
 import os
 import reprlib
 import stat
+import threading
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -40,6 +41,11 @@ def truncated(path: Path, expected: int, size: int, what: str) -> SourceError:
 # ---- opening -----------------------------------------------------------------------------------------------
 
 
+#: Without O_NONBLOCK, opening a FIFO waits for a writer; without O_BINARY, Windows reads text. No system has
+#: all of these.
+_READ = sum(getattr(os, name, 0) for name in ("O_RDONLY", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
+
+
 @contextmanager
 def opened(path: Path) -> Iterator[tuple[int, int]]:
     """Open a regular file, and yield its descriptor and its size.
@@ -53,8 +59,7 @@ def opened(path: Path) -> Iterator[tuple[int, int]]:
     if "\0" in str(path):
         raise SourceError(f"{str(path)!r} is no file name (it has a NUL); correct the name")
     try:
-        # Without O_NONBLOCK, opening a FIFO waits for a writer.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        descriptor = os.open(path, _READ)
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISREG(status.st_mode):
@@ -100,10 +105,21 @@ def content_of(path: Path, limit: int, what: str) -> bytes:
 
 def pread(descriptor: int, length: int, offset: int) -> bytes:
     """As `os.pread`, which may return less than there is; less than `length` at the end of the file only."""
-    data = os.pread(descriptor, length, offset)
-    while len(data) < length and (more := os.pread(descriptor, length - len(data), offset + len(data))):
+    data = _read_once(descriptor, length, offset)
+    while len(data) < length and (more := _read_once(descriptor, length - len(data), offset + len(data))):
         data += more
     return data
+
+
+_position = threading.Lock()
+
+
+def _read_once(descriptor: int, length: int, offset: int) -> bytes:
+    if hasattr(os, "pread"):
+        return os.pread(descriptor, length, offset)
+    with _position:  # Windows: a read begins where the last one of this descriptor ended
+        os.lseek(descriptor, offset, os.SEEK_SET)
+        return os.read(descriptor, length)
 
 
 # ---- JSON --------------------------------------------------------------------------------------------------

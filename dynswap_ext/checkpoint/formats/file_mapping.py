@@ -6,7 +6,6 @@ import ctypes
 import errno
 import mmap
 import os
-import resource
 import weakref
 from pathlib import Path
 
@@ -33,7 +32,7 @@ def map_file(path: Path, descriptor: int, size: int) -> torch.UntypedStorage:
         storage = _mapped(descriptor, size)
     except OSError as error:
         what = f"{path} cannot be mapped: the system refuses {format_bytes(size)} of address space"
-        if error.errno == errno.ENOMEM:
+        if error.errno == errno.ENOMEM or getattr(error, "winerror", None) == _COMMITMENT_LIMIT:
             advice = f", {_limit_met(size)}. Nothing is wrong with the file, and it need not fit in RAM"
         else:
             advice = f" ({error.strerror}); copy it to a file system whose files can be mapped"
@@ -50,18 +49,26 @@ def map_file(path: Path, descriptor: int, size: int) -> torch.UntypedStorage:
 # need in full, and refuses one that is larger than RAM and swap together (with vm.overcommit_memory=0, the
 # default). Hardly a page of a checkpoint is ever written to, so it is mapped with MAP_NORESERVE, which is not
 # counted. Torch's own mappings (UntypedStorage.from_file, torch.load) do not let the flags be chosen, and a
-# `mmap.mmap` keeps a descriptor open for as long as it lives. Hence mmap(2) by ctypes.
+# `mmap.mmap` keeps a descriptor open for as long as it lives. Hence mmap(2) by ctypes. Windows counts every
+# mapping that may be written to, and has no flag against that.
 
-_FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.10 has no name for it
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_LIBC.mmap.restype = ctypes.c_void_p
-_LIBC.mmap.argtypes = (
-    ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
-)  # fmt: skip
-_LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_HAS_FLAGS = hasattr(mmap, "MAP_PRIVATE")
+_COMMITMENT_LIMIT = 1455  # of Windows: RAM and page file are promised to others
+
+if _HAS_FLAGS:
+    _FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.10 has no name for it
+    _LIBC = ctypes.CDLL(None, use_errno=True)
+    _LIBC.mmap.restype = ctypes.c_void_p
+    _LIBC.mmap.argtypes = (
+        ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long,
+    )  # fmt: skip
+    _LIBC.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
 
 
 def _mapped(descriptor: int, size: int) -> torch.UntypedStorage:
+    if not _HAS_FLAGS:
+        copied_on_write = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
+        return torch.frombuffer(copied_on_write, dtype=torch.uint8).untyped_storage()
     address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, _FLAGS, descriptor, 0)
     if address == ctypes.c_void_p(-1).value:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
@@ -73,6 +80,13 @@ def _mapped(descriptor: int, size: int) -> torch.UntypedStorage:
 
 def _limit_met(size: int) -> str:
     """Say which limit of the system a mapping has met, and how to raise it."""
+    if not _HAS_FLAGS:
+        return (
+            "as Windows counts all that is mapped as memory in use: enlarge its page file until RAM and page "
+            "file together hold the whole file"
+        )
+    import resource
+
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     used = int((_read("/proc/self/statm") or "0").split()[0]) * mmap.PAGESIZE
     if limit != resource.RLIM_INFINITY and used + size > limit:

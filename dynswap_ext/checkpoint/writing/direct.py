@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import mmap
 import os
 import threading
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+from types import ModuleType
 from typing import Any, Final
 
 from dynswap_ext.checkpoint.formats.common import truncated
-from dynswap_ext.errors import SourceError
+from dynswap_ext.errors import ConfigError, SourceError
 
 #: What O_DIRECT asks of offsets, lengths and addresses: the size of a page satisfies every disk.
 ALIGNMENT: Final = 4096
@@ -36,6 +36,18 @@ def thread_buffer(use: str) -> mmap.mmap:
     return buffer
 
 
+def file_control() -> ModuleType:
+    """Return the module fcntl. ConfigError where there is none: nothing is written or verified on Windows."""
+    try:
+        import fcntl
+    except ImportError:
+        raise ConfigError(
+            "checkpoints are written, converted and verified on Linux only so far; on this system save with "
+            "safetensors.torch.save_model(), which holds the whole model in memory"
+        ) from None
+    return fcntl
+
+
 class DirectFile:
     """A file for positioned reads and writes from several threads; uncached where the file system allows it.
 
@@ -43,6 +55,7 @@ class DirectFile:
     """
 
     def __init__(self, path: Path, *, write: bool = False) -> None:
+        self._control = file_control()
         self.path = path
         try:
             self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT if write else os.O_RDONLY, 0o666)
@@ -52,7 +65,7 @@ class DirectFile:
             raise SourceError(f"{path} cannot be read: {error.strerror}") from error
         self._cached = False
         try:
-            fcntl.fcntl(self.descriptor, fcntl.F_SETFL, os.O_DIRECT)
+            self._control.fcntl(self.descriptor, self._control.F_SETFL, os.O_DIRECT)
         except OSError:  # of a file system that has no such transfers
             self._cached = True
 
@@ -98,7 +111,7 @@ class DirectFile:
             if error.errno != errno.EINVAL:
                 raise
         # Some file systems open a file so, and refuse each transfer.
-        fcntl.fcntl(self.descriptor, fcntl.F_SETFL, 0)
+        self._control.fcntl(self.descriptor, self._control.F_SETFL, 0)
         self._cached = True
         return int(call(self.descriptor, [view], offset))
 

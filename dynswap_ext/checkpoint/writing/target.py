@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import shutil
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Final
 
 from dynswap_ext._util.memory import parse_bytes
+from dynswap_ext.checkpoint.writing.direct import file_control
 from dynswap_ext.checkpoint.writing.layout import Layout
 from dynswap_ext.errors import ConfigError, DynswapError, SourceError
 
@@ -81,13 +81,14 @@ class Target:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
+        control = file_control()
         created = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
         if self.shard is None and created:
             raise SourceError(f"{self.path} cannot be written: there is no folder {self.folder}")
         self.partial.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(self.partial, os.O_RDONLY)
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            control.flock(descriptor, control.LOCK_EX | control.LOCK_NB)
         except BlockingIOError:
             os.close(descriptor)
             raise ConfigError(
