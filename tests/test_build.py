@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -212,6 +213,39 @@ def test_unknown_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYNSWAP_BUILD", "perhaps")
     with pytest.raises(SystemExit, match="DYNSWAP_BUILD='perhaps' is not known"):
         extension.wants_extension()
+
+
+@pytest.mark.parametrize(
+    ("platform", "dash", "suffix"), [("linux", "-", "_linux"), ("win32", "/", "_windows")]
+)
+def test_flags_and_files_are_of_the_system(
+    monkeypatch: pytest.MonkeyPatch, platform: str, dash: str, suffix: str
+) -> None:
+    monkeypatch.setattr(sys, "platform", platform)
+    monkeypatch.setattr(extension, "UNITS", {})
+    made = extension._extension(None, _Recorded)
+    assert {flag[0] for flag in made.flags["cxx"]} == {dash}
+    of_a_system = [
+        Path(name).stem for name in made.sources if "csrc/platform/" in name and "_" in Path(name).stem
+    ]
+    assert of_a_system and all(name.endswith(suffix) for name in of_a_system)
+
+
+class _Recorded:
+    """Stands in for torch.utils.cpp_extension and the extension that it makes."""
+
+    def __init__(
+        self, _: str, sources: list[str], *, extra_compile_args: dict[str, list[str]], **__: object
+    ) -> None:
+        self.sources, self.flags = sources, extra_compile_args
+
+    @classmethod
+    def CppExtension(cls, name: str, sources: list[str], **arguments: Any) -> _Recorded:
+        return cls(name, sources, **arguments)
+
+    @staticmethod
+    def include_paths() -> list[str]:
+        return ["torch/include"]
 
 
 def test_pure_python_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,8 @@
 Environment:
 
 ====================  ==================================================================================
-DYNSWAP_BUILD         ``python``: no extension, pure Python. Default: the extension, on Linux.
+DYNSWAP_BUILD         ``python``: no extension, pure Python. ``native``: the extension. Default: the
+                      extension on Linux, and pure Python elsewhere.
 DYNSWAP_CUDA          ``1``: with the CUDA backend, or fail; ``0``: without; ``auto`` (default): with it
                       where a toolkit is found. With ``1`` and no toolkit, an isolated build (pip's default)
                       takes one from NVIDIA's packages.
@@ -153,27 +154,23 @@ def _compiles() -> bool:
 
 
 def _extension(toolkit: Toolkit | None, torch_version: str, cpp_extension: Any) -> Any:
-    strict = os.environ.get("DYNSWAP_WERROR") == "1"
     sources = [path for folder in FOLDERS for path in _units(folder)]
-    cxx = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
-    nvcc = ["-std=c++20", "-O3", "-Xcompiler=-Wall,-Wextra,-fvisibility=hidden"]
-    # torch's headers as the system's: their warnings are not ours
-    cxx += [f"-isystem{path}" for path in cpp_extension.include_paths()]
-    link = ["-Wl,--strip-debug", "-Wl,--exclude-libs,ALL"]
+    # As the system's headers: their warnings are not ours.
+    foreign = cpp_extension.include_paths() + ([str(toolkit.include)] if toolkit else [])
+    strict = os.environ.get("DYNSWAP_WERROR") == "1"
+    cxx, nvcc, link = (_msvc_flags if sys.platform == "win32" else _gcc_flags)(foreign, strict=strict)
     macros: list[tuple[str, str | None]] = [
         # Without it torch's headers declare all operators where they need one.
         ("AT_PER_OPERATOR_HEADERS", None),
         # Nothing reads it. After an update of torch in place, commands differ, and ninja runs them again.
         ("DYNSWAP_BUILT_FOR_TORCH", torch_version),
     ]
-    if strict:
-        cxx += ["-Werror"]
-        nvcc += ["-Werror=all-warnings"]
     if toolkit:
         sources += sorted((ROOT / "csrc" / "cuda").glob("*.c[pu]*"))
-        cxx.append(f"-isystem{toolkit.include}")
         # static: the module imports where there is no libcudart, and does not clash with torch's
-        link += [str(toolkit.static_runtime), "-ldl", "-lrt", "-lpthread"]
+        link.append(str(toolkit.static_runtime))
+        if sys.platform != "win32":
+            link += ["-ldl", "-lrt", "-lpthread"]
     extension = cpp_extension.CppExtension(
         "dynswap_ext._C",
         [str(path.relative_to(ROOT)) for path in sources],
@@ -185,6 +182,28 @@ def _extension(toolkit: Toolkit | None, torch_version: str, cpp_extension: Any) 
     # A change of what they include is one too; ninja then knows which are concerned.
     extension.depends = [str(path) for path in (ROOT / "csrc").rglob("*") if path.is_file()]
     return extension
+
+
+def _gcc_flags(foreign: list[str], *, strict: bool) -> tuple[list[str], list[str], list[str]]:
+    """Return the flags for the C++ compiler, for nvcc and for the linker."""
+    cxx = ["-std=c++20", "-O3", "-g0", "-fvisibility=hidden", "-Wall", "-Wextra"]
+    nvcc = ["-std=c++20", "-O3", "-Xcompiler=-Wall,-Wextra,-fvisibility=hidden"]
+    if strict:
+        cxx.append("-Werror")
+        nvcc.append("-Werror=all-warnings")
+    cxx += [f"-isystem{path}" for path in foreign]
+    return cxx, nvcc, ["-Wl,--strip-debug", "-Wl,--exclude-libs,ALL"]
+
+
+def _msvc_flags(foreign: list[str], *, strict: bool) -> tuple[list[str], list[str], list[str]]:
+    """Return the same for Microsoft's compiler, with which nothing here has been compiled yet."""
+    cxx = ["/std:c++20", "/O2", "/EHsc", "/permissive-", "/utf-8", "/bigobj", "/DNOMINMAX"]
+    cxx += ["/W3", "/external:W0", *(f"/external:I{path}" for path in foreign)]
+    nvcc = ["-std=c++20", "-O3", "-Xcompiler=/W3,/EHsc,/permissive-,/utf-8"]
+    if strict:
+        cxx.append("/WX")
+        nvcc.append("-Werror=all-warnings")
+    return cxx, nvcc, []
 
 
 def _units(folder: str) -> list[Path]:
@@ -222,5 +241,7 @@ def _architectures(toolkit: Toolkit) -> str:
 
 
 def _jobs() -> int:
+    if sys.platform == "win32":
+        return os.cpu_count() or 1
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return max(1, min(len(os.sched_getaffinity(0)), memory // BYTES_PER_COMPILER))

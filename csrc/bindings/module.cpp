@@ -65,12 +65,17 @@ py::dict capabilities(const c10::Device& device) {
   dict["page_locking"] = found.page_locking;
   return dict;
 }
+#ifdef _MSC_VER
+constexpr const char* kCompiler = "Microsoft's";
+#else
+constexpr const char* kCompiler = __VERSION__;
+#endif
 
 py::dict build_info() {
   py::dict info;
   info["torch"] = TORCH_VERSION;
   info["cuda"] = cuda_version();
-  info["compiler"] = __VERSION__;
+  info["compiler"] = kCompiler;
   return info;
 }
 
