@@ -183,7 +183,7 @@ def slowdown(weights: list[tuple[str, int, float, int]], machine: Machine, host:
             simulate(weights, budget, machine.bus, passes, host=(seconds, _CALL))["seconds_per_pass"]
             for seconds in (0.0, host)
         )
-        slower.append(round(100 * (taken / free - 1), 6))
+        slower.append(round(100 * (taken / free - 1), 6) + 0.0)
     return max(slower)
 
 
