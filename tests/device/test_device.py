@@ -327,3 +327,20 @@ def test_a_device_has_the_memory_that_it_is_given() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="2 MiB is free"):
         torch.empty(6 << 20, dtype=torch.uint8, device="cuda")
     del kept
+
+
+def test_work_that_is_dropped_is_counted_and_takes_no_effect() -> None:
+    ones, target = torch.ones(SIZE).pin_memory(), torch.zeros(SIZE, device="cuda")
+    events = [torch.cuda.Event() for _ in range(4)]
+    with pretend_cuda.dropping_work(under_way=2):
+        copies = pretend_cuda.counts()["copies"]
+        target.copy_(ones, non_blocking=True)
+        assert pretend_cuda.counts()["copies"] == copies + 1
+        for event in events:
+            event.record()
+        assert [event.query() for event in events] == [True, True, False, False]
+        events[3].synchronize()
+        assert events[3].query()
+    assert is_all(target, 0)
+    target.copy_(ones, non_blocking=True)
+    assert is_all(target, 1)
