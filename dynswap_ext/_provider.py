@@ -121,7 +121,7 @@ def select(asked: str, device: torch.device) -> Provider:
         if obstacle is not None:
             _warn_once(
                 f"dynswap_ext copies weights to '{device}' through torch's own streams: {obstacle.reason}. "
-                f"Each weight then costs the host more time. {obstacle.remedy}; {_SILENT_STREAMS}."
+                f"Each weight is then a call of its own to the driver. {obstacle.remedy}; {_SILENT_STREAMS}."
             )
         logger.debug("the native provider serves %s by its backend %s", device, backend)
         reason = obstacle.reason if obstacle else ""
