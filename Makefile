@@ -185,10 +185,12 @@ docs: $(DOCS_VENV)/.installed
 docs-serve: $(DOCS_VENV)/.installed
 	$(MKDOCS) serve
 
+# From the source archive: the objects of `make build` stay as they are.
 ## make wheel          a wheel for this Python and this torch, in dist: repaired, and tested as it is installed
 wheel: $(VENV)/.installed $(WHEEL_VENV)/.installed
 	rm -rf build/wheel
-	$(PIP) wheel --no-deps --wheel-dir build/wheel/built .
+	$(WHEEL_VENV)/bin/python -m build --sdist --outdir build/wheel > build/wheel.log 2>&1 || { tail -n 30 build/wheel.log; exit 1; }
+	$(PIP) wheel --no-deps --wheel-dir build/wheel/built build/wheel/*.tar.gz
 	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(REPAIR) --wheel-dir build/wheel build/wheel/built/*.whl
 	$(PIP) install --no-deps --target build/wheel/installed build/wheel/*.whl
 	cd build/wheel && PYTHONPATH=installed $(abspath $(BIN))/python -m dynswap_ext info
