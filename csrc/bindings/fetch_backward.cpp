@@ -12,6 +12,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <optional>
 #include <utility>
 
 #include "accelerator/plain_torch.h"
@@ -52,16 +53,29 @@ at::TensorOptions place_of(const at::Tensor& tensor) {
   return at::TensorOptions().dtype(tensor.scalar_type()).device(tensor.device());
 }
 
-/// The stream of a device that carries gradients away.
-c10::Stream side_stream(const at::Device& device) {
+/// The stream of a device that carries gradients away; none where the device has one stream only.
+std::optional<c10::Stream> side_stream(const at::Device& device) {
   static std::mutex mutex;
-  static std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, c10::Stream> streams;
+  static std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::optional<c10::Stream>> streams;
   const std::lock_guard lock(mutex);
-  const auto known = streams.find({device.type(), device.index()});
-  if (known != streams.end()) return known->second;
-  const c10::Stream made = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
-  streams.emplace(std::make_pair(device.type(), device.index()), made);
-  return made;
+  const auto [entry, is_new] = streams.try_emplace({device.type(), device.index()});
+  if (is_new) {
+    try {
+      entry->second = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);
+    } catch (const c10::Error&) {
+      // it stays without one
+    }
+  }
+  return entry->second;
+}
+
+/// Pinned memory laid out as `gradient`; undefined where torch has none for the device.
+at::Tensor pinned_like(const at::Tensor& gradient, const at::TensorOptions& host) {
+  try {
+    return at::empty_strided(gradient.sizes(), gradient.strides(), host.pinned_memory(true));
+  } catch (const c10::Error&) {
+    return {};
+  }
 }
 
 /// What the storage of a gradient on its way to the host owns. It is the tensor that knows whether it has
@@ -154,16 +168,17 @@ class CarryBackward : public SharedByUses {
     const at::Tensor& gradient = gradients[0];
     if (!gradient.defined()) return {at::Tensor()};
     // One that is differentiated again, is sparse or empty, or that somebody looks at on its way, goes
-    // torch's own way.
-    if (at::GradMode::is_enabled() || !has_own_bytes(gradient) || gradient.numel() == 0 || is_looked_at() ||
-        capturing(side_stream(gradient.device())))
+    // torch's own way; and all where the device has no other stream, or torch no pinned memory for it.
+    if (at::GradMode::is_enabled() || !has_own_bytes(gradient) || gradient.numel() == 0 || is_looked_at())
       return {gradient.to(host_)};
+    const at::Device device = gradient.device();
+    const std::optional<c10::Stream> other = side_stream(device);
+    if (!other || capturing(*other)) return {gradient.to(host_)};
+    const c10::Stream side = *other;
     const at::Tensor sent = as_block(gradient).to(host_.dtype());  // on the device
-    const at::Device device = sent.device();
-    const c10::Stream side = side_stream(device);
-    std::unique_ptr<Arrival> arrival(
-        new Arrival{at::empty_strided(sent.sizes(), sent.strides(), host_.pinned_memory(true)), sent,
-                    c10::Event(device.type())});
+    at::Tensor host = pinned_like(sent, host_);
+    if (!host.defined()) return {gradient.to(host_)};
+    std::unique_ptr<Arrival> arrival(new Arrival{std::move(host), sent, c10::Event(device.type())});
     c10::Event made(device.type());
     made.record(c10::impl::VirtualGuardImpl(device.type()).getStream(device));
     if (PROTECTED(gradient_made)) made.block(side);

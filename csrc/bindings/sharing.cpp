@@ -1,5 +1,7 @@
 #include "bindings/sharing.h"
 
+#include <ATen/DeviceAccelerator.h>
+
 #include <algorithm>
 #include <cstddef>
 #include <map>
@@ -46,7 +48,7 @@ struct Locked {
 
 bool is_page_locked(const at::Tensor& master) {
   const PlainTorch guard;
-  return at::globalContext().hasCUDA() && master.is_pinned();
+  return at::getAccelerator().has_value() && master.is_pinned();
 }
 
 }  // namespace

@@ -166,6 +166,11 @@ struct Faults {
   bool no_kernel_image = false;                     ///< a device for which no kernel was compiled
   int registration_ms = 0;                          ///< how long one registration takes
   std::size_t memory_bytes = std::size_t{8} << 30;  ///< bytes of each device
+  // What torch on some accelerators has not.
+  bool no_priorities = false;       ///< streams have none: what is asked for is ignored
+  bool no_pinned_memory = false;    ///< no host memory is pinned, and none can be allocated
+  bool one_stream = false;          ///< the default one
+  bool synchronous_copies = false;  ///< `non_blocking` is ignored
 };
 Faults& faults();
 

@@ -164,7 +164,11 @@ PYBIND11_MODULE(_pretend, m) {
       .def_readwrite("query_error", &Faults::query_error)
       .def_readwrite("no_kernel_image", &Faults::no_kernel_image)
       .def_readwrite("registration_ms", &Faults::registration_ms)
-      .def_readwrite("memory_bytes", &Faults::memory_bytes);
+      .def_readwrite("memory_bytes", &Faults::memory_bytes)
+      .def_readwrite("no_priorities", &Faults::no_priorities)
+      .def_readwrite("no_pinned_memory", &Faults::no_pinned_memory)
+      .def_readwrite("one_stream", &Faults::one_stream)
+      .def_readwrite("synchronous_copies", &Faults::synchronous_copies);
   m.def("faults", &faults, py::return_value_policy::reference);
   // For the self-test: what a broken engine would do.
   m.def("hidden", [](std::uintptr_t address) {

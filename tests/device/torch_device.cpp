@@ -42,6 +42,8 @@ c10::Stream as_torch(Stream& stream) noexcept {
 }
 
 c10::Stream stream_from_pool(int device, int priority) {
+  TORCH_CHECK(!faults().one_stream, "Backend doesn't support acquiring a stream from pool.");
+  if (faults().no_priorities) priority = 0;
   // As torch's: 32 streams of each priority, handed out in turn.
   static std::mutex mutex;
   static std::map<std::pair<int, int>, std::vector<Stream*>> pools;
@@ -121,6 +123,9 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   bool queryEvent(void* event) const override {
     refuse_in_capture("Event.query");
+    if (const int error = faults().query_error; error != 0) {
+      checked([&] { throw DeviceFault(error, "the event cannot be asked"); });
+    }
     return event == nullptr || checked([&] { return reached(static_cast<Event*>(event)->point); });
   }
   void synchronizeEvent(void* event) const override {

@@ -12,8 +12,13 @@ struct Hooks : Interface {
   bool isBuilt() const override { return true; }
   bool isAvailable() const override { return !faults().no_devices; }
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  bool isPinnedPtr(const void* data) const override { return pinned(data, 1) == Pinned::whole; }
-  at::Allocator* getPinnedMemoryAllocator() const override { return &pinned_allocator(); }
+  bool isPinnedPtr(const void* data) const override {
+    return !faults().no_pinned_memory && pinned(data, 1) == Pinned::whole;
+  }
+  at::Allocator* getPinnedMemoryAllocator() const override {
+    TORCH_CHECK(!faults().no_pinned_memory, "Backend doesn't support getPinnedMemoryAllocator()");
+    return &pinned_allocator();
+  }
   at::Device getDeviceFromPtr(void* data) const override {
     const int device = device_of(data);
     TORCH_CHECK(device >= 0, "The specified pointer resides on host memory and is not registered with any ",

@@ -95,7 +95,8 @@ void copy_bytes(const at::Tensor& to, const at::Tensor& from, Stream& stream, bo
   const bool host_from = from.is_cpu(), host_to = to.is_cpu();
   const void* const host = host_from ? from.const_data_ptr() : to.const_data_ptr();
   // Pageable memory: the call returns when it has been read, or has come.
-  const bool waits = !non_blocking || (host_to && pinned(host, to.nbytes()) != Pinned::whole);
+  const bool waits =
+      !non_blocking || faults().synchronous_copies || (host_to && pinned(host, to.nbytes()) != Pinned::whole);
   if (waits) {
     note_synchronisation();
     checked([] { refuse_if_forbidden("a blocking copy"); });
