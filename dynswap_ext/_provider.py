@@ -123,6 +123,11 @@ def select(asked: str, device: torch.device) -> Provider:
                 f"dynswap_ext copies weights to '{device}' through torch's own streams: {obstacle.reason}. "
                 f"Each weight is then a call of its own to the driver. {obstacle.remedy}; {_SILENT_STREAMS}."
             )
+        if backend == "torch" and not extension.module.capabilities(device)["copy_stream"]:
+            _warn_once(
+                f"torch has one stream only for '{device}': copies and operators take turns there, so the "
+                f"model waits for each weight. {_STAY}."
+            )
         logger.debug("the native provider serves %s by its backend %s", device, backend)
         reason = obstacle.reason if obstacle else ""
         return Provider("native", extension.module.Session, extension.module.Attribute, backend, reason)

@@ -38,15 +38,11 @@ c10::Stream copy_stream(const c10::Device& device) {
   }
 }
 
-bool has_copy_stream(const c10::Device& device) {
-  return copy_stream(device) != guard_of(device).getDefaultStream(device);
-}
-
 Capabilities capabilities_of(const c10::Device& device, const HostRegister& host_register) {
   Capabilities found;
   found.obstacle = obstacle_of(device);
   if (!found.obstacle.empty()) return found;
-  found.copy_stream = has_copy_stream(device);
+  found.copy_stream = copy_stream(device) != guard_of(device).getDefaultStream(device);
   found.pinned_memory = has_pinned_memory(device);
   found.page_locking = found.pinned_memory && host_register != nullptr;
   return found;

@@ -27,9 +27,6 @@ struct Capabilities {
 /// Initialises the device's driver.
 Capabilities capabilities_of(const c10::Device& device, const HostRegister& host_register);
 
-/// Whether copies have a stream of their own.
-bool has_copy_stream(const c10::Device& device);
-
 /// A stream for copies alone, of high priority where the device has priorities; the default stream where the
 /// device has no other.
 c10::Stream copy_stream(const c10::Device& device);

@@ -1,5 +1,7 @@
 #include "accelerator/events.h"
 
+#include <algorithm>
+#include <array>
 #include <new>
 #include <utility>
 
@@ -10,8 +12,26 @@
 namespace dynswap {
 namespace {
 
-constexpr int kFirstCaptureError = 900;  // cudaErrorStreamCaptureUnsupported, and those that follow it
-constexpr int kLastCaptureError = 908;
+/// Errors of CUDA, and of HIP, which has the same numbers: after one of them nothing that was enqueued still
+/// runs.
+bool ends_all_work(int error) noexcept {
+  constexpr std::array kEnding{
+      4,    // cudaErrorCudartUnloading
+      214,  // cudaErrorECCUncorrectable
+      220,  // cudaErrorNvlinkUncorrectable
+      700,  // cudaErrorIllegalAddress
+      702,  // cudaErrorLaunchTimeout
+      709,  // cudaErrorContextIsDestroyed
+      710,  // cudaErrorAssert
+      714,  // cudaErrorHardwareStackError
+      715,  // cudaErrorIllegalInstruction
+      716,  // cudaErrorMisalignedAddress
+      717,  // cudaErrorInvalidAddressSpace
+      718,  // cudaErrorInvalidPc
+      719,  // cudaErrorLaunchFailure
+  };
+  return std::find(kEnding.begin(), kEnding.end(), error) != kEnding.end();
+}
 
 }  // namespace
 
@@ -112,10 +132,8 @@ bool TorchEvent::done() const noexcept {
     const RelaxedCapture relaxed;
     if (!event_->query()) return false;
   } catch (const c10::AcceleratorError& error) {
-    // A capture forbids the query. After any other error the device is lost: nothing that was enqueued still
-    // runs.
-    const int code = error.get_error_code();
-    if (code >= kFirstCaptureError && code <= kLastCaptureError) return false;
+    // Whatever else keeps the question from being answered says nothing about the work before the event.
+    if (!ends_all_work(error.get_error_code())) return false;
   } catch (const std::exception&) {
     return false;  // it was not asked
   }

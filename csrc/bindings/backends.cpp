@@ -3,7 +3,6 @@
 
 #include <utility>
 
-#include "accelerator/capabilities.h"
 #include "accelerator/torch_backend.h"
 #include "bindings/glue.h"
 #include "bindings/host_register.h"
@@ -29,11 +28,6 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
     return linked_cuda->make_backend(std::move(options));
   }
   if (!device.is_cpu() && (wanted == "auto" || wanted == "torch")) {
-    if (!has_copy_stream(device)) {
-      warn("torch has one stream only for '" + device.str() +
-           "': copies and operators take turns there, so the model waits for each weight. Weights that "
-           "fit can stay on the device (`budget=`), where nothing waits for them");
-    }
     TorchBackendOptions options;
     options.device = device;
     options.cast = &cast_elements;

@@ -10,13 +10,13 @@ import torch
 import dynswap_ext
 import pretend_cuda
 from conftest import ENGINE
-from dynswap_ext import testing
+from dynswap_ext import _provider, testing
 from gpu_under_test import LAYER_BYTES, LAYERS, Exact, Gpu
 
 BUDGET = 3 * LAYER_BYTES
 #: Each with what the user is told of it.
 LACKS = {
-    "one_stream": "",  # first: a process keeps the streams that it has got
+    "one_stream": "one stream only",  # first: a process keeps the streams that it has got
     "no_priorities": "",
     "no_pinned_memory": "no pinned memory",
     "synchronous_copies": "",
@@ -29,6 +29,7 @@ def lack(gpu: Gpu, request: pytest.FixtureRequest) -> str:
         pytest.skip("a true device has what it has")
     if ENGINE == "cuda":
         pytest.skip("every NVIDIA GPU has all of it")
+    _provider._warn_once.cache_clear()
     lack: str = request.param
     setattr(pretend_cuda.faults(), lack, True)
     return lack
