@@ -31,7 +31,8 @@ STREAMS_TESTS ?= tests/cuda
 # On the other kinds of pretend device.
 NO_TOOLKIT_TESTS ?= $(addprefix tests/,cuda/test_cuda_any_accelerator.py cuda/test_cuda_graphs.py cuda/test_cuda_streams.py \
   test_install.py test_provider_devices.py)
-PRIVATEUSE1_TESTS ?= $(addprefix tests/,cuda/test_cuda_any_accelerator.py cuda/test_cuda_other_streams.py \
+PRIVATEUSE1_TESTS ?= $(addprefix tests/,cuda/test_cuda_any_accelerator.py cuda/test_cuda_lesser_devices.py \
+  cuda/test_cuda_other_streams.py \
   cuda/test_cuda_streams.py contract/test_lazy.py contract/test_modes.py contract/test_sent_where_it_computes.py \
   contract/test_ties.py contract/test_training.py test_install.py)
 OTHER_PYTHON ?= 3.13
