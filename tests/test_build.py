@@ -223,7 +223,7 @@ def test_flags_and_files_are_of_the_system(
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setattr(extension, "UNITS", {})
-    made = extension._extension(None, _Recorded)
+    made = extension._extension(None, torch.__version__, _Recorded)
     assert {flag[0] for flag in made.flags["cxx"]} == {dash}
     of_a_system = [
         Path(name).stem for name in made.sources if "csrc/platform/" in name and "_" in Path(name).stem

@@ -2,8 +2,6 @@
 // place.
 #include "transfer/page_locking.h"
 
-#include <sys/mman.h>
-
 #include <cstring>
 #include <memory>
 #include <string>
@@ -11,6 +9,7 @@
 
 #include "check.h"
 #include "core/backend.h"
+#include "platform/memory.h"
 #include "transfer/copy_plan.h"
 #include "transfer/host_budget.h"
 
@@ -23,14 +22,11 @@ constexpr std::size_t kBytes = 256u << 10;  // of a large master
 
 /// Pages that the kernel watches, as those of a large tensor.
 struct Master {
-  explicit Master(std::size_t size = kBytes)
-      : bytes(size),
-        data(static_cast<std::byte*>(
-            mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0))) {
+  explicit Master(std::size_t size = kBytes) : bytes(size), data(static_cast<std::byte*>(map_memory(size))) {
     std::memset(data, 1, bytes);
     context = HeldBytes::Context(data, [](void*) {});
   }
-  ~Master() { munmap(data, bytes); }
+  ~Master() { unmap_memory(data, bytes); }
   Master(const Master&) = delete;
   Master& operator=(const Master&) = delete;
 

@@ -1,5 +1,6 @@
 // What torch's builds for CUDA bring of the CUDA runtime, as far as somebody asks for it without the
-// toolkit's headers: torch.cuda.cudart() (module.cpp), and csrc/accelerator, which looks for it by name.
+// toolkit's headers: torch.cuda.cudart() (torch_cuda_module.cpp), and csrc/accelerator, which looks for it by
+// name.
 #include <utility>
 
 #include "runtime_calls.h"

@@ -108,7 +108,7 @@ void copy_bytes(const at::Tensor& to, const at::Tensor& from, Stream& stream, bo
 
 at::Tensor& copy_into(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
   if (self.numel() == 0) return self;
-  if (self.is_cuda() && source.is_cpu() && moves_as_bytes(self, source)) {
+  if (on_device(self) && source.is_cpu() && moves_as_bytes(self, source)) {
     const c10::DeviceGuard device(self.device());
     copy_bytes(self, source, current_stream(self.get_device()), non_blocking);
     return self;
