@@ -210,10 +210,18 @@ def skip_or_fail(reason: str, *, cuda: bool) -> None:
     pytest.skip(reason)
 
 
-def only_cuda_has(what: str) -> None:
-    """Skip a test on an accelerator of another type."""
+def only_cuda_has(what: str, *, whole_module: bool = False) -> None:
+    """Skip a test, or a module, on an accelerator of another type."""
     if ACCELERATOR != "cuda":
-        pytest.skip(f"{what}: on CUDA alone")
+        pytest.skip(f"{what}: on CUDA alone", allow_module_level=whole_module)
+
+
+def accelerate_knows(provider: Provider) -> None:
+    """Skip a test of libraries that choose the device themselves, and know no plugin's."""
+    if provider.device.type not in ("cpu", "cuda"):
+        pytest.skip(
+            f"accelerate and lightning compute on the CPU where the device is '{provider.device.type}'"
+        )
 
 
 def needs_inductor(provider: Provider) -> None:

@@ -17,8 +17,8 @@ from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.checkpoint.writing.layout import CHECKSUMS
 from dynswap_ext.config import provider_from_environment
 
-#: By the device, the engine's backend.
-_BACKENDS: Final = {"cpu": "host", "cuda": "cuda"}
+#: By where the model computes, the engine's backend. On all accelerators memory is laid out alike.
+_BACKENDS: Final = {"cpu": "host", "accelerator": "cuda"}
 
 
 @dataclass(frozen=True)
@@ -47,8 +47,8 @@ class Summary:
     #: Of tensors, as stored; what is shared counts once.
     total_bytes: int
     bytes_by_dtype: Mapping[str, int]
-    #: The largest of the smallest groups that an install can form, on "cpu" and "cuda", in the checkpoint's
-    #: dtypes. There is none where nothing is streamed.
+    #: The largest of the smallest groups that an install can form, on "cpu" and "accelerator", in the
+    #: checkpoint's dtypes. There is none where nothing is streamed.
     largest_groups: Mapping[str, Group]
     #: "native" or "python": whose groups these are.
     provider: str

@@ -110,7 +110,8 @@ def _smallest(found: Summary) -> str:
     kind = "" if found.provider == "native" else ", in pure Python (`dynswap info` says why)"
     if len(sizes) == 2 and len(set(sizes.values())) == 1:
         return _exactly(sizes["cpu"]) + kind
-    return "\n".join(f"{_exactly(size)} on {device}{kind}" for device, size in sizes.items())
+    where = {"cpu": "on the CPU", "accelerator": "on an accelerator"}
+    return "\n".join(f"{_exactly(size)} {where[device]}{kind}" for device, size in sizes.items())
 
 
 def _answer(found: Summary, budget: int) -> str:

@@ -39,6 +39,7 @@ def test_masters_are_locked_in_place(gpu: Gpu, pin: bool | str) -> None:
 
 
 def test_an_amount_of_pinned_memory_is_not_exceeded(gpu: Gpu) -> None:
+    only_cuda_has("locks in place")
     model = Exact(layers=4).eval()
     moved, handle = gpu.pair(model, pin=2 * LAYER_BYTES)
     x = gpu.whole_numbers()

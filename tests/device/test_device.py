@@ -18,9 +18,12 @@ import torch
 from torch import Tensor
 
 import pretend_cuda
+from conftest import only_cuda_has
 
 if not pretend_cuda.active():
     pytest.skip("for the run on the pretend device (make test-cuda)", allow_module_level=True)
+
+only_cuda_has("what is asked of the device through torch.cuda, and a CUDA runtime", whole_module=True)
 
 pytestmark = pytest.mark.device
 SEEDS = range(1, 6)
@@ -144,6 +147,7 @@ READS = """
 import ctypes, sys
 sys.path.insert(0, sys.argv[1])
 import pretend_cuda
+from conftest import only_cuda_has
 pretend_cuda.activate()
 import torch
 block = torch.ones(4096, device="cuda")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import Provider
+from conftest import Provider, accelerate_knows
 from dynswap_ext import testing
 from programs import assert_told_once, both, library, same
 from sample_models import mlp
@@ -18,6 +18,11 @@ from sparse_rows import Sentences, bags
 from ways import TRAINING_WAYS, Way, beside_plain
 
 accelerate = library("accelerate")
+
+
+@pytest.fixture(autouse=True)
+def _known(provider: Provider) -> None:
+    accelerate_knows(provider)
 
 
 @pytest.fixture(autouse=True)

@@ -9,12 +9,17 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import Provider
+from conftest import Provider, accelerate_knows
 from programs import library
 from sparse_rows import Bags, Sentences
 from ways import TRAINING_WAYS, Way, beside_plain
 
 lightning = library("lightning")
+
+
+@pytest.fixture(autouse=True)
+def _known(provider: Provider) -> None:
+    accelerate_knows(provider)
 
 
 class Classifier(lightning.LightningModule):

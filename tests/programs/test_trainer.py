@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from conftest import Provider
+from conftest import Provider, accelerate_knows
 from programs import library, seeded
 from sparse_rows import Sentences, llama_classifier
 from ways import MAPPED, SMALLEST, TRAINING_WAYS, Way, beside_plain, masters
@@ -19,6 +19,11 @@ transformers = library("transformers")
 library("accelerate")
 
 STEPS = 20
+
+
+@pytest.fixture(autouse=True)
+def _known(provider: Provider) -> None:
+    accelerate_knows(provider)
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from conftest import Provider
+from conftest import Provider, accelerate_knows
 from dynswap_ext import testing
 from programs import assert_told_once, both, inference_dtype, library, same, seeded, word_tokenizer
 
@@ -170,6 +170,7 @@ class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 def test_trainer(provider: Provider, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    accelerate_knows(provider)
     library("accelerate")
     with both(provider, llama()) as (model, moved):
 
