@@ -99,8 +99,12 @@ def resolve(
         budget=first_budget(where) if budget == "auto" else resolve_budget(budget, where),
         automatic=budget == "auto",
         pin=pinned,
-        pinned_copies=0 if where.type == "cpu" else min(pinned, _amount_of_ram("pin", _PINNED_COPIES)),
-        page_cache=_amount_of_ram("page_cache", _AUTO_PAGE_CACHE if page_cache == "auto" else page_cache),
+        pinned_copies=pinned if pin is not True else _part_of_ram(_PINNED_COPIES),
+        page_cache=(
+            _part_of_ram(_AUTO_PAGE_CACHE)
+            if page_cache == "auto"
+            else _amount_of_ram("page_cache", page_cache)
+        ),
         page_cache_always=page_cache != "auto",
         provider=provider_from_environment() if chosen == "auto" else chosen,
         strict_budget=_flag("strict_budget", strict_budget),
@@ -217,6 +221,14 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
     return max(1, int(amount * free_bytes(device)))
 
 
+def _part_of_ram(fraction: float) -> int:
+    """Bytes of the free RAM; none where it cannot be told."""
+    try:
+        return int(fraction * free_bytes(torch.device("cpu")))
+    except ConfigError:
+        return 0
+
+
 def _amount_of_ram(option: str, given: bool | int | float | str) -> int:
     """Bytes of an amount, of a fraction of the free RAM, of all there is (True), or of nothing (False)."""
     if isinstance(given, bool):
@@ -226,9 +238,9 @@ def _amount_of_ram(option: str, given: bool | int | float | str) -> int:
         raise ConfigError(
             f"{option} is {given!r}, less than a page of memory; expected True, False or an amount"
         )
-    if isinstance(amount, int):
-        return amount
-    return int(amount * free_bytes(torch.device("cpu")))
+    return min(
+        sys.maxsize, amount if isinstance(amount, int) else int(amount * free_bytes(torch.device("cpu")))
+    )
 
 
 def _flag(name: str, given: bool) -> bool:

@@ -122,6 +122,7 @@ def test_a_fraction_is_one_of_the_free_memory() -> None:
         ({"budget": -5}, r"budget is -5; expected"),
         ({"pin": "yes"}, r"pin is 'yes'; expected a number of bytes"),
         ({"pin": 1}, r"pin is 1, less than a page of memory; expected True, False or an amount"),
+        ({"pin": 10**400}, r"pin is 1000.*; expected a number of bytes"),
         ({"provider": "cuda"}, r"provider is 'cuda'; expected one of auto, native, python"),
         ({"strict_budget": "no"}, r"strict_budget is 'no'; expected True or False"),
         ({"page_cache": "much"}, r"page_cache is 'much'; expected a number of bytes"),
@@ -146,6 +147,30 @@ def test_defaults() -> None:
     assert options.pinned_copies < sys.maxsize
     assert not options.strict_budget
     assert 0 < options.page_cache < 1 << 60
+
+
+def test_pinned_memory_is_bounded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "free_bytes", lambda device: 1 << 30)
+    for given, (pinned, copies) in {
+        True: (sys.maxsize, 1 << 29),
+        False: (0, 0),
+        "24GiB": (24 << 30, 24 << 30),
+        0.25: (1 << 28, 1 << 28),
+        2**64: (sys.maxsize, sys.maxsize),
+    }.items():
+        options = config.resolve(device="cpu", pin=given)
+        assert (options.pin, options.pinned_copies) == (pinned, copies)
+
+
+def test_what_the_free_ram_allows_where_it_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def untold(device: torch.device) -> int:
+        raise ConfigError("the free memory of 'cpu' cannot be told here")
+
+    monkeypatch.setattr(config, "free_bytes", untold)
+    options = config.resolve(device="cpu")
+    assert (options.pinned_copies, options.page_cache) == (0, 0)
+    with pytest.raises(ConfigError, match="cannot be told"):
+        config.resolve(device="cpu", pin=0.5)
 
 
 def test_errors_can_be_caught_as_what_they_are() -> None:

@@ -27,8 +27,8 @@ struct Capabilities {
 /// Initialises the device's driver.
 Capabilities capabilities_of(const c10::Device& device, const HostRegister& host_register);
 
-/// A stream for copies alone, of high priority where the device has priorities; the default stream where the
-/// device has no other.
+/// A stream for copies alone, of high priority where the device has priorities; the stream of the operators
+/// where the device has no other.
 c10::Stream copy_stream(const c10::Device& device);
 
 }  // namespace dynswap

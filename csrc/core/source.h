@@ -36,8 +36,8 @@ struct PinnedCopy {
   std::shared_ptr<std::byte> bytes;  ///< LOCK: refreshing, to write
   std::mutex refreshing;
 
-  /// Of a large master: counts the writes to it. Null for a small one.
-  std::function<std::uint64_t()> writes;
+  /// Of a large master: counts the writes to it; nothing if not all are seen any more. Null for a small one.
+  std::function<std::optional<std::uint64_t>()> writes;
   std::optional<std::uint64_t> seen;   ///< LOCK: refreshing; the count when it was last asked for
   std::optional<std::uint64_t> as_of;  ///< LOCK: refreshing; the count of the bytes that are in the copy
 };

@@ -54,7 +54,8 @@ const std::byte* in_reach(const Source& source, const Piece& piece) {
 bool is_current(const Source& source) {
   PinnedCopy& copy = *source.pinned_copy;
   const std::lock_guard lock(copy.refreshing);
-  const std::uint64_t writes = copy.writes();
+  const std::optional<std::uint64_t> writes = copy.writes();
+  if (!writes) return false;
   if (copy.as_of == writes) return true;
   if (std::exchange(copy.seen, writes) != writes) return false;
   fetch_from_memory(source, 0, copy.bytes.get(), source.stored_bytes());

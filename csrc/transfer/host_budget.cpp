@@ -1,11 +1,15 @@
 #include "transfer/host_budget.h"
 
+#include <bit>
+
 namespace dynswap {
 
 std::shared_ptr<void> HostBudget::charge(const std::shared_ptr<HostBudget>& budget, std::size_t bytes) {
-  const std::lock_guard lock(budget->mutex_);
-  if (bytes > budget->locked_) return nullptr;
-  budget->locked_ -= bytes;
+  {
+    const std::lock_guard lock(budget->mutex_);
+    if (bytes > budget->locked_) return nullptr;
+    budget->locked_ -= bytes;
+  }
   return {budget.get(), [budget, bytes](void*) {
             const std::lock_guard back(budget->mutex_);
             budget->locked_ += bytes;
@@ -15,6 +19,7 @@ std::shared_ptr<void> HostBudget::charge(const std::shared_ptr<HostBudget>& budg
 std::shared_ptr<PinnedCopy> HostBudget::copy_of(const std::shared_ptr<HostBudget>& budget,
                                                 const std::byte* address, std::size_t bytes,
                                                 const std::function<std::shared_ptr<PinnedCopy>()>& make) {
+  const std::size_t taken = std::bit_ceil(bytes);
   {
     const std::lock_guard lock(budget->mutex_);
     std::erase_if(budget->copies_, [](const auto& entry) { return entry.second.expired(); });
@@ -22,14 +27,14 @@ std::shared_ptr<PinnedCopy> HostBudget::copy_of(const std::shared_ptr<HostBudget
     if (found != budget->copies_.end()) {
       if (auto known = found->second.lock()) return known;
     }
-    if (bytes > budget->copied_) return nullptr;
-    budget->copied_ -= bytes;
+    if (taken > budget->copied_) return nullptr;
+    budget->copied_ -= taken;
   }
-  const std::shared_ptr<void> copied(budget.get(), [budget, bytes](void*) {
+  const std::shared_ptr<void> copied(budget.get(), [budget, taken](void*) {
     const std::lock_guard back(budget->mutex_);
-    budget->copied_ += bytes;
+    budget->copied_ += taken;
   });
-  const std::shared_ptr<void> locked = charge(budget, bytes);
+  const std::shared_ptr<void> locked = charge(budget, taken);
   if (!locked) return nullptr;
   struct Counted {
     std::shared_ptr<void> copied, locked;

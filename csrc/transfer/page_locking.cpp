@@ -105,12 +105,12 @@ class Pinning {
     const std::string why = locker_.locks_nothing();
     if (!why.empty()) {
       if (refused_bytes_ + shared_bytes_ > all_bytes / kUnsaidPart) {
-        text
-            << refused_bytes_ + shared_bytes_
-            << " bytes of weights go to the device through a small pinned buffer, which is slower: " << why
-            << ", and there is no room for page-locked copies of them. Give them room (pin='24GiB'), pin the "
-               "masters yourself (Tensor.pin_memory), or pass pin=False to install() to accept this without "
-               "this warning";
+        text << refused_bytes_ + shared_bytes_
+             << " bytes of weights go to the device through a small pinned buffer, which is slower: " << why
+             << ", and " << reason_
+             << ". Pin the masters yourself (Tensor.pin_memory), or pass pin=False to install() to accept "
+                "this "
+                "without this warning";
       }
       return text.str();
     }
@@ -163,18 +163,40 @@ class Pinning {
     return std::make_shared<Locked>(std::move(charge), std::move(lock));
   }
 
+  /// Null, and why in `reason_`, if there is none.
+  std::shared_ptr<PinnedCopy> copy_with_watch(const Source& source) {
+    const auto watch = std::make_shared<MemoryWatch>(source);
+    if (!watch->exact()) {
+      reason_ = "the system does not tell of all writes to them, which a page-locked copy takes";
+      return nullptr;
+    }
+    auto copy = std::make_shared<PinnedCopy>();
+    copy->bytes = locker_.allocate(source.stored_bytes(), reason_);
+    copy->writes = [watch]() -> std::optional<std::uint64_t> {
+      const std::uint64_t writes = watch->writes();
+      return watch->exact() ? std::optional(writes) : std::nullopt;  // the watch may be lost
+    };
+    return copy->bytes ? copy : nullptr;
+  }
+
   /// Gives a large master a copy, where nothing is locked in place and every write to the master is seen.
   bool has_copy(Lockable& item) {
     const SourcePtr source = item.source;
-    if (locker_.locks_nothing().empty() || source->mapped) return false;
-    const std::size_t bytes = source->stored_bytes();
-    const auto copy = HostBudget::copy_of(budget_, source->address, bytes, [&] {
-      const auto watch = std::make_shared<MemoryWatch>(*source);
-      auto made = watch->exact() ? std::make_shared<PinnedCopy>() : nullptr;
-      if (made) made->bytes = locker_.allocate(bytes, reason_);
-      if (made) made->writes = [watch] { return watch->writes(); };
-      return made && made->bytes ? made : nullptr;
+    if (locker_.locks_nothing().empty()) return false;
+    if (source->mapped) {
+      reason_ = "they are mapped from files";
+      return false;
+    }
+    bool has_room = false;
+    const auto copy = HostBudget::copy_of(budget_, source->address, source->stored_bytes(), [&] {
+      has_room = true;
+      return copy_with_watch(*source);
     });
+    if (!copy && !has_room) {
+      over_budget_ = budget_->named();
+      reason_ =
+          "page-locked copies of them would take more than half of the free RAM (pin='24GiB' allows more)";
+    }
     if (!copy) return false;
     Source& changed = replace(item);
     changed.pinned = true;

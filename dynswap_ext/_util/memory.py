@@ -49,7 +49,7 @@ def parse_bytes(given: int | float | str, option: str = "budget") -> int | float
         number = parse_amount(given, _BYTES)
     # A float that is small and no fraction is a mistake: 6.5, in GiB perhaps.
     elif isinstance(given, int) or (isinstance(given, float) and (given >= 1024 or given.is_integer())):
-        number = float(given)
+        number = float(given) if given < 1 << 1000 else math.inf
     if isinstance(given, bool) or not math.isfinite(number) or number < 1:
         raise ConfigError(
             f"{option} is {given!r}; expected a number of bytes (6_000_000_000), a string ('6GiB', '512 MB', "
