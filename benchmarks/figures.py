@@ -18,6 +18,7 @@ import argparse
 import json
 import re
 import sys
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -114,7 +115,8 @@ def _shown(value: float) -> str:
 def _run(name: str) -> list[str]:
     record = read(name)
     machine, versions = record["machine"], record["versions"]
-    gpus = ", ".join(machine["accelerators"]) or "no GPU"
+    named = Counter(machine["accelerators"]).items()
+    gpus = ", ".join(name if count == 1 else f"{count} x {name}" for name, count in named) or "no GPU"
     return [
         f"[{name}.json](../benchmarks/results/{name}.json): `{record['command']}`, {record['date'][:10]}, "
         f"{machine['cores']} cores of {machine['processor']}, {gpus}, {machine['system'].split('-')[0]}, "

@@ -48,7 +48,7 @@ _MODELS = {
     "FLUX.1 transformer, 1024 x 1024": lambda: shapes.flux_1(4096),
     "SDXL UNet, 1024 x 1024": lambda: shapes.sdxl_unet(128),
 }
-#: Each bus with a GPU of its time.
+#: Each bus speed with a GPU of its generation.
 _BUSES = {25e9: MACHINES[0], 55e9: MACHINES[1]}
 
 
@@ -84,7 +84,7 @@ def install_over(stack: ExitStack, backend: str, layout: str) -> tuple[nn.Module
 
 
 def count_calls(record: Record, layout: str) -> float:
-    """Count what a pass asks of the device, in the steady state. Returns the weights that it copies."""
+    """Count what a pass asks of the device in the steady state. Return how many weights it copies."""
     passes = 4
     streamed = 0.0
     for backend in _BACKENDS:
@@ -121,7 +121,7 @@ def count_calls(record: Record, layout: str) -> float:
 
 
 def time_passes(models: dict[str, nn.Module], passes: int) -> dict[str, dict[str, list[float]]]:
-    """CPU and wall seconds of passes, in turn."""
+    """Return the CPU and wall seconds of passes. The models take turns."""
     taken: dict[str, dict[str, list[float]]] = {name: {"cpu": [], "wall": []} for name in models}
     with torch.inference_mode():
         for model in models.values():
@@ -143,7 +143,7 @@ def time_passes(models: dict[str, nn.Module], passes: int) -> dict[str, dict[str
 
 
 def time_host(record: Record, streamed: dict[str, float], passes: int) -> dict[str, float]:
-    """Time passes, and return the seconds that each backend takes for a streamed weight: the most of all."""
+    """Time passes. Return the seconds that each backend takes for a streamed weight, in the worst case."""
     most = dict.fromkeys(_BACKENDS, 0.0)
     for layout, (count, weight_bytes, _) in _LAYOUTS.items():
         for ahead in _AHEAD:
@@ -173,7 +173,7 @@ def time_host(record: Record, streamed: dict[str, float], passes: int) -> dict[s
 
 
 def slowdown(weights: list[tuple[str, int, float, int]], machine: Machine, host: float, passes: int) -> float:
-    """Per cent that a pass takes longer than with a host that takes no time for weights; the worst budget."""
+    """Return by how many per cent the host's time for weights makes a pass longer, at the worst budget."""
     total = sum(nbytes for _, nbytes, _, _ in weights)
     slower = []
     for budget in (0, total // 8, total // 4, total // 2):

@@ -1,4 +1,4 @@
-"""Gives a benchmark the tests' pretend GPU. Import it before torch is imported."""
+"""Give a benchmark the tests' pretend GPU. Import it before torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "devic
 
 import pretend_cuda
 
-#: Why there is none here; empty if there is one.
+#: Why there is no pretend GPU here; empty if there is one.
 unavailable = ""
 try:
     pretend_cuda.activate()

@@ -63,8 +63,8 @@ class BackendInfo:
     cuda: bool
     compiler: str | None
     devices: tuple[str, ...]
-    #: What torch has for that device, where its own streams serve it and its driver was asked: "a stream for
-    #: copies", "pinned memory", "page-locking". What is missing makes it slower, not wrong.
+    #: What torch has for that device: "a stream for copies", "pinned memory", "page-locking". What is missing
+    #: makes copies slower, not wrong. None unless torch's streams serve the device and its driver was asked.
     offers: tuple[str, ...] | None = None
 
     def __str__(self) -> str:
@@ -149,8 +149,12 @@ def backend_info(*, ask_driver: bool | None = None) -> BackendInfo:
     """Say which provider is active, and why. Warns about nothing.
 
     A process that has woken the CUDA driver cannot be forked for work with CUDA. So CUDA devices are those
-    that NVML lists, and whether the extension can use them is asked only with `ask_driver`, or if CUDA is in
-    use already. (Where there is a driver and no NVML, torch itself asks the driver how many there are.)
+    that NVML lists. (Where there is a driver and no NVML, torch itself asks the driver how many there are.)
+
+    Parameters
+    ----------
+    ask_driver
+        Whether to ask the driver if the extension can use the device. Default: if CUDA is in use already.
     """
     extension = _extension()
     asked = provider_from_environment()
@@ -179,7 +183,7 @@ def backend_info(*, ask_driver: bool | None = None) -> BackendInfo:
 
 
 def _offered(extension: _Extension, device: torch.device) -> tuple[str, ...]:
-    """Return what torch has for a device, in words."""
+    """Return what torch has for a device, in the words of `BackendInfo.offers`."""
     has = extension.module.capabilities(device)
     words = {
         "copy_stream": "a stream for copies",

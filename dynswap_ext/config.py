@@ -8,6 +8,7 @@ DYNSWAP_PROVIDER : {"auto", "native", "python"}
 DYNSWAP_ENGINE_BACKEND : {"auto", "cuda", "torch", "host"}
     How the native provider copies to an accelerator. ``cuda`` calls the CUDA runtime, where the extension was
     built with it; ``torch`` uses torch's own streams. ``auto`` (the default) takes ``cuda`` where it can.
+    ``host`` is for the CPU alone.
 DYNSWAP_LOG : {"debug", "info", "warning", "error", "off"}
     Logs to stderr from that level on. Default: the logger "dynswap_ext" is silent, unless the program
     configures it.
@@ -35,7 +36,7 @@ from dynswap_ext.errors import ConfigError
 
 #: The rest is left for other memory that may grow.
 _AUTO_PAGE_CACHE: Final = 0.8
-#: Of the free RAM. Masters of a model that fits the other half have a copy each, and the system some room.
+#: Of the free RAM: the rest is left for other memory.
 _PINNED_COPIES: Final = 0.5
 
 PROVIDERS: Final = ("auto", "native", "python")
@@ -57,7 +58,7 @@ class Options:
     automatic: bool
     #: Bytes of masters in RAM that may be page-locked; 0: none.
     pin: int
-    #: Bytes of them that may be page-locked copies, where the device reads no others.
+    #: How many of them may be copies of large masters, on devices for which nothing is locked in place.
     pinned_copies: int
     #: Bytes of checkpoint files that may stay in the page cache.
     page_cache: int
@@ -230,7 +231,7 @@ def _part_of_ram(fraction: float) -> int:
 
 
 def _amount_of_ram(option: str, given: bool | int | float | str) -> int:
-    """Bytes of an amount, of a fraction of the free RAM, of all there is (True), or of nothing (False)."""
+    """Return the bytes of an amount or of a share of the free RAM; all there is for True, and 0 for False."""
     if isinstance(given, bool):
         return sys.maxsize if given else 0
     amount = parse_bytes(given, option)

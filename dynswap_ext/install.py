@@ -64,7 +64,7 @@ def install(
         How much of the masters in RAM may be page-locked, so that an accelerator can read them directly:
         everything (True), nothing (False), or an amount as for `page_cache`. They are locked where they lie.
         A device for which torch cannot do that reads page-locked copies, which by default take up to half of
-        the free RAM. What is not page-locked goes through a small pinned buffer.
+        the free RAM. Masters that are not page-locked go through a small pinned buffer.
     page_cache : bool, int, float, str or "auto"
         How much of the checkpoint files may enter the system's page cache, which is read at the speed of
         memory: everything (True), nothing (False: the engine's reads do not grow the cache), or an amount

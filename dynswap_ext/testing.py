@@ -33,7 +33,7 @@ def moved(model: ModuleT, device: torch.device | str = "cpu", dtype: torch.dtype
     places = [(module, key, p) for module in copied.modules() for key, p in module._parameters.items()]
     copied.to(device=device, dtype=dtype)
     if torch.device(device).type == torch._C._get_privateuse1_backend_name():
-        # There `to()` replaces a parameter in each place that it has, which unties it.
+        # There `to()` makes a new parameter for each module that has one, which unties it.
         firsts: dict[int, nn.Parameter | None] = {}
         for module, key, before in places:
             module._parameters[key] = firsts.setdefault(id(before), module._parameters[key])

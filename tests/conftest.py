@@ -44,7 +44,7 @@ from dynswap_ext import _provider, testing
 from dynswap_ext import config as dynswap_config
 from gpu_under_test import Gpu
 
-#: The type of device beside the CPU: "cuda", or that of the pretend device.
+#: The type of device besides the CPU: "cuda", or that of the pretend device.
 ACCELERATOR = pretend_cuda.device_type()
 accelerator = torch.get_device_module(ACCELERATOR)
 ON_CPU, ON_DEVICE = ("python", "native-host"), (f"python-{ACCELERATOR}", f"native-{ACCELERATOR}")

@@ -50,7 +50,7 @@ class Gpu:
 
     def __init__(self, provider: Any) -> None:
         self.provider = provider
-        self._torch: Any = torch.get_device_module(provider.device)
+        self._module: Any = provider.device_module
         self._ballast: tuple[Tensor, Tensor] | None = None
 
     @property
@@ -87,31 +87,31 @@ class Gpu:
     # Streams ------------------------------------------------------------------------------------------
 
     def new_stream(self) -> Any:
-        return self._torch.Stream(self.device)
+        return self._module.Stream(self.device)
 
     def on(self, stream: Any) -> AbstractContextManager[Any]:
-        return self._torch.stream(stream)
+        return self._module.stream(stream)
 
     def follow(self, stream: Any) -> None:
         """Let the current stream wait for all that is queued on another."""
-        self._torch.current_stream(self.device).wait_stream(stream)
+        self._module.current_stream(self.device).wait_stream(stream)
 
     def wait_for_default(self, stream: Any) -> None:
         """Let a stream wait for all that is queued on the default one."""
-        stream.wait_stream(self._torch.default_stream(self.device))
+        stream.wait_stream(self._module.default_stream(self.device))
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
 
     def record(self) -> Any:
         """An event on the current stream."""
-        event = self._torch.Event()
-        event.record(self._torch.current_stream(self.device))
+        event = self._module.Event()
+        event.record(self._module.current_stream(self.device))
         return event
 
     def delay(self, milliseconds: float) -> None:
         """Let the current stream do nothing for a while; the host goes on."""
-        self._torch._sleep(int(milliseconds * _CYCLES_A_MILLISECOND))
+        self._module._sleep(int(milliseconds * _CYCLES_A_MILLISECOND))
 
     def congest(self) -> None:
         """Keep the bus busy: copies that are asked for from here on arrive late."""
@@ -124,11 +124,11 @@ class Gpu:
                 there.copy_(here, non_blocking=True)
 
     def synchronise(self) -> None:
-        self._torch.synchronize(self.device)
+        self._module.synchronize(self.device)
 
     def done(self) -> None:
         """Wait for the current stream alone."""
-        self._torch.current_stream(self.device).synchronize()
+        self._module.current_stream(self.device).synchronize()
 
     @contextmanager
     def silent(self) -> Iterator[None]:
@@ -145,26 +145,26 @@ class Gpu:
     # Memory -------------------------------------------------------------------------------------------
 
     def allocated(self) -> int:
-        return self._torch.memory_allocated(self.device)
+        return self._module.memory_allocated(self.device)
 
     @contextmanager
     def peak(self) -> Iterator[Peak]:
         """Measure a block."""
         self.synchronise()
-        self._torch.reset_peak_memory_stats(self.device)
+        self._module.reset_peak_memory_stats(self.device)
         before, found = self.allocated(), Peak()
         yield found
         self.synchronise()
-        found.bytes = self._torch.max_memory_allocated(self.device) - before
+        found.bytes = self._module.max_memory_allocated(self.device) - before
 
     @contextmanager
     def room_for(self, size: int) -> Iterator[None]:
         """Let torch's allocator take that many bytes more, and refuse the rest."""
-        self._torch.empty_cache()
-        total = self._torch.mem_get_info(self.device)[1]
-        share = (self._torch.memory_reserved(self.device) + size) / total
-        self._torch.set_per_process_memory_fraction(share, self.device)
+        self._module.empty_cache()
+        total = self._module.mem_get_info(self.device)[1]
+        share = (self._module.memory_reserved(self.device) + size) / total
+        self._module.set_per_process_memory_fraction(share, self.device)
         try:
             yield
         finally:
-            self._torch.set_per_process_memory_fraction(1.0, self.device)
+            self._module.set_per_process_memory_fraction(1.0, self.device)

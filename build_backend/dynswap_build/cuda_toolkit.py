@@ -58,7 +58,7 @@ def find_toolkit() -> Toolkit:
 
 
 def package_requirement(*, torch_is_installed: bool) -> str:
-    """Return the requirement that brings a toolkit: of the CUDA that torch runs with, if that is known.
+    """Return the requirement that installs a toolkit: of the CUDA that torch runs with, if that is known.
 
     The driver that serves torch then serves the extension. A GPU build of torch from PyPI requires the
     package in one version, without the extra that has nvcc.

@@ -39,7 +39,7 @@ from dynswap_build.installed_torch import REQUIREMENT, exact_requirement
 ROOT = Path(__file__).resolve().parents[2]
 #: The longest to compile first: compilers are started in this order.
 FOLDERS = ("bindings", "accelerator", "core", "io", "platform", "transfer", "host", "sim")
-#: What the package needs beside torch.
+#: What the package needs besides torch.
 REQUIREMENTS = ("rich>=13",)
 #: The CPython releases that the bindings are known to hold for: csrc/bindings/cpython.h, which checks it too.
 PYTHONS = ((3, 10), (3, 13))
@@ -162,7 +162,7 @@ def _extension(toolkit: Toolkit | None, torch_version: str, cpp_extension: Any) 
     macros: list[tuple[str, str | None]] = [
         # Without it torch's headers declare all operators where they need one.
         ("AT_PER_OPERATOR_HEADERS", None),
-        # Nothing reads it. After an update of torch in place, commands differ, and ninja runs them again.
+        # No source reads it. After an update of torch it changes the commands, so ninja runs them again.
         ("DYNSWAP_BUILT_FOR_TORCH", torch_version),
     ]
     if toolkit:
@@ -196,7 +196,7 @@ def _gcc_flags(foreign: list[str], *, strict: bool) -> tuple[list[str], list[str
 
 
 def _msvc_flags(foreign: list[str], *, strict: bool) -> tuple[list[str], list[str], list[str]]:
-    """Return the same for Microsoft's compiler, with which nothing here has been compiled yet."""
+    """Return those for Microsoft's compiler. Nothing has been compiled with them yet."""
     cxx = ["/std:c++20", "/O2", "/EHsc", "/permissive-", "/utf-8", "/bigobj", "/DNOMINMAX"]
     cxx += ["/W3", "/external:W0", *(f"/external:I{path}" for path in foreign)]
     nvcc = ["-std=c++20", "-O3", "-Xcompiler=/W3,/EHsc,/permissive-,/utf-8"]

@@ -15,7 +15,7 @@ from pathlib import Path
 _OLDEST = (2, 11)
 _NEWEST = (2, 15)
 
-#: The range of what can be built against, and of what pure Python runs with.
+#: The versions that the extension can be built against, and that pure Python runs with.
 REQUIREMENT = f"torch>={_OLDEST[0]}.{_OLDEST[1]},<{_NEWEST[0]}.{_NEWEST[1] + 1}"
 
 _PROBE = """
@@ -37,7 +37,7 @@ def supported(version: str) -> bool:
 def exact_requirement() -> str:
     """Return the requirement of an extension that is built now: the minor version of torch that is here.
 
-    With another one it would not be loaded. Where torch is still to come, the range is all that is known.
+    The extension cannot be loaded with another one. If torch is not installed yet, it is the whole range.
     """
     try:
         major, minor = importlib.metadata.version("torch").split(".")[:2]

@@ -1,4 +1,4 @@
-"""What the memory of a device, and torch's allocator for it, tell."""
+"""Memory of an accelerator: what its driver and torch's allocator report."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 from dynswap_ext.errors import ConfigError
 
-#: By what `torch.accelerator` calls a figure: what it is called in the device's own module (`torch.xpu`).
+#: Names of functions in `torch.accelerator`, and in the device's own module (`torch.xpu`) where that differs.
 _OWN_NAMES: Final = {"get_memory_info": "mem_get_info"}
 
 
 class DeviceMemory:
     """The memory figures of an accelerator, in bytes.
 
-    `torch.accelerator` is asked first. It knows the allocators that derive from torch's own class; for others
-    the device's module is asked, where they have always had these functions.
+    `torch.accelerator` is asked first. It serves devices whose allocator derives from torch's own class.
+    Other devices have these functions in their own module.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -27,7 +27,7 @@ class DeviceMemory:
         return int(self._ask("get_memory_info")[0] + self._ask("memory_reserved")) - self.allocated()
 
     def total(self) -> int:
-        """Return how much there is."""
+        """Return how much memory the device has."""
         return int(self._ask("get_memory_info")[1])
 
     def allocated(self) -> int:
@@ -39,7 +39,7 @@ class DeviceMemory:
         return int(self._ask("max_memory_allocated"))
 
     def reset_peak(self) -> None:
-        """Begin to measure the peak anew."""
+        """Set the peak to what is given out now."""
         self._ask("reset_peak_memory_stats")
 
     def _ask(self, name: str) -> Any:

@@ -29,10 +29,10 @@ class MemoryProfile(Printable):
     #: In the order in which they began.
     calls: tuple[Call, ...]
     device: torch.device
-    #: "torch.cuda" (or the like: the statistics of torch's allocator for the device), or "storages".
+    #: "torch.cuda", "torch.xpu" and so on (the statistics of torch's allocator there), or "storages".
     measured: str
-    #: Bytes on the device before the forward. Of torch's allocator: all that it had given out.
-    #: Else: the inputs, and the weights (of an install: the arena, residents, and masters that are in place).
+    #: Bytes on the device before the forward: all that torch's allocator had given out, or, for "storages",
+    #: the inputs and the weights (of an install: the arena, residents, and masters that are in place).
     base_bytes: int
     #: Paths of modules that were not called, and nothing in them.
     not_called: tuple[str, ...]

@@ -20,7 +20,7 @@ def pinned(model: nn.Module) -> list[bool]:
 
 @pytest.mark.parametrize("pin", [True, False])
 def test_masters_are_locked_in_place(gpu: Gpu, pin: bool | str) -> None:
-    only_cuda_has("locks in place")
+    only_cuda_has("page-locking in place")
     model = Exact().eval()
     addresses = [p.data_ptr() for p in model.parameters()]
     values = [p.detach().clone() for p in model.parameters()]
@@ -68,7 +68,7 @@ def test_what_the_user_pinned_stays_pinned(gpu: Gpu) -> None:
 
 def test_two_models_share_masters(gpu: Gpu) -> None:
     """The pages stay locked until the last of them is uninstalled."""
-    only_cuda_has("locks in place")
+    only_cuda_has("page-locking in place")
     models = [Exact(layers=3).eval() for _ in range(2)]
     for left, right in zip(models[0].layers, models[1].layers, strict=True):
         right.weight = left.weight
@@ -101,7 +101,7 @@ def test_a_replaced_master_is_streamed_from_its_new_place(gpu: Gpu) -> None:
 
 def test_errors_of_a_refused_registration_are_not_left_behind(gpu: Gpu) -> None:
     """Memory that cannot be locked (here: it is already, by the user) streams all the same."""
-    only_cuda_has("locks in place")
+    only_cuda_has("page-locking in place")
     model = Exact(layers=3).eval()
     cudart = torch.cuda.cudart()
     masters = list(model.parameters())

@@ -124,7 +124,7 @@ def test_casts_are_torchs(gpu: Gpu, dtype: torch.dtype, pinned: bool, tmp_path: 
 
 
 def test_a_refused_registration_is_said_once(gpu: Gpu) -> None:
-    only_cuda_has("locks in place")
+    only_cuda_has("page-locking in place")
     if not pretend_cuda.active():
         pytest.skip("takes a runtime that can be told to refuse")
     pretend_cuda.faults().register_at_most = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-import benchmark_scripts  # noqa: F401  (the folder that the next three are in)
+import benchmark_scripts  # noqa: F401  (finds the next three)
 from conftest import skip_or_fail
 from dynswap_ext import _provider
 

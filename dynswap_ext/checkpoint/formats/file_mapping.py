@@ -53,7 +53,7 @@ def map_file(path: Path, descriptor: int, size: int) -> torch.UntypedStorage:
 # mapping that may be written to, and has no flag against that.
 
 _HAS_FLAGS = hasattr(mmap, "MAP_PRIVATE")
-_COMMITMENT_LIMIT = 1455  # of Windows: RAM and page file are promised to others
+_COMMITMENT_LIMIT = 1455  # of Windows (ERROR_COMMITMENT_LIMIT): RAM and page file are promised to others
 
 if _HAS_FLAGS:
     _FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.10 has no name for it

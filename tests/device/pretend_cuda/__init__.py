@@ -6,8 +6,8 @@
 - "no-toolkit": the same devices as they are without a CUDA toolkit. `dynswap_ext._C` has no CUDA backend.
 - "privateuse1": devices of the type "pretend", as the makers of other accelerators register theirs.
 
-From then on ``torch.cuda``, or ``torch.pretend``, stands on the machine in ``tests/device``, which is
-crueller than a GPU (Note [Crueller than a GPU] in machine.h).
+From then on ``torch.cuda``, or ``torch.pretend``, runs on the machine in ``tests/device``, which is crueller
+than a GPU (Note [Crueller than a GPU] in machine.h).
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def device_type() -> str:
 
 
 def has_toolkit() -> bool:
-    """Whether the extension has its CUDA backend there."""
+    """Whether the extension has its CUDA backend on this kind of device."""
     return _build.wanted().toolkit
 
 
