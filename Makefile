@@ -40,6 +40,8 @@ OTHER_PYTHON ?= 3.13
 WHEEL_TORCH ?= 2.13
 REPAIR := $(shell sed -n 's/^repair-wheel-command = "\(.*\) -w .*/\1/p' pyproject.toml)
 WHEEL_TESTS := $(shell sed -n 's/^ *"python -m pytest .*no:cacheprovider \(.*\)",/\1/p' pyproject.toml | sed 's/{project}.//g')
+# Not in the tree: it has a link to /, which setuptools would follow through all files of the machine.
+WINE_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/dynswap-wine
 MATRIX_ARGS ?=
 export DYNSWAP_CUDA DYNSWAP_WERROR DYNSWAP_UNITY
 
@@ -138,7 +140,8 @@ sanitize: build/address/.built build/thread/.built
 ## make windows        the C++ tests for Windows: compiled with MinGW-w64, and run under Wine where there is one
 windows: build/windows/.built
 	@if command -v wine > /dev/null; then \
-	  WINEDEBUG=-all WINEPREFIX=$(abspath build/wine) $(CTEST) --test-dir build/windows --output-on-failure; \
+	  mkdir -p $(WINE_FOLDER); \
+	  WINEDEBUG=-all WINEPREFIX=$(WINE_FOLDER) $(CTEST) --test-dir build/windows --output-on-failure; \
 	else \
 	  echo "compiled, and not run: there is no wine here"; \
 	fi
