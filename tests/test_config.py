@@ -151,14 +151,14 @@ def test_defaults() -> None:
 
 def test_pinned_memory_is_bounded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "free_bytes", lambda device: 1 << 30)
-    for given, (pinned, copies) in {
+    for pin, (pinned, copies) in {
         True: (sys.maxsize, 1 << 29),
         False: (0, 0),
         "24GiB": (24 << 30, 24 << 30),
         0.25: (1 << 28, 1 << 28),
         2**64: (sys.maxsize, sys.maxsize),
     }.items():
-        options = config.resolve(device="cpu", pin=given)
+        options = config.resolve(device="cpu", pin=pin)
         assert (options.pin, options.pinned_copies) == (pinned, copies)
 
 

@@ -10,21 +10,22 @@
 
 namespace dynswap {
 
-/// Differs from device to device. Asked of the device itself, as no table of ours could know every device
-/// that torch will ever have. What it does not answer for counts as absent, which is always safe.
+/// What differs between devices. The device itself is asked, as no table of ours could know every device that
+/// torch will ever have. What it does not answer for counts as absent, which is always safe.
 struct Capabilities {
-  /// Why torch's streams and events cannot serve it; empty if they can, and only then the others are asked.
+  /// Why torch's streams and events cannot serve the device; empty if they can. Only then are the others
+  /// asked for.
   std::string obstacle;
-  /// A stream beside the default one. Else copies and operators take turns.
+  /// Whether there is a stream besides the default one. Else copies and operators take turns.
   bool copy_stream = false;
-  /// Host memory from which copies are asynchronous. Else each waits for the one before.
+  /// Whether there is host memory from which copies are asynchronous. Else each waits for the one before.
   bool pinned_memory = false;
   /// Whether masters are page-locked where they lie. Else the small ones have page-locked copies, and so have
   /// the large ones as far as the host's memory goes.
   bool page_locking = false;
 };
 
-/// Initialises the device's driver.
+/// Asks the device. Initialises its driver.
 Capabilities capabilities_of(const c10::Device& device, const HostRegister& host_register);
 
 /// A stream for copies alone, of high priority where the device has priorities; the stream of the operators

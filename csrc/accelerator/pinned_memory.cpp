@@ -82,7 +82,7 @@ std::shared_ptr<std::byte> staging_memory(const c10::Device& device, bool pinned
 }
 
 std::string pin_through_torch(const c10::Device& device, const HostRegister& host_register,
-                              const std::shared_ptr<HostBudget>& budget, std::vector<Lockable>& items) {
+                              const std::shared_ptr<PinnedBudget>& budget, std::vector<Lockable>& items) {
   if (!has_pinned_memory(device)) {
     return "torch has no pinned memory for devices of the type '" +
            c10::DeviceTypeName(device.type(), /*lower_case=*/true) +

@@ -180,7 +180,7 @@ EventPtr TorchBackend::copy(CopyRequest request) {
   const Counted counted(copying_);
   if (closed_) throw ClosedError("the backend is closed");
   reap();
-  settle_copies(request);
+  refresh_pinned_copies(request);
   auto copied = std::make_shared<TorchEvent>(events_, clock());
   const bool staged = needs_of(request, /*device_casts=*/true).staging;
   bool later = staged;

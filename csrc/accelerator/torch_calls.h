@@ -11,7 +11,8 @@
 
 namespace dynswap {
 
-/// By which streams and events are made. Throws c10::Error if torch has none for this type of device.
+/// Returns torch's guard for a type of device, which makes streams and events. Throws c10::Error if there is
+/// none.
 inline c10::impl::VirtualGuardImpl guard_of(const c10::Device& device) {
   return c10::impl::VirtualGuardImpl(device.type());
 }

@@ -42,7 +42,7 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
 }
 
 std::string pin_items(const at::Device& device, const std::string& backend,
-                      const std::shared_ptr<HostBudget>& budget, std::vector<Lockable>& items) {
+                      const std::shared_ptr<PinnedBudget>& budget, std::vector<Lockable>& items) {
   if (linked_cuda != nullptr && backend == "cuda")
     return linked_cuda->pin_masters(device.index(), budget, items);
   if (backend == "torch") return pin_through_torch(device, host_register_for(device), budget, items);

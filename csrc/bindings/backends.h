@@ -21,7 +21,7 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
 /// Page-locks for the backend of this name on `device`. No effect for backends that do not page-lock. Without
 /// the GIL. Returns what is to be told the user.
 std::string pin_items(const at::Device& device, const std::string& backend,
-                      const std::shared_ptr<HostBudget>& budget, std::vector<Lockable>& items);
+                      const std::shared_ptr<PinnedBudget>& budget, std::vector<Lockable>& items);
 
 /// Of the CUDA runtime that is linked, "13.0" for instance; empty in a build without CUDA.
 std::string cuda_version();

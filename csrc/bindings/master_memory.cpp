@@ -56,7 +56,7 @@ std::shared_ptr<const void> MasterMemory::hold(const c10::Storage& storage) {
 }
 
 std::string MasterMemory::pin(const at::Device& device, const std::string& backend,
-                              const std::shared_ptr<HostBudget>& budget, std::vector<SourcePtr>& sources) {
+                              const std::shared_ptr<PinnedBudget>& budget, std::vector<SourcePtr>& sources) {
   // Held once more for the time without the GIL, in which another thread may end() this.
   struct Candidate {
     std::shared_ptr<HeldBytes> bytes;

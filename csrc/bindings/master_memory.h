@@ -11,7 +11,7 @@
 
 #include "core/held_bytes.h"
 #include "core/source.h"
-#include "transfer/host_budget.h"
+#include "transfer/pinned_budget.h"
 
 namespace dynswap {
 
@@ -34,7 +34,7 @@ class MasterMemory {
   /// Page-locks the sources for the backend of this name as far as it may be, and replaces them by ones that
   /// say so. Returns what is to be told the user. Their owners are from hold().
   std::string pin(const at::Device& device, const std::string& backend,
-                  const std::shared_ptr<HostBudget>& budget, std::vector<SourcePtr>& sources);
+                  const std::shared_ptr<PinnedBudget>& budget, std::vector<SourcePtr>& sources);
 
   /// Unlocks all, and leaves the storages as they were. Only once no copy reads them any more.
   void end() noexcept;

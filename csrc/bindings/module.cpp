@@ -65,6 +65,7 @@ py::dict capabilities(const c10::Device& device) {
   dict["page_locking"] = found.page_locking;
   return dict;
 }
+
 #ifdef _MSC_VER
 constexpr const char* kCompiler = "Microsoft's";
 #else
@@ -245,14 +246,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       py::arg("backend") = "cuda", py::arg("at_once") = std::set<std::uint64_t>(),
       py::arg("host") = py::none(),
       "Runs the engine on a virtual clock. weights: (name, bytes, compute seconds, unit) in the order of "
-      "use; "
-      "budget in bytes (0: only what prefetch needs); bandwidth in bytes a second; latency in seconds a "
-      "copy; "
-      "placement: residents spread evenly (\"even\"), or by what they save (\"timed\"); places: for each "
-      "weight that is mapped from a file (path, offset, whether it is cast), else None; backend: \"host\" or "
-      "\"cuda\", as which memory is laid out; at_once: the units that a call needs as a whole; host: the "
-      "seconds that the host takes to enqueue a weight's copy, and a module's kernels. It runs ahead, and "
-      "waits at the end of each pass (None: it takes none, and walks with the device).");
+      "use; budget in bytes (0: only what prefetch needs); bandwidth in bytes a second; latency in seconds a "
+      "copy; placement: residents spread evenly (\"even\"), or by what they save (\"timed\"); places: for "
+      "each weight that is mapped from a file (path, offset, whether it is cast), else None; backend: "
+      "\"host\", \"cuda\" or \"torch\", as which memory is laid out; at_once: the units that a call needs as "
+      "a whole; host: the seconds that the host takes to enqueue a weight's copy, and a module's kernels. It "
+      "runs ahead, and waits at the end of each pass (None: it takes no time, and keeps pace with the "
+      "device).");
   m.def("smallest_budget", &smallest_budget, py::arg("weights"), py::arg("places") = Places{},
         py::arg("backend") = "host", py::arg("at_once") = std::set<std::uint64_t>(),
         "The bytes of the smallest budget that works, and the numbers of the weights of the group that needs "

@@ -79,8 +79,8 @@ Session::Session(const at::Device& device, std::optional<at::ScalarType> dtype, 
     : device_(device),
       dtype_(dtype),
       options_(std::move(options)),
-      host_budget_(options_.pin == 0 ? nullptr
-                                     : std::make_shared<HostBudget>(options_.pin, options_.pinned_copies)),
+      pinned_budget_(
+          options_.pin == 0 ? nullptr : std::make_shared<PinnedBudget>(options_.pin, options_.pinned_copies)),
       hooks_(hooks),
       table_(new_table()) {
   if (!device_.is_cpu()) hear_of_record_stream(device_.type());

@@ -209,7 +209,7 @@ class Session : public std::enable_shared_from_this<Session> {
   const at::Device device_;
   const std::optional<at::ScalarType> dtype_;
   SessionOptions options_;
-  const std::shared_ptr<HostBudget> host_budget_;  ///< null: nothing is page-locked
+  const std::shared_ptr<PinnedBudget> pinned_budget_;  ///< null: nothing is page-locked
   const Hooks hooks_;
   std::string backend_;
   std::shared_ptr<const Plan> plan_;    ///< never null; a new one takes its place once it is carried out

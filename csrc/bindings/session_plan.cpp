@@ -41,7 +41,7 @@ struct Session::Draft {
 std::shared_ptr<WeightTable> Session::new_table() const {
   const Keep keep = options_.page_cache_always ? Keep::always : Keep::yes;
   return std::make_shared<WeightTable>(
-      WeightTable::Settings{device_, dtype_, host_budget_, {options_.page_cache, keep}}, hooks_);
+      WeightTable::Settings{device_, dtype_, pinned_budget_, {options_.page_cache, keep}}, hooks_);
 }
 
 std::shared_ptr<Engine> Session::new_engine(const Budget& budget) {

@@ -27,7 +27,7 @@ class WeightTable {
   struct Settings {
     at::Device device;
     std::optional<at::ScalarType> dtype;
-    std::shared_ptr<HostBudget> pin;  ///< null: nothing is page-locked
+    std::shared_ptr<PinnedBudget> pin;  ///< null: nothing is page-locked
     PageCacheShare page_cache;
   };
   /// Weights that travel together (Engine::add_weight()).

@@ -26,12 +26,12 @@ enum class Keep { no, yes, always };
 /// told of. A copy still under way reads the same bytes, unless somebody wrote to the master without waiting
 /// for the pass, which the README's limits forbid for every page-locked master.
 ///
-/// Note [A large master has a page-locked copy]: where the device reads no memory that is page-locked in
-/// place, a large master has a copy too, as far as the host's memory goes. To compare the two would take
-/// longer than the bus, so a count of the writes to the master says whether they are equal. After a write the
-/// master is staged, as if there were no copy; when the next request finds no further write, the copy is
-/// written anew. So training, whose every step writes to all masters, is staged, and inference is not from
-/// its second pass on.
+/// Note [A large master has a page-locked copy]: where masters cannot be page-locked in place for a device, a
+/// large master has a copy too, as far as there is room in the PinnedBudget. Comparing the two would take
+/// longer than the copy to the device, so a count of the writes to the master tells whether they are equal.
+/// After a write the master is staged, as if there were no copy. If the next request finds no further write,
+/// the copy is brought up to date. So masters are staged in training, whose every step writes to all of them,
+/// and in the first pass of inference, but not in its later passes.
 struct PinnedCopy {
   std::shared_ptr<std::byte> bytes;  ///< LOCK: refreshing, to write
   std::mutex refreshing;

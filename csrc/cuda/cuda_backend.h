@@ -9,7 +9,7 @@
 
 #include "core/backend.h"
 #include "core/lockable.h"
-#include "transfer/host_budget.h"
+#include "transfer/pinned_budget.h"
 
 namespace dynswap {
 
@@ -47,18 +47,17 @@ struct CudaOptions {
 std::unique_ptr<Backend> make_cuda_backend(CudaOptions options);
 
 /// Page-locks what lies in plain RAM as far as it may be and the system allows, and replaces those sources by
-/// ones that say so: the master in place where its block may be locked, or is already, and a copy beside it
-/// where it is small. The others stay as they are. Returns a sentence for the user about
-/// those, empty if there is nothing to say. Takes seconds for gigabytes. Throws DeviceError only if there is
-/// no such device.
-std::string pin(int device, const std::shared_ptr<HostBudget>& budget, std::vector<Lockable>& items);
+/// ones that say so: the master in place where its block may be locked, or is already, and a copy where
+/// it is small. The others stay as they are. Returns a sentence for the user about those, empty if there is
+/// nothing to say. Takes seconds for gigabytes. Throws DeviceError only if there is no such device.
+std::string pin(int device, const std::shared_ptr<PinnedBudget>& budget, std::vector<Lockable>& items);
 
 /// How many devices the runtime that is linked finds; 0 where there is none. Throws DeviceError, in CUDA's
 /// words, where it cannot say: a driver too old for the runtime, a process forked from one that had used
 /// CUDA. Makes no context, but wakes the driver: a process forked afterwards cannot use CUDA.
 int cuda_device_count();
 
-/// What csrc/cuda gives to the extension that it is linked into.
+/// The functions of csrc/cuda that the extension calls, if it was linked with them.
 struct LinkedCuda {
   decltype(&make_cuda_backend) make_backend;
   decltype(&pin) pin_masters;
@@ -66,8 +65,8 @@ struct LinkedCuda {
   int runtime_version;  ///< as CUDA counts: 13000 is 13.0
 };
 
-/// Set while the extension is loaded. Null in one without CUDA, which so differs in what is linked, not in
-/// how it is compiled.
+/// Set while the extension is loaded; null in one that was linked without csrc/cuda. So the same objects make
+/// an extension with CUDA and one without.
 inline constinit const LinkedCuda* linked_cuda = nullptr;
 
 }  // namespace dynswap

@@ -92,7 +92,7 @@ class CudaPageLocker final : public PageLocker {
 
 }  // namespace
 
-std::string pin(int device, const std::shared_ptr<HostBudget>& budget, std::vector<Lockable>& items) {
+std::string pin(int device, const std::shared_ptr<PinnedBudget>& budget, std::vector<Lockable>& items) {
   CudaPageLocker locker(device);
   return page_lock(locker, budget, items);
 }

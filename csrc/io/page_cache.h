@@ -1,4 +1,4 @@
-// What of a file shall enter the page cache.
+// Which ranges of a file enter the page cache.
 #pragma once
 
 #include <atomic>

@@ -1,5 +1,5 @@
-// What Windows tells of memory. Everything that it does not tell has an answer that is always right: a range
-// is not known to be private, watched, or mapped from a file.
+// Memory on Windows. Each question that Windows does not answer has an answer that is always safe: a range is
+// not known to be private, watched, or mapped from a file.
 #include "platform/memory.h"
 
 #include <cstring>

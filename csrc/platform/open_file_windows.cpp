@@ -25,7 +25,7 @@ std::wstring wide(const std::string& utf8) {
   return result;
 }
 
-/// The calling thread's, to wait for its reads with.
+/// Returns the event by which the calling thread waits for its reads.
 HANDLE event_of_this_thread() {
   struct Event {
     HANDLE handle = ::CreateEventW(nullptr, /*bManualReset=*/TRUE, FALSE, nullptr);
@@ -37,8 +37,8 @@ HANDLE event_of_this_thread() {
 
 }  // namespace
 
-/// Overlapped, as reads through any other handle wait for one another. Others may write to the file, replace
-/// it and delete it, as on Linux.
+// Overlapped, because reads through any other handle wait for one another. Other processes may write to the
+// file, replace it and delete it, as on Linux.
 OpenFile::OpenFile(const std::string& path)
     : handle_(reinterpret_cast<std::intptr_t>(::CreateFileW(
           wide(path).c_str(), GENERIC_READ, FILE_SHARE_READ | FILE_SHARE_WRITE | FILE_SHARE_DELETE, nullptr,

@@ -5,14 +5,14 @@
 #include <utility>
 
 #include "platform/windows_api.h"
-// after it
+// After windows.h, which it needs.
 #include <psapi.h>
 
 namespace dynswap {
 
 std::uint64_t thread_id() noexcept { return ::GetCurrentThreadId(); }
 
-/// Signals interrupt no thread here.
+// Signals interrupt no thread on Windows.
 std::thread start_thread(const char*, std::function<void()> run) { return std::thread(std::move(run)); }
 
 bool at_fork(void (*)(), void (*)(), void (*)()) noexcept { return true; }

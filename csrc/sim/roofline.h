@@ -29,8 +29,8 @@ struct Layer {
 struct Workload {
   std::vector<Layer> layers;
   Layout layout = kAcceleratorLayout;  ///< of the device
-  /// What the host takes, which runs ahead and waits at the end of each pass. None: it takes no time, and
-  /// walks with the device.
+  /// The time that the host takes. It runs ahead, and waits at the end of each pass. None: it takes no time,
+  /// and keeps pace with the device.
   std::optional<HostTimes> host{};
 };
 

@@ -14,18 +14,17 @@
 
 namespace dynswap::sim {
 
-/// What the host takes to enqueue work. In seconds.
+/// The time that the host takes to enqueue work, in seconds.
 struct HostTimes {
   double weight = 0;  ///< for each weight of a copy, before the copy can begin
   double kernel = 0;  ///< for what a call computes, before it can begin
 };
 
-/// One copy stream and one consumer. By default the host walks with the consumer and takes no time: a copy is
-/// issued, and so begins, no earlier than the consumer's present. With HostTimes the host has a time of its
-/// own, and runs ahead of the consumer until it waits for it.
-/// Copies run one after the other in the order of issue; a step waits for its `after`, and what is behind
-/// it waits too, as on a stream. Memory is addresses and a cap; nothing is ever read or written.
-/// Not thread-safe: one thread, by design.
+/// One copy stream and one consumer. By default the host keeps pace with the consumer and takes no time: a
+/// copy is issued, and so begins, no earlier than the consumer's present. With HostTimes the host has a time
+/// of its own, and runs ahead of the consumer until it waits for it. Copies run one after the other in the
+/// order of issue; a step waits for its `after`, and what is behind it waits too, as on a stream. Memory is
+/// addresses and a cap; nothing is ever read or written. Not thread-safe: one thread, by design.
 class VirtualBackend final : public Backend {
  public:
   /// `latency`: seconds that each copy takes besides its bytes. `layout`: that of the device it stands for.

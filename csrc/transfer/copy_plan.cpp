@@ -42,7 +42,8 @@ const std::byte* in_reach(const Source& source, const Piece& piece) {
   const std::byte* const master = source.address + first;
   if (!source.pinned_copy) return master;
   std::byte* const copy = source.pinned_copy->bytes.get() + first;
-  if (source.pinned_copy->writes) return copy;  // settle_copies() has seen to it
+  // Of a large master: refresh_pinned_copies() has made it current.
+  if (source.pinned_copy->writes) return copy;
   // See Note [A small master has a page-locked copy]
   const std::size_t bytes = piece.count * scalar_size(source.stored);
   const std::lock_guard lock(source.pinned_copy->refreshing);
@@ -50,8 +51,8 @@ const std::byte* in_reach(const Source& source, const Piece& piece) {
   return copy;
 }
 
-/// Whether the device may read the copy of a large master, which is brought up to date if that pays.
-bool is_current(const Source& source) {
+/// Brings the copy of a large master up to date if that pays. Returns whether the device may read it.
+bool refresh(const Source& source) {
   PinnedCopy& copy = *source.pinned_copy;
   const std::lock_guard lock(copy.refreshing);
   const std::optional<std::uint64_t> writes = copy.writes();
@@ -136,14 +137,14 @@ CopyPath copy_path(const Source& source, bool device_casts) noexcept {
   return source.cast() ? CopyPath::cast_after : CopyPath::direct;
 }
 
-void settle_copies(CopyRequest& request) {
+void refresh_pinned_copies(CopyRequest& request) {
   const Source* outdated = nullptr;  // pieces of one source follow each other
   SourcePtr staged;
   for (Step& step : request.steps) {
     for (Piece& piece : step.pieces) {
       const Source& source = *piece.source;
       if (!source.pinned_copy || !source.pinned_copy->writes) continue;
-      if (&source != outdated && is_current(source)) continue;
+      if (&source != outdated && refresh(source)) continue;
       if (&source != outdated) {
         auto unpinned = std::make_shared<Source>(source);
         unpinned->pinned = false;

@@ -37,9 +37,9 @@ constexpr bool device_casts_to(Scalar wanted) noexcept {
 bool cast_by_readers(const Source& source, bool device_casts) noexcept;
 CopyPath copy_path(const Source& source, bool device_casts) noexcept;
 
-/// Stages what has a page-locked copy that is outdated: Note [A large master has a page-locked copy]. Called
-/// once for a request, before the functions below.
-void settle_copies(CopyRequest& request);
+/// Brings the page-locked copies of large masters up to date, or has the masters staged: Note [A large master
+/// has a page-locked copy]. Called once for a request, before the functions below.
+void refresh_pinned_copies(CopyRequest& request);
 
 /// What a request needs: a staging ring, and casts on the device.
 struct CopyNeeds {

@@ -45,11 +45,12 @@ bool tells_bytes_from_pages(PageLocker& locker) {
 
 /// Works out one page_lock().
 class Pinning {
-  /// What counts memory, and what keeps it locked, which goes first.
+  /// The memory's charge to the budget, and what keeps it locked. The latter is released first.
   using Locked = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
 
  public:
-  Pinning(PageLocker& locker, const std::shared_ptr<HostBudget>& budget) : locker_(locker), budget_(budget) {}
+  Pinning(PageLocker& locker, const std::shared_ptr<PinnedBudget>& budget)
+      : locker_(locker), budget_(budget) {}
 
   /// In place, if it may be locked there or is locked already.
   void in_place(Lockable& item) {
@@ -70,7 +71,7 @@ class Pinning {
     }
     if (item.locked || others) {
       replace(item).pinned = true;
-    } else if (!small && !has_copy(item) && !over_budget_) {
+    } else if (!small && !give_copy(item) && !over_budget_) {
       (may_be_locked(item) ? refused_bytes_ : shared_bytes_) += source.stored_bytes();
     }
   }
@@ -80,7 +81,7 @@ class Pinning {
     std::size_t bytes = 0;
     for (const Lockable* item : small) bytes += room(*item);
     if (bytes == 0) return;
-    const std::shared_ptr<void> charge = HostBudget::charge(budget_, bytes);
+    const std::shared_ptr<void> charge = PinnedBudget::charge(budget_, bytes);
     if (!charge) return;
     const std::shared_ptr<std::byte> memory = locker_.allocate(bytes, reason_);
     if (!memory) {
@@ -155,7 +156,7 @@ class Pinning {
   }
 
   std::shared_ptr<void> register_block(const Lockable& item) {
-    std::shared_ptr<void> charge = HostBudget::charge(budget_, item.block_bytes);
+    std::shared_ptr<void> charge = PinnedBudget::charge(budget_, item.block_bytes);
     over_budget_ = !charge;
     if (over_budget_) return nullptr;
     std::shared_ptr<void> lock = locker_.lock(const_cast<std::byte*>(item.block), item.block_bytes, reason_);
@@ -179,8 +180,9 @@ class Pinning {
     return copy->bytes ? copy : nullptr;
   }
 
-  /// Gives a large master a copy, where nothing is locked in place and every write to the master is seen.
-  bool has_copy(Lockable& item) {
+  /// Gives a large master a page-locked copy, where nothing can be locked in place and every write to the
+  /// master is seen. Returns false if it has none.
+  bool give_copy(Lockable& item) {
     const SourcePtr source = item.source;
     if (locker_.locks_nothing().empty()) return false;
     if (source->mapped) {
@@ -188,7 +190,7 @@ class Pinning {
       return false;
     }
     bool has_room = false;
-    const auto copy = HostBudget::copy_of(budget_, source->address, source->stored_bytes(), [&] {
+    const auto copy = PinnedBudget::copy_of(budget_, source->address, source->stored_bytes(), [&] {
       has_room = true;
       return copy_with_watch(*source);
     });
@@ -205,17 +207,17 @@ class Pinning {
   }
 
   PageLocker& locker_;
-  const std::shared_ptr<HostBudget>& budget_;
+  const std::shared_ptr<PinnedBudget>& budget_;
   std::optional<bool> tells_bytes_;
   std::size_t refused_bytes_ = 0;
-  bool over_budget_ = false;  ///< of the item at hand
+  bool over_budget_ = false;  ///< whether the budget had no room for the item at hand
   std::size_t shared_bytes_ = 0;
   std::string reason_;
 };
 
 }  // namespace
 
-std::string page_lock(PageLocker& locker, const std::shared_ptr<HostBudget>& budget,
+std::string page_lock(PageLocker& locker, const std::shared_ptr<PinnedBudget>& budget,
                       std::vector<Lockable>& items) {
   Pinning pinning(locker, budget);
   std::vector<Lockable*> large, small;

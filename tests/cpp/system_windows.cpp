@@ -4,7 +4,7 @@
 #include <stdexcept>
 
 #include "platform/windows_api.h"
-// after it
+// After windows.h, which it needs.
 #include <tlhelp32.h>
 
 namespace dynswap::test {

@@ -11,7 +11,7 @@
 #include "core/backend.h"
 #include "platform/memory.h"
 #include "transfer/copy_plan.h"
-#include "transfer/host_budget.h"
+#include "transfer/pinned_budget.h"
 
 namespace {
 
@@ -70,8 +70,8 @@ struct Driver final : PageLocker {
   std::size_t locked = 0, copied = 0;
 };
 
-std::shared_ptr<HostBudget> budget_of(std::size_t locked, std::size_t copied) {
-  return std::make_shared<HostBudget>(locked, copied);
+std::shared_ptr<PinnedBudget> budget_of(std::size_t locked, std::size_t copied) {
+  return std::make_shared<PinnedBudget>(locked, copied);
 }
 
 void unpin(std::vector<Lockable>& items) {
@@ -89,7 +89,7 @@ struct Path {
 Path path_of(const SourcePtr& source) {
   CopyRequest request;
   request.steps.push_back({{}, {{source, 0, source->count, nullptr}}});
-  settle_copies(request);
+  refresh_pinned_copies(request);
   const Source& settled = *request.steps[0].pieces[0].source;
   const CopyPath path = copy_path(settled, /*device_casts=*/true);
   if (path == CopyPath::staged) return {path};

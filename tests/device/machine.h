@@ -182,9 +182,8 @@ Faults& faults();
 void set_virtual_clock(double bytes_per_second);
 
 /// Note [A machine that does nothing]
-/// For the time that the host takes to ask for work: while true, what streams are given is counted and
-/// dropped. A point counts as reached once `under_way` later ones have been recorded, or when it is waited
-/// for.
+/// To time the host alone: while true, what streams are given is counted and dropped. A point counts as
+/// reached once `under_way` later ones have been recorded, or when it is waited for.
 void drop_work(bool drop, std::size_t under_way);
 
 /// While true, a synchronisation is a violation and throws.

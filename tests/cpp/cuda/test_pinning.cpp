@@ -21,7 +21,7 @@ using namespace dynswap::test;
 
 constexpr std::size_t kLarge = 100'000;  // more than gets a copy
 
-std::shared_ptr<HostBudget> all_memory() { return std::make_shared<HostBudget>(SIZE_MAX, 0); }
+std::shared_ptr<PinnedBudget> all_memory() { return std::make_shared<PinnedBudget>(SIZE_MAX, 0); }
 
 std::size_t registered_pages() { return fake_cuda::counts().registered / kPage; }
 

@@ -1,10 +1,10 @@
-#include "transfer/host_budget.h"
+#include "transfer/pinned_budget.h"
 
 #include <bit>
 
 namespace dynswap {
 
-std::shared_ptr<void> HostBudget::charge(const std::shared_ptr<HostBudget>& budget, std::size_t bytes) {
+std::shared_ptr<void> PinnedBudget::charge(const std::shared_ptr<PinnedBudget>& budget, std::size_t bytes) {
   {
     const std::lock_guard lock(budget->mutex_);
     if (bytes > budget->locked_) return nullptr;
@@ -16,9 +16,9 @@ std::shared_ptr<void> HostBudget::charge(const std::shared_ptr<HostBudget>& budg
           }};
 }
 
-std::shared_ptr<PinnedCopy> HostBudget::copy_of(const std::shared_ptr<HostBudget>& budget,
-                                                const std::byte* address, std::size_t bytes,
-                                                const std::function<std::shared_ptr<PinnedCopy>()>& make) {
+std::shared_ptr<PinnedCopy> PinnedBudget::copy_of(const std::shared_ptr<PinnedBudget>& budget,
+                                                  const std::byte* address, std::size_t bytes,
+                                                  const std::function<std::shared_ptr<PinnedCopy>()>& make) {
   const std::size_t taken = std::bit_ceil(bytes);
   {
     const std::lock_guard lock(budget->mutex_);
@@ -38,7 +38,7 @@ std::shared_ptr<PinnedCopy> HostBudget::copy_of(const std::shared_ptr<HostBudget
   if (!locked) return nullptr;
   struct Counted {
     std::shared_ptr<void> copied, locked;
-    std::shared_ptr<PinnedCopy> copy;  // last: it is freed before it is not counted any more
+    std::shared_ptr<PinnedCopy> copy;  // last: freed while it is still counted
   };
   const auto made = std::make_shared<const Counted>(Counted{copied, locked, make()});
   if (!made->copy) return nullptr;
