@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +23,9 @@ from dynswap_ext._util.warn import warn
 from dynswap_ext.config import engine_backend_from_environment, listed_devices, provider_from_environment
 from dynswap_ext.errors import ConfigError, DeviceError
 
-_REINSTALL = "`pip install --no-build-isolation --no-deps --force-reinstall .` in a checkout"
+#: Elsewhere than on Linux it is not built unless that is asked for.
+_ELSEWHERE = "" if sys.platform.startswith("linux") else "DYNSWAP_BUILD=native "
+_REINSTALL = f"`{_ELSEWHERE}pip install --no-build-isolation --no-deps --force-reinstall .` in a checkout"
 _AGAINST_THIS_TORCH = f"Reinstall it against this torch ({_REINSTALL})"
 _STAY = "Weights that fit can stay on the device (`budget=`), where nothing waits for them"
 _SILENCE = "DYNSWAP_PROVIDER=python takes pure Python without this warning"
@@ -225,9 +229,9 @@ def _engine(
     """Return the engine's backend for a device ("": none), and what rules out a better one, if anything."""
     if extension.module is None:
         return "", _Obstacle(extension.reason, _AGAINST_THIS_TORCH)
+    wanted = engine_backend_from_environment()
     if device.type == "cpu":
         return "host", None
-    wanted = engine_backend_from_environment()
     obstacle = None
     if wanted in ("auto", "cuda") and device.type == "cuda" and not torch.version.hip:
         obstacle = _without_cuda(extension, device, ask_driver)
@@ -278,6 +282,14 @@ def _without_driver(extension: _Extension, device: torch.device) -> _Obstacle | 
     return _Obstacle(f"{built} finds {count} CUDA device(s), and not '{device}'{shown}", among)
 
 
+def _in_a_checkout() -> str:
+    """Say so if this is the source folder, which Python takes before an installed package."""
+    checkout = Path(__file__).parents[1]
+    if not (checkout / "build_backend").is_dir():
+        return ""
+    return f" in the checkout {checkout} (which hides an installed package from Python that is started there)"
+
+
 @functools.cache
 def _extension() -> _Extension:
     """Import the extension, once."""
@@ -286,7 +298,7 @@ def _extension() -> _Extension:
         build = dict(module.build_info())
     except Exception as error:  # ImportError, or whatever a library of another ABI does on loading
         if isinstance(error, ModuleNotFoundError) and error.name == f"{__package__}._C":
-            return _Extension(None, "the extension is not built", {})
+            return _Extension(None, f"the extension is not built{_in_a_checkout()}", {})
         first_line = next(iter(str(error).strip().splitlines()), "no message")
         reason = f"the extension cannot be imported ({type(error).__name__}: {first_line})"
         return _Extension(None, reason, {})

@@ -4,6 +4,7 @@
 
 #include <cstring>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
@@ -132,7 +133,7 @@ TEST(page_locking_stays_within_the_room_for_copies) {
   std::vector<Lockable> items{first.lockable(), second.lockable()};
   const std::string said = page_lock(device, budget, items);
   EXPECT(said.find(std::to_string(kBytes) + " bytes") == 0);
-  EXPECT(said.find("this device locks nothing, and there is no room for page-locked copies") !=
+  EXPECT(said.find("this device locks nothing, and page-locked copies of them would take more than half") !=
          std::string::npos);
   EXPECT(items[0].source->pinned && !items[1].source->pinned);
   EXPECT_EQ(device.copied, kBytes);
@@ -168,6 +169,38 @@ TEST(page_locking_in_place_stays_within_the_budget_and_says_nothing) {
   EXPECT_EQ(page_lock(device, budget, more), "");
   EXPECT(more[0].source->pinned);
   unpin(more);
+}
+
+TEST(page_locking_stages_a_master_whose_copy_is_not_told_of_writes_any_more) {
+  Master master;
+  std::optional<std::uint64_t> writes = 1;  // as a watch tells them, until it is lost
+  auto copy = std::make_shared<PinnedCopy>();
+  copy->bytes = {new std::byte[kBytes], std::default_delete<std::byte[]>()};
+  copy->writes = [&] { return writes; };
+  auto source = std::make_shared<Source>(*master.lockable().source);
+  source->pinned = true;
+  source->pinned_copy = copy;
+  EXPECT(path_of(source).path == CopyPath::staged);
+  EXPECT_EQ(path_of(source).byte, 1);
+  writes.reset();
+  EXPECT(path_of(source).path == CopyPath::staged);
+  EXPECT(path_of(source).path == CopyPath::staged);
+}
+
+TEST(page_locking_says_why_a_large_master_has_no_copy) {
+  Master watched;
+  if (!watches_pages(watched)) return;
+  Master mapped;
+  Driver device(/*locks=*/false);
+  std::vector<Lockable> items{mapped.lockable()};
+  auto of_a_file = std::make_shared<Source>(*items[0].source);
+  of_a_file->mapped = true;
+  items[0].source = of_a_file;
+  EXPECT(page_lock(device, budget_of(SIZE_MAX, kBytes), items).find("locks nothing, and they are mapped") !=
+         std::string::npos);
+  std::vector<Lockable> over{watched.lockable()};
+  EXPECT_EQ(page_lock(device, budget_of(kBytes / 2, kBytes / 2), over), "");  // the user named the amount
+  EXPECT(!over[0].source->pinned);
 }
 
 }  // namespace

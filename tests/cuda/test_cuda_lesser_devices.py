@@ -17,6 +17,7 @@ BUDGET = 3 * LAYER_BYTES
 #: Each with what the user is told of it.
 LACKS = {
     "one_stream": "one stream only",  # first: a process keeps the streams that it has got
+    "no_default_stream": "",
     "no_priorities": "",
     "no_pinned_memory": "no pinned memory",
     "synchronous_copies": "",

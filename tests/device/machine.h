@@ -170,6 +170,7 @@ struct Faults {
   bool no_priorities = false;       ///< streams have none: what is asked for is ignored
   bool no_pinned_memory = false;    ///< no host memory is pinned, and none can be allocated
   bool one_stream = false;          ///< the default one
+  bool no_default_stream = false;   ///< as torch's guard for Intel's GPUs, which knows of none
   bool synchronous_copies = false;  ///< `non_blocking` is ignored
 };
 Faults& faults();

@@ -168,6 +168,7 @@ PYBIND11_MODULE(_pretend, m) {
       .def_readwrite("no_priorities", &Faults::no_priorities)
       .def_readwrite("no_pinned_memory", &Faults::no_pinned_memory)
       .def_readwrite("one_stream", &Faults::one_stream)
+      .def_readwrite("no_default_stream", &Faults::no_default_stream)
       .def_readwrite("synchronous_copies", &Faults::synchronous_copies);
   m.def("faults", &faults, py::return_value_policy::reference);
   // For the self-test: what a broken engine would do.

@@ -147,7 +147,6 @@ READS = """
 import ctypes, sys
 sys.path.insert(0, sys.argv[1])
 import pretend_cuda
-from conftest import only_cuda_has
 pretend_cuda.activate()
 import torch
 block = torch.ones(4096, device="cuda")

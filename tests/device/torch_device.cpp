@@ -91,6 +91,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   c10::Stream getStream(c10::Device device) const override { return as_torch(current_stream(index(device))); }
   c10::Stream getDefaultStream(c10::Device device) const override {
+    TORCH_CHECK(!faults().no_default_stream, "Backend doesn't support acquiring a default stream.");
     return as_torch(default_stream(index(device)));
   }
   c10::Stream getNewStream(c10::Device device, int priority) const override {

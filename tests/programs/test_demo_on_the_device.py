@@ -13,8 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from conftest import PRETEND, Provider, skip_or_fail
-from dynswap_ext import config
+from conftest import ENGINE, PRETEND, Provider, skip_or_fail
 from dynswap_ext.demo import text
 from programs import library
 
@@ -49,8 +48,7 @@ def test_demo(tmp_path: Path) -> None:
     written = json.loads(record.read_text())
     assert written["device"].startswith("cuda") and written["differing"] == []
     ours = written["outcomes"]["dynswap"]
-    engine = config.engine_backend_from_environment().replace("auto", "cuda")
-    assert (ours["provider"], ours["backend"]) == ("native", engine)
+    assert (ours["provider"], ours["backend"]) == ("native", ENGINE)
     assert ours["moved_bytes_per_pass"] > 0.4 * written["model_bytes"]
 
 

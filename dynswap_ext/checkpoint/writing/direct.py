@@ -66,7 +66,7 @@ class DirectFile:
         self._cached = False
         try:
             self._control.fcntl(self.descriptor, self._control.F_SETFL, os.O_DIRECT)
-        except OSError:  # of a file system that has no such transfers
+        except (OSError, AttributeError):  # of a file system, or a system, that has no such transfers
             self._cached = True
 
     def __enter__(self) -> DirectFile:
