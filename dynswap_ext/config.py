@@ -21,6 +21,7 @@ DYNSWAP_REQUIRE_CUDA : {"0", "1"}
 
 from __future__ import annotations
 
+import difflib
 import logging
 import mmap
 import os
@@ -32,6 +33,7 @@ import torch
 
 from dynswap_ext._util.memory import first_budget, free_bytes, parse_bytes
 from dynswap_ext._util.progress import ProgressOption, check_progress
+from dynswap_ext._util.units import parse_dtype
 from dynswap_ext.errors import ConfigError
 
 #: The rest is left for other memory that may grow.
@@ -74,7 +76,7 @@ class Options:
 def resolve(
     *,
     device: torch.device | str | int | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     prefetch: int = 2,
     budget: int | float | str | None = None,
     pin: bool | int | float | str = True,
@@ -91,14 +93,15 @@ def resolve(
         An argument has a value that cannot be used. The message has the value and what is expected.
     """
     where = _device(device)
+    automatic = isinstance(budget, str) and budget.strip().lower() == "auto"
     chosen = _one_of(PROVIDERS, "provider", provider)
     pinned = _amount_of_ram("pin", pin)
     return Options(
         device=where,
         dtype=_dtype(dtype),
         prefetch=_prefetch(prefetch),
-        budget=first_budget(where) if budget == "auto" else resolve_budget(budget, where),
-        automatic=budget == "auto",
+        budget=first_budget(where) if automatic else resolve_budget(budget, where),
+        automatic=automatic,
         pin=pinned,
         pinned_copies=pinned if pin is not True else _part_of_ram(_PINNED_COPIES),
         page_cache=(
@@ -160,7 +163,9 @@ def _environment(name: str) -> str:
 
 def _one_of(choices: tuple[str, ...], name: str, given: str) -> str:
     if given not in choices:
-        raise ConfigError(f"{name} is {given!r}; expected one of {', '.join(choices)}")
+        nearest = difflib.get_close_matches(str(given), choices, n=1)
+        hint = f". Is {nearest[0]!r} meant?" if nearest else ""
+        raise ConfigError(f"{name} is {given!r}; expected one of {', '.join(choices)}{hint}")
     return given
 
 
@@ -186,7 +191,9 @@ def _device(given: torch.device | str | int | None) -> torch.device:
     return device
 
 
-def _dtype(given: torch.dtype | None) -> torch.dtype | None:
+def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
+    if isinstance(given, str):
+        given = parse_dtype(given, "dtype")
     if given is None:
         return None
     if not isinstance(given, torch.dtype) or not given.is_floating_point:

@@ -27,7 +27,7 @@ def install(
     model: nn.Module,
     *,
     device: torch.device | str | int | None = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | str | None = None,
     prefetch: int = 2,
     budget: int | float | str | None = None,
     pin: bool | int | float | str = True,
@@ -48,14 +48,14 @@ def install(
         Its parameters and buffers, wherever they are (RAM, a file mapping, the device itself).
     device : torch.device, str or int, optional
         Where the model computes. Default: the accelerator if there is one, else the CPU.
-    dtype : torch.dtype, optional
-        A floating dtype into which floating weights are cast on the way. Default: each master's own.
-        Integer, boolean and complex weights are never cast.
+    dtype : torch.dtype or str, optional
+        A floating dtype (``torch.bfloat16``, ``"bf16"``) into which floating weights are cast on the way.
+        Default: each master's own. Integer, boolean and complex weights are never cast.
     prefetch : int
         Groups of weights to have on the device, or on their way there, ahead of the one in use.
     budget : int, float or str, optional
         Device memory for streamed and resident weights together: bytes (``6_000_000_000``), a string
-        (``"6GiB"``, ``"512 MB"``), or a fraction of what the device has free (a float in (0, 1]).
+        (``"6GiB"``, ``"6G"``, ``"512 MB"``), or a fraction of what the device has free (``0.5``, ``"50%"``).
         ``"auto"`` starts with half of what is free. The second and third call of the model are measured;
         from the fourth on, the budget is what they leave, and the weights that save the most time are
         resident. If memory runs out in a call, the error is raised and the budget shrinks. See

@@ -31,7 +31,12 @@ from sample_models import mlp
         ("100 B", 100),
         ("2 TiB", 2 << 40),
         (1.5e9, 1_500_000_000),
+        ("6G", 6 << 30),
+        ("512m", 512 << 20),
         (0.5, 0.5),
+        ("50%", 0.5),
+        (" 1/4 ", 0.25),
+        ("100%", 1.0),
         (1.0, 1.0),
     ],
 )
@@ -54,7 +59,13 @@ def test_budgets(given_budget: Any, expected: float) -> None:
         "GiB",
         "",
         "1.2.3",
-        "6G",
+        "0%",
+        "150%",
+        "3/2",
+        "1/0",
+        "%",
+        1.5,
+        2.0,
         "nan",
         "1e999",
         float("nan"),
@@ -72,6 +83,7 @@ def test_bad_budgets_name_the_accepted_forms(bad: Any) -> None:
     assert message.startswith(f"budget is {bad!r}")
     for form in ("6GiB", "512 MB", "1.5e9", "fraction"):
         assert form in message
+    assert ("Is '1.5GiB' meant?" in message) is (bad == 1.5)
 
 
 @given(st.integers(1, 1 << 50))
@@ -85,7 +97,7 @@ def test_text_is_read_or_refused(text: str) -> None:
         amount = parse_bytes(text)
     except ConfigError:
         return
-    assert isinstance(amount, int) and amount >= 1
+    assert amount >= 1 if isinstance(amount, int) else 0 < amount <= 1
 
 
 @given(st.integers(0, 1 << 60))
@@ -113,7 +125,8 @@ def test_a_fraction_is_one_of_the_free_memory() -> None:
         ({"dtype": torch.int8}, r"dtype is torch.int8; expected a floating dtype.*torch.bfloat16"),
         ({"dtype": torch.bool}, r"dtype is torch.bool"),
         ({"dtype": torch.complex64}, r"dtype is torch.complex64"),
-        ({"dtype": "bfloat16"}, r"dtype is 'bfloat16'"),
+        ({"dtype": "bfloat"}, r"dtype is 'bfloat'; expected bf16, fp16, fp32 or another floating dtype"),
+        ({"dtype": "float8_e4m3fn"}, r"dtype is torch.float8_e4m3fn, in which torch's layers cannot compute"),
         ({"dtype": float}, r"dtype is <class 'float'>"),
         ({"prefetch": -1}, r"prefetch is -1; expected the number of groups"),
         ({"prefetch": 1.5}, r"prefetch is 1.5"),
@@ -124,6 +137,7 @@ def test_a_fraction_is_one_of_the_free_memory() -> None:
         ({"pin": 1}, r"pin is 1, less than a page of memory; expected True, False or an amount"),
         ({"pin": 10**400}, r"pin is 1000.*; expected a number of bytes"),
         ({"provider": "cuda"}, r"provider is 'cuda'; expected one of auto, native, python"),
+        ({"provider": "natve"}, r"expected one of auto, native, python. Is 'native' meant\?"),
         ({"strict_budget": "no"}, r"strict_budget is 'no'; expected True or False"),
         ({"page_cache": "much"}, r"page_cache is 'much'; expected a number of bytes"),
         ({"page_cache": -1}, r"page_cache is -1; expected a number of bytes"),
@@ -147,6 +161,12 @@ def test_defaults() -> None:
     assert options.pinned_copies < sys.maxsize
     assert not options.strict_budget
     assert 0 < options.page_cache < 1 << 60
+
+
+def test_names_in_other_forms() -> None:
+    assert config.resolve(device="cpu", dtype="bf16").dtype == torch.bfloat16
+    assert config.resolve(device="cpu", dtype="torch.float16").dtype == torch.float16
+    assert config.resolve(device="cpu", budget="AUTO").automatic
 
 
 def test_pinned_memory_is_bounded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,8 +110,7 @@ class Pinning {
              << " bytes of weights go to the device through a small pinned buffer, which is slower: " << why
              << ", and " << reason_
              << ". Pin the masters yourself (Tensor.pin_memory), or pass pin=False to install() to accept "
-                "this "
-                "without this warning";
+                "this without this warning";
       }
       return text.str();
     }

@@ -8,6 +8,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from fractions import Fraction
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +26,7 @@ _BYTES: Final = {
     "b": 1.0,
     **{f"{prefix}b": 1000.0**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024.0**power for power, prefix in enumerate("kmgt", start=1)},
+    **{prefix: 1024.0**power for power, prefix in enumerate("kmgt", start=1)},
 }
 
 
@@ -40,22 +42,33 @@ def parse_amount(text: str, units: Mapping[str, float]) -> float:
 def parse_bytes(given: int | float | str, option: str = "budget") -> int | float:
     """Read an amount of memory: bytes as an int, a fraction of the free memory as a float in (0, 1].
 
-    `option` is what it was given as, for the ConfigError that names the accepted forms.
+    `option` is what it was given as, for the ConfigError that names the accepted forms. A unit of one letter
+    is binary, as most tools have it: 6G is 6 GiB.
     """
-    if isinstance(given, float) and 0 < given <= 1:
-        return given
-    number = math.nan
+    fraction = _fraction(given) if isinstance(given, str) else given
+    if isinstance(fraction, float) and 0 < fraction <= 1:
+        return fraction
+    number, hint = math.nan, ""
     if isinstance(given, str):
         number = parse_amount(given, _BYTES)
-    # A float that is small and no fraction is a mistake: 6.5, in GiB perhaps.
-    elif isinstance(given, int) or (isinstance(given, float) and (given >= 1024 or given.is_integer())):
+    elif isinstance(given, float) and 1 < given < 1024:
+        hint = f". Is '{given:g}GiB' meant?"
+    elif isinstance(given, (int, float)):
         number = float(given) if given < 1 << 1000 else math.inf
     if isinstance(given, bool) or not math.isfinite(number) or number < 1:
         raise ConfigError(
             f"{option} is {given!r}; expected a number of bytes (6_000_000_000), a string ('6GiB', '512 MB', "
-            "'1.5e9'), or a fraction of the free memory as a float over 0 and up to 1.0 (0.5)"
+            f"'1.5e9'), or a fraction of the free memory over 0 and up to 1.0 (0.5, '50%' or '1/2'){hint}"
         )
     return given if isinstance(given, int) else int(number)
+
+
+def _fraction(text: str) -> float:
+    """Return the value of "50%" or "1/2"; NaN for another text."""
+    with contextlib.suppress(ValueError, ZeroDivisionError, OverflowError):
+        if "%" in text or "/" in text:
+            return float(Fraction(text.strip().removesuffix("%")) / (100 if "%" in text else 1))
+    return math.nan
 
 
 def format_bytes(amount: int) -> str:

@@ -23,9 +23,12 @@ _THROUGHPUTS: Final = {
 def parse_size(text: str) -> int:
     """Return the bytes of "1.5GB", "384MiB" or "1048576"."""
     try:
-        return int(parse_bytes(text))
+        size = parse_bytes(text)
     except ConfigError:
-        raise ConfigError(f"{text!r} is not a size; write one as 1.5GB or 384MiB") from None
+        size = 0.0
+    if isinstance(size, float):  # a share, or nothing
+        raise ConfigError(f"{text!r} is not a size; write one as 1.5GB or 384MiB")
+    return size
 
 
 def parse_share(text: str, whole: int) -> int:
