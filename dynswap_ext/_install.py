@@ -113,7 +113,7 @@ class Install(ServedModules):
                 raise ConfigError("the model has been uninstalled, or is gone: there is nothing to plan for")
             if budget is None:
                 self.tuner.measure(self.tuner.budget)
-            elif isinstance(budget, str) and budget.strip().lower() == "auto":
+            elif config.is_automatic(budget):
                 self.tuner.measure(self.tuner.budget, automatic=True)
             else:
                 self.tuner.measure(config.resolve_budget(budget, self.options.device), automatic=False)

@@ -93,7 +93,7 @@ def resolve(
         An argument has a value that cannot be used. The message has the value and what is expected.
     """
     where = _device(device)
-    automatic = isinstance(budget, str) and budget.strip().lower() == "auto"
+    automatic = is_automatic(budget)
     chosen = _one_of(PROVIDERS, "provider", provider)
     pinned = _amount_of_ram("pin", pin)
     return Options(
@@ -214,6 +214,11 @@ def _prefetch(given: int) -> int:
     if isinstance(given, bool) or not isinstance(given, int) or given < 0:
         raise ConfigError(f"prefetch is {given!r}; expected the number of groups to read ahead, 0 or more")
     return given
+
+
+def is_automatic(budget: int | float | str | None) -> bool:
+    """Whether the budget is to be measured: "auto"."""
+    return isinstance(budget, str) and budget.strip().lower() == "auto"
 
 
 def resolve_budget(given: int | float | str | None, device: torch.device) -> int | None:

@@ -45,9 +45,11 @@ def parse_bytes(given: int | float | str, option: str = "budget") -> int | float
     `option` is what it was given as, for the ConfigError that names the accepted forms. A unit of one letter
     is binary, as most tools have it: 6G is 6 GiB.
     """
-    fraction = _fraction(given) if isinstance(given, str) else given
-    if isinstance(fraction, float) and 0 < fraction <= 1:
-        return fraction
+    fraction: float | Fraction | None = given if isinstance(given, float) else None
+    if isinstance(given, str) and re.search("[%/]", given):
+        fraction = parse_fraction(given)
+    if fraction is not None and 0 < fraction <= 1:
+        return float(fraction)
     number, hint = math.nan, ""
     if isinstance(given, str):
         number = parse_amount(given, _BYTES)
@@ -63,12 +65,12 @@ def parse_bytes(given: int | float | str, option: str = "budget") -> int | float
     return given if isinstance(given, int) else int(number)
 
 
-def _fraction(text: str) -> float:
-    """Return the value of "50%" or "1/2"; NaN for another text."""
-    with contextlib.suppress(ValueError, ZeroDivisionError, OverflowError):
-        if "%" in text or "/" in text:
-            return float(Fraction(text.strip().removesuffix("%")) / (100 if "%" in text else 1))
-    return math.nan
+def parse_fraction(text: str) -> Fraction | None:
+    """Return the value of "50%", "1/2" or "0.5"; None for a text of another form."""
+    try:
+        return Fraction(text.strip().removesuffix("%")) / (100 if "%" in text else 1)
+    except (ValueError, ZeroDivisionError):
+        return None
 
 
 def format_bytes(amount: int) -> str:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import math
 import re
-from fractions import Fraction
 from typing import Final
 
 import torch
 
-from dynswap_ext._util.memory import format_bytes, parse_amount, parse_bytes
+from dynswap_ext._util.memory import format_bytes, parse_amount, parse_bytes, parse_fraction
 from dynswap_ext.errors import ConfigError
 
 _TIMES: Final = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
@@ -33,10 +32,7 @@ def parse_size(text: str) -> int:
 
 def parse_share(text: str, whole: int) -> int:
     """Return the bytes of a size, or of a share of `whole` written as "1/4", "25%" or "0.25"."""
-    try:
-        share = Fraction(text.strip().removesuffix("%")) / (100 if "%" in text else 1)
-    except (ValueError, ZeroDivisionError):
-        share = None
+    share = parse_fraction(text)
     if share is None or share > 1:
         return parse_size(text)
     if share <= 0:

@@ -10,6 +10,7 @@
 
 #include "check.h"
 #include "core/backend.h"
+#include "lockable_memory.h"
 #include "platform/memory.h"
 #include "transfer/copy_plan.h"
 #include "transfer/pinned_budget.h"
@@ -31,20 +32,7 @@ struct Master {
   Master(const Master&) = delete;
   Master& operator=(const Master&) = delete;
 
-  Lockable lockable() {
-    auto source = std::make_shared<Source>();
-    source->name = "master";
-    source->address = data;
-    source->count = bytes;
-    Lockable item;
-    item.held = HeldBytes::hold(context);
-    source->owner = item.held;
-    item.source = std::move(source);
-    item.block = data;
-    item.block_bytes = bytes;
-    item.own_pages = true;
-    return item;
-  }
+  Lockable lockable() { return lockable_memory(context, data, bytes); }
 
   const std::size_t bytes;
   std::byte* const data;

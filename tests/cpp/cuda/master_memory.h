@@ -9,6 +9,7 @@
 #include "core/lockable.h"
 #include "cuda/cuda_backend.h"
 #include "fake_cudart.h"
+#include "lockable_memory.h"
 #include "platform/memory.h"
 
 namespace dynswap::test {
@@ -34,21 +35,8 @@ class MasterMemory {
   std::size_t bytes() const { return bytes_; }
   std::size_t pages() const { return pages_; }
 
-  /// All of it is one source; its owner holds the bytes.
-  Lockable lockable() {
-    auto source = std::make_shared<Source>();
-    source->name = "master";
-    source->address = data_;
-    source->count = bytes_;
-    Lockable item;
-    item.held = HeldBytes::hold(context);
-    source->owner = item.held;
-    item.source = std::move(source);
-    item.block = data_;
-    item.block_bytes = bytes_;
-    item.own_pages = true;
-    return item;
-  }
+  /// All of it.
+  Lockable lockable() { return lockable_memory(context, data_, bytes_); }
 
   HeldBytes::Context context{nullptr, nullptr};
 
