@@ -1,39 +1,14 @@
 #include "accelerator/events.h"
 
-#include <algorithm>
-#include <array>
 #include <new>
 #include <utility>
 
 #include "accelerator/device_runtime.h"
 #include "accelerator/torch_calls.h"
+#include "transfer/device_errors.h"
 #include "transfer/process.h"
 
 namespace dynswap {
-namespace {
-
-/// Errors of CUDA, and of HIP, which has the same numbers: after one of them nothing that was enqueued still
-/// runs.
-bool ends_all_work(int error) noexcept {
-  constexpr std::array kEnding{
-      4,    // cudaErrorCudartUnloading
-      214,  // cudaErrorECCUncorrectable
-      220,  // cudaErrorNvlinkUncorrectable
-      700,  // cudaErrorIllegalAddress
-      702,  // cudaErrorLaunchTimeout
-      709,  // cudaErrorContextIsDestroyed
-      710,  // cudaErrorAssert
-      714,  // cudaErrorHardwareStackError
-      715,  // cudaErrorIllegalInstruction
-      716,  // cudaErrorMisalignedAddress
-      717,  // cudaErrorInvalidAddressSpace
-      718,  // cudaErrorInvalidPc
-      719,  // cudaErrorLaunchFailure
-  };
-  return std::find(kEnding.begin(), kEnding.end(), error) != kEnding.end();
-}
-
-}  // namespace
 
 TorchClock::TorchClock(const c10::Stream& stream)
     : zero_(stream.device_type(), c10::EventFlag::BACKEND_DEFAULT) {

@@ -16,27 +16,6 @@ void throw_cuda_error(cudaError_t error, const char* call, const std::string& va
   throw DeviceError(message.str());
 }
 
-bool ends_all_work(cudaError_t error) noexcept {
-  switch (error) {
-    case cudaErrorCudartUnloading:
-    case cudaErrorECCUncorrectable:
-    case cudaErrorNvlinkUncorrectable:
-    case cudaErrorIllegalAddress:
-    case cudaErrorLaunchTimeout:
-    case cudaErrorContextIsDestroyed:
-    case cudaErrorAssert:
-    case cudaErrorHardwareStackError:
-    case cudaErrorIllegalInstruction:
-    case cudaErrorMisalignedAddress:
-    case cudaErrorInvalidAddressSpace:
-    case cudaErrorInvalidPc:
-    case cudaErrorLaunchFailure:
-      return true;
-    default:
-      return false;
-  }
-}
-
 void ignore_cuda_error(cudaError_t error, [[maybe_unused]] const char* call) noexcept {
   if (error == cudaSuccess || error == cudaErrorCudartUnloading) return;
   (void)cudaGetLastError();

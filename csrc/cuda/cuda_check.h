@@ -16,10 +16,6 @@ namespace dynswap {
 /// As devices_usable(): if false, CUDA must not be called.
 inline bool cuda_usable() noexcept { return devices_usable(); }
 
-/// Whether a device that answers so has given up all that was enqueued: nothing of it reads or writes any
-/// more.
-bool ends_all_work(cudaError_t error) noexcept;
-
 /// For what cannot throw: an error is cleared, and printed in a debug build.
 void ignore_cuda_error(cudaError_t error, const char* call) noexcept;
 

@@ -4,6 +4,7 @@
 #include <new>
 
 #include "cuda/cuda_check.h"
+#include "transfer/device_errors.h"
 
 namespace dynswap {
 
