@@ -1,6 +1,8 @@
 #include "bindings/fetch_backward.h"
 
 #include <ATen/ops/empty_strided.h>
+#include <ATen/ops/stack.h>
+#include <ATen/ops/zeros.h>
 #include <c10/core/Event.h>
 #include <c10/core/StreamGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -9,6 +11,7 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/csrc/autograd/variable.h>
 
+#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -25,7 +28,7 @@ namespace autograd = torch::autograd;
 
 namespace {
 
-using NodePtr = GradientNode::Pointer;
+using NodePtr = SharedNode::Pointer;
 
 template <class Pointer, class Made>
 struct NewNode {
@@ -122,8 +125,9 @@ at::Tensor as_block(at::Tensor gradient) {
 /// The end of a gradient's way to the host. See Note [Gradients travel on a stream of their own].
 class ArriveBackward : public autograd::Node {
  public:
-  ArriveBackward(const at::Tensor& master, std::shared_ptr<MemoryWatch> watch)
-      : Node(autograd::edge_list{autograd::impl::gradient_edge(master)}),
+  ArriveBackward(const at::Tensor& master, const Destination& to, std::shared_ptr<MemoryWatch> watch)
+      : Node(autograd::edge_list{to.edge}),
+        leading_to_(to.node),
         master_(place_of(master)),
         watch_(std::move(watch)) {}
 
@@ -141,26 +145,19 @@ class ArriveBackward : public autograd::Node {
   std::string name() const override { return "DynswapArriveBackward"; }
 
  private:
+  const std::shared_ptr<const SharedNode> leading_to_;
   const at::TensorOptions master_;
   const std::shared_ptr<MemoryWatch> watch_;
 };
 
-/// A weight knows its node weakly. When that pointer is the last one, what the node leads to goes all the
-/// same: else it would keep the master. (Where nodes are owned by shared_ptr, they are destroyed then.)
-class SharedByUses : public autograd::Node {
- public:
-  using Node::Node;
-  virtual void release_resources() { next_edges_.clear(); }
-};
-
-using ArrivePtr =
-    decltype(new_node<ArriveBackward>(std::declval<const at::Tensor&>(), std::shared_ptr<MemoryWatch>()));
+using ArrivePtr = decltype(new_node<ArriveBackward>(std::declval<const at::Tensor&>(), Destination(),
+                                                    std::shared_ptr<MemoryWatch>()));
 
 /// Takes a gradient from an accelerator to the host.
-class CarryBackward : public SharedByUses {
+class CarryBackward : public autograd::Node {
  public:
   CarryBackward(ArrivePtr arrive, at::TensorOptions host)
-      : SharedByUses(autograd::edge_list{autograd::Edge(arrive, 0)}),
+      : Node(autograd::edge_list{autograd::Edge(arrive, 0)}),
         arrive_(std::move(arrive)),
         host_(host) {}
 
@@ -197,11 +194,6 @@ class CarryBackward : public SharedByUses {
 
   std::string name() const override { return "DynswapCarryBackward"; }
 
-  void release_resources() override {
-    SharedByUses::release_resources();
-    arrive_ = {};
-  }
-
  private:
   /// Anomaly mode reads what a node returns, and hooks do, before the node that waits runs.
   bool is_looked_at() const {
@@ -209,15 +201,16 @@ class CarryBackward : public SharedByUses {
            !arrive_->tensor_pre_hooks().empty();
   }
 
-  ArrivePtr arrive_;
+  const ArrivePtr arrive_;
   const at::TensorOptions host_;
 };
 
 /// Where the two are on one device.
-class FetchBackward : public SharedByUses {
+class FetchBackward : public autograd::Node {
  public:
-  FetchBackward(const at::Tensor& master, autograd::Edge to, std::shared_ptr<MemoryWatch> watch)
-      : SharedByUses(autograd::edge_list{std::move(to)}),
+  FetchBackward(const at::Tensor& master, const Destination& to, std::shared_ptr<MemoryWatch> watch)
+      : Node(autograd::edge_list{to.edge}),
+        leading_to_(to.node),
         master_(place_of(master)),
         watch_(std::move(watch)) {}
 
@@ -231,38 +224,74 @@ class FetchBackward : public SharedByUses {
   std::string name() const override { return "DynswapFetchBackward"; }
 
  private:
+  const std::shared_ptr<const SharedNode> leading_to_;
   const at::TensorOptions master_;
   const std::shared_ptr<MemoryWatch> watch_;
 };
 
-}  // namespace
+/// Puts the gradients of a master's slices together.
+class StackBackward : public autograd::Node {
+ public:
+  StackBackward(const at::Tensor& master, autograd::Edge to)
+      : Node(autograd::edge_list{std::move(to)}),
+        sizes_(master.sizes().vec()),
+        options_(place_of(master)) {}
 
-NodePtr GradientNode::get(const at::Tensor& handed_out, const autograd::Edge& to,
-                          const std::shared_ptr<MemoryWatch>& watch) const {
-  if (to.function.get() != to_ || to.input_nr != to_input_ || watch != watch_) return {};
-  NodePtr node = node_.lock();
-  if (!node) return {};
-  const autograd::InputMetadata& made_for = node->input_metadata(0);
-  const bool same = made_for.device() == handed_out.device() &&
-                    made_for.dtype().toScalarType() == handed_out.scalar_type() &&
-                    made_for.is_same_shape(handed_out);
-  return same ? node : NodePtr();
-}
-
-void GradientNode::set(const NodePtr& node, const autograd::Edge& to, std::shared_ptr<MemoryWatch> watch) {
-  node_ = weakly(node);
-  to_ = to.function.get();
-  to_input_ = to.input_nr;
-  watch_ = std::move(watch);
-}
-
-void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master,
-                       const std::shared_ptr<MemoryWatch>& watch, GradientNode& shared) {
-  const autograd::Edge to = autograd::impl::gradient_edge(master);
-  if (NodePtr node = shared.get(handed_out, to, watch)) {
-    autograd::impl::set_gradient_edge(handed_out, {std::move(node), 0});
-    return;
+  autograd::variable_list apply(autograd::variable_list&& gradients) override {
+    if (at::GradMode::is_enabled()) {  // it is differentiated again
+      for (at::Tensor& gradient : gradients) {
+        if (!gradient.defined()) gradient = at::zeros(at::IntArrayRef(sizes_).slice(1), options_);
+      }
+      return {at::stack(gradients)};
+    }
+    const at::Tensor whole = at::zeros(sizes_, options_);
+    // Plain torch adds up one gradient of the whole size for each slice.
+    const auto used = std::count_if(gradients.begin(), gradients.end(),
+                                    [](const at::Tensor& gradient) { return gradient.defined(); });
+    for (std::size_t i = 0; i < gradients.size(); ++i) {
+      if (!gradients[i].defined()) continue;
+      const at::Tensor row = whole.select(0, static_cast<std::int64_t>(i));
+      used > 1 ? row.add_(gradients[i]) : row.copy_(gradients[i]);
+      gradients[i].reset();
+    }
+    return {whole};
   }
+
+  std::string name() const override { return "DynswapStackBackward"; }
+
+ private:
+  const std::vector<std::int64_t> sizes_;
+  const at::TensorOptions options_;
+};
+
+/// What a handed-out tensor is the result of. It passes gradients on to where those of all uses are added.
+class UseBackward : public autograd::Node {
+ public:
+  explicit UseBackward(std::shared_ptr<const SharedNode> shared)
+      : Node(autograd::edge_list{autograd::Edge(shared->node, 0)}), leading_to_(std::move(shared)) {}
+
+  autograd::variable_list apply(autograd::variable_list&& gradients) override { return std::move(gradients); }
+
+  std::string name() const override { return "DynswapUseBackward"; }
+
+  /// Its weight knows it weakly. When that pointer is the last one, what it leads to goes all the same: else
+  /// it would keep the master. (Where nodes are owned by shared_ptr, they are destroyed then.)
+  virtual void release_resources() {
+    next_edges_.clear();
+    leading_to_.reset();
+  }
+
+ private:
+  std::shared_ptr<const SharedNode> leading_to_;
+};
+
+std::shared_ptr<const SharedNode> shared_by_uses(NodePtr node) {
+  return std::make_shared<const SharedNode>(SharedNode{std::move(node)});
+}
+
+/// A node that takes a gradient to the device and dtype of the master.
+NodePtr fetch_node(const at::Tensor& handed_out, const at::Tensor& master, const Destination& to,
+                   const std::shared_ptr<MemoryWatch>& watch) {
   NodePtr node;
   if (handed_out.device() == master.device() || !master.is_cpu()) {
     node = new_node<FetchBackward>(master, to, watch);
@@ -271,14 +300,84 @@ void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master,
     const bool as_computed = handed_out.element_size() <= master.element_size();
     const at::TensorOptions host =
         place_of(master).dtype(as_computed ? handed_out.scalar_type() : master.scalar_type());
-    auto arrive = new_node<ArriveBackward>(master, watch);
+    auto arrive = new_node<ArriveBackward>(master, to, watch);
     arrive->add_input_metadata(host, handed_out.sym_sizes(), /*is_tensor_subclass=*/false,
                                /*is_nested=*/false, std::nullopt);
     node = new_node<CarryBackward>(std::move(arrive), host);
   }
   node->add_input_metadata(handed_out);
-  shared.set(node, to, watch);
-  autograd::impl::set_gradient_edge(handed_out, {std::move(node), 0});
+  return node;
+}
+
+}  // namespace
+
+Destination destination_of_slice(const at::Tensor& master, const at::Tensor& view, std::int64_t index,
+                                 GradientNodes& known) {
+  const autograd::Edge to = autograd::impl::gradient_edge(master);
+  std::shared_ptr<const SharedNode> stack = known.shared(view, to, nullptr);
+  if (!stack) {
+    stack = shared_by_uses(new_node<StackBackward>(master, to));
+    for (std::int64_t i = 0; i < master.size(0); ++i) stack->node->add_input_metadata(view);
+    known.set_shared(stack, to, nullptr);
+  }
+  return {autograd::Edge(stack->node, static_cast<std::uint32_t>(index)), stack};
+}
+
+std::shared_ptr<const SharedNode> GradientNodes::shared(const at::Tensor& handed_out,
+                                                        const autograd::Edge& to,
+                                                        const std::shared_ptr<MemoryWatch>& watch) const {
+  if (to.function.get() != to_ || to.input_nr != to_input_ || watch != watch_) return nullptr;
+  std::shared_ptr<const SharedNode> shared = shared_.lock();
+  if (!shared) return nullptr;
+  const autograd::InputMetadata& made_for = shared->node->input_metadata(0);
+  const bool same = made_for.device() == handed_out.device() &&
+                    made_for.dtype().toScalarType() == handed_out.scalar_type() &&
+                    made_for.is_same_shape(handed_out);
+  return same ? shared : nullptr;
+}
+
+/// One that others own twice is on no list (Note [Nodes are taken apart before they die]). One that they own
+/// once may be, and gets no second tensor. The order in which gradients are added is the same: such a node
+/// passes the gradient of one operation on, which comes after those of all later uses.
+NodePtr GradientNodes::last_use(const SharedNode& leading_to) const {
+  NodePtr node = last_use_.lock();
+  const bool owned_twice = node && node.use_count() > 2;
+  return owned_twice && node->next_edge(0).function == leading_to.node ? node : NodePtr();
+}
+
+void GradientNodes::set_shared(const std::shared_ptr<const SharedNode>& shared, const autograd::Edge& to,
+                               std::shared_ptr<MemoryWatch> watch) {
+  shared_ = shared;
+  to_ = to.function.get();
+  to_input_ = to.input_nr;
+  watch_ = std::move(watch);
+}
+
+void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master,
+                       const std::shared_ptr<MemoryWatch>& watch, GradientNodes& known) {
+  connect_to_master(handed_out, master, {autograd::impl::gradient_edge(master), nullptr}, watch, known);
+}
+
+void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master, const Destination& to,
+                       const std::shared_ptr<MemoryWatch>& watch, GradientNodes& known) {
+  std::shared_ptr<const SharedNode> shared = known.shared(handed_out, to.edge, watch);
+  if (!shared) {
+    shared = shared_by_uses(fetch_node(handed_out, master, to, watch));
+    known.set_shared(shared, to.edge, watch);
+  }
+  NodePtr use = known.last_use(*shared);
+  if (!use) {
+    use = new_node<UseBackward>(shared);
+    use->add_input_metadata(handed_out);
+    known.set_last_use(use);
+  }
+  autograd::impl::set_gradient_edge(handed_out, {std::move(use), 0});
+}
+
+autograd::Edge edge_of_all_uses(const at::Tensor& handed_out) {
+  const autograd::Edge own = autograd::impl::gradient_edge(handed_out);
+  const bool is_use = dynamic_cast<UseBackward*>(own.function.get()) != nullptr;
+  return is_use ? own.function->next_edge(0) : own;
 }
 
 }  // namespace dynswap
