@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import platform
+import runpy
 import shutil
 import sys
 import sysconfig
@@ -219,11 +220,20 @@ def _units(folder: str) -> list[Path]:
     number = UNITS[folder]
     units = [ROOT / "build" / "unity" / f"{folder}_{index}.cpp" for index in range(number)]
     for index, unit in enumerate(units):
-        text = "".join(f'#include "{folder}/{path.name}"\n' for path in files[index::number])
+        own = files[index::number]
+        text = "".join(f'#include "{folder}/{path.name}"\n' for path in own)
+        if ROOT / "csrc" / "bindings" / "module.cpp" in own:
+            text = f'#define DYNSWAP_BINDINGS "{_bindings()}"\n{text}'
         unit.parent.mkdir(parents=True, exist_ok=True)
         if not unit.exists() or unit.read_text() != text:
             unit.write_text(text)
     return units
+
+
+def _bindings() -> str:
+    """Return what tells Python, which compares it, from which sources the extension was made."""
+    found: str = runpy.run_path(str(ROOT / "dynswap_ext" / "_sources.py"))["bindings_of"](ROOT)
+    return found
 
 
 def _point_torch_to(toolkit: Toolkit, cpp_extension: Any) -> None:

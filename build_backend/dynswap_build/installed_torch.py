@@ -47,11 +47,16 @@ def exact_requirement() -> str:
 
 
 def reveal_torch() -> bool:
-    """Make the interpreter's own torch importable here. False if it has none that is supported.
+    """Make the interpreter's own torch importable here. False if it has none.
 
     pip isolates a build through ``PYTHONPATH`` and ``PYTHONNOUSERSITE``; the same interpreter without
     them shows what it really has (a user site, or the system's under a virtual environment, included).
     Its path is appended, so that everything installed for the build still comes first.
+
+    Raises
+    ------
+    RuntimeError
+        It has one that is not supported. pip would replace it, and not say so.
     """
     if importlib.util.find_spec("torch") is not None:
         return True
@@ -63,8 +68,13 @@ def reveal_torch() -> bool:
     if probe.returncode != 0:
         return False
     found = json.loads(probe.stdout)
-    if found["version"] is None or not supported(found["version"]):
+    if found["version"] is None:
         return False
+    if not supported(found["version"]):
+        raise RuntimeError(
+            f"torch {found['version']} is installed, and this extension needs {REQUIREMENT}. It would be "
+            f"replaced: install such a torch first (pip install '{REQUIREMENT}'), or use a new environment"
+        )
     # "" is the folder that the probe ran in
     sys.path.extend(entry for entry in found["path"] if entry and entry not in sys.path)
     importlib.invalidate_caches()

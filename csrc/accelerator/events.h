@@ -104,4 +104,9 @@ class TorchEvent final : public Event {
   mutable std::atomic<bool> done_{false};
 };
 
+using TorchEventPtr = std::shared_ptr<TorchEvent>;
+
+/// An event of this backend's, as what it is.
+inline const TorchEvent& as_torch(const EventPtr& event) { return static_cast<const TorchEvent&>(*event); }
+
 }  // namespace dynswap

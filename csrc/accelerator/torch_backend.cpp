@@ -1,7 +1,5 @@
-// The backend over torch's streams: a copy stream, events, and a thread for what has to be read first.
+// The backend over torch's streams: memory, a copy stream, and events.
 #include "accelerator/torch_backend.h"
-
-#include <c10/core/StreamGuard.h>
 
 #include <atomic>
 #include <deque>
@@ -10,27 +8,18 @@
 #include <thread>
 
 #include "accelerator/capabilities.h"
-#include "accelerator/copies.h"
+#include "accelerator/copy_issuer.h"
 #include "accelerator/device_runtime.h"
 #include "accelerator/events.h"
-#include "accelerator/pinned_memory.h"
 #include "accelerator/torch_calls.h"
 #include "core/check.h"
 #include "core/protection.h"
-#include "io/worker_pool.h"
-#include "transfer/copy_plan.h"
 #include "transfer/process.h"
-#include "transfer/staging.h"
 
 namespace dynswap {
 namespace {
 
 constexpr std::size_t kLeastStaging = 1u << 20;
-constexpr auto kPatience = std::chrono::milliseconds(100);
-
-using TorchEventPtr = std::shared_ptr<TorchEvent>;
-
-const TorchEvent& as_torch(const EventPtr& event) { return static_cast<const TorchEvent&>(*event); }
 
 class TorchBackend final : public Backend {
  public:
@@ -42,6 +31,7 @@ class TorchBackend final : public Backend {
   std::size_t weight_alignment() const noexcept override { return kAcceleratorLayout.weight_alignment; }
   Memory allocate(std::size_t bytes) override;
   bool release_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept override;
+  Stream order_of(const Memory& memory) const noexcept override;
   EventPtr copy(CopyRequest request) override;
   void wait(Stream consumer, const EventPtr& copied) override;
   EventPtr record(Stream consumer) override;
@@ -50,7 +40,7 @@ class TorchBackend final : public Backend {
   bool device_time() const noexcept override { return true; }
   EventPtr mark(Stream consumer) override;
   void close() noexcept override;
-  void synchronise(const EventPtr& event) noexcept override;
+  void synchronise(const EventPtr& event) noexcept override { issuer_.synchronise(event); }
   std::uint64_t host_synchronisations() const noexcept override { return host_synchronisations_; }
 
  private:
@@ -67,55 +57,34 @@ class TorchBackend final : public Backend {
     void operator()(std::byte*) noexcept { memory.reset(); }
   };
 
-  /// The thread that issues copies later, and its ring of buffers. Made when first needed.
-  struct Deferred {
-    explicit Deferred(std::unique_ptr<StagingRing> staging) : ring(std::move(staging)) {}
-    std::unique_ptr<StagingRing> ring;
-    /// Chunks whose copies may not be over, in order. Used by the thread only.
-    std::deque<std::pair<std::uint64_t, TorchEventPtr>> copying;
-    WorkerPool thread{1};  ///< last: it uses the above
-  };
-
   c10::Stream consumer_of(Stream consumer) const {
     return c10::Stream(c10::Stream::UNSAFE, options_.device, static_cast<c10::StreamId>(consumer));
   }
   bool captured(const c10::Stream& stream) const { return options_.captured && options_.captured(stream); }
   std::shared_ptr<const TorchClock> clock() const;
-  Deferred& deferred();
-  void issue_now(const CopyRequest& request, TorchEvent& copied);
-  void issue_later(const CopyRequest& request, const TorchEventPtr& copied, bool staged);
-  void issue(std::vector<CopyBatch>& batches, TorchEvent& copied, Deferred* staged);
-  void make_room(Deferred& staged, std::uint64_t chunk);
-  void give_up(std::vector<CopyBatch>& batches, TorchEvent& copied, std::exception_ptr error,
-               Deferred* staged) noexcept;
   void keep(const TorchEventPtr& copied, std::vector<Step> steps);
-  void wait_for_stream() noexcept;
   void reap() noexcept;
 
   const TorchBackendOptions options_;
   const std::shared_ptr<TorchEventPool> events_;
   const c10::Stream stream_;
-  const bool pinned_;  ///< the device has pinned memory
 
   std::atomic<bool> closed_{false};
   std::atomic<int> copying_{0};  ///< threads inside copy()
   std::atomic<std::uint64_t> host_synchronisations_{0};
 
-  /// Taken first; held while chunks are added and their copies queued, which is to be in one order. No call
-  /// of torch's is made under it.
-  std::mutex queueing_;
-
   mutable std::mutex mutex_;
   std::deque<InFlight> in_flight_;           ///< LOCK: mutex_
   std::shared_ptr<const TorchClock> clock_;  ///< LOCK: mutex_; null: times are not kept
-  std::unique_ptr<Deferred> deferred_;       ///< LOCK: mutex_; does not change once it is set, until the end
+
+  TorchCopyIssuer issuer_;  ///< last: its thread uses the above
 };
 
 TorchBackend::TorchBackend(TorchBackendOptions options)
     : options_(std::move(options)),
       events_(std::make_shared<TorchEventPool>(options_.device.type())),
       stream_(torch_calls([&] { return copy_stream(options_.device); })),
-      pinned_(has_pinned_memory(options_.device)) {
+      issuer_(options_, events_, stream_, host_synchronisations_) {
   DYNSWAP_CHECK(options_.allocate, "TorchBackendOptions::allocate is not set");
   DYNSWAP_CHECK(options_.staging_buffers >= 2 && options_.staging_bytes >= kLeastStaging,
                 "the staging ring takes two buffers of 1 MiB at least");
@@ -124,11 +93,10 @@ TorchBackend::TorchBackend(TorchBackendOptions options)
 
 TorchBackend::~TorchBackend() {
   if (!devices_usable()) {
-    // At exit, or in a forked child, which does not have the threads: there is nothing to stop.
-    (void)deferred_.release();
-    return;
+    issuer_.abandon();
+  } else {
+    close();
   }
-  close();
 }
 
 Memory TorchBackend::allocate(std::size_t bytes) {
@@ -165,12 +133,11 @@ bool TorchBackend::release_after(const Memory& memory, const std::vector<EventPt
   }
 }
 
-/// Note [A copy that is issued later]: torch has no call by which a stream waits for the host. So a copy
-/// whose bytes have to be read first is enqueued by a thread of ours, in its turn, when they are there. A
-/// later copy that writes to the same place is given to the same thread as long as the first has not been
-/// enqueued, because the first one's event is not a point of any stream yet. A consumer that is made to wait
-/// for such a copy blocks until it has been enqueued, not until it is over. The CUDA backend blocks it for
-/// its own reason: see Note [A read can fail after its copy was issued].
+Stream TorchBackend::order_of(const Memory& memory) const noexcept {
+  const Allocated* const allocated = std::get_deleter<Allocated>(memory);
+  return allocated == nullptr ? 0 : static_cast<Stream>(allocated->stream.id());
+}
+
 EventPtr TorchBackend::copy(CopyRequest request) {
   struct Counted {
     std::atomic<int>& count;
@@ -182,144 +149,15 @@ EventPtr TorchBackend::copy(CopyRequest request) {
   reap();
   refresh_pinned_copies(request);
   auto copied = std::make_shared<TorchEvent>(events_, clock());
-  const bool staged = needs_of(request, /*device_casts=*/true).staging;
-  bool later = staged;
-  for (const Step& step : request.steps) {
-    for (const EventPtr& event : step.after) later = later || (event && !as_torch(event).recorded());
-  }
-  if (later) {
-    issue_later(request, copied, staged);
-  } else {
-    issue_now(request, *copied);
-  }
+  issuer_.issue(request, copied);
   keep(copied, std::move(request.steps));
   return copied;
-}
-
-void TorchBackend::issue_now(const CopyRequest& request, TorchEvent& copied) {
-  std::vector<CopyBatch> batches = plan_copies(request, /*device_casts=*/true, nullptr, nullptr);
-  try {
-    issue(batches, copied, nullptr);
-  } catch (...) {
-    // What was enqueued before the error must not outlive the request.
-    wait_for_stream();
-    throw;
-  }
-}
-
-void TorchBackend::issue_later(const CopyRequest& request, const TorchEventPtr& copied, bool staged) {
-  Deferred& later = deferred();
-  if (staged) copied->reads = std::make_shared<Reads>();
-  const std::lock_guard lock(queueing_);
-  // Shared, as a std::function is copied.
-  const auto batches = std::make_shared<std::vector<CopyBatch>>(
-      plan_copies(request, /*device_casts=*/true, later.ring.get(), copied->reads));
-  const auto run = [this, &later, batches, copied] {
-    try {
-      issue(*batches, *copied, &later);
-    } catch (...) {
-      const std::exception_ptr error = std::current_exception();
-      wait_for_stream();
-      give_up(*batches, *copied, error, &later);
-    }
-  };
-  const auto cancel = [this, batches, copied] {
-    give_up(*batches, *copied,
-            std::make_exception_ptr(ClosedError("the backend was closed before the weight was copied")),
-            nullptr);
-  };
-  if (!later.thread.submit({run, cancel})) {
-    cancel();
-    throw ClosedError("the backend is closed");
-  }
-}
-
-/// Completes a copy that failed, of which nothing is under way on the copy stream. `staged`: its chunks that
-/// were not enqueued are to be passed over; null once the readers are closed.
-void TorchBackend::give_up(std::vector<CopyBatch>& batches, TorchEvent& copied, std::exception_ptr error,
-                           Deferred* staged) noexcept {
-  for (const CopyBatch& batch : batches) {
-    // Who has the memory next waits for this copy only, so what this one waits for has to be over. An event
-    // that is not recorded is that of a copy before this one in the queue, which did or does the same.
-    for (const EventPtr& event : batch.after) {
-      if (event && as_torch(event).recorded()) synchronise(event);
-    }
-  }
-  if (staged != nullptr && copied.reads) {
-    // What of it was enqueued is over, and the rest will not be: later chunks may have its buffers.
-    staged->ring->give_up(*copied.reads);
-    staged->copying.clear();
-    for (const CopyBatch& batch : batches) {
-      if (batch.chunk) staged->ring->passed(*batch.chunk + 1);
-    }
-  }
-  batches.clear();
-  copied.fail(std::move(error));
-}
-
-/// Enqueues what was planned, then records `copied`. Clears `batches` before that, so that the last reference
-/// to what they keep alive is dropped by a thread that calls copy().
-void TorchBackend::issue(std::vector<CopyBatch>& batches, TorchEvent& copied, Deferred* staged) {
-  torch_calls([&] {
-    const RelaxedCapture relaxed;
-    const c10::StreamGuard guard(stream_);
-    const CopyStream copies(options_.device, /*non_blocking=*/pinned_);
-    bool first = true;
-    for (CopyBatch& batch : batches) {
-      for (const EventPtr& event : batch.after) {
-        if (!event) continue;
-        try {
-          as_torch(event).wait_for_record();  // of an earlier one in this thread's queue
-        } catch (const std::exception&) {
-          continue;  // it failed, and nothing of it is under way
-        }
-        as_torch(event).block(stream_);
-      }
-      if (std::exchange(first, false) && copied.clock()) {
-        // Begins after the waits: the time of the readers that it waits for is not part of the copy's.
-        auto begin = std::make_shared<TorchEvent>(events_, copied.clock());
-        begin->record(stream_);
-        copied.begin = std::move(begin);
-      }
-      if (batch.chunk) {
-        make_room(*staged, *batch.chunk);
-        staged->ring->await(*batch.chunk);
-      }
-      for (const Landing& landing : batch.landings) copies.enqueue(landing);
-      if (batch.chunk) {
-        auto over = std::make_shared<TorchEvent>(events_);
-        over->record(stream_);
-        staged->copying.emplace_back(*batch.chunk, std::move(over));
-      }
-    }
-  });
-  batches.clear();
-  copied.record(stream_);
-}
-
-/// Lets the reads of what comes after `chunk` begin. Up to half of the buffers may be on their way to the
-/// device while the other half is read into; for older copies this thread waits.
-void TorchBackend::make_room(Deferred& staged, std::uint64_t chunk) {
-  auto& copying = staged.copying;
-  const std::uint64_t under_way = staged.ring->buffers() / 2;
-  while (!copying.empty()) {
-    const auto& [oldest, over] = copying.front();
-    if (!over->done()) {
-      if (chunk - oldest < under_way) break;
-      if (PROTECTED(staged_read_waits)) over->synchronise();
-    }
-    copying.pop_front();
-  }
-  staged.ring->passed(copying.empty() ? chunk : copying.front().first);
 }
 
 void TorchBackend::wait(Stream consumer, const EventPtr& copied) {
   if (!copied) return;
   const TorchEvent& event = as_torch(copied);
-  if (event.reads && PROTECTED(failed_read_told)) {
-    while (!deferred().ring->wait(*event.reads, kPatience)) {
-    }
-  }
+  if (event.reads && PROTECTED(failed_read_told)) issuer_.wait(*event.reads);
   event.wait_for_record();  // throws what made the copy fail
   if (event.known_done()) return;
   const c10::Stream stream = consumer_of(consumer);
@@ -367,46 +205,6 @@ EventPtr TorchBackend::mark(Stream consumer) {
   return event;
 }
 
-TorchBackend::Deferred& TorchBackend::deferred() {
-  {
-    const std::lock_guard lock(mutex_);
-    if (deferred_) return *deferred_;
-  }
-  const RelaxedCapture relaxed;
-  const std::shared_ptr<std::byte> block =
-      staging_memory(options_.device, pinned_, options_.staging_bytes * options_.staging_buffers);
-  std::vector<StagingRing::Buffer> buffers;
-  for (unsigned i = 0; i < options_.staging_buffers; ++i) {
-    buffers.emplace_back(block, block.get() + i * options_.staging_bytes);
-  }
-  auto made = std::make_unique<Deferred>(std::make_unique<StagingRing>(
-      std::move(buffers), options_.staging_bytes, static_cast<int>(options_.readers), options_.cast));
-  const std::lock_guard lock(mutex_);
-  if (!deferred_) deferred_.swap(made);
-  return *deferred_;
-}
-
-void TorchBackend::synchronise(const EventPtr& event) noexcept {
-  if (!event || event->done() || !devices_usable()) return;
-  ++host_synchronisations_;
-  try {
-    as_torch(event).wait_for_record();
-    as_torch(event).synchronise();
-  } catch (const std::exception&) {
-    // it failed, or the device is lost: nothing of it is under way any more
-  }
-}
-
-void TorchBackend::wait_for_stream() noexcept {
-  ++host_synchronisations_;
-  try {
-    const RelaxedCapture relaxed;
-    guard_of(options_.device).synchronizeStream(stream_);
-  } catch (const std::exception&) {
-    // the device is lost: nothing is under way any more
-  }
-}
-
 void TorchBackend::keep(const TorchEventPtr& copied, std::vector<Step> steps) {
   for (Step& step : steps) step.after.clear();
   const std::lock_guard lock(mutex_);
@@ -434,17 +232,9 @@ void TorchBackend::reap() noexcept {
 
 void TorchBackend::close() noexcept {
   if (closed_.exchange(true) || !devices_usable()) return;
-  Deferred* later = nullptr;
-  {
-    const std::lock_guard lock(mutex_);
-    later = deferred_.get();
-  }
-  if (later != nullptr) {
-    later->ring->close();  // reads that have not begun fail, so nothing below waits for a disk
-    later->thread.close();
-  }
+  issuer_.close();
   while (copying_ > 0) std::this_thread::yield();
-  if (PROTECTED(close_waits)) wait_for_stream();
+  if (PROTECTED(close_waits)) issuer_.wait_for_stream();
   reap();
 }
 

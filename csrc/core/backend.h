@@ -77,7 +77,7 @@ struct Layout {
 
   /// As Backend::phase().
   std::optional<std::size_t> phase(const Source& source) const noexcept {
-    const bool in_place = source.file && in_place_bytes > 0 && !source.cast() &&
+    const bool in_place = source.from_files() && in_place_bytes > 0 && !source.cast() &&
                           source.stored_bytes() >= in_place_bytes && source.offset % weight_alignment == 0;
     if (!in_place) return std::nullopt;
     return source.offset % alignment;
@@ -112,6 +112,10 @@ class Backend {
   /// next comes after `after`, and nobody waits here. False if that cannot be had: then it has to be kept
   /// until they are done.
   virtual bool release_after(const Memory&, const std::vector<EventPtr>& /*after*/) noexcept { return false; }
+
+  /// The stream in whose order memory from allocate() is handed out again once it is let go; 0 where there
+  /// are no streams.
+  virtual Stream order_of(const Memory&) const noexcept { return 0; }
 
   /// Enqueues a copy and returns the event of its end. Does not block on the copy. The pieces' sources
   /// are kept alive until the copy is over. Copies are not ordered among themselves except by `after`.

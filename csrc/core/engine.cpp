@@ -54,7 +54,9 @@ Engine::~Engine() {
     static_cast<void>(backend_.release());
     new Memory(std::move(arena_memory_));
     new Memory(std::move(resident_memory_));
+    new Memory(std::move(cache_memory_));
     new std::vector<Retired>(std::move(retired_));
+    new std::vector<Group>(std::move(groups_));
     return;
   }
   close();
@@ -72,6 +74,11 @@ bool is_there(const DeviceCopy& copy, Stream consumer) {
 }
 
 }  // namespace
+
+void Engine::begin_call(std::uint32_t call) {
+  const std::lock_guard lock(mutex_);
+  schedule_.begin_call(consumer_of(std::this_thread::get_id()).cursor, call);
+}
 
 Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
   if (abandoned_) throw Error("the engine has been left behind in another process");
@@ -96,9 +103,15 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
     ++tick_;
     group.expected_at = tick_;
     if (group.first_use == 0) group.first_use = tick_;
-    Schedule::Cursor& cursor = cursor_of(use.thread);
-    // Residents are no part of the order: the fast path hands them out without asking the engine.
-    const bool moved = use.in_order && !group.resident && schedule_.observe(cursor, group_id);
+    Consumer& at = consumer_of(use.thread);
+    bool moved = false;
+    if (use.in_order && group.by_use) {
+      moved = use_order_.observe(at.by_use, group_id);
+      group.score.add(uses_ += 1 / half_life_);
+    } else if (use.in_order && !group.home) {
+      // Residents are no part of the order: the fast path hands them out without asking the engine.
+      moved = schedule_.observe(at.cursor, group_id);
+    }
     hit = group.copy != nullptr && !renewal;
     if (!hit) {
       planned.push_back(renewal ? std::move(*renewal) : plan_copy(group_id, /*demanded=*/true));
@@ -107,19 +120,26 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
       }
       ++stats_.misses;
       ++group.figures.misses;
-      const bool over_budget = group.copy->place == Place::overflow && options_.budget > 0;
+      const bool over_budget =
+          group.copy->place == Place::overflow && options_.budget > 0 && beyond_budget() > 0;
       if (over_budget && !std::exchange(warned_, true)) {
         warning = "every slot of the arena is held by tensors that are still in use (" + holders() +
                   "): memory outside the budget is used until they are let go; see overflow_bytes in the "
                   "statistics, or pass strict_budget=True to raise instead";
       }
-    } else if (moved || !group.copy->read) {
+    } else if (moved || group.by_use || !group.copy->read) {
       ++stats_.hits;
       ++group.figures.hits;
     }
     lease = lease_on(id, consumer);
     ordered = is_there(*lease.copy_, consumer);
-    if (options_.prefetch > 0 && use.in_order && (moved || !hit)) look_ahead(cursor, group_id, planned);
+    if (options_.prefetch > 0 && use.in_order && (moved || !hit)) {
+      if (group.by_use) {
+        look_ahead_by_use(at.by_use, planned);
+      } else {
+        look_ahead(at.cursor, group_id, planned);
+      }
+    }
   }
   if (!planned.empty()) issue(planned);
   if (!ordered) order_after_copy(lease.copy_, consumer, hit);
@@ -142,6 +162,38 @@ Lease Engine::acquire_present(WeightId id, Stream consumer) {
   Lease lease = lease_on(id, consumer);
   lease.data_ = copy->base + weights_[id].offset;
   return lease;
+}
+
+void Engine::expect(const std::vector<WeightId>& weights) {
+  if (abandoned_ || options_.prefetch == 0) return;
+  std::vector<Planned> planned;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_ || !planned_) return;
+    ++tick_;
+    const Arena::Rank rank = [this](const DeviceCopy& copy) {
+      return groups_[copy.group].expected_at == tick_ ? std::nullopt : may_go(copy);
+    };
+    for (const WeightId id : weights) groups_[weights_[id].group].expected_at = tick_;
+    for (const WeightId id : weights) {
+      Group& group = groups_[weights_[id].group];
+      DYNSWAP_CHECK(group.by_use, "groups in an order are fetched ahead by the schedule");
+      if (group.copy) continue;
+      if (!prefetch(weights_[id].group, rank, planned)) break;
+    }
+  }
+  if (!planned.empty()) issue(planned);
+}
+
+std::shared_ptr<void> Engine::count_outside(std::size_t bytes) {
+  const std::lock_guard lock(mutex_);
+  overflow_now_ += bytes;
+  if (beyond_budget() > 0) ++stats_.overflows;
+  note_peak();
+  return {nullptr, [engine = shared_from_this(), bytes](void*) {
+            const std::lock_guard guard(engine->mutex_);
+            engine->overflow_now_ -= bytes;
+          }};
 }
 
 /// A lease on the current copy of the weight's group, which may not be issued yet. LOCK: mutex_ is held.
@@ -193,6 +245,7 @@ void Engine::update_source_alone(WeightId id, SourcePtr source) {
 std::shared_ptr<DeviceCopy> Engine::outdate(WeightId id, SourcePtr& source) {
   exchange_source(weights_[id], source);
   Group& group = groups_[weights_[id].group];
+  ++group.changes;
   if (!group.copy || !PROTECTED(stale_copy_refused)) return nullptr;
   ++stats_.refetches;
   group.held_back = Cause::master_changed;
@@ -205,6 +258,20 @@ SourcePtr Engine::source(WeightId id) const {
 }
 
 bool Engine::resident(WeightId id) const { return groups_[weights_[id].group].resident; }
+
+bool Engine::stays(WeightId id) const {
+  const std::lock_guard lock(mutex_);
+  return groups_[weights_[id].group].home != nullptr;
+}
+
+bool Engine::hold(WeightId id) {
+  const std::lock_guard lock(mutex_);
+  Group& group = groups_[weights_[id].group];
+  const bool there = group.home && group.copy && group.copy == group.home_occupant &&
+                     group.copy->state == DeviceCopy::State::issued;
+  group.held = group.held || there;
+  return there;
+}
 
 const std::vector<WeightId>& Engine::companions(WeightId id) const {
   return groups_[weights_[id].group].weights;
@@ -235,12 +302,22 @@ void Engine::close() noexcept {
     const auto keep_until_read = [&](const DeviceCopy& copy) {
       for (EventPtr& event : overwrite_after(copy)) after.push_back(std::move(event));
     };
-    for (const Arena::Region& region : arena_.regions()) {
-      after.insert(after.end(), region.after.begin(), region.after.end());
-      if (region.occupant) keep_until_read(*region.occupant);
+    for (const Arena* const arena : {&arena_, &cache_}) {
+      for (const Arena::Region& region : arena->regions()) {
+        after.insert(after.end(), region.after.begin(), region.after.end());
+        if (region.occupant) keep_until_read(*region.occupant);
+      }
     }
     for (Group& group : groups_) {
       if (group.home_occupant) keep_until_read(*group.home_occupant);
+      // It goes with its own readers. A part of one block for all residents goes with that.
+      if (options_.residents_give_way && group.home) {
+        std::vector<EventPtr> read;
+        if (group.home_occupant) read = overwrite_after(*group.home_occupant);
+        retired_.push_back({group.home, std::move(read), 0, true});
+      }
+      group.resident = group.home != nullptr;  // for reports: as it was at the end
+      group.home.reset();
       copies.push_back(std::move(group.home_occupant));
       if (group.copy) {
         const std::shared_ptr<DeviceCopy> copy = group.copy;
@@ -249,8 +326,10 @@ void Engine::close() noexcept {
       }
     }
     arena_ = Arena();
+    cache_ = Arena();
     for (Retired& retired : retired_) retired.at_once = true;
     retired_.push_back({std::move(arena_memory_), after, 0, true});
+    retired_.push_back({std::move(cache_memory_), after, 0, true});
     retired_.push_back({std::move(resident_memory_), std::move(after), 0, true});
     // Leases may keep the engine; the masters' memory is their owners' again.
     for (Weight& weight : weights_) {

@@ -16,6 +16,7 @@
 
 #include "core/arena.h"
 #include "core/backend.h"
+#include "core/by_use.h"
 #include "core/check.h"
 #include "core/device_copy.h"
 #include "core/figures.h"
@@ -33,16 +34,28 @@ using GroupId = std::uint32_t;
 struct PriorPlan {
   std::vector<GroupId> group_of;  ///< each weight's group, numbered in the order of add_weight()
   std::vector<bool> resident;     ///< each group
+  std::vector<bool> keep;         ///< each group: whether it is resident in any case
+  std::vector<bool> by_use;       ///< each group
+  std::size_t cache_bytes = 0;    ///< the least for those by use
 };
 
 struct EngineOptions {
   std::size_t budget = 0;               ///< bytes of arena + residents; 0: just the ring for `prefetch`
   std::uint32_t prefetch = 2;           ///< groups to have ahead of the one in use
   bool strict_budget = false;           ///< raise BudgetError instead of allocating outside the arena
+  bool residents_give_way = false;      ///< see Note [Residents give way]
   std::size_t group_bytes = 4u << 20;   ///< small weights travel together until a group has this many bytes
   std::size_t split_bytes = 64u << 20;  ///< a module with more than this is cut between its weights
   /// A plan for just these weights, to use instead of forming groups and choosing residents.
   std::optional<PriorPlan> prior;
+};
+
+/// How a weight is to be served.
+struct WeightOptions {
+  bool at_once = false;  ///< all of its unit is needed at the same time: never cut, and every budget holds it
+  std::uint32_t model = 0;  ///< of those that share the engine: weights of two never share a group
+  bool keep = false;        ///< stays on the device in any case
+  bool by_use = false;      ///< its unit is a group of its own, used without an order (Note [Groups by use])
 };
 
 /// What an access has to do with the order of accesses.
@@ -110,15 +123,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Engine& operator=(const Engine&) = delete;
 
   /// Registers a weight, in the order in which the model is expected to use them. Weights of one `unit`
-  /// (a module) travel together. `at_once`: all of the unit is needed at the same time, so it is never cut,
-  /// and every budget holds it. Only before plan().
-  WeightId add_weight(SourcePtr source, std::uint64_t unit, bool at_once = false);
+  /// (a module) travel together. Only before plan().
+  WeightId add_weight(SourcePtr source, std::uint64_t unit, WeightOptions options = {});
 
   /// Forms groups, chooses residents and sizes the arena. Throws BudgetError, naming the smallest budget that
   /// works. Called once, before plan(), or by it.
   void arrange();
   /// Takes the memory for it. Throws what arrange() does, or OutOfMemory; nothing is held then.
   void plan();
+
+  /// The calling thread begins a call of a model that shares the engine with others: Note [What follows a
+  /// call].
+  void begin_call(std::uint32_t call);
 
   /// The weight's bytes, on their way or there, ordered before later work of `consumer`.
   /// Throws SourceError if they could not be read; the next call tries again. Throws ClosedError after
@@ -128,6 +144,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// As acquire() with `Use::in_order` false, but only for bytes that are there and that `consumer` has
   /// waited for already. Returns an empty lease where acquire() would have more to do. Waits for no copy.
   Lease acquire_present(WeightId weight, Stream consumer);
+
+  /// Announces that these weights, of groups by use, are acquired next, in this order. Their copies are
+  /// issued now, as far as the cache has room that none of them needs before.
+  void expect(const std::vector<WeightId>& weights);
 
   /// The master has changed: its bytes are elsewhere, or other ones (Invariant 6). Copies already made
   /// are not handed out any more. The new source has as many elements, of the same types.
@@ -139,7 +159,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   /// The source that the next copy will read.
   SourcePtr source(WeightId weight) const;
+  /// Whether the plan lets it stay on the device. It may have given way since: stays().
   bool resident(WeightId weight) const;
+  bool stays(WeightId weight) const;
+  /// Returns whether the weight is a resident that is on the device. If so, it does not give way any more.
+  bool hold(WeightId weight);
   /// The weights that travel with this one, itself included.
   const std::vector<WeightId>& companions(WeightId weight) const;
   /// How many leases there are on its group's copy, and on itself in it.
@@ -154,6 +178,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::size_t bytes = 0;           ///< on the device
     std::uint64_t master_bytes = 0;  ///< of its masters: what a copy reads
     bool resident = false;
+    bool by_use = false;          ///< without an order: those that are used most stay
     std::uint64_t first_use = 0;  ///< when it was first used, after others with a smaller number; 0: never
     GroupFigures figures;
   };
@@ -163,6 +188,27 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// The plan, for another engine of the same weights.
   PriorPlan plan_for_reuse() const;
 
+  /// A resident's memory that lend_residents() has freed.
+  struct Loan {
+    GroupId group = 0;
+    std::size_t bytes = 0;
+    const std::byte* address = nullptr;  ///< where it was
+    std::shared_ptr<DeviceCopy> copy;    ///< that was there; null: none was
+    bool current = false;                ///< it was the group's
+    std::uint64_t changes = 0;           ///< of its masters, by then
+  };
+  /// Frees the memory of the residents that nobody uses: Note [Residents give way]. Takes only locks under
+  /// which no memory is allocated or freed, and never waits for the device.
+  std::vector<Loan> lend_residents();
+  /// Takes memory back that has not been written since lend_residents(): what can be had at its old address.
+  /// The rest has given way.
+  void take_back(std::vector<Loan> loans);
+  /// The memory went to somebody else.
+  void give_up(const std::vector<Loan>& loans);
+  bool residents_give_way() const noexcept { return options_.residents_give_way; }
+  /// The stream in whose order residents' memory is allocated.
+  Stream order_of_residents() const;
+
   /// Begins a recording (and drops the one before), or ends it.
   void record(bool on);
   Timeline timeline() const { return recorder_.timeline(); }
@@ -171,6 +217,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void note_use(WeightId weight, Stream consumer);
   void note_pass(Stream consumer);
   const Backend& backend() const noexcept { return *backend_; }
+
+  /// Counts bytes that a weight takes outside the budget, in memory that is not the engine's, for as long as
+  /// the returned object lives.
+  std::shared_ptr<void> count_outside(std::size_t bytes);
 
   /// Lets go of all device memory that no lease holds, after the copies in flight. Idempotent. Later
   /// acquire() calls throw Error.
@@ -185,7 +235,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct Weight {
     SourcePtr source;
     std::uint64_t unit = 0;
-    bool at_once = false;  ///< all of its unit is needed at the same time
+    WeightOptions options;
     GroupId group = 0;
     std::size_t offset = 0;  ///< in the group's copy
     std::size_t part = 0;    ///< of the group's copy
@@ -195,20 +245,26 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::vector<WeightId> weights;
     std::size_t bytes = 0;
     bool tiny = false;  ///< of tiny units alone
+    bool keep = false;  ///< of weights that are kept
     bool resident = false;
-    std::size_t home_offset = 0;                ///< resident: in residents_
-    std::shared_ptr<DeviceCopy> copy;           ///< the current one: on its way or there
+    bool held = false;                 ///< resident: a graph has captured it, so it does not give way
+    bool by_use = false;               ///< its slots are in the cache
+    UseScore score;                    ///< by use
+    Memory home;                       ///< resident: its block; null once it has given way
+    std::shared_ptr<DeviceCopy> copy;  ///< the current one: on its way or there
     std::shared_ptr<DeviceCopy> home_occupant;  ///< resident: the latest copy in the group's own block
     std::uint64_t expected_at = 0;              ///< the tick of the latest look ahead that met it
     std::optional<Cause> held_back = Cause::first_use;  ///< why its next copy has not been issued yet
     std::uint64_t first_use = 0;                        ///< the tick; 0: none
+    std::uint64_t changes = 0;                          ///< of its masters
     GroupFigures figures;
   };
 
-  /// One thread's place in the schedule.
+  /// One thread's place in the order.
   struct Consumer {
     std::thread::id thread;
     Schedule::Cursor cursor;
+    UseOrder::Cursor by_use;
     std::uint64_t last_use = 0;
   };
 
@@ -246,11 +302,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<std::size_t> form_groups(const Grouping& grouping);  ///< returns their sizes
   std::vector<std::size_t> take_groups(const PriorPlan& prior);    ///< returns their sizes
   std::vector<std::size_t> lay_out_groups();
+  std::size_t least_budget(const std::vector<std::size_t>& bytes) const;
+  void check_kept(const std::vector<std::size_t>& bytes, std::size_t budget) const;
   std::vector<WeightId> in_file_order(std::vector<WeightId> ids) const;
   std::size_t lay_out(Group& group);
 
   // engine_place.cpp: under the lock
-  Schedule::Cursor& cursor_of(std::thread::id thread);
+  Consumer& consumer_of(std::thread::id thread);
+  Arena& arena_of(const Group& group) noexcept { return group.by_use ? cache_ : arena_; }
+  const Arena& arena_of(const Group& group) const noexcept { return group.by_use ? cache_ : arena_; }
+  std::uint64_t willingness(const DeviceCopy& copy) const noexcept;
+  std::optional<std::uint64_t> may_go(const DeviceCopy& copy) const noexcept;
   bool waits_for_others(const Group& group) const;
   Planned plan_copy(GroupId id, bool demanded);
   std::optional<Cause> why_so_late(Group& group) const noexcept;
@@ -258,10 +320,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool place_in_arena(Planned& planned, const Arena::Rank& rank);
   void place_outside(Planned& planned);
   void look_ahead(const Schedule::Cursor& cursor, GroupId current, std::vector<Planned>& planned);
+  void look_ahead_by_use(UseOrder::Cursor ahead, std::vector<Planned>& planned);
+  bool prefetch(GroupId id, const Arena::Rank& rank, std::vector<Planned>& planned);
   void detach(const std::shared_ptr<DeviceCopy>& copy);
   void dispose(const std::shared_ptr<DeviceCopy>& copy);
+  bool read_in_order(const DeviceCopy& copy) const noexcept;
   void drop_left(DeviceCopy::Part& part);
   void note_held_back(Group& group, GroupId current) noexcept;
+  std::size_t beyond_budget() const noexcept;
   std::string holders() const;
   void note_peak() noexcept;
   std::size_t held_bytes() const noexcept;
@@ -280,13 +346,19 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void release_postponed() noexcept;
   void free_retired() noexcept;
 
+  // engine_give_way.cpp
+  bool restore(const Loan& loan, Memory& memory);
+
   // Set before plan() returns, constant afterwards.
   std::unique_ptr<Backend> backend_;
   const EngineOptions options_;
   const std::function<void(const std::string&)> warn_;
   Memory arena_memory_;
   Memory resident_memory_;
-  ResidencyPlan residency_;
+  Memory cache_memory_;
+  Stream order_of_residents_ = 0;
+  std::size_t planned_bytes_ = 0;  ///< of arena, cache and residents
+  PlanWithCache residency_;
   bool arranged_ = false;
   bool planned_ = false;
 
@@ -300,7 +372,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<Weight> weights_;
   std::vector<Group> groups_;
   Arena arena_;
+  Arena cache_;  ///< of groups by use
   Schedule schedule_;
+  UseOrder use_order_;
   std::vector<Consumer> consumers_;
   std::vector<Retired> retired_;
   /// Leases' copies that await the end of a capture: Note [A lease that dies inside a capture].
@@ -309,6 +383,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::size_t cold_residents_ = 0;  ///< residents that have not been copied yet
   std::size_t overflow_now_ = 0;    ///< bytes
   std::uint64_t tick_ = 0;
+  double uses_ = 0;       ///< of groups by use, in half-lives
+  double half_life_ = 1;  ///< in uses
   bool closed_ = false;
   bool warned_ = false;
   Stats stats_;

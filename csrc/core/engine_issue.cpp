@@ -49,8 +49,11 @@ CopyRequest Engine::request(const Planned& planned) const {
       const std::size_t from = std::max(begin, ranges[step].first);
       const std::size_t to = std::min(end, ranges[step].second);
       if (from >= to) continue;
-      request.steps[step].pieces.push_back(
-          {source, (from - begin) / element, (to - from) / element, planned.copy->base + from});
+      std::vector<Piece>& pieces = request.steps[step].pieces;
+      for_each_part(source, (from - begin) / element, (to - from) / element,
+                    [&](const SourcePtr& part, std::uint64_t first, std::uint64_t count, std::uint64_t done) {
+                      pieces.push_back({part, first, count, planned.copy->base + from + done * element});
+                    });
     }
   }
   return request;
@@ -294,9 +297,10 @@ void Engine::release_postponed() noexcept {
 
 /// Note [A plan goes before the next one comes]: there is no room for two of them, so a closed engine's
 /// memory is given back at once, though its last readers may be queued: what they read is not handed out
-/// again before they are done, in the order of the allocator's stream. Where that cannot be arranged it is
-/// kept until then; so is memory outside the budget while the engine is open, as that is given back all the
-/// time and shall hold up no stream.
+/// again before they are done, in the order of the allocator's stream. So is memory outside the budget that
+/// was read on that stream alone: otherwise a host that is far ahead of the device would hold more and more
+/// of it. While the engine is open, what was read on another stream is kept until its readers are done, as it
+/// is given back all the time and must not hold up a stream. So is what cannot be ordered.
 void Engine::free_retired() noexcept {
   std::vector<Retired> retired;
   {

@@ -15,51 +15,55 @@ namespace {
 constexpr std::size_t kMostConsumers = 16;  ///< threads whose place in the schedule is remembered
 constexpr std::size_t kMostAhead = 64;      ///< groups; the arena is the real limit
 
-/// How willingly the arena gives up a copy that no lease holds. What has been read goes first, the longest
-/// unused before others: in a cyclic order it is needed last. What was fetched ahead and not read yet
-/// is needed soon: of that, the latest goes first.
-std::uint64_t willingness(const DeviceCopy& copy) noexcept {
-  constexpr std::uint64_t kRead = std::uint64_t{1} << 62;
-  return copy.read ? kRead + (kRead - 1 - copy.last_use) : copy.last_use;
-}
-
 bool evictable(const DeviceCopy& copy) noexcept {
   if (!PROTECTED(lease_blocks_eviction)) return copy.state != DeviceCopy::State::issuing;
   return copy.evictable();
 }
 
-std::optional<std::uint64_t> may_go(const DeviceCopy& copy) {
+}  // namespace
+
+/// How willingly an arena gives up a copy that no lease holds. What has been read goes first, the longest
+/// unused before others: in a cyclic order it is needed last. Of groups by use, the least used goes before
+/// others. What was fetched ahead and not read yet is needed soon: of that, the latest goes first.
+std::uint64_t Engine::willingness(const DeviceCopy& copy) const noexcept {
+  constexpr std::uint64_t kRead = std::uint64_t{1} << 62;
+  if (!copy.read) return copy.last_use;
+  const Group& group = groups_[copy.group];
+  return kRead + (kRead - 1 - (group.by_use ? group.score.rank() : copy.last_use));
+}
+
+std::optional<std::uint64_t> Engine::may_go(const DeviceCopy& copy) const noexcept {
   return evictable(copy) ? std::optional(willingness(copy)) : std::nullopt;
 }
 
-}  // namespace
-
-Schedule::Cursor& Engine::cursor_of(std::thread::id thread) {
+Engine::Consumer& Engine::consumer_of(std::thread::id thread) {
   auto oldest = consumers_.begin();
   for (auto it = consumers_.begin(); it != consumers_.end(); ++it) {
     if (it->thread == thread) {
       it->last_use = tick_;
-      return it->cursor;
+      return *it;
     }
     if (it->last_use < oldest->last_use) oldest = it;
   }
   if (consumers_.size() < kMostConsumers) {
-    consumers_.push_back({thread, {}, tick_});
-    return consumers_.back().cursor;
+    consumers_.push_back({thread, {}, {}, tick_});
+    return consumers_.back();
   }
-  *oldest = {thread, {}, tick_};
-  return oldest->cursor;
+  *oldest = {thread, {}, {}, tick_};
+  return *oldest;
 }
 
 /// There is no room for it, and will be once other threads have issued what they are bringing: a copy gives
 /// its place up only then.
 bool Engine::waits_for_others(const Group& group) const {
-  if (group.copy || group.resident) return false;
+  if (group.copy || group.home) return false;
   const auto is_issued = [](const Arena::Region& region) {
     return !region.occupant || region.occupant->state != DeviceCopy::State::issuing;
   };
-  const std::vector<Arena::Region>& regions = arena_.regions();
-  return !std::all_of(regions.begin(), regions.end(), is_issued) && !arena_.has_room(group.bytes, may_go);
+  const Arena& arena = arena_of(group);
+  const std::vector<Arena::Region>& regions = arena.regions();
+  if (std::all_of(regions.begin(), regions.end(), is_issued)) return false;
+  return !arena.has_room(group.bytes, [this](const DeviceCopy& copy) { return may_go(copy); });
 }
 
 std::optional<Cause> Engine::why_so_late(Group& group) const noexcept {
@@ -81,19 +85,19 @@ Engine::Planned Engine::plan_copy(GroupId id, bool demanded) {
   for (const WeightId weight : group.weights) planned.sources.push_back(weights_[weight].source);
   if (!demanded) return planned;  // look_ahead places it, or gives it up
 
-  if (group.resident) {
+  if (group.home) {
     DeviceCopy* old = group.home_occupant.get();
     if (!old || evictable(*old)) {
       if (!old) --cold_residents_;
       planned.copy->place = Place::resident;
-      planned.copy->memory = resident_memory_;
-      planned.copy->base = resident_memory_.get() + group.home_offset;
+      planned.copy->memory = group.home;
+      planned.copy->base = group.home.get();
       if (old) planned.displaced.push_back({0, group.bytes, nullptr, overwrite_after(*old)});
       group.home_occupant = planned.copy;
     } else {
       place_outside(planned);
     }
-  } else if (!place_in_arena(planned, may_go)) {
+  } else if (!place_in_arena(planned, [this](const DeviceCopy& copy) { return may_go(copy); })) {
     place_outside(planned);
   }
   group.copy = planned.copy;
@@ -120,12 +124,13 @@ Engine::Planned Engine::plan_renewal(WeightId id, std::vector<EventPtr> after) {
 }
 
 bool Engine::place_in_arena(Planned& planned, const Arena::Rank& rank) {
-  planned.displaced = arena_.place(planned.copy, rank);
+  const Group& group = groups_[planned.copy->group];
+  planned.displaced = arena_of(group).place(planned.copy, rank);
   if (planned.displaced.empty()) return false;
   const std::size_t offset = planned.displaced.front().offset;
   planned.copy->place = Place::arena;
-  planned.copy->memory = arena_memory_;
-  planned.copy->base = arena_memory_.get() + offset;
+  planned.copy->memory = group.by_use ? cache_memory_ : arena_memory_;
+  planned.copy->base = planned.copy->memory.get() + offset;
   // What was used longest ago is free first, so the copy begins there (Note [A large group arrives in
   // parts]).
   std::stable_sort(planned.displaced.begin(), planned.displaced.end(),
@@ -143,23 +148,35 @@ bool Engine::place_in_arena(Planned& planned, const Arena::Rank& rank) {
 }
 
 void Engine::place_outside(Planned& planned) {
-  if (options_.strict_budget) {
+  planned.copy->place = Place::overflow;
+  overflow_now_ += planned.copy->bytes;
+  if (beyond_budget() > 0 && options_.strict_budget) {
+    overflow_now_ -= planned.copy->bytes;
+    const std::size_t budget =
+        options_.budget > 0 ? options_.budget : stats_.arena_bytes + stats_.resident_bytes;
+    const std::size_t needed = budget + planned.copy->bytes;
     throw BudgetError("every slot of the arena is held by tensors that are still in use (" + holders() +
                           "), and strict_budget=True does not allow more than the budget of " +
-                          amount(options_.budget) + "; drop some of these tensors, or give a larger budget",
-                      0);
+                          amount(budget) + "; drop some of these tensors, or give a budget of " +
+                          amount(needed) + " or more",
+                      needed);
   }
-  planned.copy->place = Place::overflow;
-  ++stats_.overflows;
-  overflow_now_ += planned.copy->bytes;
+  if (beyond_budget() > 0) ++stats_.overflows;
   note_peak();
+}
+
+/// Bytes outside the arena, as far as no resident has made room for them.
+std::size_t Engine::beyond_budget() const noexcept {
+  if (!options_.residents_give_way) return overflow_now_;
+  const std::size_t held = stats_.arena_bytes + stats_.resident_bytes + overflow_now_;
+  return held - std::min(held, planned_bytes_);
 }
 
 void Engine::look_ahead(const Schedule::Cursor& cursor, GroupId current, std::vector<Planned>& planned) {
   // The first pass meets residents too; each is brought once, before it is needed.
   for (std::uint32_t i = 1; cold_residents_ > 0 && i <= options_.prefetch && i < groups_.size(); ++i) {
     const GroupId id = static_cast<GroupId>((current + i) % groups_.size());
-    if (!groups_[id].resident || groups_[id].home_occupant) continue;
+    if (!groups_[id].home || groups_[id].home_occupant) continue;
     planned.push_back(plan_copy(id, /*demanded=*/true));
     planned.back().demanded = false;
     ++stats_.prefetches;
@@ -177,12 +194,38 @@ void Engine::look_ahead(const Schedule::Cursor& cursor, GroupId current, std::ve
     Group& group = groups_[*next];
     group.expected_at = tick_;
     if (group.copy) continue;
-    Planned prefetch = plan_copy(*next, /*demanded=*/false);
-    if (!place_in_arena(prefetch, rank)) return note_held_back(group, current);
-    group.copy = prefetch.copy;
-    planned.push_back(std::move(prefetch));
-    ++stats_.prefetches;
+    if (!prefetch(*next, rank, planned)) return note_held_back(group, current);
   }
+}
+
+/// See Note [Experts in a fixed order].
+void Engine::look_ahead_by_use(UseOrder::Cursor ahead, std::vector<Planned>& planned) {
+  if (!UseOrder::is_fixed(ahead)) return;
+  const GroupId current = *ahead.current;
+  const Arena::Rank latest_first = [this](const DeviceCopy& copy) -> std::optional<std::uint64_t> {
+    // What is there and unread may be what expect() was told.
+    if (!evictable(copy) || !copy.read || groups_[copy.group].expected_at == tick_) return std::nullopt;
+    return copy.last_use;
+  };
+  std::size_t unread = 0;
+  for (std::size_t i = 0; i < kMostAhead && unread < options_.prefetch; ++i) {
+    const std::optional<GroupId> next = use_order_.advance(ahead);
+    if (!next || *next == current) return;
+    Group& group = groups_[*next];
+    group.expected_at = tick_;
+    if (!group.copy && !prefetch(*next, latest_first, planned)) return;
+    unread += group.copy->read ? 0 : 1;
+  }
+}
+
+/// Plans a copy that nobody waits for yet. False if there is no room for it.
+bool Engine::prefetch(GroupId id, const Arena::Rank& rank, std::vector<Planned>& planned) {
+  Planned copy = plan_copy(id, /*demanded=*/false);
+  if (!place_in_arena(copy, rank)) return false;
+  groups_[id].copy = copy.copy;
+  planned.push_back(std::move(copy));
+  ++stats_.prefetches;
+  return true;
 }
 
 void Engine::note_held_back(Group& group, GroupId current) noexcept {
@@ -216,22 +259,33 @@ void Engine::dispose(const std::shared_ptr<DeviceCopy>& copy) {
   }
   switch (copy->place) {
     case Place::arena:
-      arena_.vacate(*copy, overwrite_after(*copy));
+      arena_of(groups_[copy->group]).vacate(*copy, overwrite_after(*copy));
       break;
     case Place::resident:
       break;  // its block stays the group's; the next copy waits for what overwrite_after() says
-    case Place::overflow:
+    case Place::overflow: {
+      const bool at_once = closed_ || options_.residents_give_way || read_in_order(*copy);
       retired_.push_back({std::move(copy->memory),
                           PROTECTED(retire_after_events) ? overwrite_after(*copy) : std::vector<EventPtr>(),
-                          copy->bytes, closed_});
+                          copy->bytes, at_once});
       break;
+    }
   }
+}
+
+/// Whether everything that read it is on the stream in whose order its memory is handed out again.
+bool Engine::read_in_order(const DeviceCopy& copy) const noexcept {
+  const Stream order = backend_->order_of(copy.memory);
+  return std::all_of(copy.released.begin(), copy.released.end(),
+                     [order](const auto& reader) { return reader.first == order; });
 }
 
 std::string Engine::holders() const {
   std::vector<GroupId> held;
-  for (const Arena::Region& region : arena_.regions()) {
-    if (region.occupant && region.occupant->leases > 0) held.push_back(region.occupant->group);
+  for (const Arena* const arena : {&arena_, &cache_}) {
+    for (const Arena::Region& region : arena->regions()) {
+      if (region.occupant && region.occupant->leases > 0) held.push_back(region.occupant->group);
+    }
   }
   for (GroupId id = 0; id < groups_.size(); ++id) {
     // An outdated copy of a resident that somebody still reads.
@@ -249,13 +303,15 @@ std::string Engine::holders() const {
 
 std::size_t Engine::held_bytes() const noexcept {
   std::size_t bytes = overflow_now_;
-  for (const Group& group : groups_) bytes += group.home_occupant ? group.bytes : 0;
-  for (const Arena::Region& region : arena_.regions()) bytes += region.occupant ? region.bytes : 0;
+  for (const Group& group : groups_) bytes += group.home && group.home_occupant ? group.bytes : 0;
+  for (const Arena* const arena : {&arena_, &cache_}) {
+    for (const Arena::Region& region : arena->regions()) bytes += region.occupant ? region.bytes : 0;
+  }
   return bytes;
 }
 
 void Engine::note_peak() noexcept {
-  stats_.overflow_bytes = std::max<std::uint64_t>(stats_.overflow_bytes, overflow_now_);
+  stats_.overflow_bytes = std::max<std::uint64_t>(stats_.overflow_bytes, beyond_budget());
   stats_.peak_bytes =
       std::max<std::uint64_t>(stats_.peak_bytes, stats_.arena_bytes + stats_.resident_bytes + overflow_now_);
 }

@@ -3,6 +3,7 @@
 #include <numeric>
 #include <utility>
 
+#include "core/amount.h"
 #include "core/engine.h"
 #include "core/protection.h"
 #include "core/residency.h"
@@ -25,15 +26,16 @@ std::size_t align_up(std::size_t value, std::size_t alignment) {
 
 }  // namespace
 
-WeightId Engine::add_weight(SourcePtr source, std::uint64_t unit, bool at_once) {
+WeightId Engine::add_weight(SourcePtr source, std::uint64_t unit, WeightOptions options) {
   DYNSWAP_CHECK(!planned_, "weights are added before plan()");
-  weights_.push_back({.source = std::move(source), .unit = unit, .at_once = at_once});
+  if (options.keep) unit = ~unit;  // what is kept of a module is a unit of its own
+  weights_.push_back({.source = std::move(source), .unit = unit, .options = options});
   return static_cast<WeightId>(weights_.size() - 1);
 }
 
 Engine::Grouping Engine::preferred_grouping() const {
   std::size_t total = 0;
-  for (const Weight& weight : weights_) total += weight.source->wanted_bytes();
+  for (const Weight& weight : weights_) total += weight.options.by_use ? 0 : weight.source->wanted_bytes();
   // A small model, or a small budget, is streamed all the same: then less is enough.
   const std::size_t ring = std::size_t{options_.prefetch} + 1;
   const std::size_t share = options_.budget > 0 ? options_.budget / (2 * ring) : total;
@@ -43,7 +45,7 @@ Engine::Grouping Engine::preferred_grouping() const {
   const std::size_t alignment = backend_->weight_alignment();
   std::size_t tiny_total = 0;
   for (WeightId first = 0; first < weights_.size(); first = static_cast<WeightId>(end_of_unit(first))) {
-    if (unit_bytes(first) > tiny) continue;
+    if (unit_bytes(first) > tiny || weights_[first].options.keep || weights_[first].options.by_use) continue;
     const std::size_t end = end_of_unit(first);
     for (std::size_t weight = first; weight < end; ++weight)
       tiny_total += align_up(weights_[weight].source->wanted_bytes(), alignment);
@@ -73,7 +75,7 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
   const auto [enough, too_large, tiny] = grouping;
   std::size_t largest = 0;
   for (const Weight& weight : weights_)
-    largest = std::max<std::size_t>(largest, weight.source->wanted_bytes());
+    largest = std::max<std::size_t>(largest, weight.options.by_use ? 0 : weight.source->wanted_bytes());
   const std::size_t small = std::max(enough / 4, largest / 16);
   groups_.clear();
   std::size_t open_bytes = 0;
@@ -82,7 +84,7 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
   const auto append = [&](WeightId weight) {
     if (!open) {
       current = groups_.size();
-      groups_.emplace_back();
+      groups_.emplace_back().keep = weights_[weight].options.keep;
       open_bytes = 0;
       open = true;
     }
@@ -93,7 +95,15 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
   for (WeightId first = 0; first < weights_.size();) {
     const auto last = static_cast<WeightId>(end_of_unit(first));
     const std::size_t bytes_of_unit = unit_bytes(first);
-    if (bytes_of_unit <= tiny) {
+    const WeightOptions& options = weights_[first].options;
+    if (options.by_use) {
+      for (const WeightId begin = first; first < last; ++first) {
+        if (first == begin || too_large == 0) groups_.emplace_back();
+        groups_.back().weights.push_back(first);
+      }
+      continue;
+    }
+    if (bytes_of_unit <= tiny && !options.keep) {
       if (!tinies) {
         tinies = groups_.size();
         groups_.emplace_back().tiny = true;
@@ -101,7 +111,11 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
       for (; first < last; ++first) groups_[*tinies].weights.push_back(first);
       continue;
     }
-    const bool cut = bytes_of_unit > too_large && !weights_[first].at_once;
+    if (open) {
+      const WeightOptions& before = weights_[groups_[current].weights.back()].options;
+      open = before.model == options.model && before.keep == options.keep;
+    }
+    const bool cut = bytes_of_unit > too_large && !options.at_once;
     for (WeightId weight = first; weight < last; ++weight) {
       const std::size_t bytes = weights_[weight].source->wanted_bytes();
       if (cut && open_bytes >= enough && bytes > small) open = false;
@@ -122,6 +136,7 @@ std::vector<std::size_t> Engine::take_groups(const PriorPlan& prior) {
     DYNSWAP_CHECK(id <= groups_.size(), "groups are numbered in order");
     if (id == groups_.size()) groups_.emplace_back();
     groups_[id].weights.push_back(weight);
+    groups_[id].keep = weights_[weight].options.keep;
   }
   DYNSWAP_CHECK(prior.resident.size() == groups_.size(), "the plan was made for other groups");
   return lay_out_groups();
@@ -135,6 +150,7 @@ std::vector<std::size_t> Engine::lay_out_groups() {
       weights_[groups_[id].weights[part]].part = part;
     }
     groups_[id].bytes = lay_out(groups_[id]);
+    groups_[id].by_use = weights_[groups_[id].weights.front()].options.by_use;
     bytes.push_back(groups_[id].bytes);
   }
   return bytes;
@@ -168,23 +184,73 @@ std::size_t Engine::lay_out(Group& group) {
   return std::max(align_up(end, alignment), alignment);
 }
 
+/// What a budget has to hold: what is kept, the largest of the other groups in an order, and the largest by
+/// use.
+std::size_t Engine::least_budget(const std::vector<std::size_t>& bytes) const {
+  std::size_t kept = 0, ordered = 0, by_use = 0;
+  for (GroupId id = 0; id < groups_.size(); ++id) {
+    if (groups_[id].keep) {
+      kept += bytes[id];
+      continue;
+    }
+    std::size_t& largest = groups_[id].by_use ? by_use : ordered;
+    largest = std::max(largest, bytes[id]);
+  }
+  return kept + ordered + by_use;
+}
+
 void Engine::arrange() {
   DYNSWAP_CHECK(!arranged_, "arrange() is called once, and before plan()");
   arranged_ = true;
   if (weights_.empty()) return;
   const std::optional<PriorPlan>& prior = options_.prior;
   std::vector<std::size_t> bytes = prior ? take_groups(*prior) : form_groups(preferred_grouping());
-  if (!prior && options_.budget > 0 && *std::max_element(bytes.begin(), bytes.end()) > options_.budget) {
+  if (!prior && options_.budget > 0 && least_budget(bytes) > options_.budget) {
     bytes = form_groups({1, 0, 0});  // as small as can be: what does not fit now never will
   }
   stats_.groups = groups_.size();
   stats_.weight_bytes = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});
 
   const std::size_t budget = PROTECTED(cap_respected) ? options_.budget : 2 * options_.budget;
-  std::vector<bool> tiny;
-  for (const Group& group : groups_) tiny.push_back(group.tiny);
-  residency_ = prior ? residency_of(prior->resident, bytes, budget, options_.prefetch)
-                     : plan_residency(bytes, tiny, budget, options_.prefetch);
+  if (!prior) check_kept(bytes, budget);
+  std::vector<bool> keep, tiny, by_use;
+  for (const Group& group : groups_) {
+    keep.push_back(group.keep);
+    tiny.push_back(group.tiny);
+    by_use.push_back(group.by_use);
+  }
+  residency_ = prior
+                   ? with_cache(prior->resident, bytes, by_use, prior->cache_bytes, budget, options_.prefetch)
+                   : plan_with_cache(bytes, keep, tiny, by_use, budget, options_.prefetch);
+  // When all residents have given way, no more is left than with budget="minimum".
+  if (options_.residents_give_way) {
+    const std::vector<bool> none(bytes.size(), false);
+    const PlanWithCache least = plan_with_cache(bytes, none, none, by_use, 0, options_.prefetch);
+    residency_.residency.arena_bytes =
+        std::min(residency_.residency.arena_bytes, least.residency.arena_bytes);
+  }
+  half_life_ = half_life(residency_.cache_bytes, bytes, by_use);
+}
+
+void Engine::check_kept(const std::vector<std::size_t>& bytes, std::size_t budget) const {
+  std::size_t kept = 0, count = 0;
+  std::string names;
+  constexpr std::size_t kMostNamed = 5;
+  for (GroupId id = 0; id < groups_.size(); ++id) {
+    if (!groups_[id].keep) continue;
+    kept += bytes[id];
+    for (const WeightId weight : groups_[id].weights) {
+      if (++count <= kMostNamed) names += (names.empty() ? "" : ", ") + weights_[weight].source->name;
+    }
+  }
+  const std::size_t least = least_budget(bytes);
+  if (kept == 0 || budget == 0 || least <= budget) return;
+  if (count > kMostNamed) names += " and " + std::to_string(count - kMostNamed) + " more";
+  throw BudgetError("a budget of " + amount(budget) + " does not hold the weights that keep= names (" +
+                        names + "), which take " + amount(kept) +
+                        ", and the largest group of the others; the smallest budget that works is " +
+                        amount(least),
+                    least);
 }
 
 void Engine::plan() {
@@ -194,35 +260,46 @@ void Engine::plan() {
     planned_ = true;
     return;
   }
-  const ResidencyPlan residency = std::exchange(residency_, {});
-  Memory arena, residents;  // both or neither
+  const auto [residency, cache_bytes] = std::exchange(residency_, {});
+  Memory arena, residents, cache;  // all or nothing
+  std::vector<Memory> homes(groups_.size());
   if (residency.arena_bytes > 0) arena = backend_->allocate(residency.arena_bytes);
-  if (residency.resident_bytes > 0) residents = backend_->allocate(residency.resident_bytes);
-  {
-    const std::lock_guard lock(mutex_);
-    if (closed_) return;  // by another thread, meanwhile
-    arena_memory_ = std::move(arena);
-    resident_memory_ = std::move(residents);
+  if (cache_bytes > 0) cache = backend_->allocate(cache_bytes);
+  if (residency.resident_bytes > 0 && !options_.residents_give_way)
+    residents = backend_->allocate(residency.resident_bytes);
+  std::size_t offset = 0;
+  for (GroupId id = 0; id < groups_.size(); ++id) {
+    if (!residency.resident[id]) continue;
+    homes[id] =
+        residents ? Memory(residents, residents.get() + offset) : backend_->allocate(groups_[id].bytes);
+    offset += groups_[id].bytes;
+    if (!residents) order_of_residents_ = backend_->order_of(homes[id]);
   }
 
-  std::size_t home = 0;
+  const std::lock_guard lock(mutex_);
+  if (closed_) return;  // by another thread, meanwhile
+  arena_memory_ = std::move(arena);
+  resident_memory_ = std::move(residents);
+  cache_memory_ = std::move(cache);
   std::vector<Schedule::Group> streamed;
   for (GroupId id = 0; id < groups_.size(); ++id) {
     Group& group = groups_[id];
     group.resident = residency.resident[id];
-    if (!group.resident) {
+    group.home = std::move(homes[id]);
+    if (group.resident) {
+      ++stats_.resident_groups;
+    } else if (!group.by_use) {
       streamed.push_back(id);
-      continue;
     }
-    group.home_offset = home;
-    home += group.bytes;
-    ++stats_.resident_groups;
   }
   schedule_.prime(streamed);
+  use_order_ = UseOrder(groups_.size());
   arena_ = Arena(residency.arena_bytes);
+  cache_ = Arena(cache_bytes);
   cold_residents_ = stats_.resident_groups;
   stats_.resident_bytes = residency.resident_bytes;
-  stats_.arena_bytes = residency.arena_bytes;
+  stats_.arena_bytes = residency.arena_bytes + cache_bytes;
+  planned_bytes_ = std::max<std::size_t>(options_.budget, residency.resident_bytes + stats_.arena_bytes);
   stats_.depth = residency.depth;
   note_peak();
   planned_ = true;

@@ -15,18 +15,20 @@ enum class Protection : int {
   none,
 
   // The engine's (core).
-  read_after_copy,        ///< Invariant 2: the consumer stream waits for the copy
-  every_stream_waits,     ///< Invariant 2: each further consumer stream waits too
-  write_after_read,       ///< Invariant 1: the copy waits for the last readers of what it overwrites
-  record_every_stream,    ///< Invariant 1: ... on every stream that read it
-  lease_blocks_eviction,  ///< Invariant 1: a slot that somebody holds is not chosen
-  release_before_reuse,   ///< Invariant 1: a slot is not chosen while its release is being recorded
-  copy_after_copy,        ///< a copy nobody waited for is over before its slot is written again
-  step_waits,             ///< each part of a large copy waits for what it overwrites itself
-  stale_copy_refused,     ///< Invariant 6: a copy of a master that has changed is not handed out
-  failed_copy_refused,    ///< Invariant 9: a copy that failed is not handed out, and is tried again
-  retire_after_events,    ///< memory outside the arena is freed only after its readers
-  cap_respected,          ///< Invariant 4: arena + residents stay within the budget
+  read_after_copy,         ///< Invariant 2: the consumer stream waits for the copy
+  every_stream_waits,      ///< Invariant 2: each further consumer stream waits too
+  write_after_read,        ///< Invariant 1: the copy waits for the last readers of what it overwrites
+  record_every_stream,     ///< Invariant 1: ... on every stream that read it
+  lease_blocks_eviction,   ///< Invariant 1: a slot that somebody holds is not chosen
+  release_before_reuse,    ///< Invariant 1: a slot is not chosen while its release is being recorded
+  copy_after_copy,         ///< a copy nobody waited for is over before its slot is written again
+  step_waits,              ///< each part of a large copy waits for what it overwrites itself
+  stale_copy_refused,      ///< Invariant 6: a copy of a master that has changed is not handed out
+  failed_copy_refused,     ///< Invariant 9: a copy that failed is not handed out, and is tried again
+  retire_after_events,     ///< memory outside the arena is freed only after its readers
+  lease_keeps_resident,    ///< Invariant 1: a resident that somebody holds does not give way
+  changed_not_taken_back,  ///< Invariant 6: a resident's copy on loan does not outlive a change of its master
+  cap_respected,           ///< Invariant 4: arena + residents stay within the budget
 
   // The backend's over a GPU (cuda), and those of the memory that it reads.
   fresh_memory_waits,       ///< Note [Fresh memory is old memory]

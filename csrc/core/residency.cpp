@@ -171,6 +171,27 @@ ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, const std::v
   return plan;
 }
 
+ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, const std::vector<bool>& keep,
+                             const std::vector<bool>& stay, std::size_t budget, std::uint32_t prefetch) {
+  std::vector<std::size_t> others;
+  std::vector<bool> others_stay;
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    if (keep[i]) continue;
+    others.push_back(bytes[i]);
+    others_stay.push_back(stay[i]);
+  }
+  if (others.size() == bytes.size()) return plan_residency(bytes, stay, budget, prefetch);
+  const std::size_t kept = bytes_of(bytes, keep);
+  if (others.empty()) return {keep, kept, 0, prefetch};
+  ResidencyPlan plan = plan_residency(others, others_stay, budget > 0 ? budget - kept : 0, prefetch);
+  const std::vector<bool> resident = std::exchange(plan.resident, keep);
+  for (std::size_t i = 0, other = 0; i < bytes.size(); ++i) {
+    if (!keep[i]) plan.resident[i] = resident[other++];
+  }
+  plan.resident_bytes += kept;
+  return plan;
+}
+
 ResidencyPlan residency_of(const std::vector<bool>& resident, const std::vector<std::size_t>& bytes,
                            std::size_t budget, std::uint32_t prefetch) {
   const std::size_t kept = bytes_of(bytes, resident);

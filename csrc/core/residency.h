@@ -34,6 +34,10 @@ ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, std::size_t 
 ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, const std::vector<bool>& stay,
                              std::size_t budget, std::uint32_t prefetch);
 
+/// The same, with the groups of `keep` resident in any case, which leave room for the largest of the others.
+ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, const std::vector<bool>& keep,
+                             const std::vector<bool>& stay, std::size_t budget, std::uint32_t prefetch);
+
 /// The plan in which just these groups are resident, and the others have the rest of the budget.
 /// Throws BudgetError if that does not hold the largest of them.
 ResidencyPlan residency_of(const std::vector<bool>& resident, const std::vector<std::size_t>& bytes,

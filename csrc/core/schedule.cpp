@@ -75,8 +75,26 @@ void Schedule::prime(const std::vector<Group>& order) {
   }
 }
 
+void Schedule::begin_call(Cursor& cursor, std::uint32_t call) {
+  if (calls_.size() <= std::max(call, cursor.call_)) calls_.resize(std::max(call, cursor.call_) + 1);
+  Call& over = calls_[cursor.call_];
+  const std::optional<Group> last = cursor.moves_ > 0 ? cursor.current() : std::nullopt;
+  if (over.next == call && over.moves == cursor.moves_ && over.last == last) {
+    over.confirmed = true;
+  } else if (over.confirmed) {
+    over.confirmed = false;
+  } else {
+    over.next = call;
+    over.moves = cursor.moves_;
+    over.last = last;
+  }
+  cursor.call_ = call;
+  cursor.moves_ = 0;
+}
+
 bool Schedule::observe(Cursor& cursor, Group group) {
   if (cursor.current() == group) return false;
+  if (cursor.call_ != 0 && cursor.moves_++ == 0) calls_[cursor.call_].first = group;
   for (std::size_t i = 0; i < kLengths.size(); ++i) {
     if (cursor.size_ < kLengths[i]) continue;
     if (runs_[i].size() >= kMostRuns) runs_[i].clear();
@@ -95,12 +113,35 @@ bool Schedule::observe(Cursor& cursor, Group group) {
   return true;
 }
 
+/// The first group of the call that follows, if the cursor is where its call ended the last time.
+std::optional<Schedule::Group> Schedule::first_after(Cursor& cursor) const {
+  if (cursor.call_ == 0 || cursor.moves_ == 0) return std::nullopt;
+  const Call* over = &calls_[cursor.call_];
+  if (over->next == 0 || over->moves != cursor.moves_ || over->last != cursor.current()) return std::nullopt;
+  // A call that uses residents alone has no first group: what follows it is next.
+  for (std::size_t passed = 0; passed < calls_.size() && over->next != 0; ++passed) {
+    const std::uint32_t number = over->next;
+    over = &calls_[number];
+    if (over->first) {
+      cursor.call_ = number;
+      cursor.moves_ = 1;
+      return over->first;
+    }
+  }
+  return std::nullopt;
+}
+
 std::optional<Schedule::Group> Schedule::advance(Cursor& cursor) const {
+  if (const std::optional<Group> first = first_after(cursor)) {
+    cursor.push(*first);
+    return first;
+  }
   for (std::size_t i = 0; i < kLengths.size(); ++i) {
     if (cursor.size_ < kLengths[i]) continue;
     const Successor* const successor = runs_[i].find(cursor.key(kLengths[i]));
     if (successor == nullptr) continue;
     cursor.push(successor->next);
+    if (cursor.call_ != 0) ++cursor.moves_;
     return successor->next;
   }
   return std::nullopt;

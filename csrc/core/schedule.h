@@ -15,6 +15,12 @@ namespace dynswap {
 /// several times in a pass. The end of a pass is followed by the beginning of the next, so nothing has
 /// to be told where a pass ends.
 ///
+/// Note [What follows a call]
+/// Where several models share an engine, what follows depends on more than the last groups: a denoiser's last
+/// group is followed by its first one 29 times, and then by the decoder's. So whoever knows the calls numbers
+/// them by their place in a round (the text encoder's, the denoiser's first, its second, ...). Of each number
+/// the schedule learns how many groups the call uses, which call comes next, and that call's first group.
+///
 /// Invariant 5 (a prediction, never a promise): a surprise changes only the runs it contradicts, and a
 /// run that has been confirmed survives one contradiction, so that a branch not taken or one pass of
 /// probes (hasattr over all modules) unlearns nothing.
@@ -33,6 +39,8 @@ class Schedule {
    private:
     friend class Schedule;
     static constexpr std::size_t kLongest = 8;
+    std::uint32_t call_ = 0;   ///< its number; 0: calls are not told
+    std::uint32_t moves_ = 0;  ///< to another group, since the call began
     void push(Group group) noexcept;
     std::uint64_t key(std::size_t length) const noexcept;  ///< of the last `length` groups
     std::array<Group, kLongest> last_{};                   ///< last_[0] is the latest
@@ -41,6 +49,9 @@ class Schedule {
 
   /// Expects the groups in this order, cyclically, until the accesses say otherwise.
   void prime(const std::vector<Group>& order);
+
+  /// A call with this number begins (Note [What follows a call]). Numbers are consecutive; 0 is none.
+  void begin_call(Cursor& cursor, std::uint32_t call);
 
   /// `cursor` uses `group`. Returns false (and learns nothing) if it was in use already.
   bool observe(Cursor& cursor, Group group);
@@ -79,6 +90,17 @@ class Schedule {
     std::size_t size_ = 0;
   };
   std::array<Runs, kLengths.size()> runs_;
+
+  /// Like a run's successor, what a call is followed by survives one contradiction.
+  struct Call {
+    std::optional<Group> first;  ///< that it uses
+    std::optional<Group> last;
+    std::uint32_t moves = 0;
+    std::uint32_t next = 0;  ///< 0: not known yet
+    bool confirmed = false;
+  };
+  std::optional<Group> first_after(Cursor& cursor) const;
+  std::vector<Call> calls_;  ///< by number
 };
 
 }  // namespace dynswap

@@ -1,6 +1,7 @@
 // Where a weight's bytes are.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -8,6 +9,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include "core/scalar.h"
 
@@ -44,6 +46,11 @@ struct PinnedCopy {
 
 /// One weight's bytes, and what they shall become. Immutable once it is given to the engine: a master
 /// that changes place gets a new Source.
+///
+/// Note [A source of several parts]: a weight that was fused from several tensors of a checkpoint, such as
+/// the experts of a layer, lies in several ranges of files. Its source has `parts`, each a source of one
+/// range or of memory, and no file of its own. A request names the parts, in pieces (for_each_part()); so
+/// whatever carries out a copy knows sources of one range only.
 struct Source {
   std::string name;                    ///< the weight's name, for errors and statistics
   Scalar stored = Scalar::raw8;        ///< element type of the master
@@ -53,17 +60,21 @@ struct Source {
   std::shared_ptr<const File> file;    ///< set: read the bytes from here and leave `address` untouched
   bool mapped = false;   ///< `address` is in a mapping of a file (Note [A mapping outlives its file's end])
   bool of_file = false;  ///< the bytes are, or were until let go of, those of `file`
-  std::uint64_t offset = 0;           ///< bytes from the start of `file`
-  Keep keep = Keep::yes;              ///< what is read from `file`
+  std::uint64_t offset = 0;  ///< bytes from the start of `file`; of parts: in phase with their offsets
+  Keep keep = Keep::yes;     ///< what is read from `file`
   std::shared_ptr<const void> owner;  ///< keeps `address` valid
   bool has_bytes = true;              ///< false: its master has none now, and nothing is copied
   bool pinned =
       false;  ///< page-locked: the device may read it, at `pinned_copy` if that is set, else at `address`
   std::shared_ptr<PinnedCopy> pinned_copy;  ///< null: none
+  /// Invariant: empty, or the elements of these, in order, are this source's; none of them has parts.
+  std::vector<std::shared_ptr<const Source>> parts;
 
   std::uint64_t stored_bytes() const noexcept { return count * scalar_size(stored); }
   std::uint64_t wanted_bytes() const noexcept { return count * scalar_size(wanted); }
   bool cast() const noexcept { return stored != wanted; }
+  /// Whether its bytes, or some of them, are read from files and not from memory.
+  bool from_files() const noexcept { return file != nullptr || !parts.empty(); }
   /// As many elements, of the same types: one can take the other's place in a plan.
   bool same_shape(const Source& other) const noexcept {
     return count == other.count && stored == other.stored && wanted == other.wanted;
@@ -82,6 +93,47 @@ inline SourcePtr without_bytes(const Source& source) {
   made->of_file = source.of_file;
   made->pinned = source.pinned;
   made->has_bytes = false;
+  return made;
+}
+
+/// Calls `use(part, first, count, done)` for the parts that hold elements [first, first + count) of a source:
+/// `first` and `count` are elements of that part, and `done` elements came before. A source without parts is
+/// its own.
+template <class Use>
+void for_each_part(const SourcePtr& source, std::uint64_t first, std::uint64_t count, const Use& use) {
+  if (source->parts.empty()) {
+    if (count > 0) use(source, first, count, std::uint64_t{0});
+    return;
+  }
+  std::uint64_t begin = 0, done = 0;  // the part's first element
+  for (const SourcePtr& part : source->parts) {
+    const std::uint64_t end = begin + part->count;
+    const std::uint64_t from = std::max(begin, first + done);
+    const std::uint64_t to = std::min(end, first + count);
+    if (from < to) {
+      use(part, from - begin, to - from, done);
+      done += to - from;
+    }
+    begin = end;
+  }
+}
+
+/// Elements [first, first + count) of a source, as a source of their own. A page-locked copy is not sliced:
+/// of a master that has one the slice is as that of pageable memory.
+inline std::shared_ptr<Source> slice(const SourcePtr& source, std::uint64_t first, std::uint64_t count) {
+  auto made = std::make_shared<Source>(*source);
+  const std::uint64_t bytes = first * scalar_size(source->stored);
+  made->count = count;
+  if (made->address != nullptr) made->address += bytes;
+  made->offset += bytes;
+  made->pinned = source->pinned && !source->pinned_copy;
+  made->pinned_copy = nullptr;
+  made->parts.clear();
+  if (source->parts.empty()) return made;
+  for_each_part(source, first, count,
+                [&](const SourcePtr& part, std::uint64_t from, std::uint64_t length, std::uint64_t) {
+                  made->parts.push_back(slice(part, from, length));
+                });
   return made;
 }
 

@@ -19,6 +19,8 @@ struct Stats {
   std::uint64_t overflows = 0;          ///< copies that went outside the arena because leases held it
   std::uint64_t overflow_bytes = 0;     ///< most bytes outside the arena at one time
   std::uint64_t peak_bytes = 0;         ///< most device bytes held at one time (arena, residents, overflow)
+  std::uint64_t given_way = 0;          ///< residents whose memory went to others (Note [Residents give way])
+  std::uint64_t given_way_bytes = 0;    ///< and their bytes
   std::uint64_t host_synchronisations = 0;
   // The plan.
   std::uint64_t groups = 0;
@@ -29,6 +31,9 @@ struct Stats {
   std::uint64_t depth = 0;  ///< groups that the arena holds ahead of the current one
   // Now.
   std::uint64_t live_leases = 0;
+  std::uint64_t pinned_bytes = 0;  ///< of masters that the device reads page-locked
+  std::uint64_t staged_bytes = 0;  ///< of masters in RAM that go through a staging buffer
+  std::uint64_t mapped_bytes = 0;  ///< of masters that are read from their files
 
   /// Goes on counting from where another engine of the same install ended.
   void add_counters(const Stats& earlier) noexcept {
@@ -44,6 +49,8 @@ struct Stats {
     overflows += earlier.overflows;
     overflow_bytes = std::max(overflow_bytes, earlier.overflow_bytes);
     peak_bytes = std::max(peak_bytes, earlier.peak_bytes);
+    given_way += earlier.given_way;
+    given_way_bytes += earlier.given_way_bytes;
     host_synchronisations += earlier.host_synchronisations;
   }
 };

@@ -37,6 +37,7 @@ class CudaBackend final : public Backend {
   std::size_t weight_alignment() const noexcept override { return kAcceleratorLayout.weight_alignment; }
   Memory allocate(std::size_t bytes) override;
   bool release_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept override;
+  Stream order_of(const Memory& memory) const noexcept override;
   EventPtr copy(CopyRequest request) override;
   void wait(Stream consumer, const EventPtr& copied) override;
   EventPtr record(Stream consumer) override;
@@ -154,6 +155,11 @@ bool CudaBackend::release_after(const Memory& memory, const std::vector<EventPtr
   } catch (const std::exception&) {
     return false;  // the stream may be gone: it was the user's
   }
+}
+
+Stream CudaBackend::order_of(const Memory& memory) const noexcept {
+  const Allocated* const allocated = std::get_deleter<Allocated>(memory);
+  return allocated == nullptr ? 0 : allocated->stream;
 }
 
 EventPtr CudaBackend::copy(CopyRequest request) {

@@ -3,6 +3,7 @@
 #include <memory>
 #include <string>
 
+#include "core/amount.h"
 #include "core/check.h"
 #include "platform/memory.h"
 
@@ -28,7 +29,7 @@ Memory HostBackend::allocate(std::size_t bytes) {
       align_up(bytes > 0 ? bytes : 1, kDirectAlign);  // an overflow to 0 is refused too
   void* const address = map_memory(mapped);
   if (address == nullptr) {
-    throw OutOfMemory("cannot allocate " + std::to_string(bytes) + " bytes of RAM for streamed weights");
+    throw OutOfMemory("cannot allocate " + amount(bytes) + " of RAM for streamed weights");
   }
   return Memory(static_cast<std::byte*>(address),
                 [mapped](std::byte* memory) { unmap_memory(memory, mapped); });

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <system_error>
 
+#include "core/amount.h"
 #include "core/check.h"
 #include "io/aligned_buffer.h"
 #include "io/fork_gate.h"
@@ -62,8 +63,8 @@ void File::read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const s
     return text.str();
   };
   if (offset > size_ || bytes > size_ - offset) {
-    throw SourceError(where() + " lies beyond the end of the file, which has " + std::to_string(size_) +
-                      " bytes: the file is truncated; get a complete copy and load it again");
+    throw SourceError(where() + " lies beyond the end of the file, which has " + amount(size_) +
+                      ": the file is truncated; get a complete copy and load it again");
   }
   std::size_t done = 0;
   while (done < bytes) {

@@ -92,6 +92,7 @@ MemoryWatch::MemoryWatch(const Source& source)
       address_(source.address),
       bytes_(source.stored_bytes()),
       mapped_(source.mapped),
+      copied_on_write_(source.from_files()),
       file_(source.file),
       offset_(source.offset),
       pinned_(source.pinned) {
@@ -109,6 +110,7 @@ MemoryWatch::MemoryWatch(Elements elements, bool mapped, Sharing sharing)
       address_(elements_.address),
       bytes_(elements_.bytes),
       mapped_(mapped),
+      copied_on_write_(false),
       offset_(0),
       pinned_(false) {
   start(sharing);
@@ -121,11 +123,11 @@ std::unique_ptr<MemoryWatch> MemoryWatch::of_private(const void* address, std::s
 
 void MemoryWatch::start(Sharing sharing) {
   if (address_ == nullptr || bytes_ == 0) return;
-  shared_ = sharing == Sharing::unknown && !file_ && is_shared(address_, bytes_, mapped_);
+  shared_ = sharing == Sharing::unknown && !copied_on_write_ && is_shared(address_, bytes_, mapped_);
   head_ = {address_, bytes_};
   const Pages whole = pages_within(address_, bytes_);
   if (whole.end - whole.begin >= kWatchedBytes)
-    pages_ = PageWatch::over(whole, file_ ? PageSelection::private_only : PageSelection::all);
+    pages_ = PageWatch::over(whole, copied_on_write_ ? PageSelection::private_only : PageSelection::all);
   if (pages_ || bytes_ > kHashedBytes) {
     const auto before = whole.begin - reinterpret_cast<std::uintptr_t>(address_);
     const std::size_t within = whole.end - whole.begin;

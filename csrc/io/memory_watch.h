@@ -68,6 +68,7 @@ class MemoryWatch {
   const std::byte* const address_;  ///< of the first element
   const std::size_t bytes_;         ///< gaps included
   const bool mapped_;
+  const bool copied_on_write_;  ///< all of it is a private mapping, of one range of a file or of several
   std::shared_ptr<const File> file_;  ///< of which it is a private mapping, not written to yet
   const std::uint64_t offset_;        ///< in the file
   bool pinned_;

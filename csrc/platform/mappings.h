@@ -21,12 +21,25 @@ class Mappings {
     std::uintptr_t mapped_at = 0;  ///< the address at which the mapping begins that holds it
   };
 
+  /// Memory that lies in one mapping of a file, or in none.
+  struct Part {
+    std::size_t bytes = 0;
+    bool mapped = false;
+    std::optional<Range> range;  ///< as from find()
+  };
+
   static Mappings of_this_process();
 
   /// Where [address, address + bytes) comes from. Nothing if it is not, as a whole, one mapping of an
   /// ordinary file that still has its name (shared memory, deleted files, and what this process may write
   /// into the file through are plain RAM to us).
   std::optional<Range> find(const void* address, std::size_t bytes) const;
+
+  /// [address, address + bytes) where it is cut by mappings' ends, in order.
+  std::vector<Part> parts_of(const void* address, std::size_t bytes) const;
+
+  /// Whether any of these bytes are mapped from a file, also one that this process may write into.
+  bool holds_any(const void* address, std::size_t bytes) const;
 
   /// The path of the file that the address is mapped from, also where this process may write into the file;
   /// null if there is none that still has its name.

@@ -44,4 +44,12 @@ bool at_fork(void (*before)(), void (*in_parent)(), void (*in_child)()) noexcept
 
 void* loaded_function(const char* name) noexcept { return dlsym(RTLD_DEFAULT, name); }
 
+void* loaded_function(const char* name, const char* library) noexcept {
+  void* const loaded = dlopen(library, RTLD_LAZY | RTLD_NOLOAD);
+  if (loaded == nullptr) return nullptr;
+  void* const found = dlsym(loaded, name);
+  dlclose(loaded);
+  return found;
+}
+
 }  // namespace dynswap

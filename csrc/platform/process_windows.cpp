@@ -29,4 +29,9 @@ void* loaded_function(const char* name) noexcept {
   return nullptr;
 }
 
+void* loaded_function(const char* name, const char* library) noexcept {
+  const HMODULE loaded = ::GetModuleHandleA(library);
+  return loaded == nullptr ? nullptr : reinterpret_cast<void*>(::GetProcAddress(loaded, name));
+}
+
 }  // namespace dynswap

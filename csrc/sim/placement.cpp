@@ -24,17 +24,31 @@ constexpr Stream kConsumer = 0;
 /// Accesses of the engine that a search may make: a fraction of a second.
 constexpr std::size_t kEngineSteps = 60'000;
 
+/// Steps for comparing the placements from which the search may begin. Only the longest rounds take more.
+constexpr std::size_t kEngineStepsOfStarts = 600'000;
+
+constexpr int kWarmUpRounds = 3;
+constexpr int kMeasuredRounds = 2;
+
+/// How often the pattern uses each group.
+std::vector<std::size_t> uses_of(const AccessPattern& pattern) {
+  std::vector<std::size_t> uses(pattern.bytes.size(), 0);
+  for (const Step& step : pattern.steps) ++uses[step.group];
+  return uses;
+}
+
 /// A set of residents, and what it costs.
 struct Candidate {
   std::vector<bool> resident;
   std::size_t resident_bytes = 0;
+  std::size_t saved_bytes = 0;  ///< which a round need not copy
   double seconds = kNever;
 
   /// By time; where that is the same, by what has to travel.
   bool better_than(const Candidate& other) const {
     const double tolerance = 1e-9 * std::min(seconds, other.seconds);
     if (std::abs(seconds - other.seconds) > tolerance) return seconds < other.seconds;
-    return resident_bytes > other.resident_bytes;
+    return saved_bytes > other.saved_bytes;
   }
 };
 
@@ -44,12 +58,14 @@ class Search {
   using Evaluate = std::function<void(Candidate&)>;
 
   Search(const AccessPattern& pattern, std::size_t budget)
-      : pattern_(pattern), budget_(budget), random_(20'26) {}
+      : pattern_(pattern), uses_(uses_of(pattern)), budget_(budget), random_(20'26) {}
 
   Candidate candidate(std::vector<bool> resident) const {
-    Candidate made{std::move(resident), 0, kNever};
+    Candidate made{std::move(resident), 0, 0, kNever};
     for (std::size_t i = 0; i < made.resident.size(); ++i) {
-      made.resident_bytes += made.resident[i] ? pattern_.bytes[i] : 0;
+      if (!made.resident[i]) continue;
+      made.resident_bytes += pattern_.bytes[i];
+      made.saved_bytes += uses_[i] * pattern_.bytes[i];
     }
     return made;
   }
@@ -67,21 +83,49 @@ class Search {
     return true;
   }
 
-  /// Residents of at most `quota` bytes, such that what is streamed keeps in step with time: with the compute
-  /// (`share` 1), with the bytes (0: evenly spread), or with both.
-  Candidate in_step(std::size_t quota, double share) const {
+  bool used_equally() const {
+    return std::adjacent_find(uses_.begin(), uses_.end(), std::not_equal_to<>()) == uses_.end();
+  }
+
+  /// Residents of at most `quota` bytes: if `most_used_first`, the groups that are used most, which in a
+  /// round of several models are those of the model that is called most. Where not all that are used equally
+  /// often fit, what is streamed of them keeps in step with time: with the compute (`share` 1), with the
+  /// bytes (0: evenly spread), or with both. What is not used is streamed, which costs nothing.
+  Candidate in_step(std::size_t quota, double share, bool most_used_first) const {
+    const std::vector<bool> all(uses_.size(), true);
+    if (!most_used_first) return candidate(in_step(quota, share, all));
+    std::vector<std::size_t> counts = uses_;
+    std::sort(counts.begin(), counts.end(), std::greater<>());
+    counts.erase(std::unique(counts.begin(), counts.end()), counts.end());
+    std::vector<bool> resident(uses_.size(), false);
+    for (const std::size_t count : counts) {
+      if (count == 0) break;
+      std::vector<bool> among(uses_.size());
+      for (std::size_t i = 0; i < among.size(); ++i) among[i] = uses_[i] == count;
+      const std::size_t bytes = candidate(among).resident_bytes;
+      if (bytes > quota) among = in_step(quota, share, among);
+      for (std::size_t i = 0; i < among.size(); ++i) resident[i] = resident[i] || among[i];
+      if (bytes > quota) break;
+      quota -= bytes;
+    }
+    return candidate(std::move(resident));
+  }
+
+  /// The same of some groups, which are used equally often.
+  std::vector<bool> in_step(std::size_t quota, double share, const std::vector<bool>& among) const {
     std::vector<double> compute(pattern_.bytes.size(), 0);
     double compute_total = 0;
     for (const Step& step : pattern_.steps) {
+      if (!among[step.group]) continue;
       compute[step.group] += step.compute_seconds;
       compute_total += step.compute_seconds;
     }
-    double bytes_total = 0;
-    for (const std::size_t bytes : pattern_.bytes) bytes_total += static_cast<double>(bytes);
+    const auto bytes_total = static_cast<double>(candidate(among).resident_bytes);
     const auto streaming = [&](double streamed) {
-      std::vector<bool> resident(pattern_.bytes.size());
+      std::vector<bool> resident(pattern_.bytes.size(), false);
       double owed = 0;
       for (std::size_t i = 0; i < resident.size(); ++i) {
+        if (!among[i]) continue;
         const auto bytes = static_cast<double>(pattern_.bytes[i]);
         const double time = compute_total > 0 ? compute[i] / compute_total : bytes / bytes_total;
         owed += streamed * (share * time + (1 - share) * bytes / bytes_total);
@@ -97,7 +141,7 @@ class Search {
       const double middle = (low + high) / 2;
       (streaming(middle).resident_bytes > quota ? low : high) = middle;
     }
-    return streaming(high);
+    return streaming(high).resident;
   }
 
   /// The best met in a walk of `moves` that goes uphill ever less willingly.
@@ -142,10 +186,13 @@ class Search {
 
   void flip(Candidate& candidate, std::size_t group) const {
     candidate.resident[group] = !candidate.resident[group];
+    const std::size_t bytes = pattern_.bytes[group];
     if (candidate.resident[group]) {
-      candidate.resident_bytes += pattern_.bytes[group];
+      candidate.resident_bytes += bytes;
+      candidate.saved_bytes += uses_[group] * bytes;
     } else {
-      candidate.resident_bytes -= pattern_.bytes[group];
+      candidate.resident_bytes -= bytes;
+      candidate.saved_bytes -= uses_[group] * bytes;
     }
   }
 
@@ -159,16 +206,54 @@ class Search {
   }
 
   const AccessPattern& pattern_;
+  const std::vector<std::size_t> uses_;
   const std::size_t budget_;
   std::mt19937_64 random_;
+};
+
+/// Draws experts in place of those that were recorded.
+class Routing {
+ public:
+  explicit Routing(const std::vector<bool>& by_use) : by_use_(by_use) {}
+
+  bool random() const { return std::find(by_use_.begin(), by_use_.end(), true) != by_use_.end(); }
+
+  /// The group to use where `group` was.
+  std::uint32_t choose(std::uint32_t group) {
+    if (!by_use_[group]) {
+      chosen_.clear();
+      return group;
+    }
+    // A layer may use an expert several times, and then it is one expert.
+    const auto known = std::find_if(chosen_.begin(), chosen_.end(),
+                                    [&](const auto& choice) { return choice.first == group; });
+    if (known != chosen_.end()) return known->second;
+    std::uint32_t first = group, last = group + 1;
+    while (first > 0 && by_use_[first - 1]) --first;
+    while (last < by_use_.size() && by_use_[last]) ++last;
+    std::uint32_t drawn = group;
+    for (int tries = 0; tries < 8; ++tries) {
+      drawn = first + static_cast<std::uint32_t>(random_() % (last - first));
+      if (std::none_of(chosen_.begin(), chosen_.end(),
+                       [&](const auto& choice) { return choice.second == drawn; }))
+        break;
+    }
+    chosen_.emplace_back(group, drawn);
+    return drawn;
+  }
+
+ private:
+  const std::vector<bool>& by_use_;
+  std::mt19937_64 random_{20'26};
+  std::vector<std::pair<std::uint32_t, std::uint32_t>> chosen_;  ///< since a group in an order
 };
 
 /// As the engine does by itself: residents spread over the bytes, and what is tiny and used again and again
 /// in a pass stays (Note [Tiny weights stay]).
 std::vector<bool> evenly(const AccessPattern& pattern, std::size_t budget, std::uint32_t depth) {
-  std::vector<std::size_t> uses(pattern.bytes.size(), 0);
-  for (const Step& step : pattern.steps) ++uses[step.group];
-  const std::size_t once = *std::min_element(uses.begin(), uses.end());
+  const std::vector<std::size_t> uses = uses_of(pattern);
+  std::size_t once = pattern.steps.size();
+  for (const std::size_t count : uses) once = count > 0 ? std::min(once, count) : once;
   const std::size_t total = std::accumulate(pattern.bytes.begin(), pattern.bytes.end(), std::size_t{0});
   std::vector<bool> tiny;
   std::size_t tiny_bytes = 0;
@@ -184,6 +269,12 @@ std::vector<bool> evenly(const AccessPattern& pattern, std::size_t budget, std::
 
 double measure(const AccessPattern& pattern, const std::vector<bool>& resident, std::size_t budget,
                std::uint32_t prefetch) {
+  return measure(pattern, resident, std::vector<bool>(resident.size(), false), 0, budget, prefetch);
+}
+
+double measure(const AccessPattern& pattern, const std::vector<bool>& resident,
+               const std::vector<bool>& by_use, std::size_t cache_bytes, std::size_t budget,
+               std::uint32_t prefetch) {
   auto backend = std::make_unique<VirtualBackend>(pattern.bytes_per_second, pattern.latency);
   VirtualBackend& clock = *backend;
   std::unordered_map<const Source*, double> copy_bytes;
@@ -192,6 +283,7 @@ double measure(const AccessPattern& pattern, const std::vector<bool>& resident, 
   options.prefetch = prefetch;
   options.prior.emplace();
   options.prior->resident = resident;
+  options.prior->cache_bytes = cache_bytes;
   const std::size_t groups = pattern.bytes.size();
   options.prior->group_of.resize(groups);
   std::iota(options.prior->group_of.begin(), options.prior->group_of.end(), 0u);
@@ -200,7 +292,7 @@ double measure(const AccessPattern& pattern, const std::vector<bool>& resident, 
     auto source = std::make_shared<Source>();
     source->count = pattern.bytes[i];
     if (!pattern.copy_bytes.empty()) copy_bytes[source.get()] = pattern.copy_bytes[i];
-    engine->add_weight(std::move(source), i);
+    engine->add_weight(std::move(source), i, {.by_use = by_use[i]});
   }
   try {
     engine->plan();
@@ -214,18 +306,20 @@ double measure(const AccessPattern& pattern, const std::vector<bool>& resident, 
     });
   }
   double begin = 0;
-  constexpr int kWarmUp = 3;
-  constexpr int kMeasured = 2;
-  for (int round = 0; round < kWarmUp + kMeasured; ++round) {
-    if (round == kWarmUp) begin = clock.seconds();
+  Routing routing(by_use);
+  // A cache takes longer to fill, and which experts come is chance.
+  const int warm_up = routing.random() ? 12 : kWarmUpRounds;
+  const int measured = routing.random() ? 8 : kMeasuredRounds;
+  for (int round = 0; round < warm_up + measured; ++round) {
+    if (round == warm_up) begin = clock.seconds();
     std::vector<Lease> leases;
     for (const Step& step : pattern.steps) {
-      leases.push_back(engine->acquire(step.group, kConsumer));
+      leases.push_back(engine->acquire(routing.choose(step.group), kConsumer));
       clock.kernel(step.compute_seconds);
       if (step.lets_go) leases.clear();
     }
   }
-  return (clock.seconds() - begin) / kMeasured;
+  return (clock.seconds() - begin) / measured;
 }
 
 Placement place_by_time(const AccessPattern& pattern, std::size_t budget, std::uint32_t prefetch) {
@@ -249,20 +343,73 @@ Placement place_by_time(const AccessPattern& pattern, std::size_t budget, std::u
     if (resident != even && std::find(starts.begin(), starts.end(), resident) == starts.end())
       starts.push_back(std::move(resident));
   }
-  for (const double of_budget : {0.5, 0.7, 0.8, 0.88, 0.94, 0.97}) {
-    const auto quota = static_cast<std::size_t>(of_budget * static_cast<double>(budget));
-    for (const double share : {0.4, 0.7, 1.0}) starts.push_back(search.in_step(quota, share).resident);
+  for (const bool most_used_first : {false, true}) {
+    for (const double of_budget : {0.5, 0.7, 0.8, 0.88, 0.94, 0.97}) {
+      const auto quota = static_cast<std::size_t>(of_budget * static_cast<double>(budget));
+      for (const double share : {0.4, 0.7, 1.0})
+        starts.push_back(search.in_step(quota, share, most_used_first).resident);
+    }
+    if (search.used_equally()) break;
   }
   Candidate best = search.candidate(even);
   best.seconds = seconds;
-  for (std::vector<bool>& start : starts) {
-    Candidate from = search.candidate(std::move(start));
+  // For the longest rounds only some are compared: the last ones, which begin with the most used groups.
+  const std::size_t walk = (kWarmUpRounds + kMeasuredRounds) * pattern.steps.size();
+  const std::size_t most = std::max<std::size_t>(1, kEngineStepsOfStarts / walk);
+  for (std::size_t i = starts.size() - std::min(starts.size(), most); i < starts.size(); ++i) {
+    Candidate from = search.candidate(std::move(starts[i]));
     if (!search.fits(from)) continue;
     evaluate(from);
     if (from.better_than(best)) best = std::move(from);
   }
-  best = search.anneal(best, kEngineSteps / (5 * pattern.steps.size()), evaluate);
+  best = search.anneal(best, kEngineSteps / walk, evaluate);
   return {best.resident, best.seconds};
+}
+
+AccessPattern without(const AccessPattern& pattern, const std::vector<bool>& left_out) {
+  AccessPattern others;
+  others.bytes_per_second = pattern.bytes_per_second;
+  others.latency = pattern.latency;
+  std::vector<std::uint32_t> number(pattern.bytes.size());
+  for (std::size_t i = 0; i < pattern.bytes.size(); ++i) {
+    number[i] = static_cast<std::uint32_t>(others.bytes.size());
+    if (left_out[i]) continue;
+    others.bytes.push_back(pattern.bytes[i]);
+    if (!pattern.copy_bytes.empty()) others.copy_bytes.push_back(pattern.copy_bytes[i]);
+  }
+  double before_first = 0;
+  for (const Step& step : pattern.steps) {
+    if (!left_out[step.group]) {
+      others.steps.push_back({number[step.group], step.compute_seconds, step.lets_go});
+    } else {
+      (others.steps.empty() ? before_first : others.steps.back().compute_seconds) += step.compute_seconds;
+      if (step.lets_go && !others.steps.empty()) others.steps.back().lets_go = true;
+    }
+  }
+  if (!others.steps.empty()) others.steps.back().compute_seconds += before_first;
+  return others;
+}
+
+Placement place_by_time(const AccessPattern& pattern, const std::vector<bool>& keep, std::size_t budget,
+                        std::uint32_t prefetch) {
+  // What is kept is neither copied nor chosen: only its compute counts.
+  std::size_t kept = 0;
+  for (std::size_t i = 0; i < keep.size(); ++i) kept += keep[i] ? pattern.bytes[i] : 0;
+  if (kept == 0) return place_by_time(pattern, budget, prefetch);
+  const AccessPattern others = without(pattern, keep);
+  if (others.steps.empty()) {
+    double compute = 0;
+    for (const Step& step : pattern.steps) compute += step.compute_seconds;
+    return {keep, compute};
+  }
+  if (kept >= budget) throw BudgetError("the budget does not hold what is kept", kept + 1);
+  Placement placed = place_by_time(others, budget - kept, prefetch);
+  std::vector<bool> resident = keep;
+  for (std::size_t i = 0, other = 0; i < resident.size(); ++i) {
+    if (!keep[i]) resident[i] = placed.resident[other++];
+  }
+  placed.resident = std::move(resident);
+  return placed;
 }
 
 }  // namespace dynswap::sim

@@ -1,8 +1,10 @@
 #include "sim/roofline.h"
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 #include <memory>
+#include <random>
 #include <utility>
 
 #include "core/check.h"
@@ -25,20 +27,63 @@ struct Count {
   double seconds, stalled, bytes, copies, misses;
 };
 
-void run_pass(const Workload& workload, Engine& engine, VirtualBackend& clock) {
-  const std::vector<Layer>& layers = workload.layers;
-  for (std::size_t first = 0; first < layers.size();) {
+/// A pass over the units, on the virtual clock.
+class Pass {
+ public:
+  Pass(const Workload& workload, Engine& engine, VirtualBackend& clock, std::mt19937& drawn)
+      : layers_(workload.layers), engine_(engine), clock_(clock), drawn_(drawn) {}
+
+  void run() {
+    for (std::size_t first = 0; first < layers_.size();) {
+      first = layers_[first].by_use > 0 ? use_experts(first) : use(first, 1);
+    }
+    clock_.wait_for_consumer();
+  }
+
+ private:
+  std::size_t end_of_unit(std::size_t first) const {
+    std::size_t end = first;
+    while (end < layers_.size() && layers_[end].unit == layers_[first].unit) ++end;
+    return end;
+  }
+
+  /// Uses the unit that begins at `first`, with its compute `times` over. Returns its end.
+  std::size_t use(std::size_t first, double times) {
+    const std::size_t end = end_of_unit(first);
     std::vector<Lease> leases;
     double compute = 0;
-    const std::uint64_t unit = layers[first].unit;
-    for (; first < layers.size() && layers[first].unit == unit; ++first) {
-      leases.push_back(engine.acquire(static_cast<WeightId>(first), kConsumer));
-      compute += layers[first].compute_seconds;
+    for (; first < end; ++first) {
+      leases.push_back(engine_.acquire(static_cast<WeightId>(first), kConsumer));
+      compute += layers_[first].compute_seconds;
     }
-    clock.kernel(compute);
+    clock_.kernel(compute * times);
+    return end;
   }
-  clock.wait_for_consumer();
-}
+
+  /// Uses as many of the experts that begin at `first` as a pass does, which together take the compute of all
+  /// of them. Returns their end.
+  std::size_t use_experts(std::size_t first) {
+    const double part = layers_[first].by_use;
+    std::vector<std::size_t> experts;
+    while (first < layers_.size() && layers_[first].by_use == part) {
+      experts.push_back(first);
+      first = end_of_unit(first);
+    }
+    const auto all = experts.size();
+    const auto used = std::clamp<std::size_t>(std::lround(part * static_cast<double>(all)), 1, all);
+    for (std::size_t i = 0; i < used; ++i) std::swap(experts[i], experts[i + drawn_() % (all - i)]);
+    experts.resize(used);
+    std::sort(experts.begin(), experts.end());
+    for (const std::size_t expert : experts)
+      use(expert, static_cast<double>(all) / static_cast<double>(used));
+    return first;
+  }
+
+  const std::vector<Layer>& layers_;
+  Engine& engine_;
+  VirtualBackend& clock_;
+  std::mt19937& drawn_;
+};
 
 /// An engine that is given the workload's weights. They are numbered as the layers are.
 std::shared_ptr<Engine> engine_of(const Workload& workload, const EngineOptions& options,
@@ -54,9 +99,19 @@ std::shared_ptr<Engine> engine_of(const Workload& workload, const EngineOptions&
     source->stored = layer.cast ? Scalar::f8_e5m2 : source->wanted;
     source->file = layer.file;
     source->offset = layer.offset;
-    engine->add_weight(std::move(source), layer.unit, layer.at_once);
+    engine->add_weight(std::move(source), layer.unit, {.at_once = layer.at_once, .by_use = layer.by_use > 0});
   }
   return engine;
+}
+
+/// The workload as an install has it: where the budget holds everything, experts are weights like any other.
+Workload as_installed(Workload workload, std::size_t budget) {
+  std::size_t bytes = 0;
+  for (const Layer& layer : workload.layers) bytes += layer.bytes;
+  if (bytes <= budget) {
+    for (Layer& layer : workload.layers) layer.by_use = 0;
+  }
+  return workload;
 }
 
 }  // namespace
@@ -71,10 +126,15 @@ LargestGroup largest_group(const Workload& workload) {
   } catch (const BudgetError& error) {  // no group has so few bytes
     found.bytes = error.smallest_bytes();
   }
-  for (Engine::GroupReport& group : engine->groups()) {
-    if (group.bytes != found.bytes) continue;
-    found.layers.assign(group.weights.begin(), group.weights.end());
-    break;
+  const std::vector<Engine::GroupReport> groups = engine->groups();
+  for (const bool by_use : {false, true}) {
+    const Engine::GroupReport* largest = nullptr;
+    for (const Engine::GroupReport& group : groups) {
+      if ((workload.layers[group.weights.front()].by_use > 0) != by_use) continue;
+      if (largest == nullptr || group.bytes > largest->bytes) largest = &group;
+    }
+    if (largest != nullptr)
+      found.layers.insert(found.layers.end(), largest->weights.begin(), largest->weights.end());
   }
   return found;
 }
@@ -102,18 +162,22 @@ AccessPattern pattern_of(const Workload& workload, const PriorPlan& groups, doub
   return pattern;
 }
 
-Result simulate(const Workload& workload, const EngineOptions& options, double bytes_per_second,
-                double latency, int passes, Residents residents) {
+Result simulate(const Workload& given, const EngineOptions& options, double bytes_per_second, double latency,
+                int passes, Residents residents) {
   DYNSWAP_CHECK(passes >= 2, "the first half of the passes is warm-up: give two at least");
+  const Workload workload = as_installed(given, options.budget);
   const auto planned = [&](const EngineOptions& with) {
     auto made = engine_of(workload, with, bytes_per_second, latency);
     made->plan();
     return made;
   };
   std::shared_ptr<Engine> engine = planned(options);
-  if (residents == Residents::by_time && options.budget > 0 && !workload.layers.empty()) {
-    EngineOptions timed = options;
-    timed.prior = engine->plan_for_reuse();
+  EngineOptions timed = options;
+  timed.prior = engine->plan_for_reuse();
+  const std::vector<bool>& by_use = timed.prior->by_use;  // experts: as they are before any retune()
+  const bool by_time =
+      residents == Residents::by_time && std::find(by_use.begin(), by_use.end(), true) == by_use.end();
+  if (by_time && options.budget > 0 && !workload.layers.empty()) {
     AccessPattern pattern = pattern_of(workload, *timed.prior, bytes_per_second, latency);
     // A group takes more on the device than its weights do on the bus: what lies between them.
     pattern.copy_bytes.assign(pattern.bytes.begin(), pattern.bytes.end());
@@ -126,12 +190,13 @@ Result simulate(const Workload& workload, const EngineOptions& options, double b
 
   Result result;
   const int warm_up = passes / 2;
+  std::mt19937 drawn;
   for (int pass = 0; pass < warm_up; ++pass) {
-    run_pass(workload, *engine, clock);
+    Pass(workload, *engine, clock, drawn).run();
     if (pass == 0) result.first_pass_seconds = clock.seconds();
   }
   const Count before(clock, *engine);
-  for (int pass = warm_up; pass < passes; ++pass) run_pass(workload, *engine, clock);
+  for (int pass = warm_up; pass < passes; ++pass) Pass(workload, *engine, clock, drawn).run();
   const Count after(clock, *engine);
   const double measured = passes - warm_up;
 

@@ -24,6 +24,9 @@ struct Layer {
   std::shared_ptr<const File> file{};  ///< its master is mapped from here; null: it is in RAM
   std::uint64_t offset = 0;            ///< bytes from the start of `file`
   bool cast = false;  ///< on its way to the device, which has no bytes of the file as they are
+  /// Its unit is an expert: a pass uses this part of the experts that follow each other, and not in an order
+  /// (Note [Groups by use]). 0: every pass uses it, in this order.
+  double by_use = 0;
 };
 
 struct Workload {
@@ -54,9 +57,10 @@ struct Result {
   std::uint64_t depth = 0;
 };
 
-/// The group that decides which budgets work: the largest that is left when each large weight travels alone.
+/// What decides which budgets work: the largest group that is left when each large weight travels alone, and
+/// the largest of an expert's.
 struct LargestGroup {
-  std::size_t bytes = 0;            ///< also the smallest budget that works
+  std::size_t bytes = 0;            ///< of both: also the smallest budget that works
   std::vector<std::size_t> layers;  ///< by their numbers
 };
 
@@ -74,8 +78,9 @@ AccessPattern pattern_of(const Workload& workload, const PriorPlan& groups, doub
                          double latency);
 
 /// Runs the real engine over the virtual clock: in each pass each module acquires its weights, computes,
-/// and lets go of them. The first half of `passes` (at least one) is warm-up. Throws what the engine
-/// throws, BudgetError for instance.
+/// and lets go of them. Which experts a pass uses is drawn for each pass, every time the same. As in an
+/// install, experts are weights like any other where the budget holds everything. The first half of `passes`
+/// (at least one) is warm-up. Throws what the engine throws, BudgetError for instance.
 Result simulate(const Workload& workload, const EngineOptions& options, double bytes_per_second,
                 double latency, int passes, Residents residents = Residents::even);
 

@@ -223,7 +223,7 @@ std::string page_lock(PageLocker& locker, const std::shared_ptr<PinnedBudget>& b
   std::size_t bytes = 0;
   for (Lockable& item : items) {
     const Source& source = *item.source;
-    if (source.pinned || source.file || source.address == nullptr || source.count == 0) continue;
+    if (source.pinned || source.from_files() || source.address == nullptr || source.count == 0) continue;
     (source.stored_bytes() <= kSmall ? small : large).push_back(&item);
     bytes += source.stored_bytes();
   }

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstring>
+#include <optional>
 #include <sstream>
 #include <utility>
 
@@ -47,7 +48,9 @@ struct FakeDevice::Block {
   std::vector<std::byte> raw;
   std::byte* base;
   std::size_t bytes;
-  std::size_t uses = 0;  ///< operations that are still queued
+  std::size_t uses = 0;           ///< operations that are still queued
+  std::vector<EventPtr> after{};  ///< its next user comes after these
+  std::optional<std::vector<EventPtr>> let_go_after{};
 };
 
 struct FakeDevice::Copy {
@@ -84,6 +87,9 @@ class FakeDevice::Adapter final : public Backend {
   const char* name() const noexcept override { return "fake"; }
   std::size_t alignment() const noexcept override { return device_->alignment_; }
   Memory allocate(std::size_t bytes) override { return device_->allocate(bytes); }
+  bool release_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept override {
+    return device_->release_after(memory, after);
+  }
   EventPtr copy(CopyRequest request) override { return device_->copy(std::move(request)); }
   void wait(Stream consumer, const EventPtr& copied) override { device_->wait(consumer, copied); }
   EventPtr record(Stream consumer) override { return device_->record(consumer); }
@@ -172,18 +178,65 @@ Memory FakeDevice::allocate(std::size_t bytes) {
     note("over the cap: " + std::to_string(live_ + bytes) + " bytes of " + std::to_string(cap_));
     throw OutOfMemory("the fake device is full");
   }
-  auto block = std::make_shared<Block>(bytes, alignment_);
+  const auto again = std::find_if(cache_.begin(), cache_.end(),
+                                  [bytes](const auto& block) { return block->bytes == bytes; });
+  auto block = again != cache_.end() ? *again : std::make_shared<Block>(bytes, alignment_);
+  if (again != cache_.end()) cache_.erase(again);
   std::byte* base = block->base;
   blocks_.emplace(base, std::move(block));
   live_ += bytes;
+  ++allocations_;
   peak_ = std::max(peak_, live_);
   return Memory(base, [self = shared_from_this()](std::byte* memory) { self->free(memory); });
+}
+
+bool FakeDevice::release_after(const Memory& memory, const std::vector<EventPtr>& after) {
+  const std::lock_guard lock(mutex_);
+  if (!caching_) return false;
+  if (!memory) return true;
+  std::optional<std::vector<EventPtr>>& known = blocks_.at(memory.get())->let_go_after;  // of another owner
+  if (!known) known.emplace();
+  known->insert(known->end(), after.begin(), after.end());
+  return true;
+}
+
+void FakeDevice::set_caching() {
+  const std::lock_guard lock(mutex_);
+  caching_ = true;
+}
+
+std::size_t FakeDevice::allocations() const {
+  const std::lock_guard lock(mutex_);
+  return allocations_;
+}
+
+void FakeDevice::empty_cache() {
+  const std::lock_guard lock(mutex_);
+  for (std::shared_ptr<Block>& block : cache_) {
+    for (const EventPtr& event : block->after) {
+      if (!is_done(event) && !run_until(event)) note("memory is let go after an event that can never be");
+    }
+    if (block->uses > 0) note("device memory was lent while it was used");
+    std::fill(block->raw.begin(), block->raw.end(), kFreed);
+    quarantine_.push_back(std::move(block));
+  }
+  cache_.clear();
 }
 
 void FakeDevice::free(const std::byte* base) {
   const std::lock_guard lock(mutex_);
   const auto found = blocks_.find(base);
   std::shared_ptr<Block> block = found->second;
+  // What is handed out a second time may still have readers of the first time.
+  if (block->let_go_after || !block->after.empty()) {
+    const std::vector<EventPtr> after =
+        std::exchange(block->let_go_after, {}).value_or(std::vector<EventPtr>());
+    block->after.insert(block->after.end(), after.begin(), after.end());
+    live_ -= block->bytes;
+    blocks_.erase(found);
+    cache_.push_back(std::move(block));
+    return;
+  }
   if (block->uses > 0) {
     note("device memory freed while " + std::to_string(block->uses) + " queued operations use it");
   }
@@ -209,6 +262,8 @@ EventPtr FakeDevice::copy(CopyRequest request) {
     for (const Piece& piece : part->pieces) {
       if (piece.first + piece.count > piece.source->count) note("a piece beyond its source");
       part->blocks.push_back(use(piece.dst, piece.count * scalar_size(piece.source->wanted), "a copy"));
+      if (const auto& block = part->blocks.back())
+        part->after.insert(part->after.end(), block->after.begin(), block->after.end());
     }
     if (random_.chance(0.5)) part->latency = random_.below(kMostLatency);
     ++copy->parts_left;

@@ -60,6 +60,12 @@ class FakeDevice : public std::enable_shared_from_this<FakeDevice> {
   /// reproducible. The engine holds no lock at such a call (core/backend.h). Set before the engine runs.
   void set_interloper(std::function<void(Call)> interloper) { interloper_ = std::move(interloper); }
 
+  /// From now on, memory may be let go before it was read, as with a caching allocator: allocate() hands a
+  /// block of the same size out again, with the bytes that it had. empty_cache() gives such blocks back.
+  void set_caching();
+  void empty_cache();
+  std::size_t allocations() const;  ///< so far
+
   std::size_t live_bytes() const;
   std::size_t peak_bytes() const;
   std::vector<std::string> violations() const;
@@ -81,6 +87,7 @@ class FakeDevice : public std::enable_shared_from_this<FakeDevice> {
   EventPtr record(Stream consumer);
   void close();
   void synchronise(const EventPtr& event);
+  bool release_after(const Memory& memory, const std::vector<EventPtr>& after);
   void free(const std::byte* base);
 
   // Under the lock.
@@ -112,6 +119,9 @@ class FakeDevice : public std::enable_shared_from_this<FakeDevice> {
   std::vector<std::unique_ptr<Part>> parts_;  ///< of copies that are not over
   std::map<const std::byte*, std::shared_ptr<Block>> blocks_;
   std::vector<std::shared_ptr<Block>> quarantine_;  ///< freed: poisoned, and never handed out again
+  bool caching_ = false;
+  std::size_t allocations_ = 0;
+  std::vector<std::shared_ptr<Block>> cache_;  ///< freed, and may be handed out again
   std::size_t cap_ = static_cast<std::size_t>(-1);
   std::size_t live_ = 0;
   std::size_t peak_ = 0;

@@ -32,6 +32,10 @@ inline const char* name_of(Protection protection) {
       return "failed_copy_refused";
     case Protection::retire_after_events:
       return "retire_after_events";
+    case Protection::lease_keeps_resident:
+      return "lease_keeps_resident";
+    case Protection::changed_not_taken_back:
+      return "changed_not_taken_back";
     case Protection::cap_respected:
       return "cap_respected";
     case Protection::fresh_memory_waits:

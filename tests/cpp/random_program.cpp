@@ -34,12 +34,15 @@ struct Traits {
   double second = 0;     ///< use_on() another stream
   double update = 0;     ///< a master is replaced
   double catch_up = 0;   ///< the user synchronises the device
+  double give_way = 0;   ///< somebody runs out of memory
   double interlope = 0;  ///< another thread runs during a call of the backend
   unsigned failing_copies = 0;
   unsigned failing_allocations = 0;
   bool together = false;  ///< a module's weights are held at the same time
   bool strict = false;
   bool close_early = false;  ///< leases outlive Engine::close()
+  std::size_t experts = 0;   ///< of eight units, those that are used without an order
+  double announce = 0;       ///< some of these are expected before a module is used
 };
 
 class Run {
@@ -87,8 +90,12 @@ class Run {
     traits_.together = random_.chance(0.7);
     traits_.strict = random_.chance(0.15);
     traits_.close_early = random_.chance(0.5);
+    traits_.experts = random_.chance(0.5) ? random_.below(9) : 0;
+    traits_.announce = traits_.experts > 0 ? rate(0.3) : 0;
     options_.prefetch = static_cast<std::uint32_t>(random_.below(5));
     options_.strict_budget = traits_.strict;
+    traits_.give_way = rate(0.3);
+    options_.residents_give_way = traits_.give_way > 0;
     options_.group_bytes = random_.chance(0.5) ? 0 : random_.below(2048);
   }
 
@@ -98,7 +105,7 @@ class Run {
     auto engine = std::make_shared<Engine>(device->backend(), options_);
     for (std::size_t unit = 0; unit < model_.units.size(); ++unit) {
       for (const std::size_t i : model_.units[unit]) {
-        model_.weights[i].id = engine->add_weight(model_.weights[i].master, unit);
+        model_.weights[i].id = engine->add_weight(model_.weights[i].master, unit, {.by_use = by_use(unit)});
       }
     }
     return engine;
@@ -136,22 +143,60 @@ class Run {
       return false;
     }
     device_->set_cap(static_cast<std::size_t>(-1));
+    if (options_.residents_give_way) device_->set_caching();
     planned_bytes_ = device_->live_bytes();
     return true;
   }
 
   // ----------------------------------------------------------------------------------------- a program
 
+  /// Some of the modules are experts.
+  bool by_use(std::size_t unit) const { return unit % 8 < traits_.experts; }
+
+  /// Announces weights of experts, some of which may not be used.
+  void expect_some() {
+    std::vector<WeightId> ids;
+    for (std::size_t unit = 0; unit < model_.units.size(); ++unit) {
+      if (!by_use(unit) || model_.units[unit].empty() || random_.chance(0.5)) continue;
+      ids.push_back(model_.weights[model_.units[unit].front()].id);
+    }
+    engine_->expect(ids);
+  }
+
   void run_pass() {
     if (random_.chance(traits_.reorder)) change_order();
     for (std::size_t i = 0; i < order_.size(); ++i) {
+      if (random_.chance(traits_.announce)) expect_some();
       if (random_.chance(traits_.skip)) continue;
       use_module(model_.modules[order_[i]]);
       if (random_.chance(traits_.repeat)) use_module(model_.modules[order_[random_.below(i + 1)]]);
       if (random_.chance(traits_.catch_up)) device_->drain();
       if (random_.chance(traits_.update)) update(random_.below(model_.weights.size()));
+      if (random_.chance(traits_.give_way)) run_out_of_memory();
       use_kept();
     }
+  }
+
+  /// An allocation outside the engine, as Note [When torch's allocator asks] has it; other threads go on.
+  void run_out_of_memory() {
+    std::vector<Engine::Loan> loans = engine_->lend_residents();
+    const std::size_t allocations = device_->allocations();
+    const bool was_quiet = quiet_;
+    while (random_.chance(0.5)) {
+      if (traits_.update > 0 && random_.chance(0.5)) {
+        update(random_.below(model_.weights.size()));
+      } else {
+        use_module(model_.modules[random_.below(model_.modules.size())]);
+      }
+    }
+    be_quiet(true);
+    if (device_->allocations() == allocations && random_.chance(0.7)) {
+      engine_->take_back(std::move(loans));
+    } else {
+      engine_->give_up(loans);
+    }
+    be_quiet(was_quiet);
+    device_->empty_cache();
   }
 
   void change_order() {
@@ -302,10 +347,17 @@ class Run {
       for (std::size_t i = 0; i < n; ++i) use_module(model_.modules[random_.below(model_.modules.size())]);
     } else if (!kept_.empty() && random_.chance(0.5)) {
       drop_kept(random_.below(kept_.size()));
+    } else if (random_.chance(traits_.give_way)) {
+      run_out_of_memory_at_once();
     } else if (traits_.update > 0) {
       update(random_.below(model_.weights.size()));
     }
     interloping_ = false;
+  }
+
+  void run_out_of_memory_at_once() {
+    engine_->give_up(engine_->lend_residents());
+    device_->empty_cache();
   }
 
   // ----------------------------------------------------------------------------------------- the ending
@@ -325,6 +377,7 @@ class Run {
     }
     const std::weak_ptr<Engine> weak = engine_;
     engine_.reset();
+    device_->empty_cache();
     if (!weak.expired()) device_->violation("the engine is kept alive although nobody holds a lease");
     device_->drain();
     if (device_->live_bytes() > 0) {
@@ -338,11 +391,12 @@ class Run {
                          std::to_string(kept_.size()));
     }
     if (stats.host_synchronisations > 0) device_->violation("the host was made to wait (Invariant 3)");
+    if (options_.budget > 0 && planned_bytes_ > options_.budget)
+      device_->violation("the plan is over budget");
+    if (traits_.give_way > 0) return check_counts_of_loans(stats);
     if (stats.arena_bytes + stats.resident_bytes != planned_bytes_) {
       device_->violation("the statistics tell another size than was allocated");
     }
-    if (options_.budget > 0 && planned_bytes_ > options_.budget)
-      device_->violation("the plan is over budget");
     if (device_->peak_bytes() > planned_bytes_ + stats.overflow_bytes) {
       device_->violation("more device memory than arena, residents and overflow");
     }
@@ -350,6 +404,13 @@ class Run {
       device_->violation("peak_bytes is " + std::to_string(stats.peak_bytes) + ", but " +
                          std::to_string(device_->peak_bytes()) + " bytes were held");
     }
+  }
+
+  void check_counts_of_loans(const Stats& stats) {
+    const std::size_t lost = planned_bytes_ - stats.arena_bytes - stats.resident_bytes;
+    if (lost != stats.given_way_bytes)
+      device_->violation(std::to_string(lost) + " bytes of residents are gone, of which " +
+                         std::to_string(stats.given_way_bytes) + " are known to have given way");
   }
 
   /// Memory outside the budget goes when its last lease has gone and its readers are done.
@@ -361,8 +422,10 @@ class Run {
       device_->drain();
     }
     if (engine_->stats().live_leases != 0) device_->violation("a lease is counted that nobody holds");
-    if (device_->live_bytes() > planned_bytes_) {
-      device_->violation(std::to_string(device_->live_bytes() - planned_bytes_) +
+    const Stats stats = engine_->stats();
+    const std::size_t planned = stats.arena_bytes + stats.resident_bytes;
+    if (device_->live_bytes() > planned) {
+      device_->violation(std::to_string(device_->live_bytes() - planned) +
                          " bytes outside the budget although nothing is held (Invariant 4)");
     }
   }

@@ -219,7 +219,7 @@ TEST(engine_what_is_needed_at_once_is_never_cut) {
   const auto made = [&options] {
     auto engine = std::make_shared<Engine>(std::make_unique<sim::VirtualBackend>(kBus, 0), options);
     for (std::uint64_t unit = 0; unit < 3; ++unit) {
-      for (int i = 0; i < 4; ++i) engine->add_weight(make_source(40 * kMiB), unit, /*at_once=*/true);
+      for (int i = 0; i < 4; ++i) engine->add_weight(make_source(40 * kMiB), unit, {.at_once = true});
     }
     return engine;
   };
@@ -236,7 +236,8 @@ TEST(engine_an_outdated_weight_of_a_group_in_use_is_copied_alone) {
   const auto engine = std::make_shared<Engine>(std::make_unique<sim::VirtualBackend>(kBus, 0), options);
   std::vector<WeightId> weights;
   for (std::uint64_t unit = 0; unit < 2; ++unit) {
-    for (int i = 0; i < 2; ++i) weights.push_back(engine->add_weight(make_source(4 * kMiB), unit, true));
+    for (int i = 0; i < 2; ++i)
+      weights.push_back(engine->add_weight(make_source(4 * kMiB), unit, {.at_once = true}));
   }
   engine->plan();
   const auto changed = [&](std::size_t weight) {

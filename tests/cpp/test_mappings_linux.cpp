@@ -53,6 +53,34 @@ TEST(mappings_end_where_the_mapping_ends) {
   EXPECT(!Mappings::of_this_process().find(mapped.get() + kPage, kBytes).has_value());
 }
 
+TEST(mappings_of_several_files_back_to_back_are_parts) {
+  const TempFile one(kBytes), other(kBytes);
+  const auto mapped = map(one, PROT_READ | PROT_WRITE, MAP_PRIVATE);
+  const int descriptor = ::open(other.path().c_str(), O_RDWR);
+  std::byte* const joint = mapped.get() + 2 * kPage;
+  constexpr int kInPlace = MAP_PRIVATE | MAP_FIXED;
+  ::mmap(joint, 2 * kPage, PROT_READ | PROT_WRITE, kInPlace, descriptor, 5 * kPage);
+  ::close(descriptor);
+  ::mmap(mapped.get() + 4 * kPage, kPage, PROT_READ | PROT_WRITE, kInPlace | MAP_ANONYMOUS, -1, 0);
+
+  const Mappings mappings = Mappings::of_this_process();
+  EXPECT(!mappings.find(mapped.get() + 100, 3 * kPage).has_value());
+  EXPECT(mappings.holds_any(mapped.get() + 4 * kPage, kPage + 1));
+  EXPECT(!mappings.holds_any(mapped.get() + 4 * kPage, kPage));
+  const std::vector<Mappings::Part> parts = mappings.parts_of(mapped.get() + 100, 5 * kPage);
+  EXPECT_EQ(parts.size(), 4u);
+  EXPECT_EQ(parts[0].bytes, 2 * kPage - 100);
+  EXPECT_EQ(parts[0].range->path, one.path());
+  EXPECT_EQ(parts[0].range->offset, kPage + 100);
+  EXPECT_EQ(parts[1].bytes, 2 * kPage);
+  EXPECT_EQ(parts[1].range->path, other.path());
+  EXPECT_EQ(parts[1].range->offset, 5 * kPage);
+  EXPECT_EQ(parts[2].bytes, kPage);
+  EXPECT(!parts[2].mapped && !parts[2].range.has_value());
+  EXPECT_EQ(parts[3].bytes, 100u);
+  EXPECT_EQ(parts[3].range->offset, 6 * kPage);
+}
+
 TEST(mappings_leave_out_what_is_plain_memory_to_us) {
   const auto heap = std::make_unique<std::byte[]>(kBytes);
   const TempFile shared_file(kBytes);

@@ -133,4 +133,32 @@ TEST(placement_takes_what_copies_read_for_their_time) {
   }
 }
 
+TEST(placement_keeps_what_a_round_uses_most) {
+  // A round of three models: each group of the first and the last is used once, of the second 8 times, and
+  // some are never used.
+  AccessPattern pattern;
+  pattern.bytes_per_second = 10e9;
+  pattern.latency = 6e-6;
+  pattern.bytes.assign(60, 8 * kMiB);
+  const double seconds = 0.3 * 8 * kMiB / 10e9;
+  const auto call = [&](std::uint32_t begin, std::uint32_t end) {
+    for (std::uint32_t i = begin; i < end; ++i) pattern.steps.push_back({i, seconds, true});
+  };
+  call(0, 20);
+  for (int step = 0; step < 8; ++step) call(20, 40);
+  call(40, 50);
+  for (const std::size_t groups : {12, 18, 24}) {
+    const std::size_t budget = groups * 8 * kMiB;
+    const Placement placed = sim::place_by_time(pattern, budget, kPrefetch);
+    std::size_t of_denoiser = 0, of_others = 0, never_used = 0;
+    for (std::size_t i = 0; i < 60; ++i) {
+      if (placed.resident[i]) ++(i >= 50 ? never_used : i >= 20 && i < 40 ? of_denoiser : of_others);
+    }
+    EXPECT(of_denoiser + 6 >= std::min<std::size_t>(groups, 20));
+    EXPECT(of_others <= (groups > 20 ? groups - 20 : 0));
+    EXPECT(never_used == 0);
+    EXPECT(placed.seconds < 0.8 * even(pattern, budget));
+  }
+}
+
 }  // namespace dynswap::test

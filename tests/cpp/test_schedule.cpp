@@ -1,7 +1,9 @@
 // The order of groups is learned, survives surprises, and heals (Invariant 5).
 #include <algorithm>
 #include <cstddef>
+#include <cstdint>
 #include <numeric>
+#include <utility>
 #include <vector>
 
 #include "check.h"
@@ -171,6 +173,57 @@ TEST(schedule_experts_at_random_leave_the_rest_predicted) {
     }
   }
   EXPECT_EQ(surprises, 0u);
+}
+
+TEST(schedule_knows_what_follows_a_call) {
+  // A round of three models: a text encoder, a denoiser that is called four times, a decoder.
+  const std::vector<std::pair<std::uint32_t, Order>> round{{1, {0, 1, 2}}, {2, {3, 4, 5}}, {3, {3, 4, 5}},
+                                                           {4, {3, 4, 5}}, {5, {3, 4, 5}}, {6, {6, 7}}};
+  Schedule schedule;
+  schedule.prime(count_up(8));
+  Schedule::Cursor cursor;
+  const auto read_round = [&] {
+    std::size_t surprises = 0;
+    for (const auto& [call, groups] : round) {
+      for (std::size_t i = 0; i < groups.size(); ++i) {
+        Schedule::Cursor ahead = cursor;
+        if (schedule.advance(ahead) != groups[i]) ++surprises;
+        if (i == 0) schedule.begin_call(cursor, call);
+        schedule.observe(cursor, groups[i]);
+      }
+    }
+    return surprises;
+  };
+  read_round();
+  EXPECT_EQ(read_round(), 0u);
+  EXPECT_EQ(read_round(), 0u);
+  // From the last group of the last step on: the decoder, and then the next round.
+  schedule.begin_call(cursor, 1);
+  for (const Schedule::Group group : {0u, 1u, 2u}) schedule.observe(cursor, group);
+  for (const std::uint32_t call : {2u, 3u, 4u, 5u}) {
+    schedule.begin_call(cursor, call);
+    for (const Schedule::Group group : {3u, 4u, 5u}) schedule.observe(cursor, group);
+  }
+  Schedule::Cursor ahead = cursor;
+  for (const Schedule::Group group : {6u, 7u, 0u, 1u, 2u, 3u})
+    EXPECT_EQ(schedule.advance(ahead).value(), group);
+}
+
+TEST(schedule_passes_over_a_call_that_uses_no_group) {
+  Schedule schedule;
+  Schedule::Cursor cursor;
+  for (int round = 0; round < 2; ++round) {
+    schedule.begin_call(cursor, 1);
+    schedule.observe(cursor, 0);
+    schedule.observe(cursor, 1);
+    schedule.begin_call(cursor, 2);  // all that it uses is resident
+    schedule.begin_call(cursor, 3);
+    schedule.observe(cursor, 2);
+  }
+  schedule.begin_call(cursor, 1);
+  schedule.observe(cursor, 0);
+  schedule.observe(cursor, 1);
+  EXPECT_EQ(schedule.advance(cursor).value(), 2u);
 }
 
 }  // namespace dynswap::test

@@ -1,0 +1,35 @@
+// Residents give way to whoever runs out of a device's memory.
+#pragma once
+
+#include <c10/core/Device.h>
+
+#include <memory>
+
+#include "core/engine.h"
+
+namespace dynswap {
+
+/// While it lives, the engine's residents on the device give way: Note [Residents give way]. Thread-safe.
+class GivesWay {
+ public:
+  GivesWay(const c10::Device& device, const std::shared_ptr<Engine>& engine);
+  ~GivesWay();
+  GivesWay(const GivesWay&) = delete;
+  GivesWay& operator=(const GivesWay&) = delete;
+
+ private:
+  const std::shared_ptr<Engine> engine_;
+};
+
+/// Whether torch's allocator asks before it gives up, whoever allocates: torch 2.13 or later, on CUDA and
+/// ROCm. Elsewhere give_way() serves the engines' own allocations.
+bool allocator_asks(const c10::Device& device) noexcept;
+
+/// Why torch's allocator does not ask, and what to do about it; empty if it does.
+const char* obstacle_to_asking(const c10::Device& device) noexcept;
+
+/// Frees residents' memory for an allocation of ours that has failed. False if there was none, or if the
+/// allocator has asked already.
+bool give_way(const c10::Device& device);
+
+}  // namespace dynswap

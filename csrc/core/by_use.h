@@ -1,0 +1,97 @@
+// Groups that are used without an order, such as the experts of a mixture: which of them stay on the device.
+#pragma once
+
+#include <array>
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+#include <vector>
+
+#include "core/residency.h"
+
+namespace dynswap {
+
+/// Note [Groups by use]
+/// A router chooses some of the experts for each token. Their order is not cyclic (but see Note [Experts in a
+/// fixed order]), and a static set of residents is right only as often as chance has it. So these groups
+/// (`by_use`) are no part of the schedule. They pass through an arena of their own, the cache, in which the
+/// group that was used least gives way (UseScore). By default, groups in the order of use come first: they
+/// are needed in each pass, a group by use only if it is chosen. What they leave of the budget is the
+/// cache's. After measured passes, time decides (Note [Room for experts by time]).
+
+/// How much a group was used, and how recently: each use counts half of one that is a half-life later. Which
+/// of two groups has more does not change while neither is used, so that nothing has to be aged.
+class UseScore {
+ public:
+  /// Counts a use at time `now`, in half-lives.
+  void add(double now) noexcept;
+  /// Rises with the score. 0: never used.
+  std::uint64_t rank() const noexcept;
+
+ private:
+  double log2_ = 0;  ///< of the sum over all uses of 2^when; 0: never used
+};
+
+/// Note [Experts in a fixed order]
+/// A long prompt uses all experts in each pass, and so does a router that only weighs them. Then they come in
+/// a fixed order. If a group was followed by the same group the last two times that it came after the same
+/// other one, that group is expected next (forward and backward come from opposite sides). If those two times
+/// differ, as a router's choices do, nothing is expected, and neither before several groups in a row have
+/// come as expected: a router repeats itself by chance. In a fixed order the group that was used least
+/// recently comes next, so what is fetched ahead takes the place of the latest one, and the others stay.
+class UseOrder {
+ public:
+  using Group = std::uint32_t;
+
+  /// One consumer's place in the order: the last two groups that it used.
+  struct Cursor {
+    std::optional<Group> before, current;
+    std::uint32_t as_expected = 0;  ///< uses in a row
+  };
+
+  explicit UseOrder(std::size_t groups = 0) : followed_(groups) {}
+
+  /// `cursor` uses `group`. Returns false (and learns nothing) if it was in use already.
+  bool observe(Cursor& cursor, Group group);
+
+  /// Whether the cursor follows a fixed order.
+  static bool is_fixed(const Cursor& cursor) noexcept;
+
+  /// The group that is expected after the cursor's, and moves the cursor there.
+  std::optional<Group> advance(Cursor& cursor) const;
+
+ private:
+  /// What came after a group that came after `before`.
+  struct Followed {
+    std::optional<Group> before;
+    Group next = 0;
+    bool twice = false;  ///< the last two times
+  };
+  std::vector<std::array<Followed, 2>> followed_;  ///< the later one first
+};
+
+/// The half-life, in uses of any group: for two uses of each that the cache holds. A longer one is better
+/// where some experts are always used more than others, a shorter one where a choice repeats the one before
+/// (docs/decisions/025-experts-stay-by-use.md).
+double half_life(std::size_t cache_bytes, const std::vector<std::size_t>& bytes,
+                 const std::vector<bool>& by_use);
+
+struct PlanWithCache {
+  ResidencyPlan residency;      ///< of all groups; those by use are not resident
+  std::size_t cache_bytes = 0;  ///< for those by use
+};
+
+/// plan_residency() where some groups are `by_use`. Where the budget is small, the cache holds `prefetch` + 1
+/// of the largest, or as many as fit; one at least.
+/// Throws BudgetError if the largest groups of each kind do not fit together.
+PlanWithCache plan_with_cache(const std::vector<std::size_t>& bytes, const std::vector<bool>& keep,
+                              const std::vector<bool>& stay, const std::vector<bool>& by_use,
+                              std::size_t budget, std::uint32_t prefetch);
+
+/// residency_of(), where the groups by use, if there are any, get at least `cache_bytes`, and also what the
+/// others cannot use.
+PlanWithCache with_cache(const std::vector<bool>& resident, const std::vector<std::size_t>& bytes,
+                         const std::vector<bool>& by_use, std::size_t cache_bytes, std::size_t budget,
+                         std::uint32_t prefetch);
+
+}  // namespace dynswap
