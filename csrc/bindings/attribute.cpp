@@ -1,5 +1,7 @@
 #include "bindings/attribute.h"
 
+#include <algorithm>
+
 #include <utility>
 
 #include "bindings/call.h"
@@ -50,7 +52,7 @@ PyObject* get(PyObject* self, PyObject* module, PyObject*) {
     const bool parameter = entries[index].parameter;
     PyObject* const master = find_in(dict.ptr(), parameter ? names.parameters : names.buffers, name);
     if (master == nullptr) return PyErr_Occurred() ? nullptr : fall_through(module, dict.ptr(), name);
-    if (!THPVariable_Check(master)) return Py_NewRef(master);
+    if (!THPVariable_Check(master) || entries[index].ignored) return Py_NewRef(master);
     bool training = false;
     if (!parameter) training = PyDict_GetItemWithError(dict.ptr(), names.training) == Py_True;
     const bool inside = inside_call();
@@ -68,8 +70,9 @@ PyObject* get(PyObject* self, PyObject* module, PyObject*) {
     std::shared_ptr<Weight> weight = entries[index].weight;
     serve_calls(Py_TYPE(module));
     if (!known) {
-      weight = weight == nullptr ? session->late_weight(master, name, parameter).shared_from_this()
-                                 : session->weight_now(*weight, master, name).shared_from_this();
+      weight = weight == nullptr
+                   ? session->late_weight(master, name, parameter, entries[index].casting).shared_from_this()
+                   : session->weight_now(*weight, master, name).shared_from_this();
       entries[index].bind(weight);
     }
     return session->access(*weight, master, training, inside);
@@ -142,7 +145,7 @@ void free_state(PyObject* self) {
   {
     const std::unique_ptr<std::vector<Entry>> entries(state->entries);
     const std::unique_ptr<std::shared_ptr<Session>> session(state->session);
-    if (session) (*session)->module_gone();
+    if (session && entries) (*session)->module_gone(*entries);
   }
   Py_CLEAR(state->session_object);
   type->tp_free(self);
@@ -241,15 +244,54 @@ py::object Session::fetch_buffer(const py::object& module, const py::object& nam
   const bool training = PyDict_GetItemWithError(dict.ptr(), Names::get().training) == Py_True;
   const InsideCall compiled(nullptr);
   for (Entry& entry : *state->entries) {
-    if (entry.parameter || !entry.name.equal(name)) continue;
+    if (entry.parameter || entry.ignored || !entry.name.equal(name)) continue;
     const std::shared_ptr<Weight> weight =
         entry.weight == nullptr
-            ? late_weight(master, entry.name.ptr(), /*parameter=*/false).shared_from_this()
+            ? late_weight(master, entry.name.ptr(), /*parameter=*/false, entry.casting).shared_from_this()
             : weight_now(*entry.weight, master, entry.name.ptr()).shared_from_this();
     entry.bind(weight);
     return py::reinterpret_steal<py::object>(access(*weight, master, training, /*inside=*/true));
   }
   return keep_master;
+}
+
+std::optional<at::ScalarType> Session::dtype_of(const py::object& module, const py::object& name) const {
+  const py::object dict = module_dict(module.ptr());
+  const ModuleState* const state = module_state(module.ptr(), dict.ptr());
+  if (state == nullptr) return dtype_;
+  for (const Entry& entry : *state->entries) {
+    if (!entry.name.equal(name)) continue;
+    PyObject* const master = find_in(
+        dict.ptr(), entry.parameter ? Names::get().parameters : Names::get().buffers, entry.name.ptr());
+    if (master == nullptr || !THPVariable_Check(master)) break;
+    const Casting casting = entry.ignored ? Casting::never : entry.casting;
+    return wanted_type(THPVariable_Unpack(master), dtype_, casting);
+  }
+  return dtype_;
+}
+
+bool Session::ignores(const py::object& module, const py::object& name) const {
+  const py::object dict = module_dict(module.ptr());
+  const ModuleState* const state = module_state(module.ptr(), dict.ptr());
+  if (state == nullptr) return false;
+  return std::any_of(state->entries->begin(), state->entries->end(),
+                     [&](const Entry& entry) { return entry.ignored && entry.name.equal(name); });
+}
+
+void Session::keep_dtype(const py::object& module, const py::object& name) {
+  const py::object dict = module_dict(module.ptr());
+  const ModuleState* const state = module_state(module.ptr(), dict.ptr());
+  if (state == nullptr) return;
+  for (Entry& entry : *state->entries) {
+    if (!entry.name.equal(name)) continue;
+    entry.casting = Casting::never;
+    if (entry.weight == nullptr) continue;
+    if (entry.weight->holders > 1) {
+      entry.bind(nullptr);  // the other modules' stays as it is
+    } else {
+      entry.weight->casting = Casting::never;
+    }
+  }
 }
 
 py::object own_attribute(PyTypeObject* type, PyObject* name) {

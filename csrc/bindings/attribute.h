@@ -16,6 +16,8 @@ struct Entry {
   py::object name;                 ///< interned: compared by identity
   bool parameter = true;           ///< in `_parameters`; else in `_buffers`
   std::shared_ptr<Weight> weight;  ///< null while the module holds None under the name
+  Casting casting = Casting::to_dtype;
+  bool ignored = false;  ///< the master is left alone, and handed out as it is
 
   void bind(std::shared_ptr<Weight> other) noexcept {
     if (weight != nullptr) --weight->holders;
@@ -58,6 +60,9 @@ struct Visited {
 
 /// The modules of a tree, each once, in the order of nn.Module.modules().
 std::vector<Visited> modules_of(PyObject* root);
+
+/// The modules alone, for Python.
+py::list list_of(const std::vector<Visited>& modules);
 
 /// Note [A resident's tensor keeps its master alive]
 /// It is connected to the master in the autograd graph, in C++, where Python's garbage collector does not

@@ -55,7 +55,7 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
       if (outermost_of_session) {
         const auto session_object = py::reinterpret_borrow<py::object>(state->session_object);
         session->call_begins();
-        session->pass_begins(session_object);
+        session->announce_call(session_object, py::reinterpret_borrow<py::object>(self));
       }
       if (refetch && session->fetches_any_again()) hooks.emplace();
     }

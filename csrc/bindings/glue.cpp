@@ -9,8 +9,10 @@
 #include <algorithm>
 #include <string>
 
+#include "accelerator/giving_way.h"
 #include "accelerator/plain_torch.h"
 #include "accelerator/scalars.h"
+#include "core/amount.h"
 #include "core/check.h"
 
 namespace dynswap {
@@ -135,15 +137,16 @@ void refuse_capture(const at::Device& device, const std::string& weight, bool re
 
 Memory allocate_through_torch(const at::Device& device, std::size_t bytes) {
   const PlainTorch guard;  // memory of our own: no transform, mode or graph of the user's has a part in it
-  try {
-    auto block = std::make_shared<at::Tensor>(
-        at::empty({static_cast<std::int64_t>(bytes)}, at::TensorOptions().dtype(at::kByte).device(device)));
-    auto* data = static_cast<std::byte*>(block->data_ptr());
-    return Memory(std::move(block), data);
-  } catch (const c10::OutOfMemoryError& error) {
-    throw OutOfMemory("no room for " + std::to_string(bytes) + " bytes of weights on " + device.str() +
-                      "; pass a smaller budget. " + error.what_without_backtrace());
-  }
+  const auto options = at::TensorOptions().dtype(at::kByte).device(device);
+  while (true) try {
+      auto block = std::make_shared<at::Tensor>(at::empty({static_cast<std::int64_t>(bytes)}, options));
+      auto* data = static_cast<std::byte*>(block->data_ptr());
+      return Memory(std::move(block), data);
+    } catch (const c10::OutOfMemoryError& error) {
+      if (give_way(device)) continue;
+      throw OutOfMemory("no room for " + amount(bytes) + " of weights on " + device.str() +
+                        "; pass a smaller budget. " + error.what_without_backtrace());
+    }
 }
 
 }  // namespace dynswap

@@ -1,14 +1,11 @@
+// HandedOut: tensors over leased bytes, and the streams that use them.
 #include "bindings/handed_out.h"
 
-#include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
-#include <ATen/ops/from_blob.h>
-#include <ATen/ops/where.h>
 #include <c10/core/Event.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
-#include <cstring>
 #include <stdexcept>
 #include <utility>
 
@@ -74,14 +71,6 @@ struct HandedOutStorage final : c10::StorageImpl, OutsideTheHeap {
   using c10::StorageImpl::StorageImpl;
 };
 
-/// The elements in memory order; of a tensor with gaps, those of a copy without.
-at::Tensor in_order(const at::Tensor& tensor) {
-  at::Tensor whole = tensor;
-  if (!tensor.is_non_overlapping_and_dense())
-    whole = at::empty_strided(tensor.sizes(), strides_of_copy(tensor), tensor.options()).copy_(tensor);
-  return whole.as_strided({whole.numel()}, {1}, whole.storage_offset());
-}
-
 /// A copy of a master. Small ones are staged, so that nobody waits for them to have been read.
 at::Tensor copied_to(const at::TensorOptions& options, const at::Tensor& master) {
   constexpr std::size_t kSmall = 1u << 20;
@@ -94,20 +83,6 @@ at::Tensor copied_to(const at::TensorOptions& options, const at::Tensor& master)
 /// Where masters overlap, larger ones are not put together by element: that takes a copy for each access, and
 /// parameters that were tied by their data can be of any size.
 constexpr std::size_t kMerged = 1u << 20;
-
-/// The elements' bits, of which NaN equals itself and 0.0 is not -0.0.
-at::Tensor bits_of(const at::Tensor& flat) {
-  switch (flat.element_size()) {
-    case 1:
-      return flat.view(at::kByte);
-    case 2:
-      return flat.view(at::kShort);
-    case 4:
-      return flat.view(at::kInt);
-    default:
-      return flat.view(at::kLong);  // wider ones are two
-  }
-}
 
 }  // namespace
 
@@ -135,7 +110,7 @@ HandedOut::HandedOut(const Origin& origin, const at::Tensor& master, const at::D
   bytes_ = static_cast<std::size_t>(master.numel()) * options_.dtype().itemsize();
   if (sharing_ && sharing_->overlaps() && bytes_ <= kMerged) {
     const PlainTorch guard;
-    before_ = in_order(readable_master()).clone();
+    before_ = master_in_order().clone();
   }
 }
 
@@ -175,10 +150,12 @@ at::Tensor HandedOut::make(std::unique_ptr<HandedOut> record, Lease lease, const
   return finish(std::move(record), master, watched);
 }
 
-at::Tensor HandedOut::make_private(const Origin& origin, const at::Tensor& master, const at::Device& device) {
+at::Tensor HandedOut::make_private(const Origin& origin, const at::Tensor& master, const at::Device& device,
+                                   std::shared_ptr<void> counted) {
   const PlainTorch guard;
   std::unique_ptr<HandedOut> record(new HandedOut(origin, master, device));
   record->own_ = copied_to(record->options_, record->readable_master());
+  record->counted_ = std::move(counted);
   record->data_ = static_cast<std::byte*>(record->own_.data_ptr());
   return finish(std::move(record), master);
 }
@@ -259,16 +236,6 @@ HandedOut::~HandedOut() {
   }
 }
 
-/// Note [A watch outlives its tensor]
-/// To start and end the kernel's watch of a weight's pages takes as long as looking at them ten times, and a
-/// small weight's bytes are hashed when a watch begins. A program that reads `module.weight` in a loop would
-/// pay for that each time. So a watch that has seen no write is left with the engine's copy (Note [What a
-/// lease leaves]), and the next tensor over these bytes takes it up again. In between no tensor has the
-/// bytes, so there is no write to look for. A read in a forward does not take it up, and the watch ends.
-void HandedOut::leave_watch() noexcept {
-  if (watch_ && seen_writes_ == 0) lease_.release(std::move(watch_));
-}
-
 void HandedOut::use_here() {
   if (options_.device().is_cpu()) {
     if (lease_) lease_.use_on(0);
@@ -298,151 +265,6 @@ bool HandedOut::note_user(const c10::Stream& stream) {
   if (std::find(users_.begin(), users_.end(), stream) != users_.end()) return false;
   users_.push_back(stream);
   return true;
-}
-
-bool HandedOut::wait_for_users() {
-  if (options_.device().is_cpu()) return true;
-  const c10::Stream here = torch_stream(options_.device());
-  std::vector<c10::Stream> users;
-  {
-    const std::lock_guard lock(mutex_);
-    users = users_;
-  }
-  if (capturing(here) ||
-      std::any_of(users.begin(), users.end(), [](const c10::Stream& user) { return capturing(user); })) {
-    return false;
-  }
-  for (const c10::Stream& user : users) {
-    if (user == here || !PROTECTED(written_before_read)) continue;
-    c10::Event written(here.device_type());
-    written.record(user);
-    written.block(here);
-  }
-  return true;
-}
-
-bool HandedOut::master_unchanged() const {
-  if (memory_of(*master_.unsafeGetTensorImpl()).second != master_memory_) return false;
-  if (version_of(master_) != master_version_ &&
-      (!sharing_ ||
-       !sharing_->if_of_others({master_version_, master_ours_}, master_watch_.get(), master_writes_)))
-    return false;
-  return !master_watch_ || master_watch_->writes() == master_writes_;
-}
-
-at::Tensor HandedOut::view() const {
-  return at::from_blob(data_, {static_cast<std::int64_t>(bytes_ / options_.dtype().itemsize())}, options_);
-}
-
-bool HandedOut::written() const {
-  if (version_.current_version() != seen_version_) return true;
-  if (watch_) return watch_->writes() != seen_writes_;
-  // `.data` of a view is not noted (Note [Writes without a trace]): on the CPU a few of the bytes tell of
-  // most such writes.
-  return options_.device().is_cpu() && sampled_hash(data_, bytes_) != seen_sample_;
-}
-
-void HandedOut::note_equal() {
-  seen_version_ = version_.current_version();
-  if (watch_) {
-    seen_writes_ = watch_->writes();
-  } else if (options_.device().is_cpu()) {
-    seen_sample_ = sampled_hash(data_, bytes_);
-  }
-}
-
-void HandedOut::watch_bytes() {
-  if (!watch_ && !untracked_ && options_.device().is_cpu()) begin_watch(written());
-}
-
-void HandedOut::begin_watch(bool is_written) {
-  if (!options_.device().is_cpu() || bytes_ == 0) return;
-  watch_ = std::static_pointer_cast<MemoryWatch>(lease_.take_left());
-  if (!watch_) {
-    watch_ = MemoryWatch::of_private(data_, bytes_);  // the engine's memory, or torch's own
-    if (!watch_->exact()) {
-      watch_ = nullptr;
-      untracked_ = true;
-    }
-  }
-  seen_writes_ = is_written ? ~std::uint64_t{0} : 0;
-}
-
-bool HandedOut::start_write_back() {
-  if (!(watched() || untracked_ || written()) || !master_unchanged() || !wait_for_users()) return false;
-  const PlainTorch guard;
-  const at::Tensor device = view();
-  sent_ = at::empty(device.sizes(), options_.device(at::kCPU).pinned_memory(true));
-  sent_.copy_(device, /*non_blocking=*/true);
-  arrived_ = false;
-  return true;
-}
-
-at::Tensor HandedOut::on_host() {
-  if (!std::exchange(arrived_, false)) return view().cpu();
-  return std::move(sent_);
-}
-
-std::optional<std::uint32_t> HandedOut::write_back(bool look) {
-  look = look || watched() || untracked_;
-  if (!look && !written()) return std::nullopt;
-  const bool unchanged = !PROTECTED(master_wins) || master_unchanged();
-  if (!unchanged && !before_.defined()) return std::nullopt;
-  postponed_ = !wait_for_users();
-  if (postponed_) return std::nullopt;
-  const PlainTorch guard;
-  // A dense master's elements, in memory order, are those of its copy; so are those of a dense copy of any
-  // other.
-  const bool dense = master_.is_non_overlapping_and_dense();
-  const at::Tensor flat = in_order(readable_master());
-  const bool cast = flat.scalar_type() != options_.dtype().toScalarType();
-  if (!cast && !look && !before_.defined()) {
-    flat.copy_(view());
-  } else {
-    const at::Tensor now = on_host();
-    const at::Tensor differs = written_elements(now, flat);
-    if (!differs.any().item<bool>()) {
-      note_equal();
-      return std::nullopt;
-    }
-    // Elements that were not written keep the master's precision.
-    const at::Tensor bits = bits_of(flat);
-    bits.copy_(at::where(differs, bits_of(now.to(flat.scalar_type())), bits));
-    if (before_.defined()) note_before(now, flat);
-  }
-  if (mapped_ && dense) {
-    write_master(master_, flat, origin_.weight->name);
-  } else if (mapped_ || !dense) {
-    master_.copy_(flat.as_strided(master_.sizes(), strides_of_copy(master_), flat.storage_offset()));
-  }
-  if (sharing_) {
-    sharing_->bump();
-  } else if (master_.unsafeGetTensorImpl()->version_counter().enabled()) {  // an inference tensor has none
-    master_.unsafeGetTensorImpl()->bump_version();
-  }
-  rounded_ = rounded_ || cast;
-  note_master();
-  if (master_watch_) master_writes_ = master_watch_->writes();
-  note_equal();
-  if (!unchanged) return std::nullopt;  // some elements are the master's, which the tensor does not have
-  return master_version_;
-}
-
-/// Which elements of the copy were written since it was handed out, and not those of the master that were
-/// written by others meanwhile. `now` is the copy, `flat` the master.
-at::Tensor HandedOut::written_elements(const at::Tensor& now, const at::Tensor& flat) const {
-  const at::Tensor& handed_out = before_.defined() ? before_ : flat;
-  at::Tensor written = bits_of(now).ne(bits_of(handed_out.to(now.scalar_type())));
-  if (before_.defined()) written.logical_and_(bits_of(flat).eq(bits_of(before_)));
-  return written;
-}
-
-/// Notes what counts as handed out from now on: what the tensor has, in the master's precision where they are
-/// equal.
-void HandedOut::note_before(const at::Tensor& now, const at::Tensor& flat) {
-  const at::Tensor differs = bits_of(now).ne(bits_of(flat.to(now.scalar_type())));
-  const at::Tensor copied = now.to(flat.scalar_type());
-  bits_of(before_).copy_(at::where(differs, bits_of(copied), bits_of(flat)));
 }
 
 }  // namespace dynswap

@@ -41,8 +41,9 @@ class HandedOut : public OutsideTheHeap {
   /// The same, where `earlier` may have those bytes too, or is null. `watched`: as after watch_bytes().
   static at::Tensor make(std::unique_ptr<HandedOut> record, Lease lease, const HandedOut* earlier,
                          bool watched);
-  /// A converted copy with memory of its own.
-  static at::Tensor make_private(const Origin& origin, const at::Tensor& master, const at::Device& device);
+  /// A converted copy with memory of its own, which keeps `counted` for as long.
+  static at::Tensor make_private(const Origin& origin, const at::Tensor& master, const at::Device& device,
+                                 std::shared_ptr<void> counted = nullptr);
   /// The record of a tensor made here, or null if its storage is another one by now.
   static HandedOut* of(const c10::TensorImpl& tensor) noexcept;
   static HandedOut* of(const c10::StorageImpl& storage) noexcept;
@@ -123,6 +124,7 @@ class HandedOut : public OutsideTheHeap {
   bool written() const;
   at::Tensor view() const;
   at::Tensor readable_master() const;
+  at::Tensor master_in_order() const;
   void note_master();
   at::Tensor on_host();
   at::Tensor written_elements(const at::Tensor& now, const at::Tensor& flat) const;
@@ -136,6 +138,7 @@ class HandedOut : public OutsideTheHeap {
   Lease lease_;
   Origin origin_;  ///< LOCK: the GIL
   at::Tensor own_;
+  std::shared_ptr<void> counted_;  ///< Engine::count_outside(), or null
   std::byte* data_ = nullptr;
   std::size_t bytes_ = 0;
   at::TensorOptions options_;

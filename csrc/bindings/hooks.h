@@ -13,20 +13,26 @@ struct Hooks {
         replan(given.attr("replan")),
         call_begins(given.attr("call_begins")),
         call_failed(given.attr("call_failed")),
-        units(given.attr("units")),
+        choices(given.attr("choices")),
+        kept_in_float32(given.attr("kept_in_float32")),
+        cast_as_copies(given.attr("cast_as_copies")),
+        experts(given.attr("experts")),
+        slices_of(given.attr("slices_of")),
         proxy_for(given.attr("proxy_for")),
         proxy_class(given.attr("proxy_class")),
         inner_names(given.attr("inner_names")),
         adds_attributes_only(given.attr("adds_attributes_only")),
+        repacks_its_bytes(given.attr("repacks_its_bytes")),
         rebuild_wrapper(given.attr("rebuild_wrapper")),
         with_class_of(given.attr("with_class_of")),
         flatten_wrapper(given.attr("flatten_wrapper")) {}
 
   py::object warn;
   py::object replan, call_begins, call_failed;
-  py::object units;
+  py::object choices, kept_in_float32, cast_as_copies, experts, slices_of;
   py::object proxy_for, proxy_class;
-  py::object inner_names, adds_attributes_only, rebuild_wrapper, with_class_of, flatten_wrapper;
+  py::object inner_names, adds_attributes_only, repacks_its_bytes, rebuild_wrapper, with_class_of,
+      flatten_wrapper;
 };
 
 }  // namespace dynswap

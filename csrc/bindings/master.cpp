@@ -40,6 +40,39 @@ std::shared_ptr<const File> open_once(const Mappings::Range& range) {
   return file;
 }
 
+/// Has a source's bytes read from a range of a file.
+void read_from_file(Source& source, const Mappings::Range& range, PageCacheShare& page_cache) {
+  const auto file = open_once(range);
+  // Under another inode the path names another file by now; what is mapped can still be read in RAM.
+  if (file->inode() != range.inode) return;
+  source.file = file;
+  source.of_file = true;
+  source.offset = range.offset;
+  const std::uint64_t bytes = source.stored_bytes();
+  source.keep = bytes <= page_cache.bytes ? page_cache.keep : Keep::no;
+  if (source.keep != Keep::no) page_cache.bytes -= bytes;
+}
+
+/// The parts of a source whose memory is several mappings: see Note [A source of several parts]. Nothing if
+/// none of them can be read from a file, or if an element lies across two of them.
+std::vector<SourcePtr> parts_of(const SourcePtr& source, const Mappings& mappings,
+                                PageCacheShare& page_cache) {
+  std::vector<SourcePtr> parts;
+  const std::size_t element = scalar_size(source->stored);
+  std::uint64_t before = 0;
+  for (const Mappings::Part& found : mappings.parts_of(source->address, source->stored_bytes())) {
+    if (found.bytes % element != 0) return {};
+    const std::shared_ptr<Source> part = slice(source, before, found.bytes / element);
+    part->mapped = found.mapped;
+    if (found.range) read_from_file(*part, *found.range, page_cache);
+    before += part->count;
+    parts.push_back(part);
+  }
+  const bool any =
+      std::any_of(parts.begin(), parts.end(), [](const SourcePtr& part) { return part->of_file; });
+  return any ? parts : std::vector<SourcePtr>();
+}
+
 }  // namespace
 
 bool copyable(const at::Tensor& master) noexcept {
@@ -82,7 +115,7 @@ std::shared_ptr<MemoryWatch> watch_of(const at::Tensor& master, bool mapped) {
 
 bool is_mapped(const at::Tensor& master, const Mappings& mappings) {
   return has_own_bytes(master) && master.is_cpu() && has_memory(master) &&
-         mappings.file_at(master.const_data_ptr()) != nullptr;
+         mappings.holds_any(master.const_data_ptr(), master.nbytes());
 }
 
 at::Tensor read_master(const at::Tensor& master, const std::string& who) {
@@ -114,8 +147,13 @@ bool has_memory(const at::Tensor& master) noexcept {
   return master.storage().nbytes() >= needed;
 }
 
-at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarType> dtype) noexcept {
-  return dtype && at::isFloatingType(master.scalar_type()) ? *dtype : master.scalar_type();
+at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarType> dtype,
+                           Casting casting) noexcept {
+  const at::ScalarType own = master.scalar_type();
+  if (!dtype || casting == Casting::never || !at::isFloatingType(own)) return own;
+  if (casting == Casting::to_dtype) return *dtype;
+  const at::ScalarType least = casting == Casting::kept_in_float32 ? at::kFloat : *dtype;
+  return at::elementSize(own) > at::elementSize(least) ? own : least;
 }
 
 SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
@@ -129,18 +167,14 @@ SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::
   source->count = static_cast<std::uint64_t>(master.numel());
   source->address = static_cast<const std::byte*>(master.const_data_ptr());
   source->owner = memory.hold(master.storage());
-  source->mapped = mappings.file_at(source->address) != nullptr;
+  source->mapped = mappings.holds_any(source->address, source->stored_bytes());
+  if (!source->mapped) return source;
   if (const auto range = mappings.find(source->address, source->stored_bytes())) {
-    const auto file = open_once(*range);
-    // Under another inode the path names another file by now; what is mapped can still be read in RAM.
-    if (file->inode() == range->inode) {
-      source->file = file;
-      source->of_file = true;
-      source->offset = range->offset;
-      const std::uint64_t bytes = source->stored_bytes();
-      source->keep = bytes <= page_cache.bytes ? page_cache.keep : Keep::no;
-      if (source->keep != Keep::no) page_cache.bytes -= bytes;
-    }
+    read_from_file(*source, *range, page_cache);
+  } else {
+    source->parts = parts_of(source, mappings, page_cache);
+    source->of_file = !source->parts.empty();
+    source->offset = reinterpret_cast<std::uintptr_t>(source->address);  // mapped: congruent modulo a page
   }
   return source;
 }

@@ -157,7 +157,16 @@ Mappings mappings_of(const at::Tensor& master);
 /// needs.
 bool has_memory(const at::Tensor& master) noexcept;
 
+/// In which dtype a floating master is handed out, if the session has one.
+enum class Casting : std::uint8_t {
+  to_dtype,         ///< in that
+  kept_in_float32,  ///< in float32, or wider if it is; see the note of that name in _swap/kept_in_float32.py
+  never_narrowed,   ///< in that, or in its own if that is wider: what has come after the install
+  never,            ///< in its own: an inner tensor, a buffer of which a forward has chosen the dtype
+};
+
 /// The dtype that a master has on the device.
-at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarType> dtype) noexcept;
+at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarType> dtype,
+                           Casting casting) noexcept;
 
 }  // namespace dynswap

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "accelerator/capabilities.h"
+#include "accelerator/giving_way.h"
 #include "bindings/attribute.h"
 #include "bindings/backends.h"
 #include "bindings/call.h"
@@ -41,6 +42,8 @@ py::dict as_dict(const Stats& stats) {
   counters["stall_ns"] = stats.stall_ns;
   counters["overflow_bytes"] = stats.overflow_bytes;
   counters["peak_bytes"] = stats.peak_bytes;
+  counters["given_way"] = stats.given_way;
+  counters["given_way_bytes"] = stats.given_way_bytes;
   counters["host_synchronisations"] = stats.host_synchronisations;
   counters["groups"] = stats.groups;
   counters["resident_groups"] = stats.resident_groups;
@@ -49,6 +52,9 @@ py::dict as_dict(const Stats& stats) {
   counters["arena_bytes"] = stats.arena_bytes;
   counters["depth"] = stats.depth;
   counters["live_leases"] = stats.live_leases;
+  counters["pinned_bytes"] = stats.pinned_bytes;
+  counters["staged_bytes"] = stats.staged_bytes;
+  counters["mapped_bytes"] = stats.mapped_bytes;
   return counters;
 }
 
@@ -63,6 +69,7 @@ py::dict capabilities(const c10::Device& device) {
   dict["copy_stream"] = found.copy_stream;
   dict["pinned_memory"] = found.pinned_memory;
   dict["page_locking"] = found.page_locking;
+  dict["asks_obstacle"] = obstacle_to_asking(device);
   return dict;
 }
 
@@ -72,8 +79,15 @@ constexpr const char* kCompiler = "Microsoft's";
 constexpr const char* kCompiler = __VERSION__;
 #endif
 
+/// From what the bindings were built: the build gives it to the unit with this file
+/// (dynswap_ext/_sources.py).
+#ifndef DYNSWAP_BINDINGS
+#define DYNSWAP_BINDINGS ""
+#endif
+
 py::dict build_info() {
   py::dict info;
+  info["bindings"] = DYNSWAP_BINDINGS;
   info["torch"] = TORCH_VERSION;
   info["cuda"] = cuda_version();
   info["compiler"] = kCompiler;
@@ -83,9 +97,11 @@ py::dict build_info() {
 using LayerTuple = std::tuple<std::string, std::uint64_t, double, std::uint64_t>;
 using PlaceTuple = std::tuple<std::string, std::uint64_t, bool>;
 using Places = std::vector<std::optional<PlaceTuple>>;
+using ByUse = std::map<std::uint64_t, double>;  ///< by unit
 
 sim::Workload workload_of(const std::vector<LayerTuple>& weights, const Places& places,
-                          const std::string& backend, const std::set<std::uint64_t>& at_once) {
+                          const std::string& backend, const std::set<std::uint64_t>& at_once,
+                          const ByUse& by_use) {
   if (backend != "host" && backend != "cuda" && backend != "torch") {
     throw py::value_error("backend is '" + backend + "'; expected 'host', 'cuda' or 'torch'");
   }
@@ -94,6 +110,13 @@ sim::Workload workload_of(const std::vector<LayerTuple>& weights, const Places& 
   if (backend == "host") workload.layout = HostBackend::kLayout;
   for (const auto& [name, bytes, seconds, unit] : weights)
     workload.layers.push_back({name, bytes, seconds, unit, at_once.contains(unit)});
+  for (sim::Layer& layer : workload.layers) {
+    const auto expert = by_use.find(layer.unit);
+    if (expert == by_use.end()) continue;
+    if (!(expert->second > 0 && expert->second <= 1))
+      throw py::value_error("by_use is a part of the experts");
+    layer.by_use = expert->second;
+  }
   std::map<std::string, std::shared_ptr<const File>> files;
   for (std::size_t i = 0; i < places.size(); ++i) {
     if (!places[i]) continue;
@@ -109,20 +132,22 @@ sim::Workload workload_of(const std::vector<LayerTuple>& weights, const Places& 
 }
 
 py::tuple smallest_budget(const std::vector<LayerTuple>& weights, const Places& places,
-                          const std::string& backend, const std::set<std::uint64_t>& at_once) {
-  const sim::LargestGroup largest = sim::largest_group(workload_of(weights, places, backend, at_once));
+                          const std::string& backend, const std::set<std::uint64_t>& at_once,
+                          const ByUse& by_use) {
+  const sim::LargestGroup largest =
+      sim::largest_group(workload_of(weights, places, backend, at_once, by_use));
   return py::make_tuple(largest.bytes, largest.layers);
 }
 
 py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, std::uint32_t prefetch,
                   double bandwidth, double latency, int passes, const std::string& placement,
                   const Places& places, const std::string& backend, const std::set<std::uint64_t>& at_once,
-                  std::optional<std::pair<double, double>> host) {
+                  const ByUse& by_use, std::optional<std::pair<double, double>> host) {
   if (placement != "even" && placement != "timed") {
     throw py::value_error("placement is '" + placement + "'; expected 'even' or 'timed'");
   }
   const auto residents = placement == "timed" ? sim::Residents::by_time : sim::Residents::even;
-  sim::Workload workload = workload_of(weights, places, backend, at_once);
+  sim::Workload workload = workload_of(weights, places, backend, at_once, by_use);
   if (host) workload.host = sim::HostTimes{host->first, host->second};
   EngineOptions options;
   options.budget = budget;
@@ -152,6 +177,7 @@ py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, st
 py::object fetch(const py::handle& master, bool moved) {
   const auto [session, weight] = Session::serving(THPVariable_Unpack(master.ptr()), moved);
   if (!session) return py::none();
+  if (Session::sliced(*weight)) return session->fetch_whole(py::reinterpret_borrow<py::object>(master));
   const InsideCall compiled(nullptr);  // a graph has no call whose beginning would be known
   return py::reinterpret_steal<py::object>(
       session->access(*weight, master.ptr(), /*training=*/false, /*inside=*/true));
@@ -180,16 +206,16 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def(py::init([](const at::Device& device, std::optional<at::ScalarType> dtype, std::uint32_t prefetch,
                        std::optional<std::size_t> budget, bool strict_budget, std::size_t pin,
                        std::size_t pinned_copies, std::uint64_t page_cache, bool page_cache_always,
-                       std::string backend, const py::object& hooks) {
+                       std::string backend, bool residents_give_way, const py::object& hooks) {
              return std::make_shared<Session>(
                  device, dtype,
                  SessionOptions{prefetch, budget, strict_budget, pin, pinned_copies, page_cache,
-                                page_cache_always, std::move(backend)},
+                                page_cache_always, std::move(backend), residents_give_way},
                  hooks);
            }),
            py::arg("device"), py::arg("dtype"), py::kw_only(), py::arg("prefetch"), py::arg("budget"),
            py::arg("strict_budget"), py::arg("pin"), py::arg("pinned_copies"), py::arg("page_cache"),
-           py::arg("page_cache_always"), py::arg("backend"), py::arg("hooks"))
+           py::arg("page_cache_always"), py::arg("backend"), py::arg("residents_give_way"), py::arg("hooks"))
       .def_property_readonly("provider", [](const Session&) { return "native"; })
       .def_property_readonly("backend", &Session::backend)
       .def(
@@ -202,9 +228,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("adopt", &Session::adopt, py::arg("module"), py::arg("name"))
       .def("replan", &Session::replan, py::arg("root"))
       .def_property_readonly("outdated", &Session::outdated)
+      .def_property_readonly("given_way_bytes", &Session::given_way_bytes)
+      .def_property_readonly("captured", &Session::captured)
+      .def("let_residents_give_way", &Session::let_residents_give_way, py::arg("may"))
       .def_property_readonly("modules", &Session::modules)
       .def_property_readonly("device", &Session::device)
       .def_property_readonly("dtype", &Session::dtype)
+      .def("keep_dtype", &Session::keep_dtype, py::arg("module"), py::arg("name"))
+      .def("ignores", &Session::ignores, py::arg("module"), py::arg("name"))
+      .def("dtype_of", &Session::dtype_of, py::arg("module"), py::arg("name"))
       .def("flush", &Session::flush)
       .def("flush_module", &Session::flush_module, py::arg("module"))
       .def("release", &Session::release, py::arg("module"))
@@ -218,6 +250,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("groups", &Session::groups)
       .def("services", &Session::services, py::arg("module"))
       .def("fetch_buffer", &Session::fetch_buffer, py::arg("module"), py::arg("name"))
+      .def("fetch_slice", &Session::fetch_slice, py::arg("master"), py::arg("index"))
+      .def("fetch_whole", &Session::fetch_whole, py::arg("master"))
+      .def("expect_slices", &Session::expect_slices, py::arg("master"), py::arg("indices"))
       .def("record", &Session::record, py::arg("on"))
       .def("timeline", &Session::timeline)
       .def("note_pass", &Session::note_pass)
@@ -238,25 +273,28 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "afterwards cannot use CUDA. Raises DeviceError where the CUDA runtime cannot say.");
   m.def("capabilities", &capabilities, py::arg("device"),
         "What torch has for a device: \"obstacle\" (why its streams cannot serve it; empty if they can), and "
-        "whether there is a \"copy_stream\", \"pinned_memory\", and \"page_locking\" in place. Wakes its "
-        "driver.");
+        "whether there is a \"copy_stream\", \"pinned_memory\", and \"page_locking\" in place; and "
+        "\"asks_obstacle\" (why its allocator does not ask for memory before it gives up; empty if it does). "
+        "Wakes its driver.");
   m.def(
       "simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"), py::arg("bandwidth"),
       py::arg("latency"), py::arg("passes"), py::arg("placement") = "even", py::arg("places") = Places{},
       py::arg("backend") = "cuda", py::arg("at_once") = std::set<std::uint64_t>(),
-      py::arg("host") = py::none(),
+      py::arg("by_use") = ByUse{}, py::arg("host") = py::none(),
       "Runs the engine on a virtual clock. weights: (name, bytes, compute seconds, unit) in the order of "
       "use; budget in bytes (0: only what prefetch needs); bandwidth in bytes a second; latency in seconds a "
       "copy; placement: residents spread evenly (\"even\"), or by what they save (\"timed\"); places: for "
       "each weight that is mapped from a file (path, offset, whether it is cast), else None; backend: "
       "\"host\", \"cuda\" or \"torch\", as which memory is laid out; at_once: the units that a call needs as "
-      "a whole; host: the seconds that the host takes to enqueue a weight's copy, and a module's kernels. It "
+      "a whole; by_use: the units that are experts, with the part of the experts of a layer that a pass "
+      "uses; host: the seconds that the host takes to enqueue a weight's copy, and a module's kernels. It "
       "runs ahead, and waits at the end of each pass (None: it takes no time, and keeps pace with the "
       "device).");
   m.def("smallest_budget", &smallest_budget, py::arg("weights"), py::arg("places") = Places{},
         py::arg("backend") = "host", py::arg("at_once") = std::set<std::uint64_t>(),
-        "The bytes of the smallest budget that works, and the numbers of the weights of the group that needs "
-        "them. The arguments are those of simulate().");
+        py::arg("by_use") = ByUse{},
+        "The bytes of the smallest budget that works, and the numbers of the weights that need them: the "
+        "largest group, and the largest of an expert's. The arguments are those of simulate().");
 
   // Copies in flight end before the interpreter does; a forked child has no threads to end them.
   py::module_::import("atexit").attr("register")(py::cpp_function(&Session::close_all));

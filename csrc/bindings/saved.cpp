@@ -137,7 +137,8 @@ PyObject* as_capsule(std::shared_ptr<Saved> saved) {
 /// write it.
 bool can_be_fetched_again(const Session& serving, const Weight& weight, const HandedOut& record) {
   if (record.watched() && !weight.parameter) return false;
-  return weight.path == Weight::AccessPath::copied || (record.leased() && serving.streams(weight));
+  if (weight.path == Weight::AccessPath::copied || Session::sliced(weight)) return true;
+  return record.leased() && serving.streams(weight);
 }
 
 /// The reference to keep instead of a tensor, or null if the tensor is to be kept itself.

@@ -10,6 +10,7 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
+#include <unordered_set>
 #include <vector>
 
 #include "bindings/hooks.h"
@@ -32,6 +33,7 @@ struct SessionOptions {
   std::uint64_t page_cache = 0;    ///< bytes of checkpoint files that may stay in the page cache
   bool page_cache_always = false;  ///< and come from there, also where that does not pay
   std::string backend = "auto";
+  bool residents_give_way = false;  ///< of the next plan (Note [Residents give way])
 };
 
 /// LOCK: the GIL guards it. The engine has locks of its own.
@@ -61,18 +63,38 @@ class Session : public std::enable_shared_from_this<Session> {
   static std::pair<std::shared_ptr<Session>, Weight*> serving(const at::Tensor& master, bool moved = false);
 
   /// The weight of a master that the module has come to hold since the install.
-  Weight& late_weight(PyObject* master, PyObject* name, bool parameter);
+  Weight& late_weight(PyObject* master, PyObject* name, bool parameter, Casting casting);
 
   /// The weight of an entry that `weight` has been the weight of, now that `master` is in its place.
   Weight& weight_now(Weight& weight, PyObject* master, PyObject* name);
 
+  // session_access.cpp
   /// What an access to the weight hands out. `master` is what the module holds under the name now; a new
   /// reference. Throws the engine's errors and py::error_already_set.
   /// `inside`: by a forward, and not by somebody who looks at the model from outside.
   PyObject* access(Weight& weight, PyObject* master, bool training, bool inside);
 
+  /// The dtype in which a module's master is handed out; that of the session for what is no master.
+  std::optional<at::ScalarType> dtype_of(const py::object& module, const py::object& name) const;
+
+  /// Whether a module's master is left alone.
+  bool ignores(const py::object& module, const py::object& name) const;
+  /// From now on hands a master out in its own dtype, which a forward has chosen for the buffer.
+  void keep_dtype(const py::object& module, const py::object& name);
+
   /// A buffer as a forward gets it, for a graph of torch.compile.
   py::object fetch_buffer(const py::object& module, const py::object& name);
+
+  // session_slices.cpp: see Note [Slices of a parameter]. `master` is what the module holds.
+  /// Whether an access is given slices, and not the bytes.
+  static bool sliced(const Weight& weight) noexcept { return weight.path == Weight::AccessPath::sliced; }
+  /// One slice of a parameter; None if it is not sliced any more.
+  py::object fetch_slice(const py::object& master, std::int64_t index);
+  /// All of it. Inside a call: it will not be sliced any more in the next plan, which is made soon.
+  py::object fetch_whole(const py::object& master);
+  /// Counts a copy of all of a parameter whose slices are served. Throws BudgetError if the budget is strict.
+  std::shared_ptr<void> count_whole(const Weight& weight);
+  void expect_slices(const py::object& master, const std::vector<std::int64_t>& indices);
 
   /// The same, where nothing has changed since the last time; null if something may have. Runs nothing.
   PyObject* access_unchanged(const Weight& weight, PyObject* master, bool inside) const;
@@ -81,9 +103,11 @@ class Session : public std::enable_shared_from_this<Session> {
   /// forward pass.
   at::Tensor fetch_again(Weight& weight, const at::Tensor& master, std::thread::id reader);
 
-  /// Whether the weight passes through the arena: it is not resident, and moved by the engine.
+  /// Whether the weight passes through the arena, or may have to: it is moved by the engine, and not resident
+  /// for good.
   bool streams(const Weight& weight) const {
-    return weight.path == Weight::AccessPath::streamed && weight.plan && !weight.resident();
+    if (weight.path != Weight::AccessPath::streamed || !weight.plan) return false;
+    return !weight.resident() || weight.plan->gives_way;
   }
   /// Whether some weight is copied again for a backward pass.
   bool fetches_any_again() const noexcept { return streams_any_ || table_->copies_any(); }
@@ -105,6 +129,12 @@ class Session : public std::enable_shared_from_this<Session> {
   std::size_t sampled_bytes() const;
   Stats stats() const;
   void reset_stats();
+  /// Bytes of residents that have given way.
+  std::uint64_t given_way_bytes() const;
+  /// Whether a CUDA graph has captured residents of the plan.
+  bool captured() const noexcept { return captured_; }
+  /// Lets the residents of the next plan give way (Note [Residents give way]), or not.
+  void let_residents_give_way(bool may) noexcept { options_.residents_give_way = may; }
   void close();
 
   // session_figures.cpp: what dynswap_ext/inspect shows (see dynswap_ext/_C.pyi).
@@ -117,10 +147,10 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Begins an outermost call of this session's modules: numbers it, and writes back what the call before it
   /// wrote on residents.
   void call_begins();
-  /// Plans again if the session is outdated, pins replaced masters, notes the pass and tells the front end.
-  /// Follows call_begins(). A call inside a capture gets note_pass() instead. `self` is this session as
-  /// Python sees it.
-  void pass_begins(const py::object& self);
+  /// Plans again if the session is outdated, pins replaced masters and tells the front end, which knows
+  /// whether a pass begins and which call of a round this is. Follows call_begins(). A call inside a capture
+  /// gets note_pass() instead. `self` is this session as Python sees it.
+  void announce_call(const py::object& self, const py::object& module);
   /// It ended with an error.
   void call_failed(const py::object& self, const py::error_already_set& error);
   /// For a recording: a pass ends here, and the next one begins.
@@ -141,17 +171,19 @@ class Session : public std::enable_shared_from_this<Session> {
 
   std::size_t modules() const noexcept { return modules_; }  ///< that it serves
   void module_attached() noexcept { ++modules_; }
-  void module_gone();
+  /// The module that had these entries has left, or has died. Weights that nobody reads any more leave the
+  /// next plan.
+  void module_gone(std::vector<Entry>& entries);
 
   static void close_all();               ///< at interpreter exit
   static void abandon_all_after_fork();  ///< in the child
 
  private:
   using Streamed = WeightTable::Streamed;
-  using Unit = WeightTable::Unit;
 
   std::shared_ptr<WeightTable> new_table() const;
   struct Attaching;  // attach.cpp
+  Casting casting_of_late(PyObject* master) const;
   void restore(PyObject* module);
   void begin_in_child();
 
@@ -163,12 +195,17 @@ class Session : public std::enable_shared_from_this<Session> {
     std::shared_ptr<const Plan> measured;
   };
   std::shared_ptr<Engine> new_engine(const Budget& budget);
-  std::vector<Unit> units_of(const std::vector<Visited>& modules) const;
+  std::vector<WeightTable::Choice> choices_for(const py::list& modules,
+                                               std::optional<std::size_t> budget) const;
+  bool fits(const py::list& modules, std::optional<std::size_t> budget) const;
   void plan_first(Streamed streamed);
   void draft_plan(Draft& draft, const Budget& budget);
   void carry_out(const Draft& draft);
   void take_over(Draft& draft);
   void replace_plan(const py::object& root, const Budget& budget);
+  // session_slices.cpp
+  bool note_read_whole(const at::Tensor& master);
+  bool serve_largest_by_slices(const BudgetError& error);
 
   // session_masters.cpp
   bool settle(Weight& weight, PyObject* master);
@@ -192,6 +229,8 @@ class Session : public std::enable_shared_from_this<Session> {
   bool stays(const Weight& weight) const;  ///< and so do its parts
   bool look_is_due(const Weight& weight) const;
   void look_for_silent_write(Weight& weight, DeferredRelease& dropped);
+
+  // session_access.cpp
   PyObject* plain_access(Weight& weight, PyObject* master, bool training, bool inside);
   PyObject* cached_tensor(const Weight& weight, PyObject* master, bool inside) const;
   at::Tensor still_handed_out(Weight& weight, const at::Tensor& master, bool watched);
@@ -212,6 +251,11 @@ class Session : public std::enable_shared_from_this<Session> {
   const std::shared_ptr<PinnedBudget> pinned_budget_;  ///< null: nothing is page-locked
   const Hooks hooks_;
   std::string backend_;
+  /// Fused experts that were read as a whole, as WeightTable::Settings has them. Never null.
+  const std::shared_ptr<std::unordered_set<const c10::TensorImpl*>> read_whole_ =
+      std::make_shared<std::unordered_set<const c10::TensorImpl*>>();
+  std::unordered_set<const c10::TensorImpl*> planned_whole_;  ///< those that the plan knows
+  std::unordered_set<const c10::TensorImpl*> too_large_;      ///< those that the budget does not hold whole
   std::shared_ptr<const Plan> plan_;    ///< never null; a new one takes its place once it is carried out
   std::shared_ptr<WeightTable> table_;  ///< never null
   std::vector<std::shared_ptr<Weight>> recent_;          ///< whose latest tensor was alive at the last look
@@ -229,6 +273,7 @@ class Session : public std::enable_shared_from_this<Session> {
   bool recording_ = false;
   bool captured_ = false;  ///< residents have gone into a graph since the plan was made
   bool said_slower_ = false;
+  bool said_whole_ = false;
   std::mutex planning_mutex_;                ///< held while a new plan is made; waited for without the GIL
   std::optional<std::thread::id> planning_;  ///< the thread that makes it, if one does
 };

@@ -6,15 +6,25 @@
 #include "bindings/attribute.h"
 #include "bindings/glue.h"
 #include "bindings/session.h"
+#include "io/private_pages.h"
 #include "sim/observed.h"
-#include "sim/placement.h"
+#include "sim/room_for_experts.h"
 
 namespace dynswap {
 
 namespace {
 
+/// Whether most of a master that was mapped from a file has been written to since: those bytes are in RAM.
+bool mostly_written(const Source& source) {
+  if (source.address == nullptr) return false;
+  std::uint64_t written = 0;
+  for (const ByteRange& range : private_ranges(source.address, source.stored_bytes()))
+    written += range.end - range.begin;
+  return written > source.stored_bytes() / 2;
+}
+
 const char* where(const Source& source) {
-  if (source.of_file) return "file";
+  if (source.of_file && !mostly_written(source)) return "file";
   return source.pinned ? "pinned RAM" : "RAM";
 }
 
@@ -80,6 +90,7 @@ py::list Session::groups() const {
     group["bytes"] = report.bytes;
     group["source"] = where(*plan->engine->source(report.weights.front()));
     group["resident"] = report.resident;
+    group["by_use"] = report.by_use;
     group["hits"] = figures.hits;
     group["late_hits"] = figures.late_hits;
     group["misses"] = figures.misses;
@@ -95,7 +106,8 @@ py::list Session::groups() const {
 }
 
 bool Session::stays(const Weight& weight) const {
-  if (weight.path != Weight::AccessPath::wrapped) return weight.resident();
+  if (weight.path != Weight::AccessPath::wrapped && !sliced(weight))
+    return weight.plan && weight.plan->engine->stays(weight.id);
   return std::all_of(weight.parts.begin(), weight.parts.end(),
                      [this](const auto& part) { return stays(*part.second); });
 }
@@ -110,6 +122,12 @@ py::dict Session::services(const py::object& module) const {
       service = "converted";
     services[entry.name] = service;
   });
+  const py::object dict = module_dict(module.ptr());
+  if (const ModuleState* const state = module_state(module.ptr(), dict.ptr())) {
+    for (const Entry& entry : *state->entries) {
+      if (entry.ignored) services[entry.name] = "ignored";
+    }
+  }
   return services;
 }
 
@@ -148,12 +166,12 @@ void Session::note_pass() {
   if (recording_) plan_->engine->note_pass(current_stream(device_));
 }
 
-void Session::pass_begins(const py::object& self) {
+void Session::announce_call(const py::object& self, const py::object& module) {
   if (capturing()) return note_pass();
   if (outdated_) hooks_.replan(self);
   if (!to_pin_.empty()) pin_replaced();
-  note_pass();
-  hooks_.call_begins(self);
+  const auto call = hooks_.call_begins(self, module).cast<std::uint32_t>();
+  if (call != 0) plan_->engine->begin_call(call);
 }
 
 void Session::call_failed(const py::object& self, const py::error_already_set& error) {
@@ -161,6 +179,7 @@ void Session::call_failed(const py::object& self, const py::error_already_set& e
 }
 
 py::dict Session::retune(const py::object& root, std::optional<std::size_t> budget) {
+  too_large_.clear();  // another budget may hold it
   sim::Observed seen;
   const std::shared_ptr<const Plan> measured = plan_;
   PriorPlan plan = measured->engine->plan_for_reuse();
@@ -171,8 +190,9 @@ py::dict Session::retune(const py::object& root, std::optional<std::size_t> budg
     seen = sim::observe(measured->engine->timeline(), measured->engine->groups());
     if (budget && seen.passes > 0 && seen.pattern.bytes_per_second > 0) {
       try {
-        before = sim::measure(seen.pattern, plan.resident, options_.budget.value_or(0), options_.prefetch);
-        placed = sim::place_by_time(seen.pattern, *budget, options_.prefetch);
+        before = sim::measure(seen.pattern, plan.resident, plan.by_use, plan.cache_bytes,
+                              options_.budget.value_or(0), options_.prefetch);
+        placed = sim::place_by_time(seen.pattern, plan.keep, plan.by_use, *budget, options_.prefetch);
       } catch (const BudgetError&) {
         // Smaller groups may fit: the engine forms them, and spreads residents evenly.
       }
@@ -186,7 +206,10 @@ py::dict Session::retune(const py::object& root, std::optional<std::size_t> budg
   out["bytes_per_second"] = seen.pattern.bytes_per_second;
   out["seconds_before"] = placed ? py::object(py::float_(before / passes)) : py::object(py::none());
   out["seconds_after"] = placed ? py::object(py::float_(placed->seconds / passes)) : py::object(py::none());
-  if (placed) plan.resident = placed->resident;
+  if (placed) {
+    plan.resident = placed->resident;
+    plan.cache_bytes = placed->cache_bytes;
+  }
   replace_plan(root, {budget, placed ? std::optional(std::move(plan)) : std::nullopt, measured});
   return out;
 }

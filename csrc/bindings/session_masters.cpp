@@ -45,11 +45,12 @@ void Session::note_unplanned(Weight& weight) {
 void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRelease& dropped) {
   const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
   if (weight.state.same_place(master) && weight.state.same_layout(master) &&
-      (weight.path == Weight::AccessPath::as_is || weight.moves_bytes())) {
+      (weight.path == Weight::AccessPath::as_is || sliced(weight) || weight.moves_bytes())) {
     const MasterState now = MasterState::of(master);
     const bool written = std::exchange(weight.state, now).version != now.version;
     weight.note_version();
     if (weight.path == Weight::AccessPath::as_is) return;
+    if (sliced(weight)) return weight.forget(dropped);  // its slices are looked at when they are used
     if (written) return drop_outdated_copy(weight, dropped);
     // Frozen or thawed: the tensor that somebody has is not handed out again, but another one of its storage,
     // whose writes are known of.
@@ -266,7 +267,7 @@ Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* n
     weight.unplanned_since = 0;  // it may have stood in for this one's master: such come and go
     return *known;
   }
-  if (weight.holders > 1) return late_weight(master_object, name, weight.parameter);
+  if (weight.holders > 1) return late_weight(master_object, name, weight.parameter, weight.casting);
   if (weight.cached != nullptr) {
     // It may be all that keeps the master alive. Releasing it may run any code, so look again.
     DeferredRelease dropped;
@@ -276,7 +277,7 @@ Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* n
   }
   // The weight's own master may come back, as after functional_call(): its copy on the device stays.
   if (!weight.plan || weight.master_storage.expired()) return weight;
-  return late_weight(master_object, name, weight.parameter);
+  return late_weight(master_object, name, weight.parameter, weight.casting);
 }
 
 void Session::check(const py::object& module) {

@@ -41,7 +41,8 @@ struct Session::Draft {
 std::shared_ptr<WeightTable> Session::new_table() const {
   const Keep keep = options_.page_cache_always ? Keep::always : Keep::yes;
   return std::make_shared<WeightTable>(
-      WeightTable::Settings{device_, dtype_, pinned_budget_, {options_.page_cache, keep}}, hooks_);
+      WeightTable::Settings{device_, dtype_, pinned_budget_, {options_.page_cache, keep}, read_whole_},
+      hooks_);
 }
 
 std::shared_ptr<Engine> Session::new_engine(const Budget& budget) {
@@ -55,6 +56,7 @@ std::shared_ptr<Engine> Session::new_engine(const Budget& budget) {
   engine.budget = budget.bytes.value_or(0);
   engine.prefetch = options_.prefetch;
   engine.strict_budget = options_.strict_budget;
+  engine.residents_give_way = options_.residents_give_way && !device_.is_cpu();
   engine.prior = budget.prior;
   return std::make_shared<Engine>(std::move(backend), engine, warn);
 }
@@ -95,7 +97,18 @@ void Session::plan_first(Streamed streamed) {
   carry_out(draft);
 }
 
-void Session::replan(const py::object& root) { replace_plan(root, {options_.budget, {}, {}}); }
+void Session::replan(const py::object& root) {
+  for (;;) {
+    const std::unordered_set<const c10::TensorImpl*> whole = *read_whole_;
+    try {
+      replace_plan(root, {options_.budget, {}, {}});
+      planned_whole_ = whole;
+      return;
+    } catch (const BudgetError& error) {
+      if (!serve_largest_by_slices(error)) throw;
+    }
+  }
+}
 
 void Session::replace_plan(const py::object& root, const Budget& budget) {
   const std::shared_ptr<Session> self = shared_from_this();
@@ -119,7 +132,7 @@ void Session::replace_plan(const py::object& root, const Budget& budget) {
   draft.table = new_table();
   const Mappings mappings = Mappings::of_this_process();
   const std::vector<Visited> found = modules_of(root.ptr());
-  const std::vector<Unit> units = units_of(found);
+  const std::vector<WeightTable::Choice> choices = choices_for(list_of(found), budget.bytes);
   for (std::size_t place = 0; place < found.size(); ++place) {
     const Visited& visited = found[place];
     const py::object dict = module_dict(visited.module.ptr());
@@ -128,8 +141,8 @@ void Session::replace_plan(const py::object& root, const Budget& budget) {
     Draft::Module& module = draft.modules.emplace_back();
     module.state = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(state));
     for (const Entry& entry : *state->entries)
-      module.entries.push_back({entry.name, entry.parameter, nullptr});
-    draft.table->find_weights(dict.ptr(), visited.prefix, units[place], mappings, module.entries,
+      module.entries.push_back({entry.name, entry.parameter, nullptr, entry.casting, entry.ignored});
+    draft.table->find_weights(dict.ptr(), visited.prefix, choices[place], mappings, module.entries,
                               draft.streamed);
   }
   draft_plan(draft, budget);
@@ -149,7 +162,7 @@ void Session::draft_plan(Draft& draft, const Budget& budget) {
   if (known.prior && !applies_to(*known.measured, draft.streamed)) known.prior.reset();
   if (!draft.plan->engine) draft.plan->engine = new_engine(known);
   for (const auto& [weight, unit] : draft.streamed) {
-    weight->id = draft.plan->engine->add_weight(weight->source, unit.number, unit.at_once);
+    weight->id = draft.plan->engine->add_weight(weight->source, unit.number, unit.options);
     draft.plan->weights.push_back(weight->shared_from_this());
   }
   const py::gil_scoped_release release;
@@ -204,6 +217,8 @@ void Session::carry_out(const Draft& draft) {
     const py::gil_scoped_release release;
     return engine.close();
   }
+  if (engine.residents_give_way())
+    draft.plan->gives_way = std::make_unique<GivesWay>(device_, draft.plan->engine);
   if (old->engine != draft.plan->engine) {
     Stats counters = old->engine->stats();
     counters.add_counters(counters_);

@@ -8,6 +8,7 @@
 #include <utility>
 #include <vector>
 
+#include "accelerator/giving_way.h"
 #include "bindings/cpython.h"
 #include "bindings/fetch_backward.h"
 #include "bindings/master.h"
@@ -49,6 +50,7 @@ struct Weight;
 struct Plan {
   std::shared_ptr<Engine> engine;
   std::vector<std::shared_ptr<Weight>> weights;  ///< by the engine's WeightId
+  std::unique_ptr<GivesWay> gives_way;           ///< null: the residents do not
 };
 
 /// Kept by the session, for as long as its plan is of it; by who reads it; and by what was handed out of it.
@@ -61,6 +63,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
     copied,    ///< by torch, to memory of its own: bytes in RAM that the engine cannot move as they lie (gaps
                ///< between them, a cast that only torch knows)
     wrapped,   ///< its inner tensors, which are weights; it is put together around them
+    sliced,  ///< its slices along the first dimension, which are weights (dynswap_ext/_swap/expert_slices.py)
     converted,  ///< by torch's own `.to()` at each access, and nothing written on that reaches the master:
                 ///< masters on a device, expanded, sparse and quantised ones, subclasses with a `.to()` of
                 ///< their own
@@ -69,11 +72,13 @@ struct Weight : std::enable_shared_from_this<Weight> {
   std::string name;
   bool parameter = true;
   AccessPath path = AccessPath::converted;
-  bool never_cast = false;  ///< an inner tensor
+  Casting casting = Casting::to_dtype;
   /// Streamed: what is handed out gets the master's class (dynswap_ext/_swap/subclasses.py).
   bool has_subclass = false;
-  /// Wrapped: the inner tensors, by their names.
+  /// Wrapped: the inner tensors, by their names. Sliced: the slices, with the views that are their masters.
   std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts;
+  GradientNodes stacked;    ///< sliced: the node that puts the slices' gradients together
+  std::int64_t slice = -1;  ///< which one it is of a sliced weight; -1: it is none
   /// The one that `id` belongs to; null: it is moved at each access. The two keep each other, until the
   /// session ends or another plan takes over.
   std::shared_ptr<const Plan> plan;
@@ -95,7 +100,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
   std::uint64_t writes_seen = 0;       ///< the watch's count at the last look
   std::uint64_t looked_at = 0;  ///< a resident: the call (Session::calls_) in which it was last looked at
 
-  GradientNode gradient;
+  GradientNodes gradient;
 
   /// A resident's tensor, kept for good, and its alias for accesses from outside a forward. Owned.
   PyObject* cached = nullptr;

@@ -1,12 +1,26 @@
 #include "bindings/weight_table.h"
 
+#include <algorithm>
 #include <unordered_set>
 #include <utility>
 
+#include "accelerator/plain_torch.h"
 #include "bindings/attribute.h"
 #include "bindings/glue.h"
 
 namespace dynswap {
+
+namespace {
+
+/// Whether a name is in a frozenset, or in None.
+bool contains(const py::object& names, const py::object& name) {
+  if (names.is_none()) return false;
+  const int found = PySet_Contains(names.ptr(), name.ptr());
+  if (found < 0) throw py::error_already_set();
+  return found == 1;
+}
+
+}  // namespace
 
 WeightTable::WeightTable(const Settings& settings, const Hooks& hooks)
     : settings_(settings), hooks_(hooks), page_cache_(settings.page_cache) {}
@@ -26,9 +40,9 @@ struct WeightTable::Kind {
 };
 
 WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_object,
-                                       const Mappings& mappings) {
+                                       const Mappings& mappings, std::int64_t slices) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
-  Kind kind{.wanted = weight.never_cast ? master.scalar_type() : wanted_type(master, settings_.dtype)};
+  Kind kind{.wanted = wanted_type(master, settings_.dtype, weight.casting)};
   const bool plain = THPVariable_CheckExact(master_object);
   const bool lazy = !plain && PyObject_HasAttrString(master_object, "materialize") == 1;
   // There is nothing to move yet, or not any more (offloading gives a module masters without data between its
@@ -47,17 +61,19 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
         const auto name = py::reinterpret_borrow<py::object>(inner);
         const py::object tensor = py::handle(master_object).attr(name);
         Weight& part = weight_of(tensor.ptr(), weight.name + "." + py::cast<std::string>(name),
-                                 /*parameter=*/false, mappings, /*never_cast=*/true);
+                                 /*parameter=*/false, mappings, Casting::never);
         kind.parts.emplace_back(name, part.shared_from_this());
       }
       return kind;
     }
-    streams = hooks_.adds_attributes_only(py::handle(master_object)).cast<bool>();
+    streams = hooks_.adds_attributes_only(py::handle(master_object)).cast<bool>() &&
+              !(in_place && hooks_.repacks_its_bytes(py::handle(master_object)).cast<bool>());
   }
   if (streams && streamable(master) && can_move(master.scalar_type(), kind.wanted) &&
-      (!in_place || mappings.find(master.const_data_ptr(), master.nbytes()))) {
+      (!in_place || mappings.holds_any(master.const_data_ptr(), master.nbytes()))) {
+    if (slices > 1 && plain && slice(kind, weight, master, mappings, slices)) return kind;
     const auto source = source_of(master, kind.wanted, weight.name, mappings, page_cache_, *memory_);
-    if (!in_place || source->file) {
+    if (!in_place || source->from_files()) {
       kind.path = Weight::AccessPath::streamed;
       kind.has_subclass = !plain;
       kind.source = source;
@@ -73,9 +89,31 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
   return kind;
 }
 
-void WeightTable::classify(Weight& weight, PyObject* master_object, const Mappings& mappings) {
+/// Makes a weight of each slice along the first dimension. False if the master cannot be served so.
+bool WeightTable::slice(Kind& kind, const Weight& weight, const at::Tensor& master, const Mappings& mappings,
+                        std::int64_t slices) {
+  if (master.dim() < 2 || master.size(0) != slices || !master.is_contiguous()) return false;
+  if (settings_.read_whole->contains(master.unsafeGetTensorImpl())) return false;
+  for (std::int64_t i = 0; i < slices; ++i) {
+    at::Tensor view = alias_of(master);
+    view.unsafeGetTensorImpl()->set_storage_offset(master.storage_offset() + i * master.stride(0));
+    view.unsafeGetTensorImpl()->set_sizes_and_strides(master.sizes().slice(1), master.strides().slice(1));
+    const auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(view));
+    if (!object) throw py::error_already_set();
+    Weight& part = weight_of(object.ptr(), weight.name + "[" + std::to_string(i) + "]",
+                             /*parameter=*/false, mappings, weight.casting);
+    if (part.path != Weight::AccessPath::streamed) return false;
+    part.slice = i;
+    kind.parts.emplace_back(object, part.shared_from_this());
+  }
+  kind.path = Weight::AccessPath::sliced;
+  return true;
+}
+
+void WeightTable::classify(Weight& weight, PyObject* master_object, const Mappings& mappings,
+                           std::int64_t slices) {
   // May run Python code, or throw: until then the weight is what it was.
-  Kind kind = kind_of(weight, master_object, mappings);
+  Kind kind = kind_of(weight, master_object, mappings, slices);
   const c10::TensorImpl& master = *THPVariable_Unpack(master_object).unsafeGetTensorImpl();
   weight.state = MasterState::of(master);
   weight.master_storage.reset();
@@ -114,7 +152,7 @@ void WeightTable::replace_master(Weight& weight, PyObject* master_object) {
 }
 
 Weight& WeightTable::weight_of(PyObject* master, const std::string& name, bool parameter,
-                               const Mappings& mappings, bool never_cast) {
+                               const Mappings& mappings, Casting casting, std::int64_t slices) {
   const c10::TensorImpl& impl = *THPVariable_Unpack(master).unsafeGetTensorImpl();
   const auto known = by_master_.find(&impl);
   if (known != by_master_.end() && known->second->state.is_of(impl)) return *known->second;
@@ -122,8 +160,8 @@ Weight& WeightTable::weight_of(PyObject* master, const std::string& name, bool p
   by_master_[&impl] = &weight;  // before the inner tensors' entries, which may move it
   weight.name = name;
   weight.parameter = parameter;
-  weight.never_cast = never_cast;
-  classify(weight, master, mappings);
+  weight.casting = casting;
+  classify(weight, master, mappings, slices);
   return weight;
 }
 
@@ -141,21 +179,44 @@ void WeightTable::sweep() {
   sweep_at_ = weights_.size() + weights_.size() / 8 + 8;
 }
 
-void WeightTable::find_weights(PyObject* module_dict, const std::string& prefix, Unit unit,
+namespace {
+
+/// The unit of one of a module's fused experts.
+WeightTable::Unit expert_of(const WeightTable::Unit& module, std::int64_t slice) {
+  return {.number = module.number + (static_cast<std::uint64_t>(slice + 1) << 32),
+          .options = {.model = module.options.model, .by_use = true}};
+}
+
+}  // namespace
+
+void WeightTable::find_weights(PyObject* module_dict, const std::string& prefix, const Choice& choice,
                                const Mappings& mappings, std::vector<Entry>& entries, Streamed& streamed) {
+  const std::size_t first = streamed.size();
   for (Entry& entry : entries) {
     entry.bind(nullptr);
+    entry.ignored = contains(choice.ignore, entry.name);
+    if (entry.ignored) continue;
+    Unit unit = choice.unit;
+    unit.options.keep = contains(choice.keep, entry.name);
     PyObject* const master = find_in(
         module_dict, entry.parameter ? Names::get().parameters : Names::get().buffers, entry.name.ptr());
     if (master == nullptr || !THPVariable_Check(master)) continue;
-    const std::size_t known = weights_.size();  // a wrapper brings its inner tensors along
+    const std::size_t known =
+        weights_.size();  // a wrapper brings its inner tensors along, and slices come too
     const std::string name = prefix + py::cast<std::string>(entry.name);
-    entry.bind(weight_of(master, name, entry.parameter, mappings).shared_from_this());
+    // What is kept stays as a whole.
+    const std::int64_t slices = entry.parameter && !unit.options.keep ? unit.slices : 0;
+    if (unit.options.keep) unit.options.by_use = false;
+    entry.bind(weight_of(master, name, entry.parameter, mappings, entry.casting, slices).shared_from_this());
     for (std::size_t i = known; i < weights_.size(); ++i) {
       Weight* const weight = weights_[i].get();
-      if (weight->path == Weight::AccessPath::streamed) streamed.emplace_back(weight, unit);
+      if (weight->path == Weight::AccessPath::streamed)
+        streamed.emplace_back(weight, weight->slice < 0 ? unit : expert_of(unit, weight->slice));
     }
   }
+  // An expert's slices of all the module's parameters travel together.
+  std::stable_sort(streamed.begin() + static_cast<std::ptrdiff_t>(first), streamed.end(),
+                   [](const auto& a, const auto& b) { return a.first->slice < b.first->slice; });
 }
 
 std::string WeightTable::pin(const std::string& backend, const std::vector<Weight*>& weights) {
@@ -197,6 +258,7 @@ std::size_t WeightTable::sampled_bytes() const {
 void WeightTable::drop_bytes() {
   for (const auto& weight : weights_) {
     weight->drop_bytes();
+    if (weight->path == Weight::AccessPath::sliced) weight->parts.clear();  // and their views of the master
     weight->watch = nullptr;  // what was handed out has its own share, and the master's memory too
   }
   memory_->end();

@@ -8,6 +8,7 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 #include <vector>
 
@@ -29,11 +30,21 @@ class WeightTable {
     std::optional<at::ScalarType> dtype;
     std::shared_ptr<PinnedBudget> pin;  ///< null: nothing is page-locked
     PageCacheShare page_cache;
+    /// Masters that are not to be sliced, as they are read as a whole. Never null.
+    std::shared_ptr<std::unordered_set<const c10::TensorImpl*>> read_whole;
   };
   /// Weights that travel together (Engine::add_weight()).
   struct Unit {
     std::uint64_t number = 0;
-    bool at_once = false;
+    WeightOptions options;    ///< by use: it is an expert
+    std::int64_t slices = 0;  ///< how many experts its parameters have; 0: they are not sliced
+  };
+  /// What is asked for a module's weights.
+  struct Choice {
+    Unit unit;
+    bool served = true;  ///< false: the module is left alone
+    py::object keep;     ///< a frozenset of names, or None
+    py::object ignore;   ///< a frozenset of names, or None
   };
   using Streamed = std::vector<std::pair<Weight*, Unit>>;  ///< each with its unit
 
@@ -46,10 +57,11 @@ class WeightTable {
   Weight* find(const c10::TensorImpl* master) const noexcept;
   /// The same; a new one if there is none.
   Weight& weight_of(PyObject* master, const std::string& name, bool parameter, const Mappings& mappings,
-                    bool never_cast = false);
+                    Casting casting, std::int64_t slices = 0);
   /// The weights of a module's masters, bound to its entries; those that stream are added to `streamed`.
-  void find_weights(PyObject* module_dict, const std::string& prefix, Unit unit, const Mappings& mappings,
-                    std::vector<Entry>& entries, Streamed& streamed);
+  /// Entries that are to be ignored are marked, and get no weight.
+  void find_weights(PyObject* module_dict, const std::string& prefix, const Choice& choice,
+                    const Mappings& mappings, std::vector<Entry>& entries, Streamed& streamed);
   /// Another master, or one that has other memory or another layout, takes the place of the weight's.
   void replace_master(Weight& weight, PyObject* master);
   /// What came for a while goes with its master.
@@ -72,8 +84,10 @@ class WeightTable {
 
  private:
   struct Kind;
-  Kind kind_of(const Weight& weight, PyObject* master, const Mappings& mappings);
-  void classify(Weight& weight, PyObject* master, const Mappings& mappings);
+  Kind kind_of(const Weight& weight, PyObject* master, const Mappings& mappings, std::int64_t slices);
+  bool slice(Kind& kind, const Weight& weight, const at::Tensor& master, const Mappings& mappings,
+             std::int64_t slices);
+  void classify(Weight& weight, PyObject* master, const Mappings& mappings, std::int64_t slices = 0);
 
   const Settings settings_;
   const Hooks& hooks_;
