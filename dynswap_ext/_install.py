@@ -11,17 +11,23 @@ import torch
 from torch import nn
 
 from dynswap_ext import _provider, config
+from dynswap_ext._rounds import Rounds
+from dynswap_ext._swap.choices import Choices
 from dynswap_ext._swap.class_swap import ClassNaming, swap_class
 from dynswap_ext._swap.compile_support import release_inputs
+from dynswap_ext._swap.models import Models
 from dynswap_ext._swap.module_registry import ServedModules, model_of, served_by, serves_any
 from dynswap_ext._swap.optimizers import add_step_listener, keep_scales_on_host, remove_step_listener
 from dynswap_ext._swap.parametrized import give_back
 from dynswap_ext._swap.protocol import Hooks, Session
-from dynswap_ext._swap.state import is_scripted, modules_of, session_of
+from dynswap_ext._swap.state import is_scripted, modules_of, name_in, session_of
 from dynswap_ext._swap.torch_modules import put_masters_back
 from dynswap_ext._tuning import Tuner, smaller_budget
+from dynswap_ext._util.listing import listed
 from dynswap_ext._util.log import logger
 from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.own_masters import own_masters
+from dynswap_ext._util.units import show_budget, show_seconds
 from dynswap_ext._util.untraced import untraced
 from dynswap_ext._util.warn import warn
 from dynswap_ext.errors import BudgetError, ConfigError, OutOfMemoryError
@@ -35,13 +41,20 @@ class Install(ServedModules):
     """One install. Does not keep the model alive. `naming` is what its swap classes show (`compat`)."""
 
     def __init__(
-        self, options: config.Options, provider: _provider.Provider, naming: ClassNaming | None = None
+        self,
+        options: config.Options,
+        provider: _provider.Provider,
+        choices: Choices,
+        naming: ClassNaming | None = None,
     ) -> None:
         super().__init__()
         self.options = options
         self.provider = provider
         self._naming = naming
+        self._choices = choices
+        self._rounds = Rounds()
         self._first_pass: FirstPass | None = None
+        self._replaced = False
         self._open()
 
     def _open(self) -> None:
@@ -57,7 +70,14 @@ class Install(ServedModules):
             page_cache=options.page_cache,
             page_cache_always=options.page_cache_always,
             backend=self.provider.backend,
-            hooks=_HOOKS,
+            residents_give_way=options.automatic,
+            hooks=Hooks(
+                warn=warn,
+                replan=_replan,
+                call_begins=_call_begins,
+                call_failed=_call_failed,
+                choices=self._choices,
+            ),
         )
         self.tuner = Tuner(self.session, options.budget, automatic=options.automatic)
         add_step_listener(self.session)
@@ -67,11 +87,28 @@ class Install(ServedModules):
         """Whether any module is served by this install."""
         return self.session.modules > 0 and self.serving()
 
+    @property
+    def state(self) -> str:
+        """Say whether the install is active, and if not, whether a later one has replaced it."""
+        if self.active:
+            return "active"
+        return "replaced by a later install" if self._replaced else "inactive"
+
+    def __str__(self) -> str:
+        dtype = self.options.dtype
+        return (
+            f"{self.session.provider}/{self.session.backend} on {self.session.device}, "
+            f"dtype {'of the masters' if dtype is None else str(dtype).removeprefix('torch.')}, "
+            f"budget {show_budget(self.tuner.budget, automatic=self.tuner.automatic)}"
+        )
+
     def begin(self, model: nn.Module) -> None:
         """Swap the tree, or nothing on an error. An automatic budget shrinks until there is memory."""
         refused: dict[type, None] = {}
 
         def swap(cls: type) -> type | None:
+            if cls is Models:
+                return None
             made = swap_class(cls, self.provider.attribute, self._naming)
             if made is None and not is_scripted(cls):
                 refused[cls] = None
@@ -110,13 +147,38 @@ class Install(ServedModules):
     def retune(self, budget: int | float | str | None) -> None:
         with lock:
             if not self.active:
-                raise ConfigError("the model has been uninstalled, or is gone: there is nothing to plan for")
+                raise ConfigError(
+                    "this install was replaced by a later install, whose handle can plan"
+                    if self._replaced
+                    else "the model has been uninstalled, or is gone: there is nothing to plan for"
+                )
             if budget is None:
                 self.tuner.measure(self.tuner.budget)
             elif config.is_automatic(budget):
                 self.tuner.measure(self.tuner.budget, automatic=True)
             else:
                 self.tuner.measure(config.resolve_budget(budget, self.options.device), automatic=False)
+
+    def call_begins(self, module: nn.Module) -> int:
+        """Note a call of the model, with which a pass begins; of several models, only if a round begins.
+
+        Returns the call's number for the schedule; 0 for a single model.
+        """
+        number = 0
+        if self.several():
+            name = self.model_with(module)
+            call = self._rounds.call(name)
+            if call.begins_round:
+                self.session.note_pass()
+            if call.is_new:
+                self.tuner.begin_again()
+            elif call.begins_round:
+                self.tuner()
+            self.tuner.step(name, 0 if call.begins_round else call.in_a_row)
+            return call.number
+        self.session.note_pass()
+        self.tuner()
+        return number
 
     def undo(self) -> None:
         """Give back every module that this install serves, wherever it is. No effect if there is none."""
@@ -128,9 +190,13 @@ class Install(ServedModules):
                     detach(self.session, found)
             self.end()
 
-    def end_if_over(self) -> None:
+    def end_if_over(self, *, replaced_by: Install | None = None) -> None:
         """End the install, unless modules are still served."""
+        if replaced_by is not None:
+            part = " for a part of its modules" if self.active else ""
+            logger.info("an install (%s) replaces an earlier one (%s)%s", replaced_by, self, part)
         if not self.active:
+            self._replaced = replaced_by is not None
             self.end()
 
     def end(self) -> None:
@@ -141,10 +207,11 @@ class Install(ServedModules):
         self.close_session()
         counted = self.session.stats()
         logger.info(
-            "uninstalled: %d hits (%d late), %d misses, %s moved, %.3f s stalled, at most %s on %s",
+            "%s: %d hits (%d late), %d misses, %s moved, %s stalled, at most %s on %s",
+            "replaced by a later install" if self._replaced else "uninstalled",
             *(counted[name] for name in ("hits", "late_hits", "misses")),
             format_bytes(counted["bytes_moved"]),
-            counted["stall_ns"] / 1e9,
+            show_seconds(counted["stall_ns"] / 1e9),
             format_bytes(counted["peak_bytes"]),
             self.session.device,
         )
@@ -181,21 +248,26 @@ def _replan(session: Session) -> None:
 
     If they do not fit the budget, the old plan stays, and what it does not know is moved at each access.
     """
-    model = model_of(session)
-    if model is None:
+    model, install = model_of(session), install_of(session)
+    if model is None or install is None:
         return
     try:
         session.replan(model)
-        log_plan("planned again", session, type(model).__name__)
+        log_plan("planned again", install, type(model).__name__)
     except (BudgetError, OutOfMemoryError) as error:
         warn(f"the model's weights have changed, and no new plan fits: {error}; the old plan stays")
 
 
 @untraced
-def _call_begins(session: Session) -> None:
+def _call_begins(session: Session, module: nn.Module) -> int:
+    if torch._C._get_tracing_state() is not None:
+        raise ConfigError(
+            "an installed model was called by torch.jit.trace, or by an export that traces "
+            "(torch.onnx.export with dynamo=False); the trace would keep every weight on the device, as a "
+            "constant. Call dynswap_ext.uninstall(model) first, or use torch.compile or torch.export"
+        )
     install = install_of(session)
-    if install is not None:
-        install.tuner()
+    return 0 if install is None else install.call_begins(module)
 
 
 @untraced
@@ -203,25 +275,38 @@ def _call_failed(session: Session, error: BaseException) -> None:
     install = install_of(session)
     if install is not None:
         install.tuner.call_failed(error)
+        _name_unloaded_weights(session, error)
 
 
-_HOOKS: Final = Hooks(warn=warn, replan=_replan, call_begins=_call_begins, call_failed=_call_failed)
+def _name_unloaded_weights(session: Session, error: BaseException) -> None:
+    """Name the weights on the meta device in torch's error, which names only the device.
+
+    Libraries register such weights and load them later, so they are no error until a forward reads them.
+    """
+    model = model_of(session)
+    if model is None or not isinstance(error, RuntimeError) or "meta" not in str(error):
+        return
+    plain = [module for module in modules_of(model) if not is_scripted(type(module))]
+    meta = [
+        name_in(model, master) for module in plain for _, master, _ in own_masters(module) if master.is_meta
+    ]
+    if meta:
+        error.args = (f"{error} These weights have not been loaded yet: {listed(meta)}",)
 
 
-def log_plan(what: str, session: Session, of: str) -> None:
-    plan = session.stats()
+def log_plan(what: str, install: Install, of: str) -> None:
+    plan = install.session.stats()
     logger.info(
-        "%s %s: %d modules, %s/%s on %s, %d groups of %s, %d of them resident (%s), arena %s, %d ahead",
+        "%s %s: %d modules, %s, %d groups of %s, %d of them resident (%s), arena %s, %d ahead%s",
         what,
         of,
-        session.modules,
-        session.provider,
-        session.backend,
-        session.device,
+        install.session.modules,
+        install,
         plan["groups"],
         format_bytes(plan["weight_bytes"]),
         plan["resident_groups"],
         format_bytes(plan["resident_bytes"]),
         format_bytes(plan["arena_bytes"]),
         plan["depth"],
+        "" if plan["resident_groups"] < plan["groups"] or not plan["groups"] else ": all weights stay there",
     )

@@ -15,6 +15,7 @@ import torch
 
 from dynswap_ext._python.attribute import Attribute as PythonAttribute
 from dynswap_ext._python.session import Session as PythonSession
+from dynswap_ext._sources import bindings_of
 from dynswap_ext._swap import compile_support
 from dynswap_ext._swap.parameter_proxy import handed_out_again, untracked_alias_made
 from dynswap_ext._swap.protocol import Session
@@ -70,11 +71,18 @@ class BackendInfo:
     #: What torch has for that device: "a stream for copies", "pinned memory", "page-locking". What is missing
     #: makes copies slower, not wrong. None unless torch's streams serve the device and its driver was asked.
     offers: tuple[str, ...] | None = None
+    #: Why weights that stay on that device (residents) would not give way to whatever runs out of memory
+    #: there, and what to do; empty if they would. None for the CPU, and unless the driver was asked.
+    giving_way: str | None = None
 
     def __str__(self) -> str:
         """Write one line a fact."""
+        return "\n".join(f"{name:<16} {value}" for name, value in self.facts().items())
+
+    def facts(self) -> dict[str, str]:
+        """Return the text of each fact by its name, as `str()` shows them."""
         why = f" ({self.reason})" if self.reason else ""
-        rows = {
+        facts = {
             "provider": self.provider + (why if self.provider == "python" else ""),
             "engine backend": self.backend + (why if self.provider == "native" else ""),
             "extension": "built" if self.extension else "not available",
@@ -85,8 +93,10 @@ class BackendInfo:
             "devices": ", ".join(self.devices),
         }
         if self.offers is not None:
-            rows["torch offers"] = ", ".join(self.offers) or "neither a stream for copies nor pinned memory"
-        return "\n".join(f"{name:<16} {value}" for name, value in rows.items())
+            facts["torch offers"] = ", ".join(self.offers) or "neither a stream for copies nor pinned memory"
+        if self.giving_way is not None:
+            facts["residents"] = self.giving_way or "give way to whatever runs out of memory (budget='auto')"
+        return facts
 
 
 class _Obstacle(NamedTuple):
@@ -183,6 +193,7 @@ def backend_info(*, ask_driver: bool | None = None) -> BackendInfo:
         compiler=extension.build.get("compiler") or None,
         devices=devices,
         offers=_offered(extension, device) if backend == "torch" and ask_driver else None,
+        giving_way=obstacle_to_giving_way("native" if backend else "python", device) if ask_driver else None,
     )
 
 
@@ -195,6 +206,19 @@ def _offered(extension: _Extension, device: torch.device) -> tuple[str, ...]:
         "page_locking": "page-locking",
     }
     return tuple(word for name, word in words.items() if has[name])
+
+
+def obstacle_to_giving_way(provider: str, device: torch.device) -> str | None:
+    """Return why residents do not give way to other memory of the device, and what to do; empty if they do.
+
+    None for the CPU, whose memory is the system's to move.
+    """
+    if device.type == "cpu":
+        return None
+    if provider == "python":
+        return f"do not give way in pure Python; {_AGAINST_THIS_TORCH[0].lower()}{_AGAINST_THIS_TORCH[1:]}"
+    obstacle = _extension().module.capabilities(device)["asks_obstacle"]
+    return f"give way to other weights only: {obstacle}" if obstacle else ""
 
 
 def native_unavailable(device: torch.device) -> str:
@@ -305,6 +329,10 @@ def _extension() -> _Extension:
     built, runs = str(build.get("torch", "")), torch.__version__
     if built.split("+")[0].split(".")[:2] != runs.split("+")[0].split(".")[:2]:  # else its C++ is the same
         return _Extension(None, f"the extension was built for torch {built}, and torch {runs} runs", build)
+    now = bindings_of(Path(__file__).parents[1])
+    if now and build.get("bindings") not in ("", now):
+        reason = "the compiled extension is older than its sources: run `make build`, or `pip install .`"
+        return _Extension(None, reason, build)
     # First: asking a tensor for its storage, as pure Python has to, makes the storage shared for good.
     untracked_alias_made.insert(0, module.note_untracked_alias)
     handed_out_again.insert(0, lambda _: lambda master: module.fetch(master, True))

@@ -2,7 +2,14 @@
 
 Note [When a plan is tuned]: the first pass of a model is like no other: everything is brought for the first
 time, kernels are chosen, caches are filled. So one pass goes by, the next ones are recorded, and the plan
-is made at the beginning of the one after, when nothing is in use.
+is made at the beginning of the one after, when nothing is in use. A plan that `Handle.retune` has not asked
+for waits for that: what other threads or kept tensors hold of the old plan would be on the device together
+with the new one, and a CUDA graph would look for its weights where they were.
+
+Note [Steps within a round]: if several models share an install, a pass is a round, and the first round of a
+pipeline may take minutes. If it calls one of them several times in a row, such as a denoiser, these calls are
+measured as passes are, and residents move to that model at once. The budget stays as it is: only whole rounds
+show how much memory the activations of all models take.
 """
 
 from __future__ import annotations
@@ -17,12 +24,15 @@ from dynswap_ext._swap.protocol import Session
 from dynswap_ext._util.log import logger
 from dynswap_ext._util.memory import all_bytes, format_bytes, free_bytes
 from dynswap_ext._util.peak_memory import PeakMemory
+from dynswap_ext._util.units import show_rate, show_seconds
 from dynswap_ext._util.warn import warn
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
 
-#: Passes that go by before any is measured, and passes that are.
+#: Passes that go by before any is measured, and passes that are. Where residents had to give way, more go
+#: by, up to `_MOST_WARM_UP`.
 _WARM_UP = 1
 _MEASURED = 2
+_MOST_WARM_UP = 64
 
 #: Activations differ from pass to pass.
 _ACTIVATION_MARGIN = 1.1
@@ -35,7 +45,7 @@ _SHRINK = 0.75
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured, and what came of it. Times are seconds of one pass."""
+    """What was measured, and what came of it; ``print`` shows it. Times are seconds of one pass."""
 
     #: Passes that were measured; 0: none could be.
     passes: int
@@ -52,6 +62,23 @@ class Tuning:
     #: be placed (no budget, no copies, or the pure-Python provider).
     seconds_before: float | None
     seconds_after: float | None
+    #: Bytes of residents whose memory went to others inside a call since the tuning before this one.
+    given_way_bytes: int = 0
+
+    def __str__(self) -> str:
+        rate = show_rate(self.bytes_per_second, "B/s")
+        lines = [
+            f"budget {_amount(self.budget)}; activations {format_bytes(self.activation_bytes)}",
+            f"{self.passes} passes measured: {show_seconds(self.compute_seconds)} of compute and "
+            f"{show_seconds(self.wait_seconds)} of waits each; "
+            + (f"copies at {rate}" if self.bytes_per_second else "no copies"),
+        ]
+        if self.seconds_before is not None and self.seconds_after is not None:
+            lines.append(
+                f"predicted: {show_seconds(self.seconds_after)} a pass with the new plan, "
+                f"{show_seconds(self.seconds_before)} with the one before"
+            )
+        return "\n".join(lines)
 
 
 class Tuner:
@@ -68,6 +95,19 @@ class Tuner:
         self._calls_left: int | None = _WARM_UP + _MEASURED if automatic else None
         self._peak: PeakMemory | None = None
         self.latest: Tuning | None = None
+        self._warm_up = _WARM_UP
+        #: Whether calls in a row are recorded, and the models to which residents have moved.
+        self._in_row = False
+        self._moved_to: set[str] = set()
+        #: Whether `Handle.retune` asked for the next plan.
+        self._asked = False
+        #: As the session counted at the latest plan.
+        self._given_way = 0
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the budget is "auto"."""
+        return self._automatic
 
     def measure(self, budget: int | None, *, automatic: bool | None = None) -> None:
         """Measure the next passes, and plan then: for this budget or, automatic, for what they leave."""
@@ -75,16 +115,63 @@ class Tuner:
             self._stop_recording()
             self._wanted = budget
             self._automatic = self._automatic if automatic is None else automatic
+            self._session.let_residents_give_way(self._automatic)
+            self._moved_to.clear()
+            self._asked = True
             self._calls_left = _WARM_UP + _MEASURED
 
-    def __call__(self) -> None:
-        """A call of the model begins."""
-        # Other threads' calls go on meanwhile with the plan there is.
-        if self._calls_left is not None and self._lock.acquire(blocking=False):
-            try:
+    def begin_again(self) -> None:
+        """Begin with the first pass again: the pass under way calls a model that had never been called."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            if self._calls_left is not None or (self._automatic and self.latest is not None):
+                self._stop_recording()
+                self._calls_left = _WARM_UP + _MEASURED
                 self._step()
+        finally:
+            self._lock.release()
+
+    def __call__(self) -> None:
+        """A pass begins: a call of the model, or a round of all models that share the install."""
+        # Other threads' calls go on meanwhile with the plan there is.
+        gave_way = self._automatic and self._session.given_way_bytes != self._given_way
+        if (gave_way or self._calls_left is not None) and self._lock.acquire(blocking=False):
+            try:
+                if gave_way:
+                    if self._may_plan():
+                        self._follow_those_who_gave_way()
+                else:
+                    self._step()
             finally:
                 self._lock.release()
+
+    def step(self, model: str, in_a_row: int) -> None:
+        """Note a call of one of several models, after `in_a_row` calls of it: Note [Steps within a round]."""
+        if (not self._in_row and in_a_row != _WARM_UP) or self._session.provider != "native":
+            return
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            budget = self.budget if self._automatic else self._wanted
+            waits_for_rounds = self._calls_left is not None and self._peak is None
+            if in_a_row < _WARM_UP or not waits_for_rounds or model in self._moved_to or budget is None:
+                if self._in_row:
+                    self._stop_recording()
+                return
+            if not self._in_row:
+                self._in_row = True
+                self._session.record(True)
+            self._session.note_pass()
+            if in_a_row == _WARM_UP + _MEASURED:
+                self._moved_to.add(model)
+                self._stop_recording()
+                if not self._plan_is_in_use():
+                    asked = self._asked
+                    self._plan(budget, 0)
+                    self._asked = asked  # that plan is for after the rounds
+        finally:
+            self._lock.release()
 
     def call_failed(self, error: BaseException) -> None:
         """A call of the model ended with an error. If memory has run out, weights take less from now on.
@@ -112,21 +199,40 @@ class Tuner:
         if self._calls_left is None:
             return
         if self._calls_left == _MEASURED:
+            self._in_row = False  # a recording begins here
             self._peak = PeakMemory(self._session.device)
             self._session.record(True)
             self._session.note_pass()
         if self._calls_left > 0:
             self._calls_left -= 1
             return
+        if self._automatic and not self._may_plan():
+            return
         self._calls_left = None
         activations = self._peak.more() if self._peak is not None else 0
         self._stop_recording()
         self._plan(self._room(activations) if self._automatic else self._wanted, activations)
 
+    def _may_plan(self) -> bool:
+        return self._asked or not self._plan_is_in_use()
+
+    def _plan_is_in_use(self) -> bool:
+        return bool(self._session.captured or self._session.stats()["live_leases"] > 0)
+
+    def _follow_those_who_gave_way(self) -> None:
+        """Plan for what is left, and measure again what that could be: later each time."""
+        stats = self._session.stats()
+        left = stats["resident_bytes"] + stats["arena_bytes"]
+        self._stop_recording()
+        self._plan(left if stats["resident_bytes"] else None, 0)
+        self._warm_up = min(2 * self._warm_up, _MOST_WARM_UP)
+        self._calls_left = self._warm_up + _MEASURED
+
     def _stop_recording(self) -> None:
-        if self._peak is not None:
+        if self._peak is not None or self._in_row:
             self._session.record(False)
         self._peak = None
+        self._in_row = False
 
     def _room(self, activations: int) -> int | None:
         """Bytes that the measured passes leave for weights."""
@@ -140,28 +246,40 @@ class Tuner:
         root = model_of(self._session)
         if root is None:
             return
-        earlier = self.budget
+        earlier, self._asked = self.budget, False
         while True:
             try:
                 seen = self._session.retune(root, budget)
                 break
             except (BudgetError, OutOfMemoryError) as error:
                 if budget is None:
-                    raise
-                if isinstance(error, BudgetError) and not self._automatic:
-                    warn(f"retune({budget}) is not done ({error}); the budget is still {_amount(earlier)}")
+                    if not self._automatic or isinstance(error, BudgetError):
+                        raise
+                    why = f"there is no room for a plan now ({error})"
+                    warn(f"{why}: weights are copied at each access until there is")
+                    self.budget = None
                     return
-                smaller = smaller_budget(budget) if isinstance(error, OutOfMemoryError) else None
+                if isinstance(error, BudgetError) and not self._automatic:
+                    warn(
+                        f"cannot retune to {format_bytes(budget)} ({error}); the budget is still "
+                        f"{_amount(earlier)}"
+                    )
+                    return
+                most = min(budget, self._session.stats()["weight_bytes"])
+                smaller = smaller_budget(most) if isinstance(error, OutOfMemoryError) else None
                 warn(f"a budget of {format_bytes(budget)} does not work ({error}); trying {_amount(smaller)}")
                 budget = smaller
         self.budget = budget
-        self.latest = Tuning(budget=budget, activation_bytes=activations, **seen)
+        before, self._given_way = self._given_way, self._session.given_way_bytes
+        given_way = max(0, self._given_way - before)
+        self.latest = Tuning(budget=budget, activation_bytes=activations, given_way_bytes=given_way, **seen)
         logger.info(
-            "tuned: budget %s (was %s), activations %s; %d passes of %.4g s compute and %.4g s waits",
-            *(_amount(size) for size in (budget, earlier, activations)),
+            "tuned: budget %s (was %s), activations %s, %s had given way; "
+            "%d passes of %s compute and %s waits",
+            *(_amount(size) for size in (budget, earlier, activations, given_way)),
             self.latest.passes,
-            self.latest.compute_seconds,
-            self.latest.wait_seconds,
+            show_seconds(self.latest.compute_seconds),
+            show_seconds(self.latest.wait_seconds),
         )
 
 

@@ -21,17 +21,18 @@ DYNSWAP_REQUIRE_CUDA : {"0", "1"}
 
 from __future__ import annotations
 
-import difflib
 import logging
 import mmap
 import os
 import sys
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 import torch
 
-from dynswap_ext._util.memory import first_budget, free_bytes, parse_bytes
+from dynswap_ext._util.memory import AUTO, MINIMUM, first_budget, free_bytes, is_named, parse_bytes, ram_limit
+from dynswap_ext._util.option_names import nearest
 from dynswap_ext._util.progress import ProgressOption, check_progress
 from dynswap_ext._util.units import parse_dtype
 from dynswap_ext.errors import ConfigError
@@ -40,6 +41,11 @@ from dynswap_ext.errors import ConfigError
 _AUTO_PAGE_CACHE: Final = 0.8
 #: Of the free RAM: the rest is left for other memory.
 _PINNED_COPIES: Final = 0.5
+#: Of all RAM that the process may have, which includes the masters themselves.
+_AUTO_PINNED: Final = 0.8
+
+#: Groups of weights to fetch ahead: more buys little (docs/decisions/005).
+DEFAULT_PREFETCH: Final = 2
 
 PROVIDERS: Final = ("auto", "native", "python")
 ENGINE_BACKENDS: Final = ("auto", "cuda", "torch", "host")
@@ -69,6 +75,9 @@ class Options:
     #: One of `PROVIDERS`.
     provider: str
     strict_budget: bool
+    #: Patterns of the weights that stay on the device, and of those that are left alone.
+    keep: tuple[str, ...]
+    ignore: tuple[str, ...]
     #: What shows the progress of the first pass.
     progress: ProgressOption
 
@@ -77,12 +86,14 @@ def resolve(
     *,
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | str | None = None,
-    prefetch: int = 2,
+    prefetch: int = DEFAULT_PREFETCH,
     budget: int | float | str | None = None,
-    pin: bool | int | float | str = True,
+    pin: bool | int | float | str = "auto",
     page_cache: bool | int | float | str = "auto",
     provider: str = "auto",
     strict_budget: bool = False,
+    keep: str | Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
     progress: ProgressOption = False,
 ) -> Options:
     """Check the arguments of `dynswap_ext.install`.
@@ -95,7 +106,7 @@ def resolve(
     where = _device(device)
     automatic = is_automatic(budget)
     chosen = _one_of(PROVIDERS, "provider", provider)
-    pinned = _amount_of_ram("pin", pin)
+    pinned = _part_of_all_ram(_AUTO_PINNED) if pin == "auto" else _amount_of_ram("pin", pin)
     return Options(
         device=where,
         dtype=_dtype(dtype),
@@ -103,7 +114,7 @@ def resolve(
         budget=first_budget(where) if automatic else resolve_budget(budget, where),
         automatic=automatic,
         pin=pinned,
-        pinned_copies=pinned if pin is not True else _part_of_ram(_PINNED_COPIES),
+        pinned_copies=_part_of_ram(_PINNED_COPIES) if pin is True or pin == "auto" else pinned,
         page_cache=(
             _part_of_ram(_AUTO_PAGE_CACHE)
             if page_cache == "auto"
@@ -112,6 +123,8 @@ def resolve(
         page_cache_always=page_cache != "auto",
         provider=provider_from_environment() if chosen == "auto" else chosen,
         strict_budget=_flag("strict_budget", strict_budget),
+        keep=_patterns("keep", keep),
+        ignore=_patterns("ignore", ignore),
         progress=check_progress(progress),
     )
 
@@ -163,8 +176,8 @@ def _environment(name: str) -> str:
 
 def _one_of(choices: tuple[str, ...], name: str, given: str) -> str:
     if given not in choices:
-        nearest = difflib.get_close_matches(str(given), choices, n=1)
-        hint = f". Is {nearest[0]!r} meant?" if nearest else ""
+        near = nearest(given, choices)
+        hint = f". Did you mean {near!r}?" if near else ""
         raise ConfigError(f"{name} is {given!r}; expected one of {', '.join(choices)}{hint}")
     return given
 
@@ -187,8 +200,21 @@ def _device(given: torch.device | str | int | None) -> torch.device:
     if device.index is None and f"{device.type}:0" in available_devices():
         return torch.device(device.type, torch.accelerator.current_device_index())
     if str(device) not in available_devices():
-        raise ConfigError(f"device is '{device}'; available here: {', '.join(available_devices())}")
+        here = ", ".join(available_devices())
+        raise ConfigError(f"device is '{device}'; available here: {here}{_why_no_cuda(device)}")
     return device
+
+
+def _why_no_cuda(device: torch.device) -> str:
+    """Return why torch has no CUDA devices, as the end of a message; empty if it has some."""
+    if device.type != "cuda" or torch.cuda.is_available():
+        return ""
+    if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
+        return (
+            f". This torch ({torch.__version__}) is built without CUDA; install one that has it "
+            "(https://pytorch.org/get-started/locally)"
+        )
+    return f". This torch ({torch.__version__}) has CUDA, but finds no driver or no GPU; see `nvidia-smi`"
 
 
 def _dtype(given: torch.dtype | str | None) -> torch.dtype | None:
@@ -217,18 +243,15 @@ def _prefetch(given: int) -> int:
 
 
 def is_automatic(budget: int | float | str | None) -> bool:
-    """Whether the budget is to be measured: "auto"."""
-    return isinstance(budget, str) and budget.strip().lower() == "auto"
+    """Return whether the budget is "auto", which is measured."""
+    return is_named(budget, AUTO)
 
 
 def resolve_budget(given: int | float | str | None, device: torch.device) -> int | None:
-    """Bytes of a budget: an amount, a fraction of what the device has free, or None."""
-    if given is None:
+    """Return the bytes of an amount, or of a fraction of what the device has free; None for "minimum"."""
+    if given is None or is_named(given, MINIMUM):
         return None
-    try:
-        amount = parse_bytes(given)
-    except ConfigError as error:
-        raise ConfigError(f"{error}, or 'auto'") from None
+    amount = parse_bytes(given, names=(AUTO, MINIMUM))
     if isinstance(amount, int):
         return amount
     return max(1, int(amount * free_bytes(device)))
@@ -242,11 +265,19 @@ def _part_of_ram(fraction: float) -> int:
         return 0
 
 
+def _part_of_all_ram(fraction: float) -> int:
+    """Return a fraction of the RAM that this process may use, in bytes; no bound if that is not known."""
+    try:
+        return int(fraction * ram_limit())
+    except (OSError, ValueError):
+        return sys.maxsize
+
+
 def _amount_of_ram(option: str, given: bool | int | float | str) -> int:
     """Return the bytes of an amount or of a share of the free RAM; all there is for True, and 0 for False."""
     if isinstance(given, bool):
         return sys.maxsize if given else 0
-    amount = parse_bytes(given, option)
+    amount = parse_bytes(given, option, names=(AUTO,))
     if isinstance(given, int) and given < mmap.PAGESIZE:  # 1 for True, say
         raise ConfigError(
             f"{option} is {given!r}, less than a page of memory; expected True, False or an amount"
@@ -254,6 +285,16 @@ def _amount_of_ram(option: str, given: bool | int | float | str) -> int:
     return min(
         sys.maxsize, amount if isinstance(amount, int) else int(amount * free_bytes(torch.device("cpu")))
     )
+
+
+def _patterns(option: str, given: str | Sequence[str]) -> tuple[str, ...]:
+    patterns = (given,) if isinstance(given, str) else given
+    if not isinstance(patterns, Iterable) or not all(isinstance(one, str) and one for one in patterns):
+        raise ConfigError(
+            f"{option} is {given!r}; expected a name of a weight or of a module, a pattern of them "
+            "('*.norm*'), or a sequence of these"
+        )
+    return tuple(patterns)
 
 
 def _flag(name: str, given: bool) -> bool:

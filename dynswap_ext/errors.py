@@ -27,7 +27,8 @@ class BudgetError(DynswapError, ValueError):
     Attributes
     ----------
     smallest_bytes : int
-        The smallest budget, in bytes, that would have worked; 0 if it is not known.
+        The smallest budget, in bytes, that would have worked; 0 if it is not known. If tensors that you keep
+        fill the budget (``strict_budget=True``), a budget with room for this access as well.
     """
 
     def __init__(self, message: str, smallest_bytes: int = 0) -> None:

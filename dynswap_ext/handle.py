@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from contextlib import AbstractContextManager
 from os import PathLike
+from typing import NoReturn
 
 import torch
 
 from dynswap_ext._install import Install
+from dynswap_ext._provider import obstacle_to_giving_way
 from dynswap_ext._swap.compile_support import release_inputs
 from dynswap_ext._tuning import Tuning
 from dynswap_ext.profile.recording import Recorder, figures_of
@@ -24,6 +26,12 @@ class Handle:
         self._install = install
         self._recorder = Recorder(lambda: install.session)
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise TypeError(
+            "a Handle cannot be copied or pickled: it belongs to one model in this process. Copy or pickle "
+            "the model (copies of an installed model are plain), and install that"
+        )
+
     @property
     def device(self) -> torch.device:
         """Where the model computes."""
@@ -36,8 +44,13 @@ class Handle:
 
     @property
     def budget(self) -> int | None:
-        """Bytes for streamed and resident weights in the current plan; None: only what `prefetch` needs."""
+        """Bytes for streamed and resident weights in the current plan; None for "minimum"."""
         return self._install.tuner.budget
+
+    @property
+    def automatic(self) -> bool:
+        """Whether the budget is "auto"; `budget` is then its present amount."""
+        return self._install.tuner.automatic
 
     @property
     def provider(self) -> str:
@@ -86,7 +99,7 @@ class Handle:
         Raises
         ------
         ConfigError
-            The budget has a value that cannot be used, or the model has been uninstalled.
+            The budget has a value that cannot be used, or the model has been uninstalled or installed again.
         """
         self._install.retune(budget)
 
@@ -109,7 +122,19 @@ class Handle:
         install, options = self._install, self._install.options
         stats, rows = self.stats(), figures_of(install.session)
         why, sampled = install.provider.reason, install.session.sampled_bytes
-        return Report(rows, stats, str(self.device), self.budget, options.prefetch, why, sampled)
+        automatic, device = self.automatic, str(self.device)
+        giving_way = obstacle_to_giving_way(self.provider, self.device) if automatic else None
+        return Report(
+            rows,
+            stats,
+            device,
+            self.budget,
+            options.prefetch,
+            why,
+            sampled,
+            automatic=automatic,
+            giving_way=giving_way,
+        )
 
     def record(self) -> AbstractContextManager[None]:
         """Record copies, waits and uses while a block runs, for `trace` and `plot`.
@@ -179,5 +204,4 @@ class Handle:
         self.uninstall()
 
     def __repr__(self) -> str:
-        state = "active" if self.active else "inactive"
-        return f"<dynswap_ext.Handle {state}: {self.provider}/{self.backend} on {self.device}>"
+        return f"<dynswap_ext.Handle {self._install.state}: {self._install}>"

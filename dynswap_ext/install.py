@@ -4,36 +4,50 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dynswap_ext import _provider, config
 from dynswap_ext._install import Install, detach, install_of, lock, log_plan
+from dynswap_ext._swap import distributed, other_offloading
+from dynswap_ext._swap.choices import Choices
 from dynswap_ext._swap.class_swap import ClassNaming
-from dynswap_ext._swap.distributed import refuse_to_install
+from dynswap_ext._swap.models import Installable, as_tree, models_in
 from dynswap_ext._swap.protocol import Session
 from dynswap_ext._swap.state import is_scripted, modules_of, name_in, session_of
+from dynswap_ext._util.listing import listed
 from dynswap_ext._util.log import log_to_stderr, logger
+from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.option_names import check_option_names
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext._util.progress import ProgressOption
+from dynswap_ext._util.units import show_seconds
 from dynswap_ext._util.warn import warn
+from dynswap_ext.config import DEFAULT_PREFETCH
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.handle import Handle
 
+_Given = TypeVar("_Given")
 
+
+@check_option_names
 def install(
-    model: nn.Module,
+    model: Installable,
     *,
     device: torch.device | str | int | None = None,
     dtype: torch.dtype | str | None = None,
-    prefetch: int = 2,
+    prefetch: int = DEFAULT_PREFETCH,
     budget: int | float | str | None = None,
-    pin: bool | int | float | str = True,
+    pin: bool | int | float | str = "auto",
     page_cache: bool | int | float | str = "auto",
     provider: str = "auto",
     strict_budget: bool = False,
+    keep: str | Sequence[str] = (),
+    ignore: str | Sequence[str] = (),
     progress: ProgressOption = False,
 ) -> Handle:
     """Make attribute access of every parameter and buffer hand out a tensor on the compute device.
@@ -44,8 +58,12 @@ def install(
 
     Parameters
     ----------
-    model : torch.nn.Module
-        Its parameters and buffers, wherever they are (RAM, a file mapping, the device itself).
+    model : torch.nn.Module, or a pipeline, list, tuple or dict of modules
+        Its parameters and buffers, wherever they are (RAM, a file mapping, the device itself). Several models
+        share one budget, and weights are fetched ahead from one model into the next. A pipeline is an object
+        with a mapping `components`, as in diffusers. Containers may be nested. Other things are skipped in
+        pipelines and dicts, and refused in lists and tuples. `install` takes the modules that the container
+        has now: later changes have no effect.
     device : torch.device, str or int, optional
         Where the model computes. Default: the accelerator if there is one, else the CPU.
     dtype : torch.dtype or str, optional
@@ -54,17 +72,21 @@ def install(
     prefetch : int
         Groups of weights to have on the device, or on their way there, ahead of the one in use.
     budget : int, float or str, optional
-        Device memory for streamed and resident weights together: bytes (``6_000_000_000``), a string
-        (``"6GiB"``, ``"6G"``, ``"512 MB"``), or a fraction of what the device has free (``0.5``, ``"50%"``).
-        ``"auto"`` starts with half of what is free. The second and third call of the model are measured;
-        from the fourth on, the budget is what they leave, and the weights that save the most time are
-        resident. If memory runs out in a call, the error is raised and the budget shrinks. See
-        `Handle.retune`. Default: only what `prefetch` needs, no residents.
-    pin : bool, int, float or str
+        Device memory for streamed and resident weights of all models together: bytes (``6_000_000_000``), a
+        string (``"6GiB"``, ``"6G"``, ``"512 MB"``), or a fraction of what the device has free (``0.5``,
+        ``"50%"``). ``"minimum"`` is only what `prefetch` needs: no weight stays on the device.
+        ``"auto"`` starts with half of what is free. The second and third pass are measured (a pass is a call
+        of the model, or one round of all models that were installed together); from the fourth on, the budget
+        is what they leave, and the weights that save the most time are resident. If memory runs out in a
+        call, residents give way to what needs it, where torch's allocator asks (CUDA, ROCm); else the
+        error is raised, and the budget shrinks. See `Handle.retune`. Default: ``"minimum"``.
+    pin : bool, int, float, str or "auto"
         How much of the masters in RAM may be page-locked, so that an accelerator can read them directly:
         everything (True), nothing (False), or an amount as for `page_cache`. They are locked where they lie.
         A device for which torch cannot do that reads page-locked copies, which by default take up to half of
-        the free RAM. Masters that are not page-locked go through a small pinned buffer.
+        the free RAM. Masters that are not page-locked go through a small pinned buffer (`Stats.pinned_bytes`
+        and `Stats.staged_bytes` show how many bytes). Default, also ``"auto"``: up to four fifths of the RAM
+        that the process may use, which a control group (a container) may limit.
     page_cache : bool, int, float, str or "auto"
         How much of the checkpoint files may enter the system's page cache, which is read at the speed of
         memory: everything (True), nothing (False: the engine's reads do not grow the cache), or an amount
@@ -80,6 +102,13 @@ def install(
         Raise `BudgetError` where handed-out tensors that are kept leave no room within the budget.
         Default: allocate outside it, count the bytes (``overflow_bytes``, the most at one time) and warn
         once.
+    keep : str or sequence of str
+        Names of weights that stay on the device from their first use on, within the budget. The name of a
+        module means all weights in it, and ``*`` matches any characters: ``"text_encoder"``, ``"*.norm*"``.
+        With ``"minimum"``, they are added to what `prefetch` needs.
+    ignore : str or sequence of str
+        Names of weights that are left alone: the model gets the masters themselves, where they are. They do
+        not count towards the budget. A module whose weights are all ignored is not installed.
     progress : bool or callable
         True shows the progress of the first pass, in bytes of weights that have arrived, where stderr is a
         terminal or a notebook. A function is called with the bytes so far and the total, on another thread.
@@ -94,10 +123,12 @@ def install(
     Raises
     ------
     ConfigError
-        An option has a value that cannot be used, a master is on the meta device, or the model is sharded
-        with `fully_shard`.
+        An option has a value that cannot be used, a master is on the meta device, the model is sharded
+        (FSDP, `fully_shard`), hooks of another library move its weights, a container holds no module, or a
+        list holds anything else.
     BudgetError
-        The budget cannot hold the largest group; ``smallest_bytes`` is the smallest that can.
+        The budget cannot hold the largest group and what `keep` names; ``smallest_bytes`` is the smallest
+        that can.
 
     Notes
     -----
@@ -112,21 +143,24 @@ def install(
         page_cache=page_cache,
         provider=provider,
         strict_budget=strict_budget,
+        keep=keep,
+        ignore=ignore,
         progress=progress,
     )
     return install_with(model, options)
 
 
-def install_with(model: nn.Module, options: config.Options, naming: ClassNaming | None = None) -> Handle:
+def install_with(given: Installable, options: config.Options, naming: ClassNaming | None = None) -> Handle:
     """`install` with resolved options, and with the naming of the swap classes (for `compat`)."""
-    if not isinstance(model, nn.Module):
-        raise ConfigError(f"model is a {type(model).__name__}; expected a torch.nn.Module")
+    model = as_tree(given)
     log_to_stderr(config.log_level())
     begun = time.monotonic()
     with lock:
         provider = _provider.select(options.provider, options.device)
-        scripted, serving = _survey(model)
-        made = Install(options, provider, naming)
+        choices = Choices(options.keep, options.ignore)
+        choices.survey(model)
+        scripted, serving = _survey(model, choices)
+        made = Install(options, provider, choices, naming)
         before = [(other, other.everything()) for other in map(install_of, serving) if other is not None]
         replaced = _take_out(model, serving)
         try:
@@ -139,6 +173,7 @@ def install_with(model: nn.Module, options: config.Options, naming: ClassNaming 
                     f"{scripted} TorchScript module(s) are left as they are: their weights are not streamed, "
                     "and have to be on the compute device"
                 )
+            _warn_of_no_effect(made, model, type(given).__name__)
         except BaseException:
             made.undo()
             made.close_session()
@@ -146,10 +181,52 @@ def install_with(model: nn.Module, options: config.Options, naming: ClassNaming 
                 other.begin_again(what)
             raise
         for other in replaced:
-            other.end_if_over()
-    log_plan("installed", made.session, f"{type(model).__name__} in {time.monotonic() - begun:.3f} s")
+            other.end_if_over(replaced_by=made)
+    log_plan("installed", made, f"{type(given).__name__} in {show_seconds(time.monotonic() - begun)}")
     logger.debug("the install's options: %s", options)
     return Handle(made)
+
+
+def _warn_of_no_effect(made: Install, model: nn.Module, name: str) -> None:
+    """Warn if an install has no effect, or if `prefetch` has less effect than it asks for."""
+    plan, options = made.session.stats(), made.options
+    if not any(True for module in modules_of(model) for _ in own_masters(module)):
+        warn(f"{name} has no weights, so nothing is streamed: it computes as it did before")
+    _warn_of_weights_there(made, model)
+    streamed = plan["groups"] - plan["resident_groups"]
+    if not streamed or options.prefetch <= DEFAULT_PREFETCH or options.automatic:
+        return
+    if made.session.provider == "native" and plan["depth"] < options.prefetch:
+        warn(
+            f"prefetch is {options.prefetch}, and the budget has room for {plan['depth']} group(s) of "
+            "weights ahead of the one in use: so many are fetched ahead. A larger budget has more room"
+        )
+    elif made.session.provider == "native" and streamed <= options.prefetch:
+        warn(
+            f"prefetch is {options.prefetch}, and {streamed} group(s) of weights are streamed: all of them "
+            f"are fetched ahead, into {format_bytes(plan['arena_bytes'])} of the device's memory. 2 or 3 are "
+            "usually enough; budget= bounds the memory"
+        )
+
+
+def _warn_of_weights_there(made: Install, model: nn.Module) -> None:
+    """Warn if most of the weights are where the model computes already: nothing of them is saved there."""
+    device = made.session.device
+    if device.type == "cpu":
+        return
+    there = every = 0
+    for module in modules_of(model):
+        for name, master, _ in () if is_scripted(type(module)) else own_masters(module):
+            if is_lazy(master) or made.session.ignores(module, name):
+                continue
+            every += master.nbytes
+            there += master.nbytes if master.device == device else 0
+    if there > every // 2:
+        warn(
+            f"{format_bytes(there)} of {format_bytes(every)} of weights are on {device} already: they stay "
+            "there, outside the budget, and are not streamed. Call model.cpu() before install, or leave the "
+            "model on the CPU where it is made"
+        )
 
 
 @functools.cache
@@ -162,29 +239,37 @@ def _warn_of_sampling() -> None:
     )
 
 
-def uninstall(model: nn.Module) -> nn.Module:
+def uninstall(model: _Given) -> _Given:
     """Give every module of the tree its own class back, and free the device memory.
 
     Writes on handed-out tensors reach the masters first. Works on a part of an installed tree; the rest
     stays installed. A model that is not installed is left as it is.
 
+    Parameters
+    ----------
+    model : torch.nn.Module, or a pipeline, list, tuple or dict of modules
+        What `install` takes.
+
     Returns
     -------
-    torch.nn.Module
-        The model itself.
+    The argument itself.
     """
     with lock:
-        for other in _take_out(model, _sessions_of(modules_of(model))):
+        tree = as_tree(model)
+        for other in _take_out(tree, _sessions_of(modules_of(tree))):
             other.end_if_over()
     return model
 
 
-def is_installed(module: nn.Module) -> bool:
-    """Whether this module itself is installed (a tree may be installed in part)."""
-    return session_of(module) is not None
+def is_installed(model: Installable) -> bool:
+    """Whether this module itself is installed (a tree may be installed in part).
+
+    Of a pipeline, a list, a tuple or a dict: whether all models in it are.
+    """
+    return all(session_of(module) is not None for module in models_in(as_tree(model)).values())
 
 
-def _survey(model: nn.Module) -> tuple[int, set[Session]]:
+def _survey(model: nn.Module, choices: Choices) -> tuple[int, set[Session]]:
     """Look at a tree before an install: how many TorchScript modules it has, and which sessions serve it.
 
     Raises ConfigError if a master holds no data, or if the tree is sharded.
@@ -192,13 +277,18 @@ def _survey(model: nn.Module) -> tuple[int, set[Session]]:
     modules = modules_of(model)
     plain = [module for module in modules if not is_scripted(type(module))]
     for module in plain:
-        refuse_to_install(module)
-    meta = [master for module in plain for _, master, _ in own_masters(module) if master.is_meta]
+        distributed.refuse_to_install(module)
+        other_offloading.refuse_to_install(module)
+    meta = [
+        master
+        for module in plain
+        for name, master, _ in own_masters(module)
+        if master.is_meta and not choices.ignores(module, name)
+    ]
     if meta:
-        names = ", ".join(name_in(model, master) for master in meta[:5])
-        more = f" and {len(meta) - 5} more" if len(meta) > 5 else ""
+        names = listed([name_in(model, master) for master in meta])
         raise ConfigError(
-            f"{len(meta)} master(s) are on the meta device and hold no data: {names}{more}. Load them before "
+            f"{len(meta)} master(s) are on the meta device and hold no data: {names}. Load them before "
             "the install, for instance with dynswap_ext.checkpoint.load(model, path); if accelerate's hooks "
             "put them there, remove those first"
         )

@@ -70,6 +70,23 @@ def test_a_budget_that_holds_everything_moves_everything_once(provider: Provider
     assert stats.resident_bytes == stats.weight_bytes
 
 
+def test_the_minimum_is_what_prefetch_needs(provider: Provider) -> None:
+    model = model_of_layers()
+    moved, handle = provider.pair(model, budget="minimum", prefetch=2)
+    assert handle.budget is None and not handle.automatic
+    x = provider.randn(2, WIDTH)
+    with torch.no_grad():
+        for _ in range(2):
+            testing.assert_bit_equal(model(x), moved(x))
+        handle.reset_stats()
+        testing.assert_bit_equal(model(x), moved(x))
+    stats = handle.stats()
+    assert stats.resident_groups == stats.resident_bytes == stats.overflow_bytes == 0
+    assert stats.bytes_moved == MODEL // 2  # all of it, in the masters' dtype
+    at_once = 3 if provider.native else 1
+    assert LAYER <= stats.peak_bytes <= at_once * LAYER + SLACK
+
+
 @pytest.mark.filterwarnings("ignore:the budget of:dynswap_ext.DynswapWarning")  # of weight and bias at a time
 def test_too_small_a_budget_says_what_would_do(provider: Provider) -> None:
     model = model_of_layers()
@@ -147,6 +164,27 @@ def test_a_strict_budget_raises_and_leaves_the_model_usable(provider: Provider) 
         warnings.simplefilter("error")
         testing.assert_bit_equal(model(x), moved(x))
     assert handle.stats().overflow_bytes == 0
+
+
+def test_a_strict_budget_names_one_that_has_room(provider: Provider) -> None:
+    model, budget = model_of_layers(), 3 * LAYER + SLACK
+    for _ in range(LAYERS):
+        handle = provider.install(model, budget=budget, strict_budget=True)
+        kept: list[torch.Tensor] = []
+        try:
+            kept.extend(model[2 * i].weight for i in range(LAYERS))
+        except BudgetError as error:
+            assert f"({error.smallest_bytes} bytes)" in str(error)
+            assert budget < error.smallest_bytes <= (len(kept) + 3) * (LAYER + SLACK)
+            budget = error.smallest_bytes
+        else:
+            break
+        finally:
+            del kept
+            handle.uninstall()
+    else:
+        pytest.fail("the budgets that the errors named never had room for all layers")
+    assert budget <= (LAYERS + 2) * (LAYER + SLACK)
 
 
 @pytest.mark.parametrize("layers", [3, 5, 7])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import dynswap_ext
 from dynswap_ext import ConfigError, config
-from dynswap_ext._util.memory import format_bytes, free_bytes, parse_bytes
+from dynswap_ext._util.memory import format_bytes, free_bytes, parse_bytes, ram_limit
 from sample_models import mlp
 
 
@@ -83,7 +83,7 @@ def test_bad_budgets_name_the_accepted_forms(bad: Any) -> None:
     assert message.startswith(f"budget is {bad!r}")
     for form in ("6GiB", "512 MB", "1.5e9", "fraction"):
         assert form in message
-    assert ("Is '1.5GiB' meant?" in message) is (bad == 1.5)
+    assert ("Did you mean '1.5GiB'?" in message) is (bad == 1.5)
 
 
 @given(st.integers(1, 1 << 50))
@@ -131,13 +131,15 @@ def test_a_fraction_is_one_of_the_free_memory() -> None:
         ({"prefetch": -1}, r"prefetch is -1; expected the number of groups"),
         ({"prefetch": 1.5}, r"prefetch is 1.5"),
         ({"prefetch": True}, r"prefetch is True"),
-        ({"budget": "lots"}, r"budget is 'lots'; expected"),
+        ({"budget": "lots"}, r"budget is 'lots'; expected .*, or 'auto', or 'minimum'$"),
+        ({"budget": "Minimun"}, r"Did you mean 'minimum'\?"),
+        ({"budget": "atuo"}, r"Did you mean 'auto'\?"),
         ({"budget": -5}, r"budget is -5; expected"),
         ({"pin": "yes"}, r"pin is 'yes'; expected a number of bytes"),
         ({"pin": 1}, r"pin is 1, less than a page of memory; expected True, False or an amount"),
         ({"pin": 10**400}, r"pin is 1000.*; expected a number of bytes"),
         ({"provider": "cuda"}, r"provider is 'cuda'; expected one of auto, native, python"),
-        ({"provider": "natve"}, r"expected one of auto, native, python. Is 'native' meant\?"),
+        ({"provider": "natve"}, r"expected one of auto, native, python. Did you mean 'native'\?"),
         ({"strict_budget": "no"}, r"strict_budget is 'no'; expected True or False"),
         ({"page_cache": "much"}, r"page_cache is 'much'; expected a number of bytes"),
         ({"page_cache": -1}, r"page_cache is -1; expected a number of bytes"),
@@ -157,22 +159,39 @@ def test_defaults() -> None:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     assert options.device.type == (accelerator.type if accelerator else "cpu")
     assert options.device.type == "cpu" or options.device.index is not None
-    assert (options.dtype, options.prefetch, options.budget, options.pin) == (None, 2, None, sys.maxsize)
+    assert (options.dtype, options.prefetch, options.budget) == (None, 2, None)
+    assert options.pin == int(0.8 * ram_limit())
     assert options.pinned_copies < sys.maxsize
     assert not options.strict_budget
     assert 0 < options.page_cache < 1 << 60
+
+
+def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(config, "available_devices", lambda: ("cpu",))
+    begins = r"^device is 'cuda'; available here: cpu\. This torch \(2.*"
+    for built, said in ((False, "is built without CUDA; install one"), (True, "finds no driver or no GPU")):
+        monkeypatch.setattr(torch.backends.cuda, "is_built", lambda built=built: built)
+        with pytest.raises(ConfigError, match=begins + said):
+            config.resolve(device="cuda")
+    with pytest.raises(ConfigError, match=r"^device is 'xpu'; available here: cpu$"):
+        config.resolve(device="xpu")
 
 
 def test_names_in_other_forms() -> None:
     assert config.resolve(device="cpu", dtype="bf16").dtype == torch.bfloat16
     assert config.resolve(device="cpu", dtype="torch.float16").dtype == torch.float16
     assert config.resolve(device="cpu", budget="AUTO").automatic
+    least = config.resolve(device="cpu", budget=" Minimum ")
+    assert least.budget is None and not least.automatic
 
 
 def test_pinned_memory_is_bounded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "free_bytes", lambda device: 1 << 30)
+    monkeypatch.setattr(config, "ram_limit", lambda: 64 << 30)
     for pin, (pinned, copies) in {
         True: (sys.maxsize, 1 << 29),
+        "auto": (int(0.8 * (64 << 30)), 1 << 29),
         False: (0, 0),
         "24GiB": (24 << 30, 24 << 30),
         0.25: (1 << 28, 1 << 28),

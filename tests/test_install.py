@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import re
 import threading
 import tracemalloc
 import weakref
@@ -14,7 +15,7 @@ from torch import nn
 
 import dynswap_ext
 from conftest import Provider
-from dynswap_ext import testing
+from dynswap_ext import ConfigError, testing
 from dynswap_ext._swap.class_swap import is_swap_class
 from sample_models import ConvNet, Recurrent, TinyTransformer, mlp, trace
 
@@ -76,7 +77,8 @@ def test_the_handle(provider: Provider) -> None:
     assert handle.budget == 1 << 20
     assert handle.provider == provider.backend
     assert handle.backend == provider.expected_backend
-    assert "active" in repr(handle)
+    where = f"{provider.backend}/{provider.expected_backend} on {provider.device}"
+    assert repr(handle) == f"<dynswap_ext.Handle active: {where}, dtype float64, budget 1 MiB>"
     model(provider.randn(2, 16))
     assert handle.stats().misses + handle.stats().hits > 0
     handle.reset_stats()
@@ -87,7 +89,16 @@ def test_the_handle(provider: Provider) -> None:
     handle.uninstall()
     handle.uninstall()
     assert handle.stats().copies == counted.copies
-    assert "inactive" in repr(handle)
+    assert repr(handle).startswith("<dynswap_ext.Handle inactive: ")
+
+
+@pytest.mark.parametrize(
+    ("budget", "shown"), [("minimum", r"budget minimum"), ("auto", r"budget auto \([0-9.]+ [KMGT]iB\)")]
+)
+def test_the_handle_and_the_report_show_the_budget(provider: Provider, budget: str, shown: str) -> None:
+    handle = provider.install(mlp(), budget=budget)
+    assert re.search(rf"dtype of the masters, {shown}>$", repr(handle))
+    assert re.search(shown, handle.report().text())
 
 
 def test_the_handle_does_not_keep_the_model(provider: Provider) -> None:
@@ -141,6 +152,9 @@ def test_a_second_install_replaces_the_first(provider: Provider) -> None:
     second = provider.install(model, dtype=torch.bfloat16)
     assert classes(model) == made
     assert not first.active and second.active
+    assert repr(first).startswith("<dynswap_ext.Handle replaced by a later install: ")
+    with pytest.raises(ConfigError, match="was replaced by a later install"):
+        first.retune()
     assert model[0].weight.dtype == torch.bfloat16
     first.uninstall()
     assert second.active and model[0].weight.dtype == torch.bfloat16

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import _thread
 import logging
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +19,7 @@ from torch import nn
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import ConfigError, DynswapWarning, checkpoint
+from dynswap_ext._util.warn import warn
 from sample_models import mlp
 
 LOGGER = "dynswap_ext"
@@ -66,6 +69,22 @@ def test_a_new_plan(provider: Provider, caplog: pytest.LogCaptureFixture) -> Non
     assert 1 <= len(planned) <= 2
 
 
+def test_what_replaced_what(provider: Provider, caplog: pytest.LogCaptureFixture) -> None:
+    model = mlp(features=64)
+    provider.install(model, dtype=torch.float64, budget="64MiB")
+    caplog.set_level(logging.INFO, LOGGER)
+    part = provider.install(model[0], budget="32MiB")
+    whole = provider.install(model, budget="minimum")
+    partly, kept, wholly = (message for message in messages(caplog) if message.startswith("an install ("))
+    assert "budget 32 MiB) replaces an earlier one (" in partly
+    assert partly.endswith("dtype float64, budget 64 MiB) for a part of its modules")
+    for message in (kept, wholly):
+        assert "budget minimum) replaces an earlier one (" in message
+        assert message.endswith(("budget 64 MiB)", "budget 32 MiB)"))
+    assert sum(message.startswith("replaced by a later install: ") for message in messages(caplog)) == 2
+    assert not part.active and whole.active
+
+
 def test_warnings_are_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:
     provider = Provider("python", "python", torch.device("cpu"))
     model = mlp(features=64)
@@ -76,6 +95,15 @@ def test_warnings_are_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:
     assert record.levelno == logging.WARNING and "0.weight" in record.getMessage()
     del kept
     handle.uninstall()
+
+
+def test_a_thread_without_a_python_frame_can_warn(recwarn: pytest.WarningsRecorder) -> None:
+    """As autograd's threads do, which run backward on a device."""
+    _thread.start_new_thread(warn, ("nobody is below",))
+    end = time.monotonic() + 5
+    while not recwarn.list and time.monotonic() < end:
+        time.sleep(0.01)
+    assert [str(each.message) for each in recwarn.list] == ["nobody is below"]
 
 
 def test_loads(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

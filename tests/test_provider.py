@@ -14,6 +14,7 @@ import pytest
 import torch
 
 import dynswap_ext
+from dynswap_ext._sources import bindings_of
 
 ROOT = Path(dynswap_ext.__file__).parent.parent
 
@@ -41,6 +42,7 @@ from torch import nn
 
 BROKEN = 'raise ImportError("libtorch_cpu.so: undefined symbol: _ZN3c105ErrorE")'
 MISSING = 'raise ModuleNotFoundError("No module named dynswap_ext._C", name="dynswap_ext._C")'
+STALE = 'import torch; module.build_info = lambda: {"torch": torch.__version__, "bindings": "0"}'
 OLD = 'module.build_info = lambda: {"torch": "2.2.1", "cuda": "12.1", "compiler": "gcc 9"}'
 
 TWO_INSTALLS = """
@@ -71,9 +73,10 @@ def run(body: str, script: str, **environment: str) -> subprocess.CompletedProce
     [
         (BROKEN, "cannot be imported (ImportError: libtorch_cpu.so: undefined symbol: _ZN3c105ErrorE)"),
         (MISSING, "the extension is not built"),
+        (STALE, "the compiled extension is older than its sources: run `make build`, or `pip install .`"),
         (OLD, f"the extension was built for torch 2.2.1, and torch {torch.__version__} runs"),
     ],
-    ids=["broken", "missing", "other torch"],
+    ids=["broken", "missing", "stale", "other torch"],
 )
 def test_an_unusable_extension_means_one_warning_and_pure_python(body: str, why: str) -> None:
     done = run(body, TWO_INSTALLS)
@@ -84,6 +87,21 @@ def test_an_unusable_extension_means_one_warning_and_pure_python(body: str, why:
     assert "pip install --no-build-isolation --no-deps --force-reinstall ." in done.stderr
     assert "DYNSWAP_PROVIDER=python" in done.stderr
     assert why in done.stdout
+
+
+def test_the_extension_carries_a_checksum_of_the_bindings(tmp_path: Path) -> None:
+    extension = pytest.importorskip("dynswap_ext._C")
+    assert extension.build_info()["bindings"] in (
+        "",
+        bindings_of(ROOT),
+    )  # "": without units (DYNSWAP_UNITY=0)
+    assert bindings_of(tmp_path) == ""  # an installed package has no sources to be older than
+    folder = tmp_path / "csrc" / "bindings"
+    folder.mkdir(parents=True)
+    (folder / "module.cpp").write_text("1")
+    before = bindings_of(tmp_path)
+    (folder / "module.cpp").write_text("2")
+    assert before and bindings_of(tmp_path) not in ("", before)
 
 
 @pytest.mark.parametrize("how", ["environment", "argument"])

@@ -23,12 +23,21 @@ class DeviceMemory:
         self._device = device
 
     def free(self) -> int:
-        """Return what could be allocated: what the driver has free, and what the allocator holds unused."""
-        return int(self._ask("get_memory_info")[0] + self._ask("memory_reserved")) - self.allocated()
+        """Return what could be allocated: what the driver has free, and what the allocator holds unused.
+
+        It is less where the process may take a part of the memory only
+        (`torch.cuda.set_per_process_memory_fraction`).
+        """
+        reserved = int(self._ask("memory_reserved"))
+        free = int(self._ask("get_memory_info")[0])
+        return max(0, min(free, self.total() - reserved)) + reserved - self.allocated()
 
     def total(self) -> int:
-        """Return how much memory the device has."""
-        return int(self._ask("get_memory_info")[1])
+        """Return how much memory the device has, as far as this process may take it."""
+        total = int(self._ask("get_memory_info")[1])
+        own = getattr(torch, self._device.type, None)
+        fraction = getattr(own, "get_per_process_memory_fraction", None)
+        return total if fraction is None else int(fraction(self._device) * total)
 
     def allocated(self) -> int:
         """Return what the allocator has given out."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import array
 import ctypes
 import mmap
 import os
 from bisect import bisect_right
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final, NamedTuple
 
 #: Names that the kernel gives to memory.
 _MEMORY: Final = ("/dev/", "/memfd:", "/SYSV")
+_PAGE: Final = mmap.PAGESIZE
+# Of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst).
+_HERE: Final = 1 << 63 | 1 << 62  # present, or swapped
+_OF_FILE: Final = 1 << 61
 
 
 class Mapping(NamedTuple):
@@ -66,16 +72,41 @@ class FileMappings:
     def __init__(self) -> None:
         self._mappings = mappings()
 
+    def __len__(self) -> int:
+        return len(self._mappings)
+
     def find(self, address: int) -> Mapping | None:
         """Return the mapping that has this address."""
         at = bisect_right(self._mappings, address, key=lambda mapping: mapping.begin) - 1
         return self._mappings[at] if at >= 0 and address < self._mappings[at].end else None
+
+    def overlapping(self, address: int, nbytes: int) -> list[Mapping]:
+        """Return the mappings that have any of these bytes, by address: one, or those of a fused weight."""
+        first = bisect_right(self._mappings, address, key=lambda mapping: mapping.end)
+        last = bisect_right(self._mappings, address + nbytes - 1, key=lambda mapping: mapping.begin)
+        return self._mappings[first:last]
 
 
 def mapped_ranges(path: Path) -> list[tuple[int, int]]:
     """Return address and length of each of this process's mappings of a file."""
     wanted = str(path.resolve())
     return [(mapping.begin, mapping.end - mapping.begin) for mapping in mappings() if mapping.name == wanted]
+
+
+def private_pages(address: int, count: int) -> Iterator[tuple[int, int]]:
+    """Yield ranges of addresses that are this process's own memory and not the file's."""
+    first, last = address // _PAGE, -(-(address + count) // _PAGE)
+    entries = array.array("Q")
+    try:
+        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
+            pagemap.seek(first * entries.itemsize)
+            entries.frombytes(pagemap.read((last - first) * entries.itemsize))
+    except OSError:  # a container may hide it: then any page may be
+        yield address, address + count
+        return
+    for page, entry in enumerate(entries, first):
+        if entry & _HERE and not entry & _OF_FILE:
+            yield max(page * _PAGE, address), min((page + 1) * _PAGE, address + count)
 
 
 def drop_file_cache(path: Path) -> None:

@@ -7,18 +7,28 @@ import ctypes
 import math
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 from dynswap_ext._util.device_memory import DeviceMemory
+from dynswap_ext._util.option_names import nearest
 from dynswap_ext.errors import ConfigError
 
+#: Budgets by name: what the measured calls leave, and only what `prefetch` needs.
+AUTO: Final = "auto"
+MINIMUM: Final = "minimum"
 #: The rest is for activations, until they have been measured.
 _FIRST_SHARE: Final = 0.5
+
+_GROUPS: Final = Path("/sys/fs/cgroup")
+_GROUPS_OF_PROCESS: Final = Path("/proc/self/cgroup")
+#: The files with a control group's limit and its use, and the field of memory.stat with reclaimable pages.
+_FILES_OF_VERSION_1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+_FILES_OF_VERSION_2: Final = ("memory.max", "memory.current", "inactive_file")
 
 _AMOUNT: Final = re.compile(r"\s*([+-]?[\d.]+(?:e[+-]?\d+)?)\s*([a-zµ/]*)\s*", re.IGNORECASE)
 _BYTES: Final = {
@@ -39,14 +49,19 @@ def parse_amount(text: str, units: Mapping[str, float]) -> float:
     return math.nan
 
 
-def parse_bytes(given: int | float | str, option: str = "budget") -> int | float:
+def is_named(budget: object, name: str) -> bool:
+    """Return whether a budget is given by this name, in any case."""
+    return isinstance(budget, str) and budget.strip().lower() == name
+
+
+def parse_bytes(given: int | float | str, option: str = "budget", names: Sequence[str] = ()) -> int | float:
     """Read an amount of memory: bytes as an int, a fraction of the free memory as a float in (0, 1].
 
-    `option` is what it was given as, for the ConfigError that names the accepted forms. A unit of one letter
-    is binary, as most tools have it: 6G is 6 GiB.
+    `option` is what it was given as, and `names` are what it may be instead, for the ConfigError that names
+    them. A unit of one letter is binary, as most tools have it: 6G is 6 GiB.
     """
     fraction: float | Fraction | None = given if isinstance(given, float) else None
-    if isinstance(given, str) and re.search("[%/]", given):
+    if isinstance(given, str) and re.search(r"[%/]|^\s*0?\.", given):
         fraction = parse_fraction(given)
     if fraction is not None and 0 < fraction <= 1:
         return float(fraction)
@@ -54,13 +69,17 @@ def parse_bytes(given: int | float | str, option: str = "budget") -> int | float
     if isinstance(given, str):
         number = parse_amount(given, _BYTES)
     elif isinstance(given, float) and 1 < given < 1024:
-        hint = f". Is '{given:g}GiB' meant?"
+        hint = f". Did you mean '{given:g}GiB'?"
     elif isinstance(given, (int, float)):
         number = float(given) if given < 1 << 1000 else math.inf
     if isinstance(given, bool) or not math.isfinite(number) or number < 1:
+        also = "".join(f", or {name!r}" for name in names)
+        if isinstance(given, str) and (near := nearest(given.strip().lower(), names)):
+            hint = f". Did you mean {near!r}?"
         raise ConfigError(
             f"{option} is {given!r}; expected a number of bytes (6_000_000_000), a string ('6GiB', '512 MB', "
-            f"'1.5e9'), or a fraction of the free memory over 0 and up to 1.0 (0.5, '50%' or '1/2'){hint}"
+            f"'1.5e9'), or a fraction of the free memory over 0 and up to 1.0 (0.5, '50%' or '1/2')"
+            f"{also}{hint}"
         )
     return given if isinstance(given, int) else int(number)
 
@@ -81,9 +100,20 @@ def format_bytes(amount: int) -> str:
     return f"{amount / 1024**power:.4g} {'KMGT'[power - 1]}iB"
 
 
+def exact_bytes(amount: int) -> str:
+    """Write bytes with a binary unit, and exactly: 1.5 GiB (1610612736 bytes)."""
+    return format_bytes(amount) if amount < 1024 else f"{format_bytes(amount)} ({amount} bytes)"
+
+
 def first_budget(device: torch.device) -> int:
     """Return the bytes to begin with, while it is not known what the activations take."""
     return max(1, int(_FIRST_SHARE * free_bytes(device)))
+
+
+def ram_limit() -> int:
+    """Return how much RAM this process may use: the machine's, or less if a control group limits it."""
+    limits = (group.most() for group in _control_groups())
+    return int(min((all_bytes(torch.device("cpu")), *limits)))
 
 
 def all_bytes(device: torch.device) -> int:
@@ -141,12 +171,57 @@ def _free_ram() -> int:
 
 
 def _free_in_group() -> int | float:
-    """Return what the process's control group (a container's limit) leaves, infinite without a limit."""
-    group = Path("/sys/fs/cgroup")
+    """Return the RAM that the process's control groups (a container's limit) leave; infinite without a limit.
+
+    Each group above the process's own may have a limit. In a container they are often not visible, and its
+    own group is the root.
+    """
+    return min((group.free() for group in _control_groups()), default=math.inf)
+
+
+def _control_groups() -> Iterator[_ControlGroup]:
+    """Yield the control groups of the process that count memory, as far as they can be seen."""
     try:
-        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
-        counts = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):  # "max" is no number
-        return math.inf
-    # Cached file pages count as used, and are given up under pressure.
-    return max(0, limit - used + int(counts.get("inactive_file", 0)))
+        lines = _GROUPS_OF_PROCESS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        number, controllers, path = line.split(":", 2)
+        if number == "0":
+            root, files = _GROUPS, _FILES_OF_VERSION_2
+        elif "memory" in controllers.split(","):
+            root, files = _GROUPS / "memory", _FILES_OF_VERSION_1
+        else:
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts) + 1):
+            yield _ControlGroup(root.joinpath(*parts[:depth]), *files)
+
+
+class _ControlGroup(NamedTuple):
+    """A control group that counts memory."""
+
+    folder: Path
+    limit: str
+    used: str
+    cached: str
+
+    def most(self) -> int | float:
+        """Return the limit, infinite without one."""
+        try:
+            return int((self.folder / self.limit).read_text())
+        except (OSError, ValueError):  # "max" is no number
+            return math.inf
+
+    def free(self) -> int | float:
+        """Return what the limit leaves."""
+        limit = self.most()
+        if limit == math.inf:
+            return limit
+        try:
+            used = int((self.folder / self.used).read_text())
+            counts = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
+        except (OSError, ValueError):
+            return math.inf
+        # Cached file pages count as used.
+        return max(0, limit - used + int(counts.get(self.cached, 0)))

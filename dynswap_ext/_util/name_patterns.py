@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
+from typing import Final
+
+#: Between words; the dots of ``{0..31}`` and ``[0..31]`` are in a word.
+_DOT: Final = re.compile(r"\.(?![^{}\[\]]*[\]}])")
+#: The number of a part of a weight, as in ``experts.down_proj[3]``.
+_PLACE: Final = re.compile(r"\[(\d+)\]$")
 
 
 def key_of(name: str) -> tuple[str | None, ...]:
-    """What names have in common that differ in their numbers alone."""
-    return tuple(None if word.isdecimal() else word for word in name.split("."))
+    """Return what is common to names that differ in their numbers alone."""
+    return tuple(None if word.isdecimal() else _PLACE.sub("[]", word) for word in name.split("."))
 
 
 def pattern_of(names: Sequence[str], most: int | None = None) -> str:
@@ -20,15 +27,38 @@ def pattern_of(names: Sequence[str], most: int | None = None) -> str:
     return ".".join(_word(list(dict.fromkeys(column)), most) for column in columns)
 
 
-def label_of(names: Sequence[str], most: int = 4) -> str:
-    """One name for names that travel together, such as ``layers.0.{weight, bias}``."""
+def label_of(names: Sequence[str], each: bool = False) -> str:
+    """Return one label for weights that travel together: ``layers.0.mlp (up_proj … down_proj), 3 weights``.
+
+    It names the first and the last module that is used. `each`: the names are patterns of several groups.
+    """
     if len(names) <= 1:
         return names[0] if names else "?"
-    modules = [name.split(".")[:-1] for name in names]
-    prefix = "".join(f"{word}." for word in common_words(modules))
-    rest = [name.removeprefix(prefix) for name in names]
-    more = [f"{len(rest) - most + 1} more"] if len(rest) > most else []
-    return f"{prefix}{{{', '.join([*rest[: most - 1 if more else most], *more])}}}"
+    owners = list(dict.fromkeys(map(_owner, names)))
+    if len(owners) == 1 and len(names) == 2:
+        first, second = (_DOT.split(name)[-1] for name in names)
+        return f"{owners[0]}{'.' if owners[0] else ''}{{{first}, {second}}}"
+    count = f"{len(names)} weights{' each' if each else ''}"
+    shared = common_words([_DOT.split(owner) for owner in owners])
+    rest = [".".join(_DOT.split(owner)[len(shared) :]) for owner in owners]
+    prefix = ".".join(shared)
+    if len(owners) == 1:
+        return f"{prefix or 'the model'}, {count}"
+    among = ", ".join(rest) if len(rest) == 2 else f"{rest[0]} … {rest[-1]}"
+    return f"{prefix} ({among}), {count}" if prefix else f"{among}, {count}"
+
+
+def label_of_groups(groups: Sequence[Sequence[str]]) -> str:
+    """Return one label for groups, in their order of use, whose names differ only in their numbers."""
+    if len(groups) == 1:
+        return label_of(groups[0])
+    patterns = [pattern_of(names, most=3) for names in zip(*groups, strict=True)]
+    shared = common_words([_DOT.split(_owner(pattern)) for pattern in patterns])
+    if len(patterns) == 1 or any("{" in word for word in shared):
+        return label_of(patterns, each=True)
+    # The groups do not match layers: they have weights of consecutive modules.
+    first, last = (_owner(name) for name in (groups[0][0], groups[-1][-1]))
+    return f"{first} … {last}, {len(patterns)} weights each"
 
 
 def common_words(lists: Sequence[Sequence[str]]) -> list[str]:
@@ -37,9 +67,28 @@ def common_words(lists: Sequence[Sequence[str]]) -> list[str]:
     return [words[0] for words in alike]
 
 
+def wrapped(label: str, width: int) -> str:
+    """Break a label into lines of at most `width`: at spaces and dots, in longer words at underscores."""
+    lines = [""]
+    for part in re.findall(r"[^ .]*[ .]|[^ .]+", label):
+        pieces = [part] if len(part.rstrip()) <= width else re.findall(rf"[^_]{{1,{width - 1}}}_?|_", part)
+        for piece in pieces:
+            if len(lines[-1]) + len(piece.rstrip()) > width:
+                lines.append("")
+            lines[-1] += piece
+    return "\n".join(line.rstrip() for line in lines if line)
+
+
+def _owner(name: str) -> str:
+    return ".".join(_DOT.split(name)[:-1])
+
+
 def _word(words: list[str], most: int | None) -> str:
     if len(words) == 1:
         return words[0]
+    if place := _PLACE.search(words[0]):
+        numbers_of_parts = [word[place.start() + 1 : -1] for word in words]
+        return f"{words[0][: place.start()]}[{_word(numbers_of_parts, most).strip('{}')}]"
     numbers = sorted(int(word) for word in words)
     ranges = []
     for _, run in itertools.groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):

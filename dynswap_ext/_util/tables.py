@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Iterable, Sequence
+import os
+import re
+from collections.abc import Container, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
-#: Names that are listed before the others are only counted.
-_LISTED: Final = 10
+#: Characters in a line where no terminal limits them.
+_UNBROKEN: Final = 10_000
+#: What is never shortened: a number, with a unit or a sign, or a shape.
+_FIGURE: Final = re.compile(r"-?[\d.,]+ ?[A-Za-z%]*|\[[\d, ]*\]|\d+( x \d+)*")
+#: The least width of a column of text, however narrow the terminal is.
+_NARROWEST: Final = 12
+#: Fewer characters of a word than this say nothing.
+_WORTH_A_PART: Final = 8
+_WORDS: Final = re.compile(r"(?:\{[^}]*\}|[^./: ])+[./: ]*|[./: ]+")
+#: Characters between two columns.
+_BETWEEN: Final = 3
 
 
 class Printable:
@@ -25,7 +37,7 @@ class Printable:
         yield from self._parts()
 
 
-def as_text(*parts: Any, width: int = 10_000) -> str:
+def as_text(*parts: Any, width: int = _UNBROKEN) -> str:
     """Render as text. By default no line is broken: a file or a log has no width of its own."""
     from rich.console import Console
 
@@ -36,36 +48,139 @@ def as_text(*parts: Any, width: int = 10_000) -> str:
     return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
 
 
-def plain_table(columns: Sequence[str], rows: Iterable[Sequence[str]], *, right: Iterable[str] = ()) -> Any:
-    """Make a table; the columns of `right` are aligned to the right. Brackets in texts are no markup."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
+def write(*parts: Any) -> None:
+    """Print, as wide as the terminal; to a file or a pipe as `as_text` does, or as wide as COLUMNS says."""
+    from rich.console import Console
 
-    numbers = set(right)
-    made = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        made.add_column(Text(column), justify="right" if column in numbers else "left", overflow="fold")
-    for row in rows:
-        made.add_row(*(Text(cell) for cell in row))
-    return made
+    console = Console()
+    if not console.is_terminal:
+        return print(as_text(*parts, width=console.width if "COLUMNS" in os.environ else _UNBROKEN))
+    for part in parts:
+        console.print(part)
+
+
+def plain_table(
+    columns: Sequence[str],
+    rows: Iterable[Sequence[str]],
+    *,
+    right: Iterable[str] = (),
+    optional: Sequence[str] = (),
+    bold: Container[int] = (),
+) -> Any:
+    """Make a table whose rows are one line each, in as many characters as there are.
+
+    Long texts are shortened in the middle, figures never. Brackets in texts are no markup.
+
+    Parameters
+    ----------
+    columns, rows
+        The headings, and a cell for each.
+    right
+        Columns that are aligned to the right.
+    optional
+        Columns that are left out if there is no room for all, the first of them first.
+    bold
+        The numbers of the rows in bold.
+    """
+    return _Table(tuple(columns), tuple(map(tuple, rows)), frozenset(right), tuple(optional), bold)
+
+
+@dataclass(frozen=True)
+class _Table:
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    right: frozenset[str]
+    optional: tuple[str, ...]
+    bold: Container[int]
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        widths, between = self._widths(options.max_width)
+        made = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, between - 2))
+        for name in widths:
+            made.add_column(Text(name), justify="right" if name in self.right else "left", no_wrap=True)
+        for number, row in enumerate(self.rows):
+            cells = dict(zip(self.columns, row, strict=True))
+            texts = [Text(shortened(cells[name], width)) for name, width in widths.items()]
+            made.add_row(*texts, style="bold" if number in self.bold else "")
+        yield made
+
+    def _widths(self, room: int) -> tuple[dict[str, int], int]:
+        """Return the width of each column that is shown, and the number of characters between two of them."""
+        cells = {name: [row[place] for row in self.rows] for place, name in enumerate(self.columns)}
+        heads = {name: max(map(len, name.split("\n"))) for name in self.columns}
+        widths = {name: max([heads[name], *map(len, cells[name])]) for name in self.columns}
+        if sum(widths.values()) + _BETWEEN * len(widths) <= room:
+            return widths, _BETWEEN
+        least = {}
+        for name, texts in cells.items():
+            figures = (len(text) for text in texts if _FIGURE.fullmatch(text))
+            least[name] = max(heads[name], min(widths[name], _NARROWEST), *figures, 0)
+        narrow = _BETWEEN - 1
+        for name in self.optional:
+            if sum(least.values()) + narrow * len(least) <= room:
+                break
+            del least[name]
+        widths = {name: widths[name] for name in least}
+        spare = room - sum(least.values()) - narrow * len(least)
+        # The narrow ones come first, so that they are not shortened for the wide ones.
+        for left, name in enumerate(sorted(least, key=lambda name: widths[name] - least[name])):
+            more = min(widths[name] - least[name], max(0, spare) // (len(least) - left))
+            widths[name] = least[name] + more
+            spare -= more
+        return widths, narrow
 
 
 def facts_grid(rows: Iterable[tuple[str, str]]) -> Any:
-    """Make a table of names and values, a line each."""
-    from rich.table import Table
-    from rich.text import Text
-
-    made = Table.grid(padding=(0, 2))
-    for name, text in rows:
-        made.add_row(Text(name, style="bold"), Text(text))
-    return made
+    """Make a table of names and values, a line each, or several that are broken at spaces."""
+    return _Facts(tuple(rows))
 
 
-def first_names(names: Sequence[str], between: str = ", ") -> str:
-    """Join names, of which only the first are listed if they are many."""
-    more = [f"and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
-    return between.join([*names[:_LISTED], *more])
+@dataclass(frozen=True)
+class _Facts:
+    rows: tuple[tuple[str, str], ...]
+
+    def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
+        from rich.table import Table
+        from rich.text import Text
+
+        made = Table.grid(padding=(0, 2))
+        room = options.max_width - 2 - max((len(name) for name, _ in self.rows), default=0)
+        for name, text in self.rows:
+            lines = (
+                " ".join(shortened(word, max(room, _NARROWEST)) for word in line.split(" "))
+                for line in text.split("\n")
+            )
+            made.add_row(Text(name, style="bold", no_wrap=True), Text("\n".join(lines)))
+        yield made
+
+
+def shortened(text: str, width: int) -> str:
+    """Shorten a text to `width` characters: leave out words in its middle."""
+    if len(text) <= width:
+        return text
+    indent = text[: len(text) - len(text.lstrip())][: max(0, width - _NARROWEST)]
+    text, room = text.strip(), width - len(indent) - 1
+    words = _WORDS.findall(text)
+    head = tail = ""
+    while True:  # the end says more than the beginning, and gets the first word
+        if len(tail) <= len(head) and len(head) + len(words[-1]) + len(tail) <= room:
+            tail = words.pop() + tail
+        elif len(head) + len(words[0]) + len(tail) <= room:
+            head += words.pop(0)
+        elif len(head) + len(words[-1]) + len(tail) <= room:
+            tail = words.pop() + tail
+        else:
+            break
+    spare = room - len(head) - len(tail)
+    if head and spare >= _WORTH_A_PART:
+        tail = words[-1][-spare:] + tail
+    if not head or not tail:
+        head, tail = text[: room // 2], text[len(text) - (room - room // 2) :]
+    return f"{indent}{head}…{tail}"
 
 
 def shape_text(sizes: Sequence[int]) -> str:

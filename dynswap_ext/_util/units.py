@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 from typing import Final
 
 import torch
 
-from dynswap_ext._util.memory import format_bytes, parse_amount, parse_bytes, parse_fraction
+from dynswap_ext._util.memory import (
+    AUTO,
+    MINIMUM,
+    format_bytes,
+    is_named,
+    parse_amount,
+    parse_bytes,
+    parse_fraction,
+)
+from dynswap_ext._util.option_names import nearest
 from dynswap_ext.errors import ConfigError
 
 _TIMES: Final = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
@@ -19,25 +29,72 @@ _THROUGHPUTS: Final = {
 }
 
 
-def parse_size(text: str) -> int:
-    """Return the bytes of "1.5GB", "384MiB" or "1048576"."""
+def parse_size(text: str, names: Sequence[str] = ()) -> int:
+    """Return the bytes of "1.5GB", "384MiB" or "1048576". `names` are what may be given instead."""
     try:
         size = parse_bytes(text)
     except ConfigError:
         size = 0.0
     if isinstance(size, float):  # a share, or nothing
-        raise ConfigError(f"{text!r} is not a size; write one as 1.5GB or 384MiB")
+        near = nearest(text.strip().lower(), names)
+        hint = f". Did you mean {near!r}?" if near else ""
+        raise ConfigError(f"{text!r} is not a size; write one as 1.5GB or 384MiB{hint}")
     return size
 
 
-def parse_share(text: str, whole: int) -> int:
-    """Return the bytes of a size, or of a share of `whole` written as "1/4", "25%" or "0.25"."""
+def parse_share(given: float | str, whole: int) -> int:
+    """Return the bytes of a share of a model of `whole` bytes: 0.25, "1/4" or "25%"."""
+    share = parse_fraction(str(given))
+    if share is None or not 0 < share <= 1:
+        raise ConfigError(f"{given!r} is not a share of the model; write one as 0.25, 1/4 or 25%")
+    return max(1, int(whole * share))
+
+
+def parse_planned(text: str) -> int:
+    """Return the bytes of a budget that is planned for.
+
+    A fraction is refused: `install` takes one of the device's free memory, which is not known here. So is
+    "auto", and "minimum" where the model is not known.
+    """
+    if is_named(text, AUTO):
+        raise ConfigError(
+            f"the budget is {text!r}; expected a size such as 6GiB: what install(budget={text!r}) takes "
+            "depends on the device's free memory and on the activations"
+        )
+    if is_named(text, MINIMUM):
+        raise ConfigError(
+            f"the budget is {text!r}; expected a size such as 6GiB. install(budget={text!r}) works for every "
+            "model; `dynswap plan --budget minimum` tells how much it takes"
+        )
     share = parse_fraction(text)
-    if share is None or share > 1:
-        return parse_size(text)
-    if share <= 0:
-        raise ConfigError(f"{text!r} is not a share above zero; write one as 1/4 or 25%")
-    return int(whole * share)
+    if share is not None and (share < 1 or re.search("[%/]", text)):
+        raise ConfigError(
+            f"the budget is {text!r}; expected a size such as 6GiB. install(budget={text!r}) takes that "
+            "share of the device's free memory; a share of the model is --share, in Python shares="
+        )
+    return parse_size(text, (MINIMUM,))
+
+
+def parse_model_budget(size: str | None, share: str | None, whole: int) -> int | None:
+    """Return the bytes of ``--budget`` or ``--share``, whichever is given; None if neither is."""
+    if size and share:
+        raise ConfigError("--budget and --share are two ways to give one budget; leave out one of them")
+    if share:
+        return parse_share(share, whole)
+    return parse_planned(size) if size else None
+
+
+def parse_run_budget(size: str | None, share: str | None, whole: int, default: int) -> int | str:
+    """Return the budget of a run, which may be "minimum" too; `default` if neither is given."""
+    if share is None and is_named(size, MINIMUM):
+        return MINIMUM
+    return parse_model_budget(size, share, whole) or default
+
+
+def show_budget(budget: int | str | None, *, automatic: bool = False) -> str:
+    """Write a budget as users give it; an automatic one with its present amount: "auto (6 GiB)"."""
+    amount = format_bytes(budget) if isinstance(budget, int) else MINIMUM
+    return f"{AUTO} ({amount})" if automatic else amount
 
 
 def show_bytes(size: float | None) -> str:
@@ -52,10 +109,12 @@ def show_rate(rate: float, unit: str) -> str:
 
 
 def show_seconds(seconds: float | None) -> str:
-    """Write a time as 1.234 s or 12.3 ms; a dash for None."""
+    """Write a time as 1.234 s, 12.3 ms or 4.5 us; a dash for None."""
     if seconds is None:
         return "-"
-    return f"{seconds:.3f} s" if seconds >= 1 else f"{seconds * 1e3:.1f} ms"
+    if seconds >= 1:
+        return f"{seconds:.3f} s"
+    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 or seconds <= 0 else f"{seconds * 1e6:.1f} us"
 
 
 def show_ns(ns: int) -> str:

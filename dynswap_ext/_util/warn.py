@@ -21,7 +21,7 @@ def warn(message: str, *, always: bool = False) -> None:
 
     `always` shows it also where the same line has led to it before: it is about another install.
     """
-    frame = sys._getframe(1)
+    frame = sys._getframe()  # autograd's threads have none before it
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
         frame = frame.f_back
     logger.warning("%s", message)

@@ -1,0 +1,72 @@
+"""Find where a pass begins if several models share an install: a pass is one round of all of them.
+
+A pipeline calls its text encoder once, its denoiser thirty times and its decoder once. The whole round is
+measured, because it decides how much a resident saves. No program says where a round begins, so that is
+inferred from the calls: a round begins when all models that take part have been called, and one of them is
+called again after another.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+#: If a model is called this many times in a row, or more than twice as often as in any earlier row of calls,
+#: it is taken for a loop of its own, in which each call is a pass.
+_LOOP: Final = 64
+#: After this many returns to models that the round has called, the round no longer waits for the others.
+_RETURNS: Final = 16
+#: Calls in a row that get numbers of their own.
+_MOST_IN_A_ROW: Final = 1024
+
+
+class RoundCall(NamedTuple):
+    """One call of one of several models."""
+
+    begins_round: bool
+    #: Whether the model had never been called before.
+    is_new: bool
+    #: Identifies, for the schedule, the model and how often it was called in a row. Begins with 1.
+    number: int
+    #: Calls of the same model directly before this one.
+    in_a_row: int
+
+
+class Rounds:
+    """Follows the calls of models that share an install. Calls of several threads count in their order."""
+
+    def __init__(self) -> None:
+        self._ever: set[str] = set()
+        #: Models that a round is expected to call, and those that this one has called.
+        self._expected: set[str] = set()
+        self._called: set[str] = set()
+        self._latest: str | None = None
+        self._in_a_row = 0
+        #: By model: the longest row of calls of it before another model was called.
+        self._longest: dict[str, int] = {}
+        self._returns = 0
+        self._numbers: dict[tuple[str, int], int] = {}
+
+    def call(self, model: str) -> RoundCall:
+        """Note a call of the model of this name."""
+        is_new, again, returns = model not in self._ever, model == self._latest, model in self._called
+        self._ever.add(model)
+        self._expected.add(model)
+        if not again and self._latest is not None:
+            self._longest[self._latest] = max(self._longest.get(self._latest, 0), self._in_a_row + 1)
+        self._in_a_row = self._in_a_row + 1 if again else 0
+        self._latest = model
+        if again and self._in_a_row >= min(_LOOP, 2 * self._longest.get(model, _LOOP) + 2):
+            self._expected = {model}
+        elif returns and not again:
+            self._returns += 1
+            if self._returns > _RETURNS:
+                self._expected = self._called.copy()
+        alone = self._expected == {model}
+        begins = not self._called or (returns and self._expected <= self._called and (alone or not again))
+        if begins:
+            self._called.clear()
+            self._returns = 0
+        self._called.add(model)
+        key = model, min(self._in_a_row, _MOST_IN_A_ROW - 1)
+        number = self._numbers.setdefault(key, len(self._numbers) + 1)
+        return RoundCall(begins, is_new, number, self._in_a_row)

@@ -1,0 +1,93 @@
+"""Which modules are experts: a router chooses some of them for each token, in no order."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Final, NamedTuple
+
+from torch import nn
+from torch.nn.parameter import is_lazy
+
+from dynswap_ext._util.own_masters import own_masters
+
+#: Fused experts are the slices of one parameter with at least as many dimensions.
+_FUSED_DIMENSIONS: Final = 3
+#: In names of a checkpoint: one expert of several, as in "mlp.experts.3.", and what fused experts are called.
+_ONE_OF_SEVERAL: Final = re.compile(r".*?\w*expert\w*\.(expert_?)?\d+(?=\.)")
+_OF_EXPERTS: Final = re.compile(r"expert|exps|(^|[._])moe")
+
+
+class Experts(NamedTuple):
+    """What of a module is used without an order."""
+
+    #: How many experts its parameters are the slices of, along their first dimension; 0: none.
+    slices: int = 0
+    #: The place of the expert that the module is, or is a part of; -1: it is none.
+    expert: int = -1
+
+
+def experts_of_modules(modules: Sequence[nn.Module]) -> list[Experts]:
+    """Return for each module whether it is an expert, or has the weights of several.
+
+    Fused experts are one parameter of three dimensions, whose first is the number of experts: an attribute of
+    the module with "experts" in its name, as in transformers (`num_experts`). Other experts are the children
+    of a list or dict of modules that has "expert" in its name.
+
+    Parents come before their children.
+    """
+    place_of = {id(module): place for place, module in enumerate(modules)}
+    expert_of: dict[int, int] = {}
+    for module in modules:
+        for name, child in module._modules.items():
+            if "expert" not in name or not isinstance(child, nn.ModuleList | nn.ModuleDict):
+                continue
+            experts = [one for one in child.children() if id(one) in place_of and _has_masters(one)]
+            for one in experts if len(experts) > 1 else ():
+                for part in one.modules():
+                    expert_of.setdefault(id(part), place_of[id(one)])
+    found = []
+    for each in modules:
+        expert = expert_of.get(id(each), -1)
+        found.append(Experts(0 if expert >= 0 else _fused(each), expert))
+    return found
+
+
+def experts_of_names(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, str]]:
+    """Return for names of weights what is an expert, as far as names and shapes tell.
+
+    For fused experts that is how many there are, for others the name of the expert, and else nothing.
+    """
+    found: dict[str, tuple[int, str]] = {}
+    lists: dict[str, set[str]] = {}
+    fused: dict[str, int] = {}
+    for name, shape in shapes.items():
+        one = _ONE_OF_SEVERAL.match(name)
+        if one:
+            found[name] = 0, one[0]
+            lists.setdefault(one[0].rpartition(".")[0], set()).add(one[0])
+        elif len(shape) >= _FUSED_DIMENSIONS and shape[0] > 1 and _OF_EXPERTS.search(name):
+            fused.setdefault(name.rpartition(".")[0], shape[0])
+    for name, shape in shapes.items():
+        if name in found:
+            if len(lists[found[name][1].rpartition(".")[0]]) == 1:
+                del found[name]
+        elif len(shape) > 1 and fused.get(name.rpartition(".")[0]) == shape[0]:
+            found[name] = shape[0], ""
+    return found
+
+
+def _has_masters(module: nn.Module) -> bool:
+    return any(True for part in module.modules() for _ in own_masters(part))
+
+
+def _fused(module: nn.Module) -> int:
+    sizes = {
+        parameter.shape[0]
+        for parameter in module._parameters.values()
+        if parameter is not None and not is_lazy(parameter) and parameter.dim() >= _FUSED_DIMENSIONS
+    }
+    if not sizes:
+        return 0
+    counts = [value for name, value in vars(module).items() if "experts" in name and type(value) is int]
+    return next((count for count in counts if count > 1 and count in sizes), 0)

@@ -1,0 +1,63 @@
+"""The free RAM is what the limits of control groups leave, of either version, and of any group above."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dynswap_ext import config
+from dynswap_ext._util import memory
+
+GIB = 1 << 30
+Group = Callable[..., None]
+
+
+@pytest.fixture
+def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(memory, "_GROUPS", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_GROUPS_OF_PROCESS", tmp_path / "of_process")
+    return tmp_path
+
+
+def group(folder: Path, names: tuple[str, str, str], limit: int | str, used: int, cached: int = 0) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / names[0]).write_text(f"{limit}\n")
+    (folder / names[1]).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\n")
+
+
+def test_version_2(groups: Path) -> None:
+    (groups / "of_process").write_text("0::/user.slice/job_7\n")
+    names = memory._FILES_OF_VERSION_2
+    group(groups / "cgroup/user.slice/job_7", names, "max", 3 * GIB)
+    assert memory._free_in_group() == math.inf
+    group(groups / "cgroup/user.slice", names, 8 * GIB, 5 * GIB, GIB)
+    assert memory._free_in_group() == 4 * GIB
+    group(groups / "cgroup/user.slice/job_7", names, 4 * GIB, 3 * GIB)
+    assert memory._free_in_group() == GIB
+    assert memory.ram_limit() <= 4 * GIB
+
+
+def test_version_1(groups: Path) -> None:
+    (groups / "of_process").write_text("5:cpu,cpuacct:/a\n4:memory:/docker/0123\n1:name=systemd:/\n0::/\n")
+    names = memory._FILES_OF_VERSION_1
+    group(groups / "cgroup/memory", names, 2 * GIB, GIB, GIB // 2)  # as a container sees its own
+    assert memory._free_in_group() == 3 * GIB // 2
+    assert memory.ram_limit() <= 2 * GIB
+    group(groups / "cgroup/memory", names, 9223372036854771712, GIB)  # no limit
+    assert memory._free_in_group() > 1 << 60
+
+
+def test_a_container_whose_root_is_its_own(groups: Path) -> None:
+    (groups / "of_process").write_text("0::/\n")
+    group(groups / "cgroup", memory._FILES_OF_VERSION_2, 2 * GIB, 3 * GIB)
+    assert memory._free_in_group() == 0
+    assert config.resolve(device="cpu").pin <= 0.8 * 2 * GIB
+
+
+def test_without_control_groups(groups: Path) -> None:
+    assert memory._free_in_group() == math.inf
+    assert memory.ram_limit() == memory.all_bytes(memory.torch.device("cpu"))
