@@ -241,3 +241,25 @@ def test_a_tensor_that_was_given_other_data_is_written(
     testing.assert_bit_equal(
         model.state_dict()[name], moved.state_dict()[name].to("cpu", torch.float32), "master"
     )
+
+
+@BUDGETS
+def test_a_name_that_is_kept_sees_other_data_that_was_set_through_another(
+    provider: Provider, budget: str | None
+) -> None:
+    """As peft's merge of several DoRA adapters needs."""
+    model = Cache()
+    model.weight.data = torch.randint_like(model.weight, -2, 3)
+    moved, _ = provider.pair(model, budget=budget)
+    x = provider.randn(2, 8)
+    for m in (model, moved):
+        kept = m.weight
+        for factor in (2, 3):
+            m.weight.data = m.weight.data * factor
+        assert m.weight is kept
+        kept.data += 1
+        del kept
+    testing.assert_bit_equal(model(x), moved(x), "output")
+    testing.assert_bit_equal(
+        model.state_dict()["weight"], moved.state_dict()["weight"].to("cpu", torch.float32), "master"
+    )

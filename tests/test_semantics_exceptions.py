@@ -9,7 +9,7 @@ from torch import nn
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-from dynswap_ext._python.device_copy import Destination
+from dynswap_ext._python.destination import Destination
 from sample_models import mlp
 
 
@@ -70,7 +70,7 @@ def test_out_of_memory_is_an_error_of_its_own(provider: Provider, monkeypatch: p
 
     with monkeypatch.context() as patch:
         patch.setattr(Destination, "convert", full)
-        with pytest.raises(dynswap_ext.OutOfMemoryError, match=r"for 0\.weight \(2048 bytes\)"):
+        with pytest.raises(dynswap_ext.OutOfMemoryError, match=r"for 0\.weight, 2 KiB \(2048 bytes\)"):
             model(x)
     testing.assert_bit_equal(model(x), moved(x))
     testing.assert_nothing_held(handle)

@@ -224,6 +224,9 @@ def test_a_buffer_of_another_size_beside_what_trains(
     for step in range(6):
         x = provider.randn(2, WIDTH, seed=step)
         plain = testing.moved(model, provider.device, torch.float64)
+        # `moved` casts all. What a forward assigned where it computes keeps the dtype that it had.
+        if step and provider.device.type == "cpu":
+            plain.bank = plain.bank.float()
         y = model(x, rows + step)
         testing.assert_bit_equal(y, plain(x, 3))
         y.sum().backward()

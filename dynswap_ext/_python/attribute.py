@@ -8,6 +8,7 @@ from typing import Any
 from torch import compiler, nn
 
 from dynswap_ext._python.calls import namespace_for
+from dynswap_ext._python.destination import Destination
 from dynswap_ext._python.device_copy import Weight
 from dynswap_ext._swap.compile_support import is_packed, live_name
 from dynswap_ext._swap.state import STATE_KEY
@@ -17,13 +18,25 @@ from dynswap_ext._util.untraced import untraced
 class ModuleState:
     """What an installed module carries in its `__dict__`."""
 
-    __slots__ = ("owner", "session", "stand_ins", "weights")
+    __slots__ = ("destinations", "ignored", "names", "owner", "session", "stand_ins", "weights")
 
-    def __init__(self, session: Any, module: nn.Module, weights: dict[str, Weight]) -> None:
+    def __init__(
+        self,
+        session: Any,
+        module: nn.Module,
+        destinations: dict[str, Destination],
+        ignored: frozenset[str] | None,
+    ) -> None:
         self.session = session
+        #: The destinations of masters that are not cast into the session's dtype, by name.
+        self.destinations = destinations
+        #: Names that masters had at the install, and those that have been adopted since.
+        self.names = {*module._parameters, *module._buffers}
         #: A copy of the module's `__dict__` brings the state along, but not the module.
         self.owner = weakref.ref(module)
-        self.weights = weights
+        #: Names of masters that are left alone.
+        self.ignored = ignored or frozenset()
+        self.weights: dict[str, Weight] = session.weights_of(module, self)
         #: Masters that have taken a planned one's place, and in which call of the model they did.
         self.stand_ins: dict[str, tuple[Weight, int]] = {}
 
@@ -58,13 +71,13 @@ class Attribute:
         except KeyError:
             raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'") from None
         state = held.get(STATE_KEY)
-        if state is None or master is None or state.owner() is not module:
+        if state is None or master is None or name in state.ignored or state.owner() is not module:
             return master
         if (
             not is_param
             and compiler.is_dynamo_compiling()
             and (module.training or not is_packed(master))
-            and not state.session.destination.holds(master)
+            and not state.session.destination_of(state, name).holds(master)
         ):
             return getattr(module, self._live)  # see Note [Buffers are inputs of a graph]
         training = not is_param and module.training

@@ -63,7 +63,7 @@ def namespace_for(cls: type) -> dict[str, Any]:
             return call(self, *args, **kwargs)
         session = session_of(self)
         if session is not None and _thread.depth == 0:
-            session.pass_begins()
+            session.call_begins(self)
         if _thread.kept:
             _end_of_call()
         release_inputs()

@@ -13,53 +13,21 @@ import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from dynswap_ext._python.autograd import Fetch, HandOut, is_fetched
+from dynswap_ext._python.destination import Destination
 from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._python.memory_watch import MemoryWatch
 from dynswap_ext._python.overlaps import Overlaps, Place, may_overlap, part_of_storage
 from dynswap_ext._python.statistics import Counts
 from dynswap_ext._swap.parameter_proxy import handed_out_again, untracked_alias_made
 from dynswap_ext._util.untraced import untraced
-
-
-@dataclass(frozen=True, slots=True)
-class Destination:
-    """Where tensors are wanted, and in which dtype."""
-
-    device: torch.device
-    dtype: torch.dtype | None
-
-    def dtype_for(self, master: torch.Tensor) -> torch.dtype:
-        """Only floating masters are cast."""
-        return self.dtype if self.dtype is not None and master.is_floating_point() else master.dtype
-
-    def holds(self, master: torch.Tensor) -> bool:
-        """Whether a master is handed out itself: it is what and where it should be, or has no data now."""
-        if (
-            isinstance(master, UninitializedTensorMixin)
-            or master.is_meta
-            or (master.numel() > 0 and _is_emptied(master))
-            or (master.numel() == 0 and not isinstance(master, nn.Parameter))
-        ):
-            return True
-        return master.device == self.device and master.dtype == self.dtype_for(master)
-
-    def bytes_for(self, master: torch.Tensor) -> int:
-        return master.numel() * self.dtype_for(master).itemsize
-
-    def convert(self, master: torch.Tensor) -> torch.Tensor:
-        """Torch's own conversion, which is what a copy has to equal to the bit. Differentiable."""
-        return master.to(device=self.device, dtype=self.dtype_for(master))
-
 
 #: The weights of all sessions.
 overlaps: Final[Overlaps[Weight]] = Overlaps()
@@ -70,10 +38,21 @@ _MERGED: Final = 1 << 20
 class Weight:
     """One managed master. Modules that share it share the weight."""
 
-    __slots__ = ("__weakref__", "_fetched", "copy", "counts", "kept", "master", "resident", "watched")
+    __slots__ = (
+        "__weakref__",
+        "_fetched",
+        "copy",
+        "counts",
+        "destination",
+        "kept",
+        "master",
+        "resident",
+        "watched",
+    )
 
-    def __init__(self, master: torch.Tensor) -> None:
+    def __init__(self, master: torch.Tensor, destination: Destination) -> None:
         self.counts = Counts()
+        self.destination = destination
         #: Not weakly: torch swaps no tensor that somebody refers to weakly (`torch.utils.swap_tensors`).
         self.master = master
         self.resident = False
@@ -118,7 +97,7 @@ class DeviceCopy:
         #: model: a model is freed with its last reference, whoever still has its copies.
         self.owner = weakref.ref(weight)
         self.session = weakref.ref(session)
-        self.destination: Destination = session.destination
+        self.destination = weight.destination
         master = weight.master
         self._watch = weight.watch()
         writes = self._writes()
@@ -341,17 +320,6 @@ def storage_address(tensor: torch.Tensor) -> int:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):
         return 0
-
-
-def _is_emptied(tensor: torch.Tensor) -> bool:
-    """Whether its storage was resized to nothing, as FSDP does between its calls."""
-    if torch.compiler.is_compiling():
-        return False  # what is traced has data
-    try:
-        size = tensor.untyped_storage().nbytes()
-    except (RuntimeError, NotImplementedError):
-        return False
-    return type(size) is int and size == 0  # one that is symbolic is being traced
 
 
 #: By the address of their storage, which lives as long as they do.

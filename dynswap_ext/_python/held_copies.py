@@ -23,6 +23,7 @@ from torch import nn
 from dynswap_ext._python.device_copy import DeviceCopy, Weight, overlaps
 from dynswap_ext._python.memory_watch import MemoryWatch, is_sampled
 from dynswap_ext._python.statistics import Statistics
+from dynswap_ext._swap.module_registry import model_of
 from dynswap_ext._swap.protocol import Hooks
 from dynswap_ext._swap.state import STATE_KEY, name_in
 from dynswap_ext._util.file_mappings import FileMappings
@@ -68,6 +69,7 @@ class HeldCopies(Statistics):
     """What is on the device for one install, and who still has it. Thread-safe."""
 
     _exclusive: Exclusive
+    device: torch.device
 
     def __init__(self, hooks: Hooks) -> None:
         super().__init__()
@@ -91,7 +93,8 @@ class HeldCopies(Statistics):
     def stats(self) -> dict[str, int]:
         with self._exclusive:
             self._collect_all()
-            return {**self._counters, **self._plan, "live_leases": len(self._held)}
+            held = {"live_leases": len(self._held)}
+            return {**self._counters, **self._plan, **held, **self._bytes_by_source()}
 
     def reset_stats(self) -> None:
         with self._exclusive:
@@ -236,7 +239,7 @@ class HeldCopies(Statistics):
 
     def _describe(self) -> None:
         """Note what the weights are called by now, and where they are; that stays when they are gone."""
-        root, files = self._root(), FileMappings()
+        root, files = self._tree(), FileMappings()
         names: dict[int, str] = {}
         for path, module in () if root is None else root.named_modules():
             for name, master, _ in own_masters(module):
@@ -245,9 +248,25 @@ class HeldCopies(Statistics):
             weight.counts.name = names.get(id(weight.master), weight.counts.name)
             weight.counts.source = _source_of(weight.master, files)
 
+    def _bytes_by_source(self) -> dict[str, int]:
+        """Return the bytes of masters by how they travel, named as in `Stats`."""
+        found = dict.fromkeys(("pinned_bytes", "staged_bytes", "mapped_bytes"), 0)
+        if self._closed:
+            return found
+        on_cpu = self.device.type == "cpu"
+        travels = {"file": "mapped_bytes", "pinned RAM": "pinned_bytes", "RAM": "staged_bytes"}
+        for weight in list(self._weights.values()):
+            name = travels.get(weight.counts.source)
+            if name is not None and (name == "mapped_bytes" or not on_cpu):
+                found[name] += weight.master.nbytes
+        return found
+
     def _name(self, weight: Weight | None) -> str:
-        root = self._root()
+        root = self._tree()
         return "a weight" if root is None or weight is None else name_in(root, weight.master)
+
+    def _tree(self) -> nn.Module | None:
+        return self._root() or model_of(self)
 
     def _warn_once(self, kind: str, message: str) -> None:
         if kind not in self._warned:
@@ -259,7 +278,7 @@ def _source_of(master: torch.Tensor, files: FileMappings) -> str:
     """Where a master's bytes are, in the words of `GroupFigures.source`."""
     if master.device.type != "cpu":
         return "device"
-    if files.find(master.data_ptr()) is not None:
+    if files.overlapping(master.data_ptr(), max(master.nbytes, 1)):
         return "file"
     return "pinned RAM" if torch.accelerator.is_available() and master.is_pinned() else "RAM"
 

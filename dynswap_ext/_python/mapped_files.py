@@ -9,63 +9,73 @@ native provider lets the kernel copy what it reads, and has no such moment.
 
 from __future__ import annotations
 
+import mmap
 import os
+from collections.abc import Iterable
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dynswap_ext._util.file_mappings import FileMappings, Mapping
+from dynswap_ext._util.memory import exact_bytes
 from dynswap_ext.errors import SourceError
 
 #: By the address of a storage, which the weak reference keeps from being given to another one.
-_files: dict[int, tuple[StorageWeakRef, int, Mapping | None]] = {}
+_files: dict[int, tuple[StorageWeakRef, int, tuple[Mapping, ...]]] = {}
 
 
-def mapped_file(master: torch.Tensor) -> Mapping | None:
-    """Return the file that a master is mapped from; None if there is none, or it has lost its name."""
+def mapped_files(master: torch.Tensor) -> tuple[Mapping, ...]:
+    """Return the file mappings under a master's storage, except those of files that have lost their names."""
     try:
         if master.device.type != "cpu" or master.layout is not torch.strided:
-            return None
+            return ()
         storage = master.untyped_storage()
         if storage.resizable():
-            return None  # memory of torch's allocator
+            return ()  # memory of torch's allocator
         key, address = storage._cdata, storage.data_ptr()
     except (RuntimeError, NotImplementedError, ValueError):
-        return None  # it has no memory of its own, or none yet (lazy modules)
+        return ()  # it has no memory of its own, or none yet (lazy modules)
     known = _files.get(key)
     if known is not None and known[1] == address and not known[0].expired():  # type: ignore[no-untyped-call]
         return known[2]
     for other, (guard, _, _) in list(_files.items()):
         if guard.expired():  # type: ignore[no-untyped-call]
             _files.pop(other, None)
-    file = FileMappings().find(address)
-    if file is not None and file.path is None:
-        file = None
-    _files[key] = StorageWeakRef(storage), address, file  # type: ignore[no-untyped-call]
-    return file
+    mapped = FileMappings().overlapping(address, max(storage.nbytes(), 1))
+    files = tuple(file for file in mapped if file.path is not None)
+    _files[key] = StorageWeakRef(storage), address, files  # type: ignore[no-untyped-call]
+    return files
 
 
-def what_is_missing(file: Mapping, address: int, size: int) -> str:
-    """Say why the file no longer has `size` bytes at `address`; empty if it has, as far as can be told."""
-    end = address - file.begin + file.offset + size
-    try:
-        status = os.stat(file.name)
-    except OSError:
-        return ""
-    if status.st_ino != file.inode or end <= status.st_size:
-        return ""  # its name may be another file's by now, and it is left alone
-    return (
-        f"a weight (bytes {end - size} to {end} of {file.name!r}) cannot be read: the file has been "
-        f"truncated since it was mapped, and has {status.st_size} bytes now; get a complete copy and load it "
-        "again"
-    )
+def what_is_missing(files: Iterable[Mapping], address: int, size: int) -> str:
+    """Say why files no longer have the `size` bytes at `address`; empty if they have, as far as is known."""
+    for file in files:
+        begin, end = max(address, file.begin), min(address + size, file.end)
+        # The page at a joint is this process's own, whatever the file has there (Note [A fused weight is a
+        # mapping]).
+        spare = mmap.PAGESIZE - 1 if end < address + size else 0
+        first, last = (place - file.begin + file.offset for place in (begin, end))
+        if begin >= end:
+            continue
+        try:
+            status = os.stat(file.name)
+        except OSError:
+            continue
+        if status.st_ino != file.inode or last <= status.st_size + spare:
+            continue  # its name may be another file's by now, and it is left alone
+        return (
+            f"a weight (bytes {first} to {last} of {file.name!r}) cannot be read: the file has been "
+            f"truncated since it was mapped, and has {exact_bytes(status.st_size)} now; get a complete copy "
+            "and load it again"
+        )
+    return ""
 
 
 def check_mapped(master: torch.Tensor) -> None:
     """Raise SourceError if a master is mapped from a file that ends before the master does."""
-    file = mapped_file(master)
-    if file is not None and master.numel():
-        problem = what_is_missing(file, master.data_ptr(), span(master))
+    files = mapped_files(master)
+    if files and master.numel():
+        problem = what_is_missing(files, master.data_ptr(), span(master))
         if problem:
             raise SourceError(problem)
 

@@ -19,7 +19,7 @@ from typing import Any, Final
 
 import torch
 
-from dynswap_ext._python.mapped_files import mapped_file, span, what_is_missing
+from dynswap_ext._python.mapped_files import mapped_files, span, what_is_missing
 
 #: Bytes from which on the kernel watches a master. Smaller ones, and ends that share a page, are compared.
 _WATCHED: Final = 32 << 10
@@ -177,7 +177,7 @@ class MemoryWatch:
         self.sampled = is_sampled(master)
         self._layout = tuple(master.shape), tuple(master.stride()), master.element_size()
         self._dense = master.nbytes == self.bytes
-        self._file = mapped_file(master)
+        self._files = mapped_files(master)
         self._of_elements = b"" if self._dense or self._is_gone() else self._elements()
         self._count = 0
         self._watch_pages()
@@ -192,7 +192,7 @@ class MemoryWatch:
 
     def _is_gone(self) -> bool:
         """Return whether the bytes cannot be read any more (Note [Mapped files that become shorter])."""
-        return self._file is not None and bool(what_is_missing(self._file, self.address, self.bytes))
+        return bool(what_is_missing(self._files, self.address, self.bytes))
 
     def of(self, master: torch.Tensor) -> bool:
         """Whether the master's bytes are still those that are watched."""

@@ -4,23 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.memory import exact_bytes
 from dynswap_ext.errors import BudgetError
 
 
-def choose_residents(sizes: Sequence[int], budget: int | None, together: int, at_once: int = 0) -> list[bool]:
+def choose_residents(
+    sizes: Sequence[int],
+    budget: int | None,
+    together: int,
+    at_once: int = 0,
+    keep: Sequence[bool] | None = None,
+) -> list[bool]:
     """Choose residents for weights that are used in this order, again and again: a bool for each.
 
     All of them if they fit the budget; else as many bytes as fit in addition to those in use at one time,
     spread evenly over the order, so that the weights that stream come at an even pace. Without a budget
     nothing stays. `sizes` are device bytes, `together` the bytes that a module may use at one time, `at_once`
-    those that a call certainly uses at one time.
+    those that a call certainly uses at one time. Weights of `keep` stay in any case, and the others have the
+    rest of the budget.
 
     Raises
     ------
     BudgetError
         The largest weight does not fit, or `at_once` does not.
     """
+    if keep is not None and any(keep):
+        others = [size for size, kept in zip(sizes, keep, strict=True) if not kept]
+        rest = None if budget is None else budget - (sum(sizes) - sum(others))
+        chosen_of_others = iter(choose_residents(others, rest, min(together, sum(others)), at_once))
+        return [kept or next(chosen_of_others) for kept in keep]
     if budget is None or not sizes:
         return [False] * len(sizes)
     total, needed = sum(sizes), max(*sizes, at_once)
@@ -28,9 +40,8 @@ def choose_residents(sizes: Sequence[int], budget: int | None, together: int, at
         return [True] * len(sizes)
     if needed > budget:
         raise BudgetError(
-            f"budget is {format_bytes(budget)} ({budget} bytes), but the largest weight, or the weights that "
-            f"one call needs at once, take {needed} bytes on the device; the smallest budget that works is "
-            f"{needed}",
+            f"budget is {exact_bytes(budget)}, but the largest weight, or the weights that one call needs at "
+            f"once, take {exact_bytes(needed)} on the device: the smallest budget that works",
             smallest_bytes=needed,
         )
     room = max(0, budget - max(needed, together))

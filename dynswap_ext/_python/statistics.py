@@ -26,6 +26,8 @@ _COUNTERS = (
     "stall_ns",
     "overflow_bytes",
     "peak_bytes",
+    "given_way",
+    "given_way_bytes",
     "host_synchronisations",
 )
 _PLAN = ("groups", "resident_groups", "weight_bytes", "resident_bytes", "arena_bytes", "depth")
@@ -64,6 +66,7 @@ class Counts:
             "misses": self.copies,
             "stall_ns": self.copy_ns,
             "causes": dict(self.causes),
+            "by_use": False,
             "held_by": "",
         }
 

@@ -23,12 +23,16 @@ from dynswap_ext._swap.device_moves import staying
 from dynswap_ext._swap.device_queries import Members, as_asked, looked_at
 from dynswap_ext._swap.device_queries import namespace_for as answers_for
 from dynswap_ext._swap.distributed import refuse_sharding
+from dynswap_ext._swap.kept_in_float32 import dtype_of
+from dynswap_ext._swap.master_casts import noting_casts
 from dynswap_ext._swap.module_registry import note_joined
-from dynswap_ext._swap.parameter_proxy import master_of
+from dynswap_ext._swap.other_offloading import WATCHED, refuse_hook
+from dynswap_ext._swap.parameter_proxy import master_of, stand_in
 from dynswap_ext._swap.parametrized import copy_over, is_copy, made_by_torch
-from dynswap_ext._swap.plain_copies import copiers_for, made_plain, plain_reduction, plain_state
+from dynswap_ext._swap.plain_copies import copiers_for, deep_copied, made_plain, plain_reduction, plain_state
 from dynswap_ext._swap.state import is_scripted, modules_of, original_class, session_of, set_class
 from dynswap_ext._swap.torch_modules import namespace_for
+from dynswap_ext.errors import ConfigError
 
 #: From the original class: the swap class's ``__name__``, and what else stands in its namespace.
 ClassNaming = Callable[[type], tuple[str, dict[str, Any]]]
@@ -111,7 +115,7 @@ def _make(cls: type, attribute_type: type, naming: ClassNaming | None) -> type |
         "__qualname__": cls.__qualname__,
         "__doc__": cls.__doc__,
         "__init__": _initialiser(cls),
-        **namespace_for(cls, _join),
+        **namespace_for(cls, _join, _before_removal),
         **of_provider(cls),
         **answers_for(cls),
         **own,
@@ -215,11 +219,17 @@ def _behaviour_over(base: type) -> type:
             _adopt(self, name)
 
         def __setattr__(self, name: str, value: Any) -> None:
+            if name in WATCHED:
+                refuse_hook(self, name)
             if isinstance(value, torch.Tensor):
                 value = _as_buffer(self, name, master_of(value))
             super().__setattr__(name, value)
             if isinstance(value, nn.Module):
                 _join(self, value)
+
+        def __delattr__(self, name: str) -> None:
+            _before_removal(self, name)
+            super().__delattr__(name)
 
         def add_module(self, name: str, module: nn.Module | None) -> None:
             super().add_module(name, module)
@@ -239,7 +249,7 @@ def _behaviour_over(base: type) -> type:
             self, get_members_fn: Members, *args: Any, **kwargs: Any
         ) -> Iterator[tuple[str, Any]]:
             refuse_sharding(self)
-            asked = None if torch.compiler.is_dynamo_compiling() else as_asked(get_members_fn)
+            asked = None if torch.compiler.is_dynamo_compiling() else as_asked(self, get_members_fn)
             if asked is None:
                 _flush(self)
             return cast(
@@ -256,10 +266,23 @@ def _behaviour_over(base: type) -> type:
             return made_plain(self, super()._replicate_for_data_parallel())
 
         def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            with _masters_change(self):
+            with noting_casts(self), _masters_change(self):
                 return super()._apply(staying(self, fn) if self._dynswap_stays else fn, *args, **kwargs)
 
+        # TorchScript calls this before it compiles. Tracing and export call the model: see `_call_begins`.
+
+        def __prepare_scriptable__(self) -> Any:
+            if session_of(self) is not None:
+                raise ConfigError(
+                    f"torch.jit.script was called on a {original_class(type(self)).__qualname__} that is "
+                    "installed; TorchScript knows no weights that are fetched when they are read. Call "
+                    "dynswap_ext.uninstall(model) first, or use torch.compile, which an install takes part in"
+                )
+            return self
+
         # Copies and pickles are plain modules.
+
+        __deepcopy__ = deep_copied
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             _flush_module(self)
@@ -302,6 +325,17 @@ def _put_masters(root: nn.Module) -> None:
                 members.update({name: master_of(tensor) for name, tensor in members.items()})
 
 
+def _before_removal(module: Any, name: str) -> None:
+    """Make the tensor that a forward was handed out represent its master, which is leaving its module."""
+    session = session_of(module)
+    if session is None or torch.compiler.is_dynamo_compiling() or not session.inside_call():
+        return
+    for members in ("_parameters", "_buffers"):
+        master = vars(module)[members].get(name)
+        if master is not None:
+            stand_in(getattr(module, name), master)
+
+
 def _as_buffer(module: Any, name: str, value: torch.Tensor) -> torch.Tensor:
     """What takes a buffer's place where a forward assigns what it computed: a master as the old one was."""
     session = session_of(module)
@@ -310,12 +344,20 @@ def _as_buffer(module: Any, name: str, value: torch.Tensor) -> torch.Tensor:
         return value
     if value.device != session.device:
         return value
-    if not torch.compiler.is_dynamo_compiling() and not session.inside_call():
+    compiling = torch.compiler.is_dynamo_compiling()
+    if not compiling and not session.inside_call():
         return value
-    computed = session.dtype if session.dtype is not None and old.is_floating_point() else old.dtype
+    if compiling:  # a graph cannot ask the session about one weight
+        computed = session.dtype if session.dtype is not None and old.is_floating_point() else old.dtype
+    else:
+        computed = dtype_of(session, module, name, old)
     if value.dtype == computed and value.shape == old.shape and value is getattr(module, name):
         return cast(torch.Tensor, old)  # what was handed out, written in place: the master gets that
-    return value.to(device=old.device, dtype=old.dtype if value.dtype == computed else value.dtype)
+    if value.dtype == computed:
+        return value.to(device=old.device, dtype=old.dtype)
+    if session.dtype is not None and not compiling:
+        session.keep_dtype(module, name)  # the old buffer was cast into another one
+    return value.to(device=old.device)
 
 
 def _master_at(module: Any, target: str, members: str, otherwise: Callable[[str], Any]) -> Any:
@@ -325,7 +367,7 @@ def _master_at(module: Any, target: str, members: str, otherwise: Callable[[str]
     master = vars(owner).get(members, {}).get(name)
     if master is None:
         return otherwise(target)
-    looked_at(owner, master)
+    looked_at(owner, name, master)
     _flush_module(owner)
     return master
 

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from dynswap_ext._swap.models import models_in
 from dynswap_ext._swap.module_registry import model_of
 from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.warn import warn
@@ -101,7 +102,8 @@ def _tell(session: Any) -> None:
         return
     _told.add(session)
     root = model_of(session)
-    name = "the model" if root is None else type(root).__name__
+    several = root is None or len(models_in(root)) > 1
+    name = "the model" if root is None or several else type(root).__name__
     warn(
         f"{name} is installed and computes on {session.device} already: model.to(...) moves nothing, and "
         "its masters stay where they are. To keep weights on the device, give install a larger budget. To "

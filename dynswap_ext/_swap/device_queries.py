@@ -10,37 +10,52 @@ or its class:
 - A property `device` or `dtype` of a module's class is evaluated as it is, and note is taken of the masters
   that it looks at. If it answers the device (the dtype) of one of them, it meant the weights, and the answer
   becomes where (in which dtype) the install computes with that one. Any other answer is the class's own.
-- ``next(model.parameters()).device`` has no such frame around it. Where its caller is in a library of
-  `register_library`, the caller's own instructions say whether it reads nothing else of the tensor; then the
-  tensor that it gets answers for the weight. A helper that goes through all parameters to the same end is
-  known by its name.
+- ``next(model.parameters()).device`` has no such frame around it. Where its caller is in a forward, or in a
+  library of `register_library`, the caller's own instructions say whether it reads nothing else of the
+  tensor; then the tensor that it gets answers for the weight. A library's helper that goes through all
+  parameters to the same end is known by its name.
 
-Everybody else who iterates gets masters: a program's own ``next(model.parameters()).device`` is where they
-are. So does a library's where torch.compile traces it, as there is no caller to look at.
+All other code that iterates gets masters: outside a forward, a program's own
+``next(model.parameters()).device`` is the masters' device. In code that torch.compile traces it is, too,
+because there is no caller to look at.
 """
 
 from __future__ import annotations
 
 import dis
 import functools
+import re
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from types import CodeType, FrameType
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
 
+from dynswap_ext._swap.kept_in_float32 import dtype_of
 from dynswap_ext._swap.state import session_of
 
 #: Gives the (name, tensor) pairs of one module, as `nn.Module._named_members` is told to get them.
 Members = Callable[[nn.Module], Iterable[tuple[str, Any]]]
 
+#: A master that was read: its module, its name and the tensor.
+LookedAt = tuple[nn.Module, str, torch.Tensor]
+
 _NAMES: Final = ("device", "dtype")
+#: What an answer knows of its weight besides; a condition may ask for it.
+_KNOWN: Final = (
+    *_NAMES,
+    *("dim", "is_complex", "is_floating_point", "ndim", "numel", "requires_grad", "shape", "size"),
+)
 #: Whether a graph of torch.compile takes the answer of a property as a constant.
 CONSTANT_IN_GRAPHS: Final = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+#: Instructions that read a local variable.
+_LOADS: Final = ("LOAD_FAST", "LOAD_FAST_CHECK", "LOAD_FAST_BORROW")
+#: Those that the name of an instruction for two variables is made of.
+_ONE_VARIABLE: Final = re.compile("(?:LOAD|STORE)_FAST(?:_BORROW)?")
 _TORCH: Final = nn.Module.__module__
 
 #: By the library's top module: its functions that go through parameters only to learn a device or a dtype.
@@ -60,8 +75,8 @@ def register_library(library: str, *askers: str) -> None:
 
 
 class _Asking(threading.local):
-    #: What the property that is being evaluated has looked at: masters, and the sessions that serve them.
-    looked: list[tuple[Any, torch.Tensor]] | None = None
+    #: The masters that the property that is being evaluated has looked at.
+    looked: list[LookedAt] | None = None
 
 
 _asking = _Asking()
@@ -111,42 +126,51 @@ def _answering(getter: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return answer
 
 
-def _translated(answered: Any, looked: list[tuple[Any, torch.Tensor]]) -> Any:
-    if isinstance(answered, torch.device):
-        for session, master in reversed(looked):
-            if master.device == answered:
-                return answered if session is None else session.device
-    elif isinstance(answered, torch.dtype):
-        for session, master in reversed(looked):
-            if master.dtype == answered:
-                return answered if session is None else _dtype(session, master)
+def _translated(answered: Any, looked: list[LookedAt]) -> Any:
+    for module, name, master in reversed(looked):
+        if answered in (master.device, master.dtype):
+            session = session_of(module)
+            if session is None:
+                return answered
+            device, dtype = _place_of(session, module, name, master)
+            return device if isinstance(answered, torch.device) else dtype
     return answered
 
 
-def looked_at(module: nn.Module, master: Any) -> None:
-    """A master was given to somebody by its name."""
+def _place_of(
+    session: Any, module: nn.Module, name: str, master: torch.Tensor
+) -> tuple[torch.device, torch.dtype]:
+    """Return where, and in which dtype, a session computes with a module's master."""
+    if session.ignores(module, name):
+        return master.device, master.dtype
+    return session.device, dtype_of(session, module, name, master)
+
+
+def looked_at(module: nn.Module, name: str, master: Any) -> None:
+    """Note that a master was read by its name."""
     if _asking.looked is not None and isinstance(master, torch.Tensor):
-        _asking.looked.append((session_of(module), master))
+        _asking.looked.append((module, name, master))
 
 
 # Parameters ---------------------------------------------------------------------------------------------
 
 
-def as_asked(members: Members) -> Members | None:
+def as_asked(module: nn.Module, members: Members) -> Members | None:
     """How to get the members of modules for whoever asks for them now; None: as they are, for any purpose.
 
     To be called in `_named_members`, by which all of `parameters`, `named_parameters` and `buffers` go.
     """
     if _asking.looked is not None:
         return functools.partial(_noted, members)
-    if _libraries and _is_question():
+    session = session_of(module)
+    if _is_question(inside_call=session is not None and session.inside_call()):
         return functools.partial(_answers, members)
     return None
 
 
 def _noted(members: Members, module: nn.Module) -> Iterator[tuple[str, Any]]:
     for name, master in members(module):
-        looked_at(module, master)
+        looked_at(module, name, master)
         yield name, master
 
 
@@ -156,18 +180,19 @@ def _answers(members: Members, module: nn.Module) -> Iterator[tuple[str, Any]]:
         if session is None or not isinstance(master, torch.Tensor):
             yield name, master
             continue
-        device, dtype = session.device, _dtype(session, master)
+        device, dtype = _place_of(session, module, name, master)
         there = master.device == device and master.dtype == dtype
-        yield name, master if there else _Answer(master.shape, device, dtype)
+        yield name, master if there else _Answer(master, device, dtype)
 
 
 class _Answer(torch.Tensor):
     """Answers for a weight where it is computed with. Has no values."""
 
     @staticmethod
-    def __new__(cls, shape: torch.Size, device: torch.device, dtype: torch.dtype) -> _Answer:
+    def __new__(cls, weight: torch.Tensor, device: torch.device, dtype: torch.dtype) -> _Answer:
         make: Any = torch.Tensor._make_wrapper_subclass
-        return make(cls, shape, dtype=dtype, device=device)  # type: ignore[no-any-return]
+        options = {"dtype": dtype, "device": device, "requires_grad": weight.requires_grad}
+        return make(cls, weight.shape, **options)  # type: ignore[no-any-return]
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -179,12 +204,7 @@ class _Answer(torch.Tensor):
         )
 
 
-def _dtype(session: Any, master: torch.Tensor) -> torch.dtype:
-    dtype: torch.dtype | None = session.dtype
-    return master.dtype if dtype is None or not master.is_floating_point() else dtype
-
-
-def _is_question() -> bool:
+def _is_question(*, inside_call: bool) -> bool:
     """Return whether torch goes through the members for code that only asks for a device or a dtype."""
     frame: FrameType | None = sys._getframe(3)  # over `as_asked` and `_named_members`
     while frame is not None and frame.f_globals.get("__name__") == _TORCH:
@@ -192,23 +212,69 @@ def _is_question() -> bool:
     if frame is None:
         return False
     askers = _libraries.get(str(frame.f_globals.get("__name__")).partition(".")[0])
-    if askers is None:
+    if askers is None and not inside_call:
         return False
-    return frame.f_code.co_name in askers or _reads_only_an_answer(frame.f_code, frame.f_lasti)
+    return frame.f_code.co_name in (askers or ()) or _reads_only_an_answer(frame.f_code, frame.f_lasti)
+
+
+class _Step(NamedTuple):
+    """One instruction of CPython's bytecode, which reads or writes one variable at most."""
+
+    operation: str
+    argument: Any
+    offset: int
+
+
+def _steps(code: CodeType) -> Iterator[_Step]:
+    for one in dis.get_instructions(code):
+        parts = _ONE_VARIABLE.findall(one.opname) if isinstance(one.argval, tuple) else ()
+        if len(parts) == 2:  # since Python 3.13: STORE_FAST_LOAD_FAST and the like
+            for part, variable in zip(parts, one.argval, strict=True):
+                yield _Step(part, variable, one.offset)
+        else:
+            yield _Step(one.opname, one.argval, one.offset)
 
 
 @functools.lru_cache(maxsize=4096)
 def _reads_only_an_answer(code: CodeType, at: int) -> bool:
     """Whether the code, at the instruction `at`, reads a device or a dtype of what it gets, and no more."""
-    instructions = list(dis.get_instructions(code))
+    steps = list(_steps(code))
     if code.co_name == "<genexpr>":  # next(p.device for p in model.parameters())
-        yielded = [i for i, one in enumerate(instructions) if one.opname == "YIELD_VALUE"]
-        return bool(yielded) and all(_is_answer(instructions[i - 1]) for i in yielded)
-    if "next" not in code.co_names:
+        place = next((i for i, one in enumerate(steps) if one.operation == "FOR_ITER"), None)
+        yielded = [i for i, one in enumerate(steps) if one.operation == "YIELD_VALUE"]
+        return (
+            place is not None
+            and all(_reads(steps[i - 1], _NAMES) for i in yielded)
+            and _only_reads(steps, place + 1, _KNOWN)  # also by its condition
+        )
+    place = next((i for i, one in enumerate(steps) if one.offset == at), None)
+    if place is None:
         return False
-    following = (i + 1 for i, one in enumerate(instructions) if one.offset == at and "CALL" in one.opname)
-    return any(_is_answer(instructions[i]) for i in following)  # next(model.parameters()).device
+    operation = steps[place].operation
+    if "CALL" in operation and "next" in code.co_names:
+        # A call of Python 3.11 is two instructions, and once the code is warm it is made at the first.
+        place += 1 if operation == "PRECALL" else 0
+        if _reads(steps[place + 1], _NAMES):  # next(model.parameters()).device
+            return True
+    elif operation != "FOR_ITER":
+        return False
+    # p = next(model.parameters()), or for p in model.parameters(): only p.device is read.
+    return _only_reads(steps, place + 1, _NAMES)
 
 
-def _is_answer(instruction: dis.Instruction) -> bool:
-    return instruction.opname == "LOAD_ATTR" and instruction.argval in _NAMES
+def _only_reads(steps: list[_Step], place: int, names: Collection[str]) -> bool:
+    """Return whether what is stored at a place is set there only, and only these attributes of it are read.
+
+    Of a pair (a name and its parameter), the second is meant.
+    """
+    if steps[place].operation == "UNPACK_SEQUENCE" and steps[place].argument == 2:
+        place += 2
+    stored = steps[place]
+    if stored.operation != "STORE_FAST":
+        return False
+    users = [i for i, one in enumerate(steps) if one.argument == stored.argument and i != place]
+    return len(users) > 0 and all(steps[i].operation in _LOADS and _reads(steps[i + 1], names) for i in users)
+
+
+def _reads(step: _Step, names: Collection[str]) -> bool:
+    return step.operation in ("LOAD_ATTR", "LOAD_METHOD") and step.argument in names

@@ -1,11 +1,12 @@
-"""What `fully_shard` and an install would do to each other: either is refused while the other is there.
+"""Refuses an install of a model that torch's FSDP manages, and FSDP of an installed model.
 
-Both hand a module's computation other tensors than its masters, and both change its class.
+Both give a module's computation other tensors than its masters, and both change its class.
 """
 
 from __future__ import annotations
 
 import sys
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -15,19 +16,41 @@ from dynswap_ext.errors import ConfigError
 
 _CONTRACT = "torch.distributed._composable.contract"
 _SHARD = "fully_shard"
+_FSDP = "FullyShardedDataParallel"
+_WRAPPING = "torch.distributed.fsdp.fully_sharded_data_parallel"
+_SWAPPED = "dynswap_ext._swap.class_swap"
 
 
 def refuse_to_install(module: nn.Module) -> None:
-    """Raise ConfigError if `fully_shard` manages the module."""
-    if vars(module).get("_is_fsdp_managed_module"):
+    """Raise ConfigError if FSDP or `fully_shard` manages the module."""
+    wrapper = any(base.__name__ == _FSDP for base in type(module).__mro__)
+    if wrapper or vars(module).get("_is_fsdp_managed_module"):
+        by = _FSDP if wrapper else "fully_shard"
         raise ConfigError(
-            f"a {type(module).__qualname__} of the model is managed by torch's fully_shard, which moves its "
-            "weights by itself; expected a model that is not sharded. Install the model or shard it, not both"
+            f"a {type(module).__qualname__} of the model is managed by torch's {by}, which moves its weights "
+            "by itself; expected a model that is not sharded. There is no way back: begin with a model that "
+            "was not sharded. Install the model or shard it, not both"
+        )
+
+
+def _refuse_wrapping(module: nn.Module) -> None:
+    """Raise ConfigError if FullyShardedDataParallel has just begun with an installed module."""
+    if _WRAPPING not in sys.modules:
+        return
+    frame: FrameType | None = sys._getframe(2)
+    ours_and_torchs = (nn.Module.__module__, __name__, _SWAPPED)
+    while frame is not None and frame.f_globals.get("__name__") in ours_and_torchs:
+        frame = frame.f_back
+    # FSDP asks a module for its parameters before it flattens them.
+    if frame is not None and str(frame.f_globals.get("__name__")).startswith("torch.distributed.fsdp."):
+        raise ConfigError(
+            f"{_FSDP} was called on a {type(module).__qualname__} that is installed, or on a model around "
+            "it; expected one that is not. Call dynswap_ext.uninstall(model) first"
         )
 
 
 def refuse_sharding(module: nn.Module) -> None:
-    """Raise ConfigError if `fully_shard` has just begun with an installed module.
+    """Raise ConfigError if FSDP or `fully_shard` has just begun with an installed module.
 
     Torch registers the call on the module, and looks at the parameters before it changes anything: this is
     called then. The registration is undone, so that the module can be sharded after an uninstall.
@@ -35,6 +58,7 @@ def refuse_sharding(module: nn.Module) -> None:
     contract: Any = sys.modules.get(_CONTRACT)
     if contract is None or session_of(module) is None:
         return
+    _refuse_wrapping(module)
     held = vars(module)
     registry = held.get(contract.REGISTRY_KEY)
     sharded = any(base.__name__ == "FSDPModule" for base in type(module).__mro__)

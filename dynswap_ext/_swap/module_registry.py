@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import nn
 
+from dynswap_ext._swap.models import Models, models_in
 from dynswap_ext._swap.protocol import Session
 from dynswap_ext._swap.state import modules_of, session_of
 
-# Note [Modules outlive their container]: the list of ``install(nn.ModuleList([a, b]))`` may die at once while
+# Note [Modules outlive their container]: the list of ``install([a, b])`` may die at once while
 # `a` and `b` live on, and a part may be taken out of its model. Such modules are still served, so the install
 # goes on: its handle finds them, plans for them and gives them back. It keeps none of them alive.
 
@@ -25,11 +26,19 @@ class ServedModules:
         self._root: Callable[[], nn.Module | None] = lambda: None
         #: Each module, parents first. Of those that have died, the id may be another object's by now.
         self._known: dict[int, weakref.ref[nn.Module]] = {}
+        #: If several models were installed together: the name of each, and the model that each module is in.
+        self._names: dict[int, str] = {}
+        self._model_of: dict[int, str] = {}
 
     def serve(self, root: nn.Module) -> None:
         """Note the modules of a tree that the session has begun to serve."""
         self._root = weakref.ref(root)
         self._note(root)
+        if isinstance(root, Models):
+            for name, model in models_in(root).items():
+                self._names[id(model)] = name
+                for module in modules_of(model):
+                    self._model_of.setdefault(id(module), name)
         #: How many were known at first, or when dead ones were removed last.
         self._size_when_pruned = len(self._known)
         self._watch(root)
@@ -41,14 +50,21 @@ class ServedModules:
         return self.rest() if root is None else root
 
     def rest(self) -> nn.Module | None:
-        """Return all that is served, as children of a new module; None if nothing is served."""
+        """Return all that is served, as children of a new module; None if nothing is served.
+
+        Models that were installed together have their names.
+        """
         left: list[nn.Module] = []
         below: set[int] = set()
         for module in self._served():
             if id(module) not in below:  # parents come before their children
                 below.update(map(id, modules_of(module)))
                 left.append(module)
-        return nn.ModuleList(left) if left else None
+        named: dict[str, nn.Module] = {}
+        for place, module in enumerate(left):
+            name = self._names.get(id(module), str(place))
+            named[f"{name}_{place}" if name in named else name] = module
+        return Models(named) if left else None
 
     def everything(self) -> nn.Module | None:
         """Return the model if all that is served is in it, else `rest`; None if nothing is served."""
@@ -57,6 +73,14 @@ class ServedModules:
             return rest
         below = set(map(id, modules_of(root)))
         return root if all(id(module) in below for module in rest.children()) else rest
+
+    def several(self) -> bool:
+        """Return whether several models were installed together."""
+        return len(self._names) > 1
+
+    def model_with(self, module: nn.Module) -> str:
+        """Return the name of the model that contains the module, or contained it when it was installed."""
+        return self._model_of.get(id(module), "")
 
     def serving(self) -> bool:
         return next(self._served(), None) is not None

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
 
+from dynswap_ext._swap.expert_slices import ExpertSlices
 from dynswap_ext._util.untraced import untraced
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
 
 # All in the `__dict__` of tensors: the class adds no slots, so that it can be given to a tensor that exists.
-# The native provider makes most proxies itself, under the same names (csrc/bindings/session.cpp).
+# The native provider makes most proxies itself, under the same names (csrc/bindings/session_access.cpp).
 _MASTER: Final = "_dynswap_master"
 _ALIAS: Final = "_dynswap_alias"
 _TENSOR: Final = "_dynswap_tensor"
@@ -62,6 +63,7 @@ class ParameterProxy(torch.Tensor):
         if master is self:
             _plain.data.__set__(self, value)
         elif not _is_alias(value, self):  # `w.data += t` was a write in place, which reaches the master
+            shape = self.shape
             fetches = [fetch for serve in handed_out_again if (fetch := serve(self)) is not None]
             # What has the compute dtype gets the master's.
             dtype = master.dtype if value.dtype == self.dtype else value.dtype
@@ -79,6 +81,10 @@ class ParameterProxy(torch.Tensor):
                 any(note(anew) for note in untracked_alias_made)
                 vars(self)[_TENSOR] = anew
                 _plain.data.__set__(self, _plain.detach(anew))
+                # While this tensor is held, an access gives it, as it would give the parameter itself: peft
+                # merges DoRA through two names of one weight. One of another shape has no graph for that.
+                if anew.shape == shape or not self.requires_grad:
+                    vars(anew)[_ALIAS] = weakref.ref(self)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -183,8 +189,29 @@ class ParameterProxy(torch.Tensor):
 
 
 def master_of(tensor: _T) -> _T:
-    """Return the master of a handed-out tensor that is seen from outside; for anything else, the argument."""
-    return vars(tensor).get(_MASTER, tensor) if type(tensor) is ParameterProxy else tensor
+    """Return the master of a handed-out tensor; for anything else, the argument.
+
+    A tensor that was read outside a forward has one; one that was read in a forward only after `stand_in`.
+    """
+    if type(tensor) is ParameterProxy:
+        return vars(tensor).get(_MASTER, tensor)  # type: ignore[no-any-return]
+    if not torch.compiler.is_dynamo_compiling() and _is_of_a_forward(tensor):
+        return vars(tensor).get(_MASTER, tensor)  # type: ignore[no-any-return]
+    return tensor
+
+
+def stand_in(tensor: torch.Tensor, master: torch.Tensor) -> None:
+    """Note the master of a tensor that a forward was handed out; the master is leaving its module.
+
+    A forward may remove a weight and register it under another name, as peft does for LoRA on a parameter.
+    It registers the tensor that it was handed out, which is not the master.
+    """
+    if _is_of_a_forward(tensor) and tensor is not master:
+        vars(tensor)[_MASTER] = master
+
+
+def _is_of_a_forward(tensor: object) -> bool:
+    return type(tensor) is torch.Tensor or type(tensor) is ExpertSlices
 
 
 def plain_tensor_of(tensor: torch.Tensor) -> torch.Tensor:
@@ -214,6 +241,9 @@ def proxy_for(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
 def make_proxy(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     """Make a handed-out tensor itself one that is seen from outside, and return it."""
     if type(tensor) is torch.Tensor and tensor is not master:
+        known = vars(tensor).get(_ALIAS)
+        if known is not None and (alias := known()) is not None:
+            return alias  # type: ignore[no-any-return]
         vars(tensor)[_MASTER] = master
         tensor.__class__ = ParameterProxy
     return tensor

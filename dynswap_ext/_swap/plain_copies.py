@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import functools
 import inspect
@@ -11,6 +12,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from dynswap_ext._swap.casting import note_copy
 from dynswap_ext._swap.state import STATE_KEY, as_plain, original_class, set_class
 
 _NEW_OBJECT: Final = (copyreg.__newobj__, copyreg.__newobj_ex__)  # type: ignore[attr-defined]
@@ -48,7 +50,9 @@ def copiers_for(cls: type, flush: Callable[[Any], None]) -> dict[str, Any]:
             flush(self)
             # A GraphModule gives its copy its own class. What is copied shares the masters.
             like_plain = name == "__copy__" and isinstance(self, torch.fx.GraphModule)
-            return plain(self, copier(as_plain(self) if like_plain else self, *args))
+            made = plain(self, copier(as_plain(self) if like_plain else self, *args))
+            note_copy(self, made)
+            return made
 
         return copied
 
@@ -57,6 +61,14 @@ def copiers_for(cls: type, flush: Callable[[Any], None]) -> dict[str, Any]:
     return {
         name: wrapped(name, method, made[name]) for name, method in own.items() if inspect.isfunction(method)
     }
+
+
+def deep_copied(module: Any, memo: dict[int, Any]) -> Any:
+    """Return what `copy.deepcopy` makes of an installed module whose class defines no copy of its own."""
+    reconstruct: Any = copy._reconstruct  # type: ignore[attr-defined]
+    copied = reconstruct(module, memo, *module.__reduce_ex__(4))
+    note_copy(module, copied)
+    return copied
 
 
 def made_plain(module: Any, replica: Any) -> Any:

@@ -10,11 +10,16 @@ import torch
 from torch import nn
 
 from dynswap_ext._swap import subclasses
+from dynswap_ext._swap.casting import cast_as_copies
+from dynswap_ext._swap.choices import Choices
+from dynswap_ext._swap.expert_slices import slices_of
+from dynswap_ext._swap.kept_in_float32 import kept_in_float32
 from dynswap_ext._swap.parameter_proxy import ParameterProxy, proxy_for
-from dynswap_ext._util.needed_at_once import units_of_modules
+from dynswap_ext._util.experts import experts_of_modules
 
-#: Kept on the device; copied when it is needed; converted by torch at each access; the master itself.
-Service = Literal["resident", "streamed", "converted", "in place"]
+#: Kept on the device; copied when it is needed; converted by torch at each access; the master itself, because
+#: it already is where it should be; the master itself, because `ignore` names it.
+Service = Literal["resident", "streamed", "converted", "in place", "ignored"]
 
 
 class Session(Protocol):
@@ -37,9 +42,25 @@ class Session(Protocol):
     modules: int
     #: Whether there are masters that the plan does not know, by their identity, size or dtype.
     outdated: bool
+    #: Bytes of residents whose memory went to others inside a call.
+    given_way_bytes: int
+    #: Whether a CUDA graph has captured weights of the plan: a new one would put them elsewhere.
+    captured: bool
+
+    def let_residents_give_way(self, may: bool) -> None:
+        """Let the residents of the next plan give way inside a call, or not."""
 
     def check(self, module: nn.Module) -> None:
         """Look whether masters of this module are others than planned for; then `outdated` is True."""
+
+    def dtype_of(self, module: nn.Module, name: str) -> torch.dtype | None:
+        """Return the dtype in which a module's master is handed out; the session's for what is no master."""
+
+    def ignores(self, module: nn.Module, name: str) -> bool:
+        """Return whether a module's master is left alone."""
+
+    def keep_dtype(self, module: nn.Module, name: str) -> None:
+        """From now on hand a master out in its own dtype, which a forward has chosen for the buffer."""
 
     def inside_call(self) -> bool:
         """Whether the calling thread is inside the call of an installed module."""
@@ -50,7 +71,7 @@ class Session(Protocol):
     def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:
         """Swap the modules of the tree that no session serves; return how many. On an error, none.
 
-        Later calls let modules join that have come into the tree since.
+        Later calls let modules join that have come into the tree since (Note [What dtype= casts]).
 
         `swap_class` is called once per class; None leaves its modules alone. For each name that the modules
         of a class hold, the swap class's ``_dynswap_ensure(name)`` is called once.
@@ -60,7 +81,7 @@ class Session(Protocol):
         """Give the modules of the tree that this session serves their class and `__dict__` back."""
 
     def adopt(self, module: nn.Module, name: str) -> None:
-        """Serve a parameter or buffer that was registered after the install."""
+        """Serve a parameter or buffer that was registered after the install (Note [What dtype= casts])."""
 
     def flush(self) -> None:
         """What was written on handed-out tensors is in the masters when this returns."""
@@ -120,12 +141,25 @@ class Hooks:
     warn: Callable[[str], None]
     #: Called at the beginning of a call of the model if the session is outdated.
     replan: Callable[[Session], None]
-    #: Called at the beginning of each of the model's calls, after `replan`.
-    call_begins: Callable[[Session], None]
+    #: Called at the beginning of each of the model's calls, after `replan`, with the module that is called.
+    #: Notes the pass if one begins. Returns the call's number for the schedule; 0: it has none.
+    call_begins: Callable[[Session, nn.Module], int]
     #: Called if one of them ends with an error.
     call_failed: Callable[[Session, BaseException], None]
-    #: Returns the unit of each module of a tree, and whether a call needs all of the unit at once.
-    units: Callable[[Sequence[nn.Module]], list[tuple[int, bool]]] = units_of_modules
+    #: Returns how the weights of each module of a tree are to be planned.
+    choices: Choices
+    #: Returns the names of masters that are not cast below float32, by their module's place in a tree.
+    kept_in_float32: Callable[[Sequence[nn.Module], torch.dtype | None], dict[int, frozenset[str]]] = (
+        kept_in_float32
+    )
+    #: Returns the names of masters that are cast although they join later, in the same way.
+    cast_as_copies: Callable[[Sequence[nn.Module], torch.dtype | None], dict[int, frozenset[str]]] = (
+        cast_as_copies
+    )
+    #: Returns what of each module of a tree is used without an order.
+    experts: Callable[[Sequence[nn.Module]], Sequence[tuple[int, int]]] = experts_of_modules
+    #: Returns what a forward gets for a parameter that is served by its slices.
+    slices_of: Callable[..., torch.Tensor] = slices_of
     #: Returns what an access from outside a forward gets, from what a forward would get and from its master.
     proxy_for: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = proxy_for
     #: The class of that, of which C++ makes what plain tensors are seen as.
@@ -133,6 +167,7 @@ class Hooks:
     # See Note [Subclasses are taken apart].
     inner_names: Callable[[torch.Tensor], list[str] | None] = subclasses.inner_names
     adds_attributes_only: Callable[[torch.Tensor], bool] = subclasses.adds_attributes_only
+    repacks_its_bytes: Callable[[torch.Tensor], bool] = subclasses.repacks_its_bytes
     rebuild_wrapper: Callable[..., torch.Tensor] = subclasses.rebuild_wrapper
     with_class_of: Callable[..., torch.Tensor] = subclasses.with_class_of
     flatten_wrapper: Callable[[torch.Tensor], Any] = subclasses.flatten_wrapper

@@ -6,7 +6,8 @@ A wrapper with `__torch_dispatch__` holds inner tensors, which it names in `__te
 as they are stored, and the wrapper is put together again around what has arrived. A class that only adds
 attributes (and perhaps a `.to()` that moves them) has bytes of its own: they stream as a plain tensor's do,
 and get the class and the attributes back. Nothing is dequantised on the way. What is neither goes through
-its own `.to()` at each access.
+its own `.to()` at each access. On the CPU, a class with a `.to()` may repack its bytes in a forward, so what
+is there already is handed out as it is.
 """
 
 from __future__ import annotations
@@ -40,6 +41,16 @@ def adds_attributes_only(master: torch.Tensor) -> bool:
     """Whether a master's bytes are all that it computes with, as far as torch knows."""
     cls: Any = type(master)
     return cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+
+
+def repacks_its_bytes(master: torch.Tensor) -> bool:
+    """Return whether the class may repack the bytes of its tensors on the compute device.
+
+    In its first forward on the CPU, bitsandbytes gives a 4-bit weight the layout of its kernels
+    (`weight.data = packed`), and changes its quantisation state to match. A copy would not match that state.
+    """
+    cls: Any = type(master)
+    return cls.to is not torch.Tensor.to
 
 
 def rebuild_wrapper(

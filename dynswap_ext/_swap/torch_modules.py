@@ -1,4 +1,4 @@
-"""Serve what some of torch's own module classes do in addition to reading attributes.
+"""Serve what some module classes, most of them torch's own, do in addition to reading attributes.
 
 Note [Code on the class]
 Each `torch.fx.GraphModule` has a class of its own. `recompile()` writes `forward` and `__call__` on the type
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.parametrize import ParametrizationList
 
 from dynswap_ext._swap.state import as_plain, session_of
 
@@ -104,6 +105,30 @@ def _spectral_norm(forward: Callable[..., Any], self: Any, *args: Any, **kwargs:
     return result
 
 
+def _reads_buffers(method: object) -> bool:
+    code = getattr(method, "__code__", None)
+    return code is not None and "_buffers" in code.co_names
+
+
+# A mapping of buffers, such as peft's `BufferDict`, reads its dictionary and no attributes.
+
+
+def _item(item: Callable[..., Any], self: Any, key: Any) -> Any:
+    found = item(self, key)
+    if session_of(self) is None or not isinstance(found, torch.Tensor) or self._buffers.get(key) is not found:
+        return found
+    served = getattr(self, key)  # a method of that name hides the buffer
+    return served if isinstance(served, torch.Tensor) else found
+
+
+def _items(items: Callable[..., Any], self: Any) -> Any:
+    return items(self) if session_of(self) is None else {key: self[key] for key in self}.items()
+
+
+def _values(values: Callable[..., Any], self: Any) -> Any:
+    return values(self) if session_of(self) is None else {key: self[key] for key in self}.values()
+
+
 def _recompiled(recompile: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
     plain = as_plain(self)
     try:
@@ -123,16 +148,26 @@ def _method(cls: type, name: str, around: Callable[..., Any]) -> dict[str, Any]:
     return {name: called}
 
 
-def namespace_for(cls: type, join: Callable[[Any, Any], None]) -> dict[str, Any]:
+def namespace_for(
+    cls: type, join: Callable[[Any, Any], None], before_removal: Callable[[Any, str], None]
+) -> dict[str, Any]:
     """Return what the swap class of one of torch's classes has to define; nothing for most classes.
 
     ``join(module, child)`` lets a child that came into an installed module join its install.
+    ``before_removal(module, name)`` is called before a weight leaves its module.
     """
 
     def inserted(insert: Callable[..., Any], self: Any, index: int, module: nn.Module) -> Any:
         result = insert(self, index, module)  # it adds the module to `_modules` itself
         join(self, module)
         return result
+
+    def deleted(delete: Callable[..., Any], self: Any, key: str) -> Any:
+        child = self[key]
+        if isinstance(child, ParametrizationList):  # torch puts its weight back into the module
+            for name in (*child._parameters, *child._buffers):
+                before_removal(child, name)
+        return delete(self, key)
 
     if issubclass(cls, torch.fx.GraphModule):
         recompiled = [_method(cls, name, _recompiled) for name in _RECOMPILE if hasattr(cls, name)]
@@ -142,12 +177,18 @@ def namespace_for(cls: type, join: Callable[[Any, Any], None]) -> dict[str, Any]
         return {_LIST: _FlatWeights(), "_weights_have_changed": _weights_have_changed}
     if issubclass(cls, (nn.Sequential, nn.ModuleList)):
         return _method(cls, "insert", inserted)
+    if issubclass(cls, nn.ModuleDict):
+        return _method(cls, "__delitem__", deleted)
     if issubclass(cls, nn.ParameterList):
         return _method(cls, "__getitem__", _item_or_slice)
     if issubclass(cls, nn.ParameterDict):
         return _method(cls, "copy", _copied_dict)
     if issubclass(cls, _SpectralNorm):
         return _method(cls, "forward", _spectral_norm)
+    if _reads_buffers(getattr(cls, "__getitem__", None)):
+        methods: dict[str, Callable[..., Any]] = {"__getitem__": _item, "items": _items, "values": _values}
+        present = [_method(cls, name, around) for name, around in methods.items() if hasattr(cls, name)]
+        return {name: method for each in present for name, method in each.items()}
     quantisation: Any = sys.modules.get("torch.ao.quantization.fake_quantize")
     if quantisation is not None and issubclass(cls, quantisation.FakeQuantize):
         return _method(cls, "forward", _fake_quantised)

@@ -115,7 +115,7 @@ def test_a_forward_that_reads_its_dictionaries_sees_masters(provider: Provider) 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.seen = [self._parameters["w"], next(self.parameters()), self._buffers["b"], *self.buffers()]
             self.seen.append(dict(self.named_parameters())["w"])
-            # As transformers' `model.dtype` does: where the masters are, and what.
+            # As transformers' `model.dtype` does: where it computes, and in which dtype.
             self.found = next(self.parameters()).dtype, next(self.parameters()).device
             w = self._parameters["w"].to(x)
             return x @ w + self.b
@@ -128,7 +128,7 @@ def test_a_forward_that_reads_its_dictionaries_sees_masters(provider: Provider) 
     testing.assert_bit_equal(y, moved(x))
     y.sum().backward()
     assert [value is masters[i] for value, i in zip(model.seen, (0, 0, 1, 1, 0), strict=True)] == [True] * 5
-    assert model.found == (torch.float32, torch.device("cpu"))
+    assert model.found == (moved.w.dtype, moved.w.device)
     assert masters[0].grad is not None and masters[0].grad.dtype == torch.float32
 
 

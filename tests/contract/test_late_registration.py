@@ -60,3 +60,44 @@ def test_gradients_and_ties(provider: Provider) -> None:
     with torch.no_grad():
         new.fill_(1)
     testing.assert_bit_equal(model.first.detach(), torch.ones_like(plain))
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_weights_that_get_their_data_later(provider: Provider, budget: str | None) -> None:
+    """As with peft's `low_cpu_mem_usage`: on the meta device first, then `load_state_dict(assign=True)`."""
+    model = nn.Sequential(nn.Linear(4, 4))
+    _, handle = provider.pair(model, budget=budget)
+    x = provider.randn(3, 4)
+    model(x)
+    model.add_module("late", nn.Linear(4, 4, device="meta"))
+    assert model.late.weight.is_meta
+    with pytest.raises(RuntimeError, match=r"not been loaded yet: late\.weight, late\.bias"):
+        model(x)
+    loaded = {"late.weight": torch.eye(4), "late.bias": torch.ones(4)}
+    model.load_state_dict(loaded, strict=False, assign=True)
+    moved = testing.moved(model, provider.device, torch.float64)
+    for _ in range(3):
+        testing.assert_bit_equal(model(x), moved(x))
+    handle.uninstall()
+    assert model.late.weight.data_ptr() == loaded["late.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("budget", ["1GiB", None], ids=["resident", "streamed"])
+def test_what_leaves_the_model_leaves_the_device(provider: Provider, budget: str | None) -> None:
+    if not provider.native:
+        pytest.skip("pure Python plans when masters come, not when they go")
+    model = nn.Sequential(nn.Linear(4, 4))
+    _, handle = provider.pair(model, budget=budget)
+    x = provider.randn(3, 4)
+    model(x)
+    before = handle.stats()
+    for _ in range(50):
+        model.add_module("late", nn.Linear(4, 4))
+        model(x)
+        assert handle.stats().weight_bytes == 2 * before.weight_bytes
+        del model.late
+        model(x)
+        after = handle.stats()
+        assert (after.weight_bytes, after.groups) == (before.weight_bytes, before.groups)
+        assert after.resident_bytes == before.resident_bytes
+    assert after.peak_bytes <= 2 * before.peak_bytes

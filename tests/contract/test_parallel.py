@@ -199,6 +199,34 @@ def test_fully_shard_of_an_installed_model_works_or_is_refused(provider: Provide
     assert_moved(handle, model)
 
 
+@pytest.mark.parametrize("around", [False, True], ids=["itself", "around it"])
+@pytest.mark.filterwarnings("ignore:.*FSDP")
+def test_fsdp_of_an_installed_model_is_refused(provider: Provider, around: bool) -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    model = mlp(layers=2)
+    moved, handle = provider.pair(model)
+    masters = [id(p) for p in model.parameters()]
+    with pytest.raises(ConfigError, match=r"FullyShardedDataParallel.*dynswap_ext.uninstall\(model\)"):
+        fsdp.FullyShardedDataParallel(
+            nn.Sequential(model, nn.ReLU()) if around else model, device_id=torch.device("cpu")
+        )
+    assert [id(p) for p in model.parameters()] == masters
+    assert_same_training_step(model, moved, lambda m: m(provider.randn(3, 16)))
+    assert handle.active
+
+
+@pytest.mark.filterwarnings("ignore:.*FSDP")
+def test_install_of_an_fsdp_model_is_refused(provider: Provider) -> None:
+    fsdp = pytest.importorskip("torch.distributed.fsdp")
+    model = fsdp.FullyShardedDataParallel(mlp(layers=2), device_id=torch.device("cpu"))
+    x = torch.randn(3, 16)
+    before = model(x)
+    for part in (model, nn.Sequential(model)):
+        with pytest.raises(ConfigError, match="FullyShardedDataParallel"):
+            provider.install(part)
+    testing.assert_bit_equal(model(x), before)
+
+
 def test_install_of_a_sharded_model_works_or_is_refused(provider: Provider) -> None:
     fsdp = pytest.importorskip("torch.distributed.fsdp")
     model = mlp(layers=2)

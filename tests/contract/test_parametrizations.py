@@ -271,3 +271,50 @@ def test_fake_quantisation(provider: Provider, per_channel: bool) -> None:
     with torch.no_grad():
         testing.assert_bit_equal(model(x), moved(x), "output without fake quantisation")
     assert_moved(handle, model)
+
+
+class Doubled(nn.Module):
+    def forward(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight * 2
+
+
+class Adapting(nn.Module):
+    """Computes a weight inside its forward, for that forward alone, as peft does for LoRA on parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3)).requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            parametrize.register_parametrization(layer, "weight", Doubled())
+            layer.parametrizations["weight"].original.requires_grad_(False)
+            with parametrize.cached():
+                x = layer(x)
+            parametrize.remove_parametrizations(layer, "weight", leave_parametrized=False)
+        return x
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_put_on_and_taken_off_inside_a_forward(provider: Provider, budget: str | None) -> None:
+    model = Adapting()
+    masters = dict(model.named_parameters())
+    moved, handle = provider.pair(model, budget=budget)
+    x = provider.randn(5, 6)
+    passes = []
+    for _ in range(4):
+        before = handle.stats().bytes_moved
+        testing.assert_bit_equal(model(x), moved(x))
+        passes.append(handle.stats().bytes_moved - before)
+        now = dict(model.named_parameters())
+        assert {name: id(master) for name, master in now.items()} == {n: id(m) for n, m in masters.items()}
+    if provider.native:  # no plan is made again, and no weight is copied twice
+        assert max(passes) <= sum(master.nbytes for master in masters.values())
+        assert budget is None or passes[1:] == [0, 0, 0]
+    with torch.no_grad():
+        for m in (model, moved):
+            m.layers[0].weight.data.copy_(torch.eye(6))
+    testing.assert_bit_equal(model(x), moved(x))
+    assert model.layers[0].get_parameter("weight").equal(torch.eye(6))
+    handle.uninstall()
+    assert all(master is masters[name] for name, master in model.named_parameters())

@@ -239,7 +239,7 @@ def test_bytes_stream_as_bytes(provider: Provider, tmp_path: Path, budget: str |
     with torch.no_grad():
         for _ in range(3):
             testing.assert_bit_equal(model(x), moved(x))
-    if streams(provider):
+    if provider.native and provider.device.type != "cpu":
         assert handle.stats().bytes_moved == size if budget else handle.stats().bytes_moved >= 2 * size
         assert handle.stats().weight_bytes < 2 * size
     assert Params8.dequantised == 2 * 3 * 5

@@ -176,6 +176,67 @@ def test_a_programs_own_iteration_gets_masters(provider: Provider) -> None:
     assert [a is b for a, b in zip(model.parameters(), masters, strict=False)] == [True, True]
 
 
+class Forward(nn.Module):
+    """A program's own, which asks in its forward."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.layer, self.way = nn.Linear(16, 16), way
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        device, dtype = getattr(self, self.way)()
+        return self.layer(x.to(device, dtype))  # type: ignore[no-any-return]
+
+    def at_once(self) -> tuple[torch.device, torch.dtype]:
+        return next(self.parameters()).device, next(iter(self.layer.parameters())).dtype
+
+    def by_name(self) -> tuple[torch.device, torch.dtype]:
+        first = next(self.parameters())
+        return first.device, first.dtype
+
+    def in_a_loop(self) -> tuple[torch.device, torch.dtype]:
+        for each in self.parameters():
+            if each.dtype.is_floating_point:
+                return each.device, each.dtype
+        raise AssertionError
+
+    def generated(self) -> tuple[torch.device, torch.dtype]:
+        return next(p.device for p in self.parameters()), max((p.dtype for p in self.parameters()), key=str)
+
+    def under_a_condition(self) -> tuple[torch.device, torch.dtype]:
+        trainable = next(p.device for p in self.parameters() if p.requires_grad and p.ndim == 2)
+        return trainable, next(p.dtype for p in self.parameters() if p.is_floating_point())
+
+    def of_a_weight(self) -> tuple[torch.device, torch.dtype]:
+        return self.layer.weight.device, self.layer.bias.dtype
+
+    def masters(self) -> tuple[torch.device, torch.dtype]:
+        """Uses the tensors, too: they are the masters, as outside a forward."""
+        first = next(self.parameters())
+        assert first is self.layer._parameters["weight"]
+        assert [p for p in self.parameters() if p.device == HOME] == list(self.layer._parameters.values())
+        assert (
+            next(p.device for p in self.parameters() if p.data_ptr() and isinstance(p, nn.Parameter)) == HOME
+        )
+        return self.of_a_weight()
+
+
+WAYS = ("at_once", "by_name", "in_a_loop", "generated", "under_a_condition", "of_a_weight", "masters")
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_forward_that_asks_its_parameters(provider: Provider, way: str) -> None:
+    model = Forward(way)
+    moved, handle = provider.pair(model)
+    x = torch.randn(2, 16, dtype=torch.float32)
+    plain = moved.layer(x.to(provider.device, torch.float64))
+    for _ in range(20):
+        testing.assert_bit_equal(model(x), plain)
+    stats, read = handle.stats(), 4 if way in ("of_a_weight", "masters") else 2
+    assert stats.hits + stats.late_hits + stats.misses <= 20 * read  # asking fetches nothing
+    assert next(model.parameters()).dtype == torch.float32
+
+
 LIBRARY = """
 import itertools
 
@@ -223,7 +284,7 @@ def library() -> Iterator[Any]:
 def test_a_known_library_that_asks_parameters(provider: Provider, library: Any, way: str) -> None:
     model = mlp()
     provider.pair(model)
-    for _ in range(2):
+    for _ in range(20):  # Python changes the instructions of code that is warm
         assert getattr(library, way)(model) == (provider.device, torch.float64)
     dynswap_ext.uninstall(model)
     assert getattr(library, way)(model) == (HOME, torch.float32)

@@ -1,0 +1,230 @@
+"""What an access gets, the copy that the weight has or a new one within the budget (pure-Python provider)."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+import torch
+from torch import nn
+
+from dynswap_ext._python.attribute import ModuleState
+from dynswap_ext._python.calls import inside_call, keep
+from dynswap_ext._python.destination import Destination
+from dynswap_ext._python.device_copy import DeviceCopy, Weight, has_tangent
+from dynswap_ext._python.held_copies import HeldCopies
+from dynswap_ext._python.mapped_files import check_mapped
+from dynswap_ext._swap.parameter_proxy import make_proxy
+from dynswap_ext._swap.protocol import Hooks
+from dynswap_ext._swap.state import STATE_KEY
+from dynswap_ext._util.listing import listed
+from dynswap_ext._util.memory import exact_bytes
+from dynswap_ext.errors import BudgetError, OutOfMemoryError
+
+
+class Access(HeldCopies):
+    """The part of a session that serves its modules' accesses."""
+
+    def __init__(
+        self,
+        device: torch.device,
+        dtype: torch.dtype | None,
+        budget: int | None,
+        strict_budget: bool,
+        hooks: Hooks,
+    ) -> None:
+        super().__init__(hooks)
+        self.device, self.dtype = device, dtype
+        self._destination = Destination(device, dtype)
+        self._in_float32 = Destination(device, torch.float32, never_narrows=True)
+        self._of_late = Destination(device, dtype, never_narrows=True)
+        self._budget = budget
+        self._strict = strict_budget
+        self.outdated = False
+        #: How often the model has been called.
+        self._calls = 0
+
+    def destination_of(self, state: ModuleState, name: str) -> Destination:
+        destination: Destination = state.destinations.get(name, self._destination)
+        return destination
+
+    def _weight(self, master: torch.Tensor, destination: Destination) -> Weight:
+        """The weight of a master; one for all modules that share it."""
+        weight = self._weights.get(id(master))
+        if weight is None or weight.master is not master:
+            weight = self._weights[id(master)] = Weight(master, destination)
+        return weight
+
+    def hand_out(
+        self, state: ModuleState, name: str, master: torch.Tensor, *, training: bool, graph: bool = False
+    ) -> torch.Tensor:
+        """The tensor that an access to `name` gets.
+
+        `training`: it is a buffer that may be written; `graph`: it is for a graph of torch.compile.
+        """
+        destination = self.destination_of(state, name)
+        if self._closed or destination.holds(master):
+            if not torch.compiler.is_compiling():
+                check_mapped(master)
+            return master
+        if torch.compiler.is_compiling() or not is_plain(master):
+            converted = destination.convert(master)
+            if isinstance(master, nn.Parameter):
+                converted._is_param = True
+            return converted
+        with self._exclusive:
+            weight = state.weights.get(name)
+            if weight is None or weight.master is not master:
+                weight = self._weight_now(state, name, master)
+            elif state.stand_ins:
+                state.stand_ins.pop(name, None)
+            for other in weight.overlapping():  # what was written on them is in these bytes, too
+                if other.copy is not None:
+                    other.copy.write_back(other.master)
+            copy = self._current_copy(weight)
+            if self._recording:
+                self._record_use(weight.counts, self._held_bytes())
+            if training and master.is_floating_point():
+                copy.compare = True  # F.batch_norm writes its running statistics without a trace
+            inside = inside_call()
+            if not inside and self.device.type == "cpu":
+                copy.compare = True  # NumPy, DLPack and views write to bytes in RAM and bump no version
+            if inside and not weight.resident:
+                keep(weight, self)
+            self._held[id(copy)] = copy
+            tensor = copy.tensor(weight)
+        return tensor if inside or graph else make_proxy(tensor, master)
+
+    def hand_out_again(self, weight: Weight) -> torch.Tensor:
+        """Return what a weight is handed out as, now that its master has other data."""
+        with self._exclusive:
+            copy = self._current_copy(weight)
+            self._held[id(copy)] = copy
+            return copy.tensor(weight)
+
+    def fetch_buffer(self, module: nn.Module, name: str) -> torch.Tensor:
+        master = module._buffers.get(name)
+        if master is None:
+            raise AttributeError(f"a {type(module).__name__} has no tensor as its buffer {name!r}")
+        state = module.__dict__[STATE_KEY]
+        return self.hand_out(state, name, master, training=module.training, graph=True)
+
+    def fetch_again(self, weight: Weight) -> DeviceCopy:
+        """The weight's bytes for a backward pass."""
+        with self._exclusive:
+            copy = weight.copy
+            if copy is None or not copy.current(weight.master):
+                copy = self._new_copy(weight)
+            if self._recording:
+                self._record_use(weight.counts, self._held_bytes())
+            return copy
+
+    def _weight_now(self, state: ModuleState, name: str, master: torch.Tensor) -> Weight:
+        """The weight of a master that is not the one planned for."""
+        new = self._weight(master, self.destination_of(state, name))
+        planned = state.weights.get(name)
+        if planned is not None:
+            take_over(new, planned)
+            if sys.getrefcount(planned.master) > 2:  # the weight's own reference, and the call's
+                # It may come back, as after functional_call(): what is on the device stays that one's.
+                stand_in, since = state.stand_ins.get(name, (None, 0))
+                if stand_in is not new:
+                    state.stand_ins[name] = new, self._calls
+                elif since < self._calls:
+                    self.outdated = True  # it has outlasted a call
+                return new
+            if planned.resident and new.copy is None:
+                # The place in the plan stays with the module's name.
+                planned.resident, planned.copy = False, None
+                new.resident = True
+        state.weights[name] = new
+        self.outdated = True
+        return new
+
+    def _current_copy(self, weight: Weight) -> DeviceCopy:
+        copy = weight.copy
+        if copy is not None:
+            if copy.current(weight.master):
+                if copy.written():
+                    copy.write_back(weight.master)
+                self._count_hit(weight.counts)
+                return copy
+            copy.write_back(weight.master)  # what only this one has written, where others share its bytes
+            weight.copy = copy = None  # the master wins; what was handed out stays as it is
+            weight.counts.changed = True
+            self._counters["refetches"] += 1
+        weight.copy = copy = self._new_copy(weight)
+        return copy
+
+    def _new_copy(self, weight: Weight) -> DeviceCopy:
+        master = weight.master
+        self._collect()
+        size = weight.destination.bytes_for(master)
+        self._make_room(size)
+        begin = time.monotonic_ns()
+        try:
+            copy = DeviceCopy(weight, self, self._freed)
+        except torch.OutOfMemoryError as error:
+            raise OutOfMemoryError(
+                f"no device memory for {self._name(weight)}, {exact_bytes(size)}: {error}"
+            ) from error
+        self._bytes += copy.nbytes
+        moved = master.numel() * master.element_size()
+        self._count_copy(weight.counts, begin, time.monotonic_ns(), moved)
+        self._counters["peak_bytes"] = max(self._counters["peak_bytes"], self._held_bytes())
+        return copy
+
+    def _beyond_budget(self, size: int) -> int:
+        """Bytes that are too many with `size` more."""
+        return 0 if self._budget is None else max(0, self._held_bytes() + size - self._budget)
+
+    def _make_room(self, size: int) -> None:
+        """Invariant 4: over budget only where handed-out tensors that somebody keeps leave no room."""
+        if not self._beyond_budget(size):
+            return
+        self._collect_all()
+        for other in sorted(self._weights.values(), key=lambda weight: weight.resident):
+            if not self._beyond_budget(size):
+                return
+            if id(other.copy) not in self._held:
+                other.kept, other.copy = False, None  # copied again when it is needed, a resident too
+        beyond = self._beyond_budget(size)
+        if not beyond:
+            return
+        holders = listed(sorted({self._name(copy.owner()) for copy in self._held.values()}))
+        message = (
+            f"the budget of {exact_bytes(self._budget or 0)} is full: tensors handed out from {holders} are "
+            "kept alive (by a list, or by an autograd graph)"
+        )
+        if self._strict:
+            needed = self._held_bytes() + size
+            raise BudgetError(
+                f"{message}, and strict_budget=True does not allow more: drop these tensors, or install "
+                f"with a budget of {exact_bytes(needed)}",
+                needed,
+            )
+        self._counters["overflow_bytes"] = max(self._counters["overflow_bytes"], beyond)
+        self._warn_once(
+            "overflow",
+            f"{message}: more memory than that is used until they are dropped; see overflow_bytes in the "
+            "statistics, or pass strict_budget=True to raise instead",
+        )
+
+
+def take_over(new: Weight, old: Weight) -> None:
+    """A weight in another's place goes on with its counts."""
+    if new is not old and not new.counts.copied_before:
+        new.counts = old.counts
+        new.counts.changed = True
+
+
+def is_plain(master: torch.Tensor) -> bool:
+    """Whether a master's bytes can be copied and compared; others are converted at each access."""
+    return (
+        type(master) in (torch.Tensor, nn.Parameter)
+        and master.layout is torch.strided
+        and not master.is_quantized
+        and not torch._C._functorch.is_functorch_wrapped_tensor(master)
+        and not torch._C._are_functorch_transforms_active()
+        and not has_tangent(master)
+    )

@@ -1,0 +1,133 @@
+"""The options `keep` and `ignore`: which weights stay on the device, and which are left alone."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Sequence
+from fnmatch import fnmatchcase
+from typing import NamedTuple
+
+from torch import nn
+
+from dynswap_ext._swap.models import Models
+from dynswap_ext._swap.state import is_scripted, modules_of
+from dynswap_ext._util.needed_at_once import units_of_modules
+from dynswap_ext._util.option_names import nearest
+from dynswap_ext._util.own_masters import own_masters
+from dynswap_ext.errors import ConfigError
+
+_Names = frozenset[str] | None
+
+
+class Choice(NamedTuple):
+    """How the weights of one module are to be planned."""
+
+    #: Modules of one unit travel together.
+    unit: int
+    #: Whether a call needs all of the unit at once.
+    at_once: bool
+    #: Which of the models that were installed together it is part of.
+    model: int = 0
+    #: False: the module is left alone, because `ignore` names all weights in it.
+    served: bool = True
+    #: The names of its own weights that stay on the device, and of those that are left alone; None: none.
+    keep: _Names = None
+    ignore: _Names = None
+
+
+class Choices:
+    """Matches the patterns of `keep` and `ignore` to the weights of a tree. Keeps no module alive.
+
+    A pattern is a name or a glob, as the shell has it: `*` stands for any characters, dots included. It
+    matches a weight, or a module with all that is in it.
+    """
+
+    def __init__(self, keep: Sequence[str], ignore: Sequence[str]) -> None:
+        self._patterns = {"keep": tuple(keep), "ignore": tuple(ignore)}
+        #: By the id of a module, which another one may get when the module is dead.
+        self._of: dict[int, tuple[weakref.ref[nn.Module], bool, _Names, _Names]] = {}
+
+    def survey(self, root: nn.Module) -> None:
+        """Find the weights that the patterns name.
+
+        Raises
+        ------
+        ConfigError
+            A pattern matches no weight, or `keep` and `ignore` name the same one.
+        """
+        if not any(self._patterns.values()):
+            return
+        owned = [
+            (module, [(name, master, f"{path}.{name}" if path else name) for name, master, _ in own])
+            for path, module in root.named_modules()
+            if not is_scripted(type(module)) and (own := list(own_masters(module)))
+        ]
+        names = [name for _, own in owned for _, _, name in own]
+        keep, ignore = (self._matched(option, names) for option in ("keep", "ignore"))
+        if both := sorted(keep & ignore):
+            raise ConfigError(f"keep and ignore both name {both[0]!r}: a weight is kept, or left alone")
+        # A master that several modules share is one weight.
+        kept = {id(master) for _, own in owned for _, master, name in own if name in keep}
+        alone = {id(master) for _, own in owned for _, master, name in own if name in ignore}
+        left = {id(module) for module in modules_of(root) if ignore and _all_in(module, alone)}
+        for module in modules_of(root):
+            own = [] if is_scripted(type(module)) else list(own_masters(module))
+            self._of[id(module)] = (
+                weakref.ref(module),
+                id(module) not in left,
+                frozenset(name for name, master, _ in own if id(master) in kept) or None,
+                frozenset(name for name, master, _ in own if id(master) in alone) or None,
+            )
+        if names and ignore == set(names):
+            raise ConfigError("ignore names every weight: nothing is left to install")
+
+    def __call__(self, modules: Sequence[nn.Module]) -> list[Choice]:
+        """Return the choice for each of these modules, which have parents before their children."""
+        number, choices = 0, []
+        models = set(map(id, modules[0].children())) if modules and isinstance(modules[0], Models) else set()
+        for module, (unit, at_once) in zip(modules, units_of_modules(modules), strict=True):
+            number += id(module) in models
+            known, served, keep, ignore = self._of.get(id(module), (None, True, None, None))
+            if known is None or known() is not module:
+                served, keep, ignore = True, None, None
+            choices.append(Choice(unit, at_once, number, served, keep, ignore))
+        return choices
+
+    def ignores(self, module: nn.Module, name: str) -> bool:
+        """Return whether a weight of the module is left alone."""
+        known, _, _, ignore = self._of.get(id(module), (None, True, None, None))
+        return known is not None and known() is module and ignore is not None and name in ignore
+
+    def _matched(self, option: str, names: Sequence[str]) -> set[str]:
+        matched: set[str] = set()
+        for pattern in self._patterns[option]:
+            found = {name for name in names if _matches(name, pattern)}
+            if not found:
+                known = dict.fromkeys(part for name in names for part in _paths(name))
+                near = nearest(pattern, known)
+                hint = f". Did you mean {near!r}?" if near else ""
+                raise ConfigError(f"{option} has {pattern!r}, which matches no weight of the model{hint}")
+            matched |= found
+        return matched
+
+
+def _matches(name: str, pattern: str) -> bool:
+    return any(fnmatchcase(path, pattern) for path in _paths(name))
+
+
+def _paths(name: str) -> Iterator[str]:
+    """Yield the names of the modules that contain a weight, and its own: a, a.b, a.b.weight."""
+    words = name.split(".")
+    for end in range(1, len(words) + 1):
+        yield ".".join(words[:end])
+
+
+def _all_in(module: nn.Module, masters: set[int]) -> bool:
+    """Return whether a module and its children have weights, and all of them are among `masters`."""
+    inside = [
+        id(master)
+        for part in modules_of(module)
+        if not is_scripted(type(part))
+        for _, master, _ in own_masters(part)
+    ]
+    return bool(inside) and all(master in masters for master in inside)

@@ -1,0 +1,135 @@
+"""What a library keeps in float32 stays so in half precision. See Note [Kept in float32]."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import nn
+
+from conftest import Provider
+from dynswap_ext import testing
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm1 = nn.Linear(8, 8)
+        self.proj = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.randn(8))
+        self.register_buffer("table", torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.proj(x).to(self.norm1.weight.dtype)
+        return self.norm1(x).to(self.proj.weight.dtype) * self.scale + self.table
+
+
+class OfDiffusers(nn.Module):
+    """One part of a dotted name decides."""
+
+    _keep_in_fp32_modules: ClassVar[Any] = ["norm1", "table"]
+    KEPT: ClassVar[dict[torch.dtype, set[str]]] = {
+        torch.bfloat16: {"norm1.weight", "norm1.bias", "table"},
+        torch.float16: {"norm1.weight", "norm1.bias", "table"},
+    }
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Layer() for _ in range(2))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return next(p.dtype for p in self.parameters() if p.is_floating_point())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x.to(layer.proj.weight.dtype))
+        return x
+
+
+class OfTransformers(OfDiffusers):
+    """A pattern that is searched decides, for float16 alone or for both."""
+
+    _keep_in_fp32_modules: ClassVar[Any] = {"norm"}
+    _keep_in_fp32_modules_strict: ClassVar[Any] = {"layers.*.scale"}
+    KEPT: ClassVar[dict[torch.dtype, set[str]]] = {
+        torch.bfloat16: {"scale"},
+        torch.float16: {"scale", "norm1.weight", "norm1.bias"},
+    }
+
+
+def cast(model: OfDiffusers, device: torch.device, dtype: torch.dtype) -> OfDiffusers:
+    """As `from_pretrained` loads it."""
+    moved = testing.moved(model, device, None)
+    for layer, own in zip(moved.layers, model.layers, strict=True):
+        for name, master in (*own.named_parameters(), *own.named_buffers()):
+            if name not in model.KEPT.get(dtype, ()):
+                owner, _, leaf = name.rpartition(".")
+                value = layer.get_submodule(owner)
+                getattr(value, leaf).data = master.detach().to(device, dtype)
+    return moved
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("made", [OfDiffusers, OfTransformers])
+def test_it_computes_as_it_was_loaded(
+    provider: Provider, made: type[OfDiffusers], dtype: torch.dtype
+) -> None:
+    model = made().eval()
+    loaded = cast(model, provider.device, dtype)
+    handle = provider.install(model, dtype=dtype)
+    x = provider.randn(3, 8, dtype=dtype)
+    for _ in range(2):
+        testing.assert_bit_equal(model(x), loaded(x))
+    for layer, other in zip(model.layers, loaded.layers, strict=True):
+        for (name, master), value in zip(layer.named_parameters(), other.parameters(), strict=True):
+            owner, _, leaf = name.rpartition(".")
+            assert master.dtype == torch.float32
+            assert getattr(layer.get_submodule(owner), leaf).dtype == value.dtype, name
+    assert model.dtype == loaded.dtype
+    cast_or_moved = [
+        m
+        for layer in model.layers
+        for name, m in (*layer.named_parameters(), *layer.named_buffers())
+        if provider.device.type != "cpu" or name not in made.KEPT.get(dtype, ())
+    ]
+    assert handle.stats().bytes_moved >= sum(m.nbytes for m in cast_or_moved)
+
+
+def test_it_stays_so_for_other_masters_and_new_plans(provider: Provider) -> None:
+    model = OfDiffusers().eval()
+    provider.install(model, dtype=torch.bfloat16)
+    x = provider.randn(3, 8, dtype=torch.bfloat16)
+    model(x)
+    state = {name: torch.randn_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(state, assign=True)
+    loaded = cast(model, provider.device, torch.bfloat16)
+    for _ in range(3):
+        testing.assert_bit_equal(model(x), loaded(x))
+    model.half()  # a new plan; what is kept is as wide as float32 again
+    for _ in range(2):
+        model(x)
+        assert model.layers[0].norm1.weight.dtype == torch.float32
+        assert model.layers[0].proj.weight.dtype == torch.bfloat16
+
+
+def test_gradients_reach_masters(provider: Provider) -> None:
+    model = OfDiffusers()
+    loaded = cast(model, provider.device, torch.bfloat16)
+    provider.install(model, dtype=torch.bfloat16)
+    x = provider.randn(3, 8, dtype=torch.bfloat16)
+    for each in (model, loaded):
+        each(x).float().pow(2).sum().backward()
+    for (name, master), value in zip(model.named_parameters(), loaded.parameters(), strict=True):
+        assert master.grad is not None and master.grad.dtype == torch.float32
+        testing.assert_bit_equal(master.grad, value.grad.to("cpu", torch.float32), name)  # type: ignore[union-attr]
+
+
+def test_a_list_that_an_instance_gave_is_followed(provider: Provider) -> None:
+    model = nn.Sequential(OfDiffusers(), Layer()).eval()
+    model[0]._keep_in_fp32_modules = "scale"
+    provider.install(model, dtype=torch.bfloat16)
+    assert model[0].layers[1].scale.dtype == torch.float32
+    assert model[0].layers[1].norm1.weight.dtype == torch.bfloat16
+    assert model[1].scale.dtype == torch.bfloat16  # of no library
