@@ -12,6 +12,8 @@ from pathlib import Path
 
 import torch
 
+from dynswap_ext._util.listing import listed
+from dynswap_ext._util.option_names import check_option_names
 from dynswap_ext._util.progress import ProgressOption, shown
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.options import Rename, cast_to, check_dtype, renamed
@@ -43,6 +45,7 @@ class Conversion:
     seconds: float
 
 
+@check_option_names
 def convert(
     src: str | PathLike[str],
     dst: str | PathLike[str],
@@ -136,7 +139,7 @@ def _pieces(
     others = [old for old in checkpoint.objects if old in new_names]
     if others:
         raise ConfigError(
-            f"{checkpoint.path} holds what is no tensor ({', '.join(others[:5])}), which safetensors cannot "
+            f"{checkpoint.path} holds what is no tensor ({listed(others)}), which safetensors cannot "
             "keep; leave it out with a rename function that returns None for it"
         )
     pieces, latest = [], Latest(checkpoint.tensor)

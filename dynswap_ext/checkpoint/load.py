@@ -13,8 +13,11 @@ import torch
 from torch import nn
 
 from dynswap_ext import config
+from dynswap_ext._util.listing import listed
 from dynswap_ext._util.log import log_to_stderr, logger
+from dynswap_ext._util.option_names import check_option_names
 from dynswap_ext._util.progress import ProgressOption, check_progress, shown
+from dynswap_ext._util.units import show_seconds
 from dynswap_ext._util.warn import warn
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.loading.entries import ModelEntries, Transform, Window
@@ -29,6 +32,7 @@ from dynswap_ext.errors import ConfigError, DynswapError
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
+@check_option_names
 def load(
     target: ModuleT | Callable[[], ModuleT],
     path: str | PathLike[str] | Checkpoint,
@@ -130,13 +134,13 @@ def load(
         snapshot.restore()
         raise
     logger.info(
-        "loaded %s into %s: %d entries of %s, %s, in %.3f s",
+        "loaded %s into %s: %d entries of %s, %s, in %s",
         checkpoint.path,
         type(model).__name__,
         count,
         checkpoint.format,
         "converted" if entries.converted else "mapped" if assign else "copied",
-        time.monotonic() - begun,
+        show_seconds(time.monotonic() - begun),
     )
     return model
 
@@ -188,7 +192,7 @@ def _load_entries(
     path, names = entries.checkpoint.path, entries.names
     entries.share(own)
     known = {} if entries.transform else entries.checkpoint.entries  # a transform may make other shapes
-    report = KeyReport.compare(own, {name: known.get(old) for name, old in names.items()}, path, names)
+    report = KeyReport.compare(model, own, {name: known.get(old) for name, old in names.items()}, path, names)
     certain = report.certain(custom_loaders(model)) if report else report
     # Reading takes long, and what is copied cannot be taken back.
     early = entries.converted or not assign
@@ -199,12 +203,12 @@ def _load_entries(
     if empty and not assign:
         raise ConfigError(
             f"assign=False copies values into the module's own tensors, and {len(empty)} of them are on the "
-            f"meta device: {', '.join(empty[:5])}; leave assign=False out, or call "
+            f"meta device: {listed(empty)}; leave assign=False out, or call "
             "model.to_empty(device='cpu') first"
         )
     state = entries.state(without=left_out, lazy=not assign)
     if assign:
-        final = KeyReport.compare(own, state, path, names) if entries.transform else report
+        final = KeyReport.compare(model, own, state, path, names) if entries.transform else report
         if final.mismatched:
             raise ConfigError(final.text(strict))
         snapshot.freeze(own, state)

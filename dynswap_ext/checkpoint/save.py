@@ -13,7 +13,8 @@ from torch import nn
 
 from dynswap_ext._swap.subclasses import is_plain
 from dynswap_ext._util.file_mappings import FileMappings
-from dynswap_ext.checkpoint.formats.common import listed
+from dynswap_ext._util.listing import listed
+from dynswap_ext._util.option_names import check_option_names
 from dynswap_ext.checkpoint.writing.blocks import write
 from dynswap_ext.checkpoint.writing.direct import Files
 from dynswap_ext.checkpoint.writing.layout import Piece, split
@@ -25,6 +26,7 @@ from dynswap_ext.errors import ConfigError, SourceError
 _TORCH: Final = (".pt", ".pth", ".bin")
 
 
+@check_option_names
 def save(
     model: nn.Module,
     path: str | PathLike[str],
@@ -86,7 +88,7 @@ def save(
     wrong = [name for name, value in text.items() if not isinstance(name, str) or not isinstance(value, str)]
     if wrong:
         raise ConfigError(
-            f"metadata has something else than text under {', '.join(map(repr, wrong[:5]))}; safetensors "
+            f"metadata has something else than text under {listed([*map(repr, wrong)])}; safetensors "
             "keeps only text, so write it as such (json.dumps)"
         )
     with Files() as files:

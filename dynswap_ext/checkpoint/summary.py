@@ -11,9 +11,9 @@ from typing import Final
 import torch
 
 from dynswap_ext._provider import native_extension, native_unavailable
-from dynswap_ext._util.needed_at_once import units_of_names
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
+from dynswap_ext.checkpoint.units import library_config, modules_of, units_of
 from dynswap_ext.checkpoint.writing.layout import CHECKSUMS
 from dynswap_ext.config import provider_from_environment
 
@@ -23,8 +23,12 @@ _BACKENDS: Final = {"cpu": "host", "accelerator": "cuda"}
 
 @dataclass(frozen=True)
 class Group:
-    """Weights that have to be on the device at one time."""
+    """Weights that have to be on the device at one time.
 
+    For a mixture of experts, these are the largest group that every pass uses, and the largest of an expert.
+    """
+
+    #: As in the checkpoint. Of an expert in a fused weight, the weight's with a number, as in "down_proj[3]".
     names: tuple[str, ...]
     #: On the device, with what lies between them: also the smallest budget that holds it.
     nbytes: int
@@ -91,7 +95,8 @@ def summary(path: str | PathLike[str]) -> Summary:
     names = names_of_each(checkpoint)
     once = {group[0]: checkpoint.entries[group[0]] for group in names}
     streamed = {name: entry for name, entry in once.items() if entry.nbytes}
-    largest = {device: _largest_group(streamed, device) for device in _BACKENDS}
+    fuses = bool(library_config(checkpoint.files))
+    largest = {device: _largest_group(streamed, device, fuses=fuses) for device in _BACKENDS}
     by_dtype: dict[str, int] = {}
     for entry in once.values():
         by_dtype[dtype_name(entry)] = by_dtype.get(dtype_name(entry), 0) + entry.nbytes
@@ -145,49 +150,27 @@ def dtype_name(entry: Entry) -> str:
     return entry.encoding or str(entry.dtype).removeprefix("torch.")
 
 
-def units_of(entries: Mapping[str, Entry]) -> list[tuple[list[str], bool]]:
-    """Return the weights of each module, in an order that it may have, and whether it needs them all at once.
-
-    Files that are sorted by name have a bias before its weight. Then it is not known which of several large
-    weights of a module the small ones follow, and the largest is the one with which no install needs more.
-    """
-    small = max((entry.nbytes for entry in entries.values()), default=0) // 16
-    modules: dict[str, list[str]] = {}
-    for name in entries:
-        modules.setdefault(name.rpartition(".")[0], []).append(name)
-    units = units_of_names(modules)
-    for names, _ in units:
-        if entries[names[0]].nbytes <= small:
-            largest = max(names, key=lambda name: entries[name].nbytes)
-            names.sort(key=lambda name: name != largest and 1 + (entries[name].nbytes > small))
-    return units
-
-
 def _provider() -> str:
     python = provider_from_environment() == "python" or native_unavailable(torch.device("cpu"))
     return "python" if python else "native"
 
 
-def _largest_group(entries: Mapping[str, Entry], device: str) -> Group | None:
+def _largest_group(entries: Mapping[str, Entry], device: str, *, fuses: bool) -> Group | None:
     if device == "cpu":  # what is put together in memory is there already
         entries = {name: entry for name, entry in entries.items() if entry.offset is not None}
     if not entries:
         return None
-    units = units_of(entries)
     if _provider() == "python":
-        together = [names for names, at_once in units if at_once] + [[name] for name in entries]
+        together = [names for names, at_once in modules_of(entries) if at_once] + [[name] for name in entries]
         groups = [Group(tuple(names), sum(entries[name].nbytes for name in names)) for names in together]
         return None if device == "cpu" else max(groups, key=lambda group: group.nbytes)
-    names = [(unit, name) for unit, (names, _) in enumerate(units) for name in names]
+    units = units_of(entries, fuses=fuses)
+    weights = [(number, weight) for number, unit in enumerate(units) for weight in unit.weights]
     nbytes, members = native_extension().smallest_budget(
-        [(name, entries[name].nbytes, 0.0, unit) for unit, name in names],
-        [place_of(entries[name]) for _, name in names],
+        [(weight.name, weight.nbytes, 0.0, unit) for unit, weight in weights],
+        [weight.place() for _, weight in weights],
         _BACKENDS[device],
-        {unit for unit, (_, at_once) in enumerate(units) if at_once},
+        {number for number, unit in enumerate(units) if unit.at_once},
+        {number: 1.0 for number, unit in enumerate(units) if unit.by_use},
     )
-    return Group(tuple(names[member][1] for member in members), nbytes)
-
-
-def place_of(entry: Entry, *, cast: bool = False) -> tuple[str, int, bool] | None:
-    """Return where the engine reads an entry that is mapped: file, offset, and whether it is cast."""
-    return None if entry.offset is None else (str(entry.file), entry.offset, cast)
+    return Group(tuple(weights[member][1].name for member in members), nbytes)

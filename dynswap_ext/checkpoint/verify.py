@@ -6,8 +6,8 @@ from collections.abc import Callable
 from os import PathLike
 from pathlib import Path
 
+from dynswap_ext._util.listing import listed
 from dynswap_ext.checkpoint.formats import open_checkpoint
-from dynswap_ext.checkpoint.formats.common import listed
 from dynswap_ext.checkpoint.writing.blocks import Block, blocks_of, in_parallel
 from dynswap_ext.checkpoint.writing.direct import BLOCK
 from dynswap_ext.checkpoint.writing.layout import CHECKSUMS

@@ -131,7 +131,7 @@ def test_cut_safetensors(safetensors_file: Path, kept: int) -> None:
     safetensors_file.write_bytes(safetensors_file.read_bytes()[:kept])
     _raises(safetensors_file, "cut short.*download or copy it again")
     if kept > 8 or kept == -1:
-        _raises(safetensors_file, r"cut short.*needs [\d,]+ bytes, the file has [\d,]+")
+        _raises(safetensors_file, r"cut short.*needs .*\d+ bytes\)?, the file has .*\d+ bytes")
 
 
 @pytest.mark.parametrize("kept", [4, 100, 8192, -1])

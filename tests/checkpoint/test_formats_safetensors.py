@@ -175,7 +175,8 @@ def test_file_that_shrinks_between_header_and_mapping(
 
     monkeypatch.setattr(file_mapping, "_mapped", shrink_first)
     with pytest.raises(
-        SourceError, match=r"had 16,\d+ bytes and has 4,096 now.*nothing writes to it"
+        SourceError,
+        match=r"had 16.* KiB \(16\d+ bytes\) and has 4 KiB \(4096 bytes\) now.*nothing writes to it",
     ) as caught:
         open_checkpoint(path)
     assert str(path) in str(caught.value)

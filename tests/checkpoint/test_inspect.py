@@ -181,7 +181,7 @@ def test_budget(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 
 def test_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = checkpoint.summary(path)
-    assert cli.main(["show", str(path), "--json", "--budget", "1/2"]) == 0
+    assert cli.main(["show", str(path), "--json", "--share", "1/2"]) == 0
     written: dict[str, Any] = json.loads(capsys.readouterr().out)
     assert written["tensors"]["layers.0.up"]["shape"] == [100, 10] and len(written["tensors"]) == 73
     assert written["smallest_budget"] == found.smallest_budget == written["largest_group"]["bytes"]

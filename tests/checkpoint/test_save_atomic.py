@@ -144,7 +144,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 def test_disk_that_is_too_small(name: str, small_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for _ in range(2):
         with pytest.raises(
-            SourceError, match=r"needs 12,0\d\d,\d\d\d bytes, and .* has [\d,]+ free; make room"
+            SourceError, match=r"needs 11.\d+ MiB \(120\d{5} bytes\), and .* has .* bytes\) free; make room"
         ):
             checkpoint.save(_model(1.0), small_disk / name)
         assert list(small_disk.rglob("*")) == []

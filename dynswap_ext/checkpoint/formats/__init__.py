@@ -6,7 +6,8 @@ import os
 import re
 from pathlib import Path
 
-from dynswap_ext.checkpoint.formats.common import AGAIN, listed, opened, pread
+from dynswap_ext._util.listing import listed
+from dynswap_ext.checkpoint.formats.common import AGAIN, opened, pread
 from dynswap_ext.checkpoint.formats.dcp import METADATA, read_distributed
 from dynswap_ext.checkpoint.formats.gguf import read_gguf
 from dynswap_ext.checkpoint.formats.safetensors_file import read_safetensors

@@ -10,13 +10,14 @@ import reprlib
 import stat
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import torch
 
+from dynswap_ext._util.memory import exact_bytes
 from dynswap_ext.checkpoint.reader import Entry
 from dynswap_ext.errors import SourceError
 
@@ -34,7 +35,8 @@ def is_inside(name: str) -> bool:
 def truncated(path: Path, expected: int, size: int, what: str) -> SourceError:
     """The error for a file that is shorter than `what` needs."""
     return SourceError(
-        f"{path} is cut short: {what} needs {expected:,} bytes, the file has {size:,}; {AGAIN}"
+        f"{path} is cut short: {what} needs {exact_bytes(expected)}, the file has {exact_bytes(size)}; "
+        f"{AGAIN}"
     )
 
 
@@ -99,7 +101,7 @@ def content_of(path: Path, limit: int, what: str) -> bytes:
     """Read a whole file. SourceError if it has more than the `limit` bytes that a `what` may have."""
     with opened(path) as (descriptor, size):
         if size > limit:
-            raise SourceError(f"{path} has {size:,} bytes, {what} at most {limit:,}; {AGAIN}")
+            raise SourceError(f"{path} has {exact_bytes(size)}, {what} at most {exact_bytes(limit)}; {AGAIN}")
         return pread(descriptor, size, 0)
 
 
@@ -177,9 +179,3 @@ def mapped_tensor(storage: torch.UntypedStorage, entry: Entry) -> torch.Tensor:
         # A slice, so that each tensor has a storage of just its bytes (torch.save writes storages whole).
         tensor.set_(storage[entry.offset : entry.offset + entry.nbytes])
     return tensor.reshape(entry.shape)
-
-
-def listed(names: Sequence[str], most: int) -> str:
-    """The first of some names, and how many more there are."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more

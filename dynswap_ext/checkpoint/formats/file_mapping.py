@@ -7,11 +7,13 @@ import errno
 import mmap
 import os
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 
-from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.memory import exact_bytes, format_bytes
 from dynswap_ext.checkpoint.formats.common import AGAIN
 from dynswap_ext.errors import SourceError
 
@@ -28,8 +30,46 @@ def map_file(path: Path, descriptor: int, size: int) -> torch.UntypedStorage:
         The file has become shorter than `size`, or the system refuses the mapping; names the limit that was
         met, and how to raise it.
     """
-    try:
+    with _refusals(path, size):
         storage = _mapped(descriptor, size)
+    if (now := os.fstat(descriptor).st_size) < size:
+        raise SourceError(
+            f"{path} cannot be mapped: it had {exact_bytes(size)} and has {exact_bytes(now)} now; {AGAIN}, "
+            "and load when nothing writes to it"
+        )
+    return storage
+
+
+def reserve(size: int) -> torch.Tensor:
+    """Return zeros that take only address space until they are written to, for `map_in_place`."""
+    with _refusals(Path("a weight of several parts"), size):
+        return torch.frombuffer(_memory(-1, size, _FLAGS | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+
+
+def map_in_place(path: Path, descriptor: int, offset: int, address: int, size: int) -> None:
+    """Map `size` bytes of an open file, from `offset` on, over memory of `reserve`, as `map_file` does.
+
+    `offset` and `address` are multiples of the page size.
+    """
+    with _refusals(path, size):
+        _mmap(address, size, _FLAGS | _MAP_FIXED, descriptor, offset)
+
+
+@contextmanager
+def read_by_page(memory: torch.Tensor) -> Iterator[None]:
+    """Keep the kernel from reading ahead when a page of mapped memory is touched."""
+    where = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
+    _LIBC.madvise(*where, mmap.MADV_RANDOM)
+    try:
+        yield
+    finally:
+        _LIBC.madvise(*where, mmap.MADV_NORMAL)
+
+
+@contextmanager
+def _refusals(path: Path, size: int) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         what = f"{path} cannot be mapped: the system refuses {format_bytes(size)} of address space"
         if error.errno == errno.ENOMEM or getattr(error, "winerror", None) == _COMMITMENT_LIMIT:
@@ -37,12 +77,6 @@ def map_file(path: Path, descriptor: int, size: int) -> torch.UntypedStorage:
         else:
             advice = f" ({error.strerror}); copy it to a file system whose files can be mapped"
         raise SourceError(what + advice) from error
-    if (now := os.fstat(descriptor).st_size) < size:
-        raise SourceError(
-            f"{path} cannot be mapped: it had {size:,} bytes and has {now:,} now; {AGAIN}, and load when "
-            "nothing writes to it"
-        )
-    return storage
 
 
 # Note [Mapped without a reservation]: Linux counts a private, writable mapping as memory that the process may
@@ -57,6 +91,7 @@ _COMMITMENT_LIMIT = 1455  # of Windows (ERROR_COMMITMENT_LIMIT): RAM and page fi
 
 if _HAS_FLAGS:
     _FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.10 has no name for it
+    _MAP_FIXED = 0x10  # which Python has no name for
     _LIBC = ctypes.CDLL(None, use_errno=True)
     _LIBC.mmap.restype = ctypes.c_void_p
     _LIBC.mmap.argtypes = (
@@ -69,13 +104,23 @@ def _mapped(descriptor: int, size: int) -> torch.UntypedStorage:
     if not _HAS_FLAGS:
         copied_on_write = mmap.mmap(descriptor, size, access=mmap.ACCESS_COPY)
         return torch.frombuffer(copied_on_write, dtype=torch.uint8).untyped_storage()
-    address = _LIBC.mmap(None, size, mmap.PROT_READ | mmap.PROT_WRITE, _FLAGS, descriptor, 0)
-    if address == ctypes.c_void_p(-1).value:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return torch.frombuffer(_memory(descriptor, size, _FLAGS), dtype=torch.uint8).untyped_storage()
+
+
+def _memory(descriptor: int, size: int, flags: int) -> ctypes.Array[ctypes.c_char]:
+    """Return mapped bytes, which are unmapped when the array dies."""
+    address = _mmap(None, size, flags, descriptor, 0)
     memory = (ctypes.c_char * size).from_address(address)
     # Tensors may still be read during the exit.
     weakref.finalize(memory, _LIBC.munmap, address, size).atexit = False
-    return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+    return memory
+
+
+def _mmap(address: int | None, size: int, flags: int, descriptor: int, offset: int) -> int:
+    mapped: int = _LIBC.mmap(address, size, mmap.PROT_READ | mmap.PROT_WRITE, flags, descriptor, offset)
+    if mapped == ctypes.c_void_p(-1).value:
+        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+    return mapped
 
 
 def _limit_met(size: int) -> str:

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dynswap_ext._util.listing import listed
 from dynswap_ext.checkpoint.formats.common import AGAIN, mapped_tensor, opened, pread, truncated
 from dynswap_ext.checkpoint.formats.file_mapping import map_file
 from dynswap_ext.checkpoint.formats.safetensors_file import DTYPES
@@ -74,7 +75,7 @@ def _siblings(path: Path, metadata: dict[str, str]) -> list[Path]:
     if missing:
         raise SourceError(
             f"{path} is one of {count} files of a model, and {len(missing)} of them are not in its folder "
-            f"({', '.join(missing[:5])}); download those as well"
+            f"({listed(missing)}); download those as well"
         )
     return files
 

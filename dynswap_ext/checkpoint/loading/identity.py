@@ -18,6 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from dynswap_ext._swap.state import session_of
 from dynswap_ext._swap.subclasses import is_plain
+from dynswap_ext._util.listing import listed
 from dynswap_ext._util.warn import warn
 
 
@@ -89,7 +90,7 @@ class Snapshot:
         if lost:
             warn(
                 f"{len(lost)} tensor(s) of the model are new objects after the load, as torch cannot swap "
-                f"them ({', '.join(lost[:5])}): build optimizers that were made before the load again"
+                f"them ({listed(lost)}): build optimizers that were made before the load again"
             )
 
     def _moved(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:

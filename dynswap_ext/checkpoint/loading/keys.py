@@ -31,12 +31,18 @@ class KeyReport:
     missing: Sequence[str]  # in the model alone
     unexpected: Sequence[str]  # in the file alone, by the names that the model would have for them
     mismatched: Mapping[str, str]  # names, each with both shapes or dtypes
+    library: str  # the package of the model's class
 
     @classmethod
     def compare(
-        cls, own: Mapping[str, Any], given: Mapping[str, Any], path: Path, old: Mapping[str, str]
+        cls,
+        model: object,
+        own: Mapping[str, Any],
+        given: Mapping[str, Any],
+        path: Path,
+        old: Mapping[str, str],
     ) -> KeyReport:
-        """Compares by name, shape and kind of dtype; `given` has entries, or tensors."""
+        """Compare by name, shape and kind of dtype; `given` has entries, or tensors."""
         differences = {
             name: _difference(tensor, given[name]) for name, tensor in own.items() if name in given
         }
@@ -46,6 +52,7 @@ class KeyReport:
             missing=[name for name in own if name not in given],
             unexpected=[name for name in given if name not in own],
             mismatched={name: difference for name, difference in differences.items() if difference},
+            library=type(model).__module__.partition(".")[0],
         )
 
     def certain(self, custom_loaders: tuple[str, ...]) -> KeyReport:
@@ -78,7 +85,13 @@ class KeyReport:
             lines += [f"    ... and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
         if hint := self._prefix_hint():
             lines.append(hint)
-        if self.mismatched:
+        if self.library == "transformers" and self.missing and self.unexpected:
+            lines.append(
+                "transformers renames and fuses the weights of some models when it loads them. "
+                "dynswap_ext.checkpoint.from_pretrained(transformers.AutoModelForCausalLM, folder), or with "
+                "the class that you load, opens the checkpoint as it does."
+            )
+        elif self.mismatched:
             lines.append(
                 "Shapes and kinds of dtype have to agree: make the model with the configuration that the "
                 "file was saved with, leave the entry out by rename= (None), or reshape it by transform=."

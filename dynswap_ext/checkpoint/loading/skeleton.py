@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
-from dynswap_ext.checkpoint.formats.common import listed
+from dynswap_ext._util.listing import listed
 from dynswap_ext.errors import ConfigError
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)

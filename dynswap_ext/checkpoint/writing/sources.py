@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import array
 import ctypes
 import mmap
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from typing import Final, TypeAlias
 
 import torch
 
-from dynswap_ext._util.file_mappings import FileMappings
+from dynswap_ext._util.file_mappings import FileMappings, Mapping, private_pages
 from dynswap_ext.checkpoint.writing.direct import BLOCK, Files, thread_buffer
 
 #: Called as ``source(first, into)``, from several threads: it fills `into` (one dimension) with elements of a
@@ -24,28 +24,66 @@ Source: TypeAlias = Callable[[int, torch.Tensor], None]
 _AT_ONCE: Final = 32768
 
 _PAGE: Final = mmap.PAGESIZE
-# Of an entry of /proc/self/pagemap (Documentation/admin-guide/mm/pagemap.rst).
-_HERE: Final = 1 << 63 | 1 << 62  # present, or swapped
-_OF_FILE: Final = 1 << 61
 _MADV_PAGEOUT: Final = 21
 
 
 def source_of(tensor: torch.Tensor, mappings: FileMappings, files: Files) -> Source:
     """Return how to read a tensor without keeping more of it in memory than there is of it now."""
-    mapping = mappings.find(tensor.data_ptr()) if tensor.device.type == "cpu" and tensor.numel() else None
-    if mapping is None:
+    on_host = tensor.device.type == "cpu" and tensor.numel() > 0
+    mapped = mappings.overlapping(tensor.data_ptr(), tensor.nbytes) if on_host else []
+    if not mapped:
         return from_tensor(lambda: tensor)
-    path = mapping.path
     as_stored = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+    borders = [at for found in mapped for at in (found.begin, found.end, _end_of_file(found))]
+    joints = {max(min(at, end), begin) - begin for at in borders}
+    cuts = sorted(at // tensor.itemsize for at in joints | {0, tensor.nbytes})
+    if len(cuts) > 2 and as_stored and not any(at % tensor.itemsize for at in joints):
+        flat = tensor.reshape(-1)
+        pieces = [(low, high, source_of(flat[low:high], mappings, files)) for low, high in pairwise(cuts)]
+        return _concatenated(pieces)
+    mapping = mapped[0]
+    path = mapping.path
     if (
         path is None
         or not as_stored
-        or tensor.data_ptr() + tensor.nbytes > mapping.end
+        or begin < mapping.begin
+        or end > mapping.end
+        or begin >= _end_of_file(mapping)
         or os.fstat(files[path].descriptor).st_ino != mapping.inode  # it was replaced just now
     ):
         return from_tensor(lambda: tensor, mapped=True)
-    offset = mapping.offset + tensor.data_ptr() - mapping.begin
+    offset = mapping.offset + begin - mapping.begin
     return from_file(files, path, offset, tensor.dtype, over=tensor)
+
+
+def _end_of_file(mapping: Mapping) -> int:
+    """Return the address at which the file's bytes end in a mapping.
+
+    What follows in the page that has the file's end is memory. A fused weight may go on there, with its next
+    part (Note [A fused weight is a mapping]); then that page has been written.
+    """
+    try:
+        size = os.stat(mapping.name).st_size
+    except OSError:
+        return mapping.end
+    end = mapping.begin + size - mapping.offset
+    rest = -end % _PAGE
+    if not mapping.begin < end < mapping.end or not rest or not any(private_pages(end, rest)):
+        return mapping.end
+    return end
+
+
+def _concatenated(pieces: list[tuple[int, int, Source]]) -> Source:
+    """Return a source that reads pieces one after the other; each is (first element, end, its source)."""
+
+    def read(first: int, into: torch.Tensor) -> None:
+        for low, high, source in pieces:
+            begin, end = max(low, first), min(high, first + into.numel())
+            if begin < end:
+                source(begin - low, into[begin - first : end - first])
+
+    return read
 
 
 def from_file(
@@ -67,7 +105,7 @@ def from_file(
             if over is not None:
                 address = over.data_ptr() + begin
                 target = ctypes.addressof(ctypes.c_char.from_buffer(buffer)) + at
-                for start, end in _private_pages(address, count * size):
+                for start, end in private_pages(address, count * size):
                     ctypes.memmove(target + start - address, start, end - start)
             part = into[done : done + count]
             if dtype == into.dtype:  # as the bytes are, whatever bits a NaN has
@@ -109,22 +147,6 @@ class Latest:
                 self._kept = None  # not both at once
                 self._kept = name, self._make(name).detach()
             return self._kept[1]
-
-
-def _private_pages(address: int, count: int) -> Iterator[tuple[int, int]]:
-    """Yield ranges of addresses that are this process's own memory and not the file's."""
-    first, last = address // _PAGE, -(-(address + count) // _PAGE)
-    entries = array.array("Q")
-    try:
-        with open("/proc/self/pagemap", "rb", buffering=0) as pagemap:
-            pagemap.seek(first * entries.itemsize)
-            entries.frombytes(pagemap.read((last - first) * entries.itemsize))
-    except OSError:  # a container may hide it: then any page may be
-        yield address, address + count
-        return
-    for page, entry in enumerate(entries, first):
-        if entry & _HERE and not entry & _OF_FILE:
-            yield max(page * _PAGE, address), min((page + 1) * _PAGE, address + count)
 
 
 def _release_pages(address: int, count: int) -> None:

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
-from dynswap_ext._util.memory import parse_bytes
+from dynswap_ext._util.memory import exact_bytes, parse_bytes
 from dynswap_ext.checkpoint.writing.direct import file_control
 from dynswap_ext.checkpoint.writing.layout import Layout
 from dynswap_ext.errors import ConfigError, DynswapError, SourceError
@@ -117,10 +117,10 @@ class Target:
     def _no_room(self, needed: int, why: str) -> SourceError:
         free = ""
         with suppress(OSError):
-            free = f", and {self.folder} has {shutil.disk_usage(self.folder).free:,} free"
+            free = f", and {self.folder} has {exact_bytes(shutil.disk_usage(self.folder).free)} free"
         return SourceError(
-            f"{self.path} cannot be written: {why}. It needs {needed:,} bytes{free}; make room (limits on "
-            "the size of files and quotas count too), or choose another folder"
+            f"{self.path} cannot be written: {why}. It needs {exact_bytes(needed)}{free}; make room (limits "
+            "on the size of files and quotas count too), or choose another folder"
         )
 
     def place(self, parts: Mapping[Path, Layout]) -> tuple[Path, list[Path]]:

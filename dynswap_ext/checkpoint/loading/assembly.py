@@ -1,0 +1,228 @@
+"""Assembles tensors from ranges of files, by mapping the ranges one after the other.
+
+Note [A fused weight is a mapping]: libraries fuse weights while they load a checkpoint: the matrices of
+a layer's experts become one tensor. A copy in memory would be as large as most of the file. But any page
+of a file can be mapped to any page of the address space. So the pages of the parts are mapped one after
+the other, copy-on-write, and the result is a mapped master like any other: its bytes are read when they
+are used, and forks, page-locking and write(2) work as usual. The page at a joint holds bytes of two
+parts. It is written when the weight is assembled, which takes a page of memory for each part. Parts can
+be mapped if their positions in the file and in the tensor are equal modulo a page, as those of large
+matrices in one file are. Other parts (of a layer that continues in another shard) are copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from dynswap_ext._util.file_mappings import FileMappings, private_pages
+from dynswap_ext.checkpoint.formats.common import truncated
+from dynswap_ext.checkpoint.formats.file_mapping import map_in_place, read_by_page, reserve
+
+_PAGE = mmap.PAGESIZE
+#: Smaller tensors, and smaller parts, are copied: most of their pages would be at joints.
+_SMALLEST = 16 * _PAGE
+_SMALLEST_PART = 4 * _PAGE
+_CAT, _STACK = torch.ops.aten.cat.default, torch.ops.aten.stack.default
+
+
+class Range(NamedTuple):
+    """Bytes of a file."""
+
+    path: Path
+    inode: int
+    offset: int
+    nbytes: int
+
+    def part(self, begin: int, nbytes: int) -> Range:
+        """Return `nbytes` of the range, from `begin` on."""
+        return self._replace(offset=self.offset + begin, nbytes=nbytes)
+
+
+class MappedFusion(TorchDispatchMode):
+    """A context in which `torch.cat` and `torch.stack` of mapped tensors map their result.
+
+    If the result cannot be mapped, they copy as usual. Applies only to the thread that has entered it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._files = ExitStack()
+        self._descriptors: dict[tuple[Path, int], int] = {}
+        self._made: dict[int, tuple[StorageWeakRef, int, list[Range]]] = {}  #: by storage: address, parts
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Map the result of a fusion, if it can be."""
+        if func in (_CAT, _STACK) and not kwargs:
+            fused = self._fused(args[0], args[1] if len(args) > 1 else 0, stacked=func is _STACK)
+            if fused is not None:
+                return fused
+        return func(*args, **(kwargs or {}))
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Close the files; what is mapped stays."""
+        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        self._files.close()
+        self._descriptors.clear()
+        self._made.clear()
+
+    def _fused(self, tensors: Sequence[torch.Tensor], dim: int, *, stacked: bool) -> torch.Tensor | None:
+        if sum(tensor.nbytes for tensor in tensors) < _SMALLEST:
+            return None
+        first = tensors[0]
+        dimensions = first.dim() + stacked
+        if not -dimensions <= dim < dimensions:
+            return None
+        dim %= dimensions
+        for tensor in tensors:
+            others = tensor.shape[:dim] + tensor.shape[dim + (not stacked) :]
+            fits = others == first.shape[:dim] + first.shape[dim + (not stacked) :]
+            if not fits or tensor.dtype != first.dtype or not tensor.is_contiguous():
+                return None
+        rows = prod(first.shape[:dim])
+        if max(tensor.nbytes for tensor in tensors) // rows < _SMALLEST_PART:
+            return None
+        mappings = FileMappings()  # as they are now: an address is used again when a file is let go of
+        ranges = [self._ranges(tensor, mappings) for tensor in tensors]
+        if any(found is None for found in ranges):
+            return None
+        parts = [
+            part
+            for row in range(rows)
+            for tensor, found in zip(tensors, ranges, strict=True)
+            for part in _cut(found or [], row * (tensor.nbytes // rows), tensor.nbytes // rows)
+        ]
+        shape = list(first.shape)
+        if stacked:
+            shape.insert(dim, len(tensors))
+        else:
+            shape[dim] = sum(tensor.shape[dim] for tensor in tensors)
+        joined = _joined(parts)
+        if len(mappings) + len(joined) > _most_mappings() // 2:  # threads and libraries need some as well
+            return None
+        return self._assemble(joined, shape, first.dtype)
+
+    def _ranges(self, tensor: torch.Tensor, mappings: FileMappings) -> list[Range] | None:
+        """Return the file ranges of a contiguous tensor; None if it is not mapped, or was written to."""
+        if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.device.type != "cpu":
+            return None
+        storage = tensor.untyped_storage()
+        if storage.resizable() or tensor.is_inference() or tensor._version > 0:
+            return None  # memory of torch's allocator; or it may have been written to
+        made = self._made.get(storage._cdata)
+        if made is not None and not made[0].expired():  # type: ignore[no-untyped-call]
+            return _cut(made[2], tensor.data_ptr() - made[1], tensor.nbytes)
+        mapping = mappings.find(tensor.data_ptr())
+        path = None if mapping is None else mapping.path
+        if mapping is None or path is None or tensor.data_ptr() + tensor.nbytes > mapping.end:
+            return None
+        if any(private_pages(tensor.data_ptr(), tensor.nbytes)):  # `.data` and NumPy bump no version
+            return None
+        offset = mapping.offset + tensor.data_ptr() - mapping.begin
+        found = Range(path, mapping.inode, offset, tensor.nbytes)
+        return [found] if os.fstat(self._descriptor(found)).st_ino == mapping.inode else None
+
+    def _assemble(self, parts: list[Range], shape: list[int], dtype: torch.dtype) -> torch.Tensor | None:
+        """Map the parts one after the other; None if too much of them would be copied."""
+        nbytes = sum(part.nbytes for part in parts)
+        places = list(accumulate((part.nbytes for part in parts), initial=0))
+        phases: Counter[int] = Counter()
+        for part, place in zip(parts, places, strict=False):
+            phases[(part.offset - place) % _PAGE] += max(part.nbytes - _PAGE, 0)
+        phase, mapped = phases.most_common(1)[0]
+        if 2 * mapped < nbytes or phase % dtype.itemsize:
+            return None
+        memory = reserve(phase + nbytes)
+        base = memory.data_ptr()
+        copied: list[tuple[int, Range]] = []
+        for number, (part, place) in enumerate(zip(parts, places, strict=False)):
+            begin, end = phase + place, phase + place + part.nbytes
+            if (part.offset - place) % _PAGE != phase:
+                copied.append((begin, part))
+                continue
+            # The first page has nothing before the first part; a page at a joint is completed by copying.
+            low = begin // _PAGE * _PAGE if number == 0 else min(-(-begin // _PAGE) * _PAGE, end)
+            if begin < low:
+                copied.append((begin, part.part(0, low - begin)))
+            if low < end:
+                high = -(-end // _PAGE) * _PAGE
+                descriptor = self._descriptor(part)
+                map_in_place(part.path, descriptor, part.offset + low - begin, base + low, high - low)
+        with read_by_page(memory):
+            for begin, part in copied:
+                _read(self._descriptor(part), part, base + begin)
+        tensor = memory[phase : phase + nbytes].view(dtype).view(shape)
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        self._made[key] = StorageWeakRef(storage), tensor.data_ptr(), parts  # type: ignore[no-untyped-call]
+        return tensor
+
+    def _descriptor(self, part: Range) -> int:
+        file = part.path, part.inode
+        if file not in self._descriptors:
+            opened = self._files.enter_context(part.path.open("rb")).fileno()
+            os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_RANDOM)
+            self._descriptors[file] = opened
+        descriptor = self._descriptors[file]
+        end, size = part.offset + part.nbytes, os.fstat(descriptor).st_size
+        if end > size:
+            raise truncated(part.path, end, size, "a part of a weight")
+        return descriptor
+
+
+def _cut(ranges: Iterable[Range], begin: int, nbytes: int) -> list[Range]:
+    """Return `nbytes` of ranges that follow each other, from the byte `begin` on."""
+    found: list[Range] = []
+    at, end = 0, begin + nbytes
+    for part in ranges:
+        low, high = max(at, begin), min(at + part.nbytes, end)
+        if low < high:
+            found.append(part.part(low - at, high - low))
+        at += part.nbytes
+    return found
+
+
+def _joined(parts: Iterable[Range]) -> list[Range]:
+    """Join parts that follow each other in their file as well."""
+    joined: list[Range] = []
+    for part in parts:
+        last = joined[-1] if joined else None
+        if last is not None and last.part(last.nbytes, part.nbytes) == part:
+            joined[-1] = last._replace(nbytes=last.nbytes + part.nbytes)
+        else:
+            joined.append(part)
+    return joined
+
+
+def _most_mappings() -> int:
+    try:
+        return int(Path("/proc/sys/vm/max_map_count").read_text())
+    except (OSError, ValueError):
+        return 65530  # Linux's default
+
+
+def _read(descriptor: int, part: Range, address: int) -> None:
+    into = memoryview((ctypes.c_char * part.nbytes).from_address(address)).cast("B")
+    done = 0
+    while done < part.nbytes:
+        got = os.preadv(descriptor, [into[done:]], part.offset + done)
+        if got == 0:
+            raise truncated(part.path, part.offset + part.nbytes, part.offset + done, "a part of a weight")
+        done += got

@@ -1,0 +1,179 @@
+"""Opens checkpoints through a library's own `from_pretrained`, with masters that stay mapped."""
+
+from __future__ import annotations
+
+import re
+from os import PathLike
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import nn
+
+from dynswap_ext._util.file_mappings import FileMappings
+from dynswap_ext._util.listing import listed
+from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.own_masters import own_masters
+from dynswap_ext._util.warn import warn
+from dynswap_ext.checkpoint.loading.assembly import MappedFusion
+from dynswap_ext.checkpoint.options import check_dtype
+from dynswap_ext.errors import ConfigError, SourceError
+
+LoadedT = TypeVar("LoadedT", covariant=True)
+
+#: Up to this share of a model's bytes may be in RAM without a warning: weights that the checkpoint lacks, and
+#: small fused ones.
+_UNREPORTED = 1 / 16
+
+
+class Loadable(Protocol[LoadedT]):
+    """A class with transformers' `from_pretrained`: `AutoModelForCausalLM`, `LlamaModel`, and their like."""
+
+    def from_pretrained(self, path: str | PathLike[str], /, *args: Any, **options: Any) -> LoadedT:
+        """Load a checkpoint."""
+        ...
+
+
+def from_pretrained(
+    cls: Loadable[LoadedT],
+    path: str | PathLike[str],
+    *args: Any,
+    dtype: torch.dtype | str | None = None,
+    **options: Any,
+) -> LoadedT:
+    """Open a checkpoint as transformers does, with masters that are mapped from its files.
+
+    Calls ``cls.from_pretrained(path, ...)``. Names, shards, subfolders, ties, modules that are kept in
+    float32, the generation config and the report of missing keys are therefore the library's own, and so is
+    its conversion of official files. Tensors that the conversion fuses (the experts of a layer, gate and up
+    projections) are mapped range by range, whereas the library copies them into memory.
+
+    Parameters
+    ----------
+    cls
+        A class of transformers with a `from_pretrained`, such as ``AutoModelForCausalLM``.
+    path
+        The folder of the checkpoint, or its name on the hub, which the library resolves.
+    *args, **options
+        Passed to ``cls.from_pretrained``: ``config``, ``subfolder``, ``revision``, ``attn_implementation``,
+        values of the config.
+    dtype
+        None keeps the dtype that the checkpoint names. Another dtype casts weights into memory;
+        `install(dtype=)` casts them on the way instead, and takes no memory for that.
+
+    Returns
+    -------
+    torch.nn.Module
+        What ``cls.from_pretrained`` returns. Its masters are private mappings: a write to them changes this
+        process's copy of a page, and never the file.
+
+    Raises
+    ------
+    SourceError
+        A file is missing, cut short or damaged, or the system refuses to map it.
+    ConfigError
+        `cls` has no `from_pretrained`, or is of diffusers; or `device_map` puts weights elsewhere than on
+        the CPU.
+
+    Warns
+    -----
+    DynswapWarning
+        More than a sixteenth of the bytes are in memory, because the weights were cast or rearranged
+        (transposed, interleaved, fused by rows). Names the bytes and the weights.
+    """
+    load = getattr(cls, "from_pretrained", None)
+    if load is None:
+        raise ConfigError(
+            f"cls is {cls!r}; expected a class with from_pretrained, such as "
+            "transformers.AutoModelForCausalLM"
+        )
+    _check_device_map(options.get("device_map"))
+    if isinstance(dtype, torch.dtype):
+        check_dtype(dtype)
+    if getattr(cls, "__module__", "").partition(".")[0] == "diffusers":
+        raise ConfigError(
+            f"cls is {cls!r}, of diffusers, whose from_pretrained reads weights into memory. "
+            "checkpoint.load(lambda: cls.from_config(config), path) maps them (docs/guides/diffusion.md)"
+        )
+    if "torch_dtype" not in options:  # the former name of `dtype`
+        options["dtype"] = "auto" if dtype is None else dtype
+    try:
+        with MappedFusion():
+            loaded: LoadedT = load(path, *args, **options)
+    except SourceError:
+        raise
+    except (OSError, EOFError) as error:
+        raise SourceError(f"{path} cannot be opened: {error}") from error
+    except Exception as error:
+        if type(error).__name__ != "SafetensorError":
+            raise
+        raise SourceError(
+            f"{path} cannot be opened: one of its safetensors files is cut short or damaged ({error}); "
+            "dynswap_ext.checkpoint.summary() of each says which; download or copy it again"
+        ) from error
+    model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
+    if isinstance(model, nn.Module):
+        _warn_of_copies(model, str(path))
+    return loaded
+
+
+def _check_device_map(device_map: Any) -> None:
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    if any(str(place) not in ("None", "cpu") for place in places):
+        raise ConfigError(
+            f"device_map is {device_map!r}, which copies weights to devices; leave it out, and give "
+            "install() the device"
+        )
+
+
+def _warn_of_copies(model: nn.Module, path: str) -> None:
+    """Warn if more than a sixteenth of a model's bytes are in memory and not mapped."""
+    mappings = FileMappings()
+    masters = {id(master): (name, master) for name, master in _named_masters(model)}
+    in_memory = [
+        (name, master)
+        for name, master in masters.values()
+        if master.device.type == "cpu" and not _is_mapped(master, mappings)
+    ]
+    every, copied = (sum(_nbytes(master) for _, master in found) for found in (masters.values(), in_memory))
+    if copied <= every * _UNREPORTED:
+        return
+    kinds: dict[str, int] = {}
+    for name, master in in_memory:
+        kind = re.sub(r"\.\d+\.", ".*.", name)
+        kinds[kind] = kinds.get(kind, 0) + _nbytes(master)
+    largest = sorted(kinds.items(), key=lambda kind: -kind[1])
+    names = listed([f"{kind} ({format_bytes(nbytes)})" for kind, nbytes in largest], 3)
+    warn(
+        f"{format_bytes(copied)} of the {format_bytes(every)} of {path} are in RAM and not mapped: "
+        f"{names}. They were cast to another dtype, quantised, or rearranged as mapping cannot do. "
+        "If they were cast, leave dtype out here and pass it to install(), which casts weights on the way "
+        "(and buffers such as rotary frequencies, as model.to(dtype) does)"
+    )
+
+
+def _named_masters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
+    """Return masters with their names; for quantised ones, the tensors that they wrap."""
+    return [
+        found
+        for path, module in model.named_modules()
+        for name, master, _ in own_masters(module)
+        for found in _unwrapped(f"{path}.{name}" if path else name, master)
+    ]
+
+
+def _unwrapped(name: str, master: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    if not hasattr(master, "__tensor_flatten__"):
+        return [(name, master)]
+    inner = ((one, getattr(master, one)) for one in master.__tensor_flatten__()[0])
+    return [found for one, tensor in inner for found in _unwrapped(f"{name}.{one}", tensor)]
+
+
+def _is_mapped(master: torch.Tensor, mappings: FileMappings) -> bool:
+    try:
+        return bool(mappings.overlapping(master.data_ptr(), master.nbytes))
+    except (RuntimeError, NotImplementedError):
+        return True  # a class that shows no address: not ours to judge
+
+
+def _nbytes(master: torch.Tensor) -> int:
+    return master.numel() * master.element_size()
