@@ -62,8 +62,11 @@ def test_no_command_and_unknown_command_are_usage_errors() -> None:
     ("arguments", "said"),
     [
         (["--size", "many"], "'many' is not a size; write one as 1.5GB"),
-        (["--budget", "0/4"], "'0/4' is not a share above zero"),
+        (["--share", "0/4"], "'0/4' is not a share of the model"),
+        (["--budget", "1/4"], "a share of the model is --share"),
+        (["--budget", "1GiB", "--share", "1/4"], "leave out one of them"),
         (["--budget", "a lot"], "'a lot' is not a size"),
+        (["--budget", "minimum", "--share", "1/4"], "leave out one of them"),
         (["--dtype", "int8"], "--dtype is 'int8'"),
         (["--device", "toaster"], "toaster"),
         (["--device", "meta"], "device is 'meta'"),
@@ -85,7 +88,7 @@ def test_bad_options_are_explained_without_a_traceback(
 
 def test_demo_prints_the_table_and_writes_the_record(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
-    options = ["--size", "24MB", "--budget", "1/2", "--passes", "2", "--tokens", "8", "--device", "cpu"]
+    options = ["--size", "24MB", "--share", "1/2", "--passes", "2", "--tokens", "8", "--device", "cpu"]
     files = ["--folder", str(tmp_path / "cache"), "--json", str(record)]
     done = subprocess.run(
         [sys.executable, "-m", "dynswap_ext", "demo", *options, *files],

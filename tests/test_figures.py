@@ -16,7 +16,7 @@ import benchmark_scripts  # noqa: F401  (the folder that the next two are in)
 import chart  # isort: skip
 import figures  # isort: skip
 
-README, BENCHMARKS, LIMITS = figures.PAGES
+README, BENCHMARKS, LIMITS, *_ = figures.PAGES
 #: Times, ratios and memory in prose: each is a figure, unless it is a setting.
 _FIGURE = re.compile(r"\d+(?:\.\d+)? (?:ns|us|ms|s|seconds|MiB|GB/s|%|times)(?!\w)|\b[01]\.\d\d\b")
 _SETTINGS = {"384 MiB", "32 MiB", "8 MiB", "1.05"}

@@ -11,6 +11,7 @@ from typing import Any
 import dynswap_ext
 from dynswap_ext import checkpoint
 from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.tables import facts_grid, write
 from dynswap_ext._util.units import parse_dtype
 from dynswap_ext.cli import demo, plan, show
 from dynswap_ext.errors import ConfigError, DynswapError
@@ -55,8 +56,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _info(options: argparse.Namespace) -> int:
-    print(f"dynswap-ext      {dynswap_ext.__version__}")
-    print(dynswap_ext.backend_info(ask_driver=True))
+    facts = dynswap_ext.backend_info(ask_driver=True).facts()
+    write(facts_grid({"dynswap-ext": dynswap_ext.__version__, **facts}.items()))
     return 0
 
 

@@ -20,7 +20,8 @@ def add_to(commands: Any) -> None:
     demo.set_defaults(command=_demo)
     add = demo.add_argument
     add("--size", default="1.5GB", help="size of the checkpoint (default: %(default)s)")
-    add("--budget", help="a size, or a share of the model (default: 1/4; with --text 3/4)")
+    add("--budget", metavar="SIZE", help="device memory for weights: 384MiB, or minimum")
+    add("--share", help="the same as a share of the model (default: 1/4; with --text 3/4)")
     add("--prefetch", type=int, default=2, help="groups of weights to copy ahead (default: %(default)s)")
     add("--device", help="cpu, cuda, xpu, ... (default: the accelerator if there is one, else cpu)")
     add("--dtype", help="compute dtype (default: float32 on the CPU, bfloat16 elsewhere)")
@@ -47,7 +48,7 @@ def _demo(options: argparse.Namespace) -> int:
     if options.text:
         from dynswap_ext.demo.text import run_text
 
-        where = {"device": options.device, "budget": options.budget, "prefetch": options.prefetch}
+        where = {name: getattr(options, name) for name in ("device", "budget", "share", "prefetch")}
         return 0 if run_text(options.text, console, **where).bit_equal else 1
 
     from dynswap_ext.demo.compare import run_demo, show

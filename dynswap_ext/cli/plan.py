@@ -9,20 +9,19 @@ import math
 import pkgutil
 import sys
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from rich import box
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 from torch import nn
 
 from dynswap_ext import config, planning
 from dynswap_ext._util.figure import check_path
-from dynswap_ext._util.memory import format_bytes
-from dynswap_ext._util.tables import facts_grid
+from dynswap_ext._util.memory import MINIMUM, exact_bytes, format_bytes
+from dynswap_ext._util.tables import facts_grid, plain_table
 from dynswap_ext._util.units import parse_dtype, parse_seconds, show_bytes, show_rate, show_seconds
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning import Machine, Plan, PlannedWeight, Prediction
@@ -30,9 +29,11 @@ from dynswap_ext.planning import Machine, Plan, PlannedWeight, Prediction
 #: Of a table that is written to a file or a pipe, which have no width of their own.
 _WIDTH: Final = 100
 _TITLES: Final = (
-    *("budget", "of all", "resi-\ndent", "moved", "time", "limit"),
+    *("budget", "of all", "resident", "moved", "time", "limit"),
     *("x\nlimit", "stalls", "x all\nresident", "misses"),
 )
+#: Columns that are left out, in this order, where a line is too short for all.
+_LEFT_OUT: Final = ("misses", "x\nlimit", "limit", "stalls", "of all")
 
 
 def add_to(commands: Any) -> None:
@@ -60,9 +61,11 @@ def add_to(commands: Any) -> None:
         "--budget",
         action="append",
         default=[],
-        help="device memory for weights: a size, or a share of the model; may be given again (exit status 1 "
-        "if one is too small)",
+        metavar="SIZE",
+        help="device memory for weights, such as 6GiB, or minimum; may be given again (exit status 1 if one "
+        "is too small)",
     )
+    add("--share", action="append", default=[], help="the same as a share of the model: 25%% or 1/4")
     add("--dtype", help="dtype of floating weights on the device: bf16, fp16, ... (default: as in the file)")
     add("--prefetch", type=int, default=2, help="groups of weights to copy ahead (default: %(default)s)")
     add("--bandwidth", help="bandwidth of copies to the device, such as 25GB/s")
@@ -113,6 +116,7 @@ def _plan(options: argparse.Namespace) -> int:
     plan = planning.plan(
         case.weights,
         budgets=options.budget,
+        shares=options.share,
         bandwidth=case.machine.bandwidth,
         latency=case.machine.latency,
         prefetch=options.prefetch,
@@ -258,25 +262,29 @@ def _print(plan: Plan, case: _Case, dtype: str | None, notes: Sequence[str]) -> 
     ]
     console = Console(width=None if sys.stdout.isatty() else _WIDTH)
     console.print(facts_grid(facts))
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0), collapse_padding=True)
-    for title in _TITLES:
-        table.add_column(title, justify="right", no_wrap=True)
+    rows = []
     for prediction in plan.predictions:
         share = f"{prediction.budget / plan.all:.0%}" if prediction.budget < plan.all else "all"
-        table.add_row(
-            format_bytes(prediction.budget),
-            "smallest" if prediction.budget == plan.smallest < plan.all else share,
-            f"{prediction.resident_share:.0%}",
-            show_bytes(prediction.moved_bytes or None),
-            show_seconds(prediction.seconds),
-            show_seconds(prediction.limit_seconds),
-            f"{prediction.to_limit:.2f}",
-            show_seconds(prediction.stall_seconds if prediction.stall_seconds > 0 else None),
-            _times(prediction.to_resident),
-            f"{prediction.misses:.0f}" if prediction.misses else "-",
-            style="bold" if prediction.budget in plan.asked else "",
+        if prediction is plan.minimum:
+            share = MINIMUM
+        elif prediction.budget == plan.smallest < plan.all:
+            share = "smallest"
+        rows.append(
+            (
+                format_bytes(prediction.budget),
+                share,
+                f"{prediction.resident_share:.0%}",
+                show_bytes(prediction.moved_bytes or None),
+                show_seconds(prediction.seconds),
+                show_seconds(prediction.limit_seconds),
+                f"{prediction.to_limit:.2f}",
+                show_seconds(prediction.stall_seconds if prediction.stall_seconds > 0 else None),
+                _times(prediction.to_resident),
+                f"{prediction.misses:.0f}" if prediction.misses else "-",
+            )
         )
-    console.print(table)
+    asked = {place for place, prediction in enumerate(plan.predictions) if prediction.budget in plan.asked}
+    console.print(plain_table(_TITLES, rows, right=_TITLES, optional=_LEFT_OUT, bold=asked))
     for line in _conclusions(plan):
         console.print(Text(line))
     for note in notes:
@@ -289,14 +297,23 @@ def _times(factor: float) -> str:
 
 def _conclusions(plan: Plan) -> Iterator[str]:
     """Yield what follows from the table, a sentence each."""
+    largest = "the largest group of weights takes"
+    if any(weight.by_use for weight in plan.weights):
+        largest = "the largest group of weights and the largest expert take"
     for budget in plan.too_small:
         yield (
-            f"{format_bytes(budget)} is too small: the largest group of weights takes "
-            f"{format_bytes(plan.smallest)} ({plan.smallest} bytes), the smallest budget that works."
+            f"{format_bytes(budget)} is too small: {largest} {exact_bytes(plan.smallest)}, the smallest "
+            "budget that works."
         )
     for prediction in plan.predictions:
         if prediction.budget in plan.asked:
             yield f"{format_bytes(prediction.budget)}: {_sentence(prediction)}"
+    for smaller, larger in pairwise(found for found in plan.predictions if found is not plan.minimum):
+        if larger.resident_share < smaller.resident_share:
+            yield (
+                f"{format_bytes(larger.budget)} keeps fewer weights on the device than "
+                f"{format_bytes(smaller.budget)}: room for copies ahead saves more time."
+            )
     if plan.hidden_from <= plan.smallest:
         yield "Compute hides all copies at any budget that works."
     elif plan.hidden_from >= 0.99 * plan.all:
@@ -347,6 +364,7 @@ def _as_json(plan: Plan, case: _Case) -> dict[str, Any]:
         "weight_bytes": sum(weight.nbytes for weight in plan.weights),
         "smallest_budget": plan.smallest,
         "all_resident_budget": plan.all,
+        "minimum_budget": plan.minimum.budget if plan.minimum else None,
         "copies_hidden_from": plan.hidden_from,
         "asked": list(plan.asked),
         "too_small": list(plan.too_small),

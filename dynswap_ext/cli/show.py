@@ -6,12 +6,11 @@ import argparse
 import json
 from typing import Any
 
-from rich.console import Console
-
-from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.listing import listed
+from dynswap_ext._util.memory import exact_bytes, format_bytes
 from dynswap_ext._util.name_patterns import key_of, pattern_of
-from dynswap_ext._util.tables import facts_grid, first_names, plain_table
-from dynswap_ext._util.units import parse_share
+from dynswap_ext._util.tables import facts_grid, plain_table, write
+from dynswap_ext._util.units import parse_model_budget
 from dynswap_ext.checkpoint import Summary, summary, verify
 from dynswap_ext.checkpoint.summary import dtype_name
 
@@ -27,7 +26,8 @@ def add_to(commands: Any) -> None:
     show.set_defaults(command=_show)
     add = show.add_argument
     add("path", metavar="PATH", help="a file, an index, or a folder")
-    add("--budget", help="check a budget: a size, or a share of the whole (exit status 1 if it is too small)")
+    add("--budget", metavar="SIZE", help="check a budget, such as 6GiB (exit status 1 if it is too small)")
+    add("--share", help="the same as a share of the checkpoint: 25%% or 1/4")
     add("--all", action="store_true", help="a row for each tensor, also of repeated layers")
     add("--json", action="store_true", help="everything, for programs")
     add("--verify", action="store_true", help="read all, and compare the checksums that convert keeps")
@@ -35,7 +35,7 @@ def add_to(commands: Any) -> None:
 
 def _show(options: argparse.Namespace) -> int:
     found = summary(options.path)
-    budget = parse_share(options.budget, found.total_bytes) if options.budget else None
+    budget = parse_model_budget(options.budget, options.share, found.total_bytes)
     verified = verify(options.path) if options.verify else None
     if options.json:
         print(json.dumps(_as_json(found, budget, verified), indent=2, default=str))
@@ -84,24 +84,25 @@ def _print(found: Summary, budget: int | None, verified: int | None, *, collapse
     group = found.largest_group
     facts: dict[str, str | None] = {
         "format": found.format,
-        "files": first_names(list(map(str, found.files)), "\n"),
-        "tensors": f"{len(found.entries)}, {_exactly(found.total_bytes)}",
+        "files": listed(list(map(str, found.files)), 10, lines=True),
+        "tensors": f"{len(found.entries)}, {exact_bytes(found.total_bytes)}",
         "dtypes": ", ".join(f"{name} {format_bytes(size)}" for name, size in found.bytes_by_dtype.items()),
-        "ties": first_names([" = ".join(tie) for tie in found.ties], "\n"),
-        "not tensors": first_names(found.objects),
-        "metadata": first_names([f"{name}: {text[:100]}" for name, text in found.metadata.items()], "\n"),
-        "largest group": f"{_exactly(group.nbytes)}: {first_names(group.names)}" if group else None,
+        "ties": listed([" = ".join(tie) for tie in found.ties], 10, lines=True),
+        "not tensors": listed(found.objects, 10),
+        "metadata": listed(
+            [f"{name}: {text[:100]}" for name, text in found.metadata.items()], 10, lines=True
+        ),
+        "largest group": f"{exact_bytes(group.nbytes)}: {listed(group.names, 10)}" if group else None,
         "smallest budget": _smallest(found),
-        "this budget": None if budget is None else f"{_exactly(budget)} {_answer(found, budget)}",
+        "this budget": None if budget is None else f"{exact_bytes(budget)} {_answer(found, budget)}",
         "checksums": "kept; --verify compares them" if found.checksums else "none",
     }
     if verified is not None:
-        facts["checksums"] = f"{_exactly(verified)} compared, and equal"
-    console = Console()
-    console.print(
-        plain_table(("key", "tensors", "shape", "dtype", "bytes"), cells, right=("tensors", "bytes"))
+        facts["checksums"] = f"{exact_bytes(verified)} compared, and equal"
+    write(
+        plain_table(("key", "tensors", "shape", "dtype", "bytes"), cells, right=("tensors", "bytes")),
+        facts_grid([(name, text) for name, text in facts.items() if text]),
     )
-    console.print(facts_grid([(name, text) for name, text in facts.items() if text]))
 
 
 def _smallest(found: Summary) -> str:
@@ -109,9 +110,9 @@ def _smallest(found: Summary) -> str:
     sizes = {device: group.nbytes for device, group in found.largest_groups.items()}
     kind = "" if found.provider == "native" else ", in pure Python (`dynswap info` says why)"
     if len(sizes) == 2 and len(set(sizes.values())) == 1:
-        return _exactly(sizes["cpu"]) + kind
+        return exact_bytes(sizes["cpu"]) + kind
     where = {"cpu": "on the CPU", "accelerator": "on an accelerator"}
-    return "\n".join(f"{_exactly(size)} {where[device]}{kind}" for device, size in sizes.items())
+    return "\n".join(f"{exact_bytes(size)} {where[device]}{kind}" for device, size in sizes.items())
 
 
 def _answer(found: Summary, budget: int) -> str:
@@ -120,7 +121,3 @@ def _answer(found: Summary, budget: int) -> str:
     if budget >= found.smallest_budget:
         return f"works: holds {budget / found.total_bytes:.0%} of the weights"
     return "is too small"
-
-
-def _exactly(size: int) -> str:
-    return f"{size} bytes" if size < 1024 else f"{format_bytes(size)} ({size} bytes)"

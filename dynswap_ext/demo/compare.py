@@ -6,7 +6,8 @@ import argparse
 import dataclasses
 import json
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,7 +18,14 @@ from rich.console import Console
 from rich.table import Table
 
 from dynswap_ext._util.tables import facts_grid
-from dynswap_ext._util.units import parse_dtype, parse_share, parse_size, show_bytes, show_seconds
+from dynswap_ext._util.units import (
+    parse_dtype,
+    parse_run_budget,
+    parse_size,
+    show_budget,
+    show_bytes,
+    show_seconds,
+)
 from dynswap_ext.config import resolve
 from dynswap_ext.demo.model import cache_folder, checkpoint_file, config_for
 from dynswap_ext.demo.run import BASELINES, INSTALLED, PYTHON, RESIDENT, Job, Outcome, run_apart
@@ -72,9 +80,13 @@ def run_demo(options: argparse.Namespace, console: Console) -> DemoResult:
     config = config_for(parse_size(options.size), stored)
     if options.passes < 1 or options.prefetch < 0 or (options.tokens is not None and options.tokens < 1):
         raise ConfigError("passes is at least 1, prefetch at least 0, tokens is at least 1")
-    budget = parse_share(options.budget or "1/4", config.parameters * dtype.itemsize)
+    model_bytes = config.parameters * dtype.itemsize
+    budget = parse_run_budget(options.budget, options.share, model_bytes, model_bytes // 4)
 
     folder = Path(options.folder) if options.folder else cache_folder()
+    if not console.is_terminal:  # where there is no progress bar
+        size = show_bytes(config.parameters * stored.itemsize)
+        console.print(f"preparing a checkpoint of {size} in {folder} ...")
     with checkpoint_file(folder, config, stored, keep=options.keep, progress=True) as path:
         job = Job(
             baseline=INSTALLED,
@@ -91,12 +103,13 @@ def run_demo(options: argparse.Namespace, console: Console) -> DemoResult:
         bandwidth, kind = partial(disk_bandwidth, path), "sequential direct reads of the same file"
         if job.in_memory and not cpu:
             bandwidth, kind = partial(pinned_bandwidth, device), "copies from pinned memory"
-        readings = [bandwidth()]
+        with _stage("measuring the bandwidth of copies", console):
+            readings = [bandwidth()]
         outcomes: dict[str, Outcome] = {}
         for name in BASELINES:
             if name == PYTHON and outcomes[INSTALLED].provider == "python":
                 continue
-            with console.status(f"{name}: {job.warm_up + job.passes} passes"):
+            with _stage(f"{name}: {job.warm_up + job.passes} passes", console):
                 outcomes[name] = run_apart(dataclasses.replace(job, baseline=name))
             if name == INSTALLED:
                 readings.append(bandwidth())  # disks of shared machines change their pace: take both sides
@@ -104,16 +117,27 @@ def run_demo(options: argparse.Namespace, console: Console) -> DemoResult:
     return DemoResult(job, device_name(device), model_bytes, max(readings), kind, outcomes)
 
 
+@contextmanager
+def _stage(what: str, console: Console) -> Iterator[None]:
+    """Show what is under way: on a terminal while it is, elsewhere as a line."""
+    if console.is_terminal:
+        with console.status(what):
+            yield
+        return
+    console.print(f"{what} ...")
+    yield
+
+
 def show(result: DemoResult, console: Console) -> None:
     """Print the facts of the run, the table, and what follows from it."""
     job, config, outcomes = result.job, result.job.config, result.outcomes
     masters = "RAM" if job.in_memory else "mapped from the file"
+    share = f" ({job.budget / result.model_bytes:.0%} of the file)" if isinstance(job.budget, int) else ""
     facts = {
         "model": f"decoder, {config.layers} layers of width {config.hidden}, "
         f"{config.parameters / 1e6:.0f} M parameters, {show_bytes(result.model_bytes)}; masters: {masters}",
         "device": result.device,
-        "budget": f"{show_bytes(job.budget)} ({job.budget / result.model_bytes:.0%} of the file), "
-        f"prefetch {job.prefetch}",
+        "budget": f"{show_budget(job.budget)}{share}, prefetch {job.prefetch}",
         "bandwidth": f"{show_bytes(result.bandwidth)}/s ({result.bandwidth_kind}, measured in this run)",
     }
     console.print(facts_grid(facts.items()))

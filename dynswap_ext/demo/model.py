@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dynswap_ext._util.file_mappings import drop_file_cache
+from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.progress import ProgressCallback, ProgressOption, shown
 from dynswap_ext.checkpoint.writing.blocks import write
 from dynswap_ext.checkpoint.writing.layout import Piece, split
@@ -151,8 +152,8 @@ def checkpoint_file(
         size, free = config.parameters * dtype.itemsize, shutil.disk_usage(folder).free
         if free < 1.1 * size:
             raise SourceError(
-                f"the demo's checkpoint has {size:,} bytes and {folder} has {free:,} free; "
-                "choose a smaller size or another folder"
+                f"the demo's checkpoint takes {format_bytes(size)} and {folder} has {format_bytes(free)} "
+                "free; choose a smaller size or another folder"
             )
         with torch.device("meta"):
             skeleton = Decoder(config)

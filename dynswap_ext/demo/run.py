@@ -37,7 +37,7 @@ class Job:
     baseline: str  #: one of `BASELINES`
     checkpoint: Path
     config: DecoderConfig
-    budget: int  #: bytes
+    budget: int | str  #: bytes, or "minimum"
     device: str = "cpu"
     dtype: torch.dtype | None = None  #: computes in it; None keeps the stored one
     tokens: int = 1  #: of an input

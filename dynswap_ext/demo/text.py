@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import dynswap_ext
 from dynswap_ext import checkpoint
 from dynswap_ext._util.tables import plain_table
-from dynswap_ext._util.units import parse_share, show_bytes
+from dynswap_ext._util.units import parse_run_budget, show_budget, show_bytes
 from dynswap_ext.config import resolve
 from dynswap_ext.errors import ConfigError
 
@@ -31,12 +31,18 @@ class TextResult(NamedTuple):
 
     similarities: Tensor
     bit_equal: bool
-    budget: int
+    budget: int | str  #: bytes, or "minimum"
     stats: dynswap_ext.Stats
 
 
 def run_text(
-    sentences: Sequence[str], console: Console, *, device: str | None, budget: str | None, prefetch: int
+    sentences: Sequence[str],
+    console: Console,
+    *,
+    device: str | None = None,
+    budget: str | None = None,
+    share: str | None = None,
+    prefetch: int = 2,
 ) -> TextResult:
     """Embed sentences with the model resident and with it streamed, compare, and print."""
     # Found without importing it: its own requirement, sentence-transformers, is not needed here.
@@ -76,7 +82,7 @@ def run_text(
     expected = embed(load().to(where))
     streamed = load()
     model_bytes = sum(parameter.nbytes for parameter in streamed.parameters())
-    allowed = parse_share(budget or "3/4", model_bytes)
+    allowed = parse_run_budget(budget, share, model_bytes, 3 * model_bytes // 4)
     with dynswap_ext.install(streamed, device=where, budget=allowed, prefetch=prefetch) as handle:
         embedded = [embed(streamed) for _ in range(3)]  # learn, predict, predict
         stats = handle.stats()
@@ -88,7 +94,7 @@ def run_text(
     cells = [[f"{number} {text}", *(f"{value:.3f}" for value in row)] for number, text, row in rows]
     console.print(plain_table(["cosine similarity", *numbers], cells, right=numbers))
     console.print(
-        f"all-MiniLM-L6-v2, {show_bytes(model_bytes)} of weights in a budget of {show_bytes(allowed)} "
+        f"all-MiniLM-L6-v2, {show_bytes(model_bytes)} of weights, budget {show_budget(allowed)} "
         f"({stats.provider}, {stats.backend}): at most {show_bytes(stats.peak_bytes)} on the device, "
         f"{show_bytes(stats.bytes_moved)} moved in 3 passes"
     )

@@ -173,9 +173,9 @@ def _place(master: torch.Tensor, mappings: FileMappings) -> tuple[str, Path | No
     if inner:
         return _place(getattr(master, inner[0]), mappings)
     try:
-        mapping = mappings.find(master.data_ptr())
-        if mapping is not None:
-            return "file", mapping.path
+        mapped = mappings.overlapping(master.data_ptr(), max(master.nbytes, 1))
+        if mapped:
+            return "file", mapped[0].path
         if master.is_pinned():
             return "pinned RAM", None
         shared = master.is_shared()  # type: ignore[no-untyped-call]

@@ -13,7 +13,8 @@ from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
 from dynswap_ext._util.figure import BLACK, BLUE, GREY, ORANGE, RED, figure, save, style
-from dynswap_ext._util.tables import Printable, facts_grid, first_names, plain_table, shape_text
+from dynswap_ext._util.listing import listed
+from dynswap_ext._util.tables import Printable, facts_grid, plain_table, shape_text
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.inspect._model import root_of
 
@@ -122,7 +123,7 @@ class GradientHealth(Printable):
         kinds: dict[str, list[str]] = {gradient.name: [] for gradient in self.gradients}
         facts = [("total norm", _figure(self.total_norm))]
         for kind, names in self._findings().items():
-            facts.append((kind, first_names(names)))
+            facts.append((kind, listed(names, 10)))
             for name in names:
                 kinds[name].append(kind)
         if self.healthy:

@@ -15,8 +15,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynswap_ext._swap.state import modules_of, session_of
 from dynswap_ext._util.device_memory import DeviceMemory
+from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import format_bytes
-from dynswap_ext._util.tables import Printable, facts_grid, first_names, plain_table
+from dynswap_ext._util.option_names import check_option_names
+from dynswap_ext._util.tables import Printable, facts_grid, plain_table
 from dynswap_ext.config import resolve
 from dynswap_ext.inspect._forward import Call, arguments, isolated_forward, tensors_in, watched
 from dynswap_ext.inspect._model import Node, computes_on, root_of, storages_of, walk, weights_of
@@ -63,7 +65,7 @@ class MemoryProfile(Printable):
             rows.append(["  " * call.depth + name, *(_amount(getattr(call, number)) for number in numbers)])
         facts = [("peak", f"{self._peak()} on {self.device}"), ("measured by", self.measured)]
         if self.not_called:
-            facts.append(("not called", first_names(self.not_called)))
+            facts.append(("not called", listed(self.not_called, 10)))
         return plain_table(["call", *numbers], rows, right=numbers), facts_grid(facts)
 
 
@@ -72,6 +74,7 @@ def _amount(size: int) -> str:
     return f"-{format_bytes(-size)}" if size < 0 else format_bytes(size)
 
 
+@check_option_names
 def memory_profile(
     model: nn.Module,
     inputs: Any = None,

@@ -10,6 +10,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
+from dynswap_ext._swap.models import Installable, as_tree
 from dynswap_ext._swap.state import is_scripted, modules_of, original_class, session_of
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.tables import Printable, facts_grid, plain_table, shape_text
@@ -115,7 +116,9 @@ class Summary(Printable):
             ("computes on", str(self.device)),
             *((place, format_bytes(size)) for place, size in self.bytes_by_place.items() if size),
         ]
-        return plain_table(columns, cells, right=("parameters", "bytes")), facts_grid(facts)
+        optional = [name for name in ("trains", "output", "lives") if name in columns]
+        table = plain_table(columns, cells, right=("parameters", "bytes"), optional=optional)
+        return table, facts_grid(facts)
 
     def _row(self, index: int) -> dict[str, str]:
         layer = self.layers[index]
@@ -169,7 +172,7 @@ def _amounts(layer: Layer, weights: Sequence[WeightLocation]) -> tuple[str, str]
 
 
 def summary(
-    model: nn.Module,
+    model: Installable,
     input_size: Sequence[Any] | Mapping[str, Sequence[int]] | None = None,
     *,
     input_data: Any = None,
@@ -185,8 +188,9 @@ def summary(
 
     Parameters
     ----------
-    model : torch.nn.Module
-        One that `torch.compile` made is looked into as the model that it was made from.
+    model : torch.nn.Module, or a pipeline, list, tuple or dict of modules
+        Of several, no input can be given. One that `torch.compile` made is looked into as the model that it
+        was made from.
     input_size : sequence of int, sequence of those, or mapping from names to those, optional
         Shapes of made-up inputs, batch dimension included: ``(1, 3, 224, 224)``; ``[(1, 8), (1, 8, 16)]`` for
         two positional ones; ``{"tokens": (1, 8)}`` for keywords. They hold ones, zeros if the dtype is an
@@ -220,7 +224,7 @@ def summary(
     shape yet. Modules that TorchScript has compiled take no hooks, and show no shapes. Hooks keep torch from
     the fused path of its transformer layers, so that their parts are seen.
     """
-    root = root_of(model)
+    root = root_of(as_tree(model))
     if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 0):
         raise ConfigError(f"depth is {depth!r}; expected a number of levels, 0 for the model alone, or None")
     if input_size is not None and input_data is not None:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from dynswap_ext import config
 from dynswap_ext._util.clock import DeviceClock
+from dynswap_ext._util.option_names import check_option_names
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.inspect._forward import arguments
@@ -40,6 +41,7 @@ class Measured:
     notes: tuple[str, ...]
 
 
+@check_option_names
 def measure(
     model: nn.Module,
     inputs: Any,
@@ -169,7 +171,8 @@ def _in_order(
     done: list[PlannedWeight] = []
     owed = 0.0  # of modules whose masters all belong to an earlier one
     for module in order:
-        own = [weight for weight in weights if weight.unit == module]
+        # The numbers of its fused experts are the module's, plus multiples of the number of modules.
+        own = [weight for weight in weights if weight.unit % len(compute) == module]
         owed += compute[module]
         if own:
             done += [*own[:-1], replace(own[-1], seconds=owed)]

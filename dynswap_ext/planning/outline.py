@@ -7,7 +7,7 @@ import importlib
 import json
 import os
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 from typing import Any, Final
@@ -20,7 +20,8 @@ from dynswap_ext.checkpoint import init_empty
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.formats.common import content_of
 from dynswap_ext.checkpoint.reader import Entry
-from dynswap_ext.checkpoint.summary import place_of, tie_identity, units_of
+from dynswap_ext.checkpoint.summary import tie_identity
+from dynswap_ext.checkpoint.units import library_config, units_of
 from dynswap_ext.errors import ConfigError, SourceError
 from dynswap_ext.planning.weights import (
     Kind,
@@ -123,20 +124,9 @@ def outline_of_config(
     if stored is None:
         notes.append("The config names no dtype: float32, unless --dtype says otherwise.")
     found = outline_of_model(model, dtype=dtype, stored=stored, disk=disk)
-    weights = found.weights
-    experts, active = (
-        next((count for name in names if (count := getattr(text, name, None))), None)
-        for names in (_EXPERT_COUNTS, _ACTIVE_COUNTS)
-    )
-    if isinstance(experts, int) and isinstance(active, int) and 0 < active < experts:
-        weights = tuple(
-            dataclasses.replace(weight, share=active / experts) if _EXPERTS.search(weight.name) else weight
-            for weight in weights
-        )
-        notes.append(
-            f"A row goes through {active} of {experts} experts: so is compute counted. Copies are counted as "
-            "if a pass used every expert, which one of many rows does."
-        )
+    counts = {name: getattr(text, name, None) for name in (*_EXPERT_COUNTS, *_ACTIVE_COUNTS)}
+    weights, routing = _routed(found.weights, counts)
+    notes += routing
     title = f"{path}: {library} {found.title}, no weights"
     return Outline(title, weights, found.order, tuple(notes), (), *_rows(weight.name for weight in weights))
 
@@ -228,34 +218,67 @@ def outline_of_checkpoint(
             f"{path} has no tensors, so there is nothing to plan for; name the file with the weights"
         )
     by_name = _sorted_as_text(entries)
-    units = units_of(entries)
+    config = library_config(checkpoint.files)
+    units = units_of(entries, fuses=bool(config))
     if by_name:
-        units.sort(key=lambda unit: min(map(_natural, unit[0])))
-    weights = []
-    for unit, (members, at_once) in enumerate(units):
-        norm = all(len(entries[name].shape) < 2 for name in members)
-        for name in members:
-            entry = entries[name]
-            elements, cast = torch.Size(entry.shape).numel(), False
-            nbytes = moved = entry.nbytes
+        units.sort(key=lambda unit: min(_natural(weight.name) for weight in unit.weights))
+    planned = []
+    for number, unit in enumerate(units):
+        norm = all(len(weight.entry.shape) < 2 for weight in unit.weights)
+        for weight in unit.weights:
+            entry, nbytes, cast = weight.entry, weight.nbytes, False
+            moved = nbytes
             if not entry.encoding:  # encoded ones stream as stored; the operation that uses them decodes
-                nbytes, moved = cast_bytes(nbytes, elements, entry.dtype, dtype, disk=disk)
+                nbytes, moved = cast_bytes(nbytes, weight.elements, entry.dtype, dtype, disk=disk)
                 cast = dtype not in (None, entry.dtype) and entry.dtype.is_floating_point
-            place = place_of(entry, cast=cast) if disk else None
-            kind = _kind(name, entry, norm=norm)
-            weights.append(
-                PlannedWeight(name, nbytes, moved, unit, kind, elements, at_once=at_once, place=place)
+            planned.append(
+                PlannedWeight(
+                    weight.name,
+                    nbytes,
+                    moved,
+                    number,
+                    _kind(weight.name, entry, norm=norm),
+                    weight.elements,
+                    at_once=unit.at_once,
+                    place=weight.place(cast=cast) if disk else None,
+                    by_use=float(unit.by_use),
+                )
             )
-    notes = []
-    if any(_EXPERTS.search(name) for name in entries):
-        notes.append(
-            "The names are those of a mixture of experts: compute and copies are counted as if every row "
-            "went through every expert. A config, unlike a checkpoint, has their number; --model measures."
-        )
+    text = config.get("text_config")
+    weights, notes = _routed(planned, text if isinstance(text, dict) else config)
     stored = sum(entry.nbytes for entry in entries.values())
-    title = f"{Path(path)}: {checkpoint.format}, {len(weights)} weights, {show_bytes(stored)} in the file"
+    title = f"{Path(path)}: {checkpoint.format}, {len(entries)} weights, {show_bytes(stored)} in the file"
     order = "by name, with numbers in numeric order" if by_name else "as in the file"
     return Outline(title, tuple(weights), order, tuple(notes), checkpoint.files, *_rows(entries))
+
+
+def _routed(
+    weights: Sequence[PlannedWeight], config: Mapping[str, Any]
+) -> tuple[tuple[PlannedWeight, ...], list[str]]:
+    """Return the weights, experts with their share of the rows by the config, and notes for the user."""
+    if not any(weight.by_use or _EXPERTS.search(weight.name) for weight in weights):
+        return tuple(weights), []
+    experts, active = (
+        next((count for name in names if (count := config.get(name)) is not None), None)
+        for names in (_EXPERT_COUNTS, _ACTIVE_COUNTS)
+    )
+    if not (isinstance(experts, int) and isinstance(active, int) and 0 < active < experts):
+        return tuple(weights), [
+            "The names are those of a mixture of experts: compute and copies are counted as if every row "
+            "went through every expert. The model's config.json, in the same folder, has their number."
+        ]
+    share = active / experts
+    routed = (
+        dataclasses.replace(weight, share=share, by_use=weight.by_use and share)
+        if weight.by_use or _EXPERTS.search(weight.name)
+        else weight
+        for weight in weights
+    )
+    return tuple(routed), [
+        f"Each row goes through {active} of {experts} experts, all equally likely. Where some are used "
+        "more than others, those stay on the device, and less is moved than predicted. Experts stay by use: "
+        "none is counted as resident."
+    ]
 
 
 def _rows(names: Iterable[str]) -> tuple[int, str]:

@@ -15,6 +15,8 @@ from dynswap_ext.planning.predict import Plan
 def plot(plan: Plan, path: str | PathLike[str], *, title: str = "", points: int = 60) -> Path:
     """Write a picture: above, time of a pass, its limit and the time all resident; below, stalls.
 
+    All axes are linear and begin at zero. The two parts have scales of their own.
+
     Parameters
     ----------
     plan
@@ -46,11 +48,12 @@ def draw(plan: Plan, *, title: str = "", points: int = 60) -> Any:
     stalls = [prediction.stall_seconds for prediction in curve]
     limits = [prediction.limit_seconds for prediction in curve]
     seconds = [prediction.seconds for prediction in curve]
-    upper.plot(budgets, seconds, color=BLUE, linewidth=2.2, label="time of a pass")
+    # Steps: between two budgets that were predicted, a pass takes no longer than with the smaller one.
+    upper.step(budgets, seconds, where="post", color=BLUE, linewidth=2.2, label="time of a pass")
     upper.plot(budgets, limits, color=BLACK, linestyle=DASHED, label="limit of any order of copies")
     upper.axhline(curve[-1].compute_seconds, color=GREEN, linestyle=":", label="all resident")
-    lower.fill_between(budgets, stalls, color=RED, alpha=0.25, linewidth=0)
-    lower.plot(budgets, stalls, color=RED, linewidth=1.8)
+    lower.fill_between(budgets, stalls, step="post", color=RED, alpha=0.25, linewidth=0)
+    lower.step(budgets, stalls, where="post", color=RED, linewidth=1.8)
     for prediction in plan.predictions:
         if prediction.budget in plan.asked:  # named in the legend, where labels cannot overlap
             at = prediction.budget / size
@@ -62,6 +65,8 @@ def draw(plan: Plan, *, title: str = "", points: int = 60) -> Any:
         if plan.smallest < plan.hidden_from < plan.all:
             hidden = f"copies hidden from {format_bytes(plan.hidden_from)}"
             axes.axvline(plan.hidden_from / size, color="#999999", linestyle="-.", label=hidden)
+        too_small = f"too small: under {format_bytes(plan.smallest)}"
+        axes.axvspan(0, plan.smallest / size, color="#999999", alpha=0.25, linewidth=0, label=too_small)
         axes.yaxis.set_major_formatter(EngFormatter(unit="s"))
         axes.set_ylim(bottom=0)
         axes.set_xlim(0, 1.02 * budgets[-1])
@@ -69,7 +74,7 @@ def draw(plan: Plan, *, title: str = "", points: int = 60) -> Any:
         lower.set_ylim(top=curve[-1].seconds or 1)
     upper.set_ylabel("time of a pass")
     lower.set_ylabel("stalls a pass")
-    lower.set_xlabel(f"budget, {size_name}")
+    lower.set_xlabel(f"budget: device memory for weights, {size_name}")
     handles, labels = upper.get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     if title:

@@ -6,24 +6,33 @@ The engine itself answers, on a virtual clock: nothing here knows how it groups 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final
 
 from dynswap_ext._provider import native_extension
-from dynswap_ext._util.units import parse_bandwidth, parse_share
+from dynswap_ext._util.listing import listed
+from dynswap_ext._util.memory import MINIMUM, is_named
+from dynswap_ext._util.option_names import check_option_names
+from dynswap_ext._util.units import parse_bandwidth, parse_planned, parse_share
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.rates import ASSUMED
 from dynswap_ext.planning.weights import PlannedWeight
 
-#: Shares of the model that a plan looks at beside what is asked for.
+#: Shares of the model that a plan looks at in addition to what is asked for.
 _SHARES: Final = (0.10, 0.25, 0.50, 0.75, 0.90)
 #: Copies are hidden where a pass takes at most so much of its compute.
 _HIDDEN: Final = 1.01
+#: A larger budget may have fewer residents and more room for copies ahead, if that saves more than this.
+_WORTH_FEWER_RESIDENTS: Final = 0.01
 #: Of the virtual clock. The first half is warm-up: it learns the order, and the next begins with a full ring.
 _PASSES: Final = 6
+#: With experts: so many divided by the part of them that a pass uses, up to a limit. Each is then used often
+#: enough to show which stay.
+_PASSES_BY_USE: Final = 8
+_MOST_PASSES: Final = 160
 
 
 @dataclass(frozen=True)
@@ -88,10 +97,14 @@ class Plan:
     all: int
     #: From about this budget on, compute hides the copies; `all` if nothing less does.
     hidden_from: int
+    #: The prediction for "minimum", if that was asked for; it is in `predictions` too.
+    minimum: Prediction | None = None
 
     def at(self, budget: int | str) -> Prediction:
         """Predict a pass for any budget, as `plan` takes them. Raises BudgetError under the smallest."""
-        wanted = _bytes_of(budget, sum(weight.nbytes for weight in self.weights))
+        if is_named(budget, MINIMUM):
+            return self._predict([budget])[0]
+        wanted = _bytes_of(budget)
         smaller = (prediction.budget for prediction in self.predictions if prediction.budget < wanted)
         return self._predict([*smaller, wanted])[-1]
 
@@ -103,7 +116,7 @@ class Plan:
         budgets = {self.smallest + round(step * place) for place in places}
         return self._predict(sorted(budgets | {prediction.budget for prediction in self.predictions}))
 
-    def _predict(self, budgets: Sequence[int]) -> list[Prediction]:
+    def _predict(self, budgets: Sequence[int | str]) -> list[Prediction]:
         return predict(
             self.weights,
             budgets=budgets,
@@ -114,10 +127,12 @@ class Plan:
         )
 
 
+@check_option_names
 def predict(
     weights: Sequence[PlannedWeight],
     *,
-    budgets: Iterable[int | str],
+    budgets: Iterable[int | str] = (),
+    shares: Iterable[float | str] = (),
     bandwidth: float | str,
     latency: float = ASSUMED.latency,
     prefetch: int = 2,
@@ -130,8 +145,11 @@ def predict(
     weights
         In the order of use, with their compute (`timed`, `spread` or `measure` gave it).
     budgets
-        Bytes for streamed and resident weights together, as a number, a size such as "6GiB", or a share of
-        the model such as "25%".
+        Bytes for streamed and resident weights together, as a number or a size such as "6GiB"; or "minimum":
+        what `install(budget="minimum")` takes.
+    shares
+        More budgets, as shares of the model: 0.25, "25%" or "1/4". (A fraction that `install` is given is one
+        of the device's free memory, which is not known here.)
     bandwidth
         Bytes a second from masters to the device, or a text such as "25GB/s".
     latency
@@ -144,8 +162,9 @@ def predict(
     Returns
     -------
     list of Prediction
-        One for each budget, in their order. A budget that is slower than a smaller one of them is predicted
-        as that: the rest of it would be left unused.
+        One for each budget, then one for each share, in their order. No budget is predicted to be slower than
+        a smaller one of them, and none to have fewer residents unless that saves more than 1 % of the time:
+        then it is predicted as the smaller budget, and the rest of it is left unused.
 
     Raises
     ------
@@ -154,54 +173,20 @@ def predict(
     ConfigError
         There are no weights, a number cannot be used, or the native extension is not there.
     """
-    rate = _check(weights, bandwidth, latency, prefetch, backend)
-    total = sum(weight.nbytes for weight in weights)
-    wanted = [_bytes_of(budget, total) for budget in budgets]
-    # The clock moves device bytes. Where copies move fewer or more (a cast), its bus is faster or slower.
-    moved = sum(weight.moved_bytes for weight in weights) / total
-    bus = rate / moved
-    simulate = partial(
-        native_extension().simulate,
-        **_of_engine(weights, backend),
-        prefetch=prefetch,
-        bandwidth=bus,
-        latency=latency,
-        passes=_PASSES,
-        placement="timed",  # as install(budget="auto") places residents
-    )
-    found: dict[int, Prediction] = {}
-    last: Prediction | None = None
-    for budget in sorted(set(wanted)):
-        result = simulate(budget=budget)
-        streamed = result["streamed_bytes"]
-        # Of the streamed weights, what a pass moves; what it moves twice is no need of the bus.
-        share = min(1.0, result["moved_bytes"] / streamed) if streamed else 1.0
-        own = Prediction(
-            budget=budget,
-            resident_share=1 - streamed / total,
-            resident_bytes=result["resident_bytes"],
-            moved_bytes=result["moved_bytes"] * moved,
-            seconds=result["seconds_per_pass"],
-            compute_seconds=result["compute_seconds"],
-            copy_seconds=result["copy_seconds"] * share,
-            # A pass uses all weights, and begins with no more of them on the device than the budget holds.
-            limit_seconds=max(result["compute_seconds"], (total - budget) / bus),
-            stall_seconds=result["stall_seconds"],
-            misses=result["misses"],
-            groups=result["groups"],
-            depth=result["depth"],
-        )
-        # Placements are searched for, so a larger budget may have found a worse one than a smaller budget.
-        if last is not None and own.seconds > last.seconds * (1 + 1e-9):
-            own = replace(last, budget=budget, limit_seconds=own.limit_seconds)
-        found[budget] = last = own
-    return [found[budget] for budget in wanted]
+    predictor = _Predictor(weights, bandwidth, latency, prefetch, backend)
+    asked = list(budgets)
+    sizes = [_bytes_of(budget) for budget in asked if not is_named(budget, MINIMUM)]
+    predicted = iter(predictor([*sizes, *(parse_share(share, predictor.total) for share in shares)]))
+    named = [predictor.minimum() if is_named(budget, MINIMUM) else next(predicted) for budget in asked]
+    return [*named, *predicted]
 
 
+@check_option_names
 def plan(
     weights: Sequence[PlannedWeight],
     *,
     budgets: Iterable[int | str] = (),
+    shares: Iterable[float | str] = (),
     bandwidth: float | str,
     latency: float = ASSUMED.latency,
     prefetch: int = 2,
@@ -218,48 +203,137 @@ def plan(
         As `predict`. A budget that is too small is no error: it is named in the plan.
     """
     kept = tuple(weights)
-    rate = _check(kept, bandwidth, latency, prefetch, backend)
-
-    def at(*budgets: int) -> list[Prediction]:
-        options: dict[str, Any] = {"latency": latency, "prefetch": prefetch, "backend": backend}
-        return predict(kept, budgets=budgets, bandwidth=rate, **options)
-
+    predictor = _Predictor(kept, bandwidth, latency, prefetch, backend)
     smallest, _ = native_extension().smallest_budget(**_of_engine(kept, backend))
     # What groups take with what lies between their weights: a little more than the weights.
-    total = sum(weight.nbytes for weight in kept)
-    whole = at(2 * total + (1 << 20) * len(kept))[0].resident_bytes
-    while at(whole)[0].resident_share < 1:  # smaller groups, as of a smaller budget, have more between them
+    total = predictor.total
+    whole = predictor([2 * total + (1 << 20) * len(kept)])[0].resident_bytes
+    # Smaller groups, as of a smaller budget, have more between them.
+    while predictor([whole])[0].resident_share < 1:
         whole += max(1, whole // 64)
-    wanted = sorted({_bytes_of(budget, total) for budget in budgets})
+    asked = list(budgets)
+    minimum = predictor.minimum() if any(is_named(budget, MINIMUM) for budget in asked) else None
+    sizes = (_bytes_of(budget) for budget in asked if not is_named(budget, MINIMUM))
+    wanted = sorted({*sizes, *(parse_share(share, total) for share in shares)})
     sweep = {smallest, whole, *wanted, *(round(share * whole) for share in _SHARES)}
-    predictions = at(*(budget for budget in sorted(sweep) if budget >= smallest))
+    predictions = predictor([budget for budget in sorted(sweep) if budget >= smallest])
     # Between the largest budget of the sweep that does not hide the copies, and the next one.
     low = hidden_from = predictions[0].budget
     for smaller, larger in pairwise(predictions):
         if not smaller.hidden:
             low, hidden_from = smaller.budget, larger.budget
+    below = [prediction.budget for prediction in predictions if prediction.budget < hidden_from]
     while hidden_from - low > max(1, whole // 256):
         middle = (low + hidden_from) // 2
-        low, hidden_from = (low, middle) if at(middle)[0].hidden else (middle, hidden_from)
+        below.append(middle)
+        low, hidden_from = (low, middle) if predictor(below)[-1].hidden else (middle, hidden_from)
+    if minimum is not None:
+        predictions = sorted([*predictions, minimum], key=lambda prediction: prediction.budget)
+        wanted.append(minimum.budget)
     return Plan(
         weights=kept,
-        bandwidth=rate,
+        bandwidth=predictor.rate,
         latency=latency,
         prefetch=prefetch,
         backend=backend,
         predictions=tuple(predictions),
-        asked=tuple(budget for budget in wanted if budget >= smallest),
+        asked=tuple(budget for budget in sorted(wanted) if budget >= smallest),
         too_small=tuple(budget for budget in wanted if budget < smallest),
         smallest=smallest,
         all=whole,
         hidden_from=hidden_from,
+        minimum=minimum,
     )
 
 
-def _bytes_of(budget: int | str, whole: int) -> int:
-    """Return a budget in bytes; a share is one of `whole`."""
+class _Predictor:
+    """Predicts the pass at each budget. Simulates each budget once."""
+
+    def __init__(
+        self,
+        weights: Sequence[PlannedWeight],
+        bandwidth: float | str,
+        latency: float,
+        prefetch: int,
+        backend: str,
+    ) -> None:
+        self.rate = _check(weights, bandwidth, latency, prefetch, backend)
+        self.total = sum(weight.nbytes for weight in weights)
+        self._used = sum(weight.nbytes * (weight.by_use or 1.0) for weight in weights)
+        # The clock moves device bytes. Where copies move fewer or more (a cast), its bus is faster or slower.
+        self._moved = sum(weight.moved_bytes for weight in weights) / self.total
+        self._bus = self.rate / self._moved
+        self._simulate = partial(
+            native_extension().simulate,
+            **_of_engine(weights, backend),
+            prefetch=prefetch,
+            bandwidth=self._bus,
+            latency=latency,
+            passes=_passes(weights),
+            placement="timed",  # as install(budget="auto") places residents
+        )
+        self._known: dict[int, Prediction] = {}
+
+    def __call__(self, budgets: Sequence[int]) -> list[Prediction]:
+        """Return a prediction for each budget; none is worse than that of a smaller budget."""
+        found: dict[int, Prediction] = {}
+        last: Prediction | None = None
+        for budget in sorted(set(budgets)):
+            own = self._own(budget)
+            # Placements are searched for, so that of a larger budget may be worse than a smaller one's.
+            if last is not None and not _worth_more(own, last):
+                own = replace(last, budget=budget, limit_seconds=own.limit_seconds)
+            found[budget] = last = own
+        return [found[budget] for budget in budgets]
+
+    def _own(self, budget: int) -> Prediction:
+        """Return the prediction for this budget alone, with the placement that is found for it."""
+        if budget not in self._known:
+            self._known[budget] = self._prediction(budget, self._simulate(budget=budget))
+        return self._known[budget]
+
+    def minimum(self) -> Prediction:
+        """Return the prediction for "minimum", for which the engine takes a budget of 0."""
+        result = self._simulate(budget=0)
+        return self._prediction(result["arena_bytes"], result)
+
+    def _prediction(self, budget: int, result: Mapping[str, Any]) -> Prediction:
+        streamed = result["streamed_bytes"]
+        # Of the streamed weights, what a pass moves; what it moves twice is no need of the bus.
+        share = min(1.0, result["moved_bytes"] / streamed) if streamed else 1.0
+        return Prediction(
+            budget=budget,
+            resident_share=1 - streamed / self.total,
+            resident_bytes=result["resident_bytes"],
+            moved_bytes=result["moved_bytes"] * self._moved,
+            seconds=result["seconds_per_pass"],
+            compute_seconds=result["compute_seconds"],
+            copy_seconds=result["copy_seconds"] * share,
+            # A pass begins with no more of the weights that it uses there than the budget holds.
+            limit_seconds=max(result["compute_seconds"], (self._used - budget) / self._bus),
+            stall_seconds=result["stall_seconds"],
+            misses=result["misses"],
+            groups=result["groups"],
+            depth=result["depth"],
+        )
+
+
+def _worth_more(larger: Prediction, smaller: Prediction) -> bool:
+    """Return whether a larger budget's own placement is better than that of a smaller budget."""
+    if larger.resident_share >= smaller.resident_share:
+        return larger.seconds <= smaller.seconds * (1 + 1e-9)
+    return larger.seconds < smaller.seconds * (1 - _WORTH_FEWER_RESIDENTS)
+
+
+def _passes(weights: Sequence[PlannedWeight]) -> int:
+    least = min((weight.by_use for weight in weights if weight.by_use), default=1.0)
+    return max(_PASSES, min(_MOST_PASSES, math.ceil(_PASSES_BY_USE / least)))
+
+
+def _bytes_of(budget: int | str) -> int:
+    """Return a budget in bytes."""
     if isinstance(budget, str):
-        return parse_share(budget, whole)
+        return parse_planned(budget)
     if isinstance(budget, bool) or not isinstance(budget, int) or budget < 1:
         raise ConfigError(f"a budget is {budget!r}; expected bytes, 1 or more, or a text such as '6GiB'")
     return budget
@@ -271,6 +345,7 @@ def _of_engine(weights: Sequence[PlannedWeight], backend: str) -> dict[str, Any]
         "weights": [(weight.name, weight.nbytes, weight.seconds, weight.unit) for weight in weights],
         "places": [weight.place for weight in weights],
         "at_once": {weight.unit for weight in weights if weight.at_once},
+        "by_use": {weight.unit: weight.by_use for weight in weights if weight.by_use},
         "backend": backend,
     }
 
@@ -294,7 +369,7 @@ def _check(
     wrong = [weight.name for weight in weights if weight.nbytes <= 0 or not 0 <= weight.seconds < math.inf]
     if wrong:
         raise ConfigError(
-            f"{len(wrong)} weight(s) have no bytes, or an invalid compute time: {', '.join(wrong[:5])}; "
+            f"{len(wrong)} weight(s) have no bytes, or an invalid compute time: {listed(wrong)}; "
             "expected bytes above zero and seconds, 0 or more"
         )
     return rate

@@ -101,7 +101,15 @@ def timed(weights: Sequence[PlannedWeight], machine: Machine, *, rows: int = 1) 
     for name, rate in (("arithmetic", machine.arithmetic), ("memory", machine.memory)):
         if not 0 < rate < math.inf:
             raise ConfigError(f"{name} of the machine is {rate!r}; expected a rate a second, above zero")
-    return tuple(replace(weight, seconds=_seconds(weight, machine, rows)) for weight in weights)
+    return tuple(
+        replace(
+            weight,
+            seconds=_seconds(weight, machine, rows),
+            # Each row chooses for itself.
+            by_use=weight.by_use and 1 - (1 - weight.share) ** rows,
+        )
+        for weight in weights
+    )
 
 
 def spread(weights: Sequence[PlannedWeight], seconds: float) -> tuple[PlannedWeight, ...]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Final, Literal
 
 import torch
 from torch import nn
 
+from dynswap_ext._swap.models import Installable, as_tree
 from dynswap_ext._swap.subclasses import adds_attributes_only, inner_names
+from dynswap_ext._util.experts import experts_of_modules
 from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext._util.needed_at_once import units_of_modules
 from dynswap_ext._util.own_masters import own_masters
@@ -35,7 +39,7 @@ class PlannedWeight:
     nbytes: int
     #: What its copy moves: the smaller of the master's and the device's, or what a disk reads.
     moved_bytes: int
-    #: Its module, as a number; a module's weights are consecutive and are used together.
+    #: Its module, or its expert, as a number; a unit's weights are consecutive and are used together.
     unit: int
     kind: Kind
     elements: int
@@ -47,6 +51,8 @@ class PlannedWeight:
     at_once: bool = False
     #: Where copies read it, if that is a file: its path, the offset in bytes, and whether it is cast.
     place: tuple[str, int, bool] | None = None
+    #: For an expert: the part of its layer's experts that a pass uses, in no fixed order. Else 0.
+    by_use: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -73,7 +79,7 @@ class Outline:
 
 
 def outline_of_model(
-    model: nn.Module,
+    model: Installable,
     *,
     dtype: torch.dtype | None = None,
     stored: torch.dtype | None = None,
@@ -84,7 +90,8 @@ def outline_of_model(
     Parameters
     ----------
     model
-        Not installed. Masters that several modules share are one weight, used where the first of them is.
+        What `install` takes, and not installed. Masters that several modules share are one weight, used where
+        the first of them is.
     dtype
         As for `install`: what floating weights are on the device.
     stored
@@ -92,6 +99,7 @@ def outline_of_model(
     disk
         Copies read masters from a disk, which moves them as they are stored.
     """
+    model = as_tree(model)
     modules = owners(model)
     # An embedding's matrix is multiplied by rows if another module shares it.
     matrices = {
@@ -104,13 +112,18 @@ def outline_of_model(
     names: dict[int, str] = {}  # the first of each master
     for name, master in (*model.named_parameters(), *model.named_buffers()):
         names.setdefault(id(master), name)
-    found: dict[int, PlannedWeight] = {}
+    seen: set[int] = set()
+    weights: list[PlannedWeight] = []
     mappings = FileMappings() if disk else None
-    for (unit, at_once), module in zip(units_of_modules(modules), modules, strict=True):
+    for (unit, at_once), (count, expert), module in zip(
+        units_of_modules(modules), _experts(model, modules), modules, strict=True
+    ):
         norm = all(master.dim() < 2 for _, master, is_parameter in own_masters(module) if is_parameter)
+        fused: list[list[PlannedWeight]] = [[] for _ in range(count)]
         for _, master, is_parameter in own_masters(module):
-            if id(master) in found or master.numel() == 0:
+            if id(master) in seen or master.numel() == 0:
                 continue
+            seen.add(id(master))
             name = names[id(master)]
             kind: Kind = "norm" if norm else "vector"
             if id(master) in matrices:
@@ -119,12 +132,50 @@ def outline_of_model(
                 kind = "lookup"
             nbytes, moved = _bytes(master, dtype, stored, disk=disk)
             place = _place(master, dtype, mappings) if mappings else None
-            found[id(master)] = PlannedWeight(
+            weight = PlannedWeight(
                 name, nbytes, moved, unit, kind, master.numel(), at_once=at_once, place=place
             )
-    weights = tuple(found.values())
+            if expert is not None:
+                weight = replace(weight, unit=expert, at_once=False, by_use=1.0)
+            if not is_parameter or master.dim() < 2 or master.shape[0] != count:
+                weights.append(weight)
+                continue
+            for number, slices in enumerate(fused):
+                slices.append(_slice(weight, number, unit + (number + 1) * len(modules), master))
+        weights += chain.from_iterable(fused)
     files = dict.fromkeys(Path(weight.place[0]) for weight in weights if weight.place)
-    return Outline(type(model).__name__, weights, "modules as the model registers them", files=tuple(files))
+    return Outline(
+        type(model).__name__, tuple(weights), "modules as the model registers them", files=tuple(files)
+    )
+
+
+def _experts(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[tuple[int, int | None]]:
+    """Yield for each module how many fused experts it has, and the number of the expert that it is in."""
+    every = list(model.modules())
+    known = dict(zip(map(id, every), experts_of_modules(every), strict=True))
+    numbers: dict[int, int] = {}
+    for number, module in enumerate(modules):
+        count, expert = known[id(module)]
+        yield count, None if expert < 0 else numbers.setdefault(expert, number)
+
+
+def _slice(weight: PlannedWeight, number: int, unit: int, master: torch.Tensor) -> PlannedWeight:
+    """Return one of the experts that are fused in a weight."""
+    count = len(master)
+    place = weight.place
+    if place is not None:
+        place = place[0], place[1] + number * (master.nbytes // count), place[2]
+    return replace(
+        weight,
+        name=f"{weight.name}[{number}]",
+        nbytes=weight.nbytes // count,
+        moved_bytes=weight.moved_bytes // count,
+        elements=weight.elements // count,
+        unit=unit,
+        at_once=False,
+        place=place,
+        by_use=1.0,
+    )
 
 
 def owners(model: nn.Module) -> list[nn.Module]:

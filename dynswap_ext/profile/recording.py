@@ -12,16 +12,16 @@ from typing import Any, Final, NamedTuple
 from dynswap_ext._swap.protocol import Session
 from dynswap_ext.errors import ConfigError
 
-#: Why a consumer stalled.
-CAUSES: Final = (
-    "first use",
-    "bus-bound",
-    "late prefetch",
-    "not predicted",
-    "arena full",
-    "slot held",
-    "master changed",
-)
+#: The causes of a stall, each with what the consumer waited for.
+CAUSES: Final = {
+    "first use": "weights that had never been copied before",
+    "bus-bound": "the bus, which was busy with other copies",
+    "late prefetch": "copies that were issued too late, while the bus was idle",
+    "not predicted": "weights that nothing had fetched ahead",
+    "arena full": "room in the arena, which was full of what had been fetched ahead",
+    "slot held": "slots that handed-out tensors held",
+    "master changed": "masters that had changed, and were copied again",
+}
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,13 @@ class GroupFigures:
     names: tuple[str, ...]
     #: Its size on the device.
     bytes: int
-    #: Where its masters are: "pinned RAM", "RAM" or "file"; "device" if they are there, and are cast.
+    #: Where its masters are: "pinned RAM", "RAM" or "file" ("RAM" once most of it has been written to, as by
+    #: an optimizer); "device" if they are there, and are cast.
     source: str
     #: Whether it stays on the device.
     resident: bool
+    #: Whether it is an expert's: it is used in no fixed order, and those that are used most stay.
+    by_use: bool
     #: How often it was on the device, or on its way, when it was needed.
     hits: int
     #: Of those, how often it was still on its way.

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import shutil
+import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from dynswap_ext._util.memory import format_bytes
-from dynswap_ext._util.name_patterns import key_of, label_of, pattern_of
+from dynswap_ext._util.name_patterns import key_of, label_of_groups, wrapped
 from dynswap_ext._util.tables import as_text
-from dynswap_ext._util.units import show_ns
+from dynswap_ext._util.units import show_budget, show_ns
 from dynswap_ext.profile.recording import CAUSES, GroupFigures
 from dynswap_ext.profile.stats import Stats
 
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 #: Columns of text; the others have numbers.
 _WORDS: Final = ("weights", "from", "place", "because of")
 _FOLDED: Final = ("weights", "because of")
+#: The least width of a folded column, in characters.
+_NARROWEST: Final = 13
 #: Columns that are only shown in lines of at least so many characters.
 _WIDE: Final = {"groups": 100, "from": 150, "hits (late)": 150, "copying": 150, "misses": 110, "moved": 110}
 #: A space at which no line is broken.
@@ -29,35 +32,24 @@ _NARROW: Final = "\u00a0"
 _MIB: Final = 1 << 20
 #: If the first use has more than this share of the stalls, it is named as the main cause.
 _MOSTLY: Final = 0.9
-_FIRST: Final = "weights that had never been copied before; it does not come again"
-#: For each cause, what the stall was for, and what would help.
-_DIAGNOSES: Final = {
-    "bus-bound": (
-        "for the bus, which was busy with other copies",
-        "keeping more weights on the device would help: {budget}",
-    ),
-    "late prefetch": (
-        "for copies that were issued too late, while the bus was idle",
-        "a deeper prefetch would help: prefetch={prefetch}",
-    ),
-    "not predicted": (
-        "for weights that nothing had fetched ahead",
-        "the order of use differs from pass to pass (branches, experts); keeping more weights on the device "
-        "would help: {budget}",
-    ),
-    "arena full": (
-        "for room in the arena, which was full of what had been fetched ahead",
-        "a larger budget would help: {budget}",
-    ),
-    "slot held": (
-        "for slots that handed-out tensors held",
-        "drop tensors{holder} that your code keeps in a list or a graph, or give a larger budget: {budget}",
-    ),
-    "master changed": (
-        "for masters that had changed, and were copied again",
-        "that is what training costs; if nothing trains, look for what writes to the masters",
-    ),
+#: For each cause, the advice.
+_ADVICE: Final = {
+    "bus-bound": "keeping more weights on the device would help: {budget}",
+    "late prefetch": "a deeper prefetch would help: prefetch={prefetch}",
+    "not predicted": "the order of use differs from pass to pass (branches, experts); keeping more weights "
+    "on the device would help: {budget}",
+    "arena full": "a larger budget would help: {budget}",
+    "slot held": "drop tensors{holder} that your code keeps in a list or a graph, or give a larger budget: "
+    "{budget}",
+    "master changed": "that is what training costs; if nothing trains, look for what writes to the masters",
 }
+#: Causes that a larger `prefetch` than 0 would help against.
+_NOT_AHEAD: Final = frozenset(("bus-bound", "late prefetch", "not predicted", "arena full"))
+#: Each group is missed once while an order is learned. Forward and backward have an order each.
+_LEARNED_AFTER: Final = 2
+_LEARNING: Final = (
+    "the order of use was still being learned (backward has one of its own), and that does not come again"
+)
 _PURE_PYTHON: Final = (
     "the pure-Python provider fetches nothing ahead, the native one does; keeping more weights on the device "
     "helps both: {budget}"
@@ -84,6 +76,11 @@ class Report:
     reason: str = ""
     #: Bytes of masters that are sampled: a small write to them that bumps no version may go unseen.
     sampled_bytes: int = 0
+    #: Whether the budget is "auto"; `budget` is then its present amount.
+    automatic: bool = False
+    #: With an automatic budget on an accelerator: why residents do not give way to all other memory, and what
+    #: to do; empty if they do. Else None.
+    giving_way: str | None = None
 
     @property
     def stall_ns(self) -> int:
@@ -112,11 +109,20 @@ class Report:
             )
         first = causes.pop("first use", 0)
         if not causes:
-            return f"first use: all of {show_ns(whole)} of waiting was for {_FIRST}"
+            return (
+                f"first use: all of {show_ns(whole)} of waiting was for {CAUSES['first use']}; it does not "
+                "come again"
+            )
         cause, stalled = next(iter(causes.items()))
-        meaning, advice = _DIAGNOSES[cause]
+        meaning, advice = f"for {CAUSES[cause]}", _ADVICE[cause]
         if cause == "not predicted" and self.stats.provider == "python":
             advice = _PURE_PYTHON
+        elif not self.prefetch and cause in _NOT_AHEAD:
+            advice = "with prefetch=0 nothing is fetched ahead of its use; prefetch=2 would help"
+        elif cause == "not predicted" and all(
+            row.misses <= _LEARNED_AFTER for row in rows if cause in row.causes
+        ):
+            advice = _LEARNING
         holder = min((row.held_by for row in rows if row.held_by), default="")
         advice = advice.format(
             budget=self._larger_budget(stalled),
@@ -125,17 +131,29 @@ class Report:
         )
         if first > _MOSTLY * whole:
             return (
-                f"first use: {_share(first, whole)} of {show_ns(whole)} of waiting was for {_FIRST}. Of the "
-                f"rest, {show_ns(stalled)} was {meaning} ({cause}): {advice}"
+                f"first use: {_share(first, whole)} of {show_ns(whole)} of waiting was for "
+                f"{CAUSES['first use']}; it does not come again. Of the rest, {show_ns(stalled)} was "
+                f"{meaning} ({cause}): {advice}"
             )
         text = f"{cause}: {_share(stalled, whole)} of {show_ns(whole)} of waiting was {meaning}"
         if first:
             text += f" ({_share(first, whole)} was for the first use, which does not come again)"
         return f"{text}; {advice}"
 
+    def _masters(self) -> str:
+        """Return how many bytes of masters are copied in which way; empty if none are."""
+        ways = {
+            "page-locked": self.stats.pinned_bytes,
+            "through a pinned buffer (not page-locked)": self.stats.staged_bytes,
+            "from files": self.stats.mapped_bytes,
+        }
+        return ", ".join(f"{format_bytes(size)} {way}" for way, size in ways.items() if size)
+
     def _without_stall(self) -> str:
         waited_for = sum(row.misses + row.late_hits for row in self.rows)
         if not waited_for or not any(row.copies and row.copy_ns is None for row in self.rows):
+            if waited_for:
+                return "no time to speak of was lost"
             return "no time was lost: all weights were there when they were needed"
         uses = sum(row.hits + row.misses for row in self.rows)
         return (
@@ -156,8 +174,10 @@ class Report:
         used = self.stats.resident_bytes + self.stats.arena_bytes
         # All of them resident need no arena.
         wanted = min(self.stats.weight_bytes, max(used, self.budget or 0) + int(streamed * share))
-        unit, name = (_MIB, "MiB") if wanted > 16 * _MIB else (1 << 10, "KiB")
         now = f" (now {format_bytes(self.budget)})" if self.budget is not None else ""
+        if wanted >= 1 << 30:
+            return f'budget="{-(-wanted * 100 >> 30) / 100:g}GiB"{now}'
+        unit, name = (_MIB, "MiB") if wanted > 16 * _MIB else (1 << 10, "KiB")
         return f'budget="{max(1, -(-wanted // unit))}{name}"{now}'
 
     def as_dict(self) -> dict[str, Any]:
@@ -187,6 +207,12 @@ class Report:
             if self.stats.provider == "native":
                 slower = "copies go through torch's own streams"
             notes.append(f"{slower}: {self.reason}")
+        if masters := self._masters():
+            notes.append(f"masters: {masters}")
+        if self.giving_way is not None:
+            lost = f"{self.stats.given_way} have, of {format_bytes(self.stats.given_way_bytes)}"
+            told = self.giving_way or f"give way to whatever runs out of memory (so far {lost})"
+            notes.append(f"residents {told}")
         if self.sampled_bytes:
             notes.append(
                 f"{format_bytes(self.sampled_bytes)} of masters are sampled: a small write that bumps no "
@@ -194,35 +220,56 @@ class Report:
                 "write, where userfaultfd is allowed and the memory is not shared"
             )
         table = self.table(collapse=collapse, width=columns)
-        return as_text(table, *map(Text, (*notes, self.diagnosis)), width=columns)
+        return as_text(table, *map(Text, (*notes, self.diagnosis, "", *self._legend(columns))), width=columns)
+
+    def _legend(self, width: int) -> Iterator[str]:
+        """Explain the columns and causes that are shown."""
+        yield "A group of weights travels in one copy: streamed for each use, or staying (resident)."
+        if width >= _WIDE["misses"]:
+            yield "A hit was there when it was needed, or late: on its way. A miss was copied only then."
+        if experts := [row for row in self.rows if row.by_use]:
+            yield (
+                f"Experts stay on the device by use: {_found(experts)} of the uses of these "
+                f"{len(experts):,} groups found them there."
+            )
+        for cause in self.causes:
+            yield f"{cause}: a wait for {CAUSES[cause]}."
 
     def table(self, *, collapse: bool = True, width: int = 150) -> Table:
         """Return the table, for rich. It has fewer columns if lines have less than 150 characters."""
         from rich.table import Table
         from rich.text import Text
 
-        kept = f"budget {format_bytes(self.budget)}" if self.budget is not None else "no budget"
+        kept = f"budget {show_budget(self.budget, automatic=self.automatic)}"
         provider = f"{self.stats.provider}/{self.stats.backend} on {self.device}"
         table = Table(title=f"{provider}, {kept}, prefetch {self.prefetch}", show_footer=True)
         footer = {**_cells("all", self.rows), "from": ""}
+        lines = [_cells(label, rows) for label, rows in _lines(self.rows, collapse)]
         shown = [column for column in footer if width >= _WIDE.get(column, 0)]
+        widths = {name: max(len(name), *(len(cells[name]) for cells in (footer, *lines))) for name in shown}
+        # Names and causes share what the numbers leave.
+        room = width - 1 - sum(3 + (0 if name in _FOLDED else widths[name]) for name in shown)
+        widths["because of"] = min(widths["because of"], max(_NARROWEST, room // 3))
+        widths["weights"] = min(widths["weights"], max(_NARROWEST, room - widths["because of"]))
         for name in shown:
-            folded = name in _FOLDED
             table.add_column(
                 name,
-                Text(footer[name]),
+                Text(_broken(name, footer[name], widths)),
                 justify="left" if name in _WORDS else "right",
-                overflow="fold",
-                min_width=(20 if width >= 110 else 12) if folded else None,
-                no_wrap=not folded,
+                no_wrap=True,
             )
-        for label, rows in _lines(self.rows, collapse):
-            cells = _cells(label, rows)
-            table.add_row(*(Text(cells[name]) for name in shown))
+        for cells in lines:
+            table.add_row(*(Text(_broken(name, cells[name], widths)) for name in shown))
         return table
 
     def __str__(self) -> str:
         return self.text()
+
+
+def _broken(column: str, cell: str, widths: Mapping[str, int]) -> str:
+    if column == "because of":
+        return textwrap.fill(cell, widths[column], break_long_words=False)
+    return wrapped(cell, widths[column]) if column == "weights" else cell
 
 
 def _cells(label: str, rows: Sequence[GroupFigures]) -> dict[str, str]:
@@ -235,6 +282,8 @@ def _cells(label: str, rows: Sequence[GroupFigures]) -> dict[str, str]:
     place = f"{resident} resident"
     if resident in (0, len(rows)):
         place = "resident" if resident else "streamed"
+    if rows and all(row.by_use for row in rows):
+        place = f"by{_NARROW}use, {_found(rows)}"
     untimed = any(row.copies and row.copy_ns is None for row in rows)
     return {
         "weights": label,
@@ -251,16 +300,25 @@ def _cells(label: str, rows: Sequence[GroupFigures]) -> dict[str, str]:
     }
 
 
+def _found(experts: Sequence[GroupFigures]) -> str:
+    """Return the share of the experts' uses that needed no copy. A use reads each of a group's weights."""
+    uses = sum((row.hits + row.misses) / len(row.names) for row in experts)
+    copies = sum(row.copies for row in experts)
+    return f"{max(0.0, 1 - copies / uses):.0%}" if uses else "none"
+
+
 def _because(rows: Sequence[GroupFigures]) -> str:
     """Return the main causes of a stall, with their shares of it: two at most, the second if it counts."""
     causes = _summed(rows)
     held = next((f" by {row.held_by}" for row in rows if row.held_by), "")
     listed: list[str] = []
-    for cause, ns in sorted(causes.items(), key=lambda item: (-item[1], CAUSES.index(item[0])))[:2]:
+    for cause, ns in sorted(causes.items(), key=lambda item: (-item[1], list(CAUSES).index(item[0])))[:2]:
         share = round(100 * ns / causes.total())
         if share >= 5 or not listed:
             by = held if cause == "slot held" else ""
-            listed.append(f"{cause}{by}" + (f" {share}{_NARROW}%" if share < 100 else ""))
+            listed.append(
+                f"{cause.replace(' ', _NARROW)}{by}" + (f" {share}{_NARROW}%" if share < 100 else "")
+            )
     return ", ".join(listed)
 
 
@@ -276,11 +334,10 @@ def _lines(rows: Sequence[GroupFigures], collapse: bool) -> Iterator[tuple[str, 
     """Yield labels and the groups that share a line."""
     alike: dict[object, list[GroupFigures]] = {}
     for index, row in enumerate(rows):
-        layer = tuple(map(key_of, row.names)), row.bytes, row.source, row.resident
+        layer = tuple(map(key_of, row.names)), row.by_use or (row.bytes, row.source, row.resident)
         alike.setdefault(layer if collapse else index, []).append(row)
     for same in alike.values():
-        together = zip(*(row.names for row in same), strict=True)
-        yield label_of([pattern_of(names, most=3) for names in together], most=2), same
+        yield label_of_groups([row.names for row in same]), same
 
 
 def _share(part: int, whole: int) -> str:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
+from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.units import show_ns
+
 
 @dataclass(frozen=True)
 class Stats:
-    """Counters and plan of one install, taken at one moment.
+    """Counters and plan of one install, taken at one moment; ``print`` shows them with units.
 
     Times are nanoseconds of the host's monotonic clock. With the pure-Python provider every weight is a group
     of its own, and nothing is prefetched.
@@ -42,6 +45,10 @@ class Stats:
     overflow_bytes: int
     #: Most device bytes held at one time.
     peak_bytes: int
+    #: Residents whose memory went to others inside a call (`budget="auto"`), and their bytes. Until the next
+    #: plan they are streamed.
+    given_way: int
+    given_way_bytes: int
     #: How often a calling thread waited for the device other than for a copy.
     host_synchronisations: int
 
@@ -57,8 +64,27 @@ class Stats:
     #: Slots that handed-out tensors hold at this moment.
     live_leases: int
 
+    #: Bytes of masters that the device reads directly: they, or copies of them, are page-locked.
+    pinned_bytes: int
+    #: Bytes of masters in RAM that are not, and go through a small pinned buffer. 0 on the CPU.
+    staged_bytes: int
+    #: Bytes of masters that are read from the files that they are mapped from.
+    mapped_bytes: int
+
+    def __str__(self) -> str:
+        values = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return "\n".join(f"{name.removesuffix('_ns'):22}{_shown(name, value)}" for name, value in values)
+
     @classmethod
     def from_counters(cls, counters: Mapping[str, int], *, provider: str, backend: str) -> Stats:
         """Build from a session's counters; a counter that the session does not keep is an error."""
         names = (field.name for field in fields(cls) if field.name not in ("provider", "backend"))
         return cls(provider=provider, backend=backend, **{name: int(counters[name]) for name in names})
+
+
+def _shown(name: str, value: int | str) -> str:
+    if isinstance(value, str):
+        return value
+    if name.endswith("_ns"):
+        return show_ns(value)
+    return format_bytes(value) if name.startswith("bytes_") or name.endswith("_bytes") else f"{value:,}"

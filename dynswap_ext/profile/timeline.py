@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
 from os import PathLike
@@ -95,7 +96,7 @@ class _Picture:
         bottom.set_xlim(0, self._at(self._end))
         bottom.set_xlabel(f"time since the first use, {self._unit}")
         drawn.align_ylabels([middle, bottom])
-        drawn.legend(handles=self._legend(), loc="outside right upper", frameon=False, fontsize=9)
+        drawn.legend(handles=self._legend(), loc="outside right upper", frameon=False, fontsize=8)
         return drawn
 
     def _draw_bars(self, axes: Any, bars: Iterable[tuple[Span, float]], height: float) -> None:
@@ -170,14 +171,19 @@ class _Picture:
         copied: Counter[str] = Counter()
         for span in self._recording.of("copy"):
             copied[span.detail] += span.bytes
-        for what, colour in (("prefetched", _PREFETCHED), ("demanded", _DEMANDED)):
+        for what, when, colour in (
+            ("prefetched", "ahead of use", _PREFETCHED),
+            ("demanded", "only when needed", _DEMANDED),
+        ):
             if copied[what]:
-                entries.append(Patch(color=colour, label=f"copy, {what}: {format_bytes(copied[what])}"))
+                label = f"copy, {what}: {format_bytes(copied[what])}\n{when}"
+                entries.append(Patch(color=colour, label=label))
         entries.append(Patch(color=_COMPUTE, label=f"compute: {show_ns(_length(self._compute))}"))
         for cause, colour in _WAIT.items():
             waited = _length(span for span in self._recording.of("wait") if span.detail == cause)
             if waited:
-                entries.append(Patch(color=colour, label=f"wait, {cause}: {show_ns(waited)}"))
+                label = f"wait, {cause}: {show_ns(waited)}\n" + textwrap.fill(f"for {CAUSES[cause]}", 30)
+                entries.append(Patch(color=colour, label=label))
         memory: dict[str, Any] = {"facecolor": _MEMORY, "alpha": 0.35, "edgecolor": "#4D4D4D"}
         entries.append(Patch(label="weights on the device", **memory))
         if self._budget is not None:
@@ -216,7 +222,7 @@ def _where(names: Sequence[str]) -> str:
     if any(map(str.isdecimal, shared)) or (shared and first == last):
         return ".".join(shared)
     if not first or not last:
-        return label_of(names, 2)
+        return label_of(names)
     return f"{'.'.join(first)} to {'.'.join(last)}"
 
 

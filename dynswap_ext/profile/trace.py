@@ -23,7 +23,7 @@ from dynswap_ext._util.name_patterns import label_of
 from dynswap_ext._util.warn import warn
 from dynswap_ext._version import __version__
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.profile.recording import GroupFigures, Recording, Span
+from dynswap_ext.profile.recording import CAUSES, GroupFigures, Recording, Span
 
 #: See Note [The clock of a trace].
 _BASE_STEP_S: Final = 7_889_238
@@ -69,7 +69,7 @@ def as_trace(recording: Recording, *, base_ns: int | None = None) -> dict[str, A
 
 def _events(recording: Recording, base_ns: int) -> Iterator[dict[str, Any]]:
     """Yield spans by lane, marks where passes begin, and the bytes on the device."""
-    labels = [label_of(group.names, most=2) for group in recording.groups]
+    labels = [label_of(group.names) for group in recording.groups]
     pid = _PID + os.getpid()
 
     def at(monotonic_ns: int) -> float:
@@ -108,7 +108,7 @@ def _events(recording: Recording, base_ns: int) -> Iterator[dict[str, Any]]:
 def _details(span: Span, group: GroupFigures) -> dict[str, Any]:
     details: dict[str, Any] = {"group": span.group, "weights": ", ".join(group.names)}
     if span.kind == "wait":
-        details["cause"] = span.detail
+        details.update({"cause": span.detail, "meaning": CAUSES[span.detail]})
     if span.kind == "copy":
         details.update({"bytes": span.bytes, "source": group.source, "issued": span.detail})
         if span.end > span.begin:

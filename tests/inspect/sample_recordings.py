@@ -51,6 +51,7 @@ class FakeSession:
                 **dict.fromkeys(("hits", "late_hits", "misses", "copies", "bytes_moved", "copy_ns"), 0),
                 "stall_ns": 0,
                 "causes": {},
+                "by_use": False,
                 "held_by": "",
             }
             for names, resident in zip(self.names, self.resident, strict=True)
@@ -128,6 +129,11 @@ class FakeSession:
             "arena_bytes": 3 * self.size,
             "depth": 2,
             "live_leases": 0,
+            "given_way": 0,
+            "given_way_bytes": 0,
+            "pinned_bytes": 0,
+            "staged_bytes": 0,
+            "mapped_bytes": 0,
         }
 
     def groups(self) -> list[dict[str, Any]]:
@@ -146,6 +152,6 @@ class FakeSession:
         names = {CONSUMER: "MainThread"}
         return Recording(figures_of(self), spans, self.dropped, self.began, self.end, 10**18, names)
 
-    def report(self, budget: int | None = 6 * (12 << 20)) -> Report:
+    def report(self, budget: int | None = 6 * (12 << 20), prefetch: int = 2) -> Report:
         stats = Stats.from_counters(self.stats(), provider=self.provider, backend=self.backend)
-        return Report(figures_of(self), stats, "cpu", budget, 2)
+        return Report(figures_of(self), stats, "cpu", budget, prefetch)

@@ -38,7 +38,7 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
 
 
 def test_the_table(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["--bandwidth", "1GB/s", "--compute", "5ms", "--budget", "2MiB", "--budget", "1/2"]
+    given = ["--bandwidth", "1GB/s", "--compute", "5ms", "--budget", "2MiB", "--share", "1/2"]
     assert cli.main(["plan", str(path), *given]) == 0
     printed = capsys.readouterr().out
     assert (
@@ -65,6 +65,14 @@ def test_a_budget_that_is_too_small_is_the_exit_status(
     assert cli.main(["plan", str(path), "--budget", "1KiB", "--budget", "2MiB"]) == 1
     printed = " ".join(capsys.readouterr().out.split())
     assert "1 KiB is too small" in printed and f"{256 * 256 * 4} bytes" in printed and "2 MiB: " in printed
+
+
+def test_the_minimum_has_a_row(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["plan", str(path), "--budget", "minimum"]) == 0
+    printed = capsys.readouterr().out
+    assert " minimum " in printed
+    found = plan_json(capsys, str(path), "--budget", "MINIMUM")
+    assert found["asked"] == [found["minimum_budget"]] and found["minimum_budget"] >= found["smallest_budget"]
 
 
 def test_json_says_the_same_as_the_library(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -137,6 +145,9 @@ def test_budgets_are_named_outside_the_axes(path: Path) -> None:
     assert sum(name.startswith("1.") and "MiB: " in name for name in named) >= 10
     boxes = [text.get_window_extent() for text in legend.get_texts()]
     assert not any(left.overlaps(right) for left, right in itertools.combinations(boxes, 2))
+    for axes in figure.axes:
+        assert axes.get_xlim()[0] == axes.get_ylim()[0] == 0
+        assert axes.get_xscale() == axes.get_yscale() == "linear"
     around = [legend.get_window_extent(), figure._suptitle.get_window_extent()]
     around += [axes.get_tightbbox() for axes in figure.axes]
     assert not any(left.overlaps(right) for left, right in itertools.combinations(around, 2))
@@ -154,6 +165,10 @@ def test_budgets_are_named_outside_the_axes(path: Path) -> None:
         (["PATH", "--compute", "350ms", "--tokens", "5"], "leave out --tokens"),
         (["--model", "a:b", "--compute", "350ms"], "leave out --compute"),
         (["PATH", "--budget", "much"], "'much' is not a size"),
+        (["PATH", "--budget", "minimun"], "Did you mean 'minimum'?"),
+        (["PATH", "--budget", "auto"], "depends on the device's free memory"),
+        (["PATH", "--budget", "0.25"], "a share of the model is --share"),
+        (["PATH", "--share", "6GiB"], "'6GiB' is not a share of the model"),
         (["PATH", "--prefetch", "-1"], "prefetch is -1"),
         (["PATH", "--dtype", "int8"], "--dtype is 'int8'"),
         (["PATH", "--device", "toaster"], "toaster"),
