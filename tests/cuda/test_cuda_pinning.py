@@ -48,7 +48,13 @@ def test_an_amount_of_pinned_memory_is_not_exceeded(gpu: Gpu) -> None:
             testing.assert_bit_equal(model(x), moved(x))
     if gpu.native:
         assert sum(pinned(model)) == 2
+        stats = handle.stats()
+        assert stats.pinned_bytes == 2 * LAYER_BYTES
+        assert stats.staged_bytes == 2 * LAYER_BYTES
+        assert stats.mapped_bytes == 0
+        assert "page-locked, " in str(handle.report())
     handle.uninstall()
+    assert handle.stats().pinned_bytes == 0
     assert not any(pinned(model))
 
 

@@ -166,6 +166,7 @@ struct Faults {
   bool no_kernel_image = false;                     ///< a device for which no kernel was compiled
   int registration_ms = 0;                          ///< how long one registration takes
   std::size_t memory_bytes = std::size_t{8} << 30;  ///< bytes of each device
+  std::size_t segment_bytes = 0;                    ///< see Note [Segments]; 0: each block is one
   // What torch on some accelerators has not.
   bool no_priorities = false;       ///< streams have none: what is asked for is ignored
   bool no_pinned_memory = false;    ///< no host memory is pinned, and none can be allocated

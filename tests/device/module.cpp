@@ -1,5 +1,6 @@
 // What torch's Python for a device (torch.cuda, or torch.pretend) asks of it, and what tests ask of the
 // machine.
+#include <ATen/Context.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/utils/pybind.h>
 
@@ -143,6 +144,9 @@ PYBIND11_MODULE(_pretend, m) {
   m.def("drop_work", &drop_work);
   if constexpr (kType == c10::DeviceType::CUDA) define_cuda(m);
 
+  // Before, torch takes no memory for pinned.
+  m.def("init", [] { at::globalContext().lazyInitDevice(kType); });
+
   // The tests' own.
   m.def("register_composites", &register_composites);
   m.def(
@@ -165,6 +169,7 @@ PYBIND11_MODULE(_pretend, m) {
       .def_readwrite("no_kernel_image", &Faults::no_kernel_image)
       .def_readwrite("registration_ms", &Faults::registration_ms)
       .def_readwrite("memory_bytes", &Faults::memory_bytes)
+      .def_readwrite("segment_bytes", &Faults::segment_bytes)
       .def_readwrite("no_priorities", &Faults::no_priorities)
       .def_readwrite("no_pinned_memory", &Faults::no_pinned_memory)
       .def_readwrite("one_stream", &Faults::one_stream)

@@ -140,6 +140,48 @@ class Shared(Extras):
         return self.finish(F.linear(x, self.normed.weight))
 
 
+class FusedExperts(Extras):
+    """Experts that are the slices of one parameter; the input chooses two for each token."""
+
+    def __init__(self, width: int = NARROW, experts: int = 8) -> None:
+        super().__init__(width)
+        self.num_experts = experts
+        self.first = nn.Linear(width, width)
+        self.up = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
+        self.up_bias = nn.Parameter(torch.randn(experts, width))
+        self.down = nn.Parameter(torch.randn(experts, width, width) / width**0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x))
+        chosen = x[:, : self.num_experts].topk(2).indices
+        out = torch.zeros_like(y)
+        for index in chosen.unique():
+            tokens = (chosen == index).any(-1).nonzero()[:, 0]
+            inner = torch.tanh(F.linear(y[tokens], self.up[index], self.up_bias[index]))
+            out = out.index_add(0, tokens, F.linear(inner, self.down[index]))
+        return self.finish(out)
+
+
+class ListedExperts(Extras):
+    """Experts that are modules in a list; the input chooses two for each token."""
+
+    def __init__(self, width: int = NARROW, experts: int = 6) -> None:
+        super().__init__(width)
+        self.first = nn.Linear(width, width)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, width), nn.Tanh(), nn.Linear(width, width)) for _ in range(experts)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.first(x))
+        chosen = x[:, : len(self.experts)].topk(2).indices
+        out = torch.zeros_like(y)
+        for index in chosen.unique().tolist():
+            tokens = (chosen == index).any(-1).nonzero()[:, 0]
+            out = out.index_add(0, tokens, self.experts[index](y[tokens]))
+        return self.finish(out)
+
+
 def _vectors(seed: int, width: int) -> Tensor:
     return torch.randn(5, width, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
@@ -199,6 +241,8 @@ ARCHITECTURES = {
         Architecture("TinyTransformer", lambda _: TinyTransformer(), _tokens, several=True),
         Architecture("Remembers", Remembers, _vectors, writes=True, widths=(NARROW, WIDE)),
         Architecture("Shared", Shared, _vectors, several=True, twice=True, widths=(NARROW, WIDE)),
+        Architecture("FusedExperts", FusedExperts, _vectors, widths=(NARROW, WIDE)),
+        Architecture("ListedExperts", ListedExperts, _vectors, widths=(NARROW, WIDE)),
         Architecture("Recurrent", lambda _: Recurrent(), lambda seed, _: _vectors(seed, 6)[None]),
     )
 }

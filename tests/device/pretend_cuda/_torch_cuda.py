@@ -47,6 +47,7 @@ def prepare(torch_c: Any, pretend: Any) -> None:
 def _init(pretend: Any) -> None:
     cuda, torch = sys.modules["torch.cuda"], sys.modules["torch"]
     _serve_storages(torch)
+    pretend.init()
     cuda.default_generators = tuple(pretend.default_generator(device) for device in range(2))
     cuda._get_device_properties = lambda device: _Properties(
         name="a pretend device", major=9, minor=0, total_memory=pretend.memory_info(device)[1],

@@ -1,0 +1,140 @@
+"""CUDA graphs over an automatic budget: what a graph has captured neither gives way nor moves."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import dynswap_ext
+from gpu_under_test import Gpu
+
+pretend_cuda = pytest.importorskip("pretend_cuda")
+pytestmark = pytest.mark.skipif(
+    not pretend_cuda.active() or pretend_cuda.device_type() != "cuda",
+    reason="needs a CUDA device whose memory is capped: the pretend one",
+)
+
+DEVICE = "cuda:0"
+WIDTH, LAYERS = 256, 12
+LAYER = WIDTH * WIDTH * 4 + WIDTH * 4
+
+
+@pytest.fixture(autouse=True)
+def _uncapped(gpu: Gpu) -> Iterator[None]:
+    if not gpu.native:
+        pytest.skip("the pure-Python provider's residents do not give way")
+    yield
+    torch.cuda.set_per_process_memory_fraction(1.0)
+
+
+def cap(byte_count: int) -> None:
+    """Let the process have so many bytes of the device more than it has now."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + byte_count) / total)
+
+
+def layers() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).requires_grad_(False)
+
+
+def spike(layer_count: int) -> None:
+    """Allocate so many layers' worth at once, and write there."""
+    block = torch.empty(layer_count * LAYER, dtype=torch.uint8, device=DEVICE)
+    block.fill_(0xFF)
+    torch.cuda.synchronize()
+    del block
+    torch.cuda.empty_cache()
+
+
+@pytest.mark.parametrize("held", ["nothing", "a weight"])
+def test_what_a_graph_has_captured_does_not_give_way(held: str) -> None:
+    plain, model, x = layers(), layers(), torch.randn(4, WIDTH)
+    cap(30 * LAYER)
+    graph, part = torch.cuda.CUDAGraph(), model[:4]
+    with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
+        for _ in range(2):
+            assert torch.equal(model(x.to(DEVICE)).cpu(), plain(x))
+        torch.cuda.synchronize()
+        static = x.to(DEVICE)
+        # A tensor that somebody has when the graph captures it, and lets go of later.
+        kept = [part[0].weight] if held == "a weight" else []
+        with torch.cuda.graph(graph):
+            halfway = part(static)
+        kept.clear()
+        assert handle.stats().resident_groups == LAYERS
+        spike(24)  # 18 are free
+        assert handle.stats().given_way == LAYERS - 4
+        for each in (x, x + 1):
+            static.copy_(each)
+            graph.replay()
+            assert torch.equal(halfway.cpu(), plain[:4](each))
+    assert pretend_cuda.violations() == []
+
+
+def test_nothing_gives_way_to_a_graphs_own_memory() -> None:
+    """A graph's pool takes what the driver has: the blocks that it is given stay the graph's."""
+    plain, model, x = layers(), layers(), torch.randn(4, WIDTH)
+    cap(30 * LAYER)
+    with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
+        for _ in range(2):
+            model(x.to(DEVICE))
+        torch.cuda.synchronize()
+        static = x.to(DEVICE)
+        with pytest.raises(torch.OutOfMemoryError), torch.cuda.graph(torch.cuda.CUDAGraph()):
+            model[:4](static)
+            torch.empty(24 * LAYER, dtype=torch.uint8, device=DEVICE)
+        assert handle.stats().given_way == 0
+        assert torch.equal(model(x.to(DEVICE)).cpu(), plain(x))
+
+
+def test_another_thread_allocates_during_a_capture() -> None:
+    """It borrows residents, and they come back: what that asks of the streams is legal during a capture."""
+    plain, model, x = layers(), layers(), torch.randn(4, WIDTH)
+    cap(40 * LAYER)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
+        for _ in range(2):
+            model(x.to(DEVICE))
+        torch.cuda.synchronize()
+        static = x.to(DEVICE)
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            beside = threading.Thread(target=lambda: torch.empty(8 * LAYER, dtype=torch.uint8, device=DEVICE))
+            halfway = model[:4](static)
+            beside.start()
+            beside.join()
+            whole = model[4:](halfway)
+        assert handle.stats().given_way == 0
+        for each in (x, x + 1):
+            static.copy_(each)
+            graph.replay()
+            assert torch.equal(whole.cpu(), plain(each))
+    assert pretend_cuda.violations() == []
+
+
+def test_no_automatic_plan_ends_a_graph() -> None:
+    """An automatic plan would put weights elsewhere: after a capture, only retune() makes one."""
+    model, x = layers(), torch.randn(4, WIDTH).to(DEVICE)
+    graph = torch.cuda.CUDAGraph()
+    with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
+        model(x)
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph):
+            model(x)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            for _ in range(6):
+                model(x)
+        assert handle.tuning is None
+        handle.retune("auto")
+        with pytest.warns(dynswap_ext.DynswapWarning, match="capture them again"):
+            for _ in range(6):
+                model(x)
+        assert handle.tuning is not None
