@@ -34,7 +34,7 @@ def test_demo(tmp_path: Path) -> None:
     if not torch.cuda.is_available():
         skip_or_fail("torch finds no CUDA device", cuda=True)
     record = tmp_path / "record.json"
-    options = ["--size", "8MB", "--budget", "1/2", "--passes", "2", "--tokens", "8"]
+    options = ["--size", "8MB", "--share", "1/2", "--passes", "2", "--tokens", "8"]
     files = ["--folder", str(tmp_path / "cache"), "--json", str(record)]
     done = subprocess.run(
         [sys.executable, "-m", "dynswap_ext", "demo", *options, *files],

@@ -175,34 +175,3 @@ def test_helpers_that_ask_parameters(provider: Provider) -> None:
             unet,
             moved,
         )
-
-
-def test_wan_asks_in_its_forward(provider: Provider) -> None:
-    """``next(iter(self.time_embedder.parameters())).dtype`` decides what dtype a layer's input gets."""
-    seeded()
-    made = diffusers.WanTransformer3DModel(
-        patch_size=(1, 2, 2),
-        num_attention_heads=2,
-        attention_head_dim=12,
-        in_channels=4,
-        out_channels=4,
-        text_dim=16,
-        freq_dim=16,
-        ffn_dim=32,
-        num_layers=2,
-        cross_attn_norm=True,
-        rope_max_seq_len=32,
-    ).eval()
-    sample, tokens = torch.randn(1, 4, 2, 8, 8), torch.randn(1, 5, 16)
-    with both(provider, made, dtype=torch.bfloat16) as (model, moved):
-        same(
-            lambda m: (
-                m(
-                    sample.to(m.device, m.dtype),
-                    torch.tensor([3], device=m.device),
-                    encoder_hidden_states=tokens.to(m.device, m.dtype),
-                ).sample
-            ),
-            model,
-            moved,
-        )

@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
+import dynswap_ext
 from conftest import Provider
-from programs import library, seeded
-from test_diffusers import PROMPT, components_moved_to, stable_diffusion, stable_diffusion_pipeline
+from dynswap_ext import testing
+from programs import library, seeded, word_tokenizer
+from test_diffusers import (
+    PROMPT,
+    autoencoder,
+    clip_text,
+    components_moved_to,
+    flux,
+    flux_pipeline,
+    stable_diffusion,
+    stable_diffusion_pipeline,
+)
 from ways import MAPPED, WAYS, Way, beside_plain
 
 diffusers = library("diffusers")
 peft = library("peft")
+transformers = library("transformers")
 
 FILE = "lora.safetensors"
 
@@ -85,3 +99,189 @@ def test_loaded_after_the_install(provider: Provider, lora: Path, tmp_path: Path
         return list(images(provider, pipe))
 
     beside_plain(provider, MAPPED, tmp_path, pipeline, program, lambda pipe: pipe.unet, moved=True)
+
+
+def stable_diffusion_xl() -> Any:
+    text = clip_text()
+    made = diffusers.StableDiffusionXLPipeline(
+        text_encoder=text,
+        text_encoder_2=transformers.CLIPTextModelWithProjection(text.config).eval(),
+        unet=diffusers.UNet2DConditionModel(
+            block_out_channels=(16, 32),
+            layers_per_block=1,
+            sample_size=16,
+            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+            cross_attention_dim=64,
+            attention_head_dim=8,
+            norm_num_groups=8,
+            addition_embed_type="text_time",
+            addition_time_embed_dim=8,
+            projection_class_embeddings_input_dim=80,
+        ).eval(),
+        vae=autoencoder(4),
+        tokenizer=word_tokenizer(),
+        tokenizer_2=word_tokenizer(),
+        scheduler=diffusers.EulerDiscreteScheduler(),
+        add_watermarker=False,
+    )
+    return made
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A kind of pipeline, and what of it gets LoRA."""
+
+    make: Callable[[], Any]
+    #: The part with most weights, and the names of the layers in it that get LoRA; text encoders get it too.
+    denoiser: str
+    targets: tuple[str, ...]
+    #: The argument that scales adapters for one call.
+    scale: str
+    options: dict[str, Any]
+
+
+UNET = ("unet", ("to_q", "to_v"), "cross_attention_kwargs")
+KINDS = {
+    "StableDiffusion": Kind(pipeline, *UNET, {}),
+    "StableDiffusionXL": Kind(stable_diffusion_xl, *UNET, {}),
+    "Flux": Kind(
+        lambda: flux_pipeline(**flux()),
+        "transformer",
+        ("to_q", "to_v", "proj_out"),
+        "joint_attention_kwargs",
+        {"max_sequence_length": 16},
+    ),
+}
+
+
+def models_of(pipe: Any) -> dict[str, nn.Module]:
+    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
+
+
+def installed(provider: Provider, pipe: Any, **options: Any) -> dict[str, dynswap_ext.Handle]:
+    """Install each part of a pipeline."""
+    return {name: provider.install(part, **options) for name, part in models_of(pipe).items()}
+
+
+def saved(kind: Kind, folder: Path, name: str, **options: Any) -> None:
+    """Save a LoRA of the denoiser and of the first text encoder."""
+    seeded()
+    pipe = kind.make()
+    torch.manual_seed(len(name))
+    layers = {}
+    for part, targets in {kind.denoiser: kind.targets, "text_encoder": ("q_proj", "v_proj")}.items():
+        model = getattr(pipe, part)
+        model.add_adapter(
+            peft.LoraConfig(r=4, target_modules=list(targets), init_lora_weights=False, **options)
+        )
+        layers[f"{part}_lora_layers"] = peft.get_peft_model_state_dict(model)
+    pipe.save_lora_weights(folder, weight_name=f"{name}.safetensors", **layers)
+
+
+def comes_and_goes(kind: Kind, folder: Path, pipe: Any) -> Iterator[torch.Tensor]:
+    """Adapters are loaded, combined, fused and taken off, by diffusers' own calls."""
+
+    def painted(**options: Any) -> torch.Tensor:
+        seeded()
+        made: torch.Tensor = pipe(
+            PROMPT, height=16, width=16, num_inference_steps=2, output_type="pt", **options, **kind.options
+        ).images.cpu()
+        assert made.isfinite().all()
+        return made
+
+    def load(name: str) -> None:
+        pipe.load_lora_weights(folder, weight_name=f"{name}.safetensors", adapter_name=name)
+
+    pipe.set_progress_bar_config(disable=True)
+    load("red")
+    yield painted()
+    yield painted(**{kind.scale: {"scale": 0.3}})
+    load("yellow")
+    pipe.set_adapters(["red", "yellow"], adapter_weights=[0.5, 0.7])
+    yield painted()
+    pipe.fuse_lora(adapter_names=["red", "yellow"])
+    yield painted()
+    pipe.unfuse_lora()
+    pipe.disable_lora()
+    yield painted()
+    pipe.enable_lora()
+    pipe.delete_adapters("red")
+    yield painted()
+    pipe.fuse_lora()
+    pipe.unload_lora_weights()  # what is fused stays
+    yield painted()
+    load("red")
+    yield painted()
+    pipe.unload_lora_weights()
+    yield painted()
+
+
+CASES = {
+    "StableDiffusion": ("StableDiffusion", {}, None),
+    "in bfloat16": ("StableDiffusion", {}, torch.bfloat16),
+    "dora": ("StableDiffusion", {"use_dora": True}, None),
+    "StableDiffusionXL": ("StableDiffusionXL", {}, None),
+    "Flux": ("Flux", {}, None),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_adapters_come_and_go(provider: Provider, case: str, tmp_path: Path) -> None:
+    """Bit-equal to the pipeline moved, within the smallest budget, and without a second copy of the base."""
+    name, options, dtype = CASES[case]
+    kind = KINDS[name]
+    for adapter in ("red", "yellow"):
+        saved(kind, tmp_path, adapter, **options)
+    seeded()
+    plain = kind.make().to(provider.device, dtype or torch.float32)
+    seeded()
+    pipe = kind.make()
+    base = getattr(pipe, kind.denoiser)
+    if provider.device.type == "cpu":
+        for part, model in models_of(pipe).items():
+            testing.map_from_file(model, tmp_path / f"{part}.pt")
+    masters = {name: master for name, master in base.named_parameters() if "lora" not in name}
+    handle = installed(provider, pipe, dtype=dtype)[kind.denoiser]
+    expected, actual = comes_and_goes(kind, tmp_path, plain), comes_and_goes(kind, tmp_path, pipe)
+    peaks = []
+    for step, (image, seen) in enumerate(zip(expected, actual, strict=True)):
+        testing.assert_bit_equal(seen, image, f"image {step}")
+        peaks.append(handle.stats().peak_bytes)
+    stats = handle.stats()
+    assert stats.overflow_bytes == 0
+    assert dict(base.named_parameters()).keys() == masters.keys()
+    assert all(base.get_parameter(name) is master for name, master in masters.items())
+    if provider.native:
+        whole = sum(m.numel() * (dtype or m.dtype).itemsize for m in masters.values())
+        assert max(peaks) < 0.5 * whole, "the weights in use and those fetched ahead"
+        passes = 2 * len(peaks)  # two steps an image
+        on_the_bus = sum(m.nbytes if dtype is None else m.numel() * 4 for m in masters.values())
+        # DoRA reads a layer's weight twice, and merging reads it, too.
+        assert 0.2 * whole < stats.bytes_moved < 4 * passes * on_the_bus
+    for model in models_of(pipe).values():
+        dynswap_ext.uninstall(model)
+    assert not any("lora" in name for name, _ in base.named_parameters())
+
+
+def test_many_adapters_leave_nothing(provider: Provider, lora: Path) -> None:
+    """Neither weights of the plan nor memory of the device."""
+    if not provider.native:
+        pytest.skip("pure Python plans when masters come, not when they go")
+    pipe = pipeline()
+    handle = installed(provider, pipe, budget="1GiB")["unet"]
+    image(pipe)
+    before = handle.stats()
+    for count in range(8):
+        pipe.load_lora_weights(lora, weight_name=FILE, adapter_name=f"number{count}")
+        image(pipe)
+        assert handle.stats().weight_bytes >= before.weight_bytes
+        pipe.delete_adapters(f"number{count}")
+        image(pipe)
+        after = handle.stats()
+        assert (after.weight_bytes, after.resident_bytes, after.groups, after.live_leases) == (
+            before.weight_bytes,
+            before.resident_bytes,
+            before.groups,
+            before.live_leases,
+        )
