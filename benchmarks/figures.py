@@ -27,7 +27,8 @@ import compare
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
-PAGES = (ROOT / "README.md", ROOT / "docs" / "benchmarks.md", ROOT / "docs" / "limits.md")
+_DOCS = ROOT / "docs"
+PAGES = (ROOT / "README.md", *(_DOCS / page for page in ("benchmarks.md", "limits.md", "guides/experts.md")))
 CHART = ROOT / "docs" / "images" / "time_and_memory_{theme}.svg"
 
 _LINK = re.compile(

@@ -8,9 +8,11 @@ from head_to_head.baselines import (
     ramtorch_style,
     resident,
     with_accelerate,
+    with_chains,
     with_compressed_tensors,
     with_diffusers,
     with_mmgp,
+    with_other_streamers,
 )
 from head_to_head.baselines.base import OURS, PEER, REFERENCE, Baseline, Setting
 
@@ -23,6 +25,8 @@ _FAMILIES = (
     with_compressed_tensors,
     with_mmgp,
     ramtorch_style,
+    with_chains,
+    with_other_streamers,
 )
 BASELINES: dict[str, Baseline] = {
     baseline.name: baseline for family in _FAMILIES for baseline in family.BASELINES

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +81,8 @@ class Baseline:
         Why it does not run on the CPU; "" if it does.
     compiles
         Whether it is under torch.compile.
+    python
+        The version of Python that it needs.
     rewrites
         Whether it writes its files anew in each process, under other names.
     """
@@ -91,6 +94,7 @@ class Baseline:
     package: str = ""
     accelerator: str = ""
     compiles: bool = False
+    python: tuple[int, int] = (3, 10)
     rewrites: bool = False
 
     def has(self, placement: str, device: torch.device) -> bool:
@@ -103,9 +107,13 @@ class Baseline:
 
     def why_not(self, device: torch.device) -> str:
         """Why it cannot run here; "" if it can."""
+        if sys.version_info < self.python:
+            return f"it needs Python {'.'.join(map(str, self.python))}"
+        if self.accelerator and device.type == "cpu":
+            return self.accelerator
         if self.package and importlib.util.find_spec(self.package) is None:
             return f"{self.package} is not installed: {EXTRA}"
-        return self.accelerator if device.type == "cpu" else ""
+        return ""
 
 
 def compiled(prepare: Callable[[Setting], Prepared]) -> Callable[[Setting], Prepared]:
