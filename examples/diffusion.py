@@ -3,8 +3,7 @@
     python examples/diffusion.py path/to/FLUX.1-dev --budget 6GiB --prompt "a photo of a red cat" --steps 28
 
 The folder is a pipeline of diffusers. The script maps its denoiser (`transformer` or `unet`) from the file,
-and streams its weights within the budget. The text encoders and the VAE are loaded and moved as usual;
-`--install` names more parts to stream.
+and installs the whole pipeline: text encoders, denoiser and VAE share one budget.
 """
 
 from __future__ import annotations
@@ -44,8 +43,7 @@ def main() -> None:
     )
     parser.add_argument("folder", type=Path, help="the folder of a diffusers pipeline")
     parser.add_argument("--prompt", default="a photo of a red cat")
-    parser.add_argument("--budget", default="auto", help='memory for the denoiser: "6GiB", or "auto"')
-    parser.add_argument("--install", nargs="*", default=[], metavar="PART", help="more parts to stream")
+    parser.add_argument("--budget", default="auto", help='memory for weights: "6GiB", or "auto"')
     parser.add_argument("--device", help="where to compute (default: the GPU if there is one, else the CPU)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), default="bfloat16")
     parser.add_argument("--steps", type=int, default=28)
@@ -56,10 +54,7 @@ def main() -> None:
     dtype = getattr(torch, options.dtype)
     name, denoiser = load_denoiser(options.folder)
     pipe = diffusers.DiffusionPipeline.from_pretrained(options.folder, dtype=dtype, **{name: denoiser})
-    handle = dynswap_ext.install(denoiser, device=options.device, dtype=dtype, budget=options.budget)
-    for part in options.install:  # without a budget: each streams all of its weights
-        dynswap_ext.install(getattr(pipe, part), device=handle.device, dtype=dtype)
-    pipe.to(handle.device)  # moves the other parts; installed parts already compute there
+    handle = dynswap_ext.install(pipe, device=options.device, dtype=dtype, budget=options.budget)
 
     begin = time.perf_counter()
     image = pipe(
@@ -72,8 +67,7 @@ def main() -> None:
     print(f"image        {options.output}")
     print(f"seconds      {seconds:.1f} ({seconds / options.steps:.2f} per step, with encoding and decoding)")
     print(f"peak memory  {peak_memory(handle.device)}")
-    for part in (name, *options.install):
-        dynswap_ext.uninstall(getattr(pipe, part))
+    dynswap_ext.uninstall(pipe)
 
 
 if __name__ == "__main__":

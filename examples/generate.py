@@ -1,10 +1,11 @@
 """Generate text with a causal language model that is larger than the memory it may use.
 
     python examples/generate.py path/to/Llama-3.1-8B-Instruct --budget 4GiB --prompt "streaming weights means"
+    python examples/generate.py path/to/Qwen3-30B-A3B --budget 8GiB
 
-The folder is a checkpoint of transformers: a config, a tokenizer and weights in safetensors. The script maps
-the weights without reading them. While the model runs, they stream to the GPU within the budget. Without a
-GPU, they stream from disk into RAM.
+The folder is a checkpoint of transformers, as it is published: a config, a tokenizer and weights in
+safetensors. It may be a mixture of experts. The script maps the weights. While the model runs, they stream
+to the GPU within the budget. Without a GPU, they stream from disk into RAM.
 """
 
 from __future__ import annotations
@@ -15,19 +16,10 @@ import time
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import dynswap_ext
 from dynswap_ext import checkpoint
-
-
-def load(folder: Path) -> torch.nn.Module:
-    """Build the model without allocating its weights, and map them from the checkpoint."""
-    config = AutoConfig.from_pretrained(folder)
-    model = checkpoint.load(lambda: AutoModelForCausalLM.from_config(config), folder)
-    if (folder / "generation_config.json").exists():
-        model.generation_config = GenerationConfig.from_pretrained(folder)
-    return model.eval()
 
 
 def peak_memory(device: torch.device) -> str:
@@ -52,7 +44,7 @@ def main() -> None:
     options = parser.parse_args()
 
     tokenizer = AutoTokenizer.from_pretrained(options.folder)
-    model = load(options.folder)
+    model = checkpoint.from_pretrained(AutoModelForCausalLM, options.folder)
     handle = dynswap_ext.install(
         model, device=options.device, budget=options.budget, prefetch=options.prefetch
     )

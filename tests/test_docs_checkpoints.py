@@ -32,7 +32,11 @@ class Model(nn.Module):
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
     """What the page takes for granted."""
+    transformers = pytest.importorskip("transformers", reason="one block takes transformers")
     monkeypatch.chdir(tmp_path)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 1, "num_local_experts": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 64}
+    transformers.MixtralForCausalLM(transformers.MixtralConfig(**sizes, **heads)).save_pretrained("mixtral")
     state = Model(8).state_dict()
     save_file(state, "model.safetensors")
     save_file({f"module.{name}": value for name, value in state.items()}, "wrapped.safetensors")

@@ -129,7 +129,7 @@ def test_migration_runs_after(names: dict[str, Any], capsys: pytest.CaptureFixtu
     """Every *After* runs, on tiny checkpoints in the places that the page names."""
     pytest.importorskip("diffusers", reason="diffusers is not installed (pip install -e '.[programs]')")
     tiny = load_example("tiny")
-    tiny.write_llama(Path("path/to/llama"))
+    tiny.write_decoder(Path("path/to/llama"))
     tiny.write_stable_diffusion(Path("path/to/pipeline"))
     names["input_ids"] = torch.tensor([[4, 5, 6]])
     assert run_page(GUIDES / "migration.md", names, capsys) > 7
