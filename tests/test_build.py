@@ -323,6 +323,16 @@ def test_the_bindings_check_for_the_same_interpreters() -> None:
     assert listed == [f"3.{minor}" for minor in range(oldest[1], newest[1] + 1)]
 
 
+def test_an_unsupported_torch_is_named_instead_of_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = subprocess.CompletedProcess([], 0, stdout='{"version": "2.10.1+cu128", "path": []}')
+    monkeypatch.setattr(installed_torch.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(installed_torch.subprocess, "run", lambda *args, **options: found)
+    with pytest.raises(
+        RuntimeError, match=r"torch 2\.10\.1\+cu128 is installed, .* needs torch>=2\.11,<2\.16"
+    ):
+        installed_torch.reveal_torch()
+
+
 def test_torch_is_found_past_an_isolated_build(tmp_path: Path) -> None:
     """As pip does it: another path, no user site, and a hook that hides the interpreter's own packages."""
     site = tmp_path / "site"
