@@ -48,7 +48,7 @@ def test_more_prefetch_than_there_is_room_or_groups_is_said(
 
 
 def pinned(model: nn.Module, device: torch.device) -> nn.Module:
-    """Whether masters in the heap can be page-locked depends on what it has free, and what cannot be is said."""
+    """Pin the masters: whether those in the heap can be page-locked depends on what else it holds."""
     if device.type != "cpu":
         for p in model.parameters():
             p.data = p.detach().pin_memory()

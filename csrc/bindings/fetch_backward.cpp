@@ -157,9 +157,7 @@ using ArrivePtr = decltype(new_node<ArriveBackward>(std::declval<const at::Tenso
 class CarryBackward : public autograd::Node {
  public:
   CarryBackward(ArrivePtr arrive, at::TensorOptions host)
-      : Node(autograd::edge_list{autograd::Edge(arrive, 0)}),
-        arrive_(std::move(arrive)),
-        host_(host) {}
+      : Node(autograd::edge_list{autograd::Edge(arrive, 0)}), arrive_(std::move(arrive)), host_(host) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     const at::Tensor& gradient = gradients[0];
@@ -233,9 +231,7 @@ class FetchBackward : public autograd::Node {
 class StackBackward : public autograd::Node {
  public:
   StackBackward(const at::Tensor& master, autograd::Edge to)
-      : Node(autograd::edge_list{std::move(to)}),
-        sizes_(master.sizes().vec()),
-        options_(place_of(master)) {}
+      : Node(autograd::edge_list{std::move(to)}), sizes_(master.sizes().vec()), options_(place_of(master)) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     if (at::GradMode::is_enabled()) {  // it is differentiated again

@@ -15,8 +15,9 @@ namespace dynswap {
 /// Note [Nodes are taken apart before they die]
 /// torch destroys a graph without recursion: a node that it sees owned once is put on a list, and loses its
 /// edges when its turn comes. Whoever locks a weak pointer to it meanwhile has a node that leads nowhere, and
-/// the gradients that reach it are lost. So no node that leads somewhere is known by a weak pointer to itself.
-/// What is shared has an owner more than its edges while anybody may find it, so it is never on the list.
+/// the gradients that reach it are lost. So no node that leads somewhere is known by a weak pointer to
+/// itself. What is shared has an owner more than its edges while anybody may find it, so it is never on the
+/// list.
 struct SharedNode {
   using Pointer = decltype(torch::autograd::Edge::function);
   Pointer node;

@@ -1,4 +1,4 @@
-"""The autograd nodes that the uses of a weight share: in which graphs they are, and how gradients are added."""
+"""The autograd nodes that the uses of a weight share: which graphs they are in, how gradients are added."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def test_a_model_is_called_while_an_older_graph_is_taken_apart(provider: Provide
             if not later:
                 later.append(of(torch.ones_like(x)))
 
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: SavedUntil(t, call_again), lambda s: s.tensor):
+        def saved(tensor: Tensor) -> SavedUntil:
+            return SavedUntil(tensor, call_again)
+
+        with torch.autograd.graph.saved_tensors_hooks(saved, lambda kept: kept.tensor):
             before = x.sin()
         out = of(before)
         del before, out
