@@ -108,7 +108,7 @@ def test_troubleshooting_has_every_cause() -> None:
         "the extension is not built",
         "the extension was built without CUDA",
         "the system refused to page-lock",
-        "bytes of weights lie on memory pages that are not known to be theirs alone",
+        "of weights lie on memory pages that are not known to be theirs alone",
         "the kernel does not track writes to some masters",
         "computes on",
         "every slot of the arena is held by tensors that are still in use",

@@ -5,6 +5,7 @@
 #include <sstream>
 #include <utility>
 
+#include "core/amount.h"
 #include "io/memory_watch.h"
 #include "platform/memory.h"
 
@@ -106,8 +107,8 @@ class Pinning {
     const std::string why = locker_.locks_nothing();
     if (!why.empty()) {
       if (refused_bytes_ + shared_bytes_ > all_bytes / kUnsaidPart) {
-        text << refused_bytes_ + shared_bytes_
-             << " bytes of weights go to the device through a small pinned buffer, which is slower: " << why
+        text << amount(refused_bytes_ + shared_bytes_)
+             << " of weights go to the device through a small pinned buffer, which is slower: " << why
              << ", and " << reason_
              << ". Pin the masters yourself (Tensor.pin_memory), or pass pin=False to install() to accept "
                 "this without this warning";
@@ -115,7 +116,7 @@ class Pinning {
       return text.str();
     }
     if (refused_bytes_ > 0) {
-      text << "the system refused to page-lock " << refused_bytes_ << " bytes of weights (" << reason_
+      text << "the system refused to page-lock " << amount(refused_bytes_) << " of weights (" << reason_
            << "): they go to the device through a small pinned buffer, which is slower. Raise the limit of "
               "locked memory (ulimit -l, or the container's), or pass pin=False to install() to accept this "
               "without this warning";
@@ -123,8 +124,8 @@ class Pinning {
     if (shared_bytes_ > all_bytes / kUnsaidPart) {
       if (refused_bytes_ > 0) text << ". Also, ";
       text
-          << shared_bytes_
-          << " bytes of weights lie on memory pages that are not known to be theirs alone, so they are not "
+          << amount(shared_bytes_)
+          << " of weights lie on memory pages that are not known to be theirs alone, so they are not "
              "page-locked, and go to the device through a small pinned buffer, which is slower. Start Python "
              "with MALLOC_MMAP_THRESHOLD_=65536 in the environment to give tensors pages of their own, pin "
              "the "
