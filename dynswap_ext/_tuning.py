@@ -51,7 +51,8 @@ class Tuning:
     passes: int
     #: Bytes for streamed and resident weights together, from then on; None: just what `prefetch` needs.
     budget: int | None
-    #: Bytes by which the measured passes exceeded what was in use between them.
+    #: Bytes by which the measured passes exceeded what was in use between them. 0 after calls of a single
+    #: model.
     activation_bytes: int
     #: Everything but waits for weights.
     compute_seconds: float
@@ -68,7 +69,8 @@ class Tuning:
     def __str__(self) -> str:
         rate = show_rate(self.bytes_per_second, "B/s")
         lines = [
-            f"budget {_amount(self.budget)}; activations {format_bytes(self.activation_bytes)}",
+            f"budget {_amount(self.budget)}"
+            + (f"; activations {format_bytes(self.activation_bytes)}" if self.activation_bytes else ""),
             f"{self.passes} passes measured: {show_seconds(self.compute_seconds)} of compute and "
             f"{show_seconds(self.wait_seconds)} of waits each; "
             + (f"copies at {rate}" if self.bytes_per_second else "no copies"),
