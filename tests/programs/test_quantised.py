@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from conftest import Provider
+from dynswap_ext import checkpoint
 from programs import library, same
 from ways import smallest_budget
 
@@ -118,6 +119,23 @@ def test_torchao_quantises_an_installed_model(provider: Provider, folder: Path) 
         quantize_(installed, Int8WeightOnlyConfig())
         quantize_(moved, Int8WeightOnlyConfig())
         same(generate, installed, moved)
+
+
+@pytest.mark.parametrize("name", [*TORCHAO, *BITSANDBYTES])
+@pytest.mark.filterwarnings("ignore")  # bitsandbytes tells that int8 computes in float16
+def test_a_quantised_checkpoint_opens(provider: Provider, folder: Path, name: str, tmp_path: Path) -> None:
+    if name in TORCHAO:
+        quantization = transformers.TorchAoConfig(TORCHAO[name]())
+    elif provider.device.type != "cpu":
+        pytest.skip("the CPU build of bitsandbytes has no kernels for a GPU")
+    else:
+        quantization = transformers.BitsAndBytesConfig(**BITSANDBYTES[name])
+    loaded(folder, quantization).save_pretrained(tmp_path)
+    installed = checkpoint.from_pretrained(transformers.AutoModelForCausalLM, tmp_path).eval()
+    moved = transformers.AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto").eval()
+    classes = [type(weight) for weight in linear_weights(moved)]
+    assert [type(weight) for weight in linear_weights(installed)] == classes and nn.Parameter not in classes
+    check_generation(provider, installed, moved)
 
 
 @pytest.mark.parametrize("name", BITSANDBYTES)

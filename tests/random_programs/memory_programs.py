@@ -38,7 +38,7 @@ from memory_models import Subject, subject
 DEVICE = "cuda:0"
 #: The least that the device's allocator asks of its driver, in bytes, to the scale of the models; 0: just
 #: what it needs. With segments it matters where blocks are, and an automatic budget cannot match the minimum
-#: to the last byte. So the minimum gets SPARE_SEGMENTS less.
+#: to the last byte. So the minimum gets SPARE_SEGMENTS less (`--spare` says how many).
 SEGMENTS = (0, 0, 8 << 10, 16 << 10)
 SPARE_SEGMENTS = 2
 OUT_OF_MEMORY = (torch.OutOfMemoryError, dynswap_ext.OutOfMemoryError)
@@ -220,12 +220,12 @@ def run(seed: int, budget: str | None, cap: int | None) -> Outcome:
     return Outcome(ran, program.results, peak, *counts, told)
 
 
-def judge(seed: int) -> Verdict:
+def judge(seed: int, spare_segments: int = SPARE_SEGMENTS) -> Verdict:
     """Run one seed's program three times, and compare."""
     draw = random.Random(seed)
     pretend_cuda.reset(seed, draw.choice(("late", "early", "mixed")))
     pretend_cuda.faults().segment_bytes = draw.choice(SEGMENTS)
-    spare = SPARE_SEGMENTS * 10 * pretend_cuda.faults().segment_bytes
+    spare = spare_segments * 10 * pretend_cuda.faults().segment_bytes
     cap = spare + int(run(seed, None, None).peak * draw.choice((0.8, 0.9, 1.0, 1.0, 1.1, 1.3, 1.7, 2.5)))
     minimum = run(seed, None, cap - spare)
     automatic = run(seed, "auto", cap)
@@ -249,11 +249,12 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="random programs under a cap on memory")
     parser.add_argument("--seeds", type=int, default=100)
     parser.add_argument("--first", type=int, default=0)
+    parser.add_argument("--spare", type=int, default=SPARE_SEGMENTS, help="segments less for the minimum")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     begun, failures, minimum_ran, gave_way = time.monotonic(), 0, 0, 0
     for seed in range(options.first, options.first + options.seeds):
-        verdict = judge(seed)
+        verdict = judge(seed, options.spare)
         minimum_ran += verdict.minimum_ran
         gave_way += verdict.gave_way > 0
         if verdict.failure:
