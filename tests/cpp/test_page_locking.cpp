@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "check.h"
+#include "core/amount.h"
 #include "core/backend.h"
 #include "lockable_memory.h"
 #include "platform/memory.h"
@@ -120,7 +121,7 @@ TEST(page_locking_stays_within_the_room_for_copies) {
   const auto budget = budget_of(SIZE_MAX, kBytes + 1);
   std::vector<Lockable> items{first.lockable(), second.lockable()};
   const std::string said = page_lock(device, budget, items);
-  EXPECT(said.find(std::to_string(kBytes) + " bytes") == 0);
+  EXPECT(said.find(amount(kBytes) + " of weights") == 0);
   EXPECT(said.find("this device locks nothing, and page-locked copies of them would take more than half") !=
          std::string::npos);
   EXPECT(items[0].source->pinned && !items[1].source->pinned);
