@@ -128,6 +128,7 @@ class Runner:
                     stdout=file,
                     stderr=subprocess.STDOUT,
                     start_new_session=True,  # a group of its own, which ends as one
+                    preexec_fn=_heed_interrupts,
                 )
             except OSError as error:
                 file.write(f"cannot start: {error}\n".encode())
@@ -151,6 +152,11 @@ def environment(part: Part) -> dict[str, str]:
     tools = str(Path(sys.executable).parent)
     made["PATH"] = os.pathsep.join(filter(None, [os.environ.get("PATH"), tools]))
     return made
+
+
+def _heed_interrupts() -> None:
+    """A part is asked to stop by SIGINT, which the jobs that a script starts in the background ignore."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def _grace(limit: float) -> float:

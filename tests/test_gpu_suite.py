@@ -159,7 +159,9 @@ except KeyboardInterrupt:
             time.sleep(0.05)
 
 
-def test_a_part_that_is_told_to_stop_may_say_what_it_has(tmp_path: Path) -> None:
+@pytest.mark.parametrize("ignored", [False, True], ids=["heeded", "ignored"])
+def test_a_part_that_is_told_to_stop_may_say_what_it_has(tmp_path: Path, ignored: bool) -> None:
+    """Also where the suite is a background job of a script, which ignores SIGINT."""
     up = tmp_path / "up"
     code = f"""
 import time
@@ -169,7 +171,11 @@ try:
 except KeyboardInterrupt:
     print("3 passed")
 """
-    result, _ = run_to_its_limit(code, up)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN if ignored else signal.default_int_handler)
+    try:
+        result, _ = run_to_its_limit(code, up)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert result.state == suite_parts.LATE and "3 passed" in result.output
 
 
