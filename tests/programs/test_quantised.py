@@ -121,10 +121,15 @@ def test_torchao_quantises_an_installed_model(provider: Provider, folder: Path) 
         same(generate, installed, moved)
 
 
-@pytest.mark.parametrize("name", [*TORCHAO, *BITSANDBYTES])
+@pytest.mark.parametrize(
+    ("library_of_kernels", "name"),
+    [*(("torchao", name) for name in TORCHAO), *(("bitsandbytes", name) for name in BITSANDBYTES)],
+)
 @pytest.mark.filterwarnings("ignore")  # bitsandbytes tells that int8 computes in float16
-def test_a_quantised_checkpoint_opens(provider: Provider, folder: Path, name: str, tmp_path: Path) -> None:
-    if name in TORCHAO:
+def test_a_quantised_checkpoint_opens(
+    provider: Provider, folder: Path, library_of_kernels: str, name: str, tmp_path: Path
+) -> None:
+    if library_of_kernels == "torchao":
         quantization = transformers.TorchAoConfig(TORCHAO[name]())
     elif provider.device.type != "cpu":
         pytest.skip("the CPU build of bitsandbytes has no kernels for a GPU")
