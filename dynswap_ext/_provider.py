@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import importlib
 import os
 import sys
@@ -337,4 +338,11 @@ def _extension() -> _Extension:
     untracked_alias_made.insert(0, module.note_untracked_alias)
     handed_out_again.insert(0, lambda _: lambda master: module.fetch(master, True))
     compile_support.fetch_master = module.fetch
+
+    def before_collection(phase: str, info: dict[str, int]) -> None:
+        # They lead to masters, whose hooks may lead to the model: a cycle that the collector does not see.
+        if phase == "start" and info["generation"] == 2:
+            module.release_idle_nodes()
+
+    gc.callbacks.append(before_collection)
     return _Extension(module, "", build)

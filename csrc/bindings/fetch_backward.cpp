@@ -52,6 +52,10 @@ auto new_node(Arguments&&... arguments) {
   return NewNode<NodePtr, Made>::make(std::forward<Arguments>(arguments)...);
 }
 
+/// The sequence number of nodes that run as soon as they can, as AccumulateGrad does: a node that an earlier
+/// graph has too would otherwise run after all of the model's, and gradients would pile up on the device.
+constexpr std::uint64_t kAtOnce = UINT64_MAX;
+
 at::TensorOptions place_of(const at::Tensor& tensor) {
   return at::TensorOptions().dtype(tensor.scalar_type()).device(tensor.device());
 }
@@ -125,11 +129,8 @@ at::Tensor as_block(at::Tensor gradient) {
 /// The end of a gradient's way to the host. See Note [Gradients travel on a stream of their own].
 class ArriveBackward : public autograd::Node {
  public:
-  ArriveBackward(const at::Tensor& master, const Destination& to, std::shared_ptr<MemoryWatch> watch)
-      : Node(autograd::edge_list{to.edge}),
-        leading_to_(to.node),
-        master_(place_of(master)),
-        watch_(std::move(watch)) {}
+  ArriveBackward(const at::Tensor& master, const autograd::Edge& to, std::shared_ptr<GradientWatch> watch)
+      : Node(autograd::edge_list{to}), master_(place_of(master)), watch_(std::move(watch)) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     const at::Tensor& gradient = gradients[0];
@@ -138,26 +139,27 @@ class ArriveBackward : public autograd::Node {
       if (PROTECTED(gradient_arrived)) arrival->copied.synchronize();
       arrival->sent.reset();
     }
-    if (watch_) watch_->note_write();
+    watch_->note_write();
     return {gradient.to(master_)};
   }
 
   std::string name() const override { return "DynswapArriveBackward"; }
 
  private:
-  const std::shared_ptr<const SharedNode> leading_to_;
   const at::TensorOptions master_;
-  const std::shared_ptr<MemoryWatch> watch_;
+  const std::shared_ptr<GradientWatch> watch_;
 };
 
-using ArrivePtr = decltype(new_node<ArriveBackward>(std::declval<const at::Tensor&>(), Destination(),
-                                                    std::shared_ptr<MemoryWatch>()));
+using ArrivePtr = decltype(new_node<ArriveBackward>(std::declval<const at::Tensor&>(), autograd::Edge(),
+                                                    std::shared_ptr<GradientWatch>()));
 
 /// Takes a gradient from an accelerator to the host.
 class CarryBackward : public autograd::Node {
  public:
   CarryBackward(ArrivePtr arrive, at::TensorOptions host)
-      : Node(autograd::edge_list{autograd::Edge(arrive, 0)}), arrive_(std::move(arrive)), host_(host) {}
+      : Node(/*sequence_nr=*/kAtOnce, autograd::edge_list{autograd::Edge(arrive, 0)}),
+        arrive_(std::move(arrive)),
+        host_(host) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     const at::Tensor& gradient = gradients[0];
@@ -206,32 +208,32 @@ class CarryBackward : public autograd::Node {
 /// Where the two are on one device.
 class FetchBackward : public autograd::Node {
  public:
-  FetchBackward(const at::Tensor& master, const Destination& to, std::shared_ptr<MemoryWatch> watch)
-      : Node(autograd::edge_list{to.edge}),
-        leading_to_(to.node),
+  FetchBackward(const at::Tensor& master, const autograd::Edge& to, std::shared_ptr<GradientWatch> watch)
+      : Node(/*sequence_nr=*/kAtOnce, autograd::edge_list{to}),
         master_(place_of(master)),
         watch_(std::move(watch)) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     const at::Tensor& gradient = gradients[0];
     if (!gradient.defined()) return {at::Tensor()};
-    if (watch_) watch_->note_write();
+    watch_->note_write();
     return {gradient.to(master_)};
   }
 
   std::string name() const override { return "DynswapFetchBackward"; }
 
  private:
-  const std::shared_ptr<const SharedNode> leading_to_;
   const at::TensorOptions master_;
-  const std::shared_ptr<MemoryWatch> watch_;
+  const std::shared_ptr<GradientWatch> watch_;
 };
 
 /// Puts the gradients of a master's slices together.
 class StackBackward : public autograd::Node {
  public:
-  StackBackward(const at::Tensor& master, autograd::Edge to)
-      : Node(autograd::edge_list{std::move(to)}), sizes_(master.sizes().vec()), options_(place_of(master)) {}
+  StackBackward(const at::Tensor& master, const autograd::Edge& to)
+      : Node(/*sequence_nr=*/kAtOnce, autograd::edge_list{to}),
+        sizes_(master.sizes().vec()),
+        options_(place_of(master)) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     if (at::GradMode::is_enabled()) {  // it is differentiated again
@@ -260,34 +262,9 @@ class StackBackward : public autograd::Node {
   const at::TensorOptions options_;
 };
 
-/// What a handed-out tensor is the result of. It passes gradients on to where those of all uses are added.
-class UseBackward : public autograd::Node {
- public:
-  explicit UseBackward(std::shared_ptr<const SharedNode> shared)
-      : Node(autograd::edge_list{autograd::Edge(shared->node, 0)}), leading_to_(std::move(shared)) {}
-
-  autograd::variable_list apply(autograd::variable_list&& gradients) override { return std::move(gradients); }
-
-  std::string name() const override { return "DynswapUseBackward"; }
-
-  /// Its weight knows it weakly. When that pointer is the last one, what it leads to goes all the same: else
-  /// it would keep the master. (Where nodes are owned by shared_ptr, they are destroyed then.)
-  virtual void release_resources() {
-    next_edges_.clear();
-    leading_to_.reset();
-  }
-
- private:
-  std::shared_ptr<const SharedNode> leading_to_;
-};
-
-std::shared_ptr<const SharedNode> shared_by_uses(NodePtr node) {
-  return std::make_shared<const SharedNode>(SharedNode{std::move(node)});
-}
-
 /// A node that takes a gradient to the device and dtype of the master.
-NodePtr fetch_node(const at::Tensor& handed_out, const at::Tensor& master, const Destination& to,
-                   const std::shared_ptr<MemoryWatch>& watch) {
+NodePtr fetch_node(const at::Tensor& handed_out, const at::Tensor& master, const autograd::Edge& to,
+                   const std::shared_ptr<GradientWatch>& watch) {
   NodePtr node;
   if (handed_out.device() == master.device() || !master.is_cpu()) {
     node = new_node<FetchBackward>(master, to, watch);
@@ -307,73 +284,66 @@ NodePtr fetch_node(const at::Tensor& handed_out, const at::Tensor& master, const
 
 }  // namespace
 
-Destination destination_of_slice(const at::Tensor& master, const at::Tensor& view, std::int64_t index,
-                                 GradientNodes& known) {
-  const autograd::Edge to = autograd::impl::gradient_edge(master);
-  std::shared_ptr<const SharedNode> stack = known.shared(view, to, nullptr);
-  if (!stack) {
-    stack = shared_by_uses(new_node<StackBackward>(master, to));
-    for (std::int64_t i = 0; i < master.size(0); ++i) stack->node->add_input_metadata(view);
-    known.set_shared(stack, to, nullptr);
-  }
-  return {autograd::Edge(stack->node, static_cast<std::uint32_t>(index)), stack};
+bool SharedNode::serves(const at::Tensor& handed_out, const autograd::Edge& to) const {
+  if (!node_ || to.function.get() != to_ || to.input_nr != to_input_) return false;
+  const autograd::InputMetadata& made_for = node_->input_metadata(0);
+  if (made_for.device() != handed_out.device() ||
+      made_for.dtype().toScalarType() != handed_out.scalar_type() || !made_for.is_same_shape(handed_out))
+    return false;
+  if (!idle()) return true;
+  // A new one would have the stream of now, the traceback of now, and nobody's hooks.
+  const bool hooked =
+      !node_->pre_hooks().empty() || !node_->tensor_pre_hooks().empty() || !node_->post_hooks().empty();
+  if (hooked || autograd::AnomalyMode::is_enabled()) return false;
+  return handed_out.is_cpu() || made_for.stream() == torch_stream(handed_out.device());
 }
 
-std::shared_ptr<const SharedNode> GradientNodes::shared(const at::Tensor& handed_out,
-                                                        const autograd::Edge& to,
-                                                        const std::shared_ptr<MemoryWatch>& watch) const {
-  if (to.function.get() != to_ || to.input_nr != to_input_ || watch != watch_) return nullptr;
-  std::shared_ptr<const SharedNode> shared = shared_.lock();
-  if (!shared) return nullptr;
-  const autograd::InputMetadata& made_for = shared->node->input_metadata(0);
-  const bool same = made_for.device() == handed_out.device() &&
-                    made_for.dtype().toScalarType() == handed_out.scalar_type() &&
-                    made_for.is_same_shape(handed_out);
-  return same ? shared : nullptr;
-}
-
-/// One that others own twice is on no list (Note [Nodes are taken apart before they die]). One that they own
-/// once may be, and gets no second tensor. The order in which gradients are added is the same: such a node
-/// passes the gradient of one operation on, which comes after those of all later uses.
-NodePtr GradientNodes::last_use(const SharedNode& leading_to) const {
-  NodePtr node = last_use_.lock();
-  const bool owned_twice = node && node.use_count() > 2;
-  return owned_twice && node->next_edge(0).function == leading_to.node ? node : NodePtr();
-}
-
-void GradientNodes::set_shared(const std::shared_ptr<const SharedNode>& shared, const autograd::Edge& to,
-                               std::shared_ptr<MemoryWatch> watch) {
-  shared_ = shared;
+void SharedNode::set(Pointer node, const autograd::Edge& to, std::shared_ptr<GradientWatch> watch) {
+  if (node_) earlier_.push_back(std::move(node_));
+  node_ = std::move(node);
+  watch_ = std::move(watch);
   to_ = to.function.get();
   to_input_ = to.input_nr;
-  watch_ = std::move(watch);
 }
 
-void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master,
-                       const std::shared_ptr<MemoryWatch>& watch, GradientNodes& known) {
-  connect_to_master(handed_out, master, {autograd::impl::gradient_edge(master), nullptr}, watch, known);
+void SharedNode::release(std::vector<Pointer>& released) {
+  for (Pointer& earlier : earlier_) released.push_back(std::move(earlier));
+  earlier_.clear();
+  if (node_) released.push_back(std::move(node_));
+  node_ = {};
+  watch_.reset();
 }
 
-void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master, const Destination& to,
-                       const std::shared_ptr<MemoryWatch>& watch, GradientNodes& known) {
-  std::shared_ptr<const SharedNode> shared = known.shared(handed_out, to.edge, watch);
-  if (!shared) {
-    shared = shared_by_uses(fetch_node(handed_out, master, to, watch));
-    known.set_shared(shared, to.edge, watch);
+bool SharedNode::release_if_idle(std::vector<Pointer>& released) {
+  if (!node_ || idle()) {
+    release(released);
+    return true;
   }
-  NodePtr use = known.last_use(*shared);
-  if (!use) {
-    use = new_node<UseBackward>(shared);
-    use->add_input_metadata(handed_out);
-    known.set_last_use(use);
-  }
-  autograd::impl::set_gradient_edge(handed_out, {std::move(use), 0});
+  for (Pointer& earlier : earlier_) released.push_back(std::move(earlier));
+  earlier_.clear();
+  return false;
 }
 
-autograd::Edge edge_of_all_uses(const at::Tensor& handed_out) {
-  const autograd::Edge own = autograd::impl::gradient_edge(handed_out);
-  const bool is_use = dynamic_cast<UseBackward*>(own.function.get()) != nullptr;
-  return is_use ? own.function->next_edge(0) : own;
+autograd::Edge destination_of_slice(const at::Tensor& master, const at::Tensor& view, std::int64_t index,
+                                    SharedNode& known) {
+  const autograd::Edge to = autograd::impl::gradient_edge(master);
+  if (!known.serves(view, to)) {
+    NodePtr stack = new_node<StackBackward>(master, to);
+    for (std::int64_t i = 0; i < master.size(0); ++i) stack->add_input_metadata(view);
+    known.set(std::move(stack), to, nullptr);
+  }
+  return {known.node(), static_cast<std::uint32_t>(index)};
+}
+
+void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master, const autograd::Edge& to,
+                       const std::shared_ptr<MemoryWatch>& watch, SharedNode& known) {
+  if (known.serves(handed_out, to)) {
+    known.watch()->follow(watch);
+  } else {
+    const auto counts = std::make_shared<GradientWatch>(watch);
+    known.set(fetch_node(handed_out, master, to, counts), to, counts);
+  }
+  autograd::impl::set_gradient_edge(handed_out, {known.node(), 0});
 }
 
 }  // namespace dynswap

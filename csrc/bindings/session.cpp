@@ -41,10 +41,13 @@ Session::~Session() {
 }
 
 void Session::module_gone(std::vector<Entry>& entries) {
+  DeferredRelease dropped;
   for (Entry& entry : entries) {
     const std::shared_ptr<Weight> weight = entry.weight;
     entry.bind(nullptr);
-    if (weight != nullptr && weight->holders == 0 && weight->plan) outdated_ = true;
+    if (weight == nullptr || weight->holders > 0) continue;
+    weight->release_nodes(dropped);
+    if (weight->plan) outdated_ = true;
   }
   if (--modules_ == 0) close();
 }
@@ -54,6 +57,7 @@ void Session::close() {
   const std::shared_ptr<WeightTable> table = table_;
   DeferredRelease dropped;
   for (const auto& weight : table->weights()) weight->forget(dropped);
+  for (const auto& node : std::exchange(nodes_, {})) node->release(dropped.nodes);
   dropped.drop();
   if (abandoned_) return;
   {
@@ -67,6 +71,14 @@ void Session::close() {
 void Session::close_all() {
   const std::unordered_set<Session*> all = sessions();
   for (Session* session : all) session->close();
+}
+
+void Session::release_idle_nodes_of_all() {
+  std::vector<std::shared_ptr<Session>> all;
+  for (Session* session : sessions()) all.push_back(session->weak_from_this().lock());
+  for (const auto& session : all) {
+    if (session) session->release_idle_nodes();
+  }
 }
 
 void Session::abandon_all_after_fork() {

@@ -106,11 +106,10 @@ PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject*
       plain ? proxy_of(inside.ptr(), master, weight.parameter, hooks_.proxy_class.ptr())
             : PyObject_CallFunctionObjArgs(hooks_.proxy_for.ptr(), inside.ptr(), master, nullptr);
   if (alias == nullptr) throw py::error_already_set();
-  // A gradient that is asked for by the alias is that of all uses (Note [Uses of a weight share a node]).
   const at::Tensor& used = THPVariable_Unpack(inside.ptr());
   const at::Tensor& seen = THPVariable_Unpack(alias);
   if (used.requires_grad() && !seen.requires_grad())
-    torch::autograd::impl::set_gradient_edge(seen, edge_of_all_uses(used));
+    torch::autograd::impl::set_gradient_edge(seen, torch::autograd::impl::gradient_edge(used));
   if (weight.cached == inside.ptr() && weight.cached != alias) {
     Py_XSETREF(weight.cached_outside, Py_NewRef(alias));
   }
@@ -179,7 +178,7 @@ PyObject* Session::hand_out_private(Weight& weight, const at::Tensor& master, bo
   const at::Tensor copy = HandedOut::make_private({weak_from_this(), weight.shared_from_this()}, master,
                                                   device_, count_whole(weight));
   if (watched) watch(copy);
-  if (master.requires_grad()) connect_to_master(copy, master, weight.watch, weight.gradient);
+  if (master.requires_grad()) connect(weight, copy, master);
   if (!weight.plan) {
     ++counters_.copies;
     counters_.bytes_moved += master.nbytes();
@@ -202,9 +201,34 @@ at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, b
       tensor = HandedOut::again(std::move(kept), master);
   }
   if (!tensor.defined()) return tensor;
-  if (master.requires_grad()) connect_to_master(tensor, master, weight.watch, weight.gradient);
+  if (master.requires_grad()) connect(weight, tensor, master);
   remember(weight, tensor);
   return tensor;
+}
+
+void Session::connect(Weight& weight, const at::Tensor& handed_out, const at::Tensor& master) {
+  connect(weight, handed_out, master, torch::autograd::impl::gradient_edge(master));
+}
+
+void Session::connect(Weight& weight, const at::Tensor& handed_out, const at::Tensor& master,
+                      const torch::autograd::Edge& to) {
+  connect_to_master(handed_out, master, to, weight.watch, *weight.gradient);
+  list_node(weight.gradient);
+}
+
+void Session::list_node(const std::shared_ptr<SharedNode>& node) {
+  if (!std::exchange(node->listed, true)) nodes_.push_back(node);
+}
+
+void Session::release_idle_nodes() {
+  // One that leads to another is released first.
+  for (std::vector<SharedNode::Pointer> released;; released.clear()) {
+    std::erase_if(nodes_, [&](const std::shared_ptr<SharedNode>& node) {
+      node->listed = !node->release_if_idle(released);
+      return !node->listed;
+    });
+    if (released.empty()) return;
+  }
 }
 
 void Session::watch(const at::Tensor& tensor) {
@@ -265,7 +289,7 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object, bool inside
     if (const at::Tensor other = still_handed_out(weight, master, /*watched=*/false); other.defined())
       return hand_out_again(weight, other, master);
   }
-  if (master.requires_grad()) connect_to_master(tensor, master, weight.watch, weight.gradient);
+  if (master.requires_grad()) connect(weight, tensor, master);
   PyObject* const object = wrap(weight, tensor);
   if (outdated) return object;
   remember(weight, tensor);

@@ -60,6 +60,7 @@ void Session::master_changed(Weight& weight, PyObject* master_object, DeferredRe
     if (!kept.expired()) weight.latest_storage = kept;
     return;
   }
+  weight.release_nodes(dropped);
   const std::shared_ptr<WeightTable> table = table_;
   const SourcePtr old = weight.plan ? weight.plan->engine->source(weight.id) : nullptr;
   table->replace_master(weight, master_object);
@@ -168,6 +169,7 @@ void Session::pin_replaced() {
 
 void Session::call_begins() {
   ++calls_;
+  release_idle_nodes();
   DeferredRelease dropped;
   for (const auto& weight : std::exchange(residents_read_, {})) {
     if (weight->cached != nullptr) {
@@ -268,10 +270,11 @@ Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* n
     return *known;
   }
   if (weight.holders > 1) return late_weight(master_object, name, weight.parameter, weight.casting);
-  if (weight.cached != nullptr) {
-    // It may be all that keeps the master alive. Releasing it may run any code, so look again.
-    DeferredRelease dropped;
-    weight.drop_tensors(dropped);
+  // They may be all that keeps the master alive. Releasing them may run any code, so look again.
+  DeferredRelease dropped;
+  if (weight.cached != nullptr) weight.drop_tensors(dropped);
+  weight.release_idle_nodes(dropped);
+  if (!dropped.empty()) {
     dropped.drop();
     return weight_now(weight, master_object, name);
   }
@@ -288,6 +291,7 @@ void Session::check(const py::object& module) {
     // A resident's graph would keep a master that has another dtype by now from being swapped.
     entry.weight->forget(dropped);
     for (const auto& [name, part] : entry.weight->parts) part->forget(dropped);
+    entry.weight->release_nodes(dropped);
   });
 }
 
@@ -297,6 +301,7 @@ void Session::release(const py::object& module) {
     write_back_whole(*entry.weight, dropped);
     entry.weight->forget(dropped);
     for (const auto& [name, part] : entry.weight->parts) part->forget(dropped);
+    entry.weight->release_nodes(dropped);
   });
 }
 

@@ -183,7 +183,10 @@ void Session::take_over(Draft& draft) {
   }
   for (const auto& weight : draft.before->weights()) {
     Weight* const successor = table_->find(weight->state.impl);
-    if (successor != nullptr && successor->state.same_elements(weight->state)) hand_on(*weight, *successor);
+    if (successor != nullptr) {
+      successor->take_nodes(*weight);
+      if (successor->state.same_elements(weight->state)) hand_on(*weight, *successor);
+    }
     weight->superseded = true;
     weight->plan = nullptr;
     weight->forget(dropped);

@@ -31,15 +31,17 @@ struct DeferredRelease {
   DeferredRelease& operator=(const DeferredRelease&) = delete;
   ~DeferredRelease() { drop(); }
 
-  bool empty() const noexcept { return tensors.empty() && !pinned; }
+  bool empty() const noexcept { return tensors.empty() && nodes.empty() && !pinned; }
   void drop() {
     tensors.clear();
+    nodes.clear();
     if (!pinned) return;
     const py::gil_scoped_release release;  // its memory may have to be unlocked, and is freed
     pinned.reset();
   }
 
   std::vector<py::object> tensors;
+  std::vector<SharedNode::Pointer> nodes;
   SourcePtr pinned;
 };
 
@@ -77,7 +79,8 @@ struct Weight : std::enable_shared_from_this<Weight> {
   bool has_subclass = false;
   /// Wrapped: the inner tensors, by their names. Sliced: the slices, with the views that are their masters.
   std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts;
-  GradientNodes stacked;    ///< sliced: the node that puts the slices' gradients together
+  /// Sliced: the node that puts the slices' gradients together. Never null.
+  std::shared_ptr<SharedNode> stacked = std::make_shared<SharedNode>();
   std::int64_t slice = -1;  ///< which one it is of a sliced weight; -1: it is none
   /// The one that `id` belongs to; null: it is moved at each access. The two keep each other, until the
   /// session ends or another plan takes over.
@@ -100,7 +103,8 @@ struct Weight : std::enable_shared_from_this<Weight> {
   std::uint64_t writes_seen = 0;       ///< the watch's count at the last look
   std::uint64_t looked_at = 0;  ///< a resident: the call (Session::calls_) in which it was last looked at
 
-  GradientNodes gradient;
+  /// What its handed-out tensors are results of. Never null.
+  std::shared_ptr<SharedNode> gradient = std::make_shared<SharedNode>();
 
   /// A resident's tensor, kept for good, and its alias for accesses from outside a forward. Owned.
   PyObject* cached = nullptr;
@@ -189,6 +193,28 @@ struct Weight : std::enable_shared_from_this<Weight> {
     latest.reset();
     latest_storage.reset();
     drop_tensors(dropped);
+  }
+
+  /// Takes on the nodes of a weight in whose place it is: graphs lead to them.
+  void take_nodes(const Weight& earlier) {
+    gradient = earlier.gradient;
+    stacked = earlier.stacked;
+    if (parts.size() != earlier.parts.size()) return;
+    for (std::size_t i = 0; i < parts.size(); ++i) parts[i].second->take_nodes(*earlier.parts[i].second);
+  }
+
+  /// Lets go of the nodes that lead to the master.
+  void release_nodes(DeferredRelease& dropped) {
+    gradient->release(dropped.nodes);
+    stacked->release(dropped.nodes);
+    for (const auto& [name, part] : parts) part->release_nodes(dropped);
+  }
+
+  /// The same, of those that nobody else has. One that leads to another goes first.
+  void release_idle_nodes(DeferredRelease& dropped) {
+    for (const auto& [name, part] : parts) part->release_idle_nodes(dropped);
+    stacked->release_if_idle(dropped.nodes);
+    gradient->release_if_idle(dropped.nodes);
   }
 
   /// The session keeps nothing of it; what somebody else still has is handed out again.

@@ -31,6 +31,8 @@ from dynswap_ext._util.untraced import untraced
 
 #: The weights of all sessions.
 overlaps: Final[Overlaps[Weight]] = Overlaps()
+#: The highest sequence number that autograd's nodes may have.
+_AT_ONCE: Final = 2**63 - 1
 #: Where masters overlap, larger ones are not put together by element, which takes a copy of each.
 _MERGED: Final = 1 << 20
 
@@ -85,6 +87,9 @@ class Weight:
         fetched = known() if known is not None and of is watch else None
         if fetched is None or not is_fetched(fetched, self.master, data):
             fetched = Fetch.apply(self.master, data, watch)  # type: ignore[no-untyped-call]
+            # It runs as soon as it can, like AccumulateGrad. An earlier graph may have it too: then it would
+            # run last, and gradients would pile up on the device until the end of the backward pass.
+            fetched.grad_fn._set_sequence_nr(_AT_ONCE)
             self._fetched = weakref.ref(fetched), watch
         return HandOut.apply(fetched, data)  # type: ignore[no-untyped-call,no-any-return]
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from conftest import Provider
 from dynswap_ext import testing
@@ -87,3 +90,144 @@ def test_gradients_of_all_uses_are_added_as_without_an_install(
     for master, expected in zip(model.parameters(), moved.parameters(), strict=True):
         assert master.grad is not None
         testing.assert_bit_equal(master.grad, expected.grad.to("cpu", torch.float32))
+
+
+def step_with_penalty(model: nn.Sequential, x: Tensor, when: str) -> Tensor:
+    """A step whose loss reads weights outside the forward as well, and drops what it got."""
+
+    def penalty() -> Tensor:
+        return sum(
+            ((layer.weight * 0.3).sum() + (layer.weight * layer.bias).sum() for layer in model),
+            x.new_zeros(()),
+        )
+
+    before = penalty() if "before" in when else 0
+    out = model(x).square().sum()
+    loss = before + out + (penalty() if "after" in when else 0)
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("when", ["before", "after", "before and after"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=["bfloat16", "float32"])
+def test_reads_outside_a_forward_are_added_to_those_inside(
+    provider: Provider, when: str, dtype: torch.dtype
+) -> None:
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    moved, _ = provider.pair(model, dtype=dtype)
+    x = provider.randn(3, 8, dtype=dtype)
+    for _ in range(2):
+        testing.assert_bit_equal(step_with_penalty(model, x, when), step_with_penalty(moved, x, when))
+    for master, expected in zip(model.parameters(), moved.parameters(), strict=True):
+        assert master.grad is not None
+        testing.assert_bit_equal(master.grad, expected.grad.to("cpu", torch.float32))
+
+
+def loss_of_reads(model: Any, x: Tensor) -> Tensor:
+    penalty = (model[0].weight * 0.3).sum()
+    return penalty + model(x).square().sum() + (model[0].weight * 0.7).sum()
+
+
+@pytest.mark.parametrize("read", ["before", "after"])
+def test_the_gradient_asked_for_by_a_read_is_that_of_all(provider: Provider, read: str) -> None:
+    """Also of reads whose tensors are gone, and that a graph alone remembers."""
+    if not provider.native:
+        pytest.skip("in pure Python the gradient of one read is that read's")
+    model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+    moved, _ = provider.pair(model, dtype=torch.bfloat16)
+    x = provider.randn(3, 8, dtype=torch.bfloat16)
+
+    def gradient(of: Any) -> Tensor:
+        weight = of[0].weight if read == "before" else None
+        loss = loss_of_reads(of, x)
+        return torch.autograd.grad(loss, of[0].weight if weight is None else weight)[0]
+
+    testing.assert_bit_equal(gradient(model), gradient(moved))
+    edge = torch.autograd.graph.get_gradient_edge(model[0].weight)  # Python alone has the node
+    (found,) = torch.autograd.grad(loss_of_reads(model, x), [edge])
+    testing.assert_bit_equal(found, gradient(moved))
+
+
+class Penalised(nn.Module):
+    """Asks for a gradient of its weight in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8, generator=torch.Generator().manual_seed(2)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        once = F.linear(x, self.weight)
+        twice = torch.tanh(F.linear(once, self.weight))
+        (slope,) = torch.autograd.grad(twice.sum(), self.weight, create_graph=True)
+        return twice.sum() + slope.square().sum()
+
+
+def test_the_gradient_that_a_forward_asks_for_is_that_of_all_reads(provider: Provider) -> None:
+    if not provider.native:
+        pytest.skip("in pure Python the gradient of one read is that read's")
+    model = Penalised()
+    moved, _ = provider.pair(model)
+    x = provider.randn(3, 8)
+    testing.assert_bit_equal(model(x), moved(x))
+    model(x).backward()
+    moved(x).backward()
+    testing.assert_bit_equal(model.get_parameter("weight").grad, moved.weight.grad.to("cpu", torch.float32))
+
+
+def test_a_graph_goes_on_under_another_plan(provider: Provider) -> None:
+    """A penalty is read, then the budget changes, then the model is called: one gradient, rounded once."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    moved, handle = provider.pair(model, dtype=torch.bfloat16, budget="1MiB")
+    x = provider.randn(3, 8, dtype=torch.bfloat16)
+    penalty, expected = ((of[1].weight * 0.3).sum() for of in (model, moved))
+    handle.retune("2MiB")
+    (penalty + model(x).square().sum()).backward()
+    (expected + moved(x).square().sum()).backward()
+    testing.assert_bit_equal(
+        model[1].get_parameter("weight").grad, moved[1].weight.grad.to("cpu", torch.float32)
+    )
+
+
+def test_gradients_arrive_while_an_earlier_graph_is_kept(provider: Provider) -> None:
+    """As in a loop that assigns its loss anew: each arrives before the layers below go backward."""
+    model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
+    provider.pair(model)
+    order: list[str] = []
+    for index, layer in enumerate(model):
+        layer.get_parameter("weight").register_post_accumulate_grad_hook(
+            lambda _, index=index: order.append(f"gradient {index}")
+        )
+        layer.register_full_backward_pre_hook(lambda *_, index=index: order.append(f"backward {index}"))
+    loss = None
+    for _ in range(2):
+        order.clear()
+        loss = model(provider.randn(3, 8).requires_grad_()).sum()
+        loss.backward()
+    places = {event: place for place, event in enumerate(order)}
+    if provider.device.type == "cpu":
+        assert all(places[f"gradient {index}"] < places[f"backward {index - 2}"] for index in (3, 2)), order
+    del loss
+
+
+def test_a_hook_that_refers_to_its_model_does_not_keep_it(provider: Provider) -> None:
+    """The weight's node leads to the master, the master's hook to the model: the collector has to see it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    provider.install(model, dtype=torch.float64)
+    for p in model.parameters():
+        p.register_hook(lambda gradient, model=model: None)
+    ((model[0].weight * 0.3).sum() + model(provider.randn(3, 8)).sum()).backward()
+    alive = weakref.ref(model)
+    del model, p
+    gc.collect()
+    assert alive() is None
+
+
+def test_a_master_that_was_replaced_goes_with_the_next_call(provider: Provider) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    provider.install(model, dtype=torch.float64)
+    x = provider.randn(3, 8)
+    ((model[1].weight * 0.3).sum() + model(x).sum()).backward()
+    memory = StorageWeakRef(model[1].get_parameter("weight").untyped_storage())
+    model[1].weight = nn.Parameter(torch.ones(8, 8))
+    model(x)
+    assert memory.expired()
