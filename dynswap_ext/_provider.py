@@ -339,10 +339,7 @@ def _extension() -> _Extension:
     handed_out_again.insert(0, lambda _: lambda master: module.fetch(master, True))
     compile_support.fetch_master = module.fetch
 
-    def before_collection(phase: str, info: dict[str, int]) -> None:
+    if hasattr(module, "release_idle_nodes"):
         # They lead to masters, whose hooks may lead to the model: a cycle that the collector does not see.
-        if phase == "start" and info["generation"] == 2:
-            module.release_idle_nodes()
-
-    gc.callbacks.append(before_collection)
+        gc.callbacks.append(lambda phase, _: module.release_idle_nodes() if phase == "start" else None)
     return _Extension(module, "", build)

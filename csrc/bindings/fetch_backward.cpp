@@ -9,6 +9,7 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
+#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -51,10 +52,6 @@ template <class Made, class... Arguments>
 auto new_node(Arguments&&... arguments) {
   return NewNode<NodePtr, Made>::make(std::forward<Arguments>(arguments)...);
 }
-
-/// The sequence number of nodes that run as soon as they can, as AccumulateGrad does: a node that an earlier
-/// graph has too would otherwise run after all of the model's, and gradients would pile up on the device.
-constexpr std::uint64_t kAtOnce = UINT64_MAX;
 
 at::TensorOptions place_of(const at::Tensor& tensor) {
   return at::TensorOptions().dtype(tensor.scalar_type()).device(tensor.device());
@@ -129,8 +126,11 @@ at::Tensor as_block(at::Tensor gradient) {
 /// The end of a gradient's way to the host. See Note [Gradients travel on a stream of their own].
 class ArriveBackward : public autograd::Node {
  public:
-  ArriveBackward(const at::Tensor& master, const autograd::Edge& to, std::shared_ptr<GradientWatch> watch)
-      : Node(autograd::edge_list{to}), master_(place_of(master)), watch_(std::move(watch)) {}
+  ArriveBackward(const at::Tensor& master, const Destination& to, std::shared_ptr<GradientWatch> watch)
+      : Node(autograd::edge_list{to.edge}),
+        leading_to_(to.node),
+        master_(place_of(master)),
+        watch_(std::move(watch)) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     const at::Tensor& gradient = gradients[0];
@@ -146,18 +146,40 @@ class ArriveBackward : public autograd::Node {
   std::string name() const override { return "DynswapArriveBackward"; }
 
  private:
+  const SharedNode::Use leading_to_;
   const at::TensorOptions master_;
   const std::shared_ptr<GradientWatch> watch_;
 };
 
-using ArrivePtr = decltype(new_node<ArriveBackward>(std::declval<const at::Tensor&>(), autograd::Edge(),
+using ArrivePtr = decltype(new_node<ArriveBackward>(std::declval<const at::Tensor&>(), Destination(),
                                                     std::shared_ptr<GradientWatch>()));
 
+/// The sequence number of nodes that run as soon as they can, like AccumulateGrad. Else one that was made
+/// before other nodes that run earlier would wait for these: gradients would be added in another order than
+/// without an install; and if an earlier graph has the node too, they would pile up on the device.
+constexpr std::uint64_t kAtOnce = UINT64_MAX;
+
+/// Where the gradients of several nodes meet.
+class MeetingNode : public autograd::Node {
+ public:
+  explicit MeetingNode(autograd::edge_list&& to) : Node(kAtOnce, std::move(to)) {}
+
+  void owned_by(const std::shared_ptr<SharedNode>& owner) { owner_ = owner; }
+
+  /// By the engine, after a backward pass that does not retain the graph; or when it is taken apart.
+  void release_variables() override {
+    if (const auto owner = owner_.lock()) owner->used_up();
+  }
+
+ private:
+  std::weak_ptr<SharedNode> owner_;
+};
+
 /// Takes a gradient from an accelerator to the host.
-class CarryBackward : public autograd::Node {
+class CarryBackward : public MeetingNode {
  public:
   CarryBackward(ArrivePtr arrive, at::TensorOptions host)
-      : Node(/*sequence_nr=*/kAtOnce, autograd::edge_list{autograd::Edge(arrive, 0)}),
+      : MeetingNode(autograd::edge_list{autograd::Edge(arrive, 0)}),
         arrive_(std::move(arrive)),
         host_(host) {}
 
@@ -206,10 +228,11 @@ class CarryBackward : public autograd::Node {
 };
 
 /// Where the two are on one device.
-class FetchBackward : public autograd::Node {
+class FetchBackward : public MeetingNode {
  public:
-  FetchBackward(const at::Tensor& master, const autograd::Edge& to, std::shared_ptr<GradientWatch> watch)
-      : Node(/*sequence_nr=*/kAtOnce, autograd::edge_list{to}),
+  FetchBackward(const at::Tensor& master, const Destination& to, std::shared_ptr<GradientWatch> watch)
+      : MeetingNode(autograd::edge_list{to.edge}),
+        leading_to_(to.node),
         master_(place_of(master)),
         watch_(std::move(watch)) {}
 
@@ -223,17 +246,16 @@ class FetchBackward : public autograd::Node {
   std::string name() const override { return "DynswapFetchBackward"; }
 
  private:
+  const SharedNode::Use leading_to_;
   const at::TensorOptions master_;
   const std::shared_ptr<GradientWatch> watch_;
 };
 
 /// Puts the gradients of a master's slices together.
-class StackBackward : public autograd::Node {
+class StackBackward : public MeetingNode {
  public:
   StackBackward(const at::Tensor& master, const autograd::Edge& to)
-      : Node(/*sequence_nr=*/kAtOnce, autograd::edge_list{to}),
-        sizes_(master.sizes().vec()),
-        options_(place_of(master)) {}
+      : MeetingNode(autograd::edge_list{to}), sizes_(master.sizes().vec()), options_(place_of(master)) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     if (at::GradMode::is_enabled()) {  // it is differentiated again
@@ -262,8 +284,31 @@ class StackBackward : public autograd::Node {
   const at::TensorOptions options_;
 };
 
+/// What a handed-out tensor is the result of. It passes gradients on to where those of all uses are added.
+class UseBackward : public autograd::Node {
+ public:
+  UseBackward(const NodePtr& shared, std::shared_ptr<SharedNode> owner)
+      : Node(kAtOnce, autograd::edge_list{autograd::Edge(shared, 0)}), leading_to_(std::move(owner)) {}
+
+  autograd::variable_list apply(autograd::variable_list&& gradients) override { return std::move(gradients); }
+
+  std::string name() const override { return "DynswapUseBackward"; }
+
+  /// Its weight knows it weakly. When that pointer is the last one, what it leads to goes all the same: else
+  /// it would keep the master. (Where nodes are owned by shared_ptr, they are destroyed then.)
+  virtual void release_resources() {
+    next_edges_.clear();
+    leading_to_.end();
+  }
+
+  const std::shared_ptr<SharedNode>& owner() const noexcept { return leading_to_.of(); }
+
+ private:
+  SharedNode::Use leading_to_;
+};
+
 /// A node that takes a gradient to the device and dtype of the master.
-NodePtr fetch_node(const at::Tensor& handed_out, const at::Tensor& master, const autograd::Edge& to,
+NodePtr fetch_node(const at::Tensor& handed_out, const at::Tensor& master, const Destination& to,
                    const std::shared_ptr<GradientWatch>& watch) {
   NodePtr node;
   if (handed_out.device() == master.device() || !master.is_cpu()) {
@@ -282,68 +327,150 @@ NodePtr fetch_node(const at::Tensor& handed_out, const at::Tensor& master, const
   return node;
 }
 
-}  // namespace
-
-bool SharedNode::serves(const at::Tensor& handed_out, const autograd::Edge& to) const {
-  if (!node_ || to.function.get() != to_ || to.input_nr != to_input_) return false;
-  const autograd::InputMetadata& made_for = node_->input_metadata(0);
-  if (made_for.device() != handed_out.device() ||
-      made_for.dtype().toScalarType() != handed_out.scalar_type() || !made_for.is_same_shape(handed_out))
-    return false;
-  if (!idle()) return true;
-  // A new one would have the stream of now, the traceback of now, and nobody's hooks.
-  const bool hooked =
-      !node_->pre_hooks().empty() || !node_->tensor_pre_hooks().empty() || !node_->post_hooks().empty();
-  if (hooked || autograd::AnomalyMode::is_enabled()) return false;
-  return handed_out.is_cpu() || made_for.stream() == torch_stream(handed_out.device());
-}
-
-void SharedNode::set(Pointer node, const autograd::Edge& to, std::shared_ptr<GradientWatch> watch) {
-  if (node_) earlier_.push_back(std::move(node_));
-  node_ = std::move(node);
-  watch_ = std::move(watch);
-  to_ = to.function.get();
-  to_input_ = to.input_nr;
-}
-
-void SharedNode::release(std::vector<Pointer>& released) {
-  for (Pointer& earlier : earlier_) released.push_back(std::move(earlier));
-  earlier_.clear();
-  if (node_) released.push_back(std::move(node_));
-  node_ = {};
-  watch_.reset();
-}
-
-bool SharedNode::release_if_idle(std::vector<Pointer>& released) {
-  if (!node_ || idle()) {
-    release(released);
+/// Gives the node a Python object, which is an owner of the node for as long as there is another. Returns
+/// false where nodes do not keep their Python objects.
+template <class Pointer>
+bool give_python_object(const Pointer& node) {
+  if constexpr (keeps_python_object<autograd::Node>) {
+    const auto object = py::reinterpret_steal<py::object>(autograd::functionToPyObject(node));
+    if (!object) throw py::error_already_set();
     return true;
   }
-  for (Pointer& earlier : earlier_) released.push_back(std::move(earlier));
-  earlier_.clear();
   return false;
 }
 
-autograd::Edge destination_of_slice(const at::Tensor& master, const at::Tensor& view, std::int64_t index,
-                                    SharedNode& known) {
-  const autograd::Edge to = autograd::impl::gradient_edge(master);
-  if (!known.serves(view, to)) {
-    NodePtr stack = new_node<StackBackward>(master, to);
-    for (std::int64_t i = 0; i < master.size(0); ++i) stack->add_input_metadata(view);
-    known.set(std::move(stack), to, nullptr);
-  }
-  return {known.node(), static_cast<std::uint32_t>(index)};
+}  // namespace
+
+SharedNode::Use::Use(std::shared_ptr<SharedNode> of) : of_(std::move(of)) {
+  if (!of_) return;
+  const std::lock_guard lock(of_->mutex_);
+  ++of_->uses_;
 }
 
-void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master, const autograd::Edge& to,
-                       const std::shared_ptr<MemoryWatch>& watch, SharedNode& known) {
-  if (known.serves(handed_out, to)) {
+void SharedNode::Use::end() noexcept {
+  if (!of_) return;
+  Pointer dropped;  // after the lock
+  {
+    const std::lock_guard lock(of_->mutex_);
+    if (--of_->uses_ == 0) {
+      // An alias dies later than the tensor that it owns, and has the node meanwhile.
+      const std::size_t ours = of_->alias_.use_count() > 0 ? 2 : 1;
+      if (!of_->kept_ || static_cast<std::size_t>(of_->node_.use_count()) <= ours) dropped.swap(of_->node_);
+    }
+  }
+  of_.reset();
+}
+
+SharedNode::Pointer SharedNode::node() const {
+  const std::lock_guard lock(mutex_);
+  return node_ ? node_ : with_python_object_.lock();
+}
+
+bool SharedNode::keep(const at::Tensor& alias) {
+  const Pointer node = this->node();
+  if (!node) return false;
+  if (give_python_object(node)) {
+    const std::lock_guard lock(mutex_);
+    with_python_object_ = weakly(node);
+    return false;
+  }
+  const std::lock_guard lock(mutex_);
+  alias_ = c10::weak_intrusive_ptr<c10::TensorImpl>(alias.getIntrusivePtr());
+  return !std::exchange(kept_, true);
+}
+
+void SharedNode::used_up() noexcept {
+  Pointer dropped;  // after the lock
+  const std::lock_guard lock(mutex_);
+  kept_ = false;
+  if (uses_ == 0) dropped.swap(node_);
+}
+
+bool SharedNode::kept() const {
+  const std::lock_guard lock(mutex_);
+  return kept_;
+}
+
+bool SharedNode::release(std::vector<Pointer>& released, bool if_idle) {
+  const std::lock_guard lock(mutex_);
+  if (!if_idle) with_python_object_.reset();
+  if (node_ && (!if_idle || node_.use_count() == 1)) released.push_back(std::move(node_));
+  return !node_ && with_python_object_.expired();
+}
+
+NodePtr GradientNodes::shared(const at::Tensor& handed_out, const autograd::Edge& to) const {
+  if (!shared_ || to.function.get() != to_ || to.input_nr != to_input_) return {};
+  NodePtr node = shared_->node();
+  if (!node) return {};
+  const autograd::InputMetadata& made_for = node->input_metadata(0);
+  const bool same = made_for.device() == handed_out.device() &&
+                    made_for.dtype().toScalarType() == handed_out.scalar_type() &&
+                    made_for.is_same_shape(handed_out);
+  return same ? node : NodePtr();
+}
+
+/// One that others own twice is on no list (Note [Nodes are taken apart before they die]). One that they own
+/// once may be, and gets no second tensor. The order in which gradients are added is the same: such a node
+/// passes the gradient of one operation on, which comes after those of all later uses.
+NodePtr GradientNodes::last_use(const NodePtr& leading_to) const {
+  NodePtr node = last_use_.lock();
+  const bool owned_twice = node && node.use_count() > 2;
+  return owned_twice && node->next_edge(0).function == leading_to ? node : NodePtr();
+}
+
+void GradientNodes::set_shared(NodePtr node, const autograd::Edge& to, std::shared_ptr<GradientWatch> watch) {
+  shared_ = std::make_shared<SharedNode>(node);
+  static_cast<MeetingNode&>(*node).owned_by(shared_);
+  to_ = to.function.get();
+  to_input_ = to.input_nr;
+  watch_ = std::move(watch);
+}
+
+void GradientNodes::release(std::vector<Pointer>& released, bool if_idle) {
+  if (!shared_ || !shared_->release(released, if_idle)) return;
+  shared_.reset();
+  watch_.reset();
+}
+
+Destination destination_of(const at::Tensor& master) {
+  return {autograd::impl::gradient_edge(master), nullptr};
+}
+
+Destination destination_of_slice(const at::Tensor& master, const at::Tensor& view, std::int64_t index,
+                                 GradientNodes& known) {
+  const autograd::Edge to = autograd::impl::gradient_edge(master);
+  NodePtr stack = known.shared(view, to);
+  if (!stack) {
+    stack = new_node<StackBackward>(master, to);
+    for (std::int64_t i = 0; i < master.size(0); ++i) stack->add_input_metadata(view);
+    known.set_shared(stack, to, nullptr);
+  }
+  return {autograd::Edge(std::move(stack), static_cast<std::uint32_t>(index)), known.owner()};
+}
+
+void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master, const Destination& to,
+                       const std::shared_ptr<MemoryWatch>& watch, GradientNodes& known) {
+  NodePtr shared = known.shared(handed_out, to.edge);
+  if (shared) {
     known.watch()->follow(watch);
   } else {
     const auto counts = std::make_shared<GradientWatch>(watch);
-    known.set(fetch_node(handed_out, master, to, counts), to, counts);
+    shared = fetch_node(handed_out, master, to, counts);
+    known.set_shared(shared, to.edge, counts);
   }
-  autograd::impl::set_gradient_edge(handed_out, {known.node(), 0});
+  NodePtr use = known.last_use(shared);
+  if (!use) {
+    use = new_node<UseBackward>(shared, known.owner());
+    use->add_input_metadata(handed_out);
+    known.set_last_use(use);
+  }
+  autograd::impl::set_gradient_edge(handed_out, {std::move(use), 0});
+}
+
+Destination destination_of_all_uses(const at::Tensor& handed_out) {
+  const autograd::Edge own = autograd::impl::gradient_edge(handed_out);
+  const auto* const use = dynamic_cast<const UseBackward*>(own.function.get());
+  return use == nullptr ? Destination{own, nullptr} : Destination{use->next_edge(0), use->owner()};
 }
 
 }  // namespace dynswap

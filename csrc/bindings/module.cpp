@@ -267,8 +267,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "note_untracked_alias", &note_untracked_alias, py::arg("tensor"),
       "Somebody outside a forward takes `.data` of a handed-out tensor, whose bytes tell from now on whether "
       "it was written.");
-  m.def("release_idle_nodes", &Session::release_idle_nodes_of_all,
-        "Lets go of the autograd nodes of weights that no graph has: they keep masters.");
+  if (!keeps_python_object<torch::autograd::Node>) {
+    m.def("release_idle_nodes", &Session::release_idle_nodes_of_all,
+          "Lets go of the autograd nodes of weights that no graph has: they keep masters.");
+  }
   m.def("build_info", &build_info, "What the extension was built with and for. Wakes no driver.");
   m.def("cuda_device_count", &device_count, py::call_guard<py::gil_scoped_release>(),
         "How many CUDA devices the native provider can serve. Wakes the driver, so that processes forked "

@@ -176,7 +176,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void module_gone(std::vector<Entry>& entries);
 
   static void close_all();  ///< at interpreter exit
-  /// Lets go of what gradients go through and no graph has (Note [Nodes are taken apart before they die]).
+  /// See Note [Nodes that are read outside a forward].
   static void release_idle_nodes_of_all();
   static void abandon_all_after_fork();  ///< in the child
 
@@ -237,12 +237,7 @@ class Session : public std::enable_shared_from_this<Session> {
   PyObject* cached_tensor(const Weight& weight, PyObject* master, bool inside) const;
   at::Tensor still_handed_out(Weight& weight, const at::Tensor& master, bool watched);
   PyObject* hand_out_again(Weight& weight, const at::Tensor& tensor, const at::Tensor& master);
-  PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out) const;
-  /// Makes `handed_out` the result of fetching the weight's master, whose gradients go `to`.
-  void connect(Weight& weight, const at::Tensor& handed_out, const at::Tensor& master);
-  void connect(Weight& weight, const at::Tensor& handed_out, const at::Tensor& master,
-               const torch::autograd::Edge& to);
-  void list_node(const std::shared_ptr<SharedNode>& node);
+  PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out);
   void release_idle_nodes();
   static void watch(const at::Tensor& tensor);
   PyObject* hand_out(Weight& weight, PyObject* master, bool inside);
@@ -269,7 +264,7 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<std::shared_ptr<Weight>> recent_;          ///< whose latest tensor was alive at the last look
   std::vector<std::shared_ptr<Weight>> residents_read_;  ///< since the latest call began
   std::vector<std::shared_ptr<Weight>> to_pin_;          ///< whose masters were replaced since the last pass
-  std::vector<std::shared_ptr<SharedNode>> nodes_;  ///< of weights; may be let go of (SharedNode::listed)
+  std::vector<std::shared_ptr<SharedNode>> kept_nodes_;  ///< Note [Nodes that are read outside a forward]
   Stats counters_;  ///< of earlier plans, and of copies made without an engine
   std::size_t modules_ = 0;
   std::uint64_t calls_ = 0;   ///< how many have begun

@@ -94,7 +94,7 @@ PyObject* Session::cached_tensor(const Weight& weight, PyObject* master, bool in
 /// Note [What is read outside a forward may be written by anybody]: NumPy, DLPack and views can write to
 /// bytes in RAM and bump no version. So those bytes are watched as a master's are. Not what a forward reads:
 /// to have each weight of each pass watched would cost more than to fetch it.
-PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out) const {
+PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out) {
   const auto inside = py::reinterpret_steal<py::object>(handed_out);
   if (inside.ptr() == master) return Py_NewRef(master);
   HandedOut* const record = HandedOut::of(*THPVariable_Unpack(inside.ptr()).unsafeGetTensorImpl());
@@ -108,8 +108,12 @@ PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject*
   if (alias == nullptr) throw py::error_already_set();
   const at::Tensor& used = THPVariable_Unpack(inside.ptr());
   const at::Tensor& seen = THPVariable_Unpack(alias);
-  if (used.requires_grad() && !seen.requires_grad())
-    torch::autograd::impl::set_gradient_edge(seen, torch::autograd::impl::gradient_edge(used));
+  if (used.requires_grad() && !seen.requires_grad()) {
+    const Destination to = destination_of_all_uses(used);
+    // See Note [Nodes that are read outside a forward].
+    if (to.node && to.node->keep(seen)) kept_nodes_.push_back(to.node);
+    torch::autograd::impl::set_gradient_edge(seen, to.edge);
+  }
   if (weight.cached == inside.ptr() && weight.cached != alias) {
     Py_XSETREF(weight.cached_outside, Py_NewRef(alias));
   }
@@ -178,7 +182,8 @@ PyObject* Session::hand_out_private(Weight& weight, const at::Tensor& master, bo
   const at::Tensor copy = HandedOut::make_private({weak_from_this(), weight.shared_from_this()}, master,
                                                   device_, count_whole(weight));
   if (watched) watch(copy);
-  if (master.requires_grad()) connect(weight, copy, master);
+  if (master.requires_grad())
+    connect_to_master(copy, master, destination_of(master), weight.watch, weight.gradient);
   if (!weight.plan) {
     ++counters_.copies;
     counters_.bytes_moved += master.nbytes();
@@ -201,34 +206,17 @@ at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, b
       tensor = HandedOut::again(std::move(kept), master);
   }
   if (!tensor.defined()) return tensor;
-  if (master.requires_grad()) connect(weight, tensor, master);
+  if (master.requires_grad())
+    connect_to_master(tensor, master, destination_of(master), weight.watch, weight.gradient);
   remember(weight, tensor);
   return tensor;
 }
 
-void Session::connect(Weight& weight, const at::Tensor& handed_out, const at::Tensor& master) {
-  connect(weight, handed_out, master, torch::autograd::impl::gradient_edge(master));
-}
-
-void Session::connect(Weight& weight, const at::Tensor& handed_out, const at::Tensor& master,
-                      const torch::autograd::Edge& to) {
-  connect_to_master(handed_out, master, to, weight.watch, *weight.gradient);
-  list_node(weight.gradient);
-}
-
-void Session::list_node(const std::shared_ptr<SharedNode>& node) {
-  if (!std::exchange(node->listed, true)) nodes_.push_back(node);
-}
-
 void Session::release_idle_nodes() {
-  // One that leads to another is released first.
-  for (std::vector<SharedNode::Pointer> released;; released.clear()) {
-    std::erase_if(nodes_, [&](const std::shared_ptr<SharedNode>& node) {
-      node->listed = !node->release_if_idle(released);
-      return !node->listed;
-    });
-    if (released.empty()) return;
-  }
+  DeferredRelease dropped;
+  std::erase_if(kept_nodes_, [&](const auto& node) {
+    return node->release(dropped.nodes, /*if_idle=*/true) || !node->kept();
+  });
 }
 
 void Session::watch(const at::Tensor& tensor) {
@@ -289,7 +277,8 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object, bool inside
     if (const at::Tensor other = still_handed_out(weight, master, /*watched=*/false); other.defined())
       return hand_out_again(weight, other, master);
   }
-  if (master.requires_grad()) connect(weight, tensor, master);
+  if (master.requires_grad())
+    connect_to_master(tensor, master, destination_of(master), weight.watch, weight.gradient);
   PyObject* const object = wrap(weight, tensor);
   if (outdated) return object;
   remember(weight, tensor);

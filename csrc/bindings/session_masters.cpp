@@ -273,7 +273,7 @@ Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* n
   // They may be all that keeps the master alive. Releasing them may run any code, so look again.
   DeferredRelease dropped;
   if (weight.cached != nullptr) weight.drop_tensors(dropped);
-  weight.release_idle_nodes(dropped);
+  weight.release_nodes(dropped, /*if_idle=*/true);
   if (!dropped.empty()) {
     dropped.drop();
     return weight_now(weight, master_object, name);

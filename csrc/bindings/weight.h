@@ -79,8 +79,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
   bool has_subclass = false;
   /// Wrapped: the inner tensors, by their names. Sliced: the slices, with the views that are their masters.
   std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts;
-  /// Sliced: the node that puts the slices' gradients together. Never null.
-  std::shared_ptr<SharedNode> stacked = std::make_shared<SharedNode>();
+  GradientNodes stacked;    ///< sliced: the node that puts the slices' gradients together
   std::int64_t slice = -1;  ///< which one it is of a sliced weight; -1: it is none
   /// The one that `id` belongs to; null: it is moved at each access. The two keep each other, until the
   /// session ends or another plan takes over.
@@ -103,8 +102,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
   std::uint64_t writes_seen = 0;       ///< the watch's count at the last look
   std::uint64_t looked_at = 0;  ///< a resident: the call (Session::calls_) in which it was last looked at
 
-  /// What its handed-out tensors are results of. Never null.
-  std::shared_ptr<SharedNode> gradient = std::make_shared<SharedNode>();
+  GradientNodes gradient;
 
   /// A resident's tensor, kept for good, and its alias for accesses from outside a forward. Owned.
   PyObject* cached = nullptr;
@@ -203,18 +201,11 @@ struct Weight : std::enable_shared_from_this<Weight> {
     for (std::size_t i = 0; i < parts.size(); ++i) parts[i].second->take_nodes(*earlier.parts[i].second);
   }
 
-  /// Lets go of the nodes that lead to the master.
-  void release_nodes(DeferredRelease& dropped) {
-    gradient->release(dropped.nodes);
-    stacked->release(dropped.nodes);
-    for (const auto& [name, part] : parts) part->release_nodes(dropped);
-  }
-
-  /// The same, of those that nobody else has. One that leads to another goes first.
-  void release_idle_nodes(DeferredRelease& dropped) {
-    for (const auto& [name, part] : parts) part->release_idle_nodes(dropped);
-    stacked->release_if_idle(dropped.nodes);
-    gradient->release_if_idle(dropped.nodes);
+  /// Lets go of the nodes that lead to the master; `if_idle`: of those that nobody else has.
+  void release_nodes(DeferredRelease& dropped, bool if_idle = false) {
+    for (const auto& [name, part] : parts) part->release_nodes(dropped, if_idle);
+    stacked.release(dropped.nodes, if_idle);
+    gradient.release(dropped.nodes, if_idle);
   }
 
   /// The session keeps nothing of it; what somebody else still has is handed out again.
