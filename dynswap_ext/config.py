@@ -191,6 +191,8 @@ def _device(given: torch.device | str | int | None) -> torch.device:
         if isinstance(given, bool):
             raise TypeError("a bool is no device")
         device = torch.device(given)
+        if isinstance(given, str) and ":" in given and str(device) != given:
+            raise ValueError("torch takes the lowest 8 bits of the index")
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"device is {given!r}, unknown to torch; available here: {', '.join(available_devices())}"

@@ -59,9 +59,7 @@ def test_no_command_and_unknown_command_are_usage_errors() -> None:
 
 
 @pytest.mark.parametrize(("given", "meant"), [("shwo", "show"), ("covnert", "convert"), ("Plan", "plan")])
-def test_a_misspelt_command_is_suggested(
-    given: str, meant: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_misspelt_command_is_suggested(given: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main([given])
     assert caught.value.code == 2
