@@ -217,7 +217,7 @@ def obstacle_to_giving_way(provider: str, device: torch.device) -> str | None:
         return None
     if provider == "python":
         return f"do not give way in pure Python; {_AGAINST_THIS_TORCH[0].lower()}{_AGAINST_THIS_TORCH[1:]}"
-    obstacle = _extension().module.capabilities(device)["asks_obstacle"]
+    obstacle = _extension().module.capabilities(device)["free_memory_callback_obstacle"]
     return f"give way to other weights only: {obstacle}" if obstacle else ""
 
 

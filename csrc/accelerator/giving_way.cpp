@@ -211,7 +211,7 @@ bool registered() noexcept {
 }
 
 /// Of CUDA's allocators in torch, only the native one runs callbacks.
-bool runs_callbacks(const c10::Device& device) noexcept {
+bool allocator_is_native(const c10::Device& device) noexcept {
   try {
     const auto& allocator = *c10::getDeviceAllocator(device.type());
     const std::string name = typeid(allocator).name();
@@ -224,7 +224,7 @@ bool runs_callbacks(const c10::Device& device) noexcept {
 }  // namespace
 
 GivesWay::GivesWay(const c10::Device& device, const std::shared_ptr<Engine>& engine) : engine_(engine) {
-  static_cast<void>(allocator_asks(device));
+  static_cast<void>(runs_free_memory_callbacks(device));
   const std::lock_guard lock(givers().mutex);
   givers().all.push_back({++givers().latest, device, engine.get()});
 }
@@ -234,20 +234,22 @@ GivesWay::~GivesWay() {
   std::erase_if(givers().all, [this](const Giver& giver) { return giver.engine == engine_.get(); });
 }
 
-bool allocator_asks(const c10::Device& device) noexcept { return *obstacle_to_asking(device) == '\0'; }
+bool runs_free_memory_callbacks(const c10::Device& device) noexcept {
+  return *obstacle_to_free_memory_callbacks(device) == '\0';
+}
 
-const char* obstacle_to_asking(const c10::Device& device) noexcept {
+const char* obstacle_to_free_memory_callbacks(const c10::Device& device) noexcept {
   if (!device.is_cuda()) return "torch's allocator for this type of device does not ask for memory";
   if (!knows_captures<c10::impl::VirtualGuardImpl>)
     return "torch before 2.13 does not tell whether a CUDA graph is being captured; install a later one";
   if (!registered()) return "this build of torch has no allocator callbacks";
-  if (!runs_callbacks(device))
+  if (!allocator_is_native(device))
     return "the allocator that was chosen runs no callbacks; set backend:native in PYTORCH_ALLOC_CONF";
   return "";
 }
 
 bool give_way(const c10::Device& device) {
-  if (busy || allocator_asks(device)) return false;
+  if (busy || runs_free_memory_callbacks(device)) return false;
   const Busy guard;
   std::vector<Loans> lent = lend(device);
   const bool any = !lent.empty();

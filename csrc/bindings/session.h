@@ -183,7 +183,7 @@ class Session : public std::enable_shared_from_this<Session> {
 
   std::shared_ptr<WeightTable> new_table() const;
   struct Attaching;  // attach.cpp
-  Casting casting_of_late(PyObject* master) const;
+  Casting casting_of_added_master(PyObject* master) const;
   void restore(PyObject* module);
   void begin_in_child();
 

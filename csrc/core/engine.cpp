@@ -264,12 +264,12 @@ bool Engine::stays(WeightId id) const {
   return groups_[weights_[id].group].home != nullptr;
 }
 
-bool Engine::hold(WeightId id) {
+bool Engine::keep_from_giving_way(WeightId id) {
   const std::lock_guard lock(mutex_);
   Group& group = groups_[weights_[id].group];
   const bool there = group.home && group.copy && group.copy == group.home_occupant &&
                      group.copy->state == DeviceCopy::State::issued;
-  group.held = group.held || there;
+  group.captured = group.captured || there;
   return there;
 }
 

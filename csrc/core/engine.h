@@ -163,7 +163,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool resident(WeightId weight) const;
   bool stays(WeightId weight) const;
   /// Returns whether the weight is a resident that is on the device. If so, it does not give way any more.
-  bool hold(WeightId weight);
+  bool keep_from_giving_way(WeightId weight);
   /// The weights that travel with this one, itself included.
   const std::vector<WeightId>& companions(WeightId weight) const;
   /// How many leases there are on its group's copy, and on itself in it.
@@ -247,7 +247,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool tiny = false;  ///< of tiny units alone
     bool keep = false;  ///< of weights that are kept
     bool resident = false;
-    bool held = false;                 ///< resident: a graph has captured it, so it does not give way
+    bool captured = false;             ///< resident: a graph has captured it, so it does not give way
     bool by_use = false;               ///< its slots are in the cache
     UseScore score;                    ///< by use
     Memory home;                       ///< resident: its block; null once it has given way

@@ -22,7 +22,7 @@ from dynswap_ext.checkpoint.formats.common import content_of
 from dynswap_ext.checkpoint.options import check_dtype
 from dynswap_ext.checkpoint.reader import Entry
 from dynswap_ext.checkpoint.summary import tie_identity
-from dynswap_ext.checkpoint.units import library_config, units_of
+from dynswap_ext.checkpoint.weight_units import library_config, units_of
 from dynswap_ext.errors import ConfigError, SourceError
 from dynswap_ext.planning.weights import (
     Kind,
