@@ -63,6 +63,12 @@ struct Givers {
 
 Givers& givers() {
   static auto* const one = new Givers;
+  // A fork waits until no other thread lends or takes back, so that the child can take the mutex.
+  static const bool follows_forks = [] {
+    Engine::follow_forks();  // first: see Note [A fork waits for engines]
+    return at_fork([] { one->mutex.lock(); }, [] { one->mutex.unlock(); }, [] { one->mutex.unlock(); });
+  }();
+  static_cast<void>(follows_forks);
   return *one;
 }
 

@@ -72,7 +72,6 @@ void Session::close_all() {
 void Session::abandon_all_after_fork() {
   for (Session* session : sessions()) {
     session->abandoned_ = true;
-    session->plan_->engine->abandon();
     session->table_->abandon();
   }
 }

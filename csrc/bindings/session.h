@@ -176,7 +176,7 @@ class Session : public std::enable_shared_from_this<Session> {
   void module_gone(std::vector<Entry>& entries);
 
   static void close_all();               ///< at interpreter exit
-  static void abandon_all_after_fork();  ///< in the child
+  static void abandon_all_after_fork();  ///< in the child; engines see to themselves
 
  private:
   using Streamed = WeightTable::Streamed;

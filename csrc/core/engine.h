@@ -226,11 +226,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// acquire() calls throw Error.
   void close() noexcept;
   bool closed() const;
-  /// Close without touching the device or joining threads: for a forked child, or interpreter exit.
-  void abandon() noexcept;
+
+  /// Makes forks wait for engines, and abandon them in the child: Note [A fork waits for engines]. The first
+  /// engine does it too.
+  static void follow_forks();
 
  private:
   friend class Lease;
+
+  // engine_fork.cpp
+  struct OfProcess;
+  void enlist();
+  void delist() noexcept;
 
   struct Weight {
     SourcePtr source;
@@ -362,7 +369,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool arranged_ = false;
   bool planned_ = false;
 
-  std::atomic<bool> abandoned_{false};
+  std::atomic<bool> abandoned_{false};  ///< this is a forked child: no device or thread is touched
   std::atomic<bool> any_postponed_{false};
   Recorder recorder_;
 
