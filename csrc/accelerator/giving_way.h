@@ -29,6 +29,10 @@ bool runs_free_memory_callbacks(const c10::Device& device) noexcept;
 /// Why it does not, and what to do about it; empty if it does.
 const char* obstacle_to_free_memory_callbacks(const c10::Device& device) noexcept;
 
+/// Tells whether torch records the history of its memory, while which no resident gives way: Note [When
+/// torch's allocator asks]. Only Python can ask torch.
+void note_memory_history(bool recorded) noexcept;
+
 /// Frees residents' memory for an allocation of ours that has failed. False if there was none, or if the
 /// allocator has asked already.
 bool give_way(const c10::Device& device);

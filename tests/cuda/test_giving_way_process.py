@@ -1,4 +1,4 @@
-"""Residents that give way, and forks of the process."""
+"""Residents that give way, and what else goes on in the process: forks, and torch's record of its memory."""
 
 from __future__ import annotations
 
@@ -56,3 +56,28 @@ def test_a_forked_child_can_drop_an_install_while_a_thread_of_the_parent_lends()
         stop.set()
         thread.join()
     handle.uninstall()
+
+
+def test_nothing_gives_way_while_torch_takes_stack_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need Python's lock, for which a thread that has the allocator's must not wait."""
+    recorded = True
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: recorded, raising=False)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16))).requires_grad_(False)
+    layer = 256 * 257 * 4
+    x = torch.randn(4, 256, device=DEVICE)
+    with dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
+        model(x)
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 4 * layer) / total)
+        try:
+            assert "torch records the history of its memory" in str(handle.report())
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.empty(10 * layer, dtype=torch.uint8, device=DEVICE)
+            assert handle.stats().given_way == 0 < handle.stats().resident_groups
+            recorded = False
+            model(x)
+            torch.empty(10 * layer, dtype=torch.uint8, device=DEVICE)
+            assert handle.stats().given_way > 0
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
