@@ -7,8 +7,8 @@
 
 #include "check.h"
 #include "core/engine.h"
-#include "sim/observed.h"
 #include "sim/measure.h"
+#include "sim/observed.h"
 #include "sim/placement.h"
 #include "sim/virtual_backend.h"
 
