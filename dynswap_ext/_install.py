@@ -165,6 +165,8 @@ class Install(ServedModules):
         Returns the call's number for the schedule; 0 for a single model.
         """
         number = 0
+        if self.tuner.automatic and self.session.provider == "native" and self.session.device.type == "cuda":
+            _provider.follow_memory_history()
         if self.several():
             name = self.model_with(module)
             call = self._rounds.call(name)

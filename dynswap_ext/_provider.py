@@ -218,8 +218,17 @@ def obstacle_to_giving_way(provider: str, device: torch.device) -> str | None:
         return None
     if provider == "python":
         return f"do not give way in pure Python; {_AGAINST_THIS_TORCH[0].lower()}{_AGAINST_THIS_TORCH[1:]}"
-    obstacle = _extension().module.capabilities(device)["asks_obstacle"]
+    if device.type == "cuda":
+        follow_memory_history()
+    obstacle = _extension().module.capabilities(device)["free_memory_callback_obstacle"]
     return f"give way to other weights only: {obstacle}" if obstacle else ""
+
+
+def follow_memory_history() -> None:
+    """Let residents give way unless torch records CUDA's allocations: Note [When torch's allocator asks]."""
+    ask: Callable[[], bool] | None = getattr(torch._C, "_cuda_isHistoryEnabled", None)
+    begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    _extension().module.note_memory_history(begun and ask is not None and ask())
 
 
 def native_unavailable(device: torch.device) -> str:

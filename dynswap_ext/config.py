@@ -31,10 +31,20 @@ from typing import Final
 
 import torch
 
-from dynswap_ext._util.memory import AUTO, MINIMUM, first_budget, free_bytes, is_named, parse_bytes, ram_limit
+from dynswap_ext._util.memory import (
+    AUTO,
+    MINIMUM,
+    first_budget,
+    format_bytes,
+    free_bytes,
+    is_named,
+    parse_bytes,
+    ram_limit,
+)
 from dynswap_ext._util.option_names import nearest
 from dynswap_ext._util.progress import ProgressOption, check_progress
 from dynswap_ext._util.units import parse_dtype
+from dynswap_ext._util.warn import warn
 from dynswap_ext.errors import ConfigError
 
 #: The rest is left for other memory that may grow.
@@ -191,6 +201,8 @@ def _device(given: torch.device | str | int | None) -> torch.device:
         if isinstance(given, bool):
             raise TypeError("a bool is no device")
         device = torch.device(given)
+        if isinstance(given, str) and ":" in given and str(device) != given:
+            raise ValueError("torch takes the lowest 8 bits of the index")
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"device is {given!r}, unknown to torch; available here: {', '.join(available_devices())}"
@@ -252,9 +264,14 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
     if given is None or is_named(given, MINIMUM):
         return None
     amount = parse_bytes(given, names=(AUTO, MINIMUM))
-    if isinstance(amount, int):
-        return amount
-    return max(1, int(amount * free_bytes(device)))
+    if not isinstance(amount, int):
+        return max(1, int(amount * free_bytes(device)))
+    if device.type == "cpu" and amount > (ram := _part_of_all_ram(1)):
+        warn(
+            f"the budget is {format_bytes(amount)}, and this process may use {format_bytes(ram)} of RAM: if "
+            'the weights fill it, the system swaps or ends the process. Pass less, or budget="auto"'
+        )
+    return amount
 
 
 def _part_of_ram(fraction: float) -> int:

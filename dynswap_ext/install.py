@@ -21,7 +21,7 @@ from dynswap_ext._swap.protocol import Session
 from dynswap_ext._swap.state import is_scripted, modules_of, name_in, session_of
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.log import log_to_stderr, logger
-from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.memory import exact_bytes, format_bytes
 from dynswap_ext._util.option_names import check_option_names
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext._util.progress import ProgressOption
@@ -194,6 +194,8 @@ def _warn_of_no_effect(made: Install, model: nn.Module, name: str) -> None:
         warn(f"{name} has no weights, so nothing is streamed: it computes as it did before")
     _warn_of_weights_there(made, model)
     streamed = plan["groups"] - plan["resident_groups"]
+    if options.keep and plan["depth"] < min(1, options.prefetch) and made.session.provider == "native":
+        _warn_of_room_that_keep_takes(made)
     if not streamed or options.prefetch <= DEFAULT_PREFETCH or options.automatic:
         return
     if made.session.provider == "native" and plan["depth"] < options.prefetch:
@@ -207,6 +209,24 @@ def _warn_of_no_effect(made: Install, model: nn.Module, name: str) -> None:
             f"are fetched ahead, into {format_bytes(plan['arena_bytes'])} of the device's memory. 2 or 3 are "
             "usually enough; budget= bounds the memory"
         )
+
+
+def _warn_of_room_that_keep_takes(made: Install) -> None:
+    """Warn that what `keep` names leaves room for one group at a time, so that nothing is fetched ahead."""
+    groups, ahead = made.session.groups(), made.options.prefetch
+    kept = made.session.stats()["resident_bytes"]
+    largest = [
+        max(
+            (group["bytes"] for group in groups if not group["resident"] and group["by_use"] is by_use),
+            default=0,
+        )
+        for by_use in (False, True)
+    ]
+    warn(
+        f"{format_bytes(kept)} of weights stay on the device, as keep= asks, and the rest of the budget has "
+        "room for one group of weights: nothing is fetched ahead, and each copy is waited for. A budget of "
+        f"{exact_bytes(kept + (ahead + 1) * sum(largest))} has room for keep= and for {ahead} group(s) ahead"
+    )
 
 
 def _warn_of_weights_there(made: Install, model: nn.Module) -> None:

@@ -58,6 +58,15 @@ def test_no_command_and_unknown_command_are_usage_errors() -> None:
         assert caught.value.code == 2
 
 
+@pytest.mark.parametrize(("given", "meant"), [("shwo", "show"), ("covnert", "convert"), ("Plan", "plan")])
+def test_a_misspelt_command_is_suggested(given: str, meant: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main([given])
+    assert caught.value.code == 2
+    printed = capsys.readouterr().err
+    assert f"invalid choice: {given!r}" in printed and printed.endswith(f". Did you mean {meant!r}?\n")
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

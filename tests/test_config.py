@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 import dynswap_ext
-from dynswap_ext import ConfigError, config
+from dynswap_ext import ConfigError, checkpoint, config, inspect, planning
 from dynswap_ext._util.memory import format_bytes, free_bytes, parse_bytes, ram_limit
 from sample_models import mlp
 
@@ -120,6 +123,10 @@ def test_a_fraction_is_one_of_the_free_memory() -> None:
         ({"device": "nonsense"}, r"device is 'nonsense'.*available here: cpu"),
         ({"device": "meta"}, r"device is 'meta'.*available here: cpu"),
         ({"device": "cuda:99"}, r"device is 'cuda:99'.*available here: cpu"),
+        ({"device": "cuda:256"}, r"device is 'cuda:256', unknown to torch; available here: cpu"),
+        ({"device": "cpu:300"}, r"device is 'cpu:300'"),
+        ({"device": 10**30}, r"device is 1000"),
+        ({"device": []}, r"device is \[\]"),
         ({"device": True}, r"device is True"),
         ({"device": 1.5}, r"device is 1.5"),
         ({"dtype": torch.int8}, r"dtype is torch.int8; expected a floating dtype.*torch.bfloat16"),
@@ -152,6 +159,45 @@ def test_bad_options(options: dict[str, Any], expected: str) -> None:
     with pytest.raises(ConfigError, match=expected):
         dynswap_ext.install(model, **{"device": "cpu", **options})
     assert [type(module) for module in model.modules()] == classes
+
+
+class _FromPretrained:
+    @classmethod
+    def from_pretrained(cls, *args: Any, **options: Any) -> nn.Module:
+        raise AssertionError("the dtype was not refused before")
+
+
+_TAKE_A_DEVICE: dict[str, Callable[[Path, Any], object]] = {
+    "load": lambda path, device: checkpoint.load(mlp, path, device=device),
+    "measure": lambda path, device: planning.measure(mlp(), torch.zeros(1), device=device),
+    "measure_machine": lambda path, device: planning.measure_machine(device),
+    "memory_profile": lambda path, device: inspect.memory_profile(mlp(), torch.zeros(1), device=device),
+}
+_TAKE_A_DTYPE: dict[str, Callable[[Path, Any], object]] = {
+    "load": lambda path, dtype: checkpoint.load(mlp, path, dtype=dtype),
+    "convert": lambda path, dtype: checkpoint.convert(path, path.with_name("new.safetensors"), dtype=dtype),
+    "from_pretrained": lambda path, dtype: checkpoint.from_pretrained(_FromPretrained, path, dtype=dtype),
+    "outline": lambda path, dtype: planning.outline(path, dtype=dtype),
+    "outline_of_model": lambda path, dtype: planning.outline_of_model(mlp(), dtype=dtype),
+    "measure": lambda path, dtype: planning.measure(mlp(), torch.zeros(1), device="cpu", dtype=dtype),
+    "measure_machine": lambda path, dtype: planning.measure_machine("cpu", dtype=dtype),
+}
+
+
+@pytest.mark.parametrize("name", _TAKE_A_DEVICE)
+@pytest.mark.parametrize("device", ["nonsense", "cuda:256", "cuda:99", 1.5], ids=str)
+def test_other_functions_refuse_a_bad_device_as_install_does(name: str, device: Any, tmp_path: Path) -> None:
+    checkpoint.save(mlp(), tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"^device is {device!r}[^\n]*; available here: cpu"):
+        _TAKE_A_DEVICE[name](tmp_path / "model.safetensors", device)
+
+
+@pytest.mark.parametrize("name", _TAKE_A_DTYPE)
+@pytest.mark.parametrize("dtype", ["nonsense", torch.int8, 3], ids=str)
+def test_other_functions_refuse_a_bad_dtype_as_install_does(name: str, dtype: Any, tmp_path: Path) -> None:
+    checkpoint.save(mlp(), tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match=rf"^dtype is {dtype!r}; expected [^\n]*floating dtype"):
+        _TAKE_A_DTYPE[name](tmp_path / "model.safetensors", dtype)
 
 
 def test_defaults() -> None:

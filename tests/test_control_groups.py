@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
-from dynswap_ext import config
+import dynswap_ext
+from dynswap_ext import DynswapWarning, config
 from dynswap_ext._util import memory
+from sample_models import mlp
 
 GIB = 1 << 30
 Group = Callable[..., None]
@@ -56,6 +60,24 @@ def test_a_container_whose_root_is_its_own(groups: Path) -> None:
     group(groups / "cgroup", memory._FILES_OF_VERSION_2, 2 * GIB, 3 * GIB)
     assert memory._free_in_group() == 0
     assert config.resolve(device="cpu").pin <= 0.8 * 2 * GIB
+
+
+@pytest.mark.parametrize("budget", [3 * GIB, "3GiB"])
+def test_a_budget_over_the_ram_is_said(groups: Path, budget: int | str) -> None:
+    (groups / "of_process").write_text("0::/\n")
+    group(groups / "cgroup", memory._FILES_OF_VERSION_2, 2 * GIB, GIB)
+    model = mlp()
+    said = r"the budget is 3 GiB, and this process may use 2 GiB of RAM: .*Pass less"
+    with pytest.warns(DynswapWarning, match=said) as caught:
+        handle = dynswap_ext.install(model, device="cpu", dtype=torch.float64, budget=budget)
+    assert len(caught) == 1
+    with pytest.warns(DynswapWarning, match=said):
+        handle.retune(budget)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for enough in (2 * GIB, 1.0, "minimum", "auto"):
+            dynswap_ext.install(model, device="cpu", dtype=torch.float64, budget=enough)
+        config.resolve_budget(3 * GIB, torch.device("cuda"))  # has its own memory
 
 
 def test_without_control_groups(groups: Path) -> None:

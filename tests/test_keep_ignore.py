@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import re
+import warnings
+
 import pytest
 import torch
 from torch import nn
 
 import dynswap_ext
 from conftest import Provider
-from dynswap_ext import BudgetError, ConfigError, testing
+from dynswap_ext import BudgetError, ConfigError, DynswapWarning, testing
+from dynswap_ext._util.memory import format_bytes
 from sample_models import mlp, trace
 
 WIDTH, LAYERS = 64, 6
@@ -75,6 +79,29 @@ def test_what_is_kept_has_to_fit(provider: Provider) -> None:
     assert handle.stats().peak_bytes <= smallest
     with pytest.raises(BudgetError):
         provider.install(model_of_layers(), dtype=torch.float64, keep=["0", "2", "4"], budget=smallest - 4096)
+
+
+def test_keep_that_leaves_no_room_ahead_is_said(provider: Provider) -> None:
+    if not provider.native:
+        pytest.skip("pure Python fetches nothing ahead")
+    options = {"dtype": torch.float64, "keep": ["0", "2"]}
+    with pytest.warns(
+        DynswapWarning, match=r"weights stay on the device, as keep= asks, and the rest"
+    ) as caught:
+        handle = provider.install(model_of_layers(), **options, budget=3 * (LAYER + SLACK))
+    assert len(caught) == 1 and handle.stats().depth == 0
+    message = str(caught[0].message)
+    assert message.startswith(f"{format_bytes(handle.stats().resident_bytes)} of weights stay")
+    enough = re.search(
+        r"A budget of .* \((\d+) bytes\) has room for keep= and for 2 group\(s\) ahead", message
+    )
+    assert enough and int(enough[1]) <= 5 * (LAYER + SLACK)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        handle = provider.install(model_of_layers(), **options, budget=int(enough[1]))
+        assert handle.stats().depth == 2
+        provider.install(model_of_layers(), **options, budget=3 * (LAYER + SLACK), prefetch=0)
+        provider.install(model_of_layers(), **options)
 
 
 def test_ignored_weights_are_left_alone(provider: Provider) -> None:

@@ -13,7 +13,10 @@
 // the allocator has no block of its own.
 //
 // All of this runs under the allocator's (recursive) lock, on any thread that allocates: it must not wait for
-// Python, nor for a lock under which another thread allocates.
+// Python, nor for a lock under which another thread allocates. While torch records the history of its memory,
+// allocating and freeing takes Python's stack, and so Python's lock, which torch does before it takes the
+// allocator's. We are under that already, and another thread may wait for it with Python's lock, as one does
+// that frees a tensor. So residents do not give way then.
 #include "accelerator/giving_way.h"
 
 #include <c10/core/Allocator.h>
@@ -23,6 +26,7 @@
 #include <c10/util/ThreadLocalDebugInfo.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cstdint>
 #include <mutex>
 #include <string>
@@ -63,8 +67,17 @@ struct Givers {
 
 Givers& givers() {
   static auto* const one = new Givers;
+  // A fork waits until no other thread lends or takes back, so that the child can take the mutex.
+  static const bool follows_forks = [] {
+    Engine::follow_forks();  // first: see Note [A fork waits for engines]
+    return at_fork([] { one->mutex.lock(); }, [] { one->mutex.unlock(); }, [] { one->mutex.unlock(); });
+  }();
+  static_cast<void>(follows_forks);
   return *one;
 }
+
+/// As the latest note_memory_history() had it.
+std::atomic<bool> records_history{false};
 
 /// Set while the calling thread is in here, where it allocates itself.
 thread_local bool busy = false;
@@ -171,7 +184,7 @@ bool capturing_here(const Guard& guard, const c10::Device& device) {
 
 struct LendResidents final : c10::FreeMemoryCallback {
   bool Execute() override {
-    if (busy) return false;
+    if (busy || records_history) return false;
     try {
       const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
       const c10::Device device = guard.getDevice();
@@ -211,7 +224,7 @@ bool registered() noexcept {
 }
 
 /// Of CUDA's allocators in torch, only the native one runs callbacks.
-bool runs_callbacks(const c10::Device& device) noexcept {
+bool allocator_is_native(const c10::Device& device) noexcept {
   try {
     const auto& allocator = *c10::getDeviceAllocator(device.type());
     const std::string name = typeid(allocator).name();
@@ -224,7 +237,7 @@ bool runs_callbacks(const c10::Device& device) noexcept {
 }  // namespace
 
 GivesWay::GivesWay(const c10::Device& device, const std::shared_ptr<Engine>& engine) : engine_(engine) {
-  static_cast<void>(allocator_asks(device));
+  static_cast<void>(runs_free_memory_callbacks(device));
   const std::lock_guard lock(givers().mutex);
   givers().all.push_back({++givers().latest, device, engine.get()});
 }
@@ -234,20 +247,28 @@ GivesWay::~GivesWay() {
   std::erase_if(givers().all, [this](const Giver& giver) { return giver.engine == engine_.get(); });
 }
 
-bool allocator_asks(const c10::Device& device) noexcept { return *obstacle_to_asking(device) == '\0'; }
+bool runs_free_memory_callbacks(const c10::Device& device) noexcept {
+  return *obstacle_to_free_memory_callbacks(device) == '\0';
+}
 
-const char* obstacle_to_asking(const c10::Device& device) noexcept {
+const char* obstacle_to_free_memory_callbacks(const c10::Device& device) noexcept {
   if (!device.is_cuda()) return "torch's allocator for this type of device does not ask for memory";
   if (!knows_captures<c10::impl::VirtualGuardImpl>)
     return "torch before 2.13 does not tell whether a CUDA graph is being captured; install a later one";
+  if (records_history)
+    return "torch records the history of its memory, with stack traces that need Python's lock; end that "
+           "with "
+           "torch.cuda.memory._record_memory_history(None)";
   if (!registered()) return "this build of torch has no allocator callbacks";
-  if (!runs_callbacks(device))
+  if (!allocator_is_native(device))
     return "the allocator that was chosen runs no callbacks; set backend:native in PYTORCH_ALLOC_CONF";
   return "";
 }
 
+void note_memory_history(bool recorded) noexcept { records_history = recorded; }
+
 bool give_way(const c10::Device& device) {
-  if (busy || allocator_asks(device)) return false;
+  if (busy || records_history || runs_free_memory_callbacks(device)) return false;
   const Busy guard;
   std::vector<Loans> lent = lend(device);
   const bool any = !lent.empty();

@@ -21,12 +21,17 @@ class GivesWay {
   const std::shared_ptr<Engine> engine_;
 };
 
-/// Whether torch's allocator asks before it gives up, whoever allocates: torch 2.13 or later, on CUDA and
-/// ROCm. Elsewhere give_way() serves the engines' own allocations.
-bool allocator_asks(const c10::Device& device) noexcept;
+/// Whether torch's allocator runs its callbacks for free memory, ours among them, before it gives up, whoever
+/// allocates: torch 2.13 or later, on CUDA and ROCm. Elsewhere give_way() serves the engines' own
+/// allocations.
+bool runs_free_memory_callbacks(const c10::Device& device) noexcept;
 
-/// Why torch's allocator does not ask, and what to do about it; empty if it does.
-const char* obstacle_to_asking(const c10::Device& device) noexcept;
+/// Why it does not, and what to do about it; empty if it does.
+const char* obstacle_to_free_memory_callbacks(const c10::Device& device) noexcept;
+
+/// Tells whether torch records the history of its memory, while which no resident gives way: Note [When
+/// torch's allocator asks]. Only Python can ask torch.
+void note_memory_history(bool recorded) noexcept;
 
 /// Frees residents' memory for an allocation of ours that has failed. False if there was none, or if the
 /// allocator has asked already.

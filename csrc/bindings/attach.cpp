@@ -163,7 +163,7 @@ std::size_t Session::attach(const py::object& self, const py::object& root, cons
         if (!attaching.served(swap, name)) continue;
         const bool exception = excepted.contains(name);
         Casting casting = exception && !joins ? Casting::kept_in_float32 : Casting::to_dtype;
-        if (master == Py_None || (joins && !exception)) casting = casting_of_late(master);
+        if (master == Py_None || (joins && !exception)) casting = casting_of_added_master(master);
         plan.entries.push_back({name, parameter, nullptr, casting});
       }
     }
@@ -213,8 +213,8 @@ void Session::detach(const py::object& root) {
   for (const Visited& visited : modules_of(root.ptr())) restore(visited.module.ptr());
 }
 
-/// See Note [What dtype= casts].
-Casting Session::casting_of_late(PyObject* master) const {
+/// How a master is cast that a module registers after the install: see Note [What dtype= casts].
+Casting Session::casting_of_added_master(PyObject* master) const {
   if (!THPVariable_Check(master)) return Casting::never_narrowed;
   const c10::TensorImpl& impl = *THPVariable_Unpack(master).unsafeGetTensorImpl();
   const Weight* const known = table_->find(&impl);
@@ -239,7 +239,7 @@ void Session::adopt(const py::object& module, const py::object& name_given) {
       outdated_ = true;
     return;
   }
-  const Casting casting = master == nullptr ? Casting::never_narrowed : casting_of_late(master);
+  const Casting casting = master == nullptr ? Casting::never_narrowed : casting_of_added_master(master);
   state->entries->push_back({name, parameter, nullptr, casting});
 }
 

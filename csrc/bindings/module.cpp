@@ -69,7 +69,7 @@ py::dict capabilities(const c10::Device& device) {
   dict["copy_stream"] = found.copy_stream;
   dict["pinned_memory"] = found.pinned_memory;
   dict["page_locking"] = found.page_locking;
-  dict["asks_obstacle"] = obstacle_to_asking(device);
+  dict["free_memory_callback_obstacle"] = obstacle_to_free_memory_callbacks(device);
   return dict;
 }
 
@@ -278,8 +278,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("capabilities", &capabilities, py::arg("device"),
         "What torch has for a device: \"obstacle\" (why its streams cannot serve it; empty if they can), and "
         "whether there is a \"copy_stream\", \"pinned_memory\", and \"page_locking\" in place; and "
-        "\"asks_obstacle\" (why its allocator does not ask for memory before it gives up; empty if it does). "
+        "\"free_memory_callback_obstacle\" (why its allocator does not ask for memory before it gives up; "
+        "empty if it does). "
         "Wakes its driver.");
+  m.def("note_memory_history", &note_memory_history, py::arg("recorded"),
+        "Whether torch records the history of its memory now: residents do not give way meanwhile.");
   m.def(
       "simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"), py::arg("bandwidth"),
       py::arg("latency"), py::arg("passes"), py::arg("placement") = "even", py::arg("places") = Places{},

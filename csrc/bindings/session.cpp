@@ -84,7 +84,6 @@ void Session::release_idle_nodes_of_all() {
 void Session::abandon_all_after_fork() {
   for (Session* session : sessions()) {
     session->abandoned_ = true;
-    session->plan_->engine->abandon();
     session->table_->abandon();
   }
 }

@@ -178,14 +178,14 @@ class Session : public std::enable_shared_from_this<Session> {
   static void close_all();  ///< at interpreter exit
   /// See Note [Nodes that are read outside a forward].
   static void release_idle_nodes_of_all();
-  static void abandon_all_after_fork();  ///< in the child
+  static void abandon_all_after_fork();  ///< in the child; engines see to themselves
 
  private:
   using Streamed = WeightTable::Streamed;
 
   std::shared_ptr<WeightTable> new_table() const;
   struct Attaching;  // attach.cpp
-  Casting casting_of_late(PyObject* master) const;
+  Casting casting_of_added_master(PyObject* master) const;
   void restore(PyObject* module);
   void begin_in_child();
 

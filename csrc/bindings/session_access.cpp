@@ -157,7 +157,8 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
   if ((weight.cached == nullptr || !captured_) && capturing()) {
     if (weight.cached == nullptr && PROTECTED(capture_refused)) {
       if (watched) refuse_capture_of_written(device_, weight.name);
-      const bool held = weight.plan && weight.plan->gives_way && weight.plan->engine->hold(weight.id);
+      const bool held =
+          weight.plan && weight.plan->gives_way && weight.plan->engine->keep_from_giving_way(weight.id);
       if (!held) refuse_capture(device_, weight.name, weight.resident());
     }
     captured_ = true;

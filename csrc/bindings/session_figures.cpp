@@ -7,6 +7,7 @@
 #include "bindings/glue.h"
 #include "bindings/session.h"
 #include "io/private_pages.h"
+#include "sim/measure.h"
 #include "sim/observed.h"
 #include "sim/room_for_experts.h"
 

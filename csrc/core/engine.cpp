@@ -45,9 +45,12 @@ void Lease::release(std::shared_ptr<void> what) noexcept {
 
 Engine::Engine(std::unique_ptr<Backend> backend, EngineOptions options,
                std::function<void(const std::string&)> warn)
-    : backend_(std::move(backend)), options_(std::move(options)), warn_(std::move(warn)) {}
+    : backend_(std::move(backend)), options_(std::move(options)), warn_(std::move(warn)) {
+  enlist();
+}
 
 Engine::~Engine() {
+  delist();
   if (abandoned_) {
     // Threads and device are not ours any more (a forked child, or the interpreter's exit): let the
     // process take everything with it.
@@ -264,12 +267,12 @@ bool Engine::stays(WeightId id) const {
   return groups_[weights_[id].group].home != nullptr;
 }
 
-bool Engine::hold(WeightId id) {
+bool Engine::keep_from_giving_way(WeightId id) {
   const std::lock_guard lock(mutex_);
   Group& group = groups_[weights_[id].group];
   const bool there = group.home && group.copy && group.copy == group.home_occupant &&
                      group.copy->state == DeviceCopy::State::issued;
-  group.held = group.held || there;
+  group.captured = group.captured || there;
   return there;
 }
 
@@ -344,7 +347,5 @@ bool Engine::closed() const {
   const std::lock_guard lock(mutex_);
   return closed_;
 }
-
-void Engine::abandon() noexcept { abandoned_ = true; }
 
 }  // namespace dynswap

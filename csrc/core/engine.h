@@ -163,7 +163,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool resident(WeightId weight) const;
   bool stays(WeightId weight) const;
   /// Returns whether the weight is a resident that is on the device. If so, it does not give way any more.
-  bool hold(WeightId weight);
+  bool keep_from_giving_way(WeightId weight);
   /// The weights that travel with this one, itself included.
   const std::vector<WeightId>& companions(WeightId weight) const;
   /// How many leases there are on its group's copy, and on itself in it.
@@ -226,11 +226,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// acquire() calls throw Error.
   void close() noexcept;
   bool closed() const;
-  /// Close without touching the device or joining threads: for a forked child, or interpreter exit.
-  void abandon() noexcept;
+
+  /// Makes forks wait for engines, and abandon them in the child: Note [A fork waits for engines]. The first
+  /// engine does it too.
+  static void follow_forks();
 
  private:
   friend class Lease;
+
+  // engine_fork.cpp
+  struct OfProcess;
+  void enlist();
+  void delist() noexcept;
 
   struct Weight {
     SourcePtr source;
@@ -247,7 +254,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool tiny = false;  ///< of tiny units alone
     bool keep = false;  ///< of weights that are kept
     bool resident = false;
-    bool held = false;                 ///< resident: a graph has captured it, so it does not give way
+    bool captured = false;             ///< resident: a graph has captured it, so it does not give way
     bool by_use = false;               ///< its slots are in the cache
     UseScore score;                    ///< by use
     Memory home;                       ///< resident: its block; null once it has given way
@@ -362,7 +369,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool arranged_ = false;
   bool planned_ = false;
 
-  std::atomic<bool> abandoned_{false};
+  std::atomic<bool> abandoned_{false};  ///< this is a forked child: no device or thread is touched
   std::atomic<bool> any_postponed_{false};
   Recorder recorder_;
 

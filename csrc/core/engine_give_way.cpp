@@ -33,7 +33,7 @@ std::vector<Engine::Loan> Engine::lend_residents() {
     for (GroupId id = 0; id < groups_.size(); ++id) {
       Group& group = groups_[id];
       const std::shared_ptr<DeviceCopy> occupant = group.home_occupant;
-      if (!group.home || group.keep || group.held) continue;
+      if (!group.home || group.keep || group.captured) continue;
       if (occupant && !occupant->evictable() && PROTECTED(lease_keeps_resident)) continue;
       Candidate& candidate = candidates.emplace_back();
       const bool current = occupant && occupant == group.copy;

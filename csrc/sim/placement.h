@@ -5,25 +5,13 @@
 #include <cstdint>
 #include <vector>
 
-#include "core/engine.h"
 #include "sim/access_pattern.h"
 
 namespace dynswap::sim {
 
-/// The seconds of a round of the real engine over the virtual clock, with these residents and the rest of
-/// the budget for the arena. Infinite if the budget cannot hold them.
-double measure(const AccessPattern& pattern, const std::vector<bool>& resident, std::size_t budget,
-               std::uint32_t prefetch);
-
-/// The same where some groups are `by_use`, with this cache for them. In each round, each use of one is drawn
-/// from the groups by use next to it (its layer's): a router chooses others each time.
-double measure(const AccessPattern& pattern, const std::vector<bool>& resident,
-               const std::vector<bool>& by_use, std::size_t cache_bytes, std::size_t budget,
-               std::uint32_t prefetch);
-
 struct Placement {
   std::vector<bool> resident;   ///< each group
-  double seconds = 0;           ///< of a round, by measure()
+  double seconds = 0;           ///< of a round, by measure() (sim/measure.h)
   std::size_t cache_bytes = 0;  ///< for groups by use (sim/room_for_experts.h)
 };
 

@@ -6,6 +6,7 @@
 #include "core/by_use.h"
 #include "core/check.h"
 #include "core/residency.h"
+#include "sim/measure.h"
 
 namespace dynswap::sim {
 

@@ -147,15 +147,11 @@ def load(
 
 def _checked_device(device: Any, dtype: Any, transform: Any, assign: bool) -> torch.device:
     """Return the device, if these arguments can be used together."""
-    try:
-        where = torch.device(device)
-        torch.empty(0, device=where)
-    except (RuntimeError, TypeError, AssertionError) as error:
-        raise ConfigError(
-            f"device is {device!r}: {error}; expected 'cpu', which reads nothing, or an accelerator"
-        ) from error
-    if where.type == "meta":
+    if device is None:
+        raise ConfigError("device is None; expected 'cpu', which reads nothing, or an accelerator")
+    if str(device) == "meta":
         raise ConfigError("device is 'meta', which holds no values; init_empty(factory) makes a skeleton")
+    where = config.resolve(device=device).device
     check_dtype(dtype)
     if transform is not None and not callable(transform):
         raise ConfigError(f"transform is {transform!r}; expected a function of a name and a tensor")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from os import PathLike
 from typing import Any, Protocol, TypeVar
 
@@ -13,6 +14,7 @@ from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.own_masters import own_masters
+from dynswap_ext._util.units import parse_dtype
 from dynswap_ext._util.warn import warn
 from dynswap_ext.checkpoint.loading.assembly import MappedFusion
 from dynswap_ext.checkpoint.options import check_dtype
@@ -87,7 +89,9 @@ def from_pretrained(
             "transformers.AutoModelForCausalLM"
         )
     _check_device_map(options.get("device_map"))
-    if isinstance(dtype, torch.dtype):
+    if isinstance(dtype, str) and dtype != "auto":
+        dtype = parse_dtype(dtype, "dtype")
+    if dtype != "auto" and not isinstance(dtype, Mapping):  # transformers takes one for each part of a model
         check_dtype(dtype)
     if getattr(cls, "__module__", "").partition(".")[0] == "diffusers":
         raise ConfigError(

@@ -13,7 +13,7 @@ import torch
 from dynswap_ext._provider import native_extension, native_unavailable
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
-from dynswap_ext.checkpoint.units import library_config, modules_of, units_of
+from dynswap_ext.checkpoint.weight_units import library_config, modules_of, units_of
 from dynswap_ext.checkpoint.writing.layout import CHECKSUMS
 from dynswap_ext.config import provider_from_environment
 

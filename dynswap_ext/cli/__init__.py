@@ -11,6 +11,7 @@ from typing import Any
 import dynswap_ext
 from dynswap_ext import checkpoint
 from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.option_names import nearest
 from dynswap_ext._util.tables import facts_grid, write
 from dynswap_ext._util.units import parse_dtype
 from dynswap_ext.cli import demo, plan, show
@@ -39,8 +40,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return status
 
 
+class _Parser(argparse.ArgumentParser):
+    """Suggests a name for a misspelt command or choice, as argparse itself can from Python 3.14 on."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            if near := nearest(value, [str(choice) for choice in action.choices or ()]):
+                error.message += f". Did you mean {near!r}?"
+            raise
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="dynswap", description="Run PyTorch models that do not fit the device, streaming their weights."
     )
     version = f"dynswap-ext {dynswap_ext.__version__}"

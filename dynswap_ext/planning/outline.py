@@ -19,9 +19,10 @@ from dynswap_ext._util.units import show_bytes
 from dynswap_ext.checkpoint import init_empty
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.formats.common import content_of
+from dynswap_ext.checkpoint.options import check_dtype
 from dynswap_ext.checkpoint.reader import Entry
 from dynswap_ext.checkpoint.summary import tie_identity
-from dynswap_ext.checkpoint.units import library_config, units_of
+from dynswap_ext.checkpoint.weight_units import library_config, units_of
 from dynswap_ext.errors import ConfigError, SourceError
 from dynswap_ext.planning.weights import (
     Kind,
@@ -207,6 +208,7 @@ def outline_of_checkpoint(
     SourceError
         It cannot be read.
     """
+    check_dtype(dtype)
     checkpoint = open_checkpoint(Path(path))
     once: dict[object, tuple[str, Entry]] = {}
     for name, entry in checkpoint.entries.items():

@@ -21,6 +21,7 @@ from dynswap_ext import config
 from dynswap_ext._util.clock import DeviceClock
 from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.units import parse_bandwidth, parse_seconds, parse_throughput
+from dynswap_ext.checkpoint.options import check_dtype
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.weights import PlannedWeight
 
@@ -181,6 +182,7 @@ def measure_machine(
         There is no such device.
     """
     where = config.resolve(device=device).device
+    check_dtype(dtype)
     side, kind = (1024, torch.float32) if where.type == "cpu" else (8192, torch.bfloat16)
     left, right = (torch.randn(side, side, device=where).to(dtype or kind) for _ in range(2))
     bandwidth, how, _ = masters_bandwidth(where, [] if file is None else [file])

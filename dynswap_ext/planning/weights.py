@@ -18,6 +18,7 @@ from dynswap_ext._util.experts import experts_of_modules
 from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext._util.needed_at_once import units_of_modules
 from dynswap_ext._util.own_masters import own_masters
+from dynswap_ext.checkpoint.options import check_dtype
 
 #: What a pass does with a weight: multiplies each row by it (matrix), or a single one, as a time step's
 #: embedding is (once); scales each row by it (norm); adds it (vector); or looks a few rows of it up.
@@ -99,6 +100,7 @@ def outline_of_model(
     disk
         Copies read masters from a disk, which moves them as they are stored.
     """
+    check_dtype(dtype)
     model = as_tree(model)
     modules = owners(model)
     # An embedding's matrix is multiplied by rows if another module shares it.

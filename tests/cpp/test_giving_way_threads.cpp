@@ -6,7 +6,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -19,13 +18,12 @@
 #include "core/engine.h"
 #include "core/protection.h"
 #include "random.h"
+#include "versioned_masters.h"
 
 namespace dynswap::test {
 
 namespace {
 
-constexpr std::size_t kWords = 64;  // of a weight
-constexpr std::size_t kBytes = kWords * sizeof(std::uint32_t);
 constexpr std::size_t kWeights = 24;
 constexpr std::size_t kRoom = kWeights + 6;  // of the device, in weights
 constexpr std::uint32_t kOthers = 0xEEEEEEEE;
@@ -104,7 +102,7 @@ class Allocator : public std::enable_shared_from_this<Allocator> {
   }
 
   Memory fresh(std::size_t bytes) {
-    if (reserved_ + bytes > kRoom * kBytes) throw OutOfMemory("the device is full");
+    if (reserved_ + bytes > kRoom * kWeightBytes) throw OutOfMemory("the device is full");
     reserved_ += bytes;
     // Never freed before the end: a thread that reads too late reads what is another's by then.
     all_.push_back(std::make_shared<std::vector<std::uint32_t>>(bytes / sizeof(std::uint32_t)));
@@ -132,37 +130,23 @@ class Allocator : public std::enable_shared_from_this<Allocator> {
   std::atomic<std::size_t> loans_{0};
 };
 
-/// A device without queues: a copy has been made when copy() returns.
-class Immediate final : public Backend {
+/// Takes its memory from the allocator.
+class Immediate final : public ImmediateBackend {
  public:
   explicit Immediate(std::shared_ptr<Allocator> allocator) : allocator_(std::move(allocator)) {}
-  const char* name() const noexcept override { return "immediate"; }
-  std::size_t alignment() const noexcept override { return 64; }
   Memory allocate(std::size_t bytes) override { return allocator_->allocate(bytes); }
   bool release_after(const Memory&, const std::vector<EventPtr>&) noexcept override { return true; }
-  EventPtr copy(CopyRequest request) override {
-    for (const Step& step : request.steps) {
-      for (const Piece& piece : step.pieces) {
-        const std::size_t element = scalar_size(piece.source->wanted);
-        std::memcpy(piece.dst, piece.source->address + piece.first * element, piece.count * element);
-      }
-    }
-    return nullptr;
-  }
-  void wait(Stream, const EventPtr&) override {}
-  EventPtr record(Stream) override { return nullptr; }
-  void close() noexcept override {}
-  std::uint64_t host_synchronisations() const noexcept override { return 0; }
 
  private:
   const std::shared_ptr<Allocator> allocator_;
 };
 
-/// A model that is planned again all the time. Every word of a master names the weight and its version.
+/// A model that is planned again all the time.
 class Model {
  public:
   explicit Model(std::shared_ptr<Allocator> allocator) : allocator_(std::move(allocator)) {
-    for (std::uint32_t weight = 0; weight < kWeights; ++weight) sources_.push_back(source(weight, 0));
+    for (std::uint32_t weight = 0; weight < kWeights; ++weight)
+      sources_.push_back(versioned_source(weight, 0));
   }
   ~Model() {
     if (engine_) allocator_->remove(engine_);
@@ -196,7 +180,7 @@ class Model {
 
   void replace(std::uint32_t weight, std::uint32_t version) {
     const std::lock_guard lock(masters_);
-    sources_[weight] = source(weight, version);
+    sources_[weight] = versioned_source(weight, version);
     engine_->update_source(ids_[weight], sources_[weight]);
     versions_[weight].store(version);
   }
@@ -230,23 +214,8 @@ class Model {
   std::size_t reads() const { return reads_; }
 
  private:
-  static SourcePtr source(std::uint32_t weight, std::uint32_t version) {
-    auto words = std::make_shared<std::vector<std::uint32_t>>(kWords, weight << 16 | version);
-    auto source = std::make_shared<Source>();
-    source->name = "weight " + std::to_string(weight);
-    source->stored = source->wanted = Scalar::raw32;
-    source->count = kWords;
-    source->address = reinterpret_cast<const std::byte*>(words->data());
-    source->owner = words;
-    return source;
-  }
-
   void check(const Lease& lease, std::uint32_t weight, std::uint32_t least) {
-    std::uint32_t words[kWords];
-    std::memcpy(words, lease.data(), sizeof words);
-    bool right = words[0] >> 16 == weight && (words[0] & 0xffff) >= least;
-    for (const std::uint32_t word : words) right = right && word == words[0];
-    if (!right) ++wrong_;
+    if (!holds_version(lease, weight, least)) ++wrong_;
   }
 
   const std::shared_ptr<Allocator> allocator_;
@@ -264,7 +233,7 @@ void allocate(Allocator& allocator, std::size_t times) {
   Random random(7);
   std::vector<Memory> kept;
   for (std::size_t i = 0; i < times; ++i) {
-    const std::size_t bytes = kBytes * random.between(1, 12);
+    const std::size_t bytes = kWeightBytes * random.between(1, 12);
     try {
       kept.push_back(allocator.allocate(bytes));
       auto* const words = reinterpret_cast<std::uint32_t*>(kept.back().get());
@@ -284,7 +253,7 @@ struct Outcome {
 Outcome run(std::size_t allocations) {
   const auto allocator = std::make_shared<Allocator>();
   Model model(allocator);
-  model.plan(kWeights * kBytes);
+  model.plan(kWeights * kWeightBytes);
   std::atomic<bool> stop{false};
   std::vector<std::thread> threads;
   for (Stream stream = 0; stream < 2; ++stream) {
@@ -299,7 +268,7 @@ Outcome run(std::size_t allocations) {
   threads.emplace_back([&] {
     Random random(99);
     while (!stop) {
-      model.plan(kBytes * random.between(4, kWeights));
+      model.plan(kWeightBytes * random.between(4, kWeights));
       std::this_thread::sleep_for(std::chrono::milliseconds(1));
     }
   });

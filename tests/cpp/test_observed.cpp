@@ -7,6 +7,7 @@
 
 #include "check.h"
 #include "core/engine.h"
+#include "sim/measure.h"
 #include "sim/observed.h"
 #include "sim/placement.h"
 #include "sim/virtual_backend.h"

@@ -11,6 +11,7 @@
 #include "core/residency.h"
 #include "random.h"
 #include "sim/access_pattern.h"
+#include "sim/measure.h"
 #include "sim/placement.h"
 
 namespace dynswap::test {

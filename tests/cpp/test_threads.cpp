@@ -4,7 +4,6 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
-#include <cstring>
 #include <memory>
 #include <optional>
 #include <thread>
@@ -15,62 +14,27 @@
 #include "core/engine.h"
 #include "host/host_backend.h"
 #include "random.h"
+#include "versioned_masters.h"
 
 namespace dynswap::test {
 
 namespace {
 
-constexpr std::size_t kWords = 64;  // of a weight
 constexpr std::size_t kWeights = 24;
 constexpr int kThreads = 4;
 constexpr int kLeastPasses = 20;
 constexpr std::uint32_t kReplacements = 500;
 
-/// A device without queues: a copy has been made when copy() returns.
-class ImmediateBackend final : public Backend {
- public:
-  const char* name() const noexcept override { return "immediate"; }
-  std::size_t alignment() const noexcept override { return 64; }
-  Memory allocate(std::size_t bytes) override {
-    return Memory(new std::byte[bytes], [](std::byte* memory) { delete[] memory; });
-  }
-  EventPtr copy(CopyRequest request) override {
-    for (const Step& step : request.steps) {
-      for (const Piece& piece : step.pieces) {
-        const std::size_t element = scalar_size(piece.source->wanted);
-        std::memcpy(piece.dst, piece.source->address + piece.first * element, piece.count * element);
-      }
-    }
-    return nullptr;
-  }
-  void wait(Stream, const EventPtr&) override {}
-  EventPtr record(Stream) override { return nullptr; }
-  void close() noexcept override {}
-  std::uint64_t host_synchronisations() const noexcept override { return 0; }
-};
-
 void no_cast(void*, Scalar, const void*, Scalar, std::size_t) {}
-
-/// A master whose every word tells which weight and which version it is.
-SourcePtr make_source(std::uint32_t weight, std::uint32_t version) {
-  auto words = std::make_shared<std::vector<std::uint32_t>>(kWords, weight << 16 | version);
-  auto source = std::make_shared<Source>();
-  source->name = "weight " + std::to_string(weight);
-  source->stored = source->wanted = Scalar::raw32;
-  source->count = kWords;
-  source->address = reinterpret_cast<const std::byte*>(words->data());
-  source->owner = words;
-  return source;
-}
 
 struct Model {
   explicit Model(std::unique_ptr<Backend> backend) {
     EngineOptions options;
     options.group_bytes = 0;
     options.prefetch = 2;
-    options.budget = 16 * kWords * sizeof(std::uint32_t);
+    options.budget = 16 * kWeightBytes;
     engine = std::make_shared<Engine>(std::move(backend), options);
-    for (std::uint32_t i = 0; i < kWeights; ++i) ids.push_back(engine->add_weight(make_source(i, 0), i));
+    for (std::uint32_t i = 0; i < kWeights; ++i) ids.push_back(engine->add_weight(versioned_source(i, 0), i));
     engine->plan();
   }
 
@@ -83,11 +47,7 @@ struct Model {
   }
 
   void check(const Lease& lease, std::uint32_t weight, std::uint32_t least) {
-    std::uint32_t words[kWords];
-    std::memcpy(words, lease.data(), sizeof words);
-    bool right = words[0] >> 16 == weight && (words[0] & 0xffff) >= least;
-    for (const std::uint32_t word : words) right = right && word == words[0];
-    if (!right) ++wrong;
+    if (!holds_version(lease, weight, least)) ++wrong;
   }
 
   std::shared_ptr<Engine> engine;
@@ -120,7 +80,7 @@ void replace_masters(Model& model) {
   Random random(99);
   for (std::uint32_t version = 1; version <= kReplacements; ++version) {
     const auto weight = static_cast<std::uint32_t>(random.below(kWeights));
-    model.engine->update_source(model.ids[weight], make_source(weight, version));
+    model.engine->update_source(model.ids[weight], versioned_source(weight, version));
     model.versions[weight].store(version);
     std::this_thread::sleep_for(std::chrono::microseconds(50));
   }

@@ -101,6 +101,23 @@ def assert_told_once(told: pytest.WarningsRecorder | list[Any], times: int) -> N
     assert len([text for text in texts if "moves nothing" in text]) == times, texts
 
 
+def llama_config(**options: Any) -> Any:
+    """The config of a small model with the tokens of `word_tokenizer`, but for these options."""
+    sizes = {
+        "vocab_size": 16,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 64,
+        "pad_token_id": 0,
+        "bos_token_id": 1,
+        "eos_token_id": 2,
+    }
+    return library("transformers").LlamaConfig(**{**sizes, **options})
+
+
 def word_tokenizer(**special: str) -> Any:
     """A tokenizer of a few words, made by hand."""
     tokenizers = library("tokenizers")

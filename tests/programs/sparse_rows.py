@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from programs import library, seeded
+from programs import library, llama_config, seeded
 
 ROWS, WIDTH, LENGTH, CLASSES = 16384, 32, 7, 3
 
@@ -33,17 +33,11 @@ def bags() -> Bags:
 def llama_classifier() -> Any:
     """A Llama with a small head, so that the embedding has nearly all of its bytes."""
     transformers = library("transformers")
-    config = transformers.LlamaConfig(
+    config = llama_config(
         vocab_size=ROWS,
         hidden_size=WIDTH,
-        intermediate_size=48,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
         max_position_embeddings=16,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
         num_labels=CLASSES,
     )
     seeded()

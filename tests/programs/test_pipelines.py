@@ -15,9 +15,8 @@ import pretend_cuda
 from conftest import Provider
 from dynswap_ext import testing
 from programs import bytes_of, inference_dtype, seeded, word_tokenizer
-from test_diffusers import PIPELINES, autoencoder, clip_text, diffusers, transformers
+from test_diffusers import PIPELINES, PROMPT, autoencoder, clip_text, diffusers, transformers
 
-PROMPT = "a photo of a red cat"
 STEPS = 4
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from conftest import Provider
 from dynswap_ext import checkpoint
-from programs import library, same
+from programs import library, llama_config, same
 from ways import smallest_budget
 
 transformers = library("transformers")
@@ -50,18 +50,7 @@ BITSANDBYTES: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A checkpoint in bfloat16, not quantised."""
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = llama_config(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128)
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("llama")
     transformers.LlamaForCausalLM(config).bfloat16().save_pretrained(path)

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from conftest import Provider
-from programs import library
+from programs import library, llama_config
 
 transformers = library("transformers")
 
@@ -52,18 +52,7 @@ dist.destroy_process_group()
 def test_two_ranks(provider: Provider, tmp_path: Path) -> None:
     if provider.device.type != "cpu":
         pytest.skip("gloo adds up tensors in RAM")
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-    )
+    config = llama_config(vocab_size=64, num_hidden_layers=2)
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     arguments = [str(tmp_path), "native" if provider.native else "python"]

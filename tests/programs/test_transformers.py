@@ -12,7 +12,16 @@ from torch import nn
 
 from conftest import Provider, accelerate_knows
 from dynswap_ext import testing
-from programs import assert_told_once, both, inference_dtype, library, same, seeded, word_tokenizer
+from programs import (
+    assert_told_once,
+    both,
+    inference_dtype,
+    library,
+    llama_config,
+    same,
+    seeded,
+    word_tokenizer,
+)
 
 transformers = library("transformers")
 
@@ -20,19 +29,7 @@ VOCABULARY = 16  # as `word_tokenizer` has
 
 
 def llama(**options: Any) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        pad_token_id=0,
-        bos_token_id=1,
-        eos_token_id=2,
-        **options,
-    )
+    config = llama_config(**options)
     seeded()
     return transformers.LlamaForCausalLM(config).eval()
 

@@ -1,0 +1,60 @@
+// Engine: a fork of the process.
+//
+// Note [A fork waits for engines]
+// A forked child has one thread, the one that forked. Had another thread been inside an engine, the child
+// would find its mutex locked for good, and what that guards half changed. So the fork takes the mutexes of
+// all engines first, also of those whose plan was replaced and that only leases keep. In the child they are
+// abandoned: they answer for what they counted, and do nothing else.
+//
+// LOCK order: a handler that takes a lock under which engines are called is registered after follow_forks(),
+// as the last one that was registered runs first. The thread that forks may hold Python's lock, so nothing
+// may wait for that under these mutexes.
+#include <mutex>
+#include <set>
+
+#include "core/engine.h"
+#include "platform/process.h"
+
+namespace dynswap {
+
+struct Engine::OfProcess {
+  std::mutex mutex;
+  std::set<Engine*> all;  ///< LOCK: mutex
+
+  static OfProcess& get() {
+    static auto* const one = new OfProcess;  // engines may outlive static objects
+    static const bool follows_forks =
+        at_fork([] { one->before(); }, [] { one->after(false); }, [] { one->after(true); });
+    static_cast<void>(follows_forks);
+    return *one;
+  }
+
+  void before() {
+    mutex.lock();
+    for (Engine* const engine : all) engine->mutex_.lock();
+  }
+
+  void after(bool in_child) {
+    for (Engine* const engine : all) {
+      if (in_child) engine->abandoned_ = true;
+      engine->mutex_.unlock();
+    }
+    mutex.unlock();
+  }
+};
+
+void Engine::follow_forks() { static_cast<void>(OfProcess::get()); }
+
+void Engine::enlist() {
+  OfProcess& process = OfProcess::get();
+  const std::lock_guard lock(process.mutex);
+  process.all.insert(this);
+}
+
+void Engine::delist() noexcept {
+  OfProcess& process = OfProcess::get();
+  const std::lock_guard lock(process.mutex);
+  process.all.erase(this);
+}
+
+}  // namespace dynswap

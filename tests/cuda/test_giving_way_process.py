@@ -1,0 +1,83 @@
+"""Residents that give way, and what else goes on in the process: forks, and torch's record of its memory."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import dynswap_ext
+from gpu_under_test import Gpu
+
+pretend_cuda = pytest.importorskip("pretend_cuda")
+pytestmark = pytest.mark.skipif(
+    not pretend_cuda.active() or pretend_cuda.device_type() != "cuda",
+    reason="needs a CUDA device of which the test may have its way: the pretend one",
+)
+
+DEVICE = "cuda:0"
+WIDTH = 64
+
+
+@pytest.fixture(autouse=True)
+def _native(gpu: Gpu) -> None:
+    if not gpu.native:
+        pytest.skip("the pure-Python provider's residents do not give way")
+
+
+def test_a_forked_child_can_drop_an_install_while_a_thread_of_the_parent_lends() -> None:
+    """The child would find a mutex locked by a thread that it does not have."""
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(64))).requires_grad_(False)
+    handle = dynswap_ext.install(model, device=DEVICE, budget="auto")
+    model(torch.randn(4, WIDTH, device=DEVICE))
+    assert handle.stats().resident_groups > 0
+    stop = threading.Event()
+
+    def allocate() -> None:
+        while not stop.is_set():
+            torch.empty(1 << 20, dtype=torch.uint8, device=DEVICE)
+            torch.cuda.empty_cache()  # so that the next one asks for memory again
+
+    thread = threading.Thread(target=allocate)
+    thread.start()
+    try:
+        for _ in range(60):
+            child = os.fork()
+            if child == 0:
+                signal.alarm(20)
+                del handle, model  # the last to have them
+                os._exit(0)
+            assert os.waitpid(child, 0)[1] == 0
+    finally:
+        stop.set()
+        thread.join()
+    handle.uninstall()
+
+
+def test_nothing_gives_way_while_torch_takes_stack_traces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need Python's lock, for which a thread that has the allocator's must not wait."""
+    recorded = True
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: recorded, raising=False)
+    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16))).requires_grad_(False)
+    layer = 256 * 257 * 4
+    x = torch.randn(4, 256, device=DEVICE)
+    with dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
+        model(x)
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 4 * layer) / total)
+        try:
+            assert "torch records the history of its memory" in str(handle.report())
+            with pytest.raises(torch.OutOfMemoryError):
+                torch.empty(10 * layer, dtype=torch.uint8, device=DEVICE)
+            assert handle.stats().given_way == 0 < handle.stats().resident_groups
+            recorded = False
+            model(x)
+            torch.empty(10 * layer, dtype=torch.uint8, device=DEVICE)
+            assert handle.stats().given_way > 0
+        finally:
+            torch.cuda.set_per_process_memory_fraction(1.0)
