@@ -3,12 +3,14 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
 #include "core/backend.h"
 #include "core/lockable.h"
+#include "transfer/pinned_budget.h"
 
 namespace dynswap {
 

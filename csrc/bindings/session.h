@@ -202,6 +202,7 @@ class Session : public std::enable_shared_from_this<Session> {
   bool fits(const py::list& modules, std::optional<std::size_t> budget) const;
   void plan_first(Streamed streamed);
   void draft_plan(Draft& draft, const Budget& budget);
+  std::vector<std::vector<WeightId>> residents_there(const Draft& draft) const;
   void carry_out(const Draft& draft);
   void take_over(Draft& draft);
   void replace_plan(const py::object& root, const Budget& budget);

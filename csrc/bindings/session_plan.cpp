@@ -16,6 +16,8 @@ namespace dynswap {
 /// GIL. carry_out() frees the old plan's memory before it allocates the new plan's, so that the device never
 /// needs both; in between, each access copies. An access that began with an old weight goes on with the old
 /// engine, or, if that is closed, with a private copy. What it was handed stays the weight's (hand_on()).
+/// Residents that both plans have stay on the device (Note [Residents go from plan to plan]), if their
+/// masters have not changed when take_over() looks. What changes later, the new weights notice.
 struct Session::Draft {
   struct Module {
     py::object state;
@@ -35,6 +37,13 @@ struct Session::Draft {
   std::shared_ptr<WeightTable> before;  ///< in whose place it is
   Streamed streamed;
   std::vector<Module> modules;
+  /// What the new weight of an unchanged master knew of it when it took over.
+  struct Unchanged {
+    WeightId earlier;  ///< the id in the plan before
+    std::uint32_t version;
+    std::uint64_t writes;
+  };
+  std::vector<std::optional<Unchanged>> unchanged;  ///< by WeightId
   std::shared_ptr<Plan> plan = std::make_shared<Plan>();
 };
 
@@ -73,6 +82,13 @@ void hand_on(Weight& earlier, Weight& weight) {
   weight.latest = earlier.latest;
   weight.latest_storage = earlier.latest_storage;
   record->belong_to(weight.shared_from_this());
+}
+
+/// Whether the bytes of `earlier` on the device are those of `weight`, if the master is unchanged.
+bool continues(const Weight& earlier, const Weight& weight) {
+  constexpr auto streamed = Weight::AccessPath::streamed;
+  return earlier.path == streamed && weight.path == streamed && weight.state.same_elements(earlier.state) &&
+         weight.source->same_shape(*earlier.source);
 }
 
 /// Whether a plan that was measured with other weights applies to these: their masters are the same, in the
@@ -165,8 +181,25 @@ void Session::draft_plan(Draft& draft, const Budget& budget) {
     weight->id = draft.plan->engine->add_weight(weight->source, unit.number, unit.options);
     draft.plan->weights.push_back(weight->shared_from_this());
   }
+  const std::vector<std::vector<WeightId>> there = residents_there(draft);
   const py::gil_scoped_release release;
-  draft.plan->engine->arrange();
+  draft.plan->engine->arrange(there);
+}
+
+/// The residents of the present plan that are on the device, as far as the draft has all of their weights.
+std::vector<std::vector<WeightId>> Session::residents_there(const Draft& draft) const {
+  std::vector<std::vector<WeightId>> there;
+  if (plan_->engine == draft.plan->engine) return there;
+  for (const std::vector<WeightId>& group : plan_->engine->residents_there()) {
+    std::vector<WeightId>& ids = there.emplace_back();
+    for (const WeightId id : group) {
+      const Weight& earlier = *plan_->weights[id];
+      const Weight* const weight = draft.table->find(earlier.state.impl);
+      if (weight != nullptr && continues(earlier, *weight)) ids.push_back(weight->id);
+    }
+    if (ids.size() != group.size()) there.pop_back();
+  }
+  return there;
 }
 
 /// Gives every module its new weights. Does not release the GIL before that.
@@ -181,11 +214,16 @@ void Session::take_over(Draft& draft) {
       }
     }
   }
+  draft.unchanged.resize(draft.plan->weights.size());
   for (const auto& weight : draft.before->weights()) {
     Weight* const successor = table_->find(weight->state.impl);
-    if (successor != nullptr) {
-      successor->take_nodes(*weight);
-      if (successor->state.same_elements(weight->state)) hand_on(*weight, *successor);
+    if (successor != nullptr) successor->take_nodes(*weight);
+    if (successor != nullptr && successor->state.same_elements(weight->state)) {
+      hand_on(*weight, *successor);
+      // Graphs that were captured read residents, and hold no lease.
+      if (!captured_ && weight->plan == plan_ && continues(*weight, *successor) && weight->resident() &&
+          weight->master_unchanged())
+        draft.unchanged[successor->id] = {weight->id, successor->state.version, successor->writes_seen};
     }
     weight->superseded = true;
     weight->plan = nullptr;
@@ -202,6 +240,10 @@ void Session::carry_out(const Draft& draft) {
   const std::shared_ptr<const Plan> old = plan_;
   Engine& engine = *draft.plan->engine;
   if (old->engine != draft.plan->engine) {
+    std::vector<std::optional<WeightId>> ids;
+    for (const auto& weight : draft.unchanged)
+      ids.push_back(weight ? std::optional(weight->earlier) : std::nullopt);
+    engine.inherit(*old->engine, ids);
     {
       const py::gil_scoped_release release;
       old->engine->close();
@@ -236,7 +278,12 @@ void Session::carry_out(const Draft& draft) {
       outdated_ = true;
       continue;
     }
-    if (weight->source != known) engine.update_source(weight->id, weight->source);
+    bool changed = weight->source != known;
+    if (!draft.unchanged.empty() && draft.unchanged[weight->id]) {
+      const Draft::Unchanged& then = *draft.unchanged[weight->id];
+      changed = changed || weight->state.version != then.version || weight->writes_seen != then.writes;
+    }
+    if (changed) engine.update_source(weight->id, weight->source);
     weight->plan = plan_;
     streams_any_ = streams_any_ || streams(*weight);
   }

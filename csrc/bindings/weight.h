@@ -217,13 +217,15 @@ struct Weight : std::enable_shared_from_this<Weight> {
     }
   }
 
-  /// Somebody has what was handed out last, and the master is still that, as far as can be told.
-  bool still_handed_out() {
+  /// The master is still what was copied, as far as can be told.
+  bool master_unchanged() {
     follow_version();
-    if (latest_storage.expired() || !version.enabled() || version.current_version() != state.version)
-      return false;
+    if (!version.enabled() || version.current_version() != state.version) return false;
     return !watch || watch->writes() == writes_seen;
   }
+
+  /// Somebody has what was handed out last, and the master is still that, as far as can be told.
+  bool still_handed_out() { return !latest_storage.expired() && master_unchanged(); }
 };
 
 }  // namespace dynswap

@@ -56,7 +56,6 @@ Engine::~Engine() {
     // process take everything with it.
     static_cast<void>(backend_.release());
     new Memory(std::move(arena_memory_));
-    new Memory(std::move(resident_memory_));
     new Memory(std::move(cache_memory_));
     new std::vector<Retired>(std::move(retired_));
     new std::vector<Group>(std::move(groups_));
@@ -102,7 +101,7 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
       issued_.wait(lock, [&] { return closed_ || !waits_for_others(group); });
       renewal = renew_outdated(id, lock);
     } while (!closed_ && !renewal && waits_for_others(group));
-    if (closed_) throw ClosedError("the model has been uninstalled");
+    if (closed_ || group.passed_on) throw ClosedError("the model has been uninstalled");
     ++tick_;
     group.expected_at = tick_;
     if (group.first_use == 0) group.first_use = tick_;
@@ -312,9 +311,7 @@ void Engine::close() noexcept {
       }
     }
     for (Group& group : groups_) {
-      if (group.home_occupant) keep_until_read(*group.home_occupant);
-      // It goes with its own readers. A part of one block for all residents goes with that.
-      if (options_.residents_give_way && group.home) {
+      if (group.home) {  // it goes with its own readers
         std::vector<EventPtr> read;
         if (group.home_occupant) read = overwrite_after(*group.home_occupant);
         retired_.push_back({group.home, std::move(read), 0, true});
@@ -332,8 +329,7 @@ void Engine::close() noexcept {
     cache_ = Arena();
     for (Retired& retired : retired_) retired.at_once = true;
     retired_.push_back({std::move(arena_memory_), after, 0, true});
-    retired_.push_back({std::move(cache_memory_), after, 0, true});
-    retired_.push_back({std::move(resident_memory_), std::move(after), 0, true});
+    retired_.push_back({std::move(cache_memory_), std::move(after), 0, true});
     // Leases may keep the engine; the masters' memory is their owners' again.
     for (Weight& weight : weights_) {
       sources.push_back(weight.source);

@@ -128,7 +128,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   /// Forms groups, chooses residents and sizes the arena. Throws BudgetError, naming the smallest budget that
   /// works. Called once, before plan(), or by it.
-  void arrange();
+  /// `there`: weights of this engine that are residents of the one whose place it takes, by its groups. These
+  /// stay together, and are residents before others are (Note [Residents go from plan to plan]).
+  void arrange(const std::vector<std::vector<WeightId>>& there = {});
+  /// Takes over what stays on the device of the engine whose place this one takes. `ids` are the other's ids
+  /// of this engine's weights; nothing for what it has not, and for a weight whose master has changed. The
+  /// other engine is closed next, before plan(). Neither allocates nor frees memory.
+  void inherit(Engine& earlier, const std::vector<std::optional<WeightId>>& ids);
   /// Takes the memory for it. Throws what arrange() does, or OutOfMemory; nothing is held then.
   void plan();
 
@@ -164,6 +170,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool stays(WeightId weight) const;
   /// Returns whether the weight is a resident that is on the device. If so, it does not give way any more.
   bool keep_from_giving_way(WeightId weight);
+  /// The weights of each resident that is on the device.
+  std::vector<std::vector<WeightId>> residents_there() const;
   /// The weights that travel with this one, itself included.
   const std::vector<WeightId>& companions(WeightId weight) const;
   /// How many leases there are on its group's copy, and on itself in it.
@@ -251,10 +259,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct Group {
     std::vector<WeightId> weights;
     std::size_t bytes = 0;
-    bool tiny = false;  ///< of tiny units alone
-    bool keep = false;  ///< of weights that are kept
+    bool tiny = false;   ///< of tiny units alone
+    bool keep = false;   ///< of weights that are kept
+    bool there = false;  ///< resident in the plan before
     bool resident = false;
     bool captured = false;             ///< resident: a graph has captured it, so it does not give way
+    bool passed_on = false;            ///< resident: the next plan has it
     bool by_use = false;               ///< its slots are in the cache
     UseScore score;                    ///< by use
     Memory home;                       ///< resident: its block; null once it has given way
@@ -306,8 +316,14 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Grouping preferred_grouping() const;
   std::size_t end_of_unit(WeightId first) const noexcept;
   std::size_t unit_bytes(WeightId first) const noexcept;
-  std::vector<std::size_t> form_groups(const Grouping& grouping);  ///< returns their sizes
-  std::vector<std::size_t> take_groups(const PriorPlan& prior);    ///< returns their sizes
+  /// Returns their sizes. Those of `there` are groups already.
+  std::vector<std::size_t> form_groups(const Grouping& grouping,
+                                       const std::vector<std::vector<WeightId>>& there);
+  std::vector<std::vector<WeightId>> that_stay_together(std::vector<std::vector<WeightId>> there) const;
+  std::vector<std::size_t> arrange_around(const std::vector<std::vector<WeightId>>& there,
+                                          std::size_t budget);
+  std::vector<bool> by_use() const;                              ///< each group
+  std::vector<std::size_t> take_groups(const PriorPlan& prior);  ///< returns their sizes
   std::vector<std::size_t> lay_out_groups();
   std::size_t least_budget(const std::vector<std::size_t>& bytes) const;
   void check_kept(const std::vector<std::size_t>& bytes, std::size_t budget) const;
@@ -356,12 +372,16 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // engine_give_way.cpp
   bool restore(const Loan& loan, Memory& memory);
 
+  // engine_inherit.cpp
+  bool has_what(const Group& group, const std::vector<std::optional<WeightId>>& ids, const Engine& earlier,
+                GroupId other) const;
+  void give_back_inherited() noexcept;
+
   // Set before plan() returns, constant afterwards.
   std::unique_ptr<Backend> backend_;
   const EngineOptions options_;
   const std::function<void(const std::string&)> warn_;
   Memory arena_memory_;
-  Memory resident_memory_;
   Memory cache_memory_;
   Stream order_of_residents_ = 0;
   std::size_t planned_bytes_ = 0;  ///< of arena, cache and residents

@@ -67,17 +67,23 @@ std::size_t Engine::unit_bytes(WeightId first) const noexcept {
   return bytes;
 }
 
-std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
+std::vector<std::size_t> Engine::form_groups(const Grouping& grouping,
+                                             const std::vector<std::vector<WeightId>>& there) {
   // A unit's weights are used together, so a group holds whole units: small ones until there is enough
   // to be worth a transfer. Only a unit too large to travel at once is cut, and its small weights (a
   // bias) go with the weight before them. A unit that one call needs as a whole is one group, whatever its
-  // size: cut, it could be given a budget that does not hold it.
+  // size: cut, it could be given a budget that does not hold it. Around residents that are there already, a
+  // group goes on.
   const auto [enough, too_large, tiny] = grouping;
   std::size_t largest = 0;
   for (const Weight& weight : weights_)
     largest = std::max<std::size_t>(largest, weight.options.by_use ? 0 : weight.source->wanted_bytes());
   const std::size_t small = std::max(enough / 4, largest / 16);
   groups_.clear();
+  std::vector<bool> grouped(weights_.size(), false), in_tiny_unit(weights_.size(), false);
+  for (const std::vector<WeightId>& group : there) {
+    for (const WeightId id : group) grouped[id] = true;
+  }
   std::size_t open_bytes = 0;
   bool open = false;
   std::size_t current = 0;  // the group that is open
@@ -104,11 +110,19 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
       continue;
     }
     if (bytes_of_unit <= tiny && !options.keep) {
-      if (!tinies) {
-        tinies = groups_.size();
-        groups_.emplace_back().tiny = true;
+      for (; first < last; ++first) {
+        in_tiny_unit[first] = true;
+        if (grouped[first]) continue;
+        if (!tinies) {
+          tinies = groups_.size();
+          groups_.emplace_back().tiny = true;
+        }
+        groups_[*tinies].weights.push_back(first);
       }
-      for (; first < last; ++first) groups_[*tinies].weights.push_back(first);
+      continue;
+    }
+    if (std::find(grouped.begin() + first, grouped.begin() + last, false) == grouped.begin() + last) {
+      first = last;
       continue;
     }
     if (open) {
@@ -117,6 +131,7 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
     }
     const bool cut = bytes_of_unit > too_large && !options.at_once;
     for (WeightId weight = first; weight < last; ++weight) {
+      if (grouped[weight]) continue;
       const std::size_t bytes = weights_[weight].source->wanted_bytes();
       if (cut && open_bytes >= enough && bytes > small) open = false;
       append(weight);
@@ -124,7 +139,16 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping) {
     if (open_bytes >= enough) open = false;
     first = last;
   }
-
+  for (const std::vector<WeightId>& group : there) {
+    Group& made = groups_.emplace_back();
+    made.weights = group;
+    made.there = true;
+    made.keep = weights_[group.front()].options.keep;
+    made.tiny = std::all_of(group.begin(), group.end(), [&](WeightId id) { return in_tiny_unit[id]; });
+  }
+  // Numbered in the order of their weights.
+  std::stable_sort(groups_.begin(), groups_.end(),
+                   [](const Group& a, const Group& b) { return a.weights.front() < b.weights.front(); });
   return lay_out_groups();
 }
 
@@ -199,37 +223,85 @@ std::size_t Engine::least_budget(const std::vector<std::size_t>& bytes) const {
   return kept + ordered + by_use;
 }
 
-void Engine::arrange() {
+void Engine::arrange(const std::vector<std::vector<WeightId>>& there) {
   DYNSWAP_CHECK(!arranged_, "arrange() is called once, and before plan()");
   arranged_ = true;
   if (weights_.empty()) return;
-  const std::optional<PriorPlan>& prior = options_.prior;
-  std::vector<std::size_t> bytes = prior ? take_groups(*prior) : form_groups(preferred_grouping());
-  if (!prior && options_.budget > 0 && least_budget(bytes) > options_.budget) {
-    bytes = form_groups({1, 0, 0});  // as small as can be: what does not fit now never will
+  const std::size_t budget = PROTECTED(cap_respected) ? options_.budget : 2 * options_.budget;
+  std::vector<std::size_t> bytes;
+  if (const std::optional<PriorPlan>& prior = options_.prior) {
+    bytes = take_groups(*prior);
+    residency_ = with_cache(prior->resident, bytes, by_use(), prior->cache_bytes, budget, options_.prefetch);
+  } else {
+    std::vector<std::vector<WeightId>> together;
+    if (budget > 0) together = that_stay_together(there);
+    bytes = arrange_around(together, budget);
+    // What does not stay there after all need not stay together either.
+    if (std::erase_if(together, [this](const std::vector<WeightId>& group) {
+          return !residency_.residency.resident[weights_[group.front()].group];
+        }) > 0)
+      bytes = arrange_around(together, budget);
   }
   stats_.groups = groups_.size();
   stats_.weight_bytes = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});
-
-  const std::size_t budget = PROTECTED(cap_respected) ? options_.budget : 2 * options_.budget;
-  if (!prior) check_kept(bytes, budget);
-  std::vector<bool> keep, tiny, by_use;
-  for (const Group& group : groups_) {
-    keep.push_back(group.keep);
-    tiny.push_back(group.tiny);
-    by_use.push_back(group.by_use);
-  }
-  residency_ = prior
-                   ? with_cache(prior->resident, bytes, by_use, prior->cache_bytes, budget, options_.prefetch)
-                   : plan_with_cache(bytes, keep, tiny, by_use, budget, options_.prefetch);
   // When all residents have given way, no more is left than with budget="minimum".
   if (options_.residents_give_way) {
     const std::vector<bool> none(bytes.size(), false);
-    const PlanWithCache least = plan_with_cache(bytes, none, none, by_use, 0, options_.prefetch);
+    const PlanWithCache least = plan_with_cache(bytes, none, none, by_use(), 0, options_.prefetch);
     residency_.residency.arena_bytes =
         std::min(residency_.residency.arena_bytes, least.residency.arena_bytes);
   }
-  half_life_ = half_life(residency_.cache_bytes, bytes, by_use);
+  half_life_ = half_life(residency_.cache_bytes, bytes, by_use());
+}
+
+std::vector<bool> Engine::by_use() const {
+  std::vector<bool> by_use;
+  for (const Group& group : groups_) by_use.push_back(group.by_use);
+  return by_use;
+}
+
+/// Forms groups and chooses residents, where the groups of `there` are on the device. Returns their sizes.
+std::vector<std::size_t> Engine::arrange_around(const std::vector<std::vector<WeightId>>& there,
+                                                std::size_t budget) {
+  std::vector<std::size_t> bytes = form_groups(preferred_grouping(), there);
+  if (options_.budget > 0 && least_budget(bytes) > options_.budget)
+    bytes = form_groups({1, 0, 0}, {});  // as small as can be: what does not fit now never will
+  check_kept(bytes, budget);
+  std::vector<bool> keep, tiny, is_there;
+  for (const Group& group : groups_) {
+    keep.push_back(group.keep);
+    tiny.push_back(group.tiny);
+    is_there.push_back(group.there);
+  }
+  residency_ = plan_with_cache(bytes, keep, tiny, by_use(), budget, options_.prefetch);
+  if (std::find(is_there.begin(), is_there.end(), true) == is_there.end()) return bytes;
+
+  // As many of them as leave room to run ahead as far as with the usual residents; and if these are more,
+  // others.
+  const std::vector<bool> usual = residency_.residency.resident;
+  std::vector<bool> stay;
+  std::size_t usual_bytes = 0, there_bytes = 0, largest = 1;
+  for (GroupId id = 0; id < groups_.size(); ++id) {
+    stay.push_back(keep[id] || (tiny[id] && usual[id]));
+    usual_bytes += usual[id] ? bytes[id] : 0;
+    there_bytes += stay[id] || is_there[id] ? bytes[id] : 0;
+    largest = std::max(largest, is_there[id] ? bytes[id] : 0);
+  }
+  const auto try_with = [&](const std::vector<bool>& resident) {
+    try {
+      const PlanWithCache plan =
+          with_cache(resident, bytes, by_use(), residency_.cache_bytes, budget, options_.prefetch);
+      if (plan.residency.depth < residency_.residency.depth) return false;
+      residency_ = plan;
+      return true;
+    } catch (const BudgetError&) {
+      return false;
+    }
+  };
+  for (std::size_t most = std::max(there_bytes, usual_bytes);;
+       most -= std::min(most - usual_bytes, largest)) {
+    if (try_with(residents_near(most, bytes, stay, is_there, by_use())) || most == usual_bytes) return bytes;
+  }
 }
 
 void Engine::check_kept(const std::vector<std::size_t>& bytes, std::size_t budget) const {
@@ -261,33 +333,39 @@ void Engine::plan() {
     return;
   }
   const auto [residency, cache_bytes] = std::exchange(residency_, {});
-  Memory arena, residents, cache;  // all or nothing
+  std::vector<bool> inherited;
+  {
+    const std::lock_guard lock(mutex_);
+    for (const Group& group : groups_) inherited.push_back(group.home != nullptr);
+  }
+  Memory arena, cache;  // all or nothing
   std::vector<Memory> homes(groups_.size());
-  if (residency.arena_bytes > 0) arena = backend_->allocate(residency.arena_bytes);
-  if (cache_bytes > 0) cache = backend_->allocate(cache_bytes);
-  if (residency.resident_bytes > 0 && !options_.residents_give_way)
-    residents = backend_->allocate(residency.resident_bytes);
-  std::size_t offset = 0;
-  for (GroupId id = 0; id < groups_.size(); ++id) {
-    if (!residency.resident[id]) continue;
-    homes[id] =
-        residents ? Memory(residents, residents.get() + offset) : backend_->allocate(groups_[id].bytes);
-    offset += groups_[id].bytes;
-    if (!residents) order_of_residents_ = backend_->order_of(homes[id]);
+  Stream order_of_residents = 0;
+  try {
+    if (residency.arena_bytes > 0) arena = backend_->allocate(residency.arena_bytes);
+    if (cache_bytes > 0) cache = backend_->allocate(cache_bytes);
+    for (GroupId id = 0; id < groups_.size(); ++id) {
+      if (!residency.resident[id] || inherited[id]) continue;
+      homes[id] = backend_->allocate(groups_[id].bytes);
+      order_of_residents = backend_->order_of(homes[id]);
+    }
+  } catch (...) {
+    give_back_inherited();
+    throw;
   }
 
   const std::lock_guard lock(mutex_);
   if (closed_) return;  // by another thread, meanwhile
   arena_memory_ = std::move(arena);
-  resident_memory_ = std::move(residents);
   cache_memory_ = std::move(cache);
   std::vector<Schedule::Group> streamed;
   for (GroupId id = 0; id < groups_.size(); ++id) {
     Group& group = groups_[id];
     group.resident = residency.resident[id];
-    group.home = std::move(homes[id]);
+    if (!inherited[id]) group.home = std::move(homes[id]);
     if (group.resident) {
       ++stats_.resident_groups;
+      cold_residents_ += inherited[id] ? 0 : 1;
     } else if (!group.by_use) {
       streamed.push_back(id);
     }
@@ -296,7 +374,7 @@ void Engine::plan() {
   use_order_ = UseOrder(groups_.size());
   arena_ = Arena(residency.arena_bytes);
   cache_ = Arena(cache_bytes);
-  cold_residents_ = stats_.resident_groups;
+  order_of_residents_ = order_of_residents;
   stats_.resident_bytes = residency.resident_bytes;
   stats_.arena_bytes = residency.arena_bytes + cache_bytes;
   planned_bytes_ = std::max<std::size_t>(options_.budget, residency.resident_bytes + stats_.arena_bytes);

@@ -192,6 +192,28 @@ ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, const std::v
   return plan;
 }
 
+std::vector<bool> residents_near(std::size_t most, const std::vector<std::size_t>& bytes,
+                                 const std::vector<bool>& stay, const std::vector<bool>& there,
+                                 const std::vector<bool>& by_use) {
+  std::vector<bool> chosen = stay;
+  std::size_t room = most - std::min(most, bytes_of(bytes, stay));
+  for (const bool those_there : {true, false}) {
+    std::vector<std::size_t> places, sizes;
+    for (std::size_t i = 0; i < bytes.size(); ++i) {
+      if (chosen[i] || by_use[i] || there[i] != those_there) continue;
+      places.push_back(i);
+      sizes.push_back(bytes[i]);
+    }
+    const std::vector<bool> share = *spread(sizes, {}, 0, room);
+    for (std::size_t i = 0; i < places.size(); ++i) {
+      if (!share[i]) continue;
+      chosen[places[i]] = true;
+      room -= sizes[i];
+    }
+  }
+  return chosen;
+}
+
 ResidencyPlan residency_of(const std::vector<bool>& resident, const std::vector<std::size_t>& bytes,
                            std::size_t budget, std::uint32_t prefetch) {
   const std::size_t kept = bytes_of(bytes, resident);

@@ -53,7 +53,12 @@ struct FakeDevice::Block {
   std::optional<std::vector<EventPtr>> let_go_after{};
 };
 
+struct FakeDevice::Client {
+  bool closed = false;  ///< LOCK: the device's
+};
+
 struct FakeDevice::Copy {
+  std::shared_ptr<const Client> client;
   std::shared_ptr<Mark> mark = std::make_shared<Mark>();
   std::size_t parts_left = 0;
   bool begun = false;
@@ -90,15 +95,16 @@ class FakeDevice::Adapter final : public Backend {
   bool release_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept override {
     return device_->release_after(memory, after);
   }
-  EventPtr copy(CopyRequest request) override { return device_->copy(std::move(request)); }
+  EventPtr copy(CopyRequest request) override { return device_->copy(client_, std::move(request)); }
   void wait(Stream consumer, const EventPtr& copied) override { device_->wait(consumer, copied); }
   EventPtr record(Stream consumer) override { return device_->record(consumer); }
-  void close() noexcept override { device_->close(); }
+  void close() noexcept override { device_->close(client_); }
   void synchronise(const EventPtr& event) noexcept override { device_->synchronise(event); }
   std::uint64_t host_synchronisations() const noexcept override { return device_->host_synchronisations_; }
 
  private:
   const std::shared_ptr<FakeDevice> device_;
+  const std::shared_ptr<Client> client_ = std::make_shared<Client>();
 };
 
 // -------------------------------------------------------------------------------------------- for tests
@@ -246,13 +252,14 @@ void FakeDevice::free(const std::byte* base) {
   quarantine_.push_back(std::move(block));
 }
 
-EventPtr FakeDevice::copy(CopyRequest request) {
+EventPtr FakeDevice::copy(const std::shared_ptr<Client>& client, CopyRequest request) {
   interlope(Call::copy);
   const std::lock_guard lock(mutex_);
-  if (closed_) throw DeviceError("the device is closed");
+  if (client->closed) throw DeviceError("the device is closed");
   const bool fails = random_.below(1000) < failing_copies_;
   if (fails && random_.chance(0.3)) throw SourceError("a read that could not be begun");
   const auto copy = std::make_shared<Copy>();
+  copy->client = client;
   if (fails) copy->mark->failure = "a read that failed";
   for (Step& step : request.steps) {
     auto part = std::make_unique<Part>();
@@ -296,13 +303,14 @@ EventPtr FakeDevice::record(Stream consumer) {
   return mark;
 }
 
-void FakeDevice::close() {
+void FakeDevice::close(const std::shared_ptr<Client>& client) {
   const std::lock_guard lock(mutex_);
-  if (closed_) note("closed twice");
-  closed_ = true;
+  if (client->closed) note("closed twice");
+  client->closed = true;
   std::vector<EventPtr> pending;
   for (const auto& part : parts_) {
     Copy& copy = *part->copy;
+    if (copy.client != client) continue;
     if (copy.begun || copy.mark->awaited) {
       pending.push_back(copy.mark);
     } else if (copy.mark->failure.empty()) {
@@ -436,7 +444,7 @@ bool FakeDevice::run(Part& part) {
     part.begun = true;
     part.not_before = now_ + part.latency;
     // One that was dropped at close() touches nothing; one that fails leaves half a transfer.
-    const bool dropped = closed_ && !copy.begun && !copy.mark->failure.empty();
+    const bool dropped = copy.client->closed && !copy.begun && !copy.mark->failure.empty();
     if (!dropped) copy.begun = true;
     for (std::size_t i = 0; i < part.pieces.size() && !dropped; ++i) {
       const Piece& piece = part.pieces[i];

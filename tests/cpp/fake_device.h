@@ -42,7 +42,7 @@ class FakeDevice : public std::enable_shared_from_this<FakeDevice> {
   explicit FakeDevice(std::uint64_t seed, std::size_t alignment = 64);
   ~FakeDevice();
 
-  /// The engine's way to the device, which lives on when the engine is gone.
+  /// An engine's way to the device, which lives on when the engine is gone.
   std::unique_ptr<Backend> backend();
 
   /// Enqueues a kernel that reads `expected->size()` bytes at `data`. `what` names it in violations.
@@ -74,18 +74,19 @@ class FakeDevice : public std::enable_shared_from_this<FakeDevice> {
 
  private:
   class Adapter;
-  struct Mark;   // an event
-  struct Block;  // an allocation
-  struct Part;   // one step of a copy
+  struct Client;  // who has a backend
+  struct Mark;    // an event
+  struct Block;   // an allocation
+  struct Part;    // one step of a copy
   struct Copy;
   struct Op;  // one operation of a consumer stream
 
   // The calls of the backend.
   Memory allocate(std::size_t bytes);
-  EventPtr copy(CopyRequest request);
+  EventPtr copy(const std::shared_ptr<Client>& client, CopyRequest request);
   void wait(Stream consumer, const EventPtr& copied);
   EventPtr record(Stream consumer);
-  void close();
+  void close(const std::shared_ptr<Client>& client);
   void synchronise(const EventPtr& event);
   bool release_after(const Memory& memory, const std::vector<EventPtr>& after);
   void free(const std::byte* base);
@@ -127,7 +128,6 @@ class FakeDevice : public std::enable_shared_from_this<FakeDevice> {
   std::size_t peak_ = 0;
   unsigned failing_copies_ = 0;
   unsigned failing_allocations_ = 0;
-  bool closed_ = false;
   std::atomic<std::uint64_t> host_synchronisations_{0};
   std::vector<std::string> violations_;
 };

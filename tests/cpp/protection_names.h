@@ -36,6 +36,12 @@ inline const char* name_of(Protection protection) {
       return "lease_keeps_resident";
     case Protection::changed_not_taken_back:
       return "changed_not_taken_back";
+    case Protection::lease_not_inherited:
+      return "lease_not_inherited";
+    case Protection::readers_inherited:
+      return "readers_inherited";
+    case Protection::arrived_before_inherited:
+      return "arrived_before_inherited";
     case Protection::cap_respected:
       return "cap_respected";
     case Protection::fresh_memory_waits:

@@ -1,6 +1,7 @@
 #include "random_program.h"
 
 #include <algorithm>
+#include <map>
 #include <memory>
 #include <optional>
 #include <set>
@@ -24,6 +25,8 @@ struct Kept {
   std::set<Stream> streams;  ///< those that may read it
 };
 
+constexpr WeightId kAbsent = static_cast<WeightId>(-1);  ///< the plan does not have it
+
 /// What this seed's program does. Each is absent in about half of the seeds.
 struct Traits {
   double skip = 0;       ///< a module is a branch that is not taken
@@ -43,6 +46,7 @@ struct Traits {
   bool close_early = false;  ///< leases outlive Engine::close()
   std::size_t experts = 0;   ///< of eight units, those that are used without an order
   double announce = 0;       ///< some of these are expected before a module is used
+  double replace = 0;        ///< another plan, with more weights or fewer, takes the plan's place
 };
 
 class Run {
@@ -97,18 +101,43 @@ class Run {
     traits_.give_way = rate(0.3);
     options_.residents_give_way = traits_.give_way > 0;
     options_.group_bytes = random_.chance(0.5) ? 0 : random_.below(2048);
+    traits_.replace = rate(0.1);
+    present_.assign(model_.units.size(), true);
   }
 
   // ------------------------------------------------------------------------------------------ building
 
-  std::shared_ptr<Engine> make_engine(const std::shared_ptr<FakeDevice>& device) {
-    auto engine = std::make_shared<Engine>(device->backend(), options_);
+  /// A plan in the making.
+  struct Draft {
+    std::shared_ptr<Engine> engine;
+    std::vector<std::size_t> weights;       ///< by WeightId
+    std::vector<std::uint32_t> versions;    ///< the same
+    std::map<std::size_t, WeightId> id_of;  ///< by weight
+  };
+
+  Draft make_draft(const std::shared_ptr<FakeDevice>& device) {
+    Draft draft{std::make_shared<Engine>(device->backend(), options_), {}, {}, {}};
     for (std::size_t unit = 0; unit < model_.units.size(); ++unit) {
+      if (!present_[unit]) continue;
       for (const std::size_t i : model_.units[unit]) {
-        model_.weights[i].id = engine->add_weight(model_.weights[i].master, unit, {.by_use = by_use(unit)});
+        draft.id_of[i] = draft.engine->add_weight(model_.weights[i].master, unit, {.by_use = by_use(unit)});
+        draft.weights.push_back(i);
+        draft.versions.push_back(model_.weights[i].version);
       }
     }
-    return engine;
+    return draft;
+  }
+
+  void begin_with(Draft draft) {
+    engine_ = std::move(draft.engine);
+    for (RandomModel::Weight& weight : model_.weights) weight.id = kAbsent;
+    for (const auto& [index, id] : draft.id_of) model_.weights[index].id = id;
+    in_plan_ = std::move(draft.weights);
+  }
+
+  std::shared_ptr<Engine> make_engine(const std::shared_ptr<FakeDevice>& device) {
+    begin_with(make_draft(device));
+    return engine_;
   }
 
   /// Draws a budget that works. The smallest that does is the engine's to name.
@@ -134,7 +163,8 @@ class Run {
     } else {
       options_.budget = smallest + random_.below(std::max(smallest, total - std::min(total, smallest)) + 1);
     }
-    engine_ = make_engine(device_);
+    if (traits_.replace > 0) draw_present();
+    make_engine(device_);
     if (options_.budget > 0) device_->set_cap(options_.budget);
     try {
       engine_->plan();
@@ -157,7 +187,7 @@ class Run {
   void expect_some() {
     std::vector<WeightId> ids;
     for (std::size_t unit = 0; unit < model_.units.size(); ++unit) {
-      if (!by_use(unit) || model_.units[unit].empty() || random_.chance(0.5)) continue;
+      if (!by_use(unit) || !present_[unit] || model_.units[unit].empty() || random_.chance(0.5)) continue;
       ids.push_back(model_.weights[model_.units[unit].front()].id);
     }
     engine_->expect(ids);
@@ -173,7 +203,92 @@ class Run {
       if (random_.chance(traits_.catch_up)) device_->drain();
       if (random_.chance(traits_.update)) update(random_.below(model_.weights.size()));
       if (random_.chance(traits_.give_way)) run_out_of_memory();
+      if (random_.chance(traits_.replace)) replace_plan();
       use_kept();
+    }
+  }
+
+  /// Some units come, and some go.
+  void draw_present() {
+    for (std::size_t unit = 0; unit < present_.size(); ++unit) {
+      if (random_.chance(0.2)) present_[unit] = random_.chance(0.7);
+    }
+    present_[0] = true;
+  }
+
+  /// As Session::replace_plan() does it: Note [A plan takes another's place].
+  void replace_plan() {
+    draw_present();
+    const std::shared_ptr<Engine> old = engine_;
+    Draft draft = make_draft(device_);
+    std::vector<std::vector<WeightId>> there;
+    for (const std::vector<WeightId>& group : old->residents_there()) {
+      std::vector<WeightId>& ids = there.emplace_back();
+      for (const WeightId id : group) {
+        const auto found = draft.id_of.find(in_plan_[id]);
+        if (found != draft.id_of.end()) ids.push_back(found->second);
+      }
+      if (ids.size() != group.size()) there.pop_back();
+    }
+    draft.engine->arrange(there);
+    while (random_.chance(0.5)) do_something();  // other threads go on
+    const bool cleared = kept_.empty() && random_.chance(0.5);
+    if (cleared) {
+      device_->drain();
+      earlier_.clear();
+    }
+
+    std::vector<std::optional<WeightId>> ids;
+    for (std::size_t id = 0; id < draft.weights.size(); ++id) {
+      const RandomModel::Weight& weight = model_.weights[draft.weights[id]];
+      const bool unchanged = weight.version == draft.versions[id] && weight.id != kAbsent;
+      ids.push_back(unchanged ? std::optional(weight.id) : std::nullopt);
+    }
+    draft.engine->inherit(*old, ids);
+    const bool was_quiet = quiet_;
+    if (cleared) {
+      be_quiet(true);
+      if (options_.budget > 0) device_->set_cap(options_.budget);
+    } else {
+      passing_on_ = true;
+      while (random_.chance(0.5)) do_something();  // with the old plan
+      passing_on_ = false;
+      be_quiet(true);
+      device_->set_failures(0, traits_.failing_allocations);
+    }
+    earlier_.push_back(old);  // its last readers are queued: it frees what they read at the end
+    old->close();
+    device_->empty_cache();
+    try {
+      draft.engine->plan();
+    } catch (const OutOfMemory&) {
+      if (cleared || traits_.failing_allocations == 0) device_->violation("no memory for another plan");
+      be_quiet(true);
+      draft.engine->close();
+      earlier_.push_back(draft.engine);
+      draft = make_draft(device_);
+      draft.engine->plan();
+    }
+    device_->set_cap(static_cast<std::size_t>(-1));
+    for (std::size_t id = 0; id < draft.weights.size(); ++id) {
+      const RandomModel::Weight& weight = model_.weights[draft.weights[id]];
+      if (weight.version != draft.versions[id])
+        draft.engine->update_source(static_cast<WeightId>(id), weight.master);
+    }
+    begin_with(std::move(draft));
+    counted_ = false;
+    const Stats stats = engine_->stats();
+    planned_bytes_ = stats.arena_bytes + stats.resident_bytes;
+    if (options_.budget > 0 && planned_bytes_ > options_.budget)
+      device_->violation("another plan is over budget");
+    be_quiet(was_quiet);
+  }
+
+  void do_something() {
+    if (traits_.update > 0 && random_.chance(0.3)) {
+      update(random_.below(model_.weights.size()));
+    } else {
+      use_module(model_.modules[random_.below(model_.modules.size())]);
     }
   }
 
@@ -211,6 +326,7 @@ class Run {
     const Stream stream = random_.below(streams_);
     std::vector<Kept> held;
     for (const std::size_t index : module) {
+      if (model_.weights[index].id == kAbsent) continue;
       if (!traits_.together) held.clear();
       std::optional<Kept> tensor = take(index, stream, held);
       if (!tensor) continue;
@@ -265,6 +381,7 @@ class Run {
     if (being_taken_.count(index) > 0) return;
     model_.renew(index, random_);
     const RandomModel::Weight& weight = model_.weights[index];
+    if (weight.id == kAbsent) return;
     if (random_.chance(0.5)) {
       engine_->update_source(weight.id, weight.master);
     } else {
@@ -298,7 +415,7 @@ class Run {
     }
     be_quiet(was_quiet);
     // A lease that the interrupted call holds may still be in the way of a strict budget.
-    if (!lease && !(traits_.strict && engine_->stats().live_leases > 0)) {
+    if (!lease && !passing_on_ && !(traits_.strict && engine_->stats().live_leases > 0)) {
       device_->violation("tried again in vain, after: " + error);
     }
     return lease;
@@ -321,6 +438,9 @@ class Run {
       if (engine_->stats().live_leases == 0) device_->violation("nothing is held: " + message);
       held.clear();
       drop_all_kept();
+    } catch (const ClosedError& error) {
+      message = error.what();
+      if (!passing_on_) device_->violation("an engine that is not closed says: " + message);
     } catch (const Error& error) {
       message = error.what();
       if (traits_.failing_copies == 0 && traits_.failing_allocations == 0) {
@@ -372,11 +492,14 @@ class Run {
     } else {
       drop_all_kept();
       device_->drain();
+      earlier_.clear();
       check_nothing_left_over();
       check_counts(engine_->stats());
     }
     const std::weak_ptr<Engine> weak = engine_;
     engine_.reset();
+    device_->drain();
+    earlier_.clear();
     device_->empty_cache();
     if (!weak.expired()) device_->violation("the engine is kept alive although nobody holds a lease");
     device_->drain();
@@ -386,9 +509,10 @@ class Run {
   }
 
   void check_counts(const Stats& stats) {
-    if (stats.live_leases != kept_.size()) {
-      device_->violation(std::to_string(stats.live_leases) + " live leases, not " +
-                         std::to_string(kept_.size()));
+    const auto kept = static_cast<std::size_t>(std::count_if(
+        kept_.begin(), kept_.end(), [this](const Kept& tensor) { return tensor.lease.from(*engine_); }));
+    if (stats.live_leases != kept) {
+      device_->violation(std::to_string(stats.live_leases) + " live leases, not " + std::to_string(kept));
     }
     if (stats.host_synchronisations > 0) device_->violation("the host was made to wait (Invariant 3)");
     if (options_.budget > 0 && planned_bytes_ > options_.budget)
@@ -397,6 +521,7 @@ class Run {
     if (stats.arena_bytes + stats.resident_bytes != planned_bytes_) {
       device_->violation("the statistics tell another size than was allocated");
     }
+    if (!counted_) return;
     if (device_->peak_bytes() > planned_bytes_ + stats.overflow_bytes) {
       device_->violation("more device memory than arena, residents and overflow");
     }
@@ -416,7 +541,7 @@ class Run {
   /// Memory outside the budget goes when its last lease has gone and its readers are done.
   void check_nothing_left_over() {
     // The engine frees when it is called: two accesses, the second after all has run.
-    for (const std::size_t index : {std::size_t{0}, model_.weights.size() - 1}) {
+    for (const std::size_t index : {in_plan_.front(), in_plan_.back()}) {
       std::vector<Kept> none;
       take(index, 0, none);
       device_->drain();
@@ -438,10 +563,15 @@ class Run {
   std::vector<std::size_t> order_;
   std::size_t streams_;
   std::size_t planned_bytes_ = 0;
+  bool counted_ = true;               ///< what was ever allocated is one plan's, or overflow
+  std::vector<bool> present_;         ///< units that are in the next plan
+  std::vector<std::size_t> in_plan_;  ///< weights, by WeightId
   bool quiet_ = false;
+  bool passing_on_ = false;   ///< the next plan has residents of this one
   bool interloping_ = false;  ///< the other thread is running
   std::size_t interruptions_ = 0;
   std::set<std::size_t> being_taken_;
+  std::vector<std::shared_ptr<Engine>> earlier_;  ///< closed
   std::shared_ptr<Engine> engine_;
   std::vector<Kept> kept_;  ///< declared last: let go first
 };

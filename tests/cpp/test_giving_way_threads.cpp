@@ -155,11 +155,6 @@ class Model {
   /// As Session::carry_out(): the old plan's memory goes before the new plan's is taken.
   void plan(std::size_t budget) {
     const std::lock_guard lock(masters_);
-    if (engine_) {
-      engine_->close();
-      given_way_ += engine_->stats().given_way;
-      allocator_->remove(engine_);
-    }
     EngineOptions options;
     options.group_bytes = 0;
     options.budget = budget;
@@ -167,6 +162,13 @@ class Model {
     const auto engine = std::make_shared<Engine>(std::make_unique<Immediate>(allocator_), options);
     std::vector<WeightId> ids;
     for (std::uint32_t i = 0; i < kWeights; ++i) ids.push_back(engine->add_weight(sources_[i], i));
+    if (engine_) {
+      engine->arrange(engine_->residents_there());
+      engine->inherit(*engine_, {ids.begin(), ids.end()});
+      engine_->close();
+      given_way_ += engine_->stats().given_way;
+      allocator_->remove(engine_);
+    }
     try {
       engine->plan();
     } catch (const OutOfMemory&) {

@@ -298,9 +298,46 @@ def recorded_on_another_stream(world: World) -> None:
     world.settle()
 
 
+def residents_go_from_plan_to_plan(world: World) -> None:
+    """What is resident in both plans is written to in the second while readers of the first are late."""
+    model, twin = world.model()
+    world.install(model, dtype=torch.float64, budget="64MiB")
+    passes(world, model, twin, 2, "the first plan")
+    world.settle()
+    first, second = world.streams[1:]
+    for number in range(3):
+        x, host = world.numbers(torch.float64)
+        weight = twin.layers[0].weight.detach().double()
+        with torch.no_grad(), torch.cuda.stream(first):
+            torch.cuda._sleep(50_000_000)
+            held = model.layers[0].weight if number > 0 else None
+            output = model(x)
+        world.compare_later(output, expected_of(twin, host, torch.float64), f"late, plan {number}", first)
+        last = dict(model.named_parameters())["layers.5.weight"]
+        last.data = last.data.to(torch.float64 if last.dtype is torch.float32 else torch.float32)
+        with torch.no_grad(), torch.cuda.stream(second):
+            output = model(x)  # makes a plan
+        world.compare_later(output, expected_of(twin, host, torch.float64), f"plan {number}", second)
+        if held is not None:
+            with torch.no_grad(), torch.cuda.stream(first):
+                there = nn.functional.linear(x, held)
+            world.compare_later(there, nn.functional.linear(host, weight), f"held, plan {number}", first)
+        second.synchronize()  # the copies are over, so masters may be written
+        with torch.no_grad():
+            for changed in (model, twin):
+                for master in changed.parameters():
+                    master.copy_(master.flip(0))
+        with torch.no_grad(), torch.cuda.stream(second):
+            output = model(x)
+        world.compare_later(output, expected_of(twin, host, torch.float64), f"after plan {number}", second)
+        del held
+        world.settle()
+
+
 SCENARIOS = [
     a_ring_goes_round, residents_on_every_stream, large_groups, memory_beside_the_budget,
     freed_memory_becomes_the_arena, uninstalled_at_once, through_the_staging_ring, a_file_that_changes,
     gradients_on_the_way, one_weight_on_two_streams, threads_let_go_and_take,
     masters_on_pages_of_their_own, views_of_one_block, recorded_on_another_stream,
+    residents_go_from_plan_to_plan,
 ]  # fmt: skip

@@ -24,6 +24,7 @@ import pretend_cuda
 #: Taken away, they change nothing that a program could see, and why.
 NOT_SEEN = {
     "copy_after_copy": "the backend has one copy stream, whose copies are in order by themselves",
+    "arrived_before_inherited": "the backend ends all copies that have been issued before it closes",
 }
 #: Seconds that one run may take before it counts as hanging.
 PATIENCE = 60.0

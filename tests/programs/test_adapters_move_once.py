@@ -1,0 +1,177 @@
+"""Adapters that come and go: the weights that stay on the device are not moved again for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+from conftest import Provider
+from dynswap_ext import testing
+from programs import library, seeded
+
+peft = library("peft")
+transformers = library("transformers")
+
+LAYERS = 6
+#: After so many calls, what has come is in the plan. Until then, it is moved at each read.
+PLANNED = 4
+READ_UNPLANNED = 6
+
+
+def base() -> Any:
+    seeded()
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+    )
+    return transformers.LlamaForCausalLM(config).eval()
+
+
+def add(model: Any, name: str) -> int:
+    """Add an adapter whose masters are in RAM, in float32; return its elements."""
+    torch.manual_seed(len(name))
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    model.add_adapter(config, adapter_name=name)
+    elements = 0
+    for key, master in model.named_parameters():
+        if f".{name}." in key:
+            master.data = master.data.to("cpu", torch.float32)
+            elements += master.numel()
+    return elements
+
+
+class Beside:
+    """A plain model in float64, and the same one installed; each step is a call of both."""
+
+    def __init__(self, provider: Provider, budget: float) -> None:
+        self.plain = base().to(torch.float64).to(provider.device)
+        self.model = base()
+        self.whole = sum(master.numel() * 8 for master in self.model.parameters())
+        self.budget = int(budget * self.whole)
+        self.handle = provider.install(self.model, dtype=torch.float64, budget=self.budget)
+        self.counted: int = 0
+        self.ids = torch.arange(8, device=provider.device)[None]
+
+    def both(self) -> Iterator[Any]:
+        yield self.plain
+        yield self.model
+
+    def add(self, name: str) -> int:
+        elements = [add(model, name) for model in self.both()]
+        for key, parameter in self.plain.named_parameters():
+            if f".{name}." in key:
+                parameter.data = parameter.data.to(self.ids.device, torch.float64)
+        return elements[0]
+
+    def delete(self, name: str) -> None:
+        for model in self.both():
+            model.delete_adapter(name)
+
+    def residents(self) -> dict[tuple[str, ...], int]:
+        """What has been moved in this plan of each group that stays, by the names of its weights."""
+        return {
+            tuple(name.replace(".base_layer", "") for name in row.names): row.bytes_moved
+            for row in self.handle.report().rows
+            if row.resident
+        }
+
+    def moved(self, calls: int = 1) -> int:
+        """The bytes that have been moved since this was asked last, after calls whose results are right."""
+        for _ in range(calls):
+            with torch.no_grad():
+                testing.assert_bit_equal(self.model(self.ids).logits, self.plain(self.ids).logits, "logits")
+        stats = self.handle.stats()
+        assert stats.peak_bytes <= self.budget
+        assert stats.overflow_bytes == 0
+        moved = stats.bytes_moved - self.counted
+        self.counted = stats.bytes_moved
+        return moved
+
+
+@pytest.fixture(autouse=True)
+def only_native(provider: Provider) -> None:
+    if not provider.native:
+        pytest.skip("pure Python fetches what stays once more with each new plan")
+
+
+def test_all_stays(provider: Provider) -> None:
+    """Each adapter is moved, and nothing else."""
+    beside = Beside(provider, budget=2)
+    assert beside.moved() > 0
+    assert beside.moved() == 0
+    weights = [beside.handle.stats().weight_bytes]
+    for name in ("red", "yellow"):
+        elements = beside.add(name)
+        assert elements * 4 <= beside.moved(PLANNED) <= READ_UNPLANNED * elements * 4
+        assert beside.moved() == 0
+        weights.append(beside.handle.stats().weight_bytes)
+    assert weights == sorted(set(weights)), "they have joined the plan"
+    for model in beside.both():
+        model.set_adapter("red")
+    assert beside.moved() == 0
+    for name in ("yellow", "red"):
+        beside.delete(name)
+        assert beside.moved(PLANNED) == 0
+    assert beside.handle.stats().weight_bytes == weights[0]
+
+
+@pytest.mark.parametrize("budget", [0.55, 0.75])
+def test_a_part_stays(provider: Provider, budget: float) -> None:
+    """What stays is not moved for the plans that are made as adapters come and go."""
+    beside = Beside(provider, budget)
+    beside.moved(2)
+    stay = beside.residents()
+    assert stay
+
+    def made(change: Callable[[], object]) -> None:
+        nonlocal stay
+        planned = beside.handle.stats().weight_bytes
+        change()
+        beside.moved(PLANNED)
+        assert beside.handle.stats().weight_bytes != planned, "there is a plan with it, or without"
+        now = beside.residents()
+        # One may have to make room for streamed groups that are larger now.
+        assert len(stay.keys() - now.keys()) <= 1
+        assert sum(now[names] for names in stay.keys() & now.keys()) == 0
+        stay = now
+
+    for name in ("red", "yellow"):
+        made(partial(beside.add, name))
+    for name in ("red", "yellow"):
+        made(partial(beside.delete, name))
+
+
+def test_what_was_written_is_moved_again(provider: Provider) -> None:
+    """Also by a write that bumps no version, after which an adapter comes."""
+    beside = Beside(provider, budget=2)
+    beside.moved()
+    written = 0
+    for model in beside.both():
+        for name, master in model.named_parameters():
+            if "v_proj" in name:
+                master.data.mul_(2)
+                written += master.numel() * 2  # in both
+    beside.add("red")
+    assert written <= beside.moved(PLANNED)
+
+
+def test_what_is_held_is_moved_again(provider: Provider) -> None:
+    """Somebody has a resident when the next plan is made; writes to it reach the master, and the model."""
+    beside = Beside(provider, budget=2)
+    beside.moved()
+    held = [model.lm_head.weight for model in beside.both()]
+    beside.add("red")
+    beside.moved()
+    for tensor in held:
+        tensor.data.mul_(2)
+    beside.moved()
+    del held, tensor
+    beside.moved()
