@@ -36,6 +36,7 @@ PRIVATEUSE1_TESTS ?= $(addprefix tests/,cuda/test_cuda_any_accelerator.py cuda/t
   cuda/test_cuda_streams.py contract/test_lazy.py contract/test_modes.py contract/test_sent_where_it_computes.py \
   contract/test_ties.py contract/test_training.py test_install.py)
 OTHER_PYTHON ?= 3.13
+RANDOM_PROGRAMS := tests/random_programs tests/programs/test_random_adapters.py
 # Of one set of wheels; and what each wheel is repaired and tested with.
 WHEEL_TORCH ?= 2.13
 REPAIR := $(shell sed -n 's/^repair-wheel-command = "\(.*\) -w .*/\1/p' pyproject.toml)
@@ -111,9 +112,9 @@ teeth: build $(VENV)/.installed
 
 ## make programs       random programs over the public API, a plain model being the oracle; SECONDS=600 and so on
 programs: build $(VENV)/.installed
-	OMP_NUM_THREADS=1 DYNSWAP_PROGRAMS_SECONDS=$$(($(SECONDS) / 2)) $(PYTEST) tests/random_programs $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 DYNSWAP_PROGRAMS_SECONDS=$$(($(SECONDS) / 2)) $(PYTEST) $(RANDOM_PROGRAMS) $(PYTEST_ARGS)
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend DYNSWAP_TEST_ALL=1 OMP_NUM_THREADS=1 \
-	  DYNSWAP_PROGRAMS_SECONDS=$$(($(SECONDS) / 2)) $(PYTEST) tests/random_programs $(PYTEST_ARGS)
+	  DYNSWAP_PROGRAMS_SECONDS=$$(($(SECONDS) / 2)) $(PYTEST) $(RANDOM_PROGRAMS) $(PYTEST_ARGS)
 
 ## make nightly        what is too long for each change
 nightly: build

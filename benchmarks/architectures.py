@@ -113,7 +113,7 @@ def opened(model_type: str) -> dict[str, Any]:
         except Exception as error:
             raise DynswapError(f"the library: {type(error).__name__}: {str(error)[:200]}") from error
         if missing := sorted(loading["missing_keys"]):  # which it makes at random, each time others
-            raise DynswapError(f"the library: it has written {missing[0]} under a name that it does not find")
+            raise DynswapError(f"the library does not find {missing[0]} in the files that it wrote")
         ours = checkpoint.from_pretrained(kind, folder)
         expected, state = plain.state_dict(), ours.state_dict()
         if expected.keys() != state.keys():

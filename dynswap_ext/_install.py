@@ -166,7 +166,7 @@ class Install(ServedModules):
         """
         number = 0
         if self.tuner.automatic and self.session.provider == "native" and self.session.device.type == "cuda":
-            _provider.follow_memory_history()
+            _provider.update_memory_history_recorded()
         if self.several():
             name = self.model_with(module)
             call = self._rounds.call(name)

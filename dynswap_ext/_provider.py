@@ -218,17 +218,25 @@ def obstacle_to_giving_way(provider: str, device: torch.device) -> str | None:
         return None
     if provider == "python":
         return f"do not give way in pure Python; {_AGAINST_THIS_TORCH[0].lower()}{_AGAINST_THIS_TORCH[1:]}"
-    if device.type == "cuda":
-        follow_memory_history()
+    if device.type == "cuda" and update_memory_history_recorded():
+        return (
+            "do not give way while torch records the history of its memory, whose stack traces need Python's "
+            "lock; torch.cuda.memory._record_memory_history(None) ends that"
+        )
     obstacle = _extension().module.capabilities(device)["free_memory_callback_obstacle"]
     return f"give way to other weights only: {obstacle}" if obstacle else ""
 
 
-def follow_memory_history() -> None:
-    """Let residents give way unless torch records CUDA's allocations: Note [When torch's allocator asks]."""
+def update_memory_history_recorded() -> bool:
+    """Return whether torch records CUDA's allocations, and tell the extension, whose residents stay then.
+
+    See Note [When torch's allocator asks].
+    """
     ask: Callable[[], bool] | None = getattr(torch._C, "_cuda_isHistoryEnabled", None)
     begun = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    _extension().module.note_memory_history(begun and ask is not None and ask())
+    recorded = begun and ask is not None and ask()
+    _extension().module.set_memory_history_recorded(recorded)
+    return recorded
 
 
 def native_unavailable(device: torch.device) -> str:
@@ -349,6 +357,6 @@ def _extension() -> _Extension:
     compile_support.fetch_master = module.fetch
 
     if hasattr(module, "release_idle_nodes"):
-        # They lead to masters, whose hooks may lead to the model: a cycle that the collector does not see.
+        # Idle nodes lead to masters, whose hooks may lead to the model: a cycle hidden from the collector.
         gc.callbacks.append(lambda phase, _: module.release_idle_nodes() if phase == "start" else None)
     return _Extension(module, "", build)

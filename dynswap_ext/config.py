@@ -201,12 +201,15 @@ def _device(given: torch.device | str | int | None) -> torch.device:
         if isinstance(given, bool):
             raise TypeError("a bool is no device")
         device = torch.device(given)
-        if isinstance(given, str) and ":" in given and str(device) != given:
-            raise ValueError("torch takes the lowest 8 bits of the index")
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"device is {given!r}, unknown to torch; available here: {', '.join(available_devices())}"
         ) from error
+    if isinstance(given, str) and ":" in given and str(device) != given:  # torch keeps 8 bits of the index
+        raise ConfigError(
+            f"device is {given!r}, whose index is too large: torch would use {str(device)!r}; available "
+            f"here: {', '.join(available_devices())}"
+        )
     if device.type == "cpu":
         return torch.device("cpu")
     if device.index is None and f"{device.type}:0" in available_devices():
@@ -260,7 +263,10 @@ def is_automatic(budget: int | float | str | None) -> bool:
 
 
 def resolve_budget(given: int | float | str | None, device: torch.device) -> int | None:
-    """Return the bytes of an amount, or of a fraction of what the device has free; None for "minimum"."""
+    """Return the bytes of an amount, or of a fraction of what the device has free; None for "minimum".
+
+    Warns of an amount for the CPU that is larger than the process's RAM.
+    """
     if given is None or is_named(given, MINIMUM):
         return None
     amount = parse_bytes(given, names=(AUTO, MINIMUM))
@@ -269,7 +275,8 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
     if device.type == "cpu" and amount > (ram := _part_of_all_ram(1)):
         warn(
             f"the budget is {format_bytes(amount)}, and this process may use {format_bytes(ram)} of RAM: if "
-            'the weights fill it, the system swaps or ends the process. Pass less, or budget="auto"'
+            "the weights fill it, the system swaps or ends the process. Pass a smaller budget, or "
+            'budget="auto"'
         )
     return amount
 

@@ -123,7 +123,10 @@ def test_a_fraction_is_one_of_the_free_memory() -> None:
         ({"device": "nonsense"}, r"device is 'nonsense'.*available here: cpu"),
         ({"device": "meta"}, r"device is 'meta'.*available here: cpu"),
         ({"device": "cuda:99"}, r"device is 'cuda:99'.*available here: cpu"),
-        ({"device": "cuda:256"}, r"device is 'cuda:256', unknown to torch; available here: cpu"),
+        (
+            {"device": "cuda:256"},
+            r"device is 'cuda:256', whose index is too large.*'cuda:0'; available here: cpu",
+        ),
         ({"device": "cpu:300"}, r"device is 'cpu:300'"),
         ({"device": 10**30}, r"device is 1000"),
         ({"device": []}, r"device is \[\]"),

@@ -67,7 +67,7 @@ def test_a_budget_over_the_ram_is_said(groups: Path, budget: int | str) -> None:
     (groups / "of_process").write_text("0::/\n")
     group(groups / "cgroup", memory._FILES_OF_VERSION_2, 2 * GIB, GIB)
     model = mlp()
-    said = r"the budget is 3 GiB, and this process may use 2 GiB of RAM: .*Pass less"
+    said = r"the budget is 3 GiB, and this process may use 2 GiB of RAM: .*Pass a smaller budget"
     with pytest.warns(DynswapWarning, match=said) as caught:
         handle = dynswap_ext.install(model, device="cpu", dtype=torch.float64, budget=budget)
     assert len(caught) == 1

@@ -14,9 +14,9 @@
 //
 // All of this runs under the allocator's (recursive) lock, on any thread that allocates: it must not wait for
 // Python, nor for a lock under which another thread allocates. While torch records the history of its memory,
-// allocating and freeing takes Python's stack, and so Python's lock, which torch does before it takes the
-// allocator's. We are under that already, and another thread may wait for it with Python's lock, as one does
-// that frees a tensor. So residents do not give way then.
+// torch takes Python's lock for a stack trace, and then the allocator's. We hold the allocator's already, and
+// a thread that frees a tensor holds Python's and waits for the allocator's: the two would wait for each
+// other. So residents do not give way then.
 #include "accelerator/giving_way.h"
 
 #include <c10/core/Allocator.h>
@@ -69,14 +69,14 @@ Givers& givers() {
   static auto* const one = new Givers;
   // A fork waits until no other thread lends or takes back, so that the child can take the mutex.
   static const bool follows_forks = [] {
-    Engine::follow_forks();  // first: see Note [A fork waits for engines]
+    Engine::register_fork_handlers();  // first: see Note [A fork waits for engines]
     return at_fork([] { one->mutex.lock(); }, [] { one->mutex.unlock(); }, [] { one->mutex.unlock(); });
   }();
   static_cast<void>(follows_forks);
   return *one;
 }
 
-/// As the latest note_memory_history() had it.
+/// As the latest set_memory_history_recorded() had it.
 std::atomic<bool> records_history{false};
 
 /// Set while the calling thread is in here, where it allocates itself.
@@ -255,17 +255,13 @@ const char* obstacle_to_free_memory_callbacks(const c10::Device& device) noexcep
   if (!device.is_cuda()) return "torch's allocator for this type of device does not ask for memory";
   if (!knows_captures<c10::impl::VirtualGuardImpl>)
     return "torch before 2.13 does not tell whether a CUDA graph is being captured; install a later one";
-  if (records_history)
-    return "torch records the history of its memory, with stack traces that need Python's lock; end that "
-           "with "
-           "torch.cuda.memory._record_memory_history(None)";
   if (!registered()) return "this build of torch has no allocator callbacks";
   if (!allocator_is_native(device))
     return "the allocator that was chosen runs no callbacks; set backend:native in PYTORCH_ALLOC_CONF";
   return "";
 }
 
-void note_memory_history(bool recorded) noexcept { records_history = recorded; }
+void set_memory_history_recorded(bool recorded) noexcept { records_history = recorded; }
 
 bool give_way(const c10::Device& device) {
   if (busy || records_history || runs_free_memory_callbacks(device)) return false;

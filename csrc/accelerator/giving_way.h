@@ -29,12 +29,12 @@ bool runs_free_memory_callbacks(const c10::Device& device) noexcept;
 /// Why it does not, and what to do about it; empty if it does.
 const char* obstacle_to_free_memory_callbacks(const c10::Device& device) noexcept;
 
-/// Tells whether torch records the history of its memory, while which no resident gives way: Note [When
+/// Sets whether torch records the history of its memory. While it does, no resident gives way: Note [When
 /// torch's allocator asks]. Only Python can ask torch.
-void note_memory_history(bool recorded) noexcept;
+void set_memory_history_recorded(bool recorded) noexcept;
 
-/// Frees residents' memory for an allocation of ours that has failed. False if there was none, or if the
-/// allocator has asked already.
+/// Frees residents' memory for an allocation of ours that has failed. False if there was none, if the
+/// allocator has asked already, or while torch records the history of its memory.
 bool give_way(const c10::Device& device);
 
 }  // namespace dynswap

@@ -243,7 +243,7 @@ void Session::adopt(const py::object& module, const py::object& name_given) {
   state->entries->push_back({name, parameter, nullptr, casting});
 }
 
-Weight& Session::late_weight(PyObject* master, PyObject* name, bool parameter, Casting casting) {
+Weight& Session::added_weight(PyObject* master, PyObject* name, bool parameter, Casting casting) {
   const std::shared_ptr<WeightTable> table = table_;
   table->sweep();
   Weight& weight = table->weight_of(master, py::cast<std::string>(py::handle(name)), parameter,

@@ -71,7 +71,7 @@ PyObject* get(PyObject* self, PyObject* module, PyObject*) {
     serve_calls(Py_TYPE(module));
     if (!known) {
       weight = weight == nullptr
-                   ? session->late_weight(master, name, parameter, entries[index].casting).shared_from_this()
+                   ? session->added_weight(master, name, parameter, entries[index].casting).shared_from_this()
                    : session->weight_now(*weight, master, name).shared_from_this();
       entries[index].bind(weight);
     }
@@ -247,7 +247,7 @@ py::object Session::fetch_buffer(const py::object& module, const py::object& nam
     if (entry.parameter || entry.ignored || !entry.name.equal(name)) continue;
     const std::shared_ptr<Weight> weight =
         entry.weight == nullptr
-            ? late_weight(master, entry.name.ptr(), /*parameter=*/false, entry.casting).shared_from_this()
+            ? added_weight(master, entry.name.ptr(), /*parameter=*/false, entry.casting).shared_from_this()
             : weight_now(*entry.weight, master, entry.name.ptr()).shared_from_this();
     entry.bind(weight);
     return py::reinterpret_steal<py::object>(access(*weight, master, training, /*inside=*/true));

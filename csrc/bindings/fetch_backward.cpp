@@ -9,7 +9,6 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function.h>
 #include <torch/csrc/autograd/functions/utils.h>
-#include <torch/csrc/autograd/python_cpp_function.h>
 #include <torch/csrc/autograd/variable.h>
 
 #include <algorithm>
@@ -29,29 +28,7 @@ namespace autograd = torch::autograd;
 
 namespace {
 
-using NodePtr = SharedNode::Pointer;
-
-template <class Pointer, class Made>
-struct NewNode {
-  template <class... Arguments>
-  static c10::intrusive_ptr<Made> make(Arguments&&... arguments) {
-    return c10::make_intrusive<Made>(std::forward<Arguments>(arguments)...);
-  }
-};
-
-template <class Node, class Made>
-struct NewNode<std::shared_ptr<Node>, Made> {
-  template <class... Arguments>
-  static std::shared_ptr<Made> make(Arguments&&... arguments) {
-    return std::shared_ptr<Made>(new Made(std::forward<Arguments>(arguments)...),
-                                 [](Made* node) { deleteNode(node); });
-  }
-};
-
-template <class Made, class... Arguments>
-auto new_node(Arguments&&... arguments) {
-  return NewNode<NodePtr, Made>::make(std::forward<Arguments>(arguments)...);
-}
+using NodePtr = SharedNodeOwner::Pointer;
 
 at::TensorOptions place_of(const at::Tensor& tensor) {
   return at::TensorOptions().dtype(tensor.scalar_type()).device(tensor.device());
@@ -146,34 +123,13 @@ class ArriveBackward : public autograd::Node {
   std::string name() const override { return "DynswapArriveBackward"; }
 
  private:
-  const SharedNode::Use leading_to_;
+  const SharedNodeOwner::Use leading_to_;
   const at::TensorOptions master_;
   const std::shared_ptr<GradientWatch> watch_;
 };
 
-using ArrivePtr = decltype(new_node<ArriveBackward>(std::declval<const at::Tensor&>(), Destination(),
-                                                    std::shared_ptr<GradientWatch>()));
-
-/// The sequence number of nodes that run as soon as they can, like AccumulateGrad. Else one that was made
-/// before other nodes that run earlier would wait for these: gradients would be added in another order than
-/// without an install; and if an earlier graph has the node too, they would pile up on the device.
-constexpr std::uint64_t kAtOnce = UINT64_MAX;
-
-/// Where the gradients of several nodes meet.
-class MeetingNode : public autograd::Node {
- public:
-  explicit MeetingNode(autograd::edge_list&& to) : Node(kAtOnce, std::move(to)) {}
-
-  void owned_by(const std::shared_ptr<SharedNode>& owner) { owner_ = owner; }
-
-  /// By the engine, after a backward pass that does not retain the graph; or when it is taken apart.
-  void release_variables() override {
-    if (const auto owner = owner_.lock()) owner->used_up();
-  }
-
- private:
-  std::weak_ptr<SharedNode> owner_;
-};
+using ArrivePtr = decltype(internal::new_node<ArriveBackward>(
+    std::declval<const at::Tensor&>(), Destination(), std::shared_ptr<GradientWatch>()));
 
 /// Takes a gradient from an accelerator to the host.
 class CarryBackward : public MeetingNode {
@@ -246,7 +202,7 @@ class FetchBackward : public MeetingNode {
   std::string name() const override { return "DynswapFetchBackward"; }
 
  private:
-  const SharedNode::Use leading_to_;
+  const SharedNodeOwner::Use leading_to_;
   const at::TensorOptions master_;
   const std::shared_ptr<GradientWatch> watch_;
 };
@@ -284,153 +240,27 @@ class StackBackward : public MeetingNode {
   const at::TensorOptions options_;
 };
 
-/// What a handed-out tensor is the result of. It passes gradients on to where those of all uses are added.
-class UseBackward : public autograd::Node {
- public:
-  UseBackward(const NodePtr& shared, std::shared_ptr<SharedNode> owner)
-      : Node(kAtOnce, autograd::edge_list{autograd::Edge(shared, 0)}), leading_to_(std::move(owner)) {}
-
-  autograd::variable_list apply(autograd::variable_list&& gradients) override { return std::move(gradients); }
-
-  std::string name() const override { return "DynswapUseBackward"; }
-
-  /// Its weight knows it weakly. When that pointer is the last one, what it leads to goes all the same: else
-  /// it would keep the master. (Where nodes are owned by shared_ptr, they are destroyed then.)
-  virtual void release_resources() {
-    next_edges_.clear();
-    leading_to_.end();
-  }
-
-  const std::shared_ptr<SharedNode>& owner() const noexcept { return leading_to_.of(); }
-
- private:
-  SharedNode::Use leading_to_;
-};
-
 /// A node that takes a gradient to the device and dtype of the master.
 NodePtr fetch_node(const at::Tensor& handed_out, const at::Tensor& master, const Destination& to,
                    const std::shared_ptr<GradientWatch>& watch) {
   NodePtr node;
   if (handed_out.device() == master.device() || !master.is_cpu()) {
-    node = new_node<FetchBackward>(master, to, watch);
+    node = internal::new_node<FetchBackward>(master, to, watch);
   } else {
     // The bus carries the smaller dtype.
     const bool as_computed = handed_out.element_size() <= master.element_size();
     const at::TensorOptions host =
         place_of(master).dtype(as_computed ? handed_out.scalar_type() : master.scalar_type());
-    auto arrive = new_node<ArriveBackward>(master, to, watch);
+    auto arrive = internal::new_node<ArriveBackward>(master, to, watch);
     arrive->add_input_metadata(host, handed_out.sym_sizes(), /*is_tensor_subclass=*/false,
                                /*is_nested=*/false, std::nullopt);
-    node = new_node<CarryBackward>(std::move(arrive), host);
+    node = internal::new_node<CarryBackward>(std::move(arrive), host);
   }
   node->add_input_metadata(handed_out);
   return node;
 }
 
-/// Gives the node a Python object, which is an owner of the node for as long as there is another. Returns
-/// false where nodes do not keep their Python objects.
-template <class Pointer>
-bool give_python_object(const Pointer& node) {
-  if constexpr (keeps_python_object<autograd::Node>) {
-    const auto object = py::reinterpret_steal<py::object>(autograd::functionToPyObject(node));
-    if (!object) throw py::error_already_set();
-    return true;
-  }
-  return false;
-}
-
 }  // namespace
-
-SharedNode::Use::Use(std::shared_ptr<SharedNode> of) : of_(std::move(of)) {
-  if (!of_) return;
-  const std::lock_guard lock(of_->mutex_);
-  ++of_->uses_;
-}
-
-void SharedNode::Use::end() noexcept {
-  if (!of_) return;
-  Pointer dropped;  // after the lock
-  {
-    const std::lock_guard lock(of_->mutex_);
-    if (--of_->uses_ == 0) {
-      // An alias dies later than the tensor that it owns, and has the node meanwhile.
-      const std::size_t ours = of_->alias_.use_count() > 0 ? 2 : 1;
-      if (!of_->kept_ || static_cast<std::size_t>(of_->node_.use_count()) <= ours) dropped.swap(of_->node_);
-    }
-  }
-  of_.reset();
-}
-
-SharedNode::Pointer SharedNode::node() const {
-  const std::lock_guard lock(mutex_);
-  return node_ ? node_ : with_python_object_.lock();
-}
-
-bool SharedNode::keep(const at::Tensor& alias) {
-  const Pointer node = this->node();
-  if (!node) return false;
-  if (give_python_object(node)) {
-    const std::lock_guard lock(mutex_);
-    with_python_object_ = weakly(node);
-    return false;
-  }
-  const std::lock_guard lock(mutex_);
-  alias_ = c10::weak_intrusive_ptr<c10::TensorImpl>(alias.getIntrusivePtr());
-  return !std::exchange(kept_, true);
-}
-
-void SharedNode::used_up() noexcept {
-  Pointer dropped;  // after the lock
-  const std::lock_guard lock(mutex_);
-  kept_ = false;
-  if (uses_ == 0) dropped.swap(node_);
-}
-
-bool SharedNode::kept() const {
-  const std::lock_guard lock(mutex_);
-  return kept_;
-}
-
-bool SharedNode::release(std::vector<Pointer>& released, bool if_idle) {
-  const std::lock_guard lock(mutex_);
-  if (!if_idle) with_python_object_.reset();
-  if (node_ && (!if_idle || node_.use_count() == 1)) released.push_back(std::move(node_));
-  return !node_ && with_python_object_.expired();
-}
-
-NodePtr GradientNodes::shared(const at::Tensor& handed_out, const autograd::Edge& to) const {
-  if (!shared_ || to.function.get() != to_ || to.input_nr != to_input_) return {};
-  NodePtr node = shared_->node();
-  if (!node) return {};
-  const autograd::InputMetadata& made_for = node->input_metadata(0);
-  const bool same = made_for.device() == handed_out.device() &&
-                    made_for.dtype().toScalarType() == handed_out.scalar_type() &&
-                    made_for.is_same_shape(handed_out);
-  return same ? node : NodePtr();
-}
-
-/// One that others own twice is on no list (Note [Nodes are taken apart before they die]). One that they own
-/// once may be, and gets no second tensor. The order in which gradients are added is the same: such a node
-/// passes the gradient of one operation on, which comes after those of all later uses.
-NodePtr GradientNodes::last_use(const NodePtr& leading_to) const {
-  NodePtr node = last_use_.lock();
-  const bool owned_twice = node && node.use_count() > 2;
-  return owned_twice && node->next_edge(0).function == leading_to ? node : NodePtr();
-}
-
-void GradientNodes::set_shared(NodePtr node, const autograd::Edge& to, std::shared_ptr<GradientWatch> watch) {
-  shared_ = std::make_shared<SharedNode>(node);
-  static_cast<MeetingNode&>(*node).owned_by(shared_);
-  to_ = to.function.get();
-  to_input_ = to.input_nr;
-  watch_ = std::move(watch);
-}
-
-void GradientNodes::release(std::vector<Pointer>& released, bool if_idle) {
-  if (!shared_ || !shared_->release(released, if_idle)) return;
-  shared_.reset();
-  watch_.reset();
-}
 
 Destination destination_of(const at::Tensor& master) {
   return {autograd::impl::gradient_edge(master), nullptr};
@@ -441,7 +271,7 @@ Destination destination_of_slice(const at::Tensor& master, const at::Tensor& vie
   const autograd::Edge to = autograd::impl::gradient_edge(master);
   NodePtr stack = known.shared(view, to);
   if (!stack) {
-    stack = new_node<StackBackward>(master, to);
+    stack = internal::new_node<StackBackward>(master, to);
     for (std::int64_t i = 0; i < master.size(0); ++i) stack->add_input_metadata(view);
     known.set_shared(stack, to, nullptr);
   }
@@ -458,19 +288,7 @@ void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master, c
     shared = fetch_node(handed_out, master, to, counts);
     known.set_shared(shared, to.edge, counts);
   }
-  NodePtr use = known.last_use(shared);
-  if (!use) {
-    use = new_node<UseBackward>(shared, known.owner());
-    use->add_input_metadata(handed_out);
-    known.set_last_use(use);
-  }
-  autograd::impl::set_gradient_edge(handed_out, {std::move(use), 0});
-}
-
-Destination destination_of_all_uses(const at::Tensor& handed_out) {
-  const autograd::Edge own = autograd::impl::gradient_edge(handed_out);
-  const auto* const use = dynamic_cast<const UseBackward*>(own.function.get());
-  return use == nullptr ? Destination{own, nullptr} : Destination{use->next_edge(0), use->owner()};
+  autograd::impl::set_gradient_edge(handed_out, {known.use_of(shared, handed_out), 0});
 }
 
 }  // namespace dynswap

@@ -281,8 +281,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
         "\"free_memory_callback_obstacle\" (why its allocator does not ask for memory before it gives up; "
         "empty if it does). "
         "Wakes its driver.");
-  m.def("note_memory_history", &note_memory_history, py::arg("recorded"),
-        "Whether torch records the history of its memory now: residents do not give way meanwhile.");
+  m.def("set_memory_history_recorded", &set_memory_history_recorded, py::arg("recorded"),
+        "Sets whether torch records the history of its memory. While it does, residents do not give way.");
   m.def(
       "simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"), py::arg("bandwidth"),
       py::arg("latency"), py::arg("passes"), py::arg("placement") = "even", py::arg("places") = Places{},

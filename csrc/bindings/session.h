@@ -63,7 +63,7 @@ class Session : public std::enable_shared_from_this<Session> {
   static std::pair<std::shared_ptr<Session>, Weight*> serving(const at::Tensor& master, bool moved = false);
 
   /// The weight of a master that the module has come to hold since the install.
-  Weight& late_weight(PyObject* master, PyObject* name, bool parameter, Casting casting);
+  Weight& added_weight(PyObject* master, PyObject* name, bool parameter, Casting casting);
 
   /// The weight of an entry that `weight` has been the weight of, now that `master` is in its place.
   Weight& weight_now(Weight& weight, PyObject* master, PyObject* name);
@@ -178,7 +178,7 @@ class Session : public std::enable_shared_from_this<Session> {
   static void close_all();  ///< at interpreter exit
   /// See Note [Nodes that are read outside a forward].
   static void release_idle_nodes_of_all();
-  static void abandon_all_after_fork();  ///< in the child; engines see to themselves
+  static void abandon_all_after_fork();  ///< in the child; engines abandon themselves
 
  private:
   using Streamed = WeightTable::Streamed;
@@ -202,7 +202,7 @@ class Session : public std::enable_shared_from_this<Session> {
   bool fits(const py::list& modules, std::optional<std::size_t> budget) const;
   void plan_first(Streamed streamed);
   void draft_plan(Draft& draft, const Budget& budget);
-  std::vector<std::vector<WeightId>> residents_there(const Draft& draft) const;
+  std::vector<std::vector<WeightId>> residents_on_device(const Draft& draft) const;
   void carry_out(const Draft& draft);
   void take_over(Draft& draft);
   void replace_plan(const py::object& root, const Budget& budget);
@@ -265,7 +265,8 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<std::shared_ptr<Weight>> recent_;          ///< whose latest tensor was alive at the last look
   std::vector<std::shared_ptr<Weight>> residents_read_;  ///< since the latest call began
   std::vector<std::shared_ptr<Weight>> to_pin_;          ///< whose masters were replaced since the last pass
-  std::vector<std::shared_ptr<SharedNode>> kept_nodes_;  ///< Note [Nodes that are read outside a forward]
+  std::vector<std::shared_ptr<SharedNodeOwner>>
+      kept_nodes_;  ///< Note [Nodes that are read outside a forward]
   Stats counters_;  ///< of earlier plans, and of copies made without an engine
   std::size_t modules_ = 0;
   std::uint64_t calls_ = 0;   ///< how many have begun

@@ -269,7 +269,7 @@ Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* n
     weight.unplanned_since = 0;  // it may have stood in for this one's master: such come and go
     return *known;
   }
-  if (weight.holders > 1) return late_weight(master_object, name, weight.parameter, weight.casting);
+  if (weight.holders > 1) return added_weight(master_object, name, weight.parameter, weight.casting);
   // They may be all that keeps the master alive. Releasing them may run any code, so look again.
   DeferredRelease dropped;
   if (weight.cached != nullptr) weight.drop_tensors(dropped);
@@ -280,7 +280,7 @@ Weight& Session::weight_now(Weight& weight, PyObject* master_object, PyObject* n
   }
   // The weight's own master may come back, as after functional_call(): its copy on the device stays.
   if (!weight.plan || weight.master_storage.expired()) return weight;
-  return late_weight(master_object, name, weight.parameter, weight.casting);
+  return added_weight(master_object, name, weight.parameter, weight.casting);
 }
 
 void Session::check(const py::object& module) {

@@ -37,7 +37,8 @@ struct Session::Draft {
   std::shared_ptr<WeightTable> before;  ///< in whose place it is
   Streamed streamed;
   std::vector<Module> modules;
-  /// What the new weight of an unchanged master knew of it when it took over.
+  /// The state of an unchanged master when take_over() bound its new weight. carry_out() copies it again if
+  /// that has changed since.
   struct Unchanged {
     WeightId earlier;  ///< the id in the plan before
     std::uint32_t version;
@@ -85,7 +86,7 @@ void hand_on(Weight& earlier, Weight& weight) {
 }
 
 /// Whether the bytes of `earlier` on the device are those of `weight`, if the master is unchanged.
-bool continues(const Weight& earlier, const Weight& weight) {
+bool same_device_bytes(const Weight& earlier, const Weight& weight) {
   constexpr auto streamed = Weight::AccessPath::streamed;
   return earlier.path == streamed && weight.path == streamed && weight.state.same_elements(earlier.state) &&
          weight.source->same_shape(*earlier.source);
@@ -181,25 +182,25 @@ void Session::draft_plan(Draft& draft, const Budget& budget) {
     weight->id = draft.plan->engine->add_weight(weight->source, unit.number, unit.options);
     draft.plan->weights.push_back(weight->shared_from_this());
   }
-  const std::vector<std::vector<WeightId>> there = residents_there(draft);
+  const std::vector<std::vector<WeightId>> on_device = residents_on_device(draft);
   const py::gil_scoped_release release;
-  draft.plan->engine->arrange(there);
+  draft.plan->engine->arrange(on_device);
 }
 
 /// The residents of the present plan that are on the device, as far as the draft has all of their weights.
-std::vector<std::vector<WeightId>> Session::residents_there(const Draft& draft) const {
-  std::vector<std::vector<WeightId>> there;
-  if (plan_->engine == draft.plan->engine) return there;
-  for (const std::vector<WeightId>& group : plan_->engine->residents_there()) {
-    std::vector<WeightId>& ids = there.emplace_back();
+std::vector<std::vector<WeightId>> Session::residents_on_device(const Draft& draft) const {
+  std::vector<std::vector<WeightId>> on_device;
+  if (plan_->engine == draft.plan->engine) return on_device;
+  for (const std::vector<WeightId>& group : plan_->engine->residents_on_device()) {
+    std::vector<WeightId>& ids = on_device.emplace_back();
     for (const WeightId id : group) {
       const Weight& earlier = *plan_->weights[id];
       const Weight* const weight = draft.table->find(earlier.state.impl);
-      if (weight != nullptr && continues(earlier, *weight)) ids.push_back(weight->id);
+      if (weight != nullptr && same_device_bytes(earlier, *weight)) ids.push_back(weight->id);
     }
-    if (ids.size() != group.size()) there.pop_back();
+    if (ids.size() != group.size()) on_device.pop_back();
   }
-  return there;
+  return on_device;
 }
 
 /// Gives every module its new weights. Does not release the GIL before that.
@@ -221,8 +222,8 @@ void Session::take_over(Draft& draft) {
     if (successor != nullptr && successor->state.same_elements(weight->state)) {
       hand_on(*weight, *successor);
       // Graphs that were captured read residents, and hold no lease.
-      if (!captured_ && weight->plan == plan_ && continues(*weight, *successor) && weight->resident() &&
-          weight->master_unchanged())
+      if (!captured_ && weight->plan == plan_ && same_device_bytes(*weight, *successor) &&
+          weight->resident() && weight->master_unchanged())
         draft.unchanged[successor->id] = {weight->id, successor->state.version, successor->writes_seen};
     }
     weight->superseded = true;

@@ -10,7 +10,7 @@
 
 #include "accelerator/giving_way.h"
 #include "bindings/cpython.h"
-#include "bindings/fetch_backward.h"
+#include "bindings/gradient_nodes.h"
 #include "bindings/master.h"
 #include "bindings/sharing.h"
 #include "core/engine.h"
@@ -41,7 +41,7 @@ struct DeferredRelease {
   }
 
   std::vector<py::object> tensors;
-  std::vector<SharedNode::Pointer> nodes;
+  std::vector<SharedNodeOwner::Pointer> nodes;
   SourcePtr pinned;
 };
 

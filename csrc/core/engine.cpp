@@ -46,14 +46,13 @@ void Lease::release(std::shared_ptr<void> what) noexcept {
 Engine::Engine(std::unique_ptr<Backend> backend, EngineOptions options,
                std::function<void(const std::string&)> warn)
     : backend_(std::move(backend)), options_(std::move(options)), warn_(std::move(warn)) {
-  enlist();
+  register_engine();
 }
 
 Engine::~Engine() {
-  delist();
+  unregister_engine();
   if (abandoned_) {
-    // Threads and device are not ours any more (a forked child, or the interpreter's exit): let the
-    // process take everything with it.
+    // This is a forked child, and threads and device are the parent's: what refers to them is leaked.
     static_cast<void>(backend_.release());
     new Memory(std::move(arena_memory_));
     new Memory(std::move(cache_memory_));
@@ -71,7 +70,7 @@ Engine::~Engine() {
 namespace {
 
 /// Whether the copy is issued, and later work of `consumer` is ordered after it.
-bool is_there(const DeviceCopy& copy, Stream consumer) {
+bool on_device(const DeviceCopy& copy, Stream consumer) {
   return copy.state == DeviceCopy::State::issued && copy.has_waited(consumer);
 }
 
@@ -101,7 +100,8 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
       issued_.wait(lock, [&] { return closed_ || !waits_for_others(group); });
       renewal = renew_outdated(id, lock);
     } while (!closed_ && !renewal && waits_for_others(group));
-    if (closed_ || group.passed_on) throw ClosedError("the model has been uninstalled");
+    if (closed_) throw ClosedError("the model has been uninstalled");
+    if (group.inherited_by_next) throw ClosedError("the next plan has the resident");
     ++tick_;
     group.expected_at = tick_;
     if (group.first_use == 0) group.first_use = tick_;
@@ -134,7 +134,7 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
       ++group.figures.hits;
     }
     lease = lease_on(id, consumer);
-    ordered = is_there(*lease.copy_, consumer);
+    ordered = on_device(*lease.copy_, consumer);
     if (options_.prefetch > 0 && use.in_order && (moved || !hit)) {
       if (group.by_use) {
         look_ahead_by_use(at.by_use, planned);
@@ -157,7 +157,7 @@ Lease Engine::acquire_present(WeightId id, Stream consumer) {
   if (closed_ || !planned_) return {};
   Group& group = groups_[weights_[id].group];
   const DeviceCopy* const copy = group.copy.get();
-  if (copy == nullptr || !copy->read || !is_there(*copy, consumer)) return {};
+  if (copy == nullptr || !copy->read || !on_device(*copy, consumer)) return {};
   if (copy->parts[weights_[id].part].outdated) return {};
   ++tick_;
   group.expected_at = tick_;

@@ -128,11 +128,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   /// Forms groups, chooses residents and sizes the arena. Throws BudgetError, naming the smallest budget that
   /// works. Called once, before plan(), or by it.
-  /// `there`: weights of this engine that are residents of the one whose place it takes, by its groups. These
-  /// stay together, and are residents before others are (Note [Residents go from plan to plan]).
-  void arrange(const std::vector<std::vector<WeightId>>& there = {});
-  /// Takes over what stays on the device of the engine whose place this one takes. `ids` are the other's ids
-  /// of this engine's weights; nothing for what it has not, and for a weight whose master has changed. The
+  /// `on_device`: weights of this engine that are residents of the one whose place it takes, by its groups.
+  /// These stay together, and are residents before others are (Note [Residents go from plan to plan]).
+  void arrange(const std::vector<std::vector<WeightId>>& on_device = {});
+  /// Takes the residents of the engine whose place this one takes, with the bytes in them. `ids`: for each
+  /// weight of this engine, its id in `earlier`; none if `earlier` lacks it or its master has changed. The
   /// other engine is closed next, before plan(). Neither allocates nor frees memory.
   void inherit(Engine& earlier, const std::vector<std::optional<WeightId>>& ids);
   /// Takes the memory for it. Throws what arrange() does, or OutOfMemory; nothing is held then.
@@ -144,7 +144,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   /// The weight's bytes, on their way or there, ordered before later work of `consumer`.
   /// Throws SourceError if they could not be read; the next call tries again. Throws ClosedError after
-  /// close().
+  /// close(), and for a resident that the next plan has inherited.
   Lease acquire(WeightId weight, Stream consumer, Use use = {});
 
   /// As acquire() with `Use::in_order` false, but only for bytes that are there and that `consumer` has
@@ -171,7 +171,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Returns whether the weight is a resident that is on the device. If so, it does not give way any more.
   bool keep_from_giving_way(WeightId weight);
   /// The weights of each resident that is on the device.
-  std::vector<std::vector<WeightId>> residents_there() const;
+  std::vector<std::vector<WeightId>> residents_on_device() const;
   /// The weights that travel with this one, itself included.
   const std::vector<WeightId>& companions(WeightId weight) const;
   /// How many leases there are on its group's copy, and on itself in it.
@@ -235,17 +235,17 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void close() noexcept;
   bool closed() const;
 
-  /// Makes forks wait for engines, and abandon them in the child: Note [A fork waits for engines]. The first
-  /// engine does it too.
-  static void follow_forks();
+  /// Registers the handlers of fork(), if that has not been done: Note [A fork waits for engines]. The
+  /// constructor calls it too.
+  static void register_fork_handlers();
 
  private:
   friend class Lease;
 
   // engine_fork.cpp
-  struct OfProcess;
-  void enlist();
-  void delist() noexcept;
+  struct Registry;
+  void register_engine();
+  void unregister_engine() noexcept;
 
   struct Weight {
     SourcePtr source;
@@ -259,12 +259,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   struct Group {
     std::vector<WeightId> weights;
     std::size_t bytes = 0;
-    bool tiny = false;   ///< of tiny units alone
-    bool keep = false;   ///< of weights that are kept
-    bool there = false;  ///< resident in the plan before
+    bool tiny = false;       ///< of tiny units alone
+    bool keep = false;       ///< of weights that are kept
+    bool on_device = false;  ///< resident in the plan before
     bool resident = false;
     bool captured = false;             ///< resident: a graph has captured it, so it does not give way
-    bool passed_on = false;            ///< resident: the next plan has it
+    bool inherited_by_next = false;    ///< resident: the next plan has it
     bool by_use = false;               ///< its slots are in the cache
     UseScore score;                    ///< by use
     Memory home;                       ///< resident: its block; null once it has given way
@@ -316,12 +316,12 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Grouping preferred_grouping() const;
   std::size_t end_of_unit(WeightId first) const noexcept;
   std::size_t unit_bytes(WeightId first) const noexcept;
-  /// Returns their sizes. Those of `there` are groups already.
+  /// Returns their sizes. Those of `on_device` are groups already.
   std::vector<std::size_t> form_groups(const Grouping& grouping,
-                                       const std::vector<std::vector<WeightId>>& there);
-  std::vector<std::vector<WeightId>> that_stay_together(std::vector<std::vector<WeightId>> there) const;
-  std::vector<std::size_t> arrange_around(const std::vector<std::vector<WeightId>>& there,
-                                          std::size_t budget);
+                                       const std::vector<std::vector<WeightId>>& on_device);
+  std::vector<std::vector<WeightId>> groups_to_keep(std::vector<std::vector<WeightId>> on_device) const;
+  std::vector<std::size_t> form_groups_and_residents(const std::vector<std::vector<WeightId>>& on_device,
+                                                     std::size_t budget);
   std::vector<bool> by_use() const;                              ///< each group
   std::vector<std::size_t> take_groups(const PriorPlan& prior);  ///< returns their sizes
   std::vector<std::size_t> lay_out_groups();
@@ -373,8 +373,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   bool restore(const Loan& loan, Memory& memory);
 
   // engine_inherit.cpp
-  bool has_what(const Group& group, const std::vector<std::optional<WeightId>>& ids, const Engine& earlier,
-                GroupId other) const;
+  bool can_inherit(const Group& group, const std::vector<std::optional<WeightId>>& ids, const Engine& earlier,
+                   GroupId other) const;
   void give_back_inherited() noexcept;
 
   // Set before plan() returns, constant afterwards.

@@ -6,9 +6,9 @@
 // all engines first, also of those whose plan was replaced and that only leases keep. In the child they are
 // abandoned: they answer for what they counted, and do nothing else.
 //
-// LOCK order: a handler that takes a lock under which engines are called is registered after follow_forks(),
-// as the last one that was registered runs first. The thread that forks may hold Python's lock, so nothing
-// may wait for that under these mutexes.
+// LOCK order: a handler that takes a lock under which engines are called is registered after
+// register_fork_handlers(), as the last one that was registered runs first. The thread that forks may hold
+// Python's lock, so nothing may wait for that under these mutexes.
 #include <mutex>
 #include <set>
 
@@ -17,12 +17,12 @@
 
 namespace dynswap {
 
-struct Engine::OfProcess {
+struct Engine::Registry {
   std::mutex mutex;
   std::set<Engine*> all;  ///< LOCK: mutex
 
-  static OfProcess& get() {
-    static auto* const one = new OfProcess;  // engines may outlive static objects
+  static Registry& get() {
+    static auto* const one = new Registry;  // engines may outlive static objects
     static const bool follows_forks =
         at_fork([] { one->before(); }, [] { one->after(false); }, [] { one->after(true); });
     static_cast<void>(follows_forks);
@@ -43,16 +43,16 @@ struct Engine::OfProcess {
   }
 };
 
-void Engine::follow_forks() { static_cast<void>(OfProcess::get()); }
+void Engine::register_fork_handlers() { static_cast<void>(Registry::get()); }
 
-void Engine::enlist() {
-  OfProcess& process = OfProcess::get();
+void Engine::register_engine() {
+  Registry& process = Registry::get();
   const std::lock_guard lock(process.mutex);
   process.all.insert(this);
 }
 
-void Engine::delist() noexcept {
-  OfProcess& process = OfProcess::get();
+void Engine::unregister_engine() noexcept {
+  Registry& process = Registry::get();
   const std::lock_guard lock(process.mutex);
   process.all.erase(this);
 }

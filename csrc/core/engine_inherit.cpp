@@ -2,11 +2,11 @@
 //
 // Note [Residents go from plan to plan]
 // A new adapter, or one that is deleted, makes a new plan, in which most weights are what they were. So
-// arrange() keeps the groups of residents that are there and chooses them before others, and inherit() takes
-// their memory over with the bytes in it, before the earlier engine closes. It is as if the earlier engine
-// had gone on with them:
-// - Bytes are taken over only once they have come for somebody. The earlier engine's backend ends all its
-//   copies as it closes, so the new engine has no event to wait for.
+// arrange() keeps the groups of residents that are on the device and chooses them before others (a measured
+// plan brings its own groups), and inherit() takes their memory with the bytes in it, before the earlier
+// engine closes. It is as if the earlier engine had gone on with them:
+// - A resident is inherited only after a reader has waited for its copy. The earlier engine's backend ends
+//   all its copies as it closes, so the new engine has no event to wait for.
 // - Nobody holds a lease on them. Who asks the earlier engine for one later finds it closed for them.
 // - The events of those who read them come along, and the next copy to that place waits for these.
 // - What a graph has captured is not taken over: its replays read it without a lease.
@@ -19,21 +19,21 @@
 
 namespace dynswap {
 
-std::vector<std::vector<WeightId>> Engine::residents_there() const {
+std::vector<std::vector<WeightId>> Engine::residents_on_device() const {
   const std::lock_guard lock(mutex_);
-  std::vector<std::vector<WeightId>> there;
-  if (closed_ || !planned_) return there;
+  std::vector<std::vector<WeightId>> on_device;
+  if (closed_ || !planned_) return on_device;
   for (const Group& group : groups_) {
     if (group.home && group.home_occupant && group.copy == group.home_occupant)
-      there.push_back(group.weights);
+      on_device.push_back(group.weights);
   }
-  return there;
+  return on_device;
 }
 
 /// Those that can be groups of this plan too.
-std::vector<std::vector<WeightId>> Engine::that_stay_together(
-    std::vector<std::vector<WeightId>> there) const {
-  std::erase_if(there, [this](const std::vector<WeightId>& group) {
+std::vector<std::vector<WeightId>> Engine::groups_to_keep(
+    std::vector<std::vector<WeightId>> on_device) const {
+  std::erase_if(on_device, [this](const std::vector<WeightId>& group) {
     if (group.empty() || !std::is_sorted(group.begin(), group.end())) return true;
     const WeightOptions& first = weights_[group.front()].options;
     return std::any_of(group.begin(), group.end(), [&](WeightId id) {
@@ -49,7 +49,7 @@ std::vector<std::vector<WeightId>> Engine::that_stay_together(
       return apart(std::size_t{id} + 1) || (id > 0 && apart(std::size_t{id} - 1));
     });
   });
-  return there;
+  return on_device;
 }
 
 void Engine::inherit(Engine& earlier, const std::vector<std::optional<WeightId>>& ids) {
@@ -62,7 +62,7 @@ void Engine::inherit(Engine& earlier, const std::vector<std::optional<WeightId>>
     if (!residency_.residency.resident[id] || !first) continue;
     const GroupId other_id = earlier.weights_[*first].group;
     Group& other = earlier.groups_[other_id];
-    if (!has_what(group, ids, earlier, other_id)) continue;
+    if (!can_inherit(group, ids, earlier, other_id)) continue;
 
     const std::shared_ptr<DeviceCopy> old = other.home_occupant;
     auto copy = std::make_shared<DeviceCopy>();
@@ -81,7 +81,7 @@ void Engine::inherit(Engine& earlier, const std::vector<std::optional<WeightId>>
 
     earlier.stats_.resident_bytes -= other.bytes;
     --earlier.stats_.resident_groups;
-    other.passed_on = true;
+    other.inherited_by_next = true;
     other.home.reset();
     other.home_occupant.reset();
     earlier.detach(old);
@@ -89,8 +89,8 @@ void Engine::inherit(Engine& earlier, const std::vector<std::optional<WeightId>>
 }
 
 /// Whether a resident of the earlier engine has the bytes of this group, as they lie in it, and may go.
-bool Engine::has_what(const Group& group, const std::vector<std::optional<WeightId>>& ids,
-                      const Engine& earlier, GroupId other_id) const {
+bool Engine::can_inherit(const Group& group, const std::vector<std::optional<WeightId>>& ids,
+                         const Engine& earlier, GroupId other_id) const {
   const Group& other = earlier.groups_[other_id];
   const DeviceCopy* const copy = other.home_occupant.get();
   if (!other.home || copy == nullptr || other.copy.get() != copy || other.captured) return false;
@@ -108,7 +108,7 @@ bool Engine::has_what(const Group& group, const std::vector<std::optional<Weight
   return true;
 }
 
-/// There is no plan after all.
+/// Frees what inherit() took, if plan() fails.
 void Engine::give_back_inherited() noexcept {
   {
     const std::lock_guard lock(mutex_);

@@ -68,7 +68,7 @@ std::size_t Engine::unit_bytes(WeightId first) const noexcept {
 }
 
 std::vector<std::size_t> Engine::form_groups(const Grouping& grouping,
-                                             const std::vector<std::vector<WeightId>>& there) {
+                                             const std::vector<std::vector<WeightId>>& on_device) {
   // A unit's weights are used together, so a group holds whole units: small ones until there is enough
   // to be worth a transfer. Only a unit too large to travel at once is cut, and its small weights (a
   // bias) go with the weight before them. A unit that one call needs as a whole is one group, whatever its
@@ -81,7 +81,7 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping,
   const std::size_t small = std::max(enough / 4, largest / 16);
   groups_.clear();
   std::vector<bool> grouped(weights_.size(), false), in_tiny_unit(weights_.size(), false);
-  for (const std::vector<WeightId>& group : there) {
+  for (const std::vector<WeightId>& group : on_device) {
     for (const WeightId id : group) grouped[id] = true;
   }
   std::size_t open_bytes = 0;
@@ -139,10 +139,10 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping,
     if (open_bytes >= enough) open = false;
     first = last;
   }
-  for (const std::vector<WeightId>& group : there) {
+  for (const std::vector<WeightId>& group : on_device) {
     Group& made = groups_.emplace_back();
     made.weights = group;
-    made.there = true;
+    made.on_device = true;
     made.keep = weights_[group.front()].options.keep;
     made.tiny = std::all_of(group.begin(), group.end(), [&](WeightId id) { return in_tiny_unit[id]; });
   }
@@ -223,7 +223,7 @@ std::size_t Engine::least_budget(const std::vector<std::size_t>& bytes) const {
   return kept + ordered + by_use;
 }
 
-void Engine::arrange(const std::vector<std::vector<WeightId>>& there) {
+void Engine::arrange(const std::vector<std::vector<WeightId>>& on_device) {
   DYNSWAP_CHECK(!arranged_, "arrange() is called once, and before plan()");
   arranged_ = true;
   if (weights_.empty()) return;
@@ -234,13 +234,13 @@ void Engine::arrange(const std::vector<std::vector<WeightId>>& there) {
     residency_ = with_cache(prior->resident, bytes, by_use(), prior->cache_bytes, budget, options_.prefetch);
   } else {
     std::vector<std::vector<WeightId>> together;
-    if (budget > 0) together = that_stay_together(there);
-    bytes = arrange_around(together, budget);
-    // What does not stay there after all need not stay together either.
+    if (budget > 0) together = groups_to_keep(on_device);
+    bytes = form_groups_and_residents(together, budget);
+    // What is no resident after all need not keep its group.
     if (std::erase_if(together, [this](const std::vector<WeightId>& group) {
           return !residency_.residency.resident[weights_[group.front()].group];
         }) > 0)
-      bytes = arrange_around(together, budget);
+      bytes = form_groups_and_residents(together, budget);
   }
   stats_.groups = groups_.size();
   stats_.weight_bytes = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});
@@ -260,32 +260,33 @@ std::vector<bool> Engine::by_use() const {
   return by_use;
 }
 
-/// Forms groups and chooses residents, where the groups of `there` are on the device. Returns their sizes.
-std::vector<std::size_t> Engine::arrange_around(const std::vector<std::vector<WeightId>>& there,
-                                                std::size_t budget) {
-  std::vector<std::size_t> bytes = form_groups(preferred_grouping(), there);
+/// Forms groups and chooses residents, where those of `on_device` are groups and residents already. Returns
+/// their sizes.
+std::vector<std::size_t> Engine::form_groups_and_residents(
+    const std::vector<std::vector<WeightId>>& on_device, std::size_t budget) {
+  std::vector<std::size_t> bytes = form_groups(preferred_grouping(), on_device);
   if (options_.budget > 0 && least_budget(bytes) > options_.budget)
     bytes = form_groups({1, 0, 0}, {});  // as small as can be: what does not fit now never will
   check_kept(bytes, budget);
-  std::vector<bool> keep, tiny, is_there;
+  std::vector<bool> keep, tiny, is_on_device;
   for (const Group& group : groups_) {
     keep.push_back(group.keep);
     tiny.push_back(group.tiny);
-    is_there.push_back(group.there);
+    is_on_device.push_back(group.on_device);
   }
   residency_ = plan_with_cache(bytes, keep, tiny, by_use(), budget, options_.prefetch);
-  if (std::find(is_there.begin(), is_there.end(), true) == is_there.end()) return bytes;
+  if (std::find(is_on_device.begin(), is_on_device.end(), true) == is_on_device.end()) return bytes;
 
-  // As many of them as leave room to run ahead as far as with the usual residents; and if these are more,
-  // others.
+  // As many of them stay as leave the usual room to run ahead. If the usual residents are more, others fill
+  // up.
   const std::vector<bool> usual = residency_.residency.resident;
   std::vector<bool> stay;
-  std::size_t usual_bytes = 0, there_bytes = 0, largest = 1;
+  std::size_t usual_bytes = 0, on_device_bytes = 0, largest = 1;
   for (GroupId id = 0; id < groups_.size(); ++id) {
     stay.push_back(keep[id] || (tiny[id] && usual[id]));
     usual_bytes += usual[id] ? bytes[id] : 0;
-    there_bytes += stay[id] || is_there[id] ? bytes[id] : 0;
-    largest = std::max(largest, is_there[id] ? bytes[id] : 0);
+    on_device_bytes += stay[id] || is_on_device[id] ? bytes[id] : 0;
+    largest = std::max(largest, is_on_device[id] ? bytes[id] : 0);
   }
   const auto try_with = [&](const std::vector<bool>& resident) {
     try {
@@ -298,9 +299,10 @@ std::vector<std::size_t> Engine::arrange_around(const std::vector<std::vector<We
       return false;
     }
   };
-  for (std::size_t most = std::max(there_bytes, usual_bytes);;
+  for (std::size_t most = std::max(on_device_bytes, usual_bytes);;
        most -= std::min(most - usual_bytes, largest)) {
-    if (try_with(residents_near(most, bytes, stay, is_there, by_use())) || most == usual_bytes) return bytes;
+    if (try_with(residents_within(most, bytes, stay, is_on_device, by_use())) || most == usual_bytes)
+      return bytes;
   }
 }
 

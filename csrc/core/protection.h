@@ -29,8 +29,8 @@ enum class Protection : int {
   lease_keeps_resident,    ///< Invariant 1: a resident that somebody holds does not give way
   changed_not_taken_back,  ///< Invariant 6: a resident's copy on loan does not outlive a change of its master
   lease_not_inherited,     ///< Invariant 1: a resident that somebody holds does not go to the next plan
-  readers_inherited,       ///< Invariant 1: one that goes takes the events of its readers along
-  arrived_before_inherited,  ///< Invariant 2: one goes only once its copy has come
+  readers_inherited,       ///< Invariant 1: an inherited resident keeps its readers' events
+  arrived_before_inherited,  ///< Invariant 2: a resident is inherited once a reader has waited for it
   cap_respected,             ///< Invariant 4: arena + residents stay within the budget
 
   // The backend's over a GPU (cuda), and those of the memory that it reads.

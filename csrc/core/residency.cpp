@@ -192,15 +192,15 @@ ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, const std::v
   return plan;
 }
 
-std::vector<bool> residents_near(std::size_t most, const std::vector<std::size_t>& bytes,
-                                 const std::vector<bool>& stay, const std::vector<bool>& there,
-                                 const std::vector<bool>& by_use) {
+std::vector<bool> residents_within(std::size_t most, const std::vector<std::size_t>& bytes,
+                                   const std::vector<bool>& stay, const std::vector<bool>& on_device,
+                                   const std::vector<bool>& by_use) {
   std::vector<bool> chosen = stay;
   std::size_t room = most - std::min(most, bytes_of(bytes, stay));
-  for (const bool those_there : {true, false}) {
+  for (const bool those_on_device : {true, false}) {
     std::vector<std::size_t> places, sizes;
     for (std::size_t i = 0; i < bytes.size(); ++i) {
-      if (chosen[i] || by_use[i] || there[i] != those_there) continue;
+      if (chosen[i] || by_use[i] || on_device[i] != those_on_device) continue;
       places.push_back(i);
       sizes.push_back(bytes[i]);
     }

@@ -38,11 +38,11 @@ ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, const std::v
 ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, const std::vector<bool>& keep,
                              const std::vector<bool>& stay, std::size_t budget, std::uint32_t prefetch);
 
-/// Residents of no more than so many bytes, and those of `stay` in any case. Those of `there` come first,
+/// Residents of no more than so many bytes, and those of `stay` in any case. Those of `on_device` come first,
 /// which need no copy any more; of each kind a share spread evenly. None are `by_use`.
-std::vector<bool> residents_near(std::size_t most, const std::vector<std::size_t>& bytes,
-                                 const std::vector<bool>& stay, const std::vector<bool>& there,
-                                 const std::vector<bool>& by_use);
+std::vector<bool> residents_within(std::size_t most, const std::vector<std::size_t>& bytes,
+                                   const std::vector<bool>& stay, const std::vector<bool>& on_device,
+                                   const std::vector<bool>& by_use);
 
 /// The plan in which just these groups are resident, and the others have the rest of the budget.
 /// Throws BudgetError if that does not hold the largest of them.

@@ -31,8 +31,8 @@ from dynswap_ext._util.untraced import untraced
 
 #: The weights of all sessions.
 overlaps: Final[Overlaps[Weight]] = Overlaps()
-#: The highest sequence number that autograd's nodes may have.
-_AT_ONCE: Final = 2**63 - 1
+#: The sequence number that torch gives AccumulateGrad.
+_AT_ONCE: Final = 2**64 - 1
 #: Where masters overlap, larger ones are not put together by element, which takes a copy of each.
 _MERGED: Final = 1 << 20
 

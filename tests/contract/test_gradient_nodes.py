@@ -163,7 +163,7 @@ def test_a_graph_goes_on_under_another_plan(provider: Provider) -> None:
 
 
 def test_gradients_arrive_while_an_earlier_graph_is_kept(provider: Provider) -> None:
-    """As in a loop that assigns its loss anew: each arrives before the layers below go backward."""
+    """As in a loop that assigns its loss again: each arrives before the layers below go backward."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     provider.pair(model)
     order: list[str] = []
@@ -196,7 +196,7 @@ def test_a_hook_that_refers_to_its_model_does_not_keep_it(provider: Provider) ->
     assert alive() is None
 
 
-def test_a_master_that_was_replaced_goes_with_the_next_call(provider: Provider) -> None:
+def test_a_replaced_master_is_freed_by_the_next_call(provider: Provider) -> None:
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     provider.install(model, dtype=torch.float64)
     x = provider.randn(3, 8)

@@ -221,16 +221,16 @@ class Run {
     draw_present();
     const std::shared_ptr<Engine> old = engine_;
     Draft draft = make_draft(device_);
-    std::vector<std::vector<WeightId>> there;
-    for (const std::vector<WeightId>& group : old->residents_there()) {
-      std::vector<WeightId>& ids = there.emplace_back();
+    std::vector<std::vector<WeightId>> on_device;
+    for (const std::vector<WeightId>& group : old->residents_on_device()) {
+      std::vector<WeightId>& ids = on_device.emplace_back();
       for (const WeightId id : group) {
         const auto found = draft.id_of.find(in_plan_[id]);
         if (found != draft.id_of.end()) ids.push_back(found->second);
       }
-      if (ids.size() != group.size()) there.pop_back();
+      if (ids.size() != group.size()) on_device.pop_back();
     }
-    draft.engine->arrange(there);
+    draft.engine->arrange(on_device);
     while (random_.chance(0.5)) do_something();  // other threads go on
     const bool cleared = kept_.empty() && random_.chance(0.5);
     if (cleared) {

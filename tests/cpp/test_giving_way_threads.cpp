@@ -163,7 +163,7 @@ class Model {
     std::vector<WeightId> ids;
     for (std::uint32_t i = 0; i < kWeights; ++i) ids.push_back(engine->add_weight(sources_[i], i));
     if (engine_) {
-      engine->arrange(engine_->residents_there());
+      engine->arrange(engine_->residents_on_device());
       engine->inherit(*engine_, {ids.begin(), ids.end()});
       engine_->close();
       given_way_ += engine_->stats().given_way;

@@ -58,7 +58,7 @@ struct Plan {
   /// Takes the place of `earlier`; the masters of `changed` have changed.
   void follow(Plan& earlier, const std::vector<std::string>& changed = {}) {
     std::vector<std::vector<WeightId>> there;
-    for (const std::vector<WeightId>& group : earlier.engine->residents_there()) {
+    for (const std::vector<WeightId>& group : earlier.engine->residents_on_device()) {
       std::vector<WeightId>& ids = there.emplace_back();
       for (const WeightId id_there : group) {
         if (const auto own = id(earlier.names[id_there])) ids.push_back(*own);
@@ -173,7 +173,7 @@ TEST(inherit_a_small_budget_keeps_its_residents) {
   }
 }
 
-TEST(inherit_not_what_has_changed_is_held_or_has_not_come) {
+TEST(inherit_leaves_out_changed_held_and_unread_residents) {
   const EngineOptions options = with_budget(200 * kMiB);
   {
     Plan plain(layers(), options), red(layers({"red"}), options);
@@ -224,7 +224,7 @@ TEST(inherit_units_that_are_needed_at_once_stay_whole) {
 TEST(inherit_an_inherited_resident_is_gone_for_the_earlier_plan) {
   Plan plain(layers(), with_budget(200 * kMiB)), red(layers({"red"}), with_budget(200 * kMiB));
   plain.begin();
-  red.engine->arrange(plain.engine->residents_there());  // not its ids: none of these stays together
+  red.engine->arrange(plain.engine->residents_on_device());  // not its ids: none of these stays together
   std::vector<std::optional<WeightId>> ids;
   for (const std::string& name : red.names) ids.push_back(plain.id(name));
   red.engine->inherit(*plain.engine, ids);
@@ -232,7 +232,7 @@ TEST(inherit_an_inherited_resident_is_gone_for_the_earlier_plan) {
   EXPECT(!plain.engine->acquire_present(0, 0));
 }
 
-TEST(inherit_no_plan_gives_its_memory_back) {
+TEST(inherit_frees_its_memory_if_planning_fails) {
   const auto device = std::make_shared<FakeDevice>(7);
   EngineOptions options = with_budget(1 << 20);
   Plan plain({{"a", 4096}, {"b", 4096}}, options, device),

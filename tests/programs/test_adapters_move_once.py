@@ -19,6 +19,7 @@ transformers = library("transformers")
 LAYERS = 6
 #: After so many calls, what has come is in the plan. Until then, it is moved at each read.
 PLANNED = 4
+#: How often at most they are moved in these calls.
 READ_UNPLANNED = 6
 
 
@@ -48,7 +49,7 @@ def add(model: Any, name: str) -> int:
     return elements
 
 
-class Beside:
+class ModelPair:
     """A plain model in float64, and the same one installed; each step is a call of both."""
 
     def __init__(self, provider: Provider, budget: float) -> None:
@@ -102,9 +103,9 @@ def only_native(provider: Provider) -> None:
         pytest.skip("pure Python fetches what stays once more with each new plan")
 
 
-def test_all_stays(provider: Provider) -> None:
+def test_with_room_for_all_only_adapters_are_moved(provider: Provider) -> None:
     """Each adapter is moved, and nothing else."""
-    beside = Beside(provider, budget=2)
+    beside = ModelPair(provider, budget=2)
     assert beside.moved() > 0
     assert beside.moved() == 0
     weights = [beside.handle.stats().weight_bytes]
@@ -124,9 +125,9 @@ def test_all_stays(provider: Provider) -> None:
 
 
 @pytest.mark.parametrize("budget", [0.55, 0.75])
-def test_a_part_stays(provider: Provider, budget: float) -> None:
+def test_residents_of_a_small_budget_are_not_moved(provider: Provider, budget: float) -> None:
     """What stays is not moved for the plans that are made as adapters come and go."""
-    beside = Beside(provider, budget)
+    beside = ModelPair(provider, budget)
     beside.moved(2)
     stay = beside.residents()
     assert stay
@@ -151,7 +152,7 @@ def test_a_part_stays(provider: Provider, budget: float) -> None:
 
 def test_what_was_written_is_moved_again(provider: Provider) -> None:
     """Also by a write that bumps no version, after which an adapter comes."""
-    beside = Beside(provider, budget=2)
+    beside = ModelPair(provider, budget=2)
     beside.moved()
     written = 0
     for model in beside.both():
@@ -165,7 +166,7 @@ def test_what_was_written_is_moved_again(provider: Provider) -> None:
 
 def test_what_is_held_is_moved_again(provider: Provider) -> None:
     """Somebody has a resident when the next plan is made; writes to it reach the master, and the model."""
-    beside = Beside(provider, budget=2)
+    beside = ModelPair(provider, budget=2)
     beside.moved()
     held = [model.lm_head.weight for model in beside.both()]
     beside.add("red")

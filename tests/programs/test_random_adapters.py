@@ -42,7 +42,7 @@ def base() -> Any:
     return transformers.LlamaForCausalLM(config).eval()
 
 
-def made(draw: random.Random) -> Any:
+def random_adapter_config(draw: random.Random) -> Any:
     targets = draw.choice([["q_proj", "v_proj"], ["o_proj"], ["up_proj", "down_proj", "k_proj"]])
     return peft.LoraConfig(
         r=draw.choice([2, 4, 16]),
@@ -66,7 +66,7 @@ class Program:
         self.whole = bytes_of(self.model)
         self.budget = 0
         self.install()
-        first, config = draw.choice(NAMES), made(draw)
+        first, config = draw.choice(NAMES), random_adapter_config(draw)
         self.plain, self.model = (
             self.seeded(lambda each=each: peft.get_peft_model(each, config, adapter_name=first))
             for each in (self.plain, self.model)
@@ -111,7 +111,11 @@ class Program:
         free = [name for name in NAMES if name not in self.adapters]
         if not free or self.merged:
             return
-        name, config, saved = self.draw.choice(free), made(self.draw), self.draw.random() < 0.5
+        name, config, saved = (
+            self.draw.choice(free),
+            random_adapter_config(self.draw),
+            self.draw.random() < 0.5,
+        )
         self.say("load" if saved else "add", name, config.target_modules, config.r, config.use_dora)
         if saved:
             lean = self.draw.random() < 0.5

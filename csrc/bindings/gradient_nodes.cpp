@@ -1,0 +1,161 @@
+#include "bindings/gradient_nodes.h"
+
+#include <torch/csrc/autograd/python_cpp_function.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/pybind.h>
+
+#include <utility>
+
+namespace dynswap {
+
+namespace autograd = torch::autograd;
+
+namespace {
+
+using NodePtr = SharedNodeOwner::Pointer;
+
+/// What a handed-out tensor is the result of. It passes gradients on to where those of all uses are added.
+class UseBackward : public autograd::Node {
+ public:
+  UseBackward(const NodePtr& shared, std::shared_ptr<SharedNodeOwner> owner)
+      : Node(kAtOnce, autograd::edge_list{autograd::Edge(shared, 0)}), leading_to_(std::move(owner)) {}
+
+  autograd::variable_list apply(autograd::variable_list&& gradients) override { return std::move(gradients); }
+
+  std::string name() const override { return "DynswapUseBackward"; }
+
+  /// Its weight knows it weakly. When that pointer is the last one, what it leads to goes all the same: else
+  /// it would keep the master. (Where nodes are owned by shared_ptr, they are destroyed then.)
+  virtual void release_resources() {
+    next_edges_.clear();
+    leading_to_.end();
+  }
+
+  const std::shared_ptr<SharedNodeOwner>& owner() const noexcept { return leading_to_.of(); }
+
+ private:
+  SharedNodeOwner::Use leading_to_;
+};
+
+/// Gives the node a Python object, which is an owner of the node for as long as there is another. Returns
+/// false where nodes do not keep their Python objects.
+template <class Pointer>
+bool give_python_object(const Pointer& node) {
+  if constexpr (keeps_python_object<autograd::Node>) {
+    const auto object = py::reinterpret_steal<py::object>(autograd::functionToPyObject(node));
+    if (!object) throw py::error_already_set();
+    return true;
+  }
+  return false;
+}
+
+}  // namespace
+
+SharedNodeOwner::Use::Use(std::shared_ptr<SharedNodeOwner> of) : of_(std::move(of)) {
+  if (!of_) return;
+  const std::lock_guard lock(of_->mutex_);
+  ++of_->uses_;
+}
+
+void SharedNodeOwner::Use::end() noexcept {
+  if (!of_) return;
+  Pointer dropped;  // after the lock
+  {
+    const std::lock_guard lock(of_->mutex_);
+    if (--of_->uses_ == 0) {
+      // An alias dies later than the tensor that it owns, and has the node meanwhile.
+      const std::size_t ours = of_->alias_.use_count() > 0 ? 2 : 1;
+      if (!of_->kept_ || static_cast<std::size_t>(of_->node_.use_count()) <= ours) dropped.swap(of_->node_);
+    }
+  }
+  of_.reset();
+}
+
+SharedNodeOwner::Pointer SharedNodeOwner::node() const {
+  const std::lock_guard lock(mutex_);
+  return node_ ? node_ : with_python_object_.lock();
+}
+
+bool SharedNodeOwner::keep_for_outside_read(const at::Tensor& alias) {
+  const Pointer node = this->node();
+  if (!node) return false;
+  if (give_python_object(node)) {
+    const std::lock_guard lock(mutex_);
+    with_python_object_ = weakly(node);
+    return false;
+  }
+  const std::lock_guard lock(mutex_);
+  alias_ = c10::weak_intrusive_ptr<c10::TensorImpl>(alias.getIntrusivePtr());
+  return !std::exchange(kept_, true);
+}
+
+void SharedNodeOwner::note_used_up() noexcept {
+  Pointer dropped;  // after the lock
+  const std::lock_guard lock(mutex_);
+  kept_ = false;
+  if (uses_ == 0) dropped.swap(node_);
+}
+
+bool SharedNodeOwner::is_kept() const {
+  const std::lock_guard lock(mutex_);
+  return kept_;
+}
+
+bool SharedNodeOwner::release(std::vector<Pointer>& released, bool if_idle) {
+  const std::lock_guard lock(mutex_);
+  if (!if_idle) with_python_object_.reset();
+  if (node_ && (!if_idle || node_.use_count() == 1)) released.push_back(std::move(node_));
+  return !node_ && with_python_object_.expired();
+}
+
+NodePtr GradientNodes::shared(const at::Tensor& handed_out, const autograd::Edge& to) const {
+  if (!shared_ || to.function.get() != to_ || to.input_nr != to_input_) return {};
+  NodePtr node = shared_->node();
+  if (!node) return {};
+  const autograd::InputMetadata& made_for = node->input_metadata(0);
+  const bool same = made_for.device() == handed_out.device() &&
+                    made_for.dtype().toScalarType() == handed_out.scalar_type() &&
+                    made_for.is_same_shape(handed_out);
+  return same ? node : NodePtr();
+}
+
+/// One that others own twice is on no list (Note [Nodes are taken apart before they die]). One that they own
+/// once may be, and gets no second tensor. The order in which gradients are added is the same: such a node
+/// passes the gradient of one operation on, which comes after those of all later uses.
+NodePtr GradientNodes::last_use(const NodePtr& leading_to) const {
+  NodePtr node = last_use_.lock();
+  const bool owned_twice = node && node.use_count() > 2;
+  return owned_twice && node->next_edge(0).function == leading_to ? node : NodePtr();
+}
+
+void GradientNodes::set_shared(NodePtr node, const autograd::Edge& to, std::shared_ptr<GradientWatch> watch) {
+  shared_ = std::make_shared<SharedNodeOwner>(node);
+  static_cast<MeetingNode&>(*node).owned_by(shared_);
+  to_ = to.function.get();
+  to_input_ = to.input_nr;
+  watch_ = std::move(watch);
+}
+
+void GradientNodes::release(std::vector<Pointer>& released, bool if_idle) {
+  if (!shared_ || !shared_->release(released, if_idle)) return;
+  shared_.reset();
+  watch_.reset();
+}
+
+NodePtr GradientNodes::use_of(const NodePtr& shared, const at::Tensor& handed_out) {
+  NodePtr use = last_use(shared);
+  if (!use) {
+    use = internal::new_node<UseBackward>(shared, shared_);
+    use->add_input_metadata(handed_out);
+    last_use_ = weakly(use);
+  }
+  return use;
+}
+
+Destination destination_of_all_uses(const at::Tensor& handed_out) {
+  const autograd::Edge own = autograd::impl::gradient_edge(handed_out);
+  const auto* const use = dynamic_cast<const UseBackward*>(own.function.get());
+  return use == nullptr ? Destination{own, nullptr} : Destination{use->next_edge(0), use->owner()};
+}
+
+}  // namespace dynswap
