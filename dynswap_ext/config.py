@@ -113,7 +113,7 @@ def resolve(
     ConfigError
         An argument has a value that cannot be used. The message has the value and what is expected.
     """
-    where = _device(device)
+    where = resolve_device(device)
     automatic = is_automatic(budget)
     chosen = _one_of(PROVIDERS, "provider", provider)
     pinned = _part_of_all_ram(_AUTO_PINNED) if pin == "auto" else _amount_of_ram("pin", pin)
@@ -192,7 +192,7 @@ def _one_of(choices: tuple[str, ...], name: str, given: str) -> str:
     return given
 
 
-def _device(given: torch.device | str | int | None) -> torch.device:
+def resolve_device(given: torch.device | str | int | None) -> torch.device:
     """The device with an index, so that it compares equal to the device of a tensor."""
     if given is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None

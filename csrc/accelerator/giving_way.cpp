@@ -28,6 +28,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdint>
+#include <map>
 #include <mutex>
 #include <string>
 #include <typeinfo>
@@ -103,25 +104,6 @@ std::vector<Loans> lend(const c10::Device& device) {
   return lent;
 }
 
-void settle(const c10::Device& device, std::vector<Loans> lent, bool intact) {
-  const std::lock_guard lock(givers().mutex);
-  for (Loans& each : lent) {
-    for (const Giver& giver : givers().all) {
-      if (giver.id != each.giver) continue;
-      if (!intact) {
-        giver.engine->give_up(each.loans);
-        continue;
-      }
-      // Blocks go to the stream for which they were allocated.
-      const c10::impl::VirtualGuardImpl guard(device.type());
-      const auto id = static_cast<c10::StreamId>(giver.engine->order_of_residents());
-      const c10::Stream before = guard.exchangeStream(c10::Stream(c10::Stream::UNSAFE, device, id));
-      giver.engine->take_back(std::move(each.loans));
-      guard.exchangeStream(before);
-    }
-  }
-}
-
 /// What the allocator has done so far.
 struct Done {
   std::int64_t given_back = 0;  ///< segments, to the driver
@@ -133,6 +115,32 @@ struct Done {
     return {stats.num_device_free, stats.allocation[kAll].allocated};
   }
 };
+
+void settle(const c10::Device& device, std::vector<Loans> lent, bool intact) {
+  const std::lock_guard lock(givers().mutex);
+  for (Loans& each : lent) {
+    for (const Giver& giver : givers().all) {
+      if (giver.id != each.giver) continue;
+      if (!intact) {
+        giver.engine->give_up(each.loans);
+        continue;
+      }
+      // Blocks go back to the stream for which they were allocated.
+      std::map<Stream, std::vector<Engine::Loan>> by_order;
+      for (Engine::Loan& loan : each.loans) by_order[loan.order].push_back(std::move(loan));
+      const c10::impl::VirtualGuardImpl guard(device.type());
+      const auto intact = [&, before = Done::on(device)] {
+        return Done::on(device).given_back == before.given_back;
+      };
+      for (auto& [order, loans] : by_order) {
+        const c10::Stream stream(c10::Stream::UNSAFE, device, static_cast<c10::StreamId>(order));
+        const c10::Stream before = guard.exchangeStream(stream);
+        giver.engine->take_back(std::move(loans), intact);
+        guard.exchangeStream(before);
+      }
+    }
+  }
+}
 
 /// Stands in for the calling thread's profiler until the allocation that asked is over.
 class Outcome final : public c10::MemoryReportingInfoBase {

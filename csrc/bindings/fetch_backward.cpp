@@ -105,7 +105,7 @@ class ArriveBackward : public autograd::Node {
  public:
   ArriveBackward(const at::Tensor& master, const Destination& to, std::shared_ptr<GradientWatch> watch)
       : Node(autograd::edge_list{to.edge}),
-        leading_to_(to.node),
+        leading_to_(to.node, to.edge.function),
         master_(place_of(master)),
         watch_(std::move(watch)) {}
 
@@ -128,16 +128,11 @@ class ArriveBackward : public autograd::Node {
   const std::shared_ptr<GradientWatch> watch_;
 };
 
-using ArrivePtr = decltype(internal::new_node<ArriveBackward>(
-    std::declval<const at::Tensor&>(), Destination(), std::shared_ptr<GradientWatch>()));
-
 /// Takes a gradient from an accelerator to the host.
 class CarryBackward : public MeetingNode {
  public:
-  CarryBackward(ArrivePtr arrive, at::TensorOptions host)
-      : MeetingNode(autograd::edge_list{autograd::Edge(arrive, 0)}),
-        arrive_(std::move(arrive)),
-        host_(host) {}
+  CarryBackward(NodePtr arrive, at::TensorOptions host)
+      : MeetingNode(autograd::edge_list{autograd::Edge(std::move(arrive), 0)}), host_(host) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override {
     const at::Tensor& gradient = gradients[0];
@@ -175,11 +170,11 @@ class CarryBackward : public MeetingNode {
  private:
   /// Anomaly mode reads what a node returns, and hooks do, before the node that waits runs.
   bool is_looked_at() const {
-    return autograd::AnomalyMode::is_enabled() || !post_hooks().empty() || !arrive_->pre_hooks().empty() ||
-           !arrive_->tensor_pre_hooks().empty();
+    autograd::Node& arrive = *next_edge(0).function;
+    return autograd::AnomalyMode::is_enabled() || !post_hooks().empty() || !arrive.pre_hooks().empty() ||
+           !arrive.tensor_pre_hooks().empty();
   }
 
-  const ArrivePtr arrive_;
   const at::TensorOptions host_;
 };
 
@@ -188,7 +183,7 @@ class FetchBackward : public MeetingNode {
  public:
   FetchBackward(const at::Tensor& master, const Destination& to, std::shared_ptr<GradientWatch> watch)
       : MeetingNode(autograd::edge_list{to.edge}),
-        leading_to_(to.node),
+        leading_to_(to.node, to.edge.function),
         master_(place_of(master)),
         watch_(std::move(watch)) {}
 

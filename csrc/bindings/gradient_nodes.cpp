@@ -4,7 +4,10 @@
 #include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <mutex>
 #include <utility>
+
+#include "platform/process.h"
 
 namespace dynswap {
 
@@ -14,20 +17,27 @@ namespace {
 
 using NodePtr = SharedNodeOwner::Pointer;
 
+std::mutex& mutex() {
+  static auto* const one = new std::mutex;
+  static const bool follows_forks =
+      at_fork([] { one->lock(); }, [] { one->unlock(); }, [] { one->unlock(); });
+  static_cast<void>(follows_forks);
+  return *one;
+}
+
 /// What a handed-out tensor is the result of. It passes gradients on to where those of all uses are added.
-class UseBackward : public autograd::Node {
+class UseBackward : public WeaklyKnownNode {
  public:
   UseBackward(const NodePtr& shared, std::shared_ptr<SharedNodeOwner> owner)
-      : Node(kAtOnce, autograd::edge_list{autograd::Edge(shared, 0)}), leading_to_(std::move(owner)) {}
+      : WeaklyKnownNode(autograd::edge_list{autograd::Edge(shared, 0)}),
+        leading_to_(std::move(owner), shared) {}
 
   autograd::variable_list apply(autograd::variable_list&& gradients) override { return std::move(gradients); }
 
   std::string name() const override { return "DynswapUseBackward"; }
 
-  /// Its weight knows it weakly. When that pointer is the last one, what it leads to goes all the same: else
-  /// it would keep the master. (Where nodes are owned by shared_ptr, they are destroyed then.)
-  virtual void release_resources() {
-    next_edges_.clear();
+  void release_resources() override {
+    WeaklyKnownNode::release_resources();
     leading_to_.end();
   }
 
@@ -51,17 +61,35 @@ bool give_python_object(const Pointer& node) {
 
 }  // namespace
 
-SharedNodeOwner::Use::Use(std::shared_ptr<SharedNodeOwner> of) : of_(std::move(of)) {
+void GradientWatch::follow(const std::shared_ptr<MemoryWatch>& watch) {
+  if (watch == watch_) return;
+  std::shared_ptr<MemoryWatch> other = watch;
+  const std::lock_guard lock(mutex());
+  watch_.swap(other);
+}
+
+void GradientWatch::note_write() {
+  std::shared_ptr<MemoryWatch> watch;
+  {
+    const std::lock_guard lock(mutex());
+    watch = watch_;
+  }
+  if (watch) watch->note_write();
+}
+
+SharedNodeOwner::Use::Use(std::shared_ptr<SharedNodeOwner> of, const Pointer& node) : of_(std::move(of)) {
   if (!of_) return;
-  const std::lock_guard lock(of_->mutex_);
+  Pointer again = node;
+  const std::lock_guard lock(mutex());
   ++of_->uses_;
+  if (!of_->node_) of_->node_.swap(again);
 }
 
 void SharedNodeOwner::Use::end() noexcept {
   if (!of_) return;
-  Pointer dropped;  // after the lock
+  Pointer dropped;
   {
-    const std::lock_guard lock(of_->mutex_);
+    const std::lock_guard lock(mutex());
     if (--of_->uses_ == 0) {
       // An alias dies later than the tensor that it owns, and has the node meanwhile.
       const std::size_t ours = of_->alias_.use_count() > 0 ? 2 : 1;
@@ -72,40 +100,49 @@ void SharedNodeOwner::Use::end() noexcept {
 }
 
 SharedNodeOwner::Pointer SharedNodeOwner::node() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(mutex());
   return node_ ? node_ : with_python_object_.lock();
 }
 
 bool SharedNodeOwner::keep_for_outside_read(const at::Tensor& alias) {
   const Pointer node = this->node();
   if (!node) return false;
-  if (give_python_object(node)) {
-    const std::lock_guard lock(mutex_);
-    with_python_object_ = weakly(node);
+  const bool has_object = give_python_object(node);
+  auto known = weakly(node);
+  c10::weak_intrusive_ptr<c10::TensorImpl> latest(alias.getIntrusivePtr());
+  const std::lock_guard lock(mutex());
+  if (has_object) {
+    std::swap(with_python_object_, known);
     return false;
   }
-  const std::lock_guard lock(mutex_);
-  alias_ = c10::weak_intrusive_ptr<c10::TensorImpl>(alias.getIntrusivePtr());
+  std::swap(alias_, latest);
   return !std::exchange(kept_, true);
 }
 
 void SharedNodeOwner::note_used_up() noexcept {
-  Pointer dropped;  // after the lock
-  const std::lock_guard lock(mutex_);
+  Pointer dropped;
+  const std::lock_guard lock(mutex());
   kept_ = false;
   if (uses_ == 0) dropped.swap(node_);
 }
 
 bool SharedNodeOwner::is_kept() const {
-  const std::lock_guard lock(mutex_);
+  const std::lock_guard lock(mutex());
   return kept_;
 }
 
 bool SharedNodeOwner::release(std::vector<Pointer>& released, bool if_idle) {
-  const std::lock_guard lock(mutex_);
-  if (!if_idle) with_python_object_.reset();
-  if (node_ && (!if_idle || node_.use_count() == 1)) released.push_back(std::move(node_));
-  return !node_ && with_python_object_.expired();
+  Pointer dropped;
+  auto known = weakly(Pointer());
+  bool none = false;
+  {
+    const std::lock_guard lock(mutex());
+    if (!if_idle) std::swap(with_python_object_, known);
+    if (node_ && (!if_idle || node_.use_count() == 1)) dropped.swap(node_);
+    none = !node_ && with_python_object_.expired();
+  }
+  if (dropped) released.push_back(std::move(dropped));
+  return none;
 }
 
 NodePtr GradientNodes::shared(const at::Tensor& handed_out, const autograd::Edge& to) const {

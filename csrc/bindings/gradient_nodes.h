@@ -5,7 +5,6 @@
 #include <torch/csrc/autograd/function.h>
 
 #include <memory>
-#include <mutex>
 #include <type_traits>
 #include <utility>
 #include <vector>
@@ -41,25 +40,20 @@ auto new_node(Arguments&&... arguments) {
 
 }  // namespace internal
 
+// LOCK, in what follows, is one mutex for all objects: a forked child can only take one that is held over the
+// fork. It is the last that a thread takes, and nothing is destroyed under it.
+
 /// Counts the gradients of a master as writes to it. The watch may be another one by the time of the backward
 /// pass. Thread-safe; `follow` is called under the GIL.
 class GradientWatch {
  public:
   explicit GradientWatch(std::shared_ptr<MemoryWatch> watch) : watch_(std::move(watch)) {}
 
-  void follow(const std::shared_ptr<MemoryWatch>& watch) {
-    if (watch == watch_) return;
-    const std::lock_guard lock(mutex_);
-    watch_ = watch;
-  }
-  void note_write() {
-    const std::lock_guard lock(mutex_);
-    if (watch_) watch_->note_write();
-  }
+  void follow(const std::shared_ptr<MemoryWatch>& watch);
+  void note_write();
 
  private:
-  std::mutex mutex_;
-  std::shared_ptr<MemoryWatch> watch_;  ///< LOCK: mutex_ to set it, and to read it without the GIL
+  std::shared_ptr<MemoryWatch> watch_;  ///< LOCK: to set it, and to read it without the GIL
 };
 
 // torch owned its nodes by shared_ptr up to 2.12, and counts them intrusively since.
@@ -104,7 +98,8 @@ class SharedNodeOwner {
   class Use {
    public:
     Use() = default;
-    explicit Use(std::shared_ptr<SharedNodeOwner> of);
+    /// `node` is that of the owner, which has it again if it had let go of it meanwhile.
+    Use(std::shared_ptr<SharedNodeOwner> of, const Pointer& node);
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
     ~Use() { end(); }
@@ -130,8 +125,7 @@ class SharedNodeOwner {
   bool release(std::vector<Pointer>& released, bool if_idle);
 
  private:
-  mutable std::mutex mutex_;
-  // LOCK: mutex_, all below.
+  // LOCK guards all below.
   Pointer node_;
   decltype(weakly(Pointer())) with_python_object_ = weakly(Pointer());  ///< the node, where that is safe
   std::size_t uses_ = 0;
@@ -146,10 +140,33 @@ class SharedNodeOwner {
 /// the device until the end of the pass.
 constexpr std::uint64_t kAtOnce = UINT64_MAX;
 
-/// Where the gradients of several nodes meet.
-class MeetingNode : public torch::autograd::Node {
+/// A node to which its weight has a weak pointer, which keeps the object when nobody has the node any more.
+/// What hangs on it goes all the same: it may lead to the master, or to the model. (Where nodes are owned by
+/// shared_ptr, they are destroyed then.)
+class WeaklyKnownNode : public torch::autograd::Node {
  public:
-  explicit MeetingNode(torch::autograd::edge_list&& to) : Node(kAtOnce, std::move(to)) {}
+  explicit WeaklyKnownNode(torch::autograd::edge_list&& to) : Node(kAtOnce, std::move(to)) {}
+
+  virtual void release_resources() {
+    release_base(static_cast<Node&>(*this));
+    pre_hooks_.clear();
+    tensor_pre_hooks_.clear();
+    retains_grad_hooks_.clear();
+    post_hooks_.clear();
+    anomaly_metadata_.reset();
+  }
+
+ private:
+  template <class Base>
+  static void release_base(Base& node) {
+    if constexpr (requires { node.Base::release_resources(); }) node.Base::release_resources();
+  }
+};
+
+/// Where the gradients of several nodes meet.
+class MeetingNode : public WeaklyKnownNode {
+ public:
+  using WeaklyKnownNode::WeaklyKnownNode;
 
   void owned_by(const std::shared_ptr<SharedNodeOwner>& owner) { owner_ = owner; }
 

@@ -1,4 +1,5 @@
 // Session: plans are made, and take each other's place.
+#include <unordered_set>
 #include <utility>
 
 #include "bindings/attribute.h"
@@ -191,14 +192,22 @@ void Session::draft_plan(Draft& draft, const Budget& budget) {
 std::vector<std::vector<WeightId>> Session::residents_on_device(const Draft& draft) const {
   std::vector<std::vector<WeightId>> on_device;
   if (plan_->engine == draft.plan->engine) return on_device;
+  std::unordered_set<WeightId>
+      taken;  // two weights of a plan may have become one: masters that were tied since
   for (const std::vector<WeightId>& group : plan_->engine->residents_on_device()) {
     std::vector<WeightId>& ids = on_device.emplace_back();
     for (const WeightId id : group) {
       const Weight& earlier = *plan_->weights[id];
       const Weight* const weight = draft.table->find(earlier.state.impl);
-      if (weight != nullptr && same_device_bytes(earlier, *weight)) ids.push_back(weight->id);
+      if (weight != nullptr && same_device_bytes(earlier, *weight) && !taken.contains(weight->id))
+        ids.push_back(weight->id);
     }
-    if (ids.size() != group.size()) on_device.pop_back();
+    const std::unordered_set<WeightId> distinct(ids.begin(), ids.end());
+    if (distinct.size() == group.size()) {
+      taken.insert(ids.begin(), ids.end());
+    } else {
+      on_device.pop_back();
+    }
   }
   return on_device;
 }

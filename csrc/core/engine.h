@@ -204,18 +204,18 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::shared_ptr<DeviceCopy> copy;    ///< that was there; null: none was
     bool current = false;                ///< it was the group's
     std::uint64_t changes = 0;           ///< of its masters, by then
+    Stream order = 0;                    ///< Backend::order_of() its block
   };
   /// Frees the memory of the residents that nobody uses: Note [Residents give way]. Takes only locks under
   /// which no memory is allocated or freed, and never waits for the device.
   std::vector<Loan> lend_residents();
   /// Takes memory back that has not been written since lend_residents(): what can be had at its old address.
-  /// The rest has given way.
-  void take_back(std::vector<Loan> loans);
+  /// The rest has given way. All have one order, which is that of the blocks that the backend allocates now.
+  /// `intact` tells whether the memory at an old address still has its bytes.
+  void take_back(std::vector<Loan> loans, const std::function<bool()>& intact = nullptr);
   /// The memory went to somebody else.
   void give_up(const std::vector<Loan>& loans);
   bool residents_give_way() const noexcept { return options_.residents_give_way; }
-  /// The stream in whose order residents' memory is allocated.
-  Stream order_of_residents() const;
 
   /// Begins a recording (and drops the one before), or ends it.
   void record(bool on);
@@ -383,7 +383,6 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::function<void(const std::string&)> warn_;
   Memory arena_memory_;
   Memory cache_memory_;
-  Stream order_of_residents_ = 0;
   std::size_t planned_bytes_ = 0;  ///< of arena, cache and residents
   PlanWithCache residency_;
   bool arranged_ = false;

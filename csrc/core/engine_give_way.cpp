@@ -37,7 +37,13 @@ std::vector<Engine::Loan> Engine::lend_residents() {
       if (occupant && !occupant->evictable() && PROTECTED(lease_keeps_resident)) continue;
       Candidate& candidate = candidates.emplace_back();
       const bool current = occupant && occupant == group.copy;
-      candidate.loan = {id, group.bytes, group.home.get(), occupant, current, group.changes};
+      candidate.loan = {id,
+                        group.bytes,
+                        group.home.get(),
+                        occupant,
+                        current,
+                        group.changes,
+                        backend_->order_of(group.home)};
       candidate.memory = std::move(group.home);
       group.home.reset();
       if (occupant) {
@@ -88,7 +94,7 @@ std::vector<Engine::Loan> Engine::lend_residents() {
 /// smaller than the one before, or is the same one. Blocks of one size may come in any order. A block that no
 /// group had is a stray and is kept until the end; if a group was inside it, only the part in front of that
 /// group is asked for.
-void Engine::take_back(std::vector<Loan> loans) {
+void Engine::take_back(std::vector<Loan> loans, const std::function<bool()>& intact) {
   constexpr std::size_t kSomeStrays = 16;
   std::size_t attempts = 4 * loans.size() + kSomeStrays;
   std::vector<Memory> strays;
@@ -100,6 +106,7 @@ void Engine::take_back(std::vector<Loan> loans) {
     } catch (const Error&) {
       break;  // there is less memory than there was
     }
+    if (intact && !intact()) break;  // this allocation has cost the blocks their memory
     const auto own = std::find_if(loans.begin(), loans.end(),
                                   [&](const Loan& loan) { return loan.address == memory.get(); });
     if (own == loans.end()) {
@@ -147,11 +154,6 @@ void Engine::give_up(const std::vector<Loan>& loans) {
     ++stats_.given_way;
     stats_.given_way_bytes += loan.bytes;
   }
-}
-
-Stream Engine::order_of_residents() const {
-  const std::lock_guard lock(mutex_);
-  return order_of_residents_;
 }
 
 }  // namespace dynswap

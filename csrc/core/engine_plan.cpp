@@ -168,6 +168,9 @@ std::vector<std::size_t> Engine::take_groups(const PriorPlan& prior) {
 
 std::vector<std::size_t> Engine::lay_out_groups() {
   std::vector<std::size_t> bytes;
+  std::size_t weights = 0;
+  for (const Group& group : groups_) weights += group.weights.size();
+  DYNSWAP_CHECK(weights == weights_.size(), "each weight is in one group");
   for (GroupId id = 0; id < groups_.size(); ++id) {
     for (std::size_t part = 0; part < groups_[id].weights.size(); ++part) {
       weights_[groups_[id].weights[part]].group = id;
@@ -342,14 +345,12 @@ void Engine::plan() {
   }
   Memory arena, cache;  // all or nothing
   std::vector<Memory> homes(groups_.size());
-  Stream order_of_residents = 0;
   try {
     if (residency.arena_bytes > 0) arena = backend_->allocate(residency.arena_bytes);
     if (cache_bytes > 0) cache = backend_->allocate(cache_bytes);
     for (GroupId id = 0; id < groups_.size(); ++id) {
       if (!residency.resident[id] || inherited[id]) continue;
       homes[id] = backend_->allocate(groups_[id].bytes);
-      order_of_residents = backend_->order_of(homes[id]);
     }
   } catch (...) {
     give_back_inherited();
@@ -376,7 +377,6 @@ void Engine::plan() {
   use_order_ = UseOrder(groups_.size());
   arena_ = Arena(residency.arena_bytes);
   cache_ = Arena(cache_bytes);
-  order_of_residents_ = order_of_residents;
   stats_.resident_bytes = residency.resident_bytes;
   stats_.arena_bytes = residency.arena_bytes + cache_bytes;
   planned_bytes_ = std::max<std::size_t>(options_.budget, residency.resident_bytes + stats_.arena_bytes);

@@ -151,7 +151,7 @@ def _checked_device(device: Any, dtype: Any, transform: Any, assign: bool) -> to
         raise ConfigError("device is None; expected 'cpu', which reads nothing, or an accelerator")
     if str(device) == "meta":
         raise ConfigError("device is 'meta', which holds no values; init_empty(factory) makes a skeleton")
-    where = config.resolve(device=device).device
+    where = config.resolve_device(device)
     check_dtype(dtype)
     if transform is not None and not callable(transform):
         raise ConfigError(f"transform is {transform!r}; expected a function of a name and a tensor")
