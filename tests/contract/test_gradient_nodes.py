@@ -232,3 +232,27 @@ def test_the_gradient_of_an_attribute_that_was_given_another_shape(provider: Pro
     grad = model[0].weight.grad
     assert grad is not None
     assert torch.equal(grad, torch.full((4, 8), 3.0))
+
+
+class Hooked(nn.Module):
+    """Registers a hook on the weight that it reads, which refers to the module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        weight.register_hook(lambda gradient: None if self.training else gradient)
+        return F.linear(x, weight)
+
+
+def test_a_hook_of_a_forward_goes_with_its_graph(provider: Provider) -> None:
+    """The weight has a weak pointer to the node, whose hooks would keep the module."""
+    model = nn.Sequential(Hooked())
+    provider.install(model, dtype=torch.float64)
+    model(provider.randn(3, 8)).sum().backward()
+    alive = weakref.ref(model[0])
+    del model
+    gc.collect()
+    assert alive() is None

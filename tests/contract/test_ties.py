@@ -252,3 +252,27 @@ def test_a_tie_of_which_one_end_is_not_installed(provider: Provider) -> None:
     assert model.second.weight.unique().tolist() == [2]
     dynswap_ext.uninstall(model)
     assert model.first.weight is master
+
+
+def test_a_tie_that_is_made_in_use_and_planned_for(provider: Provider) -> None:
+    """Two residents of the plan before have become one weight, which is in one group."""
+    model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(64)))
+    handle = provider.install(model, dtype=torch.float64, budget="8MiB")
+    x = provider.randn(2, 16)
+    with torch.no_grad():
+        model(x)
+        rows = handle.report().rows
+        first_of_group = rows[len(rows) // 2].names[0]
+        tied = int(first_of_group.split(".")[0])
+        other = tied - 5 if provider.native else 0
+        master = model[other].get_parameter("weight")
+        master.data = master.data.clone()
+        model[tied]._parameters["weight"] = master
+        assert torch.equal(model[tied].weight, model[other].weight)
+        model[3].register_parameter("extra", nn.Parameter(torch.randn(7)))
+        assert model[3].extra is not None
+        for _ in range(4):  # by then there is a plan with the new weight
+            model(x)
+        for layer in model:
+            master = layer.get_parameter("weight")
+            testing.assert_bit_equal(layer.weight.detach().cpu(), master.detach().double())

@@ -245,3 +245,29 @@ def _program(seed: int, budget: str | None) -> tuple[bool, list[torch.Tensor], i
     for handle in handles:
         handle.uninstall()
     return ran, results, gave_way
+
+
+@pytest.mark.parametrize("seed, how", [(3, "late"), (5, "early")])
+def test_inherited_residents_go_back_to_their_stream(seed: int, how: str) -> None:
+    """Blocks of inherited residents belong to the stream on which the plan before was made."""
+    pretend_cuda.reset(seed, how)
+    model, x = layers(), torch.randn(4, WIDTH)
+    answer = expected(model, x)
+    cap(64 * LAYER)
+    with (
+        torch.cuda.stream(torch.cuda.Stream()),
+        dynswap_ext.install(model, device=DEVICE, budget="auto") as h,
+    ):
+        for _ in range(6):
+            assert torch.equal(run(model, x), answer)
+        model[3].register_parameter("extra", nn.Parameter(torch.randn(64, 64), requires_grad=False))
+        assert model[3].extra is not None
+        for _ in range(3):
+            assert torch.equal(run(model, x), answer)
+        before = h.stats()
+        assert before.resident_groups > 0
+        foreign = [torch.empty(count * LAYER, dtype=torch.uint8, device=DEVICE) for count in (1, 3, 5, 7)]
+        assert torch.equal(run(model, x), answer)
+        assert h.stats().given_way == before.given_way  # there was room for all
+        del foreign
+    assert not pretend_cuda.violations()
