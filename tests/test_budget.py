@@ -323,3 +323,18 @@ def test_a_container_with_a_buffer_of_its_own_is_not_one_unit(provider: Provider
     x = provider.randn(2, WIDTH)
     with torch.no_grad():
         testing.assert_bit_equal(model(x), moved(x))
+
+
+def test_what_the_budget_has_room_for_is_no_overflow(provider: Provider) -> None:
+    """A graph holds the copy of a master that is written: the second copy is outside the arena."""
+    model = mlp(64, 6)
+    moved, handle = provider.pair(model, budget="1GiB", strict_budget=True)
+    x = provider.randn(2, 64)
+    kept = [of(x) for of in (model, moved) for _ in range(2)]
+    for of in (model, moved):
+        with torch.no_grad():
+            of.get_parameter("2.weight").mul_(2)
+    testing.assert_bit_equal(model(x), moved(x))
+    assert handle.stats().overflow_bytes == 0
+    assert handle.stats().peak_bytes <= 1 << 30
+    del kept

@@ -189,3 +189,11 @@ def test_a_forward_that_asks_where_an_ignored_weight_is(provider: Provider, igno
     expected = [served, home] if ignore.startswith("second") else [home, served]
     for _ in range(3):
         assert model() == [*expected, expected[0][0]]
+
+
+def test_a_pattern_that_is_a_part_of_names(provider: Provider) -> None:
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    with pytest.raises(
+        ConfigError, match=r"matches no weight .*whole paths, such as '0\.weight'; '\*' stands"
+    ):
+        provider.install(model, keep="xyz")

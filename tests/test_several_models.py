@@ -225,3 +225,12 @@ def test_summary_and_outline(provider: Provider) -> None:
     assert {weight.name for weight in outline.weights} == names
     assert summary.device == provider.device
     assert {weight.served for weight in summary.weights} == {"streamed"}
+
+
+def test_a_pipeline_of_transformers_is_told_from_one_of_diffusers() -> None:
+    class Pipeline:
+        def __init__(self) -> None:
+            self.model = nn.Linear(8, 8)
+
+    with pytest.raises(ConfigError, match=r"model is a Pipeline; .*Pass its model: install\(x\.model\)"):
+        dynswap_ext.install(Pipeline())  # type: ignore[type-var]

@@ -165,9 +165,8 @@ void Engine::place_outside(Planned& planned) {
   note_peak();
 }
 
-/// Bytes outside the arena, as far as no resident has made room for them.
+/// Bytes outside the arena for which the budget has no room beside the arena and the residents.
 std::size_t Engine::beyond_budget() const noexcept {
-  if (!options_.residents_give_way) return overflow_now_;
   const std::size_t held = stats_.arena_bytes + stats_.resident_bytes + overflow_now_;
   return held - std::min(held, planned_bytes_);
 }

@@ -106,6 +106,8 @@ class Choices:
                 known = dict.fromkeys(part for name in names for part in _paths(name))
                 near = nearest(pattern, known)
                 hint = f". Did you mean {near!r}?" if near else ""
+                if not near and names:
+                    hint = f". Names are whole paths, such as {next(iter(names))!r}; '*' stands for any part"
                 raise ConfigError(f"{option} has {pattern!r}, which matches no weight of the model{hint}")
             matched |= found
         return matched

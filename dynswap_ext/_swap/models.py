@@ -38,9 +38,10 @@ def as_tree(given: Installable) -> nn.Module:
         return given
     contents = _contents(given)
     if contents is None:
+        has_model = isinstance(getattr(given, "model", None), nn.Module)  # a pipeline of transformers
         raise ConfigError(
             f"model is a {type(given).__name__}; expected a torch.nn.Module, a pipeline with components, or "
-            "a list, tuple or dict of them"
+            f"a list, tuple or dict of them{'. Pass its model: install(x.model)' if has_model else ''}"
         )
     found: dict[str, nn.Module] = {}
     known: set[int] = set()

@@ -522,8 +522,8 @@ class Run {
       device_->violation("the statistics tell another size than was allocated");
     }
     if (!counted_) return;
-    if (device_->peak_bytes() > planned_bytes_ + stats.overflow_bytes) {
-      device_->violation("more device memory than arena, residents and overflow");
+    if (device_->peak_bytes() > std::max(planned_bytes_, options_.budget) + stats.overflow_bytes) {
+      device_->violation("more device memory than the budget and the overflow");
     }
     if (device_->peak_bytes() > stats.peak_bytes) {
       device_->violation("peak_bytes is " + std::to_string(stats.peak_bytes) + ", but " +
