@@ -5,6 +5,7 @@
 
 #include "accelerator/plain_torch.h"
 #include "bindings/call.h"
+#include "bindings/fetch_backward.h"
 #include "bindings/glue.h"
 #include "bindings/session.h"
 #include "core/amount.h"
