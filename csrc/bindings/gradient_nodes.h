@@ -4,8 +4,8 @@
 #include <ATen/core/Tensor.h>
 #include <torch/csrc/autograd/function.h>
 
+#include <cstdint>
 #include <memory>
-#include <type_traits>
 #include <utility>
 #include <vector>
 

@@ -70,7 +70,7 @@ Engine::~Engine() {
 namespace {
 
 /// Whether the copy is issued, and later work of `consumer` is ordered after it.
-bool on_device(const DeviceCopy& copy, Stream consumer) {
+bool is_there(const DeviceCopy& copy, Stream consumer) {
   return copy.state == DeviceCopy::State::issued && copy.has_waited(consumer);
 }
 
@@ -134,7 +134,7 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
       ++group.figures.hits;
     }
     lease = lease_on(id, consumer);
-    ordered = on_device(*lease.copy_, consumer);
+    ordered = is_there(*lease.copy_, consumer);
     if (options_.prefetch > 0 && use.in_order && (moved || !hit)) {
       if (group.by_use) {
         look_ahead_by_use(at.by_use, planned);
@@ -157,7 +157,7 @@ Lease Engine::acquire_present(WeightId id, Stream consumer) {
   if (closed_ || !planned_) return {};
   Group& group = groups_[weights_[id].group];
   const DeviceCopy* const copy = group.copy.get();
-  if (copy == nullptr || !copy->read || !on_device(*copy, consumer)) return {};
+  if (copy == nullptr || !copy->read || !is_there(*copy, consumer)) return {};
   if (copy->parts[weights_[id].part].outdated) return {};
   ++tick_;
   group.expected_at = tick_;

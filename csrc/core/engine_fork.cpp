@@ -46,15 +46,15 @@ struct Engine::Registry {
 void Engine::register_fork_handlers() { static_cast<void>(Registry::get()); }
 
 void Engine::register_engine() {
-  Registry& process = Registry::get();
-  const std::lock_guard lock(process.mutex);
-  process.all.insert(this);
+  Registry& registry = Registry::get();
+  const std::lock_guard lock(registry.mutex);
+  registry.all.insert(this);
 }
 
 void Engine::unregister_engine() noexcept {
-  Registry& process = Registry::get();
-  const std::lock_guard lock(process.mutex);
-  process.all.erase(this);
+  Registry& registry = Registry::get();
+  const std::lock_guard lock(registry.mutex);
+  registry.all.erase(this);
 }
 
 }  // namespace dynswap
