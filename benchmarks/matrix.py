@@ -149,7 +149,8 @@ def prepare(outcome: Outcome, folder: Path, tests: list[str], options: argparse.
     # As a user does, with the defaults of a wheel.
     environment = {"DYNSWAP_CUDA": options.cuda}
     environment |= WITHOUT_PIP_CONFIG if outcome.pip_config_ignored else {}
-    call([str(bin_ / "pip"), "install", "--quiet", f"{source}[test]"], folder, environment)
+    locked = ["--constraint", str(source / "constraints.txt")]
+    call([str(bin_ / "pip"), "install", "--quiet", *locked, f"{source}[test]"], folder, environment)
     outcome.build_seconds = round(time.monotonic() - begun, 1)
 
     # What the tests import is what was installed.

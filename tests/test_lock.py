@@ -1,0 +1,134 @@
+"""Everything that the project's own commands install has its version in constraints.txt."""
+
+from __future__ import annotations
+
+import ast
+import importlib.metadata
+import os
+import platform
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from packaging.utils import canonicalize_name
+
+import benchmark_scripts  # noqa: F401  (the folder that the next one is in)
+
+import lock  # isort: skip
+
+ROOT = lock.ROOT
+PYTHONS = ("3.10", "3.11", "3.12", "3.13")
+#: Everything in the Makefile that leads to pip, in one run or another.
+TARGETS = "demo demo-text test-all docs lint types sanitize fuzz wheel wheels sdist lock newest matrix build/no/bin/cmake"
+#: Installs torch alone, which TORCH, the matrix and WHEEL_TORCH switch.
+TORCH_ALONE = re.compile(r"\binstall (--\S+ )*(\S*https://\S+ )?[\"']?torch==\S+$")
+
+
+def commands_of(makefile: Path) -> list[str]:
+    """Return what make would run in a new clone, expanded."""
+    made = subprocess.run(
+        ["make", "--always-make", "--dry-run", "--no-print-directory", "-f", makefile, *TARGETS.split(), "VENV=build/no"],
+        cwd=ROOT,
+        env={**os.environ, "MAKEFLAGS": ""},
+        capture_output=True,
+        text=True,
+        check=True,
+    )  # fmt: skip
+    return made.stdout.replace("\\\n", " ").splitlines()
+
+
+def unlocked(commands: list[str]) -> list[str]:
+    """Return the commands that may install what the lock does not name."""
+    found = []
+    for whole in commands:
+        for command in re.split(r"&&|\|\||;", whole):
+            if re.search(r"\bpip3?\b.* install\b", command):
+                locked = "--constraint constraints.txt" in command or TORCH_ALONE.search(command.strip())
+            elif re.search(r"\bpip3?\b.* (wheel|download)\b", command):
+                locked = "--build-constraint constraints.txt" in command and "--no-deps" in command
+            elif re.search(r"-m build\b", command):
+                locked = "--no-isolation" in command
+            else:
+                locked = not re.search(r"\b(uv|pipx|conda|poetry) (tool )?(install|add|sync|run|pip install)\b", command)
+            if not locked:
+                found.append(command.strip())
+    return found
+
+
+def test_every_pip_of_the_makefile_has_the_lock() -> None:
+    commands = commands_of(ROOT / "Makefile")
+    assert sum("--constraint constraints.txt" in command for command in commands) > 12
+    assert any("-m build " in command for command in commands)
+    assert unlocked(commands) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "without"),
+    [
+        ("$(INSTALL) --group fuzz", ".venv/bin/python -m pip install 'atheris>=3'"),
+        ("$(call pip_install,$(DOCS_VENV)) --group docs", "$(DOCS_VENV)/bin/pip --quiet install mkdocs"),
+        ("$(WHEEL_VENV)/bin/python -m build --no-isolation", "$(WHEEL_VENV)/bin/python -m build"),
+        ("wheel --build-constraint constraints.txt", "wheel"),
+        ("mkdir -p dist && mv", "mkdir -p dist && pip3 install --upgrade pytest && mv"),
+    ],
+)
+def test_one_without_it_is_found(tmp_path: Path, line: str, without: str) -> None:
+    text = (ROOT / "Makefile").read_text()
+    assert line in text
+    changed = tmp_path / "Makefile"
+    changed.write_text(text.replace(line, without))
+    assert len(unlocked(commands_of(changed))) >= 1
+
+
+def test_the_workflows_and_ci_install_by_make_alone() -> None:
+    for path in (ROOT / ".ci" / "run", *(ROOT / ".github" / "workflows").glob("*.yml")):
+        assert not re.search(r"\bpip3? .*install|\buv ", path.read_text()), path.name
+
+
+def test_pip_in_python_has_the_lock() -> None:
+    """In benchmarks/, of each list of arguments: what `matrix.py` and `newest.py` run."""
+    found = 0
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.List) and any(
+                isinstance(each, ast.Constant) and each.value == "install" for each in node.elts
+            ):
+                text = ast.unparse(node)
+                assert "locked" in text or "torch==" in text, f"{path.name}:{node.lineno}: {text}"
+                found += 1
+    assert found >= 2
+
+
+@pytest.mark.parametrize("python", PYTHONS)
+def test_everything_is_locked(python: str) -> None:
+    """Each requirement has a version under each Python, and one that it allows."""
+    versions = lock.locked(python)
+    asked = [need for name in ("demo", "test", "programs", "dev") for need in lock.extra(name, python)]
+    asked += [need for name in lock.groups() for need in lock.group(name, python)]
+    assert len(asked) > 35
+    for need in asked:
+        name = canonicalize_name(need.name)
+        assert name in versions, f"`make lock`: constraints.txt has no {need.name}, which pyproject.toml asks for"
+        assert versions[name] in need.specifier, f"`make lock`: {name} {versions[name]} is locked, {need} is asked for"
+
+
+def test_torch_is_switched_elsewhere() -> None:
+    assert not {"torch", "triton", "cuda-toolkit"} & set(lock.locked("3.11"))
+
+
+def test_this_environment_is_the_locked_one() -> None:
+    """A package of another version, installed by hand or left from an older lock, makes other tests fail."""
+    if os.environ.get("DYNSWAP_UNLOCKED"):
+        pytest.skip("DYNSWAP_UNLOCKED is set: this environment is meant to have other versions (make newest)")
+    locked = lock.locked(platform.python_version())
+    own = importlib.metadata.distributions(path=[path for path in sys.path if Path(path).is_relative_to(sys.prefix)])
+    installed = {canonicalize_name(each.name): each.version for each in own}
+    assert {"pytest", "pip"} <= installed.keys()
+    wrong = [
+        f"{name} {version}, not {locked[name]}"
+        for name, version in installed.items()
+        if name in locked and version != locked[name]
+    ]
+    assert not wrong, f"installed are {'; '.join(wrong)}: `make -B .venv/.installed` installs what constraints.txt names"
