@@ -46,6 +46,10 @@ WHEEL_TESTS := $(shell sed -n 's/^ *"python -m pytest .*no:cacheprovider \(.*\)"
 WINE_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/dynswap-wine
 MATRIX_ARGS ?=
 NEWEST_ARGS ?=
+# Set by `make test`, for the part of the tests that it runs.
+ifdef QUICK
+export DYNSWAP_TESTS := quick
+endif
 # `make lock`: what this Makefile installs; all in their newest versions. CUDA's libraries are left to torch, which names its versions.
 LOCKED_EXTRAS := demo test programs dev
 LOCKED_GROUPS := $(shell sed -n '/^\[dependency-groups\]/,/^\[tool/s/^\([a-z]*\) = \[.*/\1/p' pyproject.toml)
@@ -64,7 +68,9 @@ CMAKE := $(or $(shell command -v cmake 2>/dev/null),$(BIN)/cmake)
 CTEST := $(dir $(CMAKE))ctest
 CPP := $(shell find csrc tests/cpp tests/device -name '*.h' -o -name '*.cpp' -o -name '*.cu')
 # Two runs of the Python tests: those that share the machine, and then, alone, those that measure it.
-PYTEST := $(BIN)/python -m pytest
+PYTEST := $(BIN)/python -m pytest --quiet --no-header -r fE
+# Runs targets one after the other, and sums them up.
+STEPS := $(PYTHON) tests/steps.py
 ALONGSIDE := OMP_NUM_THREADS=1 $(PYTEST) -n $(JOBS) --dist worksteal -m 'not alone'
 ALONE := $(PYTEST) -m alone
 # Builds the pretend device (tests/device), or says why there is none here and leaves the command out.
@@ -92,11 +98,13 @@ demo-text: build $(VENV)/.text
 ## make build          the extension, in place
 build: build/.built
 
-## make test           everything that a change has to pass on this machine
-test: test-native test-python test-cuda test-devices cpp-test
+## make test           the tests that find most, in the time of a break; says what ran and what was skipped
+test:
+	@$(STEPS) 'make test' QUICK=1 build test-native test-cuda cpp-test
 
-## make test-all       the same and what takes longer: the continuous integration runs it
-test-all: test cruel
+## make test-all       everything that a change has to pass on this machine: the continuous integration runs it
+test-all:
+	@$(STEPS) 'make test-all' build test-native test-python test-cuda test-devices cpp-test SEEDS=2 cruel
 
 test-native: build $(VENV)/.installed
 	DYNSWAP_PROVIDER=native $(ALONGSIDE) $(PYTEST_ARGS)
@@ -109,8 +117,10 @@ test-python: build $(VENV)/.installed
 ## make test-cuda      what installs a model, on a pretend CUDA device; DYNSWAP_SEED=7 is another order of its work
 test-cuda: build $(VENV)/.installed
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend $(ALONGSIDE) $(CUDA_TESTS) $(PYTEST_ARGS)
+ifndef QUICK
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend DYNSWAP_ENGINE_BACKEND=torch $(ALONGSIDE) $(STREAMS_TESTS) $(PYTEST_ARGS)
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend $(ALONE) $(CUDA_TESTS) $(PYTEST_ARGS) || [ $$? = 5 ]
+endif
 
 ## make test-devices   the same where there is no CUDA toolkit, and on an accelerator that is not called "cuda"
 test-devices: build $(VENV)/.installed
@@ -128,15 +138,15 @@ teeth: build $(VENV)/.installed
 ## make programs       random programs over the public API, a plain model being the oracle; SECONDS=600 and so on
 programs: build $(VENV)/.installed
 	OMP_NUM_THREADS=1 DYNSWAP_PROGRAMS_SECONDS=$$(($(SECONDS) / 2)) $(PYTEST) $(RANDOM_PROGRAMS) $(PYTEST_ARGS)
-	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend DYNSWAP_TEST_ALL=1 OMP_NUM_THREADS=1 \
+	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend DYNSWAP_TESTS=nightly OMP_NUM_THREADS=1 \
 	  DYNSWAP_PROGRAMS_SECONDS=$$(($(SECONDS) / 2)) $(PYTEST) $(RANDOM_PROGRAMS) $(PYTEST_ARGS)
 
 ## make nightly        what is too long for each change
 nightly: build
-	$(MAKE) test-cuda DYNSWAP_SEED=$$(date +%j) DYNSWAP_TEST_ALL=1
-	$(MAKE) test-cuda CUDA_TESTS=tests/cuda STREAMS_TESTS=tests DYNSWAP_TEST_ALL=1
+	$(MAKE) test-cuda DYNSWAP_SEED=$$(date +%j) DYNSWAP_TESTS=nightly
+	$(MAKE) test-cuda CUDA_TESTS=tests/cuda STREAMS_TESTS=tests DYNSWAP_TESTS=nightly
 	$(MAKE) test-devices NO_TOOLKIT_TESTS=tests PRIVATEUSE1_TESTS=tests
-	DYNSWAP_TEST_ALL=1 $(MAKE) test-python
+	DYNSWAP_TESTS=nightly $(MAKE) test-python
 	$(MAKE) cpp-test
 	$(MAKE) cruel SEEDS=200
 	$(MAKE) teeth SEEDS=20
@@ -144,9 +154,17 @@ nightly: build
 	$(MAKE) other-python
 	$(MAKE) fuzz FUZZ_SECONDS=600
 
+# QUICK leaves out the mutants and the CUDA backend's own tests, which are most of the compiling.
 ## make cpp-test       the C++ tests
+ifdef QUICK
+cpp-test: | $(filter $(BIN)/cmake,$(CMAKE))
+	$(CONFIGURE) -B build/cpp > /dev/null
+	$(CMAKE) --build build/cpp --parallel $(JOBS) --target dynswap_tests
+	$(CTEST) --test-dir build/cpp --output-on-failure --tests-regex '^cpp$$'
+else
 cpp-test: build/cpp/.built
 	$(CTEST) --test-dir build/cpp --output-on-failure
+endif
 
 ## make sanitize       the C++ tests under ASan+UBSan, and those with threads under TSan
 sanitize: build/address/.built build/thread/.built
@@ -308,7 +326,8 @@ $(BIN)/cmake: $(VENV)/.torch
 build/windows/.built: TOOLCHAIN = -DCMAKE_TOOLCHAIN_FILE=tests/cpp/mingw.cmake
 build/address/.built: SANITIZE = address
 build/thread/.built: SANITIZE = thread
+CONFIGURE = $(CMAKE) -S . -DDYNSWAP_CUDA=0 -DDYNSWAP_SANITIZE=$(SANITIZE) -DDYNSWAP_UNITY=$(DYNSWAP_UNITY) $(TOOLCHAIN)
 build/%/.built: CMakeLists.txt $(CPP) | $(filter $(BIN)/cmake,$(CMAKE))
-	$(CMAKE) -S . -B build/$* -DDYNSWAP_CUDA=0 -DDYNSWAP_SANITIZE=$(SANITIZE) -DDYNSWAP_UNITY=$(DYNSWAP_UNITY) $(TOOLCHAIN)
+	$(CONFIGURE) -B build/$*
 	$(CMAKE) --build build/$* --parallel $(JOBS)
 	@touch $@

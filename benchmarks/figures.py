@@ -29,7 +29,10 @@ import lock
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _DOCS = ROOT / "docs"
-PAGES = (ROOT / "README.md", *(_DOCS / page for page in ("benchmarks.md", "limits.md", "libraries.md", "guides/experts.md")))
+PAGES = (
+    ROOT / "README.md",
+    *(_DOCS / page for page in ("benchmarks.md", "limits.md", "libraries.md", "guides/experts.md")),
+)
 CHART = ROOT / "docs" / "images" / "time_and_memory_{theme}.svg"
 
 _LINK = re.compile(

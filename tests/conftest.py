@@ -2,7 +2,8 @@
 
 DYNSWAP_TEST_DEVICE=pretend is a run of its own, of the tests that name a provider, on the pretend CUDA device
 (tests/device); `no-toolkit` and `privateuse1` are such runs on other kinds of it. DYNSWAP_SEED says in what
-order the device does its work. DYNSWAP_TEST_ALL=1 adds what only the nightly run has.
+order the device does its work. DYNSWAP_TESTS=quick leaves out what `make test-all` adds to `make test`,
+DYNSWAP_TESTS=nightly adds what only the nightly run has.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ import torch
 from torch import nn
 
 import dynswap_ext
+import steps
 from dynswap_ext import _provider, testing
 from dynswap_ext import config as dynswap_config
 from gpu_under_test import Gpu
@@ -101,12 +103,15 @@ class Provider:
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.device, dtype)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
     for marker in (
         "device: runs on the pretend device too, though it names no provider",
         "alone: measures time or memory of the machine, so nothing may run beside it",
+        "slow: too long for `make test`, or one more of a kind that it has; `make test-all` runs it",
     ):
         config.addinivalue_line("markers", marker)
+    steps.report(config)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -124,9 +129,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     environment: tests of the `provider` fixture name their provider, and have run over each of them in the
     first; those of checkpoints, plans, records, the sources and the build install nothing without it; the
     examples and the guides are for the native provider, which streams on a CPU; and where one provider can
-    be measured, the other can. With DYNSWAP_TEST_ALL=1 each run has all.
+    be measured, the other can. With DYNSWAP_TESTS=nightly each run has all.
     """
-    every = os.environ.get("DYNSWAP_TEST_ALL") == "1"
+    tests = os.environ.get("DYNSWAP_TESTS", "")
+    if tests not in ("", "quick", "nightly"):
+        raise pytest.UsageError(f"DYNSWAP_TESTS is {tests!r}; it can be 'quick', 'nightly', or empty")
+    every = tests == "nightly"
+    if tests == "quick":
+        _keep(config, items, _quick)
     if PRETEND:
         # Compiles for minutes; the run on the CPU has it.
         items[:] = [item for item in items if every or item.path.name != "test_compile.py"]
@@ -174,12 +184,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(scope="module", autouse=True)
-def _imports() -> Iterator[None]:
-    """Do the same with what the tests of a file have imported, a compiler say."""
-    before = len(sys.modules)
-    yield
-    if len(sys.modules) > before + 100:
-        _freeze()
+def _what_lives_on() -> None:
+    """Do the same, before each file, with what earlier ones have left: libraries, and all that a compiler caches.
+
+    Else a test that collects garbage takes 5 s in a worker that has run the compiler's tests, and 0.1 s by itself.
+    """
+    _freeze()
 
 
 def _freeze() -> None:
@@ -191,10 +201,26 @@ def _names_a_provider(item: pytest.Item) -> bool:
     return bool({"provider", "gpu"} & set(getattr(item, "fixturenames", ())))
 
 
+def _quick(item: pytest.Item) -> bool:
+    """Tell whether `make test` runs this: with pure Python, on the CPU alone, and neither programs nor compilers."""
+    if "slow" in item.keywords:
+        return False
+    native_alone = "programs" in item.path.parent.name or item.path.name.startswith(
+        ("test_compile", "test_every")
+    )
+    return not ((PRETEND or native_alone) and _provider_of(item).startswith("python"))
+
+
+def _provider_of(item: pytest.Item) -> str:
+    """Return the name of the provider that a test is for; empty if it is for none."""
+    params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
+    return str(params.get("provider") or params.get("gpu") or "")
+
+
 def _nightly(item: pytest.Item) -> bool:
     """What pure Python shares with its run on the CPU: all but what weights mean, and what a GPU is asked."""
-    name = getattr(item, "callspec", None) and item.callspec.params.get("provider")  # type: ignore[attr-defined]
-    return name == ON_DEVICE[0] and not item.path.name.startswith("test_semantics_")
+    named = "provider" in getattr(item, "fixturenames", ())
+    return named and _provider_of(item) == ON_DEVICE[0] and not item.path.name.startswith("test_semantics_")
 
 
 def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pytest.Item], bool]) -> None:

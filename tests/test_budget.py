@@ -122,6 +122,7 @@ def test_kept_tensors_overflow_with_one_warning(provider: Provider) -> None:
     del kept, weight
 
 
+@pytest.mark.slow
 def test_an_overflow_is_the_most_at_one_time(provider: Provider) -> None:
     model, budget = model_of_layers(), 3 * LAYER + SLACK
     provider.pair(model, budget=budget)

@@ -37,6 +37,7 @@ def test_module_runs() -> None:
 
 
 @pytest.mark.parametrize("options", ["--all", "--json"])
+@pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error(options: str, tmp_path: Path) -> None:
     """As in `dynswap show w.pt | head -1`."""
     torch.save({f"{i}.w": torch.zeros(i) for i in range(4000)}, tmp_path / "w.pt")
@@ -95,6 +96,7 @@ def test_bad_options_are_explained_without_a_traceback(
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_demo_prints_the_table_and_writes_the_record(tmp_path: Path) -> None:
     record = tmp_path / "record.json"
     options = ["--size", "24MB", "--share", "1/2", "--passes", "2", "--tokens", "8", "--device", "cpu"]

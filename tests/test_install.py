@@ -207,6 +207,7 @@ def test_uninstalling_the_parts_ends_the_install(provider: Provider) -> None:
     assert not handle.active
 
 
+@pytest.mark.slow
 def test_many_cycles_do_not_grow(provider: Provider) -> None:
     model = mlp()
     x = provider.randn(2, 16)

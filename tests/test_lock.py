@@ -51,7 +51,9 @@ def unlocked(commands: list[str]) -> list[str]:
             elif re.search(r"-m build\b", command):
                 locked = "--no-isolation" in command
             else:
-                locked = not re.search(r"\b(uv|pipx|conda|poetry) (tool )?(install|add|sync|run|pip install)\b", command)
+                locked = not re.search(
+                    r"\b(uv|pipx|conda|poetry) (tool )?(install|add|sync|run|pip install)\b", command
+                )
             if not locked:
                 found.append(command.strip())
     return found
@@ -110,8 +112,12 @@ def test_everything_is_locked(python: str) -> None:
     assert len(asked) > 35
     for need in asked:
         name = canonicalize_name(need.name)
-        assert name in versions, f"`make lock`: constraints.txt has no {need.name}, which pyproject.toml asks for"
-        assert versions[name] in need.specifier, f"`make lock`: {name} {versions[name]} is locked, {need} is asked for"
+        assert name in versions, (
+            f"`make lock`: constraints.txt has no {need.name}, which pyproject.toml asks for"
+        )
+        assert versions[name] in need.specifier, (
+            f"`make lock`: {name} {versions[name]} is locked, {need} is asked for"
+        )
 
 
 def test_torch_is_switched_elsewhere() -> None:
@@ -123,7 +129,9 @@ def test_this_environment_is_the_locked_one() -> None:
     if os.environ.get("DYNSWAP_UNLOCKED"):
         pytest.skip("DYNSWAP_UNLOCKED is set: this environment is meant to have other versions (make newest)")
     locked = lock.locked(platform.python_version())
-    own = importlib.metadata.distributions(path=[path for path in sys.path if Path(path).is_relative_to(sys.prefix)])
+    own = importlib.metadata.distributions(
+        path=[path for path in sys.path if Path(path).is_relative_to(sys.prefix)]
+    )
     installed = {canonicalize_name(each.name): each.version for each in own}
     assert {"pytest", "pip"} <= installed.keys()
     wrong = [
@@ -131,4 +139,6 @@ def test_this_environment_is_the_locked_one() -> None:
         for name, version in installed.items()
         if name in locked and version != locked[name]
     ]
-    assert not wrong, f"installed are {'; '.join(wrong)}: `make -B .venv/.installed` installs what constraints.txt names"
+    assert not wrong, (
+        f"installed are {'; '.join(wrong)}: `make -B .venv/.installed` installs what constraints.txt names"
+    )

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from benchmark_scripts import run_script
 from head_to_head.job import Row
 from head_to_head.table import Section
 
 
+@pytest.mark.slow
 def test_peers_has_a_row_for_each_baseline(tmp_path: Path) -> None:
     path = tmp_path / "record.json"
     baselines = "ours;ours, 1/4;classic hook;classic hook, pinned;accelerate cpu_offload;mmgp"

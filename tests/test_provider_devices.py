@@ -203,6 +203,7 @@ def run(script: str, environment: dict[str, str]) -> str:
     return done.stdout
 
 
+@pytest.mark.slow
 def test_the_driver_sleeps_until_a_cuda_device_is_served(
     extension: _provider._Extension, one_gpu: dict[str, str]
 ) -> None:

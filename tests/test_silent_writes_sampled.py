@@ -87,6 +87,7 @@ print("as it should be")
     sys.platform != "linux" or platform.machine() != "x86_64", reason="the filter is for Linux on x86-64"
 )
 @pytest.mark.parametrize("backend", ["native", "python"])
+@pytest.mark.slow
 def test_a_kernel_that_tracks_no_pages(backend: str) -> None:
     program = textwrap.dedent(OLDER_KERNEL) + f"BACKEND = {backend!r}\n" + PROGRAM
     done = subprocess.run(

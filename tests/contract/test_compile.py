@@ -292,6 +292,7 @@ def test_two_installs_on_one_class_do_not_share_a_graph(provider: Provider) -> N
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.slow
 def test_inductor(provider: Provider) -> None:
     needs_inductor(provider)
     model = mlp(layers=2)

@@ -96,6 +96,7 @@ def test_what_a_graph_writes_reaches_the_masters(
 
 @modes
 @pytest.mark.skipif(shutil.which("g++") is None, reason="inductor needs a C++ compiler")
+@pytest.mark.slow
 def test_inductor(provider: Provider, training: bool) -> None:
     needs_inductor(provider)
     check(provider, Net, "inductor", training, None)

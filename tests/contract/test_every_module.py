@@ -107,7 +107,13 @@ def materialised(model: nn.Module, plain: nn.Module, sample: ModuleInput, device
         module.zero_grad()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=["float32", "float32 to float64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(torch.float32, id="float32", marks=pytest.mark.slow),
+        pytest.param(torch.float64, id="float32 to float64"),
+    ],
+)
 @pytest.mark.parametrize(("info", "training"), CASES)
 def test_a_module(
     provider: Provider, info: ModuleInfo, training: bool, dtype: torch.dtype, tmp_path: Path

@@ -212,6 +212,7 @@ def _open_files() -> int:
     return len(os.listdir("/proc/self/fd")) if os.path.isdir("/proc/self/fd") else 0
 
 
+@pytest.mark.slow
 def test_cycles_of_every_kind_do_not_grow(provider: Provider) -> None:
     x = provider.randn(2, 3, 6)
 

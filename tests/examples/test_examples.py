@@ -69,6 +69,7 @@ def moved(output: str) -> float:
 
 
 @pytest.mark.parametrize("model", ["llama", "mixtral"])
+@pytest.mark.slow
 def test_generate(tiny: Path, model: str) -> None:
     run("tiny.py", tiny, "--only", model, cwd=tiny)
     output = run(
@@ -86,6 +87,7 @@ def test_generate(tiny: Path, model: str) -> None:
     assert moved(output) > 8  # two passes of the model at least
 
 
+@pytest.mark.slow
 def test_diffusion(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("diffusers", reason="diffusers is not installed (pip install -e '.[programs]')")
     run("tiny.py", tiny, "--only", "stable-diffusion", cwd=tmp_path)
@@ -99,6 +101,7 @@ def test_diffusion(tiny: Path, tmp_path: Path) -> None:
     assert moved(output) > 8
 
 
+@pytest.mark.slow
 def test_half_precision(tiny: Path, tmp_path: Path) -> None:
     run("tiny.py", tiny, "--only", "whisper", cwd=tmp_path)
     output = run(
@@ -111,6 +114,7 @@ def test_half_precision(tiny: Path, tmp_path: Path) -> None:
     assert moved(output) > 3  # more than the model
 
 
+@pytest.mark.slow
 def test_diffusion_lora(tiny: Path, tmp_path: Path) -> None:
     for library in ("diffusers", "peft"):
         pytest.importorskip(library, reason=f"{library} is not installed (pip install -e '.[programs]')")
@@ -136,6 +140,7 @@ def test_lora(tiny: Path, tmp_path: Path) -> None:
     assert moved(output) > 8
 
 
+@pytest.mark.slow
 def test_finetune_and_generate_with_the_result(tiny: Path, tmp_path: Path) -> None:
     output = run(
         "finetune.py",
@@ -205,6 +210,7 @@ def test_every_example_has_a_test_and_a_page() -> None:
     assert [script for script in SCRIPTS if f"examples/{script}" not in pages] == []
 
 
+@pytest.mark.slow
 def test_experts(tmp_path: Path) -> None:
     """A token moves less than its experts: some of them are there from the tokens before."""
     pytest.importorskip("transformers", reason="transformers is not installed (pip install -e '.[programs]')")

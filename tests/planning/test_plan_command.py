@@ -132,6 +132,7 @@ def test_the_picture(suffix: str, path: Path, tmp_path: Path, capsys: pytest.Cap
     assert picture.stat().st_size > 5000 and "drawn" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_budgets_are_named_outside_the_axes(path: Path) -> None:
     pytest.importorskip("matplotlib")
     from dynswap_ext.planning.plot import draw

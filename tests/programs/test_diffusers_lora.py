@@ -264,6 +264,7 @@ def test_adapters_come_and_go(provider: Provider, case: str, tmp_path: Path) -> 
     assert not any("lora" in name for name, _ in base.named_parameters())
 
 
+@pytest.mark.slow
 def test_many_adapters_leave_nothing(provider: Provider, lora: Path) -> None:
     """Neither weights of the plan nor memory of the device."""
     if not provider.native:

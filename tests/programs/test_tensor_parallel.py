@@ -49,6 +49,7 @@ dist.destroy_process_group()
 """
 
 
+@pytest.mark.slow
 def test_two_ranks(provider: Provider, tmp_path: Path) -> None:
     if provider.device.type != "cpu":
         pytest.skip("gloo adds up tensors in RAM")

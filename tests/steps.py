@@ -1,0 +1,147 @@
+"""Run targets of the Makefile one after the other; say how far it is, and at the end, in one line, what came of it.
+
+    python tests/steps.py 'make test' QUICK=1 test-native test-cuda cpp-test
+
+The first argument names the whole. What has a `=` is a setting of make for the targets behind it. A target that fails
+does not keep the next from running. A step that runs this script again, as `test-all` of the continuous integration does,
+reports to the outer one. Needs Python alone.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import xml.etree.ElementTree as ET
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+#: Names the folder of the reports of pytest and of the steps, for what runs within a step.
+REPORTS = "DYNSWAP_TEST_REPORTS"
+#: Lines of other tools that belong into the summary.
+CLOSING = re.compile(
+    r"^All checks passed|^Success: no issues|Documentation built|'cuda': True|tests passed, |tests failed out of|comparisons, [0-9]+ failures"
+    r"|^left out|not as expected"
+)
+#: How many reasons for skipping are told one by one.
+REASONS = 4
+
+
+@dataclass
+class Step:
+    """One target: how it ended, and what it said at the end."""
+
+    target: str
+    good: bool
+    seconds: float
+    said: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Tests:
+    """What became of the tests that pytest ran."""
+
+    passed: int = 0
+    failed: list[str] = field(default_factory=list)
+    skipped: Counter[str] = field(default_factory=Counter)
+
+    def add(self, report: Path) -> None:
+        """Count the tests of a report of pytest's, in JUnit's format."""
+        for case in ET.parse(report).getroot().iter("testcase"):
+            skip = case.find("skipped")
+            if case.find("failure") is not None or case.find("error") is not None:
+                self.failed.append(f"{case.get('classname')}::{case.get('name')}")
+            elif skip is not None:
+                self.skipped[skip.get("message") or "no reason"] += 1
+            else:
+                self.passed += 1
+
+    def __str__(self) -> str:
+        """What passed, failed and was skipped, with the reasons that most of the skipped have."""
+        total = self.skipped.total()
+        told = [f"{count} {reason}" for reason, count in self.skipped.most_common(REASONS)]
+        if rest := total - sum(count for _, count in self.skipped.most_common(REASONS)):
+            told.append(f"{rest} for {len(self.skipped) - REASONS} other reasons")
+        why = f" ({'; '.join(told)})" if told else ""
+        return f"{self.passed:,} passed, {len(self.failed):,} failed, {total:,} skipped{why}"
+
+
+def main(title: str, *arguments: str) -> int:
+    inner = REPORTS in os.environ
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(os.environ.setdefault(REPORTS, temporary))
+        begun = time.monotonic()
+        good = run_all(arguments, folder)
+        if not inner:
+            print(summary(title, folder, time.monotonic() - begun))
+    return 0 if good else 1
+
+
+def run_all(arguments: tuple[str, ...], folder: Path) -> bool:
+    """Run the targets; return whether all of them ended well."""
+    settings: list[str] = []
+    targets = [argument for argument in arguments if "=" not in argument]
+    good = True
+    for argument in arguments:
+        if "=" in argument:
+            settings.append(argument)
+            continue
+        print(f"== {targets.index(argument) + 1} of {len(targets)}: make {argument}", flush=True)
+        step = run(argument, settings)
+        with (folder / "steps.jsonl").open("a") as file:
+            print(json.dumps(asdict(step)), file=file)
+        good = good and step.good
+    return good
+
+
+def run(target: str, settings: list[str]) -> Step:
+    """Run one target, and show what it prints."""
+    begun, said = time.monotonic(), []
+    command = [os.environ.get("MAKE", "make"), "--no-print-directory", target, *settings]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
+        assert process.stdout is not None
+        line = b""
+        while got := process.stdout.read1():  # dots of progress come without an end of the line
+            sys.stdout.buffer.write(got)
+            sys.stdout.buffer.flush()
+            *whole, line = (line + got).split(b"\n")
+            said += [text for each in whole if CLOSING.search(text := each.decode(errors="replace").strip())]
+    return Step(target, process.returncode == 0, time.monotonic() - begun, said)
+
+
+def report(config: Any) -> None:
+    """Have pytest, of which this is the configuration, write a report for this script if it runs as one of its steps.
+
+    To be called first of all that configures. A pytest that a test starts is no step.
+    """
+    if (reports := os.environ.pop(REPORTS, "")) and not hasattr(config, "workerinput"):
+        config.option.xmlpath = str(Path(reports) / f"{os.getpid()}.xml")
+
+
+def summary(title: str, folder: Path, seconds: float) -> str:
+    """Return a line for each step that failed or that says something of its own, and the line for the whole."""
+    steps = [Step(**json.loads(line)) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    tests = Tests()
+    for report in sorted(folder.glob("*.xml")):
+        tests.add(report)
+    lines = [f"FAILED {name}" for name in tests.failed]
+    for step in steps:
+        end = "ok" if step.good else "FAILED"
+        lines.append(
+            f"== {step.target}: {end} in {step.seconds:.0f} s{''.join(f'; {line}' for line in step.said)}"
+        )
+    minutes, rest = divmod(round(seconds), 60)
+    wrong = [step.target for step in steps if not step.good]
+    ending = f"; FAILED: {', '.join(wrong)}" if wrong else ""
+    lines.append(f"== {title}: {tests} in {minutes} min {rest} s{ending}")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

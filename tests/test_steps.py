@@ -1,0 +1,83 @@
+"""`make test` says how far it is, and at the end in one line what ran, what was skipped and why."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import steps
+
+MAKEFILE = f"""
+tests: ; @{sys.executable} -m pytest -q -p no:cacheprovider test_some.py
+outer: ; @{sys.executable} {steps.__file__} inner tests
+lint: ; @echo 'All checks passed!'
+broken: ; @echo 'a line of its own'; exit 3
+setting: ; @test "$(SEEDS)" = 2
+"""
+CONFTEST = f"""
+import sys
+sys.path.insert(0, {str(Path(steps.__file__).parent)!r})
+import pytest
+import steps
+pytest_configure = pytest.hookimpl(tryfirst=True)(steps.report)
+"""
+TESTS = """
+import pytest
+def test_one(): pass
+@pytest.mark.parametrize("i", range(3))
+def test_gpu(i): pytest.skip("there is no GPU")
+def test_other(): pytest.skip("too old")
+def test_wrong(): assert 0
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "Makefile").write_text(MAKEFILE)
+    (tmp_path / "conftest.py").write_text(CONFTEST)
+    (tmp_path / "test_some.py").write_text(TESTS)
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str) -> tuple[int, str]:
+    environment = {key: value for key, value in os.environ.items() if key not in (steps.REPORTS, "MAKEFLAGS")}
+    done = subprocess.run(
+        [sys.executable, steps.__file__, *arguments],
+        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
+    )  # fmt: skip
+    return done.returncode, done.stdout
+
+
+def test_the_last_line_says_what_ran_what_was_skipped_and_why(folder: Path) -> None:
+    status, said = run(folder, "make test", "tests")
+    last = said.splitlines()[-1]
+    told = "1 passed, 1 failed, 4 skipped (3 there is no GPU; 1 too old) in 0 min "
+    assert last.startswith(f"== make test: {told}") and last.endswith("; FAILED: tests")
+    assert status == 1 and "FAILED test_some::test_wrong" in said.splitlines()
+
+
+def test_it_says_how_far_it_is_and_a_failure_keeps_nothing_from_running(folder: Path) -> None:
+    status, said = run(folder, "all", "broken", "SEEDS=2", "setting", "lint")
+    begun = [line for line in said.splitlines() if re.match(r"== \d of", line)]
+    assert begun == ["== 1 of 3: make broken", "== 2 of 3: make setting", "== 3 of 3: make lint"]
+    assert "== broken: FAILED in 0 s" in said and "== setting: ok in 0 s" in said
+    assert "== lint: ok in 0 s; All checks passed!" in said
+    assert status == 1 and said.splitlines()[-1].endswith("FAILED: broken")
+
+
+def test_a_setting_is_for_what_follows_it(folder: Path) -> None:
+    assert run(folder, "all", "setting", "SEEDS=2", "lint")[0] == 1
+    assert run(folder, "all", "SEEDS=2", "setting", "lint")[0] == 0
+
+
+def test_what_runs_inside_reports_to_what_is_outside(folder: Path) -> None:
+    status, said = run(folder, "whole", "lint", "outer")
+    assert status == 1
+    assert "== inner:" not in said
+    assert "== tests: FAILED" in said and "== outer: FAILED" in said
+    assert "== whole: 1 passed, 1 failed, 4 skipped" in said
