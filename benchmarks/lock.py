@@ -1,6 +1,6 @@
 """Read constraints.txt, which `make lock` writes, and the requirements in pyproject.toml that it locks.
 
-A Python is named by a release, "3.11.7", or by a minor version, "3.11", which stands for a late release of it.
+A Python is named by a release, "3.11.7", or by a minor version, "3.11", which is a late release of it.
 """
 
 from __future__ import annotations

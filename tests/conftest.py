@@ -185,9 +185,9 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_lives_on() -> None:
-    """Do the same, before each file, with what earlier ones have left: libraries, and all that a compiler caches.
+    """Do the same, before each file, with what earlier ones have left: libraries, what a compiler caches.
 
-    Else a test that collects garbage takes 5 s in a worker that has run the compiler's tests, and 0.1 s by itself.
+    Else a test that collects garbage takes 5 s in a worker that has run the compiler's tests, not 0.1 s.
     """
     _freeze()
 
@@ -202,13 +202,19 @@ def _names_a_provider(item: pytest.Item) -> bool:
 
 
 def _quick(item: pytest.Item) -> bool:
-    """Tell whether `make test` runs this: with pure Python, on the CPU alone, and neither programs nor compilers."""
+    """Tell whether `make test` runs this.
+
+    On the CPU that is nearly all with the native provider; with pure Python, what weights mean. On the
+    pretend device, which is slow, it is what weights mean and what a GPU is asked, with the native provider.
+    """
     if "slow" in item.keywords:
         return False
-    native_alone = "programs" in item.path.parent.name or item.path.name.startswith(
-        ("test_compile", "test_every")
-    )
-    return not ((PRETEND or native_alone) and _provider_of(item).startswith("python"))
+    folder, file = item.path.parent.name, item.path.name
+    # Long, and of a provider or a device they show no more than the rest.
+    once = "programs" in folder or file.startswith(("test_compile", "test_every"))
+    if PRETEND and (once or folder in ("checkpoint", "planning", "inspect")):
+        return False
+    return not ((PRETEND or once) and _provider_of(item).startswith("python"))
 
 
 def _provider_of(item: pytest.Item) -> str:

@@ -1,10 +1,10 @@
-"""Run targets of the Makefile one after the other; say how far it is, and at the end, in one line, what came of it.
+"""Run targets of the Makefile one after the other; say how far it is, and at the end, in a line, what ran.
 
-    python tests/steps.py 'make test' QUICK=1 test-native test-cuda cpp-test
+    python tests/steps.py 'make test' QUICK=1 build test-native test-cuda cpp-test
 
-The first argument names the whole. What has a `=` is a setting of make for the targets behind it. A target that fails
-does not keep the next from running. A step that runs this script again, as `test-all` of the continuous integration does,
-reports to the outer one. Needs Python alone.
+The first argument names the whole. One with a `=` is a setting of make for the targets behind it. A target
+that fails does not keep the next from running. If a step runs this script again, as `test-all` of the
+continuous integration does, the inner one reports to the outer. Needs Python alone.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from typing import Any
 REPORTS = "DYNSWAP_TEST_REPORTS"
 #: Lines of other tools that belong into the summary.
 CLOSING = re.compile(
-    r"^All checks passed|^Success: no issues|Documentation built|'cuda': True|tests passed, |tests failed out of|comparisons, [0-9]+ failures"
-    r"|^left out|not as expected"
+    r"^All checks passed|^Success: no issues|Documentation built|'cuda': True|tests passed, |tests failed out"
+    r"|comparisons, [0-9]+ failures|^left out|not as expected"
 )
 #: How many reasons for skipping are told one by one.
 REASONS = 4
@@ -116,7 +116,7 @@ def run(target: str, settings: list[str]) -> Step:
 
 
 def report(config: Any) -> None:
-    """Have pytest, of which this is the configuration, write a report for this script if it runs as one of its steps.
+    """Have pytest write a report for this script, if it runs as one of its steps.
 
     To be called first of all that configures. A pytest that a test starts is no step.
     """
@@ -125,7 +125,7 @@ def report(config: Any) -> None:
 
 
 def summary(title: str, folder: Path, seconds: float) -> str:
-    """Return a line for each step that failed or that says something of its own, and the line for the whole."""
+    """Return the names of the tests that failed, a line for each step, and the line for the whole."""
     steps = [Step(**json.loads(line)) for line in (folder / "steps.jsonl").read_text().splitlines()]
     tests = Tests()
     for report in sorted(folder.glob("*.xml")):

@@ -21,15 +21,19 @@ import lock  # isort: skip
 ROOT = lock.ROOT
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 #: Everything in the Makefile that leads to pip, in one run or another.
-TARGETS = "demo demo-text test-all docs lint types sanitize fuzz wheel wheels sdist lock newest matrix build/no/bin/cmake"
+TARGETS = (
+    "demo demo-text build test-native test-python test-cuda test-devices cpp-test cruel teeth programs newest"
+    " matrix docs lint types sanitize fuzz cuda-compile wheel wheels sdist lock build/no/bin/cmake"
+)
 #: Installs torch alone, which TORCH, the matrix and WHEEL_TORCH switch.
 TORCH_ALONE = re.compile(r"\binstall (--\S+ )*(\S*https://\S+ )?[\"']?torch==\S+$")
 
 
 def commands_of(makefile: Path) -> list[str]:
     """Return what make would run in a new clone, expanded."""
+    options = ["--always-make", "--dry-run", "--no-print-directory"]
     made = subprocess.run(
-        ["make", "--always-make", "--dry-run", "--no-print-directory", "-f", makefile, *TARGETS.split(), "VENV=build/no"],
+        ["make", *options, "-f", makefile, *TARGETS.split(), "VENV=build/no"],
         cwd=ROOT,
         env={**os.environ, "MAKEFLAGS": ""},
         capture_output=True,

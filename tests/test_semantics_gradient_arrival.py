@@ -107,7 +107,7 @@ def test_autograd_adds_to_what_was_sent(provider: Provider) -> None:
     model = Weights(compute, torch.float32)
     moved, _ = provider.pair(model, None)
     x = provider.randn(N, N, dtype=torch.float32).requires_grad_()
-    # The thread that waits for gradients is busy until the sum is there. On the CPU it is the one that adds them.
+    # The thread that waits for gradients is busy until the sum is there. On the CPU it adds them itself.
     patience = 0 if provider.device.type == "cpu" else 20
     model.get_parameter("second").register_hook(lambda _: (added.wait(patience), None)[1])
     for m in (model, moved):
