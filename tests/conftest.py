@@ -253,7 +253,7 @@ def pytest_runtest_makereport(
     the next test begin.
     """
     report = yield
-    if call.excinfo is not None and not report.skipped:
+    if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
         item.stash[_failed] = True
         if not item.config.option.usepdb:
             _clear_frames(call.excinfo.value)
