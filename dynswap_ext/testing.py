@@ -12,9 +12,10 @@ import torch
 from torch import nn
 
 from dynswap_ext._python.device_copy import bits
+from dynswap_ext._util.dtypes_as_loaded import dtypes_as_loaded
 from dynswap_ext.handle import Handle
 
-__all__ = ["assert_bit_equal", "assert_nothing_held", "differences", "map_from_file", "moved"]
+__all__ = ["assert_bit_equal", "assert_nothing_held", "differences", "map_from_file", "move", "moved"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
@@ -27,17 +28,36 @@ def moved(model: ModuleT, device: torch.device | str = "cpu", dtype: torch.dtype
     model : torch.nn.Module
         Installed or not.
     device, dtype
-        As given to the install.
+        As given to the install. In models of transformers and diffusers the dtype is that of their
+        ``from_pretrained(dtype=...)``, which casts not all weights as ``model.to(dtype)`` does.
     """
-    copied = copy.deepcopy(model)
-    places = [(module, key, p) for module in copied.modules() for key, p in module._parameters.items()]
-    copied.to(device=device, dtype=dtype)
+    return move(copy.deepcopy(model), device, dtype)
+
+
+def move(model: ModuleT, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ModuleT:
+    """Move and cast a plain model in place, as `moved` does with a copy, and return it.
+
+    Parameters
+    ----------
+    model : torch.nn.Module
+        Not installed.
+    device, dtype
+        As given to an install.
+    """
+    places = [(module, key, p) for module in model.modules() for key, p in module._parameters.items()]
+    others = [
+        (module, name, getattr(module, name).detach(), loaded)
+        for (module, name), loaded in dtypes_as_loaded(model, dtype).items()
+    ]
+    model.to(device=device, dtype=dtype)
     if torch.device(device).type == torch._C._get_privateuse1_backend_name():
         # There `to()` makes a new parameter for each module that has one, which unties it.
         firsts: dict[int, nn.Parameter | None] = {}
         for module, key, before in places:
             module._parameters[key] = firsts.setdefault(id(before), module._parameters[key])
-    return copied
+    for module, name, value, loaded in others:
+        getattr(module, name).data = value.to(device, loaded)
+    return model
 
 
 def assert_bit_equal(actual: Any, expected: Any, what: str = "value") -> None:

@@ -13,8 +13,9 @@ import gc
 import os
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import traceback
+from collections.abc import Callable, Generator, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -270,9 +271,47 @@ def dense_alone_is_pretended(layout: str) -> None:
         skip_or_fail(f"the pretend device has no {layout} tensors, a GPU has", cuda=True)
 
 
+_failed = pytest.StashKey[bool]()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note that a test has failed, and let go of what its frames hold.
+
+    pytest keeps the exception (as `sys.last_exc`, for a debugger) until the next test is called, and with it
+    every local of the test: tensors that hold their place on the device while its fixtures end, and those of
+    the next test begin.
+    """
+    report = yield
+    if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
+        item.stash[_failed] = True
+        if not item.config.option.usepdb:
+            _clear_frames(call.excinfo.value)
+    return report
+
+
+def _clear_frames(error: BaseException) -> None:
+    """Clear the frames of an error's traceback, and of the errors that it came from."""
+    ahead: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while ahead:
+        each = ahead.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        traceback.clear_frames(each.__traceback__)
+        ahead += [each.__cause__, each.__context__, *getattr(each, "exceptions", ())]
+    gc.collect()
+
+
 @contextmanager
-def under_test(name: str) -> Iterator[Provider]:
-    """One provider, or the reason why it cannot run here. A test ends with nothing held on the device."""
+def under_test(name: str, item: pytest.Item) -> Iterator[Provider]:
+    """One provider, or the reason why it cannot run here. A test ends with nothing held on the device.
+
+    Of one that failed this is not asked: it has its own error, which need not leave things in order.
+    """
     on_device = name in ON_DEVICE
     if on_device and not accelerator.is_available():
         skip_or_fail("torch finds no CUDA device", cuda=True)
@@ -283,22 +322,26 @@ def under_test(name: str) -> Iterator[Provider]:
         skip_or_fail(reason, cuda=on_device)
     under_test = Provider(name, backend, device)
     yield under_test
-    for handle in under_test.handles:
-        handle.uninstall()  # residents may hold their place until then
+    with ExitStack() as uninstalls:  # an error of one keeps no other
+        for handle in reversed(under_test.handles):
+            uninstalls.callback(handle.uninstall)
+    if item.stash.get(_failed, False):
+        return
+    for handle in under_test.handles:  # that are uninstalled: residents may hold their place until then
         testing.assert_nothing_held(handle)
 
 
 @pytest.fixture(params=PROVIDERS)
 def provider(request: pytest.FixtureRequest) -> Iterator[Provider]:
     """Every provider in turn."""
-    with under_test(request.param) as each:
+    with under_test(request.param, request.node) as each:
         yield each
 
 
 @pytest.fixture(params=ON_DEVICE)
 def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     """A GPU, the pretend one or a real one, with each provider."""
-    with under_test(request.param) as each:
+    with under_test(request.param, request.node) as each:
         yield Gpu(each)
 
 

@@ -150,8 +150,7 @@ def _warn_of_copies(model: nn.Module, path: str) -> None:
     warn(
         f"{format_bytes(copied)} of the {format_bytes(every)} of {path} are in RAM and not mapped: "
         f"{names}. They were cast to another dtype, quantised, or rearranged as mapping cannot do. "
-        "If they were cast, leave dtype out here and pass it to install(), which casts weights on the way "
-        "(and buffers such as rotary frequencies, as model.to(dtype) does)"
+        "If they were cast, leave dtype out here and pass it to install(), which casts weights on the way"
     )
 
 

@@ -28,7 +28,9 @@ class Rotary(nn.Module):
         self.linear = nn.Linear(width, width)
         self.register_buffer("angles", torch.arange(width) / width, persistent=False)
         self.register_buffer("real", torch.arange(3, device="cpu"), persistent=False)
-        self.table = torch.linspace(0, 1, 5)
+        # Not `linspace`: transformers replaces it while it loads, and if torch meets its first device context
+        # then, it takes note of the replacement, and leaves the real one alone from then on.
+        self.table = torch.arange(5) / 4
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.linear(x) * self.angles + self.table.sum()

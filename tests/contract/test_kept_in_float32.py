@@ -133,3 +133,29 @@ def test_a_list_that_an_instance_gave_is_followed(provider: Provider) -> None:
     assert model[0].layers[1].scale.dtype == torch.float32
     assert model[0].layers[1].norm1.weight.dtype == torch.bfloat16
     assert model[1].scale.dtype == torch.bfloat16  # of no library
+
+
+class SomeRotaryEmbedding(nn.Module):
+    """Names as in transformers: the class's, or the buffer's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name in ("full_attention_freqs", "inv_freq"):
+            self.register_buffer(name, torch.randn(4), persistent=False)
+        self.register_buffer("saved", torch.randn(4))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_frequencies_of_rotary_embeddings(provider: Provider, dtype: torch.dtype) -> None:
+    """They are in no checkpoint, so `from_pretrained` does not cast them. In a plain model they are cast."""
+    for kind in (OfDiffusers, OfTransformers):
+        model = nn.Sequential(kind(), SomeRotaryEmbedding()).eval()
+        model[0].rotary = SomeRotaryEmbedding()
+        model[0].register_buffer("vision_inv_freq", torch.randn(4), persistent=False)
+        model[0].register_buffer("positions", torch.randn(4), persistent=False)
+        provider.install(model, dtype=dtype)
+        rotary, plain = model[0].rotary, model[1]
+        assert rotary.full_attention_freqs.dtype == rotary.inv_freq.dtype == torch.float32
+        assert model[0].vision_inv_freq.dtype == torch.float32
+        assert model[0].positions.dtype == rotary.saved.dtype == dtype
+        assert plain.full_attention_freqs.dtype == plain.inv_freq.dtype == dtype

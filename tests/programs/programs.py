@@ -50,7 +50,7 @@ class _Installed:
         # Together, as some share parts.
         self.moved: tuple[nn.Module, ...] = copy.deepcopy(models)
         for model in self.moved:
-            model.to(provider.device, dtype)
+            testing.move(model, provider.device, dtype)
         self._masters = [[(name, t, t.device) for name, t in _masters(m)] for m in models]
         self.models = models
         self._dtype = dtype

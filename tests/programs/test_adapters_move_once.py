@@ -53,7 +53,7 @@ class ModelPair:
     """A plain model in float64, and the same one installed; each step is a call of both."""
 
     def __init__(self, provider: Provider, budget: float) -> None:
-        self.plain = base().to(torch.float64).to(provider.device)
+        self.plain = testing.move(base(), provider.device, torch.float64)
         self.model = base()
         self.whole = sum(master.numel() * 8 for master in self.model.parameters())
         self.budget = int(budget * self.whole)

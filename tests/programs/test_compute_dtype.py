@@ -13,7 +13,7 @@ from torch import nn
 from conftest import Provider
 from programs import bytes_of, library, same, seeded
 from test_diffusers import PIPELINES, PROMPT
-from test_transformers import VOCABULARY, inputs_for, t5, whisper
+from test_transformers import VOCABULARY, inputs_for, llama, t5, whisper
 
 diffusers = library("diffusers")
 transformers = library("transformers")
@@ -35,7 +35,7 @@ def compare(
     handle = provider.install(model, dtype=dtype)
     result = same(program, model, loaded)
     assert model.dtype == loaded.dtype == dtype
-    for name, value in loaded.named_parameters():
+    for name, value in (*loaded.named_parameters(), *loaded.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         assert getattr(model.get_submodule(owner), leaf).dtype == value.dtype, name
     # Masters are the same tensors, and what an optimizer is given.
@@ -56,6 +56,19 @@ def test_whisper(provider: Provider, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_positions_far_from_the_first(provider: Provider, tmp_path: Path, dtype: torch.dtype) -> None:
+    """Their angles are multiples of frequencies that are in no checkpoint, and stay in float32."""
+    model = llama(max_position_embeddings=4096)
+    positions = torch.arange(3000, 3005, device=provider.device)[None]
+
+    def program(m: Any) -> Any:
+        return m(input_ids=inputs_for(m)["input_ids"][:1], position_ids=positions).logits
+
+    compare(provider, tmp_path, model, program, dtype)
+    assert model.model.rotary_emb.inv_freq.dtype == torch.float32
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_t5(provider: Provider, tmp_path: Path, dtype: torch.dtype) -> None:
     """Its `wo` stays in float32 in float16, and is cast into bfloat16."""
     model = t5()
@@ -71,8 +84,7 @@ def test_t5(provider: Provider, tmp_path: Path, dtype: torch.dtype) -> None:
     )
 
 
-def test_the_router_of_experts(provider: Provider, tmp_path: Path) -> None:
-    """What transformers keeps strictly stays in float32 in bfloat16, too."""
+def ernie() -> Any:
     config = transformers.Ernie4_5_MoeConfig(
         vocab_size=VOCABULARY,
         hidden_size=32,
@@ -89,11 +101,14 @@ def test_the_router_of_experts(provider: Provider, tmp_path: Path) -> None:
         output_router_logits=False,
     )
     seeded()
-    model = transformers.Ernie4_5_MoeForCausalLM(config).eval()
+    return transformers.Ernie4_5_MoeForCausalLM(config).eval()
+
+
+def test_the_router_of_experts(provider: Provider, tmp_path: Path) -> None:
+    """What transformers keeps strictly stays in float32 in bfloat16, too."""
+    model = ernie()
     tokens = torch.randint(4, VOCABULARY, (2, 5))
-    # Its positions are computed from a buffer that is not in the checkpoint: that is cast like the rest.
     loaded = as_loaded(provider, tmp_path, model)
-    loaded.model.rotary_emb.to(HALF)
     for each in (model, loaded):
         each.set_experts_implementation("eager")  # the other takes a histogram that torch lacks on the CPU
     provider.install(model, dtype=HALF)

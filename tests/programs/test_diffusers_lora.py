@@ -234,7 +234,9 @@ def test_adapters_come_and_go(provider: Provider, case: str, tmp_path: Path) -> 
     for adapter in ("red", "yellow"):
         saved(kind, tmp_path, adapter, **options)
     seeded()
-    plain = kind.make().to(provider.device, dtype or torch.float32)
+    plain = kind.make()
+    for part in models_of(plain).values():
+        testing.move(part, provider.device, dtype)
     seeded()
     pipe = kind.make()
     base = getattr(pipe, kind.denoiser)

@@ -156,11 +156,11 @@ def test_over_a_base_that_is_cast(provider: Provider, name: str, after: bool) ->
             adapted(model, name)
         return
     if after:
-        plain = adapted(plain.to(provider.device, HALF), name)
+        plain = adapted(testing.move(plain, provider.device, HALF), name)
         handle = provider.install(model, dtype=HALF)
         model = adapted(model, name)
     else:
-        plain = adapted(plain, name).to(provider.device, HALF)
+        plain = testing.move(adapted(plain, name), provider.device, HALF)
         model = adapted(model, name)
         handle = provider.install(model, dtype=HALF)
     expected = list(program(plain, name))

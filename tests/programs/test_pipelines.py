@@ -66,7 +66,7 @@ def moved(pipe: Any, provider: Provider) -> Any:
     """The same pipeline, whose models were moved and cast."""
     moved: Any = copy.deepcopy(pipe)
     for model in models_of(moved).values():
-        model.to(provider.device, inference_dtype(provider))
+        testing.move(model, provider.device, inference_dtype(provider))
     return moved
 
 
@@ -319,5 +319,5 @@ def moved_after(pipe: Any, provider: Provider) -> torch.Tensor:
     plain = ALL["StableDiffusion"][1](**copies)
     plain.set_progress_bar_config(disable=True)
     for model in models_of(plain).values():
-        model.to(provider.device, inference_dtype(provider))
+        testing.move(model, provider.device, inference_dtype(provider))
     return image(plain, "StableDiffusion")

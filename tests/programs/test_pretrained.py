@@ -134,7 +134,7 @@ def test_what_the_library_neither_casts_nor_fuses_streams_after_its_own_loading(
 def test_a_fused_weight_is_cast_on_the_way_within_the_budget(provider: Provider, tmp_path: Path) -> None:
     folder = saved(mixtral(), tmp_path)
     plain, model = opened(provider, folder)
-    plain.to(torch.bfloat16)
+    testing.move(plain, provider.device, torch.bfloat16)
     handle = provider.install(model, dtype=torch.bfloat16, budget=bytes_of(model) // 3)
     tokens = torch.arange(3, 9, device=provider.device)[None]
     for _ in range(3):

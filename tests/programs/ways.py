@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from torch import nn
 import dynswap_ext
 from conftest import PRETEND, Provider
 from dynswap_ext import testing
+from dynswap_ext._util.dtypes_as_loaded import dtypes_as_loaded
 from programs import bytes_of, seeded
 
 #: Values of `Way.budget`, which `install` turns into bytes.
@@ -91,7 +92,7 @@ def beside_plain(
     seeded()
     plain = make()
     if moved:
-        part(plain).to(provider.device, way.dtype)
+        testing.move(part(plain), provider.device, way.dtype)
     elif provider.device.type != "cpu" or way.dtype is not None:
         moved_at_each_access(part(plain), provider.device, way.dtype)
     seeded()
@@ -152,19 +153,25 @@ def moved_at_each_access(model: nn.Module, device: torch.device, dtype: torch.dt
     This is what an install does, in plain torch: the masters stay where they are.
     """
     dressed: dict[type, type] = {}
+    others = dtypes_as_loaded(model, dtype)
     for module in model.modules():
         cls = type(module)
         if cls not in dressed:
-            dressed[cls] = _dressed(cls, device, dtype)
+            dressed[cls] = _dressed(cls, device, dtype, others)
         module.__class__ = dressed[cls]
 
 
-def _dressed(cls: type, device: torch.device, dtype: torch.dtype | None) -> type:
+def _dressed(
+    cls: type,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    others: Mapping[tuple[nn.Module, str], torch.dtype],
+) -> type:
     def fetch(self: Any, name: str) -> Any:
         value = cls.__getattr__(self, name)  # type: ignore[attr-defined]
         if not isinstance(value, torch.Tensor):
             return value
-        return value.to(device, dtype if value.is_floating_point() else None)
+        return value.to(device, others.get((self, name), dtype) if value.is_floating_point() else None)
 
     members: dict[str, Any] = {"__getattr__": fetch, "_apply": lambda self, *_, **__: self}
     if isinstance(getattr(cls, "device", None), property):

@@ -1,0 +1,101 @@
+"""The dtypes in which transformers or diffusers would have loaded the weights of a model.
+
+This asks the libraries what their `from_pretrained(dtype=...)` does, and not what an install casts, which is
+compared with it. Note [Kept in float32] has the rule that an install follows.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+
+def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype | None) -> dict[tuple[nn.Module, str], torch.dtype]:
+    """Return the floating weights that the library of a model would not have loaded in this dtype.
+
+    They are named by their module and the name in it, and come with the dtype that they would have. Modules
+    of no library, and those around a library's model, have none.
+    """
+    found: dict[tuple[nn.Module, str], torch.dtype] = {}
+    if dtype is None:
+        return found
+    for root in _library_models(model):
+        loaded = _of_transformers(root, dtype) if _is("transformers", root) else _of_diffusers(root, dtype)
+        for path, module in root.named_modules(remove_duplicate=False):
+            for own, weight in (*module._parameters.items(), *module._buffers.items()):
+                # peft puts a layer that it adapts into another one, under this name.
+                name = f"{path}.{own}".lstrip(".").replace(".base_layer.", ".")
+                if weight is not None and weight.is_floating_point() and loaded.get(name, dtype) != dtype:
+                    found[module, own] = loaded[name]
+    return found
+
+
+def _library_models(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the models of a library in a tree, but for those that are parts of others."""
+    if _is("transformers", model) or _is("diffusers", model):
+        yield model
+        return
+    for child in model.children():
+        yield from _library_models(child)
+
+
+def _is(library: str, module: nn.Module) -> bool:
+    """Whether a module is a model of this library, which need not be imported for that."""
+    path, name = {
+        "transformers": ("transformers.modeling_utils", "PreTrainedModel"),
+        "diffusers": ("diffusers.models.modeling_utils", "ModelMixin"),
+    }[library]
+    kind = getattr(sys.modules.get(path), name, None)
+    return kind is not None and isinstance(module, kind)
+
+
+def _of_transformers(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    from transformers.core_model_loading import build_glob_alternation
+
+    kind = type(model)
+    with contextlib.ExitStack() as stack, torch.random.fork_rng(devices=[]):
+        for context in kind.get_init_context(dtype, False, False, None):
+            stack.enter_context(context)
+        outline = kind(model.config)
+    dtypes = _dtypes(outline)
+    plan = model._get_dtype_plan(dtype)
+    if plan:
+        pattern, pattern_of_group, _ = build_glob_alternation(list(plan))
+        for name in outline.state_dict():
+            match = pattern.search(name)
+            if match is not None:
+                dtypes[name] = plan[pattern_of_group[match.lastgroup]]
+    return dtypes
+
+
+def _of_diffusers(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    accelerate: Any = importlib.import_module("accelerate")  # which diffusers takes for this, too
+    kind = type(model)
+    before = torch.get_default_dtype()
+    with accelerate.init_empty_weights(), torch.random.fork_rng(devices=[]):
+        try:
+            torch.set_default_dtype(dtype)
+            outline = kind.from_config(model.config)
+        finally:
+            torch.set_default_dtype(before)
+    dtypes = _dtypes(outline)
+    kept = kind._keep_in_fp32_modules or []
+    kept = kept if isinstance(kept, list) else [kept]
+    for name in outline.state_dict():
+        dtypes[name] = torch.float32 if not set(kept).isdisjoint(name.split(".")) else dtype
+    return dtypes
+
+
+def _dtypes(outline: nn.Module) -> dict[str, torch.dtype]:
+    """Return the dtypes in which a library makes the weights, which it keeps for those in no checkpoint."""
+    return {
+        name: weight.dtype
+        for named in (outline.named_parameters, outline.named_buffers)
+        for name, weight in named(remove_duplicate=False)
+    }
