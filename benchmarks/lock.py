@@ -53,6 +53,11 @@ def groups() -> list[str]:
     return list(_project()["dependency-groups"])
 
 
+def held_back() -> list[Requirement]:
+    """Return what `make lock` leaves at an older version."""
+    return list(map(Requirement, _project()["tool"]["uv"]["constraint-dependencies"]))
+
+
 def default_torch() -> str:
     """Return the version of torch that the Makefile installs unless TORCH names another."""
     found = re.search(r"^TORCH \?= torch==(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
