@@ -8,7 +8,7 @@ import os
 import platform
 import re
 import subprocess
-import sys
+import sysconfig
 from pathlib import Path
 
 import pytest
@@ -133,9 +133,7 @@ def test_this_environment_is_the_locked_one() -> None:
     if os.environ.get("DYNSWAP_UNLOCKED"):
         pytest.skip("DYNSWAP_UNLOCKED is set: this environment is meant to have other versions (make newest)")
     locked = lock.locked(platform.python_version())
-    own = importlib.metadata.distributions(
-        path=[path for path in sys.path if Path(path).is_relative_to(sys.prefix)]
-    )
+    own = importlib.metadata.distributions(path=[sysconfig.get_path(name) for name in ("purelib", "platlib")])
     installed = {canonicalize_name(each.name): each.version for each in own}
     assert {"pytest", "pip"} <= installed.keys()
     wrong = [

@@ -128,6 +128,7 @@ def of_two_processes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]
             writer.kill()
 
 
+@pytest.mark.slow
 def test_chunks_of_two_processes(of_two_processes: Path) -> None:
     opened = open_checkpoint(of_two_processes)
     expected = torch.load(f"{of_two_processes}.expected")

@@ -60,7 +60,13 @@ def _written(kind: str, model: nn.Module, folder: Path) -> Path:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.parametrize("kind", ["save", "library", "torch", "sharded", "distributed"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "save",
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("library", "torch", "sharded", "distributed")),
+    ],
+)
 @pytest.mark.parametrize("name", _MODELS)
 def test_the_smallest_budget_is_an_installs(
     provider: Provider, name: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

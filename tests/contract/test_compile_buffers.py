@@ -87,7 +87,9 @@ def check(
 
 @budgets
 @modes
-@pytest.mark.parametrize(("make", "backend"), [(Writing, "eager"), (Net, "aot_eager")])
+@pytest.mark.parametrize(
+    ("make", "backend"), [(Writing, "eager"), pytest.param(Net, "aot_eager", marks=pytest.mark.slow)]
+)
 def test_what_a_graph_writes_reaches_the_masters(
     provider: Provider, make: type[nn.Module], backend: str, training: bool, budget: str | None
 ) -> None:

@@ -16,6 +16,7 @@ from conftest import Provider
 COMMON = """
 import itertools, os, sys, warnings
 from pathlib import Path
+import pytest
 import torch
 from torch import nn
 from safetensors.torch import load_file, save_file
@@ -59,6 +60,7 @@ def run(provider: Provider, tmp_path: Path, cases: str) -> None:
     assert done.returncode == 0 and done.stdout.endswith("alive\n"), (done.returncode, done.stderr[-3000:])
 
 
+@pytest.mark.slow
 def test_small_weights_of_a_file_that_is_truncated(provider: Provider, tmp_path: Path) -> None:
     run(
         provider,

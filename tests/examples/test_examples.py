@@ -130,6 +130,7 @@ def test_diffusion_lora(tiny: Path, tmp_path: Path) -> None:
     assert all(figure(output, name) >= 0 for name in images)
 
 
+@pytest.mark.slow
 def test_lora(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("peft", reason="peft is not installed (pip install -e '.[programs]')")
     output = run(

@@ -141,7 +141,9 @@ def program(model: Any, name: str) -> Iterator[Any]:
             yield output(model, name)
 
 
-@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
+@pytest.mark.parametrize(
+    "after", [pytest.param(False, id="before", marks=pytest.mark.slow), pytest.param(True, id="after")]
+)
 @pytest.mark.parametrize("name", TUNERS)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, of defaults
 def test_over_a_base_that_is_cast(provider: Provider, name: str, after: bool) -> None:
