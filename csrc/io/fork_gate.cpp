@@ -1,9 +1,9 @@
 #include "io/fork_gate.h"
 
 #include <atomic>
-#include <condition_variable>
 #include <mutex>
 
+#include "platform/fork_safe.h"
 #include "platform/process.h"
 
 namespace dynswap {
@@ -11,39 +11,38 @@ namespace dynswap {
 namespace {
 
 struct Gate {
-  std::mutex mutex;
-  std::condition_variable changed;
+  Mutex mutex;
+  Condition changed;
   // LOCK: mutex guards all below.
   int transfers = 0;
   bool forking = false;
 };
 
-std::atomic<Gate*> the_gate{nullptr};  // never freed: workers and fork handlers may outlive static objects
+using Gates = PerProcess<Gate>;  // threads that waited at the parent's are not in the child
+
+std::atomic<Gates*> the_gate{nullptr};  // never freed: workers and fork handlers may outlive static objects
+
+Gate& gate() { return **the_gate.load(); }
 
 void before_fork() {
-  Gate& gate = *the_gate;
+  Gate& gate = dynswap::gate();
   std::unique_lock lock(gate.mutex);
   gate.forking = true;
-  gate.changed.wait(lock, [&] { return gate.transfers == 0; });
-  lock.release();  // held over the fork, so that the child does not find it held by a thread it has not got
+  static_cast<void>(gate.changed.wait(lock, [&] { return gate.transfers == 0; }));
+  lock.release();  // held over the fork, so that no transfer begins
 }
 
 void after_fork_in_parent() {
-  Gate& gate = *the_gate;
+  Gate& gate = dynswap::gate();
   gate.forking = false;
   gate.mutex.unlock();
   gate.changed.notify_all();
 }
 
-void after_fork_in_child() {
-  the_gate.load()->mutex.unlock();
-  the_gate = new Gate;  // threads that waited at the old one are not here
-}
-
 void make_gate() {
   static const bool made = [] {
-    the_gate = new Gate;
-    return at_fork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
+    the_gate = new Gates;
+    return at_fork(&before_fork, &after_fork_in_parent, nullptr);
   }();
   static_cast<void>(made);  // no memory for three pointers: then forks are not kept apart
 }
@@ -52,14 +51,14 @@ void make_gate() {
 
 NoFork::NoFork() {
   make_gate();
-  Gate& gate = *the_gate;
+  Gate& gate = dynswap::gate();
   std::unique_lock lock(gate.mutex);
-  gate.changed.wait(lock, [&] { return !gate.forking; });
+  static_cast<void>(gate.changed.wait(lock, [&] { return !gate.forking; }));
   ++gate.transfers;
 }
 
 NoFork::~NoFork() {
-  Gate& gate = *the_gate;
+  Gate& gate = dynswap::gate();
   {
     const std::lock_guard lock(gate.mutex);
     if (--gate.transfers > 0 || !gate.forking) return;
