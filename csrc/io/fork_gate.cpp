@@ -18,14 +18,10 @@ struct Gate {
   bool forking = false;
 };
 
-using Gates = PerProcess<Gate>;  // threads that waited at the parent's are not in the child
-
-std::atomic<Gates*> the_gate{nullptr};  // never freed: workers and fork handlers may outlive static objects
-
-Gate& gate() { return **the_gate.load(); }
+std::atomic<Gate*> the_gate{nullptr};  // never freed: workers and fork handlers may outlive static objects
 
 void before_fork() {
-  Gate& gate = dynswap::gate();
+  Gate& gate = *the_gate;
   std::unique_lock lock(gate.mutex);
   gate.forking = true;
   static_cast<void>(gate.changed.wait(lock, [&] { return gate.transfers == 0; }));
@@ -33,16 +29,21 @@ void before_fork() {
 }
 
 void after_fork_in_parent() {
-  Gate& gate = dynswap::gate();
+  Gate& gate = *the_gate;
   gate.forking = false;
   gate.mutex.unlock();
   gate.changed.notify_all();
 }
 
+void after_fork_in_child() {
+  the_gate.load()->mutex.unlock();
+  the_gate = new Gate;  // threads that waited at the old one are not here
+}
+
 void make_gate() {
   static const bool made = [] {
-    the_gate = new Gates;
-    return at_fork(&before_fork, &after_fork_in_parent, nullptr);
+    the_gate = new Gate;
+    return at_fork(&before_fork, &after_fork_in_parent, &after_fork_in_child);
   }();
   static_cast<void>(made);  // no memory for three pointers: then forks are not kept apart
 }
@@ -51,14 +52,14 @@ void make_gate() {
 
 NoFork::NoFork() {
   make_gate();
-  Gate& gate = dynswap::gate();
+  Gate& gate = *the_gate;
   std::unique_lock lock(gate.mutex);
   static_cast<void>(gate.changed.wait(lock, [&] { return !gate.forking; }));
   ++gate.transfers;
 }
 
 NoFork::~NoFork() {
-  Gate& gate = dynswap::gate();
+  Gate& gate = *the_gate;
   {
     const std::lock_guard lock(gate.mutex);
     if (--gate.transfers > 0 || !gate.forking) return;

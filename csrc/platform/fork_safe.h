@@ -68,7 +68,7 @@ class PerProcess {
   T& get() {
     return get([](T&) {});
   }
-  /// `look` is called with the parent's object before that is abandoned.
+  /// `look` is called with the parent's object before that is abandoned. It may use no other PerProcess.
   template <class Look>
   T& get(const Look& look) {
     if (!here()) renew(look);
@@ -102,12 +102,12 @@ class Mutex {
 
   void lock() { native().lock(); }
   bool try_lock() { return native().try_lock(); }
-  /// In a child, of a mutex that was held over the fork: nobody holds it then.
+  /// Also in a child, of a mutex that the forking thread held over the fork.
   void unlock() {
     if (mutex_.here()) {
       mutex_->unlock();
     } else {
-      static_cast<void>(mutex_.get());
+      static_cast<void>(mutex_.get([](std::mutex& of_parent) { of_parent.unlock(); }));
     }
   }
 
