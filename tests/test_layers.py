@@ -16,7 +16,7 @@ BELOW = {
     "sim": {"core"},
     "host": {"platform", "core", "io"},
     "transfer": {"platform", "core", "io"},
-    "cuda": {"core", "io", "transfer"},
+    "cuda": {"platform", "core", "io", "transfer"},
     "accelerator": {"platform", "core", "io", "transfer"},
     "bindings": {"platform", "core", "io", "sim", "host", "transfer", "cuda", "accelerator"},
 }
@@ -24,6 +24,14 @@ BELOW = {
 OF_A_SYSTEM = re.compile(
     r"#include <((?:unistd|fcntl|dlfcn|pthread|signal|sched|windows|psapi)\.h|(?:sys|linux)/[^>]*)>"
 )
+#: What a forked child may wait for in vain: Note [A forked child has one thread].
+BARE = re.compile(
+    r"std::(?:(?:recursive_|shared_|timed_|recursive_timed_|shared_timed_)?mutex|condition_variable(?:_any)?"
+    r"|j?thread(?!::id)|async|future|promise|latch|barrier|call_once|once_flag|(?:counting|binary)_semaphore)\b"
+)
+#: Where they are wrapped; a std::thread also where it is started.
+WRAPS = {"platform/fork_safe.h": BARE, "platform/process_linux.cpp": re.compile("std::thread")}
+WRAPS["platform/process_windows.cpp"] = WRAPS["platform/process_linux.cpp"]
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 
 
@@ -38,6 +46,13 @@ def wrong_includes(folder: str, text: str) -> list[str]:
         "cuda": r"cuda",
     }.get(folder, r"(?!)")
     return found + [name for name in foreign if not re.match(allowed, name)]
+
+
+def bare(path: str, text: str) -> list[str]:
+    """What a file uses that does not know about forks."""
+    code = re.sub(r"//.*", "", text)
+    allowed = WRAPS.get(path)
+    return [name for name in BARE.findall(code) if not (allowed and allowed.fullmatch(name))]
 
 
 def wrong_imports(text: str) -> list[str]:
@@ -80,6 +95,38 @@ def test_every_operating_system_has_all_of_platform() -> None:
         for name in re.findall(r"^[\w:<>*]+(?: [\w:<>*]+)* \*?(\w+)\(.*;$", header.read_text(), re.MULTILINE):
             for system, source in text.items():
                 assert f"{name}(" in source + portable, f"{header.name}: {system} has no {name}()"
+
+
+def test_what_threads_share_knows_about_forks() -> None:
+    wrong = {
+        path.relative_to(CSRC).as_posix(): found
+        for path in SOURCES
+        if (found := bare(path.relative_to(CSRC).as_posix(), path.read_text()))
+    }
+    assert wrong == {}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "mutable std::mutex mutex_;",
+        "std::shared_mutex both;",
+        "std::lock_guard<std::mutex> lock(mutex);",
+        "std::condition_variable changed_;",
+        "std::condition_variable_any changed_;",
+        "std::vector<std::thread> threads;",
+        "std::jthread thread;",
+        "std::promise<void> done;",
+    ],
+)
+def test_a_bare_object_that_threads_share_is_found(text: str) -> None:
+    assert bare("core/engine.h", text)
+
+
+def test_a_thread_is_started_in_one_place() -> None:
+    assert not bare("platform/process_linux.cpp", "return Thread(std::thread(run));")
+    assert bare("platform/process_linux.cpp", "std::mutex mutex;")
+    assert not bare("core/engine.h", "std::thread::id thread; // of a std::thread")
 
 
 @pytest.mark.parametrize(

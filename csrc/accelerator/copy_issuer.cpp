@@ -4,6 +4,7 @@
 
 #include <chrono>
 #include <deque>
+#include <mutex>
 #include <utility>
 
 #include "accelerator/capabilities.h"

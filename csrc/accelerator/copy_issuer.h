@@ -7,12 +7,12 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "accelerator/events.h"
 #include "accelerator/torch_backend.h"
 #include "core/backend.h"
+#include "platform/fork_safe.h"
 #include "transfer/copy_plan.h"
 #include "transfer/staging.h"
 
@@ -63,9 +63,9 @@ class TorchCopyIssuer {
 
   /// Taken first; held while chunks are added and their copies queued, which is to be in one order. No call
   /// of torch's is made under it.
-  std::mutex queueing_;
+  Mutex queueing_;
 
-  std::mutex setup_;
+  Mutex setup_;
   std::unique_ptr<Deferred> deferred_;  ///< LOCK: setup_; does not change once it is set, until the end
 };
 

@@ -1,10 +1,12 @@
 #include "accelerator/events.h"
 
+#include <mutex>
 #include <new>
 #include <utility>
 
 #include "accelerator/device_runtime.h"
 #include "accelerator/torch_calls.h"
+#include "core/check.h"
 #include "transfer/device_errors.h"
 #include "transfer/process.h"
 
@@ -75,6 +77,8 @@ void TorchEvent::fail(std::exception_ptr error) noexcept {
 }
 
 void TorchEvent::wait_for_record() const {
+  if (!recorded() && forks() != made_after_)  // the thread that would record it is not in this process
+    throw ClosedError("the backend has been left behind in another process");
   state_.wait(State::pending, std::memory_order_acquire);
   if (state_.load(std::memory_order_acquire) == State::failed) std::rethrow_exception(error_);
 }

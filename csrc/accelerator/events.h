@@ -10,11 +10,11 @@
 #include <cstdint>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
 #include "core/backend.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -47,7 +47,7 @@ class TorchEventPool {
 
  private:
   const c10::DeviceType type_;
-  std::mutex mutex_;
+  Mutex mutex_;
   std::array<std::vector<std::unique_ptr<c10::Event>>, 2>
       free_;  ///< LOCK: mutex_; without timing, and with it
 };
@@ -71,7 +71,7 @@ class TorchEvent final : public Event {
   void fail(std::exception_ptr error) noexcept;
 
   /// Blocks the calling thread until record() or fail(), not until the point is reached. Throws fail()'s
-  /// error.
+  /// error. In a forked child, whose parent was to record it, throws ClosedError.
   void wait_for_record() const;
   bool recorded() const noexcept { return state_.load(std::memory_order_acquire) != State::pending; }
 
@@ -101,6 +101,7 @@ class TorchEvent final : public Event {
   std::unique_ptr<c10::Event> event_;
   std::exception_ptr error_;  ///< set before `failed`, and not afterwards
   std::atomic<State> state_{State::pending};
+  const unsigned made_after_ = forks();
   mutable std::atomic<bool> done_{false};
 };
 

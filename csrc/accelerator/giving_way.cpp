@@ -35,6 +35,7 @@
 #include <utility>
 #include <vector>
 
+#include "platform/fork_safe.h"
 #include "platform/process.h"
 
 namespace c10 {
@@ -60,7 +61,7 @@ struct Giver {
 };
 
 struct Givers {
-  std::mutex mutex;
+  Mutex mutex;
   // LOCK: mutex, all below. It comes after the allocator's lock and before the engine's.
   std::vector<Giver> all;
   std::uint64_t latest = 0;

@@ -14,6 +14,7 @@
 #include "accelerator/torch_calls.h"
 #include "core/check.h"
 #include "core/protection.h"
+#include "platform/fork_safe.h"
 #include "transfer/process.h"
 
 namespace dynswap {
@@ -73,7 +74,7 @@ class TorchBackend final : public Backend {
   std::atomic<int> copying_{0};  ///< threads inside copy()
   std::atomic<std::uint64_t> host_synchronisations_{0};
 
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   std::deque<InFlight> in_flight_;           ///< LOCK: mutex_
   std::shared_ptr<const TorchClock> clock_;  ///< LOCK: mutex_; null: times are not kept
 

@@ -21,6 +21,7 @@
 #include "accelerator/plain_torch.h"
 #include "bindings/glue.h"
 #include "core/protection.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -36,10 +37,15 @@ at::TensorOptions place_of(const at::Tensor& tensor) {
 
 /// The stream of a device that carries gradients away; none where the device has one stream only.
 std::optional<c10::Stream> side_stream(const at::Device& device) {
-  static std::mutex mutex;
-  static std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::optional<c10::Stream>> streams;
-  const std::lock_guard lock(mutex);
-  const auto [entry, is_new] = streams.try_emplace({device.type(), device.index()});
+  struct Streams {
+    Mutex mutex;
+    std::map<std::pair<c10::DeviceType, c10::DeviceIndex>, std::optional<c10::Stream>>
+        of_devices;  ///< LOCK: mutex
+  };
+  static PerProcess<Streams> streams;
+  Streams& known = *streams;
+  const std::lock_guard lock(known.mutex);
+  const auto [entry, is_new] = known.of_devices.try_emplace({device.type(), device.index()});
   if (is_new) {
     try {
       entry->second = c10::impl::VirtualGuardImpl(device.type()).getStreamFromGlobalPool(device);

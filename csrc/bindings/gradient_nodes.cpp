@@ -7,6 +7,7 @@
 #include <mutex>
 #include <utility>
 
+#include "platform/fork_safe.h"
 #include "platform/process.h"
 
 namespace dynswap {
@@ -17,8 +18,8 @@ namespace {
 
 using NodePtr = SharedNodeOwner::Pointer;
 
-std::mutex& mutex() {
-  static auto* const one = new std::mutex;
+Mutex& mutex() {
+  static auto* const one = new Mutex;
   static const bool follows_forks =
       at_fork([] { one->lock(); }, [] { one->unlock(); }, [] { one->unlock(); });
   static_cast<void>(follows_forks);

@@ -6,6 +6,7 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 
 #include <algorithm>
+#include <mutex>
 #include <stdexcept>
 #include <utility>
 
@@ -247,8 +248,9 @@ void HandedOut::use_here() {
   if (!is_new) return;
   c10::Event made(here.device_type());
   {
-    const std::lock_guard lock(mutex_);
-    made.record(users_.front());
+    Users& users = *users_;
+    const std::lock_guard lock(users.mutex);
+    made.record(users.streams.front());
   }
   made.block(here);
   c10::impl::VirtualGuardImpl(here.device_type()).recordDataPtrOnStream(own_.storage().data_ptr(), here);
@@ -261,9 +263,10 @@ void HandedOut::record_stream(const c10::Stream& stream) {
 }
 
 bool HandedOut::note_user(const c10::Stream& stream) {
-  const std::lock_guard lock(mutex_);
-  if (std::find(users_.begin(), users_.end(), stream) != users_.end()) return false;
-  users_.push_back(stream);
+  Users& users = *users_;
+  const std::lock_guard lock(users.mutex);
+  if (std::find(users.streams.begin(), users.streams.end(), stream) != users.streams.end()) return false;
+  users.streams.push_back(stream);
   return true;
 }
 

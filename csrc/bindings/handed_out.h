@@ -7,7 +7,6 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
@@ -15,6 +14,7 @@
 #include "bindings/small_blocks.h"
 #include "core/engine.h"
 #include "io/memory_watch.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -159,9 +159,12 @@ class HandedOut : public OutsideTheHeap {
   bool arrived_ = false;
   bool rounded_ = false;
   bool postponed_ = false;
-  std::mutex mutex_;
-  std::vector<c10::Stream> users_;  ///< LOCK: mutex_; that have used it. None on the CPU
-  c10::VariableVersion version_;    ///< shared with the tensor and its views
+  struct Users {
+    Mutex mutex;
+    std::vector<c10::Stream> streams;  ///< LOCK: mutex
+  };
+  PerProcess<Users> users_;       ///< the streams that have used it. None on the CPU, and in a forked child
+  c10::VariableVersion version_;  ///< shared with the tensor and its views
   std::uint32_t seen_version_ = 0;
   std::uint64_t seen_sample_ = 0;       ///< of the bytes, in RAM, if nothing watches them
   std::shared_ptr<MemoryWatch> watch_;  ///< counts from 0

@@ -6,6 +6,7 @@
 #include <c10/core/Event.h>
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "accelerator/plain_torch.h"
@@ -107,8 +108,9 @@ bool HandedOut::wait_for_users() {
   const c10::Stream here = torch_stream(options_.device());
   std::vector<c10::Stream> users;
   {
-    const std::lock_guard lock(mutex_);
-    users = users_;
+    Users& known = *users_;
+    const std::lock_guard lock(known.mutex);
+    users = known.streams;
   }
   if (capturing(here) ||
       std::any_of(users.begin(), users.end(), [](const c10::Stream& user) { return capturing(user); })) {

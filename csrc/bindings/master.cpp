@@ -18,6 +18,7 @@
 #include "core/check.h"
 #include "io/file.h"
 #include "io/reader.h"
+#include "platform/fork_safe.h"
 #include "platform/mapped_memory.h"
 
 namespace dynswap {
@@ -27,11 +28,15 @@ namespace {
 /// Opens one File for each mapping that a master lies in, and keeps it for as long as it is used. It is not
 /// one for each file: a file that was rewritten in place and is mapped again has other bytes.
 std::shared_ptr<const File> open_once(const Mappings::Range& range) {
-  static std::mutex mutex;
-  static std::map<std::tuple<std::string, std::uint64_t, std::uintptr_t>, std::weak_ptr<const File>>
-      open_files;
-  const std::lock_guard lock(mutex);
-  std::weak_ptr<const File>& known = open_files[{range.path, range.inode, range.mapped_at}];
+  struct OpenFiles {
+    Mutex mutex;
+    std::map<std::tuple<std::string, std::uint64_t, std::uintptr_t>, std::weak_ptr<const File>>
+        all;  ///< LOCK: mutex
+  };
+  static PerProcess<OpenFiles> open;
+  OpenFiles& files = *open;
+  const std::lock_guard lock(files.mutex);
+  std::weak_ptr<const File>& known = files.all[{range.path, range.inode, range.mapped_at}];
   std::shared_ptr<const File> file = known.lock();
   if (!file) {
     file = File::open(range.path);

@@ -5,7 +5,6 @@
 
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <thread>
@@ -17,6 +16,7 @@
 #include "bindings/weight.h"
 #include "bindings/weight_table.h"
 #include "core/engine.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -280,7 +280,7 @@ class Session : public std::enable_shared_from_this<Session> {
   bool captured_ = false;  ///< residents have gone into a graph since the plan was made
   bool said_slower_ = false;
   bool said_whole_ = false;
-  std::mutex planning_mutex_;                ///< held while a new plan is made; waited for without the GIL
+  Mutex planning_mutex_;                     ///< held while a new plan is made; waited for without the GIL
   std::optional<std::thread::id> planning_;  ///< the thread that makes it, if one does
 };
 

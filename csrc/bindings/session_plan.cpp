@@ -1,4 +1,5 @@
 // Session: plans are made, and take each other's place.
+#include <mutex>
 #include <unordered_set>
 #include <utility>
 
@@ -7,6 +8,7 @@
 #include "bindings/glue.h"
 #include "bindings/handed_out.h"
 #include "bindings/session.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -132,7 +134,7 @@ void Session::replace_plan(const py::object& root, const Budget& budget) {
   const std::shared_ptr<Session> self = shared_from_this();
   if (abandoned_ || closed_) return;  // in a forked child the mutex may stay locked for ever
   if (planning_ == std::this_thread::get_id()) return;  // called from code that planning runs
-  std::unique_lock<std::mutex> one_at_a_time(planning_mutex_, std::defer_lock);
+  std::unique_lock<Mutex> one_at_a_time(planning_mutex_, std::defer_lock);
   {
     const py::gil_scoped_release release;
     one_at_a_time.lock();

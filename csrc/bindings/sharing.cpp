@@ -11,6 +11,7 @@
 #include "accelerator/plain_torch.h"
 #include "bindings/master.h"
 #include "io/fork_gate.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -18,7 +19,7 @@ namespace {
 
 /// Every Sharing that there is.
 struct Registry {
-  std::mutex mutex;
+  Mutex mutex;
   // LOCK: mutex guards all below.
   std::multimap<const std::byte*, Sharing*> by_address;
   std::size_t longest = 0;  ///< bytes of the longest that there has been
@@ -43,7 +44,7 @@ struct Registry {
 struct Locked {
   Registry& registry = Registry::get();
   NoFork no_fork;
-  std::lock_guard<std::mutex> lock{registry.mutex};
+  std::lock_guard<Mutex> lock{registry.mutex};
 };
 
 bool is_page_locked(const at::Tensor& master) {

@@ -4,6 +4,7 @@
 #include <mutex>
 #include <new>
 
+#include "platform/fork_safe.h"
 #include "platform/memory.h"
 #include "platform/process.h"
 
@@ -55,7 +56,7 @@ class Blocks {
       free = new (static_cast<std::byte*>(slab) + at * size) Free{free};
   }
 
-  std::mutex mutex_;
+  Mutex mutex_;
   std::array<Free*, kLargest / kStep + 1> free_{};  ///< LOCK: mutex_; by size in steps
 };
 

@@ -1,6 +1,7 @@
 #include "core/engine.h"
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "core/protection.h"
@@ -52,12 +53,17 @@ Engine::Engine(std::unique_ptr<Backend> backend, EngineOptions options,
 Engine::~Engine() {
   unregister_engine();
   if (abandoned_) {
-    // This is a forked child, and threads and device are the parent's: what refers to them is leaked.
+    // This is a forked child, and threads and device are the parent's: what refers to them is leaked. So are
+    // copies and events, in which a thread of the backend may have been at work.
     static_cast<void>(backend_.release());
     new Memory(std::move(arena_memory_));
     new Memory(std::move(cache_memory_));
-    new std::vector<Retired>(std::move(retired_));
-    new std::vector<Group>(std::move(groups_));
+    new auto(std::move(retired_));
+    new auto(std::move(groups_));
+    new auto(std::move(arena_));
+    new auto(std::move(cache_));
+    new auto(std::move(postponed_));
+    new auto(std::move(latest_copy_));
     return;
   }
   close();
@@ -82,7 +88,7 @@ void Engine::begin_call(std::uint32_t call) {
 }
 
 Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
-  if (abandoned_) throw Error("the engine has been left behind in another process");
+  if (abandoned_) refuse_in_child();
   if (any_postponed_) release_postponed();
   std::vector<Planned> planned;
   std::string warning;
@@ -97,7 +103,7 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
     Group& group = groups_[group_id];
     std::optional<Planned> renewal;
     do {
-      issued_.wait(lock, [&] { return closed_ || !waits_for_others(group); });
+      if (!issued_.wait(lock, [&] { return closed_ || !waits_for_others(group); })) refuse_in_child();
       renewal = renew_outdated(id, lock);
     } while (!closed_ && !renewal && waits_for_others(group));
     if (closed_) throw ClosedError("the model has been uninstalled");

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <atomic>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -24,6 +23,7 @@
 #include "core/residency.h"
 #include "core/schedule.h"
 #include "core/stats.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -308,6 +308,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::size_t tiny;       ///< units of no more stay on the device, together; 0: none do
   };
 
+  /// Throws that this is a forked child, whose engines are its parent's.
+  [[noreturn]] static void refuse_in_child();
   static void exchange_source(Weight& weight, SourcePtr& source);
   std::shared_ptr<DeviceCopy> outdate(WeightId id, SourcePtr& source);
   Lease lease_on(WeightId id, Stream consumer);
@@ -360,7 +362,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   CopyRequest request(const Planned& planned) const;
   void order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream consumer, bool prefetched);
   void use_on(const std::shared_ptr<DeviceCopy>& copy, Stream consumer);
-  std::optional<Planned> renew_outdated(WeightId id, std::unique_lock<std::mutex>& lock);
+  std::optional<Planned> renew_outdated(WeightId id, std::unique_lock<Mutex>& lock);
   void release(const std::shared_ptr<DeviceCopy>& copy, std::size_t part,
                std::shared_ptr<void> left = nullptr) noexcept;
   void drop_lease(const std::shared_ptr<DeviceCopy>& copy, std::size_t part, std::shared_ptr<void>& left);
@@ -392,8 +394,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::atomic<bool> any_postponed_{false};
   Recorder recorder_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable issued_;  ///< some copy has left State::issuing
+  mutable Mutex mutex_;
+  Condition issued_;  ///< some copy has left State::issuing
   // LOCK: mutex_ guards all below; of weights_ and groups_ what plan() has set is constant.
   std::vector<Weight> weights_;
   std::vector<Group> groups_;

@@ -2,9 +2,11 @@
 //
 // Note [A fork waits for engines]
 // A forked child has one thread, the one that forked. Had another thread been inside an engine, the child
-// would find its mutex locked for good, and what that guards half changed. So the fork takes the mutexes of
-// all engines first, also of those whose plan was replaced and that only leases keep. In the child they are
-// abandoned: they answer for what they counted, and do nothing else.
+// would find half changed what its mutex guards, and an engine answers in the child too. So the fork takes
+// the mutexes of all engines first, also of those whose plan was replaced and that only leases keep. In the
+// child they are abandoned: they answer for what they counted, and do nothing else. Threads that waited for a
+// copy, and so did not have the mutex, are no concern of the child's: see Note [A forked child has one
+// thread].
 //
 // LOCK order: a handler that takes a lock under which engines are called is registered after
 // register_fork_handlers(), as the last one that was registered runs first. The thread that forks may hold
@@ -13,12 +15,13 @@
 #include <set>
 
 #include "core/engine.h"
+#include "platform/fork_safe.h"
 #include "platform/process.h"
 
 namespace dynswap {
 
 struct Engine::Registry {
-  std::mutex mutex;
+  Mutex mutex;
   std::set<Engine*> all;  ///< LOCK: mutex
 
   static Registry& get() {
@@ -44,6 +47,8 @@ struct Engine::Registry {
 };
 
 void Engine::register_fork_handlers() { static_cast<void>(Registry::get()); }
+
+void Engine::refuse_in_child() { throw Error("the engine has been left behind in another process"); }
 
 void Engine::register_engine() {
   Registry& registry = Registry::get();

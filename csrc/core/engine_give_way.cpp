@@ -12,6 +12,7 @@
 // LOCK order: the allocator's lock, which the caller may hold, comes before mutex_. So nothing under mutex_
 // may allocate or free device memory, nor wait for Python.
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "core/engine.h"

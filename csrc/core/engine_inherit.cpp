@@ -12,6 +12,7 @@
 // - What a graph has captured is not taken over: its replays read it without a lease.
 // The masters are those of the earlier plan, unchanged: Session::take_over() looks.
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "core/engine.h"

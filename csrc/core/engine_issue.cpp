@@ -3,10 +3,12 @@
 
 #include <algorithm>
 #include <iterator>
+#include <mutex>
 #include <optional>
 #include <utility>
 
 #include "core/protection.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -113,7 +115,7 @@ void Engine::order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream co
   Lateness late;
   {
     std::unique_lock lock(mutex_);
-    issued_.wait(lock, [&] { return copy->state != DeviceCopy::State::issuing; });
+    if (!issued_.wait(lock, [&] { return copy->state != DeviceCopy::State::issuing; })) refuse_in_child();
     if (copy->state == DeviceCopy::State::failed) std::rethrow_exception(copy->error);
     if (copy->has_waited(consumer)) return;
     latest = copy->copied;
@@ -178,14 +180,14 @@ void Engine::use_on(const std::shared_ptr<DeviceCopy>& copy, Stream consumer) {
 ///
 /// Returns nothing if the weight is up to date, or if its group has to be fetched elsewhere: then the group
 /// has no copy any more. May give up the lock for a while.
-std::optional<Engine::Planned> Engine::renew_outdated(WeightId id, std::unique_lock<std::mutex>& lock) {
+std::optional<Engine::Planned> Engine::renew_outdated(WeightId id, std::unique_lock<Mutex>& lock) {
   const Weight& weight = weights_[id];
   Group& group = groups_[weight.group];
   const auto outdated = [&] { return !closed_ && group.copy && group.copy->parts[weight.part].outdated; };
   while (outdated()) {
     const std::shared_ptr<DeviceCopy> copy = group.copy;
     if (copy->state == DeviceCopy::State::issuing) {
-      issued_.wait(lock);
+      if (!issued_.wait(lock, [&] { return copy->state != DeviceCopy::State::issuing; })) refuse_in_child();
       continue;
     }
     const std::vector<Stream> streams = copy->readers;
@@ -227,7 +229,10 @@ void Engine::drop_lease(const std::shared_ptr<DeviceCopy>& copy, std::size_t par
 
 void Engine::release(const std::shared_ptr<DeviceCopy>& copy, std::size_t part,
                      std::shared_ptr<void> left) noexcept {
-  if (abandoned_) return;
+  if (abandoned_) {
+    new auto(copy);  // leaked: see ~Engine()
+    return;
+  }
   // Note [The last lease records before it lets go]: were the count to fall first, another thread could
   // choose the slot while the events that guard it are still being recorded. A lease taken meanwhile
   // leaves its streams in `readers`, so the loop looks again.

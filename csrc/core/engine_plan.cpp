@@ -1,5 +1,6 @@
 // Engine: which weights travel together, where they lie in a group, which groups are resident.
 #include <algorithm>
+#include <mutex>
 #include <numeric>
 #include <utility>
 

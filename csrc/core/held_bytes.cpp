@@ -1,5 +1,6 @@
 #include "core/held_bytes.h"
 
+#include <mutex>
 #include <utility>
 
 #include "core/protection.h"

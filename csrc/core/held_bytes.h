@@ -4,7 +4,8 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
-#include <mutex>
+
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -53,7 +54,7 @@ class HeldBytes {
   Context original_{nullptr, nullptr};  ///< LOCK: as above
   int holders_ = 0;                     ///< LOCK: as above
 
-  std::mutex changing_;           ///< held while the driver works: who wants the same memory waits for that
+  Mutex changing_;                ///< held while the driver works: who wants the same memory waits for that
   int locks_ = 0;                 ///< LOCK: changing_
   std::shared_ptr<void> locked_;  ///< LOCK: changing_. After original_, so that it goes first.
 };

@@ -1,6 +1,7 @@
 #include "core/recorder.h"
 
 #include <algorithm>
+#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -25,20 +26,22 @@ Cause why(const Lateness& late, std::int64_t stalled_ns) {
 }
 
 void Recorder::begin() {
-  const std::lock_guard lock(mutex_);
-  entries_.clear();
-  dropped_ = 0;
+  Recorded& recorded = *recorded_;
+  const std::lock_guard lock(recorded.mutex);
+  recorded.entries.clear();
+  recorded.dropped = 0;
   on_.store(true);
 }
 
 void Recorder::add(Entry entry) {
   if (!entry.to) return;
-  const std::lock_guard lock(mutex_);
-  if (entries_.size() == kMost) {
-    ++dropped_;
+  Recorded& recorded = *recorded_;
+  const std::lock_guard lock(recorded.mutex);
+  if (recorded.entries.size() == kMost) {
+    ++recorded.dropped;
     return;
   }
-  entries_.push_back(std::move(entry));
+  recorded.entries.push_back(std::move(entry));
 }
 
 void Recorder::copied(std::uint32_t group, EventPtr copy, bool demanded, std::uint64_t bytes) {
@@ -65,9 +68,10 @@ void Recorder::pass(EventPtr at) {
 }
 
 std::vector<EventPtr> Recorder::ends() const {
-  const std::lock_guard lock(mutex_);
+  Recorded& recorded = *recorded_;
+  const std::lock_guard lock(recorded.mutex);
   std::vector<EventPtr> ends;
-  for (const Entry& entry : entries_) ends.push_back(entry.to);
+  for (const Entry& entry : recorded.entries) ends.push_back(entry.to);
   return ends;
 }
 
@@ -75,9 +79,10 @@ Timeline Recorder::timeline() const {
   std::vector<Entry> entries;
   Timeline timeline;
   {
-    const std::lock_guard lock(mutex_);
-    entries = entries_;
-    timeline.dropped = dropped_;
+    Recorded& recorded = *recorded_;
+    const std::lock_guard lock(recorded.mutex);
+    entries = recorded.entries;
+    timeline.dropped = recorded.dropped;
   }
   for (const Entry& entry : entries) {
     const std::optional<Interval> to = entry.to->when();

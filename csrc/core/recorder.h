@@ -4,12 +4,12 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
-#include <mutex>
 #include <optional>
 #include <vector>
 
 #include "core/backend.h"
 #include "core/figures.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -75,10 +75,14 @@ class Recorder {
   };
   void add(Entry entry);
 
+  struct Recorded {
+    Mutex mutex;
+    std::vector<Entry> entries;  ///< LOCK: mutex
+    std::uint64_t dropped = 0;   ///< LOCK: mutex
+  };
+
   std::atomic<bool> on_{false};
-  mutable std::mutex mutex_;
-  std::vector<Entry> entries_;  ///< LOCK: mutex_
-  std::uint64_t dropped_ = 0;   ///< LOCK: mutex_
+  mutable PerProcess<Recorded> recorded_;  ///< a forked child has recorded nothing
 };
 
 }  // namespace dynswap

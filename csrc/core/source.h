@@ -6,12 +6,12 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <string>
 #include <vector>
 
 #include "core/scalar.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -36,7 +36,7 @@ enum class Keep { no, yes, always };
 /// and in the first pass of inference, but not in its later passes.
 struct PinnedCopy {
   std::shared_ptr<std::byte> bytes;  ///< LOCK: refreshing, to write
-  std::mutex refreshing;
+  Mutex refreshing;
 
   /// Of a large master: counts the writes to it; nothing if not all are seen any more. Null for a small one.
   std::function<std::optional<std::uint64_t>()> writes;

@@ -1,6 +1,7 @@
 #include "cuda/copy_issuer.h"
 
 #include <algorithm>
+#include <mutex>
 #include <string>
 #include <utility>
 

@@ -8,11 +8,11 @@
 #include <cstddef>
 #include <functional>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "core/backend.h"
 #include "cuda/cuda_backend.h"
+#include "platform/fork_safe.h"
 #include "transfer/copy_plan.h"
 #include "transfer/staging.h"
 
@@ -63,7 +63,7 @@ class CopyIssuer {
   std::atomic<bool> warned_{false};  ///< that there is none
   std::atomic<bool> batches_{true};  ///< the driver knows batched copies
 
-  std::mutex setup_;
+  Mutex setup_;
   std::unique_ptr<StagingRing> ring_;  ///< LOCK: setup_; does not change once it is set
   Memory scratch_;                     ///< LOCK: setup_; does not change once it is set, until the end
   std::size_t scratch_bytes_ = 0;      ///< LOCK: setup_; the same
@@ -74,7 +74,7 @@ class CopyIssuer {
   /// which CUDA calls are made. It cannot be part of a deadlock: it is taken first and by issuers alone
   /// (no host function, reader, event or destructor takes it), and no allocation of device memory is made
   /// under it. Requests of pinned sources that are not cast, the steady state, do not take it.
-  std::mutex issuing_;
+  Mutex issuing_;
 };
 
 }  // namespace dynswap

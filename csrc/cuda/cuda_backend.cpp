@@ -19,6 +19,7 @@
 #include "cuda/copy_issuer.h"
 #include "cuda/cuda_check.h"
 #include "cuda/events.h"
+#include "platform/fork_safe.h"
 #include "transfer/staging.h"
 
 namespace dynswap {
@@ -81,7 +82,7 @@ class CudaBackend final : public Backend {
   std::atomic<int> copying_{0};  ///< threads inside copy()
   std::atomic<std::uint64_t> host_synchronisations_{0};
 
-  mutable std::mutex mutex_;
+  mutable Mutex mutex_;
   std::deque<InFlight> in_flight_;            ///< LOCK: mutex_
   std::shared_ptr<const DeviceClock> clock_;  ///< LOCK: mutex_; null: times are not kept
 };

@@ -1,6 +1,7 @@
 #include "cuda/events.h"
 
 #include <exception>
+#include <mutex>
 #include <new>
 
 #include "cuda/cuda_check.h"
@@ -62,6 +63,7 @@ cudaEvent_t EventPool::take(bool timed) {
 }
 
 void EventPool::give_back(cudaEvent_t event, bool timed) noexcept {
+  if (!cuda_usable()) return;
   try {
     const std::lock_guard lock(mutex_);
     free_[timed].push_back(event);

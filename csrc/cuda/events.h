@@ -7,12 +7,12 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
-#include <mutex>
 #include <optional>
 #include <vector>
 
 #include "core/backend.h"
 #include "cuda/context.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -50,7 +50,7 @@ class EventPool {
 
  private:
   const std::shared_ptr<const DeviceContext> context_;
-  std::mutex mutex_;
+  Mutex mutex_;
   std::array<std::vector<cudaEvent_t>, 2> free_;  ///< LOCK: mutex_; without timing, and with it
 };
 

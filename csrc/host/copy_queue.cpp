@@ -3,6 +3,7 @@
 #include <atomic>
 #include <exception>
 #include <iterator>
+#include <mutex>
 #include <optional>
 #include <utility>
 
@@ -187,6 +188,7 @@ void CopyQueue::wait(const EventPtr& event) {
     const auto begin = ReadPolicy::Clock::now();
     promote(copy);
     synchronise(event);
+    if (!copy->done()) throw ClosedError("the host backend has been left behind in another process");
     read_policy_.waited(ReadPolicy::Clock::now() - begin);
   }
   if (copy->failed.load(std::memory_order_relaxed)) std::rethrow_exception(copy->error);
@@ -195,7 +197,7 @@ void CopyQueue::wait(const EventPtr& event) {
 void CopyQueue::synchronise(const EventPtr& event) noexcept {
   if (!event || event->done()) return;
   std::unique_lock lock(mutex_);
-  over_.wait(lock, [&] { return event->done(); });
+  static_cast<void>(over_.wait(lock, [&] { return event->done(); }));
 }
 
 void CopyQueue::close() noexcept {

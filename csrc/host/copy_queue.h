@@ -1,11 +1,9 @@
 // Copies that wait for one another, carried out by worker threads.
 #pragma once
 
-#include <condition_variable>
 #include <cstddef>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "core/backend.h"
@@ -13,6 +11,7 @@
 #include "host/chunks.h"
 #include "io/read_policy.h"
 #include "io/worker_pool.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -30,9 +29,9 @@ class CopyQueue {
   EventPtr copy(CopyRequest request);
 
   /// Blocks until the copy is over. What of it has not begun goes before other copies from now on, and so
-  /// does what it waits for. Throws what made it fail, every time.
+  /// does what it waits for. Throws what made it fail, every time; in a forked child, that it is not over.
   void wait(const EventPtr& event);
-  /// Blocks until the copy is over.
+  /// Blocks until the copy is over. In a forked child it does not: nothing of this queue runs there.
   void synchronise(const EventPtr& event) noexcept;
 
   /// Copies that are not over fail, except that chunks that have begun are finished. Idempotent.
@@ -55,10 +54,10 @@ class CopyQueue {
 
   const CastFn cast_;
   ReadPolicy read_policy_;
-  std::mutex mutex_;
-  std::condition_variable over_;  ///< some copy is over
-  bool closed_ = false;           ///< LOCK: mutex_, which guards the copies' fields too
-  WorkerPool pool_;               ///< last: its threads use all of the above
+  Mutex mutex_;
+  Condition over_;       ///< some copy is over
+  bool closed_ = false;  ///< LOCK: mutex_, which guards the copies' fields too
+  WorkerPool pool_;      ///< last: its threads use all of the above
 };
 
 }  // namespace dynswap

@@ -1,9 +1,9 @@
 #include "io/fork_gate.h"
 
 #include <atomic>
-#include <condition_variable>
 #include <mutex>
 
+#include "platform/fork_safe.h"
 #include "platform/process.h"
 
 namespace dynswap {
@@ -11,8 +11,8 @@ namespace dynswap {
 namespace {
 
 struct Gate {
-  std::mutex mutex;
-  std::condition_variable changed;
+  Mutex mutex;
+  Condition changed;
   // LOCK: mutex guards all below.
   int transfers = 0;
   bool forking = false;
@@ -24,8 +24,8 @@ void before_fork() {
   Gate& gate = *the_gate;
   std::unique_lock lock(gate.mutex);
   gate.forking = true;
-  gate.changed.wait(lock, [&] { return gate.transfers == 0; });
-  lock.release();  // held over the fork, so that the child does not find it held by a thread it has not got
+  static_cast<void>(gate.changed.wait(lock, [&] { return gate.transfers == 0; }));
+  lock.release();  // held over the fork, so that no transfer begins
 }
 
 void after_fork_in_parent() {
@@ -54,7 +54,7 @@ NoFork::NoFork() {
   make_gate();
   Gate& gate = *the_gate;
   std::unique_lock lock(gate.mutex);
-  gate.changed.wait(lock, [&] { return !gate.forking; });
+  static_cast<void>(gate.changed.wait(lock, [&] { return !gate.forking; }));
   ++gate.transfers;
 }
 

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
+#include <mutex>
 #include <utility>
 #include <vector>
 
@@ -121,6 +122,28 @@ std::unique_ptr<MemoryWatch> MemoryWatch::of_private(const void* address, std::s
       new MemoryWatch(dense_elements(address, bytes), /*mapped=*/false, Sharing::none));
 }
 
+/// A forked child may have a watch that another thread of the parent was looking through: it starts again.
+/// What was written before is not seen there, and need not be, as the child's copies are made later.
+std::unique_lock<Mutex> MemoryWatch::locked() {
+  std::unique_lock lock(mutex_);
+  if (mutex_.take_interrupted()) {
+    abandon();
+    start();
+  }
+  return lock;
+}
+
+void MemoryWatch::abandon() noexcept {
+  new auto(std::move(pages_));
+  new auto(std::move(file_));
+  head_ = middle_ = tail_ = {};
+}
+
+MemoryWatch::~MemoryWatch() {
+  const std::lock_guard lock(mutex_);
+  if (mutex_.take_interrupted()) abandon();
+}
+
 void MemoryWatch::start(Sharing sharing) {
   if (address_ == nullptr || bytes_ == 0) return;
   shared_ = sharing == Sharing::unknown && !copied_on_write_ && is_shared(address_, bytes_, mapped_);
@@ -161,7 +184,7 @@ bool MemoryWatch::written_before_start(const File& file) const {
 }
 
 std::uint64_t MemoryWatch::writes() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   if (address_ == nullptr) return writes_;
   bool written = false;
   if (file_) {
@@ -226,29 +249,29 @@ std::optional<std::uint64_t> MemoryWatch::hash_elements() const {
 }
 
 void MemoryWatch::note_write() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   if (!sees_all()) ++writes_;
 }
 
 void MemoryWatch::expect_writes() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   if (pages_) pages_->expect_writes();
 }
 
 void MemoryWatch::note_pinned() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   const bool sampled = is_sampled();
   pinned_ = true;
   if (!sampled && !file_ && address_ != nullptr) sample_ = sample();
 }
 
 bool MemoryWatch::exact() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   return sees_all();
 }
 
 bool MemoryWatch::decides() {
-  const std::lock_guard lock(mutex_);
+  const auto lock = locked();
   return !is_sampled();
 }
 

@@ -9,6 +9,7 @@
 
 #include "core/source.h"
 #include "io/elements.h"
+#include "platform/fork_safe.h"
 #include "platform/page_watch.h"
 
 namespace dynswap {
@@ -25,6 +26,9 @@ class MemoryWatch {
   MemoryWatch(const void* address, std::size_t bytes);
   /// `mapped`: from a file.
   MemoryWatch(Elements elements, bool mapped);
+  ~MemoryWatch();
+  MemoryWatch(const MemoryWatch&) = delete;
+  MemoryWatch& operator=(const MemoryWatch&) = delete;
   /// Of memory that no other process can have, so that the kernel need not be asked.
   static std::unique_ptr<MemoryWatch> of_private(const void* address, std::size_t bytes);
 
@@ -52,6 +56,8 @@ class MemoryWatch {
   enum class Sharing : bool { none, unknown };
   MemoryWatch(Elements elements, bool mapped, Sharing sharing);
   void start(Sharing sharing = Sharing::unknown);
+  std::unique_lock<Mutex> locked();
+  void abandon() noexcept;
   bool sees_all() const noexcept { return middle_.bytes == 0 || (pages_ != nullptr && !shared_); }
   bool written_before_start(const File& file) const;
   bool look();
@@ -62,7 +68,7 @@ class MemoryWatch {
   std::optional<std::uint64_t> sample() const;
   std::optional<std::uint64_t> hash_elements() const;
 
-  std::mutex mutex_;
+  Mutex mutex_;
   // LOCK: mutex_ guards all below.
   const Elements elements_;
   const std::byte* const address_;  ///< of the first element

@@ -1,6 +1,7 @@
 #include "io/read_policy.h"
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 namespace dynswap {

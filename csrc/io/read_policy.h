@@ -3,7 +3,8 @@
 
 #include <atomic>
 #include <chrono>
-#include <mutex>
+
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -42,7 +43,7 @@ class ReadPolicy {
   void judge(bool late) noexcept;
 
   std::atomic<ReadMode> mode_{ReadMode::quick};
-  std::mutex mutex_;
+  Mutex mutex_;
   // LOCK: mutex_ guards all below.
   Clock::time_point begin_{};      ///< of the window
   Clock::duration waited_{};       ///< in the window

@@ -5,10 +5,13 @@
 #include <functional>
 #include <memory>
 
+#include "platform/fork_safe.h"
+
 namespace dynswap {
 
 /// All calls are thread-safe. The threads block every signal (they belong to the interpreter's main thread)
-/// and are named "dynswap-io".
+/// and are named "dynswap-io". In a forked child, which does not have them, the pool is closed; the tasks are
+/// the parent's.
 class WorkerPool {
  public:
   struct Task {
@@ -35,7 +38,7 @@ class WorkerPool {
 
  private:
   struct State;
-  std::unique_ptr<State> state_;
+  std::unique_ptr<PerProcess<State>> state_;
 };
 
 }  // namespace dynswap

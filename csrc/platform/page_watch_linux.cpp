@@ -1,3 +1,4 @@
+#include "platform/fork_safe.h"
 #include "platform/page_watch.h"
 
 #include <fcntl.h>
@@ -50,7 +51,7 @@ bool overlap(Pages a, Pages b) noexcept { return a.begin < b.end && b.begin < a.
 /// The userfaultfd of this process, and the pages that are watched through it.
 struct PageWatch::Kernel {
   const int fd = open_userfaultfd();
-  std::mutex mutex;
+  Mutex mutex;
   // LOCK: mutex guards all below.
   struct Watched {
     PageWatch* watch = nullptr;

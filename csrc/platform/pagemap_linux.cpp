@@ -6,9 +6,8 @@
 
 #include <algorithm>
 #include <array>
-#include <atomic>
 
-#include "platform/process.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -29,15 +28,6 @@ class Pagemap {
 
  private:
   Pagemap() { open(); }
-
-  /// How many forks lie between this process and the first that asked. (To ask the kernel for the process's
-  /// id takes as long as what is asked of the page map.)
-  static unsigned forks() noexcept {
-    static std::atomic<unsigned> count{0};
-    static const bool counts = at_fork(nullptr, nullptr, [] { ++count; });
-    static_cast<void>(counts);
-    return count.load(std::memory_order_relaxed);
-  }
 
   void open() noexcept {
     close();

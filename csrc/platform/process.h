@@ -3,7 +3,8 @@
 
 #include <cstdint>
 #include <functional>
-#include <thread>
+
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -12,7 +13,7 @@ std::uint64_t thread_id() noexcept;
 
 /// Starts a thread that blocks every signal: signals belong to the interpreter's main thread. Linux shows
 /// the `name`, of 15 characters at most, in top and in debuggers.
-std::thread start_thread(const char* name, std::function<void()> run);
+Thread start_thread(const char* name, std::function<void()> run);
 
 /// Has functions called at each fork() of this process from now on: before it, and after it in the parent and
 /// in the child. Null for none. Returns false if there is no memory for that. On Windows no process forks.

@@ -4,6 +4,7 @@
 #include <pthread.h>
 #include <signal.h>
 
+#include <thread>
 #include <utility>
 
 namespace dynswap {
@@ -30,12 +31,12 @@ class SignalsBlocked {
 
 std::uint64_t thread_id() noexcept { return static_cast<std::uint64_t>(pthread_self()); }
 
-std::thread start_thread(const char* name, std::function<void()> run) {
+Thread start_thread(const char* name, std::function<void()> run) {
   const SignalsBlocked blocked;
-  return std::thread([name, run = std::move(run)] {
+  return Thread(std::thread([name, run = std::move(run)] {
     pthread_setname_np(pthread_self(), name);
     run();
-  });
+  }));
 }
 
 bool at_fork(void (*before)(), void (*in_parent)(), void (*in_child)()) noexcept {

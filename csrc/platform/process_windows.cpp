@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <array>
+#include <thread>
 #include <utility>
 
 #include "platform/windows_api.h"
@@ -13,7 +14,7 @@ namespace dynswap {
 std::uint64_t thread_id() noexcept { return ::GetCurrentThreadId(); }
 
 // Signals interrupt no thread on Windows.
-std::thread start_thread(const char*, std::function<void()> run) { return std::thread(std::move(run)); }
+Thread start_thread(const char*, std::function<void()> run) { return Thread(std::thread(std::move(run))); }
 
 bool at_fork(void (*)(), void (*)(), void (*)()) noexcept { return true; }
 

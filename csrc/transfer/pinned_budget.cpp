@@ -1,18 +1,21 @@
 #include "transfer/pinned_budget.h"
 
 #include <bit>
+#include <mutex>
 
 namespace dynswap {
 
 std::shared_ptr<void> PinnedBudget::charge(const std::shared_ptr<PinnedBudget>& budget, std::size_t bytes) {
   {
-    const std::lock_guard lock(budget->mutex_);
-    if (bytes > budget->locked_) return nullptr;
-    budget->locked_ -= bytes;
+    Counts& counts = *budget->counts_;
+    const std::lock_guard lock(counts.mutex);
+    if (bytes > counts.locked) return nullptr;
+    counts.locked -= bytes;
   }
   return {budget.get(), [budget, bytes](void*) {
-            const std::lock_guard back(budget->mutex_);
-            budget->locked_ += bytes;
+            Counts& counts = *budget->counts_;
+            const std::lock_guard back(counts.mutex);
+            counts.locked += bytes;
           }};
 }
 
@@ -20,19 +23,21 @@ std::shared_ptr<PinnedCopy> PinnedBudget::copy_of(const std::shared_ptr<PinnedBu
                                                   const std::byte* address, std::size_t bytes,
                                                   const std::function<std::shared_ptr<PinnedCopy>()>& make) {
   const std::size_t taken = std::bit_ceil(bytes);
+  Counts& counts = *budget->counts_;
   {
-    const std::lock_guard lock(budget->mutex_);
-    std::erase_if(budget->copies_, [](const auto& entry) { return entry.second.expired(); });
-    const auto found = budget->copies_.find({address, bytes});
-    if (found != budget->copies_.end()) {
+    const std::lock_guard lock(counts.mutex);
+    std::erase_if(counts.copies, [](const auto& entry) { return entry.second.expired(); });
+    const auto found = counts.copies.find({address, bytes});
+    if (found != counts.copies.end()) {
       if (auto known = found->second.lock()) return known;
     }
-    if (taken > budget->copied_) return nullptr;
-    budget->copied_ -= taken;
+    if (taken > counts.copied) return nullptr;
+    counts.copied -= taken;
   }
   const std::shared_ptr<void> copied(budget.get(), [budget, taken](void*) {
-    const std::lock_guard back(budget->mutex_);
-    budget->copied_ += taken;
+    Counts& counts = *budget->counts_;
+    const std::lock_guard back(counts.mutex);
+    counts.copied += taken;
   });
   const std::shared_ptr<void> locked = charge(budget, taken);
   if (!locked) return nullptr;
@@ -43,8 +48,8 @@ std::shared_ptr<PinnedCopy> PinnedBudget::copy_of(const std::shared_ptr<PinnedBu
   const auto made = std::make_shared<const Counted>(Counted{copied, locked, make()});
   if (!made->copy) return nullptr;
   const std::shared_ptr<PinnedCopy> counted(made, made->copy.get());
-  const std::lock_guard lock(budget->mutex_);
-  budget->copies_[{address, bytes}] = counted;
+  const std::lock_guard lock(counts.mutex);
+  counts.copies[{address, bytes}] = counted;
   return counted;
 }
 

@@ -5,10 +5,10 @@
 #include <functional>
 #include <map>
 #include <memory>
-#include <mutex>
 #include <utility>
 
 #include "core/source.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -18,8 +18,10 @@ class PinnedBudget {
  public:
   /// `locked`: the most bytes that may be page-locked. `copied`: how many of them may be copies of large
   /// masters; all, if the user has named an amount.
-  PinnedBudget(std::size_t locked, std::size_t copied)
-      : named_(locked == copied), locked_(locked), copied_(copied) {}
+  PinnedBudget(std::size_t locked, std::size_t copied) : named_(locked == copied) {
+    counts_->locked = locked;
+    counts_->copied = copied;
+  }
 
   /// Counts bytes as page-locked while the result lives. Null, and nothing is counted, if there is no room.
   static std::shared_ptr<void> charge(const std::shared_ptr<PinnedBudget>& budget, std::size_t bytes);
@@ -35,11 +37,15 @@ class PinnedBudget {
   bool named() const noexcept { return named_; }
 
  private:
+  struct Counts {
+    Mutex mutex;
+    // LOCK: mutex guards all below. No room in a forked child, which page-locks nothing.
+    std::size_t locked = 0, copied = 0;  ///< bytes that are left
+    std::map<std::pair<const std::byte*, std::size_t>, std::weak_ptr<PinnedCopy>> copies;
+  };
+
   const bool named_;
-  std::mutex mutex_;
-  // LOCK: mutex_ guards all below.
-  std::size_t locked_, copied_;  ///< bytes that are left
-  std::map<std::pair<const std::byte*, std::size_t>, std::weak_ptr<PinnedCopy>> copies_;
+  PerProcess<Counts> counts_;
 };
 
 }  // namespace dynswap

@@ -1,6 +1,7 @@
 #include "transfer/staging.h"
 
 #include <algorithm>
+#include <mutex>
 #include <utility>
 
 #include "core/check.h"
@@ -110,12 +111,15 @@ void StagingRing::arrive(std::uint64_t chunk) noexcept {
 void StagingRing::await(std::uint64_t chunk) noexcept {
   if (!PROTECTED(staged_copy_waits)) return;
   std::unique_lock lock(mutex_);
-  changed_.wait(lock, [&] { return chunk < first_ || chunks_[chunk - first_].over; });
+  static_cast<void>(changed_.wait(lock, [&] { return chunk < first_ || chunks_[chunk - first_].over; }));
 }
 
 bool StagingRing::wait(const Reads& reads, std::chrono::milliseconds patience) {
   std::unique_lock lock(mutex_);
-  if (!changed_.wait_for(lock, patience, [&] { return reads.outstanding_ == 0; })) return false;
+  if (!changed_.wait_for(lock, patience, [&] { return reads.outstanding_ == 0; })) {
+    if (!changed_.here()) throw ClosedError("the backend has been left behind in another process");
+    return false;
+  }
   if (reads.error_) std::rethrow_exception(reads.error_);
   return true;
 }
@@ -128,7 +132,7 @@ void StagingRing::give_up(const Reads& reads) noexcept {
     chunk.over = true;
     --chunk.reads->outstanding_;
   }
-  changed_.wait(lock, [&] { return reads.outstanding_ == 0; });
+  static_cast<void>(changed_.wait(lock, [&] { return reads.outstanding_ == 0; }));
 }
 
 void StagingRing::close() noexcept {

@@ -3,17 +3,16 @@
 #pragma once
 
 #include <chrono>
-#include <condition_variable>
 #include <cstddef>
 #include <cstdint>
 #include <deque>
 #include <exception>
 #include <memory>
-#include <mutex>
 #include <vector>
 
 #include "core/backend.h"
 #include "io/worker_pool.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -47,7 +46,8 @@ struct StagedPiece {
 ///
 /// Invariant: chunks are added in the order in which they are enqueued on the stream.
 ///
-/// Thread-safe. Tear-down order: close(), then the stream is synchronised, then the ring may go.
+/// Thread-safe. In a forked child, which has no readers, nothing waits for them. Tear-down order: close(),
+/// then the stream is synchronised, then the ring may go.
 class StagingRing {
  public:
   using Buffer = std::shared_ptr<std::byte>;
@@ -79,7 +79,8 @@ class StagingRing {
   /// passed(chunk), then await(chunk).
   void arrive(std::uint64_t chunk) noexcept;
 
-  /// Blocks until all these reads are over, `patience` at most. False: not yet. Throws their first error.
+  /// Blocks until all these reads are over, `patience` at most. False: not yet. Throws their first error; in
+  /// a forked child, ClosedError if they are not over.
   bool wait(const Reads& reads, std::chrono::milliseconds patience);
 
   /// Drops those of these reads that have not begun, and waits for those that have: their copies will not be
@@ -106,8 +107,8 @@ class StagingRing {
   const std::size_t buffer_bytes_;
   const CastFn cast_;
 
-  mutable std::mutex mutex_;
-  std::condition_variable changed_;
+  mutable Mutex mutex_;
+  Condition changed_;
   // LOCK: mutex_ guards all that follows.
   std::deque<Chunk> chunks_;   ///< from number first_ on; erased once passed and read
   std::uint64_t first_ = 0;    ///< Invariant: first_ <= passed_, first_ <= started_
