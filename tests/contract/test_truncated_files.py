@@ -11,12 +11,13 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 from conftest import Provider
 
 COMMON = """
 import itertools, os, sys, warnings
 from pathlib import Path
-import pytest
 import torch
 from torch import nn
 from safetensors.torch import load_file, save_file
