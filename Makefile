@@ -61,7 +61,8 @@ BIN := $(VENV)/bin
 # $(call pip_install,<virtual environment>) <requirements>: nothing is installed in another version than the locked one.
 pip_install = $(1)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 INSTALL = $(call pip_install,$(VENV))
-EDITABLE = DYNSWAP_BUILD=python $(INSTALL) --no-build-isolation --editable
+# (setuptools warns of every editable install.)
+EDITABLE = DYNSWAP_BUILD=python PYTHONWARNINGS=ignore $(INSTALL) --no-build-isolation --editable
 # A virtual environment with the locked pip: the one that Python brings may not know --group.
 venv = $(PYTHON) -m venv $(2) $(1) && $(call pip_install,$(1)) 'pip>=25.3'
 CMAKE := $(or $(shell command -v cmake 2>/dev/null),$(BIN)/cmake)

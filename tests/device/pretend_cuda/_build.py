@@ -196,8 +196,9 @@ def _run_ninja(torch: Path, headers: Path | None, kind: Kind, wanted: list[Path]
 def _refuse_incomplete(objects: list[Path]) -> None:
     """Raise if some objects are newer than what was linked of them: whoever makes them may not be done."""
     linked = ROOT / "dynswap_ext" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
-    made = linked.stat().st_mtime if linked.exists() else 0.0
-    newer = [path.name for path in objects if path.stat().st_mtime > made]
+    made = int(linked.stat().st_mtime) if linked.exists() else 0
+    # In whole seconds: setuptools gives the copy of what was linked no others.
+    newer = [path.name for path in objects if int(path.stat().st_mtime) > made]
     if newer:
         raise RuntimeError(
             f"the objects of the extension are newer than the extension ({', '.join(newer[:3])}): its build "
