@@ -1,5 +1,5 @@
 # make demo      a model streams under a budget, beside the same model resident
-# make test      the extension, the Python tests with each provider, the C++ tests
+# make test      the fast tests; make test-all runs what a change has to pass
 # make help      the rest
 #
 # Each does its own set-up: a virtual environment in .venv, with torch, in which the extension is built.
@@ -50,7 +50,7 @@ NEWEST_ARGS ?=
 ifdef QUICK
 export DYNSWAP_TESTS := quick
 endif
-# `make lock`: what this Makefile installs; all in their newest versions. CUDA's libraries are left to torch, which names its versions.
+# `make lock`: what this Makefile installs; all in their newest versions. The libraries of CUDA whose versions torch names are left to it.
 LOCKED_EXTRAS := demo test programs dev
 LOCKED_GROUPS := $(shell sed -n '/^\[dependency-groups\]/,/^\[tool/s/^\([a-z]*\) = \[.*/\1/p' pyproject.toml)
 LOCK_ARGS ?= --upgrade
@@ -99,7 +99,7 @@ demo-text: build $(VENV)/.text
 ## make build          the extension, in place
 build: build/.built
 
-## make test           the tests that find most, in the time of a break; says what ran and what was skipped
+## make test           the fast tests, with a line at the end that says what ran and what was skipped
 test:
 	@$(STEPS) 'make test' QUICK=1 build test-native test-cuda cpp-test
 

@@ -132,7 +132,7 @@ def _run(name: str) -> list[str]:
 
 
 def _versions(extra: str) -> list[str]:
-    """A table of the libraries of an extra; torch, which is switched, and Python are said beside it."""
+    """Return a table of torch, in the Makefile's default version, and of an extra's libraries, as locked."""
     locked = lock.locked(TABLED_PYTHON)
     names = sorted(requirement.name for requirement in lock.extra(extra, TABLED_PYTHON))
     rows = [("torch", lock.default_torch()), *((name, locked[name]) for name in names)]

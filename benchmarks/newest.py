@@ -3,8 +3,9 @@
 One library at a time goes to its newest release. The others stay as constraints.txt has them, but for those
 that have to move with it. Then everything goes at once. The tests of the programs run with each, on the CPU
 and through the native provider, so that a release which breaks them is known by name. Two libraries that
-refuse each other's version are told apart from tests that fail: the exit status is 1 for the latter alone. A
-row takes minutes. The virtual environment, with a torch of its own, is kept.
+refuse each other's version are told apart from tests that fail. The exit status is 1 if a test failed or a
+row could not be run, and 0 if libraries only refuse each other. A row takes minutes. The virtual environment,
+with a torch of its own, is kept.
 
     python benchmarks/newest.py                                  # each library with a newer release, and all
     python benchmarks/newest.py --only transformers peft
@@ -165,7 +166,9 @@ def main() -> int:
         record.figures = {"tests": tests, "rows": {row.library: row.figures() for row in newest.rows}}
         record.write(options.output)
     print(table(newest.rows), *report(newest.rows), sep="\n")
-    record.bar("tests that fail, of all rows", sum(row.to_mend for row in newest.rows), at_most=0)
+    record.bar(
+        "tests that failed, and rows that did not run", sum(row.to_mend for row in newest.rows), at_most=0
+    )
     record.finish(options.output)
     return int(any(row.to_mend for row in newest.rows))
 

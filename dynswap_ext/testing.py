@@ -28,21 +28,22 @@ def moved(model: ModuleT, device: torch.device | str = "cpu", dtype: torch.dtype
     model : torch.nn.Module
         Installed or not.
     device, dtype
-        As given to the install. In models of transformers and diffusers the dtype is that of their
-        ``from_pretrained(dtype=...)``, which casts not all weights as ``model.to(dtype)`` does.
+        As given to the install. Models of transformers and diffusers get the dtypes of their
+        ``from_pretrained(dtype=...)``, which keeps some weights and buffers in another dtype.
     """
     return move(copy.deepcopy(model), device, dtype)
 
 
 def move(model: ModuleT, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ModuleT:
-    """Move and cast a plain model in place, as `moved` does with a copy, and return it.
+    """Move and cast a model that is not installed, in place, and return it.
 
     Parameters
     ----------
     model : torch.nn.Module
         Not installed.
     device, dtype
-        As given to an install.
+        As given to an install. Models of transformers and diffusers get the dtypes of their
+        ``from_pretrained(dtype=...)``, which keeps some weights and buffers in another dtype.
     """
     places = [(module, key, p) for module in model.modules() for key, p in module._parameters.items()]
     others = [

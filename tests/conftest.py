@@ -112,7 +112,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "slow: too long for `make test`, or one more of a kind that it has; `make test-all` runs it",
     ):
         config.addinivalue_line("markers", marker)
-    steps.report(config)
+    steps.write_report(config)
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -186,7 +186,7 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_lives_on() -> None:
-    """Do the same, before each file, with what earlier ones have left: libraries, what a compiler caches.
+    """Freeze, before each file, what earlier files left behind: libraries, a compiler's caches.
 
     Else a test that collects garbage takes 5 s in a worker that has run the compiler's tests, not 0.1 s.
     """
@@ -205,13 +205,14 @@ def _names_a_provider(item: pytest.Item) -> bool:
 def _quick(item: pytest.Item) -> bool:
     """Tell whether `make test` runs this.
 
-    On the CPU that is nearly all with the native provider; with pure Python, what weights mean. On the
-    pretend device, which is slow, it is what weights mean and what a GPU is asked, with the native provider.
+    That is none marked slow. Programs, and tests of compilers and of every module of torch, run with the
+    native provider on the CPU alone. On the pretend device, which is slow, the native provider runs, without
+    the tests of checkpoints, of planning and of inspecting.
     """
     if "slow" in item.keywords:
         return False
     folder, file = item.path.parent.name, item.path.name
-    # Long, and of a provider or a device they show no more than the rest.
+    # They take long, and another provider or device adds little. (Random programs are in such a folder, too.)
     once = "programs" in folder or file.startswith(("test_compile", "test_every"))
     if PRETEND and (once or folder in ("checkpoint", "planning", "inspect")):
         return False

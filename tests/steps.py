@@ -2,9 +2,9 @@
 
     python tests/steps.py 'make test' QUICK=1 build test-native test-cuda cpp-test
 
-The first argument names the whole. One with a `=` is a setting of make for the targets behind it. A target
-that fails does not keep the next from running. If a step runs this script again, as `test-all` of the
-continuous integration does, the inner one reports to the outer. Needs Python alone.
+The first argument names the whole. An argument with a `=` is a variable of make for the targets after it. A
+target that fails does not keep the next from running. If a step runs this script again, as `test-all` of the
+continuous integration does, the inner one reports to the outer. Uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 
 #: Names the folder of the reports of pytest and of the steps, for what runs within a step.
 REPORTS = "DYNSWAP_TEST_REPORTS"
-#: Lines of other tools that belong into the summary.
+#: Lines of other tools that belong in the summary.
 CLOSING = re.compile(
     r"^All checks passed|^Success: no issues|Documentation built|'cuda': True|tests passed, |tests failed out"
     r"|comparisons, [0-9]+ failures|^left out|not as expected"
@@ -40,6 +40,7 @@ class Step:
     target: str
     good: bool
     seconds: float
+    #: The lines that `CLOSING` finds.
     said: list[str] = field(default_factory=list)
 
 
@@ -48,7 +49,8 @@ class Tests:
     """What became of the tests that pytest ran."""
 
     passed: int = 0
-    failed: list[str] = field(default_factory=list)
+    #: In their order, each once: pytest reports a test whose teardown fails, too, twice.
+    failed: dict[str, None] = field(default_factory=dict)
     skipped: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: Path) -> None:
@@ -56,7 +58,7 @@ class Tests:
         for case in ET.parse(report).getroot().iter("testcase"):
             skip = case.find("skipped")
             if case.find("failure") is not None or case.find("error") is not None:
-                self.failed.append(f"{case.get('classname')}::{case.get('name')}")
+                self.failed[f"{case.get('classname')}::{case.get('name')}"] = None
             elif skip is not None:
                 self.skipped[skip.get("message") or "no reason"] += 1
             else:
@@ -65,9 +67,9 @@ class Tests:
     def __str__(self) -> str:
         """What passed, failed and was skipped, with the reasons that most of the skipped have."""
         total = self.skipped.total()
-        told = [f"{count} {reason}" for reason, count in self.skipped.most_common(REASONS)]
+        told = [f"{count}: {reason}" for reason, count in self.skipped.most_common(REASONS)]
         if rest := total - sum(count for _, count in self.skipped.most_common(REASONS)):
-            told.append(f"{rest} for {len(self.skipped) - REASONS} other reasons")
+            told.append(f"{rest}: other reasons")
         why = f" ({'; '.join(told)})" if told else ""
         return f"{self.passed:,} passed, {len(self.failed):,} failed, {total:,} skipped{why}"
 
@@ -115,10 +117,11 @@ def run(target: str, settings: list[str]) -> Step:
     return Step(target, process.returncode == 0, time.monotonic() - begun, said)
 
 
-def report(config: Any) -> None:
+def write_report(config: Any) -> None:
     """Have pytest write a report for this script, if it runs as one of its steps.
 
-    To be called first of all that configures. A pytest that a test starts is no step.
+    Call it before pytest's own plugin for reports is configured (`tryfirst`). A pytest that a test starts is
+    no step.
     """
     if (reports := os.environ.pop(REPORTS, "")) and not hasattr(config, "workerinput"):
         config.option.xmlpath = str(Path(reports) / f"{os.getpid()}.xml")
@@ -138,8 +141,8 @@ def summary(title: str, folder: Path, seconds: float) -> str:
         )
     minutes, rest = divmod(round(seconds), 60)
     wrong = [step.target for step in steps if not step.good]
-    ending = f"; FAILED: {', '.join(wrong)}" if wrong else ""
-    lines.append(f"== {title}: {tests} in {minutes} min {rest} s{ending}")
+    end = f"FAILED ({', '.join(wrong)})" if wrong else "ok"
+    lines.append(f"== {title}: {end} in {minutes} min {rest} s; {tests}")
     return "\n".join(lines)
 
 

@@ -20,11 +20,9 @@ import lock  # isort: skip
 
 ROOT = lock.ROOT
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-#: Everything in the Makefile that leads to pip, in one run or another.
-TARGETS = (
-    "demo demo-text build test-native test-python test-cuda test-devices cpp-test cruel teeth programs newest"
-    " matrix docs lint types sanitize fuzz cuda-compile wheel wheels sdist lock build/no/bin/cmake"
-)
+#: Everything that the Makefile can be asked for, and a file that it makes where the system has no CMake.
+_PHONY = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+TARGETS = [*(_PHONY[1].split() if _PHONY else []), "build/no/bin/cmake"]
 #: Installs torch alone, which TORCH, the matrix and WHEEL_TORCH switch.
 TORCH_ALONE = re.compile(r"\binstall (--\S+ )*(\S*https://\S+ )?[\"']?torch==\S+$")
 
@@ -33,7 +31,7 @@ def commands_of(makefile: Path) -> list[str]:
     """Return what make would run in a new clone, expanded."""
     options = ["--always-make", "--dry-run", "--no-print-directory"]
     made = subprocess.run(
-        ["make", *options, "-f", makefile, *TARGETS.split(), "VENV=build/no"],
+        ["make", *options, "-f", makefile, *TARGETS, "VENV=build/no"],
         cwd=ROOT,
         env={**os.environ, "MAKEFLAGS": ""},
         capture_output=True,
@@ -117,10 +115,10 @@ def test_everything_is_locked(python: str) -> None:
     for need in asked:
         name = canonicalize_name(need.name)
         assert name in versions, (
-            f"`make lock`: constraints.txt has no {need.name}, which pyproject.toml asks for"
+            f"constraints.txt has no version of {need.name}, which pyproject.toml requires; run make lock"
         )
         assert versions[name] in need.specifier, (
-            f"`make lock`: {name} {versions[name]} is locked, {need} is asked for"
+            f"constraints.txt locks {name} {versions[name]}, pyproject.toml requires {need}; run make lock"
         )
 
 
@@ -137,10 +135,10 @@ def test_this_environment_is_the_locked_one() -> None:
     installed = {canonicalize_name(each.name): each.version for each in own}
     assert {"pytest", "pip"} <= installed.keys()
     wrong = [
-        f"{name} {version}, not {locked[name]}"
+        f"{name} is {version}, locked is {locked[name]}"
         for name, version in installed.items()
         if name in locked and version != locked[name]
     ]
     assert not wrong, (
-        f"installed are {'; '.join(wrong)}: `make -B .venv/.installed` installs what constraints.txt names"
+        f"this environment is not that of constraints.txt: {'; '.join(wrong)}; run make -B .venv/.installed"
     )

@@ -24,7 +24,7 @@ import sys
 sys.path.insert(0, {str(Path(steps.__file__).parent)!r})
 import pytest
 import steps
-pytest_configure = pytest.hookimpl(tryfirst=True)(steps.report)
+pytest_configure = pytest.hookimpl(tryfirst=True)(steps.write_report)
 """
 TESTS = """
 import pytest
@@ -56,8 +56,8 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
 def test_the_last_line_says_what_ran_what_was_skipped_and_why(folder: Path) -> None:
     status, said = run(folder, "make test", "tests")
     last = said.splitlines()[-1]
-    told = "1 passed, 1 failed, 4 skipped (3 there is no GPU; 1 too old) in 0 min "
-    assert last.startswith(f"== make test: {told}") and last.endswith("; FAILED: tests")
+    told = "; 1 passed, 1 failed, 4 skipped (3: there is no GPU; 1: too old)"
+    assert last.startswith("== make test: FAILED (tests) in 0 min ") and last.endswith(told)
     assert status == 1 and "FAILED test_some::test_wrong" in said.splitlines()
 
 
@@ -67,7 +67,7 @@ def test_it_says_how_far_it_is_and_a_failure_keeps_nothing_from_running(folder: 
     assert begun == ["== 1 of 3: make broken", "== 2 of 3: make setting", "== 3 of 3: make lint"]
     assert "== broken: FAILED in 0 s" in said and "== setting: ok in 0 s" in said
     assert "== lint: ok in 0 s; All checks passed!" in said
-    assert status == 1 and said.splitlines()[-1].endswith("FAILED: broken")
+    assert status == 1 and said.splitlines()[-1].startswith("== all: FAILED (broken) in ")
 
 
 def test_a_setting_is_for_what_follows_it(folder: Path) -> None:
@@ -80,4 +80,7 @@ def test_what_runs_inside_reports_to_what_is_outside(folder: Path) -> None:
     assert status == 1
     assert "== inner:" not in said
     assert "== tests: FAILED" in said and "== outer: FAILED" in said
-    assert "== whole: 1 passed, 1 failed, 4 skipped" in said
+    last = said.splitlines()[-1]
+    assert (
+        last.startswith("== whole: FAILED (tests, outer) in ") and "; 1 passed, 1 failed, 4 skipped" in last
+    )

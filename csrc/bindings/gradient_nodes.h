@@ -40,8 +40,8 @@ auto new_node(Arguments&&... arguments) {
 
 }  // namespace internal
 
-// LOCK, in what follows, is one mutex for all objects: a forked child can only take one that is held over the
-// fork. It is the last that a thread takes, and nothing is destroyed under it.
+// LOCK, in what follows, is one mutex for all objects. It is held over a fork, so that a child does not find
+// them half changed. It is the last that a thread takes, and nothing is destroyed under it.
 
 /// Counts the gradients of a master as writes to it. The watch may be another one by the time of the backward
 /// pass. Thread-safe; `follow` is called under the GIL.

@@ -132,7 +132,7 @@ void Session::replan(const py::object& root) {
 
 void Session::replace_plan(const py::object& root, const Budget& budget) {
   const std::shared_ptr<Session> self = shared_from_this();
-  if (abandoned_ || closed_) return;  // in a forked child the mutex may stay locked for ever
+  if (abandoned_ || closed_) return;  // a forked child makes no plans: its engines are the parent's
   if (planning_ == std::this_thread::get_id()) return;  // called from code that planning runs
   std::unique_lock<Mutex> one_at_a_time(planning_mutex_, std::defer_lock);
   {

@@ -3,15 +3,14 @@
 // Note [A forked child has one thread]
 // It is the one that forked. All others are gone, in the middle of whatever they did, and the child has a
 // copy of what they left behind. A mutex that one of them held is never unlocked. A condition that one of
-// them waited on still counts it: to destroy the condition waits for that waiter to leave, and so may a later
-// wait, once it has been notified (glibc lets a new group of waiters begin after the last of the old one has
-// left). A thread object that is joinable ends the process when it is destroyed, and to join it may never
-// return.
+// them waited on still counts it: destroying the condition waits for that waiter to leave, and so may a later
+// notification or wait (glibc lets a new group of waiters begin after the last of the old one has left). A
+// thread object that is joinable ends the process when it is destroyed, and to join it may never return.
 //
 // So nothing of this kind is used bare (tests/test_layers.py looks for it), but through the types below. They
-// know in which process they were made. In another one they touch nothing of what they find:
-// - A Mutex begins as one that nobody holds. It tells whether somebody did, where that matters to what it
-//   guards: see Mutex::take_interrupted().
+// know in which process they were made. In another one they wait for nothing that they find:
+// - A Mutex begins unlocked. It tells whether somebody held it, where that matters to what it guards: see
+//   Mutex::take_interrupted().
 // - A Condition belongs to the process that made it, as do the threads that would notify it. In a child it
 //   does not wait, and tells so.
 // - A Thread is not joined.
@@ -35,7 +34,7 @@ namespace fork_detail {
 
 inline std::atomic<unsigned> fork_count{0};
 
-/// Held while an object of the parent's is made anew.
+/// Held while a child replaces one of its parent's objects: one at a time.
 class Renewal {
  public:
   Renewal() noexcept;
@@ -68,7 +67,8 @@ class PerProcess {
   T& get() {
     return get([](T&) {});
   }
-  /// `look` is called with the parent's object before that is abandoned. It may use no other PerProcess.
+  /// `look` is called with the parent's object before that is abandoned. It may use no other
+  /// PerProcess: one object at a time is replaced, and a second would wait for the first.
   template <class Look>
   T& get(const Look& look) {
     if (!here()) renew(look);
