@@ -61,8 +61,8 @@ class Environment:
         own = {line.partition("==")[0] for line in self._own.read_text().splitlines()}
         if strays := sorted(self.installed().keys() - own - versions.keys()):
             self._pip(["uninstall", "--yes", *strays])
-        locked = ["--requirement", str(found)]  # an exact version of each package
-        self._pip(["install", *locked])
+        resolved = ["--requirement", str(found)]  # an exact version of each package
+        self._pip(["install", *resolved])
         if (torch_now := self.installed()["torch"]) != self.torch:
             raise Failed(f"pip replaced torch {self.torch} by {torch_now}")
 
@@ -70,7 +70,7 @@ class Environment:
         report = self.folder / "report.xml"
         report.unlink(missing_ok=True)
         command = [str(self.bin / "python"), "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
-        # The tests of the fixture `provider` name theirs; to pure Python a library is the same one.
+        # Tests of the fixture `provider` run once for each; another one tells nothing new about a library.
         command += [f"--junitxml={report}", *newest_verdicts.ARGUMENTS, "-k", "not [python", *paths]
         kept = {
             key: value for key, value in os.environ.items() if not key.startswith(("DYNSWAP_", "PYTHONPATH"))

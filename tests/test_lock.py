@@ -92,17 +92,20 @@ def test_the_workflows_and_ci_install_by_make_alone() -> None:
 
 
 def test_pip_in_python_has_the_lock() -> None:
-    """In benchmarks/, of each list of arguments: what `matrix.py` and `newest.py` run."""
+    """In benchmarks/, of each list of arguments. `newest.py` installs versions that it has resolved, too."""
+    meant = {"locked": '["--constraint", ', "resolved": '["--requirement", '}
     found = 0
     for path in sorted((ROOT / "benchmarks").rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.List) and any(
-                isinstance(each, ast.Constant) and each.value == "install" for each in node.elts
-            ):
-                text = ast.unparse(node)
-                assert "locked" in text or "torch==" in text, f"{path.name}:{node.lineno}: {text}"
-                found += 1
-    assert found >= 2
+        source = path.read_text()
+        for node in ast.walk(ast.parse(source)):
+            if not isinstance(node, ast.List) or "'install'" not in map(ast.unparse, node.elts):
+                continue
+            text = ast.unparse(node)
+            named = [name for name in meant if f"*{name}" in text]
+            assert named or "torch==" in text, f"{path.name}:{node.lineno} installs without the lock: {text}"
+            assert all(f"{name} = {meant[name]}" in source for name in named), path.name
+            found += 1
+    assert found >= 4
 
 
 @pytest.mark.parametrize("python", PYTHONS)
