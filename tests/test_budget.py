@@ -270,6 +270,7 @@ class Several(nn.Module):
 @pytest.mark.parametrize("prefetch", [0, 2])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("kind", AT_ONCE)
+@pytest.mark.slow
 def test_the_smallest_budget_holds_what_one_call_needs(
     provider: Provider, kind: str, dtype: torch.dtype, prefetch: int
 ) -> None:

@@ -63,6 +63,7 @@ def test_whole_samples_open(sample: Sample) -> None:
 
 @fuzzed
 @given(data=st.data())
+@pytest.mark.slow
 def test_changed_bytes(sample: Sample, data: st.DataObject) -> None:
     content = bytearray(sample.damaged.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
@@ -75,6 +76,7 @@ def test_changed_bytes(sample: Sample, data: st.DataObject) -> None:
 
 @fuzzed
 @given(data=st.data())
+@pytest.mark.slow
 def test_cuts_and_insertions(sample: Sample, data: st.DataObject) -> None:
     content = sample.damaged.read_bytes()
     begin, end = sorted(data.draw(st.tuples(*[st.integers(0, len(content))] * 2)))

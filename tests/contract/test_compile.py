@@ -144,6 +144,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[Provider], torch.Tens
 
 @pytest.mark.parametrize("case", MODELS)
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
+@pytest.mark.slow
 def test_models_of_every_kind(provider: Provider, case: str, training: bool) -> None:
     make, inputs = MODELS[case]
     model, x = make().train(training), inputs(provider)

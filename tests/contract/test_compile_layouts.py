@@ -97,6 +97,7 @@ def check(provider: Provider, backend: str, kind: str, dtype: torch.dtype | None
 @budgets
 @dtypes
 @kinds
+@pytest.mark.slow
 def test_a_graph_knows_how_weights_lie(
     provider: Provider, kind: str, dtype: torch.dtype | None, budget: str | None
 ) -> None:

@@ -343,6 +343,7 @@ def test_experts_that_are_all_used_are_fetched_ahead(provider: Provider, kind: s
 
 @pytest.mark.parametrize("kind", [*BY_CHOICE, "modules"])
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
+@pytest.mark.slow
 def test_retuned(provider: Provider, kind: str, share: float) -> None:
     """What stays is chosen by time, among the dense weights too, and the budget is kept."""
     model = Mixture(KINDS[kind])

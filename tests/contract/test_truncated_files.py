@@ -87,6 +87,7 @@ def test_small_weights_of_a_file_that_is_truncated(provider: Provider, tmp_path:
     )
 
 
+@pytest.mark.slow
 def test_statistics_that_were_written_to_the_mapping(provider: Provider, tmp_path: Path) -> None:
     # What this process has written to its private pages goes with the file's end, too.
     run(

@@ -189,6 +189,7 @@ def test_training_while_something_grows() -> None:
 
 
 @pytest.mark.parametrize("seed", range(30))
+@pytest.mark.slow
 def test_whatever_runs_with_the_minimum_runs_with_an_automatic_budget(seed: int) -> None:
     """Random calls and foreign tensors: where `budget=None` raises no error, neither does "auto"."""
     compare(seed)

@@ -41,6 +41,7 @@ def model(layers: int) -> nn.ModuleList:
 
 
 @pytest.mark.parametrize("layers", [1, 20, 500, 3000])
+@pytest.mark.slow
 def test_names_do_not_overlap(layers: int, drawn: list[Any], tmp_path: Path) -> None:
     gradient_flow(model(layers)).plot(tmp_path / "flow.png")
     assert (tmp_path / "flow.png").read_bytes().startswith(b"\x89PNG")

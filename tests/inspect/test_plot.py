@@ -20,6 +20,7 @@ BUDGET = 300 << 20
 
 
 @pytest.mark.parametrize(("ending", "begins"), [("png", b"\x89PNG"), ("svg", b"<?xml"), ("pdf", b"%PDF")])
+@pytest.mark.slow
 def test_formats(provider: Provider, tmp_path: Path, ending: str, begins: bytes) -> None:
     model = mlp(features=64)
     handle = provider.install(model, dtype=torch.float64, budget="64MiB")
@@ -74,6 +75,7 @@ def overlapping(found: list[Any]) -> list[tuple[Any, Any]]:
         pytest.param(FakeSession(8, threads=9), id="9 threads"),
     ],
 )
+@pytest.mark.slow
 def test_labels_are_apart(session: FakeSession) -> None:
     figure = draw(session.recording(), budget=BUDGET)
     figure.draw_without_rendering()

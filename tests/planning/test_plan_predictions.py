@@ -122,6 +122,7 @@ _KINDS: dict[str, Callable[[random.Random], int]] = {
 
 @pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("count", [3, 8, 20])
+@pytest.mark.slow
 def test_plans_of_many_shapes_are_monotone(kind: str, count: int) -> None:
     drawn = random.Random(f"{kind} {count}")
     sizes = [_KINDS[kind](drawn) for _ in range(count)]
@@ -297,6 +298,7 @@ def test_without_the_extension_the_error_says_how_to_get_it(monkeypatch: pytest.
     ids=["lstm", "gru", "attention", "weight norm"],
 )
 @pytest.mark.parametrize("of", ["model", "checkpoint"])
+@pytest.mark.slow
 def test_the_smallest_budget_holds_what_one_call_needs(
     of: str, make: Callable[[], nn.Module], tmp_path: Path
 ) -> None:

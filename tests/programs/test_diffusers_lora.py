@@ -226,9 +226,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case", ["Flux", *(pytest.param(case, marks=pytest.mark.slow) for case in CASES if case != "Flux")]
-)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.slow
 def test_adapters_come_and_go(provider: Provider, case: str, tmp_path: Path) -> None:
     """Bit-equal to the pipeline moved, within the smallest budget, and without a second copy of the base."""
     name, options, dtype = CASES[case]

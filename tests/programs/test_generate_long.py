@@ -28,6 +28,7 @@ CASES = [(how, way) for how in HOW for way in (WAYS if how == "greedy" else (SMA
 
 
 @pytest.mark.parametrize(("how", "way"), CASES, ids=str)
+@pytest.mark.slow
 def test_prompts_in_a_loop(provider: Provider, how: str, way: Way, tmp_path: Path) -> None:
     prompts = torch.randint(4, VOCABULARY, (2, 1, 5), generator=torch.Generator().manual_seed(3))
 

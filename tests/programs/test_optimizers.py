@@ -71,6 +71,7 @@ def training_of(name: str, steps: int = 20) -> Callable[[nn.Module], Any]:
 
 @pytest.mark.parametrize("way", [MAPPED, CAST], ids=str)
 @pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.slow
 def test_sparse_rows(provider: Provider, way: Way, name: str, tmp_path: Path) -> None:
     # torchao would compile its step, which takes longer than all the rest; without that its steps are slow.
     steps = 5 if "torchao" in name else 20

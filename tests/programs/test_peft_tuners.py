@@ -141,11 +141,10 @@ def program(model: Any, name: str) -> Iterator[Any]:
             yield output(model, name)
 
 
-@pytest.mark.parametrize(
-    "after", [pytest.param(False, id="before", marks=pytest.mark.slow), pytest.param(True, id="after")]
-)
+@pytest.mark.parametrize("after", [False, True], ids=["before", "after"])
 @pytest.mark.parametrize("name", TUNERS)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, of defaults
+@pytest.mark.slow
 def test_over_a_base_that_is_cast(provider: Provider, name: str, after: bool) -> None:
     if name in ("frod", "shira") and PRETEND:
         pytest.skip("the pretend device has no sparse tensors")
