@@ -56,6 +56,8 @@ LOCKED_GROUPS := $(shell sed -n '/^\[dependency-groups\]/,/^\[tool/s/^\([a-z]*\)
 LOCK_ARGS ?= --upgrade
 OF_TORCH := ^(torch|triton|cuda-toolkit|nvidia-[a-z0-9-]*)==
 export DYNSWAP_CUDA DYNSWAP_WERROR DYNSWAP_UNITY
+# Of what pip builds because there is no wheel of it. (A pip that is too old for this does not look.)
+export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
 BIN := $(VENV)/bin
 # $(call pip_install,<virtual environment>) <requirements>: nothing is installed in another version than the locked one.

@@ -9,6 +9,7 @@ continuous integration does, the inner one reports to the outer. Uses the standa
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
@@ -55,10 +56,15 @@ class Tests:
 
     def add(self, report: Path) -> None:
         """Count the tests of a report of pytest's, in JUnit's format."""
-        for case in ET.parse(report).getroot().iter("testcase"):
+        try:
+            cases = list(ET.parse(report).getroot().iter("testcase"))
+        except ET.ParseError as error:
+            self.failed[f"the report of a pytest that was ended cannot be read ({error})"] = None
+            return
+        for case in cases:
             skip = case.find("skipped")
             if case.find("failure") is not None or case.find("error") is not None:
-                self.failed[f"{case.get('classname')}::{case.get('name')}"] = None
+                self.failed["::".join(filter(None, (case.get("classname"), case.get("name"))))] = None
             elif skip is not None:
                 self.skipped[skip.get("message") or "no reason"] += 1
             else:
@@ -75,36 +81,50 @@ class Tests:
 
 
 def main(title: str, *arguments: str) -> int:
-    inner = REPORTS in os.environ
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a summary is for any terminal
+    inner = Path(os.environ.get(REPORTS, os.devnull)).is_dir()
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(os.environ.setdefault(REPORTS, temporary))
-        begun = time.monotonic()
-        good = run_all(arguments, folder)
         if not inner:
-            print(summary(title, folder, time.monotonic() - begun))
-    return 0 if good else 1
+            os.environ[REPORTS] = temporary
+        folder = Path(os.environ[REPORTS])
+        begun = time.monotonic()
+        try:
+            status = 0 if run_all(arguments, folder) else 1
+        except KeyboardInterrupt:
+            status = 130  # as shells have it
+        if not inner:
+            tests, text = summary(title, folder, time.monotonic() - begun)
+            print(text, flush=True)
+            status = status or int(bool(tests.failed))
+    return status
 
 
 def run_all(arguments: tuple[str, ...], folder: Path) -> bool:
     """Run the targets; return whether all of them ended well."""
     settings: list[str] = []
-    targets = [argument for argument in arguments if "=" not in argument]
+    count, number = sum("=" not in argument for argument in arguments), 0
     good = True
     for argument in arguments:
         if "=" in argument:
             settings.append(argument)
             continue
-        print(f"== {targets.index(argument) + 1} of {len(targets)}: make {argument}", flush=True)
-        step = run(argument, settings)
-        with (folder / "steps.jsonl").open("a") as file:
-            print(json.dumps(asdict(step)), file=file)
+        number += 1
+        print(f"== {number} of {count}: make {argument}", flush=True)
+        step = Step(argument, good=False, seconds=0.0)
+        begun = time.monotonic()
+        try:
+            step.good = run(argument, settings, step.said)
+        finally:
+            step.seconds = time.monotonic() - begun
+            with (folder / "steps.jsonl").open("a") as file:
+                print(json.dumps(asdict(step)), file=file)
         good = good and step.good
     return good
 
 
-def run(target: str, settings: list[str]) -> Step:
-    """Run one target, and show what it prints."""
-    begun, said = time.monotonic(), []
+def run(target: str, settings: list[str], said: list[str]) -> bool:
+    """Run one target, show what it prints, and add what the summary needs; return whether it ended well."""
     command = [os.environ.get("MAKE", "make"), "--no-print-directory", target, *settings]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as process:
         assert process.stdout is not None
@@ -114,7 +134,7 @@ def run(target: str, settings: list[str]) -> Step:
             sys.stdout.buffer.flush()
             *whole, line = (line + got).split(b"\n")
             said += [text for each in whole if CLOSING.search(text := each.decode(errors="replace").strip())]
-    return Step(target, process.returncode == 0, time.monotonic() - begun, said)
+    return process.returncode == 0
 
 
 def write_report(config: Any) -> None:
@@ -124,12 +144,13 @@ def write_report(config: Any) -> None:
     no step.
     """
     if (reports := os.environ.pop(REPORTS, "")) and not hasattr(config, "workerinput"):
-        config.option.xmlpath = str(Path(reports) / f"{os.getpid()}.xml")
+        config.option.xmlpath = str(Path(reports) / f"{time.time_ns()}-{os.getpid()}.xml")
 
 
-def summary(title: str, folder: Path, seconds: float) -> str:
-    """Return the names of the tests that failed, a line for each step, and the line for the whole."""
-    steps = [Step(**json.loads(line)) for line in (folder / "steps.jsonl").read_text().splitlines()]
+def summary(title: str, folder: Path, seconds: float) -> tuple[Tests, str]:
+    """Return what became of the tests, and the text: what failed, a line a step, and one for the whole."""
+    listed = folder / "steps.jsonl"
+    steps = [Step(**json.loads(line)) for line in listed.read_text().splitlines()] if listed.exists() else []
     tests = Tests()
     for report in sorted(folder.glob("*.xml")):
         tests.add(report)
@@ -141,9 +162,9 @@ def summary(title: str, folder: Path, seconds: float) -> str:
         )
     minutes, rest = divmod(round(seconds), 60)
     wrong = [step.target for step in steps if not step.good]
-    end = f"FAILED ({', '.join(wrong)})" if wrong else "ok"
+    end = f"FAILED ({', '.join(wrong) or 'tests'})" if wrong or tests.failed or not steps else "ok"
     lines.append(f"== {title}: {end} in {minutes} min {rest} s; {tests}")
-    return "\n".join(lines)
+    return tests, "\n".join(lines)
 
 
 if __name__ == "__main__":

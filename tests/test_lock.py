@@ -23,39 +23,42 @@ PYTHONS = ("3.10", "3.11", "3.12", "3.13")
 #: Everything that the Makefile can be asked for, and a file that it makes where the system has no CMake.
 _PHONY = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 TARGETS = [*(_PHONY[1].split() if _PHONY else []), "build/no/bin/cmake"]
-#: Installs torch alone, which TORCH, the matrix and WHEEL_TORCH switch.
-TORCH_ALONE = re.compile(r"\binstall (--\S+ )*(\S*https://\S+ )?[\"']?torch==\S+$")
 
 
 def commands_of(makefile: Path) -> list[str]:
-    """Return what make would run in a new clone, expanded."""
+    """Return what make would run in a new clone, expanded: for all tests, and for those of `make test`."""
     options = ["--always-make", "--dry-run", "--no-print-directory"]
-    made = subprocess.run(
-        ["make", *options, "-f", makefile, *TARGETS, "VENV=build/no"],
-        cwd=ROOT,
-        env={**os.environ, "MAKEFLAGS": ""},
-        capture_output=True,
-        text=True,
-        check=True,
-    )  # fmt: skip
-    return made.stdout.replace("\\\n", " ").splitlines()
+    found = []
+    for quick in ("", "1"):
+        made = subprocess.run(
+            ["make", *options, "-f", makefile, *TARGETS, "VENV=build/no"],
+            cwd=ROOT,
+            env={**os.environ, "MAKEFLAGS": "", "QUICK": quick},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        found += made.stdout.replace("\\\n", " ").splitlines()
+    return found
 
 
 def unlocked(commands: list[str]) -> list[str]:
     """Return the commands that may install what the lock does not name."""
     found = []
     for whole in commands:
-        for command in re.split(r"&&|\|\||;", whole):
+        for command in re.split(r"&&|\|\|?|;", whole):
             if re.search(r"\bpip3?\b.* install\b", command):
-                locked = "--constraint constraints.txt" in command or TORCH_ALONE.search(command.strip())
+                locked = "--constraint constraints.txt" in command
             elif re.search(r"\bpip3?\b.* (wheel|download)\b", command):
                 locked = "--build-constraint constraints.txt" in command and "--no-deps" in command
             elif re.search(r"-m build\b", command):
                 locked = "--no-isolation" in command
             else:
-                locked = not re.search(
-                    r"\b(uv|pipx|conda|poetry) (tool )?(install|add|sync|run|pip install)\b", command
+                other = re.search(
+                    r"\b(uvx|pipx|conda|poetry|pyproject-build|easy_install)\b|--upgrade-deps", command
                 )
+                uv = re.search(r"(?<!\w)uv (?!--quiet pip compile )", command)
+                locked = not (other or uv)
             if not locked:
                 found.append(command.strip())
     return found
@@ -75,6 +78,8 @@ def test_every_pip_of_the_makefile_has_the_lock() -> None:
         ("$(call pip_install,$(DOCS_VENV)) --group docs", "$(DOCS_VENV)/bin/pip --quiet install mkdocs"),
         ("$(WHEEL_VENV)/bin/python -m build --no-isolation", "$(WHEEL_VENV)/bin/python -m build"),
         ("wheel --build-constraint constraints.txt", "wheel"),
+        ("ifdef QUICK\ncpp-test:", "ifdef QUICK\nquick: ; pip install ninja\ncpp-test: quick"),
+        ("\tDYNSWAP_PROVIDER=python $(ALONGSIDE)", "\tuvx ruff\n\tDYNSWAP_PROVIDER=python $(ALONGSIDE)"),
         ("mkdir -p dist && mv", "mkdir -p dist && pip3 install --upgrade pytest && mv"),
     ],
 )

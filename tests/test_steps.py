@@ -17,6 +17,9 @@ tests: ; @{sys.executable} -m pytest -q -p no:cacheprovider test_some.py
 outer: ; @{sys.executable} {steps.__file__} inner tests
 lint: ; @echo 'All checks passed!'
 broken: ; @echo 'a line of its own'; exit 3
+ignored: ; -@{sys.executable} -m pytest -q -p no:cacheprovider test_some.py
+cut: ; @echo '<testsuite>' > $$DYNSWAP_TEST_REPORTS/half.xml
+interrupted: cut ; @kill -INT `ps -o ppid= -p $$PPID`; sleep 5
 setting: ; @test "$(SEEDS)" = 2
 """
 CONFTEST = f"""
@@ -84,3 +87,15 @@ def test_what_runs_inside_reports_to_what_is_outside(folder: Path) -> None:
     assert (
         last.startswith("== whole: FAILED (tests, outer) in ") and "; 1 passed, 1 failed, 4 skipped" in last
     )
+
+
+def test_an_interrupt_and_a_broken_report_leave_the_summary(folder: Path) -> None:
+    status, said = run(folder, "all", "tests", "interrupted", "lint")
+    last = said.splitlines()[-1]
+    assert status == 130 and last.startswith("== all: FAILED (tests, interrupted) in ")
+    assert "1 passed, 2 failed" in last and "FAILED the report of a pytest that was ended" in said
+
+
+def test_tests_that_failed_count_whatever_make_says(folder: Path) -> None:
+    status, said = run(folder, "all", "ignored")
+    assert status == 1 and said.splitlines()[-1].startswith("== all: FAILED (tests) in ")

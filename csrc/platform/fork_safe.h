@@ -102,7 +102,8 @@ class Mutex {
 
   void lock() { native().lock(); }
   bool try_lock() { return native().try_lock(); }
-  /// Also in a child, of a mutex that the forking thread held over the fork.
+  /// Also in a child, of a mutex that the forking thread held over the fork. Until then no other thread of the
+  /// child may ask for it: handlers unlock before the child has any.
   void unlock() {
     if (mutex_.here()) {
       mutex_->unlock();
@@ -118,7 +119,9 @@ class Mutex {
  private:
   friend class Condition;
   std::mutex& native() {
-    return mutex_.get([this](std::mutex& of_parent) { interrupted_ = !of_parent.try_lock(); });
+    return mutex_.get([this](std::mutex& of_parent) {
+      if (!of_parent.try_lock()) interrupted_ = true;  // nor does a child of this child forget it
+    });
   }
 
   PerProcess<std::mutex> mutex_;

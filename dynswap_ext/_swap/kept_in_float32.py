@@ -32,6 +32,8 @@ _STRICT: Final = "_keep_in_fp32_modules_strict"
 _HALF: Final = (torch.float16, torch.bfloat16)
 #: In the name of a class, by which transformers finds its own, too; and at the end of the name of a buffer.
 _ROTARY: Final = "RotaryEmbedding"
+#: Code in a checkpoint may have classes of such names, with tables in the dtype that is asked for.
+_LIBRARIES: Final = ("transformers", "diffusers")
 _FREQUENCIES: Final = "inv_freq"
 
 
@@ -51,7 +53,8 @@ def kept_in_float32(modules: Sequence[nn.Module], dtype: torch.dtype | None) -> 
         is_kept = _rule_of(root, dtype)
         for path, module in _named_modules(root):
             names = {name for name, _, _ in own_masters(module) if is_kept(path + name)}
-            rotary = _ROTARY in type(module).__name__
+            kind = type(module)
+            rotary = _ROTARY in kind.__name__ and kind.__module__.partition(".")[0] in _LIBRARIES
             unsaved = module._non_persistent_buffers_set
             names |= {name for name in unsaved if rotary or name.endswith(_FREQUENCIES)}
             if names and id(module) in place_of:

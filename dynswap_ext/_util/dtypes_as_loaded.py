@@ -8,12 +8,19 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import sys
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
+
+from dynswap_ext.errors import DynswapWarning
+
+#: peft puts a layer that it adapts, and each copy of one that it saves whole, under these names into another.
+_OF_PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(?=\.)")
 
 
 def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype | None) -> dict[tuple[nn.Module, str], torch.dtype]:
@@ -26,11 +33,21 @@ def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype | None) -> dict[tuple[
     if dtype is None:
         return found
     for root in _library_models(model):
-        loaded = _of_transformers(root, dtype) if _is("transformers", root) else _of_diffusers(root, dtype)
+        try:
+            loaded = (_of_transformers if _is("transformers", root) else _of_diffusers)(root, dtype)
+        except (
+            Exception
+        ) as error:  # another version of the library, or a constructor that takes more than a config
+            warnings.warn(
+                f"what from_pretrained(dtype={dtype}) does with a {type(root).__name__} cannot be asked "
+                f"({type(error).__name__}: {error}); all its weights are cast, as .to(dtype) does",
+                DynswapWarning,
+                stacklevel=4,
+            )
+            continue
         for path, module in root.named_modules(remove_duplicate=False):
             for own, weight in (*module._parameters.items(), *module._buffers.items()):
-                # peft puts a layer that it adapts into another one, under this name.
-                name = f"{path}.{own}".lstrip(".").replace(".base_layer.", ".")
+                name = _OF_PEFT.sub("", f"{path}.{own}".lstrip("."))
                 if weight is not None and weight.is_floating_point() and loaded.get(name, dtype) != dtype:
                     found[module, own] = loaded[name]
     return found

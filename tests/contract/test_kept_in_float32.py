@@ -145,6 +145,13 @@ class SomeRotaryEmbedding(nn.Module):
         self.register_buffer("saved", torch.randn(4))
 
 
+class OtherRotaryEmbedding(SomeRotaryEmbedding):
+    """Code that comes with a checkpoint: its tables are in the dtype that is asked for."""
+
+
+SomeRotaryEmbedding.__module__ = "transformers.models.some.modeling_some"
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_frequencies_of_rotary_embeddings(provider: Provider, dtype: torch.dtype) -> None:
     """They are in no checkpoint, so `from_pretrained` does not cast them. In a plain model they are cast."""
@@ -159,3 +166,12 @@ def test_frequencies_of_rotary_embeddings(provider: Provider, dtype: torch.dtype
         assert model[0].vision_inv_freq.dtype == torch.float32
         assert model[0].positions.dtype == rotary.saved.dtype == dtype
         assert plain.full_attention_freqs.dtype == plain.inv_freq.dtype == dtype
+
+
+def test_tables_of_code_in_a_checkpoint_are_cast(provider: Provider) -> None:
+    """But for what is called as the frequencies are everywhere, which its code casts where it uses them."""
+    model = OfTransformers().eval()
+    model.rotary = OtherRotaryEmbedding()
+    provider.install(model, dtype=torch.bfloat16)
+    assert model.rotary.full_attention_freqs.dtype == torch.bfloat16
+    assert model.rotary.inv_freq.dtype == torch.float32

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import dynswap_ext
 from dynswap_ext import testing
 from programs import library, seeded
 from test_compute_dtype import aura_flow, ernie, omnigen_rope, prior, unet_3d, wan
@@ -18,6 +19,27 @@ from test_mixtures_of_experts import deepseek, gpt_oss, llama4, mixtral, qwen3
 from test_transformers import gpt2, llama, t5, whisper
 
 transformers = library("transformers")
+
+
+def test_a_library_that_cannot_be_asked_is_said() -> None:
+    """Its constructor takes more than a config, so the library could not load it either."""
+
+    class Own(transformers.LlamaForCausalLM):
+        def __init__(self, config: Any, more: int) -> None:
+            super().__init__(config)
+
+    model = Own(llama().config, 1)
+    with pytest.warns(dynswap_ext.DynswapWarning, match="with a Own cannot be asked"):
+        moved = testing.moved(model, dtype=torch.bfloat16)
+    assert moved.lm_head.weight.dtype == torch.bfloat16
+
+
+def test_layers_that_peft_keeps_whole_are_as_the_one_they_replace() -> None:
+    peft = library("peft")
+    model = peft.get_peft_model(t5(), peft.LoraConfig(target_modules=["q"], modules_to_save=["wo"]))
+    moved = testing.moved(model, dtype=torch.float16)
+    dtypes = {name: p.dtype for name, p in moved.named_parameters() if ".wo." in name}
+    assert len(dtypes) > 2 and set(dtypes.values()) == {torch.float32}
 
 
 def gemma3() -> Any:
