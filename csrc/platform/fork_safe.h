@@ -102,8 +102,8 @@ class Mutex {
 
   void lock() { native().lock(); }
   bool try_lock() { return native().try_lock(); }
-  /// Also in a child, of a mutex that the forking thread held over the fork. Until then no other thread of the
-  /// child may ask for it: handlers unlock before the child has any.
+  /// Also in a child, of a mutex that the forking thread held over the fork. Until then no other thread of
+  /// the child may ask for it: handlers unlock before the child has any.
   void unlock() {
     if (mutex_.here()) {
       mutex_->unlock();
