@@ -205,18 +205,17 @@ def _names_a_provider(item: pytest.Item) -> bool:
 def _quick(item: pytest.Item) -> bool:
     """Tell whether `make test` runs this.
 
-    That is none marked slow. Programs, and tests of compilers and of every module of torch, run with the
-    native provider on the CPU alone. On the pretend device, which is slow, the native provider runs, without
-    the tests of checkpoints, of planning and of inspecting.
+    That is none marked slow. With pure Python it is what weights mean, on the CPU. On the pretend device, which
+    is slow, it is neither programs, nor tests of compilers and of every module of torch, nor those of
+    checkpoints, of planning and of inspecting.
     """
     if "slow" in item.keywords:
         return False
     folder, file = item.path.parent.name, item.path.name
-    # They take long, and another provider or device adds little. (Random programs are in such a folder, too.)
-    once = "programs" in folder or file.startswith(("test_compile", "test_every"))
-    if PRETEND and (once or folder in ("checkpoint", "planning", "inspect")):
+    folders = ("programs", "random_programs", "checkpoint", "planning", "inspect")
+    if PRETEND and (folder in folders or file.startswith(("test_compile", "test_every"))):
         return False
-    return not ((PRETEND or once) and _provider_of(item).startswith("python"))
+    return not _provider_of(item).startswith("python") or (file.startswith("test_semantics_") and not PRETEND)
 
 
 def _provider_of(item: pytest.Item) -> str:

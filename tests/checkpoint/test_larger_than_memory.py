@@ -15,6 +15,8 @@ from dynswap_ext import _provider, checkpoint
 from dynswap_ext.checkpoint.formats import file_mapping
 from dynswap_ext.errors import SourceError
 
+pytestmark = pytest.mark.slow
+
 #: As many weights as take a fifth more bytes than there are of RAM.
 COUNT = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 6 // 5 // WEIGHT + 1
 
