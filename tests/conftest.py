@@ -205,8 +205,8 @@ def _names_a_provider(item: pytest.Item) -> bool:
 def _quick(item: pytest.Item) -> bool:
     """Tell whether `make test` runs this.
 
-    That is none marked slow. With pure Python it is what weights mean, on the CPU. On the pretend device, which
-    is slow, it is neither programs, nor tests of compilers and of every module of torch, nor those of
+    That is none marked slow. With pure Python it is what weights mean, on the CPU. On the pretend device,
+    which is slow, it is neither programs, nor tests of compilers and of every module of torch, nor those of
     checkpoints, of planning and of inspecting.
     """
     if "slow" in item.keywords:
