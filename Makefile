@@ -56,15 +56,15 @@ LOCKED_GROUPS := $(shell sed -n '/^\[dependency-groups\]/,/^\[tool/s/^\([a-z]*\)
 LOCK_ARGS ?= --upgrade
 OF_TORCH := ^(torch|triton|cuda-toolkit|nvidia-[a-z0-9-]*)==
 export DYNSWAP_CUDA DYNSWAP_WERROR DYNSWAP_UNITY
-# Of what pip builds because there is no wheel of it. (A pip that is too old for this does not look.)
-export PIP_BUILD_CONSTRAINT := $(CURDIR)/constraints.txt
 
 BIN := $(VENV)/bin
 # $(call pip_install,<virtual environment>) <requirements>: nothing is installed in another version than the locked one.
-pip_install = $(1)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
+# (The variable is for what has no wheel; a pip that is too old for it does not look, and without isolation it is refused.)
+pip_install = PIP_BUILD_CONSTRAINT=constraints.txt $(LOCKED_PIP)
+LOCKED_PIP = $(1)/bin/python -m pip --disable-pip-version-check --quiet install --constraint constraints.txt
 INSTALL = $(call pip_install,$(VENV))
 # (setuptools warns of every editable install.)
-EDITABLE = DYNSWAP_BUILD=python PYTHONWARNINGS=ignore $(INSTALL) --no-build-isolation --editable
+EDITABLE = DYNSWAP_BUILD=python PYTHONWARNINGS=ignore $(call LOCKED_PIP,$(VENV)) --no-build-isolation --editable
 # A virtual environment with the locked pip: the one that Python brings may not know --group.
 venv = $(PYTHON) -m venv $(2) $(1) && $(call pip_install,$(1)) 'pip>=25.3'
 CMAKE := $(or $(shell command -v cmake 2>/dev/null),$(BIN)/cmake)
