@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -51,8 +52,15 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
     environment = {key: value for key, value in os.environ.items() if key not in (steps.REPORTS, "MAKEFLAGS")}
     done = subprocess.run(
         [sys.executable, steps.__file__, *arguments],
-        cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False,
-    )  # fmt: skip
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        check=False,
+        # Shells have what they start in the background ignore it, and so may what runs these tests.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
     return done.returncode, done.stdout
 
 
