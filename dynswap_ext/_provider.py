@@ -18,7 +18,7 @@ from dynswap_ext._python.attribute import Attribute as PythonAttribute
 from dynswap_ext._python.session import Session as PythonSession
 from dynswap_ext._sources import bindings_of
 from dynswap_ext._swap import compile_support
-from dynswap_ext._swap.parameter_proxy import handed_out_again, untracked_alias_made
+from dynswap_ext._swap.parameter_proxy import handed_out_again, take_to_master, untracked_alias_made
 from dynswap_ext._swap.protocol import Session
 from dynswap_ext._util.log import logger
 from dynswap_ext._util.warn import warn
@@ -353,6 +353,7 @@ def _extension() -> _Extension:
         return _Extension(None, reason, build)
     # First: asking a tensor for its storage, as pure Python has to, makes the storage shared for good.
     untracked_alias_made.insert(0, module.note_untracked_alias)
+    take_to_master.insert(0, module.take_to_master)
     handed_out_again.insert(0, lambda _: lambda master: module.fetch(master, True))
     compile_support.fetch_master = module.fetch
 

@@ -47,11 +47,12 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
     const Session* const serving = state != nullptr ? state->session->get() : nullptr;
     const bool outermost = !inside_call();
     const bool outermost_of_session = serving != nullptr && !inside_call_of(*serving);
+    std::shared_ptr<Session> session;
     const InsideCall inside(serving);
     std::optional<RefetchInBackward> hooks;
     const bool refetch = RefetchInBackward::wanted();
     if (serving != nullptr && (outermost_of_session || refetch)) {
-      const std::shared_ptr<Session> session = *state->session;
+      session = *state->session;
       if (outermost_of_session) {
         const auto session_object = py::reinterpret_borrow<py::object>(state->session_object);
         session->call_begins();
@@ -60,10 +61,11 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
       if (refetch && session->fetches_any_again()) hooks.emplace();
     }
     auto result = py::reinterpret_steal<py::object>(plain_call()(self, arguments, keywords));
-    if (outermost) {
+    if (outermost || outermost_of_session) {
       const py::error_scope keep;
       try {
-        write_back_buffers();
+        if (outermost) write_back_buffers();
+        if (outermost_of_session) session->call_ends();
       } catch (...) {
         if (result) throw;  // else the call's own error is told
       }

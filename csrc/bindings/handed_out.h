@@ -94,19 +94,19 @@ class HandedOut : public OutsideTheHeap {
   /// No such alias is left.
   void no_untracked_alias() noexcept { untracked_ = false; }
   /// Whether the version tells of a write, or cannot tell. Quick: looks at no bytes.
-  bool may_be_written() const noexcept {
-    return untracked_ || watch_ || version_.current_version() != seen_version_;
-  }
+  bool may_be_written() const noexcept { return untracked_ || watch_ || bumped(); }
+  /// Whether the version tells of a write that the master does not have yet.
+  bool bumped() const noexcept { return version_.current_version() != seen_version_; }
   /// What was written on it went to the master in another dtype, so that a new copy is not what this is.
   bool rounded() const noexcept { return rounded_; }
   /// The latest write_back() met a capture.
   bool postponed() const noexcept { return postponed_; }
 
-  /// Writes back what was written in place. Does nothing if nothing was, or if the master has
-  /// been written itself since (masters are the truth). Returns the master's version after a write.
-  /// Note [Written on any stream]: it reads what the streams have written that used the tensor, whatever
-  /// stream is current where the tensor dies. During a capture of one of them it does nothing.
-  /// `look`: the bytes tell whether it was written.
+  /// Writes back what was written in place. Does nothing if nothing was. If the master has been written
+  /// itself since, that stands (masters are the truth), and the session is told what is lost. Returns the
+  /// master's version after a write. Note [Written on any stream]: it reads what the streams have written
+  /// that used the tensor, whatever stream is current where the tensor dies. During a capture of one of them
+  /// it does nothing. `look`: the bytes tell whether it was written.
   std::optional<std::uint32_t> write_back(bool look = false);
 
   /// Queues the copy to the host that the next write_back() will take, on the device's current stream, so
@@ -130,6 +130,7 @@ class HandedOut : public OutsideTheHeap {
   at::Tensor written_elements(const at::Tensor& now, const at::Tensor& flat) const;
   void note_before(const at::Tensor& now, const at::Tensor& flat);
   void note_equal();
+  void note_lost();
   void begin_watch(bool is_written);
   void leave_watch() noexcept;
   bool note_user(const c10::Stream& stream);  ///< false: it is known

@@ -12,6 +12,7 @@
 #include "accelerator/plain_torch.h"
 #include "bindings/glue.h"
 #include "bindings/handed_out.h"
+#include "bindings/session.h"
 #include "bindings/weight.h"
 #include "core/protection.h"
 
@@ -60,7 +61,7 @@ at::Tensor HandedOut::view() const {
 }
 
 bool HandedOut::written() const {
-  if (version_.current_version() != seen_version_) return true;
+  if (bumped()) return true;
   if (watch_) return watch_->writes() != seen_writes_;
   // `.data` of a view is not noted (Note [Writes without a trace]): on the CPU a few of the bytes tell of
   // most such writes.
@@ -144,7 +145,10 @@ std::optional<std::uint32_t> HandedOut::write_back(bool look) {
   look = look || watched() || untracked_;
   if (!look && !written()) return std::nullopt;
   const bool unchanged = !PROTECTED(master_wins) || master_unchanged();
-  if (!unchanged && !before_.defined()) return std::nullopt;
+  if (!unchanged && !before_.defined()) {
+    note_lost();
+    return std::nullopt;
+  }
   postponed_ = !wait_for_users();
   if (postponed_) return std::nullopt;
   const PlainTorch guard;
@@ -183,6 +187,14 @@ std::optional<std::uint32_t> HandedOut::write_back(bool look) {
   note_equal();
   if (!unchanged) return std::nullopt;  // some elements are the master's, which the tensor does not have
   return master_version_;
+}
+
+/// Both were written from what they were before: they cannot be put together. What left no trace on this one
+/// is no news, as nobody can tell it from what the master has got since.
+void HandedOut::note_lost() {
+  if (!bumped()) return;
+  seen_version_ = version_.current_version();
+  if (const auto session = origin_.session.lock()) session->note_lost(origin_.weight);
 }
 
 /// Which elements of the copy were written since it was handed out, and not those of the master that were

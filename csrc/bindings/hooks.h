@@ -10,6 +10,7 @@ namespace dynswap {
 struct Hooks {
   explicit Hooks(const py::handle& given)
       : warn(given.attr("warn")),
+        warn_lost(given.attr("warn_lost")),
         replan(given.attr("replan")),
         call_begins(given.attr("call_begins")),
         call_failed(given.attr("call_failed")),
@@ -27,7 +28,7 @@ struct Hooks {
         with_class_of(given.attr("with_class_of")),
         flatten_wrapper(given.attr("flatten_wrapper")) {}
 
-  py::object warn;
+  py::object warn, warn_lost;
   py::object replan, call_begins, call_failed;
   py::object choices, kept_in_float32, cast_as_copies, experts, slices_of;
   py::object proxy_for, proxy_class;

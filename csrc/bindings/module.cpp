@@ -20,6 +20,7 @@
 #include "bindings/handed_out.h"
 #include "bindings/host_register.h"
 #include "bindings/session.h"
+#include "bindings/written_buffers.h"
 #include "host/host_backend.h"
 #include "io/file.h"
 #include "platform/process.h"
@@ -191,6 +192,18 @@ bool note_untracked_alias(const py::handle& tensor) {
   return record != nullptr;
 }
 
+bool take_to_master(const py::handle& tensor) {
+  const at::Tensor& handed_out = THPVariable_Unpack(tensor.ptr());
+  HandedOut* const record =
+      handed_out.has_storage() ? HandedOut::of(*handed_out.unsafeGetTensorImpl()) : nullptr;
+  if (record == nullptr) return false;
+  if (!record->bumped()) return true;
+  if (const auto session = write_back_living(
+          c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(handed_out.storage().unsafeGetStorageImpl())))
+    session->tell_lost();
+  return true;
+}
+
 }  // namespace
 
 }  // namespace dynswap
@@ -267,6 +280,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "note_untracked_alias", &note_untracked_alias, py::arg("tensor"),
       "Somebody outside a forward takes `.data` of a handed-out tensor, whose bytes tell from now on whether "
       "it was written.");
+  m.def("take_to_master", &take_to_master, py::arg("tensor"),
+        "Takes what was written in place on a handed-out tensor to its master; False for any other tensor.");
   if (!keeps_python_object<torch::autograd::Node>) {
     m.def("release_idle_nodes", &Session::release_idle_nodes_of_all,
           "Lets go of the autograd nodes of weights that no graph has: they keep masters.");

@@ -119,8 +119,13 @@ class Session : public std::enable_shared_from_this<Session> {
   /// (`torch.utils.swap_tensors`).
   void release(const py::object& module);
   void write_back(Weight& weight);
+  /// What was written on what was handed out of the weight is dropped, as its master was written meanwhile.
+  /// The user is told when that can run code. Any thread may call it.
+  void note_lost(const std::shared_ptr<Weight>& weight);
+  void tell_lost();
 
-  /// Announces that an optimizer is about to write to these masters; those of other sessions are ignored.
+  /// Announces that an optimizer is about to write to these masters, and takes to them what was written on
+  /// tensors handed out of them; those of other sessions are ignored.
   void expect_writes(const std::vector<at::Tensor>& masters);
   /// Counts a write to each of these masters that is not watched exactly: an optimizer has stepped, which may
   /// have bumped no version.
@@ -151,6 +156,8 @@ class Session : public std::enable_shared_from_this<Session> {
   /// whether a pass begins and which call of a round this is. Follows call_begins(). A call inside a capture
   /// gets note_pass() instead. `self` is this session as Python sees it.
   void announce_call(const py::object& self, const py::object& module);
+  /// It has ended. What it wrote on residents is taken to their masters, which the program may write next.
+  void call_ends();
   /// It ended with an error.
   void call_failed(const py::object& self, const py::error_already_set& error);
   /// For a recording: a pass ends here, and the next one begins.
@@ -231,6 +238,7 @@ class Session : public std::enable_shared_from_this<Session> {
                    const std::function<void(const Entry&, PyObject* master)>& use) const;
   bool stays(const Weight& weight) const;  ///< and so do its parts
   bool look_is_due(const Weight& weight) const;
+  static bool may_be_written(const Weight& weight);  ///< what was handed out of it last. Quick
   void look_for_silent_write(Weight& weight, DeferredRelease& dropped);
 
   // session_access.cpp
@@ -280,8 +288,10 @@ class Session : public std::enable_shared_from_this<Session> {
   bool captured_ = false;  ///< residents have gone into a graph since the plan was made
   bool said_slower_ = false;
   bool said_whole_ = false;
-  Mutex planning_mutex_;                     ///< held while a new plan is made; waited for without the GIL
-  std::optional<std::thread::id> planning_;  ///< the thread that makes it, if one does
+  Mutex lost_mutex_;
+  std::vector<std::shared_ptr<Weight>> lost_;  ///< LOCK: lost_mutex_. Not told yet
+  Mutex planning_mutex_;                       ///< held while a new plan is made; waited for without the GIL
+  std::optional<std::thread::id> planning_;    ///< the thread that makes it, if one does
 };
 
 }  // namespace dynswap

@@ -169,6 +169,7 @@ void Session::pin_replaced() {
 
 void Session::call_begins() {
   ++calls_;
+  tell_lost();
   release_idle_nodes();
   DeferredRelease dropped;
   for (const auto& weight : std::exchange(residents_read_, {})) {
@@ -178,6 +179,18 @@ void Session::call_begins() {
       if (record != nullptr && record->may_be_written()) write_back(*weight, dropped);
     }
     drop_copy_if_written(*weight, dropped);
+  }
+}
+
+void Session::call_ends() {
+  DeferredRelease dropped;
+  for (std::size_t i = 0; i < residents_read_.size(); ++i) {  // more may come while one is written back
+    PyObject* const cached = residents_read_[i]->cached;
+    if (cached == nullptr) continue;
+    const HandedOut* const record = HandedOut::of(*THPVariable_Unpack(cached).unsafeGetTensorImpl());
+    if (record == nullptr || !record->bumped()) continue;
+    const std::shared_ptr<Weight> weight = residents_read_[i];
+    write_back(*weight, dropped);
   }
 }
 
@@ -245,9 +258,36 @@ void Session::write_back(Weight& weight, DeferredRelease& dropped) {
 }
 
 void Session::expect_writes(const std::vector<at::Tensor>& masters) {
-  table_->for_weights(masters, [](const Weight& weight) {
-    if (weight.watch) weight.watch->expect_writes();
-  });
+  {
+    DeferredRelease dropped;
+    table_->for_weights(masters, [&](Weight& weight) {
+      if (may_be_written(weight)) write_back(weight, dropped);
+      if (weight.watch) weight.watch->expect_writes();
+    });
+  }
+  tell_lost();
+}
+
+bool Session::may_be_written(const Weight& weight) {
+  const auto alive = weight.latest_storage.lock();
+  const HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
+  return record != nullptr && record->may_be_written();
+}
+
+void Session::note_lost(const std::shared_ptr<Weight>& weight) {
+  const std::lock_guard lock(lost_mutex_);
+  lost_.push_back(weight);
+}
+
+void Session::tell_lost() {
+  std::vector<std::shared_ptr<Weight>> lost;
+  {
+    const std::lock_guard lock(lost_mutex_);
+    lost.swap(lost_);
+  }
+  for (const std::shared_ptr<Weight>& weight : lost) {
+    if (!std::exchange(weight->said_lost, true)) hooks_.warn_lost(weight->name);
+  }
 }
 
 void Session::note_writes(const std::vector<at::Tensor>& masters) {
@@ -306,14 +346,20 @@ void Session::release(const py::object& module) {
 }
 
 void Session::flush_module(const py::object& module) {
-  DeferredRelease dropped;
-  for_entries(module, [&](const Entry& entry, PyObject*) { write_back_whole(*entry.weight, dropped); });
+  {
+    DeferredRelease dropped;
+    for_entries(module, [&](const Entry& entry, PyObject*) { write_back_whole(*entry.weight, dropped); });
+  }
+  tell_lost();
 }
 
 void Session::flush() {
-  DeferredRelease dropped;
-  const std::shared_ptr<WeightTable> table = table_;
-  for (std::size_t i = 0; i < table->weights().size(); ++i) write_back(*table->weights()[i], dropped);
+  {
+    DeferredRelease dropped;
+    const std::shared_ptr<WeightTable> table = table_;
+    for (std::size_t i = 0; i < table->weights().size(); ++i) write_back(*table->weights()[i], dropped);
+  }
+  tell_lost();
 }
 
 void Session::write_back_whole(Weight& weight, DeferredRelease& dropped) {

@@ -96,6 +96,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
   c10::VariableVersion version;      ///< the master's counter, shared with it
   std::shared_ptr<Sharing> sharing;  ///< null: it has no memory of its own
   std::uint32_t ours_seen = 0;       ///< Sharing::Seen::ours, at `state.version`
+  bool said_lost = false;            ///< the user knows that a write on what was handed out was lost
   bool mapped = false;               ///< from a file (Note [A mapping outlives its file's end])
   SourcePtr source;
   std::shared_ptr<MemoryWatch> watch;  ///< of the master's bytes in RAM, if it is streamed or copied

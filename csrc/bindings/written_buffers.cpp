@@ -29,18 +29,6 @@ Buffers& buffers() {
   return of_this_thread;
 }
 
-/// The tensor lives on; it may be the one that the next access gives.
-void write_back(const c10::intrusive_ptr<c10::StorageImpl>& storage, HandedOut& record) {
-  const std::shared_ptr<Weight> weight = record.origin().weight;
-  const std::shared_ptr<Session> session = record.origin().session.lock();
-  if (session && weight->latest_storage.lock() == storage) {
-    session->write_back(*weight);
-  } else {
-    record.write_back();
-  }
-  record.unwatch();
-}
-
 /// One wait for each device. All were sent on its current stream.
 void wait_for_all(const std::vector<HandedOut*>& sent) {
   if (!PROTECTED(statistics_arrived)) return;
@@ -77,10 +65,25 @@ void write_back_present() {
   wait_for_all(sent);
   for (HandedOut* const record : sent) record->note_arrived();
   now.kept.clear();  // destroyed, they write back
-  for (std::size_t i = 0; i < alive.size(); ++i) write_back(alive[i], *records[i]);
+  for (std::size_t i = 0; i < alive.size(); ++i) {
+    write_back_living(alive[i]);
+    records[i]->unwatch();
+  }
 }
 
 }  // namespace
+
+std::shared_ptr<Session> write_back_living(const c10::intrusive_ptr<c10::StorageImpl>& storage) {
+  HandedOut& record = *HandedOut::of(*storage);
+  const std::shared_ptr<Weight> weight = record.origin().weight;
+  std::shared_ptr<Session> session = record.origin().session.lock();
+  if (session && weight->latest_storage.lock() == storage) {
+    session->write_back(*weight);
+  } else {
+    record.write_back();
+  }
+  return session;
+}
 
 void write_back_after_call(const at::Tensor& handed_out) {
   c10::StorageImpl& storage = *handed_out.storage().unsafeGetStorageImpl();

@@ -8,6 +8,7 @@
 namespace dynswap {
 
 class HandedOut;
+class Session;
 struct Weight;
 
 /// Note [Statistics are written back together]
@@ -33,6 +34,10 @@ std::unique_ptr<HandedOut> taken_back(const Weight& weight);
 
 /// Writes back what was written on the record that was kept.
 void write_back_kept(const Weight& weight);
+
+/// Writes back what was written on a handed-out tensor that lives on; it may be the one that the next access
+/// gives. Returns its session, if there still is one.
+std::shared_ptr<Session> write_back_living(const c10::intrusive_ptr<c10::StorageImpl>& storage);
 
 /// Writes back all records, also those whose tensors are alive: the call is over. With the GIL.
 void write_back_buffers();

@@ -149,7 +149,7 @@ class Access(HeldCopies):
                     copy.write_back(weight.master)
                 self._count_hit(weight.counts)
                 return copy
-            copy.write_back(weight.master)  # what only this one has written, where others share its bytes
+            self.take_to_master(copy)  # what only this one has written, where others share its bytes
             weight.copy = copy = None  # the master wins; what was handed out stays as it is
             weight.counts.changed = True
             self._counters["refetches"] += 1

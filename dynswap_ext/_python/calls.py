@@ -85,7 +85,7 @@ def namespace_for(cls: type) -> dict[str, Any]:
             if _thread.kept:
                 _end_of_call()
             if session is not None and depth == 0:
-                session.write_back_buffers()
+                session.call_ends()
 
     return {"__call__": __call__}
 

@@ -26,7 +26,7 @@ from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._python.memory_watch import MemoryWatch
 from dynswap_ext._python.overlaps import Overlaps, Place, may_overlap, part_of_storage
 from dynswap_ext._python.statistics import Counts
-from dynswap_ext._swap.parameter_proxy import handed_out_again, untracked_alias_made
+from dynswap_ext._swap.parameter_proxy import handed_out_again, take_to_master, untracked_alias_made
 from dynswap_ext._util.untraced import untraced
 
 #: The weights of all sessions.
@@ -199,6 +199,16 @@ class DeviceCopy:
         """Whether a handed-out tensor was written in place since the two sides were equal."""
         return self.data._version != self.version
 
+    def lost(self, master: torch.Tensor) -> bool:
+        """Whether it was written in place, and its master, too, so that the two cannot be put together.
+
+        True once for each write: it is forgotten. See Note [Two writes, one weight].
+        """
+        if not self.written() or self.before is not None or self.unchanged(master):
+            return False
+        self.version = self.data._version
+        return True
+
     def write_back(self, master: torch.Tensor) -> bool:
         """Bring what was written on the device to the master; True if it was any.
 
@@ -308,6 +318,17 @@ def _compare(tensor: torch.Tensor) -> bool:
 
 
 untracked_alias_made.append(_compare)
+
+
+def _take_to_master(tensor: torch.Tensor) -> bool:
+    copy = copy_of(tensor)
+    session = None if copy is None else copy.session()
+    if copy is not None and session is not None and copy.written():
+        session.take_to_master(copy)
+    return copy is not None
+
+
+take_to_master.append(_take_to_master)
 
 
 def _again(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:

@@ -112,17 +112,27 @@ class HeldCopies(Statistics):
         with self._exclusive:
             self._collect_all()
             for copy in list(self._held.values()):
-                weight = copy.weight
-                if weight is not None:
-                    copy.write_back(weight.master)
+                self.take_to_master(copy)
 
-    def write_back_buffers(self) -> None:
-        """What a call wrote on buffers, with or without a trace, is in the masters when it is over."""
+    def call_ends(self) -> None:
+        """What a call wrote, on buffers without a trace, too, is in the masters when it is over."""
         with self._exclusive:
             for copy in list(self._held.values()):
-                weight = copy.weight if copy.compare else None
-                if weight is not None and not isinstance(weight.master, nn.Parameter):
-                    copy.write_back(weight.master)
+                weight = copy.weight
+                buffer = weight is not None and not isinstance(weight.master, nn.Parameter)
+                if copy.written() or (copy.compare and buffer):
+                    self.take_to_master(copy)
+
+    def take_to_master(self, copy: DeviceCopy) -> bool:
+        """Take what was written on a copy to its master, or say that it is lost; True if it was any."""
+        with self._exclusive:
+            weight = copy.owner()
+            if weight is None:
+                return False
+            if copy.lost(weight.master):
+                self._warn_once(f"lost {id(weight)}", self._name(weight), self.hooks.warn_lost)
+                return False
+            return weight.copy is copy and copy.write_back(weight.master)
 
     def flush_module(self, module: nn.Module) -> None:
         self.flush()  # what is held is little here, and not sorted by module
@@ -136,8 +146,12 @@ class HeldCopies(Statistics):
                     weight.copy = None
 
     def expect_writes(self, masters: list[torch.Tensor]) -> None:
-        for watch in self._watches(masters):
-            watch.expect_writes()
+        with self._exclusive:
+            for weight in self._weights_of(masters):
+                if weight.copy is not None and id(weight.copy) in self._held:
+                    self.take_to_master(weight.copy)
+                if weight.watched is not None:
+                    weight.watched.expect_writes()
 
     def note_writes(self, masters: list[torch.Tensor]) -> None:
         for watch in self._watches(masters):
@@ -145,9 +159,12 @@ class HeldCopies(Statistics):
 
     def _watches(self, masters: list[torch.Tensor]) -> list[MemoryWatch]:
         with self._exclusive:
-            known = ((master, self._weights.get(id(master))) for master in masters)
-            weights = [weight for master, weight in known if weight is not None and weight.master is master]
+            weights = self._weights_of(masters)
             return [watch for weight in weights if (watch := weight.watched) is not None]
+
+    def _weights_of(self, masters: list[torch.Tensor]) -> list[Weight]:
+        known = ((master, self._weights.get(id(master))) for master in masters)
+        return [weight for master, weight in known if weight is not None and weight.master is master]
 
     @property
     def sampled_bytes(self) -> int:
@@ -216,12 +233,8 @@ class HeldCopies(Statistics):
             weight.kept = not copy.write_back(weight.master) and weight.kept
         elif copy.before is not None and owner is not None:
             copy.write_back(owner.master)  # what it shares with others may have changed, and not the rest
-        elif copy.written():
-            self._warn_once(
-                "lost",
-                f"a tensor handed out from {self._name(owner)} was written in place although its master had "
-                "changed since; the master stands, and what was written is dropped",
-            )
+        else:
+            self.take_to_master(copy)
         copy.compare = False
         if weight is not None:
             self._drop(weight)
@@ -268,10 +281,10 @@ class HeldCopies(Statistics):
     def _tree(self) -> nn.Module | None:
         return self._root() or model_of(self)
 
-    def _warn_once(self, kind: str, message: str) -> None:
+    def _warn_once(self, kind: str, message: str, warn: Callable[[str], None] | None = None) -> None:
         if kind not in self._warned:
             self._warned.add(kind)
-            self.hooks.warn(message)
+            (warn or self.hooks.warn)(message)
 
 
 def _source_of(master: torch.Tensor, files: FileMappings) -> str:

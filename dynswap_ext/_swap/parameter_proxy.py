@@ -9,6 +9,7 @@ an access gives an alias of that tensor, of the class below.
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable
@@ -37,6 +38,10 @@ untracked_alias_made: Final[list[Callable[[torch.Tensor], bool]]] = []
 #: Called with a tensor whose master is about to have other data: how to get what the master is handed out as
 #: then, on which writes are looked for. The providers' own; None from one that does not serve the tensor.
 handed_out_again: Final[list[Callable[[torch.Tensor], Fetch | None]]] = []
+
+#: Called with a tensor that was written in place: takes that to its master. The providers' own, of which the
+#: one that handed the tensor out answers True.
+take_to_master: Final[list[Callable[[torch.Tensor], bool]]] = []
 
 _plain: Final[Any] = torch.Tensor
 _REGISTER: Final = nn.Module.register_parameter.__code__
@@ -186,6 +191,33 @@ class ParameterProxy(torch.Tensor):
             super().__delattr__(name)
         else:
             delattr(master, name)
+
+
+def take_writes_to_master(name: str) -> Callable[..., Any]:
+    """Return the tensor method of this name, which then takes what it wrote to the master.
+
+    See Note [Two writes, one weight].
+    """
+    method: Any = getattr(torch.Tensor, name)
+
+    @functools.wraps(method)
+    def write(self: ParameterProxy, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            any(take(self) for take in take_to_master)
+
+    return write
+
+
+_WRITING_OPERATORS: Final = (
+    *("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__idiv__", "__ifloordiv__"),
+    *("__imod__", "__ipow__", "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__"),
+)
+for _name in dir(torch.Tensor):
+    _writes = _name in _WRITING_OPERATORS or (_name.endswith("_") and not _name.startswith("_"))
+    if _writes and _name not in vars(ParameterProxy):
+        setattr(ParameterProxy, _name, take_writes_to_master(_name))
 
 
 def master_of(tensor: _T) -> _T:

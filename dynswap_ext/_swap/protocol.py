@@ -14,6 +14,7 @@ from dynswap_ext._swap.casting import cast_as_copies
 from dynswap_ext._swap.choices import Choices
 from dynswap_ext._swap.expert_slices import slices_of
 from dynswap_ext._swap.kept_in_float32 import kept_in_float32
+from dynswap_ext._swap.lost_writes import warn_lost
 from dynswap_ext._swap.parameter_proxy import ParameterProxy, proxy_for
 from dynswap_ext._util.experts import experts_of_modules
 
@@ -93,7 +94,10 @@ class Session(Protocol):
         """Flush a module, and keep nothing by which torch would refuse to swap its masters."""
 
     def expect_writes(self, masters: list[torch.Tensor]) -> None:
-        """An optimizer is about to write to these masters, of which some may be another session's."""
+        """An optimizer is about to write to these masters, of which some may be another session's.
+
+        What was written on tensors handed out of them is in them when this returns.
+        """
 
     def note_writes(self, masters: list[torch.Tensor]) -> None:
         """An optimizer has written to these masters, or to some of them, and may have bumped no version."""
@@ -148,6 +152,8 @@ class Hooks:
     call_failed: Callable[[Session, BaseException], None]
     #: Returns how the weights of each module of a tree are to be planned.
     choices: Choices
+    #: Says of the weight of a name that what was written on a tensor handed out of it is dropped.
+    warn_lost: Callable[[str], None] = warn_lost
     #: Returns the names of masters that are not cast below float32, by their module's place in a tree.
     kept_in_float32: Callable[[Sequence[nn.Module], torch.dtype | None], dict[int, frozenset[str]]] = (
         kept_in_float32
