@@ -165,9 +165,7 @@ def test_a_lost_write_is_told(provider: Provider, budget: str) -> None:
         view.mul_(0.5)
         expected = parameters[2].clone() + 1
         parameters[2].add_(1)
-        with pytest.warns(
-            dynswap_ext.DynswapWarning, match="handed out from 1.weight is dropped"
-        ):
+        with pytest.warns(dynswap_ext.DynswapWarning, match="handed out from 1.weight is dropped"):
             del view
             handle.flush()
             model(x)
