@@ -225,12 +225,17 @@ def resolve_device(given: torch.device | str | int | None) -> torch.device:
         return torch.device(device.type, torch.accelerator.current_device_index())
     if str(device) not in available_devices():
         here = ", ".join(available_devices())
-        raise ConfigError(f"device is '{device}'; available here: {here}{_why_no_cuda(device)}")
+        raise ConfigError(f"device is '{device}'; available here: {here}{_why_not(device)}")
     return device
 
 
-def _why_no_cuda(device: torch.device) -> str:
-    """Return why torch has no CUDA devices, as the end of a message; empty if it has some."""
+def _why_not(device: torch.device) -> str:
+    """Return why nothing computes there and what to do, as the end of a message; empty if not known."""
+    if device.type == "meta":
+        return (
+            ". Nothing is computed on the meta device; for shapes, call an installed model under "
+            "FakeTensorMode(allow_non_fake_inputs=True)"
+        )
     if device.type != "cuda" or torch.cuda.is_available():
         return ""
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
