@@ -141,8 +141,11 @@ class Install(ServedModules):
         if model is not None:
             detach(self.session, model)
             self.end()
+            before, present = self.tuner, self.tuner.budget
+            self.options = replace(self.options, budget=present, automatic=before.automatic)
             self._open()
             self.begin(model)
+            self.tuner.follow(before)
 
     def retune(self, budget: int | float | str | None) -> None:
         with lock:

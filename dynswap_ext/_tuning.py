@@ -122,6 +122,15 @@ class Tuner:
             self._asked = True
             self._calls_left = _WARM_UP + _MEASURED
 
+    def follow(self, earlier: Tuner) -> None:
+        """Go on where the tuner of an earlier session of the install ended, which had the same budget.
+
+        What it measured went with that session, so passes are measured again for a plan by time.
+        """
+        self.latest = earlier.latest
+        if earlier.latest is not None or earlier._asked:
+            self.measure(self.budget if earlier._calls_left is None else earlier._wanted)
+
     def begin_again(self) -> None:
         """Begin with the first pass again: the pass under way calls a model that had never been called."""
         if not self._lock.acquire(blocking=False):

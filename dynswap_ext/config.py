@@ -41,7 +41,7 @@ from dynswap_ext._util.memory import (
     parse_bytes,
     ram_limit,
 )
-from dynswap_ext._util.option_names import nearest
+from dynswap_ext._util.option_names import is_amount, nearest
 from dynswap_ext._util.progress import ProgressOption, check_progress
 from dynswap_ext._util.units import parse_dtype
 from dynswap_ext._util.warn import warn
@@ -53,6 +53,14 @@ _AUTO_PAGE_CACHE: Final = 0.8
 _PINNED_COPIES: Final = 0.5
 #: Of all RAM that the process may have, which includes the masters themselves.
 _AUTO_PINNED: Final = 0.8
+
+#: What the options mean that are amounts of RAM, for their errors.
+_MEANINGS: Final = {
+    "pin": "how much of the masters in RAM may be page-locked: True (all), False (nothing), ",
+    "page_cache": "how much of the checkpoint files may be in the page cache: True (all), False (nothing), ",
+}
+#: Who means so few bytes for weights? 1 is a byte, and 1.0 is all of the free memory.
+_HARDLY_MEANT: Final = 1024
 
 #: Groups of weights to fetch ahead: more buys little (docs/decisions/005).
 DEFAULT_PREFETCH: Final = 2
@@ -204,6 +212,7 @@ def resolve_device(given: torch.device | str | int | None) -> torch.device:
     except (RuntimeError, TypeError, ValueError) as error:
         raise ConfigError(
             f"device is {given!r}, unknown to torch; available here: {', '.join(available_devices())}"
+            + (f". An amount of memory is a budget: budget={given!r}" if is_amount(given) else "")
         ) from error
     if isinstance(given, str) and ":" in given and str(device) != given:  # torch keeps 8 bits of the index
         raise ConfigError(
@@ -216,12 +225,17 @@ def resolve_device(given: torch.device | str | int | None) -> torch.device:
         return torch.device(device.type, torch.accelerator.current_device_index())
     if str(device) not in available_devices():
         here = ", ".join(available_devices())
-        raise ConfigError(f"device is '{device}'; available here: {here}{_why_no_cuda(device)}")
+        raise ConfigError(f"device is '{device}'; available here: {here}{_why_not(device)}")
     return device
 
 
-def _why_no_cuda(device: torch.device) -> str:
-    """Return why torch has no CUDA devices, as the end of a message; empty if it has some."""
+def _why_not(device: torch.device) -> str:
+    """Return why nothing computes there and what to do, as the end of a message; empty if not known."""
+    if device.type == "meta":
+        return (
+            ". Nothing is computed on the meta device; for shapes, call an installed model under "
+            "FakeTensorMode(allow_non_fake_inputs=True)"
+        )
     if device.type != "cuda" or torch.cuda.is_available():
         return ""
     if not torch.backends.cuda.is_built():  # type: ignore[no-untyped-call]
@@ -269,9 +283,15 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
     """
     if given is None or is_named(given, MINIMUM):
         return None
-    amount = parse_bytes(given, names=(AUTO, MINIMUM))
+    amount = parse_bytes(given, names=(AUTO, MINIMUM), of="the device's free memory")
     if not isinstance(amount, int):
         return max(1, int(amount * free_bytes(device)))
+    if amount < _HARDLY_MEANT:
+        warn(
+            f"the budget is {given!r}, which is {amount} byte{'s' if amount > 1 else ''}. Write a size with "
+            "its unit ('6GiB'), or a fraction of the device's free memory as a float or a percentage (0.5; "
+            "1.0 or '100%' is all of it)"
+        )
     if device.type == "cpu" and amount > (ram := _part_of_all_ram(1)):
         warn(
             f"the budget is {format_bytes(amount)}, and this process may use {format_bytes(ram)} of RAM: if "
@@ -301,7 +321,7 @@ def _amount_of_ram(option: str, given: bool | int | float | str) -> int:
     """Return the bytes of an amount or of a share of the free RAM; all there is for True, and 0 for False."""
     if isinstance(given, bool):
         return sys.maxsize if given else 0
-    amount = parse_bytes(given, option, names=(AUTO,))
+    amount = parse_bytes(given, option, names=(AUTO,), meaning=_MEANINGS[option], of="the free RAM")
     if isinstance(given, int) and given < mmap.PAGESIZE:  # 1 for True, say
         raise ConfigError(
             f"{option} is {given!r}, less than a page of memory; expected True, False or an amount"

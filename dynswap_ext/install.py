@@ -194,7 +194,8 @@ def _warn_of_no_effect(made: Install, model: nn.Module, name: str) -> None:
         warn(f"{name} has no weights, so nothing is streamed: it computes as it did before")
     _warn_of_weights_there(made, model)
     streamed = plan["groups"] - plan["resident_groups"]
-    if options.keep and plan["depth"] < min(1, options.prefetch) and made.session.provider == "native":
+    one_at_a_time = streamed and plan["depth"] < min(1, options.prefetch)
+    if options.keep and plan["resident_bytes"] and one_at_a_time and made.session.provider == "native":
         _warn_of_room_that_keep_takes(made)
     if not streamed or options.prefetch <= DEFAULT_PREFETCH or options.automatic:
         return

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import dynswap_ext
 from dynswap_ext import cli
+from dynswap_ext.demo import compare
 
 _ROOT = Path(__file__).resolve().parent.parent
 
@@ -94,6 +96,50 @@ def test_bad_options_are_explained_without_a_traceback(
     printed = capsys.readouterr().err
     assert printed.startswith("dynswap: ") and said in printed
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["demo", "--size", "1MB", "--folder", "{bad}"],
+        ["plan", "{bad}"],
+        ["plan", "{model}", "--plot", "{bad}/plan.png"],
+        ["show", "{bad}"],
+        ["convert", "{bad}", "{folder}/new.safetensors"],
+        ["convert", "{model}", "{bad}"],
+        ["convert", "{model}", "{bad}/new.safetensors"],
+    ],
+    ids=" ".join,
+)
+@pytest.mark.parametrize("bad", ["/proc/nope", "{model}/inside", "{folder}/" + 300 * "long"])
+def test_paths_that_cannot_be_used_are_explained(
+    arguments: list[str], bad: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    places = {"model": str(tmp_path / "model.safetensors"), "folder": str(tmp_path)}
+    save_file({"layer.weight": torch.ones(4, 4)}, places["model"])
+    bad = bad.format(**places)
+    given = [argument.format(bad=bad, **places) for argument in arguments]
+    assert cli.main(given) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("dynswap: ") and bad in said
+
+
+def test_a_record_that_cannot_be_written_is_explained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Result:
+        differing = ()
+
+        def to_json(self) -> str:
+            return "{}"
+
+    monkeypatch.setattr(compare, "run_demo", lambda options, console: Result())
+    monkeypatch.setattr(compare, "show", lambda result, console: None)
+    assert cli.main(["demo", "--json", str(tmp_path / "record.json")]) == 0
+    assert (tmp_path / "record.json").read_text() == "{}\n"
+    for path, why in (("/proc/record.json", "cannot be written: "), (str(tmp_path), "is a folder")):
+        assert cli.main(["demo", "--json", path]) == 2
+        assert why in capsys.readouterr().err
 
 
 @pytest.mark.slow

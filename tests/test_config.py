@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import dynswap_ext
-from dynswap_ext import ConfigError, checkpoint, config, inspect, planning
+from dynswap_ext import ConfigError, DynswapWarning, checkpoint, config, inspect, planning
 from dynswap_ext._util.memory import format_bytes, free_bytes, parse_bytes, ram_limit
 from sample_models import mlp
 
@@ -121,7 +122,7 @@ def test_a_fraction_is_one_of_the_free_memory() -> None:
     ("options", "expected"),
     [
         ({"device": "nonsense"}, r"device is 'nonsense'.*available here: cpu"),
-        ({"device": "meta"}, r"device is 'meta'.*available here: cpu"),
+        ({"device": "meta"}, r"device is 'meta'.*available here: cpu.*FakeTensorMode\(allow_non_fake_inputs"),
         ({"device": "cuda:99"}, r"device is 'cuda:99'.*available here: cpu"),
         (
             {"device": "cuda:256"},
@@ -145,14 +146,22 @@ def test_a_fraction_is_one_of_the_free_memory() -> None:
         ({"budget": "Minimun"}, r"Did you mean 'minimum'\?"),
         ({"budget": "atuo"}, r"Did you mean 'auto'\?"),
         ({"budget": -5}, r"budget is -5; expected"),
-        ({"pin": "yes"}, r"pin is 'yes'; expected a number of bytes"),
+        ({"device": "6GiB"}, r"device is '6GiB'.*An amount of memory is a budget: budget='6GiB'"),
+        ({"pin": "yes"}, r"pin is 'yes'; expected how much .*page-locked: True .* a number of bytes"),
+        ({"pin": -1}, r"pin is -1; expected how much of the masters in RAM.*a fraction of the free RAM"),
         ({"pin": 1}, r"pin is 1, less than a page of memory; expected True, False or an amount"),
-        ({"pin": 10**400}, r"pin is 1000.*; expected a number of bytes"),
+        ({"pin": 10**400}, r"pin is 1000.*; expected how much.* a number of bytes"),
         ({"provider": "cuda"}, r"provider is 'cuda'; expected one of auto, native, python"),
         ({"provider": "natve"}, r"expected one of auto, native, python. Did you mean 'native'\?"),
         ({"strict_budget": "no"}, r"strict_budget is 'no'; expected True or False"),
-        ({"page_cache": "much"}, r"page_cache is 'much'; expected a number of bytes"),
-        ({"page_cache": -1}, r"page_cache is -1; expected a number of bytes"),
+        (
+            {"page_cache": "much"},
+            r"page_cache is 'much'; expected how much of the checkpoint files.*True .*the free RAM",
+        ),
+        (
+            {"page_cache": -1},
+            r"page_cache is -1; expected how much of the checkpoint files.* a number of bytes",
+        ),
     ],
     ids=str,
 )
@@ -213,6 +222,15 @@ def test_defaults() -> None:
     assert options.pinned_copies < sys.maxsize
     assert not options.strict_budget
     assert 0 < options.page_cache < 1 << 60
+
+
+@pytest.mark.parametrize(("budget", "said"), [(1, "1, which is 1 byte."), ("6", "'6', which is 6 bytes.")])
+def test_a_budget_of_hardly_any_bytes_gets_a_hint(budget: int | str, said: str) -> None:
+    with pytest.warns(DynswapWarning, match=f"the budget is {said}.*'6GiB'.*1.0 or '100%' is all of it"):
+        assert config.resolve(device="cpu", budget=budget).budget == int(budget)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        config.resolve(device="cpu", budget=1024)
 
 
 def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from torch import nn
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import DynswapWarning, testing
+from dynswap_ext._python.session import Session as PythonSession
 from dynswap_ext._swap import class_swap
 from dynswap_ext._swap.class_swap import is_swap_class
 from sample_models import ConvNet, mlp, trace
@@ -43,6 +44,57 @@ def test_a_failed_second_install_leaves_the_first(provider: Provider) -> None:
         assert handle.stats().bytes_moved > 0
     handle.uninstall()
     assert not any(swapped(model))
+
+
+@pytest.mark.parametrize("automatic", [False, True])
+def test_a_refused_second_install_leaves_what_was_tuned(provider: Provider, automatic: bool) -> None:
+    model = mlp(64, 6).eval()
+    budget = 3 * (64 * 64 + 64) * 8 + 6 * 4096
+    moved, handle = provider.pair(model, budget="minimum")
+    x = provider.randn(2, 64)
+    handle.retune("auto" if automatic else budget)
+    for _ in range(5):
+        model(x)
+    tuned, known = handle.budget, handle.tuning
+    assert known is not None and (automatic or tuned == budget)
+    handle.retune("auto" if automatic else 2 * budget)  # not yet in use
+    with pytest.raises(dynswap_ext.BudgetError):
+        provider.install(model, dtype=torch.float64, budget=100)
+    assert handle.active and handle.automatic is automatic
+    assert handle.budget == tuned and handle.tuning == known
+    for _ in range(5):
+        testing.assert_bit_equal(model(x), moved(x))
+    assert handle.tuning is not known and (automatic or handle.budget == 2 * budget)
+    assert handle.stats().resident_groups
+
+
+def test_a_plan_that_failed_is_made_when_there_is_room(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if provider.native:
+        pytest.skip("its plans fail in C++, where tests/cuda/test_cuda_plans.py has them fail")
+    model = mlp(64, 3).eval()
+    moved, handle = provider.pair(model, budget="1MiB")
+    x = provider.randn(2, 64)
+    testing.assert_bit_equal(model(x), moved(x))
+    for each in (model, moved):
+        each.append(nn.Linear(64, 64).requires_grad_(False))
+        each[-1].get_parameter("weight").fill_(0.5)
+        each[-1].get_parameter("bias").fill_(1)
+    moved[-1].to(provider.device, torch.float64)
+    groups = handle.stats().groups
+
+    def no_room(*_: object) -> None:
+        raise dynswap_ext.errors.OutOfMemoryError("no room at this moment")
+
+    with monkeypatch.context() as now:
+        now.setattr(PythonSession, "_make_plan", no_room)
+        with pytest.warns(dynswap_ext.DynswapWarning, match="no new plan fits"):
+            testing.assert_bit_equal(model(x), moved(x))
+        testing.assert_bit_equal(model(x), moved(x))
+        assert handle.stats().groups == groups
+    testing.assert_bit_equal(model(x), moved(x))
+    assert handle.stats().groups == groups + 2
 
 
 def test_a_swap_that_fails_halfway(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:

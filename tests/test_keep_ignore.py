@@ -104,6 +104,17 @@ def test_keep_that_leaves_no_room_ahead_is_said(provider: Provider) -> None:
         provider.install(model_of_layers(), **options)
 
 
+def test_keep_of_weights_that_are_there_takes_no_room(provider: Provider) -> None:
+    model = model_of_layers().to(provider.device, torch.float64)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        moved, handle = provider.pair(model, keep="4", budget="1MiB")
+    assert not [warning for warning in shown if "keep=" in str(warning.message)]
+    x = provider.randn(3, WIDTH)
+    testing.assert_bit_equal(model(x), moved(x))
+    assert handle.stats().bytes_moved == 0
+
+
 def test_ignored_weights_are_left_alone(provider: Provider) -> None:
     model = model_of_layers()
     moved = testing.moved(model, provider.device, torch.float64)

@@ -53,6 +53,23 @@ def test_other_functions_name_the_nearest_option(
         call("model", "path", **given)
 
 
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ("6GiB", r"write budget='6GiB'$"),
+        ("50%", r"write budget='50%'$"),
+        ("cuda", r"write device='cuda'$"),
+        (torch.device("cpu"), r"write device=device\(type='cpu'\)$"),
+        (torch.bfloat16, r"write dtype=torch.bfloat16$"),
+        (7, r"options are given by name: device, dtype, prefetch"),
+    ],
+)
+def test_an_option_without_its_name_is_written_with_it(given: Any, said: str) -> None:
+    install: Any = dynswap_ext.install
+    with pytest.raises(TypeError, match=r"install\(\) takes model without a name, and got .* too; " + said):
+        install(nn.Linear(2, 2), given)
+
+
 def test_the_drop_in_names_the_nearest_option() -> None:
     with pytest.raises(ConfigError, match=r"know 'prefech'.*Did you mean 'prefetch'\?"):
         compat.DynamicSwapInstaller.install_model(nn.Linear(2, 2), prefech=2)

@@ -136,6 +136,7 @@ class Session(Access):
             except BaseException:
                 for module, weights in before.items():
                     module.__dict__[STATE_KEY].weights = weights
+                self.outdated = True  # there may be room another time
                 raise
 
     def retune(self, root: nn.Module, budget: int | None) -> dict[str, Any]:

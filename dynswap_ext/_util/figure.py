@@ -6,6 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
+from dynswap_ext._util.written_files import check_folder, explained
 from dynswap_ext.errors import ConfigError
 
 # Okabe and Ito's colours, which can be told apart with any colour vision.
@@ -53,19 +54,9 @@ def check_path(path: str | PathLike[str]) -> Path:
     return check_folder(where, "picture")
 
 
-def check_folder(path: str | PathLike[str], what: str) -> Path:
-    """Return the path of a file that is to be written, if its folder exists; else raise ConfigError."""
-    where = Path(path)
-    if not where.parent.is_dir():
-        raise ConfigError(f"there is no folder {where.parent} for the {what} {where.name}; make it first")
-    return where
-
-
 def save(drawn: Any, path: str | PathLike[str], *, dots_per_inch: int = 150) -> Path:
     """Write a figure in the format that the path's suffix says; ConfigError if that cannot be done."""
     where = check_path(path)
-    try:
+    with explained(where):
         drawn.savefig(where, dpi=dots_per_inch)
-    except OSError as error:
-        raise ConfigError(f"{where} cannot be written: {error.strerror}; choose another path") from error
     return where

@@ -54,11 +54,19 @@ def is_named(budget: object, name: str) -> bool:
     return isinstance(budget, str) and budget.strip().lower() == name
 
 
-def parse_bytes(given: int | float | str, option: str = "budget", names: Sequence[str] = ()) -> int | float:
+def parse_bytes(
+    given: int | float | str,
+    option: str = "budget",
+    names: Sequence[str] = (),
+    *,
+    meaning: str = "",
+    of: str = "the free memory",
+) -> int | float:
     """Read an amount of memory: bytes as an int, a fraction of the free memory as a float in (0, 1].
 
-    `option` is what it was given as, and `names` are what it may be instead, for the ConfigError that names
-    them. A unit of one letter is binary, as most tools have it: 6G is 6 GiB.
+    For the ConfigError: `option` is what it was given as, `names` are what it may be instead, `meaning` is
+    what else is expected, in words that end in a comma and a space, and a fraction is one `of` that. A unit
+    of one letter is binary, as most tools have it: 6G is 6 GiB.
     """
     fraction: float | Fraction | None = given if isinstance(given, float) else None
     if isinstance(given, str) and re.search(r"[%/]|^\s*0?\.", given):
@@ -77,8 +85,8 @@ def parse_bytes(given: int | float | str, option: str = "budget", names: Sequenc
         if isinstance(given, str) and (near := nearest(given.strip().lower(), names)):
             hint = f". Did you mean {near!r}?"
         raise ConfigError(
-            f"{option} is {given!r}; expected a number of bytes (6_000_000_000), a string ('6GiB', '512 MB', "
-            f"'1.5e9'), or a fraction of the free memory over 0 and up to 1.0 (0.5, '50%' or '1/2')"
+            f"{option} is {given!r}; expected {meaning}a number of bytes (6_000_000_000), a string ('6GiB', "
+            f"'512 MB', '1.5e9'), or a fraction of {of} over 0 and up to 1.0 (0.5, '50%' or '1/2')"
             f"{also}{hint}"
         )
     return given if isinstance(given, int) else int(number)

@@ -112,7 +112,7 @@ def convert(
         try:
             path, written, resumed = write(target, layouts, report, source=checkpoint, overwrite=overwrite)
         except SourceError as error:
-            if not target.journal.exists():
+            if not os.path.exists(target.journal):
                 raise
             raise SourceError(
                 f"{error}. What is done so far is kept in {target.partial}, and the same call continues from "
@@ -171,7 +171,7 @@ def _check_target(source: Path, checkpoint: Checkpoint, target: Target, overwrit
             f"{target.path} is the source itself, or inside it, or has files of it; convert to another path"
         )
     for path in [target.file] if target.shard is None else [target.index, target.file]:
-        if path.exists() and not overwrite:
+        if os.path.exists(path) and not overwrite:
             raise ConfigError(
                 f"{path} exists; overwrite it (--overwrite, overwrite=True), or convert to another path"
             )

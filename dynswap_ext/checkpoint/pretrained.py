@@ -26,6 +26,9 @@ LoadedT = TypeVar("LoadedT", covariant=True)
 #: small fused ones.
 _UNREPORTED = 1 / 16
 
+#: What `install` is often given in the same breath, and transformers would take for a value of the config.
+_OF_INSTALL = ("budget", "prefetch", "pin", "page_cache", "strict_budget", "device")
+
 
 class Loadable(Protocol[LoadedT]):
     """A class with transformers' `from_pretrained`: `AutoModelForCausalLM`, `LlamaModel`, and their like."""
@@ -73,8 +76,8 @@ def from_pretrained(
     SourceError
         A file is missing, cut short or damaged, or the system refuses to map it.
     ConfigError
-        `cls` has no `from_pretrained`, or is of diffusers; or `device_map` puts weights elsewhere than on
-        the CPU.
+        `cls` has no `from_pretrained`, or is of diffusers; or there is a `device_map`, or an option that
+        belongs to `install`.
 
     Warns
     -----
@@ -88,7 +91,7 @@ def from_pretrained(
             f"cls is {cls!r}; expected a class with from_pretrained, such as "
             "transformers.AutoModelForCausalLM"
         )
-    _check_device_map(options.get("device_map"))
+    _refuse_options_of_install(options)
     if isinstance(dtype, str) and dtype != "auto":
         dtype = parse_dtype(dtype, "dtype")
     if dtype != "auto" and not isinstance(dtype, Mapping):  # transformers takes one for each part of a model
@@ -120,12 +123,17 @@ def from_pretrained(
     return loaded
 
 
-def _check_device_map(device_map: Any) -> None:
-    places = device_map.values() if isinstance(device_map, dict) else [device_map]
-    if any(str(place) not in ("None", "cpu") for place in places):
+def _refuse_options_of_install(options: Mapping[str, Any]) -> None:
+    """Raise ConfigError for what says where masters go, and for options that only `install` has."""
+    if (device_map := options.get("device_map")) is not None:
         raise ConfigError(
-            f"device_map is {device_map!r}, which copies weights to devices; leave it out, and give "
+            f"device_map is {device_map!r}, and masters stay on the CPU, mapped; leave it out, and give "
             "install() the device"
+        )
+    if wrong := [name for name in _OF_INSTALL if name in options]:
+        raise ConfigError(
+            f"{wrong[0]} is an option of install(), not of a load: install(model, "
+            f"{wrong[0]}={options[wrong[0]]!r})"
         )
 
 

@@ -77,7 +77,7 @@ def save(
     if not isinstance(model, nn.Module):
         raise ConfigError(f"save() takes a torch.nn.Module, not a {type(model).__name__}")
     path = Path(path)
-    if path.suffix in _TORCH and not path.is_dir():
+    if path.suffix in _TORCH and not os.path.isdir(path):
         if max_shard_size is not None or metadata:
             raise ConfigError(
                 f"{path} would be a file of torch.save, which has neither shards nor metadata; leave out "

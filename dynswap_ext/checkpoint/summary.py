@@ -6,11 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os import PathLike
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from dynswap_ext._provider import native_extension, native_unavailable
+from dynswap_ext._util.listing import listed
+from dynswap_ext._util.memory import exact_bytes, format_bytes
+from dynswap_ext._util.name_patterns import key_of, pattern_of
+from dynswap_ext._util.tables import Printable, facts_grid, plain_table
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.checkpoint.weight_units import library_config, modules_of, units_of
@@ -34,9 +38,9 @@ class Group:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Summary:
-    """What `summary` found."""
+@dataclass(frozen=True, repr=False)
+class Summary(Printable):
+    """What `summary` found. ``print`` it; rich prints it in colour."""
 
     path: Path
     format: str
@@ -68,6 +72,55 @@ class Summary:
     def smallest_budget(self) -> int:
         """Bytes of the smallest budget with which an install on the CPU works."""
         return self.largest_group.nbytes if self.largest_group else 0
+
+    def __repr__(self) -> str:
+        return f"<Summary of {self.path}: {len(self.entries)} tensors, {format_bytes(self.total_bytes)}>"
+
+    def _parts(self) -> tuple[Any, ...]:
+        return self.table(), facts_grid(self.facts().items())
+
+    def table(self, *, collapse: bool = True) -> Any:
+        """Return the table of tensors, for rich. False gives each tensor a row, also of repeated layers."""
+        alike: dict[object, list[str]] = {}  # one name but for its numbers, one dtype and one shape
+        for name, entry in self.entries.items():
+            key = (key_of(name), dtype_name(entry), entry.shape) if collapse else name
+            alike.setdefault(key, []).append(name)
+        cells = []
+        for names in alike.values():
+            entry = self.entries[names[0]]
+            shape = " x ".join(map(str, entry.shape)) or "scalar"
+            size = format_bytes(sum(self.entries[name].nbytes for name in names))
+            cells.append((pattern_of(names), str(len(names)), shape, dtype_name(entry), size))
+        columns = ("key", "tensors", "shape", "dtype", "bytes")
+        return plain_table(columns, cells, right=("tensors", "bytes"))
+
+    def facts(self) -> dict[str, str]:
+        """Return what is told of the whole, in words."""
+        group = self.largest_group
+        metadata = [f"{name}: {text[:100]}" for name, text in self.metadata.items()]
+        sizes = (f"{name} {format_bytes(size)}" for name, size in self.bytes_by_dtype.items())
+        facts = {
+            "format": self.format,
+            "files": listed(list(map(str, self.files)), 10, lines=True),
+            "tensors": f"{len(self.entries)}, {exact_bytes(self.total_bytes)}",
+            "dtypes": ", ".join(sizes),
+            "ties": listed([" = ".join(tie) for tie in self.ties], 10, lines=True),
+            "not tensors": listed(self.objects, 10),
+            "metadata": listed(metadata, 10, lines=True),
+            "largest group": f"{exact_bytes(group.nbytes)}: {listed(group.names, 10)}" if group else "",
+            "smallest budget": self._smallest(),
+            "checksums": "kept; `verify` compares them" if self.checksums else "none",
+        }
+        return {name: text for name, text in facts.items() if text}
+
+    def _smallest(self) -> str:
+        """Name the smallest budgets, one line a device; one for all if they are equal."""
+        sizes = {device: group.nbytes for device, group in self.largest_groups.items()}
+        kind = "" if self.provider == "native" else ", in pure Python (`dynswap info` says why)"
+        if len(sizes) == 2 and len(set(sizes.values())) == 1:
+            return exact_bytes(sizes["cpu"]) + kind
+        where = {"cpu": "on the CPU", "accelerator": "on an accelerator"}
+        return "\n".join(f"{exact_bytes(size)} {where[device]}{kind}" for device, size in sizes.items())
 
 
 def summary(path: str | PathLike[str]) -> Summary:

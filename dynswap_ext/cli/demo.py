@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from dynswap_ext._util.figure import check_folder
+from dynswap_ext._util.written_files import check_folder, explained
 
 
 def add_to(commands: Any) -> None:
@@ -58,5 +58,6 @@ def _demo(options: argparse.Namespace) -> int:
     result = run_demo(options, console)
     show(result, console)
     if options.json:
-        options.json.write_text(result.to_json() + "\n")
+        with explained(options.json):
+            options.json.write_text(result.to_json() + "\n")
     return 1 if result.differing else 0

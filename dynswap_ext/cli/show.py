@@ -6,10 +6,8 @@ import argparse
 import json
 from typing import Any
 
-from dynswap_ext._util.listing import listed
-from dynswap_ext._util.memory import exact_bytes, format_bytes
-from dynswap_ext._util.name_patterns import key_of, pattern_of
-from dynswap_ext._util.tables import facts_grid, plain_table, write
+from dynswap_ext._util.memory import exact_bytes
+from dynswap_ext._util.tables import facts_grid, write
 from dynswap_ext._util.units import parse_model_budget
 from dynswap_ext.checkpoint import Summary, summary, verify
 from dynswap_ext.checkpoint.summary import dtype_name
@@ -71,48 +69,13 @@ def _as_json(found: Summary, budget: int | None, verified: int | None) -> dict[s
 
 
 def _print(found: Summary, budget: int | None, verified: int | None, *, collapse: bool) -> None:
-    alike: dict[object, list[str]] = {}  # entries with one name but for its numbers, one dtype and one shape
-    for name, entry in found.entries.items():
-        key = (key_of(name), dtype_name(entry), entry.shape) if collapse else name
-        alike.setdefault(key, []).append(name)
-    cells = []
-    for names in alike.values():
-        entry = found.entries[names[0]]
-        shape = " x ".join(map(str, entry.shape)) or "scalar"
-        size = format_bytes(sum(found.entries[name].nbytes for name in names))
-        cells.append((pattern_of(names), str(len(names)), shape, dtype_name(entry), size))
-    group = found.largest_group
-    facts: dict[str, str | None] = {
-        "format": found.format,
-        "files": listed(list(map(str, found.files)), 10, lines=True),
-        "tensors": f"{len(found.entries)}, {exact_bytes(found.total_bytes)}",
-        "dtypes": ", ".join(f"{name} {format_bytes(size)}" for name, size in found.bytes_by_dtype.items()),
-        "ties": listed([" = ".join(tie) for tie in found.ties], 10, lines=True),
-        "not tensors": listed(found.objects, 10),
-        "metadata": listed(
-            [f"{name}: {text[:100]}" for name, text in found.metadata.items()], 10, lines=True
-        ),
-        "largest group": f"{exact_bytes(group.nbytes)}: {listed(group.names, 10)}" if group else None,
-        "smallest budget": _smallest(found),
-        "this budget": None if budget is None else f"{exact_bytes(budget)} {_answer(found, budget)}",
-        "checksums": "kept; --verify compares them" if found.checksums else "none",
-    }
-    if verified is not None:
-        facts["checksums"] = f"{exact_bytes(verified)} compared, and equal"
-    write(
-        plain_table(("key", "tensors", "shape", "dtype", "bytes"), cells, right=("tensors", "bytes")),
-        facts_grid([(name, text) for name, text in facts.items() if text]),
-    )
-
-
-def _smallest(found: Summary) -> str:
-    """Name the smallest budgets, one line a device; one for all if they are equal."""
-    sizes = {device: group.nbytes for device, group in found.largest_groups.items()}
-    kind = "" if found.provider == "native" else ", in pure Python (`dynswap info` says why)"
-    if len(sizes) == 2 and len(set(sizes.values())) == 1:
-        return exact_bytes(sizes["cpu"]) + kind
-    where = {"cpu": "on the CPU", "accelerator": "on an accelerator"}
-    return "\n".join(f"{exact_bytes(size)} {where[device]}{kind}" for device, size in sizes.items())
+    facts = found.facts()
+    checksums = facts.pop("checksums")
+    if budget is not None:
+        facts["this budget"] = f"{exact_bytes(budget)} {_answer(found, budget)}"
+    compared = None if verified is None else f"{exact_bytes(verified)} compared, and equal"
+    facts["checksums"] = compared or checksums.replace("`verify`", "--verify")
+    write(found.table(collapse=collapse), facts_grid(facts.items()))
 
 
 def _answer(found: Summary, budget: int) -> str:

@@ -18,6 +18,7 @@ from torch.nn import functional
 from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.progress import ProgressCallback, ProgressOption, shown
+from dynswap_ext._util.written_files import explained
 from dynswap_ext.checkpoint.writing.blocks import write
 from dynswap_ext.checkpoint.writing.layout import Piece, split
 from dynswap_ext.checkpoint.writing.target import Target
@@ -145,11 +146,13 @@ def checkpoint_file(
     progress: ProgressOption = False,
 ) -> Iterator[Path]:
     """Write random weights of a decoder to a safetensors file, and drop it from the page cache."""
-    folder.mkdir(parents=True, exist_ok=True)
     name = f"decoder-{config.hidden}x{config.layers}-{str(dtype).removeprefix('torch.')}.safetensors"
     path = folder / name
-    if not path.exists():
-        size, free = config.parameters * dtype.itemsize, shutil.disk_usage(folder).free
+    with explained(folder, other_folder := "choose another --folder"):
+        folder.mkdir(parents=True, exist_ok=True)
+        there, free = path.exists(), shutil.disk_usage(folder).free
+    if not there:
+        size = config.parameters * dtype.itemsize
         if free < 1.1 * size:
             raise SourceError(
                 f"the demo's checkpoint takes {format_bytes(size)} and {folder} has {format_bytes(free)} "
@@ -160,7 +163,8 @@ def checkpoint_file(
         with shown(progress, "writing the checkpoint") as tell:
             write_random(path, skeleton, dtype, tell)
     try:
-        drop_file_cache(path)
+        with explained(path, other_folder):
+            drop_file_cache(path)
         yield path
     finally:
         if not keep:

@@ -132,7 +132,7 @@ class Summary(Printable):
             weights = []
         last_name = f"{layer.path.rpartition('.')[2]}: " if layer.path else ""
         parameters, size = _amounts(layer, weights)
-        places = list(dict.fromkeys(weight.lives for weight in weights if weight.shape is not None))
+        places = _places(weights)
         more = [f"{len(places) - _NAMED} more"] if len(places) > _NAMED else []
         return {
             "layer": "  " * layer.depth + last_name + layer.class_name,
@@ -142,6 +142,17 @@ class Summary(Printable):
             "trains": _TRAINS[tuple(sorted({weight.trainable for weight in weights if weight.is_parameter}))],
             "lives": "; ".join([*places[:_NAMED], *more]),
         }
+
+
+def _places(weights: Sequence[WeightLocation]) -> list[str]:
+    """Return where weights live; of several places, each with its bytes, the largest first."""
+    sizes: Counter[str] = Counter()
+    for weight in {weight.tied_to or weight.name: weight for weight in weights}.values():
+        if weight.shape is not None:
+            sizes[weight.lives] += weight.nbytes
+    if len(sizes) < 2:
+        return list(sizes)
+    return [f"{place} ({format_bytes(size)})" for place, size in sizes.most_common()]
 
 
 def _output(layer: Layer, called: bool) -> str:

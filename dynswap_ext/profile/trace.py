@@ -18,9 +18,9 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, Final
 
-from dynswap_ext._util.figure import check_folder
 from dynswap_ext._util.name_patterns import label_of
 from dynswap_ext._util.warn import warn
+from dynswap_ext._util.written_files import check_folder, explained
 from dynswap_ext._version import __version__
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.profile.recording import CAUSES, GroupFigures, Recording, Span
@@ -45,10 +45,9 @@ def write_trace(
         content["traceEvents"] = [*content["traceEvents"], *own["traceEvents"]]
         content["dynswap_ext"] = own["dynswap_ext"]
     text = json.dumps(content, separators=(",", ":"))
-    if where.name.endswith(".gz"):
-        where.write_bytes(gzip.compress(text.encode(), compresslevel=6))
-    else:
-        where.write_text(text)
+    data = text.encode()
+    with explained(where):
+        where.write_bytes(gzip.compress(data, compresslevel=6) if where.name.endswith(".gz") else data)
 
 
 def as_trace(recording: Recording, *, base_ns: int | None = None) -> dict[str, Any]:

@@ -160,6 +160,16 @@ def test_table(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert whole.count("layers.") >= 65 and "layers.17.up" in whole
 
 
+def test_a_summary_is_printed_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "m.safetensors"
+    save_file({f"layers.{i}.weight": torch.ones(16, 16) for i in range(200)}, path)
+    found = checkpoint.summary(path)
+    assert cli.main(["show", str(path)]) == 0
+    assert str(found).split() == capsys.readouterr().out.replace("--verify", "`verify`").split()
+    assert "layers.{0..199}.weight" in str(found) and len(str(found).splitlines()) < 20
+    assert repr(found) == f"<Summary of {path}: 200 tensors, 200 KiB>"
+
+
 def test_the_table_says_if_figures_are_of_pure_python(
     path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

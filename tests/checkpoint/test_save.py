@@ -301,3 +301,18 @@ def test_arguments(name: str, options: dict[str, Any], said: str, tmp_path: Path
 def test_no_folder(tmp_path: Path) -> None:
     with pytest.raises(SourceError, match=r"nowhere/w.safetensors.*no folder"):
         checkpoint.save(Net(), tmp_path / "nowhere" / "w.safetensors")
+
+
+def test_masters_are_mapped_from_what_was_saved_once_it_is_loaded(provider: Provider, tmp_path: Path) -> None:
+    model, path = Net().eval(), tmp_path / "saved.safetensors"
+    provider.install(model).uninstall()
+    checkpoint.save(model, path)
+    moved, handle = provider.pair(model)
+    x = provider.randn(2, 40)
+    assert_bit_equal(model(x), moved(x))
+    assert handle.stats().mapped_bytes == 0
+    handle.uninstall()
+    checkpoint.load(model, path)
+    handle = provider.install(model, dtype=torch.float64)
+    assert_bit_equal(model(x), moved(x))
+    assert handle.stats().mapped_bytes > 0

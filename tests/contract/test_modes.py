@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import torch
 from oracle import assert_gradients_as_moved, assert_moved, assert_same_training_step, total
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -290,3 +292,26 @@ def test_operations_are_counted_as_in_the_moved_model(provider: Provider) -> Non
             m(provider.randn(3, 16)).sum().backward()
         counts.append(counter.get_total_flops())
     assert counts[0] == counts[1] > 0
+
+
+def test_shapes_are_inferred_without_the_meta_device(provider: Provider) -> None:
+    model = mlp().eval()
+    moved, _ = provider.pair(model)
+    x = provider.randn(2, 16)
+    expected = moved(x)
+    if provider.device.type == "cpu":
+        with FakeTensorMode(allow_non_fake_inputs=True):
+            fake = model(torch.empty(2, 16, dtype=torch.float64))
+        assert (fake.shape, fake.dtype, fake.device) == (expected.shape, expected.dtype, expected.device)
+    on_meta = copy.deepcopy(model).to("meta")(torch.empty(2, 16, device="meta"))
+    assert on_meta.is_meta and on_meta.shape == expected.shape
+    testing.assert_bit_equal(model(x), expected)
+
+
+def test_a_read_outside_a_forward_requires_gradients_as_the_parameter_does(provider: Provider) -> None:
+    model = mlp()
+    provider.pair(model)
+    with torch.no_grad():
+        assert model[0].weight.requires_grad and not model[0].weight.to(torch.float32).requires_grad
+    model.requires_grad_(False)
+    assert not model[0].weight.requires_grad

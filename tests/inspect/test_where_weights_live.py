@@ -97,4 +97,13 @@ def test_more_places_than_a_row_names(names: int, tmp_path: Path) -> None:
         torch.save(part.state_dict(), tmp_path / f"{index}.pt")
         part.load_state_dict(torch.load(tmp_path / f"{index}.pt", mmap=True), assign=True)
     row = str(summary(model, depth=0)).splitlines()[2]
-    assert row.endswith("0.pt; 1.pt; 1 more" if names == 3 else "0.pt")
+    assert row.endswith("0.pt (24 bytes); 1.pt (24 bytes); 1 more" if names == 3 else "0.pt")
+
+
+def test_a_row_of_several_places_has_the_bytes_of_each(provider: Provider) -> None:
+    model = mlp(64, 3).eval()
+    provider.install(model, dtype=torch.float64, budget="minimum", keep="0.bias")
+    row = str(summary(model, depth=0)).splitlines()[2]
+    assert row.endswith("RAM, streamed (48.5 KiB); RAM, resident (256 bytes)")
+    row = next(line for line in str(summary(model)).splitlines() if line.strip().startswith("2: Linear"))
+    assert row.endswith("RAM, streamed")

@@ -238,8 +238,11 @@ def test_options_are_the_librarys(tmp_path: Path) -> None:
     assert model.generation_config.max_new_tokens == 3
     assert model.config._attn_implementation == "eager" and not told["missing_keys"]
     assert model.lm_head.weight is model.model.embed_tokens.weight
-    with pytest.raises(ConfigError, match=r"device_map is 'auto'.*give install\(\) the device"):
-        checkpoint.from_pretrained(Auto, folder, subfolder="sub", device_map="auto")
+    for place in ("auto", "cpu", {"": "cpu"}):
+        with pytest.raises(ConfigError, match=r"device_map is .*give install\(\) the device"):
+            checkpoint.from_pretrained(Auto, folder, subfolder="sub", device_map=place)
+    with pytest.raises(ConfigError, match=r"budget is an option of install\(\).*budget='6GiB'\)"):
+        checkpoint.from_pretrained(Auto, folder, subfolder="sub", budget="6GiB")
     with pytest.raises(ConfigError, match="expected a class with from_pretrained"):
         checkpoint.from_pretrained(nn.Linear, folder)  # type: ignore[arg-type]
 

@@ -45,9 +45,9 @@ class Target:
         path = Path(os.path.realpath(path))  # a link stays one
         if path.name.endswith(_INDEX):
             return cls(path.parent, path.name.removesuffix(_INDEX), path, limit or _SHARD)
-        if path.suffix == SUFFIX and not path.is_dir():
+        if path.suffix == SUFFIX and not os.path.isdir(path):
             return cls(path.parent, path.name.removesuffix(SUFFIX), path, limit)
-        if path.suffix and not path.is_dir() and path.suffix[1:].isalpha():
+        if path.suffix and not os.path.isdir(path) and path.suffix[1:].isalpha():
             raise ConfigError(
                 f"{path} ends in {path.suffix}; expected a path that ends in {SUFFIX}, or a folder for shards"
             )
@@ -82,7 +82,7 @@ class Target:
     @contextmanager
     def _locked(self) -> Iterator[None]:
         control = file_control()
-        created = [path for path in (self.folder, *self.folder.parents) if not path.exists()]
+        created = [path for path in (self.folder, *self.folder.parents) if not os.path.exists(path)]
         if self.shard is None and created:
             raise SourceError(f"{self.path} cannot be written: there is no folder {self.folder}")
         self.partial.mkdir(parents=True, exist_ok=True)
