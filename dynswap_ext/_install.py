@@ -14,7 +14,7 @@ from dynswap_ext import _provider, config
 from dynswap_ext._rounds import Rounds
 from dynswap_ext._swap.choices import Choices
 from dynswap_ext._swap.class_swap import ClassNaming, swap_class
-from dynswap_ext._swap.compile_support import release_inputs
+from dynswap_ext._swap.compile_support import flush_graphs
 from dynswap_ext._swap.models import Models
 from dynswap_ext._swap.module_registry import ServedModules, model_of, served_by, serves_any
 from dynswap_ext._swap.optimizers import add_step_listener, keep_scales_on_host, remove_step_listener
@@ -239,7 +239,7 @@ def _computes_on(device: torch.device) -> bool:
 
 def detach(session: Session, model: nn.Module) -> None:
     """Give the modules of a tree that a session serves their own classes back."""
-    release_inputs()
+    flush_graphs()
     give_back(model, session)
     for module in modules_of(model):
         if session_of(module) is session:

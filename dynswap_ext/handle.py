@@ -10,7 +10,7 @@ import torch
 
 from dynswap_ext._install import Install
 from dynswap_ext._provider import obstacle_to_giving_way
-from dynswap_ext._swap.compile_support import release_inputs
+from dynswap_ext._swap.compile_support import flush_graphs
 from dynswap_ext._tuning import Tuning
 from dynswap_ext.profile.recording import Recorder, figures_of
 from dynswap_ext.profile.report import Report
@@ -69,7 +69,7 @@ class Handle:
 
     def stats(self) -> Stats:
         """Return what has been counted so far. Works after an uninstall too."""
-        release_inputs()
+        flush_graphs()
         counters = self._install.session.stats()
         return Stats.from_counters(counters, provider=self.provider, backend=self.backend)
 
@@ -79,7 +79,7 @@ class Handle:
 
     def flush(self) -> None:
         """Write back to the masters what was written on handed-out tensors."""
-        release_inputs()
+        flush_graphs()
         self._install.session.flush()
 
     def retune(self, budget: int | float | str | None = None) -> None:

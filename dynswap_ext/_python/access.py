@@ -67,7 +67,7 @@ class Access(HeldCopies):
             if not torch.compiler.is_compiling():
                 check_mapped(master)
             return master
-        if torch.compiler.is_compiling() or not is_plain(master):
+        if (torch.compiler.is_compiling() and not graph) or not is_plain(master):
             converted = destination.convert(master)
             if isinstance(master, nn.Parameter):
                 converted._is_param = True

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
-from torch import compiler, nn
+from torch import nn
 
 from dynswap_ext._python.calls import namespace_for
 from dynswap_ext._python.destination import Destination
 from dynswap_ext._python.device_copy import Weight
-from dynswap_ext._swap.compile_support import is_packed, live_name
+from dynswap_ext._swap.assigned_buffers import assigned_in_graph, before_name, live_name
+from dynswap_ext._swap.compile_support import fetch, is_packed
 from dynswap_ext._swap.state import STATE_KEY
 from dynswap_ext._util.untraced import untraced
 
@@ -44,18 +46,18 @@ class ModuleState:
         return type(None), ()  # a copied or unpickled state is none
 
 
-class Attribute:
-    """Data descriptor that serves one parameter or buffer name of installed modules."""
+class Attribute(property):
+    """Data descriptor that serves one parameter or buffer name of installed modules.
 
-    __slots__ = ("_live", "_name")
+    A property, whose getter torch.compile traces in place of `__get__`, as the native one is.
+    """
 
     #: What a swap class needs beside its descriptors.
     namespace_for = staticmethod(namespace_for)
 
     def __init__(self, name: str, getter: object) -> None:
-        # torch.compile traces `__get__` itself, not the getter.
+        super().__init__(_traced_getter(name))
         self._name = name
-        self._live = live_name(name)
 
     @untraced
     def __get__(self, module: Any, owner: type | None = None) -> Any:
@@ -73,13 +75,6 @@ class Attribute:
         state = held.get(STATE_KEY)
         if state is None or master is None or name in state.ignored or state.owner() is not module:
             return master
-        if (
-            not is_param
-            and compiler.is_dynamo_compiling()
-            and (module.training or not is_packed(master))
-            and not state.session.destination_of(state, name).holds(master)
-        ):
-            return getattr(module, self._live)  # see Note [Buffers are inputs of a graph]
         training = not is_param and module.training
         return state.session.hand_out(state, name, master, training=training)
 
@@ -91,3 +86,31 @@ class Attribute:
             del module.__dict__[self._name]
         except KeyError:
             raise AttributeError(self._name) from None
+
+
+def _traced_getter(name: str) -> Callable[[Any], Any]:
+    """The function to trace in place of an access to `name`."""
+    live_attribute, before_graph = live_name(name), before_name(name)
+
+    def fetch_traced(module: Any) -> Any:
+        held = module.__dict__
+        is_param = name in held["_parameters"]
+        if is_param:
+            master = held["_parameters"][name]
+        elif name in held["_buffers"]:
+            master = held["_buffers"][name]
+            if assigned_in_graph(module, before_graph, master):
+                return held[name]
+        else:
+            raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'")
+        state = held.get(STATE_KEY)
+        if state is None or master is None or name in state.ignored or state.owner() is not module:
+            return master
+        destination = state.session.destination_of(state, name)
+        if destination.holds(master):
+            return master
+        if not is_param and (module.training or not is_packed(master)):
+            return getattr(module, live_attribute)
+        return fetch(master, destination.device, destination.dtype_for(master))
+
+    return fetch_traced

@@ -18,12 +18,19 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
-from dynswap_ext._swap.compile_support import getter, live, live_name, release_inputs
+from dynswap_ext._swap.assigned_buffers import (
+    as_buffer,
+    before,
+    before_name,
+    forget_assigned,
+    live_name,
+    settle,
+)
+from dynswap_ext._swap.compile_support import flush_graphs, getter, live, release_inputs
 from dynswap_ext._swap.device_moves import staying
 from dynswap_ext._swap.device_queries import Members, as_asked, looked_at
 from dynswap_ext._swap.device_queries import namespace_for as answers_for
 from dynswap_ext._swap.distributed import refuse_sharding
-from dynswap_ext._swap.kept_in_float32 import dtype_of
 from dynswap_ext._swap.master_casts import noting_casts
 from dynswap_ext._swap.module_registry import note_joined
 from dynswap_ext._swap.other_offloading import WATCHED, refuse_hook
@@ -85,6 +92,7 @@ def ensure(swap: type, name: str) -> bool:
         return False
     setattr(owner, name, owner._dynswap_attribute(name, getter(name)))
     setattr(owner, live_name(name), live(name))
+    setattr(owner, before_name(name), before(name))
     becomes = owner.__dict__.get("cls_to_become")
     if becomes is not None:
         ensure(becomes, name)
@@ -222,7 +230,9 @@ def _behaviour_over(base: type) -> type:
             if name in WATCHED:
                 refuse_hook(self, name)
             if isinstance(value, torch.Tensor):
-                value = _as_buffer(self, name, master_of(value))
+                value = as_buffer(self, name, master_of(value))
+            elif value is None:
+                forget_assigned(self, name)
             super().__setattr__(name, value)
             if isinstance(value, nn.Module):
                 _join(self, value)
@@ -328,36 +338,14 @@ def _put_masters(root: nn.Module) -> None:
 def _before_removal(module: Any, name: str) -> None:
     """Make the tensor that a forward was handed out represent its master, which is leaving its module."""
     session = session_of(module)
+    if session is not None:
+        forget_assigned(module, name)
     if session is None or torch.compiler.is_dynamo_compiling() or not session.inside_call():
         return
     for members in ("_parameters", "_buffers"):
         master = vars(module)[members].get(name)
         if master is not None:
             stand_in(getattr(module, name), master)
-
-
-def _as_buffer(module: Any, name: str, value: torch.Tensor) -> torch.Tensor:
-    """What takes a buffer's place where a forward assigns what it computed: a master as the old one was."""
-    session = session_of(module)
-    old = vars(module).get("_buffers", {}).get(name)
-    if session is None or old is None or isinstance(value, nn.Parameter):
-        return value
-    if value.device != session.device:
-        return value
-    compiling = torch.compiler.is_dynamo_compiling()
-    if not compiling and not session.inside_call():
-        return value
-    if compiling:  # a graph cannot ask the session about one weight
-        computed = session.dtype if session.dtype is not None and old.is_floating_point() else old.dtype
-    else:
-        computed = dtype_of(session, module, name, old)
-    if value.dtype == computed and value.shape == old.shape and value is getattr(module, name):
-        return cast(torch.Tensor, old)  # what was handed out, written in place: the master gets that
-    if value.dtype == computed:
-        return value.to(device=old.device, dtype=old.dtype)
-    if session.dtype is not None and not compiling:
-        session.keep_dtype(module, name)  # the old buffer was cast into another one
-    return value.to(device=old.device)
 
 
 def _master_at(module: Any, target: str, members: str, otherwise: Callable[[str], Any]) -> Any:
@@ -375,13 +363,14 @@ def _master_at(module: Any, target: str, members: str, otherwise: Callable[[str]
 def _flush(module: Any) -> None:
     session = session_of(module)
     if session is not None:
-        release_inputs()
+        flush_graphs()
         session.flush()
 
 
 def _flush_module(module: Any) -> None:
     session = session_of(module)
     if session is not None:
+        settle(module)
         release_inputs()
         session.flush_module(module)
 
@@ -390,6 +379,7 @@ def _flush_module(module: Any) -> None:
 def _masters_change(module: Any) -> Iterator[None]:
     """Let the masters of a module be replaced or written inside the block."""
     session = session_of(module)
+    settle(module)
     release_inputs()
     if session is not None and torch.__future__.get_swap_module_params_on_conversion():
         session.release(module)

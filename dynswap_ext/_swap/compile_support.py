@@ -19,11 +19,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import nn
 
+from dynswap_ext._swap.assigned_buffers import (
+    assigned_in_graph,
+    before_name,
+    live_name,
+    settle,
+    settle_all,
+)
 from dynswap_ext._swap.state import STATE_KEY, session_of
 from dynswap_ext._util.untraced import untraced
 
@@ -49,9 +56,10 @@ def release_inputs() -> None:
         _kept.inputs.clear()
 
 
-def live_name(name: str) -> str:
-    """Where a swap class has the attribute of Note [Buffers are inputs of a graph]."""
-    return f"_dynswap_live_{name}"
+def flush_graphs() -> None:
+    """Bring what graphs have assigned and written to the masters."""
+    settle_all()
+    release_inputs()
 
 
 def live(name: str) -> property:
@@ -71,6 +79,7 @@ class _Live(dict[nn.Module, torch.Tensor]):
         session = session_of(module)
         if session is None:  # a copy of an installed module's class, or the module was uninstalled since
             raise AttributeError(f"'{type(module).__name__}' object has no attribute '{self._name}'")
+        settle(module)
         tensor: torch.Tensor = session.fetch_buffer(module, self._name)
         _kept.inputs.setdefault(module, {})[self._name] = tensor
         return tensor
@@ -82,7 +91,7 @@ def is_packed(buffer: torch.Tensor) -> bool:
 
 def getter(name: str) -> Callable[[Any], Any]:
     """The function to trace in place of an access to `name`."""
-    live_attribute = live_name(name)
+    live_attribute, before_graph = live_name(name), before_name(name)
 
     def fetch_traced(module: Any) -> Any:
         held = module.__dict__
@@ -91,6 +100,8 @@ def getter(name: str) -> Callable[[Any], Any]:
             master = parameters[name]
         elif name in held["_buffers"]:
             master = held["_buffers"][name]
+            if assigned_in_graph(module, before_graph, master):
+                return held[name]
         else:
             raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'")
         if master is None or STATE_KEY not in held:
@@ -101,9 +112,17 @@ def getter(name: str) -> Callable[[Any], Any]:
             return master
         if name in held["_buffers"] and (module.training or not is_packed(master)):
             return getattr(module, live_attribute)
-        return _fetch(master, state.device, dtype)
+        return fetch(master, state.device, dtype)
 
     return fetch_traced
+
+
+def fetch(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """What a graph gets for a weight that is not written."""
+    if not master.requires_grad or torch.is_grad_enabled():
+        return cast(torch.Tensor, _fetch(master, device, dtype))
+    with torch.enable_grad():  # a parameter requires gradients under no_grad(), too
+        return cast(torch.Tensor, _fetch(master, device, dtype))
 
 
 def _copied(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
@@ -122,7 +141,12 @@ def _fetch(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> to
         return _copied(master if handed_out is None else handed_out, device, dtype)
 
 
-_fetch.register_fake(_copied)
+@_fetch.register_fake
+def _traced(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    copy = _copied(master, device, dtype)
+    if isinstance(master, nn.Parameter):
+        copy._is_param = True  # code that is traced asks `isinstance(self.weight, nn.Parameter)`
+    return copy
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:

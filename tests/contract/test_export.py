@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+import dynswap_ext
 from conftest import Provider
 from dynswap_ext import ConfigError, testing
 from sample_models import mlp
@@ -47,6 +48,34 @@ def test_torch_export(provider: Provider) -> None:
     testing.assert_bit_equal(exported.module()(x), moved(x))
     testing.assert_bit_equal(model(x), moved(x))
     assert handle.active
+
+
+class Writing(nn.Module):
+    """The values are exact in both dtypes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("cache", torch.arange(3.0))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.cache.copy_(self.cache + x)
+        self.cache[1:].add_(2)
+        return x * self.cache
+
+
+def test_a_strict_export_writes_the_masters(provider: Provider) -> None:
+    model = Writing()
+    moved = testing.moved(model, provider.device, torch.float64)
+    # Not through the fixture, which looks whether all is let go: torch keeps the attributes of a program.
+    handle = dynswap_ext.install(
+        model, device=provider.device, provider=provider.backend, dtype=torch.float64
+    )
+    x = torch.arange(3.0, dtype=torch.float64).to(provider.device)
+    programs = [torch.export.export(m, (x,), strict=True).module() for m in (model, moved)]
+    for _ in range(3):
+        testing.assert_bit_equal(programs[0](x), programs[1](x))
+        testing.assert_bit_equal(model.state_dict()["cache"], moved.cache.to("cpu", torch.float32))
+    handle.uninstall()
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy, pickle.dumps], ids=["copy", "deepcopy", "pickle"])
