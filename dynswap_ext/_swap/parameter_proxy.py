@@ -9,6 +9,7 @@ an access gives an alias of that tensor, of the class below.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -40,6 +41,7 @@ handed_out_again: Final[list[Callable[[torch.Tensor], Fetch | None]]] = []
 
 _plain: Final[Any] = torch.Tensor
 _REGISTER: Final = nn.Module.register_parameter.__code__
+_OPTIMIZE: Final = inspect.unwrap(torch.optim.Optimizer.add_param_group).__code__
 
 
 class ParameterProxy(torch.Tensor):
@@ -122,6 +124,15 @@ class ParameterProxy(torch.Tensor):
         master = master_of(self)
         _plain.requires_grad_(master, requires_grad)
         return self
+
+    @property
+    def is_leaf(self) -> bool:
+        """Whether the master is one, as a parameter is: libraries freeze and train what is a leaf.
+
+        But an optimizer, which would step on the device's values and keep them there, is told the truth.
+        """
+        told = self if sys._getframe(1).f_code is _OPTIMIZE else master_of(self)
+        return _plain.is_leaf.__get__(told)  # type: ignore[no-any-return]
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]
