@@ -84,8 +84,9 @@ class ParameterProxy(torch.Tensor):
                 vars(self)[_TENSOR] = anew
                 _plain.data.__set__(self, _plain.detach(anew))
                 # While this tensor is held, an access gives it, as it would give the parameter itself: peft
-                # merges DoRA through two names of one weight. One of another shape has no graph for that.
-                if anew.shape == shape or not self.requires_grad:
+                # merges DoRA through two names of one weight. One of another shape has no graph for that, and
+                # a master that is handed out as it is keeps nothing of the install.
+                if anew is not master and (anew.shape == shape or not self.requires_grad):
                     vars(anew)[_ALIAS] = weakref.ref(self)
 
     @property
