@@ -127,7 +127,7 @@ class ParameterProxy(torch.Tensor):
         return self
 
     @property
-    def is_leaf(self) -> bool:
+    def is_leaf(self) -> bool:  # type: ignore[override]
         """Whether the master is one, as a parameter is: libraries freeze and train what is a leaf.
 
         But an optimizer, which would step on the device's values and keep them there, is told the truth.
