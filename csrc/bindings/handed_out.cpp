@@ -50,28 +50,13 @@ class HandedOutImpl final : public c10::TensorImpl, public OutsideTheHeap {
     return c10::TensorImpl::shallow_copy_and_detach(std::move(version), allow_metadata_change);
   }
 
-  /// Note [Data assigned in a forward]
-  /// `.data = t` would give the tensor of a forward other bytes, and the master none. So what is assigned is
-  /// written on the bytes that were handed out, and reaches the master as any write does. `w.data -= t`
-  /// assigns the bytes themselves, which were written already. A t of another shape, dtype or device is
-  /// refused. (Outside a forward there is an alias, dynswap_ext/_swap/parameter_proxy.py, which knows the
-  /// master.)
-  void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& assigned) override {
-    const PlainTorch guard;
-    const at::Tensor here = at::Tensor::wrap_tensor_impl(
-        c10::intrusive_ptr<c10::TensorImpl>::unsafe_reclaim_from_nonowning(this));
-    const at::Tensor given = at::Tensor::wrap_tensor_impl(assigned);
-    if (!has_own_bytes(given) || given.scalar_type() != here.scalar_type() ||
-        given.device() != here.device() || given.sizes() != here.sizes()) {
-      throw std::runtime_error(
-          "`.data = t` on a weight of an installed model, inside a forward, takes a t of the weight's shape, "
-          "dtype and device; anything else would be lost, as the tensor is the forward's own. Assign such "
-          "a t outside the forward");
-    }
-    if (given.is_alias_of(here) && given.data_ptr() == here.data_ptr() && given.strides() == here.strides())
-      return;
-    here.copy_(given);
-    bump_version();
+  /// `.data = t` would give the tensor of a forward other bytes and the master none: that is refused, as it
+  /// would be lost. (Outside a forward there is an alias, dynswap_ext/_swap/parameter_proxy.py, which knows
+  /// the master.)
+  void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>&) override {
+    throw std::runtime_error(
+        "`.data = t` on a weight of an installed model, inside a forward, would be lost: the tensor is the "
+        "forward's own. Write in place (`.data.copy_(t)`), or assign outside the forward");
   }
 
  private:

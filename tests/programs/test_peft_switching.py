@@ -7,7 +7,6 @@ modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,7 +16,6 @@ from conftest import Provider
 from dynswap_ext import testing
 from programs import library, seeded
 from test_peft import llama
-from ways import MAPPED, install
 
 peft = library("peft")
 
@@ -85,37 +83,3 @@ def test_adapters_that_take_turns(provider: Provider, tuner: str) -> None:
     moved, handle = provider.pair(model)
     testing.assert_bit_equal(list(switched(model)), list(switched(moved)), "results")
     assert handle.stats().bytes_moved > 0
-
-
-def merged_and_disabled(model: Any) -> Iterator[torch.Tensor]:
-    """A forward of merged layers whose adapters are disabled takes them out again."""
-
-    def output() -> torch.Tensor:
-        with torch.no_grad():
-            logits: torch.Tensor = model(input_ids=TOKENS.to(model.device)).logits
-        return logits
-
-    yield output()
-    for _ in range(2):
-        model.merge_adapter()
-        yield output()
-        with model.disable_adapter():
-            yield output()
-        yield output()
-    model.merge_adapter()
-    yield output()
-    model.unmerge_adapter()
-    yield output()
-    yield from (p.detach().cpu() for p in model.parameters())
-
-
-@pytest.mark.parametrize("tuner", TUNERS)
-@pytest.mark.filterwarnings("ignore::UserWarning")
-def test_merged_and_disabled(provider: Provider, tuner: str, tmp_path: Path) -> None:
-    if not provider.native and provider.device.type != "cpu":
-        pytest.skip("a forward assigns `.data`, which is lost in pure Python")
-    seeded()
-    model = peft.get_peft_model(llama(), TUNERS[tuner]()).eval()
-    moved = testing.moved(model, provider.device, None)
-    install(provider, MAPPED, tmp_path, model)
-    testing.assert_bit_equal(list(merged_and_disabled(model)), list(merged_and_disabled(moved)), "results")
