@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -36,7 +37,7 @@ from dynswap_ext._swap.module_registry import note_joined
 from dynswap_ext._swap.other_offloading import WATCHED, refuse_hook
 from dynswap_ext._swap.parameter_proxy import master_of, stand_in
 from dynswap_ext._swap.parametrized import copy_over, is_copy, made_by_torch
-from dynswap_ext._swap.plain_copies import copiers_for, deep_copied, made_plain, plain_reduction, plain_state
+from dynswap_ext._swap.plain_copies import copiers_for, made_plain, plain_reduction, plain_state
 from dynswap_ext._swap.state import is_scripted, modules_of, original_class, session_of, set_class
 from dynswap_ext._swap.torch_modules import namespace_for
 from dynswap_ext.errors import ConfigError
@@ -290,18 +291,18 @@ def _behaviour_over(base: type) -> type:
                 )
             return self
 
-        # Copies and pickles are plain modules.
-
-        __deepcopy__ = deep_copied
+        # Copies and pickles are plain modules. What no class has by itself (`__deepcopy__`) is not here: a
+        # wrapper that forwards attributes, as peft's do, would copy the module inside in place of itself.
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             _flush_module(self)
             return plain_reduction(self, super().__reduce_ex__(protocol))
 
-        def __getstate__(self) -> Any:
-            _flush_module(self)
-            inherited = getattr(super(), "__getstate__", None)  # `object` has none before Python 3.11
-            return plain_state(vars(self) if inherited is None else inherited())
+        if sys.version_info >= (3, 11):  # since then each class has one
+
+            def __getstate__(self) -> Any:
+                _flush_module(self)
+                return plain_state(super().__getstate__())
 
     return _Swapped
 

@@ -10,6 +10,7 @@ or its class:
 - A property `device` or `dtype` of a module's class is evaluated as it is, and note is taken of the masters
   that it looks at. If it answers the device (the dtype) of one of them, it meant the weights, and the answer
   becomes where (in which dtype) the install computes with that one. Any other answer is the class's own.
+- Within `save_pretrained` such a `dtype` is the masters': it says what is written, and the masters are.
 - ``next(model.parameters()).device`` has no such frame around it. Where its caller is in a forward, or in a
   library of `register_library`, the caller's own instructions say whether it reads nothing else of the
   tensor; then the tensor that it gets answers for the weight. A library's helper that goes through all
@@ -24,6 +25,7 @@ from __future__ import annotations
 
 import dis
 import functools
+import inspect
 import re
 import sys
 import threading
@@ -45,6 +47,8 @@ Members = Callable[[nn.Module], Iterable[tuple[str, Any]]]
 LookedAt = tuple[nn.Module, str, torch.Tensor]
 
 _NAMES: Final = ("device", "dtype")
+#: How libraries call the method that writes a model and, beside it, the dtype to read it in.
+_SAVE: Final = "save_pretrained"
 #: What an answer knows of its weight besides; a condition may ask for it.
 _KNOWN: Final = (
     *_NAMES,
@@ -77,19 +81,39 @@ def register_library(library: str, *askers: str) -> None:
 class _Asking(threading.local):
     #: The masters that the property that is being evaluated has looked at.
     looked: list[LookedAt] | None = None
+    #: Whether a model is being saved.
+    saving: bool = False
 
 
 _asking = _Asking()
 
 
 def namespace_for(cls: type) -> dict[str, Any]:
-    """The properties that a swap class has in place of the original's `device` and `dtype`, if it has any."""
+    """What a swap class has in place of the original's `device`, `dtype` and `save_pretrained`."""
     found = {}
     for name in _NAMES:
         defined = next((base.__dict__[name] for base in cls.__mro__ if name in base.__dict__), None)
         if isinstance(defined, property) and defined.fget is not None:
             found[name] = property(_answering(defined.fget), defined.fset, defined.fdel, defined.__doc__)
-    return found
+    save = inspect.getattr_static(cls, _SAVE, None)
+    return {**found, _SAVE: _saving(save)} if inspect.isfunction(save) else found
+
+
+def _saving(save: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(save)
+    def saved(self: Any, *args: Any, **kwargs: Any) -> Any:
+        outer, _asking.saving = _asking.saving, True
+        try:
+            return save(self, *args, **kwargs)
+        finally:
+            _asking.saving = outer
+
+    return saved
+
+
+def _is_saved(session: Any) -> bool:
+    """Whether the dtype is asked for that a model is written in; a call while it is saved computes."""
+    return _asking.saving and not (session is not None and session.inside_call())
 
 
 def _answering(getter: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -105,18 +129,18 @@ def _answering(getter: Callable[[Any], Any]) -> Callable[[Any], Any]:
             looked = _asking.looked
         finally:
             _asking.looked = outer
+        session, translated = session_of(self), answered
         if looked:
             translated = _translated(answered, looked)
-            session = session_of(self)
             if translated != answered and session is not None:
                 if id(self) not in before:
                     weakref.finalize(self, before.pop, id(self), None).atexit = False
                 before[id(self)] = weakref.ref(session), answered, translated
-            return translated
-        served, said, became = before.get(id(self), (None, None, None))
-        return (
-            became if served is not None and served() is session_of(self) and said == answered else answered
-        )
+        else:
+            served, said, became = before.get(id(self), (None, None, None))
+            if served is not None and served() is session and said == answered:
+                translated = became
+        return answered if isinstance(answered, torch.dtype) and _is_saved(session) else translated
 
     # `torch.compiler.assume_constant_result`, without the second that importing torch._dynamo takes. A graph
     # that uses weights has guards on the masters and on the install anyway. Before torch 2.13 a module could
@@ -181,6 +205,8 @@ def _answers(members: Members, module: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, master
             continue
         device, dtype = _place_of(session, module, name, master)
+        if _is_saved(session):
+            dtype = master.dtype
         there = master.device == device and master.dtype == dtype
         yield name, master if there else _Answer(master, device, dtype)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import sys
 import weakref
 from collections.abc import Callable
@@ -45,6 +46,7 @@ take_to_master: Final[list[Callable[[torch.Tensor], bool]]] = []
 
 _plain: Final[Any] = torch.Tensor
 _REGISTER: Final = nn.Module.register_parameter.__code__
+_OPTIMIZE: Final = inspect.unwrap(torch.optim.Optimizer.add_param_group).__code__
 
 
 class ParameterProxy(torch.Tensor):
@@ -87,8 +89,9 @@ class ParameterProxy(torch.Tensor):
                 vars(self)[_TENSOR] = anew
                 _plain.data.__set__(self, _plain.detach(anew))
                 # While this tensor is held, an access gives it, as it would give the parameter itself: peft
-                # merges DoRA through two names of one weight. One of another shape has no graph for that.
-                if anew.shape == shape or not self.requires_grad:
+                # merges DoRA through two names of one weight. One of another shape has no graph for that, and
+                # a master that is handed out as it is keeps nothing of the install.
+                if anew is not master and (anew.shape == shape or not self.requires_grad):
                     vars(anew)[_ALIAS] = weakref.ref(self)
 
     @property
@@ -127,6 +130,15 @@ class ParameterProxy(torch.Tensor):
         master = master_of(self)
         _plain.requires_grad_(master, requires_grad)
         return self
+
+    @property
+    def is_leaf(self) -> bool:  # type: ignore[override]
+        """Whether the master is one, as a parameter is: libraries freeze and train what is a leaf.
+
+        But an optimizer, which would step on the device's values and keep them there, is told the truth.
+        """
+        told = self if sys._getframe(1).f_code is _OPTIMIZE else master_of(self)
+        return _plain.is_leaf.__get__(told)  # type: ignore[no-any-return]
 
     @property
     def grad_fn(self) -> Any:  # type: ignore[override]

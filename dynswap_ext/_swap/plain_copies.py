@@ -37,7 +37,8 @@ def plain_reduction(module: Any, reduction: Any) -> Any:
         function = original if function is swap else function
         arguments = tuple(original if one is swap else plain_state(one) for one in arguments)
     if rest:
-        rest[0] = plain_state(rest[0])
+        state = plain_state(rest[0])
+        rest[0] = _StateToCopy(state, module) if type(state) is dict else state
     return (function, arguments, *rest)
 
 
@@ -63,12 +64,24 @@ def copiers_for(cls: type, flush: Callable[[Any], None]) -> dict[str, Any]:
     }
 
 
-def deep_copied(module: Any, memo: dict[int, Any]) -> Any:
-    """Return what `copy.deepcopy` makes of an installed module whose class defines no copy of its own."""
-    reconstruct: Any = copy._reconstruct  # type: ignore[attr-defined]
-    copied = reconstruct(module, memo, *module.__reduce_ex__(4))
-    note_copy(module, copied)
-    return copied
+class _StateToCopy(dict[str, Any]):
+    """The state of an installed module in its reduction, by which a copy of the module is noted.
+
+    A `__deepcopy__` on the swap class would do that, too, but a wrapper that forwards attributes, as peft's
+    do, would have it: a copy of the wrapper would be one of the module inside. `copy.deepcopy` puts the copy
+    into the memo before it copies the state. Pickled, it is a plain dictionary.
+    """
+
+    def __init__(self, state: dict[str, Any], module: Any) -> None:
+        super().__init__(state)
+        self._module = module
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
+        note_copy(self._module, memo.get(id(self._module)))
+        return copy.deepcopy(dict(self), memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)
 
 
 def made_plain(module: Any, replica: Any) -> Any:

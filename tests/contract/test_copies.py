@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import io
 import pickle
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -125,3 +127,92 @@ def test_a_copier_of_a_class_gets_the_module_itself(provider: Provider) -> None:
     provider.install(model, dtype=torch.float64)
     replica = copy.copy(model)
     assert type(replica) is CopiesSlots and replica.extra == 7
+
+
+class Forwards(nn.Module):
+    """As wrappers of peft and of torch.compile do."""
+
+    def __init__(self, inside: nn.Module) -> None:
+        super().__init__()
+        self.inside, self.extra = inside, nn.Linear(4, 4)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "inside":
+                raise
+            return getattr(self.inside, name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.extra(self.inside(x))  # type: ignore[no-any-return]
+
+
+COPIES = pytest.mark.parametrize(
+    "copied",
+    [copy.deepcopy, copy.copy, lambda m: pickle.loads(pickle.dumps(m))],
+    ids=["deep", "flat", "pickle"],
+)
+
+
+@COPIES
+def test_a_copy_of_a_wrapper_that_forwards_attributes(
+    provider: Provider, copied: Callable[[nn.Module], nn.Module]
+) -> None:
+    wrapper = Forwards(Plain())
+    provider.install(wrapper.inside, dtype=torch.float32)
+    expected = {name: t.clone() for name, t in wrapper.state_dict().items()}
+    made = copied(wrapper)
+    assert type(made) is Forwards
+    testing.assert_bit_equal(dict(made.state_dict()), expected, "state")
+    assert dynswap_ext.is_installed(made.inside) == (copied is copy.copy)
+    assert dynswap_ext.is_installed(wrapper.inside)
+
+
+def test_a_copy_of_a_compiled_model(provider: Provider) -> None:
+    model = Plain()
+    provider.install(model, dtype=torch.float32)
+    compiled = torch.compile(model, backend="eager")
+    made = copy.deepcopy(compiled)
+    assert type(made) is type(compiled) and not dynswap_ext.is_installed(made._orig_mod)
+    assert made.state_dict().keys() == compiled.state_dict().keys()
+
+
+def test_a_copy_that_joins_an_install_is_cast_as_the_original(provider: Provider) -> None:
+    model = nn.ModuleList([Plain()])
+    provider.install(model, dtype=torch.bfloat16)
+    model.append(copy.deepcopy(model[0]))
+    assert model[1].scale.dtype == torch.bfloat16
+
+
+SAVES: dict[str, Callable[[Any], Any]] = {
+    "pickle": pickle.dumps,
+    "torch.save": lambda object: torch.save(object, io.BytesIO()),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("mapped", [False, True], ids=["in RAM", "mapped"])
+@pytest.mark.parametrize("saved", SAVES.values(), ids=SAVES)
+def test_after_data_was_assigned(
+    provider: Provider, saved: Callable[[Any], Any], mapped: bool, tmp_path: Path
+) -> None:
+    """As peft merges DoRA, IA3 and OFT."""
+    model = Plain()
+    if mapped:
+        testing.map_from_file(model, tmp_path / "masters.pt")
+    handle = provider.install(model, dtype=None if mapped else torch.float64)
+    kept = model.linear.weight
+    for tensor in (kept, model.linear.bias):
+        tensor.data = tensor.data * 2
+    masters = [*model.parameters(), *model.linear.parameters()]
+    for held in (True, False):
+        assert all(not vars(master) for master in masters)
+        saved(model)
+        saved(masters)
+        saved(model.state_dict())
+        if held:
+            del kept, tensor
+    handle.uninstall()
+    assert all(not vars(master) for master in masters)
+    saved(model)

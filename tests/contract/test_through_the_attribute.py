@@ -196,9 +196,33 @@ def test_what_kind_it_is(provider: Provider) -> None:
     assert not isinstance(model.weight.detach(), nn.Parameter)
 
 
-def test_an_optimizer_of_handed_out_tensors_is_refused(provider: Provider) -> None:
-    model = installed(provider)
+@BUDGETS
+def test_what_is_read_outside_a_forward_is_a_leaf(provider: Provider, budget: str | None) -> None:
+    model = installed(provider, budget)
+    assert model.weight.is_leaf and model.weight.requires_grad and model.table.is_leaf
+    assert not (model.weight * 1).is_leaf and model.weight.detach().is_leaf
+    for value in (False, True):
+        model.weight.requires_grad_(value)
+        assert model.weight.is_leaf and model.weight.requires_grad == value
+    before = model.weight
+    model(provider.randn(2, 4)).sum().backward()
+    assert before.is_leaf and before.grad is not None
+
+
+@BUDGETS
+def test_a_master_that_is_no_leaf_is_none(provider: Provider, budget: str | None) -> None:
+    model = installed(provider, budget)
+    del model.weight
+    model.register_buffer("weight", torch.ones(4, 4, requires_grad=True) * 2)
     assert not model.weight.is_leaf
+
+
+@BUDGETS
+def test_an_optimizer_of_handed_out_tensors_is_refused(provider: Provider, budget: str | None) -> None:
+    model = installed(provider, budget)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
+        optimizer.add_param_group({"params": [model.weight]})
     with pytest.raises(ValueError, match="can't optimize a non-leaf Tensor"):
         torch.optim.SGD([model.weight], lr=0.1)
 
