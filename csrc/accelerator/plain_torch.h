@@ -19,12 +19,18 @@ class PlainTorch {
                            c10::DispatchKey::FuncTorchDynamicLayerBackMode})};
 };
 
-/// Whether a tensor's bytes lie in its own storage: it is dense, and no wrapper of functorch's or of
-/// functionalize()'s, nor a class that dispatches to Python.
+/// Whether a tensor has sizes and strides of its own. Not so wrappers of functorch's or of functionalize()'s,
+/// nested tensors (which throw if asked), and classes that dispatch to Python, which may run any code then.
+inline bool has_layout(const c10::TensorImpl& tensor) noexcept {
+  constexpr c10::DispatchKeySet others =
+      c10::functorch_transforms_ks | c10::python_ks |
+      c10::DispatchKeySet({c10::DispatchKey::NestedTensor, c10::DispatchKey::Functionalize});
+  return !tensor.key_set().has_any(others) && tensor.layout() == at::kStrided;
+}
+
+/// Whether a tensor's bytes lie in its own storage. One that is known to be zero has none.
 inline bool has_own_bytes(const at::Tensor& tensor) noexcept {
-  constexpr c10::DispatchKeySet wrapped =
-      c10::functorch_transforms_ks | c10::python_ks | c10::DispatchKeySet(c10::DispatchKey::Functionalize);
-  return !tensor.key_set().has_any(wrapped) && tensor.layout() == at::kStrided && tensor.has_storage();
+  return has_layout(*tensor.unsafeGetTensorImpl()) && tensor.has_storage() && !tensor._is_zerotensor();
 }
 
 /// Shares bytes and version counter with `tensor`, and is no part of its graph. As `detach()`, which would be

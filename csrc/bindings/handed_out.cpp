@@ -81,8 +81,8 @@ at::Tensor copied_to(const at::TensorOptions& options, const at::Tensor& master)
   return staged ? copy.to(options, /*non_blocking=*/true) : copy;
 }
 
-/// Where masters overlap, larger ones are not put together by element: that takes a copy for each access, and
-/// parameters that were tied by their data can be of any size.
+/// Where masters overlap, those of which the copy is larger are not put together by element: that takes a
+/// copy for each access, and parameters that were tied by their data can be of any size.
 constexpr std::size_t kMerged = 1u << 20;
 
 }  // namespace

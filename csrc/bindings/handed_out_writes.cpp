@@ -20,10 +20,10 @@ namespace dynswap {
 
 namespace {
 
-/// The elements in memory order; of a tensor with gaps, those of a copy without.
+/// The elements in memory order; where memory has anything else, those of a copy.
 at::Tensor in_order(const at::Tensor& tensor) {
   at::Tensor whole = tensor;
-  if (!tensor.is_non_overlapping_and_dense())
+  if (!lies_as_copy(tensor))
     whole = at::empty_strided(tensor.sizes(), strides_of_copy(tensor), tensor.options()).copy_(tensor);
   return whole.as_strided({whole.numel()}, {1}, whole.storage_offset());
 }
@@ -152,9 +152,7 @@ std::optional<std::uint32_t> HandedOut::write_back(bool look) {
   postponed_ = !wait_for_users();
   if (postponed_) return std::nullopt;
   const PlainTorch guard;
-  // A dense master's elements, in memory order, are those of its copy; so are those of a dense copy of any
-  // other.
-  const bool dense = master_.is_non_overlapping_and_dense();
+  const bool in_place = lies_as_copy(master_);
   const at::Tensor flat = master_in_order();
   const bool cast = flat.scalar_type() != options_.dtype().toScalarType();
   if (!cast && !look && !before_.defined()) {
@@ -171,9 +169,9 @@ std::optional<std::uint32_t> HandedOut::write_back(bool look) {
     bits.copy_(at::where(differs, bits_of(now.to(flat.scalar_type())), bits));
     if (before_.defined()) note_before(now, flat);
   }
-  if (mapped_ && dense) {
+  if (mapped_ && in_place) {
     write_master(master_, flat, origin_.weight->name);
-  } else if (mapped_ || !dense) {
+  } else if (mapped_ || !in_place) {
     master_.copy_(flat.as_strided(master_.sizes(), strides_of_copy(master_), flat.storage_offset()));
   }
   if (sharing_) {

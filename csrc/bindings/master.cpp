@@ -80,17 +80,18 @@ std::vector<SourcePtr> parts_of(const SourcePtr& source, const Mappings& mapping
 
 }  // namespace
 
-bool copyable(const at::Tensor& master) noexcept {
+bool copyable(const at::Tensor& master) {
   return has_own_bytes(master) && master.is_cpu() &&
          !master.unsafeGetTensorImpl()->has_symbolic_sizes_strides() && !master.is_quantized() &&
-         !master.is_neg() && !master.is_conj() && master.numel() > 0 &&
-         at::has_internal_overlap(master) != at::MemOverlap::Yes &&
+         master.numel() > 0 && at::has_internal_overlap(master) != at::MemOverlap::Yes &&
          scalar_of(master.scalar_type()).has_value();
 }
 
-bool streamable(const at::Tensor& master) noexcept {
-  return copyable(master) && master.is_non_overlapping_and_dense();
+bool lies_as_copy(const at::Tensor& tensor) {
+  return tensor.is_non_overlapping_and_dense() && !tensor.key_set().has_any(kLazyViews);
 }
+
+bool streamable(const at::Tensor& master) { return copyable(master) && lies_as_copy(master); }
 
 c10::DimVector strides_of_copy(const at::Tensor& master) {
   if (master.is_non_overlapping_and_dense()) return c10::DimVector(master.strides());
@@ -128,9 +129,12 @@ at::Tensor read_master(const at::Tensor& master, const std::string& who) {
   const at::Tensor bytes = at::empty({static_cast<std::int64_t>(elements.bytes)}, at::kByte);
   if (!read_mapped(elements.address, bytes.mutable_data_ptr(), elements.bytes))
     throw SourceError(gone(who, elements.address));
-  return at::from_blob(
+  const at::Tensor copy = at::from_blob(
       bytes.mutable_data_ptr(), master.sizes(), master.strides(), [bytes](void*) {},
       at::TensorOptions().dtype(master.dtype()));
+  if (master.is_conj()) copy._set_conj(true);
+  if (master.is_neg()) copy._set_neg(true);
+  return copy;
 }
 
 void write_master(const at::Tensor& master, const at::Tensor& copy, const std::string& who) {
@@ -144,7 +148,7 @@ Mappings mappings_of(const at::Tensor& master) {
   return mapped ? Mappings::of_this_process() : Mappings();
 }
 
-bool has_memory(const at::Tensor& master) noexcept {
+bool has_memory(const at::Tensor& master) {
   if (master.is_meta()) return false;
   if (!has_own_bytes(master) || master.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return true;
   const std::size_t needed = at::detail::computeStorageNbytes(master.sizes(), master.strides(),

@@ -9,6 +9,7 @@
 #include <string>
 #include <utility>
 
+#include "accelerator/plain_torch.h"
 #include "bindings/master_memory.h"
 #include "core/source.h"
 #include "io/elements.h"
@@ -25,6 +26,10 @@ inline std::pair<const c10::StorageImpl*, const void*> memory_of(const c10::Tens
   return {storage, storage == nullptr ? nullptr : storage->_mutable_data_ptr_no_checks().get()};
 }
 
+/// Views whose elements are not what their bytes are: of a conjugate, or of its imaginary part, which torch
+/// negates where it reads them. A copy has neither.
+constexpr c10::DispatchKeySet kLazyViews({c10::DispatchKey::Conjugate, c10::DispatchKey::Negative});
+
 /// Invariant 6 (masters are the truth): a copy is handed out only while all of this is unchanged.
 struct MasterState {
   const c10::TensorImpl* impl = nullptr;  ///< an identity, never dereferenced
@@ -34,6 +39,7 @@ struct MasterState {
   std::uint32_t version = 0;
   bool requires_grad = false;
   at::ScalarType type = at::kByte;
+  c10::DispatchKeySet views;  ///< of kLazyViews, those that it is
   c10::DimVector sizes, strides;
 
   static MasterState of(const c10::TensorImpl& master) {
@@ -46,6 +52,7 @@ struct MasterState {
             version.enabled() ? version.current_version() : 0,
             master.requires_grad(),
             c10::typeMetaToScalarType(master.dtype()),
+            master.key_set() & kLazyViews,
             layout_of(master, &c10::TensorImpl::sizes),
             layout_of(master, &c10::TensorImpl::strides)};
   }
@@ -57,17 +64,18 @@ struct MasterState {
            requires_grad == master.requires_grad() && same_layout(master);
   }
 
-  /// Whether dtype, sizes and strides are the same. `p.data = p.data.t()` changes them, but not the place.
+  /// Whether the bytes mean the same elements. `p.data = p.data.t()` changes that, but not the place, and so
+  /// does `p.data = p.data.conj()`.
   bool same_layout(const c10::TensorImpl& master) const noexcept {
-    return type == c10::typeMetaToScalarType(master.dtype()) &&
-           (!has_layout(master) || (master.sizes() == sizes && master.strides() == strides));
+    return type == c10::typeMetaToScalarType(master.dtype()) && views == (master.key_set() & kLazyViews) &&
+           (!has_sizes(master) || (master.sizes() == sizes && master.strides() == strides));
   }
 
   /// Whether tensor, memory and layout are those of `other`; the content may have changed.
   bool same_elements(const MasterState& other) const noexcept {
     return impl == other.impl && storage == other.storage && data == other.data &&
-           storage_offset == other.storage_offset && type == other.type && sizes == other.sizes &&
-           strides == other.strides;
+           storage_offset == other.storage_offset && type == other.type && views == other.views &&
+           sizes == other.sizes && strides == other.strides;
   }
 
   /// Whether the tensor is the same and its memory is where it was; its content may have changed.
@@ -82,23 +90,18 @@ struct MasterState {
   }
 
  private:
-  /// Whether it has sizes and strides that can be asked for: some tensors have none, and some run code then.
-  static bool has_layout(const c10::TensorImpl& master) noexcept {
-    constexpr c10::DispatchKeySet others =
-        c10::functorch_transforms_ks | c10::python_ks |
-        c10::DispatchKeySet({c10::DispatchKey::NestedTensor, c10::DispatchKey::Functionalize});
-    return !master.has_symbolic_sizes_strides() && !master.key_set().has_any(others) &&
-           master.layout() == at::kStrided;
+  static bool has_sizes(const c10::TensorImpl& master) noexcept {
+    return !master.has_symbolic_sizes_strides() && has_layout(master);
   }
 
   static c10::DimVector layout_of(const c10::TensorImpl& master,
                                   at::IntArrayRef (c10::TensorImpl::*part)() const) {
-    if (!has_layout(master)) return {};
+    if (!has_sizes(master)) return {};
     return c10::DimVector((master.*part)());
   }
 
   static std::int64_t offset_of(const c10::TensorImpl& master) noexcept {
-    return master.has_symbolic_sizes_strides() ? 0 : master.storage_offset();
+    return has_sizes(master) ? master.storage_offset() : 0;
   }
 
   bool same_memory(const c10::TensorImpl& master) const noexcept {
@@ -119,11 +122,14 @@ struct PageCacheShare {
 };
 
 /// A master's bytes can be moved as they lie in memory: plain, dense, of a type that the engine knows.
-bool streamable(const at::Tensor& master) noexcept;
+bool streamable(const at::Tensor& master);
 
 /// torch can copy a master's bytes, and copy them back: in RAM, plain and strided, each element once, of a
-/// type that the engine knows, however they lie.
-bool copyable(const at::Tensor& master) noexcept;
+/// type that the engine knows, however they lie, also where it conjugates or negates what it reads.
+bool copyable(const at::Tensor& master);
+
+/// A strided tensor's memory has its elements and nothing else, as they are.
+bool lies_as_copy(const at::Tensor& tensor);
 
 /// The strides of a master's copy: its own if it is dense, else those that `.to()` gives its copies.
 c10::DimVector strides_of_copy(const at::Tensor& master);
@@ -137,10 +143,10 @@ std::shared_ptr<MemoryWatch> watch_of(const at::Tensor& master, bool mapped);
 /// Whether a master's memory is mapped from a file (Note [A mapping outlives its file's end]).
 bool is_mapped(const at::Tensor& master, const Mappings& mappings);
 
-/// A copy of a mapped master in ordinary memory, with its strides. `who` is its name. Throws SourceError if
-/// the memory is gone. Runs under PlainTorch.
+/// A copy of a mapped master's bytes in ordinary memory, as the same kind of view. `who` is its name. Throws
+/// SourceError if the memory is gone. Runs under PlainTorch.
 at::Tensor read_master(const at::Tensor& master, const std::string& who);
-/// Writes such a copy, of a dense master, to its memory. Throws SourceError.
+/// Writes such a copy, of a master that lies_as_copy(), to its memory. Throws SourceError.
 void write_master(const at::Tensor& master, const at::Tensor& copy, const std::string& who);
 
 /// Where the bytes of a streamable master are: a range of the file that it is mapped from, else RAM.
@@ -155,7 +161,7 @@ Mappings mappings_of(const at::Tensor& master);
 
 /// Its elements are somewhere: neither is it on `meta`, nor has its storage been resized to less than it
 /// needs.
-bool has_memory(const at::Tensor& master) noexcept;
+bool has_memory(const at::Tensor& master);
 
 /// In which dtype a floating master is handed out, if the session has one.
 enum class Casting : std::uint8_t {

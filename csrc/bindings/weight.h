@@ -63,7 +63,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
     as_is,     ///< the master is where and what is asked for already
     streamed,  ///< by the engine; copied at each access until the engine's plan knows it
     copied,    ///< by torch, to memory of its own: bytes in RAM that the engine cannot move as they lie (gaps
-               ///< between them, a cast that only torch knows)
+               ///< between them, a cast that only torch knows, views of a conjugate)
     wrapped,   ///< its inner tensors, which are weights; it is put together around them
     sliced,  ///< its slices along the first dimension, which are weights (dynswap_ext/_swap/expert_slices.py)
     converted,  ///< by torch's own `.to()` at each access, and nothing written on that reaches the master:

@@ -211,6 +211,11 @@ class Access(HeldCopies):
         )
 
 
+def _is_expanded(master: torch.Tensor) -> bool:
+    """Whether some elements are one and the same: what is written on a copy cannot be taken to them."""
+    return any(not step and size > 1 for step, size in zip(master.stride(), master.shape, strict=True))
+
+
 def take_over(new: Weight, old: Weight) -> None:
     """A weight in another's place goes on with its counts."""
     if new is not old and not new.counts.copied_before:
@@ -223,7 +228,8 @@ def is_plain(master: torch.Tensor) -> bool:
     return (
         type(master) in (torch.Tensor, nn.Parameter)
         and master.layout is torch.strided
-        and not master.is_quantized
+        and not (master.is_quantized or master.is_nested or master._is_zerotensor())
+        and not (0 in master.stride() and _is_expanded(master))
         and not torch._C._functorch.is_functorch_wrapped_tensor(master)
         and not torch._C._are_functorch_transforms_active()
         and not has_tangent(master)

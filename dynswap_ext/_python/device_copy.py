@@ -33,7 +33,8 @@ from dynswap_ext._util.untraced import untraced
 overlaps: Final[Overlaps[Weight]] = Overlaps()
 #: The sequence number that torch gives AccumulateGrad.
 _AT_ONCE: Final = 2**64 - 1
-#: Where masters overlap, larger ones are not put together by element, which takes a copy of each.
+#: Where masters overlap, those of which the copy is larger are not put together by element, which takes a
+#: copy of each (native: kMerged in csrc/bindings/handed_out.cpp).
 _MERGED: Final = 1 << 20
 
 
@@ -110,7 +111,7 @@ class DeviceCopy:
         with torch.inference_mode(False), torch.no_grad():
             self.data: torch.Tensor = self.destination.convert(master.detach())
             #: What was copied, where other masters have some of its bytes: what differs was written here.
-            merged = master.nbytes <= _MERGED and weight.overlapping()
+            merged = self.data.nbytes <= _MERGED and weight.overlapping()
             self.before = master.detach().clone() if merged else None
         self.stream = _current_stream(self.destination.device)
         #: Other streams that were given the bytes.
@@ -356,7 +357,7 @@ def _identity(master: torch.Tensor) -> tuple[Any, ...]:
     """What changes when the master's content does; version None means that it cannot be told."""
     version = None if master.is_inference() else master._version
     where = master.untyped_storage()._cdata, master.data_ptr()
-    return version, *where, master.dtype, master.shape, master.stride()
+    return version, *where, master.dtype, master.shape, master.stride(), master.is_conj(), master.is_neg()
 
 
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -364,6 +365,7 @@ _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
     """The same elements as integers, so that NaN equals NaN and 0.0 is not -0.0."""
+    tensor = tensor.resolve_conj().resolve_neg()
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor)
     if not tensor.is_floating_point():

@@ -85,7 +85,8 @@ def _fused(module: nn.Module) -> int:
     sizes = {
         parameter.shape[0]
         for parameter in module._parameters.values()
-        if parameter is not None and not is_lazy(parameter) and parameter.dim() >= _FUSED_DIMENSIONS
+        if not (parameter is None or is_lazy(parameter) or parameter.is_nested)
+        and parameter.dim() >= _FUSED_DIMENSIONS
     }
     if not sizes:
         return 0

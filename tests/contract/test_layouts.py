@@ -28,10 +28,16 @@ def transposed_with_gaps(values: Tensor) -> Tensor:
     return gaps_in_rows(values.t().contiguous()).t() if values.dim() == 2 else gaps_in_rows(values)
 
 
+def imaginary_part_of_conjugate(values: Tensor) -> Tensor:
+    """What torch negates where it reads it."""
+    return torch.complex(torch.zeros_like(values), -values).conj().imag
+
+
 LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
     "gaps in rows": gaps_in_rows,
     "gaps between all": gaps_between_all,
     "transposed with gaps": transposed_with_gaps,
+    "negated": imaginary_part_of_conjugate,
 }
 WRITES: dict[str, Callable[[Tensor], object]] = {
     "in place": lambda w: w.mul_(2),  # exact: a tensor that is held keeps what was written unrounded
@@ -223,3 +229,29 @@ def test_the_graph_has_what_a_forward_wrote_on_a_copy(
     moved(expected).sum().backward()
     model(x).sum().backward()
     testing.assert_bit_equal(x.grad, expected.grad, "gradient")
+
+
+def test_what_is_written_on_a_conjugate_reaches_the_master(provider: Provider) -> None:
+    values = torch.complex(torch.arange(6.0), torch.arange(6.0) - 2)
+    model = nn.Module()
+    model.register_buffer("angles", values.clone())
+    provider.install(model)
+    model.get_buffer("angles").data = values.conj()
+    testing.assert_bit_equal(model.angles, values.conj().resolve_conj().to(provider.device), "as it is now")
+    model.angles[2] = 3 + 4j
+    expected = values.conj().resolve_conj()
+    expected[2] = 3 + 4j
+    testing.assert_bit_equal(model.state_dict()["angles"].resolve_conj(), expected, "what was written")
+
+
+def test_a_write_on_a_copy_of_an_expanded_master_ends_with_the_copy(provider: Provider) -> None:
+    """No element of the master has room for it; no other weight is the worse for it."""
+    model = nn.Module()
+    model.register_buffer("repeated", torch.ones(4).expand(3, 4))
+    model.register_buffer("other", torch.ones(4))
+    provider.install(model, dtype=torch.float64)
+    with torch.no_grad():
+        model.repeated[1] = 5.0
+    testing.assert_bit_equal(model.other, torch.ones(4, dtype=torch.float64, device=provider.device), "other")
+    ones = torch.ones(3, 4, dtype=torch.float64, device=provider.device)
+    testing.assert_bit_equal(model.repeated, ones, "the next access")

@@ -305,3 +305,19 @@ def test_random_slices_of_one_tensor(provider: Provider, budget: str | None, see
         for index in range(len(kinds)):
             found = getattr(model, f"w{index}").detach().cpu()
             testing.assert_bit_equal(found, plain.master(index).detach().to(dtype), f"w{index}, {step}")
+
+
+def test_large_overlapping_slices_keep_what_both_wrote_in_a_narrower_dtype(provider: Provider) -> None:
+    """The size of the copies decides: 0.75 MiB each, of masters of 1.5 MiB."""
+    flat = torch.zeros(600_000)
+    model = nn.Module()
+    model.register_buffer("first", flat[:400_000])
+    model.register_buffer("second", flat[200_000:])
+    provider.install(model, dtype=torch.bfloat16)
+    with torch.no_grad():
+        first, second = model.first, model.second
+        first[300_000] = 1.0
+        second[200_000] = 2.0
+        del first, second
+    model.state_dict()
+    assert flat[300_000] == 1 and flat[400_000] == 2 and flat.count_nonzero() == 2
