@@ -104,9 +104,10 @@ class HandedOut : public OutsideTheHeap {
 
   /// Writes back what was written in place. Does nothing if nothing was. If the master has been written
   /// itself since, that stands (masters are the truth), and the session is told what is lost. Returns the
-  /// master's version after a write. Note [Written on any stream]: it reads what the streams have written
-  /// that used the tensor, whatever stream is current where the tensor dies. During a capture of one of them
-  /// it does nothing. `look`: the bytes tell whether it was written.
+  /// master's version after a write.
+  /// Note [Written on any stream]: it reads what the streams have written that used the tensor, whatever
+  /// stream is current where the tensor dies. During a capture of one of them it does nothing.
+  /// `look`: the bytes tell whether it was written.
   std::optional<std::uint32_t> write_back(bool look = false);
 
   /// Queues the copy to the host that the next write_back() will take, on the device's current stream, so

@@ -14,6 +14,7 @@ attribute that the tracer does not look into, and reads anew: see Note [Buffers 
 
 from __future__ import annotations
 
+import threading
 import weakref
 from typing import Any, Final, cast
 
@@ -25,7 +26,9 @@ from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.untraced import untraced
 
 #: Modules whose buffers a graph has looked at.
+#: LOCK: `_looking`; a set that grows cannot be gone through.
 _seen: Final[weakref.WeakSet[nn.Module]] = weakref.WeakSet()
+_looking: Final = threading.Lock()
 
 
 def before_name(name: str) -> str:
@@ -52,7 +55,8 @@ class _Before(dict[nn.Module, torch.Tensor]):
 
     @untraced
     def __missing__(self, module: nn.Module) -> torch.Tensor | None:
-        _seen.add(module)
+        with _looking:
+            _seen.add(module)
         return module._buffers.get(self._name)
 
 
@@ -119,7 +123,9 @@ def forget_assigned(module: Any, name: str) -> None:
 @untraced
 def settle_all() -> None:
     """Settle the modules of every install."""
-    for module in list(_seen):
+    with _looking:
+        modules = list(_seen)
+    for module in modules:
         settle(module)
 
 

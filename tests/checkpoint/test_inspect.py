@@ -160,8 +160,11 @@ def test_table(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pyte
     assert whole.count("layers.") >= 65 and "layers.17.up" in whole
 
 
-def test_a_summary_is_printed_as_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "m.safetensors"
+def test_a_summary_is_printed_as_a_table(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = Path("m.safetensors")  # a long one is shortened
     save_file({f"layers.{i}.weight": torch.ones(16, 16) for i in range(200)}, path)
     found = checkpoint.summary(path)
     assert cli.main(["show", str(path)]) == 0
