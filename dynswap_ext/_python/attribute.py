@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from dynswap_ext._python.calls import namespace_for
 from dynswap_ext._python.destination import Destination
 from dynswap_ext._python.device_copy import Weight
-from dynswap_ext._swap.assigned_buffers import assigned_in_graph, before_name, live_name
-from dynswap_ext._swap.compile_support import fetch, is_packed
+from dynswap_ext._swap.compile_support import getter
 from dynswap_ext._swap.state import STATE_KEY
 from dynswap_ext._util.untraced import untraced
 
@@ -55,8 +54,8 @@ class Attribute(property):
     #: What a swap class needs beside its descriptors.
     namespace_for = staticmethod(namespace_for)
 
-    def __init__(self, name: str, getter: object) -> None:
-        super().__init__(_traced_getter(name))
+    def __init__(self, name: str, _: object) -> None:
+        super().__init__(getter(name, _place_of))
         self._name = name
 
     @untraced
@@ -88,29 +87,10 @@ class Attribute(property):
             raise AttributeError(self._name) from None
 
 
-def _traced_getter(name: str) -> Callable[[Any], Any]:
-    """The function to trace in place of an access to `name`."""
-    live_attribute, before_graph = live_name(name), before_name(name)
-
-    def fetch_traced(module: Any) -> Any:
-        held = module.__dict__
-        is_param = name in held["_parameters"]
-        if is_param:
-            master = held["_parameters"][name]
-        elif name in held["_buffers"]:
-            master = held["_buffers"][name]
-            if assigned_in_graph(module, before_graph, master):
-                return held[name]
-        else:
-            raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'")
-        state = held.get(STATE_KEY)
-        if state is None or master is None or name in state.ignored or state.owner() is not module:
-            return master
-        destination = state.session.destination_of(state, name)
-        if destination.holds(master):
-            return master
-        if not is_param and (module.training or not is_packed(master)):
-            return getattr(module, live_attribute)
-        return fetch(master, destination.device, destination.dtype_for(master))
-
-    return fetch_traced
+def _place_of(module: nn.Module, name: str, master: torch.Tensor) -> tuple[torch.device, torch.dtype] | None:
+    """On which device, and in which dtype, a module is served its master of this name; None: as it is."""
+    state = module.__dict__.get(STATE_KEY)
+    if state is None or name in state.ignored or state.owner() is not module:
+        return None
+    destination = state.session.destination_of(state, name)
+    return None if destination.holds(master) else (destination.device, destination.dtype_for(master))

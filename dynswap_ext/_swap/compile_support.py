@@ -89,30 +89,43 @@ def is_packed(buffer: torch.Tensor) -> bool:
     return not (buffer.is_floating_point() or buffer.is_complex()) and buffer.nbytes > _PACKED_BYTES
 
 
-def getter(name: str) -> Callable[[Any], Any]:
+#: On which device, and in which dtype, a module is served its master of this name. None: as it is.
+PlaceOf = Callable[[nn.Module, str, torch.Tensor], tuple[torch.device, torch.dtype] | None]
+
+
+def _place_in_session(
+    module: nn.Module, _: str, master: torch.Tensor
+) -> tuple[torch.device, torch.dtype] | None:
+    """The native provider's: a graph cannot ask its session about one weight."""
+    held = module.__dict__
+    if STATE_KEY not in held:
+        return None
+    state = held[STATE_KEY]
+    dtype = state.dtype if state.dtype is not None and master.is_floating_point() else master.dtype
+    return None if master.device == state.device and master.dtype == dtype else (state.device, dtype)
+
+
+def getter(name: str, place_of: PlaceOf = _place_in_session) -> Callable[[Any], Any]:
     """The function to trace in place of an access to `name`."""
     live_attribute, before_graph = live_name(name), before_name(name)
 
     def fetch_traced(module: Any) -> Any:
         held = module.__dict__
-        parameters = held["_parameters"]
-        if name in parameters:
-            master = parameters[name]
+        is_param = name in held["_parameters"]
+        if is_param:
+            master = held["_parameters"][name]
         elif name in held["_buffers"]:
             master = held["_buffers"][name]
             if assigned_in_graph(module, before_graph, master):
                 return held[name]
         else:
             raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'")
-        if master is None or STATE_KEY not in held:
+        place = None if master is None else place_of(module, name, master)
+        if place is None:
             return master
-        state = held[STATE_KEY]
-        dtype = state.dtype if state.dtype is not None and master.is_floating_point() else master.dtype
-        if master.device == state.device and master.dtype == dtype:
-            return master
-        if name in held["_buffers"] and (module.training or not is_packed(master)):
+        if not is_param and (module.training or not is_packed(master)):
             return getattr(module, live_attribute)
-        return fetch(master, state.device, dtype)
+        return fetch(master, *place)
 
     return fetch_traced
 
