@@ -1,9 +1,10 @@
-"""A stack of equal layers at a chosen compute:copy, against max(compute, bytes / bandwidth), on a GPU.
+"""A stack of equal layers at chosen compute:copy, against max(compute, bytes / bandwidth), on a GPU.
 
-Masters are in RAM. The bandwidth of copies from pinned memory, the resident model, dynswap under two budgets
-(a ring of three layers, a quarter of the model), the classic hook and accelerate's cpu_offload are measured
-in this one run, on the same weights and input. While dynswap's passes are timed,
-`torch.cuda.set_sync_debug_mode("error")` turns a host synchronisation into an exception.
+Masters are in RAM. The bandwidth of copies from pinned memory, the resident model, dynswap under three
+budgets (a ring of three layers, a quarter of the model, and "auto" where little more than half has room),
+the classic hook and accelerate's cpu_offload are measured in this one run, on the same weights and input.
+While dynswap's passes are timed, `torch.cuda.set_sync_debug_mode("error")` turns a host synchronisation into
+an exception.
 
 On the CPU (`--device cpu`, which proves that the script works) weights are cast on the way, so that they
 move.
@@ -12,6 +13,7 @@ move.
 from __future__ import annotations
 
 import copy
+import gc
 import importlib
 import statistics
 import sys
@@ -31,6 +33,9 @@ from dynswap_ext._util.clock import timing_event
 from dynswap_ext.demo.run import install_hook, uninstall_hook
 from dynswap_ext.planning.rates import pinned_bandwidth
 
+_DTYPE = torch.bfloat16
+_SCRATCH = 16 << 20
+
 
 class Stack(nn.Module):
     def __init__(self, width: int, layers: int, dtype: torch.dtype) -> None:
@@ -45,8 +50,9 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Setting:
-    """What stays the same for all baselines."""
+    """What stays the same for all baselines of a ratio."""
 
+    name: str
     device: torch.device
     dtype: torch.dtype
     passes: int
@@ -54,13 +60,14 @@ class Setting:
     layer_bytes: int  # on the device
     layers: int
     bandwidth: float
+    scratch: int  # bytes beside the budget, of casts
 
 
 @dataclass(frozen=True)
 class Timing:
     seconds: list[float]
     peak_bytes: int  # allocated on the device
-    output: Tensor
+    output: Tensor  #: in RAM: on the device it would be in the next peak
 
     @property
     def median(self) -> float:
@@ -79,7 +86,7 @@ def run_passes(model: nn.Module, setting: Setting, *, warm_up: int = 3, silent: 
                 start = time.perf_counter()
                 output = model(setting.input)
                 seconds.append(time.perf_counter() - start)
-            return Timing(seconds, 0, output)
+            return Timing(seconds, 0, output.cpu())
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         marks = [timing_event() for _ in range(setting.passes + 1)]
@@ -90,7 +97,7 @@ def run_passes(model: nn.Module, setting: Setting, *, warm_up: int = 3, silent: 
                 mark.record()
         torch.cuda.synchronize()
         seconds = [left.elapsed_time(right) / 1e3 for left, right in pairwise(marks)]
-        return Timing(seconds, torch.cuda.max_memory_allocated(), output)
+        return Timing(seconds, torch.cuda.max_memory_allocated(), output.cpu())
 
 
 @contextmanager
@@ -132,60 +139,77 @@ def tokens_for(
 def main() -> int:
     options = parser(__doc__)
     options.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    options.add_argument("--ratio", type=float, default=1.0, help="compute:copy of a layer")
+    options.add_argument("--ratio", type=float, nargs="+", default=[1.0], help="compute:copy of a layer")
     options.add_argument("--width", type=int, default=8192)
     options.add_argument("--layers", type=int, default=24)
     options.add_argument("--passes", type=int, default=10)
     options.add_argument(
-        "--cast", action="store_true", help="masters are float32, so that twice the bytes travel"
+        "--cast",
+        action="store_true",
+        help="the last ratio once more with masters in float32, so that twice the bytes travel",
     )
     options.add_argument("--ours", action="store_true", help="the resident model and dynswap alone")
     given = options.parse_args()
     if given.tiny:
         given.width, given.layers, given.passes = 1024, 8, 2
     device = torch.device(given.device)
-    dtype = torch.bfloat16
-    stored = torch.float32 if given.cast or device.type == "cpu" else dtype
-    record = Record(f"gpu_stack_{given.ratio:g}{'_cast' if given.cast else ''}", given.tiny)
-    native = native_available(given.device)
-
-    torch.manual_seed(0)
-    model = Stack(given.width, given.layers, stored)
-    layer_bytes = given.width * given.width * dtype.itemsize
     bandwidth = pinned_bandwidth(device) if device.type == "cuda" else float("inf")
-    moved_of_layer = given.width * given.width * min(stored.itemsize, dtype.itemsize)
-    rows = tokens_for(given.ratio, given.width, device, dtype, moved_of_layer / bandwidth)
-    setting = Setting(
-        device=device,
-        dtype=dtype,
-        passes=given.passes,
-        input=torch.randn(rows, given.width).to(device, dtype),
-        layer_bytes=layer_bytes,
-        layers=given.layers,
-        bandwidth=bandwidth,
-    )
-    record.figures["setting"] = {
-        "rows": rows,
-        "layer_bytes": layer_bytes,
-        "layers": given.layers,
-        "pinned_bytes_per_second": bandwidth,
-        "stored": str(stored),
-        "dtype": str(dtype),
-    }
-    resident = measure_resident(model, setting, record)
-    measure_installed(model, setting, resident, record, native)
-    record.write(given.output)
-    if not given.ours:
-        measure_classic(model, setting, resident, record)
+    record = Record("gpu_stack", given.tiny)
+    record.figures["pinned_bytes_per_second"] = bandwidth
+    cases = [(ratio, False) for ratio in given.ratio]
+    if given.cast:
+        cases.append((given.ratio[-1], True))
+    for ratio, cast in cases:
+        torch.manual_seed(0)
+        stored = torch.float32 if cast or device.type == "cpu" else _DTYPE
+        model = stack(given.width, given.layers, stored, device)
+        layer_bytes = given.width * given.width * _DTYPE.itemsize
+        moved_of_layer = given.width * given.width * min(stored.itemsize, _DTYPE.itemsize)
+        rows = tokens_for(ratio, given.width, device, _DTYPE, moved_of_layer / bandwidth)
+        setting = Setting(
+            name=f"{ratio:g}{', cast' if cast else ''}",
+            device=device,
+            dtype=_DTYPE,
+            passes=max(2, round(given.passes / max(1.0, ratio))),
+            input=torch.randn(rows, given.width).to(device, _DTYPE),
+            layer_bytes=layer_bytes,
+            layers=given.layers,
+            bandwidth=bandwidth,
+            scratch=_SCRATCH if cast else 0,
+        )
+        record.figures[setting.name] = {
+            "rows": rows,
+            "layer_bytes": layer_bytes,
+            "layers": given.layers,
+            "stored": str(stored),
+            "dtype": str(_DTYPE),
+        }
+        resident = measure_resident(model, setting, record)
+        measure_installed(model, setting, resident, record, native_available(given.device))
         record.write(given.output)
-        measure_accelerate(model, setting, resident, record)
+        if not given.ours and not cast:
+            measure_classic(model, setting, resident, record)
+            record.write(given.output)
+            measure_accelerate(model, setting, resident, record)
+            record.write(given.output)
+        del model
     return record.finish(given.output)
+
+
+def stack(width: int, layers: int, dtype: torch.dtype, device: torch.device) -> Stack:
+    """A stack in RAM; its values are drawn on the device, which is quicker by far."""
+    with torch.device("meta"):
+        model = Stack(width, layers, dtype)
+    for layer in model.layers:
+        drawn = torch.empty(width, width, dtype=dtype, device=device).normal_(std=width**-0.5)
+        layer.weight = nn.Parameter(drawn.cpu(), requires_grad=False)
+    return model
 
 
 def measure_resident(model: Stack, setting: Setting, record: Record) -> Timing:
     on_device = copy.deepcopy(model).to(setting.device, setting.dtype)
     timing = run_passes(on_device, setting)
-    note(record, "resident", timing)
+    note(record, f"{setting.name}: resident", timing)
     return timing
 
 
@@ -193,34 +217,67 @@ def measure_installed(model: Stack, setting: Setting, resident: Timing, record: 
     weights = setting.layer_bytes * setting.layers
     activations = max(0, resident.peak_bytes - weights)
     ring = 3 * setting.layer_bytes
-    for label, budget in {"ring of 3": ring, "1/4": max(weights // 4, ring)}.items():
-        with dynswap_ext.install(
-            model, device=setting.device, dtype=setting.dtype, budget=budget, prefetch=2
-        ) as handle:
-            run_passes(model, setting, warm_up=1)
+    cuda = native and setting.device.type == "cuda"
+    budgets: dict[str, int | str] = {"ring of 3": ring, "1/4": max(weights // 4, ring)}
+    if cuda:
+        budgets["auto, room for half"] = "auto"
+    for label, budget in budgets.items():
+        # Besides the output that each pass leaves, the first of these calls has to guess its activations.
+        room = weights // 2 + 2 * activations + setting.scratch
+        begun = time.perf_counter()
+        with (
+            room_for(room, setting) if budget == "auto" else nullcontext(),
+            dynswap_ext.install(
+                model, device=setting.device, dtype=setting.dtype, budget=budget, prefetch=2
+            ) as handle,
+        ):
+            install_seconds = time.perf_counter() - begun
+            run_passes(model, setting, warm_up=2 if budget == "auto" else 1)
             handle.reset_stats()
             before = handle.stats()
             timing = run_passes(model, setting, warm_up=0, silent=native)
             after = handle.stats()
         moved = (after.bytes_moved - before.bytes_moved) / setting.passes
         limit = max(resident.median, moved / setting.bandwidth)
-        name = f"dynswap, budget {label}"
+        name = f"{setting.name}: dynswap, budget {label}"
         note(
-            record, name, timing, stats=after.__dict__, limit_seconds=limit, budget=budget, moved_bytes=moved
+            record,
+            name,
+            timing,
+            stats=after.__dict__,
+            limit_seconds=limit,
+            budget=budget,
+            moved_bytes=moved,
+            install_seconds=install_seconds,
         )
-        cuda = native and setting.device.type == "cuda"
         record.bar(f"{name}: time / limit", timing.median / limit, at_most=1.05 if cuda else None)
         equal = torch.equal(timing.output, resident.output)
         record.bar(f"{name}: output equal to the resident model's, to the bit", equal, at_least=1)
         record.bar(f"{name}: bytes moved a pass / bytes of the model", moved / weights)
-        if cuda:
+        if not cuda:
+            continue
+        if isinstance(budget, int):
             record.bar(
                 f"{name}: peak allocated / (budget + activations)",
-                timing.peak_bytes / (budget + activations),
+                timing.peak_bytes / (budget + activations + setting.scratch),
                 at_most=1.0,
             )
-            synchronisations = after.host_synchronisations - before.host_synchronisations
-            record.bar(f"{name}: host synchronisations", synchronisations, at_most=0)
+        synchronisations = after.host_synchronisations - before.host_synchronisations
+        record.bar(f"{name}: host synchronisations", synchronisations, at_most=0)
+
+
+@contextmanager
+def room_for(size: int, setting: Setting) -> Iterator[None]:
+    """Let torch's allocator take that many bytes more, and refuse the rest."""
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(setting.device).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
 
 
 def measure_classic(model: Stack, setting: Setting, resident: Timing, record: Record) -> None:
@@ -229,8 +286,8 @@ def measure_classic(model: Stack, setting: Setting, resident: Timing, record: Re
         timing = run_passes(model, setting, warm_up=1)
     finally:
         uninstall_hook(model)
-    note(record, "classic hook", timing)
-    record.bar("classic hook: time / resident", timing.median / resident.median)
+    note(record, f"{setting.name}: classic hook", timing)
+    record.bar(f"{setting.name}: classic hook: time / resident", timing.median / resident.median)
 
 
 def measure_accelerate(model: Stack, setting: Setting, resident: Timing, record: Record) -> None:
@@ -247,8 +304,8 @@ def measure_accelerate(model: Stack, setting: Setting, resident: Timing, record:
         timing = run_passes(offloaded, setting, warm_up=1)
     finally:
         hooks.remove_hook_from_submodules(offloaded)
-    note(record, "accelerate cpu_offload", timing)
-    record.bar("accelerate cpu_offload: time / resident", timing.median / resident.median)
+    note(record, f"{setting.name}: accelerate cpu_offload", timing)
+    record.bar(f"{setting.name}: accelerate cpu_offload: time / resident", timing.median / resident.median)
 
 
 def note(record: Record, name: str, timing: Timing, **more: Any) -> None:

@@ -1,16 +1,19 @@
 """Everything that needs a GPU, with one command: `python benchmarks/gpu_suite.py`.
 
-Parts: the build, the tests of tests/cuda (which may not be skipped), compute-sanitizer's memcheck and
-racecheck where it is installed, the bandwidth of the bus, access, install, a stack of layers at compute:copy
-0.2, 1 and 5 and with a cast, a checkpoint streamed from disk, loading onto the device, the peers, training
-steps, and the contract's tests on the GPU.
+Parts, what tells most in a second first: the build, a model that gets to the device in every way there is,
+the tests of tests/cuda (which may not be skipped), residents that give way over expandable segments, the
+bandwidth of the bus, a stack of layers at compute:copy 0.2, 1 and 5 and with a cast, a checkpoint streamed
+from disk, loading onto the device, the contract's tests, the peers, training steps, access, install, and
+compute-sanitizer's memcheck.
 
-The whole ends within `--time-limit` seconds. Each part is a process of its own with its share of that time;
-what it leaves over is shared by all later parts, and at its limit it is ended. The record is written before
-and after each part, so that a run that is cut off leaves what it had. A table of all parts comes last.
+`--check` says what is missing here, and for which parts, before any time is spent. The whole ends within
+`--time-limit` seconds. Each part is a process of its own with its share of that time; what it leaves over is
+shared by all later parts, and at its limit it is ended. The record is written before and after each part, so
+that a run that is cut off leaves what it had. A table of all parts comes last.
 
-`--dry-run` runs every part on the CPU at tiny sizes, which proves that they start. Of the build it runs what
-comes before the compiler.
+Needs Python, torch and a CUDA toolkit; parts that need more (pytest, safetensors, accelerate) are left out
+without it. `--dry-run` runs every part on the CPU at tiny sizes, which proves that they start. Of the build
+it runs what comes before the compiler.
 """
 
 from __future__ import annotations
@@ -26,8 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from common import Record, parser
 from dynswap_ext.demo.model import cache_folder
@@ -35,7 +36,6 @@ from suite_parts import (
     BARS,
     FAILED,
     LATE,
-    OK,
     ROOT,
     SKIPPED,
     STOPPED,
@@ -54,7 +54,7 @@ HERE = Path(__file__).resolve().parent
 _RESERVE = 6.0
 _LEAST = 3.0  # a part with less time than this cannot even import torch
 _SHOWN_OF_FAILED = 25  # lines
-_COLOURS = {OK: "green", BARS: "yellow", SKIPPED: "dim"}
+_RATIOS = ("--ratio", "0.2", "5", "1", "--cast")
 
 _NATIVE = (
     "import sys, torch; from dynswap_ext import _provider; "
@@ -67,7 +67,7 @@ def build(dry_run: bool) -> Part:
     python = sys.executable
     info, said = [python, "-m", "dynswap_ext", "info"], "CUDA backend"
     if dry_run:  # the toolkit, the sources and the flags are put together; nothing is compiled
-        return Part("build", ([python, "setup.py", "build_ext", "--help"], info), share=180, line=said)
+        return Part("build", ([python, "setup.py", "build_ext", "--help"], info), share=80, line=said)
     major, minor = torch.cuda.get_device_capability()
     environment = {
         "DYNSWAP_CUDA": "1",
@@ -76,65 +76,85 @@ def build(dry_run: bool) -> Part:
     }
     compiling = [python, "setup.py", "build_ext", "--inplace"]
     commands = (compiling, info, [python, "-c", _NATIVE])
-    return Part("build", commands, share=180, environment=environment, line=said)
+    return Part("build", commands, share=80, environment=environment, line=said)
 
 
-def tests(dry_run: bool) -> tuple[Part, Part]:
-    """Those that were written for a GPU, and every other that has a GPU's provider as a parameter."""
-    pytest = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider"]
+def absent(*modules: str) -> str:
+    """Which of these cannot be imported, for `Part.missing`."""
+    names = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not installed" if names else ""
+
+
+def pytests(name: str, *arguments: str, share: float, dry_run: bool, **environment: str) -> Part:
+    """Tests that may not be skipped for want of a GPU; a dry run only collects them."""
+    command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--tb=short"]
     # A module that cannot be imported costs its own tests alone; a test that hangs says where.
-    pytest += ["--continue-on-collection-errors", "-o", "faulthandler_timeout=60"]
-    demand = {"DYNSWAP_REQUIRE_CUDA": "1"}
-    missing = "" if importlib.util.find_spec("pytest") else "pytest is not installed"
-    at_once = ["-n", str(min(8, os.cpu_count() or 1))] if importlib.util.find_spec("xdist") else []
-    only_names = ["--collect-only"] if dry_run else []  # `make test-cuda` runs them on a pretend device
-    every = only_names or at_once
-    contract = [*pytest, "tests", "--ignore=tests/cuda", "-k", "cuda", *every]
-    return (
-        Part("tests", ([*pytest, "tests/cuda", *only_names],), share=80, environment=demand, missing=missing),
-        Part("contract tests", (contract,), share=80, environment=demand, missing=missing),
-    )
+    command += ["--continue-on-collection-errors", "-o", "faulthandler_timeout=60", *arguments]
+    if dry_run:  # `make test-cuda` runs them on a pretend device
+        command += ["--collect-only"]
+    elif not absent("xdist") and "-n" not in arguments:
+        command += ["-n", str(min(12, os.cpu_count() or 1)), "--dist", "worksteal"]
+    environment = {"DYNSWAP_REQUIRE_CUDA": "1", "OMP_NUM_THREADS": "1", **environment}
+    needs = absent("pytest", "hypothesis")
+    return Part(name, (command,), share=share, environment=environment, missing=needs, line=" in ")
 
 
-def sanitizer(tool: str, dry_run: bool) -> Part:
-    """A small stack of layers under one of compute-sanitizer's tools; alone, in a dry run."""
+def memcheck(dry_run: bool) -> Part:
+    """A small stack of layers under compute-sanitizer; alone, in a dry run.
+
+    Each tensor has memory of the driver's own: within torch's blocks no overrun would be seen.
+    """
     device = "cpu" if dry_run else "cuda"
     small = [sys.executable, str(HERE / "gpu_stack.py"), "--device", device, "--tiny", "--cast", "--ours"]
     found = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    wrapper = [] if dry_run else [found or "", "--tool", tool, "--error-exitcode", "9"]
+    # What asks the driver for what it may refuse is no error.
+    options = ["--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
+    wrapper = [] if dry_run else [found or "", *options]
     missing = "" if dry_run or found else "compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin"
-    return Part(f"sanitizer {tool}", ([*wrapper, *small],), share=30, missing=missing, line="SUMMARY")
+    return Part(
+        "memcheck",
+        ([*wrapper, *small],),
+        share=40,
+        environment={"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"},
+        missing=missing,
+        line="SUMMARY",
+    )
 
 
 def parts(dry_run: bool, folder: str) -> list[Part]:
     device = "cpu" if dry_run else "cuda"
 
     def script(
-        name: str, *more: str, share: float, shows: tuple[str, ...], part: str = "", limit: str = ""
+        name: str,
+        *more: str,
+        share: float,
+        shows: tuple[str, ...],
+        part: str = "",
+        limit: str = "",
+        needs: str = "",
     ) -> Part:
         tiny = ["--tiny"] if dry_run else []
         command = [sys.executable, str(HERE / f"{name}.py"), "--device", device, *tiny, *more]
-        return Part(part or name, (command,), share, "--output", limit, shows=shows)
+        return Part(part or name, (command,), share, "--output", limit, missing=needs, shows=shows)
 
-    def stack(ratio: str, *more: str, part: str) -> Part:
-        return script(
-            "gpu_stack", "--ratio", ratio, *more, part=part, share=18, shows=("time / limit", "accelerate")
-        )
+    def tested(name: str, *arguments: str, share: float, **environment: str) -> Part:
+        return pytests(name, *arguments, share=share, dry_run=dry_run, **environment)
 
     on_disk, size = ["--folder", folder], [] if dry_run else ["--size", "gpu"]
-    first, contract = tests(dry_run)
+    semantics = sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("tests/test_semantics_*.py"))
     return [
         build(dry_run),
-        first,
-        sanitizer("memcheck", dry_run),
-        sanitizer("racecheck", dry_run),
+        script("gpu_smoke", part="smoke", share=45, shows=("differ",)),
+        tested("tests", "tests/cuda", share=50),
+        tested(
+            "expandable segments",
+            "tests/cuda/test_giving_way_on_a_card.py",
+            *("-n", "0"),
+            share=35,
+            PYTORCH_ALLOC_CONF="expandable_segments:True",
+        ),
         script("bandwidth", share=12, shows=("GB/s", "registered")),
-        script("access", share=10, shows=("native, copy",)),
-        script("install", share=10, shows=("native: us",)),
-        stack("0.2", part="stream 0.2"),
-        stack("1", part="stream 1"),
-        stack("5", part="stream 5"),
-        stack("1", "--cast", part="stream 1, cast"),
+        script("gpu_stack", *_RATIOS, part="stack", share=120, shows=("time / limit",)),
         script(
             "stream",
             *on_disk,
@@ -142,8 +162,17 @@ def parts(dry_run: bool, folder: str) -> list[Part]:
             part="checkpoint",
             share=45,
             shows=("/ dd", "/ copies", "/ limit", "equal"),
+            needs=absent("safetensors"),
         ),
-        script("load", *on_disk, "--size", "1GB", "--rounds", "1", share=35, shows=("GB/s", "skeleton: ms")),
+        script(
+            "load",
+            *on_disk,
+            *("--size", "1GB", "--rounds", "1"),
+            share=35,
+            shows=("GB/s", "skeleton: ms"),
+            needs=absent("safetensors"),
+        ),
+        tested("contract tests", "tests/contract", *semantics, "-k", "native-cuda", share=75),
         script("peers", *on_disk, *size, share=140, shows=("/ limit",), limit="--total"),
         script(
             "train",
@@ -152,7 +181,9 @@ def parts(dry_run: bool, folder: str) -> list[Part]:
             share=60,
             shows=("/ limit", "gradients are right", "/ resident"),
         ),
-        contract,
+        script("access", share=10, shows=("native, copy",)),
+        script("install", share=10, shows=("native: us",)),
+        memcheck(dry_run),
     ]
 
 
@@ -170,19 +201,23 @@ def tells(part: Part, result: Result) -> str:
     return "\n".join(words) if words else last_line(result.output)
 
 
-def table(done: list[tuple[Part, Result]]) -> Table:
-    shown = Table(title="gpu_suite", title_justify="left", show_edge=False, pad_edge=False)
-    shown.add_column("part", no_wrap=True)
-    shown.add_column("state", no_wrap=True)
-    shown.add_column("s", justify="right", no_wrap=True)
-    shown.add_column("limit", justify="right", no_wrap=True)
-    shown.add_column("figures", overflow="fold")
+def table(done: list[tuple[Part, Result]]) -> str:
+    """A row for each part; of figures, a line each."""
+    width = max((len(part.name) for part, _ in done), default=4)
+    rows = [f"{'part':<{width}}  {'state':<11}  {'s':>4}  {'limit':>5}  figures"]
     for part, result in done:
-        colour = _COLOURS.get(result.state, "red")
-        figures = tells(part, result).replace("[", r"\[")
-        state = f"[{colour}]{result.state}[/]"
-        shown.add_row(part.name, state, f"{result.seconds:.0f}", f"{result.limit_seconds:.0f}", figures)
-    return shown
+        seconds = f"{result.seconds:>4.0f}  {result.limit_seconds:>5.0f}"
+        begin = f"{part.name:<{width}}  {result.state:<11}  {seconds}  "
+        first, *more = tells(part, result).splitlines() or [""]
+        rows += [begin + first, *(" " * len(begin) + line for line in more)]
+    return "\n".join(["gpu_suite", *(row.rstrip() for row in rows)])
+
+
+def check(chosen: list[Part]) -> int:
+    """Say what would be left out here; the status is 1 if anything would."""
+    for part in chosen:
+        print(f"{part.name:<20} {part.missing or 'ready'}")
+    return int(any(part.missing for part in chosen))
 
 
 class Suite:
@@ -242,6 +277,7 @@ def main() -> int:
     stop_on_signals()
     options = parser(__doc__)
     options.add_argument("--dry-run", action="store_true", help="on the CPU, at tiny sizes")
+    options.add_argument("--check", action="store_true", help="say what is missing here, and run nothing")
     options.add_argument("--only", help="names of parts, comma-separated, by their beginning")
     options.add_argument(
         "--time-limit", type=float, default=540, help="seconds for all of it (default: %(default)s)"
@@ -256,6 +292,8 @@ def main() -> int:
     record = Record("gpu_suite", dry_run)
     with tempfile.TemporaryDirectory(dir=given.folder) as folder:
         chosen = choose(parts(dry_run, folder), given.only)
+        if given.check:
+            return check(chosen)
         suite = Suite(chosen, record, given.output, begun + given.time_limit - _RESERVE)
         status = 0
         try:
@@ -266,8 +304,7 @@ def main() -> int:
     written = record.write(given.output, complete=not status)
     if written:
         print(f"written to {written}")
-    console = Console(width=None if sys.stdout.isatty() else 120, highlight=False)
-    console.print(table(suite.done))
+    print(table(suite.done))
     came = [result.state for _, result in suite.done]
     return status or int(any(state in (FAILED, LATE, BARS, STOPPED) for state in came))
 

@@ -79,6 +79,8 @@ def stop_on_signals() -> None:
 
 def limit_of(part: Part, later: Sequence[Part], remaining: float) -> float:
     """Seconds for a part: its share of what remains. What earlier parts left over is shared by all later."""
+    if part.missing:
+        return 0.0
     waiting = sum(each.share for each in (part, *later) if not each.missing)
     return max(0.0, remaining) * part.share / waiting
 
