@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -13,14 +14,13 @@ from torch import nn
 from dynswap_ext import _provider, config
 from dynswap_ext._rounds import Rounds
 from dynswap_ext._swap.choices import Choices
-from dynswap_ext._swap.class_swap import ClassNaming, swap_class
-from dynswap_ext._swap.compile_support import flush_graphs
+from dynswap_ext._swap.class_swap import ClassNaming, swap_class, take_pending
 from dynswap_ext._swap.models import Models
-from dynswap_ext._swap.module_registry import ServedModules, model_of, served_by, serves_any
+from dynswap_ext._swap.module_registry import ServedModules, masters_of, model_of, served_by, serves_any
 from dynswap_ext._swap.optimizers import add_step_listener, keep_scales_on_host, remove_step_listener
-from dynswap_ext._swap.parametrized import give_back
+from dynswap_ext._swap.parametrized import apply_to_originals, rebase_on_originals
 from dynswap_ext._swap.protocol import Hooks, Session
-from dynswap_ext._swap.state import is_scripted, modules_of, name_in, session_of
+from dynswap_ext._swap.state import is_scripted, modules_of, name_in, session_of, sessions_of
 from dynswap_ext._swap.torch_modules import put_masters_back
 from dynswap_ext._tuning import Tuner, smaller_budget
 from dynswap_ext._util.listing import listed
@@ -77,6 +77,7 @@ class Install(ServedModules):
                 call_begins=_call_begins,
                 call_failed=_call_failed,
                 choices=self._choices,
+                masters=masters_of,
             ),
         )
         self.tuner = Tuner(self.session, options.budget, automatic=options.automatic)
@@ -102,8 +103,12 @@ class Install(ServedModules):
             f"budget {show_budget(self.tuner.budget, automatic=self.tuner.automatic)}"
         )
 
-    def begin(self, model: nn.Module) -> None:
-        """Swap the tree, or nothing on an error. An automatic budget shrinks until there is memory."""
+    def draft(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
+        """Plan for the modules of a tree, and change none of them, whichever installs serve them.
+
+        An automatic budget shrinks if it has to. What refuses an install refuses it here, except for want of
+        memory on the device, and warnings about the plan that the user has made errors.
+        """
         refused: dict[type, None] = {}
 
         def swap(cls: type) -> type | None:
@@ -114,37 +119,69 @@ class Install(ServedModules):
                 refused[cls] = None
             return made
 
+        earlier = sessions_of(modules)
+        take_pending()
+        apply_to_originals(modules, earlier)
+        for session in earlier:
+            session.flush()
         try:
-            self.session.attach(model, swap)
+            self.session.draft(model, swap)
         except (BudgetError, OutOfMemoryError) as error:
-            budget = self.options.budget
-            if not self.options.automatic or budget is None:
-                raise
-            logger.info("a budget of %s does not work: %s", format_bytes(budget), error)
-            self.close_session()
-            smaller = smaller_budget(budget) if isinstance(error, OutOfMemoryError) else None
-            self.options = replace(self.options, budget=smaller)
-            self._open()
-            return self.begin(model)
-        self.serve(model)
+            self._shrink(error)
+            return self.draft(model, modules)
+        if refused:
+            names = ", ".join(cls.__qualname__ for cls in refused)
+            warn(f"these classes cannot be subclassed, so their modules are not installed: {names}")
+
+    def begin(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
+        """Serve the modules of the draft, all at once, in place of the installs that serve them now.
+
+        An automatic budget shrinks until the device has memory for it.
+        """
+        served = [module for module in modules if session_of(module) is not None]
+        classes = apply_to_originals(modules, sessions_of(served))
+        self.serve(model, modules)
+        no_room: OutOfMemoryError | None = None
+        try:
+            self.session.begin()
+        except OutOfMemoryError as error:
+            no_room = error  # the modules are served, and each access copies
+        rebase_on_originals(classes)
+        for module in served:
+            if session_of(module) is None:
+                put_masters_back(module)
+        if no_room is not None:
+            self.forget()
+            self._shrink(no_room)
+            self.draft(model, modules)
+            return self.begin(model, modules)
         if self.options.progress:
             serving = functools.partial(serves_any, self.session)
             self._first_pass = FirstPass(self.session, serving, self.options.progress)
         if self.options.device.type != "cpu":
             keep_scales_on_host(_computes_on)
-        if refused:
-            names = ", ".join(cls.__qualname__ for cls in refused)
-            warn(f"these classes cannot be subclassed, so their modules are not installed: {names}")
+
+    def _shrink(self, error: BudgetError | OutOfMemoryError) -> None:
+        """Open a session with a smaller budget, where the budget is automatic; else raise the error."""
+        budget = self.options.budget
+        if not self.options.automatic or budget is None:
+            raise error
+        logger.info("a budget of %s does not work: %s", format_bytes(budget), error)
+        self.close_session()
+        smaller = smaller_budget(budget) if isinstance(error, OutOfMemoryError) else None
+        self.options = replace(self.options, budget=smaller)
+        self._open()
 
     def begin_again(self, model: nn.Module | None) -> None:
         """Put an install back, over the tree that it served, after another one failed to replace it."""
         if model is not None:
-            detach(self.session, model)
             self.end()
             before, present = self.tuner, self.tuner.budget
             self.options = replace(self.options, budget=present, automatic=before.automatic)
             self._open()
-            self.begin(model)
+            modules = modules_of(model)
+            self.draft(model, modules)
+            self.begin(model, modules)
             self.tuner.follow(before)
 
     def retune(self, budget: int | float | str | None) -> None:
@@ -195,6 +232,14 @@ class Install(ServedModules):
                     detach(self.session, found)
             self.end()
 
+    def give_up(self) -> None:
+        """End an install that was refused, once those that it had replaced serve again."""
+        self.undo()
+        if self._first_pass is not None:
+            self._first_pass.stop()
+        self.close_session()
+        self.forget()
+
     def end_if_over(self, *, replaced_by: Install | None = None) -> None:
         """End the install, unless modules are still served."""
         if replaced_by is not None:
@@ -239,9 +284,10 @@ def _computes_on(device: torch.device) -> bool:
 
 def detach(session: Session, model: nn.Module) -> None:
     """Give the modules of a tree that a session serves their own classes back."""
-    flush_graphs()
-    give_back(model, session)
-    for module in modules_of(model):
+    take_pending()
+    modules = modules_of(model)
+    rebase_on_originals(apply_to_originals(modules, {session}))
+    for module in modules:
         if session_of(module) is session:
             put_masters_back(module)
     session.detach(model)

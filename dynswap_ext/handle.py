@@ -10,6 +10,7 @@ import torch
 
 from dynswap_ext._install import Install
 from dynswap_ext._provider import obstacle_to_giving_way
+from dynswap_ext._swap.class_swap import take_pending
 from dynswap_ext._swap.compile_support import flush_graphs
 from dynswap_ext._tuning import Tuning
 from dynswap_ext.profile.recording import Recorder, figures_of
@@ -79,7 +80,7 @@ class Handle:
 
     def flush(self) -> None:
         """Write back to the masters what was written on handed-out tensors."""
-        flush_graphs()
+        take_pending()
         self._install.session.flush()
 
     def retune(self, budget: int | float | str | None = None) -> None:

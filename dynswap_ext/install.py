@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
@@ -17,8 +17,7 @@ from dynswap_ext._swap import distributed, other_offloading
 from dynswap_ext._swap.choices import Choices
 from dynswap_ext._swap.class_swap import ClassNaming
 from dynswap_ext._swap.models import Installable, as_tree, models_in
-from dynswap_ext._swap.protocol import Session
-from dynswap_ext._swap.state import is_scripted, modules_of, name_in, session_of
+from dynswap_ext._swap.state import is_scripted, modules_of, name_in, session_of, sessions_of
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.log import log_to_stderr, logger
 from dynswap_ext._util.memory import exact_bytes, format_bytes
@@ -54,7 +53,8 @@ def install(
 
     The model still owns its masters: `parameters()`, `state_dict()` and optimizers see them as before.
     A second install of the model, of a part of it or of a larger tree replaces the settings of the first
-    for the modules that both cover; installs never nest.
+    for the modules that both cover; installs never nest. With the same device and dtype, forwards of other
+    threads go on undisturbed, as they do if an install is refused.
 
     Parameters
     ----------
@@ -100,8 +100,8 @@ def install(
         extension.
     strict_budget : bool
         Raise `BudgetError` where handed-out tensors that are kept leave no room within the budget.
-        Default: allocate outside it, count the bytes (``overflow_bytes``, the most at one time) and warn
-        once.
+        Default: allocate outside it, count the bytes (``overflow_bytes``, the most at one time) and, if
+        `budget` is not ``"minimum"``, warn once.
     keep : str or sequence of str
         Names of weights that stay on the device from their first use on, within the budget. The name of a
         module means all weights in it, and ``*`` matches any characters: ``"text_encoder"``, ``"*.norm*"``.
@@ -159,13 +159,11 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
         provider = _provider.select(options.provider, options.device)
         choices = Choices(options.keep, options.ignore)
         choices.survey(model)
-        scripted, serving = _survey(model, choices)
+        modules = modules_of(model)
+        scripted = _survey(model, modules, choices)
         made = Install(options, provider, choices, naming)
-        before = [(other, other.everything()) for other in map(install_of, serving) if other is not None]
-        replaced = _take_out(model, serving)
-        try:
-            made.begin(model)
-            # A warning may be an error, after which the model is as it was.
+        try:  # a warning may be an error, after which the model is as it was
+            made.draft(model, modules)
             if made.session.sampled_bytes:
                 _warn_of_sampling()
             if scripted:
@@ -173,12 +171,21 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
                     f"{scripted} TorchScript module(s) are left as they are: their weights are not streamed, "
                     "and have to be on the compute device"
                 )
-            _warn_of_no_effect(made, model, type(given).__name__)
         except BaseException:
-            made.undo()
             made.close_session()
-            for other, what in before:
-                other.begin_again(what)
+            raise
+        replaced = [other for session in sessions_of(modules) if (other := install_of(session)) is not None]
+        before = [(other, other.everything()) for other in replaced]
+        try:
+            made.begin(model, modules)
+            _warn_of_no_effect(made, modules, type(given).__name__, scripted)
+        except BaseException:
+            made.close_session()
+            try:
+                for other, what in before:
+                    other.begin_again(what)
+            finally:
+                made.give_up()
             raise
         for other in replaced:
             other.end_if_over(replaced_by=made)
@@ -187,12 +194,15 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
     return Handle(made)
 
 
-def _warn_of_no_effect(made: Install, model: nn.Module, name: str) -> None:
-    """Warn if an install has no effect, or if `prefetch` has less effect than it asks for."""
+def _warn_of_no_effect(made: Install, modules: Sequence[nn.Module], name: str, scripted: int) -> None:
+    """Warn if an install has no effect, or if `prefetch` has less effect than it asks for.
+
+    The weights of `scripted` modules are none of the install's. There was a warning of their own.
+    """
     plan, options = made.session.stats(), made.options
-    if not any(True for module in modules_of(model) for _ in own_masters(module)):
+    if not scripted and not any(own_masters(module) for module in modules):
         warn(f"{name} has no weights, so nothing is streamed: it computes as it did before")
-    _warn_of_weights_there(made, model)
+    _warn_of_weights_there(made, modules)
     streamed = plan["groups"] - plan["resident_groups"]
     one_at_a_time = streamed and plan["depth"] < min(1, options.prefetch)
     if options.keep and plan["resident_bytes"] and one_at_a_time and made.session.provider == "native":
@@ -230,18 +240,19 @@ def _warn_of_room_that_keep_takes(made: Install) -> None:
     )
 
 
-def _warn_of_weights_there(made: Install, model: nn.Module) -> None:
+def _warn_of_weights_there(made: Install, modules: Sequence[nn.Module]) -> None:
     """Warn if most of the weights are where the model computes already: nothing of them is saved there."""
     device = made.session.device
     if device.type == "cpu":
         return
     there = every = 0
-    for module in modules_of(model):
+    for module in modules:
         for name, master, _ in () if is_scripted(type(module)) else own_masters(module):
             if is_lazy(master) or made.session.ignores(module, name):
                 continue
-            every += master.nbytes
-            there += master.nbytes if master.device == device else 0
+            size = master.numel() * master.element_size()  # sparse tensors refuse to tell `nbytes`
+            every += size
+            there += size if master.device == device else 0
     if there > every // 2:
         warn(
             f"{format_bytes(there)} of {format_bytes(every)} of weights are on {device} already: they stay "
@@ -255,8 +266,9 @@ def _warn_of_sampling() -> None:
     warn(
         "the kernel does not track writes to some masters, so writes that bump no version (`p.data[i] = x`, "
         "NumPy) are detected by sampling: optimizers' steps are seen, but a write to a few elements can be "
-        "missed. Write in a way that bumps it (`with torch.no_grad(): p[i] = x`), or use "
-        "Linux 6.7 or later with userfaultfd allowed, and masters that are not in shared memory"
+        "missed. Write in a way that bumps it (`with torch.no_grad(): p[i] = x`), or use Linux 6.7 or later "
+        "with userfaultfd allowed, and masters in ordinary memory: neither shared nor from `pin_memory()` "
+        "(an install page-locks them where they are)"
     )
 
 
@@ -277,8 +289,12 @@ def uninstall(model: _Given) -> _Given:
     """
     with lock:
         tree = as_tree(model)
-        for other in _take_out(tree, _sessions_of(modules_of(tree))):
-            other.end_if_over()
+        serving = sessions_of(modules_of(tree))
+        for session in serving:
+            detach(session, tree)
+        for session in serving:
+            if (other := install_of(session)) is not None:
+                other.end_if_over()
     return model
 
 
@@ -290,16 +306,14 @@ def is_installed(model: Installable) -> bool:
     return all(session_of(module) is not None for module in models_in(as_tree(model)).values())
 
 
-def _survey(model: nn.Module, choices: Choices) -> tuple[int, set[Session]]:
-    """Look at a tree before an install: how many TorchScript modules it has, and which sessions serve it.
+def _survey(model: nn.Module, modules: Sequence[nn.Module], choices: Choices) -> int:
+    """Look at a tree before an install, and return how many TorchScript modules it has.
 
     Raises ConfigError if a master holds no data, or if the tree is sharded.
     """
-    modules = modules_of(model)
     plain = [module for module in modules if not is_scripted(type(module))]
-    for module in plain:
-        distributed.refuse_to_install(module)
-        other_offloading.refuse_to_install(module)
+    distributed.refuse_to_install(plain)
+    other_offloading.refuse_to_install(plain)
     meta = [
         master
         for module in plain
@@ -313,15 +327,4 @@ def _survey(model: nn.Module, choices: Choices) -> tuple[int, set[Session]]:
             "the install, for instance with dynswap_ext.checkpoint.load(model, path); if accelerate's hooks "
             "put them there, remove those first"
         )
-    return len(modules) - len(plain), _sessions_of(plain)
-
-
-def _sessions_of(modules: Iterable[nn.Module]) -> set[Session]:
-    return {session for module in modules if (session := session_of(module)) is not None}
-
-
-def _take_out(model: nn.Module, serving: set[Session]) -> list[Install]:
-    """Detach the modules of a tree from the installs that serve them, and return those installs."""
-    for session in serving:
-        detach(session, model)
-    return [install for session in serving if (install := install_of(session)) is not None]
+    return len(modules) - len(plain)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
-from dynswap_ext._python.device_copy import bits
+from dynswap_ext._swap.changed_elements import bits
 from dynswap_ext._util.dtypes_as_loaded import dtypes_as_loaded
 from dynswap_ext.handle import Handle
 

@@ -47,6 +47,11 @@ from dynswap_ext import _provider, testing
 from dynswap_ext import config as dynswap_config
 from gpu_under_test import Gpu
 
+if not torch.backends.flags_frozen():
+    # A convolution's gradients are else summed in any order. Once, before a library that a test imports takes
+    # torch.testing's common_utils, which lets nobody set the flags from then on.
+    torch.backends.cudnn.deterministic = True
+
 #: The type of device besides the CPU: "cuda", or that of the pretend device.
 ACCELERATOR = pretend_cuda.device_type()
 accelerator = torch.get_device_module(ACCELERATOR)

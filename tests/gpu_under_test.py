@@ -159,7 +159,13 @@ class Gpu:
 
     @contextmanager
     def room_for(self, size: int) -> Iterator[None]:
-        """Let torch's allocator take that many bytes more, and refuse the rest."""
+        """Let torch's allocator take that many bytes more, and refuse the rest.
+
+        cuBLAS has taken its workspace (32 MiB on recent devices) before that, for the current stream.
+        """
+        for dtype in (torch.float32, torch.float64):
+            torch.mm(*(torch.ones(8, 8, dtype=dtype, device=self.device) for _ in range(2)))
+        self.synchronise()
         self._module.empty_cache()
         total = self._module.mem_get_info(self.device)[1]
         share = (self._module.memory_reserved(self.device) + size) / total

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import abc
 import copy
+import functools
 import gc
 import inspect
 import io
+import operator
 import pickle
 import weakref
 from typing import Any, Generic, TypeVar
@@ -54,16 +56,134 @@ def test_one_per_class_and_provider() -> None:
 
 
 def test_the_cache_keeps_no_class_alive() -> None:
-    class Local(nn.Linear):
+    class Meta(type):
+        pass
+
+    class Local(nn.Linear, metaclass=Meta):
         pass
 
     model = Local(2, 2)
     with dynswap_ext.install(model, provider="python", device="cpu"):
         pass
-    watch = weakref.ref(Local)
-    del Local, model
+    watches = weakref.ref(Local), weakref.ref(Meta)
+    del Local, Meta, model
     gc.collect()
-    assert watch() is None
+    assert [watch() for watch in watches] == [None, None]
+
+
+def test_it_counts_as_its_original() -> None:
+    class Other(Attribute):
+        pass
+
+    class Meta(type):
+        """Whose classes are equal if their names are."""
+
+        def __eq__(cls, other: object) -> bool:
+            return isinstance(other, type) and cls.__name__ == other.__name__
+
+        def __hash__(cls) -> int:
+            return hash(cls.__name__)
+
+    class ByName(nn.Linear, metaclass=Meta):
+        pass
+
+    class Abstract(nn.Linear, abc.ABC):
+        pass
+
+    for cls in (Documented, ByName, Abstract):
+        made, others = swap_class(cls, Attribute), swap_class(cls, Other)
+        assert made is not None and others is not None
+        assert made == cls and cls == made and made == others and not operator.ne(made, cls)
+        assert made is not cls and made is not others
+        assert hash(made) == hash(cls) == hash(others)
+        assert {cls: 1}[made] == {made: 1}[cls] == {others: 1}[made] == 1
+        assert made in (nn.ReLU, cls) and made not in (nn.ReLU, nn.Linear)
+        assert made != nn.Linear and made != cls.__name__ and len({made, cls, others, nn.Linear}) == 2
+        assert weakref.WeakKeyDictionary({cls: 1})[made] == 1
+
+        derived = type(cls)("Derived", (made,), {})
+        assert derived == derived and derived != made and derived != cls and made != derived
+        assert len({derived, made, cls}) == 2
+
+
+def test_what_is_keyed_by_classes_knows_an_installed_module(provider: Provider) -> None:
+    class Shape(abc.ABC):  # noqa: B024
+        pass
+
+    @functools.singledispatch
+    def describe(module: object) -> str:
+        return "unknown"
+
+    @describe.register
+    def _(module: nn.Linear) -> str:
+        return "linear"
+
+    Shape.register(nn.Linear)
+    registry: dict[type, int] = {nn.Linear: 1}
+    model = nn.Sequential(nn.Linear(4, 4), nn.ReLU())
+    plain = nn.Linear(4, 4)
+    provider.install(model)
+    assert registry[type(model[0])] == 1 and type(model[1]) not in registry
+    assert operator.eq(type(model[0]), type(plain)) and type(model[0]) is not type(plain)
+    assert describe(model[0]) == describe(plain) == "linear"
+    assert isinstance(model[0], Shape) and not isinstance(model[1], Shape)
+
+
+def test_what_is_an_instance_of_the_original_is_one_of_the_swap_class(provider: Provider) -> None:
+    """`isinstance(new, type(old))`, as code asks that exchanges modules, or looks for its own kind."""
+
+    class Wide(nn.Linear):
+        pass
+
+    class Abstract(nn.Linear, abc.ABC):
+        pass
+
+    class Concrete(Abstract):
+        pass
+
+    model = nn.Sequential(nn.Linear(4, 4), Wide(4, 4), nn.ReLU(), Abstract(4, 4))
+    provider.install(model)
+    abstract = type(model[3])
+    for cls in (abstract, Abstract):
+        assert (
+            isinstance(Concrete(4, 4), cls) and isinstance(Abstract(4, 4), cls) and isinstance(model[3], cls)
+        )
+        assert issubclass(Concrete, cls) and issubclass(abstract, cls)
+        assert not isinstance(model[0], cls) and not issubclass(nn.ReLU, cls) and not issubclass(Wide, cls)
+    linear, wide = type(model[0]), type(model[1])
+    assert isinstance(nn.Linear(4, 4), linear) and issubclass(nn.Linear, linear)
+    assert isinstance(model[1], linear) and issubclass(wide, linear) and isinstance(Wide(4, 4), linear)
+    assert not isinstance(model[0], wide) and not issubclass(linear, wide)
+    assert not isinstance(model[2], linear) and not isinstance(3, linear)
+    derived = type("Derived", (linear,), {})
+    assert isinstance(model[0], linear) and issubclass(derived, linear)
+    assert not isinstance(model[0], derived) and not issubclass(nn.Linear, derived)
+
+
+def test_a_module_that_is_given_another_class_stays_installed(provider: Provider) -> None:
+    """As patches do, which derive their class from the one that they know."""
+
+    class Doubled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return 2 * super().forward(x)
+
+    class Shown(Doubled):
+        @property
+        def bias(self) -> torch.Tensor:  # type: ignore[override]
+            return self._parameters["bias"].to(self.weight.device, self.weight.dtype)
+
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    moved, _ = provider.pair(model)
+    x = provider.randn(2, 4)
+    model(x)
+    for cls in (Doubled, Shown, nn.Linear, Doubled):
+        model[0].__class__ = moved[0].__class__ = cls
+        assert operator.eq(type(model[0]), cls) and isinstance(model[0], cls)
+        testing.assert_bit_equal(model(x), moved(x))
+    dynswap_ext.uninstall(model)
+    assert type(model[0]) is Doubled and "_dynswap" not in vars(model[0])
+    model[0].__class__ = nn.Linear
+    assert type(model[0]) is nn.Linear
 
 
 def test_a_subclass_hook_is_not_run(provider: Provider) -> None:
@@ -130,7 +250,7 @@ def test_metaclasses_abstract_and_generic_classes(provider: Provider) -> None:
         model = cls(4, 4)
         moved, handle = provider.pair(model)
         assert is_swap_class(type(model)), cls
-        assert type(type(model)) is type(cls)
+        assert issubclass(type(type(model)), type(cls)) and str(type(type(model))) == str(type(cls))
         x = provider.randn(2, 4)
         testing.assert_bit_equal(model(x), moved(x))
         handle.uninstall()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -66,7 +68,7 @@ def test_a_part_that_cannot_run_says_why_and_the_others_go_on(tmp_path: Path) ->
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_an_interrupted_suite_leaves_a_whole_record(number: int, tmp_path: Path) -> None:
     path = tmp_path / "record.json"
-    command = [*_COMMAND, "--only", "access,checkpoint,load", "--folder", str(tmp_path)]
+    command = [*_COMMAND, "--only", "bandwidth,checkpoint,load", "--folder", str(tmp_path)]
     with subprocess.Popen(
         [*command, "--output", str(path)], env=_ENVIRONMENT, stdout=subprocess.PIPE, text=True
     ) as process:
@@ -82,12 +84,12 @@ def test_an_interrupted_suite_leaves_a_whole_record(number: int, tmp_path: Path)
         assert process.wait(20) == 128 + number, said
     figures = json.loads(path.read_text())["figures"]
     assert {name: part["state"] for name, part in figures.items()} == {
-        "access": "ok",
+        "bandwidth": "ok",
         "checkpoint": "stopped",
         "load": "skipped",
     }
     assert "SIGTERM" in said or "SIGINT" in said
-    assert said.rindex("load") > said.index("gpu_suite  ")  # the table stands last
+    assert said.rindex("load") > said.index("\ngpu_suite\n")  # the table stands last
     assert not list(tmp_path.glob("**/*.safetensors"))
 
 
@@ -99,21 +101,55 @@ def test_on_a_gpu_it_builds_for_it_and_lets_no_test_skip(monkeypatch: pytest.Mon
     assert parts["build"].environment["DYNSWAP_CUDA"] == "1"
     assert parts["build"].environment["TORCH_CUDA_ARCH_LIST"] == "9.0"
     assert "--inplace" in parts["build"].commands[0]
-    for name in ("tests", "contract tests"):
-        assert parts[name].environment == {"DYNSWAP_REQUIRE_CUDA": "1"}
+    for name in ("tests", "expandable segments", "contract tests"):
+        assert parts[name].environment["DYNSWAP_REQUIRE_CUDA"] == "1"
     for part in parts.values():
         words = part.commands[0]
         script = next((Path(word) for word in words if word.startswith(str(_ROOT / "benchmarks"))), None)
         assert script is None or script.exists() or part.name == "peers"
         assert script is None or "--device cuda" in " ".join(words)
-        assert "--tiny" not in words or part.name.startswith("sanitizer")
+        assert "--tiny" not in words or part.name == "memcheck"
     scripts = ("checkpoint", "load", "peers", "train")
     assert all("--folder /folder" in " ".join(parts[name].commands[0]) for name in scripts)
 
 
 def test_a_name_that_no_part_has() -> None:
     done = suite("--only", "acess")
-    assert done.returncode == 1 and "no part begins with 'acess'; there are build, tests" in done.stderr
+    assert done.returncode == 1 and "no part begins with 'acess'; there are build, smoke" in done.stderr
+
+
+def test_what_is_missing_is_said_before_the_clock_starts(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Also on a machine that has neither pytest nor safetensors, nor what draws tables."""
+    known = importlib.util.find_spec
+    gone = {"pytest", "hypothesis", "safetensors", "rich", "xdist"}
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name in gone else known(name))
+    monkeypatch.setattr(sys, "argv", ["gpu_suite.py", "--dry-run", "--check"])
+    assert gpu_suite.main() == 1
+    said = capsys.readouterr().out
+    assert re.search(r"^tests +pytest and hypothesis are not installed$", said, re.MULTILINE)
+    assert re.search(r"^load +safetensors is not installed$", said, re.MULTILINE)
+    assert re.search(r"^stack +ready$", said, re.MULTILINE)
+
+
+def test_a_suite_whose_last_parts_cannot_run_ends_with_its_table(tmp_path: Path) -> None:
+    path = tmp_path / "record.json"
+    code = f"""
+import importlib.util, sys
+known = importlib.util.find_spec
+importlib.util.find_spec = lambda name: None if name == "pytest" else known(name)
+sys.path.insert(0, {str(_ROOT / "benchmarks")!r})
+sys.argv = ["gpu_suite.py", "--dry-run", "--only", "build,tests", "--output", {str(path)!r}]
+import gpu_suite
+sys.exit(gpu_suite.main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=_ENVIRONMENT, cwd=_ROOT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "pytest is not installed" in done.stdout[done.stdout.rindex("gpu_suite\n") :]
+    assert json.loads(path.read_text())["complete"]
 
 
 # One part --------------------------------------------------------------------------------------------
@@ -229,6 +265,7 @@ def test_what_is_left_over_goes_to_later_parts() -> None:
     # The first took 10 of its 60: the others share all of the rest.
     assert suite_parts.limit_of(parts[1], parts[2:], 90) == pytest.approx(45)
     assert suite_parts.limit_of(parts[2], [], 60) == pytest.approx(60)
-    # A part that cannot run leaves its share, and no time is less than none.
+    # A part that cannot run leaves its share, also the last one, and no time is less than none.
+    assert suite_parts.limit_of(python("", 99, missing="gone"), [], 50) == 0
     assert suite_parts.limit_of(parts[0], [python("", 99, missing="gone")], 50) == pytest.approx(50)
     assert suite_parts.limit_of(parts[0], [], -5) == 0

@@ -24,12 +24,26 @@ def multiply(w: torch.Tensor) -> None:
     w *= 0.5
 
 
+def multiply_data(w: torch.Tensor) -> None:
+    w.data *= 0.5
+
+
+def set_rows_of_data(w: torch.Tensor) -> None:
+    w.data[1:3] = 0.5
+
+
 WRITES: dict[str, Write] = {
     "method": lambda w: w.mul_(0.5),
     "copy": lambda w: w.copy_(torch.full_like(w, 0.25)),
     "init": lambda w: nn.init.constant_(w, 0.5),
     "item": set_rows,
     "operator": multiply,
+    "method of data": lambda w: w.data.mul_(0.5),
+    "operator on data": multiply_data,
+    "items of data": set_rows_of_data,
+    "row of data": lambda w: w.data[0].mul_(0.5),
+    "foreach of data": lambda w: torch._foreach_mul_([w.data], 0.5),
+    "out": lambda w: torch.mul(w.detach(), 0.5, out=w.data),
 }
 
 
@@ -153,15 +167,23 @@ def test_renormalised_embeddings_train(provider: Provider, budget: str) -> None:
         testing.assert_bit_equal(model.state_dict(), moved.state_dict())
 
 
+HELD: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "view": lambda w: w[0],
+    "data": lambda w: w.data,
+    "view of data": lambda w: w.data[0],
+}
+
+
 @BUDGETS
-def test_a_lost_write_is_told(provider: Provider, budget: str) -> None:
+@pytest.mark.parametrize("held", HELD)
+def test_a_lost_write_is_told(provider: Provider, held: str, budget: str) -> None:
     model = layers()
     _, handle = provider.pair(model, budget=budget)
     parameters = list(model.parameters())
     x = provider.randn(2, 8)
     with torch.no_grad():
         model(x)
-        view = model[1].weight[0]
+        view = HELD[held](model[1].weight)
         view.mul_(0.5)
         expected = parameters[2].clone() + 1
         parameters[2].add_(1)
@@ -170,3 +192,21 @@ def test_a_lost_write_is_told(provider: Provider, budget: str) -> None:
             handle.flush()
             model(x)
     testing.assert_bit_equal(parameters[2], expected)
+
+
+@BUDGETS
+def test_what_was_only_read_is_not_told_of(provider: Provider, budget: str) -> None:
+    model = layers()
+    moved, handle = provider.pair(model, budget=budget)
+    for m in (model, moved):
+        parameters = list(m.parameters())
+        with torch.no_grad():
+            held = [m[1].weight, m[1].weight.data, m[2].weight.data[0]]
+            assert all(torch.isfinite(w).all() for w in held)
+            m[1].weight.data.mul_(0.5)
+            for p in parameters:
+                p.add_(0.25)
+            del held
+    handle.flush()
+    model(provider.randn(2, 8))  # a warning is an error here
+    assert_same_masters(model, moved)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import gc
 from collections.abc import Callable
 
 import pytest
@@ -183,6 +184,25 @@ def test_two_installs_over_the_same_memory(provider: Provider) -> None:
         WRITES["data"](one._parameters["weight"], at)
         for model in (other, one):
             assert_as_masters(provider, model, x)
+
+
+@pytest.mark.filterwarnings("error::dynswap_ext.DynswapWarning")
+@pytest.mark.parametrize("size", [24, 300_000])
+def test_the_end_of_an_install_over_the_same_memory_is_no_write(provider: Provider, size: int) -> None:
+    """Else what is written on a tensor that the next one has handed out would be dropped."""
+    model = nn.Sequential(Uses(size), Uses(size))
+    x = provider.randn(size)
+    for value in (2.0, 3.0):
+        handle = provider.install(model, dtype=torch.float64)
+        model(x)
+        handle = provider.install(model, dtype=torch.float64)
+        handed_out = model[0].weight
+        gc.collect()
+        with torch.no_grad():
+            handed_out.copy_(torch.full((size,), value))
+        del handed_out
+        handle.flush()
+        assert model[0]._parameters["weight"].eq(value).all()
 
 
 @pytest.mark.parametrize("size", [24, 3000, 20_000, 300_000])

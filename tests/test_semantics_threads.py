@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import gc
+import re
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 from conftest import Provider
-from dynswap_ext import testing
+from dynswap_ext import BudgetError, testing
 from sample_models import mlp
 
 THREADS, PASSES = 4, 25
@@ -71,6 +73,76 @@ def test_threads_share_a_strict_budget(provider: Provider, dtype: torch.dtype, l
                 testing.assert_bit_equal(model(x), expected)
 
     in_threads(work, count=2)  # whatever each of them holds, a layer, fits
+    assert handle.stats().overflow_bytes == 0
+
+
+class Held(nn.Module):
+    """A layer whose call goes on when all threads hold a layer each."""
+
+    def __init__(self, together: threading.Barrier) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(512, 512))
+        self._together = together
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        weight = self.weight
+        self._together.wait(timeout=60)
+        return x @ weight
+
+
+class OneOf(nn.Module):
+    """Each call uses one layer."""
+
+    def __init__(self, layers: int, together: threading.Barrier) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Held(together) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        out: torch.Tensor = self.layers[which](x)
+        return out
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_more_threads_than_groups_have_room(provider: Provider, strict: bool) -> None:
+    """The warning, or the error, counts the threads and names the remedy, which works."""
+    model = OneOf(12, threading.Barrier(THREADS))
+    layer = 512 * 512 * 8
+    budget = 3 * layer + 12 * 4096
+    x = provider.randn(2, 512)
+    refused: list[str] = []
+
+    def work(index: int) -> None:
+        try:
+            with torch.no_grad():
+                model(x, 3 * index)
+        except BudgetError as error:
+            refused.append(str(error))
+            model.layers[0]._together.abort()
+        except threading.BrokenBarrierError:
+            pass
+
+    handle = provider.install(model, dtype=torch.float64, budget=budget, strict_budget=strict)
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("always")
+        in_threads(work)
+    (said,) = refused or [str(warning.message) for warning in shown]
+    assert bool(refused) == strict
+    if provider.native:
+        assert said.startswith(f"{THREADS} threads call the model at the same time")
+        assert f"give a prefetch of {THREADS} or more, and a budget of" in said
+    else:
+        assert f"kept alive (by {THREADS} threads at the same time)" in said
+    enough = re.search(r"(?:and|with) a budget of [^(]*\((\d+) bytes\)", said)
+    assert enough is not None
+    handle.uninstall()
+
+    model = OneOf(12, threading.Barrier(THREADS))
+    handle = provider.install(
+        model, dtype=torch.float64, strict_budget=True, budget=int(enough[1]), prefetch=THREADS
+    )
+    refused.clear()
+    in_threads(work)
+    assert not refused
     assert handle.stats().overflow_bytes == 0
 
 

@@ -160,7 +160,8 @@ def test_a_pipeline_is_known_by_its_components(provider: Provider) -> None:
         ({"tokenizer": 1, "scheduler": None}, r"it has tokenizer \(int\), scheduler \(NoneType\)"),
         (SimpleNamespace(components={"scheduler": "x"}), r"the SimpleNamespace holds no .* scheduler"),
         (1.5, "model is a float; expected a torch.nn.Module, a pipeline"),
-        ("model", "model is a str"),
+        ("model", r"model is a str; .*loaded first: model = dynswap_ext\.checkpoint\.load\(model, path\)"),
+        (nn.Linear, r"model is a type; .*Make the model first: Linear\(\.\.\.\)"),
     ],
 )
 def test_nothing_to_install(given: Any, says: str) -> None:
@@ -175,7 +176,7 @@ def test_nothing_to_install(given: Any, says: str) -> None:
         ([3], r"number 1 of the models is a int \(3\)"),
         (("unet",), r"number 1 of the models is a str \('unet'\)"),
         ([None], r"number 1 of the models is a NoneType"),
-        ([[(torch.ones(1),)]], r"number 1\.0\.0 of the models is a Tensor"),
+        ([[(torch.ones(1),)]], r"number 1\.0\.0 of the models is a Tensor; .*Pass the module that owns it$"),
     ],
 )
 def test_a_list_has_models_alone(rest: Any, says: str) -> None:

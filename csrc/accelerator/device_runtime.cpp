@@ -1,5 +1,7 @@
 #include "accelerator/device_runtime.h"
 
+#include <c10/core/impl/VirtualGuardImpl.h>
+
 #include <initializer_list>
 #include <string>
 
@@ -9,7 +11,8 @@
 namespace dynswap {
 namespace {
 
-constexpr int kRelaxed = 2;  // cudaStreamCaptureModeRelaxed, hipStreamCaptureModeRelaxed
+constexpr int kCaptureImplicit = 906;  // cudaErrorStreamCaptureImplicit, hipErrorStreamCaptureImplicit
+constexpr int kRelaxed = 2;            // cudaStreamCaptureModeRelaxed, hipStreamCaptureModeRelaxed
 
 /// A function of the CUDA runtime that torch has loaded, or AMD's of the same name; null if there is none.
 template <class Function>
@@ -26,7 +29,27 @@ int (*exchange() noexcept)(int*) {
   return found;
 }
 
+/// Before torch 2.13 its guard cannot be asked.
+bool runtime_captures(const c10::Stream& stream) {
+  static const auto ask = find<int (*)(void* stream, int* status)>("StreamIsCapturing");
+  if (ask == nullptr || !stream.device().is_cuda() || !devices_usable()) return false;
+  int status = 0;
+  const int error = ask(stream.native_handle(), &status);
+  if (error != 0) forget_last_error();
+  return error == kCaptureImplicit || (error == 0 && status != 0);
+}
+
+template <class Guard>
+bool captures(const Guard& guard, const c10::Stream& stream) {
+  if constexpr (requires { guard.isStreamCapturing(stream); }) return guard.isStreamCapturing(stream);
+  return runtime_captures(stream);
+}
+
 }  // namespace
+
+bool is_captured(const c10::Stream& stream) {
+  return captures(c10::impl::VirtualGuardImpl(stream.device_type()), stream);
+}
 
 RelaxedCapture::RelaxedCapture() noexcept : mode_(kRelaxed) {
   if (exchange() != nullptr && devices_usable()) (void)exchange()(&mode_);

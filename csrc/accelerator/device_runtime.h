@@ -1,6 +1,8 @@
 // Calls of the CUDA or HIP runtime in this process for which torch has none of its own.
 #pragma once
 
+#include <c10/core/Stream.h>
+
 namespace dynswap {
 
 /// While it lives, the calling thread may ask for events and allocate memory although a graph is captured:
@@ -15,6 +17,10 @@ class RelaxedCapture {
  private:
   int mode_;  ///< the thread's own mode, while this one is in force
 };
+
+/// Whether work on the stream is captured in a graph. Also of the default stream while another is captured
+/// that it would have to wait for. False for devices that capture nothing.
+bool is_captured(const c10::Stream& stream);
 
 /// Clears the calling thread's last error, which the next, innocent call would report. After a call through
 /// torch that has failed and told so.

@@ -78,7 +78,7 @@ void TorchEvent::fail(std::exception_ptr error) noexcept {
 
 void TorchEvent::wait_for_record() const {
   if (!recorded() && forks() != made_after_)  // the thread that would record it is not in this process
-    throw ClosedError("the backend has been left behind in another process");
+    throw ClosedError(kOnlyInParent);
   state_.wait(State::pending, std::memory_order_acquire);
   if (state_.load(std::memory_order_acquire) == State::failed) std::rethrow_exception(error_);
 }

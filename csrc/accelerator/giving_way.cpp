@@ -35,6 +35,7 @@
 #include <utility>
 #include <vector>
 
+#include "accelerator/device_runtime.h"
 #include "platform/fork_safe.h"
 #include "platform/process.h"
 
@@ -180,24 +181,13 @@ class Outcome final : public c10::MemoryReportingInfoBase {
   const Done before_;
 };
 
-/// A guard that cannot be asked (before torch 2.13) would have to be asked through Python.
-template <class Guard>
-constexpr bool knows_captures =
-    requires(const Guard& guard, c10::Stream stream) { guard.isStreamCapturing(stream); };
-
-template <class Guard>
-bool capturing_here(const Guard& guard, const c10::Device& device) {
-  if constexpr (knows_captures<Guard>) return guard.isStreamCapturing(guard.getStream(device));
-  return true;
-}
-
 struct LendResidents final : c10::FreeMemoryCallback {
   bool Execute() override {
     if (busy || records_history) return false;
     try {
       const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
       const c10::Device device = guard.getDevice();
-      if (capturing_here(guard, device)) return false;  // it is a graph's own memory that is asked for
+      if (is_captured(guard.getStream(device))) return false;  // it is a graph's own memory that is asked for
       const Busy working;
       std::vector<Loans> lent = lend(device);
       if (!lent.empty()) {
@@ -262,12 +252,19 @@ bool runs_free_memory_callbacks(const c10::Device& device) noexcept {
 
 const char* obstacle_to_free_memory_callbacks(const c10::Device& device) noexcept {
   if (!device.is_cuda()) return "torch's allocator for this type of device does not ask for memory";
-  if (!knows_captures<c10::impl::VirtualGuardImpl>)
-    return "torch before 2.13 does not tell whether a CUDA graph is being captured; install a later one";
   if (!registered()) return "this build of torch has no allocator callbacks";
   if (!allocator_is_native(device))
     return "the allocator that was chosen runs no callbacks; set backend:native in PYTORCH_ALLOC_CONF";
   return "";
+}
+
+void release_kept_memory(const c10::Device& device) noexcept {
+  const RelaxedCapture relaxed;
+  try {
+    c10::getDeviceAllocator(device.type())->emptyCache();
+  } catch (const std::exception&) {
+    // it has been given nothing yet, or the device is lost: the next allocation tells
+  }
 }
 
 void set_memory_history_recorded(bool recorded) noexcept { records_history = recorded; }

@@ -22,12 +22,17 @@ class GivesWay {
 };
 
 /// Whether torch's allocator runs its callbacks for free memory, ours among them, before it gives up, whoever
-/// allocates: torch 2.13 or later, on CUDA and ROCm. Elsewhere give_way() serves the engines' own
+/// allocates: on CUDA and ROCm. Elsewhere give_way() serves the engines' own
 /// allocations.
 bool runs_free_memory_callbacks(const c10::Device& device) noexcept;
 
 /// Why it does not, and what to do about it; empty if it does.
 const char* obstacle_to_free_memory_callbacks(const c10::Device& device) noexcept;
+
+/// Lets torch's allocator give back to the driver what it keeps for nobody. Residents that are allocated next
+/// are then not cut out of the blocks that activations will want again: these would have to come from the
+/// driver, and where it has no more, residents would give way to what is kept in pieces.
+void release_kept_memory(const c10::Device& device) noexcept;
 
 /// Sets whether torch records the history of its memory. While it does, no resident gives way: Note [When
 /// torch's allocator asks]. Only Python can ask torch.

@@ -61,7 +61,6 @@ class TorchBackend final : public Backend {
   c10::Stream consumer_of(Stream consumer) const {
     return c10::Stream(c10::Stream::UNSAFE, options_.device, static_cast<c10::StreamId>(consumer));
   }
-  bool captured(const c10::Stream& stream) const { return options_.captured && options_.captured(stream); }
   std::shared_ptr<const TorchClock> clock() const;
   void keep(const TorchEventPtr& copied, std::vector<Step> steps);
   void reap() noexcept;
@@ -104,7 +103,7 @@ Memory TorchBackend::allocate(std::size_t bytes) {
   const RelaxedCapture relaxed;
   auto [block, stream] = options_.allocate(bytes);
   // The block is from the graph's own pool, which takes it back.
-  if (captured(stream))
+  if (is_captured(stream))
     throw DeviceError(
         "memory for weights cannot be allocated while a CUDA graph is captured: run the model once before "
         "the capture");
@@ -121,7 +120,7 @@ bool TorchBackend::release_after(const Memory& memory, const std::vector<EventPt
   if (allocated == nullptr) return memory == nullptr;
   if (!devices_usable()) return false;
   try {
-    if (captured(allocated->stream)) return false;
+    if (is_captured(allocated->stream)) return false;
     for (const EventPtr& event : after) {
       if (!PROTECTED(plan_goes_after_readers)) break;
       if (!event || as_torch(event).known_done()) continue;
@@ -162,7 +161,7 @@ void TorchBackend::wait(Stream consumer, const EventPtr& copied) {
   event.wait_for_record();  // throws what made the copy fail
   if (event.known_done()) return;
   const c10::Stream stream = consumer_of(consumer);
-  if (captured(stream)) {
+  if (is_captured(stream)) {
     ++host_synchronisations_;
     event.synchronise();
     return;
@@ -179,7 +178,7 @@ EventPtr TorchBackend::record(Stream consumer) {
 bool TorchBackend::capturing(Stream consumer) const noexcept {
   if (!devices_usable()) return false;
   try {
-    return captured(consumer_of(consumer));
+    return is_captured(consumer_of(consumer));
   } catch (const std::exception&) {
     return false;  // the device is lost, or knows no captures
   }

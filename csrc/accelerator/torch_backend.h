@@ -21,9 +21,6 @@ struct TorchBackendOptions {
   /// Throws OutOfMemory. Never called under a lock.
   std::function<std::pair<Memory, c10::Stream>(std::size_t bytes)> allocate;
 
-  /// Whether a stream is being captured into a CUDA graph. Null: the device has no CUDA graphs.
-  std::function<bool(const c10::Stream&)> captured;
-
   /// Casts elements on the host, for weights that are cast there (Note [Where a weight is cast]).
   CastFn cast = nullptr;
 

@@ -54,15 +54,19 @@ bool has_place_for(PyObject* held, const Weight& weight) {
 
 }  // namespace
 
-/// What an attach will do, before it does any of it.
+/// What will be done to the modules of a tree, before any of it is done.
 struct Session::Attaching {
+  explicit Attaching(Served found) : tree(std::move(found)) {}
+
+  Served tree;  ///< refers to the entries of `modules`
   struct Module {
-    PyObject* module;
+    py::object module;
     PyTypeObject* swap;
+    std::size_t place;  ///< in the tree
     std::vector<Entry> entries;
   };
   std::vector<Module> modules;
-  Streamed streamed;
+  std::vector<py::object> left;  ///< that another session serves, and this one will not
   std::unordered_map<PyTypeObject*, py::object> swap_classes;
   /// Names whose descriptor the swap class has (true), or that the class keeps for itself.
   std::unordered_map<PyTypeObject*, std::unordered_map<PyObject*, bool>> names;
@@ -86,57 +90,33 @@ struct Session::Attaching {
   }
 };
 
-/// Whether all parameters can stay on the device: then none is used in another way than others.
-bool Session::fits(const py::list& modules, std::optional<std::size_t> budget) const {
-  if (!budget) return false;
-  std::unordered_set<PyObject*> seen;
-  std::size_t bytes = 0;
-  for (const py::handle module : modules) {
-    const py::object dict = module_dict(module.ptr());
-    PyObject* const held = PyDict_GetItemWithError(dict.ptr(), Names::get().parameters);
-    if (held == nullptr || !PyDict_Check(held)) continue;
-    PyObject *key = nullptr, *master = nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(held, &at, &key, &master) != 0;) {
-      if (!THPVariable_Check(master) || !seen.insert(master).second) continue;
-      const at::Tensor& tensor = THPVariable_Unpack(master);
-      if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) continue;
-      bytes += static_cast<std::size_t>(tensor.numel()) *
-               at::elementSize(wanted_type(tensor, dtype_, Casting::to_dtype));
-    }
+std::vector<WeightTable::Choice> Session::choices_for(const py::list& modules) const {
+  const py::object chosen = hooks_.choices(modules);
+  const auto units = chosen.attr("units").cast<std::vector<std::uint64_t>>();
+  const auto at_once = chosen.attr("at_once").cast<std::vector<bool>>();
+  const auto models = chosen.attr("models").cast<std::vector<std::uint32_t>>();
+  DYNSWAP_CHECK(units.size() == modules.size(), "there is a choice for every module");
+  std::vector<WeightTable::Choice> choices(units.size());
+  for (std::size_t place = 0; place < units.size(); ++place) {
+    choices[place].unit.number = units[place];
+    choices[place].unit.options.at_once = at_once[place];
+    choices[place].unit.options.model = models[place];
   }
-  return bytes <= *budget;
-}
-
-std::vector<WeightTable::Choice> Session::choices_for(const py::list& modules,
-                                                      std::optional<std::size_t> budget) const {
-  std::vector<WeightTable::Choice> choices;
-  for (const py::handle choice : hooks_.choices(modules)) {
-    const auto [unit, at_once, model, served, keep, ignore] =
-        choice.cast<std::tuple<std::uint64_t, bool, std::uint32_t, bool, py::object, py::object>>();
-    choices.push_back(
-        {{.number = unit, .options = {.at_once = at_once, .model = model}}, served, keep, ignore});
-  }
-  DYNSWAP_CHECK(choices.size() == modules.size(), "there is a choice for every module");
-  if (fits(modules, budget)) return choices;
-  const auto experts = hooks_.experts(modules).cast<std::vector<std::pair<std::int64_t, std::int64_t>>>();
-  DYNSWAP_CHECK(experts.size() == modules.size(), "every module is looked at");
-  for (std::size_t i = 0; i < choices.size(); ++i) {
-    WeightTable::Unit& unit = choices[i].unit;
-    unit.slices = experts[i].first;
-    if (experts[i].second < 0) continue;
-    unit.number = static_cast<std::uint64_t>(experts[i].second);
-    unit.options.by_use = true;
-  }
+  for (const py::handle place : chosen.attr("left_alone")) choices[place.cast<std::size_t>()].served = false;
+  for (const auto& [place, names] : chosen.attr("keep").cast<py::dict>())
+    choices[place.cast<std::size_t>()].keep = py::reinterpret_borrow<py::object>(names);
+  for (const auto& [place, names] : chosen.attr("ignore").cast<py::dict>())
+    choices[place.cast<std::size_t>()].ignore = py::reinterpret_borrow<py::object>(names);
   return choices;
 }
 
-std::size_t Session::attach(const py::object& self, const py::object& root, const py::object& swap_class) {
-  const Mappings mappings = Mappings::of_this_process();
-  Attaching attaching;
+/// `joins`: modules that another session serves stay with it.
+std::shared_ptr<Session::Attaching> Session::survey(const py::object& root, const py::object& swap_class,
+                                                    bool joins) {
   const std::vector<Visited> found = modules_of(root.ptr());
   const py::list tree = list_of(found);
-  const std::vector<WeightTable::Choice> choices = choices_for(tree, options_.budget);
-  const bool joins = had_first_plan_;
+  auto attaching = std::make_shared<Attaching>(Served{tree, choices_for(tree)});
+  const std::vector<WeightTable::Choice>& choices = attaching->tree.choices;
   // Names that are treated in another way than the others: see Note [What dtype= casts].
   const py::object& ask = joins ? hooks_.cast_as_copies : hooks_.kept_in_float32;
   const py::dict exceptions = ask(tree, dtype_);
@@ -144,11 +124,15 @@ std::size_t Session::attach(const py::object& self, const py::object& root, cons
     const Visited& visited = found[place];
     PyObject* const module = visited.module.ptr();
     const py::object dict = module_dict(module);
-    if (module_state(module, dict.ptr()) != nullptr) continue;  // it has been installed before
-    if (!choices[place].served) continue;
-    PyTypeObject* const swap = attaching.swap_class(Py_TYPE(module), swap_class);
-    if (swap == nullptr) continue;
-    Attaching::Module plan{module, swap, {}};
+    if (joins && module_state(module, dict.ptr()) != nullptr) continue;
+    PyTypeObject* const swap =
+        choices[place].served ? attaching->swap_class(Py_TYPE(module), swap_class) : nullptr;
+    if (swap == nullptr) {
+      if (!joins && PyDict_Contains(dict.ptr(), Names::get().state) == 1)
+        attaching->left.push_back(visited.module);
+      continue;
+    }
+    Attaching::Module plan{visited.module, swap, place, {}};
     const py::int_ at_place(place);
     const py::object excepted = exceptions.attr("get")(at_place, py::tuple());
     for (const bool parameter : {true, false}) {
@@ -160,39 +144,115 @@ std::size_t Session::attach(const py::object& self, const py::object& root, cons
         PyObject* interned = Py_NewRef(key);
         PyUnicode_InternInPlace(&interned);
         const auto name = py::reinterpret_steal<py::object>(interned);
-        if (!attaching.served(swap, name)) continue;
+        if (!attaching->served(swap, name)) continue;
         const bool exception = excepted.contains(name);
         Casting casting = exception && !joins ? Casting::kept_in_float32 : Casting::to_dtype;
         if (master == Py_None || (joins && !exception)) casting = casting_of_added_master(master);
         plan.entries.push_back({name, parameter, nullptr, casting});
       }
     }
-    table_->find_weights(dict.ptr(), visited.prefix, choices[place], mappings, plan.entries,
-                         attaching.streamed);
-    attaching.modules.push_back(std::move(plan));
+    attaching->modules.push_back(std::move(plan));
   }
-  if (!std::exchange(had_first_plan_, true)) {
-    plan_first(attaching.streamed);
-  } else if (!attaching.streamed.empty()) {
-    outdated_ = true;  // weights that join an install wait for the next plan
+  for (Attaching::Module& module : attaching->modules) {
+    attaching->tree.modules.push_back(
+        {module_dict(module.module.ptr()), found[module.place].prefix, module.place, &module.entries});
   }
+  return attaching;
+}
 
+std::size_t Session::attach(const py::object& self, const py::object& root, const py::object& swap_class) {
+  const std::shared_ptr<Attaching> attaching = survey(root, swap_class, /*joins=*/true);
+  tell_experts_apart(attaching->tree);
+  if (!find_weights(attaching->tree, *table_).first.empty()) outdated_ = true;  // they wait for the next plan
+  swap(self, *attaching);
+  return attaching->modules.size();
+}
+
+void Session::draft(const py::object& root, const py::object& swap_class) {
+  std::shared_ptr<Attaching> attaching = survey(root, swap_class, /*joins=*/false);
+  draft_first(attaching->tree);
+  attaching_ = std::move(attaching);
+}
+
+void Session::begin(const py::object& self) {
+  DYNSWAP_CHECK(attaching_ != nullptr, "begin() follows draft()");
+  const std::shared_ptr<Attaching> attaching = std::move(attaching_);
+  plan_first([&] { swap(self, *attaching); });
+}
+
+namespace {
+
+/// What a module is to become: its class, and its state (null: none). exchange() makes it so, and keeps what
+/// it was, for another exchange() and for whoever has to let go of that.
+struct Becomes {
+  py::object module;
+  py::object dict;
+  py::object type;
+  py::object state;
+
+  void exchange() {
+    PyObject* const key = Names::get().state;
+    auto before = py::reinterpret_borrow<py::object>(PyDict_GetItemWithError(dict.ptr(), key));
+    auto type_before = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(Py_TYPE(module.ptr())));
+    set_class(module.ptr(), reinterpret_cast<PyTypeObject*>(type.ptr()));
+    type = std::move(type_before);
+    const int failed = state    ? PyDict_SetItem(dict.ptr(), key, state.ptr())
+                       : before ? PyDict_DelItem(dict.ptr(), key)
+                                : 0;
+    if (failed != 0) {
+      set_class(module.ptr(), reinterpret_cast<PyTypeObject*>(type.ptr()));
+      throw py::error_already_set();
+    }
+    state = std::move(before);
+  }
+};
+
+/// A class's own, where it is a swap class.
+py::object plain_class(PyTypeObject* type) {
+  static PyObject* const key = PyUnicode_InternFromString("_dynswap_original");
+  return own_attribute(type, key);
+}
+
+}  // namespace
+
+/// Note [An install takes another's place]
+/// Other threads may be anywhere in the model while it is installed again, or an install is refused. So an
+/// install is drafted first, beside the one that serves: what it can be refused with, it is refused with
+/// then. The modules get their new classes and states all at once: the GIL is kept, nothing runs that is not
+/// ours, and what is given up is let go afterwards. What was handed out goes on as the new weights'
+/// (hand_on()). Only then does a session that serves no module any more let go of its memory, before the new
+/// one takes its own. A call that is under way counts as the new session's (Session::succeeded_by()).
+void Session::swap(const py::object& self, Attaching& attaching) {
+  std::vector<Becomes> changes;
+  for (Attaching::Module& next : attaching.modules) {
+    changes.push_back({next.module, module_dict(next.module.ptr()),
+                       py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(next.swap)),
+                       new_module_state(next.module.ptr(), self, std::move(next.entries))});
+  }
+  for (const py::object& module : attaching.left) {
+    py::object original = plain_class(Py_TYPE(module.ptr()));
+    if (!original) original = py::type::of(module);
+    changes.push_back({module, module_dict(module.ptr()), std::move(original), py::object()});
+  }
   std::size_t done = 0;
   try {
-    for (; done < attaching.modules.size(); ++done) {
-      Attaching::Module& next = attaching.modules[done];
-      const py::object dict = module_dict(next.module);
-      const py::object state = new_module_state(next.module, self, std::move(next.entries));
-      set_class(next.module, next.swap);
-      if (PyDict_SetItem(dict.ptr(), Names::get().state, state.ptr()) != 0) throw py::error_already_set();
-    }
+    for (; done < changes.size(); ++done) changes[done].exchange();
   } catch (...) {
-    for (std::size_t i = 0; i <= done && i < attaching.modules.size(); ++i) {
-      restore(attaching.modules[i].module);
-    }
+    while (done > 0) changes[--done].exchange();
     throw;
   }
-  return done;
+  std::unordered_map<std::shared_ptr<Session>, std::vector<ModuleState*>> earlier;
+  for (const Becomes& change : changes) {
+    ModuleState* const state =
+        change.state ? as_module_state(change.module.ptr(), change.state.ptr()) : nullptr;
+    if (state != nullptr && state->session->get() != this) earlier[*state->session].push_back(state);
+  }
+  DeferredRelease dropped;
+  for (const auto& [session, states] : earlier) take_weights(*session, states, dropped);
+  dropped.drop();  // from here on, other threads run
+  for (const auto& [session, states] : earlier) {
+    if (session->replaced()) session->close();
+  }
 }
 
 void Session::restore(PyObject* module) {
@@ -200,8 +260,7 @@ void Session::restore(PyObject* module) {
   ModuleState* const state = module_state(module, dict.ptr());
   if (state == nullptr || state->session->get() != this) return;
   // A class that was put over the swap class since (a parametrization's) stays.
-  static PyObject* const key = PyUnicode_InternFromString("_dynswap_original");
-  if (const py::object original = own_attribute(Py_TYPE(module), key)) {
+  if (const py::object original = plain_class(Py_TYPE(module))) {
     set_class(module, reinterpret_cast<PyTypeObject*>(original.ptr()));
   }
   if (PyDict_DelItem(dict.ptr(), Names::get().state) != 0) throw py::error_already_set();

@@ -200,11 +200,23 @@ py::object module_dict(PyObject* module) {
   return py::reinterpret_steal<py::object>(dict);
 }
 
+namespace {
+
+ModuleState* as_state(PyObject* object) noexcept {
+  return Py_TYPE(object) == state_type ? reinterpret_cast<ModuleState*>(object) : nullptr;
+}
+
+}  // namespace
+
 ModuleState* module_state(PyObject* module, PyObject* dict) {
   PyObject* const found = PyDict_GetItemWithError(dict, Names::get().state);
-  if (found == nullptr || Py_TYPE(found) != state_type) return nullptr;
-  auto* const state = reinterpret_cast<ModuleState*>(found);
-  return state->owner == module ? state : nullptr;
+  auto* const state = found == nullptr ? nullptr : as_state(found);
+  return state != nullptr && (state->owner == module || state->dict == dict) ? state : nullptr;
+}
+
+ModuleState* as_module_state(PyObject* module, PyObject* object) noexcept {
+  auto* const state = as_state(object);
+  return state != nullptr && state->owner == module ? state : nullptr;
 }
 
 py::object new_module_state(PyObject* module, const py::object& session, std::vector<Entry> entries) {
@@ -212,6 +224,7 @@ py::object new_module_state(PyObject* module, const py::object& session, std::ve
   if (self == nullptr) throw py::error_already_set();
   auto* const state = reinterpret_cast<ModuleState*>(self);
   state->owner = module;
+  state->dict = module_dict(module).ptr();
   state->entries = new std::vector<Entry>(std::move(entries));
   state->session = new std::shared_ptr<Session>(session.cast<std::shared_ptr<Session>>());
   (*state->session)->module_attached();

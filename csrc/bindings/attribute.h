@@ -26,10 +26,13 @@ struct Entry {
   }
 };
 
-/// What an installed module carries in its __dict__ under "_dynswap". `owner` does not own: a copy of the
-/// __dict__ in another module (DataParallel's replicas) is recognised by it and serves nothing.
+/// What an installed module carries in its __dict__ under "_dynswap". `owner`, and `dict`, its __dict__, are
+/// compared alone: a copy of the __dict__ in another module (DataParallel's replicas) is recognised by them
+/// and serves nothing, and another object that has this very __dict__ (torch.export's stand-in for a module
+/// of two names) is served as the module is.
 struct ModuleState {
   PyObject_HEAD PyObject* owner;
+  PyObject* dict;
   PyObject* session_object;  ///< the session as Python sees it, so that weak references to it hold; owned
   std::shared_ptr<Session>* session;
   std::vector<Entry>* entries;
@@ -51,6 +54,8 @@ PyObject* find_in(PyObject* dict, PyObject* container, PyObject* name);
 /// The module's own __dict__, and its state if the module is installed (a borrowed reference).
 py::object module_dict(PyObject* module);
 ModuleState* module_state(PyObject* module, PyObject* dict);
+/// The same of an object that is, or was, in the __dict__; null if it is no such state, or another module's.
+ModuleState* as_module_state(PyObject* module, PyObject* object) noexcept;
 
 /// A module in a tree, and the prefix of its weights' names ("layers.0.").
 struct Visited {

@@ -31,7 +31,6 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
     TorchBackendOptions options;
     options.device = device;
     options.cast = &cast_elements;
-    options.captured = [](const c10::Stream& stream) { return capturing(stream); };
     options.allocate = [device](std::size_t bytes) {
       return std::pair(allocate_through_torch(device, bytes), torch_stream(device));
     };

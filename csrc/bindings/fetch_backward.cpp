@@ -18,6 +18,7 @@
 #include <optional>
 #include <utility>
 
+#include "accelerator/device_runtime.h"
 #include "accelerator/plain_torch.h"
 #include "bindings/glue.h"
 #include "core/protection.h"
@@ -149,7 +150,7 @@ class CarryBackward : public MeetingNode {
       return {gradient.to(host_)};
     const at::Device device = gradient.device();
     const std::optional<c10::Stream> other = side_stream(device);
-    if (!other || capturing(*other)) return {gradient.to(host_)};
+    if (!other || is_captured(*other)) return {gradient.to(host_)};
     const c10::Stream side = *other;
     const at::Tensor sent = as_block(gradient).to(host_.dtype());  // on the device
     at::Tensor host = pinned_like(sent, host_);

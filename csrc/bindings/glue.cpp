@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <string>
 
+#include "accelerator/device_runtime.h"
 #include "accelerator/giving_way.h"
 #include "accelerator/plain_torch.h"
 #include "accelerator/scalars.h"
@@ -87,31 +88,7 @@ c10::Stream torch_stream(const at::Device& device) {
   return c10::impl::VirtualGuardImpl(device.type()).getStream(device);
 }
 
-namespace {
-
-/// A guard that cannot be asked (before torch 2.13) is asked through Python, about the current stream.
-template <class Guard>
-bool is_captured(const Guard& guard, const c10::Stream& stream) {
-  if constexpr (requires { guard.isStreamCapturing(stream); }) {
-    return guard.isStreamCapturing(stream);
-  } else {
-    if (stream.device_type() != c10::kCUDA || stream != guard.getStream(stream.device())) return false;
-    const py::gil_scoped_acquire gil;
-    static PyObject* const ask =
-        PyObject_GetAttrString(py::module_::import("torch._C").ptr(), "_cuda_isCurrentStreamCapturing");
-    const auto answer = py::reinterpret_steal<py::object>(ask ? PyObject_CallNoArgs(ask) : nullptr);
-    if (!answer) throw py::error_already_set();
-    return answer.ptr() == Py_True;
-  }
-}
-
-}  // namespace
-
-bool capturing(const c10::Stream& stream) {
-  return is_captured(c10::impl::VirtualGuardImpl(stream.device_type()), stream);
-}
-
-bool capturing(const at::Device& device) { return !device.is_cpu() && capturing(torch_stream(device)); }
+bool capturing(const at::Device& device) { return !device.is_cpu() && is_captured(torch_stream(device)); }
 
 void refuse_capture_of_written(const at::Device& device, const std::string& buffer) {
   if (!capturing(device)) return;

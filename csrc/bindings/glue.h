@@ -36,9 +36,7 @@ Stream native_handle(const at::Device& device, Stream stream);
 /// torch_stream() as the engine knows it; 0 on the CPU.
 Stream current_stream(const at::Device& device);
 
-/// Whether what the stream (or the calling thread's current one; false on the CPU) is given goes into a CUDA
-/// graph.
-bool capturing(const c10::Stream& stream);
+/// Whether what the calling thread's current stream is given goes into a CUDA graph; false on the CPU.
 bool capturing(const at::Device& device);
 
 /// Throws DeviceError if the calling thread is capturing a CUDA graph: a replay would read what has come into

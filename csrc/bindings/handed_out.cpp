@@ -7,10 +7,10 @@
 
 #include <algorithm>
 #include <mutex>
-#include <stdexcept>
 #include <utility>
 
 #include "accelerator/plain_torch.h"
+#include "bindings/given_data.h"
 #include "bindings/glue.h"
 #include "bindings/weight.h"
 #include "bindings/written_buffers.h"
@@ -29,11 +29,12 @@ void delete_record(void* context) {
 /// What is written in place on a handed-out tensor, or on a view of it, bumps the version counter that they
 /// share, and that tells whether there is something to take to the master. `.data` (torch's variable_data(),
 /// in C++ too) makes an alias whose counter is its own. It asks the tensor's implementation for it, which
-/// therefore knows: from then on the bytes are compared with the master's, all of them, whenever masters are
-/// asked for, at the next access, and when the storage dies. A later access gives the same bytes for as long
-/// as such an alias lives (else its writes would go where nobody looks). detach() and what autograd saves
-/// share the counter, and cost nothing. What this does not see is `.data` of a *view*, whose implementation
-/// is torch's own: on the CPU a sample of the bytes finds it if it changes more than a part.
+/// therefore knows the alias's counter, which tells of what torch writes on the alias or a view of it.
+/// Others' kernels bump none: from then on the bytes are compared with the master's, all of them, whenever
+/// masters are asked for, at the next access, and when the storage dies. A later access gives the same bytes
+/// for as long as such an alias lives (else its writes would go where nobody looks). detach() and what
+/// autograd saves share the counter, and cost nothing. What this does not see is `.data` of a *view*, whose
+/// implementation is torch's own: on the CPU a sample of the bytes finds it if it changes more than a part.
 class HandedOutImpl final : public c10::TensorImpl, public OutsideTheHeap {
  public:
   using c10::TensorImpl::TensorImpl;
@@ -50,21 +51,36 @@ class HandedOutImpl final : public c10::TensorImpl, public OutsideTheHeap {
     return c10::TensorImpl::shallow_copy_and_detach(std::move(version), allow_metadata_change);
   }
 
-  /// `.data = t` would give the tensor of a forward other bytes and the master none: that is refused, as it
-  /// would be lost. (Outside a forward there is an alias, dynswap_ext/_swap/parameter_proxy.py, which knows
-  /// the master.)
-  void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>&) override {
-    throw std::runtime_error(
-        "`.data = t` on a weight of an installed model, inside a forward, would be lost: the tensor is the "
-        "forward's own. Write in place (`.data.copy_(t)`), or assign outside the forward");
+  /// `.data = t`: see Note [Data given inside a forward].
+  void shallow_copy_from(const c10::intrusive_ptr<c10::TensorImpl>& data) override {
+    HandedOut* const record = HandedOut::of(*this);
+    if (record == nullptr || given_) return c10::TensorImpl::shallow_copy_from(data);
+    if (shows_the_same(*data)) return;  // `w.data -= t` has written them in place
+    given_ = true;
+    const auto end = [](bool* given) { *given = false; };
+    const std::unique_ptr<bool, decltype(end)> giving(&given_, end);
+    const at::Tensor self = at::Tensor::wrap_tensor_impl(
+        c10::intrusive_ptr<c10::TensorImpl>::unsafe_reclaim_from_nonowning(this));
+    give_data(*record, self, at::Tensor::wrap_tensor_impl(data),
+              [&] { c10::TensorImpl::shallow_copy_from(data); });
   }
 
  private:
   /// The tensor's own counter has two owners at least: the tensor and its record.
-  void note(const c10::VariableVersion& version) const noexcept {
+  void note(const c10::VariableVersion& version) const {
     HandedOut* const record = version.unique() ? HandedOut::of(*this) : nullptr;
-    if (record != nullptr && PROTECTED(untracked_alias_noted)) record->note_untracked_alias();
+    if (record == nullptr || !PROTECTED(untracked_alias_noted)) return;
+    record->note_version_of_alias(version);
+    record->note_untracked_alias();
   }
+
+  bool shows_the_same(const c10::TensorImpl& other) const {
+    return has_layout(other) && other.storage() && other.storage().data() == storage().data() &&
+           other.storage_offset() == storage_offset() && other.dtype() == dtype() &&
+           other.sizes() == sizes() && other.strides() == strides();
+  }
+
+  bool given_ = false;  ///< it is being given other bytes
 };
 
 /// Its object is kept out of the C library's heap: Note [Small blocks pin large holes].

@@ -62,8 +62,8 @@ class HandedOut : public OutsideTheHeap {
   void record_stream(const c10::Stream& stream);
 
   const Origin& origin() const noexcept { return origin_; }  ///< LOCK: the GIL
-  /// A later plan has another weight of the same master.
-  void belong_to(std::shared_ptr<Weight> weight) noexcept { origin_.weight = std::move(weight); }
+  /// A later plan, or a later session, has another weight of the same master.
+  void belong_to(Origin origin) noexcept { origin_ = std::move(origin); }
   at::ScalarType dtype() const noexcept { return options_.dtype().toScalarType(); }
   bool leased() const noexcept { return static_cast<bool>(lease_); }
   /// Its bytes are those that this engine hands out: not a copy of its own, nor one of an earlier plan.
@@ -93,10 +93,19 @@ class HandedOut : public OutsideTheHeap {
   bool has_untracked_alias() const noexcept { return untracked_; }
   /// No such alias is left.
   void no_untracked_alias() noexcept { untracked_ = false; }
+  /// That counter, or the one of a wrapper around the tensor, tells of writes too. Thread-safe.
+  void note_version_of_alias(const c10::VariableVersion& version);
   /// Whether the version tells of a write, or cannot tell. Quick: looks at no bytes.
   bool may_be_written() const noexcept { return untracked_ || watch_ || bumped(); }
-  /// Whether the version tells of a write that the master does not have yet.
-  bool bumped() const noexcept { return version_.current_version() != seen_version_; }
+  /// Whether its version, or that of an alias, tells of a write that the master does not have yet.
+  bool bumped() const noexcept {
+    return version_.current_version() != seen_version_ || (aliased_ && alias_bumped());
+  }
+  /// Its tensor gets other bytes. To graphs that have saved these, that is a write; to the master it is none.
+  void note_other_data() {
+    version_.bump();
+    seen_version_ = version_.current_version();
+  }
   /// What was written on it went to the master in another dtype, so that a new copy is not what this is.
   bool rounded() const noexcept { return rounded_; }
   /// The latest write_back() met a capture.
@@ -123,6 +132,8 @@ class HandedOut : public OutsideTheHeap {
   static at::Tensor finish(std::unique_ptr<HandedOut> record, const at::Tensor& master, bool watched = false);
   static at::Tensor tensor_over(c10::Storage storage, const HandedOut& record, const at::Tensor& master);
   bool written() const;
+  bool alias_bumped() const noexcept;
+  void note_versions() noexcept;
   at::Tensor view() const;
   at::Tensor readable_master() const;
   at::Tensor master_in_order() const;
@@ -157,6 +168,12 @@ class HandedOut : public OutsideTheHeap {
   std::uint64_t master_writes_ = 0;            ///< the watch's count when both were last equal
   std::atomic<int> watchers_{0};
   std::atomic<bool> untracked_{false};
+  struct Alias {
+    c10::VariableVersion version;  ///< shared with the alias and its views
+    std::uint32_t seen;
+  };
+  std::vector<Alias> aliases_;  ///< LOCK: one mutex for all records
+  std::atomic<bool> aliased_{false};
   at::Tensor sent_;  ///< the bytes on the host, if `arrived_`
   bool arrived_ = false;
   bool rounded_ = false;

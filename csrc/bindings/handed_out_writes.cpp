@@ -9,6 +9,7 @@
 #include <mutex>
 #include <utility>
 
+#include "accelerator/device_runtime.h"
 #include "accelerator/plain_torch.h"
 #include "bindings/glue.h"
 #include "bindings/handed_out.h"
@@ -42,7 +43,34 @@ at::Tensor bits_of(const at::Tensor& flat) {
   }
 }
 
+Mutex aliases_mutex;
+
 }  // namespace
+
+void HandedOut::note_version_of_alias(const c10::VariableVersion& version) {
+  if (!version.enabled()) return;
+  const std::lock_guard lock(aliases_mutex);
+  // Where it is the only owner, the alias and its views are gone.
+  const auto gone = [](const Alias& alias) {
+    return alias.version.unique() && alias.version.current_version() == alias.seen;
+  };
+  aliases_.erase(std::remove_if(aliases_.begin(), aliases_.end(), gone), aliases_.end());
+  aliases_.push_back({version, version.current_version()});
+  aliased_ = true;
+}
+
+bool HandedOut::alias_bumped() const noexcept {
+  const std::lock_guard lock(aliases_mutex);
+  return std::any_of(aliases_.begin(), aliases_.end(),
+                     [](const Alias& alias) { return alias.version.current_version() != alias.seen; });
+}
+
+void HandedOut::note_versions() noexcept {
+  seen_version_ = version_.current_version();
+  if (!aliased_) return;
+  const std::lock_guard lock(aliases_mutex);
+  for (Alias& alias : aliases_) alias.seen = alias.version.current_version();
+}
 
 /// The master's elements, or those of a copy of it, as in_order() has them.
 at::Tensor HandedOut::master_in_order() const { return in_order(readable_master()); }
@@ -69,7 +97,7 @@ bool HandedOut::written() const {
 }
 
 void HandedOut::note_equal() {
-  seen_version_ = version_.current_version();
+  note_versions();
   if (watch_) {
     seen_writes_ = watch_->writes();
   } else if (options_.device().is_cpu()) {
@@ -113,8 +141,8 @@ bool HandedOut::wait_for_users() {
     const std::lock_guard lock(known.mutex);
     users = known.streams;
   }
-  if (capturing(here) ||
-      std::any_of(users.begin(), users.end(), [](const c10::Stream& user) { return capturing(user); })) {
+  if (is_captured(here) ||
+      std::any_of(users.begin(), users.end(), [](const c10::Stream& user) { return is_captured(user); })) {
     return false;
   }
   for (const c10::Stream& user : users) {
@@ -159,14 +187,20 @@ std::optional<std::uint32_t> HandedOut::write_back(bool look) {
     flat.copy_(view());
   } else {
     const at::Tensor now = on_host();
-    const at::Tensor differs = written_elements(now, flat);
-    if (!differs.any().item<bool>()) {
+    at::Tensor differs = written_elements(now, flat);
+    const at::Tensor bits = bits_of(flat), taken = bits_of(now.to(flat.scalar_type()));
+    bool any = differs.any().item<bool>();
+    if (any && cast) {
+      rounded_ = true;
+      // What the master rounds is in it by now: each further look would find it, and write the same again.
+      any = differs.logical_and_(taken.ne(bits)).any().item<bool>();
+    }
+    if (!any) {
       note_equal();
       return std::nullopt;
     }
     // Elements that were not written keep the master's precision.
-    const at::Tensor bits = bits_of(flat);
-    bits.copy_(at::where(differs, bits_of(now.to(flat.scalar_type())), bits));
+    bits.copy_(at::where(differs, taken, bits));
     if (before_.defined()) note_before(now, flat);
   }
   if (mapped_ && in_place) {
@@ -190,8 +224,8 @@ std::optional<std::uint32_t> HandedOut::write_back(bool look) {
 /// Both were written from what they were before: they cannot be put together. What left no trace on this one
 /// is no news, as nobody can tell it from what the master has got since.
 void HandedOut::note_lost() {
-  if (!bumped()) return;
-  seen_version_ = version_.current_version();
+  if (!written()) return;
+  note_equal();
   if (const auto session = origin_.session.lock()) session->note_lost(origin_.weight);
 }
 

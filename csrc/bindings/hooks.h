@@ -19,6 +19,9 @@ struct Hooks {
         cast_as_copies(given.attr("cast_as_copies")),
         experts(given.attr("experts")),
         slices_of(given.attr("slices_of")),
+        convert(given.attr("convert")),
+        masters(given.attr("masters")),
+        give_data(given.attr("give_data")),
         proxy_for(given.attr("proxy_for")),
         proxy_class(given.attr("proxy_class")),
         inner_names(given.attr("inner_names")),
@@ -31,6 +34,7 @@ struct Hooks {
   py::object warn, warn_lost;
   py::object replan, call_begins, call_failed;
   py::object choices, kept_in_float32, cast_as_copies, experts, slices_of;
+  py::object convert, masters, give_data;
   py::object proxy_for, proxy_class;
   py::object inner_names, adds_attributes_only, repacks_its_bytes, rebuild_wrapper, with_class_of,
       flatten_wrapper;

@@ -111,6 +111,15 @@ std::string MasterMemory::pin(const at::Device& device, const std::string& backe
   return said;
 }
 
+bool MasterMemory::pinned(const Source& source) const {
+  const auto found = held_.find(source.owner.get());
+  if (found == held_.end()) return false;
+  const std::shared_ptr<HeldBytes> bytes = found->second.bytes.lock();
+  if (!bytes) return false;
+  const py::gil_scoped_release release;  // another thread may be locking them
+  return bytes->locked();
+}
+
 void MasterMemory::end() noexcept {
   std::vector<std::pair<std::shared_ptr<HeldBytes>, Held>> alive;
   bool locked = false;

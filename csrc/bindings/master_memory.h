@@ -36,6 +36,9 @@ class MasterMemory {
   std::string pin(const at::Device& device, const std::string& backend,
                   const std::shared_ptr<PinnedBudget>& budget, std::vector<SourcePtr>& sources);
 
+  /// Whether the bytes of this source are page-locked through somebody's pin().
+  bool pinned(const Source& source) const;
+
   /// Unlocks all, and leaves the storages as they were. Only once no copy reads them any more.
   void end() noexcept;
 

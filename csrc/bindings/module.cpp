@@ -98,11 +98,12 @@ py::dict build_info() {
 using LayerTuple = std::tuple<std::string, std::uint64_t, double, std::uint64_t>;
 using PlaceTuple = std::tuple<std::string, std::uint64_t, bool>;
 using Places = std::vector<std::optional<PlaceTuple>>;
-using ByUse = std::map<std::uint64_t, double>;  ///< by unit
+using ByUse = std::map<std::uint64_t, double>;                     ///< by unit
+using AlsoIn = std::map<std::size_t, std::vector<std::uint64_t>>;  ///< by the number of the weight
 
 sim::Workload workload_of(const std::vector<LayerTuple>& weights, const Places& places,
                           const std::string& backend, const std::set<std::uint64_t>& at_once,
-                          const ByUse& by_use) {
+                          const ByUse& by_use, const AlsoIn& also_in) {
   if (backend != "host" && backend != "cuda" && backend != "torch") {
     throw py::value_error("backend is '" + backend + "'; expected 'host', 'cuda' or 'torch'");
   }
@@ -118,6 +119,7 @@ sim::Workload workload_of(const std::vector<LayerTuple>& weights, const Places& 
       throw py::value_error("by_use is a part of the experts");
     layer.by_use = expert->second;
   }
+  for (const auto& [weight, units] : also_in) workload.layers.at(weight).also_in = units;
   std::map<std::string, std::shared_ptr<const File>> files;
   for (std::size_t i = 0; i < places.size(); ++i) {
     if (!places[i]) continue;
@@ -134,21 +136,21 @@ sim::Workload workload_of(const std::vector<LayerTuple>& weights, const Places& 
 
 py::tuple smallest_budget(const std::vector<LayerTuple>& weights, const Places& places,
                           const std::string& backend, const std::set<std::uint64_t>& at_once,
-                          const ByUse& by_use) {
+                          const ByUse& by_use, const AlsoIn& also_in) {
   const sim::LargestGroup largest =
-      sim::largest_group(workload_of(weights, places, backend, at_once, by_use));
+      sim::largest_group(workload_of(weights, places, backend, at_once, by_use, also_in));
   return py::make_tuple(largest.bytes, largest.layers);
 }
 
 py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, std::uint32_t prefetch,
                   double bandwidth, double latency, int passes, const std::string& placement,
                   const Places& places, const std::string& backend, const std::set<std::uint64_t>& at_once,
-                  const ByUse& by_use, std::optional<std::pair<double, double>> host) {
+                  const ByUse& by_use, const AlsoIn& also_in, std::optional<std::pair<double, double>> host) {
   if (placement != "even" && placement != "timed") {
     throw py::value_error("placement is '" + placement + "'; expected 'even' or 'timed'");
   }
   const auto residents = placement == "timed" ? sim::Residents::by_time : sim::Residents::even;
-  sim::Workload workload = workload_of(weights, places, backend, at_once, by_use);
+  sim::Workload workload = workload_of(weights, places, backend, at_once, by_use, also_in);
   if (host) workload.host = sim::HostTimes{host->first, host->second};
   EngineOptions options;
   options.budget = budget;
@@ -184,23 +186,33 @@ py::object fetch(const py::handle& master, bool moved) {
       session->access(*weight, master.ptr(), /*training=*/false, /*inside=*/true));
 }
 
-bool note_untracked_alias(const py::handle& tensor) {
-  const at::Tensor& handed_out = THPVariable_Unpack(tensor.ptr());
-  HandedOut* const record =
-      handed_out.has_storage() ? HandedOut::of(*handed_out.unsafeGetTensorImpl()) : nullptr;
-  if (record != nullptr) record->note_untracked_alias();
-  return record != nullptr;
+/// The record of a tensor that was handed out, or of a view of one; null for any other.
+HandedOut* record_shown_by(const py::handle& tensor) {
+  return HandedOut::of(*THPVariable_Unpack(tensor.ptr()).unsafeGetTensorImpl());
+}
+
+c10::intrusive_ptr<c10::StorageImpl> storage_of(const py::handle& tensor) {
+  const c10::Storage& storage = THPVariable_Unpack(tensor.ptr()).storage();
+  return c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(storage.unsafeGetStorageImpl());
+}
+
+py::object note_untracked_alias(const py::handle& tensor, const py::handle& alias) {
+  HandedOut* const record = record_shown_by(tensor);
+  if (record == nullptr) return py::none();
+  record->note_version_of_alias(THPVariable_Unpack(alias.ptr()).unsafeGetTensorImpl()->version_counter());
+  record->note_untracked_alias();
+  const c10::weak_intrusive_ptr<c10::StorageImpl> storage(storage_of(tensor));
+  return py::cpp_function([storage] {
+    const auto alive = storage.lock();
+    if (alive && HandedOut::of(*alive)->bumped()) write_back_living(alive);
+  });
 }
 
 bool take_to_master(const py::handle& tensor) {
-  const at::Tensor& handed_out = THPVariable_Unpack(tensor.ptr());
-  HandedOut* const record =
-      handed_out.has_storage() ? HandedOut::of(*handed_out.unsafeGetTensorImpl()) : nullptr;
+  HandedOut* const record = record_shown_by(tensor);
   if (record == nullptr) return false;
   if (!record->bumped()) return true;
-  if (const auto session = write_back_living(
-          c10::intrusive_ptr<c10::StorageImpl>::reclaim_copy(handed_out.storage().unsafeGetStorageImpl())))
-    session->tell_lost();
+  if (const auto session = write_back_living(storage_of(tensor))) session->tell_lost();
   return true;
 }
 
@@ -231,6 +243,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("page_cache_always"), py::arg("backend"), py::arg("residents_give_way"), py::arg("hooks"))
       .def_property_readonly("provider", [](const Session&) { return "native"; })
       .def_property_readonly("backend", &Session::backend)
+      .def("draft", &Session::draft, py::arg("root"), py::arg("swap_class"))
+      .def("begin", [](const py::object& self) { self.cast<Session&>().begin(self); })
       .def(
           "attach",
           [](const py::object& self, const py::object& root, const py::object& swap_class) {
@@ -276,10 +290,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "fetch", &fetch, py::arg("master"), py::arg("moved") = false,
       "What a forward gets for a master, which may have `moved` to other memory; None if no install of this "
       "process serves it.");
-  m.def(
-      "note_untracked_alias", &note_untracked_alias, py::arg("tensor"),
-      "Somebody outside a forward takes `.data` of a handed-out tensor, whose bytes tell from now on whether "
-      "it was written.");
+  m.def("note_untracked_alias", &note_untracked_alias, py::arg("tensor"), py::arg("alias"),
+        "Notes that `.data` of a handed-out tensor was taken outside a forward: an alias with a version "
+        "counter of its own. From now on that counter and the tensor's bytes tell whether it was written. "
+        "Returns a function that takes such writes to the master, to be called once the alias is gone; None "
+        "for any other tensor.");
   m.def("take_to_master", &take_to_master, py::arg("tensor"),
         "Takes what was written in place on a handed-out tensor to its master; False for any other tensor.");
   if (!keeps_python_object<torch::autograd::Node>) {
@@ -302,19 +317,19 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       "simulate", &simulate, py::arg("weights"), py::arg("budget"), py::arg("prefetch"), py::arg("bandwidth"),
       py::arg("latency"), py::arg("passes"), py::arg("placement") = "even", py::arg("places") = Places{},
       py::arg("backend") = "cuda", py::arg("at_once") = std::set<std::uint64_t>(),
-      py::arg("by_use") = ByUse{}, py::arg("host") = py::none(),
+      py::arg("by_use") = ByUse{}, py::arg("also_in") = AlsoIn{}, py::arg("host") = py::none(),
       "Runs the engine on a virtual clock. weights: (name, bytes, compute seconds, unit) in the order of "
       "use; budget in bytes (0: only what prefetch needs); bandwidth in bytes a second; latency in seconds a "
       "copy; placement: residents spread evenly (\"even\"), or by what they save (\"timed\"); places: for "
       "each weight that is mapped from a file (path, offset, whether it is cast), else None; backend: "
       "\"host\", \"cuda\" or \"torch\", as which memory is laid out; at_once: the units that a call needs as "
       "a whole; by_use: the units that are experts, with the part of the experts of a layer that a pass "
-      "uses; host: the seconds that the host takes to enqueue a weight's copy, and a module's kernels. It "
-      "runs ahead, and waits at the end of each pass (None: it takes no time, and keeps pace with the "
-      "device).");
+      "uses; also_in: by a weight's number, the units of other modules that have it and need it at once; "
+      "host: the seconds that the host takes to enqueue a weight's copy, and a module's kernels. It runs "
+      "ahead, and waits at the end of each pass (None: it takes no time, and keeps pace with the device).");
   m.def("smallest_budget", &smallest_budget, py::arg("weights"), py::arg("places") = Places{},
         py::arg("backend") = "host", py::arg("at_once") = std::set<std::uint64_t>(),
-        py::arg("by_use") = ByUse{},
+        py::arg("by_use") = ByUse{}, py::arg("also_in") = AlsoIn{},
         "The bytes of the smallest budget that works, and the numbers of the weights that need them: the "
         "largest group, and the largest of an expert's. The arguments are those of simulate().");
 

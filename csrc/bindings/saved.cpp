@@ -1,19 +1,17 @@
 #include "bindings/saved.h"
 
-#include <ATen/SavedTensorHooks.h>
-#include <ATen/ops/empty.h>
-#include <torch/csrc/PyInterpreter.h>
 #include <torch/csrc/autograd/python_variable.h>
-#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/utils/pybind.h>
 
-#include <limits>
+#include <cstdint>
 #include <memory>
+#include <optional>
 #include <thread>
 #include <utility>
 #include <vector>
 
 #include "accelerator/plain_torch.h"
-#include "bindings/errors.h"
+#include "bindings/call.h"
 #include "bindings/handed_out.h"
 #include "bindings/session.h"
 #include "core/protection.h"
@@ -21,14 +19,6 @@
 namespace dynswap {
 
 namespace {
-
-constexpr const char* kCapsule = "dynswap_ext.saved";
-
-/// What stands in the graph for a saved tensor.
-struct Saved {
-  virtual ~Saved() = default;
-  virtual at::Tensor unpack() = 0;
-};
 
 void refuse_if_written(std::uint32_t saved, std::uint32_t now, const at::Tensor& tensor) {
   if (saved == now || !PROTECTED(saved_version_checked)) return;
@@ -59,12 +49,15 @@ struct SavedWeight final : Saved {
         master(record.master()),
         sharing(record.sharing()),
         seen(sharing ? sharing->now() : Sharing::Seen{.version = version_of(master), .ours = 0}),
+        times_given(weight->times_given),
+        given_then(*times_given),
         options(view.options()),
         sizes(view.sizes().vec()),
         strides(view.strides().vec()),
         offset(view.storage_offset()) {}
 
   at::Tensor unpack() override {
+    refuse_if_written(given_then, *times_given, master);
     // Plain torch would have saved the master.
     if (!sharing || !sharing->only_ours_since(seen))
       refuse_if_written(seen.version, version_of(master), master);
@@ -84,13 +77,13 @@ struct SavedWeight final : Saved {
   const at::Tensor master;
   const std::shared_ptr<Sharing> sharing;
   const Sharing::Seen seen;
+  const std::shared_ptr<const std::uint32_t> times_given;
+  const std::uint32_t given_then;
   const at::TensorOptions options;
   const std::vector<std::int64_t> sizes, strides;
   const std::int64_t offset;
   const std::thread::id reader = std::this_thread::get_id();  ///< whose order backward takes up
 };
-
-std::unique_ptr<Saved> reference_to(const at::Tensor& tensor);
 
 /// A wrapper (Note [Subclasses are taken apart]) with streamed weights in it.
 struct SavedWrapper final : Saved {
@@ -103,34 +96,49 @@ struct SavedWrapper final : Saved {
   py::object wrap;  ///< of its inner tensors
 };
 
-/// Null if nothing in it streams.
-std::unique_ptr<Saved> wrapper_reference_to(const at::Tensor& tensor) {
+/// The inner tensors of a wrapper, and how to wrap such again; nothing if it is none, or of no installed
+/// model.
+std::optional<std::pair<py::dict, py::object>> taken_apart(const at::Tensor& tensor) {
   const Session* const session = innermost_session();
   const py::object flat =
       session == nullptr ? py::none() : session->hooks().flatten_wrapper(py::cast(tensor));
-  if (flat.is_none()) return nullptr;
-  const auto [inner, wrap] = flat.cast<std::pair<py::dict, py::object>>();
+  if (flat.is_none()) return std::nullopt;
+  return flat.cast<std::pair<py::dict, py::object>>();
+}
+
+/// Null if nothing in it streams.
+std::unique_ptr<Saved> wrapper_reference_to(const at::Tensor& tensor) {
+  const auto apart = taken_apart(tensor);
+  if (!apart) return nullptr;
   auto saved = std::make_unique<SavedWrapper>();
-  saved->wrap = wrap;
+  saved->wrap = apart->second;
   bool any = false;
-  for (const auto& [name, part] : inner) {
+  for (const auto& [name, part] : apart->first) {
     const at::Tensor& held = THPVariable_Unpack(part.ptr());
     std::unique_ptr<Saved> reference = reference_to(held);
     any = any || reference;
-    if (!reference) reference = std::make_unique<SavedTensor>(held);
+    if (!reference) reference = kept(held);
     saved->parts.emplace_back(py::reinterpret_borrow<py::object>(name), std::move(reference));
   }
   return any ? std::move(saved) : nullptr;
 }
 
-PyObject* as_capsule(std::shared_ptr<Saved> saved) {
-  auto owner = std::make_unique<std::shared_ptr<Saved>>(std::move(saved));
-  PyObject* const capsule = PyCapsule_New(owner.get(), kCapsule, [](PyObject* self) {
-    delete static_cast<std::shared_ptr<Saved>*>(PyCapsule_GetPointer(self, kCapsule));
-  });
-  if (capsule == nullptr) throw py::error_already_set();
-  static_cast<void>(owner.release());
-  return capsule;
+OfMaster wrapper_of_master(const at::Tensor& tensor) {
+  const auto apart = taken_apart(tensor);
+  if (!apart) return {};
+  py::dict inner;
+  const Weight* whole = nullptr;
+  bool any = false, all = true;
+  for (const auto& [name, part] : apart->first) {
+    const at::Tensor& held = THPVariable_Unpack(part.ptr());
+    const OfMaster of = of_master(held);
+    any = any || of.tensor.defined();
+    all = all && of.whole != nullptr;
+    whole = of.whole;
+    inner[name] = py::cast(of.tensor.defined() ? of.tensor : held);
+  }
+  if (!any) return {};
+  return {apart->second(inner).cast<at::Tensor>(), all ? whole : nullptr};
 }
 
 /// Whether the tensor is a copy that backward can have made again. A statistic is not, as the forward may
@@ -141,13 +149,25 @@ bool can_be_fetched_again(const Session& serving, const Weight& weight, const Ha
   return record.leased() && serving.streams(weight);
 }
 
-/// The reference to keep instead of a tensor, or null if the tensor is to be kept itself.
-std::unique_ptr<Saved> reference_to(const at::Tensor& tensor) {
-  if (tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python))
-    return wrapper_reference_to(tensor);
+/// Null if the tensor shows no weight as it was handed out.
+HandedOut* record_of(const at::Tensor& tensor) {
   if (tensor.layout() != at::kStrided || tensor.is_conj() || tensor.is_neg()) return nullptr;
   HandedOut* const record = HandedOut::of(*tensor.unsafeGetTensorImpl());
-  if (record == nullptr || tensor.scalar_type() != record->dtype()) return nullptr;
+  return record == nullptr || tensor.scalar_type() != record->dtype() ? nullptr : record;
+}
+
+bool is_wrapper(const at::Tensor& tensor) {
+  return tensor.unsafeGetTensorImpl()->key_set().has(c10::DispatchKey::Python);
+}
+
+}  // namespace
+
+std::unique_ptr<Saved> kept(const at::Tensor& tensor) { return std::make_unique<SavedTensor>(tensor); }
+
+std::unique_ptr<Saved> reference_to(const at::Tensor& tensor) {
+  if (is_wrapper(tensor)) return wrapper_reference_to(tensor);
+  HandedOut* const record = record_of(tensor);
+  if (record == nullptr) return nullptr;
   const std::shared_ptr<Weight> weight = record->origin().weight;
   const std::shared_ptr<Session> serving = record->origin().session.lock();
   if (!serving || !can_be_fetched_again(*serving, *weight, *record)) return nullptr;
@@ -159,140 +179,27 @@ std::unique_ptr<Saved> reference_to(const at::Tensor& tensor) {
   return std::make_unique<SavedWeight>(*record, tensor);
 }
 
-const at::Tensor& tensor_of(PyObject* object) { return THPVariable_Unpack(object); }
-
-PyObject* pack(PyObject*, PyObject* object) {
-  try {
-    std::unique_ptr<Saved> saved = reference_to(tensor_of(object));
-    if (!saved) saved = std::make_unique<SavedTensor>(tensor_of(object));
-    return as_capsule(std::move(saved));
-  } catch (...) {
-    set_python_error();
-    return nullptr;
-  }
-}
-
-PyObject* unpack(PyObject*, PyObject* object) {
-  try {
-    auto* const saved = static_cast<std::shared_ptr<Saved>*>(PyCapsule_GetPointer(object, kCapsule));
-    return saved == nullptr ? nullptr : THPVariable_Wrap((*saved)->unpack());
-  } catch (...) {
-    set_python_error();
-    return nullptr;
-  }
-}
-
-struct SavedTensorHooks {
-  py::object pack, unpack;
-};
-
-const SavedTensorHooks& our_hooks() {
-  static PyMethodDef pack_def{"dynswap_pack", &pack, METH_O, nullptr};
-  static PyMethodDef unpack_def{"dynswap_unpack", &unpack, METH_O, nullptr};
-  static const auto* const hooks =
-      new SavedTensorHooks{py::reinterpret_steal<py::object>(PyCFunction_New(&pack_def, nullptr)),
-                           py::reinterpret_steal<py::object>(PyCFunction_New(&unpack_def, nullptr))};
-  return *hooks;
-}
-
-/// What the storage of a stand-in owns.
-struct StandIn {
-  at::Tensor bytes;
-  std::shared_ptr<Saved> saved;
-};
-
-void delete_stand_in(void* context) { delete static_cast<StandIn*>(context); }
-
-/// As `tensor`, in all but its bytes. Were it ever computed with, that should show.
-at::Tensor stand_in_for(const at::Tensor& tensor, std::shared_ptr<Saved> saved) {
+OfMaster of_master(const at::Tensor& tensor) {
+  if (is_wrapper(tensor)) return wrapper_of_master(tensor);
+  HandedOut* const record = record_of(tensor);
+  if (record == nullptr) return {};
+  const std::shared_ptr<Weight> weight = record->origin().weight;
+  const std::shared_ptr<Session> serving = record->origin().session.lock();
+  if (!serving || (record->watched() && !weight->parameter)) return {};
+  serving->write_back(*weight);
+  if (!record->master_unchanged() || record->rounded()) return {};
+  const at::Tensor& master = record->master();
+  const c10::DimVector strides = strides_of_copy(master);
+  if (tensor.storage_offset() == 0 && tensor.sizes() == master.sizes() && tensor.strides() == strides)
+    return {master, weight.get()};
+  // Of a master with gaps, or of a conjugate, a view of the copy is none of the master's memory.
+  if (master.strides() != strides || master.is_conj() || master.is_neg()) return {};
   const PlainTorch guard;
-  at::Tensor one = at::empty({1}, tensor.options());
-  if (tensor.is_floating_point() || tensor.is_complex()) one.fill_(std::numeric_limits<double>::quiet_NaN());
-  auto owner = std::make_unique<StandIn>(StandIn{one, std::move(saved)});
-  void* const data = one.data_ptr();
-  c10::Storage storage(c10::Storage::use_byte_size_t(), one.nbytes(),
-                       c10::DataPtr(data, owner.release(), &delete_stand_in, one.device()),
-                       /*allocator=*/nullptr, /*resizable=*/false);
-  at::Tensor made = at::detail::make_tensor<c10::TensorImpl>(std::move(storage), one.key_set(), one.dtype());
-  const std::vector<std::int64_t> still(static_cast<std::size_t>(tensor.dim()), 0);
-  made.unsafeGetTensorImpl()->set_sizes_and_strides(tensor.sizes(), still);
-  return made;
+  at::Tensor view =
+      master.as_strided(tensor.sizes(), tensor.strides(), master.storage_offset() + tensor.storage_offset());
+  const auto& version = master.unsafeGetTensorImpl()->version_counter();
+  if (version.enabled() && !view.is_inference()) view.unsafeGetTensorImpl()->set_version_counter(version);
+  return {view};
 }
-
-Saved* saved_behind(const at::Tensor& tensor) {
-  const c10::Storage& storage = tensor.unsafeGetTensorImpl()->unsafe_storage();
-  if (!storage || storage.data_ptr().get_deleter() != &delete_stand_in) return nullptr;
-  return static_cast<StandIn*>(storage.data_ptr().get_context())->saved.get();
-}
-
-/// Ours, over hooks that go on seeing every tensor that is saved.
-SavedTensorHooks over(const py::object& inner_pack, const py::object& inner_unpack) {
-  // A saved weight is (reference, what the inner hooks made of its stand-in).
-  SavedTensorHooks hooks;
-  hooks.pack = py::cpp_function([inner_pack](const py::object& object) -> py::object {
-    const std::shared_ptr<Saved> saved = reference_to(tensor_of(object.ptr()));
-    if (!saved) return inner_pack(object);
-    const py::object inner = inner_pack(py::cast(stand_in_for(tensor_of(object.ptr()), saved)));
-    return py::make_tuple(py::reinterpret_steal<py::object>(as_capsule(saved)), inner);
-  });
-  hooks.unpack = py::cpp_function([inner_unpack](const py::object& object) -> py::object {
-    if (!PyTuple_CheckExact(object.ptr()) || PyTuple_GET_SIZE(object.ptr()) != 2 ||
-        !PyCapsule_IsValid(PyTuple_GET_ITEM(object.ptr(), 0), kCapsule)) {
-      const py::object tensor = inner_unpack(object);
-      // Saved whole in the forward pass, a stand-in when it was computed again.
-      Saved* const saved = THPVariable_Check(tensor.ptr()) ? saved_behind(tensor_of(tensor.ptr())) : nullptr;
-      return saved == nullptr ? tensor : py::cast(saved->unpack());
-    }
-    inner_unpack(py::handle(PyTuple_GET_ITEM(object.ptr(), 1)));
-    PyObject* const found = unpack(nullptr, PyTuple_GET_ITEM(object.ptr(), 0));
-    if (found == nullptr) throw py::error_already_set();
-    return py::reinterpret_steal<py::object>(found);
-  });
-  return hooks;
-}
-
-/// The innermost hooks of this thread; null if there are none.
-std::pair<PyObject*, PyObject*> innermost() {
-  const auto hooks = at::SavedTensorDefaultHooks::get_hooks();
-  if (!hooks) return {nullptr, nullptr};
-  return {hooks->first.ptr(getPyInterpreter()), hooks->second.ptr(getPyInterpreter())};
-}
-
-bool of_checkpoint(PyObject* hook) {
-  static PyObject* const key = PyUnicode_InternFromString("__module__");
-  static PyObject* const wanted = PyUnicode_InternFromString("torch.utils.checkpoint");
-  PyObject* const module = PyObject_GetAttr(hook, key);
-  if (module == nullptr) {
-    PyErr_Clear();
-    return false;
-  }
-  const bool found = PyUnicode_Check(module) && PyUnicode_Compare(module, wanted) == 0;
-  Py_DECREF(module);
-  return found;
-}
-
-void push(const SavedTensorHooks& hooks) {
-  at::SavedTensorDefaultHooks::lazy_initialize();
-  at::SavedTensorDefaultHooks::push_hooks(
-      c10::SafePyObject(py::object(hooks.pack).release().ptr(), getPyInterpreter()),
-      c10::SafePyObject(py::object(hooks.unpack).release().ptr(), getPyInterpreter()));
-}
-
-}  // namespace
-
-bool RefetchInBackward::wanted() {
-  if (!at::GradMode::is_enabled() || !at::SavedTensorDefaultHooks::is_enabled()) return false;
-  PyObject* const pack = innermost().first;
-  return pack == nullptr || of_checkpoint(pack);
-}
-
-RefetchInBackward::RefetchInBackward() {
-  const auto [inner_pack, inner_unpack] = innermost();
-  push(inner_pack == nullptr ? our_hooks()
-                             : over(py::reinterpret_borrow<py::object>(inner_pack),
-                                    py::reinterpret_borrow<py::object>(inner_unpack)));
-}
-
-RefetchInBackward::~RefetchInBackward() { at::SavedTensorDefaultHooks::pop_hooks(); }
 
 }  // namespace dynswap

@@ -1,32 +1,33 @@
-// What autograd saves of weights that are not resident is a reference, and backward fetches them again.
+// What stands in the graph for what autograd saves of weights: see Note [Backward fetches again].
 #pragma once
 
-#include <torch/csrc/utils/pybind.h>
+#include <ATen/core/Tensor.h>
+
+#include <memory>
 
 namespace dynswap {
 
-/// Note [Backward fetches again]
-/// An operation saves its weight for backward, and with it the lease on the weight's slot: after a forward
-/// pass the graph would hold all of the model. So an installed module's call runs under saved-tensor hooks
-/// that keep of a streamed weight which one it is, what view of it was saved, and the version of its
-/// master; backward acquires it again, which the engine learns, and prefetches, like any other order. A
-/// weight that torch copies (Weight::AccessPath::copied) is copied again. Everything else is saved as without
-/// hooks, its version checked as torch checks it.
-///
-/// torch asks only the innermost hooks. Hooks of the user's own inside a module's call therefore see, and
-/// keep, what they would without an install. Those of torch.utils.checkpoint are an exception: they hold
-/// nothing in the forward pass, but in backward they would hold all weights of the part that is computed
-/// again. Where a module is called right under them, ours stand over them, and give them a stand-in of the
-/// weight's shape without its bytes, as they count what is saved.
-class RefetchInBackward {
- public:
-  /// Whether what is saved now would be kept whole, and does not have to be.
-  static bool wanted();
+struct Weight;
 
-  RefetchInBackward();
-  ~RefetchInBackward();
-  RefetchInBackward(const RefetchInBackward&) = delete;
-  RefetchInBackward& operator=(const RefetchInBackward&) = delete;
+/// What stands in the graph for a saved tensor.
+struct Saved {
+  virtual ~Saved() = default;
+  virtual at::Tensor unpack() = 0;
 };
+
+/// The reference to keep instead of a tensor, or null if the tensor is to be kept itself.
+std::unique_ptr<Saved> reference_to(const at::Tensor& tensor);
+
+/// Keeps the tensor itself.
+std::unique_ptr<Saved> kept(const at::Tensor& tensor);
+
+/// What plain torch would have saved: a master, or a view of one.
+struct OfMaster {
+  at::Tensor tensor;              ///< with the master's bytes and version; undefined: there is no such
+  const Weight* whole = nullptr;  ///< the weight (or a part of it), if it is all of its master
+};
+
+/// Of a tensor that shows a weight as its master has it, wherever its bytes are.
+OfMaster of_master(const at::Tensor& tensor);
 
 }  // namespace dynswap

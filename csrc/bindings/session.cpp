@@ -68,6 +68,12 @@ void Session::close() {
   table->drop_bytes();
 }
 
+bool Session::succeeded_by(const Session& other) const noexcept {
+  if (!replaced_) return false;
+  const std::shared_ptr<const Session> next = successor_.lock();
+  return next != nullptr && (next.get() == &other || next->succeeded_by(other));
+}
+
 void Session::close_all() {
   const std::unordered_set<Session*> all = sessions();
   for (Session* session : all) session->close();
@@ -123,7 +129,7 @@ std::pair<std::shared_ptr<Session>, Weight*> Session::serving(const at::Tensor& 
   for (Session* session : sessions()) {
     if (session->closed_ || session->abandoned_) continue;
     Weight* const weight = session->table_->find(&impl);
-    if (weight != nullptr && (moved || weight->state.same_place(impl)))
+    if (weight != nullptr && !weight->superseded && (moved || weight->state.same_place(impl)))
       return {session->shared_from_this(), weight};
   }
   return {};

@@ -23,6 +23,7 @@ namespace dynswap {
 struct Visited;
 
 struct Entry;
+struct ModuleState;
 
 struct SessionOptions {
   std::uint32_t prefetch = 2;
@@ -46,6 +47,12 @@ class Session : public std::enable_shared_from_this<Session> {
   Session& operator=(const Session&) = delete;
 
   // attach.cpp. `self` is this session as Python sees it.
+  /// Plans for the modules of the tree, whoever serves them, and touches none. Throws BudgetError.
+  void draft(const py::object& root, const py::object& swap_class);
+  /// Serves the modules of the draft, all at once (Note [An install takes another's place]), and then
+  /// allocates. OutOfMemory: it serves them, and each access copies.
+  void begin(const py::object& self);
+  /// Lets modules join that no session serves; returns how many.
   std::size_t attach(const py::object& self, const py::object& root, const py::object& swap_class);
   void detach(const py::object& root);
   void adopt(const py::object& module, const py::object& name);
@@ -99,6 +106,9 @@ class Session : public std::enable_shared_from_this<Session> {
   /// The same, where nothing has changed since the last time; null if something may have. Runs nothing.
   PyObject* access_unchanged(const Weight& weight, PyObject* master, bool inside) const;
 
+  /// A tensor as Python sees it; for isinstance() a parameter.
+  static py::object as_object(const at::Tensor& tensor, bool parameter);
+
   /// The weight's bytes for a backward pass; no part of a graph, nor kept. `reader` is the thread of the
   /// forward pass.
   at::Tensor fetch_again(Weight& weight, const at::Tensor& master, std::thread::id reader);
@@ -119,6 +129,7 @@ class Session : public std::enable_shared_from_this<Session> {
   /// (`torch.utils.swap_tensors`).
   void release(const py::object& module);
   void write_back(Weight& weight);
+  void write_back(Weight& weight, DeferredRelease& dropped);
   /// What was written on what was handed out of the weight is dropped, as its master was written meanwhile.
   /// The user is told when that can run code. Any thread may call it.
   void note_lost(const std::shared_ptr<Weight>& weight);
@@ -177,6 +188,9 @@ class Session : public std::enable_shared_from_this<Session> {
   std::optional<at::ScalarType> dtype() const noexcept { return dtype_; }
 
   std::size_t modules() const noexcept { return modules_; }  ///< that it serves
+  /// Whether `other` has taken its place, or the place of one that has.
+  bool succeeded_by(const Session& other) const noexcept;
+  bool replaced() const noexcept { return replaced_; }
   void module_attached() noexcept { ++modules_; }
   /// The module that had these entries has left, or has died. Weights that nobody reads any more leave the
   /// next plan.
@@ -192,22 +206,42 @@ class Session : public std::enable_shared_from_this<Session> {
 
   std::shared_ptr<WeightTable> new_table() const;
   struct Attaching;  // attach.cpp
+  /// Modules of a tree, with what is asked for each module of the tree.
+  struct Served {
+    struct Module {
+      py::object dict;
+      std::string prefix;
+      std::size_t place;  ///< in the tree
+      std::vector<Entry>* entries;
+    };
+    const py::list tree;
+    std::vector<WeightTable::Choice> choices;
+    std::vector<Module> modules{};
+  };
+  std::shared_ptr<Attaching> survey(const py::object& root, const py::object& swap_class, bool joins);
+  void swap(const py::object& self, Attaching& attaching);
   Casting casting_of_added_master(PyObject* master) const;
   void restore(PyObject* module);
   void begin_in_child();
 
   // session_plan.cpp
   struct Draft;
+  struct Planning;
   struct Budget {
     std::optional<std::size_t> bytes;
     std::optional<PriorPlan> prior;  ///< to use if the masters are those of `measured`
     std::shared_ptr<const Plan> measured;
   };
   std::shared_ptr<Engine> new_engine(const Budget& budget);
-  std::vector<WeightTable::Choice> choices_for(const py::list& modules,
-                                               std::optional<std::size_t> budget) const;
-  bool fits(const py::list& modules, std::optional<std::size_t> budget) const;
-  void plan_first(Streamed streamed);
+  std::vector<WeightTable::Choice> choices_for(const py::list& modules) const;  // attach.cpp
+  static Streamed find_weights(const Served& served, WeightTable& table);
+  bool tell_experts_apart(Served& served) const;
+  bool holds_all(const Streamed& streamed, const Budget& budget);
+  void draft_weights(Draft& draft, Served& served, const Budget& budget);
+  void draft_first(Served& served);
+  void plan_first(const std::function<void()>& swap);
+  void take_weights(Session& earlier, const std::vector<ModuleState*>& states, DeferredRelease& dropped);
+  void take_weight(Session& earlier, Weight& weight, DeferredRelease& dropped);
   void draft_plan(Draft& draft, const Budget& budget);
   std::vector<std::vector<WeightId>> residents_on_device(const Draft& draft) const;
   void carry_out(const Draft& draft);
@@ -231,7 +265,6 @@ class Session : public std::enable_shared_from_this<Session> {
   void forget_group(Weight& weight, DeferredRelease& dropped);
   void drop_companions(const Weight& weight, DeferredRelease& dropped);
   void remember(Weight& weight, const at::Tensor& handed_out);
-  void write_back(Weight& weight, DeferredRelease& dropped);
   void write_back_overlapping(const Weight& weight, DeferredRelease& dropped);
   void write_back_whole(Weight& weight, DeferredRelease& dropped);  ///< and the parts of a wrapper
   void for_entries(const py::object& module,
@@ -274,14 +307,17 @@ class Session : public std::enable_shared_from_this<Session> {
   std::vector<std::shared_ptr<Weight>> residents_read_;  ///< since the latest call began
   std::vector<std::shared_ptr<Weight>> to_pin_;          ///< whose masters were replaced since the last pass
   std::vector<std::shared_ptr<SharedNodeOwner>>
-      kept_nodes_;  ///< Note [Nodes that are read outside a forward]
-  Stats counters_;  ///< of earlier plans, and of copies made without an engine
+      kept_nodes_;                        ///< Note [Nodes that are read outside a forward]
+  Stats counters_;                        ///< of earlier plans, and of copies made without an engine
+  std::shared_ptr<Attaching> attaching_;  ///< between draft() and begin()
+  std::shared_ptr<Draft> draft_;          ///< between draft() and begin()
+  std::weak_ptr<Session> successor_;      ///< that has taken over the last of its modules
   std::size_t modules_ = 0;
   std::uint64_t calls_ = 0;   ///< how many have begun
   bool streams_any_ = false;  ///< some weight is not resident
-  bool had_first_plan_ = false;
   bool outdated_ = false;
   bool closed_ = false;
+  bool replaced_ = false;   ///< it has a successor, or had
   bool abandoned_ = false;  ///< this is a forked child
   bool in_child_ = false;   ///< and knows it
   bool recording_ = false;

@@ -9,6 +9,7 @@
 #include "bindings/fetch_backward.h"
 #include "bindings/glue.h"
 #include "bindings/handed_out.h"
+#include "bindings/saved_hooks.h"
 #include "bindings/session.h"
 #include "bindings/written_buffers.h"
 #include "core/protection.h"
@@ -122,6 +123,7 @@ PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject*
 
 PyObject* Session::access(Weight& weight, PyObject* master, bool training, bool inside) {
   if (abandoned_ && !in_child_) begin_in_child();
+  if (inside) RefetchInBackward::stand_over_others();
   if (weight.overlaps()) {
     DeferredRelease dropped;
     write_back_overlapping(weight, dropped);
@@ -147,7 +149,11 @@ PyObject* Session::access(Weight& weight, PyObject* master, bool training, bool 
 PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool training, bool inside) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
   if (weight.path == Weight::AccessPath::as_is) return Py_NewRef(master_object);
-  if (weight.path == Weight::AccessPath::wrapped) return rebuild_wrapper(weight, master_object);
+  if (weight.path == Weight::AccessPath::wrapped) {
+    const bool in_graph = master.requires_grad() && at::GradMode::is_enabled();
+    // A graph has the wrapper's own `.to()` in it (Note [Subclasses are taken apart]).
+    return in_graph ? convert(weight, master_object) : rebuild_wrapper(weight, master_object);
+  }
   if (weight.path == Weight::AccessPath::converted || closed_ || master._fw_grad(0).defined())
     return convert(weight, master_object);
 
@@ -203,8 +209,10 @@ at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, b
     tensor = HandedOut::again(std::move(storage), master);
   } else if (watched) {
     auto kept = taken_back(weight);
-    if (kept && weight.state.same_bytes(*kept->master().unsafeGetTensorImpl()) && kept->master_unchanged())
+    if (kept && weight.state.same_bytes(*kept->master().unsafeGetTensorImpl()) && kept->master_unchanged()) {
+      kept->belong_to({weak_from_this(), weight.shared_from_this()});
       tensor = HandedOut::again(std::move(kept), master);
+    }
   }
   if (!tensor.defined()) return tensor;
   if (master.requires_grad())
@@ -331,11 +339,15 @@ at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::t
                                  count_whole(weight));
 }
 
-PyObject* Session::wrap(const Weight& weight, const at::Tensor& tensor) {
-  py::object object = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
+py::object Session::as_object(const at::Tensor& tensor, bool parameter) {
+  auto object = py::reinterpret_steal<py::object>(THPVariable_Wrap(tensor));
   if (!object) throw py::error_already_set();
-  if (weight.parameter) mark_as_parameter(object.ptr());
-  return object.release().ptr();
+  if (parameter) mark_as_parameter(object.ptr());
+  return object;
+}
+
+PyObject* Session::wrap(const Weight& weight, const at::Tensor& tensor) {
+  return as_object(tensor, weight.parameter).release().ptr();
 }
 
 PyObject* Session::rebuild_wrapper(Weight& weight, PyObject* master) {
@@ -355,9 +367,21 @@ PyObject* Session::rebuild_wrapper(Weight& weight, PyObject* master) {
     inner[name] =
         py::reinterpret_steal<py::object>(access(*part, tensor.ptr(), /*training=*/false, /*inside=*/true));
   }
-  const py::object made =
-      hooks_.rebuild_wrapper(py::handle(master), inner, py::cast(device_),
-                             py::cast(wanted_type(THPVariable_Unpack(master), dtype_, weight.casting)));
+  const auto [made, is_new] =
+      hooks_
+          .rebuild_wrapper(py::handle(master), inner, py::cast(device_),
+                           py::cast(wanted_type(THPVariable_Unpack(master), dtype_, weight.casting)))
+          .cast<std::pair<py::object, bool>>();
+  if (is_new) {
+    // What is written on the wrapper is written by its class, below the part of torch that bumps versions: of
+    // all that are involved, the wrapper's own is bumped.
+    const c10::VariableVersion& version =
+        THPVariable_Unpack(made.ptr()).unsafeGetTensorImpl()->version_counter();
+    for (const auto& [name, tensor] : inner) {
+      HandedOut* const record = HandedOut::of(*THPVariable_Unpack(tensor.ptr()).unsafeGetTensorImpl());
+      if (record != nullptr) record->note_version_of_alias(version);
+    }
+  }
   if (weight.parameter) mark_as_parameter(made.ptr());
   return Py_NewRef(made.ptr());
 }
@@ -376,7 +400,7 @@ PyObject* Session::convert(const Weight& weight, PyObject* master) const {
     static_cast<void>(read_master(THPVariable_Unpack(master), weight.name));  // it is there
   }
   const at::ScalarType wanted = wanted_type(THPVariable_Unpack(master), dtype_, weight.casting);
-  const py::object moved = py::handle(master).attr("to")(py::cast(device_), py::cast(wanted));
+  const py::object moved = hooks_.convert(py::handle(master), py::cast(device_), py::cast(wanted));
   if (weight.parameter && moved.ptr() != master) mark_as_parameter(moved.ptr());
   return Py_NewRef(moved.ptr());
 }

@@ -192,6 +192,9 @@ void Session::call_ends() {
     const std::shared_ptr<Weight> weight = residents_read_[i];
     write_back(*weight, dropped);
   }
+  if (!replaced_) return;
+  // The call began before the other session took over, and is over for that one, too.
+  if (const std::shared_ptr<Session> next = successor_.lock()) next->call_ends();
 }
 
 /// All reads of a resident in one call see one state of its master. Any other weight, and whatever is read
@@ -206,15 +209,7 @@ bool Session::look_is_due(const Weight& weight) const {
 void Session::write_back_overlapping(const Weight& weight, DeferredRelease& dropped) {
   for (const std::shared_ptr<Weight>& other : weight.sharing->overlapping()) {
     write_back_kept(*other);
-    const auto alive = other->latest_storage.lock();
-    HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
-    if (record == nullptr) continue;
-    const std::shared_ptr<Session> session = record->origin().session.lock();
-    if (session && record->origin().weight == other) {
-      session->write_back(*other, dropped);
-    } else {
-      record->write_back();
-    }
+    if (const auto alive = other->latest_storage.lock()) write_back_living(alive, dropped);
   }
 }
 

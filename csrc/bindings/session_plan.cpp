@@ -36,7 +36,7 @@ struct Session::Draft {
     }
   }
 
-  std::shared_ptr<WeightTable> table;
+  std::shared_ptr<WeightTable> table;   ///< of its own
   std::shared_ptr<WeightTable> before;  ///< in whose place it is
   Streamed streamed;
   std::vector<Module> modules;
@@ -49,6 +49,23 @@ struct Session::Draft {
   };
   std::vector<std::optional<Unchanged>> unchanged;  ///< by WeightId
   std::shared_ptr<Plan> plan = std::make_shared<Plan>();
+};
+
+/// One plan at a time, for as long as this lives. Waits without the GIL.
+struct Session::Planning {
+  explicit Planning(Session& of) : session(of), one_at_a_time(of.planning_mutex_, std::defer_lock) {
+    {
+      const py::gil_scoped_release release;
+      one_at_a_time.lock();
+    }
+    session.planning_ = std::this_thread::get_id();
+  }
+  Planning(const Planning&) = delete;
+  Planning& operator=(const Planning&) = delete;
+  ~Planning() { session.planning_.reset(); }
+
+  Session& session;
+  std::unique_lock<Mutex> one_at_a_time;
 };
 
 std::shared_ptr<WeightTable> Session::new_table() const {
@@ -78,14 +95,15 @@ namespace {
 
 /// What was handed out of `earlier` is handed out again: who still has it, and writes to it, writes to the
 /// master of both.
-void hand_on(Weight& earlier, Weight& weight) {
+void hand_on(Weight& earlier, Weight& weight, const std::shared_ptr<Session>& session) {
+  weight.number = earlier.number;
   const auto alive = earlier.latest_storage.lock();
   HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
   if (record == nullptr || !weight.moves_bytes() || !earlier.still_handed_out()) return;
   weight.note_master();  // it may have been written since it was drafted
   weight.latest = earlier.latest;
   weight.latest_storage = earlier.latest_storage;
-  record->belong_to(weight.shared_from_this());
+  record->belong_to({session, weight.shared_from_this()});
 }
 
 /// Whether the bytes of `earlier` on the device are those of `weight`, if the master is unchanged.
@@ -98,23 +116,86 @@ bool same_device_bytes(const Weight& earlier, const Weight& weight) {
 /// Whether a plan that was measured with other weights applies to these: their masters are the same, in the
 /// same order.
 bool applies_to(const Plan& plan, const WeightTable::Streamed& streamed) {
-  if (plan.weights.size() != streamed.size()) return false;
-  for (std::size_t i = 0; i < streamed.size(); ++i) {
-    const Weight &old = *plan.weights[i], &now = *streamed[i].first;
+  if (plan.weights.size() != streamed.first.size()) return false;
+  for (std::size_t i = 0; i < streamed.first.size(); ++i) {
+    const Weight &old = *plan.weights[i], &now = *streamed.first[i].first;
     if (old.state.impl != now.state.impl || !old.source || !old.source->same_shape(*now.source)) return false;
   }
   return true;
 }
 
+/// Registers the weights, and tells them by which ids.
+void add_weights(Engine& engine, const WeightTable::Streamed& streamed) {
+  for (const auto& [weight, unit] : streamed.first)
+    weight->id = engine.add_weight(weight->source, unit.number, unit.options);
+  for (const auto& [weight, unit] : streamed.again)
+    engine.share_weight(weight->id, unit.number, unit.options);
+}
+
 }  // namespace
 
-void Session::plan_first(Streamed streamed) {
-  Draft draft;
-  draft.table = table_;
-  draft.streamed = std::move(streamed);
-  draft.plan->engine = plan_->engine;
-  draft_plan(draft, {options_.budget, {}, {}});
-  carry_out(draft);
+WeightTable::Streamed Session::find_weights(const Served& served, WeightTable& table) {
+  const Mappings mappings = Mappings::of_this_process();
+  Streamed streamed;
+  for (const Served::Module& module : served.modules) {
+    table.find_weights(module.dict.ptr(), module.prefix, served.choices[module.place], mappings,
+                       *module.entries, streamed);
+  }
+  return streamed;
+}
+
+/// Marks what is used in no order (Note [Groups by use]). False if there is nothing.
+bool Session::tell_experts_apart(Served& served) const {
+  const auto experts = hooks_.experts(served.tree).cast<py::dict>();
+  for (const auto& [place, what] : experts) {
+    const auto [slices, expert] = what.cast<std::pair<std::int64_t, std::int64_t>>();
+    WeightTable::Unit& unit = served.choices.at(place.cast<std::size_t>()).unit;
+    unit.slices = slices;
+    if (expert < 0) continue;
+    unit.number = static_cast<std::uint64_t>(expert);
+    unit.options.by_use = true;
+  }
+  return !experts.empty();
+}
+
+/// Whether all weights can stay on the device, as an engine would lay them out.
+bool Session::holds_all(const Streamed& streamed, const Budget& budget) {
+  if (!budget.bytes) return false;
+  const std::shared_ptr<Engine> engine = new_engine(budget);
+  add_weights(*engine, streamed);
+  return engine->holds_all();
+}
+
+/// Finds the weights of the draft. Experts are told apart only where not all weights can stay on the device:
+/// else none is used in another way than others.
+void Session::draft_weights(Draft& draft, Served& served, const Budget& budget) {
+  Served whole = served;
+  const bool experts = tell_experts_apart(served);
+  if (experts) {
+    draft.table = new_table();
+    draft.streamed = find_weights(whole, *draft.table);
+    if (holds_all(draft.streamed, budget)) return;
+  }
+  draft.table = new_table();
+  draft.streamed = find_weights(served, *draft.table);
+}
+
+void Session::draft_first(Served& served) {
+  const Budget budget{options_.budget, {}, {}};
+  draft_ = std::make_shared<Draft>();
+  draft_->plan->engine = plan_->engine;
+  draft_weights(*draft_, served, budget);
+  table_ = draft_->table;
+  draft_plan(*draft_, budget);
+}
+
+/// Calls that begin once the modules are served wait for this plan, should they ask for another.
+void Session::plan_first(const std::function<void()>& swap) {
+  const std::shared_ptr<Session> self = shared_from_this();
+  const std::shared_ptr<Draft> draft = std::move(draft_);
+  const Planning planning(*this);
+  swap();
+  if (!closed_) carry_out(*draft);
 }
 
 void Session::replan(const py::object& root) {
@@ -134,25 +215,14 @@ void Session::replace_plan(const py::object& root, const Budget& budget) {
   const std::shared_ptr<Session> self = shared_from_this();
   if (abandoned_ || closed_) return;  // a forked child makes no plans: its engines are the parent's
   if (planning_ == std::this_thread::get_id()) return;  // called from code that planning runs
-  std::unique_lock<Mutex> one_at_a_time(planning_mutex_, std::defer_lock);
-  {
-    const py::gil_scoped_release release;
-    one_at_a_time.lock();
-  }
-  struct Planning {
-    explicit Planning(Session& of) : session(of) { session.planning_ = std::this_thread::get_id(); }
-    ~Planning() { session.planning_.reset(); }
-    Session& session;
-  };
   const Planning planning(*this);
   if (closed_) return;
   flush();
   outdated_ = false;
   Draft draft;
-  draft.table = new_table();
-  const Mappings mappings = Mappings::of_this_process();
   const std::vector<Visited> found = modules_of(root.ptr());
-  const std::vector<WeightTable::Choice> choices = choices_for(list_of(found), budget.bytes);
+  const py::list tree = list_of(found);
+  Served served{tree, choices_for(tree)};
   for (std::size_t place = 0; place < found.size(); ++place) {
     const Visited& visited = found[place];
     const py::object dict = module_dict(visited.module.ptr());
@@ -162,9 +232,11 @@ void Session::replace_plan(const py::object& root, const Budget& budget) {
     module.state = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(state));
     for (const Entry& entry : *state->entries)
       module.entries.push_back({entry.name, entry.parameter, nullptr, entry.casting, entry.ignored});
-    draft.table->find_weights(dict.ptr(), visited.prefix, choices[place], mappings, module.entries,
-                              draft.streamed);
+    served.modules.push_back({dict, visited.prefix, place, nullptr});
   }
+  for (std::size_t i = 0; i < served.modules.size(); ++i)
+    served.modules[i].entries = &draft.modules[i].entries;
+  draft_weights(draft, served, budget);
   draft_plan(draft, budget);
   if (closed_) return;  // another thread has closed it meanwhile
   take_over(draft);
@@ -175,16 +247,14 @@ void Session::replace_plan(const py::object& root, const Budget& budget) {
 /// Does all planning that needs no device memory; releases the GIL. Throws BudgetError.
 void Session::draft_plan(Draft& draft, const Budget& budget) {
   std::vector<Weight*> weights;
-  for (const auto& [weight, unit] : draft.streamed) weights.push_back(weight);
+  for (const auto& [weight, unit] : draft.streamed.first) weights.push_back(weight);
   pin(*draft.table, weights);
   if (closed_) return;
   Budget known = budget;
   if (known.prior && !applies_to(*known.measured, draft.streamed)) known.prior.reset();
   if (!draft.plan->engine) draft.plan->engine = new_engine(known);
-  for (const auto& [weight, unit] : draft.streamed) {
-    weight->id = draft.plan->engine->add_weight(weight->source, unit.number, unit.options);
-    draft.plan->weights.push_back(weight->shared_from_this());
-  }
+  add_weights(*draft.plan->engine, draft.streamed);
+  for (Weight* const weight : weights) draft.plan->weights.push_back(weight->shared_from_this());
   const std::vector<std::vector<WeightId>> on_device = residents_on_device(draft);
   const py::gil_scoped_release release;
   draft.plan->engine->arrange(on_device);
@@ -231,7 +301,7 @@ void Session::take_over(Draft& draft) {
     Weight* const successor = table_->find(weight->state.impl);
     if (successor != nullptr) successor->take_nodes(*weight);
     if (successor != nullptr && successor->state.same_elements(weight->state)) {
-      hand_on(*weight, *successor);
+      hand_on(*weight, *successor, shared_from_this());
       // Graphs that were captured read residents, and hold no lease.
       if (!captured_ && weight->plan == plan_ && same_device_bytes(*weight, *successor) &&
           weight->resident() && weight->master_unchanged())
@@ -244,6 +314,46 @@ void Session::take_over(Draft& draft) {
   residents_read_.clear();
   recent_.clear();
   to_pin_.clear();
+}
+
+/// The same between sessions: these modules' weights were `earlier`'s. See Note [An install takes another's
+/// place]. Does not release the GIL.
+void Session::take_weights(Session& earlier, const std::vector<ModuleState*>& states,
+                           DeferredRelease& dropped) {
+  std::vector<std::shared_ptr<Weight>> left;
+  for (const ModuleState* const state : states) {
+    for (Entry& entry : *state->entries) {
+      if (entry.weight != nullptr) left.push_back(entry.weight);
+      entry.bind(nullptr);
+    }
+  }
+  for (const auto& weight : left) {
+    if (weight->holders == 0 && !weight->superseded) take_weight(earlier, *weight, dropped);
+  }
+  if (states.size() < earlier.modules_) return;
+  earlier.replaced_ = true;
+  earlier.successor_ = weak_from_this();
+  kept_nodes_.insert(kept_nodes_.end(), earlier.kept_nodes_.begin(), earlier.kept_nodes_.end());
+  earlier.kept_nodes_.clear();
+}
+
+void Session::take_weight(Session& earlier, Weight& weight, DeferredRelease& dropped) {
+  Weight* const successor = table_->find(weight.state.impl);
+  if (successor != nullptr && earlier.device_ == device_ && successor->wanted == weight.wanted &&
+      successor->path == weight.path && successor->state.same_elements(weight.state)) {
+    successor->take_nodes(weight);
+    hand_on(weight, *successor, shared_from_this());
+  } else {
+    weight.release_nodes(dropped);
+  }
+  for (const auto& [name, part] : weight.parts) {
+    if (--part->holders == 0) take_weight(earlier, *part, dropped);
+    ++part->holders;  // until the weight goes
+  }
+  earlier.outdated_ = earlier.outdated_ || weight.plan != nullptr;
+  weight.superseded = true;
+  weight.plan = nullptr;
+  weight.forget(dropped);
 }
 
 /// Frees the old plan's memory and allocates the new one's; releases the GIL. Throws OutOfMemory, after which
@@ -264,6 +374,7 @@ void Session::carry_out(const Draft& draft) {
   }
   try {
     const py::gil_scoped_release release;
+    if (engine.residents_give_way()) release_kept_memory(device_);
     engine.plan();
   } catch (...) {
     outdated_ = true;  // there may be room another time
@@ -283,7 +394,7 @@ void Session::carry_out(const Draft& draft) {
   }
   plan_ = draft.plan;
   streams_any_ = false;
-  for (const auto& [weight, unit] : draft.streamed) {
+  for (const auto& [weight, unit] : draft.streamed.first) {
     // Masters may have changed while other threads could run.
     const SourcePtr known = engine.source(weight->id);
     if (weight->path != Weight::AccessPath::streamed || !weight->source->same_shape(*known)) {

@@ -4,6 +4,8 @@
 #include <torch/csrc/autograd/python_variable.h>
 #include <torch/csrc/utils/pybind.h>
 
+#include <cstdint>
+#include <memory>
 #include <string>
 #include <utility>
 #include <vector>
@@ -101,9 +103,13 @@ struct Weight : std::enable_shared_from_this<Weight> {
   SourcePtr source;
   std::shared_ptr<MemoryWatch> watch;  ///< of the master's bytes in RAM, if it is streamed or copied
   std::uint64_t writes_seen = 0;       ///< the watch's count at the last look
+  /// The same for weights that take each other's place.
+  std::uint64_t number = next_number();
   std::uint64_t looked_at = 0;  ///< a resident: the call (Session::calls_) in which it was last looked at
 
   GradientNodes gradient;
+  /// How often a forward has given the master other data (Note [Data given inside a forward]). Never null.
+  std::shared_ptr<std::uint32_t> times_given = std::make_shared<std::uint32_t>(0);
 
   /// A resident's tensor, kept for good, and its alias for accesses from outside a forward. Owned.
   PyObject* cached = nullptr;
@@ -114,6 +120,12 @@ struct Weight : std::enable_shared_from_this<Weight> {
   /// Its storage, which a view or an autograd graph may keep when the tensor itself is gone.
   c10::weak_intrusive_ptr<c10::StorageImpl> latest_storage{c10::intrusive_ptr<c10::StorageImpl>()};
   std::uint64_t generation = 0;  ///< rises whenever the session lets go of what it has handed out
+
+  /// LOCK: the GIL.
+  static std::uint64_t next_number() noexcept {
+    static std::uint64_t latest = 0;
+    return ++latest;
+  }
 
   /// Whether its copy is a copy of the master's bytes, to which the way back is known.
   bool moves_bytes() const noexcept { return path == AccessPath::streamed || path == AccessPath::copied; }
@@ -194,8 +206,9 @@ struct Weight : std::enable_shared_from_this<Weight> {
     drop_tensors(dropped);
   }
 
-  /// Takes on the nodes of a weight in whose place it is: graphs lead to them.
+  /// Takes on what graphs have of a weight in whose place it is.
   void take_nodes(const Weight& earlier) {
+    times_given = earlier.times_given;
     gradient = earlier.gradient;
     stacked = earlier.stacked;
     if (parts.size() != earlier.parts.size()) return;

@@ -14,7 +14,7 @@ namespace {
 
 /// Whether a name is in a frozenset, or in None.
 bool contains(const py::object& names, const py::object& name) {
-  if (names.is_none()) return false;
+  if (!names) return false;
   const int found = PySet_Contains(names.ptr(), name.ptr());
   if (found < 0) throw py::error_already_set();
   return found == 1;
@@ -63,6 +63,13 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
         Weight& part = weight_of(tensor.ptr(), weight.name + "." + py::cast<std::string>(name),
                                  /*parameter=*/false, mappings, Casting::never);
         kind.parts.emplace_back(name, part.shared_from_this());
+      }
+      const bool nothing_moves = std::all_of(kind.parts.begin(), kind.parts.end(), [](const auto& part) {
+        return part.second->path == Weight::AccessPath::as_is;
+      });
+      if (in_place && nothing_moves) {
+        kind.path = Weight::AccessPath::as_is;
+        kind.parts.clear();
       }
       return kind;
     }
@@ -187,11 +194,18 @@ WeightTable::Unit expert_of(const WeightTable::Unit& module, std::int64_t slice)
           .options = {.model = module.options.model, .by_use = true}};
 }
 
+/// Calls `use` for the weight, or for the parts that it is put together from, if they stream.
+void for_streamed(Weight& weight, const std::function<void(Weight&)>& use) {
+  if (weight.path == Weight::AccessPath::streamed) use(weight);
+  if (weight.path != Weight::AccessPath::wrapped) return;
+  for (const auto& [name, part] : weight.parts) for_streamed(*part, use);
+}
+
 }  // namespace
 
 void WeightTable::find_weights(PyObject* module_dict, const std::string& prefix, const Choice& choice,
                                const Mappings& mappings, std::vector<Entry>& entries, Streamed& streamed) {
-  const std::size_t first = streamed.size();
+  const std::size_t first = streamed.first.size();
   for (Entry& entry : entries) {
     entry.bind(nullptr);
     entry.ignored = contains(choice.ignore, entry.name);
@@ -207,15 +221,19 @@ void WeightTable::find_weights(PyObject* module_dict, const std::string& prefix,
     // What is kept stays as a whole.
     const std::int64_t slices = entry.parameter && !unit.options.keep ? unit.slices : 0;
     if (unit.options.keep) unit.options.by_use = false;
-    entry.bind(weight_of(master, name, entry.parameter, mappings, entry.casting, slices).shared_from_this());
+    Weight& found = weight_of(master, name, entry.parameter, mappings, entry.casting, slices);
+    entry.bind(found.shared_from_this());
+    if (known == weights_.size()) {
+      for_streamed(found, [&](Weight& weight) { streamed.again.emplace_back(&weight, unit); });
+    }
     for (std::size_t i = known; i < weights_.size(); ++i) {
       Weight* const weight = weights_[i].get();
       if (weight->path == Weight::AccessPath::streamed)
-        streamed.emplace_back(weight, weight->slice < 0 ? unit : expert_of(unit, weight->slice));
+        streamed.first.emplace_back(weight, weight->slice < 0 ? unit : expert_of(unit, weight->slice));
     }
   }
   // An expert's slices of all the module's parameters travel together.
-  std::stable_sort(streamed.begin() + static_cast<std::ptrdiff_t>(first), streamed.end(),
+  std::stable_sort(streamed.first.begin() + static_cast<std::ptrdiff_t>(first), streamed.first.end(),
                    [](const auto& a, const auto& b) { return a.first->slice < b.first->slice; });
 }
 
@@ -225,13 +243,21 @@ std::string WeightTable::pin(const std::string& backend, const std::vector<Weigh
   std::vector<SourcePtr> before;
   for (const Weight* weight : weights) before.push_back(weight->source);
   std::vector<SourcePtr> sources = before;
+  std::vector<std::shared_ptr<MemoryWatch>> watches(weights.size());  // see Note [To page-lock is to write]
+  for (std::size_t i = 0; i < weights.size(); ++i) {
+    if (!weights[i]->watch || memory->pinned(*before[i])) continue;
+    watches[i] = weights[i]->watch;
+    watches[i]->before_pinning(/*copied=*/weights[i]->plan != nullptr);
+  }
   const std::string slower = memory->pin(settings_.device, backend, settings_.pin, sources);
   for (std::size_t i = 0; i < weights.size(); ++i) {
     // Other threads could run: the master may be another by now.
     if (weights[i]->source != before[i]) continue;
     weights[i]->source = std::move(sources[i]);
     const Source& source = *weights[i]->source;
-    if (source.pinned && !source.pinned_copy && weights[i]->watch) weights[i]->watch->note_pinned();
+    if (!source.pinned || source.pinned_copy) continue;
+    if (watches[i]) watches[i]->after_pinning();
+    if (weights[i]->watch) weights[i]->watch->note_pinned();
   }
   return slower;
 }

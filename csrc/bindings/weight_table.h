@@ -43,10 +43,15 @@ class WeightTable {
   struct Choice {
     Unit unit;
     bool served = true;  ///< false: the module is left alone
-    py::object keep;     ///< a frozenset of names, or None
-    py::object ignore;   ///< a frozenset of names, or None
+    py::object keep;     ///< a frozenset of names, or null
+    py::object ignore;   ///< a frozenset of names, or null
   };
-  using Streamed = std::vector<std::pair<Weight*, Unit>>;  ///< each with its unit
+  /// Weights that stream, each with its unit.
+  struct Streamed {
+    using Units = std::vector<std::pair<Weight*, Unit>>;
+    Units first;  ///< every weight, with the unit of the module that was found first
+    Units again;  ///< those that other modules have too
+  };
 
   /// `hooks` outlives the table.
   WeightTable(const Settings& settings, const Hooks& hooks);

@@ -21,7 +21,8 @@ namespace {
 struct Buffers {
   /// By their addresses, which the weak pointers keep from being given to others.
   std::unordered_map<c10::StorageImpl*, c10::weak_intrusive_ptr<c10::StorageImpl>> handed_out;
-  std::unordered_map<const Weight*, std::unique_ptr<HandedOut>> kept;  ///< whose storages have died
+  /// By their weights' numbers. Their storages have died.
+  std::unordered_map<std::uint64_t, std::unique_ptr<HandedOut>> kept;
 };
 
 Buffers& buffers() {
@@ -57,7 +58,7 @@ void write_back_present() {
     alive.push_back(std::move(held));
   }
   std::vector<HandedOut*> to_send = records;
-  for (const auto& [weight, record] : now.kept) to_send.push_back(record.get());
+  for (const auto& [number, record] : now.kept) to_send.push_back(record.get());
   std::vector<HandedOut*> sent;
   for (HandedOut* const record : to_send) {
     if (!record->on_cpu() && record->start_write_back()) sent.push_back(record);
@@ -73,16 +74,23 @@ void write_back_present() {
 
 }  // namespace
 
-std::shared_ptr<Session> write_back_living(const c10::intrusive_ptr<c10::StorageImpl>& storage) {
-  HandedOut& record = *HandedOut::of(*storage);
-  const std::shared_ptr<Weight> weight = record.origin().weight;
-  std::shared_ptr<Session> session = record.origin().session.lock();
+std::shared_ptr<Session> write_back_living(const c10::intrusive_ptr<c10::StorageImpl>& storage,
+                                           DeferredRelease& dropped) {
+  HandedOut* const record = HandedOut::of(*storage);
+  if (record == nullptr) return nullptr;
+  const std::shared_ptr<Weight> weight = record->origin().weight;
+  std::shared_ptr<Session> session = record->origin().session.lock();
   if (session && weight->latest_storage.lock() == storage) {
-    session->write_back(*weight);
+    session->write_back(*weight, dropped);
   } else {
-    record.write_back();
+    record->write_back();
   }
   return session;
+}
+
+std::shared_ptr<Session> write_back_living(const c10::intrusive_ptr<c10::StorageImpl>& storage) {
+  DeferredRelease dropped;
+  return write_back_living(storage, dropped);
 }
 
 void write_back_after_call(const at::Tensor& handed_out) {
@@ -94,7 +102,7 @@ void write_back_after_call(const at::Tensor& handed_out) {
 void keep_until_the_call_ends(std::unique_ptr<HandedOut>& record) noexcept {
   if (!record->watched() || !inside_call() || record->on_cpu()) return;
   try {
-    std::unique_ptr<HandedOut>& place = buffers().kept[record->origin().weight.get()];
+    std::unique_ptr<HandedOut>& place = buffers().kept[record->origin().weight->number];
     place = std::move(record);
   } catch (const std::bad_alloc&) {
     // It writes back now, and waits.
@@ -102,13 +110,13 @@ void keep_until_the_call_ends(std::unique_ptr<HandedOut>& record) noexcept {
 }
 
 std::unique_ptr<HandedOut> taken_back(const Weight& weight) {
-  auto found = buffers().kept.extract(&weight);
-  if (found.empty() || found.mapped()->origin().session.expired()) return nullptr;
+  auto found = buffers().kept.extract(weight.number);
+  if (found.empty()) return nullptr;
   found.mapped()->unwatch_all();
   return std::move(found.mapped());
 }
 
-void write_back_kept(const Weight& weight) { buffers().kept.erase(&weight); }
+void write_back_kept(const Weight& weight) { buffers().kept.erase(weight.number); }
 
 void write_back_buffers() {
   // One that is watched for good may die here, and is kept.

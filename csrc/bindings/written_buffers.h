@@ -7,6 +7,7 @@
 
 namespace dynswap {
 
+struct DeferredRelease;
 class HandedOut;
 class Session;
 struct Weight;
@@ -36,7 +37,10 @@ std::unique_ptr<HandedOut> taken_back(const Weight& weight);
 void write_back_kept(const Weight& weight);
 
 /// Writes back what was written on a handed-out tensor that lives on; it may be the one that the next access
-/// gives. Returns its session, if there still is one.
+/// gives. Does nothing to any other storage. Returns the session, if there still is one.
+std::shared_ptr<Session> write_back_living(const c10::intrusive_ptr<c10::StorageImpl>& storage,
+                                           DeferredRelease& dropped);
+/// Writes back as above, and lets go of what is dropped at once: other code may run in that.
 std::shared_ptr<Session> write_back_living(const c10::intrusive_ptr<c10::StorageImpl>& storage);
 
 /// Writes back all records, also those whose tensors are alive: the call is over. With the GIL.

@@ -50,6 +50,11 @@ class DeviceError : public Error {
   using Error::Error;
 };
 
+/// The message where a forked child would need a thread of its parent (Note [A forked child has one thread]).
+inline constexpr const char* kOnlyInParent =
+    "a forked process does not have the copies of weights that its parent had begun: fork before the model "
+    "is called, or start the process with the 'spawn' method";
+
 }  // namespace dynswap
 
 /// Throws dynswap::Error with the streamed message if `condition` does not hold.

@@ -131,9 +131,11 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
       const bool over_budget =
           group.copy->place == Place::overflow && options_.budget > 0 && beyond_budget() > 0;
       if (over_budget && !std::exchange(warned_, true)) {
-        warning = "every slot of the arena is held by tensors that are still in use (" + holders() +
-                  "): memory outside the budget is used until they are let go; see overflow_bytes in the "
-                  "statistics, or pass strict_budget=True to raise instead";
+        const std::size_t needed = options_.budget + beyond_budget();
+        warning =
+            why_full() +
+            ": memory outside the budget is used until they are let go (overflow_bytes in the statistics). " +
+            "To avoid that, " + remedy(needed) + "; or pass strict_budget=True to raise instead";
       }
     } else if (moved || group.by_use || !group.copy->read) {
       ++stats_.hits;

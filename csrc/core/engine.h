@@ -125,7 +125,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Registers a weight, in the order in which the model is expected to use them. Weights of one `unit`
   /// (a module) travel together. Only before plan().
   WeightId add_weight(SourcePtr source, std::uint64_t unit, WeightOptions options = {});
+  /// A second module, with these options, has the weight in its unit: Note [Modules that share a weight].
+  void share_weight(WeightId weight, std::uint64_t unit, WeightOptions options);
 
+  /// Whether the budget holds all weights, in the groups that arrange() would form of them; asked before it.
+  bool holds_all();
   /// Forms groups, chooses residents and sizes the arena. Throws BudgetError, naming the smallest budget that
   /// works. Called once, before plan(), or by it.
   /// `on_device`: weights of this engine that are residents of the one whose place it takes, by its groups.
@@ -251,6 +255,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     SourcePtr source;
     std::uint64_t unit = 0;
     WeightOptions options;
+    bool shared = false;  ///< by so many modules that it is kept
     GroupId group = 0;
     std::size_t offset = 0;  ///< in the group's copy
     std::size_t part = 0;    ///< of the group's copy
@@ -314,10 +319,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::shared_ptr<DeviceCopy> outdate(WeightId id, SourcePtr& source);
   Lease lease_on(WeightId id, Stream consumer);
 
+  // engine_units.cpp
+  void join_units();
+  std::vector<std::vector<WeightId>> units() const;  ///< in the order of their first weights
+  std::size_t bytes_of(const std::vector<WeightId>& unit) const noexcept;
+
   // engine_plan.cpp
   Grouping preferred_grouping() const;
-  std::size_t end_of_unit(WeightId first) const noexcept;
-  std::size_t unit_bytes(WeightId first) const noexcept;
   /// Returns their sizes. Those of `on_device` are groups already.
   std::vector<std::size_t> form_groups(const Grouping& grouping,
                                        const std::vector<std::vector<WeightId>>& on_device);
@@ -353,7 +361,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void drop_left(DeviceCopy::Part& part);
   void note_held_back(Group& group, GroupId current) noexcept;
   std::size_t beyond_budget() const noexcept;
+  std::size_t calling_threads() const noexcept;
   std::string holders() const;
+  std::string why_full() const;
+  std::string remedy(std::size_t needed) const;
   void note_peak() noexcept;
   std::size_t held_bytes() const noexcept;
 
@@ -398,6 +409,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Condition issued_;  ///< some copy has left State::issuing
   // LOCK: mutex_ guards all below; of weights_ and groups_ what plan() has set is constant.
   std::vector<Weight> weights_;
+  std::vector<std::pair<WeightId, std::uint64_t>> shared_;  ///< until arrange(): each with another unit
   std::vector<Group> groups_;
   Arena arena_;
   Arena cache_;  ///< of groups by use

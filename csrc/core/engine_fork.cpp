@@ -48,7 +48,7 @@ struct Engine::Registry {
 
 void Engine::register_fork_handlers() { static_cast<void>(Registry::get()); }
 
-void Engine::refuse_in_child() { throw Error("the engine has been left behind in another process"); }
+void Engine::refuse_in_child() { throw Error(kOnlyInParent); }
 
 void Engine::register_engine() {
   Registry& registry = Registry::get();

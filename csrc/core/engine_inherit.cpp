@@ -13,6 +13,7 @@
 // The masters are those of the earlier plan, unchanged: Session::take_over() looks.
 #include <algorithm>
 #include <mutex>
+#include <unordered_map>
 #include <utility>
 
 #include "core/engine.h"
@@ -34,20 +35,19 @@ std::vector<std::vector<WeightId>> Engine::residents_on_device() const {
 /// Those that can be groups of this plan too.
 std::vector<std::vector<WeightId>> Engine::groups_to_keep(
     std::vector<std::vector<WeightId>> on_device) const {
-  std::erase_if(on_device, [this](const std::vector<WeightId>& group) {
+  std::unordered_map<std::uint64_t, std::size_t> in_unit;  // how many weights
+  for (const Weight& weight : weights_) ++in_unit[weight.unit];
+  std::erase_if(on_device, [&](const std::vector<WeightId>& group) {
     if (group.empty() || !std::is_sorted(group.begin(), group.end())) return true;
     const WeightOptions& first = weights_[group.front()].options;
+    std::unordered_map<std::uint64_t, std::size_t> here;
+    for (const WeightId id : group) ++here[weights_[id].unit];
     return std::any_of(group.begin(), group.end(), [&](WeightId id) {
       const Weight& weight = weights_[id];
       const WeightOptions& options = weight.options;
       if (options.by_use || options.keep != first.keep || options.model != first.model) return true;
-      if (!options.at_once) return false;
       // Its unit is needed at the same time: all of it is here, or it is not kept together.
-      const auto apart = [&](std::size_t other) {
-        return other < weights_.size() && weights_[other].unit == weight.unit &&
-               !std::binary_search(group.begin(), group.end(), static_cast<WeightId>(other));
-      };
-      return apart(std::size_t{id} + 1) || (id > 0 && apart(std::size_t{id} - 1));
+      return options.at_once && here[weight.unit] != in_unit[weight.unit];
     });
   });
   return on_device;

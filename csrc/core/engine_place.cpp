@@ -155,10 +155,8 @@ void Engine::place_outside(Planned& planned) {
     const std::size_t budget =
         options_.budget > 0 ? options_.budget : stats_.arena_bytes + stats_.resident_bytes;
     const std::size_t needed = budget + planned.copy->bytes;
-    throw BudgetError("every slot of the arena is held by tensors that are still in use (" + holders() +
-                          "), and strict_budget=True does not allow more than the budget of " +
-                          amount(budget) + "; drop some of these tensors, or give a budget of " +
-                          amount(needed) + " or more",
+    throw BudgetError(why_full() + ", and strict_budget=True does not allow more than the budget of " +
+                          amount(budget) + "; " + remedy(needed),
                       needed);
   }
   if (beyond_budget() > 0) ++stats_.overflows;
@@ -277,6 +275,45 @@ bool Engine::read_in_order(const DeviceCopy& copy) const noexcept {
   const Stream order = backend_->order_of(copy.memory);
   return std::all_of(copy.released.begin(), copy.released.end(),
                      [order](const auto& reader) { return reader.first == order; });
+}
+
+/// How many threads use the model at the same time; 1 unless two of them hold a group each at this moment.
+std::size_t Engine::calling_threads() const noexcept {
+  std::size_t holding = 0, lately = 0;
+  for (const Consumer& consumer : consumers_) {
+    if (tick_ - consumer.last_use > weights_.size() * consumers_.size()) continue;  // it has ended
+    ++lately;
+    const std::optional<GroupId> current = consumer.cursor.current();
+    const DeviceCopy* const copy = current ? groups_[*current].copy.get() : nullptr;
+    const bool holds = copy && copy->leases > 0 && copy->last_use <= consumer.last_use;
+    holding += holds || consumer.last_use == tick_ ? 1 : 0;
+  }
+  return holding > 1 ? lately : 1;
+}
+
+/// Why there is no slot for one more group.
+std::string Engine::why_full() const {
+  const std::size_t threads = calling_threads();
+  if (threads < 2)
+    return "every slot of the arena is held by tensors that are still in use (" + holders() + ")";
+  return std::to_string(threads) + " threads call the model at the same time, and what they use (" +
+         holders() + ") takes every slot of the arena";
+}
+
+/// What to do about it. `needed`: the budget that would have held this group, too.
+std::string Engine::remedy(std::size_t needed) const {
+  const std::size_t threads = calling_threads();
+  if (threads < 2) return "drop some of these tensors, or give a budget of " + amount(needed) + " or more";
+  if (threads <= options_.prefetch) return "give a budget of " + amount(needed) + " or more";
+  std::size_t kept = 0, largest = 0;
+  for (const Group& group : groups_) {
+    kept += group.keep ? group.bytes : 0;
+    largest = std::max(largest, group.keep || group.by_use ? 0 : group.bytes);
+  }
+  const std::size_t room = kept + (threads + 1) * largest;
+  return "give a prefetch of " + std::to_string(threads) + " or more" +
+         (options_.budget > 0 && options_.budget < room ? ", and a budget of " + amount(room) + " or more"
+                                                        : "");
 }
 
 std::string Engine::holders() const {

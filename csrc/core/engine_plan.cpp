@@ -27,13 +27,6 @@ std::size_t align_up(std::size_t value, std::size_t alignment) {
 
 }  // namespace
 
-WeightId Engine::add_weight(SourcePtr source, std::uint64_t unit, WeightOptions options) {
-  DYNSWAP_CHECK(!planned_, "weights are added before plan()");
-  if (options.keep) unit = ~unit;  // what is kept of a module is a unit of its own
-  weights_.push_back({.source = std::move(source), .unit = unit, .options = options});
-  return static_cast<WeightId>(weights_.size() - 1);
-}
-
 Engine::Grouping Engine::preferred_grouping() const {
   std::size_t total = 0;
   for (const Weight& weight : weights_) total += weight.options.by_use ? 0 : weight.source->wanted_bytes();
@@ -45,27 +38,13 @@ Engine::Grouping Engine::preferred_grouping() const {
   const std::size_t tiny = grouping.enough / kTinyPart;
   const std::size_t alignment = backend_->weight_alignment();
   std::size_t tiny_total = 0;
-  for (WeightId first = 0; first < weights_.size(); first = static_cast<WeightId>(end_of_unit(first))) {
-    if (unit_bytes(first) > tiny || weights_[first].options.keep || weights_[first].options.by_use) continue;
-    const std::size_t end = end_of_unit(first);
-    for (std::size_t weight = first; weight < end; ++weight)
-      tiny_total += align_up(weights_[weight].source->wanted_bytes(), alignment);
+  for (const std::vector<WeightId>& unit : units()) {
+    const WeightOptions& options = weights_[unit.front()].options;
+    if (bytes_of(unit) > tiny || options.keep || options.by_use) continue;
+    for (const WeightId id : unit) tiny_total += align_up(weights_[id].source->wanted_bytes(), alignment);
   }
   if (tiny_total <= total / kTinyPartOfModel) grouping.tiny = tiny;
   return grouping;
-}
-
-std::size_t Engine::end_of_unit(WeightId first) const noexcept {
-  std::size_t last = first;
-  while (last < weights_.size() && weights_[last].unit == weights_[first].unit) ++last;
-  return last;
-}
-
-std::size_t Engine::unit_bytes(WeightId first) const noexcept {
-  std::size_t bytes = 0;
-  const std::size_t end = end_of_unit(first);
-  for (std::size_t weight = first; weight < end; ++weight) bytes += weights_[weight].source->wanted_bytes();
-  return bytes;
 }
 
 std::vector<std::size_t> Engine::form_groups(const Grouping& grouping,
@@ -73,8 +52,8 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping,
   // A unit's weights are used together, so a group holds whole units: small ones until there is enough
   // to be worth a transfer. Only a unit too large to travel at once is cut, and its small weights (a
   // bias) go with the weight before them. A unit that one call needs as a whole is one group, whatever its
-  // size: cut, it could be given a budget that does not hold it. Around residents that are there already, a
-  // group goes on.
+  // size: cut, it could be given a budget that does not hold it. So is an expert. Around residents that are
+  // there already, a group goes on.
   const auto [enough, too_large, tiny] = grouping;
   std::size_t largest = 0;
   for (const Weight& weight : weights_)
@@ -99,46 +78,38 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping,
     open_bytes += weights_[weight].source->wanted_bytes();
   };
   std::optional<std::size_t> tinies;
-  for (WeightId first = 0; first < weights_.size();) {
-    const auto last = static_cast<WeightId>(end_of_unit(first));
-    const std::size_t bytes_of_unit = unit_bytes(first);
-    const WeightOptions& options = weights_[first].options;
+  for (std::vector<WeightId>& unit : units()) {
+    const std::size_t bytes_of_unit = bytes_of(unit);
+    const WeightOptions& options = weights_[unit.front()].options;
     if (options.by_use) {
-      for (const WeightId begin = first; first < last; ++first) {
-        if (first == begin || too_large == 0) groups_.emplace_back();
-        groups_.back().weights.push_back(first);
-      }
+      groups_.emplace_back().weights = std::move(unit);
       continue;
     }
     if (bytes_of_unit <= tiny && !options.keep) {
-      for (; first < last; ++first) {
-        in_tiny_unit[first] = true;
-        if (grouped[first]) continue;
+      for (const WeightId weight : unit) {
+        in_tiny_unit[weight] = true;
+        if (grouped[weight]) continue;
         if (!tinies) {
           tinies = groups_.size();
           groups_.emplace_back().tiny = true;
         }
-        groups_[*tinies].weights.push_back(first);
+        groups_[*tinies].weights.push_back(weight);
       }
       continue;
     }
-    if (std::find(grouped.begin() + first, grouped.begin() + last, false) == grouped.begin() + last) {
-      first = last;
-      continue;
-    }
+    std::erase_if(unit, [&grouped](WeightId weight) { return grouped[weight]; });
+    if (unit.empty()) continue;
     if (open) {
       const WeightOptions& before = weights_[groups_[current].weights.back()].options;
       open = before.model == options.model && before.keep == options.keep;
     }
     const bool cut = bytes_of_unit > too_large && !options.at_once;
-    for (WeightId weight = first; weight < last; ++weight) {
-      if (grouped[weight]) continue;
+    for (const WeightId weight : unit) {
       const std::size_t bytes = weights_[weight].source->wanted_bytes();
       if (cut && open_bytes >= enough && bytes > small) open = false;
       append(weight);
     }
     if (open_bytes >= enough) open = false;
-    first = last;
   }
   for (const std::vector<WeightId>& group : on_device) {
     Group& made = groups_.emplace_back();
@@ -148,6 +119,7 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping,
     made.tiny = std::all_of(group.begin(), group.end(), [&](WeightId id) { return in_tiny_unit[id]; });
   }
   // Numbered in the order of their weights.
+  for (Group& group : groups_) std::sort(group.weights.begin(), group.weights.end());
   std::stable_sort(groups_.begin(), groups_.end(),
                    [](const Group& a, const Group& b) { return a.weights.front() < b.weights.front(); });
   return lay_out_groups();
@@ -227,10 +199,19 @@ std::size_t Engine::least_budget(const std::vector<std::size_t>& bytes) const {
   return kept + ordered + by_use;
 }
 
+bool Engine::holds_all() {
+  DYNSWAP_CHECK(!arranged_, "it is asked before arrange()");
+  if (options_.budget == 0 || weights_.empty()) return false;
+  join_units();
+  const std::vector<std::size_t> bytes = form_groups(preferred_grouping(), {});
+  return std::accumulate(bytes.begin(), bytes.end(), std::size_t{0}) <= options_.budget;
+}
+
 void Engine::arrange(const std::vector<std::vector<WeightId>>& on_device) {
   DYNSWAP_CHECK(!arranged_, "arrange() is called once, and before plan()");
   arranged_ = true;
   if (weights_.empty()) return;
+  join_units();
   const std::size_t budget = PROTECTED(cap_respected) ? options_.budget : 2 * options_.budget;
   std::vector<std::size_t> bytes;
   if (const std::optional<PriorPlan>& prior = options_.prior) {
@@ -312,20 +293,23 @@ std::vector<std::size_t> Engine::form_groups_and_residents(
 
 void Engine::check_kept(const std::vector<std::size_t>& bytes, std::size_t budget) const {
   std::size_t kept = 0, count = 0;
+  bool shared = false;
   std::string names;
   constexpr std::size_t kMostNamed = 5;
   for (GroupId id = 0; id < groups_.size(); ++id) {
     if (!groups_[id].keep) continue;
     kept += bytes[id];
     for (const WeightId weight : groups_[id].weights) {
+      shared = shared || weights_[weight].shared;
       if (++count <= kMostNamed) names += (names.empty() ? "" : ", ") + weights_[weight].source->name;
     }
   }
   const std::size_t least = least_budget(bytes);
   if (kept == 0 || budget == 0 || least <= budget) return;
   if (count > kMostNamed) names += " and " + std::to_string(count - kMostNamed) + " more";
-  throw BudgetError("a budget of " + amount(budget) + " does not hold the weights that keep= names (" +
-                        names + "), which take " + amount(kept) +
+  throw BudgetError("a budget of " + amount(budget) + " does not hold the weights that " +
+                        (shared ? "many modules share, or that keep= names (" : "keep= names (") + names +
+                        "), which take " + amount(kept) +
                         ", and the largest group of the others; the smallest budget that works is " +
                         amount(least),
                     least);

@@ -42,6 +42,11 @@ bool HeldBytes::lock(const Locker& locker) {
   return true;
 }
 
+bool HeldBytes::locked() {
+  const std::lock_guard guard(changing_);
+  return locked_ != nullptr;
+}
+
 void HeldBytes::unlock() noexcept {
   const std::lock_guard guard(changing_);
   if (--locks_ == 0) locked_.reset();

@@ -47,6 +47,7 @@ class HeldBytes {
   /// unlock().
   bool lock(const Locker& locker);
   void unlock() noexcept;
+  bool locked();
 
  private:
   static void drop_share(void* share) noexcept;

@@ -188,7 +188,7 @@ void CopyQueue::wait(const EventPtr& event) {
     const auto begin = ReadPolicy::Clock::now();
     promote(copy);
     synchronise(event);
-    if (!copy->done()) throw ClosedError("the host backend has been left behind in another process");
+    if (!copy->done()) throw ClosedError(kOnlyInParent);
     read_policy_.waited(ReadPolicy::Clock::now() - begin);
   }
   if (copy->failed.load(std::memory_order_relaxed)) std::rethrow_exception(copy->error);

@@ -258,6 +258,25 @@ void MemoryWatch::expect_writes() {
   if (pages_) pages_->expect_writes();
 }
 
+std::optional<std::uint64_t> MemoryWatch::hash_all() const {
+  Hash hash;
+  if (!add(hash, address_, bytes_, mapped_)) return std::nullopt;
+  return hash.value();
+}
+
+void MemoryWatch::before_pinning(bool copied) {
+  writes();
+  const auto lock = locked();
+  before_pinning_.reset();
+  if (pages_ && (copied || pages_.use_count() > 1)) before_pinning_ = hash_all();
+}
+
+void MemoryWatch::after_pinning() {
+  const auto lock = locked();
+  const auto before = std::exchange(before_pinning_, std::nullopt);
+  if (pages_ && (!before || same(before, hash_all()))) pages_->discard_writes();
+}
+
 void MemoryWatch::note_pinned() {
   const auto lock = locked();
   const bool sampled = is_sampled();

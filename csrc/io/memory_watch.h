@@ -38,8 +38,17 @@ class MemoryWatch {
   void note_write();
   /// Announces that much is about to be written. See PageWatch::expect_writes().
   void expect_writes();
-  /// The memory has been page-locked. A device may write to it, which the kernel does not see, so it is
-  /// sampled too.
+  /// Note [To page-lock is to write]
+  /// A driver takes the pages that it locks for writing, and to the kernel that is a write to each of them.
+  /// If it counted, all that had been read ahead would be copied once more, and what was written on a tensor
+  /// that was handed out would be dropped, as its master seems to have changed. So one looks before the
+  /// locking, and what is seen after it counts only if the bytes are others. They are compared where somebody
+  /// has a copy of them (`copied`, or another watch over the pages): else any copy will be of what is there
+  /// then.
+  void before_pinning(bool copied);
+  void after_pinning();
+  /// The memory is page-locked. A device may write to it, which the kernel does not see, so it is sampled
+  /// too.
   void note_pinned();
   std::size_t size() const noexcept { return bytes_; }
   /// Whether every write by this process's code is seen.
@@ -67,6 +76,7 @@ class MemoryWatch {
   std::optional<std::uint64_t> hash() const;
   std::optional<std::uint64_t> sample() const;
   std::optional<std::uint64_t> hash_elements() const;
+  std::optional<std::uint64_t> hash_all() const;
 
   Mutex mutex_;
   // LOCK: mutex_ guards all below.
@@ -82,7 +92,8 @@ class MemoryWatch {
   std::shared_ptr<PageWatch> pages_;
   std::uint64_t page_writes_ = 0;
   std::optional<std::uint64_t> hash_, sample_;
-  std::optional<std::uint64_t> of_elements_;  ///< the hash of all elements, if there are gaps
+  std::optional<std::uint64_t> of_elements_;     ///< the hash of all elements, if there are gaps
+  std::optional<std::uint64_t> before_pinning_;  ///< the hash of all bytes, if they are compared
   std::uint64_t writes_ = 0;
   bool shared_ = false;  ///< with other processes, whose writes the kernel does not tell
 };

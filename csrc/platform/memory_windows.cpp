@@ -51,6 +51,7 @@ std::shared_ptr<PageWatch> PageWatch::over(Pages, PageSelection) { return nullpt
 PageWatch::~PageWatch() = default;
 std::optional<std::uint64_t> PageWatch::writes() { return std::nullopt; }
 bool PageWatch::of_this_process() const noexcept { return true; }
+void PageWatch::discard_writes() noexcept {}
 void PageWatch::expect_writes() noexcept {}
 
 // A view's file can be asked for, but not where in the file the view begins.

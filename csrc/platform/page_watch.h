@@ -44,6 +44,9 @@ class PageWatch {
   /// False in a child that was forked since: nothing is told there.
   bool of_this_process() const noexcept;
 
+  /// Counts no write that was made since the last look: it was the caller's, and changed nothing.
+  void discard_writes() noexcept;
+
   /// Announces that much is about to be written: lifts the protection of all pages at once, so that writes
   /// cost no page faults until the next writes(), which counts the announcement as a write.
   void expect_writes() noexcept;

@@ -152,11 +152,13 @@ PageWatch::~PageWatch() {
   const auto [first, last] = kernel_.watched.equal_range(pages_.begin);
   kernel_.watched.erase(
       std::find_if(first, last, [&](const auto& entry) { return entry.second.watch == this; }));
-  kernel_.unregister_pages(pages_);
-  // Other watches over some of these pages register them again, and count that as a write.
-  kernel_.for_overlapping(pages_, [&](PageWatch& other) {
-    if (!kernel_.register_pages(other.pages_)) other.lost_ = true;
+  // Pages that others watch, too, stay as they are: to register them again would count as a write.
+  Pages left = pages_;
+  kernel_.for_overlapping(pages_, [&](const PageWatch& other) {  // in the order of their beginnings
+    if (left.begin < other.pages_.begin) kernel_.unregister_pages({left.begin, other.pages_.begin});
+    left.begin = std::max(left.begin, other.pages_.end);
   });
+  if (left.begin < left.end) kernel_.unregister_pages(left);
 }
 
 bool PageWatch::of_this_process() const noexcept { return &kernel_ == Kernel::current(); }
@@ -167,6 +169,12 @@ std::optional<std::uint64_t> PageWatch::writes() {
   if (!lost_) lost_ = !look();
   if (lost_) return std::nullopt;
   return writes_;
+}
+
+void PageWatch::discard_writes() noexcept {
+  if (!of_this_process()) return;
+  const std::lock_guard lock(kernel_.mutex);
+  if (!lost_) lost_ = !find_written(pages_, which_, [](Pages) {});
 }
 
 void PageWatch::expect_writes() noexcept {

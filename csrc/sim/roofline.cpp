@@ -99,19 +99,20 @@ std::shared_ptr<Engine> engine_of(const Workload& workload, const EngineOptions&
     source->stored = layer.cast ? Scalar::f8_e5m2 : source->wanted;
     source->file = layer.file;
     source->offset = layer.offset;
-    engine->add_weight(std::move(source), layer.unit, {.at_once = layer.at_once, .by_use = layer.by_use > 0});
+    const bool by_use = layer.by_use > 0;
+    const WeightId id =
+        engine->add_weight(std::move(source), layer.unit, {.at_once = layer.at_once, .by_use = by_use});
+    for (const std::uint64_t unit : layer.also_in)
+      engine->share_weight(id, unit, {.at_once = true, .by_use = by_use});
   }
   return engine;
 }
 
 /// The workload as an install has it: where the budget holds everything, experts are weights like any other.
-Workload as_installed(Workload workload, std::size_t budget) {
-  std::size_t bytes = 0;
-  for (const Layer& layer : workload.layers) bytes += layer.bytes;
-  if (bytes <= budget) {
-    for (Layer& layer : workload.layers) layer.by_use = 0;
-  }
-  return workload;
+Workload as_installed(const Workload& workload, const EngineOptions& options) {
+  Workload whole = workload;
+  for (Layer& layer : whole.layers) layer.by_use = 0;
+  return engine_of(whole, options, 1, 0)->holds_all() ? whole : workload;
 }
 
 }  // namespace
@@ -165,7 +166,7 @@ AccessPattern pattern_of(const Workload& workload, const PriorPlan& groups, doub
 Result simulate(const Workload& given, const EngineOptions& options, double bytes_per_second, double latency,
                 int passes, Residents residents) {
   DYNSWAP_CHECK(passes >= 2, "the first half of the passes is warm-up: give two at least");
-  const Workload workload = as_installed(given, options.budget);
+  const Workload workload = as_installed(given, options);
   const auto planned = [&](const EngineOptions& with) {
     auto made = engine_of(workload, with, bytes_per_second, latency);
     made->plan();

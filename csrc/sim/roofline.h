@@ -27,6 +27,7 @@ struct Layer {
   /// Its unit is an expert: a pass uses this part of the experts that follow each other, and not in an order
   /// (Note [Groups by use]). 0: every pass uses it, in this order.
   double by_use = 0;
+  std::vector<std::uint64_t> also_in{};  ///< units of other modules that have it, and need it at once
 };
 
 struct Workload {

@@ -117,7 +117,7 @@ void StagingRing::await(std::uint64_t chunk) noexcept {
 bool StagingRing::wait(const Reads& reads, std::chrono::milliseconds patience) {
   std::unique_lock lock(mutex_);
   if (!changed_.wait_for(lock, patience, [&] { return reads.outstanding_ == 0; })) {
-    if (!changed_.here()) throw ClosedError("the backend has been left behind in another process");
+    if (!changed_.here()) throw ClosedError(kOnlyInParent);
     return false;
   }
   if (reads.error_) std::rethrow_exception(reads.error_);

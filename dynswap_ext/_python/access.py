@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 
 import torch
 from torch import nn
 
+from dynswap_ext._python import saved_hooks
 from dynswap_ext._python.attribute import ModuleState
 from dynswap_ext._python.calls import inside_call, keep
 from dynswap_ext._python.destination import Destination
@@ -17,6 +19,7 @@ from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._swap.parameter_proxy import make_proxy
 from dynswap_ext._swap.protocol import Hooks
 from dynswap_ext._swap.state import STATE_KEY
+from dynswap_ext._swap.subclasses import inner_names, rebuild_wrapper
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import exact_bytes
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
@@ -38,6 +41,8 @@ class Access(HeldCopies):
         self._destination = Destination(device, dtype)
         self._in_float32 = Destination(device, torch.float32, never_narrows=True)
         self._of_late = Destination(device, dtype, never_narrows=True)
+        #: Of what is inside wrappers, which is not cast.
+        self._moved = Destination(device, None)
         self._budget = budget
         self._strict = strict_budget
         self.outdated = False
@@ -63,16 +68,27 @@ class Access(HeldCopies):
         `training`: it is a buffer that may be written; `graph`: it is for a graph of torch.compile.
         """
         destination = self.destination_of(state, name)
-        if self._closed or destination.holds(master):
+        if destination.holds(master):
             if not torch.compiler.is_compiling():
                 check_mapped(master)
             return master
         if (torch.compiler.is_compiling() and not graph) or not is_plain(master):
-            converted = destination.convert(master)
+            converted = self._converted(state, name, master, destination)
             if isinstance(master, nn.Parameter):
                 converted._is_param = True
             return converted
+        tensor = self._hand_out(state, name, master, training=training)
+        if tensor is None:
+            return self._served_now(state, name, master, graph=graph)
+        return tensor if graph or inside_call() else make_proxy(tensor, master)
+
+    def _hand_out(
+        self, state: ModuleState, name: str, master: torch.Tensor, *, training: bool
+    ) -> torch.Tensor | None:
+        """Return what a forward gets; None if the module has another state by now."""
         with self._exclusive:
+            if not state.in_effect():
+                return None
             weight = state.weights.get(name)
             if weight is None or weight.master is not master:
                 weight = self._weight_now(state, name, master)
@@ -81,19 +97,70 @@ class Access(HeldCopies):
             for other in weight.overlapping():  # what was written on them is in these bytes, too
                 if other.copy is not None:
                     other.copy.write_back(other.master)
-            copy = self._current_copy(weight)
-            if self._recording:
-                self._record_use(weight.counts, self._held_bytes())
+            copy = self._copy_in_use(weight)
             if training and master.is_floating_point():
                 copy.compare = True  # F.batch_norm writes its running statistics without a trace
-            inside = inside_call()
-            if not inside and self.device.type == "cpu":
-                copy.compare = True  # NumPy, DLPack and views write to bytes in RAM and bump no version
-            if inside and not weight.resident:
+            return copy.tensor(weight)
+
+    def _copy_in_use(self, weight: Weight) -> DeviceCopy:
+        """Return the weight's present copy, and count an access to it."""
+        copy = self._current_copy(weight)
+        if self._recording:
+            self._record_use(weight.counts, self._held_bytes())
+        if inside_call():
+            saved_hooks.stand_over_others()
+            if not weight.resident:
                 keep(weight, self)
-            self._held[id(copy)] = copy
-            tensor = copy.tensor(weight)
-        return tensor if inside or graph else make_proxy(tensor, master)
+        elif self.device.type == "cpu":
+            copy.compare = True  # NumPy, DLPack and views write to bytes in RAM and bump no version
+        self._held[id(copy)] = copy
+        copy.reader = threading.get_ident()
+        return copy
+
+    def _converted(
+        self, state: ModuleState, name: str, master: torch.Tensor, destination: Destination
+    ) -> torch.Tensor:
+        """Return a master as torch converts it; a wrapper as a new one around copies of what is inside.
+
+        See Note [Subclasses are taken apart].
+        """
+        traced = torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active()
+        in_graph = master.requires_grad and torch.is_grad_enabled()
+        names = None if traced or in_graph else inner_names(master)
+        inner = None if names is None else self._inner(state, name, master, names)
+        if inner is None:
+            return self.hooks.convert(master, destination.device, destination.dtype_for(master))
+        return rebuild_wrapper(master, inner, self.device, destination.dtype_for(master))[0]
+
+    def _inner(
+        self, state: ModuleState, name: str, master: torch.Tensor, names: list[str]
+    ) -> dict[str, torch.Tensor] | None:
+        """Return what is inside a wrapper, on the device; None if the module has another state by now."""
+        inner: dict[str, torch.Tensor] = {}
+        weights: dict[str, Weight] = {}
+        with self._exclusive:
+            if not state.in_effect():
+                return None
+            for part in names:
+                tensor: torch.Tensor = getattr(master, part)
+                if self._moved.holds(tensor) or not is_plain(tensor):
+                    inner[part] = self._moved.convert(tensor)
+                else:
+                    weight = weights[part] = self._weight(tensor, self._moved)
+                    inner[part] = self._copy_in_use(weight).tensor(weight)
+            state.inner[name] = weights  # which keeps them: the session itself does not
+        return inner
+
+    def _served_now(
+        self, state: ModuleState, name: str, master: torch.Tensor, *, graph: bool
+    ) -> torch.Tensor:
+        """Return what an access gets if another session, or none, serves its module by now."""
+        module = state.owner()
+        now = None if module is None else module.__dict__.get(STATE_KEY)
+        if now is None:
+            return master
+        served: torch.Tensor = now.session.fetch_buffer(module, name) if graph else getattr(module, name)
+        return served
 
     def hand_out_again(self, weight: Weight) -> torch.Tensor:
         """Return what a weight is handed out as, now that its master has other data."""
@@ -192,22 +259,24 @@ class Access(HeldCopies):
         if not beyond:
             return
         holders = listed(sorted({self._name(copy.owner()) for copy in self._held.values()}))
+        threads = len({threading.get_ident(), *(copy.reader for copy in self._held.values())})
+        by = f"{threads} threads at the same time" if threads > 1 else "a list, or by an autograd graph"
         message = (
             f"the budget of {exact_bytes(self._budget or 0)} is full: tensors handed out from {holders} are "
-            "kept alive (by a list, or by an autograd graph)"
+            f"kept alive (by {by})"
         )
+        needed = self._held_bytes() + size
+        remedy = f"install with a budget of {exact_bytes(needed)} or more"
         if self._strict:
-            needed = self._held_bytes() + size
             raise BudgetError(
-                f"{message}, and strict_budget=True does not allow more: drop these tensors, or install "
-                f"with a budget of {exact_bytes(needed)}",
+                f"{message}, and strict_budget=True does not allow more: drop these tensors, or {remedy}",
                 needed,
             )
         self._counters["overflow_bytes"] = max(self._counters["overflow_bytes"], beyond)
         self._warn_once(
             "overflow",
-            f"{message}: more memory than that is used until they are dropped; see overflow_bytes in the "
-            "statistics, or pass strict_budget=True to raise instead",
+            f"{message}: more memory than that is used until they are dropped (overflow_bytes in the "
+            f"statistics). To avoid that, {remedy}; or pass strict_budget=True to raise instead",
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from typing import Any
 
@@ -19,7 +20,17 @@ from dynswap_ext._util.untraced import untraced
 class ModuleState:
     """What an installed module carries in its `__dict__`."""
 
-    __slots__ = ("destinations", "ignored", "names", "owner", "session", "stand_ins", "weights")
+    __slots__ = (
+        "__weakref__",
+        "destinations",
+        "ignored",
+        "inner",
+        "names",
+        "owner",
+        "session",
+        "stand_ins",
+        "weights",
+    )
 
     def __init__(
         self,
@@ -38,8 +49,23 @@ class ModuleState:
         #: Names of masters that are left alone.
         self.ignored = ignored or frozenset()
         self.weights: dict[str, Weight] = session.weights_of(module, self)
+        #: Those of the tensors inside wrappers, by the wrapper's name and theirs.
+        self.inner: dict[str, dict[str, Weight]] = {}
         #: Masters that have taken a planned one's place, and in which call of the model they did.
         self.stand_ins: dict[str, tuple[Weight, int]] = {}
+
+    def is_of(self, module: nn.Module) -> bool:
+        """Whether it is this module's, or that of another object with this very `__dict__`.
+
+        torch.export has one for a module of two names.
+        """
+        owner = self.owner()
+        return owner is module or (owner is not None and owner.__dict__ is module.__dict__)
+
+    def in_effect(self) -> bool:
+        """Whether its module is still served by its session, and by this."""
+        module = self.owner()
+        return module is not None and module.__dict__.get(STATE_KEY) is self
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(None), ()  # a copied or unpickled state is none
@@ -72,7 +98,9 @@ class Attribute(property):
         except KeyError:
             raise AttributeError(f"'{type(module).__name__}' object has no attribute '{name}'") from None
         state = held.get(STATE_KEY)
-        if state is None or master is None or name in state.ignored or state.owner() is not module:
+        if type(state) is not ModuleState:
+            return master if state is None else _under_another_provider(module, name)
+        if master is None or name in state.ignored or not state.is_of(module):
             return master
         training = not is_param and module.training
         return state.session.hand_out(state, name, master, training=training)
@@ -87,10 +115,19 @@ class Attribute(property):
             raise AttributeError(self._name) from None
 
 
+def _under_another_provider(module: nn.Module, name: str) -> Any:
+    """Read an attribute again: another thread is installing the module with another provider.
+
+    It is between the class and the state, and needs this moment to go on.
+    """
+    time.sleep(0)
+    return getattr(module, name)
+
+
 def _place_of(module: nn.Module, name: str, master: torch.Tensor) -> tuple[torch.device, torch.dtype] | None:
     """On which device, and in which dtype, a module is served its master of this name; None: as it is."""
     state = module.__dict__.get(STATE_KEY)
-    if state is None or name in state.ignored or state.owner() is not module:
+    if state is None or name in state.ignored or not state.is_of(module):
         return None
     destination = state.session.destination_of(state, name)
     return None if destination.holds(master) else (destination.device, destination.dtype_for(master))

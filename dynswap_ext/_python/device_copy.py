@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -26,7 +27,9 @@ from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._python.memory_watch import MemoryWatch
 from dynswap_ext._python.overlaps import Overlaps, Place, may_overlap, part_of_storage
 from dynswap_ext._python.statistics import Counts
+from dynswap_ext._swap.changed_elements import bits, changed_elements, with_changes
 from dynswap_ext._swap.parameter_proxy import handed_out_again, take_to_master, untracked_alias_made
+from dynswap_ext._util.modes import unseen_by_modes
 from dynswap_ext._util.untraced import untraced
 
 #: The weights of all sessions.
@@ -82,6 +85,10 @@ class Weight:
             self.watched = MemoryWatch(master)
         return self.watched
 
+    def follow(self, earlier: Weight) -> None:
+        """Take the place of another session's weight: graphs lead to what was handed out of that."""
+        self._fetched = earlier._fetched
+
     def connected(self, data: torch.Tensor, watch: MemoryWatch | None) -> torch.Tensor:
         """Return an alias of `data`, the weight's bytes on the device, in the graph of the master."""
         known, of = self._fetched or (None, None)
@@ -108,7 +115,7 @@ class DeviceCopy:
         self._watch = weight.watch()
         writes = self._writes()
         check_mapped(master)
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
             self.data: torch.Tensor = self.destination.convert(master.detach())
             #: What was copied, where other masters have some of its bytes: what differs was written here.
             merged = self.data.nbytes <= _MERGED and weight.overlapping()
@@ -117,18 +124,22 @@ class DeviceCopy:
         #: Other streams that were given the bytes.
         self.users: list[Any] = []
         self.nbytes = self.data.untyped_storage().nbytes()
-        self._freed = freed
+        self.freed = freed
         #: The tensor that was handed out last, if it was not seen to die, and whether it has a graph.
         self.handed: weakref.ref[torch.Tensor] | None = None
         self.requires_grad = False
+        #: The thread to which that was.
+        self.reader = threading.get_ident()
         #: Whether writes may have happened that no version counter shows.
         self.compare = False
+        #: Tells of most such writes, and is known if somebody has taken `.data` outside a forward.
+        self._sum: int | None = None
         self._note(master, writes)
         _copies[storage_address(self.data)] = self
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # never made: out of memory
-            self._freed.append(self.nbytes)
+            self.freed.append(self.nbytes)
 
     @property
     def weight(self) -> Weight | None:
@@ -141,9 +152,23 @@ class DeviceCopy:
 
     def _note(self, master: torch.Tensor, writes: int) -> None:
         """Remember the present state of both sides as equal, but for what was written to the master since."""
-        self.version: int = self.data._version
+        self._note_versions()
         self._guard = StorageWeakRef(master.untyped_storage())  # type: ignore[no-untyped-call]  # its address is not given to another
         self._seen = (*_identity(master), writes)
+
+    def _note_versions(self) -> None:
+        self.version: int = self.data._version
+        self._sum = None if self._sum is None else self._bits_sum()
+
+    def _bits_sum(self) -> int:
+        with unseen_by_modes():
+            return int(bits(self.data).sum(dtype=torch.int64))
+
+    def untracked_alias_made(self) -> None:
+        """Note that somebody may write to the bytes, and that a sum of them tells of it."""
+        self.compare = True
+        if self._sum is None:
+            self._sum = self._bits_sum()
 
     def current(self, master: torch.Tensor) -> bool:
         """Whether the master is still what was copied (Invariant 6)."""
@@ -197,8 +222,8 @@ class DeviceCopy:
                     current.wait_stream(stream)
 
     def written(self) -> bool:
-        """Whether a handed-out tensor was written in place since the two sides were equal."""
-        return self.data._version != self.version
+        """Whether a handed-out tensor, or its `.data`, was written since the two sides were equal."""
+        return self.data._version != self.version or (self._sum is not None and self._sum != self._bits_sum())
 
     def lost(self, master: torch.Tensor) -> bool:
         """Whether it was written in place, and its master, too, so that the two cannot be put together.
@@ -207,7 +232,7 @@ class DeviceCopy:
         """
         if not self.written() or self.before is not None or self.unchanged(master):
             return False
-        self.version = self.data._version
+        self._note_versions()
         return True
 
     def write_back(self, master: torch.Tensor) -> bool:
@@ -223,22 +248,24 @@ class DeviceCopy:
         if not current and self.before is None:
             return False
         self._wait_for_users()
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
             now = master.detach()
             copied = now if self.before is None else self.before
-            changed = bits(self.data) != bits(self.destination.convert(copied))
-            mask = changed.to(master.device).view(changed.shape)
+            changed = changed_elements(self.data, self.destination.convert(copied)).to(master.device)
+            taken = self.data.to(device=now.device, dtype=now.dtype)
+            if taken.dtype != self.data.dtype:
+                # What the master rounds is in it by now: each further look would find it, and write it again.
+                changed &= changed_elements(taken, now)
             if self.before is not None:
-                mask = mask & (bits(now) == bits(copied))
-            any_changed = bool(mask.any())
+                changed &= ~changed_elements(now, copied)
+            any_changed = bool(changed.any())
             if any_changed:
-                new = self.data.to(device=master.device, dtype=master.dtype)
-                written = torch.where(mask if mask.shape == new.shape else mask.any(-1), new, now)
+                written = torch.where(changed, taken, now)
                 with torch.inference_mode(master.is_inference()), self._neighbours_as_they_were(master):
                     master.detach().copy_(written)
                 if self.before is not None:
-                    differs = bits(self.data) != bits(self.destination.convert(now))
-                    self.before = torch.where(differs.to(master.device), new, now).clone()
+                    differs = changed_elements(self.data, self.destination.convert(now))
+                    self.before = with_changes(now, self.data, differs)
         if current:
             self._note(master, self._writes())
         return any_changed
@@ -310,22 +337,29 @@ def copy_of(tensor: torch.Tensor) -> DeviceCopy | None:
     return copy if copy is not None and tensor.dtype == copy.data.dtype else None
 
 
-def _compare(tensor: torch.Tensor) -> bool:
+def _untracked_alias_made(tensor: torch.Tensor, _: torch.Tensor) -> Callable[[], None] | None:
     """Let the bytes tell whether it was written: its version will not."""
     copy = copy_of(tensor)
-    if copy is not None:
-        copy.compare = True
-    return copy is not None
+    if copy is None:
+        return None
+    copy.untracked_alias_made()
+    return functools.partial(_take_if_written, weakref.ref(copy))
 
 
-untracked_alias_made.append(_compare)
+untracked_alias_made.append(_untracked_alias_made)
+
+
+def _take_if_written(known: weakref.ref[DeviceCopy]) -> None:
+    copy = known()
+    session = None if copy is None else copy.session()
+    if copy is not None and session is not None and not sys.is_finalizing() and copy.written():
+        session.take_to_master(copy)
 
 
 def _take_to_master(tensor: torch.Tensor) -> bool:
     copy = copy_of(tensor)
-    session = None if copy is None else copy.session()
-    if copy is not None and session is not None and copy.written():
-        session.take_to_master(copy)
+    if copy is not None:
+        _take_if_written(weakref.ref(copy))
     return copy is not None
 
 
@@ -358,19 +392,6 @@ def _identity(master: torch.Tensor) -> tuple[Any, ...]:
     version = None if master.is_inference() else master._version
     where = master.untyped_storage()._cdata, master.data_ptr()
     return version, *where, master.dtype, master.shape, master.stride(), master.is_conj(), master.is_neg()
-
-
-_BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """The same elements as integers, so that NaN equals NaN and 0.0 is not -0.0."""
-    tensor = tensor.resolve_conj().resolve_neg()
-    if tensor.is_complex():
-        tensor = torch.view_as_real(tensor)
-    if not tensor.is_floating_point():
-        return tensor
-    return tensor.view(_BITS[tensor.element_size()])
 
 
 def has_tangent(tensor: torch.Tensor) -> bool:

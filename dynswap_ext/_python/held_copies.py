@@ -180,6 +180,20 @@ class HeldCopies(Statistics):
                 weight.resident = weight.kept = False
                 self._drop(weight)
 
+    def take_copy(self, weight: Weight, earlier: Weight, session: HeldCopies) -> None:
+        """Go on with the copy that somebody has of a weight that was another session's, under both locks."""
+        copy = earlier.copy
+        weight.follow(earlier)
+        if copy is None or session._held.pop(id(copy), None) is None:
+            return
+        earlier.copy, weight.copy = None, copy
+        copy.owner, copy.session = weakref.ref(weight), weakref.ref(self)
+        session._freed.append(copy.nbytes)
+        copy.freed, self._bytes = self._freed, self._bytes + copy.nbytes
+        self._held[id(copy)] = copy
+        if session._orphans.pop(id(copy), None) is not None:
+            self._orphans[id(copy)] = copy
+
     def release_kept(self, weight: Weight) -> None:
         with self._exclusive:
             weight.kept = False

@@ -119,16 +119,16 @@ class _Pages:
 
 
 def _end_watch(kernel: _Kernel, begin: int, end: int) -> None:
+    """End a watch: the pages that no other one is over are tracked no more."""
     if kernel is not _kernel:
         return  # this is a forked child, and the descriptors are its parent's
     with kernel.lock:
-        with contextlib.suppress(OSError):
-            kernel.unregister(begin, end)
-        for other in kernel.watches:
-            if begin < other.end and other.begin < end:
-                other.writes += 1
-                with contextlib.suppress(OSError):  # else its next look raises, and it starts again
-                    kernel.register(other.begin, other.end)
+        over = sorted((other.begin, other.end) for other in kernel.watches)
+        for first, last in (*over, (end, end)):
+            if begin < min(first, end):
+                with contextlib.suppress(OSError):  # the memory may be gone
+                    kernel.unregister(begin, min(first, end))
+            begin = max(begin, last)
 
 
 _kernel: _Kernel | None = None

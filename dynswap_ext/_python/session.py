@@ -7,8 +7,9 @@ the native extension.
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -21,11 +22,14 @@ from dynswap_ext._python.destination import Destination
 from dynswap_ext._python.device_copy import Weight
 from dynswap_ext._python.residency import choose_residents
 from dynswap_ext._swap.protocol import Hooks, Service
-from dynswap_ext._swap.state import STATE_KEY, modules_of, session_of, set_class
+from dynswap_ext._swap.state import STATE_KEY, modules_of, original_class, session_of, set_class
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import exact_bytes
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.errors import BudgetError
+
+#: A module, and what it is to become: its class, and its state (None: a plain module).
+_Change = tuple[nn.Module, type, Any]
 
 
 class Session(Access):
@@ -52,53 +56,91 @@ class Session(Access):
         **of_the_engine: Any,
     ) -> None:
         super().__init__(device, dtype, budget, strict_budget, hooks)
-        self.modules = 0
+        self._states: weakref.WeakSet[ModuleState] = weakref.WeakSet()
+        #: What `begin` will do.
+        self._draft: tuple[list[_Change], list[nn.Module]] = [], []
 
     def let_residents_give_way(self, may: bool) -> None:
         """Has no effect: they are tensors that the weights hold."""
 
     # Modules ------------------------------------------------------------------------------------------
 
-    def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:
-        classes: dict[type, type | None] = {}
-        found: list[tuple[nn.Module, ModuleState]] = []
+    def draft(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> None:
         with self._exclusive:
-            modules = modules_of(root)
-            joins = self.modules > 0
-            exceptions = (self.hooks.cast_as_copies if joins else self.hooks.kept_in_float32)(
-                modules, self.dtype
-            )
-            for place, (module, choice) in enumerate(zip(modules, self.hooks.choices(modules), strict=True)):
-                if session_of(module) is not None or not choice.served:
-                    continue
-                cls = type(module)
-                if cls not in classes:
-                    classes[cls] = swap_class(cls)
-                if classes[cls] is not None:
-                    destinations = self._destinations(module, exceptions.get(place, frozenset()), joins)
-                    found.append((module, ModuleState(self, module, destinations, choice.ignore)))
-            if joins:
-                self.outdated = True  # modules that join an install wait for the next plan
-            else:
-                self._root = weakref.ref(root)
-                self._make_plan([state for _, state in found])
-            swapped: list[tuple[nn.Module, type]] = []
-            try:
-                for module, state in found:
-                    cls = type(module)
-                    swap: Any = classes[cls]
-                    for name in (*module._parameters, *module._buffers):
-                        swap._dynswap_ensure(name)
-                    set_class(module, swap)
-                    swapped.append((module, cls))
-                    module.__dict__[STATE_KEY] = state
-            except BaseException:
-                for module, cls in swapped:
-                    set_class(module, cls)
-                    module.__dict__.pop(STATE_KEY, None)
-                raise
-            self.modules += len(found)
+            found, left = self._survey(root, swap_class, joins=False)
+            self._root = weakref.ref(root)
+            self._make_plan([state for _, _, state in found])
+            self._draft = found, left
+
+    def begin(self) -> None:
+        found, left = self._draft
+        self._draft = [], []
+        sessions = {id(session): session for module, *_ in found if (session := session_of(module))}
+        earlier = [session for _, session in sorted(sessions.items()) if isinstance(session, Session)]
+        with contextlib.ExitStack() as stack:
+            # No access of theirs is under way then, and the next one finds the new state.
+            for session in earlier:
+                stack.enter_context(session._exclusive)
+            stack.enter_context(self._exclusive)
+            changes = [*found, *((module, original_class(type(module)), None) for module in left)]
+            given_up = self._swap(changes)  # which own the earlier weights
+            for session in earlier:
+                self._take_copies(session)
+        del given_up
+        for session in earlier:
+            if not session.modules:
+                session.close()
+
+    def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:
+        with self._exclusive:
+            found, _ = self._survey(root, swap_class, joins=True)
+            self.outdated = True  # they wait for the next plan
+            self._swap(found)
         return len(found)
+
+    def _survey(
+        self, root: nn.Module, swap_class: Callable[[type], type | None], *, joins: bool
+    ) -> tuple[list[_Change], list[nn.Module]]:
+        """Return what the modules of a tree are to become, and those that will no longer be served.
+
+        `joins`: modules that a session serves already stay with it.
+        """
+        classes: dict[type, type | None] = {}
+        found: list[_Change] = []
+        left: list[nn.Module] = []
+        modules = modules_of(root)
+        ask = self.hooks.cast_as_copies if joins else self.hooks.kept_in_float32
+        exceptions = ask(modules, self.dtype)
+        chosen = self.hooks.choices(modules)
+        for place, module in enumerate(modules):
+            if joins and session_of(module) is not None:
+                continue
+            cls, served = type(module), place not in chosen.left_alone
+            if served and cls not in classes:
+                classes[cls] = swap_class(cls)
+            swap: Any = classes.get(cls) if served else None
+            if swap is None:
+                if session_of(module) is not None:
+                    left.append(module)
+                continue
+            for name in (*module._parameters, *module._buffers):
+                swap._dynswap_ensure(name)
+            destinations = self._destinations(module, exceptions.get(place, frozenset()), joins)
+            found.append((module, swap, ModuleState(self, module, destinations, chosen.ignore.get(place))))
+        return found, left
+
+    def _swap(self, changes: Sequence[_Change]) -> list[_Change]:
+        """Give modules their classes and states, and return what they had; after an error they have that."""
+        before = [(module, type(module), module.__dict__.get(STATE_KEY)) for module, _, _ in changes]
+        try:
+            for change in changes:
+                _become(*change)
+        except BaseException:
+            for change in before:
+                _become(*change)
+            raise
+        self._states.update(state for _, _, state in changes if state is not None)
+        return before
 
     def detach(self, root: nn.Module) -> None:
         self.flush()
@@ -106,11 +148,11 @@ class Session(Access):
             self._describe()
         for module in modules_of(root):
             if session_of(module) is self:
-                original = type(module).__dict__.get("_dynswap_original")
-                if original is not None:
-                    set_class(module, original)
-                del module.__dict__[STATE_KEY]
-                self.modules -= 1
+                _become(module, original_class(type(module)), None)
+
+    @property
+    def modules(self) -> int:
+        return sum(state.in_effect() for state in list(self._states))
 
     inside_call = staticmethod(inside_call)
 
@@ -240,6 +282,18 @@ class Session(Access):
             resident_bytes=sum(size for size, resident in zip(sizes, residents, strict=True) if resident),
         )
 
+    def _take_copies(self, earlier: Session) -> None:
+        """Go on with what somebody has of the weights that were another session's."""
+        earlier._settle_deaths()
+        present = [state.weights.values() for state in list(earlier._states) if state.in_effect()]
+        still_served = {weight for weights in present for weight in weights}
+        for old in list(earlier._weights.values()):
+            new = self._weights.get(id(old.master))
+            if new is None or new.master is not old.master or old in still_served:
+                continue
+            if new.destination == old.destination:
+                self.take_copy(new, old, earlier)
+
     def _needed_and_kept(
         self, states: list[ModuleState], size_of: dict[Weight, int]
     ) -> tuple[int, set[Weight]]:
@@ -247,10 +301,11 @@ class Session(Access):
         modules = {module: state for state in states if (module := state.owner()) is not None}
         together: dict[int, dict[Weight, None]] = {}
         kept: set[Weight] = set()
-        for choice, state in zip(self.hooks.choices(list(modules)), modules.values(), strict=True):
-            kept.update(state.weights[name] for name in choice.keep or () if name in state.weights)
-            if choice.at_once:
-                together.setdefault(choice.unit, {}).update(dict.fromkeys(state.weights.values()))
+        chosen = self.hooks.choices(list(modules))
+        for place, state in enumerate(modules.values()):
+            kept.update(state.weights[name] for name in chosen.keep.get(place, ()) if name in state.weights)
+            if chosen.at_once[place]:
+                together.setdefault(chosen.units[place], {}).update(dict.fromkeys(state.weights.values()))
         needed = (sum(size_of[weight] for weight in unit if weight not in kept) for unit in together.values())
         return max(needed, default=0), kept
 
@@ -267,6 +322,15 @@ class Session(Access):
             f"the smallest budget that works is {exact_bytes(held + largest)}",
             held + largest,
         )
+
+
+def _become(module: nn.Module, cls: type, state: Any) -> None:
+    """Give a module its class and its state. The class comes first, as it serves the module in any state."""
+    set_class(module, cls)
+    if state is not None:
+        module.__dict__[STATE_KEY] = state
+    else:
+        module.__dict__.pop(STATE_KEY, None)
 
 
 def _master(module: nn.Module, name: str) -> torch.Tensor | None:

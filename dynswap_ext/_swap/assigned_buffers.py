@@ -21,7 +21,9 @@ from typing import Any, Final, cast
 import torch
 from torch import nn
 
+from dynswap_ext._swap.changed_elements import changed_elements, with_changes
 from dynswap_ext._swap.kept_in_float32 import dtype_of
+from dynswap_ext._swap.lifted_masters import is_lifted, master_of_assigned
 from dynswap_ext._swap.state import session_of
 from dynswap_ext._util.untraced import untraced
 
@@ -84,6 +86,8 @@ def as_buffer(module: Any, name: str, value: torch.Tensor) -> torch.Tensor:
     if value.device != session.device or not session.inside_call():
         return value
     computed = dtype_of(session, module, name, old)
+    if is_lifted(old):
+        return master_of_assigned(value, old)
     if value.dtype == computed and value.shape == old.shape and value is getattr(module, name):
         return cast(torch.Tensor, old)  # what was handed out, written in place: the master gets that
     if value.dtype == computed:
@@ -150,10 +154,8 @@ def settle(module: nn.Module) -> None:
 
 
 def _write(assigned: torch.Tensor, master: torch.Tensor) -> None:
-    """Write what differs: the other elements keep the master's precision."""
     with torch.inference_mode(master.is_inference()), torch.no_grad():
-        known = master.detach().to(device=assigned.device, dtype=assigned.dtype)
-        same = (known == assigned.detach()) | ((known != known) & (assigned != assigned))
-        if not bool(same.all()):
-            new = assigned.detach().to(device=master.device, dtype=master.dtype)
-            master.detach().copy_(torch.where(same.to(master.device), master.detach(), new))
+        assigned, master = assigned.detach(), master.detach()
+        changed = changed_elements(assigned, master.to(assigned.device, assigned.dtype))
+        if bool(changed.any()):
+            master.copy_(with_changes(master, assigned, changed))

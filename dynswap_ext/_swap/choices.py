@@ -16,23 +16,30 @@ from dynswap_ext._util.option_names import nearest
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.errors import ConfigError
 
-_Names = frozenset[str] | None
+
+class Chosen(NamedTuple):
+    """How the weights of a tree's modules are to be planned, by the places of the modules in it."""
+
+    #: The unit of each module. Modules of one unit travel together.
+    units: list[int]
+    #: Whether a call needs all of that unit at once.
+    at_once: list[bool]
+    #: Which of the models that were installed together each module is part of.
+    models: list[int]
+    #: The modules that are left alone, because `ignore` names all weights in them.
+    left_alone: set[int]
+    #: The names of a module's own weights that stay on the device, and of those that are left alone.
+    keep: dict[int, frozenset[str]]
+    ignore: dict[int, frozenset[str]]
 
 
-class Choice(NamedTuple):
-    """How the weights of one module are to be planned."""
+class _Named(NamedTuple):
+    """What the patterns say of one module."""
 
-    #: Modules of one unit travel together.
-    unit: int
-    #: Whether a call needs all of the unit at once.
-    at_once: bool
-    #: Which of the models that were installed together it is part of.
-    model: int = 0
-    #: False: the module is left alone, because `ignore` names all weights in it.
-    served: bool = True
-    #: The names of its own weights that stay on the device, and of those that are left alone; None: none.
-    keep: _Names = None
-    ignore: _Names = None
+    module: weakref.ref[nn.Module]
+    left_alone: bool
+    keep: frozenset[str]
+    ignore: frozenset[str]
 
 
 class Choices:
@@ -45,7 +52,7 @@ class Choices:
     def __init__(self, keep: Sequence[str], ignore: Sequence[str]) -> None:
         self._patterns = {"keep": tuple(keep), "ignore": tuple(ignore)}
         #: By the id of a module, which another one may get when the module is dead.
-        self._of: dict[int, tuple[weakref.ref[nn.Module], bool, _Names, _Names]] = {}
+        self._of: dict[int, _Named] = {}
 
     def survey(self, root: nn.Module) -> None:
         """Find the weights that the patterns name.
@@ -60,7 +67,7 @@ class Choices:
         owned = [
             (module, [(name, master, f"{path}.{name}" if path else name) for name, master, _ in own])
             for path, module in root.named_modules()
-            if not is_scripted(type(module)) and (own := list(own_masters(module)))
+            if not is_scripted(type(module)) and (own := own_masters(module))
         ]
         names = [name for _, own in owned for _, _, name in own]
         keep, ignore = (self._matched(option, names) for option in ("keep", "ignore"))
@@ -71,32 +78,44 @@ class Choices:
         alone = {id(master) for _, own in owned for _, master, name in own if name in ignore}
         left = {id(module) for module in modules_of(root) if ignore and _all_in(module, alone)}
         for module in modules_of(root):
-            own = [] if is_scripted(type(module)) else list(own_masters(module))
-            self._of[id(module)] = (
+            own = [] if is_scripted(type(module)) else own_masters(module)
+            self._of[id(module)] = _Named(
                 weakref.ref(module),
-                id(module) not in left,
-                frozenset(name for name, master, _ in own if id(master) in kept) or None,
-                frozenset(name for name, master, _ in own if id(master) in alone) or None,
+                id(module) in left,
+                frozenset(name for name, master, _ in own if id(master) in kept),
+                frozenset(name for name, master, _ in own if id(master) in alone),
             )
         if names and ignore == set(names):
             raise ConfigError("ignore names every weight: nothing is left to install")
 
-    def __call__(self, modules: Sequence[nn.Module]) -> list[Choice]:
-        """Return the choice for each of these modules, which have parents before their children."""
-        number, choices = 0, []
-        models = set(map(id, modules[0].children())) if modules and isinstance(modules[0], Models) else set()
-        for module, (unit, at_once) in zip(modules, units_of_modules(modules), strict=True):
-            number += id(module) in models
-            known, served, keep, ignore = self._of.get(id(module), (None, True, None, None))
-            if known is None or known() is not module:
-                served, keep, ignore = True, None, None
-            choices.append(Choice(unit, at_once, number, served, keep, ignore))
-        return choices
+    def __call__(self, modules: Sequence[nn.Module]) -> Chosen:
+        """Return the choices for these modules, which have parents before their children."""
+        units, at_once = units_of_modules(modules)
+        chosen = Chosen(units, at_once, [0] * len(modules), set(), {}, {})
+        if modules and isinstance(modules[0], Models):
+            number, begins = 0, set(map(id, modules[0].children()))
+            for place, module in enumerate(modules):
+                number += id(module) in begins
+                chosen.models[place] = number
+        for place, module in enumerate(modules) if self._of else ():
+            if (named := self._named(module)) is None:
+                continue
+            if named.left_alone:
+                chosen.left_alone.add(place)
+            if named.keep:
+                chosen.keep[place] = named.keep
+            if named.ignore:
+                chosen.ignore[place] = named.ignore
+        return chosen
 
     def ignores(self, module: nn.Module, name: str) -> bool:
         """Return whether a weight of the module is left alone."""
-        known, _, _, ignore = self._of.get(id(module), (None, True, None, None))
-        return known is not None and known() is module and ignore is not None and name in ignore
+        named = self._named(module)
+        return named is not None and name in named.ignore
+
+    def _named(self, module: nn.Module) -> _Named | None:
+        named = self._of.get(id(module))
+        return named if named is not None and named.module() is module else None
 
     def _matched(self, option: str, names: Sequence[str]) -> set[str]:
         matched: set[str] = set()

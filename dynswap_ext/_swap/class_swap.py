@@ -27,6 +27,7 @@ from dynswap_ext._swap.assigned_buffers import (
     live_name,
     settle,
 )
+from dynswap_ext._swap.class_identity import metaclass_over
 from dynswap_ext._swap.compile_support import flush_graphs, getter, live, release_inputs
 from dynswap_ext._swap.device_moves import staying
 from dynswap_ext._swap.device_queries import Members, as_asked, looked_at
@@ -38,6 +39,7 @@ from dynswap_ext._swap.other_offloading import WATCHED, refuse_hook
 from dynswap_ext._swap.parameter_proxy import master_of, stand_in
 from dynswap_ext._swap.parametrized import copy_over, is_copy, made_by_torch
 from dynswap_ext._swap.plain_copies import copiers_for, made_plain, plain_reduction, plain_state
+from dynswap_ext._swap.set_attributes import take_attributes
 from dynswap_ext._swap.state import is_scripted, modules_of, original_class, session_of, set_class
 from dynswap_ext._swap.torch_modules import namespace_for
 from dynswap_ext.errors import ConfigError
@@ -135,7 +137,7 @@ def _make(cls: type, attribute_type: type, naming: ClassNaming | None) -> type |
         namespace["cls_to_become"] = swap_class(becomes, attribute_type, naming)
     try:
         for bases in _bases_for(cls):
-            made: type = type(cls)(name, bases, namespace)
+            made: type = metaclass_over(type(cls))(name, bases, namespace)
             if _assignable(made, cls):
                 return made
     except Exception:  # the code of a metaclass or of an `__init_subclass__`, whatever it raises
@@ -230,6 +232,8 @@ def _behaviour_over(base: type) -> type:
         def __setattr__(self, name: str, value: Any) -> None:
             if name in WATCHED:
                 refuse_hook(self, name)
+            if name == "__class__":
+                value = _still_swapped(self, value)
             if isinstance(value, torch.Tensor):
                 value = as_buffer(self, name, master_of(value))
             elif value is None:
@@ -310,6 +314,19 @@ def _behaviour_over(base: type) -> type:
 _Swapped: Final = _behaviour_over(object)
 
 
+def _still_swapped(module: Any, cls: Any) -> Any:
+    """The class that an installed module gets where somebody sets its class to `cls`: it stays installed."""
+    if session_of(module) is None or not isinstance(cls, type) or hasattr(cls, "_dynswap_original"):
+        return cls  # one that was derived from the swap class has what that has
+    swap = type(module)
+    made = swap_class(cls, swap._dynswap_attribute, swap._dynswap_naming)
+    if made is None:
+        return cls
+    for name in (*vars(module)["_parameters"], *vars(module)["_buffers"]):
+        ensure(made, name)
+    return made
+
+
 def _adopt(module: Any, name: str) -> None:
     if torch.compiler.is_dynamo_compiling():
         return  # a graph may put another master under a name that is served, and register no new ones
@@ -361,10 +378,16 @@ def _master_at(module: Any, target: str, members: str, otherwise: Callable[[str]
     return master
 
 
+def take_pending() -> None:
+    """Take to the masters what no session knows of: writes of graphs, and attributes set on wrappers."""
+    flush_graphs()
+    take_attributes()
+
+
 def _flush(module: Any) -> None:
     session = session_of(module)
     if session is not None:
-        flush_graphs()
+        take_pending()
         session.flush()
 
 
@@ -373,6 +396,7 @@ def _flush_module(module: Any) -> None:
     if session is not None:
         settle(module)
         release_inputs()
+        take_attributes()
         session.flush_module(module)
 
 

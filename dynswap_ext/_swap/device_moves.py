@@ -23,11 +23,21 @@ from torch.overrides import TorchFunctionMode
 from dynswap_ext._swap.models import models_in
 from dynswap_ext._swap.module_registry import model_of
 from dynswap_ext._swap.state import session_of
-from dynswap_ext._util.warn import warn
+from dynswap_ext._util.warn import caller, warn
 
 _Function = Callable[[torch.Tensor], torch.Tensor]
 #: Where torch defines `Module.to()`, `Module.cuda()` and the rest, and those for devices of others.
 _TORCH: Final = (nn.Module.__module__, torch.utils.backend_registration.__name__)
+
+#: Modules of trainers, which place each model before they use it. Their users have asked for no move.
+_TRAINERS: Final = (
+    "transformers.trainer",
+    "accelerate.accelerator",
+    "lightning.pytorch.strategies",
+    "lightning.fabric",
+    "pytorch_lightning.strategies",
+    "lightning_fabric",
+)
 
 #: Sessions whose user was told.
 _told: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -98,7 +108,11 @@ def _with_index(device: torch.device) -> torch.device:
 
 
 def _tell(session: Any) -> None:
+    """Warn the caller, once for each session, that a move moves nothing; but not where a trainer moves."""
     if session in _told:
+        return
+    frame = caller(passing_on=("to", session.device.type))
+    if f"{frame.f_globals.get('__name__')}.".startswith(tuple(f"{name}." for name in _TRAINERS)):
         return
     _told.add(session)
     root = model_of(session)
@@ -109,4 +123,5 @@ def _tell(session: Any) -> None:
         "its masters stay where they are. To keep weights on the device, give install a larger budget. To "
         "move the masters anyway, call dynswap_ext.uninstall(model) first",
         always=True,
+        frame=frame,
     )

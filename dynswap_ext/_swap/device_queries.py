@@ -273,7 +273,8 @@ def _reads_only_an_answer(code: CodeType, at: int) -> bool:
             and all(_reads(steps[i - 1], _NAMES) for i in yielded)
             and _only_reads(steps, place + 1, _KNOWN)  # also by its condition
         )
-    place = next((i for i, one in enumerate(steps) if one.offset == at), None)
+    # In Python 3.12, once the code is warm, `at` lies behind FOR_ITER, in what the instruction caches.
+    place = max((i for i, one in enumerate(steps) if one.offset <= at), default=None)
     if place is None:
         return False
     operation = steps[place].operation

@@ -6,6 +6,7 @@ Both give a module's computation other tensors than its masters, and both change
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,16 +22,19 @@ _WRAPPING = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _SWAPPED = "dynswap_ext._swap.class_swap"
 
 
-def refuse_to_install(module: nn.Module) -> None:
-    """Raise ConfigError if FSDP or `fully_shard` manages the module."""
-    wrapper = any(base.__name__ == _FSDP for base in type(module).__mro__)
-    if wrapper or vars(module).get("_is_fsdp_managed_module"):
-        by = _FSDP if wrapper else "fully_shard"
-        raise ConfigError(
-            f"a {type(module).__qualname__} of the model is managed by torch's {by}, which moves its weights "
-            "by itself; expected a model that is not sharded. There is no way back: begin with a model that "
-            "was not sharded. Install the model or shard it, not both"
-        )
+def refuse_to_install(modules: Sequence[nn.Module]) -> None:
+    """Raise ConfigError if FSDP or `fully_shard` manages one of the modules."""
+    wrapping = {id(cls): cls for cls in map(type, modules)}
+    wrappers = {key for key, cls in wrapping.items() if any(base.__name__ == _FSDP for base in cls.__mro__)}
+    for module in modules:
+        wrapper = id(type(module)) in wrappers
+        if wrapper or vars(module).get("_is_fsdp_managed_module"):
+            by = _FSDP if wrapper else "fully_shard"
+            raise ConfigError(
+                f"a {type(module).__qualname__} of the model is managed by torch's {by}, which moves its "
+                "weights by itself; expected a model that is not sharded. There is no way back: begin with "
+                "a model that was not sharded. Install the model or shard it, not both"
+            )
 
 
 def _refuse_wrapping(module: nn.Module) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from os import PathLike
 from typing import Any, TypeAlias
 
+import torch
 from torch import nn
 
 from dynswap_ext._util.listing import listed
@@ -38,10 +40,9 @@ def as_tree(given: Installable) -> nn.Module:
         return given
     contents = _contents(given)
     if contents is None:
-        has_model = isinstance(getattr(given, "model", None), nn.Module)  # a pipeline of transformers
         raise ConfigError(
             f"model is a {type(given).__name__}; expected a torch.nn.Module, a pipeline with components, or "
-            f"a list, tuple or dict of them{'. Pass its model: install(x.model)' if has_model else ''}"
+            f"a list, tuple or dict of them{_instead_of(given)}"
         )
     found: dict[str, nn.Module] = {}
     known: set[int] = set()
@@ -54,6 +55,17 @@ def as_tree(given: Installable) -> nn.Module:
         what = listed(held) or "nothing"
         raise ConfigError(f"the {type(given).__name__} holds no torch.nn.Module to install: it has {what}")
     return Models(found)
+
+
+def _instead_of(given: Any) -> str:
+    """Say what to pass instead of what holds no module, if that is known."""
+    if isinstance(given, type):
+        return f". Make the model first: {given.__name__}(...)" if issubclass(given, nn.Module) else ""
+    if isinstance(given, (str, PathLike)):
+        return ". A checkpoint is loaded first: model = dynswap_ext.checkpoint.load(model, path)"
+    if isinstance(getattr(given, "model", None), nn.Module):  # a pipeline of transformers
+        return ". Pass its model: install(x.model)"
+    return ""
 
 
 def models_in(tree: nn.Module) -> dict[str, nn.Module]:
@@ -75,9 +87,11 @@ def _models(
             inner_strict = strict and isinstance(value, (list, tuple))
             yield from _models(inner, f"{prefix}{key}.", above | {id(value)}, strict=inner_strict)
         elif inner is None and strict:
+            shown = "" if isinstance(value, torch.Tensor) else f" ({value!r:.60})"
             raise ConfigError(
-                f"number {prefix}{key} of the models is a {type(value).__name__} ({value!r:.60}); expected a "
-                "torch.nn.Module, a pipeline with components, or a list, tuple or dict of them. Leave it out"
+                f"number {prefix}{key} of the models is a {type(value).__name__}{shown}; expected a "
+                "torch.nn.Module, a pipeline with components, or a list, tuple or dict of them. "
+                f"{'Pass the module that owns it' if not shown else 'Leave it out'}"
             )
 
 

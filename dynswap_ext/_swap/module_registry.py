@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import nn
 
 from dynswap_ext._swap.models import Models, models_in
 from dynswap_ext._swap.protocol import Session
 from dynswap_ext._swap.state import modules_of, session_of
+from dynswap_ext._util.own_masters import own_masters
 
 # Note [Modules outlive their container]: the list of ``install([a, b])`` may die at once while
 # `a` and `b` live on, and a part may be taken out of its model. Such modules are still served, so the install
@@ -30,10 +32,10 @@ class ServedModules:
         self._names: dict[int, str] = {}
         self._model_of: dict[int, str] = {}
 
-    def serve(self, root: nn.Module) -> None:
+    def serve(self, root: nn.Module, modules: Sequence[nn.Module]) -> None:
         """Note the modules of a tree that the session has begun to serve."""
         self._root = weakref.ref(root)
-        self._note(root)
+        self._note(modules)
         if isinstance(root, Models):
             for name, model in models_in(root).items():
                 self._names[id(model)] = name
@@ -90,7 +92,12 @@ class ServedModules:
         if len(self._known) > 2 * self._size_when_pruned:
             self._known = {key: known for key, known in list(self._known.items()) if known() is not None}
             self._size_when_pruned = len(self._known)
-        self._note(child)
+        self._note(modules_of(child))
+
+    def masters(self) -> Iterator[torch.Tensor]:
+        """Yield what the served modules have as masters now; tied ones more than once."""
+        for module in self._served():
+            yield from (master for _, master, _ in own_masters(module))
 
     def forget(self) -> None:
         """Forget all modules, as none is served any more."""
@@ -98,8 +105,8 @@ class ServedModules:
             self._watching.detach()
             self._known.clear()
 
-    def _note(self, root: nn.Module) -> None:
-        for module in modules_of(root):
+    def _note(self, modules: Sequence[nn.Module]) -> None:
+        for module in modules:
             self._known.pop(id(module), None)  # a module that is noted again comes last
             self._known[id(module)] = weakref.ref(module)
 
@@ -149,3 +156,9 @@ def model_of(session: Any) -> nn.Module | None:
     """Return the model that a session serves, or what is left of it; None if its install has ended."""
     served = served_by.get(session)
     return None if served is None else served.tree()
+
+
+def masters_of(session: Any) -> Iterable[torch.Tensor]:
+    """Return what the modules that a session serves have as masters now; nothing if its install has ended."""
+    served = served_by.get(session)
+    return () if served is None else served.masters()

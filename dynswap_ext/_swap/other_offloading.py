@@ -11,7 +11,7 @@ because an installed model stays on its device. So do hooks that do not touch we
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import FrameType
 from typing import Any, Final
 
@@ -56,16 +56,16 @@ _ADDING: Final = {
 }
 
 
-def refuse_to_install(module: nn.Module) -> None:
-    """Raise ConfigError if a hook of another library moves or casts the module's weights."""
-    held = vars(module)
+def refuse_to_install(modules: Sequence[nn.Module]) -> None:
+    """Raise ConfigError if a hook of another library moves or casts the weights of one of the modules."""
     for attribute, known in _HOOKS.items():
-        for hook in _hooks_in(held.get(attribute)):
-            if (name := _named(hook, known)) is not None:
-                raise ConfigError(
-                    f"a {type(module).__qualname__} of the model has {_described(attribute, name)}. "
-                    f"{_removal(attribute, name)}"
-                )
+        for module in modules:
+            for hook in _hooks_in(vars(module)[attribute]) if attribute in vars(module) else ():
+                if (name := _named(hook, known)) is not None:
+                    raise ConfigError(
+                        f"a {type(module).__qualname__} of the model has {_described(attribute, name)}. "
+                        f"{_removal(attribute, name)}"
+                    )
 
 
 def refuse_hook(module: nn.Module, attribute: str) -> None:

@@ -33,9 +33,10 @@ _TENSOR: Final = "_dynswap_tensor"
 _T = TypeVar("_T")
 Fetch = Callable[[torch.Tensor], torch.Tensor | None]
 
-#: Called with a tensor whose `.data` is taken: what is written on that bumps no version. The providers' own,
-#: of which the one that handed the tensor out answers True.
-untracked_alias_made: Final[list[Callable[[torch.Tensor], bool]]] = []
+#: Called with a tensor whose `.data` is taken, and with that alias: what is written on the alias does not
+#: bump the version of the tensor. The providers' own, of which the one that handed the tensor out returns a
+#: function that takes such writes to the master, to be called once the alias is gone; the others return None.
+untracked_alias_made: Final[list[Callable[[torch.Tensor, torch.Tensor], Callable[[], object] | None]]] = []
 #: Called with a tensor whose master is about to have other data: how to get what the master is handed out as
 #: then, on which writes are looked for. The providers' own; None from one that does not serve the tensor.
 handed_out_again: Final[list[Callable[[torch.Tensor], Fetch | None]]] = []
@@ -43,6 +44,9 @@ handed_out_again: Final[list[Callable[[torch.Tensor], Fetch | None]]] = []
 #: Called with a tensor that was written in place: takes that to its master. The providers' own, of which the
 #: one that handed the tensor out answers True.
 take_to_master: Final[list[Callable[[torch.Tensor], bool]]] = []
+
+#: References to the `.data` of handed-out tensors that are alive. Each is called when its `.data` is gone.
+_data_alive: Final[set[weakref.ref[torch.Tensor]]] = set()
 
 _plain: Final[Any] = torch.Tensor
 _REGISTER: Final = nn.Module.register_parameter.__code__
@@ -61,8 +65,11 @@ class ParameterProxy(torch.Tensor):
     @property
     def data(self) -> torch.Tensor:
         """The values, on the device. Set: the master's values (and the tensor's own)."""
-        any(note(self) for note in untracked_alias_made)
-        return _plain.data.__get__(self)  # type: ignore[no-any-return]
+        alias: torch.Tensor = _plain.data.__get__(self)
+        take = _note_alias(self, alias)
+        if take is not None:  # See Note [Two writes, one weight]
+            _data_alive.add(weakref.ref(alias, functools.partial(_gone, take)))
+        return alias
 
     @data.setter
     def data(self, value: torch.Tensor) -> None:
@@ -71,28 +78,15 @@ class ParameterProxy(torch.Tensor):
             _plain.data.__set__(self, value)
         elif not _is_alias(value, self):  # `w.data += t` was a write in place, which reaches the master
             shape = self.shape
-            fetches = [fetch for serve in handed_out_again if (fetch := serve(self)) is not None]
-            # What has the compute dtype gets the master's.
-            dtype = master.dtype if value.dtype == self.dtype else value.dtype
-            as_master = value.detach().to(device=master.device, dtype=dtype)
-            value = value.to(device=self.device)
             vars(self).pop(_TENSOR, None)
-            _plain.data.__set__(self, value)  # the place of the old bytes is free for the new ones
-            master.data = as_master
-            # What is written on this tensor from now on has to reach the master as before. Where there is no
-            # room for it beside the old bytes, which a view's base may hold, it is a tensor like any other.
-            anew = None
-            with contextlib.suppress(BudgetError, OutOfMemoryError):
-                anew = next((tensor for fetch in fetches if (tensor := fetch(master)) is not None), None)
-            if anew is not None and anew.shape == value.shape and anew.dtype == value.dtype:
-                any(note(anew) for note in untracked_alias_made)
-                vars(self)[_TENSOR] = anew
-                _plain.data.__set__(self, _plain.detach(anew))
+            handed_out = give_data(self, master, value, None, self.dtype, self.device)
+            if handed_out is not None:
+                vars(self)[_TENSOR] = handed_out
                 # While this tensor is held, an access gives it, as it would give the parameter itself: peft
                 # merges DoRA through two names of one weight. One of another shape has no graph for that, and
                 # a master that is handed out as it is keeps nothing of the install.
-                if anew is not master and (anew.shape == shape or not self.requires_grad):
-                    vars(anew)[_ALIAS] = weakref.ref(self)
+                if handed_out is not master and (handed_out.shape == shape or not self.requires_grad):
+                    vars(handed_out)[_ALIAS] = weakref.ref(self)
 
     @property
     def grad(self) -> torch.Tensor | None:
@@ -205,6 +199,43 @@ class ParameterProxy(torch.Tensor):
             delattr(master, name)
 
 
+def give_data(
+    tensor: torch.Tensor,
+    master: torch.Tensor,
+    value: torch.Tensor,
+    as_master: torch.Tensor | None,
+    dtype: torch.dtype,
+    device: torch.device,
+) -> torch.Tensor | None:
+    """Assign `value` to the `.data` of a handed-out tensor and of its master.
+
+    The master keeps its device, and its dtype if `value` has the dtype of the tensor: what a forward computes
+    has that. `as_master`: what the master gets, if the caller knows better. `dtype` and `device`: those that
+    the tensor had, whose `.data` may be another by now. Returns what the master is handed out as from now on,
+    whose bytes the tensor has then; None if the tensor has bytes of its own, because there was no room or the
+    shape or dtype has changed.
+    """
+    fetches = [fetch for serve in handed_out_again if (fetch := serve(tensor)) is not None]
+    if as_master is None:
+        wanted = master.dtype if value.dtype == dtype else value.dtype
+        as_master = value.detach().to(device=master.device, dtype=wanted)
+        if as_master.data_ptr() == value.data_ptr() and _take_to_master(value):
+            as_master = as_master.clone()  # else the master would lie in a copy's place, and hold it
+    value = value.to(device=device)
+    _plain.data.__set__(tensor, value)  # the place of the old bytes is free for the new ones
+    master.data = as_master
+    # What is written on this tensor from now on has to reach the master as before. Where there is no room for
+    # it beside the old bytes, which a view's base may hold, it is a tensor like any other.
+    handed_out = None
+    with contextlib.suppress(BudgetError, OutOfMemoryError):
+        handed_out = next((fetched for fetch in fetches if (fetched := fetch(master)) is not None), None)
+    if handed_out is None or handed_out.shape != value.shape or handed_out.dtype != value.dtype:
+        return None
+    _plain.data.__set__(tensor, _plain.detach(handed_out))
+    _note_alias(handed_out, tensor)
+    return handed_out
+
+
 def take_writes_to_master(name: str) -> Callable[..., Any]:
     """Return the tensor method of this name, which then takes what it wrote to the master.
 
@@ -217,9 +248,28 @@ def take_writes_to_master(name: str) -> Callable[..., Any]:
         try:
             return method(self, *args, **kwargs)
         finally:
-            any(take(self) for take in take_to_master)
+            _take_to_master(self)
 
     return write
+
+
+def _take_to_master(tensor: torch.Tensor) -> bool:
+    """Take what was written on a handed-out tensor to its master; return whether the tensor is one."""
+    return any(take(tensor) for take in take_to_master)
+
+
+def _note_alias(tensor: torch.Tensor, alias: torch.Tensor) -> Callable[[], object] | None:
+    """Note that what is written on `alias` does not show in the version of `tensor`.
+
+    Return a function that takes such writes to the master; None if the tensor was not handed out.
+    """
+    return next((take for note in untracked_alias_made if (take := note(tensor, alias)) is not None), None)
+
+
+def _gone(take: Callable[[], object], alias: weakref.ref[torch.Tensor]) -> None:
+    """Take what was written on an alias to the master, now that nothing holds it."""
+    _data_alive.discard(alias)
+    take()
 
 
 _WRITING_OPERATORS: Final = (

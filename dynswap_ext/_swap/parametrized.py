@@ -10,11 +10,12 @@ and what it does leaves the module installed.
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from typing import Any, Final
 
 from torch import nn
 
-from dynswap_ext._swap.state import modules_of, session_of
+from dynswap_ext._swap.state import session_of
 
 _COPY: Final = "_dynswap_copy"
 
@@ -36,14 +37,15 @@ def copy_over(cls: type, name: str, base: type, namespace: dict[str, Any]) -> ty
     return made
 
 
-def give_back(root: nn.Module, session: Any) -> None:
-    """Make what torch did to classes while their modules were installed hold for those that come back.
+def apply_to_originals(modules: Sequence[nn.Module], sessions: Collection[Any]) -> list[type]:
+    """Do to the originals of swap classes what torch did to those while sessions served their modules.
 
-    Called before the session gives the modules of the tree their own classes back.
+    Return the classes that torch derived from swap classes meanwhile: `rebase_on_originals` is for them.
     """
-    for module in modules_of(root):
+    made: list[type] = []
+    for module in modules if sessions else ():
         cls = type(module)
-        if session_of(module) is not session:
+        if session_of(module) not in sessions:
             continue
         if is_copy(cls):
             original, now = cls.__dict__["_dynswap_original"], _properties(cls)
@@ -52,9 +54,15 @@ def give_back(root: nn.Module, session: Any) -> None:
             for name in now.keys() - vars(original).keys():
                 setattr(original, name, now[name])
         elif made_by_torch(cls):
-            # It was made while the module was installed, over a swap class.
-            base = cls.__bases__[0]
-            cls.__bases__ = (base.__dict__.get("_dynswap_original", base),)
+            made.append(cls)
+    return made
+
+
+def rebase_on_originals(classes: list[type]) -> None:
+    """Give classes that torch derived from swap classes the originals as bases instead."""
+    for cls in classes:
+        base = cls.__bases__[0]
+        cls.__bases__ = (base.__dict__.get("_dynswap_original", base),)
 
 
 def _properties(cls: type) -> dict[str, property]:

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import nn
 
-from dynswap_ext._swap import subclasses
+from dynswap_ext._swap import lifted_masters, subclasses
 from dynswap_ext._swap.casting import cast_as_copies
 from dynswap_ext._swap.choices import Choices
 from dynswap_ext._swap.expert_slices import slices_of
 from dynswap_ext._swap.kept_in_float32 import kept_in_float32
 from dynswap_ext._swap.lost_writes import warn_lost
-from dynswap_ext._swap.parameter_proxy import ParameterProxy, proxy_for
-from dynswap_ext._util.experts import experts_of_modules
+from dynswap_ext._swap.parameter_proxy import ParameterProxy, give_data, proxy_for
+from dynswap_ext._util.experts import Experts, experts_of_modules
 
 #: Kept on the device; copied when it is needed; converted by torch at each access; the master itself, because
 #: it already is where it should be; the master itself, because `ignore` names it.
@@ -39,14 +39,16 @@ class Session(Protocol):
     device: torch.device
     #: What floating weights are cast into; None if they are not.
     dtype: torch.dtype | None
-    #: How many modules it serves.
-    modules: int
     #: Whether there are masters that the plan does not know, by their identity, size or dtype.
     outdated: bool
     #: Bytes of residents whose memory went to others inside a call.
     given_way_bytes: int
     #: Whether a CUDA graph has captured weights of the plan: a new one would put them elsewhere.
     captured: bool
+
+    @property
+    def modules(self) -> int:
+        """How many modules it serves."""
 
     def let_residents_give_way(self, may: bool) -> None:
         """Let the residents of the next plan give way inside a call, or not."""
@@ -69,13 +71,25 @@ class Session(Protocol):
     def replan(self, root: nn.Module) -> None:
         """Plan for the masters that the modules of the tree have now. If that fails, the old plan stays."""
 
-    def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:
-        """Swap the modules of the tree that no session serves; return how many. On an error, none.
-
-        Later calls let modules join that have come into the tree since (Note [What dtype= casts]).
+    def draft(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> None:
+        """Plan for the modules of the tree, and change none of them, whichever sessions serve them.
 
         `swap_class` is called once per class; None leaves its modules alone. For each name that the modules
         of a class hold, the swap class's ``_dynswap_ensure(name)`` is called once.
+        """
+
+    def begin(self) -> None:
+        """Serve the modules of the draft, all of them at once; on an error, none.
+
+        Other threads may be in a forward: a module that another session serves is that one's before, and
+        this one's after, and what was handed out stays the weight's. Memory is taken last: if there is none,
+        the modules are served, and each access copies.
+        """
+
+    def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:
+        """Let the modules of the tree join that no session serves; return how many. On an error, none.
+
+        They have come into the tree since `begin` (Note [What dtype= casts]).
         """
 
     def detach(self, root: nn.Module) -> None:
@@ -150,8 +164,10 @@ class Hooks:
     call_begins: Callable[[Session, nn.Module], int]
     #: Called if one of them ends with an error.
     call_failed: Callable[[Session, BaseException], None]
-    #: Returns how the weights of each module of a tree are to be planned.
+    #: Returns how the weights of a tree's modules are to be planned.
     choices: Choices
+    #: Returns what the modules that a session serves have as masters now.
+    masters: Callable[[Session], Iterable[torch.Tensor]]
     #: Says of the weight of a name that what was written on a tensor handed out of it is dropped.
     warn_lost: Callable[[str], None] = warn_lost
     #: Returns the names of masters that are not cast below float32, by their module's place in a tree.
@@ -162,10 +178,14 @@ class Hooks:
     cast_as_copies: Callable[[Sequence[nn.Module], torch.dtype | None], dict[int, frozenset[str]]] = (
         cast_as_copies
     )
-    #: Returns what of each module of a tree is used without an order.
-    experts: Callable[[Sequence[nn.Module]], Sequence[tuple[int, int]]] = experts_of_modules
+    #: Returns what of the modules of a tree is used without an order, by their places.
+    experts: Callable[[Sequence[nn.Module]], dict[int, Experts]] = experts_of_modules
     #: Returns what a forward gets for a parameter that is served by its slices.
     slices_of: Callable[..., torch.Tensor] = slices_of
+    #: Returns what a forward gets for a master that torch converts, on a device and in a dtype.
+    convert: Callable[[torch.Tensor, torch.device, torch.dtype], torch.Tensor] = lifted_masters.convert
+    #: Gives other data to a tensor that a forward was handed out, and to its master.
+    give_data: Callable[..., torch.Tensor | None] = give_data
     #: Returns what an access from outside a forward gets, from what a forward would get and from its master.
     proxy_for: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = proxy_for
     #: The class of that, of which C++ makes what plain tensors are seen as.
@@ -174,6 +194,6 @@ class Hooks:
     inner_names: Callable[[torch.Tensor], list[str] | None] = subclasses.inner_names
     adds_attributes_only: Callable[[torch.Tensor], bool] = subclasses.adds_attributes_only
     repacks_its_bytes: Callable[[torch.Tensor], bool] = subclasses.repacks_its_bytes
-    rebuild_wrapper: Callable[..., torch.Tensor] = subclasses.rebuild_wrapper
+    rebuild_wrapper: Callable[..., tuple[torch.Tensor, bool]] = subclasses.rebuild_wrapper
     with_class_of: Callable[..., torch.Tensor] = subclasses.with_class_of
     flatten_wrapper: Callable[[torch.Tensor], Any] = subclasses.flatten_wrapper

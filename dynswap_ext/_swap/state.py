@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Final, cast
 
 import torch
@@ -36,6 +36,11 @@ def as_plain(module: nn.Module) -> Any:
 def session_of(module: nn.Module) -> Any:
     """The session that serves a module, None if it is not installed."""
     return getattr(module.__dict__.get(STATE_KEY), "session", None)
+
+
+def sessions_of(modules: Iterable[nn.Module]) -> set[Any]:
+    """Return the sessions that serve some of these modules."""
+    return {session for module in modules if (session := session_of(module)) is not None}
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:

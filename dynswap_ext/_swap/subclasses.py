@@ -1,25 +1,29 @@
-"""Masters of a tensor class of their own, as quantised weights are (native provider).
+"""Masters of a tensor class of their own, as quantised weights are.
 
 Note [Subclasses are taken apart]
 ---------------------------------
 A wrapper with `__torch_dispatch__` holds inner tensors, which it names in `__tensor_flatten__`: they stream,
-as they are stored, and the wrapper is put together again around what has arrived. A class that only adds
-attributes (and perhaps a `.to()` that moves them) has bytes of its own: they stream as a plain tensor's do,
-and get the class and the attributes back. Nothing is dequantised on the way. What is neither goes through
-its own `.to()` at each access. On the CPU, a class with a `.to()` may repack its bytes in a forward, so what
-is there already is handed out as it is.
+as they are stored, and the wrapper is put together again around what has arrived. A wrapper that requires
+gradients (transformers leaves those of quantised checkpoints so) streams under `no_grad()`; a graph has its
+own `.to()` in it. A class that only adds attributes (and perhaps a `.to()` that moves them) has bytes of its
+own: they stream as a plain tensor's do, and get the class and the attributes back (native provider). Nothing
+is dequantised on the way. What is neither goes through its own `.to()` at each access. On the CPU, a class
+with a `.to()` may repack its bytes in a forward, so what is there already is handed out as it is.
 """
 
 from __future__ import annotations
 
-import copy
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 
+from dynswap_ext._swap.set_attributes import handed_out_before, moved, note_handed_out
+
 _WITH_CLASS = "_dynswap_dressed"
+#: Whether `.to(dtype)` of a class leaves what is inside as it is.
+_keeps_inner: Final[dict[type, bool]] = {}
 
 
 def is_plain(tensor: object) -> bool:
@@ -31,8 +35,6 @@ def inner_names(master: torch.Tensor) -> list[str] | None:
     """The attributes in which a wrapper holds its inner tensors; None if it is no wrapper."""
     if not hasattr(type(master), "__tensor_unflatten__") or not hasattr(master, "__tensor_flatten__"):
         return None
-    if master.requires_grad:
-        return None  # the wrapper's own `.to()` is part of the graph
     names, _ = master.__tensor_flatten__()
     return list(names) if all(isinstance(getattr(master, name), torch.Tensor) for name in names) else None
 
@@ -55,13 +57,44 @@ def repacks_its_bytes(master: torch.Tensor) -> bool:
 
 def rebuild_wrapper(
     master: torch.Tensor, inner: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype
-) -> torch.Tensor:
-    """The wrapper around inner tensors that are on the device."""
-    cls: Any = type(master)
-    _, context = master.__tensor_flatten__()  # type: ignore[attr-defined]
-    whole: torch.Tensor = cls.__tensor_unflatten__(inner, context, master.size(), master.stride())
-    _give_attributes(whole, master, device, but=inner)
-    return whole if whole.dtype == dtype else whole.to(device=device, dtype=dtype)
+) -> tuple[torch.Tensor, bool]:
+    """Return the wrapper around inner tensors that are on the device, and whether it was made now.
+
+    While somebody has it, it is the same one.
+    """
+    whole = handed_out_before(master, inner)
+    is_new = whole is None or whole.dtype != dtype
+    if whole is None or is_new:
+        cls: Any = type(master)
+        _, context = master.__tensor_flatten__()  # type: ignore[attr-defined]
+        whole = cls.__tensor_unflatten__(inner, context, master.size(), master.stride())
+        _give_attributes(whole, master, device, but=inner)
+        if whole.dtype != dtype:
+            whole = _cast(whole, inner, dtype)
+        note_handed_out(whole, master)
+    return whole, is_new
+
+
+def _cast(whole: torch.Tensor, inner: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Cast a wrapper. What is inside stays what was handed out, if the class leaves it as it is."""
+    cls: Any = type(whole)
+    made: Any = whole.to(dtype=dtype)
+    if cls not in _keeps_inner:
+        _keeps_inner[cls] = type(made) is cls and all(
+            _same(getattr(made, name), tensor) for name, tensor in inner.items()
+        )
+    if _keeps_inner[cls]:
+        for name, tensor in inner.items():
+            setattr(made, name, tensor)
+    for name, value in vars(whole).items():
+        vars(made).setdefault(name, value)  # what others have set on it
+    return made  # type: ignore[no-any-return]
+
+
+def _same(one: Any, other: torch.Tensor) -> bool:
+    """Whether two tensors are the same, and what is written on one would be right on the other."""
+    alike = type(one) is type(other) and one.dtype == other.dtype and one.stride() == other.stride()
+    return alike and torch.equal(one, other)
 
 
 def flatten_wrapper(
@@ -69,7 +102,7 @@ def flatten_wrapper(
 ) -> tuple[dict[str, torch.Tensor], Callable[[dict[str, torch.Tensor]], torch.Tensor]] | None:
     """A wrapper's inner tensors, and how to wrap such again; None if it is no wrapper."""
     names = inner_names(tensor)
-    if names is None:
+    if names is None or tensor.requires_grad:  # the wrapper's own `.to()` is part of the graph
         return None
     cls: Any = type(tensor)
     _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
@@ -94,6 +127,7 @@ def with_class_of(tensor: torch.Tensor, master: torch.Tensor, device: torch.devi
             alive = alive.to(device)  # it may have more to move than its bytes
         vars(alive)["_dynswap_tensor"] = tensor
         vars(tensor)[_WITH_CLASS] = weakref.ref(alive)
+        note_handed_out(alive, master)
     return alive  # type: ignore[no-any-return]
 
 
@@ -106,9 +140,4 @@ def _give_attributes(
     for name, value in vars(master).items():
         if name in (but or {}) or name.startswith("_dynswap"):
             continue
-        if callable(getattr(value, "to", None)):
-            # Some move themselves in place, and return nothing.
-            own = value if isinstance(value, torch.Tensor) else copy.copy(value)
-            moved = own.to(device)
-            value = own if moved is None else moved
-        vars(tensor)[name] = value
+        vars(tensor)[name] = moved(value, device)

@@ -27,8 +27,8 @@ class Experts(NamedTuple):
     expert: int = -1
 
 
-def experts_of_modules(modules: Sequence[nn.Module]) -> list[Experts]:
-    """Return for each module whether it is an expert, or has the weights of several.
+def experts_of_modules(modules: Sequence[nn.Module]) -> dict[int, Experts]:
+    """Return the modules that are experts, or have the weights of several, by their places.
 
     Fused experts are one parameter of three dimensions, whose first is the number of experts: an attribute of
     the module with "experts" in its name, as in transformers (`num_experts`). Other experts are the children
@@ -46,10 +46,12 @@ def experts_of_modules(modules: Sequence[nn.Module]) -> list[Experts]:
             for one in experts if len(experts) > 1 else ():
                 for part in one.modules():
                     expert_of.setdefault(id(part), place_of[id(one)])
-    found = []
-    for each in modules:
-        expert = expert_of.get(id(each), -1)
-        found.append(Experts(0 if expert >= 0 else _fused(each), expert))
+    found = {}
+    for place, each in enumerate(modules):
+        if id(each) in expert_of:
+            found[place] = Experts(expert=expert_of[id(each)])
+        elif each._parameters and (slices := _fused(each)):
+            found[place] = Experts(slices)
     return found
 
 
@@ -78,16 +80,16 @@ def experts_of_names(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int
 
 
 def _has_masters(module: nn.Module) -> bool:
-    return any(True for part in module.modules() for _ in own_masters(part))
+    return any(own_masters(part) for part in module.modules())
 
 
 def _fused(module: nn.Module) -> int:
-    sizes = {
-        parameter.shape[0]
-        for parameter in module._parameters.values()
-        if not (parameter is None or is_lazy(parameter) or parameter.is_nested)
-        and parameter.dim() >= _FUSED_DIMENSIONS
-    }
+    sizes = set()
+    for parameter in module._parameters.values():
+        if parameter is None or is_lazy(parameter) or parameter.is_nested:
+            continue
+        if parameter.dim() >= _FUSED_DIMENSIONS:
+            sizes.add(parameter.shape[0])
     if not sizes:
         return 0
     counts = [value for name, value in vars(module).items() if "experts" in name and type(value) is int]

@@ -32,8 +32,7 @@ _FILES_OF_VERSION_2: Final = ("memory.max", "memory.current", "inactive_file")
 
 _AMOUNT: Final = re.compile(r"\s*([+-]?[\d.]+(?:e[+-]?\d+)?)\s*([a-zµ/]*)\s*", re.IGNORECASE)
 _BYTES: Final = {
-    "": 1.0,
-    "b": 1.0,
+    **dict.fromkeys(("", "b", "byte", "bytes"), 1.0),
     **{f"{prefix}b": 1000.0**power for power, prefix in enumerate("kmgt", start=1)},
     **{f"{prefix}ib": 1024.0**power for power, prefix in enumerate("kmgt", start=1)},
     **{prefix: 1024.0**power for power, prefix in enumerate("kmgt", start=1)},
@@ -103,7 +102,7 @@ def parse_fraction(text: str) -> Fraction | None:
 def format_bytes(amount: int) -> str:
     """Write bytes as a person reads them: exact below 1 KiB, else with a binary unit."""
     if amount < 1024:
-        return f"{amount} bytes"
+        return f"{amount} byte" if amount == 1 else f"{amount} bytes"
     power = min(4, (amount.bit_length() - 1) // 10)
     return f"{amount / 1024**power:.4g} {'KMGT'[power - 1]}iB"
 

@@ -20,8 +20,8 @@ _OWN_NAMES: Final = re.compile(
 _OF_ATTENTION: Final = re.compile(r"in_proj_(weight|bias)|[qkv]_proj_weight")
 
 
-def units_of_modules(modules: Sequence[nn.Module]) -> list[tuple[int, bool]]:
-    """Return the unit of each module, and whether a call needs all weights of the unit at once.
+def units_of_modules(modules: Sequence[nn.Module]) -> tuple[list[int], list[bool]]:
+    """Return the unit of each module, and for each whether a call needs all weights of that unit at once.
 
     A forward of torch's own hands all weights of its module to one function, and all of them have to be on
     the device then: with those that parametrise them, and for attention those of its child `out_proj`. Of
@@ -30,13 +30,19 @@ def units_of_modules(modules: Sequence[nn.Module]) -> list[tuple[int, bool]]:
     Parents come before their children. A unit is the place in `modules` of the first of its modules.
     """
     first_of: dict[int, int] = {}  # by the identity of a module that is part of a unit
-    units = []
+    of_torch: dict[int, bool] = {}  # by the identity of a class
+    units, at_once = [], []
     for place, module in enumerate(modules):
-        if id(module) not in first_of and _reads_at_once(module):
+        cls = type(module)
+        if id(cls) not in of_torch:
+            of_torch[id(cls)] = _has_forward_of_torch(cls)
+        if of_torch[id(cls)] and id(module) not in first_of and own_masters(module):
             for part in _parts(module):
                 first_of.setdefault(id(part), place)
-        units.append((first_of.get(id(module), place), id(module) in first_of))
-    return units
+        first = first_of.get(id(module))
+        units.append(place if first is None else first)
+        at_once.append(first is not None)
+    return units, at_once
 
 
 def units_of_names(modules: Mapping[str, Sequence[str]]) -> list[tuple[list[str], bool]]:
@@ -67,11 +73,8 @@ def _parts(module: nn.Module) -> Iterator[nn.Module]:
             yield from child.modules()
 
 
-def _reads_at_once(module: nn.Module) -> bool:
+def _has_forward_of_torch(cls: type) -> bool:
     # Without the class's descriptors: TorchScript's refuses to be asked without an instance.
-    forward = inspect.getattr_static(type(module), "forward", None)
-    return (
-        str(getattr(forward, "__module__", None)).startswith("torch.nn.modules.")
-        and forward is not nn.Module.forward  # a container's, which is not called
-        and any(True for _ in own_masters(module))
-    )
+    forward = inspect.getattr_static(cls, "forward", None)
+    of_torch = str(getattr(forward, "__module__", None)).startswith("torch.nn.modules.")
+    return of_torch and forward is not nn.Module.forward  # a container's, which is not called

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Collection
 from pathlib import Path
+from types import FrameType
 from typing import Final
 
 import torch
@@ -16,14 +18,25 @@ _PACKAGE: Final = Path(__file__).parents[1]
 _NOT_THE_CALLER: Final = tuple(f"{folder}/" for folder in (_PACKAGE, Path(str(torch.__file__)).parent))
 
 
-def warn(message: str, *, always: bool = False) -> None:
-    """Warn, on behalf of the first frame that is neither the package's own nor torch's.
+def caller(passing_on: Collection[str] = ()) -> FrameType:
+    """Return the first frame outside this package and torch, and outside functions of the names `passing_on`.
+
+    Classes override torch's methods and pass the calls on: what was asked for, their callers asked for.
+    """
+    frame = sys._getframe()  # autograd's threads have none before it
+    while frame.f_back is not None and (
+        frame.f_code.co_filename.startswith(_NOT_THE_CALLER) or frame.f_code.co_name in passing_on
+    ):
+        frame = frame.f_back
+    return frame
+
+
+def warn(message: str, *, always: bool = False, frame: FrameType | None = None) -> None:
+    """Warn, on behalf of `frame`; default: the `caller`.
 
     `always` shows it also where the same line has led to it before: it is about another install.
     """
-    frame = sys._getframe()  # autograd's threads have none before it
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(_NOT_THE_CALLER):
-        frame = frame.f_back
+    frame = caller() if frame is None else frame
     logger.warning("%s", message)
     shown = {} if always else frame.f_globals.setdefault("__warningregistry__", {})
     name = frame.f_globals.get("__name__") or "<unknown>"

@@ -115,7 +115,7 @@ def load(
     where = _checked_device(device, dtype, transform, assign)
     check_progress(progress)
     if not isinstance(path, (str, PathLike, Checkpoint)):
-        raise ConfigError(f"path is {path!r}; expected a path, or an open checkpoint")
+        raise ConfigError(_no_path(path))
     checkpoint = (
         path if isinstance(path, Checkpoint) else open_checkpoint(Path(path), weights_only=weights_only)
     )
@@ -143,6 +143,17 @@ def load(
         show_seconds(time.monotonic() - begun),
     )
     return model
+
+
+def _no_path(given: Any) -> str:
+    """Say what is wrong with a path that is none. A state dict is not shown: it may be long."""
+    shown = f"of type {type(given).__name__}" if isinstance(given, Mapping | nn.Module) else repr(given)
+    message = f"path is {shown}; expected a path, or an open checkpoint"
+    if isinstance(given, Mapping):
+        return f"{message}. To load tensors that are in memory, call model.load_state_dict(...)"
+    if callable(given):
+        return f"{message}. The model, or the function that makes it, comes first: load(model, path)"
+    return message
 
 
 def _checked_device(device: Any, dtype: Any, transform: Any, assign: bool) -> torch.device:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 import torch
 
+from dynswap_ext._util.units import parse_dtype
 from dynswap_ext.checkpoint.reader import Entry
 from dynswap_ext.errors import ConfigError
 
@@ -19,7 +21,11 @@ Rename: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str] | Sequence
 def check_dtype(dtype: Any) -> None:
     """Raise ConfigError for what is no floating dtype, and not None."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise ConfigError(f"dtype is {dtype!r}; expected a floating dtype such as torch.bfloat16, or None")
+        expected = "a floating dtype such as torch.bfloat16, or None"
+        if isinstance(dtype, str):
+            with suppress(ConfigError):
+                expected = str(parse_dtype(dtype))
+        raise ConfigError(f"dtype is {dtype!r}; expected {expected}")
 
 
 def cast_to(dtype: torch.dtype | None, entry: Entry) -> torch.dtype:

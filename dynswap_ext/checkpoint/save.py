@@ -69,6 +69,9 @@ def save(
     After any error, and after a crash, what was at `path` before is intact; after an error nothing else is
     left.
 
+    The masters stay where they are: an install goes on streaming those in RAM from RAM. To stream them from
+    the new file, `load` it into the model.
+
     Tied tensors (same memory, shape and strides) are written once, under the first of their names, and the
     metadata has the other names, as with ``safetensors.torch.save_model``. The metadata also has a CRC-32 of
     each 4 MiB, which `verify` compares. Saving takes some 40 MB of memory on top of the model. ``torch.save``

@@ -20,6 +20,7 @@ from torch import nn
 
 from dynswap_ext import config, planning
 from dynswap_ext._util.figure import check_path
+from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import MINIMUM, exact_bytes, format_bytes
 from dynswap_ext._util.tables import facts_grid, plain_table
 from dynswap_ext._util.units import parse_dtype, parse_seconds, show_bytes, show_rate, show_seconds
@@ -28,6 +29,8 @@ from dynswap_ext.planning import Machine, Plan, PlannedWeight, Prediction
 
 #: Of a table that is written to a file or a pipe, which have no width of their own.
 _WIDTH: Final = 100
+#: A larger budget is called slower than a smaller one if its pass takes more than so many times as long.
+_SLOWER: Final = 1.01
 _TITLES: Final = (
     *("budget", "of all", "resident", "moved", "time", "limit"),
     *("x\nlimit", "stalls", "x all\nresident", "misses"),
@@ -308,12 +311,14 @@ def _conclusions(plan: Plan) -> Iterator[str]:
     for prediction in plan.predictions:
         if prediction.budget in plan.asked:
             yield f"{format_bytes(prediction.budget)}: {_sentence(prediction)}"
-    for smaller, larger in pairwise(found for found in plan.predictions if found is not plan.minimum):
-        if larger.resident_share < smaller.resident_share:
+    of_budgets = [found for found in plan.predictions if found is not plan.minimum]
+    for smaller, larger in pairwise(of_budgets):
+        if larger.resident_share < smaller.resident_share and larger.seconds < smaller.seconds:
             yield (
                 f"{format_bytes(larger.budget)} keeps fewer weights on the device than "
                 f"{format_bytes(smaller.budget)}: room for copies ahead saves more time."
             )
+    yield from _slower(of_budgets)
     if plan.hidden_from <= plan.smallest:
         yield "Compute hides all copies at any budget that works."
     elif plan.hidden_from >= 0.99 * plan.all:
@@ -323,6 +328,22 @@ def _conclusions(plan: Plan) -> Iterator[str]:
     yield "Times and bytes are of one pass in the steady state. The budget is for weights, not activations."
     yield "No order of copies beats the limit: max(compute, copies of what the budget cannot hold)."
     yield "x all resident: relative to all weights on the device."
+
+
+def _slower(by_budget: Sequence[Prediction]) -> Iterator[str]:
+    """Name the budgets that are slower than a smaller one, a sentence for each smaller one."""
+    better, slower = by_budget[0], dict[int, list[int]]()
+    for prediction in by_budget[1:]:
+        if prediction.seconds > _SLOWER * better.seconds:
+            slower.setdefault(better.budget, []).append(prediction.budget)
+        elif prediction.seconds < better.seconds:
+            better = prediction
+    for enough, budgets in slower.items():
+        named = listed([format_bytes(budget) for budget in budgets])
+        yield (
+            f"Slower than {format_bytes(enough)}, which is enough: {named}. Weights are grouped, and "
+            "residents chosen, for each budget by itself."
+        )
 
 
 def _sentence(prediction: Prediction) -> str:

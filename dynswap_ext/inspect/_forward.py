@@ -16,7 +16,6 @@ import torch
 from torch import nn
 
 from dynswap_ext._swap.state import is_scripted, modules_of, original_class
-from dynswap_ext.errors import ConfigError
 from dynswap_ext.inspect._model import Node, computes_on, entries
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -50,29 +49,6 @@ class Call:
     def extra(self) -> int:
         """What it needed for itself at its peak, over what was there before it."""
         return self.peak - self.before
-
-
-def arguments(
-    given: Any, kwargs: Mapping[str, Any] | None, name: str
-) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return positional and keyword arguments from the inputs of a call, which were given as option `name`.
-
-    A list or tuple is the positional ones, a mapping keywords, None nothing, anything else the only argument.
-    """
-    if kwargs is not None and not isinstance(kwargs, Mapping):
-        raise ConfigError(f"kwargs is a {type(kwargs).__name__}; expected a mapping of argument names")
-    keywords = dict(kwargs or {})
-    if given is None:
-        return (), keywords
-    if not isinstance(given, Mapping):
-        return (tuple(given) if isinstance(given, (list, tuple)) else (given,)), keywords
-    try:
-        return (), dict(**given, **keywords)
-    except TypeError as error:
-        raise ConfigError(
-            f"{name} is a mapping, so its entries are keyword arguments ({error}); for a model that takes a "
-            f"mapping as its one argument, give {name}=(mapping,)"
-        ) from error
 
 
 def tensors_in(value: Any, inside: frozenset[int] = frozenset()) -> Iterator[torch.Tensor]:

@@ -11,16 +11,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynswap_ext._swap.state import modules_of, session_of
 from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.modes import SeesInstalls
 from dynswap_ext._util.option_names import check_option_names
 from dynswap_ext._util.tables import Printable, facts_grid, plain_table
 from dynswap_ext.config import resolve
-from dynswap_ext.inspect._forward import Call, arguments, isolated_forward, tensors_in, watched
+from dynswap_ext.inspect._forward import Call, isolated_forward, tensors_in, watched
+from dynswap_ext.inspect._inputs import Inputs, Sizes
 from dynswap_ext.inspect._model import Node, computes_on, root_of, storages_of, walk, weights_of
 
 
@@ -77,9 +78,11 @@ def _amount(size: int) -> str:
 @check_option_names
 def memory_profile(
     model: nn.Module,
-    inputs: Any = None,
+    input_size: Sizes | None = None,
     *,
+    input_data: Any = None,
     kwargs: Mapping[str, Any] | None = None,
+    dtypes: torch.dtype | Sequence[torch.dtype] | Mapping[str, torch.dtype] | None = None,
     device: torch.device | str | None = None,
 ) -> MemoryProfile:
     """Run one forward, and measure live memory around each call of a module.
@@ -92,10 +95,8 @@ def memory_profile(
     ----------
     model : torch.nn.Module
         Plain or installed. One that `torch.compile` made is run as the model that it was made from.
-    inputs : optional
-        A tuple or list: the positional arguments; a mapping: keyword arguments; anything else: the only one.
-    kwargs : mapping, optional
-        More keyword arguments.
+    input_size, input_data, kwargs, dtypes : optional
+        What the forward is called with, as for `summary`. A batch of keywords is ``input_data=batch``.
     device : torch.device or str, optional
         What to measure. Default: where the model computes. With a model and inputs on the meta device, what
         it would take is told without memory, by the operations that torch has for that device.
@@ -124,7 +125,7 @@ def memory_profile(
     provider makes a tensor for each, and on the CPU they count in the layer that they are made for.
     """
     root = root_of(model)
-    args, keywords = arguments(inputs, kwargs, "inputs")
+    inputs = Inputs.of(root, input_size=input_size, input_data=input_data, kwargs=kwargs, dtypes=dtypes)
     where = computes_on(root) if device is None else _device(device)
     nodes = walk(root)
     on_accelerator = where.type not in ("cpu", "meta")
@@ -133,10 +134,10 @@ def memory_profile(
             base = DeviceMemory(where).allocated()
             live = _allocated_over(base, where)
         else:
-            base = _bytes_before(nodes, (args, keywords), where)
+            base = _bytes_before(nodes, (inputs.args, inputs.kwargs), where)
             live = stack.enter_context(_LiveBytes(where)).read
         calls = stack.enter_context(watched(nodes, live))
-        root(*args, **keywords)
+        inputs.run(root)
     called = {call.path for call in calls}
     paths = {id(node.module): node.path for node in nodes if node.same_as is None}
     return MemoryProfile(
@@ -202,7 +203,7 @@ def _allocated_over(base: int, device: torch.device) -> Callable[[], tuple[int, 
 # (scratch of a convolution), nor what is allocated behind torch's back.
 
 
-class _LiveBytes(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _LiveBytes(SeesInstalls):
     """Counts bytes of the live storages on a device that operations of this thread have made."""
 
     # Flex attention and its like are operations to this mode.

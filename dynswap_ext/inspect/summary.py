@@ -11,21 +11,15 @@ import torch
 from torch import nn
 
 from dynswap_ext._swap.models import Installable, as_tree
-from dynswap_ext._swap.state import is_scripted, modules_of, original_class, session_of
+from dynswap_ext._swap.state import is_scripted, modules_of, original_class
 from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.option_names import check_option_names
 from dynswap_ext._util.tables import Printable, facts_grid, plain_table, shape_text
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.inspect._forward import Call, Shapes, arguments, isolated_forward, watched
-from dynswap_ext.inspect._model import WeightLocation, computes_on, entries, root_of, walk, weights_of
+from dynswap_ext.inspect._forward import Call, Shapes, isolated_forward, watched
+from dynswap_ext.inspect._inputs import Inputs, Sizes
+from dynswap_ext.inspect._model import WeightLocation, computes_on, root_of, walk, weights_of
 
-_FORMS: Final = (
-    "expected a shape with the batch dimension such as (1, 3, 224, 224), a list of shapes for several "
-    "positional inputs, or a mapping from names to shapes for keyword ones"
-)
-_EXAMPLE: Final = (
-    "The inputs were made up by dynswap_ext.inspect.summary from input_size. Token ids and other indices "
-    "need dtypes=torch.long; where made-up values do not do, give input_data."
-)
 #: Places that a row names before it only counts them.
 _NAMED: Final = 2
 #: The cell of a row, by which of its parameters are trainable.
@@ -182,9 +176,10 @@ def _amounts(layer: Layer, weights: Sequence[WeightLocation]) -> tuple[str, str]
     return (count if any(weight.is_parameter for weight in once) else ""), size
 
 
+@check_option_names
 def summary(
     model: Installable,
-    input_size: Sequence[Any] | Mapping[str, Sequence[int]] | None = None,
+    input_size: Sizes | None = None,
     *,
     input_data: Any = None,
     kwargs: Mapping[str, Any] | None = None,
@@ -238,23 +233,11 @@ def summary(
     root = root_of(as_tree(model))
     if depth is not None and (not isinstance(depth, int) or isinstance(depth, bool) or depth < 0):
         raise ConfigError(f"depth is {depth!r}; expected a number of levels, 0 for the model alone, or None")
-    if input_size is not None and input_data is not None:
-        raise ConfigError("both input_size and input_data are given; one of them says what the inputs are")
-    if input_size is None and dtypes is not None:
-        raise ConfigError("dtypes is for made-up inputs, and there is no input_size")
+    inputs = Inputs.of(root, input_size=input_size, input_data=input_data, kwargs=kwargs, dtypes=dtypes)
     if input_size is None and input_data is None and kwargs is None:
         return _describe(root, None, depth)
-    if input_size is None:
-        args, keywords = arguments(input_data, kwargs, "input_data")
-    else:
-        args, keywords = arguments(_example_inputs(root, input_size, dtypes), kwargs, "input_size")
     with isolated_forward(root, evaluate=True), watched(walk(root)) as calls:
-        try:
-            root(*args, **keywords)
-        except Exception as error:
-            if input_size is not None and hasattr(error, "add_note"):  # Python 3.11
-                error.add_note(_EXAMPLE)
-            raise
+        inputs.run(root)
     return _describe(root, calls, depth)
 
 
@@ -298,54 +281,3 @@ def _describe(root: nn.Module, calls: Sequence[Call] | None, depth: int | None) 
         buffer_bytes=sum(weight.nbytes for weight in once if not weight.is_parameter),
         bytes_by_place=dict(bytes_by_place),
     )
-
-
-def _example_inputs(
-    root: nn.Module, input_size: Any, dtypes: Any
-) -> tuple[torch.Tensor, ...] | dict[Any, Any]:
-    """Make positional or keyword inputs of the given shapes, where the model computes.
-
-    Ones, as a forward may divide by what it gets; zeros for integers, as those may be indices.
-    """
-    if isinstance(input_size, Mapping):
-        sizes: dict[Any, Any] = dict(input_size)
-    elif isinstance(input_size, Sequence) and not isinstance(input_size, str) and input_size:
-        sizes = dict(enumerate([input_size] if _is_shape(input_size) else input_size))
-    else:
-        raise ConfigError(f"input_size is {input_size!r}; {_FORMS}")
-    if not all(map(_is_shape, sizes.values())):
-        raise ConfigError(f"input_size is {input_size!r}; {_FORMS}")
-    default = _computes_in(root)
-    given: dict[Any, Any] = dict.fromkeys(sizes, default if dtypes is None else dtypes)
-    if isinstance(dtypes, Mapping):
-        given = {**dict.fromkeys(sizes, default), **dtypes}
-    elif isinstance(dtypes, Sequence):
-        given = dict(zip(sizes, dtypes, strict=False)) if len(dtypes) == len(sizes) else {}
-    if given.keys() != sizes.keys() or not all(isinstance(dtype, torch.dtype) for dtype in given.values()):
-        raise ConfigError(
-            f"dtypes is {dtypes!r}; expected a torch.dtype, or one for each of the {len(sizes)} inputs that "
-            "input_size has, as a list or by name"
-        )
-    made = {}
-    for name, dtype in given.items():
-        value = 1 if dtype.is_floating_point or dtype.is_complex else 0
-        made[name] = torch.full(tuple(sizes[name]), value, dtype=dtype, device=computes_on(root))
-    return made if isinstance(input_size, Mapping) else tuple(made.values())
-
-
-def _is_shape(value: Any) -> bool:
-    return isinstance(value, Sequence) and all(
-        isinstance(size, int) and not isinstance(size, bool) and size >= 0 for size in value
-    )
-
-
-def _computes_in(root: nn.Module) -> torch.dtype:
-    for module in modules_of(root):
-        session = session_of(module)
-        if session is not None and session.dtype is not None:
-            cast_into: torch.dtype = session.dtype
-            return cast_into
-        for _, master, is_parameter in entries(module):
-            if is_parameter and master.is_floating_point():
-                return master.dtype
-    return torch.get_default_dtype()

@@ -19,7 +19,7 @@ from dynswap_ext._util.clock import DeviceClock
 from dynswap_ext._util.option_names import check_option_names
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.errors import ConfigError
-from dynswap_ext.inspect._forward import arguments
+from dynswap_ext.inspect._inputs import arguments
 from dynswap_ext.install import install, is_installed
 from dynswap_ext.planning.rates import latency_of, masters_bandwidth
 from dynswap_ext.planning.weights import PlannedWeight, outline_of_model, owners

@@ -48,7 +48,7 @@ def draw(plan: Plan, *, title: str = "", points: int = 60) -> Any:
     stalls = [prediction.stall_seconds for prediction in curve]
     limits = [prediction.limit_seconds for prediction in curve]
     seconds = [prediction.seconds for prediction in curve]
-    # Steps: between two budgets that were predicted, a pass takes no longer than with the smaller one.
+    # Steps: residents come a group at a time.
     upper.step(budgets, seconds, where="post", color=BLUE, linewidth=2.2, label="time of a pass")
     upper.plot(budgets, limits, color=BLACK, linestyle=DASHED, label="limit of any order of copies")
     upper.axhline(curve[-1].compute_seconds, color=GREEN, linestyle=":", label="all resident")

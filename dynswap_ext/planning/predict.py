@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any, Final
@@ -25,8 +25,6 @@ from dynswap_ext.planning.weights import PlannedWeight
 _SHARES: Final = (0.10, 0.25, 0.50, 0.75, 0.90)
 #: Copies are hidden where a pass takes at most so much of its compute.
 _HIDDEN: Final = 1.01
-#: A larger budget may have fewer residents and more room for copies ahead, if that saves more than this.
-_WORTH_FEWER_RESIDENTS: Final = 0.01
 #: Of the virtual clock. The first half is warm-up: it learns the order, and the next begins with a full ring.
 _PASSES: Final = 6
 #: With experts: so many divided by the part of them that a pass uses, up to a limit. Each is then used often
@@ -102,11 +100,7 @@ class Plan:
 
     def at(self, budget: int | str) -> Prediction:
         """Predict a pass for any budget, as `plan` takes them. Raises BudgetError under the smallest."""
-        if is_named(budget, MINIMUM):
-            return self._predict([budget])[0]
-        wanted = _bytes_of(budget)
-        smaller = (prediction.budget for prediction in self.predictions if prediction.budget < wanted)
-        return self._predict([*smaller, wanted])[-1]
+        return self._predict([budget])[0]
 
     def curve(self, points: int = 60) -> list[Prediction]:
         """Predict a pass at some `points` budgets from the smallest to all, and at those of the sweep."""
@@ -162,9 +156,9 @@ def predict(
     Returns
     -------
     list of Prediction
-        One for each budget, then one for each share, in their order. No budget is predicted to be slower than
-        a smaller one of them, and none to have fewer residents unless that saves more than 1 % of the time:
-        then it is predicted as the smaller budget, and the rest of it is left unused.
+        One for each budget, then one for each share, in their order. Each is of its budget alone, whatever
+        the others are. A budget may be predicted to be slower than a smaller one: weights are grouped, and
+        residents chosen, for each by itself.
 
     Raises
     ------
@@ -174,11 +168,11 @@ def predict(
         There are no weights, a number cannot be used, or the native extension is not there.
     """
     predictor = _Predictor(weights, bandwidth, latency, prefetch, backend)
-    asked = list(budgets)
-    sizes = [_bytes_of(budget) for budget in asked if not is_named(budget, MINIMUM)]
-    predicted = iter(predictor([*sizes, *(parse_share(share, predictor.total) for share in shares)]))
-    named = [predictor.minimum() if is_named(budget, MINIMUM) else next(predicted) for budget in asked]
-    return [*named, *predicted]
+    named = [
+        predictor.minimum() if is_named(budget, MINIMUM) else predictor.at(_bytes_of(budget))
+        for budget in budgets
+    ]
+    return [*named, *(predictor.at(parse_share(share, predictor.total)) for share in shares)]
 
 
 @check_option_names
@@ -207,26 +201,26 @@ def plan(
     smallest, _ = native_extension().smallest_budget(**_of_engine(kept, backend))
     # What groups take with what lies between their weights: a little more than the weights.
     total = predictor.total
-    whole = predictor([2 * total + (1 << 20) * len(kept)])[0].resident_bytes
+    whole = predictor.at(2 * total + (1 << 20) * len(kept)).resident_bytes
     # Smaller groups, as of a smaller budget, have more between them.
-    while predictor([whole])[0].resident_share < 1:
+    while predictor.at(whole).resident_share < 1:
         whole += max(1, whole // 64)
     asked = list(budgets)
     minimum = predictor.minimum() if any(is_named(budget, MINIMUM) for budget in asked) else None
     sizes = (_bytes_of(budget) for budget in asked if not is_named(budget, MINIMUM))
     wanted = sorted({*sizes, *(parse_share(share, total) for share in shares)})
-    sweep = {smallest, whole, *wanted, *(round(share * whole) for share in _SHARES)}
-    predictions = predictor([budget for budget in sorted(sweep) if budget >= smallest])
-    # Between the largest budget of the sweep that does not hide the copies, and the next one.
-    low = hidden_from = predictions[0].budget
-    for smaller, larger in pairwise(predictions):
+    sweep = {smallest, whole, *(round(share * whole) for share in _SHARES)}
+    usual = [predictor.at(budget) for budget in sorted(sweep) if budget >= smallest]
+    predictions = [predictor.at(budget) for budget in sorted({*sweep, *wanted}) if budget >= smallest]
+    # Between the largest budget of the sweep that does not hide the copies, and the next one: what else is
+    # asked for does not change it.
+    low = hidden_from = usual[0].budget
+    for smaller, larger in pairwise(usual):
         if not smaller.hidden:
             low, hidden_from = smaller.budget, larger.budget
-    below = [prediction.budget for prediction in predictions if prediction.budget < hidden_from]
     while hidden_from - low > max(1, whole // 256):
         middle = (low + hidden_from) // 2
-        below.append(middle)
-        low, hidden_from = (low, middle) if predictor(below)[-1].hidden else (middle, hidden_from)
+        low, hidden_from = (low, middle) if predictor.at(middle).hidden else (middle, hidden_from)
     if minimum is not None:
         predictions = sorted([*predictions, minimum], key=lambda prediction: prediction.budget)
         wanted.append(minimum.budget)
@@ -274,20 +268,8 @@ class _Predictor:
         )
         self._known: dict[int, Prediction] = {}
 
-    def __call__(self, budgets: Sequence[int]) -> list[Prediction]:
-        """Return a prediction for each budget; none is worse than that of a smaller budget."""
-        found: dict[int, Prediction] = {}
-        last: Prediction | None = None
-        for budget in sorted(set(budgets)):
-            own = self._own(budget)
-            # Placements are searched for, so that of a larger budget may be worse than a smaller one's.
-            if last is not None and not _worth_more(own, last):
-                own = replace(last, budget=budget, limit_seconds=own.limit_seconds)
-            found[budget] = last = own
-        return [found[budget] for budget in budgets]
-
-    def _own(self, budget: int) -> Prediction:
-        """Return the prediction for this budget alone, with the placement that is found for it."""
+    def at(self, budget: int) -> Prediction:
+        """Return the prediction for this budget, with the groups and the residents that are found for it."""
         if budget not in self._known:
             self._known[budget] = self._prediction(budget, self._simulate(budget=budget))
         return self._known[budget]
@@ -318,13 +300,6 @@ class _Predictor:
         )
 
 
-def _worth_more(larger: Prediction, smaller: Prediction) -> bool:
-    """Return whether a larger budget's own placement is better than that of a smaller budget."""
-    if larger.resident_share >= smaller.resident_share:
-        return larger.seconds <= smaller.seconds * (1 + 1e-9)
-    return larger.seconds < smaller.seconds * (1 - _WORTH_FEWER_RESIDENTS)
-
-
 def _passes(weights: Sequence[PlannedWeight]) -> int:
     least = min((weight.by_use for weight in weights if weight.by_use), default=1.0)
     return max(_PASSES, min(_MOST_PASSES, math.ceil(_PASSES_BY_USE / least)))
@@ -346,6 +321,7 @@ def _of_engine(weights: Sequence[PlannedWeight], backend: str) -> dict[str, Any]
         "places": [weight.place for weight in weights],
         "at_once": {weight.unit for weight in weights if weight.at_once},
         "by_use": {weight.unit: weight.by_use for weight in weights if weight.by_use},
+        "also_in": {number: weight.also_in for number, weight in enumerate(weights) if weight.also_in},
         "backend": backend,
     }
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from dynswap_ext._swap.models import Installable, as_tree
 from dynswap_ext._swap.subclasses import adds_attributes_only, inner_names
-from dynswap_ext._util.experts import experts_of_modules
+from dynswap_ext._util.experts import Experts, experts_of_modules
 from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext._util.needed_at_once import units_of_modules
 from dynswap_ext._util.own_masters import own_masters
@@ -54,6 +54,8 @@ class PlannedWeight:
     place: tuple[str, int, bool] | None = None
     #: For an expert: the part of its layer's experts that a pass uses, in no fixed order. Else 0.
     by_use: float = 0.0
+    #: Units of other modules that have the same master, and need it with all of theirs at the same time.
+    also_in: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -114,19 +116,22 @@ def outline_of_model(
     names: dict[int, str] = {}  # the first of each master
     for name, master in (*model.named_parameters(), *model.named_buffers()):
         names.setdefault(id(master), name)
-    seen: set[int] = set()
+    also_in: dict[str, list[int]] = {}  # of masters that were met before, by their names
     weights: list[PlannedWeight] = []
     mappings = FileMappings() if disk else None
-    for (unit, at_once), (count, expert), module in zip(
-        units_of_modules(modules), _experts(model, modules), modules, strict=True
+    for unit, at_once, (count, expert), module in zip(
+        *units_of_modules(modules), _experts(model, modules), modules, strict=True
     ):
         norm = all(master.dim() < 2 for _, master, is_parameter in own_masters(module) if is_parameter)
         fused: list[list[PlannedWeight]] = [[] for _ in range(count)]
         for _, master, is_parameter in own_masters(module):
-            if id(master) in seen or master.numel() == 0:
+            if master.numel() == 0:
                 continue
-            seen.add(id(master))
             name = names[id(master)]
+            if name in also_in:
+                also_in[name] += [unit if expert is None else expert] * at_once
+                continue
+            also_in[name] = []
             kind: Kind = "norm" if norm else "vector"
             if id(master) in matrices:
                 kind = multiplied(name)
@@ -145,6 +150,7 @@ def outline_of_model(
             for number, slices in enumerate(fused):
                 slices.append(_slice(weight, number, unit + (number + 1) * len(modules), master))
         weights += chain.from_iterable(fused)
+    weights = [replace(weight, also_in=tuple(also_in.get(weight.name, ()))) for weight in weights]
     files = dict.fromkeys(Path(weight.place[0]) for weight in weights if weight.place)
     return Outline(
         type(model).__name__, tuple(weights), "modules as the model registers them", files=tuple(files)
@@ -154,10 +160,10 @@ def outline_of_model(
 def _experts(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[tuple[int, int | None]]:
     """Yield for each module how many fused experts it has, and the number of the expert that it is in."""
     every = list(model.modules())
-    known = dict(zip(map(id, every), experts_of_modules(every), strict=True))
+    known = {id(every[place]): experts for place, experts in experts_of_modules(every).items()}
     numbers: dict[int, int] = {}
     for number, module in enumerate(modules):
-        count, expert = known[id(module)]
+        count, expert = known.get(id(module), Experts())
         yield count, None if expert < 0 else numbers.setdefault(expert, number)
 
 
@@ -182,7 +188,7 @@ def _slice(weight: PlannedWeight, number: int, unit: int, master: torch.Tensor) 
 
 def owners(model: nn.Module) -> list[nn.Module]:
     """Return the modules with masters of their own, in the order of registration."""
-    return [module for module in model.modules() if any(True for _ in own_masters(module))]
+    return [module for module in model.modules() if own_masters(module)]
 
 
 def multiplied(name: str) -> Kind:

@@ -36,7 +36,8 @@ class Stats:
     refetches: int
     #: Copies issued.
     copies: int
-    #: Bytes read from masters by those copies.
+    #: Bytes of masters that those copies read. The disk may have read less (the page cache) or more (the
+    #: system reads ahead).
     bytes_moved: int
     #: Time for which the calling threads were blocked on copies.
     stall_ns: int

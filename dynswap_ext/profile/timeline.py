@@ -49,7 +49,9 @@ def write_plot(recording: Recording, path: str | PathLike[str], *, budget: int |
 def draw(recording: Recording, *, budget: int | None = None) -> Any:
     """Return a figure with axes for lanes, groups and memory, where the budget in bytes is a line."""
     if not any(True for _ in recording.of("use")):
-        raise ConfigError("nothing to draw: no weight was used while it was recorded")
+        raise ConfigError(
+            "nothing to draw: no weight was used while it was recorded, except those that need no move"
+        )
     return _Picture(recording, budget).draw()
 
 

@@ -147,3 +147,12 @@ def test_what_is_no_model_is_refused(tmp_path: Path) -> None:
         checkpoint.load(lambda: 3, path)  # type: ignore[type-var]
     with pytest.raises(ConfigError, match="not a str"):
         checkpoint.load("model", path)  # type: ignore[arg-type]
+
+
+def test_what_is_no_path_is_refused(tmp_path: Path) -> None:
+    path = saved("safetensors", Net(), tmp_path / "w")
+    with pytest.raises(ConfigError, match=r"path is of type Net; .* comes first: load\(model, path\)"):
+        checkpoint.load(path, Net())  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match=r"path is of type OrderedDict; .*load_state_dict") as raised:
+        checkpoint.load(Net(), Net().state_dict())  # type: ignore[arg-type]
+    assert "tensor(" not in str(raised.value)

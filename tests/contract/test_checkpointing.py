@@ -59,7 +59,13 @@ def selective(model: nn.Module, x: torch.Tensor, *, reentrant: bool) -> torch.Te
     return whole(model, x, reentrant=False, context_fn=contexts)
 
 
-WAYS = [whole, layer_by_layer, nested, in_segments, selective]
+def selective_of_all(model: nn.Module, x: torch.Tensor, *, reentrant: bool) -> torch.Tensor:
+    """Every operation is kept, so torch refuses any in backward that was not there in forward."""
+    contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
+    return whole(model, x, reentrant=False, context_fn=contexts)
+
+
+WAYS = [whole, layer_by_layer, nested, in_segments, selective, selective_of_all]
 reentrances = pytest.mark.parametrize("reentrant", [False, True], ids=["not reentrant", "reentrant"])
 ways = pytest.mark.parametrize("way", WAYS, ids=lambda f: f.__name__)
 

@@ -5,9 +5,12 @@ from __future__ import annotations
 import textwrap
 
 import pytest
+import torch
+from torch import nn
 
 import children
 from conftest import Provider, dense_alone_is_pretended
+from dynswap_ext import testing
 
 #: A model for each kind, in one process: a read gives a tensor where torch's own `.to()` does.
 CODE = textwrap.dedent(
@@ -159,3 +162,13 @@ def test_no_kind_of_master_ends_the_process(provider: Provider) -> None:
     dense_alone_is_pretended("sparse, nested or quantised")
     child = children.run(CODE, provider.device, provider.backend)
     assert child.returncode == 0, (child.returncode, child.stdout[-200:], child.stderr[-3000:])
+
+
+def test_a_sparse_buffer_is_no_obstacle(provider: Provider) -> None:
+    """Sparse tensors do not tell `nbytes`."""
+    model = nn.Linear(4, 4)
+    moved = testing.moved(model, provider.device, torch.float64)
+    model.register_buffer("graph", torch.eye(4).to_sparse())
+    provider.install(model, dtype=torch.float64)
+    x = provider.randn(2, 4)
+    testing.assert_bit_equal(model(x), moved(x))

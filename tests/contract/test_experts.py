@@ -375,6 +375,47 @@ def test_all_fits(provider: Provider) -> None:
     assert handle.stats().resident_groups == handle.stats().groups
 
 
+@pytest.mark.parametrize("kind", [*BY_CHOICE, "modules"])
+def test_only_chosen_experts_move_where_the_budget_almost_holds_all(provider: Provider, kind: str) -> None:
+    """What lies between weights on the device counts, too."""
+    only_native(provider)
+    model = Mixture(KINDS[kind])
+    of_parameters = bytes_on_device(model, provider)
+    with provider.install(model, dtype=DTYPE, budget=2 * of_parameters) as handle:
+        all_of_it = handle.stats().weight_bytes
+    moved = {}
+    for budget in (of_parameters * 95 // 100, of_parameters, all_of_it - 1, all_of_it):
+        with provider.install(model, dtype=DTYPE, budget=budget) as handle:
+            for step in range(8):
+                if step == 4:
+                    handle.reset_stats()
+                x = provider.randn(1, WIDTH, dtype=DTYPE or torch.float32, seed=step)
+                with torch.no_grad():
+                    model(x, choices(seed=step, device=provider.device))
+            stats = handle.stats()
+        assert stats.overflow_bytes == 0
+        assert stats.peak_bytes <= budget
+        moved[budget] = stats.bytes_moved
+    almost, *more, nothing = moved.values()
+    assert nothing == 0
+    assert all(0 < each <= almost for each in more), moved
+
+
+@pytest.mark.parametrize("kind", [*BY_CHOICE, "modules"])
+def test_the_smallest_budget_holds_an_expert(provider: Provider, kind: str) -> None:
+    only_native(provider)
+    model = Mixture(KINDS[kind])
+    with pytest.raises(BudgetError) as raised:
+        provider.install(model, dtype=DTYPE, budget=1)
+    smallest = raised.value.smallest_bytes
+    handle = provider.install(model, dtype=DTYPE, budget=smallest, strict_budget=True)
+    x = provider.randn(1, WIDTH, dtype=DTYPE or torch.float32)
+    with torch.no_grad():
+        for step in range(3):
+            model(x, choices(tokens=1, seed=step, device=provider.device))
+    assert handle.stats().peak_bytes <= smallest
+
+
 def test_uninstall_leaves_no_trace(provider: Provider, budget: int) -> None:
     kept: list[torch.Tensor] = []
 

@@ -133,6 +133,21 @@ def test_gradients_under_autocast_to_the_bit(provider: Provider) -> None:
     assert_moved(handle, model)
 
 
+@pytest.mark.parametrize("budget", ["1GiB", "minimum"])
+def test_a_weight_that_is_used_twice_under_autocast(provider: Provider, budget: str) -> None:
+    """Each use casts the weight, as in plain torch without the cache of casts."""
+    model = mlp(layers=2).half()
+    moved, handle = provider.pair(model, torch.float32, budget=budget)
+    x = provider.randn(64, 16, dtype=torch.float32)
+
+    def run(m: nn.Module) -> torch.Tensor:
+        with torch.autocast(provider.device.type, torch.bfloat16, cache_enabled=m is model):
+            return m(m(x))
+
+    assert_same_training_step(model, moved, run)
+    assert_moved(handle, model)
+
+
 def test_inference_mode_and_training_in_turn(provider: Provider) -> None:
     model = mlp(layers=2)
     moved, handle = provider.pair(model, budget="1GiB")
@@ -306,6 +321,19 @@ def test_shapes_are_inferred_without_the_meta_device(provider: Provider) -> None
     on_meta = copy.deepcopy(model).to("meta")(torch.empty(2, 16, device="meta"))
     assert on_meta.is_meta and on_meta.shape == expected.shape
     testing.assert_bit_equal(model(x), expected)
+
+
+def test_a_write_that_ends_among_fake_tensors_reaches_the_master(provider: Provider) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    moved, _ = provider.pair(model)
+    for m in (moved, model):
+        with torch.no_grad():
+            w = m[0].weight
+            torch._foreach_mul_([w], 2.0)
+            with FakeTensorMode(allow_non_fake_inputs=True):
+                del w
+    testing.assert_bit_equal(model(provider.randn(2, 4)), moved(provider.randn(2, 4)))
+    testing.assert_bit_equal(model.get_parameter("0.weight"), moved[0].weight.to("cpu", torch.float32))
 
 
 def test_a_read_outside_a_forward_requires_gradients_as_the_parameter_does(provider: Provider) -> None:

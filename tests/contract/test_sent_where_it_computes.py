@@ -90,6 +90,28 @@ def test_the_notice_is_shown_for_each_install_and_points_at_the_caller(provider:
     assert {w.filename for w in caught} == {__file__}
 
 
+class PassesOn(nn.Sequential):
+    """As a library overrides what it passes on."""
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        return super().to(*args, **kwargs)
+
+
+def test_the_notice_points_past_a_class_that_passes_it_on(provider: Provider) -> None:
+    if provider.device.type == "cpu":
+        pytest.skip("nothing to notice")
+    model = PassesOn(nn.Linear(16, 16))
+    provider.install(model)
+
+    def asks() -> None:
+        model.to(provider.device)
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        asks()
+    assert [(w.filename, w.lineno) for w in caught] == [(__file__, asks.__code__.co_firstlineno + 1)]
+
+
 def test_a_notice_that_is_an_error_changes_nothing(provider: Provider) -> None:
     if provider.device.type == "cpu":
         pytest.skip("nothing to notice")
@@ -125,7 +147,7 @@ def test_elsewhere_they_move(provider: Provider) -> None:
     moved, _ = provider.pair(model)
     x = provider.randn(3, 16)
     elsewhere = [HOME]
-    if provider.device.type != "cpu":
+    if provider.device.type != "cpu" and provider.device_module.device_count() > 1:
         other = torch.device(provider.device.type, 1)
         elsewhere += [other, HOME]
         model.to(other)

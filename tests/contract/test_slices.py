@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-from dynswap_ext._python.device_copy import bits
+from dynswap_ext._swap.changed_elements import bits
 
 BUDGETS = pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
 DTYPES = pytest.mark.parametrize("dtype", [None, torch.bfloat16, torch.float64], ids=str)
@@ -321,3 +322,20 @@ def test_large_overlapping_slices_keep_what_both_wrote_in_a_narrower_dtype(provi
         del first, second
     model.state_dict()
     assert flat[300_000] == 1 and flat[400_000] == 2 and flat.count_nonzero() == 2
+
+
+@pytest.mark.parametrize("pure", [False, True], ids=["provider", "pure Python"])
+def test_overlapping_complex_slices_keep_what_both_wrote(provider: Provider, pure: bool) -> None:
+    """On a device pure Python has copies of them, too, which the CPU does not: they are not cast."""
+    flat = torch.zeros(60, dtype=torch.complex64)
+    model = nn.Module()
+    model.register_buffer("first", flat[:40])
+    model.register_buffer("second", flat[20:])
+    dynswap_ext.install(model, device=provider.device, provider="python" if pure else provider.backend)
+    with torch.no_grad():
+        first, second = model.first, model.second
+        first[30] = 1j
+        second[20] = 2.0
+        del first, second
+    model.state_dict()
+    assert flat[30] == 1j and flat[40] == 2 and flat.count_nonzero() == 2

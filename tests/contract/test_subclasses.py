@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -93,6 +94,39 @@ def test_a_wrapper_within_a_budget(provider: Provider, tmp_path: Path, budget: s
     assert stats.overflow_bytes == 0 and stats.peak_bytes <= handle.budget
     if streams(provider) and budget == "1MiB":
         assert stats.bytes_moved == inner_bytes(model)  # each once
+
+
+def test_a_wrapper_that_requires_gradients(provider: Provider, tmp_path: Path) -> None:
+    """It streams where there is no graph, as transformers leaves the masters of a quantised checkpoint."""
+    model = map_inner(quantised_mlp(features=256, layers=5), tmp_path / "model.pt").eval()
+    model.requires_grad_()
+    moved = testing.moved(model, provider.device)
+    handle = provider.install(model, budget=200_000)
+    x = provider.randn(2, 256, dtype=torch.float32)
+    for no_graph in (torch.no_grad, torch.inference_mode):
+        handle.reset_stats()
+        with no_graph():
+            for _ in range(2):
+                testing.assert_bit_equal(model(x), moved(x))
+            assert isinstance(model[0].weight, ScaledInt8)
+        stats = handle.stats()
+        assert stats.overflow_bytes == 0 and stats.peak_bytes <= handle.budget
+        if streams(provider):
+            assert stats.weight_bytes >= inner_bytes(model) and stats.bytes_moved > inner_bytes(model)
+    y, z = (x.clone().requires_grad_() for _ in range(2))
+    out, expected = model(y), moved(z)
+    testing.assert_bit_equal(out, expected)
+    out.sum().backward()
+    expected.sum().backward()
+    testing.assert_bit_equal(y.grad, z.grad)
+    for (name, p), (_, q) in zip(model.named_parameters(), moved.named_parameters(), strict=True):
+        testing.assert_bit_equal(p.grad, None if q.grad is None else q.grad.to(p.device), name)
+
+
+def test_a_wrapper_in_place_is_the_master(provider: Provider) -> None:
+    model: Any = quantised_mlp()
+    provider.install(model)
+    assert (model[0].weight is model[0]._parameters["weight"]) == (provider.device.type == "cpu")
 
 
 def test_a_wrapper_is_cast_without_being_dequantised(provider: Provider) -> None:
@@ -227,6 +261,21 @@ def test_bytes_keep_their_class_and_attributes(provider: Provider, dtype: torch.
     assert Params8.dequantised == 0
 
 
+def test_bytes_that_know_their_module_leave_it_where_it_is(provider: Provider) -> None:
+    """As bitsandbytes' do: `weight.module` is the layer, whose `.to()` would move its masters."""
+    model: Any = bytes_mlp()
+    for layer in model:
+        layer.bias = nn.Parameter(torch.zeros(16))
+        layer.weight.module = layer
+    provider.install(model)
+    model(provider.randn(2, 16, dtype=torch.float32))
+    assert model[0].weight.quant_state.absmax.device == provider.device
+    assert model[0]._parameters["weight"].module is model[0]
+    assert {master.device.type for master in model.parameters()} == {"cpu"}
+    if provider.native and provider.device.type != "cpu":
+        assert model[0].weight.device == provider.device
+
+
 @pytest.mark.parametrize("budget", [None, "1MiB"], ids=["streamed", "resident"])
 def test_bytes_stream_as_bytes(provider: Provider, tmp_path: Path, budget: str | None) -> None:
     model = map_inner(bytes_mlp(features=256, layers=5), tmp_path / "model.pt").eval()
@@ -267,3 +316,92 @@ def test_data_of_bytes_are_replaced(provider: Provider) -> None:
     master.data, master.quant_state = new.data, new.quant_state
     assert model[0].weight.quant_state.absmax.cpu() == new.quant_state.absmax
     testing.assert_bit_equal(model[0].weight.data.cpu(), new.data)
+
+
+# What is written on what the model was handed out.
+
+
+def _new(like: torch.Tensor) -> torch.Tensor:
+    return torch.linspace(-1, 1, like.numel()).view(like.shape)
+
+
+WRITES_ON_WRAPPERS: dict[str, Callable[[Any], object]] = {
+    "copy_ of floats": lambda w: w.copy_(_new(w)),
+    "copy_ of its own kind": lambda w: w.copy_(ScaledInt8.quantise(_new(w))),
+    "detached": lambda w: w.detach().copy_(_new(w)),
+    "inner": lambda w: w.payload.add_(1),
+    "inner view": lambda w: w.scale[2:4].mul_(0.5),
+    "attribute": lambda w: setattr(w, "tag", "other"),
+    "inner attribute": lambda w: setattr(w, "scale", w.scale * 2),
+    "new attribute": lambda w: setattr(w, "zero_point", torch.zeros(3, device=w.device)),
+    "attribute deleted": lambda w: delattr(w, "spare"),
+}
+
+
+def _assert_same_wrapper(master: Any, expected: Any) -> None:
+    assert sorted(vars(master)) == sorted(vars(expected))
+    for name, value in vars(expected).items():
+        if isinstance(value, torch.Tensor):
+            testing.assert_bit_equal(vars(master)[name].cpu(), value.cpu())
+            assert vars(master)[name].device.type == "cpu"
+        else:
+            assert vars(master)[name] == value
+
+
+@pytest.mark.parametrize("held", [False, True], ids=["passing", "held"])
+@pytest.mark.parametrize("budget", ["1GiB", "minimum"])
+@pytest.mark.parametrize("dtype", [None, torch.float64], ids=["as it is", "cast"])
+@pytest.mark.parametrize("write", WRITES_ON_WRAPPERS)
+def test_what_is_written_on_a_wrapper_reaches_the_master(
+    provider: Provider, write: str, dtype: torch.dtype | None, budget: str, held: bool
+) -> None:
+    model: Any = quantised_mlp()
+    for master in model.parameters():
+        master.spare = 1
+    plain = copy.deepcopy(model)
+    handle = provider.install(model, dtype=dtype, budget=budget)
+    x = provider.randn(2, 16, dtype=dtype or torch.float32)
+    with torch.no_grad():
+        model(x)
+        weight = model[0].weight if held else None
+        WRITES_ON_WRAPPERS[write](model[0].weight)
+        WRITES_ON_WRAPPERS[write](plain[0].weight)
+        handle.flush()
+    _assert_same_wrapper(model[0]._parameters["weight"], plain[0].weight)
+    moved = testing.moved(plain, provider.device, dtype)
+    testing.assert_bit_equal(model(x), moved(x))
+    del weight
+    _assert_same_wrapper(model[0]._parameters["weight"], plain[0].weight)
+
+
+def test_a_wrapper_is_the_same_while_somebody_has_it(provider: Provider) -> None:
+    model: Any = quantised_mlp()
+    provider.install(model, dtype=torch.float64)
+    weight = model[0].weight
+    assert model[0].weight is weight
+    weight.scale = weight.scale * 2
+    handed_out = model[0].weight
+    testing.assert_bit_equal(handed_out.scale, weight.scale)
+    gone = weakref.ref(weight)
+    del weight, handed_out
+    assert gone() is None  # nothing keeps it
+
+
+def test_attributes_set_on_bytes_reach_the_master(provider: Provider) -> None:
+    model: Any = bytes_mlp()
+    provider.install(model, dtype=torch.float64)
+    model[0].weight.quant_state = None
+    assert model[0]._parameters["weight"].quant_state is None
+
+
+@pytest.mark.parametrize("action", ["uninstall", "install again"])
+def test_what_is_set_on_a_wrapper_that_is_held_is_not_late(provider: Provider, action: str) -> None:
+    model: Any = quantised_mlp()
+    provider.install(model, dtype=torch.float64)
+    weight = model[0].weight
+    weight.tag = "other"
+    if action == "uninstall":
+        dynswap_ext.uninstall(model)
+    else:
+        provider.install(model, dtype=torch.float64)
+    assert model[0]._parameters["weight"].tag == "other"

@@ -230,6 +230,43 @@ TEST(engine_what_is_needed_at_once_is_never_cut) {
   EXPECT_EQ(engine->stats().groups, 3u);
 }
 
+TEST(engine_units_that_share_a_weight_travel_together) {
+  const WeightOptions at_once{.at_once = true};
+  const auto made = [&](std::size_t budget, std::uint64_t others) {
+    auto engine =
+        std::make_shared<Engine>(std::make_unique<sim::VirtualBackend>(kBus, 0), with_budget(budget));
+    const WeightId shared = engine->add_weight(make_source(40 * kMiB), 0, at_once);
+    for (std::uint64_t unit = 1; unit <= others; ++unit) {
+      engine->add_weight(make_source(40 * kMiB), 10 + unit, at_once);
+      engine->add_weight(make_source(30 * kMiB), unit, at_once);
+      engine->share_weight(shared, unit, at_once);
+    }
+    return engine;
+  };
+  EXPECT_THROWS(made(70 * kMiB - 1, 1)->plan(), BudgetError);
+  const auto pair = made(70 * kMiB, 1);
+  pair->plan();
+  EXPECT(pair->companions(0) == (std::vector<WeightId>{0, 2}));
+  EXPECT(!pair->resident(0));
+  // All that many share would be much more than any of them needs.
+  EXPECT_THROWS(made(80 * kMiB - 1, 5)->plan(), BudgetError);
+  const auto many = made(80 * kMiB, 5);
+  many->plan();
+  EXPECT_EQ(many->companions(0).size(), 1u);
+  EXPECT(many->resident(0));
+}
+
+TEST(engine_says_whether_the_budget_holds_all) {
+  for (const std::size_t spare : {std::size_t{0}, std::size_t{1}}) {
+    EngineOptions options = with_budget(12 * kMiB - spare);
+    const auto engine = std::make_shared<Engine>(std::make_unique<sim::VirtualBackend>(kBus, 0), options);
+    for (std::uint64_t unit = 0; unit < 3; ++unit) engine->add_weight(make_source(4 * kMiB), unit);
+    EXPECT_EQ(engine->holds_all(), spare == 0);
+    engine->plan();
+    EXPECT_EQ(engine->stats().resident_groups == engine->stats().groups, spare == 0);
+  }
+}
+
 TEST(engine_an_outdated_weight_of_a_group_in_use_is_copied_alone) {
   EngineOptions options = with_budget(8 * kMiB, 0);
   options.strict_budget = true;

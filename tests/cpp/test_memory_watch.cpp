@@ -67,12 +67,21 @@ TEST(memory_watch_over_memory_that_others_watch) {
   EXPECT(part.writes() == of_part);
   EXPECT(seen_once(across, of_across));
   EXPECT(seen_once(*same, of_same));
-  // The end of one watch may count as a write for the others, and no more.
+  // The end of one watch is no write to what the others watch, and they go on.
+  of_part = part.writes();
+  of_across = across.writes();
   whole.reset();
   same.reset();
-  of_part = part.writes();
+  EXPECT(part.writes() == of_part);
+  EXPECT(across.writes() == of_across);
   memory.get()[120 * kPage] = std::byte{3};
   EXPECT(seen_once(part, of_part));
+  EXPECT(across.writes() == of_across);
+  memory.get()[145 * kPage] = std::byte{4};
+  EXPECT(seen_once(part, of_part));
+  EXPECT(seen_once(across, of_across));
+  memory.get()[239 * kPage] = std::byte{5};
+  EXPECT(seen_once(across, of_across));
 }
 
 TEST(memory_watch_of_memory_that_is_page_locked_later) {

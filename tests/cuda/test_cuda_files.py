@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import pretend_cuda
 from dynswap_ext import checkpoint, testing
 from dynswap_ext.checkpoint.gguf import GGUFTensor
 from dynswap_ext.checkpoint.gguf_tensors.encodings import ENCODINGS
@@ -51,7 +52,10 @@ def test_loading_onto_the_device(gpu: Gpu, name: str, dtype: torch.dtype | None,
     for (key, value), wanted in zip(model.state_dict().items(), source.parameters(), strict=True):
         testing.assert_bit_equal(value, wanted.detach().to(gpu.device, dtype), key)
     weights = 3 * LAYER_BYTES * (dtype.itemsize if dtype else 4) // 4
-    assert gpu.allocated() - before == weights, "more than the weights is left on the device"
+    left = gpu.allocated() - before - weights
+    # A card's allocator rounds large blocks to 2 MiB; the pretend one does not.
+    most = 0 if pretend_cuda.active() else 2 << 20
+    assert 0 <= left <= most, "more than the weights is left on the device"
     handle = gpu.install(model)
     x = gpu.whole_numbers(dtype=dtype or torch.float32)
     with torch.no_grad():

@@ -102,27 +102,37 @@ def test_residents_on_their_way_are_captured(gpu: Gpu) -> None:
 
 
 def test_a_model_that_streams_while_a_graph_is_captured(gpu: Gpu) -> None:
-    """A capture forbids all threads what could synchronise, questions after events included."""
+    """A capture forbids all threads what could synchronise, questions after events included.
+
+    Other threads and streams have their memory and their cuBLAS by then: cudaMalloc is forbidden, too.
+    """
     only_native(gpu)
     model = Exact().eval()
     moved, _ = gpu.pair(model, budget=RING)
-    x = gpu.whole_numbers()
+    x, other = gpu.whole_numbers(), gpu.new_stream()
+    warm, captures = threading.Event(), threading.Event()
     outputs: list[torch.Tensor] = []
 
     def run() -> None:
         with torch.no_grad(), gpu.on(other):
+            warm_up = [model(x) for _ in range(3)]
+            gpu.synchronise()
+            del warm_up
+            warm.set()
+            captures.wait()
             outputs.extend(model(x) for _ in range(3))
 
-    other = gpu.new_stream()
     with torch.no_grad():
         expected = moved(x)
         for _ in range(2):
             model(x)
         gpu.synchronise()
+        thread = threading.Thread(target=run)
+        thread.start()
+        warm.wait()
         with captured_on(gpu, gpu.new_stream()) as graph:
             twice = 2 * x
-            thread = threading.Thread(target=run)
-            thread.start()
+            captures.set()
             thread.join()
         graph.replay()
     gpu.synchronise()
@@ -135,9 +145,14 @@ def test_a_tensor_that_dies_inside_a_capture(gpu: Gpu) -> None:
     only_native(gpu)
     model = Exact().eval()
     moved, handle = gpu.pair(model, budget=RING)
-    x, side = gpu.whole_numbers(), gpu.new_stream()
+    x, side, other = gpu.whole_numbers(), gpu.new_stream(), gpu.new_stream()
     with torch.no_grad():
         expected, passes = moved.layers[0](x), [moved(x)] * 3
+        for stream in (side, other):  # cudaMalloc is forbidden during a capture
+            gpu.synchronise()
+            with gpu.on(stream):
+                warm_up = [moved(x) for _ in range(3)]
+            del warm_up
         gpu.synchronise()
         with gpu.on(side):
             weight = model.layers[0].weight
@@ -146,7 +161,7 @@ def test_a_tensor_that_dies_inside_a_capture(gpu: Gpu) -> None:
         with captured_on(gpu, side) as graph:
             twice = 2 * x
             del weight
-            with gpu.on(gpu.new_stream()):
+            with gpu.on(other):
                 outputs = [model(x)]  # the ring goes round, but for one slot
         outputs += [model(x) for _ in range(2)]
         graph.replay()

@@ -40,6 +40,8 @@ def test_there_is_no_room_for_two_plans(
     x, other = gpu.whole_numbers(), gpu.new_stream()
     with torch.no_grad():
         expected = moved(x)
+        with gpu.on(other):
+            moved(x)  # cuBLAS takes its workspace for the stream
         for _ in range(2):
             model(x)
         gpu.synchronise()
@@ -100,3 +102,35 @@ def test_a_budget_for_which_there_is_no_plan(gpu: Gpu) -> None:
             model(x)  # shapes do not fit
         testing.assert_bit_equal(model.layers[1](x), moved.layers[1](x))
     assert handle.stats().arena_bytes == before.arena_bytes
+
+
+def test_a_second_install_needs_no_room_beside_the_first(gpu: Gpu) -> None:
+    if not gpu.native:
+        pytest.skip("pure Python has no plan")
+    model = Exact().eval()
+    moved, _ = gpu.pair(model, budget=BUDGET)
+    x = gpu.whole_numbers()
+    with torch.no_grad():
+        expected = moved(x)
+        testing.assert_bit_equal(model(x), expected)
+        with gpu.room_for(LAYER):
+            handle = gpu.install(model, dtype=torch.float64, budget=BUDGET)
+            testing.assert_bit_equal(model(x), expected)
+    assert handle.stats().resident_groups and handle.stats().overflow_bytes == 0
+
+
+def test_a_second_install_that_finds_no_room_leaves_the_first(gpu: Gpu) -> None:
+    if not gpu.native:
+        pytest.skip("pure Python has no plan")
+    model = Exact(layers=12).eval()
+    moved, handle = gpu.pair(model, budget=BUDGET)
+    x = gpu.whole_numbers()
+    with torch.no_grad():
+        expected = moved(x)
+        testing.assert_bit_equal(model(x), expected)
+        for part in (model, model.layers):
+            with gpu.room_for(LAYER), pytest.raises(dynswap_ext.OutOfMemoryError):
+                gpu.install(part, dtype=torch.float64, budget=len(model.layers) * LAYER)
+            assert handle.active and handle.budget == BUDGET
+            testing.assert_bit_equal(model(x), expected)
+            assert handle.stats().resident_groups and handle.stats().overflow_bytes == 0

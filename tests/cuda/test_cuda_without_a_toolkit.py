@@ -120,7 +120,9 @@ def test_casts_are_torchs(gpu: Gpu, dtype: torch.dtype, pinned: bool, tmp_path: 
         checkpoint.save(master, tmp_path / "w.safetensors")
         master = checkpoint.load(master, tmp_path / "w.safetensors")
     gpu.install(master, dtype=dtype)
-    testing.assert_bit_equal(master.values, values.to(gpu.device, dtype))
+    found, expected = master.values.clone(), values.to(gpu.device, dtype)
+    assert found.isnan().tolist()[:1] == [True] and int(found.isnan().sum()) == 1
+    testing.assert_bit_equal(found[1:], expected[1:])  # which NaN a cast gives is the device's affair
 
 
 def test_a_refused_registration_is_said_once(gpu: Gpu) -> None:

@@ -114,6 +114,7 @@ int pin(void* address, std::size_t bytes) {
   if (m.counts.registered_bytes + (end - begin) > m.faults.register_at_most) return kMemoryAllocation;
   m.counts.registered_bytes += end - begin;
   m.pinned[begin] = {end, false};
+  write_to_pages(reinterpret_cast<void*>(begin), end - begin);
   mark_pages(reinterpret_cast<void*>(begin), end - begin);
   return 0;
 }

@@ -15,6 +15,11 @@ void mark_pages(void* address, std::size_t bytes) {
   (void)madvise(address, bytes, MADV_DONTDUMP);
 }
 
+void write_to_pages(void* address, std::size_t bytes) {
+  constexpr int kPopulateWrite = 23;  // MADV_POPULATE_WRITE, Linux 5.14
+  (void)madvise(address, bytes, kPopulateWrite);
+}
+
 void unmark_pages(void* address, std::size_t bytes) { (void)madvise(address, bytes, MADV_DODUMP); }
 
 bool pages_marked(const void* address, std::size_t bytes) {

@@ -6,6 +6,9 @@
 
 namespace pretend {
 
+/// A driver takes the pages that it locks for writing (pin_user_pages, FOLL_WRITE): to the kernel's tracking
+/// of writes, each of them has been written to.
+void write_to_pages(void* address, std::size_t bytes);
 /// Whole pages.
 void mark_pages(void* address, std::size_t bytes);
 void unmark_pages(void* address, std::size_t bytes);

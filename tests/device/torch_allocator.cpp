@@ -254,6 +254,9 @@ class CachingAllocator : public Allocator {
   Block* fresh(Stream& stream, int device, std::size_t bytes) {
     const std::size_t whole = capturing(stream) ? bytes : segment_of(bytes);
     if (reserved(device) + whole > cap(device)) return nullptr;
+    // torch's allocator relaxes the capture only where the stream that it allocates for is captured.
+    TORCH_CHECK(capturing(stream) || !capture_forbids("cudaMalloc"),
+                "CUDA error: operation not permitted when stream is capturing");
     void* const address = reserve(device, whole);
     if (address == nullptr) return nullptr;
     stats_[device].reserved_bytes[0].increase(whole);

@@ -38,6 +38,12 @@ def test_what_cannot_be_drawn(provider: Provider, tmp_path: Path, monkeypatch: p
         pass
     with pytest.raises(ConfigError, match="no weight was used"):
         handle.plot(tmp_path / "plot.png")
+    there = mlp().to(provider.device)
+    handle_there = provider.install(there)
+    with handle_there.record():
+        there(provider.randn(2, 16, dtype=torch.float32))
+    with pytest.raises(ConfigError, match="except those that need no move"):
+        handle_there.plot(tmp_path / "plot.png")
     with handle.record():
         model(provider.randn(2, 16))
     with pytest.raises(ConfigError, match=r"plot\.txt cannot be drawn: expected an ending such as \.png"):

@@ -19,7 +19,7 @@ from sample_models import ConvNet, TinyTransformer, mlp, trace
 Look = Callable[[nn.Module, torch.Tensor], Any]
 LOOKS = [
     pytest.param(lambda model, x: summary(model, input_data=x), id="summary"),
-    pytest.param(lambda model, x: memory_profile(model, x), id="memory_profile"),
+    pytest.param(lambda model, x: memory_profile(model, input_data=x), id="memory_profile"),
 ]
 HOOKS = (
     "_forward_hooks",
@@ -193,7 +193,7 @@ def test_a_module_that_fails_and_is_caught() -> None:
             except ValueError:
                 return self.good(x)
 
-    found = memory_profile(Tries(), torch.ones(8))
+    found = memory_profile(Tries(), input_data=torch.ones(8))
     assert [(call.path, call.depth) for call in found.calls] == [
         ("", 0),
         ("bad", 1),

@@ -75,6 +75,33 @@ def test_the_minimum_has_a_row(path: Path, capsys: pytest.CaptureFixture[str]) -
     assert found["asked"] == [found["minimum_budget"]] and found["minimum_budget"] >= found["smallest_budget"]
 
 
+def test_a_larger_budget_that_is_slower_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = [4, 2, 4, 2, 8, 2, 2, 1, 8, 2, 2, 2, 8, 2, 1, 1]
+    save_file(
+        {f"layers.{i}.weight": torch.ones(64 * size, 256) for i, size in enumerate(sizes)},
+        tmp_path / "m.safetensors",
+    )
+    given = [
+        str(tmp_path / "m.safetensors"),
+        "--bandwidth",
+        "2GB/s",
+        "--compute",
+        "5ms",
+        "--budget",
+        "816KiB",
+    ]
+
+    def of_816_kib(*more: str) -> Any:
+        return next(row for row in plan_json(capsys, *given, *more)["budgets"] if row["budget"] == 816 << 10)
+
+    alone, beside = of_816_kib(), of_816_kib("--budget", "512KiB")
+    assert alone == beside
+    assert cli.main(["plan", *given, "--budget", "512KiB"]) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Slower than 512 KiB, which is enough: 816 KiB." in printed
+    assert f"816 KiB: {alone['resident_share']:.0%} of the weights resident" in printed
+
+
 def test_json_says_the_same_as_the_library(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given = ["--bandwidth", "2GB/s", "--latency", "0s", "--compute", "20ms", "--budget", "2MiB"]
     found = plan_json(capsys, str(path), *given)

@@ -91,26 +91,31 @@ def uneven(seed: int, scale: float = 1.0) -> list[planning.PlannedWeight]:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_more_budget_is_not_slower(seed: int) -> None:
-    plan = planning.plan(uneven(seed), bandwidth=2e9)
+def test_a_prediction_is_of_its_budget_alone(seed: int) -> None:
+    """Whatever else is asked for, before it, beside it, or in another plan."""
+    weights = uneven(seed)
+    plan = planning.plan(weights, bandwidth=2e9)
     curve = plan.curve(30)
     assert len(curve) >= 30 and curve[0].seconds > 1.1 * curve[-1].seconds
-    for predictions in (curve, plan.predictions, [plan.at(p.budget) for p in plan.predictions]):
-        assert_monotone(predictions)
-        assert all(p.resident_bytes <= p.budget for p in predictions)
-    budgets = [prediction.budget for prediction in reversed(curve)]
-    found = planning.predict(plan.weights, budgets=budgets, bandwidth=2e9)
-    assert [prediction.budget for prediction in found] == budgets
-    assert_monotone(found[::-1])
+    for found in curve:
+        assert found.resident_bytes <= found.budget
+        assert [found] == planning.predict(weights, budgets=[found.budget], bandwidth=2e9)
+    assert [plan.at(found.budget) for found in plan.predictions] == list(plan.predictions)
+    budgets = [found.budget for found in reversed(curve)]
+    assert planning.predict(weights, budgets=budgets, bandwidth=2e9) == curve[::-1]
+    wider = planning.plan(weights, budgets=budgets, bandwidth=2e9)
+    assert wider.predictions == tuple(curve) and wider.hidden_from == plan.hidden_from
+    assert_placed(curve)
 
 
-def assert_monotone(predictions: Sequence[planning.Prediction]) -> None:
-    """A larger budget is not slower, and has fewer residents only where that saves more than 1 %."""
-    for less, more in pairwise(predictions):
-        assert less.budget < more.budget and more.seconds <= less.seconds * (1 + 1e-9)
-        assert more.resident_share >= less.resident_share or more.seconds < 0.99 * less.seconds
-        assert more.stall_seconds <= less.stall_seconds + 1e-9 * less.seconds
-        assert more.limit_seconds <= less.limit_seconds
+def assert_placed(curve: Sequence[planning.Prediction]) -> None:
+    """With twice the budget a pass is no slower, and nothing beats the limit, which falls."""
+    for less, more in pairwise(curve):
+        assert less.budget < more.budget and more.limit_seconds <= less.limit_seconds
+    for less in curve:
+        assert less.seconds >= less.limit_seconds * (1 - 1e-9)
+        for more in curve:
+            assert more.budget < 2 * less.budget or more.seconds <= less.seconds * (1 + 1e-9)
 
 
 _KINDS: dict[str, Callable[[random.Random], int]] = {
@@ -123,7 +128,7 @@ _KINDS: dict[str, Callable[[random.Random], int]] = {
 @pytest.mark.parametrize("kind", _KINDS)
 @pytest.mark.parametrize("count", [3, 8, 20])
 @pytest.mark.slow
-def test_plans_of_many_shapes_are_monotone(kind: str, count: int) -> None:
+def test_plans_of_many_shapes(kind: str, count: int) -> None:
     drawn = random.Random(f"{kind} {count}")
     sizes = [_KINDS[kind](drawn) for _ in range(count)]
     pace = 2 * drawn.choice([0.1, 1, 2]) / 25e9  # the compute of a weight against its copy
@@ -132,8 +137,8 @@ def test_plans_of_many_shapes_are_monotone(kind: str, count: int) -> None:
         for i, n in enumerate(sizes)
     ]
     plan = planning.plan(weights, bandwidth=25e9)
-    assert_monotone(plan.predictions)
-    assert_monotone(plan.curve(8))
+    assert_placed(plan.predictions)
+    assert_placed(plan.curve(8))
     assert plan.at(plan.hidden_from).hidden
 
 

@@ -1,4 +1,4 @@
-"""The caches of diffusers that look a block's class up, before an install and after it."""
+"""Features of diffusers that look a block's class up, before an install and after it."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from conftest import Provider
 from dynswap_ext import testing
 
 diffusers = pytest.importorskip("diffusers")
+hooks = pytest.importorskip("diffusers.hooks")
 
 
 def model() -> nn.Module:
@@ -33,7 +34,7 @@ def steps(of: nn.Module, provider: Provider) -> list[torch.Tensor]:
 
     made = []
     with torch.no_grad(), of.cache_context("one"):
-        for step in (0.5, 0.5, 0.1):  # the second is the first again: the blocks after it are skipped
+        for step in (0.5, 0.3, 0.1):
             output = of(
                 hidden_states=drawn(1, 16, 4),
                 encoder_hidden_states=drawn(1, 8, 32),
@@ -46,19 +47,40 @@ def steps(of: nn.Module, provider: Provider) -> list[torch.Tensor]:
     return made
 
 
-def test_enabled_before_the_install(provider: Provider) -> None:
+CACHES = {
+    "FirstBlockCache": lambda: diffusers.FirstBlockCacheConfig(threshold=100.0),
+    "MagCache": lambda: diffusers.MagCacheConfig(
+        mag_ratios=torch.ones(3), num_inference_steps=3, retention_ratio=0.1
+    ),
+}
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("cache", CACHES)
+def test_enabled_around_the_install(provider: Provider, cache: str, when: str) -> None:
     installed, plain = model(), model()
     plain.load_state_dict(installed.state_dict())
     testing.move(plain, provider.device, torch.bfloat16)
-    for each in (installed, plain):
-        each.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
+    plain.enable_cache(CACHES[cache]())
+    if when == "before":
+        installed.enable_cache(CACHES[cache]())
     provider.install(installed, dtype=torch.bfloat16, budget="minimum")
-    testing.assert_bit_equal(steps(installed, provider), steps(plain, provider), "outputs")
+    if when == "after":
+        installed.enable_cache(CACHES[cache]())
+    expected = steps(plain, provider)
+    testing.assert_bit_equal(steps(installed, provider), expected, "outputs")
+    plain.disable_cache()
+    assert not torch.equal(steps(plain, provider)[1], expected[1])  # the cache had its effect
 
 
-def test_enabled_after_the_install(provider: Provider) -> None:
-    """As docs/libraries.md says. If this passes some day, it has to say so."""
-    installed = model()
-    provider.install(installed)
-    with pytest.raises(ValueError, match="not registered"):
-        installed.enable_cache(diffusers.FirstBlockCacheConfig(threshold=0.1))
+def test_layers_that_are_skipped(provider: Provider) -> None:
+    installed, plain = model(), model()
+    plain.load_state_dict(installed.state_dict())
+    testing.move(plain, provider.device, torch.bfloat16)
+    provider.install(installed, dtype=torch.bfloat16, budget="minimum")
+    whole = steps(plain, provider)
+    for each in (installed, plain):
+        hooks.apply_layer_skip(each, hooks.LayerSkipConfig(indices=[1], fqn="transformer_blocks"))
+    expected = steps(plain, provider)
+    testing.assert_bit_equal(steps(installed, provider), expected, "outputs")
+    assert not torch.equal(whole[0], expected[0])

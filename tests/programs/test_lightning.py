@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from conftest import Provider, accelerate_knows
-from programs import library
+from programs import assert_told_once, library
 from sparse_rows import Bags, Sentences
 from ways import TRAINING_WAYS, Way, beside_plain
 
@@ -52,7 +52,9 @@ class Classifier(lightning.LightningModule):
 @pytest.mark.parametrize("way", TRAINING_WAYS, ids=str)
 @pytest.mark.parametrize("part", ["module", "net"])
 @pytest.mark.filterwarnings("ignore::UserWarning:lightning")
-def test_fit(provider: Provider, way: Way, part: str, tmp_path: Path) -> None:
+def test_fit(
+    provider: Provider, way: Way, part: str, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     def program(module: Classifier) -> Any:
         trainer = lightning.Trainer(
             accelerator="cpu" if provider.device.type == "cpu" else "gpu",
@@ -73,3 +75,4 @@ def test_fit(provider: Provider, way: Way, part: str, tmp_path: Path) -> None:
     beside_plain(
         provider, way, tmp_path, Classifier, program, lambda made: made if part == "module" else made.net
     )
+    assert_told_once(recwarn, 0)  # it is lightning that moves it

@@ -7,6 +7,7 @@ modules.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,7 +16,8 @@ import torch
 from conftest import Provider
 from dynswap_ext import testing
 from programs import library, seeded
-from test_peft import llama
+from test_peft import llama, steps
+from ways import MAPPED, install
 
 peft = library("peft")
 
@@ -33,6 +35,7 @@ TUNERS: dict[str, Callable[[], Any]] = {
     "loha": lambda: peft.LoHaConfig(r=4, init_weights=False, **LAYERS),
     "lokr": lambda: peft.LoKrConfig(r=4, init_weights=False, **LAYERS),
     "vera": lambda: peft.VeraConfig(r=4, init_weights=False, **LAYERS),
+    "shira": lambda: peft.ShiraConfig(r=4, init_weights=False, **LAYERS),
     "oft": lambda: peft.OFTConfig(oft_block_size=4, r=0, init_weights=False, **LAYERS),
 }
 
@@ -71,9 +74,15 @@ def switched(model: Any) -> Iterator[Any]:
     yield from trained(model)
 
 
+def skip_sparse(provider: Provider, tuner: str) -> None:
+    if tuner == "shira" and provider.device.type != "cpu":
+        pytest.skip("SHiRA makes sparse tensors, and the pretend device has none")
+
+
 @pytest.mark.parametrize("tuner", TUNERS)
 @pytest.mark.filterwarnings("ignore::UserWarning")  # peft's, of second adapters
 def test_adapters_that_take_turns(provider: Provider, tuner: str) -> None:
+    skip_sparse(provider, tuner)
     seeded()
     config = TUNERS[tuner]()
     model = peft.get_peft_model(llama(), config)
@@ -83,3 +92,65 @@ def test_adapters_that_take_turns(provider: Provider, tuner: str) -> None:
     moved, handle = provider.pair(model)
     testing.assert_bit_equal(list(switched(model)), list(switched(moved)), "results")
     assert handle.stats().bytes_moved > 0
+
+
+def merged_and_disabled(model: Any) -> Iterator[torch.Tensor]:
+    """A forward of merged layers whose adapters are disabled takes them out again."""
+
+    def output() -> torch.Tensor:
+        with torch.no_grad():
+            logits: torch.Tensor = model(input_ids=TOKENS.to(model.device)).logits
+        return logits
+
+    def merged(undo: bool = False) -> torch.Tensor:
+        with torch.no_grad():  # else torch keeps a graph of OFT's, which leads to itself
+            model.unmerge_adapter() if undo else model.merge_adapter()
+        return output()
+
+    yield output()
+    for _ in range(2):
+        yield merged()
+        with model.disable_adapter():
+            yield output()
+        yield output()
+    yield merged()
+    yield merged(undo=True)
+    yield from (p.detach().cpu() for p in model.parameters())
+
+
+@pytest.mark.parametrize("tuner", TUNERS)
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_merged_and_disabled(provider: Provider, tuner: str, tmp_path: Path) -> None:
+    skip_sparse(provider, tuner)
+    if not provider.native and provider.device.type != "cpu":
+        pytest.skip("a forward writes or assigns `.data`, which is lost in pure Python")
+    seeded()
+    model = peft.get_peft_model(llama(), TUNERS[tuner]()).eval()
+    moved = testing.moved(model, provider.device, None)
+    install(provider, MAPPED, tmp_path, model)
+    testing.assert_bit_equal(list(merged_and_disabled(model)), list(merged_and_disabled(moved)), "results")
+
+
+def test_prompts_that_each_forward_projects(provider: Provider, tmp_path: Path) -> None:
+    """CPT gives the prompts that it trains other data in each forward."""
+    if not provider.native:
+        pytest.skip("a forward assigns `.data`, which is lost in pure Python")
+    config = peft.CPTConfig(
+        task_type="CAUSAL_LM",
+        num_virtual_tokens=4,
+        cpt_token_ids=[1, 2, 3, 4],
+        cpt_mask=[1, 1, 1, 1],
+        cpt_tokens_type_mask=[1, 2, 3, 4],
+    )
+    models = []
+    for _ in range(2):
+        base = llama()
+        seeded()
+        models.append(peft.get_peft_model(base, config))
+    model, plain = models
+    install(provider, MAPPED, tmp_path, model)
+    model.prompt_encoder["default"].set_updated_tokens()  # its hook was on the parameter that was in RAM
+    testing.move(plain, provider.device, None)
+    testing.assert_bit_equal(steps(model), steps(plain), "losses")
+    for (name, p), other in zip(model.named_parameters(), plain.parameters(), strict=True):
+        testing.assert_bit_equal(p.detach().cpu(), other.detach().cpu(), name)

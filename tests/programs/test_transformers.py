@@ -188,4 +188,6 @@ def test_trainer(provider: Provider, tmp_path: Path, recwarn: pytest.WarningsRec
 
         same(program, model, moved)
         testing.assert_bit_equal(model.state_dict(), moved.cpu().state_dict())
+        assert_told_once(recwarn, 0)  # it is the trainer that moves it
+        model.to(provider.device)
     assert_told_once(recwarn, 0 if provider.device.type == "cpu" else 1)

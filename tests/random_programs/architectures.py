@@ -211,6 +211,8 @@ class Architecture:
         It has running statistics.
     sparse
         It has sparse gradients.
+    chooses
+        Its input chooses the weights that a call uses: those of the last call may still lie in the arena.
     widths
         The widths that it can be made in.
     """
@@ -223,6 +225,7 @@ class Architecture:
     writes: bool = False
     norms: bool = False
     sparse: bool = False
+    chooses: bool = False
     widths: tuple[int, ...] = (NARROW,)
 
     def input(self, seed: int, width: int, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -241,8 +244,8 @@ ARCHITECTURES = {
         Architecture("TinyTransformer", lambda _: TinyTransformer(), _tokens, several=True),
         Architecture("Remembers", Remembers, _vectors, writes=True, widths=(NARROW, WIDE)),
         Architecture("Shared", Shared, _vectors, several=True, twice=True, widths=(NARROW, WIDE)),
-        Architecture("FusedExperts", FusedExperts, _vectors, widths=(NARROW, WIDE)),
-        Architecture("ListedExperts", ListedExperts, _vectors, widths=(NARROW, WIDE)),
+        Architecture("FusedExperts", FusedExperts, _vectors, chooses=True, widths=(NARROW, WIDE)),
+        Architecture("ListedExperts", ListedExperts, _vectors, chooses=True, widths=(NARROW, WIDE)),
         Architecture("Recurrent", lambda _: Recurrent(), lambda seed, _: _vectors(seed, 6)[None]),
     )
 }

@@ -19,7 +19,7 @@ import dynswap_ext
 from architectures import ARCHITECTURES, make, total
 from conftest import PRETEND, Provider
 from dynswap_ext import checkpoint, testing
-from dynswap_ext._python.device_copy import bits
+from dynswap_ext._swap.changed_elements import bits
 from master_writes import Place
 
 _LOG = os.environ.get("DYNSWAP_PROGRAMS_LOG")
@@ -212,6 +212,7 @@ class Twins:
             return
         stats = self.handle.stats()
         if stats.groups > self.options.get("prefetch", 2) + 2:
+            before = 0 if self.kind.chooses else before
             assert stats.bytes_moved > before, f"a call moved nothing: {stats}"
 
     # Training -----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import dynswap_ext
 from dynswap_ext import testing
-from dynswap_ext._python.device_copy import bits
+from dynswap_ext._swap.changed_elements import bits
 from handed_writes import handed_write
 from master_writes import MASTER_WRITES, Dice, MasterWrite, Place
 from not_yet import waits

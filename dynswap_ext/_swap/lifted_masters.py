@@ -1,0 +1,124 @@
+"""What a forward gets while it is traced over other tensors than the masters, and where its writes go.
+
+Note [Lifted masters]
+`torch.export` (strict=False), and whatever else traces a forward into a program, lifts the masters: in their
+places are fake tensors, which stand for inputs of the program. What a forward gets for one is its conversion,
+an operation of the program, and a write on that would change nothing else. So all reads of a buffer get one
+tensor, and before the program ends it copies what was written on that to the input, from where torch takes it
+to the master. A parameter is converted by each read, so that the program has it on the device for no longer
+than it is used; but one that was written is handed out again. A buffer that the forward has assigned is
+handed out as what it assigned.
+The end of a program is when its graph gets the node of that name: a call of the model need not be around the
+reads, and no hook of ours need run in one.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from dynswap_ext._swap.changed_elements import changed_elements, with_changes
+
+#: Where a graph that is being made keeps its `_Trace`.
+_KEY: Final = "_dynswap_trace"
+
+
+@dataclass(slots=True)
+class _Handed:
+    """What was handed out for a master."""
+
+    master: torch.Tensor
+    tensor: torch.Tensor
+    #: The tensor's version when the two were equal.
+    version: int
+
+    @property
+    def written(self) -> bool:
+        return self.tensor.is_inference() or self.tensor._version != self.version
+
+
+class _Trace:
+    """One program that is being made, and what was handed out in it."""
+
+    def __init__(self, graph: Any) -> None:
+        self._graph = graph
+        self._create_node = graph.create_node
+        #: By the identity of the master.
+        self._handed: dict[int, list[_Handed]] = {}
+        graph.create_node = self._create_node_or_end
+
+    def known(self, master: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
+        for handed in self._handed.get(id(master), ()):
+            again = handed.written or not isinstance(master, nn.Parameter)
+            if again and handed.tensor.dtype == dtype:
+                return handed.tensor
+        return None
+
+    def note(self, master: torch.Tensor, tensor: torch.Tensor) -> None:
+        if tensor is not master:
+            version = 0 if tensor.is_inference() else tensor._version
+            handed = _Handed(master, tensor, version)
+            self._handed.setdefault(id(master), []).append(handed)
+
+    def _create_node_or_end(self, kind: str, *args: Any, **kwargs: Any) -> Any:
+        """Create a node of the graph; before the last, copy what was written to the inputs."""
+        if kind == "output":
+            del self._graph.create_node, vars(self._graph)[_KEY]
+            for of_master in list(self._handed.values()):
+                for handed in of_master:
+                    if handed.written:
+                        _take_to_master(handed.tensor.detach(), handed.master.detach())
+        return self._create_node(kind, *args, **kwargs)
+
+
+def _take_to_master(written: torch.Tensor, master: torch.Tensor) -> None:
+    more_precise = torch.promote_types(master.dtype, written.dtype) != written.dtype
+    if more_precise:
+        changed = changed_elements(written, master.to(written.device, written.dtype))
+        written = with_changes(master, written, changed)
+    master.copy_(written)
+
+
+def is_lifted(master: torch.Tensor) -> bool:
+    """Whether this is in a master's place, in a forward that is being traced."""
+    return isinstance(master, FakeTensor) and get_proxy_mode() is not None
+
+
+def convert(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """Return what a forward gets for a master that torch converts at each read.
+
+    While a forward is traced, that is what it got before, where Note [Lifted masters] wants it.
+    """
+    if not is_lifted(master):
+        return master.to(device=device, dtype=dtype)
+    trace = _trace()
+    tensor = trace.known(master, dtype)
+    if tensor is None:
+        # One of inference mode would not count what is written on it.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            tensor = master.to(device=device, dtype=dtype)
+        if master.requires_grad and not tensor.requires_grad:
+            tensor.requires_grad_()  # a parameter requires gradients under no_grad(), too
+        trace.note(master, tensor)
+    return tensor
+
+
+def master_of_assigned(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
+    """Return the master that takes the place of `old` where a traced forward assigns a value to a buffer."""
+    master = value.to(device=old.device, dtype=old.dtype)
+    _trace().note(master, value)
+    return master
+
+
+def _trace() -> _Trace:
+    graph: Any = get_proxy_mode().tracer.graph  # type: ignore[union-attr]
+    held = vars(graph)
+    if _KEY not in held:
+        held[_KEY] = _Trace(graph)
+    return held[_KEY]  # type: ignore[no-any-return]
