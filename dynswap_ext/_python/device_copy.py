@@ -255,9 +255,10 @@ class DeviceCopy:
             taken = self.data.to(device=now.device, dtype=now.dtype)
             if taken.dtype != self.data.dtype:
                 # What the master rounds is in it by now: each further look would find it, and write it again.
-                changed &= changed_elements(taken, now)
+                # Not `&=`: one of the two may be functorch's, and then cannot be written to the other.
+                changed = changed & changed_elements(taken, now)
             if self.before is not None:
-                changed &= ~changed_elements(now, copied)
+                changed = changed & ~changed_elements(now, copied)
             any_changed = bool(changed.any())
             if any_changed:
                 written = torch.where(changed, taken, now)
