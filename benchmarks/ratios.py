@@ -8,8 +8,9 @@ A change that moves a figure renews the baseline in the same commit, and says wh
 A ratio is of two times of one run: ours, and that of the same work on a plain module or with the classic
 hook. It has moved if its median is above all that the baseline has seen by more than this run's noise, which
 is how far the same plain work differs from itself. A count has no such noise: Python's calls, the system's
-calls, instructions (with valgrind) and bytes moved may not be above the most that the baseline has seen.
-Counts are those of one Python and one torch, and are not compared with others'.
+calls and bytes moved may not be above the most that the baseline has seen. Instructions (with valgrind) may
+be 3 % above it: where things lie in memory, which the length of a path decides, is worth up to 1 %. Counts
+of calls and instructions are of one Python and one torch, and are not compared with others'.
 
 Exit status: 1 if a figure has moved up.
 """
@@ -42,6 +43,8 @@ RATIO, PYTHON, SYSTEM, INSTRUCTIONS, BYTES = (
     "instructions",
     "bytes moved",
 )
+#: The share by which figures of a kind may be above all that the baseline has seen. Ratios have the noise.
+SHARES: Final = {INSTRUCTIONS: 0.03}
 #: Values of one run, by the kind of figure and the name of the workload.
 Figures = dict[str, dict[str, float]]
 
@@ -131,10 +134,10 @@ def together(runs: Iterable[Figures]) -> dict[str, dict[str, Any]]:
     return {k: {n: Sample.of(v).__dict__ for n, v in values.items()} for k, values in found.items()}
 
 
-def most(kind: str, known: Mapping[str, float], noise: float) -> float:
-    """Return up to what a figure has not moved."""
-    spread = known["high"] - known["low"]
-    return known["high"] * (1 + noise) if kind == RATIO else known["high"] + spread
+def unmoved(kind: str, known: Mapping[str, float], noise: float) -> tuple[float, float]:
+    """Return from where to where a figure has not moved."""
+    share = noise if kind == RATIO else SHARES.get(kind, 0)
+    return known["low"] * (1 - share), known["high"] * (1 + share)
 
 
 def compare(figures: Figures, baseline: Mapping[str, Any], noise: float) -> tuple[Table, int]:
@@ -144,19 +147,19 @@ def compare(figures: Figures, baseline: Mapping[str, Any], noise: float) -> tupl
     for kind, values in figures.items():
         for place, (name, value) in enumerate(values.items()):
             known = baseline["figures"].get(kind, {}).get(name)
-            limit = None if known is None else most(kind, known, noise)
+            least, most = (None, None) if known is None else unmoved(kind, known, noise)
             verdict = Text()
-            if limit is None or (others and kind in (PYTHON, SYSTEM, INSTRUCTIONS)):
+            if most is None or (others and kind in (PYTHON, SYSTEM, INSTRUCTIONS)):
                 verdict = Text(f"not compared: {others or 'new'}", style="yellow")
-            elif value > limit:
+            elif value > most:
                 verdict, moved = Text("MOVED UP", style="bold red"), moved + 1
-            elif value < known["low"] * (1 - noise if kind == RATIO else 1):
+            elif value < least:
                 verdict = Text("better: renew the baseline", style="green")
             table.add_row(
                 Text(kind if place == 0 else "", style="bold"),
                 name,
                 "" if known is None else f"{known['median']:.5g}",
-                "" if limit is None else f"{limit:.5g}",
+                "" if most is None else f"{most:.5g}",
                 f"{value:.5g}",
                 verdict,
             )
@@ -188,9 +191,8 @@ def main() -> int:
         return record.finish()
     figures, noise = measure(rounds)
     baseline = json.loads((RESULTS / "ratios.json").read_text())
-    if compare({RATIO: figures[RATIO]}, baseline, noise)[
-        1
-    ]:  # what is else on the machine may have come and gone
+    _, moved = compare({RATIO: figures[RATIO]}, baseline, noise)
+    if moved:  # what else is on the machine may have come and gone
         with prepared() as works:
             again, noise = times(works, rounds)
         figures[RATIO] = {name: min(value, again[name]) for name, value in figures[RATIO].items()}

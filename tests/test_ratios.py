@@ -11,7 +11,7 @@ import torch
 
 from benchmark_scripts import run_script
 from gauges import PythonCalls, _between_marks, _totals
-from ratios import BYTES, PYTHON, RATIO, compare
+from ratios import BYTES, INSTRUCTIONS, PYTHON, RATIO, compare
 
 
 def baseline(**figures: Any) -> dict[str, Any]:
@@ -33,6 +33,12 @@ def test_a_ratio_may_move_by_the_noise(now: float, moved: int) -> None:
 def test_a_count_may_not_grow(now: float, moved: int) -> None:
     kept = baseline(**{PYTHON: {"a": known(7.0, 7.0)}})
     assert compare({PYTHON: {"a": now}}, kept, noise=0.5)[1] == moved
+
+
+@pytest.mark.parametrize(("now", "moved"), [(100.0, 0), (103.0, 0), (104.0, 1)])
+def test_instructions_may_move_by_where_things_lie(now: float, moved: int) -> None:
+    kept = baseline(**{INSTRUCTIONS: {"a": known(99.0, 100.0)}})
+    assert compare({INSTRUCTIONS: {"a": now}}, kept, noise=0.5)[1] == moved
 
 
 def test_counts_of_other_versions_are_not_compared() -> None:
