@@ -63,7 +63,7 @@ def written_in_a_forward(world: World) -> None:
             world.compare(masters[name], buffer, f"{name} while it is held")
         torch.cuda.synchronize()
         both = model.layers[0]._buffers["seen"], twin.layers[0].seen
-        held.add_(1)
+        torch._foreach_add_([held], 1.0)  # which no method of the tensor is told of
         for master in both:
             master.fill_(2)
         del held
@@ -147,7 +147,7 @@ def written_on_another_stream(world: World) -> None:
             with torch.cuda.stream(other):
                 torch.cuda._sleep(20_000_000)
                 again = model.layers[0].seen
-                again.add_(1)
+                torch._foreach_add_([again], 1.0)  # a method would take it to the master on this stream
             del held, again
             gc.collect()
             twin.layers[0].seen.add_(1)
