@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -125,9 +125,9 @@ def build(implementation: str, route: Route, layers: int, width: int) -> nn.Modu
     return model
 
 
-def whole(modules: Any) -> list[tuple[int, int]]:
-    """In the place of what finds experts: there are none."""
-    return [(0, -1)] * len(modules)
+def whole(modules: Sequence[nn.Module]) -> dict[int, Any]:
+    """In the place of what finds experts (`experts_of_modules`): there are none."""
+    return {}
 
 
 def tokens(model: nn.Module, count: int) -> Iterator[float]:
