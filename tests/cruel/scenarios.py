@@ -334,10 +334,41 @@ def residents_go_from_plan_to_plan(world: World) -> None:
         world.settle()
 
 
+def a_late_reader_of_the_plan_before(world: World) -> None:
+    """A resident that is still being read is written to in the next plan; nothing else waits for the reader.
+
+    The masters are page-locked: to free a ring for staging would wait for the reader.
+    """
+    model, twin = world.model()
+    more = copy.deepcopy(twin.layers[0])
+    for layer in [*model.layers, fresh := copy.deepcopy(more)]:
+        layer.weight.data = layer.weight.data.pin_memory()
+    world.install(model, dtype=torch.float64, budget="64MiB")
+    passes(world, model, twin, 2, "the first plan")
+    world.settle()
+    late, second = world.streams[1:]
+    x, host = world.numbers(torch.float64)
+    expected = nn.functional.linear(host, twin.layers[2].weight.detach().double())
+    with torch.no_grad(), torch.cuda.stream(late):
+        torch.cuda._sleep(50_000_000)
+        world.compare_later(nn.functional.linear(x, model.layers[2].weight), expected, "late", late)
+    model.layers.append(fresh)
+    twin.layers.append(more)
+    for what in ("the second plan", "after the write"):
+        with torch.no_grad(), torch.cuda.stream(second):
+            output = model(x)
+        world.compare_later(output, expected_of(twin, host, torch.float64), what, second)
+        second.synchronize()  # the copies are over, so masters may be written
+        with torch.no_grad():
+            for changed in (model, twin):
+                dict(changed.named_parameters())["layers.2.weight"].neg_()
+    world.settle()
+
+
 SCENARIOS = [
     a_ring_goes_round, residents_on_every_stream, large_groups, memory_beside_the_budget,
     freed_memory_becomes_the_arena, uninstalled_at_once, through_the_staging_ring, a_file_that_changes,
     gradients_on_the_way, one_weight_on_two_streams, threads_let_go_and_take,
     masters_on_pages_of_their_own, views_of_one_block, recorded_on_another_stream,
-    residents_go_from_plan_to_plan,
+    residents_go_from_plan_to_plan, a_late_reader_of_the_plan_before,
 ]  # fmt: skip
