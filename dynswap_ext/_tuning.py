@@ -15,6 +15,7 @@ show how much memory the activations of all models take.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from dataclasses import dataclass
 
 import torch
@@ -33,6 +34,10 @@ from dynswap_ext.errors import BudgetError, OutOfMemoryError
 _WARM_UP = 1
 _MEASURED = 2
 _MOST_WARM_UP = 64
+#: Passes of any thread that a plan waits for others to let go of the one before, at most.
+_PATIENCE = 64
+#: Passes that count as one, whichever threads made them: Note [Passes of several threads].
+_MOST_THREADS = 64
 
 #: Activations differ from pass to pass.
 _ACTIVATION_MARGIN = 1.1
@@ -54,7 +59,8 @@ class Tuning:
     #: Bytes by which the measured passes exceeded what was in use between them. 0 after calls of a single
     #: model.
     activation_bytes: int
-    #: Everything but waits for weights.
+    #: Everything but waits for weights. Of several threads: the time in which not all of them waited, divided
+    #: by the passes that they made together.
     compute_seconds: float
     wait_seconds: float
     #: Of the copies, while any was under way.
@@ -95,6 +101,9 @@ class Tuner:
         self._automatic = automatic
         #: Until the plan is made; None: nothing is to be measured.
         self._calls_left: int | None = _WARM_UP + _MEASURED if automatic else None
+        self._passes = _Passes()
+        #: Passes since the plan was due.
+        self._waited = 0
         self._peak: PeakMemory | None = None
         self.latest: Tuning | None = None
         self._warm_up = _WARM_UP
@@ -120,7 +129,7 @@ class Tuner:
             self._session.let_residents_give_way(self._automatic)
             self._moved_to.clear()
             self._asked = True
-            self._calls_left = _WARM_UP + _MEASURED
+            self._count_from(_WARM_UP + _MEASURED)
 
     def follow(self, earlier: Tuner) -> None:
         """Go on where the tuner of an earlier session of the install ended, which had the same budget.
@@ -138,7 +147,7 @@ class Tuner:
         try:
             if self._calls_left is not None or (self._automatic and self.latest is not None):
                 self._stop_recording()
-                self._calls_left = _WARM_UP + _MEASURED
+                self._count_from(_WARM_UP + _MEASURED)
                 self._step()
         finally:
             self._lock.release()
@@ -206,8 +215,12 @@ class Tuner:
             error.add_note(f"dynswap_ext: {note}")
         warn(f"memory ran out in a call of the model: {note}")
 
+    def _count_from(self, calls: int) -> None:
+        self._calls_left = calls
+        self._passes = _Passes()
+
     def _step(self) -> None:
-        if self._calls_left is None:
+        if self._calls_left is None or (self._calls_left > 0 and not self._passes.is_one_more()):
             return
         if self._calls_left == _MEASURED:
             self._in_row = False  # a recording begins here
@@ -225,7 +238,11 @@ class Tuner:
         self._plan(self._room(activations) if self._automatic else self._wanted, activations)
 
     def _may_plan(self) -> bool:
-        return self._asked or not self._plan_is_in_use()
+        """Whether a plan that is due is made now: Note [When a plan is tuned]."""
+        self._waited += 1
+        if self._asked or not self._plan_is_in_use():
+            return True
+        return self._waited > _PATIENCE and not self._session.captured
 
     def _plan_is_in_use(self) -> bool:
         return bool(self._session.captured or self._session.stats()["live_leases"] > 0)
@@ -237,7 +254,7 @@ class Tuner:
         self._stop_recording()
         self._plan(left if stats["resident_bytes"] else None, 0)
         self._warm_up = min(2 * self._warm_up, _MOST_WARM_UP)
-        self._calls_left = self._warm_up + _MEASURED
+        self._count_from(self._warm_up + _MEASURED)
 
     def _stop_recording(self) -> None:
         if self._peak is not None or self._in_row:
@@ -248,7 +265,9 @@ class Tuner:
     def _room(self, activations: int) -> int | None:
         """Bytes that the measured passes leave for weights."""
         device, stats = self._session.device, self._session.stats()
-        held = stats["resident_bytes"] + stats["arena_bytes"]
+        held = stats["resident_bytes"]
+        if not self._plan_is_in_use():
+            held += stats["arena_bytes"]
         kept_free = _KEPT_FREE.get(device.type, _KEPT_FREE_ON_ACCELERATORS) * all_bytes(device)
         room = free_bytes(device) + held - int(_ACTIVATION_MARGIN * activations) - int(kept_free)
         return room if room > 0 else None
@@ -257,7 +276,7 @@ class Tuner:
         root = model_of(self._session)
         if root is None:
             return
-        earlier, self._asked = self.budget, False
+        earlier, self._asked, self._waited = self.budget, False, 0
         while True:
             try:
                 seen = self._session.retune(root, budget)
@@ -292,6 +311,27 @@ class Tuner:
             show_seconds(self.latest.compute_seconds),
             show_seconds(self.latest.wait_seconds),
         )
+
+
+class _Passes:
+    """Counts the passes of several threads: Note [Passes of several threads]."""
+
+    def __init__(self) -> None:
+        self._of_thread: Counter[int] = Counter()
+        self._most = 0
+        #: Passes since the last one that counted.
+        self._others = 0
+
+    def is_one_more(self) -> bool:
+        """Note that this thread begins a pass, and return whether that counts."""
+        thread = threading.get_ident()
+        self._of_thread[thread] += 1
+        self._others += 1
+        if self._of_thread[thread] <= self._most and self._others < _MOST_THREADS:
+            return False
+        self._most += 1
+        self._others = 0
+        return True
 
 
 def smaller_budget(budget: int) -> int | None:

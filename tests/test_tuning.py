@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import gc
 import mmap
+import queue
+import threading
 import time
 import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,6 +38,10 @@ CALLS = 4
 
 def model_of_layers() -> nn.Sequential:
     return mlp(WIDTH, LAYERS).eval()
+
+
+def last_layer(model: nn.Module) -> nn.Linear:
+    return [layer for layer in model.modules() if isinstance(layer, nn.Linear)][-1]
 
 
 @dataclass
@@ -250,6 +257,96 @@ def test_residents_are_those_that_save_the_time_that_was_foreseen(
     assert handle.tuning.compute_seconds == pytest.approx(6 * 0.05, rel=0.01)
     # The simulated host waits for the device after each use; the real one runs ahead: it can only be quicker
     assert 0.85 * handle.tuning.seconds_after < seconds < 1.03 * handle.tuning.seconds_after
+
+
+def test_threads_that_call_at_the_same_time_are_measured_together(provider: Provider) -> None:
+    model = model_of_layers()
+    moved, handle = provider.pair(model, budget=6 * LAYER + SLACK, prefetch=3)
+    x = provider.randn(2, WIDTH)
+    with torch.no_grad():
+        expected = moved(x)
+    handle.retune()
+    together = threading.Barrier(3)
+
+    def call(_: int) -> list[torch.Tensor]:
+        outputs = []
+        for _ in range(CALLS):
+            together.wait(60)
+            with torch.no_grad():
+                outputs.append(model(x))
+        return outputs
+
+    with ThreadPoolExecutor(3) as threads:
+        for outputs in threads.map(call, range(3)):
+            for output in outputs:
+                testing.assert_bit_equal(output, expected)
+    tuning = handle.tuning
+    assert tuning is not None
+    assert 2 <= tuning.passes <= 3 * 3  # what each has begun until one begins with the plan
+    assert tuning.compute_seconds > 0 and tuning.bytes_per_second > 0
+    if provider.native:
+        assert tuning.seconds_before is not None and tuning.seconds_after is not None
+        assert tuning.seconds_after <= 1.001 * tuning.seconds_before
+    with torch.no_grad():
+        testing.assert_bit_equal(model(x), expected)
+
+
+def test_threads_that_make_one_pass_each_are_measured(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tuning, "_MOST_THREADS", 3)
+    model = model_of_layers()
+    moved, handle = provider.pair(model, budget=6 * LAYER + SLACK)
+    x = provider.randn(2, WIDTH)
+    with torch.no_grad():
+        expected = moved(x)
+    handle.retune()
+    over = threading.Event()  # until then no thread gets the number of another
+
+    def call(outputs: queue.SimpleQueue[torch.Tensor]) -> None:
+        with torch.no_grad():
+            outputs.put(model(x))
+        over.wait(60)
+
+    threads = []
+    try:
+        for _ in range(3 * CALLS):
+            outputs: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+            threads.append(threading.Thread(target=call, args=(outputs,)))
+            threads[-1].start()
+            testing.assert_bit_equal(outputs.get(timeout=60), expected)
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
+    assert handle.tuning is not None and handle.tuning.passes >= 2
+
+
+def test_an_automatic_plan_does_not_wait_for_ever_for_what_is_held(
+    provider: Provider, room: Room, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_tuning, "_PATIENCE", 5)
+    model = model_of_layers()
+    moved = testing.moved(model, provider.device, torch.float64)
+    size = 10 * LAYER + SLACK
+    room.leave(size)
+    handle = provider.install(model, dtype=torch.float64, budget="auto")
+    x = provider.randn(2, WIDTH)
+    with torch.no_grad():
+        testing.assert_bit_equal(model(x), moved(x))
+        held = last_layer(model).weight
+        for _ in range(CALLS + 1):
+            testing.assert_bit_equal(model(x), moved(x))
+        assert handle.tuning is None  # what is held would be on the device beside the new plan
+        for _ in range(5):
+            testing.assert_bit_equal(model(x), moved(x))
+        assert handle.tuning is not None and handle.tuning.passes >= 2
+        testing.assert_bit_equal(held, last_layer(moved).weight)
+        del held
+        handle.reset_stats()
+        for _ in range(2):
+            testing.assert_bit_equal(model(x), moved(x))
+    assert handle.stats().peak_bytes <= size and handle.stats().overflow_bytes == 0
 
 
 def test_retune_takes_another_budget(provider: Provider) -> None:

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <map>
+#include <set>
 #include <utility>
 
 namespace dynswap::sim {
@@ -16,14 +16,36 @@ double seconds_between(std::int64_t begin, std::int64_t end) {
   return kNanosecond * static_cast<double>(std::max<std::int64_t>(0, end - begin));
 }
 
-std::uint64_t main_thread(const Timeline& timeline) {
-  std::map<std::uint64_t, std::size_t> uses;
-  for (const Span& span : timeline.spans) {
-    if (span.kind == Span::Kind::use) ++uses[span.thread];
+/// The spans in which as many consumers waited at the same time, in order.
+std::vector<Interval> waited_by(std::size_t consumers, const std::vector<const Span*>& spans) {
+  std::vector<std::pair<std::int64_t, int>> changes;
+  for (const Span* span : spans) {
+    if (span->kind != Span::Kind::wait || span->when.end <= span->when.begin) continue;
+    changes.emplace_back(span->when.begin, 1);
+    changes.emplace_back(span->when.end, -1);
   }
-  const auto most = std::max_element(uses.begin(), uses.end(),
-                                     [](const auto& a, const auto& b) { return a.second < b.second; });
-  return most == uses.end() ? 0 : most->first;
+  std::sort(changes.begin(), changes.end());
+  std::vector<Interval> waited;
+  std::size_t waiting = 0;
+  std::int64_t since = 0;
+  for (const auto& [when, change] : changes) {
+    const bool all_before = waiting >= consumers;
+    waiting += change > 0 ? 1 : -1;
+    const bool all_now = waiting >= consumers;
+    if (all_now && !all_before) since = when;
+    if (all_before && !all_now && when > since) waited.push_back({since, when});
+  }
+  return waited;
+}
+
+/// What of [begin, end) no wait covers; `wait` is the first that may, and follows.
+double computed(std::int64_t begin, std::int64_t end, const std::vector<Interval>& waited,
+                std::vector<Interval>::const_iterator& wait) {
+  double seconds = seconds_between(begin, end);
+  while (wait != waited.end() && wait->end <= begin) ++wait;
+  for (auto each = wait; each != waited.end() && each->begin < end; ++each)
+    seconds -= seconds_between(std::max(begin, each->begin), std::min(end, each->end));
+  return std::max(0.0, seconds);
 }
 
 /// Bytes of masters a second, while any copy was under way.
@@ -51,12 +73,15 @@ Observed observe(const Timeline& timeline, const std::vector<Engine::GroupReport
   }
   pattern.bytes_per_second = bus_speed(timeline);
 
-  const std::uint64_t thread = main_thread(timeline);
   std::vector<const Span*> spans;
   std::vector<std::size_t> passes;  // where each begins in `spans`
+  std::set<std::uint64_t> callers;
   for (const Span& span : timeline.spans) {
-    if (span.kind == Span::Kind::copy || span.thread != thread) continue;
-    if (span.kind == Span::Kind::pass) passes.push_back(spans.size());
+    if (span.kind == Span::Kind::copy) continue;
+    if (span.kind == Span::Kind::pass) {
+      passes.push_back(spans.size());
+      callers.insert(span.thread);
+    }
     spans.push_back(&span);
   }
   if (passes.size() < 2) return observed;
@@ -69,17 +94,19 @@ Observed observe(const Timeline& timeline, const std::vector<Engine::GroupReport
     observed.passes = static_cast<std::size_t>(passes.end() - from) - 1;
   }
 
+  const std::vector<Interval> waited = waited_by(callers.size(), spans);
+  auto wait = waited.begin();
   double before_first_use = 0;
   for (std::size_t i = first; i < last; ++i) {
     const Span& span = *spans[i];
-    const double after = seconds_between(span.when.end, spans[i + 1]->when.begin);
     if (span.kind == Span::Kind::wait)
       observed.wait_seconds += seconds_between(span.when.begin, span.when.end);
     if (span.kind == Span::Kind::use && (pattern.steps.empty() || pattern.steps.back().group != span.group)) {
       pattern.steps.push_back({span.group, 0, true});
     }
-    (pattern.steps.empty() ? before_first_use : pattern.steps.back().compute_seconds) += after;
-    observed.compute_seconds += after;
+    const double seconds = computed(span.when.begin, spans[i + 1]->when.begin, waited, wait);
+    (pattern.steps.empty() ? before_first_use : pattern.steps.back().compute_seconds) += seconds;
+    observed.compute_seconds += seconds;
   }
   if (pattern.steps.empty()) return {};
   pattern.steps.back().compute_seconds += before_first_use;

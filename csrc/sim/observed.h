@@ -13,13 +13,17 @@ namespace dynswap::sim {
 struct Observed {
   AccessPattern pattern;       ///< of the passes that were recorded from beginning to end
   std::size_t passes = 0;      ///< how many those are; 0: there is nothing to go by
-  double compute_seconds = 0;  ///< of one pass: all of it but the waits
+  double compute_seconds = 0;  ///< of all passes together, divided by their number: all but the waits
   double wait_seconds = 0;     ///< of one pass
 };
 
 /// The time from a use to whatever comes next is the compute of that use; what lies between two passes
 /// counts as the last one's, since copies can go on in it. The bus's speed is that of the copies while
-/// any was under way: 0 if there was none. Of several consumers, the one that used most is looked at.
+/// any was under way: 0 if there was none.
+///
+/// Threads that call the model at the same time are one consumer, whose uses are all of theirs in the order
+/// in which they were made: they share the bus and what is on the device. It computes unless all of them
+/// wait. A thread that only fetches for others (autograd's) stands for the caller that waits for it.
 Observed observe(const Timeline& timeline, const std::vector<Engine::GroupReport>& groups);
 
 }  // namespace dynswap::sim

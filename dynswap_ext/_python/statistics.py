@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -71,6 +72,18 @@ class Counts:
         }
 
 
+def _time_of(at_least: int, spans: Sequence[tuple[int, int]]) -> int:
+    """Return the time in which as many of these spans, each a beginning and an end, went on together."""
+    changes = sorted([(begin, 1) for begin, _ in spans] + [(end, -1) for _, end in spans])
+    time_of = going_on = before = 0
+    for now, change in changes:
+        if going_on >= at_least:
+            time_of += now - before
+        going_on += change
+        before = now
+    return time_of
+
+
 class Statistics:
     """The counters of a session and of its weights, and what was recorded."""
 
@@ -111,17 +124,22 @@ class Statistics:
     def _seen(self) -> dict[str, Any]:
         """What the recorded passes took, as `Tuning` has it: from the first one's beginning to the last's."""
         spans = self.timeline()["spans"]
-        begins = [span[2] for span in spans if span[0] == "pass"]
+        begins = [(span[2], span[6]) for span in spans if span[0] == "pass"]
         passes = max(0, len(begins) - 1)
-        inside = [span for span in spans if passes and begins[0] <= span[2] < begins[-1]]
-        waited = sum(span[3] - span[2] for span in inside if span[0] == "wait")
+        first, last = (begins[0][0], begins[-1][0]) if passes else (0, 0)
+        inside = [span for span in spans if first <= span[2] < last]
+        waits, copies = (
+            [(span[2], min(span[3], last)) for span in inside if span[0] == kind] for kind in ("wait", "copy")
+        )
         moved = sum(span[5] for span in inside if span[0] == "copy")
-        whole = begins[-1] - begins[0] if passes else 0
+        copying = _time_of(1, copies)
+        # As long as one of the threads that call the model goes on, they compute.
+        waited = _time_of(len({thread for _, thread in begins}), waits)
         return {
             "passes": passes,
-            "compute_seconds": (whole - waited) / 1e9 / max(1, passes),
-            "wait_seconds": waited / 1e9 / max(1, passes),
-            "bytes_per_second": moved / (waited / 1e9) if waited else 0.0,
+            "compute_seconds": (last - first - waited) / 1e9 / max(1, passes),
+            "wait_seconds": sum(end - begin for begin, end in waits) / 1e9 / max(1, passes),
+            "bytes_per_second": moved / (copying / 1e9) if copying else 0.0,
             "seconds_before": None,
             "seconds_after": None,
         }

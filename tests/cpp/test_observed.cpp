@@ -3,6 +3,7 @@
 #include <cmath>
 #include <memory>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "check.h"
@@ -210,6 +211,46 @@ TEST(observed_passes_are_what_was_run) {
   const double seconds = model.clock->seconds() - begin;
   const std::vector<bool> resident = model.engine->plan_for_reuse().resident;
   EXPECT(near(sim::measure(seen.pattern, resident, 5 * 8 * kMiB, 2) / 2, seconds));
+}
+
+TEST(observed_threads_are_one_consumer) {
+  constexpr std::int64_t kUnit = 1000000;  // a millisecond
+  Timeline timeline;
+  const auto add = [&](std::uint64_t thread, Span::Kind kind, std::int64_t begin, std::int64_t end,
+                       std::uint32_t group = 0) {
+    Span span;
+    span.kind = kind;
+    span.group = group;
+    span.when = {begin * kUnit, end * kUnit};
+    span.thread = thread;
+    timeline.spans.push_back(span);
+  };
+  add(1, Span::Kind::pass, 0, 0);
+  add(1, Span::Kind::use, 0, 0, 0);
+  add(2, Span::Kind::pass, 100, 100);
+  add(2, Span::Kind::wait, 100, 300, 0);
+  add(1, Span::Kind::wait, 200, 400, 1);  // from 200 to 300 both wait
+  add(2, Span::Kind::use, 300, 300, 0);
+  add(1, Span::Kind::use, 400, 400, 1);
+  add(2, Span::Kind::wait, 450, 500, 1);  // while the other one computes
+  add(2, Span::Kind::use, 500, 500, 1);
+  add(1, Span::Kind::pass, 600, 600);
+  const sim::Observed seen = sim::observe(timeline, std::vector<Engine::GroupReport>(2));
+  EXPECT_EQ(seen.passes, 2u);
+  EXPECT(near(seen.compute_seconds, 0.250));
+  EXPECT(near(seen.wait_seconds, 0.225));
+  EXPECT_EQ(seen.pattern.steps.size(), 2u);
+  EXPECT_EQ(seen.pattern.steps[0].group, 0u);
+  EXPECT(near(seen.pattern.steps[0].compute_seconds, 0.300));
+  EXPECT_EQ(seen.pattern.steps[1].group, 1u);
+  EXPECT(near(seen.pattern.steps[1].compute_seconds, 0.200));
+}
+
+TEST(observed_passes_of_threads_that_make_one_each) {
+  Model model(4, with(0));
+  model.engine->record(true);
+  for (int i = 0; i < 3; ++i) std::thread([&] { model.pass(kCopy); }).join();
+  EXPECT_EQ(sim::observe(model.engine->timeline(), model.engine->groups()).passes, 2u);
 }
 
 TEST(observed_nothing_without_two_beginnings) {
