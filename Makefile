@@ -83,7 +83,7 @@ PRETEND := PYTHONPATH=tests/device $(BIN)/python -m pretend_cuda
 MKDOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs
 SOURCES := $(shell find csrc build_backend -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py')
 
-.PHONY: help demo demo-text build test test-all test-native test-python test-cuda test-devices cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix newest ratios other-python lint types format docs docs-serve wheel wheels lock sdist ci clean FORCE
+.PHONY: help demo demo-text build test test-all test-native test-python test-cuda test-devices cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix newest ratios figures other-python lint types format docs docs-serve wheel wheels lock sdist ci clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -198,6 +198,10 @@ cuda-compile:
 ## make ratios         what accesses, forwards and installs cost, against a baseline; RATIOS_ARGS='--renew 5' keeps a new one
 ratios: build $(VENV)/.installed
 	$(BIN)/python benchmarks/ratios.py $(RATIOS_ARGS)
+
+## make figures        the records that README and docs cite, measured again on an idle machine, and what they fill in
+figures: build $(VENV)/.installed
+	$(BIN)/python benchmarks/renew.py $(FIGURES_ARGS)
 
 ## make matrix         each supported Python with a torch, from nothing: benchmarks/results/matrix.json
 matrix: build $(VENV)/.installed

@@ -117,9 +117,9 @@ def machine() -> dict[str, Any]:
     info = dynswap_ext.backend_info()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
-        "command": " ".join([Path(sys.executable).name, *sys.argv]),
+        "command": " ".join([Path(sys.executable).name, *_command()]),
         "commit": _git("rev-parse", "HEAD"),
-        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no")),
+        "uncommitted_changes": bool(_git("status", "--porcelain", "--untracked-files=no", "..", ":!results")),
         "machine": {
             "processor": _processor(),
             "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
@@ -180,6 +180,15 @@ def parser(description: str | None) -> argparse.ArgumentParser:
     )
     made.add_argument("--output", type=Path, help="where the record goes (default: results/<script>.json)")
     return made
+
+
+def _command() -> list[str]:
+    """Return the command line without where its record goes."""
+    arguments = list(sys.argv)
+    while "--output" in arguments:
+        at = arguments.index("--output")
+        del arguments[at : at + 2]
+    return arguments
 
 
 def _git(*arguments: str) -> str | None:

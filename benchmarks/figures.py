@@ -35,7 +35,7 @@ PAGES = (
 )
 CHART = ROOT / "docs" / "images" / "time_and_memory_{theme}.svg"
 
-_LINK = re.compile(
+LINK = re.compile(
     r"\[(?P<text>[^\]\[]*)\]"
     r"\([./]*benchmarks/results/(?P<record>\w+)\.json(?: \"(?P<name>[^\"]*)\")?\)"
 )
@@ -73,7 +73,7 @@ def filled(text: str) -> str:
     WrongFigure
         It names a record, a figure or a kind of table that there is not.
     """
-    return _BLOCK.sub(_block, _LINK.sub(_link, text))
+    return _BLOCK.sub(_block, LINK.sub(_link, text))
 
 
 def _link(found: re.Match[str]) -> str:
