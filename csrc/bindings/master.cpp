@@ -175,6 +175,7 @@ SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::
   source->wanted = *target;
   source->count = static_cast<std::uint64_t>(master.numel());
   source->address = static_cast<const std::byte*>(master.const_data_ptr());
+  source->allocated = MasterMemory::can_hold(master.storage());
   source->owner = memory.hold(master.storage());
   source->mapped = mappings.holds_any(source->address, source->stored_bytes());
   if (!source->mapped) return source;

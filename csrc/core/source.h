@@ -58,8 +58,9 @@ struct Source {
   std::uint64_t count = 0;             ///< elements
   const std::byte* address = nullptr;  ///< the master's bytes in this process (RAM, or a file mapping)
   std::shared_ptr<const File> file;    ///< set: read the bytes from here and leave `address` untouched
-  bool mapped = false;   ///< `address` is in a mapping of a file (Note [A mapping outlives its file's end])
-  bool of_file = false;  ///< the bytes are, or were until let go of, those of `file`
+  bool mapped = false;     ///< `address` is in a mapping of a file (Note [A mapping outlives its file's end])
+  bool of_file = false;    ///< the bytes are, or were until let go of, those of `file`
+  bool allocated = false;  ///< `address` is the allocator's memory, which no other process has
   std::uint64_t offset = 0;  ///< bytes from the start of `file`; of parts: in phase with their offsets
   Keep keep = Keep::yes;     ///< what is read from `file`
   std::shared_ptr<const void> owner;  ///< keeps `address` valid

@@ -97,7 +97,7 @@ MemoryWatch::MemoryWatch(const Source& source)
       file_(source.file),
       offset_(source.offset),
       pinned_(source.pinned) {
-  if (!file_) start();
+  if (!file_) start(source.allocated ? Sharing::none : Sharing::unknown);
 }
 
 MemoryWatch::MemoryWatch(const void* address, std::size_t bytes)
