@@ -4,7 +4,14 @@ Note [When a plan is tuned]: the first pass of a model is like no other: everyth
 time, kernels are chosen, caches are filled. So one pass goes by, the next ones are recorded, and the plan
 is made at the beginning of the one after, when nothing is in use. A plan that `Handle.retune` has not asked
 for waits for that: what other threads or kept tensors hold of the old plan would be on the device together
-with the new one, and a CUDA graph would look for its weights where they were.
+with the new one, and a CUDA graph would look for its weights where they were. Where threads take turns, or
+tensors are kept, that may never come: after some passes the plan is made anyway, for the room that is left
+beside what they can hold. What a CUDA graph has captured is waited for for ever.
+
+Note [Passes of several threads]: threads that call the model at the same time share the bus and what is on
+the device, so they are measured together. A pass counts when a thread has made one more than any had before;
+until then, each of the others makes about as many. Threads that make one pass and end would never count so:
+many passes that did not count are one, too.
 
 Note [Steps within a round]: if several models share an install, a pass is a round, and the first round of a
 pipeline may take minutes. If it calls one of them several times in a row, such as a denoiser, these calls are
