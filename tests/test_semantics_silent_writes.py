@@ -186,7 +186,7 @@ def test_two_installs_over_the_same_memory(provider: Provider) -> None:
             assert_as_masters(provider, model, x)
 
 
-@pytest.mark.filterwarnings("error::dynswap_ext.DynswapWarning")
+@pytest.mark.filterwarnings("error:what was written:dynswap_ext.DynswapWarning")
 @pytest.mark.parametrize("size", [24, 300_000])
 def test_the_end_of_an_install_over_the_same_memory_is_no_write(provider: Provider, size: int) -> None:
     """Else what is written on a tensor that the next one has handed out would be dropped."""
