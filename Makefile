@@ -201,6 +201,7 @@ ratios: build $(VENV)/.installed
 
 ## make figures        the records that README and docs cite, measured again on an idle machine, and what they fill in
 figures: build $(VENV)/.installed
+	$(EDITABLE) '.[bench,peers]'
 	$(BIN)/python benchmarks/renew.py $(FIGURES_ARGS)
 
 ## make matrix         each supported Python with a torch, from nothing: benchmarks/results/matrix.json

@@ -48,7 +48,7 @@ RUNS = {
     "stream_mmap_threshold": Run("stream", environment={"MALLOC_MMAP_THRESHOLD_": "1048576"}),
     "access": Run("access"),
     "train": Run("train"),
-    "disk": Run("disk"),
+    "disk": Run("disk", ("--tokens", "256", "--rounds", "2")),
     "load": Run("load"),
     "convert": Run("convert"),
     "experts": Run("experts"),

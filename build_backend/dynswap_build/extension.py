@@ -9,8 +9,8 @@ DYNSWAP_CUDA          ``1``: with the CUDA backend, or fail; ``0``: without; ``a
                       where a toolkit is found. With ``1`` and no toolkit, an isolated build (pip's default)
                       takes one from NVIDIA's packages.
 DYNSWAP_WERROR        ``1``: warnings are errors.
-DYNSWAP_UNITY         ``0``: one translation unit for each file. Default: few large ones, as torch's headers
-                      are most of what is compiled.
+DYNSWAP_UNITY         ``0``: one translation unit for each file. Default: one for several folders, as the
+                      headers that they share take longer to compile than what is in them.
 TORCH_CUDA_ARCH_LIST  as for every torch extension. Default: ``7.0;8.0;9.0+PTX``, from CUDA 13 on, which
                       knows no 7.0, ``7.5;8.0;9.0+PTX``.
 MAX_JOBS              compilers at a time. Default: as many as cores and memory allow.
@@ -38,15 +38,14 @@ from dynswap_build.cuda_toolkit import (
 from dynswap_build.installed_torch import REQUIREMENT, exact_requirement
 
 ROOT = Path(__file__).resolve().parents[2]
-#: The longest to compile first: compilers are started in this order.
-FOLDERS = ("bindings", "accelerator", "core", "io", "platform", "transfer", "host", "sim")
+#: The folders whose files are compiled as one. The longest to compile first: compilers are started in this
+#: order. None but the first has torch's headers, which take as long as all of the second. None of the third
+#: has a protection, so the pretend devices take its object as it is.
+UNITS = (("bindings", "accelerator"), ("core", "transfer"), ("io", "platform", "host", "sim"))
 #: What the package needs besides torch.
 REQUIREMENTS = ("rich>=13",)
 #: The CPython releases that the bindings are known to hold for: csrc/bindings/cpython.h, which checks it too.
 PYTHONS = ((3, 10), (3, 13))
-#: Into how many units the files of a folder go: two of those that take longest, for two cores. Names in the
-#: files of other folders would clash.
-UNITS = {"core": 1, "io": 1, "platform": 1, "transfer": 1, "host": 1, "accelerator": 1, "bindings": 2}
 BYTES_PER_COMPILER = 3 << 29  # torch's headers take 1.2 GB
 
 
@@ -155,7 +154,7 @@ def _compiles() -> bool:
 
 
 def _extension(toolkit: Toolkit | None, torch_version: str, cpp_extension: Any) -> Any:
-    sources = [path for folder in FOLDERS for path in _units(folder)]
+    sources = _sources(*UNITS, *(() if toolkit is None else (("cuda",),)))
     # As the system's headers: their warnings are not ours.
     foreign = cpp_extension.include_paths() + ([str(toolkit.include)] if toolkit else [])
     strict = os.environ.get("DYNSWAP_WERROR") == "1"
@@ -167,7 +166,7 @@ def _extension(toolkit: Toolkit | None, torch_version: str, cpp_extension: Any) 
         ("DYNSWAP_BUILT_FOR_TORCH", torch_version),
     ]
     if toolkit:
-        sources += sorted((ROOT / "csrc" / "cuda").glob("*.c[pu]*"))
+        sources += sorted((ROOT / "csrc" / "cuda").glob("*.cu"))
         # static: the module imports where there is no libcudart, and does not clash with torch's
         link.append(str(toolkit.static_runtime))
         if sys.platform != "win32":
@@ -207,27 +206,29 @@ def _msvc_flags(foreign: list[str], *, strict: bool) -> tuple[list[str], list[st
     return cxx, nvcc, []
 
 
-def _units(folder: str) -> list[Path]:
-    """Return the translation units of a folder: its files (DYNSWAP_UNITY=0), or some that include them."""
-    other = "_linux" if sys.platform == "win32" else "_windows"
-    files = sorted(path for path in (ROOT / "csrc" / folder).glob("*.cpp") if not path.stem.endswith(other))
+def _sources(*groups: tuple[str, ...]) -> list[Path]:
+    """Return what is compiled: a unit for each group of folders, or their files (DYNSWAP_UNITY=0)."""
+    unity = ROOT / "build" / "unity"
     if os.environ.get("DYNSWAP_UNITY") == "0":
-        for stale in (ROOT / "build").glob("temp.*/build/unity"):  # tests/device links what it finds
-            shutil.rmtree(stale)
-        return files
-    if folder not in UNITS:
-        return files
-    number = UNITS[folder]
-    units = [ROOT / "build" / "unity" / f"{folder}_{index}.cpp" for index in range(number)]
-    for index, unit in enumerate(units):
-        own = files[index::number]
-        text = "".join(f'#include "{folder}/{path.name}"\n' for path in own)
-        if ROOT / "csrc" / "bindings" / "module.cpp" in own:
+        shutil.rmtree(unity, ignore_errors=True)
+        return [path for folders in groups for folder in folders for path in _files(folder)]
+    units = {unity / f"{'_'.join(folders)}.cpp": folders for folders in groups}
+    for path, folders in units.items():
+        text = "".join(f'#include "{folder}/{file.name}"\n' for folder in folders for file in _files(folder))
+        if "bindings" in folders:
             text = f'#define DYNSWAP_BINDINGS "{_bindings()}"\n{text}'
-        unit.parent.mkdir(parents=True, exist_ok=True)
-        if not unit.exists() or unit.read_text() != text:
-            unit.write_text(text)
-    return units
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if not path.exists() or path.read_text() != text:
+            path.write_text(text)
+    for path in unity.glob("*.cpp"):
+        if path not in units:  # of a build before this one: tests/device links the objects of what is here
+            path.unlink()
+    return list(units)
+
+
+def _files(folder: str) -> list[Path]:
+    other = "_linux" if sys.platform == "win32" else "_windows"
+    return sorted(path for path in (ROOT / "csrc" / folder).glob("*.cpp") if not path.stem.endswith(other))
 
 
 def _bindings() -> str:

@@ -4,6 +4,7 @@
 #include <numeric>
 #include <utility>
 
+#include "core/align.h"
 #include "core/amount.h"
 #include "core/engine.h"
 #include "core/protection.h"
@@ -20,10 +21,6 @@ constexpr std::size_t kFewestGroups = 16;  ///< about so many, however small the
 /// twice. All together they are nothing beside the model, so they stay, if they are: units of less than this
 /// part of a transfer, of all of them no more than that part of the model.
 constexpr std::size_t kTinyPart = 32;
-
-std::size_t align_up(std::size_t value, std::size_t alignment) {
-  return (value + alignment - 1) / alignment * alignment;
-}
 
 }  // namespace
 

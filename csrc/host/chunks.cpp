@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "core/align.h"
 #include "io/aligned_buffer.h"
 
 namespace dynswap {

@@ -3,6 +3,7 @@
 #include <memory>
 #include <string>
 
+#include "core/align.h"
 #include "core/amount.h"
 #include "core/check.h"
 #include "platform/memory.h"

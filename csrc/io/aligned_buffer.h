@@ -10,14 +10,6 @@ namespace dynswap {
 /// The address alignment that satisfies O_DIRECT on every disk that File reads with it.
 inline constexpr std::size_t kDirectAlign = 4096;
 
-constexpr std::size_t align_down(std::size_t value, std::size_t alignment) noexcept {
-  return value / alignment * alignment;
-}
-
-constexpr std::size_t align_up(std::size_t value, std::size_t alignment) noexcept {
-  return align_down(value + alignment - 1, alignment);
-}
-
 /// Uninitialised bytes, aligned to kDirectAlign.
 class AlignedBuffer {
  public:

@@ -7,6 +7,7 @@
 #include <sstream>
 #include <system_error>
 
+#include "core/align.h"
 #include "core/amount.h"
 #include "core/check.h"
 #include "io/aligned_buffer.h"

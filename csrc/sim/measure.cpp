@@ -16,8 +16,6 @@ namespace dynswap::sim {
 
 namespace {
 
-constexpr Stream kConsumer = 0;
-
 /// Draws experts in place of those that were recorded.
 class Routing {
  public:

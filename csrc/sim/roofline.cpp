@@ -14,8 +14,6 @@ namespace dynswap::sim {
 
 namespace {
 
-constexpr Stream kConsumer = 0;
-
 /// What has been counted so far; the difference of two is what happened between them.
 struct Count {
   Count(const VirtualBackend& clock, const Engine& engine)

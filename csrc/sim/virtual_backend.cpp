@@ -54,13 +54,13 @@ void VirtualBackend::kernel(double seconds) noexcept {
 }
 
 EventPtr VirtualBackend::copy(CopyRequest request) {
-  for (const Step& step : request.steps) {
+  for (const dynswap::Step& step : request.steps) {
     if (host_) host_now_ += host_->weight * static_cast<double>(step.pieces.size());
   }
   double end = std::max(copy_free_, present());
   double busy = latency_;
   end += latency_;
-  for (const Step& step : request.steps) {
+  for (const dynswap::Step& step : request.steps) {
     for (const EventPtr& event : step.after) {
       if (event) end = std::max(end, static_cast<const Instant&>(*event).at());
     }

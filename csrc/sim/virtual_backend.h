@@ -14,6 +14,9 @@
 
 namespace dynswap::sim {
 
+/// The only stream that uses weights.
+inline constexpr Stream kConsumer = 0;
+
 /// The time that the host takes to enqueue work, in seconds.
 struct HostTimes {
   double weight = 0;  ///< for each weight of a copy, before the copy can begin

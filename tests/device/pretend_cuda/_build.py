@@ -134,12 +134,16 @@ def _run_ninja(torch: Path, headers: Path | None, kind: Kind, wanted: list[Path]
     # The extension's own objects, as setup.py left them: the pretend runtime takes the place of libcudart.
     tag = f"{sysconfig.get_platform()}-{sys.implementation.cache_tag}"
     built = ROOT / "build" / f"temp.{tag}"
-    units = sorted((built / "build/unity").glob("*.o"))  # of none with DYNSWAP_UNITY=0
-    whole = {path.stem.rpartition("_")[0] for path in units}
+    units = [  # none with DYNSWAP_UNITY=0
+        path
+        for path in sorted((built / "build/unity").glob("*.o"))
+        if (ROOT / "build/unity" / f"{path.stem}.cpp").exists()
+    ]
+    whole = {folder for path in units for folder in path.stem.split("_")}
     files = [
         path
         for path in sorted((built / "csrc").rglob("*.o"))
-        if path.parent.name not in whole and _has_source(path)  # not of a file that has moved since
+        if _has_source(path, "cu" if path.parent.name in whole else "c[pu]*")  # none that has moved since
     ]
     extension = [*units, *files]
     if not extension:
@@ -224,14 +228,14 @@ def _mutants() -> list[Path]:
     return sources
 
 
-def _has_source(built: Path) -> bool:
-    return any((ROOT / "csrc" / built.parent.name).glob(f"{built.stem}.c[pu]*"))
+def _has_source(built: Path, suffix: str) -> bool:
+    return any((ROOT / "csrc" / built.parent.name).glob(f"{built.stem}.{suffix}"))
 
 
 def _is_mutated(built: Path) -> bool:
     """Whether an object of the extension has another in its place. A kernel's has not."""
     if built.parent.name == "unity":
-        return built.stem.rpartition("_")[0] in MUTATED
+        return built.stem.split("_")[0] in MUTATED
     folder = built.parent.name
     return folder in MUTATED and (ROOT / "csrc" / folder / f"{built.stem}.cpp").exists()
 
