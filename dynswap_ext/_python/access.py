@@ -8,12 +8,13 @@ import time
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from dynswap_ext._python import saved_hooks
 from dynswap_ext._python.attribute import ModuleState
 from dynswap_ext._python.calls import inside_call, keep
 from dynswap_ext._python.destination import Destination
-from dynswap_ext._python.device_copy import DeviceCopy, Weight, has_tangent
+from dynswap_ext._python.device_copy import DeviceCopy, Weight, has_tangent, overlaps
 from dynswap_ext._python.held_copies import HeldCopies
 from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._swap.parameter_proxy import make_proxy
@@ -67,7 +68,12 @@ class Access(HeldCopies):
 
         `training`: it is a buffer that may be written; `graph`: it is for a graph of torch.compile.
         """
-        destination = self.destination_of(state, name)
+        destination: Destination = state.destinations.get(name, self._destination)
+        inside = inside_call()
+        if inside and not graph:
+            tensor = self._hand_out_as_before(state, name, master, destination, training=training)
+            if tensor is not None:
+                return tensor
         if destination.holds(master):
             if not torch.compiler.is_compiling():
                 check_mapped(master)
@@ -80,7 +86,32 @@ class Access(HeldCopies):
         tensor = self._hand_out(state, name, master, training=training)
         if tensor is None:
             return self._served_now(state, name, master, graph=graph)
-        return tensor if graph or inside_call() else make_proxy(tensor, master)
+        return tensor if graph or inside else make_proxy(tensor, master)
+
+    def _hand_out_as_before(
+        self, state: ModuleState, name: str, master: torch.Tensor, destination: Destination, *, training: bool
+    ) -> torch.Tensor | None:
+        """Return what a forward gets of a weight that is as it was copied; None where that is not clear.
+
+        The destination does not hold such a master itself: it did not when the copy was made.
+        """
+        weight = state.weights.get(name)
+        copy = None if weight is None or weight.master is not master else weight.copy
+        if weight is None or copy is None or copy.destination is not destination or state.stand_ins:
+            return None
+        if not is_plain(master) or torch.compiler.is_compiling():
+            return None
+        with self._exclusive:
+            if (
+                weight.copy is not copy
+                or not state.in_effect()
+                or not overlaps.knows_alone(weight)
+                or not copy.current(master)
+                or copy.written()
+            ):
+                return None
+            self._count_hit(weight.counts)
+            return self._use(copy, weight, inside=True, training=training)
 
     def _hand_out(
         self, state: ModuleState, name: str, master: torch.Tensor, *, training: bool
@@ -97,25 +128,23 @@ class Access(HeldCopies):
             for other in weight.overlapping():  # what was written on them is in these bytes, too
                 if other.copy is not None:
                     other.copy.write_back(other.master)
-            copy = self._copy_in_use(weight)
-            if training and master.is_floating_point():
-                copy.compare = True  # F.batch_norm writes its running statistics without a trace
-            return copy.tensor(weight)
+            return self._use(self._current_copy(weight), weight, inside=inside_call(), training=training)
 
-    def _copy_in_use(self, weight: Weight) -> DeviceCopy:
-        """Return the weight's present copy, and count an access to it."""
-        copy = self._current_copy(weight)
+    def _use(self, copy: DeviceCopy, weight: Weight, *, inside: bool, training: bool) -> torch.Tensor:
+        """Return what an access gets of the weight's present copy."""
         if self._recording:
             self._record_use(weight.counts, self._held_bytes())
-        if inside_call():
+        if inside:
             saved_hooks.stand_over_others()
             if not weight.resident:
                 keep(weight, self)
         elif self.device.type == "cpu":
             copy.compare = True  # NumPy, DLPack and views write to bytes in RAM and bump no version
+        if training and weight.master.is_floating_point():
+            copy.compare = True  # F.batch_norm writes its running statistics without a trace
         self._held[id(copy)] = copy
         copy.reader = threading.get_ident()
-        return copy
+        return copy.tensor(weight)
 
     def _converted(
         self, state: ModuleState, name: str, master: torch.Tensor, destination: Destination
@@ -147,7 +176,8 @@ class Access(HeldCopies):
                     inner[part] = self._moved.convert(tensor)
                 else:
                     weight = weights[part] = self._weight(tensor, self._moved)
-                    inner[part] = self._copy_in_use(weight).tensor(weight)
+                    copy = self._current_copy(weight)
+                    inner[part] = self._use(copy, weight, inside=inside_call(), training=False)
             state.inner[name] = weights  # which keeps them: the session itself does not
         return inner
 
@@ -254,7 +284,8 @@ class Access(HeldCopies):
             if not self._beyond_budget(size):
                 return
             if id(other.copy) not in self._held:
-                other.kept, other.copy = False, None  # copied again when it is needed, a resident too
+                other.let_go()
+                other.copy = None  # copied again when it is needed, a resident too
         beyond = self._beyond_budget(size)
         if not beyond:
             return
@@ -301,5 +332,5 @@ def is_plain(master: torch.Tensor) -> bool:
         and not (0 in master.stride() and _is_expanded(master))
         and not torch._C._functorch.is_functorch_wrapped_tensor(master)
         and not torch._C._are_functorch_transforms_active()
-        and not has_tangent(master)
+        and (forward_ad._current_level < 0 or not has_tangent(master))
     )

@@ -100,7 +100,11 @@ class Attribute(property):
         state = held.get(STATE_KEY)
         if type(state) is not ModuleState:
             return master if state is None else _under_another_provider(module, name)
-        if master is None or name in state.ignored or not state.is_of(module):
+        if (
+            master is None
+            or name in state.ignored
+            or (state.owner() is not module and not state.is_of(module))
+        ):
             return master
         training = not is_param and module.training
         return state.session.hand_out(state, name, master, training=training)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 
@@ -57,7 +58,7 @@ class HandOut(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, fetched: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
         """Alias `data`, sharing its version counter."""
-        ctx.set_materialize_grads(False)
+        ctx.materialize_grads = False
         ctx.fetched = fetched  # for the uses that follow, while a graph has this one
         return data.detach()
 
@@ -72,9 +73,15 @@ class HandOut(torch.autograd.Function):
         return tangent
 
 
+#: `Function.apply` without what that does for functorch, in Python. What comes here is none of functorch's
+#: tensors, and no transform of functorch's is active, which would refuse a function of the older form.
+fetch: Final[Callable[..., torch.Tensor]] = super(torch.autograd.Function, Fetch).apply
+alias: Final[Callable[..., torch.Tensor]] = super(torch.autograd.Function, HandOut).apply
+
+
 def is_fetched(tensor: torch.Tensor, master: torch.Tensor, data: torch.Tensor) -> bool:
     """Whether a result of `Fetch` stands for the master as it is now, with the device and dtype of `data`."""
-    if (tensor.device, tensor.dtype, tensor.shape) != (data.device, data.dtype, data.shape):
+    if tensor.shape != data.shape or tensor.dtype is not data.dtype or tensor.device != data.device:
         return False
     assert tensor.grad_fn is not None
     node, output = tensor.grad_fn.next_functions[0]

@@ -32,8 +32,12 @@ def inside_call() -> bool:
 
 def keep(weight: Weight, session: Any) -> None:
     """Keep the weight's copy for the running module, which may ask for it again, as attention does."""
+    kept = _thread.kept
+    if weight in kept:
+        weight.asked_again = True
+    else:
+        kept[weight] = session
     weight.kept = True
-    _thread.kept[weight] = session
 
 
 def _end_of_call() -> None:

@@ -21,12 +21,13 @@ from torch import nn
 from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dynswap_ext._python.autograd import Fetch, HandOut, is_fetched
+from dynswap_ext._python.autograd import alias, fetch, is_fetched
 from dynswap_ext._python.destination import Destination
 from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._python.memory_watch import MemoryWatch
 from dynswap_ext._python.overlaps import Overlaps, Place, may_overlap, part_of_storage
 from dynswap_ext._python.statistics import Counts
+from dynswap_ext._python.storage_owners import has_aliases, has_more_than_a_dying_alias
 from dynswap_ext._swap.changed_elements import bits, changed_elements, with_changes
 from dynswap_ext._swap.parameter_proxy import handed_out_again, take_to_master, untracked_alias_made
 from dynswap_ext._util.modes import unseen_by_modes
@@ -47,6 +48,8 @@ class Weight:
     __slots__ = (
         "__weakref__",
         "_fetched",
+        "_fetched_in_call",
+        "asked_again",
         "copy",
         "counts",
         "destination",
@@ -70,6 +73,9 @@ class Weight:
         self.watched: MemoryWatch | None = None
         #: What handed-out tensors are results of, for as long as some graph has it; and its watch.
         self._fetched: tuple[weakref.ref[torch.Tensor], MemoryWatch | None] | None = None
+        #: Whether the running module has asked for it before, and what its reads are then results of.
+        self.asked_again = False
+        self._fetched_in_call: torch.Tensor | None = None
         self.overlapping()  # which takes it up
 
     def overlapping(self) -> list[Weight]:
@@ -85,6 +91,11 @@ class Weight:
             self.watched = MemoryWatch(master)
         return self.watched
 
+    def let_go(self) -> None:
+        """The running module's call is over."""
+        self.kept = self.asked_again = False
+        self._fetched_in_call = None
+
     def follow(self, earlier: Weight) -> None:
         """Take the place of another session's weight: graphs lead to what was handed out of that."""
         self._fetched = earlier._fetched
@@ -94,12 +105,17 @@ class Weight:
         known, of = self._fetched or (None, None)
         fetched = known() if known is not None and of is watch else None
         if fetched is None or not is_fetched(fetched, self.master, data):
-            fetched = Fetch.apply(self.master, data, watch)  # type: ignore[no-untyped-call]
+            fetched = self._fetched_in_call = None  # and with it what has the master's old shape
+            fetched = fetch(self.master, data, watch)
+            node: Any = fetched.grad_fn
             # It runs as soon as it can, like AccumulateGrad. An earlier graph may have it too: then it would
             # run last, and gradients would pile up on the device until the end of the backward pass.
-            fetched.grad_fn._set_sequence_nr(_AT_ONCE)
+            node._set_sequence_nr(_AT_ONCE)
             self._fetched = weakref.ref(fetched), watch
-        return HandOut.apply(fetched, data)  # type: ignore[no-untyped-call,no-any-return]
+            # Not at the first read, with which most modules have all that they want of it: what is kept keeps
+            # the master's AccumulateGrad, whose shape stays what it is now.
+            self._fetched_in_call = fetched if self.asked_again else None
+        return alias(fetched, data)
 
 
 class DeviceCopy:
@@ -127,6 +143,7 @@ class DeviceCopy:
         self.freed = freed
         #: The tensor that was handed out last, if it was not seen to die, and whether it has a graph.
         self.handed: weakref.ref[torch.Tensor] | None = None
+        self._note_death = functools.partial(_died, weakref.ref(self))
         self.requires_grad = False
         #: The thread to which that was.
         self.reader = threading.get_ident()
@@ -154,7 +171,7 @@ class DeviceCopy:
         """Remember the present state of both sides as equal, but for what was written to the master since."""
         self._note_versions()
         self._guard = StorageWeakRef(master.untyped_storage())  # type: ignore[no-untyped-call]  # its address is not given to another
-        self._seen = (*_identity(master), writes)
+        self._seen, self._seen_writes = _identity(master), writes
 
     def _note_versions(self) -> None:
         self.version: int = self.data._version
@@ -172,14 +189,19 @@ class DeviceCopy:
 
     def current(self, master: torch.Tensor) -> bool:
         """Whether the master is still what was copied (Invariant 6)."""
-        return self._seen[0] is not None and self.unchanged(master)
+        seen = self._seen
+        if seen[0] is None:
+            return False
+        if seen == _identity(master):
+            return self._watch is None or self._seen_writes == self._watch.writes()
+        return self.unchanged(master)
 
     def unchanged(self, master: torch.Tensor) -> bool:
         """The same as far as can be told: an inference tensor has no version."""
         seen, now = self._seen, _identity(master)
-        if seen[1:-1] != now[1:] or seen[-1] != self._writes():
-            return False
-        return bool(seen[0] == now[0]) or self._of_a_neighbour(master)
+        if seen == now:
+            return self._seen_writes == self._writes()
+        return seen[1:] == now[1:] and self._seen_writes == self._writes() and self._of_a_neighbour(master)
 
     def _of_a_neighbour(self, master: torch.Tensor) -> bool:
         """Whether a write that the version tells of was to others of the storage, who share the counter."""
@@ -188,25 +210,24 @@ class DeviceCopy:
 
     def tensor(self, weight: Weight) -> torch.Tensor:
         """The tensor to hand out: the one that is alive, if there is one."""
-        master = weight.master
-        alive: Any = None
-        if self.handed is not None and self.requires_grad == master.requires_grad:
-            alive = self.handed()
+        connected = weight.master.requires_grad
+        alive = None if self.handed is None or self.requires_grad != connected else self.handed()
         if alive is None:
-            with torch.inference_mode(False), torch.enable_grad():
-                connected = master.requires_grad
+            if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
                 alive = weight.connected(self.data, self._watch) if connected else self.data.detach()
-            if isinstance(master, nn.Parameter):
+            else:
+                with torch.inference_mode(False), torch.enable_grad():
+                    alive = weight.connected(self.data, self._watch) if connected else self.data.detach()
+            if isinstance(weight.master, nn.Parameter):
                 alive._is_param = True
-            self.handed = weakref.ref(alive, functools.partial(_died, weakref.ref(self)))
+            self.handed = weakref.ref(alive, self._note_death)
             self.requires_grad = connected
-        self._order_after_copy()
-        return alive  # type: ignore[no-any-return]
+        if self.stream is not None:
+            self._order_after_copy()
+        return alive
 
     def _order_after_copy(self) -> None:
         """Make the consumer's stream wait for the copy, and the memory for that stream (Invariants 1, 2)."""
-        if self.stream is None:
-            return
         current = _current_stream(self.destination.device)
         if current != self.stream and current not in self.users:
             current.wait_stream(self.stream)
@@ -242,7 +263,7 @@ class DeviceCopy:
         current, nothing is; where other masters have some of its bytes, those elements are that it still has
         as they were copied.
         """
-        if not self.written() and not self.compare:
+        if not self.compare and not self.written():
             return False
         current = self.unchanged(master)
         if not current and self.before is None:
@@ -291,12 +312,9 @@ class DeviceCopy:
         for other, weight in unchanged:
             other._seen = (_identity(weight.master)[0], *other._seen[1:])
 
-    def aliased(self, *, at_death: bool = False) -> bool:
-        """Return whether something else holds the bytes: a view, a detached alias, an autograd graph.
-
-        `at_death`: while the handed-out tensor is dying, and still counts as an owner.
-        """
-        return _owners(self.data) > (_OWNERS_AT_DEATH if at_death else _OWNERS_ALONE)
+    def aliased(self) -> bool:
+        """Return whether something else holds the bytes: a view, a detached alias, an autograd graph."""
+        return has_aliases(self.data)
 
 
 @untraced
@@ -304,29 +322,7 @@ def _died(copy: weakref.ref[DeviceCopy], handed: object) -> None:
     made = copy()
     session = None if made is None else made.session()
     if made is not None and session is not None and not sys.is_finalizing():
-        session.note_death(made, made.aliased(at_death=True))
-
-
-def _owners(tensor: torch.Tensor) -> int:
-    """How many owners the tensor's storage has; 0 where torch does not tell."""
-    count = getattr(torch._C, "_storage_Use_Count", None)
-    return 0 if count is None else int(count(tensor.untyped_storage()._cdata))
-
-
-def _measure_owners() -> tuple[int, int]:
-    """Return what `_owners` counts for a tensor by itself, and for one whose only alias is dying.
-
-    Measured, as torch's own references to a storage are not part of its interface.
-    """
-    data = torch.zeros(1, device="cpu")
-    alias = data.detach()
-    at_death: list[int] = []
-    watch = weakref.ref(alias, lambda _: at_death.append(_owners(data)))
-    del alias, watch
-    return _owners(data), at_death[0] if at_death else 0
-
-
-_OWNERS_ALONE, _OWNERS_AT_DEATH = _measure_owners()
+        session.note_death(made, has_more_than_a_dying_alias(made.data))
 
 
 def copy_of(tensor: torch.Tensor) -> DeviceCopy | None:

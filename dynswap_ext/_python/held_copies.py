@@ -36,10 +36,11 @@ class Exclusive:
     Reentrant, as a garbage collection may run user code that accesses a module while it is held.
     """
 
-    __slots__ = ("_depth", "_lock", "_settle")
+    __slots__ = ("_deaths", "_depth", "_lock", "_session")
 
-    def __init__(self, settle: Callable[[], None]) -> None:
-        self._settle = weakref.WeakMethod(settle)
+    def __init__(self, session: HeldCopies) -> None:
+        self._session = weakref.ref(session)
+        self._deaths = session.deaths
         self.renew()
 
     def renew(self) -> None:
@@ -51,10 +52,11 @@ class Exclusive:
         self._depth += 1
 
     def __exit__(self, *error: object) -> None:
-        settle = self._settle() if self._depth == 1 else None
         try:
-            if settle is not None:
-                settle()
+            if self._deaths and self._depth == 1:
+                session = self._session()
+                if session is not None:
+                    session.settle_deaths()
         finally:
             self._depth -= 1
             self._lock.release()
@@ -78,7 +80,8 @@ class HeldCopies(Statistics):
         self._closed = False
         self._root: Callable[[], nn.Module | None] = lambda: None
         # LOCK: guards everything below, except the deques.
-        self._exclusive = Exclusive(self._settle_deaths)
+        self.deaths: deque[tuple[DeviceCopy, bool]] = deque()
+        self._exclusive = Exclusive(self)
         # By the master's id. The modules' states own the weights, which own the residents' copies.
         self._weights: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
         #: Those whose bytes somebody can write. `handed` is None where only aliases are left (`w.data`).
@@ -87,7 +90,6 @@ class HeldCopies(Statistics):
         self._orphans: dict[int, DeviceCopy] = {}
         self._bytes = 0
         self._freed: deque[int] = deque()
-        self._deaths: deque[tuple[DeviceCopy, bool]] = deque()
         _sessions.add(self)
 
     def stats(self) -> dict[str, int]:
@@ -177,7 +179,8 @@ class HeldCopies(Statistics):
         with self._exclusive:
             self._closed = True
             for weight in list(self._weights.values()):
-                weight.resident = weight.kept = False
+                weight.resident = False
+                weight.let_go()
                 self._drop(weight)
 
     def take_copy(self, weight: Weight, earlier: Weight, session: HeldCopies) -> None:
@@ -196,17 +199,17 @@ class HeldCopies(Statistics):
 
     def release_kept(self, weight: Weight) -> None:
         with self._exclusive:
-            weight.kept = False
+            weight.let_go()
             self._drop(weight)
 
     def note_death(self, copy: DeviceCopy, aliased: bool) -> None:
         """Note that the tensor handed out of a copy is dying; `aliased`: its bytes have other holders."""
-        self._deaths.append((copy, aliased))
+        self.deaths.append((copy, aliased))
         self._exclusive.settle_if_free()
 
-    def _settle_deaths(self) -> None:
-        while self._deaths:
-            self._settle(*self._deaths.popleft())
+    def settle_deaths(self) -> None:
+        while self.deaths:
+            self._settle(*self.deaths.popleft())
 
     def _settle(self, copy: DeviceCopy, aliased: bool) -> None:
         if id(copy) not in self._held:
@@ -222,7 +225,7 @@ class HeldCopies(Statistics):
 
     def _collect(self) -> None:
         """Finish the copies whose bytes have no owner left."""
-        self._settle_deaths()
+        self.settle_deaths()
         for key, copy in list(self._orphans.items()):
             if copy.handed is not None:
                 del self._orphans[key]  # it was handed out again
@@ -231,7 +234,7 @@ class HeldCopies(Statistics):
 
     def _collect_all(self) -> None:
         """Do the same for deaths that were not told of: an interrupt came in a weak reference's callback."""
-        self._settle_deaths()
+        self.settle_deaths()
         for copy in list(self._held.values()):
             if copy.handed is not None and copy.handed() is None:
                 self._settle(copy, aliased=True)
@@ -241,16 +244,19 @@ class HeldCopies(Statistics):
         """Nobody can write the copy's bytes any more."""
         self._held.pop(id(copy), None)
         self._orphans.pop(id(copy), None)
-        weight, owner = copy.weight, copy.owner()
-        if weight is not None and copy.unchanged(weight.master):
-            # The next access gets what the master has of it, which may be rounded.
-            weight.kept = not copy.write_back(weight.master) and weight.kept
-        elif copy.before is not None and owner is not None:
-            copy.write_back(owner.master)  # what it shares with others may have changed, and not the rest
-        else:
-            self.take_to_master(copy)
-        copy.compare = False
-        if weight is not None:
+        weight = copy.weight
+        if copy.compare or copy.written():
+            owner = copy.owner()
+            if weight is not None and copy.unchanged(weight.master):
+                # The next access gets what the master has of it, which may be rounded.
+                if copy.write_back(weight.master):
+                    weight.let_go()
+            elif copy.before is not None and owner is not None:
+                copy.write_back(owner.master)  # what it shares with others may have changed, and not the rest
+            else:
+                self.take_to_master(copy)
+            copy.compare = False
+        if weight is not None and not weight.kept:
             self._drop(weight)
 
     def _drop(self, weight: Weight) -> None:

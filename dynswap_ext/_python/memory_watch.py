@@ -181,7 +181,12 @@ class MemoryWatch:
         self._of_elements = b"" if self._dense or self._is_gone() else self._elements()
         self._count = 0
         self._watch_pages()
-        self._seen = self._state()
+        #: The bytes, where a look only compares all of them with what they were.
+        self._memory: ctypes.Array[ctypes.c_char] | None = None
+        only_compared = self._pages is None and self._dense and not self.sampled and not self._files
+        if only_compared and self.address:  # a functional tensor's is 0
+            self._memory = (ctypes.c_char * self.bytes).from_address(self.address)
+        self._seen: Any = self._state() if self._memory is None else bytearray(self._memory)
 
     def _watch_pages(self, writes: int = 0) -> None:
         begin, end = self._whole
@@ -200,6 +205,11 @@ class MemoryWatch:
 
     def writes(self) -> int:
         """Look for writes; return a count that differs from the last one if any was made since."""
+        if self._memory is not None:
+            if self._seen != self._memory:  # a bytearray compares with memory as it is, without a copy of it
+                self._seen = bytearray(self._memory)
+                self._count += 1
+            return self._count
         now = self._state()
         if now != self._seen:
             self._seen = now

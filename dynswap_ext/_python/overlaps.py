@@ -89,6 +89,14 @@ class Overlaps(Generic[_Weight]):
             found = self._look(key)
         return [alive for reference in found if (alive := reference()) is not None]
 
+    def knows_alone(self, weight: _Weight) -> bool:
+        """Whether `of` has found nothing for the weight, and would not find anything now."""
+        key = id(weight)
+        known, found = self._known.get(key), self._found.get(key)
+        if known is None or found is None or found:
+            return False
+        return known[0].begin == weight.master.data_ptr() and known[1]() is weight
+
     def _take_up(self, weight: _Weight, place: Place) -> None:
         key = id(weight)
         with self._changing:

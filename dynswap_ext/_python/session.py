@@ -284,7 +284,7 @@ class Session(Access):
 
     def _take_copies(self, earlier: Session) -> None:
         """Go on with what somebody has of the weights that were another session's."""
-        earlier._settle_deaths()
+        earlier.settle_deaths()
         present = [state.weights.values() for state in list(earlier._states) if state.in_effect()]
         still_served = {weight for weights in present for weight in weights}
         for old in list(earlier._weights.values()):

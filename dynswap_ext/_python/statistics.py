@@ -149,7 +149,8 @@ class Statistics:
     def _count_hit(self, counts: Counts) -> None:
         self._counters["hits"] += 1
         counts.hits += 1
-        self._note_first_use(counts)
+        if counts.first_use is None:
+            self._note_first_use(counts)
 
     def _count_copy(self, counts: Counts, begin: int, end: int, nbytes: int) -> None:
         """The weight was copied while its consumer waited; times are of ``time.monotonic_ns``."""
@@ -168,7 +169,8 @@ class Statistics:
         if self._recording:
             self._add("copy", counts, begin, end, "demanded", nbytes, 0)
             self._add("wait", counts, begin, end, cause, nbytes, threading.get_native_id())
-        self._note_first_use(counts)
+        if counts.first_use is None:
+            self._note_first_use(counts)
 
     def _record_use(self, counts: Counts, held: int) -> None:
         """Record that a computation uses the weight from now on; `held` bytes are on the device."""
@@ -181,10 +183,9 @@ class Statistics:
         return sorted(self._counts, key=lambda counts: last if counts.first_use is None else counts.first_use)
 
     def _note_first_use(self, counts: Counts) -> None:
-        if counts.first_use is None:
-            counts.first_use = self._used
-            self._used += 1
-            self._counts.setdefault(counts)
+        counts.first_use = self._used
+        self._used += 1
+        self._counts.setdefault(counts)
 
     def _add(self, *span: Any) -> None:
         if len(self._spans) < _MOST_SPANS:

@@ -1,0 +1,375 @@
+"""A module that reads a weight several times in one call: each read gets what the weight is by then."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import textwrap
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import children
+from conftest import Provider
+from dynswap_ext import testing
+
+BUDGETS = pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+
+
+class Reads(nn.Module):
+    """Reads its weight until all that can be kept for the next read is kept; then something happens to it."""
+
+    def __init__(self, between: Callable[[Reads], object]) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.arange(16.0).view(4, 4))
+        self.other = nn.Parameter(torch.arange(4.0) + 20)
+        self.register_buffer("table", torch.arange(4.0) + 40)
+        self.between = between
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = [(self.weight + self.other + self.table).detach() for _ in range(4)]
+        self.between(self)
+        return x * (self.weight + self.other + self.table) * sum(first)
+
+
+def master(m: Reads, name: str = "weight") -> Tensor:
+    found = {**m._parameters, **m._buffers}[name]
+    assert found is not None
+    return found
+
+
+def like(m: Reads, *shape: int, value: float = 3) -> Tensor:
+    return torch.full(shape, value, dtype=master(m).dtype, device=master(m).device)
+
+
+def in_place(m: Reads) -> None:
+    with torch.no_grad():
+        m.weight.add_(1)
+
+
+def an_alias(m: Reads) -> None:
+    with torch.no_grad():
+        m.weight[1].fill_(7)
+        m.table[:2] = 5
+
+
+def a_late_alias(m: Reads) -> None:
+    with torch.no_grad():
+        row = m.weight.detach()[2]
+        m.weight  # noqa: B018
+        row.fill_(9)
+
+
+def the_master(m: Reads) -> None:
+    with torch.no_grad():
+        master(m).mul_(2)
+        master(m, "table").mul_(3)
+
+
+def the_master_without_a_trace(m: Reads) -> None:
+    master(m).data[2, 2] = 77
+    master(m, "table").data[1] = 55
+
+
+def its_memory(m: Reads) -> None:
+    if master(m).device.type == "cpu":
+        ctypes.memset(master(m).data_ptr() + 4 * master(m).element_size(), 0, 4 * master(m).element_size())
+    else:
+        master(m).data[1] = 0
+
+
+def in_another_thread(m: Reads) -> None:
+    thread = threading.Thread(target=the_master_without_a_trace, args=(m,))
+    thread.start()
+    thread.join()
+
+
+def a_call_in_another_thread(m: Reads) -> None:
+    """Its end lets go of what is kept for the call that is running here."""
+
+    def work() -> None:
+        again, m.between = m.between, lambda _: None
+        m(like(m, 4, 4).double())
+        m.between = again
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+
+
+def new_data(m: Reads) -> None:
+    master(m).data = like(m, 4, 4)
+
+
+def new_data_of_another_shape(m: Reads) -> None:
+    master(m).data = like(m, 1, 4)
+
+
+def the_layout(m: Reads) -> None:
+    master(m).data = master(m).data.t()
+
+
+def the_sign(m: Reads) -> None:
+    master(m).data = torch._neg_view(master(m).data)
+
+
+def swapped(m: Reads) -> None:
+    torch.utils.swap_tensors(master(m), nn.Parameter(like(m, 4, 4)))
+
+
+def replaced(m: Reads) -> None:
+    m.weight = nn.Parameter(like(m, 4, 4))
+    m.register_buffer("table", like(m, 4, value=1))
+
+
+def replaced_and_put_back(m: Reads) -> None:
+    old = m._parameters["weight"]
+    m._parameters["weight"] = nn.Parameter(like(m, 4, 4))
+    m.weight  # noqa: B018
+    m._parameters["weight"] = old
+
+
+def moved_over_another(m: Reads) -> None:
+    """What has been alone in its memory no longer is."""
+    master(m, "other").data = master(m).data[0]
+    with torch.no_grad():
+        m.other.fill_(13)
+
+
+def moved_under_another(m: Reads) -> None:
+    master(m).data = master(m, "other").data.expand(4, 4).contiguous()
+    master(m, "other").data = master(m).data[3]
+    m.weight  # noqa: B018
+    with torch.no_grad():
+        m.other.fill_(13)
+
+
+def frozen(m: Reads) -> None:
+    master(m).requires_grad_(False)
+
+
+def thawed(m: Reads) -> None:
+    master(m).requires_grad_(False)
+    m.weight  # noqa: B018
+    master(m).requires_grad_(True)
+
+
+def hooks_of_others(m: Reads) -> None:
+    with torch.autograd.graph.save_on_cpu():
+        (m.weight * m.other).sum().backward()
+
+
+def a_transform(m: Reads) -> None:
+    batch = torch.func.vmap(lambda x: x * m.weight)(like(m, 2, 4, 4))
+    with torch.no_grad():
+        m.weight.add_((batch[1] % 5).to(m.weight.dtype))
+
+
+def a_tangent(m: Reads) -> None:
+    given = torch.ones_like(m.table)
+    _, tangent = torch.func.jvp(lambda x: x * m.weight, (given,), (given * 2,))
+    with torch.no_grad():
+        m.weight.add_(tangent % 5)
+
+
+def other_modes(m: Reads) -> None:
+    with torch.inference_mode():
+        m.weight  # noqa: B018
+    with torch.no_grad():
+        m.weight  # noqa: B018
+        with torch.enable_grad():
+            (m.weight * 3).sum().backward()
+
+
+def freed_memory(m: Reads) -> None:
+    storage = master(m).untyped_storage()
+    size = storage.nbytes()
+    values = master(m).detach().clone()
+    storage.resize_(0)
+    storage.resize_(size)
+    master(m).data.copy_(values * 2)
+
+
+#: The native provider looks for such writes to a resident's master when the model is called.
+SILENT = (the_master_without_a_trace, its_memory, in_another_thread)
+CHANGES = (
+    *SILENT,
+    *(in_place, an_alias, a_late_alias, the_master),
+    *(a_call_in_another_thread, new_data, new_data_of_another_shape, the_layout, the_sign),
+    *(swapped, replaced, replaced_and_put_back, moved_over_another, moved_under_another),
+    *(frozen, thawed, hooks_of_others, a_transform, a_tangent, other_modes, freed_memory),
+)
+
+
+@BUDGETS
+@pytest.mark.parametrize("training", [True, False], ids=["training", "evaluation"])
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_what_happens_between_two_reads(
+    provider: Provider, change: Callable[[Reads], None], training: bool, budget: str | None
+) -> None:
+    if change in SILENT and provider.native and budget:
+        pytest.skip("a write without a trace, within a call")
+    model = Reads(change).train(training)
+    moved, _ = provider.pair(model, budget=budget)
+    x = provider.randn(4, 4)
+    outputs: list[list[Tensor]] = []
+    gradients = []
+    for each in (model, moved):
+        outputs.append([])
+        for _ in range(2):
+            output = each(x)
+            outputs[-1].append(output.detach())
+            output.sum().backward()
+        gradients.append([p.grad for p in each.parameters()])
+    testing.assert_bit_equal(*outputs)
+    for ours, theirs in zip(*gradients, strict=True):
+        assert (ours is None) == (theirs is None)
+        if ours is not None:
+            torch.testing.assert_close(ours.to(theirs.device, theirs.dtype), theirs)
+    for name in ("weight", "other", "table"):
+        testing.assert_bit_equal(master(model, name).detach().double(), master(moved, name).detach().cpu())
+
+
+class Penalised(nn.Module):
+    """Uses what several reads of a weight give in one graph, and in graphs of their own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        def weight() -> Tensor:
+            return self.layer.weight
+
+        norms = [weight().square().sum() for _ in range(3)]
+        weight()
+        (inner,) = torch.autograd.grad((weight() * x[0]).square().sum(), x, create_graph=True)
+        for _ in range(2):
+            weight()
+        y = torch.utils.checkpoint.checkpoint(lambda t: t @ weight() @ weight(), x, use_reentrant=False)
+        return y.square().sum() + inner.square().sum() + torch.stack(norms).sum()
+
+
+@BUDGETS
+@pytest.mark.parametrize("autocast", [False, True], ids=["as it is", "autocast"])
+def test_gradients_of_all_reads_through_checkpoints_and_second_derivatives(
+    provider: Provider, budget: str | None, autocast: bool
+) -> None:
+    model = Penalised()
+    moved, _ = provider.pair(model, budget=budget)
+    for each in (model, moved):
+        x = provider.randn(4, 8).requires_grad_()
+        with torch.autocast(provider.device.type, torch.bfloat16, enabled=autocast):
+            loss = each(x)
+        loss.backward()
+    ours, theirs = model.layer.get_parameter("weight"), moved.layer.get_parameter("weight")
+    assert ours.grad is not None and theirs.grad is not None
+    torch.testing.assert_close(ours.grad.double().cpu(), theirs.grad.cpu(), rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_of_a_graph_stays_when_the_call_is_over(provider: Provider) -> None:
+    """The master's AccumulateGrad would have the master's old shape, and a reference more to the master."""
+
+    def leave(_: Reads) -> None:
+        raise KeyboardInterrupt
+
+    for between in (lambda _: None, leave):
+        model = Reads(between)
+        provider.install(model, dtype=torch.float64)
+        with contextlib.suppress(KeyboardInterrupt):
+            model(provider.randn(4, 4))
+        ours = model._parameters["weight"]
+        assert ours is not None
+        ours.data = torch.ones(2, 4)
+        (ours * 3).sum().backward()
+        assert ours.grad is not None
+        assert torch.equal(ours.grad, torch.full((2, 4), 3.0))
+
+
+def test_one_read_of_a_call_keeps_nothing_of_a_graph(provider: Provider) -> None:
+    def other_shape(m: Reads) -> None:
+        ours: Any = m._parameters["weight"]
+        ours.data = torch.ones(2, 4)
+        (ours * 3).sum().backward()
+        assert torch.equal(ours.grad, torch.full((2, 4), 3.0))
+        ours.data = torch.ones(4, 4)
+        ours.grad = None
+
+    class ReadsOnce(Reads):
+        def forward(self, x: Tensor) -> Tensor:
+            shape = self.weight.shape
+            self.between(self)
+            return x.expand(shape)
+
+    model = ReadsOnce(other_shape)
+    provider.install(model, dtype=torch.float64)
+    model(provider.randn(4, 4))
+
+
+FORKED = """
+import os, signal, torch, dynswap_ext
+from torch import nn
+
+class Reads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones({size}))
+
+    def forward(self):
+        for _ in range(4):
+            self.weight
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            {in_child}
+            seen = self.weight[5].item(), self.weight[6].item(), self._parameters["weight"][5].item()
+            os._exit(0 if seen == {child_sees} else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        seen = self.weight[5].item(), self.weight[6].item()
+        assert seen == {parent_sees}, seen
+
+model = Reads()
+{before}
+dynswap_ext.install(model, device="cpu", dtype=torch.float64, provider={provider!r})
+model()
+"""
+SILENTLY = "self._parameters['weight'].data[5] = 3"
+HANDED_OUT = "torch._C._set_grad_enabled(False); self.weight[5] = 3"
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork on this system")
+@pytest.mark.parametrize("size", [100, 4000])
+@pytest.mark.parametrize(
+    ("before", "in_child", "child_sees", "parent_sees"),
+    [
+        ("", SILENTLY, (3, 1, 3), (1, 1)),
+        ("", HANDED_OUT, (3, 1, 3), (1, 1)),
+        ("model.share_memory()", SILENTLY, (3, 1, 3), (3, 1)),
+    ],
+    ids=["silently", "on what is handed out", "in memory that is shared"],
+)
+def test_a_child_forked_between_two_reads_writes(
+    provider: Provider,
+    size: int,
+    before: str,
+    in_child: str,
+    child_sees: tuple[float, ...],
+    parent_sees: tuple[float, ...],
+) -> None:
+    if provider.name != "python":
+        pytest.skip("a forked child has no device, and the engine's threads stay in the parent")
+    script = FORKED.format(
+        size=size,
+        before=before,
+        in_child=in_child,
+        child_sees=child_sees,
+        parent_sees=parent_sees,
+        provider=provider.backend,
+    )
+    done = children.run(textwrap.dedent(script))
+    assert done.returncode == 0, done.stderr
