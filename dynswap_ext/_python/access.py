@@ -5,10 +5,10 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from typing import Final
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 
 from dynswap_ext._python import saved_hooks
 from dynswap_ext._python.attribute import ModuleState
@@ -24,6 +24,9 @@ from dynswap_ext._swap.subclasses import inner_names, rebuild_wrapper
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import exact_bytes
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
+
+#: The types of masters whose bytes can be copied.
+_PLAIN: Final = (torch.Tensor, nn.Parameter)
 
 
 class Access(HeldCopies):
@@ -93,21 +96,24 @@ class Access(HeldCopies):
     ) -> torch.Tensor | None:
         """Return what a forward gets of a weight that is as it was copied; None where that is not clear.
 
-        The destination does not hold such a master itself: it did not when the copy was made.
+        Such a master is plain, and not held by the destination: that was asked when the copy was made.
         """
         weight = state.weights.get(name)
         copy = None if weight is None or weight.master is not master else weight.copy
         if weight is None or copy is None or copy.destination is not destination or state.stand_ins:
             return None
-        if not is_plain(master) or torch.compiler.is_compiling():
+        if (
+            type(master) not in _PLAIN
+            or torch._C._are_functorch_transforms_active()
+            or torch.compiler.is_compiling()
+        ):
             return None
         with self._exclusive:
             if (
                 weight.copy is not copy
                 or not state.in_effect()
-                or not overlaps.knows_alone(weight)
-                or not copy.current(master)
-                or copy.written()
+                or copy.alone_in is not overlaps.state
+                or not copy.as_copied(master)
             ):
                 return None
             self._count_hit(weight.counts)
@@ -125,10 +131,14 @@ class Access(HeldCopies):
                 weight = self._weight_now(state, name, master)
             elif state.stand_ins:
                 state.stand_ins.pop(name, None)
-            for other in weight.overlapping():  # what was written on them is in these bytes, too
+            overlaps_now = overlaps.state
+            others = weight.overlapping()
+            for other in others:  # what was written on them is in these bytes, too
                 if other.copy is not None:
                     other.copy.write_back(other.master)
-            return self._use(self._current_copy(weight), weight, inside=inside_call(), training=training)
+            copy = self._current_copy(weight)
+            copy.alone_in = None if others else overlaps_now
+            return self._use(copy, weight, inside=inside_call(), training=training)
 
     def _use(self, copy: DeviceCopy, weight: Weight, *, inside: bool, training: bool) -> torch.Tensor:
         """Return what an access gets of the weight's present copy."""
@@ -326,11 +336,11 @@ def take_over(new: Weight, old: Weight) -> None:
 def is_plain(master: torch.Tensor) -> bool:
     """Whether a master's bytes can be copied and compared; others are converted at each access."""
     return (
-        type(master) in (torch.Tensor, nn.Parameter)
+        type(master) in _PLAIN
         and master.layout is torch.strided
         and not (master.is_quantized or master.is_nested or master._is_zerotensor())
         and not (0 in master.stride() and _is_expanded(master))
         and not torch._C._functorch.is_functorch_wrapped_tensor(master)
         and not torch._C._are_functorch_transforms_active()
-        and (forward_ad._current_level < 0 or not has_tangent(master))
+        and not has_tangent(master)
     )

@@ -14,7 +14,7 @@ import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -42,13 +42,22 @@ _AT_ONCE: Final = 2**64 - 1
 _MERGED: Final = 1 << 20
 
 
+class _InCall(NamedTuple):
+    """What a running module's reads of a weight are results of."""
+
+    fetched: torch.Tensor
+    #: The master's node, AccumulateGrad.
+    accumulates: Any
+    copy: weakref.ref[DeviceCopy]
+
+
 class Weight:
     """One managed master. Modules that share it share the weight."""
 
     __slots__ = (
         "__weakref__",
         "_fetched",
-        "_fetched_in_call",
+        "_in_call",
         "asked_again",
         "copy",
         "counts",
@@ -75,7 +84,7 @@ class Weight:
         self._fetched: tuple[weakref.ref[torch.Tensor], MemoryWatch | None] | None = None
         #: Whether the running module has asked for it before, and what its reads are then results of.
         self.asked_again = False
-        self._fetched_in_call: torch.Tensor | None = None
+        self._in_call: _InCall | None = None
         self.overlapping()  # which takes it up
 
     def overlapping(self) -> list[Weight]:
@@ -94,18 +103,22 @@ class Weight:
     def let_go(self) -> None:
         """The running module's call is over."""
         self.kept = self.asked_again = False
-        self._fetched_in_call = None
+        self._in_call = None
 
     def follow(self, earlier: Weight) -> None:
         """Take the place of another session's weight: graphs lead to what was handed out of that."""
         self._fetched = earlier._fetched
 
-    def connected(self, data: torch.Tensor, watch: MemoryWatch | None) -> torch.Tensor:
-        """Return an alias of `data`, the weight's bytes on the device, in the graph of the master."""
+    def connected(self, copy: DeviceCopy) -> torch.Tensor:
+        """Return an alias of the weight's bytes on the device, in the graph of the master."""
+        in_call, data = self._in_call, copy.data
+        if in_call is not None and in_call.copy() is copy and in_call.accumulates.variable is self.master:
+            return alias(in_call.fetched, data)
+        in_call = self._in_call = None  # before it is made anew: it has what has the master's old shape
+        watch = copy.watch
         known, of = self._fetched or (None, None)
         fetched = known() if known is not None and of is watch else None
         if fetched is None or not is_fetched(fetched, self.master, data):
-            fetched = self._fetched_in_call = None  # and with it what has the master's old shape
             fetched = fetch(self.master, data, watch)
             node: Any = fetched.grad_fn
             # It runs as soon as it can, like AccumulateGrad. An earlier graph may have it too: then it would
@@ -114,7 +127,8 @@ class Weight:
             self._fetched = weakref.ref(fetched), watch
             # Not at the first read, with which most modules have all that they want of it: what is kept keeps
             # the master's AccumulateGrad, whose shape stays what it is now.
-            self._fetched_in_call = fetched if self.asked_again else None
+            if self.asked_again and self.master.is_leaf:
+                self._in_call = _InCall(fetched, node.next_functions[0][0], weakref.ref(copy))
         return alias(fetched, data)
 
 
@@ -128,7 +142,7 @@ class DeviceCopy:
         self.session = weakref.ref(session)
         self.destination = weight.destination
         master = weight.master
-        self._watch = weight.watch()
+        self.watch = weight.watch()
         writes = self._writes()
         check_mapped(master)
         with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
@@ -147,12 +161,16 @@ class DeviceCopy:
         self.requires_grad = False
         #: The thread to which that was.
         self.reader = threading.get_ident()
+        #: The state of `overlaps` in which the master was known to have no bytes in common with others.
+        self.alone_in: object = None
         #: Whether writes may have happened that no version counter shows.
         self.compare = False
         #: Tells of most such writes, and is known if somebody has taken `.data` outside a forward.
         self._sum: int | None = None
         self._note(master, writes)
-        _copies[storage_address(self.data)] = self
+        #: Of the bytes' storage.
+        self.address = storage_address(self.data)
+        _copies[self.address] = self
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # never made: out of memory
@@ -165,7 +183,7 @@ class DeviceCopy:
         return weight if weight is not None and weight.copy is self else None
 
     def _writes(self) -> int:
-        return 0 if self._watch is None else self._watch.writes()
+        return 0 if self.watch is None else self.watch.writes()
 
     def _note(self, master: torch.Tensor, writes: int) -> None:
         """Remember the present state of both sides as equal, but for what was written to the master since."""
@@ -189,12 +207,19 @@ class DeviceCopy:
 
     def current(self, master: torch.Tensor) -> bool:
         """Whether the master is still what was copied (Invariant 6)."""
+        return self._seen[0] is not None and self.unchanged(master)
+
+    def as_copied(self, master: torch.Tensor) -> bool:
+        """Whether neither side has been written to; False may be wrong."""
         seen = self._seen
-        if seen[0] is None:
+        try:
+            if seen[0] is None or seen != _identity(master):
+                return False
+        except RuntimeError:  # it has been swapped with a tensor that has no memory
             return False
-        if seen == _identity(master):
-            return self._watch is None or self._seen_writes == self._watch.writes()
-        return self.unchanged(master)
+        if self.watch is not None and self._seen_writes != self.watch.writes():
+            return False
+        return self._sum is None and self.data._version == self.version
 
     def unchanged(self, master: torch.Tensor) -> bool:
         """The same as far as can be told: an inference tensor has no version."""
@@ -205,7 +230,7 @@ class DeviceCopy:
 
     def _of_a_neighbour(self, master: torch.Tensor) -> bool:
         """Whether a write that the version tells of was to others of the storage, who share the counter."""
-        watch = self._watch
+        watch = self.watch
         return watch is not None and not watch.sampled and part_of_storage(master) and not master.is_pinned()
 
     def tensor(self, weight: Weight) -> torch.Tensor:
@@ -214,10 +239,10 @@ class DeviceCopy:
         alive = None if self.handed is None or self.requires_grad != connected else self.handed()
         if alive is None:
             if torch.is_grad_enabled() and not torch.is_inference_mode_enabled():
-                alive = weight.connected(self.data, self._watch) if connected else self.data.detach()
+                alive = weight.connected(self) if connected else self.data.detach()
             else:
                 with torch.inference_mode(False), torch.enable_grad():
-                    alive = weight.connected(self.data, self._watch) if connected else self.data.detach()
+                    alive = weight.connected(self) if connected else self.data.detach()
             if isinstance(weight.master, nn.Parameter):
                 alive._is_param = True
             self.handed = weakref.ref(alive, self._note_death)
@@ -314,7 +339,7 @@ class DeviceCopy:
 
     def aliased(self) -> bool:
         """Return whether something else holds the bytes: a view, a detached alias, an autograd graph."""
-        return has_aliases(self.data)
+        return has_aliases(self.address)
 
 
 @untraced
@@ -322,7 +347,7 @@ def _died(copy: weakref.ref[DeviceCopy], handed: object) -> None:
     made = copy()
     session = None if made is None else made.session()
     if made is not None and session is not None and not sys.is_finalizing():
-        session.note_death(made, has_more_than_a_dying_alias(made.data))
+        session.note_death(made, has_more_than_a_dying_alias(made.address))
 
 
 def copy_of(tensor: torch.Tensor) -> DeviceCopy | None:

@@ -3,9 +3,9 @@
 Note [Deaths are settled later]
 -------------------------------
 A handed-out tensor can die anywhere: in another thread, in the autograd engine, in a garbage collection
-that an allocation of the session's own code set off. So the weak reference's callback only appends to a
-deque, which needs no lock. The thread that holds the lock settles what is in the deque before it lets go. The
-callback also tries to take the lock, without waiting, and settles it itself if it gets the lock.
+that an allocation of the session's own code set off. So the weak reference's callback tries to
+take the lock, without waiting, and settles the death itself if it gets the lock. Else it appends to a deque,
+which needs no lock, and the thread that has the lock settles what is there before it lets go.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Exclusive:
         self._lock.acquire()
         self._depth += 1
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object = None, error: object = None, trace: object = None) -> None:
         try:
             if self._deaths and self._depth == 1:
                 session = self._session()
@@ -61,10 +61,12 @@ class Exclusive:
             self._depth -= 1
             self._lock.release()
 
-    def settle_if_free(self) -> None:
-        if self._depth == 0 and self._lock.acquire(blocking=False):
-            self._depth += 1
-            self.__exit__()
+    def enter_if_free(self) -> bool:
+        """Enter, unless some thread has; whoever did ends it with `__exit__`."""
+        if self._depth or not self._lock.acquire(False):
+            return False
+        self._depth += 1
+        return True
 
 
 class HeldCopies(Statistics):
@@ -204,8 +206,13 @@ class HeldCopies(Statistics):
 
     def note_death(self, copy: DeviceCopy, aliased: bool) -> None:
         """Note that the tensor handed out of a copy is dying; `aliased`: its bytes have other holders."""
-        self.deaths.append((copy, aliased))
-        self._exclusive.settle_if_free()
+        if not self._exclusive.enter_if_free():
+            self.deaths.append((copy, aliased))
+            return
+        try:
+            self._settle(copy, aliased)
+        finally:
+            self._exclusive.__exit__()
 
     def settle_deaths(self) -> None:
         while self.deaths:
@@ -244,9 +251,9 @@ class HeldCopies(Statistics):
         """Nobody can write the copy's bytes any more."""
         self._held.pop(id(copy), None)
         self._orphans.pop(id(copy), None)
-        weight = copy.weight
+        owner = copy.owner()
+        weight = owner if owner is not None and owner.copy is copy else None
         if copy.compare or copy.written():
-            owner = copy.owner()
             if weight is not None and copy.unchanged(weight.master):
                 # The next access gets what the master has of it, which may be rounded.
                 if copy.write_back(weight.master):

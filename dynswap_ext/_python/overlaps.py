@@ -70,6 +70,8 @@ class Overlaps(Generic[_Weight]):
         self._longest = 0
         #: What `of` found, for as long as no weight comes or moves.
         self._found: dict[int, list[weakref.ref[_Weight]]] = {}
+        #: Another object whenever one does: what overlapped with nothing then may overlap with it.
+        self.state = object()
         self.renew_lock()
 
     def renew_lock(self) -> None:
@@ -89,14 +91,6 @@ class Overlaps(Generic[_Weight]):
             found = self._look(key)
         return [alive for reference in found if (alive := reference()) is not None]
 
-    def knows_alone(self, weight: _Weight) -> bool:
-        """Whether `of` has found nothing for the weight, and would not find anything now."""
-        key = id(weight)
-        known, found = self._known.get(key), self._found.get(key)
-        if known is None or found is None or found:
-            return False
-        return known[0].begin == weight.master.data_ptr() and known[1]() is weight
-
     def _take_up(self, weight: _Weight, place: Place) -> None:
         key = id(weight)
         with self._changing:
@@ -105,6 +99,7 @@ class Overlaps(Generic[_Weight]):
             insort(self._begins, (place.begin, key))
             self._longest = max(self._longest, place.end - place.begin)
             self._found.clear()
+            self.state = object()
 
     def _forget(self, key: int) -> None:
         with self._changing:

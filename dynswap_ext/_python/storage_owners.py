@@ -1,4 +1,4 @@
-"""Who else has the bytes of a tensor, as far as torch tells (pure-Python provider)."""
+"""Whether others have a tensor's bytes, as far as torch tells (pure-Python provider)."""
 
 from __future__ import annotations
 
@@ -17,31 +17,28 @@ def _not_told(_: int) -> int:
 _count: Final[Callable[[int], int]] = getattr(torch._C, "_storage_Use_Count", _not_told)
 
 
-def _owners(tensor: torch.Tensor) -> int:
-    return _count(tensor.untyped_storage()._cdata)
-
-
 def _measure() -> tuple[int, int]:
-    """Return what `_owners` counts for a tensor by itself, and for one whose only alias is dying.
+    """Return what is counted for a tensor by itself, and for one whose only alias is dying.
 
     Measured, as torch's own references to a storage are not part of its interface.
     """
     data = torch.zeros(1, device="cpu")
+    address = data.untyped_storage()._cdata
     alias = data.detach()
     at_death: list[int] = []
-    watch = weakref.ref(alias, lambda _: at_death.append(_owners(data)))
+    watch = weakref.ref(alias, lambda _: at_death.append(_count(address)))
     del alias, watch
-    return _owners(data), at_death[0] if at_death else 0
+    return _count(address), at_death[0] if at_death else 0
 
 
 _ALONE, _AT_DEATH = _measure()
 
 
-def has_aliases(tensor: torch.Tensor) -> bool:
-    """Whether something else has the tensor's bytes: a view, a detached alias, an autograd graph."""
-    return _count(tensor.untyped_storage()._cdata) > _ALONE
+def has_aliases(address: int) -> bool:
+    """Whether a storage has other owners than one tensor: a view, a detached alias, an autograd graph."""
+    return _count(address) > _ALONE
 
 
-def has_more_than_a_dying_alias(tensor: torch.Tensor) -> bool:
-    """Whether something else has them than an alias that is dying, which still counts as an owner."""
-    return _count(tensor.untyped_storage()._cdata) > _AT_DEATH
+def has_more_than_a_dying_alias(address: int) -> bool:
+    """Whether it has others than that tensor and an alias that is dying, which still counts."""
+    return _count(address) > _AT_DEATH
