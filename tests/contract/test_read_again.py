@@ -15,8 +15,9 @@ import torch
 from torch import Tensor, nn
 
 import children
-from conftest import Provider
+from conftest import Provider, dense_alone_is_pretended
 from dynswap_ext import testing
+from dynswap_ext._swap.state import session_of
 
 BUDGETS = pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
 
@@ -279,6 +280,43 @@ def test_what_a_call_writes_after_its_last_read(
         each(provider.randn(4, 4))
     handle.flush()
     testing.assert_bit_equal(master(model).detach().double(), master(moved).detach().cpu())
+
+
+def test_a_buffer_that_is_no_longer_cast(provider: Provider) -> None:
+    if provider.native:
+        pytest.skip("from the next plan on")
+    seen = []
+
+    def keep(m: Reads) -> None:
+        session = session_of(m)
+        assert session is not None
+        seen.append(m.table.dtype)
+        session.keep_dtype(m, "table")
+        seen.append(m.table.dtype)
+
+    model = Reads(keep)
+    provider.install(model, dtype=torch.float64)
+    model(provider.randn(4, 4))
+    assert seen == [torch.float64, torch.float32]
+
+
+def test_a_swap_with_a_tensor_that_has_no_memory(provider: Provider) -> None:
+    dense_alone_is_pretended("sparse")
+
+    def sparse(m: Reads) -> None:
+        torch.utils.swap_tensors(master(m), nn.Parameter(like(m, 4, 4).to_sparse(), requires_grad=False))
+
+    class ReadsSparse(Reads):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(4):
+                self.weight  # noqa: B018
+            self.between(self)
+            return x * self.weight.to_dense()
+
+    model = ReadsSparse(sparse).requires_grad_(False)
+    moved, _ = provider.pair(model)
+    x = provider.randn(4, 4)
+    testing.assert_bit_equal(model(x), moved(x))
 
 
 class Penalised(nn.Module):
