@@ -311,14 +311,18 @@ def _survey(model: nn.Module, modules: Sequence[nn.Module], choices: Choices) ->
 
     Raises ConfigError if a master holds no data, or if the tree is sharded.
     """
-    plain = [module for module in modules if not is_scripted(type(module))]
+    classes = {id(cls): cls for cls in map(type, modules)}
+    plain = modules
+    if any(map(is_scripted, classes.values())):
+        plain = [module for module in modules if not is_scripted(type(module))]
     distributed.refuse_to_install(plain)
     other_offloading.refuse_to_install(plain)
     meta = [
         master
         for module in plain
-        for name, master, _ in own_masters(module)
-        if master.is_meta and not choices.ignores(module, name)
+        for masters in (module._parameters, module._buffers)
+        for name, master in masters.items()
+        if master is not None and master.is_meta and not choices.ignores(module, name)
     ]
     if meta:
         names = listed([name_in(model, master) for master in meta])

@@ -24,12 +24,11 @@ _SWAPPED = "dynswap_ext._swap.class_swap"
 
 def refuse_to_install(modules: Sequence[nn.Module]) -> None:
     """Raise ConfigError if FSDP or `fully_shard` manages one of the modules."""
-    wrapping = {id(cls): cls for cls in map(type, modules)}
-    wrappers = {key for key, cls in wrapping.items() if any(base.__name__ == _FSDP for base in cls.__mro__)}
+    classes = {id(cls): cls for cls in map(type, modules)}
+    wrappers = {key for key, cls in classes.items() if any(base.__name__ == _FSDP for base in cls.__mro__)}
     for module in modules:
-        wrapper = id(type(module)) in wrappers
-        if wrapper or vars(module).get("_is_fsdp_managed_module"):
-            by = _FSDP if wrapper else "fully_shard"
+        if id(type(module)) in wrappers or module.__dict__.get("_is_fsdp_managed_module"):
+            by = _FSDP if id(type(module)) in wrappers else "fully_shard"
             raise ConfigError(
                 f"a {type(module).__qualname__} of the model is managed by torch's {by}, which moves its "
                 "weights by itself; expected a model that is not sharded. There is no way back: begin with "

@@ -106,9 +106,10 @@ class ServedModules:
             self._known.clear()
 
     def _note(self, modules: Sequence[nn.Module]) -> None:
-        for module in modules:
-            self._known.pop(id(module), None)  # a module that is noted again comes last
-            self._known[id(module)] = weakref.ref(module)
+        noted = {id(module): weakref.ref(module) for module in modules}
+        for key in self._known.keys() & noted.keys():
+            del self._known[key]  # a module that is noted again comes last
+        self._known.update(noted)
 
     def _served(self) -> Iterator[nn.Module]:
         for known in list(self._known.values()):

@@ -59,8 +59,8 @@ _ADDING: Final = {
 def refuse_to_install(modules: Sequence[nn.Module]) -> None:
     """Raise ConfigError if a hook of another library moves or casts the weights of one of the modules."""
     for attribute, known in _HOOKS.items():
-        for module in modules:
-            for hook in _hooks_in(vars(module)[attribute]) if attribute in vars(module) else ():
+        for module in [module for module in modules if attribute in module.__dict__]:
+            for hook in _hooks_in(module.__dict__[attribute]):
                 if (name := _named(hook, known)) is not None:
                     raise ConfigError(
                         f"a {type(module).__qualname__} of the model has {_described(attribute, name)}. "

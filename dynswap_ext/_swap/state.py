@@ -40,7 +40,8 @@ def session_of(module: nn.Module) -> Any:
 
 def sessions_of(modules: Iterable[nn.Module]) -> set[Any]:
     """Return the sessions that serve some of these modules."""
-    return {session for module in modules if (session := session_of(module)) is not None}
+    served = [module for module in modules if STATE_KEY in module.__dict__]
+    return {session for module in served if (session := session_of(module)) is not None}
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:
@@ -57,8 +58,8 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
             continue
         seen.add(id(module))
         found.append(module)
-        if not is_scripted(type(module)) and module._modules:
-            stack.extend(reversed(module._modules.values()))
+        if (children := module._modules) and not is_scripted(type(module)):
+            stack.extend(reversed(children.values()))
     return found
 
 

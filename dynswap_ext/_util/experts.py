@@ -36,22 +36,28 @@ def experts_of_modules(modules: Sequence[nn.Module]) -> dict[int, Experts]:
 
     Parents come before their children.
     """
-    place_of = {id(module): place for place, module in enumerate(modules)}
+    found = {
+        place: Experts(slices)
+        for place, module in enumerate(modules)
+        if module._parameters and (slices := _fused(module))
+    }
+    lists = [
+        child
+        for module in modules
+        if module._modules
+        for name, child in module._modules.items()
+        if "expert" in name and isinstance(child, nn.ModuleList | nn.ModuleDict)
+    ]
+    place_of = {id(module): place for place, module in enumerate(modules)} if lists else {}
     expert_of: dict[int, int] = {}
-    for module in modules:
-        for name, child in module._modules.items():
-            if "expert" not in name or not isinstance(child, nn.ModuleList | nn.ModuleDict):
-                continue
-            experts = [one for one in child.children() if id(one) in place_of and _has_masters(one)]
-            for one in experts if len(experts) > 1 else ():
-                for part in one.modules():
-                    expert_of.setdefault(id(part), place_of[id(one)])
-    found = {}
-    for place, each in enumerate(modules):
-        if id(each) in expert_of:
-            found[place] = Experts(expert=expert_of[id(each)])
-        elif each._parameters and (slices := _fused(each)):
-            found[place] = Experts(slices)
+    for each in lists:
+        experts = [one for one in each.children() if id(one) in place_of and _has_masters(one)]
+        for one in experts if len(experts) > 1 else ():
+            for part in one.modules():
+                expert_of.setdefault(id(part), place_of[id(one)])
+    for key, expert in expert_of.items():
+        if key in place_of:
+            found[place_of[key]] = Experts(expert=expert)
     return found
 
 

@@ -36,12 +36,14 @@ def units_of_modules(modules: Sequence[nn.Module]) -> tuple[list[int], list[bool
         cls = type(module)
         if id(cls) not in of_torch:
             of_torch[id(cls)] = _has_forward_of_torch(cls)
-        if of_torch[id(cls)] and id(module) not in first_of and own_masters(module):
-            for part in _parts(module):
+        whole = of_torch[id(cls)]
+        if whole and module._modules and id(module) not in first_of:
+            whole = bool(own_masters(module))
+            for part in _parts(module) if whole else ():
                 first_of.setdefault(id(part), place)
-        first = first_of.get(id(module))
+        first = first_of.get(id(module)) if first_of else None
         units.append(place if first is None else first)
-        at_once.append(first is not None)
+        at_once.append(whole or first is not None)
     return units, at_once
 
 
