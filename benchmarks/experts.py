@@ -19,7 +19,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -125,7 +125,7 @@ def build(implementation: str, route: Route, layers: int, width: int) -> nn.Modu
     return model
 
 
-def whole(modules: Sequence[nn.Module]) -> dict[int, Any]:
+def whole(modules: Sequence[nn.Module], stacked: Iterable[int]) -> dict[int, Any]:
     """In the place of what finds experts (`experts_of_modules`): there are none."""
     return {}
 

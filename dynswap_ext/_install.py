@@ -20,7 +20,7 @@ from dynswap_ext._swap.module_registry import ServedModules, masters_of, model_o
 from dynswap_ext._swap.optimizers import add_step_listener, keep_scales_on_host, remove_step_listener
 from dynswap_ext._swap.parametrized import apply_to_originals, rebase_on_originals
 from dynswap_ext._swap.protocol import Hooks, Session
-from dynswap_ext._swap.state import is_scripted, modules_of, name_in, session_of, sessions_of
+from dynswap_ext._swap.state import is_scripted, modules_of, name_in, served_of, session_of, sessions_of
 from dynswap_ext._swap.torch_modules import put_masters_back
 from dynswap_ext._tuning import Tuner, smaller_budget
 from dynswap_ext._util.listing import listed
@@ -138,7 +138,7 @@ class Install(ServedModules):
 
         An automatic budget shrinks until the device has memory for it.
         """
-        served = [module for module in modules if session_of(module) is not None]
+        served = served_of(modules)
         classes = apply_to_originals(modules, sessions_of(served))
         self.serve(model, modules)
         no_room: OutOfMemoryError | None = None

@@ -125,6 +125,7 @@ def resolve(
     automatic = is_automatic(budget)
     chosen = _one_of(PROVIDERS, "provider", provider)
     pinned = _part_of_all_ram(_AUTO_PINNED) if pin == "auto" else _amount_of_ram("pin", pin)
+    free = _free_ram() if pin is True or "auto" in (pin, page_cache) else 0
     return Options(
         device=where,
         dtype=_dtype(dtype),
@@ -132,11 +133,9 @@ def resolve(
         budget=first_budget(where) if automatic else resolve_budget(budget, where),
         automatic=automatic,
         pin=pinned,
-        pinned_copies=_part_of_ram(_PINNED_COPIES) if pin is True or pin == "auto" else pinned,
+        pinned_copies=int(_PINNED_COPIES * free) if pin is True or pin == "auto" else pinned,
         page_cache=(
-            _part_of_ram(_AUTO_PAGE_CACHE)
-            if page_cache == "auto"
-            else _amount_of_ram("page_cache", page_cache)
+            int(_AUTO_PAGE_CACHE * free) if page_cache == "auto" else _amount_of_ram("page_cache", page_cache)
         ),
         page_cache_always=page_cache != "auto",
         provider=provider_from_environment() if chosen == "auto" else chosen,
@@ -301,10 +300,10 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
     return amount
 
 
-def _part_of_ram(fraction: float) -> int:
+def _free_ram() -> int:
     """Bytes of the free RAM; none where it cannot be told."""
     try:
-        return int(fraction * free_bytes(torch.device("cpu")))
+        return free_bytes(torch.device("cpu"))
     except ConfigError:
         return 0
 

@@ -52,6 +52,13 @@ bool has_place_for(PyObject* held, const Weight& weight) {
          scalar_of(master.scalar_type()) == weight.source->stored;
 }
 
+/// What a dict has for a key; null if that is nothing.
+py::object find(const py::dict& dict, const py::object& key) {
+  PyObject* const found = PyDict_GetItemWithError(dict.ptr(), key.ptr());
+  if (found == nullptr && PyErr_Occurred() != nullptr) throw py::error_already_set();
+  return py::reinterpret_borrow<py::object>(found);
+}
+
 }  // namespace
 
 /// What will be done to the modules of a tree, before any of it is done.
@@ -133,8 +140,7 @@ std::shared_ptr<Session::Attaching> Session::survey(const py::object& root, cons
       continue;
     }
     Attaching::Module plan{visited.module, swap, place, {}};
-    const py::int_ at_place(place);
-    const py::object excepted = exceptions.attr("get")(at_place, py::tuple());
+    const py::object excepted = exceptions.empty() ? py::object() : find(exceptions, py::int_(place));
     for (const bool parameter : {true, false}) {
       PyObject* const held =
           PyDict_GetItemWithError(dict.ptr(), parameter ? Names::get().parameters : Names::get().buffers);
@@ -145,7 +151,7 @@ std::shared_ptr<Session::Attaching> Session::survey(const py::object& root, cons
         PyUnicode_InternInPlace(&interned);
         const auto name = py::reinterpret_steal<py::object>(interned);
         if (!attaching->served(swap, name)) continue;
-        const bool exception = excepted.contains(name);
+        const bool exception = excepted && excepted.contains(name);
         Casting casting = exception && !joins ? Casting::kept_in_float32 : Casting::to_dtype;
         if (master == Py_None || (joins && !exception)) casting = casting_of_added_master(master);
         plan.entries.push_back({name, parameter, nullptr, casting});
@@ -162,7 +168,7 @@ std::shared_ptr<Session::Attaching> Session::survey(const py::object& root, cons
 
 std::size_t Session::attach(const py::object& self, const py::object& root, const py::object& swap_class) {
   const std::shared_ptr<Attaching> attaching = survey(root, swap_class, /*joins=*/true);
-  tell_experts_apart(attaching->tree);
+  tell_experts_apart(attaching->tree, experts_in(attaching->tree));
   if (!find_weights(attaching->tree, *table_).first.empty()) outdated_ = true;  // they wait for the next plan
   swap(self, *attaching);
   return attaching->modules.size();
@@ -306,7 +312,7 @@ Weight& Session::added_weight(PyObject* master, PyObject* name, bool parameter, 
   const std::shared_ptr<WeightTable> table = table_;
   table->sweep();
   Weight& weight = table->weight_of(master, py::cast<std::string>(py::handle(name)), parameter,
-                                    mappings_of(THPVariable_Unpack(master)), casting);
+                                    MappingsOfMasters().of(THPVariable_Unpack(master)), casting);
   if (weight.path == Weight::AccessPath::streamed && !weight.plan) note_unplanned(weight);
   return weight;
 }

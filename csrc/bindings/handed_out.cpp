@@ -107,7 +107,7 @@ HandedOut::HandedOut(const Origin& origin, const at::Tensor& master, const at::D
     : origin_(origin), options_(at::TensorOptions().dtype(origin.weight->wanted).device(device)) {
   const Weight& weight = *origin.weight;
   const bool known = weight.state.same_bytes(*master.unsafeGetTensorImpl());
-  mapped_ = known ? weight.mapped : is_mapped(master, mappings_of(master));
+  mapped_ = known ? weight.mapped : is_mapped(master, MappingsOfMasters().of(master));
   if (known) sharing_ = weight.sharing;
   if (weight.watch && known) {
     master_watch_ = weight.watch;

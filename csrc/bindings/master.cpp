@@ -143,9 +143,10 @@ void write_master(const at::Tensor& master, const at::Tensor& copy, const std::s
     throw SourceError(gone(who, address));
 }
 
-Mappings mappings_of(const at::Tensor& master) {
-  const bool mapped = !has_own_bytes(master) || !MasterMemory::can_hold(master.storage());
-  return mapped ? Mappings::of_this_process() : Mappings();
+const Mappings& MappingsOfMasters::of(const at::Tensor& master) {
+  if (has_own_bytes(master) && MasterMemory::can_hold(master.storage())) return none_;
+  if (!all_) all_ = Mappings::of_this_process();
+  return *all_;
 }
 
 bool has_memory(const at::Tensor& master) {

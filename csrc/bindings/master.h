@@ -155,9 +155,16 @@ void write_master(const at::Tensor& master, const at::Tensor& copy, const std::s
 SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
                     const Mappings& mappings, PageCacheShare& page_cache, MasterMemory& memory);
 
-/// Where files are mapped, as far as `master` may lie in one: memory of torch's own allocator never does, and
-/// to ask the kernel takes a millisecond.
-Mappings mappings_of(const at::Tensor& master);
+/// Where files are mapped, for masters that may lie in one: memory of torch's own allocator never does, and
+/// to ask the kernel takes a millisecond. It is asked once at most.
+class MappingsOfMasters {
+ public:
+  const Mappings& of(const at::Tensor& master);
+
+ private:
+  const Mappings none_;
+  std::optional<Mappings> all_;
+};
 
 /// Its elements are somewhere: neither is it on `meta`, nor has its storage been resized to less than it
 /// needs.

@@ -235,7 +235,8 @@ class Session : public std::enable_shared_from_this<Session> {
   std::shared_ptr<Engine> new_engine(const Budget& budget);
   std::vector<WeightTable::Choice> choices_for(const py::list& modules) const;  // attach.cpp
   static Streamed find_weights(const Served& served, WeightTable& table);
-  bool tell_experts_apart(Served& served) const;
+  py::dict experts_in(const Served& served) const;
+  static void tell_experts_apart(Served& served, const py::dict& experts);
   bool holds_all(const Streamed& streamed, const Budget& budget);
   void draft_weights(Draft& draft, Served& served, const Budget& budget);
   void draft_first(Served& served);

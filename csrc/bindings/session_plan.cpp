@@ -3,6 +3,7 @@
 #include <unordered_set>
 #include <utility>
 
+#include "accelerator/plain_torch.h"
 #include "bindings/attribute.h"
 #include "bindings/backends.h"
 #include "bindings/glue.h"
@@ -124,6 +125,20 @@ bool applies_to(const Plan& plan, const WeightTable::Streamed& streamed) {
   return true;
 }
 
+/// Whether a module has a parameter of three dimensions or more, whose slices may be experts. So may be those
+/// of a parameter that only Python can be asked about.
+bool has_stacked(PyObject* module_dict) {
+  PyObject* const parameters = PyDict_GetItemWithError(module_dict, Names::get().parameters);
+  if (parameters == nullptr || !PyDict_Check(parameters)) return false;
+  PyObject *name = nullptr, *master = nullptr;
+  for (Py_ssize_t at = 0; PyDict_Next(parameters, &at, &name, &master) != 0;) {
+    if (!THPVariable_Check(master)) continue;
+    const c10::TensorImpl& impl = *THPVariable_Unpack(master).unsafeGetTensorImpl();
+    if (!has_layout(impl) || impl.dim() >= 3) return true;
+  }
+  return false;
+}
+
 /// Registers the weights, and tells them by which ids.
 void add_weights(Engine& engine, const WeightTable::Streamed& streamed) {
   for (const auto& [weight, unit] : streamed.first)
@@ -135,7 +150,7 @@ void add_weights(Engine& engine, const WeightTable::Streamed& streamed) {
 }  // namespace
 
 WeightTable::Streamed Session::find_weights(const Served& served, WeightTable& table) {
-  const Mappings mappings = Mappings::of_this_process();
+  MappingsOfMasters mappings;
   Streamed streamed;
   for (const Served::Module& module : served.modules) {
     table.find_weights(module.dict.ptr(), module.prefix, served.choices[module.place], mappings,
@@ -144,9 +159,16 @@ WeightTable::Streamed Session::find_weights(const Served& served, WeightTable& t
   return streamed;
 }
 
-/// Marks what is used in no order (Note [Groups by use]). False if there is nothing.
-bool Session::tell_experts_apart(Served& served) const {
-  const auto experts = hooks_.experts(served.tree).cast<py::dict>();
+/// What is used in no order (Note [Groups by use]), by the modules' places.
+py::dict Session::experts_in(const Served& served) const {
+  py::list stacked;
+  for (const Served::Module& module : served.modules) {
+    if (has_stacked(module.dict.ptr())) stacked.append(module.place);
+  }
+  return hooks_.experts(served.tree, stacked);
+}
+
+void Session::tell_experts_apart(Served& served, const py::dict& experts) {
   for (const auto& [place, what] : experts) {
     const auto [slices, expert] = what.cast<std::pair<std::int64_t, std::int64_t>>();
     WeightTable::Unit& unit = served.choices.at(place.cast<std::size_t>()).unit;
@@ -155,7 +177,6 @@ bool Session::tell_experts_apart(Served& served) const {
     unit.number = static_cast<std::uint64_t>(expert);
     unit.options.by_use = true;
   }
-  return !experts.empty();
 }
 
 /// Whether all weights can stay on the device, as an engine would lay them out.
@@ -169,12 +190,11 @@ bool Session::holds_all(const Streamed& streamed, const Budget& budget) {
 /// Finds the weights of the draft. Experts are told apart only where not all weights can stay on the device:
 /// else none is used in another way than others.
 void Session::draft_weights(Draft& draft, Served& served, const Budget& budget) {
-  Served whole = served;
-  const bool experts = tell_experts_apart(served);
-  if (experts) {
+  if (const py::dict experts = experts_in(served); !experts.empty()) {
     draft.table = new_table();
-    draft.streamed = find_weights(whole, *draft.table);
+    draft.streamed = find_weights(served, *draft.table);
     if (holds_all(draft.streamed, budget)) return;
+    tell_experts_apart(served, experts);
   }
   draft.table = new_table();
   draft.streamed = find_weights(served, *draft.table);

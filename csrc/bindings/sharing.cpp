@@ -48,8 +48,9 @@ struct Locked {
 };
 
 bool is_page_locked(const at::Tensor& master) {
+  if (!at::getAccelerator().has_value()) return false;
   const PlainTorch guard;
-  return at::getAccelerator().has_value() && master.is_pinned();
+  return master.is_pinned();
 }
 
 }  // namespace

@@ -182,7 +182,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
   /// `of` watches the master's bytes; null if they are not in RAM.
   void watch_master(std::shared_ptr<MemoryWatch> of) {
     watch = std::move(of);
-    writes_seen = watch ? watch->writes() : 0;
+    writes_seen = watch ? watch->first_writes() : 0;
   }
 
   void remember(const at::Tensor& handed_out) {

@@ -127,7 +127,7 @@ void WeightTable::classify(Weight& weight, PyObject* master_object, const Mappin
   if (const c10::Storage& storage = master.unsafe_storage())
     weight.master_storage = storage.getWeakStorageImpl();
   weight.version = master.version_counter();
-  weight.mapped = is_mapped(THPVariable_Unpack(master_object), mappings);
+  weight.mapped = kind.source ? kind.source->mapped : is_mapped(THPVariable_Unpack(master_object), mappings);
   const bool moves_bytes =
       kind.path == Weight::AccessPath::streamed || kind.path == Weight::AccessPath::copied;
   weight.sharing =
@@ -155,7 +155,7 @@ void WeightTable::replace_master(Weight& weight, PyObject* master_object) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
   sweep();
   by_master_[master.unsafeGetTensorImpl()] = &weight;
-  classify(weight, master_object, mappings_of(master));
+  classify(weight, master_object, MappingsOfMasters().of(master));
 }
 
 Weight& WeightTable::weight_of(PyObject* master, const std::string& name, bool parameter,
@@ -204,7 +204,7 @@ void for_streamed(Weight& weight, const std::function<void(Weight&)>& use) {
 }  // namespace
 
 void WeightTable::find_weights(PyObject* module_dict, const std::string& prefix, const Choice& choice,
-                               const Mappings& mappings, std::vector<Entry>& entries, Streamed& streamed) {
+                               MappingsOfMasters& mappings, std::vector<Entry>& entries, Streamed& streamed) {
   const std::size_t first = streamed.first.size();
   for (Entry& entry : entries) {
     entry.bind(nullptr);
@@ -221,7 +221,8 @@ void WeightTable::find_weights(PyObject* module_dict, const std::string& prefix,
     // What is kept stays as a whole.
     const std::int64_t slices = entry.parameter && !unit.options.keep ? unit.slices : 0;
     if (unit.options.keep) unit.options.by_use = false;
-    Weight& found = weight_of(master, name, entry.parameter, mappings, entry.casting, slices);
+    Weight& found = weight_of(master, name, entry.parameter, mappings.of(THPVariable_Unpack(master)),
+                              entry.casting, slices);
     entry.bind(found.shared_from_this());
     if (known == weights_.size()) {
       for_streamed(found, [&](Weight& weight) { streamed.again.emplace_back(&weight, unit); });
@@ -233,6 +234,7 @@ void WeightTable::find_weights(PyObject* module_dict, const std::string& prefix,
     }
   }
   // An expert's slices of all the module's parameters travel together.
+  if (choice.unit.slices == 0) return;
   std::stable_sort(streamed.first.begin() + static_cast<std::ptrdiff_t>(first), streamed.first.end(),
                    [](const auto& a, const auto& b) { return a.first->slice < b.first->slice; });
 }

@@ -66,7 +66,7 @@ class WeightTable {
   /// The weights of a module's masters, bound to its entries; those that stream are added to `streamed`.
   /// Entries that are to be ignored are marked, and get no weight.
   void find_weights(PyObject* module_dict, const std::string& prefix, const Choice& choice,
-                    const Mappings& mappings, std::vector<Entry>& entries, Streamed& streamed);
+                    MappingsOfMasters& mappings, std::vector<Entry>& entries, Streamed& streamed);
   /// Another master, or one that has other memory or another layout, takes the place of the weight's.
   void replace_master(Weight& weight, PyObject* master);
   /// What came for a while goes with its master.

@@ -306,6 +306,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool at_once = false;            ///< Note [A plan goes before the next one comes]
   };
 
+  /// The weights of each unit, in the order of their first weights.
+  using Units = std::vector<std::vector<WeightId>>;
+
   /// How weights are put together, in bytes.
   struct Grouping {
     std::size_t enough;     ///< a group of this size takes no further unit
@@ -321,13 +324,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   // engine_units.cpp
   void join_units();
-  std::vector<std::vector<WeightId>> units() const;  ///< in the order of their first weights
+  Units units() const;
   std::size_t bytes_of(const std::vector<WeightId>& unit) const noexcept;
 
   // engine_plan.cpp
-  Grouping preferred_grouping() const;
+  Grouping preferred_grouping(const Units& units) const;
   /// Returns their sizes. Those of `on_device` are groups already.
-  std::vector<std::size_t> form_groups(const Grouping& grouping,
+  std::vector<std::size_t> form_groups(Units units, const Grouping& grouping,
                                        const std::vector<std::vector<WeightId>>& on_device);
   std::vector<std::vector<WeightId>> groups_to_keep(std::vector<std::vector<WeightId>> on_device) const;
   std::vector<std::size_t> form_groups_and_residents(const std::vector<std::vector<WeightId>>& on_device,

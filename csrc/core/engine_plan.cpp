@@ -24,7 +24,7 @@ constexpr std::size_t kTinyPart = 32;
 
 }  // namespace
 
-Engine::Grouping Engine::preferred_grouping() const {
+Engine::Grouping Engine::preferred_grouping(const Units& units) const {
   std::size_t total = 0;
   for (const Weight& weight : weights_) total += weight.options.by_use ? 0 : weight.source->wanted_bytes();
   // A small model, or a small budget, is streamed all the same: then less is enough.
@@ -35,7 +35,7 @@ Engine::Grouping Engine::preferred_grouping() const {
   const std::size_t tiny = grouping.enough / kTinyPart;
   const std::size_t alignment = backend_->weight_alignment();
   std::size_t tiny_total = 0;
-  for (const std::vector<WeightId>& unit : units()) {
+  for (const std::vector<WeightId>& unit : units) {
     const WeightOptions& options = weights_[unit.front()].options;
     if (bytes_of(unit) > tiny || options.keep || options.by_use) continue;
     for (const WeightId id : unit) tiny_total += align_up(weights_[id].source->wanted_bytes(), alignment);
@@ -44,7 +44,7 @@ Engine::Grouping Engine::preferred_grouping() const {
   return grouping;
 }
 
-std::vector<std::size_t> Engine::form_groups(const Grouping& grouping,
+std::vector<std::size_t> Engine::form_groups(Units units, const Grouping& grouping,
                                              const std::vector<std::vector<WeightId>>& on_device) {
   // A unit's weights are used together, so a group holds whole units: small ones until there is enough
   // to be worth a transfer. Only a unit too large to travel at once is cut, and its small weights (a
@@ -75,7 +75,7 @@ std::vector<std::size_t> Engine::form_groups(const Grouping& grouping,
     open_bytes += weights_[weight].source->wanted_bytes();
   };
   std::optional<std::size_t> tinies;
-  for (std::vector<WeightId>& unit : units()) {
+  for (std::vector<WeightId>& unit : units) {
     const std::size_t bytes_of_unit = bytes_of(unit);
     const WeightOptions& options = weights_[unit.front()].options;
     if (options.by_use) {
@@ -200,7 +200,9 @@ bool Engine::holds_all() {
   DYNSWAP_CHECK(!arranged_, "it is asked before arrange()");
   if (options_.budget == 0 || weights_.empty()) return false;
   join_units();
-  const std::vector<std::size_t> bytes = form_groups(preferred_grouping(), {});
+  Units all = units();
+  const Grouping grouping = preferred_grouping(all);
+  const std::vector<std::size_t> bytes = form_groups(std::move(all), grouping, {});
   return std::accumulate(bytes.begin(), bytes.end(), std::size_t{0}) <= options_.budget;
 }
 
@@ -246,9 +248,11 @@ std::vector<bool> Engine::by_use() const {
 /// their sizes.
 std::vector<std::size_t> Engine::form_groups_and_residents(
     const std::vector<std::vector<WeightId>>& on_device, std::size_t budget) {
-  std::vector<std::size_t> bytes = form_groups(preferred_grouping(), on_device);
+  Units all = units();
+  const Grouping grouping = preferred_grouping(all);
+  std::vector<std::size_t> bytes = form_groups(std::move(all), grouping, on_device);
   if (options_.budget > 0 && least_budget(bytes) > options_.budget)
-    bytes = form_groups({1, 0, 0}, {});  // as small as can be: what does not fit now never will
+    bytes = form_groups(units(), {1, 0, 0}, {});  // as small as can be: what does not fit now never will
   check_kept(bytes, budget);
   std::vector<bool> keep, tiny, is_on_device;
   for (const Group& group : groups_) {

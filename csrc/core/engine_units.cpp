@@ -66,10 +66,14 @@ void Engine::join_units() {
   shared_.clear();
 }
 
-std::vector<std::vector<WeightId>> Engine::units() const {
-  std::vector<std::vector<WeightId>> units;
+Engine::Units Engine::units() const {
+  Units units;
   std::unordered_map<std::uint64_t, std::size_t> place;
   for (WeightId id = 0; id < weights_.size(); ++id) {
+    if (!units.empty() && weights_[units.back().front()].unit == weights_[id].unit) {
+      units.back().push_back(id);
+      continue;
+    }
     const auto [at, is_new] = place.try_emplace(weights_[id].unit, units.size());
     if (is_new) units.emplace_back();
     units[at->second].push_back(id);

@@ -9,15 +9,15 @@ namespace dynswap {
 
 std::shared_ptr<HeldBytes> HeldBytes::of(const Context& context) noexcept {
   if (!context || context.get_deleter() != &drop_share) return nullptr;
-  return *static_cast<std::shared_ptr<HeldBytes>*>(context.get());
+  return static_cast<HeldBytes*>(context.get())->share_;
 }
 
 std::shared_ptr<HeldBytes> HeldBytes::hold(Context& context) {
   std::shared_ptr<HeldBytes> held = of(context);
   if (!held) {
     held = std::make_shared<HeldBytes>();
-    Context exchanged(new std::shared_ptr<HeldBytes>(held), &drop_share);
-    held->original_ = std::exchange(context, std::move(exchanged));
+    held->share_ = held;
+    held->original_ = std::exchange(context, Context(held.get(), &drop_share));
   }
   ++held->holders_;
   return held;
@@ -29,9 +29,9 @@ void HeldBytes::leave(Context* context) noexcept {
   const Context share = std::exchange(*context, std::move(original_));
 }
 
-void HeldBytes::drop_share(void* share) noexcept {
-  const std::unique_ptr<std::shared_ptr<HeldBytes>> own(static_cast<std::shared_ptr<HeldBytes>*>(share));
-  if (!PROTECTED(bytes_outlive_storage)) (*own)->original_.reset();
+void HeldBytes::drop_share(void* bytes) noexcept {
+  const std::shared_ptr<HeldBytes> own = std::move(static_cast<HeldBytes*>(bytes)->share_);
+  if (!PROTECTED(bytes_outlive_storage)) own->original_.reset();
 }
 
 bool HeldBytes::lock(const Locker& locker) {

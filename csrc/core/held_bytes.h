@@ -50,10 +50,11 @@ class HeldBytes {
   bool locked();
 
  private:
-  static void drop_share(void* share) noexcept;
+  static void drop_share(void* bytes) noexcept;
 
   Context original_{nullptr, nullptr};  ///< LOCK: as above
   int holders_ = 0;                     ///< LOCK: as above
+  std::shared_ptr<HeldBytes> share_;    ///< the storage's own, while its context is the exchanged one
 
   Mutex changing_;                ///< held while the driver works: who wants the same memory waits for that
   int locks_ = 0;                 ///< LOCK: changing_

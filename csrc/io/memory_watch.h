@@ -34,6 +34,8 @@ class MemoryWatch {
 
   /// Looks for writes, and returns a count that differs from the last one if any was made since.
   std::uint64_t writes();
+  /// The count of a watch that is new and that nobody else has: only a file's memory needs a look.
+  std::uint64_t first_writes() { return file_ ? writes() : writes_; }
   /// Counts a write that was made, or is about to be, unless a look sees every write.
   void note_write();
   /// Announces that much is about to be written. See PageWatch::expect_writes().

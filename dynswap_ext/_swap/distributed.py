@@ -18,6 +18,7 @@ from dynswap_ext.errors import ConfigError
 _CONTRACT = "torch.distributed._composable.contract"
 _SHARD = "fully_shard"
 _FSDP = "FullyShardedDataParallel"
+_MANAGED = "_is_fsdp_managed_module"
 _WRAPPING = "torch.distributed.fsdp.fully_sharded_data_parallel"
 _SWAPPED = "dynswap_ext._swap.class_swap"
 
@@ -26,9 +27,10 @@ def refuse_to_install(modules: Sequence[nn.Module]) -> None:
     """Raise ConfigError if FSDP or `fully_shard` manages one of the modules."""
     classes = {id(cls): cls for cls in map(type, modules)}
     wrappers = {key for key, cls in classes.items() if any(base.__name__ == _FSDP for base in cls.__mro__)}
-    for module in modules:
-        if id(type(module)) in wrappers or module.__dict__.get("_is_fsdp_managed_module"):
-            by = _FSDP if id(type(module)) in wrappers else "fully_shard"
+    for module in modules if wrappers else [module for module in modules if _MANAGED in module.__dict__]:
+        wrapper = id(type(module)) in wrappers
+        if wrapper or module.__dict__.get(_MANAGED):
+            by = _FSDP if wrapper else "fully_shard"
             raise ConfigError(
                 f"a {type(module).__qualname__} of the model is managed by torch's {by}, which moves its "
                 "weights by itself; expected a model that is not sharded. There is no way back: begin with "

@@ -178,8 +178,9 @@ class Hooks:
     cast_as_copies: Callable[[Sequence[nn.Module], torch.dtype | None], dict[int, frozenset[str]]] = (
         cast_as_copies
     )
-    #: Returns what of the modules of a tree is used without an order, by their places.
-    experts: Callable[[Sequence[nn.Module]], dict[int, Experts]] = experts_of_modules
+    #: Returns what of the modules of a tree is used without an order, by their places. Also given are the
+    #: places of those that have a parameter of three dimensions.
+    experts: Callable[[Sequence[nn.Module], Iterable[int]], dict[int, Experts]] = experts_of_modules
     #: Returns what a forward gets for a parameter that is served by its slices.
     slices_of: Callable[..., torch.Tensor] = slices_of
     #: Returns what a forward gets for a master that torch converts, on a device and in a dtype.

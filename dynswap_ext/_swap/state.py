@@ -38,10 +38,14 @@ def session_of(module: nn.Module) -> Any:
     return getattr(module.__dict__.get(STATE_KEY), "session", None)
 
 
+def served_of(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Return those of the modules that a session serves."""
+    return [module for module in modules if STATE_KEY in module.__dict__ and session_of(module) is not None]
+
+
 def sessions_of(modules: Iterable[nn.Module]) -> set[Any]:
     """Return the sessions that serve some of these modules."""
-    served = [module for module in modules if STATE_KEY in module.__dict__]
-    return {session for module in served if (session := session_of(module)) is not None}
+    return {session_of(module) for module in served_of(modules)}
 
 
 def modules_of(root: nn.Module) -> list[nn.Module]:

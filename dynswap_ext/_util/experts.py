@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from torch import nn
@@ -27,19 +27,22 @@ class Experts(NamedTuple):
     expert: int = -1
 
 
-def experts_of_modules(modules: Sequence[nn.Module]) -> dict[int, Experts]:
+def experts_of_modules(
+    modules: Sequence[nn.Module], stacked: Iterable[int] | None = None
+) -> dict[int, Experts]:
     """Return the modules that are experts, or have the weights of several, by their places.
 
     Fused experts are one parameter of three dimensions, whose first is the number of experts: an attribute of
     the module with "experts" in its name, as in transformers (`num_experts`). Other experts are the children
     of a list or dict of modules that has "expert" in its name.
 
-    Parents come before their children.
+    Parents come before their children. `stacked` are the places of the modules that have a parameter of three
+    dimensions; by default, each is looked at.
     """
     found = {
         place: Experts(slices)
-        for place, module in enumerate(modules)
-        if module._parameters and (slices := _fused(module))
+        for place in (range(len(modules)) if stacked is None else stacked)
+        if (slices := _fused(modules[place]))
     }
     lists = [
         child
