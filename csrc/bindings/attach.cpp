@@ -127,6 +127,7 @@ std::shared_ptr<Session::Attaching> Session::survey(const py::object& root, cons
   // Names that are treated in another way than the others: see Note [What dtype= casts].
   const py::object& ask = joins ? hooks_.cast_as_copies : hooks_.kept_in_float32;
   const py::dict exceptions = ask(tree, dtype_);
+  attaching->modules.reserve(found.size());
   for (std::size_t place = 0; place < found.size(); ++place) {
     const Visited& visited = found[place];
     PyObject* const module = visited.module.ptr();
@@ -145,6 +146,7 @@ std::shared_ptr<Session::Attaching> Session::survey(const py::object& root, cons
       PyObject* const held =
           PyDict_GetItemWithError(dict.ptr(), parameter ? Names::get().parameters : Names::get().buffers);
       if (held == nullptr || !PyDict_Check(held)) continue;
+      plan.entries.reserve(plan.entries.size() + static_cast<std::size_t>(PyDict_Size(held)));
       PyObject *key = nullptr, *master = nullptr;
       for (Py_ssize_t at = 0; PyDict_Next(held, &at, &key, &master) != 0;) {
         PyObject* interned = Py_NewRef(key);
@@ -159,6 +161,7 @@ std::shared_ptr<Session::Attaching> Session::survey(const py::object& root, cons
     }
     attaching->modules.push_back(std::move(plan));
   }
+  attaching->tree.modules.reserve(attaching->modules.size());
   for (Attaching::Module& module : attaching->modules) {
     attaching->tree.modules.push_back(
         {module_dict(module.module.ptr()), found[module.place].prefix, module.place, &module.entries});

@@ -66,7 +66,7 @@ void give_data(HandedOut& record, const at::Tensor& tensor, const at::Tensor& da
   const py::object device = py::cast(tensor.device());
   record.note_other_data();
   tensor.unsafeGetTensorImpl()->bump_version();
-  ++*record.origin().weight->times_given;
+  ++*record.origin().weight->times_given();
   assign();
   session->hooks().give_data(py::cast(tensor), found, py::cast(data), as_master, dtype, device);
 }

@@ -3,6 +3,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
 #include <exception>
 #include <type_traits>
 #include <utility>
@@ -37,6 +38,11 @@ bool MasterMemory::can_hold(const c10::Storage& storage) {
   if (HeldBytes::of(context_of(impl))) return true;
   return data.get_context() == data.get() &&
          data.get_deleter() == c10::GetDefaultCPUAllocator()->raw_deleter();
+}
+
+void MasterMemory::expect(std::size_t storages) {
+  held_.reserve(held_.size() + storages);
+  sweep_at_ = std::max(sweep_at_, held_.size() + storages);
 }
 
 std::shared_ptr<const void> MasterMemory::hold(const c10::Storage& storage) {

@@ -24,6 +24,9 @@ class MasterMemory {
   MasterMemory(const MasterMemory&) = delete;
   MasterMemory& operator=(const MasterMemory&) = delete;
 
+  /// So many storages are about to be held.
+  void expect(std::size_t storages);
+
   /// What keeps the bytes of this storage where they are, whatever becomes of the storage (Note [Bytes that
   /// outlive their storage]); of memory that may not be held, the storage itself.
   std::shared_ptr<const void> hold(const c10::Storage& storage);

@@ -49,7 +49,7 @@ struct SavedWeight final : Saved {
         master(record.master()),
         sharing(record.sharing()),
         seen(sharing ? sharing->now() : Sharing::Seen{.version = version_of(master), .ours = 0}),
-        times_given(weight->times_given),
+        times_given(weight->times_given()),
         given_then(*times_given),
         options(view.options()),
         sizes(view.sizes().vec()),

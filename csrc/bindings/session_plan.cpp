@@ -150,6 +150,9 @@ void add_weights(Engine& engine, const WeightTable::Streamed& streamed) {
 }  // namespace
 
 WeightTable::Streamed Session::find_weights(const Served& served, WeightTable& table) {
+  std::size_t masters = 0;
+  for (const Served::Module& module : served.modules) masters += module.entries->size();
+  table.expect(masters);
   MappingsOfMasters mappings;
   Streamed streamed;
   for (const Served::Module& module : served.modules) {

@@ -56,8 +56,7 @@ bool is_page_locked(const at::Tensor& master) {
 }  // namespace
 
 std::shared_ptr<Sharing> Sharing::of(const at::Tensor& master, const std::shared_ptr<Weight>& weight) {
-  if (!copyable(master)) return nullptr;
-  const std::shared_ptr<Sharing> made(new Sharing(master, weight));
+  auto made = std::make_shared<Sharing>(Private(), master, weight);
   const Locked locked;
   locked.registry.for_near(made->elements_.address, made->elements_.end(), [&](Sharing& other) {
     if (!made->has_bytes_of(other)) return;
@@ -69,7 +68,7 @@ std::shared_ptr<Sharing> Sharing::of(const at::Tensor& master, const std::shared
   return made;
 }
 
-Sharing::Sharing(const at::Tensor& master, const std::shared_ptr<Weight>& weight)
+Sharing::Sharing(Private, const at::Tensor& master, const std::shared_ptr<Weight>& weight)
     : elements_(elements_of(master)),
       storage_begin_(static_cast<const std::byte*>(memory_of(*master.unsafeGetTensorImpl()).second)),
       storage_end_(storage_begin_ + master.storage().nbytes()),

@@ -32,9 +32,12 @@ struct Weight;
 ///
 /// The place of one weight's master. Thread-safe.
 class Sharing {
+  struct Private {};
+
  public:
-  /// Null for masters whose elements are not in memory of their own.
+  /// Of a master that is copyable().
   static std::shared_ptr<Sharing> of(const at::Tensor& master, const std::shared_ptr<Weight>& weight);
+  Sharing(Private, const at::Tensor& master, const std::shared_ptr<Weight>& weight);
   ~Sharing();
   Sharing(const Sharing&) = delete;
   Sharing& operator=(const Sharing&) = delete;
@@ -58,7 +61,6 @@ class Sharing {
   std::vector<std::shared_ptr<Weight>> overlapping() const;
 
  private:
-  Sharing(const at::Tensor& master, const std::shared_ptr<Weight>& weight);
   bool has_bytes_of(const Sharing& other) const noexcept;
 
   const Elements elements_;

@@ -108,8 +108,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
   std::uint64_t looked_at = 0;  ///< a resident: the call (Session::calls_) in which it was last looked at
 
   GradientNodes gradient;
-  /// How often a forward has given the master other data (Note [Data given inside a forward]). Never null.
-  std::shared_ptr<std::uint32_t> times_given = std::make_shared<std::uint32_t>(0);
+  std::shared_ptr<std::uint32_t> given;  ///< times_given(), once that was asked for
 
   /// A resident's tensor, kept for good, and its alias for accesses from outside a forward. Owned.
   PyObject* cached = nullptr;
@@ -206,9 +205,15 @@ struct Weight : std::enable_shared_from_this<Weight> {
     drop_tensors(dropped);
   }
 
+  /// How often a forward has given the master other data (Note [Data given inside a forward]).
+  const std::shared_ptr<std::uint32_t>& times_given() {
+    if (!given) given = std::make_shared<std::uint32_t>(0);
+    return given;
+  }
+
   /// Takes on what graphs have of a weight in whose place it is.
-  void take_nodes(const Weight& earlier) {
-    times_given = earlier.times_given;
+  void take_nodes(Weight& earlier) {
+    given = earlier.times_given();
     gradient = earlier.gradient;
     stacked = earlier.stacked;
     if (parts.size() != earlier.parts.size()) return;

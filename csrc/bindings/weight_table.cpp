@@ -30,6 +30,12 @@ Weight* WeightTable::find(const c10::TensorImpl* master) const noexcept {
   return found != by_master_.end() && found->second->state.impl == master ? found->second : nullptr;
 }
 
+void WeightTable::expect(std::size_t masters) {
+  weights_.reserve(weights_.size() + masters);
+  by_master_.reserve(by_master_.size() + masters);
+  memory_->expect(masters);
+}
+
 /// What a master is to its session.
 struct WeightTable::Kind {
   Weight::AccessPath path = Weight::AccessPath::converted;

@@ -58,6 +58,8 @@ class WeightTable {
 
   /// It may grow while Python code runs.
   const std::vector<std::shared_ptr<Weight>>& weights() const noexcept { return weights_; }
+  /// So many masters are about to come.
+  void expect(std::size_t masters);
   /// The weight of a master, or null. It is compared by its address, which may be that of one that has died.
   Weight* find(const c10::TensorImpl* master) const noexcept;
   /// The same; a new one if there is none.

@@ -69,14 +69,15 @@ void Engine::join_units() {
 Engine::Units Engine::units() const {
   Units units;
   std::unordered_map<std::uint64_t, std::size_t> place;
-  for (WeightId id = 0; id < weights_.size(); ++id) {
-    if (!units.empty() && weights_[units.back().front()].unit == weights_[id].unit) {
-      units.back().push_back(id);
-      continue;
-    }
-    const auto [at, is_new] = place.try_emplace(weights_[id].unit, units.size());
+  for (WeightId id = 0; id < weights_.size();) {
+    const std::uint64_t number = weights_[id].unit;
+    WeightId end = id;  // most follow one another
+    while (end < weights_.size() && weights_[end].unit == number) ++end;
+    const auto [at, is_new] = place.try_emplace(number, units.size());
     if (is_new) units.emplace_back();
-    units[at->second].push_back(id);
+    std::vector<WeightId>& unit = units[at->second];
+    unit.reserve(unit.size() + (end - id));
+    for (; id < end; ++id) unit.push_back(id);
   }
   return units;
 }

@@ -53,18 +53,16 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
 
     Does not descend into TorchScript modules, whose attributes live in C++.
     """
-    found: list[nn.Module] = []
-    seen: set[int] = set()
+    found: dict[int, nn.Module] = {}
     stack: list[nn.Module | None] = [root]
     while stack:
         module = stack.pop()
-        if module is None or id(module) in seen:
+        if module is None or (key := id(module)) in found:
             continue
-        seen.add(id(module))
-        found.append(module)
+        found[key] = module
         if (children := module._modules) and not is_scripted(type(module)):
             stack.extend(reversed(children.values()))
-    return found
+    return list(found.values())
 
 
 def is_scripted(cls: type) -> bool:

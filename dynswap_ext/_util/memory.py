@@ -29,6 +29,8 @@ _GROUPS_OF_PROCESS: Final = Path("/proc/self/cgroup")
 #: The files with a control group's limit and its use, and the field of memory.stat with reclaimable pages.
 _FILES_OF_VERSION_1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
 _FILES_OF_VERSION_2: Final = ("memory.max", "memory.current", "inactive_file")
+#: Without a limit, version 1 has the largest number that is whole pages.
+_NO_LIMIT: Final = 1 << 62
 
 _AMOUNT: Final = re.compile(r"\s*([+-]?[\d.]+(?:e[+-]?\d+)?)\s*([a-zµ/]*)\s*", re.IGNORECASE)
 _BYTES: Final = {
@@ -216,9 +218,10 @@ class _ControlGroup(NamedTuple):
     def most(self) -> int | float:
         """Return the limit, infinite without one."""
         try:
-            return int((self.folder / self.limit).read_text())
+            limit = int((self.folder / self.limit).read_text())
         except (OSError, ValueError):  # "max" is no number
             return math.inf
+        return limit if limit < _NO_LIMIT else math.inf
 
     def free(self) -> int | float:
         """Return what the limit leaves."""

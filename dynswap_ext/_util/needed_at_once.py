@@ -29,21 +29,19 @@ def units_of_modules(modules: Sequence[nn.Module]) -> tuple[list[int], list[bool
 
     Parents come before their children. A unit is the place in `modules` of the first of its modules.
     """
+    classes = {id(cls): cls for cls in map(type, modules)}
+    of_torch = {key: _has_forward_of_torch(cls) for key, cls in classes.items()}
+    units = list(range(len(modules)))
+    at_once = [of_torch[id(type(module))] for module in modules]
     first_of: dict[int, int] = {}  # by the identity of a module that is part of a unit
-    of_torch: dict[int, bool] = {}  # by the identity of a class
-    units, at_once = [], []
     for place, module in enumerate(modules):
-        cls = type(module)
-        if id(cls) not in of_torch:
-            of_torch[id(cls)] = _has_forward_of_torch(cls)
-        whole = of_torch[id(cls)]
-        if whole and module._modules and id(module) not in first_of:
-            whole = bool(own_masters(module))
-            for part in _parts(module) if whole else ():
+        if at_once[place] and module._modules and id(module) not in first_of:
+            at_once[place] = bool(own_masters(module))
+            for part in _parts(module) if at_once[place] else ():
                 first_of.setdefault(id(part), place)
-        first = first_of.get(id(module)) if first_of else None
-        units.append(place if first is None else first)
-        at_once.append(whole or first is not None)
+    for place, module in enumerate(modules) if first_of else ():
+        if (first := first_of.get(id(module), place)) < place:
+            units[place], at_once[place] = first, True
     return units, at_once
 
 
