@@ -173,6 +173,7 @@ py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, st
   out["resident_bytes"] = result.resident_bytes;
   out["arena_bytes"] = result.arena_bytes;
   out["groups"] = result.groups;
+  out["slot_bytes"] = result.slot_bytes;
   out["depth"] = result.depth;
   return out;
 }

@@ -316,6 +316,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::size_t tiny;       ///< units of no more stay on the device, together; 0: none do
   };
 
+  struct Cost {
+    std::size_t bytes = 0;
+    std::size_t beginnings = 0;
+  };
+
   /// Throws that this is a forked child, whose engines are its parent's.
   [[noreturn]] static void refuse_in_child();
   static void exchange_source(Weight& weight, SourcePtr& source);
@@ -327,21 +332,27 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Units units() const;
   std::size_t bytes_of(const std::vector<WeightId>& unit) const noexcept;
 
-  // engine_plan.cpp
-  Grouping preferred_grouping(const Units& units) const;
+  // engine_groups.cpp
+  /// The usual one, its groups halved so many times.
+  Grouping grouping(const Units& units, unsigned halvings = 0) const;
   /// Returns their sizes. Those of `on_device` are groups already.
   std::vector<std::size_t> form_groups(Units units, const Grouping& grouping,
                                        const std::vector<std::vector<WeightId>>& on_device);
-  std::vector<std::vector<WeightId>> groups_to_keep(std::vector<std::vector<WeightId>> on_device) const;
-  std::vector<std::size_t> form_groups_and_residents(const std::vector<std::vector<WeightId>>& on_device,
-                                                     std::size_t budget);
-  std::vector<bool> by_use() const;                              ///< each group
   std::vector<std::size_t> take_groups(const PriorPlan& prior);  ///< returns their sizes
   std::vector<std::size_t> lay_out_groups();
-  std::size_t least_budget(const std::vector<std::size_t>& bytes) const;
-  void check_kept(const std::vector<std::size_t>& bytes, std::size_t budget) const;
   std::vector<WeightId> in_file_order(std::vector<WeightId> ids) const;
   std::size_t lay_out(Group& group);
+
+  // engine_plan.cpp
+  std::vector<std::vector<WeightId>> groups_to_keep(std::vector<std::vector<WeightId>> on_device) const;
+  std::vector<std::size_t> form_groups_within(std::size_t budget,
+                                              const std::vector<std::vector<WeightId>>& on_device);
+  std::vector<std::size_t> form_groups_and_residents(const std::vector<std::vector<WeightId>>& on_device,
+                                                     std::size_t budget);
+  std::vector<bool> flags(bool Group::* flag) const;  ///< each group's
+  Cost cost_of_pass(const std::vector<std::size_t>& bytes) const;
+  std::size_t least_budget(const std::vector<std::size_t>& bytes) const;
+  void check_kept(const std::vector<std::size_t>& bytes, std::size_t budget) const;
 
   // engine_place.cpp: under the lock
   Consumer& consumer_of(std::thread::id thread);

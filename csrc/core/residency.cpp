@@ -1,6 +1,8 @@
 #include "core/residency.h"
 
 #include <algorithm>
+#include <cstddef>
+#include <functional>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -17,15 +19,11 @@ std::size_t sum(const std::vector<std::size_t>& bytes) {
   return std::accumulate(bytes.begin(), bytes.end(), std::size_t{0});
 }
 
-/// How much room a ring of streamed groups is given beyond the groups that it holds.
-enum class Room : bool {
-  exact,  ///< for any `depth` + 1 consecutive groups, as they happen to be
-  ample,  ///< for as many of the largest, and `depth` more: groups of many sizes leave gaps, and time between
-          ///< them varies; measured on the virtual clock (benchmarks/virtual_clock.py)
-};
+constexpr std::size_t kSparePart = 4;  ///< the ring's spare room is at most this part of the residents
 
+/// What a ring takes that holds any `depth` + 1 consecutive streamed groups, as they happen to be.
 std::size_t ring_bytes(const std::vector<std::size_t>& bytes, const std::vector<bool>& resident,
-                       std::size_t depth, Room room) {
+                       std::size_t depth) {
   std::vector<std::size_t> streamed;
   for (std::size_t i = 0; i < bytes.size(); ++i) {
     if (!resident[i]) streamed.push_back(bytes[i]);
@@ -40,9 +38,32 @@ std::size_t ring_bytes(const std::vector<std::size_t>& bytes, const std::vector<
     window += streamed[(i + length) % n] - streamed[i];
     widest = std::max(widest, window);
   }
-  const auto [smallest, largest] = std::minmax_element(streamed.begin(), streamed.end());
-  if (room == Room::exact || *smallest == *largest) return widest;
-  return std::min(sum(streamed), (length + depth) * *largest);
+  return widest;
+}
+
+/// What a ring can use beyond that: in all, room for the `depth` + 1 largest groups and the next `depth`.
+/// Groups of many sizes leave gaps, and time between them varies; measured on the virtual clock
+/// (benchmarks/virtual_clock.py). Equal groups need none, and those that are nearly equal little.
+std::size_t spare_room(const std::vector<std::size_t>& bytes, const std::vector<bool>& resident,
+                       std::size_t depth, std::size_t ring) {
+  std::vector<std::size_t> streamed;
+  for (std::size_t i = 0; i < bytes.size(); ++i) {
+    if (!resident[i]) streamed.push_back(bytes[i]);
+  }
+  if (streamed.empty()) return 0;
+  const std::size_t mean = sum(streamed) / streamed.size();
+  const auto end_of = [&](std::size_t count) {
+    return streamed.begin() + static_cast<std::ptrdiff_t>(std::min(count, streamed.size()));
+  };
+  std::partial_sort(streamed.begin(), end_of(2 * depth + 1), streamed.end(), std::greater<>());
+  const std::size_t largest = streamed.front();
+  const std::size_t held = std::accumulate(streamed.begin(), end_of(depth + 1), std::size_t{0});
+  const std::size_t more = std::accumulate(end_of(depth + 1), end_of(2 * depth + 1), std::size_t{0});
+  constexpr double kUneven = 8;  // all of it where the mean is an eighth under the largest
+  const double uneven = kUneven * static_cast<double>(largest - mean) / static_cast<double>(largest);
+  const std::size_t ample =
+      held + static_cast<std::size_t>(std::min(uneven, 1.0) * static_cast<double>(more));
+  return ample - std::min(ample, ring);
 }
 
 /// The `forced` largest groups, and of the others a share spread evenly (error diffusion over bytes), at
@@ -81,8 +102,14 @@ std::size_t bytes_of(const std::vector<std::size_t>& bytes, const std::vector<bo
 }
 
 /// The most residents that leave room for a ring of `depth` + 1 groups.
+///
+/// Note [A larger budget never streams more]
+/// What a budget has beyond the ring goes to residents, and a part of it to the ring's spare room until there
+/// is enough of that. So both grow with the budget. Were the room given first, a budget that has just enough
+/// for it would have fewer residents than a smaller one that has not; the same holds for groups that are
+/// larger because the budget is (Engine::form_groups_within()).
 std::optional<ResidencyPlan> fit(const std::vector<std::size_t>& bytes, std::size_t budget,
-                                 std::uint32_t depth, Room room) {
+                                 std::uint32_t depth) {
   std::vector<std::size_t> by_size(bytes.size());
   std::iota(by_size.begin(), by_size.end(), std::size_t{0});
   std::stable_sort(by_size.begin(), by_size.end(),
@@ -93,18 +120,22 @@ std::optional<ResidencyPlan> fit(const std::vector<std::size_t>& bytes, std::siz
     auto resident = spread(bytes, by_size, forced, quota);
     if (!resident) return false;
     const std::size_t used = bytes_of(bytes, *resident);
-    const std::size_t ring = ring_bytes(bytes, *resident, depth, room);
-    if (used + ring > budget) return false;
+    const std::size_t ring = ring_bytes(bytes, *resident, depth);
+    const std::size_t spare = std::min(used / kSparePart, spare_room(bytes, *resident, depth, ring));
+    if (used + ring + spare > budget) return false;
     if (!best || used > best->resident_bytes) best = ResidencyPlan{*resident, used, ring, depth};
     return true;
   };
   // Keeping the few largest groups can shrink the ring by more than they take. Sizes repeat, so only the
   // places where the size changes matter, and the first few of them.
   constexpr std::size_t kMostForced = 16;
+  std::size_t least = 0;
   for (std::size_t forced = 0; forced <= std::min(kMostForced, bytes.size()); ++forced) {
-    consider(forced, 0);
-    std::size_t low = 0;
+    if (forced > 0) least += bytes[by_size[forced - 1]];
+    std::size_t low = least;
     std::size_t high = budget;
+    if (low > high) break;
+    consider(forced, low);
     // What fits is not quite monotonic in the quota (the ring depends on which groups are left), so the
     // search keeps every quota that fits, not only the last.
     for (int step = 0; step < 24 && low < high; ++step) {
@@ -125,7 +156,7 @@ ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, std::size_t 
                              std::uint32_t prefetch) {
   const std::size_t total = sum(bytes);
   const std::vector<bool> none(bytes.size(), false);
-  if (budget == 0) return {none, 0, ring_bytes(bytes, none, prefetch, Room::exact), prefetch};
+  if (budget == 0) return {none, 0, ring_bytes(bytes, none, prefetch), prefetch};
   if (total <= budget) return {std::vector<bool>(bytes.size(), true), total, 0, prefetch};
 
   const std::size_t largest = *std::max_element(bytes.begin(), bytes.end());
@@ -135,18 +166,16 @@ ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, std::size_t 
                       largest);
   }
   if (prefetch == 0) {
-    auto plan = fit(bytes, budget, 0, Room::exact);  // the largest group fits, so something does
+    auto plan = fit(bytes, budget, 0);  // the largest group fits, so something does
     plan->arena_bytes = budget - plan->resident_bytes;
     return *plan;
   }
   for (std::uint32_t depth = prefetch; depth > 0; --depth) {
-    for (const Room room : {Room::ample, Room::exact}) {
-      auto plan = fit(bytes, budget, depth, room);
-      if (!plan) continue;
-      // Whatever the residents leave, the ring may use: it lets the copies run ahead further.
-      plan->arena_bytes = std::min(budget - plan->resident_bytes, total - plan->resident_bytes);
-      return *plan;
-    }
+    auto plan = fit(bytes, budget, depth);
+    if (!plan) continue;
+    // Whatever the residents leave, the ring may use: it lets the copies run ahead further.
+    plan->arena_bytes = std::min(budget - plan->resident_bytes, total - plan->resident_bytes);
+    return *plan;
   }
   // Where some group leaves no room for the next one, room is worth more than residents.
   return {none, 0, budget, 0};
@@ -227,7 +256,7 @@ ResidencyPlan residency_of(const std::vector<bool>& resident, const std::vector<
   }
   const std::size_t arena = std::min(budget - kept, streamed);
   std::uint32_t depth = prefetch;
-  while (depth > 0 && ring_bytes(bytes, resident, depth, Room::exact) > arena) --depth;
+  while (depth > 0 && ring_bytes(bytes, resident, depth) > arena) --depth;
   return {resident, kept, arena, depth};
 }
 

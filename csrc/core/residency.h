@@ -7,7 +7,7 @@
 
 namespace dynswap {
 
-/// See Note [Tiny weights stay] (engine_plan.cpp): all of them together are at most this part of the model.
+/// See Note [Tiny weights stay] (engine_groups.cpp): all of them together are at most this part of the model.
 constexpr std::size_t kTinyPartOfModel = 128;
 
 struct ResidencyPlan {
@@ -24,7 +24,8 @@ struct ResidencyPlan {
 /// `bytes`: the groups' sizes in the order of use. `budget` 0: no residents, only the ring.
 /// The ring holds any `prefetch` + 1 consecutive streamed groups, with room to spare where the budget
 /// allows; where it is too small for that, fewer. Among the sets that fit, the one that streams the
-/// fewest bytes.
+/// fewest bytes. A larger budget never streams more, but for one group
+/// (Note [A larger budget never streams more]).
 /// Throws BudgetError if the largest group does not fit.
 ResidencyPlan plan_residency(const std::vector<std::size_t>& bytes, std::size_t budget,
                              std::uint32_t prefetch);

@@ -208,6 +208,9 @@ Result simulate(const Workload& given, const EngineOptions& options, double byte
     result.compute_seconds += workload.layers[i].compute_seconds;
     if (!engine->resident(i)) result.streamed_bytes += workload.layers[i].bytes;
   }
+  for (const Engine::GroupReport& group : engine->groups()) {
+    if (!group.resident) result.slot_bytes = std::max<std::uint64_t>(result.slot_bytes, group.bytes);
+  }
   const Stats stats = engine->stats();
   result.resident_bytes = stats.resident_bytes;
   result.arena_bytes = stats.arena_bytes;

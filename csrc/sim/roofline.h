@@ -55,6 +55,7 @@ struct Result {
   std::uint64_t arena_bytes = 0;
   std::uint64_t groups = 0;
   std::uint64_t streamed_groups = 0;
+  std::uint64_t slot_bytes = 0;  ///< the largest streamed group
   std::uint64_t depth = 0;
 };
 

@@ -34,7 +34,8 @@ def experts_of_modules(
 
     Fused experts are one parameter of three dimensions, whose first is the number of experts: an attribute of
     the module with "experts" in its name, as in transformers (`num_experts`). Other experts are the children
-    of a list or dict of modules that has "expert" in its name.
+    of a list or dict of modules that has "expert" in its name. If these are lists themselves, one for each
+    layer, experts are the children of those.
 
     Parents come before their children. `stacked` are the places of the modules that have a parameter of three
     dimensions; by default, each is looked at.
@@ -54,10 +55,11 @@ def experts_of_modules(
     place_of = {id(module): place for place, module in enumerate(modules)} if lists else {}
     expert_of: dict[int, int] = {}
     for each in lists:
-        experts = [one for one in each.children() if id(one) in place_of and _has_masters(one)]
-        for one in experts if len(experts) > 1 else ():
-            for part in one.modules():
-                expert_of.setdefault(id(part), place_of[id(one)])
+        for experts in _lists_in(each):
+            several = [one for one in experts.children() if id(one) in place_of and _has_masters(one)]
+            for one in several if len(several) > 1 else ():
+                for part in one.modules():
+                    expert_of.setdefault(id(part), place_of[id(one)])
     for key, expert in expert_of.items():
         if key in place_of:
             found[place_of[key]] = Experts(expert=expert)
@@ -86,6 +88,12 @@ def experts_of_names(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int
         elif len(shape) > 1 and fused.get(name.rpartition(".")[0]) == shape[0]:
             found[name] = shape[0], ""
     return found
+
+
+def _lists_in(modules: nn.Module) -> list[nn.Module]:
+    """Return the innermost lists or dicts of modules in one of them, or itself."""
+    lists = [child for child in modules.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
+    return [inner for each in lists for inner in _lists_in(each)] or [modules]
 
 
 def _has_masters(module: nn.Module) -> bool:

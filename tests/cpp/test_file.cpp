@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "check.h"
+#include "core/align.h"
 #include "core/check.h"
 #include "expect_reads.h"
 #include "io/aligned_buffer.h"

@@ -88,18 +88,18 @@ def test_a_larger_budget_that_is_slower_is_named(tmp_path: Path, capsys: pytest.
         "--compute",
         "5ms",
         "--budget",
-        "816KiB",
+        "1216KiB",
     ]
 
-    def of_816_kib(*more: str) -> Any:
-        return next(row for row in plan_json(capsys, *given, *more)["budgets"] if row["budget"] == 816 << 10)
+    def of_1216_kib(*more: str) -> Any:
+        return next(row for row in plan_json(capsys, *given, *more)["budgets"] if row["budget"] == 1216 << 10)
 
-    alone, beside = of_816_kib(), of_816_kib("--budget", "512KiB")
+    alone, beside = of_1216_kib(), of_1216_kib("--budget", "1184KiB")
     assert alone == beside
-    assert cli.main(["plan", *given, "--budget", "512KiB"]) == 0
+    assert cli.main(["plan", *given, "--budget", "1184KiB"]) == 0
     printed = " ".join(capsys.readouterr().out.split())
-    assert "Slower than 512 KiB, which is enough: 816 KiB." in printed
-    assert f"816 KiB: {alone['resident_share']:.0%} of the weights resident" in printed
+    assert "Slower than 1.156 MiB, which is enough: 1.188 MiB." in printed
+    assert f"1.188 MiB: {alone['resident_share']:.0%} of the weights resident" in printed
 
 
 def test_json_says_the_same_as_the_library(path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,84 @@
+"""A larger budget never moves more, but for what a ring of streamed groups holds: real installs on the host.
+
+Models, routes and many more budgets on the virtual clock: tests/cpp/test_larger_budget.cpp.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dynswap_ext
+from dynswap_ext import _provider
+
+PREFETCH, CALLS = 2, 6
+SHARES = (0.08, 0.15, 0.25, 0.35, 0.5, 0.6, 0.75, 0.9)
+
+
+@pytest.fixture(autouse=True)
+def _native() -> None:
+    if reason := _provider.native_unavailable(torch.device("cpu")):
+        pytest.skip(reason)
+
+
+class Branching(nn.Module):
+    """Stages of branches, of which a call runs one each. In a list named `experts` they stay by use."""
+
+    def __init__(self, name: str, widths: Sequence[int], branches: int) -> None:
+        super().__init__()
+        self._name = name
+        self.add_module(
+            name,
+            nn.ModuleList(
+                nn.ModuleList(
+                    nn.Sequential(nn.Linear(64, width), nn.Linear(width, 64)) for _ in range(branches)
+                )
+                for width in widths
+            ),
+        )
+
+    def forward(self, x: Tensor, route: Sequence[int]) -> Tensor:
+        for stage, branch in zip(self.get_submodule(self._name).children(), route, strict=True):
+            x = list(stage.children())[branch](x)
+        return x
+
+
+def moved(name: str, seed: int, share: float) -> tuple[float, float]:
+    """Return the bytes of masters that a call moves, and those of a ring."""
+    chance = random.Random(seed)
+    widths = [256 * chance.randint(1, 4) for _ in range(chance.randint(6, 12))]
+    branches = 4 if name == "experts" else chance.randint(1, 2)
+    model = Branching(name, widths, branches).eval().to(torch.float64)
+    total = sum(parameter.numel() for parameter in model.parameters()) * 4
+    largest = max(widths) * (2 * 64 + 1) * 4 + 64 * 4
+    budget = max(int(share * total), 2 * largest + (1 << 16))
+    handle = dynswap_ext.install(model, device="cpu", dtype=torch.float32, budget=budget, prefetch=PREFETCH)
+    routes = [[chance.randrange(branches) for _ in widths] for _ in range(CALLS)]
+    x = torch.randn(2, 64)
+    with torch.no_grad():
+        for route in routes:
+            model(x, route)
+        handle.reset_stats()
+        for route in routes:
+            model(x, route)
+    stats = handle.stats()
+    dynswap_ext.uninstall(model)
+    assert stats.peak_bytes <= budget
+    # Masters have twice the bytes of the device's weights.
+    return stats.bytes_moved / CALLS, 2 * (PREFETCH + 1) * (largest + total / 16)
+
+
+@pytest.mark.parametrize("name", ["branches", "experts"])
+@pytest.mark.parametrize("seed", range(6))
+def test_a_larger_budget_never_moves_more_but_a_ring(name: str, seed: int) -> None:
+    least = float("inf")
+    for share in SHARES:
+        bytes_moved, ring = moved(name, seed, share)
+        assert bytes_moved <= least + ring, (
+            f"{share} of the model moves {bytes_moved}, a smaller share {least}"
+        )
+        least = min(least, bytes_moved)
