@@ -9,12 +9,13 @@ from typing import Final
 
 import torch
 from torch import nn
+from torch.autograd import forward_ad
 
 from dynswap_ext._python import saved_hooks
 from dynswap_ext._python.attribute import ModuleState
 from dynswap_ext._python.calls import inside_call, keep
 from dynswap_ext._python.destination import Destination
-from dynswap_ext._python.device_copy import DeviceCopy, Weight, has_tangent, overlaps
+from dynswap_ext._python.device_copy import DeviceCopy, Weight, overlaps
 from dynswap_ext._python.held_copies import HeldCopies
 from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._swap.parameter_proxy import make_proxy
@@ -342,5 +343,13 @@ def is_plain(master: torch.Tensor) -> bool:
         and not (0 in master.stride() and _is_expanded(master))
         and not torch._C._functorch.is_functorch_wrapped_tensor(master)
         and not torch._C._are_functorch_transforms_active()
-        and not has_tangent(master)
+        and not _has_tangent(master)
     )
+
+
+def _has_tangent(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a dual number of forward-mode differentiation."""
+    if forward_ad._current_level < 0:
+        return False
+    dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
+    return dual.tangent is not None

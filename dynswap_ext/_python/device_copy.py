@@ -13,12 +13,11 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
-from torch.autograd import forward_ad
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dynswap_ext._python.autograd import alias, fetch, is_fetched
@@ -27,9 +26,12 @@ from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._python.memory_watch import MemoryWatch
 from dynswap_ext._python.overlaps import Overlaps, Place, may_overlap, part_of_storage
 from dynswap_ext._python.statistics import Counts
-from dynswap_ext._python.storage_owners import has_aliases, has_more_than_a_dying_alias
+from dynswap_ext._python.storage_owners import (
+    has_aliases,
+    has_more_than_a_dying_alias,
+    storage_address,
+)
 from dynswap_ext._swap.changed_elements import bits, changed_elements, with_changes
-from dynswap_ext._swap.parameter_proxy import handed_out_again, take_to_master, untracked_alias_made
 from dynswap_ext._util.modes import unseen_by_modes
 from dynswap_ext._util.untraced import untraced
 
@@ -170,7 +172,7 @@ class DeviceCopy:
         self._note(master, writes)
         #: Of the bytes' storage.
         self.address = storage_address(self.data)
-        _copies[self.address] = self
+        copies[self.address] = self
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError):  # never made: out of memory
@@ -325,7 +327,7 @@ class DeviceCopy:
         """
         place, storage = Place.of(master), self._seen[1]
         unchanged = []
-        for other in list(_copies.values()) if part_of_storage(master) else []:
+        for other in list(copies.values()) if part_of_storage(master) else []:
             weight = other.owner()
             if other is self or weight is None or weight.master is master or other._seen[1] != storage:
                 continue
@@ -350,78 +352,18 @@ def _died(copy: weakref.ref[DeviceCopy], handed: object) -> None:
         session.note_death(made, has_more_than_a_dying_alias(made.address))
 
 
-def copy_of(tensor: torch.Tensor) -> DeviceCopy | None:
-    """The copy whose bytes a tensor, or a view, shows."""
-    if tensor.layout is not torch.strided or torch._C._functorch.is_functorch_wrapped_tensor(tensor):
-        return None
-    copy = _copies.get(storage_address(tensor))
-    # A copy may be gone, and its storage's address another's.
-    return copy if copy is not None and tensor.dtype == copy.data.dtype else None
-
-
-def _untracked_alias_made(tensor: torch.Tensor, _: torch.Tensor) -> Callable[[], None] | None:
-    """Let the bytes tell whether it was written: its version will not."""
-    copy = copy_of(tensor)
-    if copy is None:
-        return None
-    copy.untracked_alias_made()
-    return functools.partial(_take_if_written, weakref.ref(copy))
-
-
-untracked_alias_made.append(_untracked_alias_made)
-
-
-def _take_if_written(known: weakref.ref[DeviceCopy]) -> None:
-    copy = known()
-    session = None if copy is None else copy.session()
-    if copy is not None and session is not None and not sys.is_finalizing() and copy.written():
-        session.take_to_master(copy)
-
-
-def _take_to_master(tensor: torch.Tensor) -> bool:
-    copy = copy_of(tensor)
-    if copy is not None:
-        _take_if_written(weakref.ref(copy))
-    return copy is not None
-
-
-take_to_master.append(_take_to_master)
-
-
-def _again(tensor: torch.Tensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
-    copy = copy_of(tensor)
-    session, weight = (None, None) if copy is None else (copy.session(), copy.owner())
-    return None if session is None or weight is None else lambda _: session.hand_out_again(weight)
-
-
-handed_out_again.append(_again)
-
-
-def storage_address(tensor: torch.Tensor) -> int:
-    """What tells a tensor's storage from others that are alive; 0 if it has none."""
-    try:
-        return int(tensor.untyped_storage()._cdata)
-    except (RuntimeError, NotImplementedError):
-        return 0
-
-
-#: By the address of their storage, which lives as long as they do.
-_copies: weakref.WeakValueDictionary[int, DeviceCopy] = weakref.WeakValueDictionary()
+#: All of them, by the address of their storage, which lives as long as they do.
+copies: weakref.WeakValueDictionary[int, DeviceCopy] = weakref.WeakValueDictionary()
 
 
 def _identity(master: torch.Tensor) -> tuple[Any, ...]:
     """What changes when the master's content does; version None means that it cannot be told."""
-    version = None if master.is_inference() else master._version
+    try:
+        version = master._version
+    except RuntimeError:  # of an inference tensor
+        version = None
     where = master.untyped_storage()._cdata, master.data_ptr()
     return version, *where, master.dtype, master.shape, master.stride(), master.is_conj(), master.is_neg()
-
-
-def has_tangent(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a dual number of forward-mode differentiation."""
-    if forward_ad._current_level < 0:
-        return False
-    dual = forward_ad.unpack_dual(tensor)  # type: ignore[no-untyped-call]
-    return dual.tangent is not None
 
 
 def _current_stream(device: torch.device) -> Any:

@@ -10,8 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from dynswap_ext._python.device_copy import DeviceCopy, Weight, copy_of
+from dynswap_ext._python.device_copy import DeviceCopy, Weight
 from dynswap_ext._python.mapped_files import check_mapped
+from dynswap_ext._python.shown_copies import copy_of
 
 
 class SavedTensor:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from dynswap_ext._python.device_copy import storage_address
 from dynswap_ext._python.saved import (
     Saved,
     SavedTensor,
@@ -21,6 +20,7 @@ from dynswap_ext._python.saved import (
     same,
     version_of,
 )
+from dynswap_ext._python.storage_owners import storage_address
 from dynswap_ext._util.untraced import untraced
 
 _autograd: Any = torch._C._autograd

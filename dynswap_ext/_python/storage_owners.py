@@ -1,4 +1,4 @@
-"""Whether others have a tensor's bytes, as far as torch tells (pure-Python provider)."""
+"""A tensor's storage, and whether others have it, as far as torch tells (pure-Python provider)."""
 
 from __future__ import annotations
 
@@ -42,3 +42,11 @@ def has_aliases(address: int) -> bool:
 def has_more_than_a_dying_alias(address: int) -> bool:
     """Whether it has others than that tensor and an alias that is dying, which still counts."""
     return _count(address) > _AT_DEATH
+
+
+def storage_address(tensor: torch.Tensor) -> int:
+    """What tells a tensor's storage from others that are alive; 0 if it has none."""
+    try:
+        return int(tensor.untyped_storage()._cdata)
+    except (RuntimeError, NotImplementedError):
+        return 0
