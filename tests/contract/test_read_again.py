@@ -239,6 +239,8 @@ CHANGES = (
 def test_what_happens_between_two_reads(
     provider: Provider, change: Callable[[Reads], object], training: bool, budget: str | None
 ) -> None:
+    if provider.device.type != "cpu":
+        pytest.skip("what happens in between is written for masters where they compute")
     if change in LATER and provider.native and budget:
         pytest.skip("not within a call")
     model = Reads(change).train(training)
