@@ -152,17 +152,17 @@ std::vector<std::size_t> Engine::form_groups_and_residents(
   // up, where there is room.
   const std::vector<bool> usual = residency_.residency.resident;
   std::vector<bool> stay;
-  std::size_t usual_bytes = 0, on_device_bytes = 0, largest = 1;
+  std::size_t usual_bytes = 0, on_device_bytes = 0;
   for (GroupId id = 0; id < groups_.size(); ++id) {
     stay.push_back(keep[id] || (tiny[id] && usual[id]));
     usual_bytes += usual[id] ? bytes[id] : 0;
     on_device_bytes += stay[id] || is_on_device[id] ? bytes[id] : 0;
-    largest = std::max(largest, is_on_device[id] ? bytes[id] : 0);
   }
-  const auto try_with = [&](const std::vector<bool>& resident) {
+  const std::vector<bool> by_use = flags(&Group::by_use);
+  const auto keeps = [&](std::size_t most) {
     try {
-      const PlanWithCache plan = with_cache(resident, bytes, flags(&Group::by_use), residency_.cache_bytes,
-                                            budget, options_.prefetch);
+      const PlanWithCache plan = with_cache(residents_within(most, bytes, stay, is_on_device, by_use), bytes,
+                                            by_use, residency_.cache_bytes, budget, options_.prefetch);
       if (plan.residency.depth < residency_.residency.depth) return false;
       residency_ = plan;
       return true;
@@ -170,17 +170,13 @@ std::vector<std::size_t> Engine::form_groups_and_residents(
       return false;
     }
   };
-  const std::vector<bool> by_use = flags(&Group::by_use);
-  const auto keeps = [&](std::size_t most) {
-    return try_with(residents_within(most, bytes, stay, is_on_device, by_use));
-  };
-  std::size_t most = std::max(on_device_bytes, usual_bytes);
-  while (!keeps(most)) {
-    if (most == usual_bytes) {
-      keeps(on_device_bytes);  // and nothing else, for which the ring would have to be larger
-      break;
-    }
-    most -= std::min(most - usual_bytes, largest);
+  std::size_t low = usual_bytes, high = std::max(on_device_bytes, usual_bytes);
+  if (keeps(high)) return bytes;
+  // And nothing else, for which the ring would have to be larger.
+  if (!keeps(low) && on_device_bytes <= usual_bytes) keeps(on_device_bytes);
+  for (int step = 0; step < 24 && high - low > 1; ++step) {
+    const std::size_t most = low + (high - low) / 2;
+    (keeps(most) ? low : high) = most;
   }
   return bytes;
 }

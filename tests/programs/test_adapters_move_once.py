@@ -139,8 +139,8 @@ def test_residents_of_a_small_budget_are_not_moved(provider: Provider, budget: f
         beside.moved(PLANNED)
         assert beside.handle.stats().weight_bytes != planned, "there is a plan with it, or without"
         now = beside.residents()
-        # Some may have to make room for streamed groups that are larger now.
-        assert len(stay.keys() - now.keys()) <= 2
+        # One may have to make room for streamed groups that are larger now.
+        assert len(stay.keys() - now.keys()) <= 1
         assert sum(now[names] for names in stay.keys() & now.keys()) == 0
         stay = now
 
