@@ -107,15 +107,15 @@ def test_one_budget_for_all_models(provider: Provider, name: str) -> None:
     handle = provider.install(pipe, dtype=inference_dtype(provider), budget=budget)
     assert dynswap_ext.is_installed(pipe) and pipe._execution_device == provider.device
     rounds = []
-    for _ in range(8):
+    for _ in range(10):
         handle.reset_stats()
         testing.assert_bit_equal(image(pipe, name), expected, "image")
         rounds.append(handle.stats())
         assert rounds[-1].overflow_bytes == 0
         assert rounds[-1].peak_bytes <= budget
-    # The order was learned in the first round, and the way from one round into the next in the second. How far
-    # ahead the next one is when a round ends settles within a few more: it is the same, or the same in turn, as
-    # a round begins where the one before has left the ring.
+    # The order was learned in the first round, and the way from one round into the next in the second. How
+    # far ahead the next one is when a round ends settles within a few more: it is the same, or the same in
+    # turn, as a round begins where the one before has left the ring.
     if provider.native:
         assert rounds[-1].misses == 0 and rounds[-1].wasted_prefetches == 0
         assert [each.bytes_moved for each in rounds[-2:]] == [each.bytes_moved for each in rounds[-4:-2]]
