@@ -61,7 +61,7 @@ bool can_move(at::ScalarType stored, at::ScalarType wanted) noexcept {
 void cast_elements(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count) {
   // Below torch's grain size, so that its conversion stays on this thread.
   constexpr std::size_t kRun = at::internal::GRAIN_SIZE;
-  const c10::InferenceMode guard;
+  const PlainTorch plain;  // it may run on a thread of the user's
   for (std::size_t done = 0; done < count; done += kRun) {
     const auto run = static_cast<std::int64_t>(std::min(kRun, count - done));
     at::Tensor to = at::from_blob(static_cast<std::byte*>(dst) + done * scalar_size(dst_type), {run},

@@ -117,10 +117,11 @@ class Backend {
   /// are no streams.
   virtual Stream order_of(const Memory&) const noexcept { return 0; }
 
-  /// Enqueues a copy and returns the event of its end. Does not block on the copy. The pieces' sources
-  /// are kept alive until the copy is over. Copies are not ordered among themselves except by `after`.
-  /// A copy that fails (a read error) completes its event, though not before all of its steps' `after`
-  /// are complete, since the next to write there waits for this copy alone; wait() on it then throws.
+  /// Enqueues a copy and returns the event of its end. Does not block on the copy, unless that takes no
+  /// longer than to enqueue it. The pieces' sources are kept alive until the copy is over. Copies are not
+  /// ordered among themselves except by `after`. A copy that fails (a read error) completes its event, though
+  /// not before all of its steps' `after` are complete, since the next to write there waits for this copy
+  /// alone; wait() on it then throws.
   virtual EventPtr copy(CopyRequest request) = 0;
 
   /// Makes all later work of `consumer` wait for `copied`, an event of copy(). A device with streams of

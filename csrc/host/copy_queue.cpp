@@ -1,5 +1,6 @@
 #include "host/copy_queue.h"
 
+#include <algorithm>
 #include <atomic>
 #include <exception>
 #include <iterator>
@@ -8,6 +9,7 @@
 #include <utility>
 
 #include "core/check.h"
+#include "io/file.h"
 #include "io/reader.h"
 
 namespace dynswap {
@@ -53,12 +55,14 @@ struct CopyQueue::Copy final : Event {
   }
 };
 
-CopyQueue::CopyQueue(CastFn cast, int threads) : cast_(cast), pool_(threads) {}
+CopyQueue::CopyQueue(CastFn cast, int threads, std::size_t at_once)
+    : cast_(cast), at_once_(at_once), pool_(threads) {}
 
 CopyQueue::~CopyQueue() { close(); }
 
 EventPtr CopyQueue::copy(CopyRequest request) {
   read_policy_.reading(ReadPolicy::Clock::now());
+  if (is_short(request)) return copy_at_once(request);
   auto copy = std::make_shared<Copy>();
   copy->parts.resize(request.steps.size());
   copy->parts_left = request.steps.size();
@@ -86,6 +90,69 @@ EventPtr CopyQueue::copy(CopyRequest request) {
   if (request.demanded) promote(copy);
   queue(std::move(ready));
   return copy;
+}
+
+bool CopyQueue::is_short(const CopyRequest& request) const {
+  std::size_t bytes = 0;
+  for (const Step& step : request.steps) {
+    for (const EventPtr& event : step.after) {
+      if (event && !event->done()) return false;
+    }
+    for (const Piece& piece : step.pieces) {
+      const Source& source = *piece.source;
+      bytes += piece.count * std::max(scalar_size(source.stored), scalar_size(source.wanted));
+      if (bytes > at_once_ || (source.mapped && !source.file)) return false;
+    }
+  }
+  const auto in_ram = [](const Piece& piece) {
+    const Source& source = *piece.source;
+    if (!source.file) return true;
+    const std::size_t element = scalar_size(source.stored);
+    return source.keep != Keep::no &&
+           source.file->is_cached(source.offset + piece.first * element, piece.count * element);
+  };
+  return std::all_of(request.steps.begin(), request.steps.end(), [&](const Step& step) {
+    return std::all_of(step.pieces.begin(), step.pieces.end(), in_ram);
+  });
+}
+
+EventPtr CopyQueue::copy_at_once(const CopyRequest& request) {
+  auto copy = std::make_shared<Copy>();
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_) throw ClosedError("the host backend is closed");
+    ++made_at_once_;
+  }
+  std::vector<const Chunk*> chunks;
+  for (const Step& step : request.steps) chunks.push_back(&step.pieces);
+  std::exception_ptr error = bring(*copy, chunks, ReadMode::quick);
+  bool last = false;
+  {
+    const std::lock_guard lock(mutex_);
+    if (error) copy->fail(std::move(error));
+    copy->ended = monotonic_ns();
+    copy->over.store(true, std::memory_order_release);
+    last = --made_at_once_ == 0 && closed_;
+  }
+  if (last) over_.notify_all();
+  return copy;
+}
+
+/// Returns what made it fail, if anything did.
+std::exception_ptr CopyQueue::bring(Copy& copy, const std::vector<const Chunk*>& chunks, ReadMode mode) {
+  try {
+    std::int64_t none = 0;
+    if (copy.began.load(std::memory_order_relaxed) == 0)
+      copy.began.compare_exchange_strong(none, monotonic_ns());
+    std::vector<PieceRead> reads;
+    for (const Chunk* const chunk : chunks) {
+      for (const Piece& piece : *chunk) reads.push_back({&piece, piece.dst});
+    }
+    read_pieces(reads, cast_, mode);
+    return nullptr;
+  } catch (...) {
+    return std::current_exception();
+  }
 }
 
 void CopyQueue::queue(std::vector<PartRef> ready) {
@@ -120,21 +187,8 @@ bool CopyQueue::submit(const PartRef& ref, std::size_t chunk) {
 
 void CopyQueue::run(const PartRef& ref, std::size_t chunk) {
   std::exception_ptr error;
-  if (!ref.copy->failed.load(std::memory_order_relaxed)) {
-    try {
-      std::int64_t none = 0;
-      if (ref.copy->began.load(std::memory_order_relaxed) == 0)
-        ref.copy->began.compare_exchange_strong(none, monotonic_ns());
-      const ReadMode mode = read_policy_.mode();
-      const Chunk& pieces = ref.copy->parts[ref.index].chunks[chunk];
-      std::vector<PieceRead> reads;
-      reads.reserve(pieces.size());
-      for (const Piece& piece : pieces) reads.push_back({&piece, piece.dst});
-      read_pieces(reads, cast_, mode);
-    } catch (...) {
-      error = std::current_exception();
-    }
-  }
+  if (!ref.copy->failed.load(std::memory_order_relaxed))
+    error = bring(*ref.copy, {&ref.copy->parts[ref.index].chunks[chunk]}, read_policy_.mode());
   queue(chunks_over(ref, 1, std::move(error)));
 }
 
@@ -202,8 +256,9 @@ void CopyQueue::synchronise(const EventPtr& event) noexcept {
 
 void CopyQueue::close() noexcept {
   {
-    const std::lock_guard lock(mutex_);
+    std::unique_lock lock(mutex_);
     closed_ = true;
+    static_cast<void>(over_.wait(lock, [&] { return made_at_once_ == 0; }));
   }
   // Each dropped chunk fails its copy; what waited for that copy finds the pool closed, and fails too.
   pool_.close();

@@ -20,10 +20,16 @@ namespace dynswap {
 /// them. So a step is queued only when the last of its events is done; until then it stands in the lists of
 /// those events (Copy::dependants), and whoever completes an event queues what has become ready.
 ///
+/// Note [A short copy is made at once]: to wake a worker, and to be woken by it, takes as long as to copy
+/// some ten kilobytes. So a copy that may begin, and whose bytes are few and in RAM (a file's are if the page
+/// cache has them), is made by the calling thread: a model of small layers is twice as quick. What may wait
+/// for a disk is never short.
+///
 /// All calls are thread-safe. The events are those of copy() of the same queue, or null.
 class CopyQueue {
  public:
-  CopyQueue(CastFn cast, int threads);
+  /// Copies of `at_once` bytes at most are short.
+  CopyQueue(CastFn cast, int threads, std::size_t at_once);
   ~CopyQueue();
 
   EventPtr copy(CopyRequest request);
@@ -46,6 +52,9 @@ class CopyQueue {
     std::size_t index = 0;
   };
 
+  bool is_short(const CopyRequest& request) const;
+  EventPtr copy_at_once(const CopyRequest& request);
+  std::exception_ptr bring(Copy& copy, const std::vector<const Chunk*>& chunks, ReadMode mode);
   void queue(std::vector<PartRef> ready);
   bool submit(const PartRef& ref, std::size_t chunk);
   void run(const PartRef& ref, std::size_t chunk);
@@ -53,11 +62,14 @@ class CopyQueue {
   void promote(const std::shared_ptr<Copy>& copy);
 
   const CastFn cast_;
+  const std::size_t at_once_;
   ReadPolicy read_policy_;
   Mutex mutex_;
-  Condition over_;       ///< some copy is over
-  bool closed_ = false;  ///< LOCK: mutex_, which guards the copies' fields too
-  WorkerPool pool_;      ///< last: its threads use all of the above
+  Condition over_;  ///< some copy is over
+  // LOCK: mutex_ guards these, and the copies' fields.
+  bool closed_ = false;
+  int made_at_once_ = 0;  ///< by threads that are at it
+  WorkerPool pool_;       ///< last: its threads use all of the above
 };
 
 }  // namespace dynswap

@@ -20,8 +20,10 @@ namespace dynswap {
 class HostBackend final : public Backend {
  public:
   /// `cast` converts between element types; `threads` read at one time. More threads than cores are
-  /// right: most of their time they wait for the disk.
-  explicit HostBackend(CastFn cast, int threads = 4) : copies_(cast, threads) {}
+  /// right: most of their time they wait for the disk. Copies of `at_once` bytes at most need none, as a
+  /// rule.
+  explicit HostBackend(CastFn cast, int threads = 4, std::size_t at_once = 64u << 10)
+      : copies_(cast, threads, at_once) {}
 
   /// Handed-out tensors begin where kernels choose as they do on torch's own memory.
   static constexpr Layout kLayout{kDirectAlign, 64, kSmallRead};

@@ -41,6 +41,11 @@ class File {
   void read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const std::string& who, Keep keep,
             ReadMode mode) const;
 
+  /// Whether the page cache has most of a range. Does not wait for the disk.
+  bool is_cached(std::uint64_t offset, std::size_t bytes) const noexcept {
+    return file_.is_cached(offset, bytes);
+  }
+
   const std::string& path() const noexcept { return path_; }
   std::uint64_t size() const noexcept { return size_; }
   std::uint64_t inode() const noexcept { return inode_; }

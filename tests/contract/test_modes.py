@@ -90,6 +90,32 @@ def test_outputs_and_gradients(provider: Provider, mode: str, around: str) -> No
     assert_moved(handle, model)
 
 
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_a_dispatch_mode_sees_no_copies_of_weights(provider: Provider, budget: str | None) -> None:
+    class Seen(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.names: list[str] = []
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.names.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    model = mlp(layers=4)
+    moved, handle = provider.pair(model, torch.float64, budget=budget)
+    x = provider.randn(3, 16)
+    seen = {}
+    with torch.no_grad():
+        for m in (model, moved):
+            m(x)
+            with Seen() as mode:
+                m(x)
+            seen[m] = mode.names
+    # The fallback makes its tensors with torch's own functions.
+    assert [name for name in seen[model] if name != "aten.detach.default"] == seen[moved]
+    assert_moved(handle, model)
+
+
 @pytest.mark.parametrize("training", [False, True], ids=["no grad", "grad"])
 @pytest.mark.parametrize("cache", [True, False], ids=["cached casts", "uncached"])
 def test_autocast(provider: Provider, training: bool, cache: bool) -> None:

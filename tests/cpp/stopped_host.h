@@ -100,7 +100,7 @@ inline CopyRequest request(SourcePtr source, std::byte* dst, std::vector<EventPt
 /// One worker is stopped in its first copy: if it is the only one, what is copied meanwhile stays queued.
 class Stopped {
  public:
-  explicit Stopped(int threads = 1) : backend(&Gate::cast, threads) {
+  explicit Stopped(int threads = 1) : backend(&Gate::cast, threads, /*at_once=*/0) {
     Gate::reset();
     gate = backend.copy(request(ram_source(&byte_, 1, Scalar::f8_e5m2, Scalar::raw8), &sink_));
     Gate::wait_until_reached();
