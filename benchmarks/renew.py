@@ -28,8 +28,9 @@ import figures
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = figures.RESULTS
 MOST_COMMITS = 100
-#: The load average above which something else is running.
+#: The load average above which something else is running, and the seconds that it takes to forget a build.
 IDLE = 0.5
+MOST_WAIT = 240.0
 
 
 @dataclass(frozen=True)
@@ -123,10 +124,14 @@ def renew(name: str) -> bool:
     return True
 
 
-def busy() -> str:
-    """What says that the machine is not idle; empty if it is."""
-    load = os.getloadavg()[0]
-    return f"its load average is {load:.1f}" if load > IDLE else ""
+def wait_until_idle() -> str:
+    """Wait until nothing else runs, and return what says that something does: empty if nothing."""
+    until = time.monotonic() + MOST_WAIT
+    while (load := os.getloadavg()[0]) > IDLE:
+        if time.monotonic() >= until:
+            return f"its load average is {load:.1f}"
+        time.sleep(5)
+    return ""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -143,7 +148,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     names = given.only.split(",")
     if unknown := [name for name in names if name not in RUNS]:
         options.error(f"there is no record {', '.join(unknown)}; there are {', '.join(RUNS)}")
-    if (why := busy()) and not given.busy:
+    if not given.busy and (why := wait_until_idle()):
         options.error(f"this machine is busy ({why}), and figures would be of both; --busy measures anyway")
     failed = []
     for name in names:

@@ -97,6 +97,15 @@ def test_what_is_refused(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Capture
         renew.main(["--only", "speed"])
     assert "there is no record speed; there are peers," in capsys.readouterr().err
     monkeypatch.setattr("os.getloadavg", lambda: (1.7, 0.0, 0.0))
+    monkeypatch.setattr(renew, "MOST_WAIT", 0.0)
     with pytest.raises(SystemExit):
         renew.main(["--only", "plan"])
     assert "busy (its load average is 1.7)" in capsys.readouterr().err
+
+
+def test_the_load_of_a_build_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    loads = iter([1.7, 0.9, 0.4])
+    monkeypatch.setattr("os.getloadavg", lambda: (next(loads), 0.0, 0.0))
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    assert renew.wait_until_idle() == ""
+    assert next(loads, None) is None
