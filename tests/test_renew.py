@@ -34,6 +34,10 @@ def test_each_record_that_is_cited_is_made_somewhere() -> None:
     assert cited == set(renew.RUNS) | set(renew.ELSEWHERE)
 
 
+def test_no_record_that_is_cited_is_too_old() -> None:
+    assert [str(age) for age in renew.ages() if age.too_old] == []
+
+
 def test_a_record_of_an_old_tree_is_too_old(
     records: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
