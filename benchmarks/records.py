@@ -54,7 +54,7 @@ def summary(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and value:
         if all(map(is_number, value)):
             return summary(dataclasses.asdict(Sample.of(value)))
-        if all(isinstance(each, (list, dict)) for each in value):
+        if all(isinstance(each, (list, tuple, dict)) for each in value):
             return _together(value)
     return value
 
@@ -66,7 +66,9 @@ def _together(values: Sequence[Any]) -> Any:
     if all(isinstance(each, dict) for each in values):
         keys = dict.fromkeys(key for each in values for key in each)
         return {key: _together([each[key] for each in values if key in each]) for key in keys}
-    medians = [statistics.median(each) if isinstance(each, list) and each else each for each in values]
+    medians = [
+        statistics.median(each) if isinstance(each, (list, tuple)) and each else each for each in values
+    ]
     if all(each == medians[0] for each in medians):
         return summary(medians[0])
     return summary(medians)

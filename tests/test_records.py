@@ -46,6 +46,7 @@ def sample(median: float, low: float, high: float, n: int) -> dict[str, float]:
             },
         ),
         ([[1.0, 3.0], [5.0]], sample(3.5, 2, 5, 2)),
+        ([(1.0, 3.0), (5.0,)], sample(3.5, 2, 5, 2)),
         ([{"a": None}, {"a": 2}], {"a": 2}),
         (
             {"script": "x", "figures": {"a": [1]}, "bars": []},
