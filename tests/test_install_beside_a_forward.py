@@ -344,3 +344,17 @@ def test_an_uninstall_in_the_middle_of_a_forward_ends_it_or_lets_it_be(provider:
     model[3][2].calls.zero_()  # it has been written, or not
     provider.install(model, dtype=torch.float64)
     testing.assert_bit_equal(model(x), expected)
+
+
+def test_a_tree_may_grow_while_it_is_walked() -> None:
+    """A walk in Python gives way to other threads between two modules."""
+    from dynswap_ext._swap.state import named_modules_of
+
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Identity()), nn.Linear(2, 2))
+    model.append(model[1])  # under two names
+    assert list(named_modules_of(model)) == list(model.named_modules())
+    walked = []
+    for path, _ in named_modules_of(model):
+        walked.append(path)
+        model[0].append(nn.Identity())
+    assert walked == ["", "0", "0.0", "0.1", "0.2", "0.3", "1"]

@@ -25,7 +25,7 @@ from dynswap_ext._python.memory_watch import MemoryWatch, is_sampled
 from dynswap_ext._python.statistics import Statistics
 from dynswap_ext._swap.module_registry import model_of
 from dynswap_ext._swap.protocol import Hooks
-from dynswap_ext._swap.state import STATE_KEY, name_in
+from dynswap_ext._swap.state import STATE_KEY, name_in, named_modules_of
 from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext._util.own_masters import own_masters
 
@@ -281,7 +281,7 @@ class HeldCopies(Statistics):
         """Note what the weights are called by now, and where they are; that stays when they are gone."""
         root, files = self._tree(), FileMappings()
         names: dict[int, str] = {}
-        for path, module in () if root is None else root.named_modules():
+        for path, module in () if root is None else named_modules_of(root):
             for name, master, _ in own_masters(module):
                 names.setdefault(id(master), f"{path}.{name}" if path else name)
         for weight in list(self._weights.values()):

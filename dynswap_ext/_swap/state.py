@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, cast
 
 import torch
@@ -65,13 +65,31 @@ def modules_of(root: nn.Module) -> list[nn.Module]:
     return list(found.values())
 
 
+def named_modules_of(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Every module of a tree once, with its path, as `root.named_modules()` gives them.
+
+    Other threads may add and remove modules meanwhile: the children of each are taken at one time.
+    """
+    found: set[int] = set()
+    stack: list[tuple[str, nn.Module]] = [("", root)]
+    while stack:
+        path, module = stack.pop()
+        if id(module) in found:
+            continue
+        found.add(id(module))
+        yield path, module
+        prefix = f"{path}." if path else ""
+        children = list(module._modules.items())
+        stack.extend((prefix + name, child) for name, child in reversed(children) if child is not None)
+
+
 def is_scripted(cls: type) -> bool:
     return issubclass(cls, torch.jit.ScriptModule)
 
 
 def name_in(root: nn.Module, master: torch.Tensor) -> str:
     """The name of a master in a tree, for messages."""
-    for path, module in root.named_modules():
+    for path, module in named_modules_of(root):
         for name, other, _ in own_masters(module):
             if other is master:
                 return f"{path}.{name}" if path else name
