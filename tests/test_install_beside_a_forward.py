@@ -19,6 +19,7 @@ from torch.nn.utils import parametrize
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
+from dynswap_ext._swap.state import named_modules_of
 from dynswap_ext.compat import DynamicSwapInstaller
 
 #: Bytes that hold some of the layers of `gated`, and all of them.
@@ -348,8 +349,6 @@ def test_an_uninstall_in_the_middle_of_a_forward_ends_it_or_lets_it_be(provider:
 
 def test_a_tree_may_grow_while_it_is_walked() -> None:
     """A walk in Python gives way to other threads between two modules."""
-    from dynswap_ext._swap.state import named_modules_of
-
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Identity()), nn.Linear(2, 2))
     model.append(model[1])  # under two names
     assert list(named_modules_of(model)) == list(model.named_modules())

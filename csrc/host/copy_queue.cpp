@@ -85,7 +85,6 @@ EventPtr CopyQueue::copy(CopyRequest request) {
       part.waits = part.after.size();
       if (part.waits == 0) ready.push_back({copy, i});
     }
-    if (copy->parts.empty()) copy->over = true;
   }
   if (request.demanded) promote(copy);
   queue(std::move(ready));

@@ -22,8 +22,8 @@ namespace dynswap {
 ///
 /// Note [A short copy is made at once]: to wake a worker, and to be woken by it, takes as long as to copy
 /// some ten kilobytes. So a copy that may begin, and whose bytes are few and in RAM (a file's are if the page
-/// cache has them), is made by the calling thread: a model of small layers is twice as quick. What may wait
-/// for a disk is never short.
+/// cache has most of them), is made by the calling thread: what a model of small layers takes longer than a
+/// plain one is halved. A copy without bytes is short too. What has to come from a disk is never short.
 ///
 /// All calls are thread-safe. The events are those of copy() of the same queue, or null.
 class CopyQueue {

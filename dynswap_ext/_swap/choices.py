@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import nn
 
 from dynswap_ext._swap.models import Models
-from dynswap_ext._swap.state import is_scripted, modules_of
+from dynswap_ext._swap.state import is_scripted, modules_of, named_modules_of
 from dynswap_ext._util.needed_at_once import units_of_modules
 from dynswap_ext._util.option_names import nearest
 from dynswap_ext._util.own_masters import own_masters
@@ -66,7 +66,7 @@ class Choices:
             return
         owned = [
             (module, [(name, master, f"{path}.{name}" if path else name) for name, master, _ in own])
-            for path, module in root.named_modules()
+            for path, module in named_modules_of(root)
             if not is_scripted(type(module)) and (own := own_masters(module))
         ]
         names = [name for _, own in owned for _, _, name in own]

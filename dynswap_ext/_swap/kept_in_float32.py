@@ -89,6 +89,6 @@ def _listed(module: nn.Module, attribute: str) -> set[str]:
 def _named_modules(root: nn.Module, path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules of a tree with their prefixes; a module with two names comes twice."""
     yield path, root
-    for name, child in root._modules.items():
+    for name, child in list(root._modules.items()):  # other threads may add and remove some
         if child is not None:
             yield from _named_modules(child, f"{path}{name}.")
