@@ -263,7 +263,7 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object, bool inside
   const bool stays = weight.resident();
   const auto earlier = weight.latest_storage.lock();  // it may be held, by a view
   const bool in_order = inside_call();
-  Lease lease = in_order ? Lease() : plan->engine->acquire_present(weight.id, consumer);
+  Lease lease = plan->engine->acquire_present(weight.id, consumer, in_order);
   const bool others_ran = !lease;
   if (others_ran) {
     try {

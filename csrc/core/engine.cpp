@@ -159,14 +159,18 @@ Lease Engine::acquire(WeightId id, Stream consumer, Use use) {
   return lease;
 }
 
-Lease Engine::acquire_present(WeightId id, Stream consumer) {
+Lease Engine::acquire_present(WeightId id, Stream consumer, bool in_order) {
   if (abandoned_ || any_postponed_ || recorder_.on()) return {};
   const std::lock_guard lock(mutex_);
   if (closed_ || !planned_) return {};
-  Group& group = groups_[weights_[id].group];
+  const GroupId group_id = weights_[id].group;
+  Group& group = groups_[group_id];
   const DeviceCopy* const copy = group.copy.get();
   if (copy == nullptr || !copy->read || !is_there(*copy, consumer)) return {};
   if (copy->parts[weights_[id].part].outdated) return {};
+  if (in_order && group.by_use) return {};
+  if (in_order && !group.home && consumer_of(std::this_thread::get_id()).cursor.current() != group_id)
+    return {};
   ++tick_;
   group.expected_at = tick_;
   Lease lease = lease_on(id, consumer);

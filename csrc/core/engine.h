@@ -151,9 +151,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// close(), and for a resident that the next plan has inherited.
   Lease acquire(WeightId weight, Stream consumer, Use use = {});
 
-  /// As acquire() with `Use::in_order` false, but only for bytes that are there and that `consumer` has
-  /// waited for already. Returns an empty lease where acquire() would have more to do. Waits for no copy.
-  Lease acquire_present(WeightId weight, Stream consumer);
+  /// As acquire(), but only for bytes that are there and that `consumer` has waited for already; in order,
+  /// only for a weight of the group that the thread uses, or of one that stays. Returns an empty lease where
+  /// acquire() would have more to do: no copy is waited for, and none issued.
+  Lease acquire_present(WeightId weight, Stream consumer, bool in_order);
 
   /// Announces that these weights, of groups by use, are acquired next, in this order. Their copies are
   /// issued now, as far as the cache has room that none of them needs before.

@@ -426,6 +426,8 @@ class Run {
     const Stats before = engine_->stats();
     const std::size_t interruptions = interruptions_;
     try {
+      // An access in a call asks for what is there first.
+      if (Lease lease = engine_->acquire_present(weight.id, stream, /*in_order=*/true); lease) return lease;
       Lease lease = engine_->acquire(weight.id, stream);
       if (before.live_leases == 0 && interruptions == interruptions_ &&
           engine_->stats().overflows > before.overflows) {

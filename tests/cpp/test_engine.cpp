@@ -202,6 +202,28 @@ TEST(engine_small_weights_travel_together) {
   EXPECT(model.clock->copies() <= 16u + 3u);
 }
 
+TEST(engine_what_is_there_is_handed_out_at_once_in_the_group_that_is_in_use) {
+  EngineOptions options = with_budget(0);
+  options.group_bytes = 4 * kMiB;
+  Model model(std::vector<std::size_t>(64, kMiB), options);
+  for (int i = 0; i < 3; ++i) model.pass();
+  std::size_t at_once = 0;
+  for (const bool tries : {false, true}) {
+    model.engine->reset_counters();
+    for (const WeightId weight : model.weights) {
+      Lease lease = tries ? model.engine->acquire_present(weight, 0, /*in_order=*/true) : Lease();
+      at_once += lease ? 1 : 0;
+      if (!lease) lease = model.engine->acquire(weight, 0);
+      model.clock->kernel(1);
+    }
+    // The order is learned, and the next groups are fetched, all the same.
+    EXPECT_EQ(model.stats().hits, 16u);
+    EXPECT_EQ(model.stats().misses, 0u);
+    EXPECT_EQ(model.stats().copies, 16u);
+  }
+  EXPECT_EQ(at_once, 3 * 16u);  // all but the first of a group
+}
+
 TEST(engine_a_large_module_is_cut_between_its_weights) {
   EngineOptions options = with_budget(0);
   options.split_bytes = 64 * kMiB;

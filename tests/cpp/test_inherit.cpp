@@ -229,7 +229,7 @@ TEST(inherit_an_inherited_resident_is_gone_for_the_earlier_plan) {
   for (const std::string& name : red.names) ids.push_back(plain.id(name));
   red.engine->inherit(*plain.engine, ids);
   EXPECT_THROWS(plain.engine->acquire(0, 0), ClosedError);
-  EXPECT(!plain.engine->acquire_present(0, 0));
+  EXPECT(!plain.engine->acquire_present(0, 0, /*in_order=*/false));
 }
 
 TEST(inherit_frees_its_memory_if_planning_fails) {
