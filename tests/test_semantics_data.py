@@ -263,3 +263,24 @@ def test_a_name_that_is_kept_sees_other_data_that_was_set_through_another(
     testing.assert_bit_equal(
         model.state_dict()["weight"], moved.state_dict()["weight"].to("cpu", torch.float32), "master"
     )
+
+
+@BUDGETS
+def test_a_parameter_is_thawed_while_what_was_given_other_data_is_held(
+    provider: Provider, budget: str | None
+) -> None:
+    """With other data it has another layout, so there is a new plan between the thaw and the call."""
+    model = nn.Linear(8, 8)
+    model.weight = nn.Parameter(torch.randn(8, 16)[:, ::2], requires_grad=False)
+    moved, _ = provider.pair(model, budget=budget)
+    x, held = provider.randn(2, 8), []
+    for m, weight in ((model, model._parameters["weight"]), (moved, moved.weight)):
+        held.append(m.weight)
+        m.weight.data = torch.ones_like(m.weight)
+        weight.requires_grad_()
+    for _ in range(2):
+        outputs = [m(x) for m in (model, moved)]
+        testing.assert_bit_equal(*outputs, "output")
+        for output in outputs:
+            output.sum().backward()
+    testing.assert_bit_equal(model.get_parameter("weight").grad, moved.weight.grad.to("cpu", torch.float32))

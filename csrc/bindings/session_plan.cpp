@@ -102,7 +102,8 @@ void hand_on(Weight& earlier, Weight& weight, const std::shared_ptr<Session>& se
   HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
   if (record == nullptr || !weight.moves_bytes() || !earlier.still_handed_out()) return;
   weight.note_master();  // it may have been written since it was drafted
-  weight.latest = earlier.latest;
+  // Frozen or thawed since: another tensor of the storage is handed out.
+  if (weight.state.requires_grad == earlier.state.requires_grad) weight.latest = earlier.latest;
   weight.latest_storage = earlier.latest_storage;
   record->belong_to({session, weight.shared_from_this()});
 }

@@ -96,7 +96,7 @@ def convert(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> t
     While a forward is traced, that is what it got before, where Note [Lifted masters] wants it.
     """
     if not is_lifted(master):
-        return master.to(device=device, dtype=dtype)
+        return _converted(master, device, dtype)
     trace = _trace()
     tensor = trace.known(master, dtype)
     if tensor is None:
@@ -107,6 +107,14 @@ def convert(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> t
             tensor.requires_grad_()  # a parameter requires gradients under no_grad(), too
         trace.note(master, tensor)
     return tensor
+
+
+def _converted(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    if not master.requires_grad:
+        return master.to(device=device, dtype=dtype)
+    with torch.enable_grad():  # a parameter requires gradients under no_grad(), too
+        tensor = master.to(device=device, dtype=dtype)
+    return tensor if tensor.requires_grad else tensor.requires_grad_()  # in inference mode
 
 
 def master_of_assigned(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:

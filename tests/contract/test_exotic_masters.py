@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import textwrap
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -172,3 +173,23 @@ def test_a_sparse_buffer_is_no_obstacle(provider: Provider) -> None:
     provider.install(model, dtype=torch.float64)
     x = provider.randn(2, 4)
     testing.assert_bit_equal(model(x), moved(x))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=["no_grad", "inference_mode"])
+def test_a_parameter_that_torch_converts_requires_gradients_without_a_graph(
+    provider: Provider, mode: type[AbstractContextManager[None]]
+) -> None:
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.empty = nn.Parameter(torch.zeros(0, 4))
+            self.weight = nn.Parameter(torch.ones(4, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            assert self.empty.requires_grad and self.weight.requires_grad
+            return x
+
+    model = Asks()
+    provider.install(model, dtype=torch.float64)
+    with mode():
+        model(provider.randn(2, 4))
