@@ -178,7 +178,7 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
         before = [(other, other.everything()) for other in replaced]
         try:
             made.begin(model, modules)
-            _warn_of_no_effect(made, modules, type(given).__name__, scripted)
+            _warn_of_no_effect(made, modules, choices, type(given).__name__, scripted)
         except BaseException:
             made.close_session()
             try:
@@ -194,7 +194,9 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
     return Handle(made)
 
 
-def _warn_of_no_effect(made: Install, modules: Sequence[nn.Module], name: str, scripted: int) -> None:
+def _warn_of_no_effect(
+    made: Install, modules: Sequence[nn.Module], choices: Choices, name: str, scripted: int
+) -> None:
     """Warn if an install has no effect, or if `prefetch` has less effect than it asks for.
 
     The weights of `scripted` modules are none of the install's. There was a warning of their own.
@@ -202,7 +204,7 @@ def _warn_of_no_effect(made: Install, modules: Sequence[nn.Module], name: str, s
     plan, options = made.session.stats(), made.options
     if not scripted and not any(own_masters(module) for module in modules):
         warn(f"{name} has no weights, so nothing is streamed: it computes as it did before")
-    _warn_of_weights_there(made, modules)
+    _warn_of_weights_there(made, modules, choices)
     streamed = plan["groups"] - plan["resident_groups"]
     one_at_a_time = streamed and plan["depth"] < min(1, options.prefetch)
     if options.keep and plan["resident_bytes"] and one_at_a_time and made.session.provider == "native":
@@ -240,7 +242,7 @@ def _warn_of_room_that_keep_takes(made: Install) -> None:
     )
 
 
-def _warn_of_weights_there(made: Install, modules: Sequence[nn.Module]) -> None:
+def _warn_of_weights_there(made: Install, modules: Sequence[nn.Module], choices: Choices) -> None:
     """Warn if most of the weights are where the model computes already: nothing of them is saved there."""
     device = made.session.device
     if device.type == "cpu":
@@ -248,7 +250,7 @@ def _warn_of_weights_there(made: Install, modules: Sequence[nn.Module]) -> None:
     there = every = 0
     for module in modules:
         for name, master, _ in () if is_scripted(type(module)) else own_masters(module):
-            if is_lazy(master) or made.session.ignores(module, name):
+            if is_lazy(master) or choices.ignores(module, name):
                 continue
             size = master.numel() * master.element_size()  # sparse tensors refuse to tell `nbytes`
             every += size

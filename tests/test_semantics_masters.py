@@ -263,3 +263,12 @@ def test_a_master_that_lets_go_of_its_bytes(provider: Provider, budget: str | No
             gc.collect()
             gone = watches if provider.device.type == "cpu" else earlier
             assert not any(watch() is not None for watch in gone)
+
+
+def test_a_module_may_be_ignored_as_a_whole(provider: Provider) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    moved = testing.moved(model, provider.device, torch.float64)
+    model[1].to(provider.device, torch.float64)
+    provider.install(model, dtype=torch.float64, ignore="1")
+    x = provider.randn(2, 4)
+    testing.assert_bit_equal(model(x), moved(x))

@@ -1,0 +1,340 @@
+"""One random program under each provider: both have to do and say the same.
+
+A program is made from a seed: masters of many forms, options and steps. Written down is what each step gives:
+outputs, what is read, gradients, masters, warnings and errors. Values are small whole numbers and halves, so
+that the order of a sum does not matter.
+
+Left out is what docs/contract.md and docs/limits.md say that pure Python cannot see: data that a forward
+gives, or writes through `.data`, NumPy or DLPack. So is what a provider decides by itself: when a budget is
+full.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import random
+import re
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import dynswap_ext
+from dynswap_ext import testing
+from handed_writes import HANDED_WRITES, handed_write
+from master_writes import MASTER_WRITES, Dice, Place
+
+SIDE = 6
+#: The side of a master that is larger than those whose writes are told element by element.
+LARGE = 600
+NAMES = ("v", "w", "b")
+#: Writes to a master inside a forward.
+TRACED = ("copy_", "mul_", "a row", "an element", "foreach", "init", "detach")
+
+
+def _whole(dice: random.Random, *shape: int) -> Tensor:
+    generator = torch.Generator().manual_seed(dice.randrange(1 << 30))
+    return torch.randint(0, 7, shape, generator=generator).float()
+
+
+def _complex(dice: random.Random) -> Tensor:
+    return torch.complex(_whole(dice, SIDE), _whole(dice, SIDE))
+
+
+FORMS: dict[str, Callable[[random.Random], Tensor]] = {
+    "dense": lambda dice: _whole(dice, SIDE, SIDE),
+    "vector": lambda dice: _whole(dice, SIDE),
+    "scalar": _whole,
+    "empty": lambda dice: _whole(dice, 0, SIDE),
+    "transposed": lambda dice: _whole(dice, SIDE, SIDE).t(),
+    "with gaps": lambda dice: _whole(dice, SIDE, SIDE + 3)[:, :SIDE],
+    "every other row": lambda dice: _whole(dice, 2 * SIDE, SIDE)[::2],
+    "in a larger one": lambda dice: _whole(dice, 3 * SIDE, SIDE)[SIDE : 2 * SIDE],
+    "expanded": lambda dice: _whole(dice, 1, SIDE).expand(SIDE, SIDE),
+    "channels last": lambda dice: _whole(dice, 2, 3, 2, 2).contiguous(memory_format=torch.channels_last),
+    "double": lambda dice: _whole(dice, SIDE, SIDE).double(),
+    "half": lambda dice: _whole(dice, SIDE, SIDE).half(),
+    "bfloat16": lambda dice: _whole(dice, SIDE, SIDE).bfloat16(),
+    "int64": lambda dice: _whole(dice, SIDE).long(),
+    "uint8": lambda dice: _whole(dice, SIDE).byte(),
+    "bool": lambda dice: _whole(dice, SIDE).bool(),
+    "complex": _complex,
+    "conj": lambda dice: _complex(dice).conj(),
+    "imag of conj": lambda dice: _complex(dice).conj().imag,
+    "real of complex": lambda dice: _complex(dice).real,
+    "large": lambda dice: _whole(dice, LARGE, LARGE),
+    "large with gaps": lambda dice: _whole(dice, LARGE, LARGE + 3)[:, :LARGE],
+}
+
+
+class Layer(nn.Module):
+    """Adds up its masters, each element by a factor of its own; `between` runs after the first."""
+
+    between: Callable[[], None] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        for name in NAMES:
+            value = getattr(self, name, None)
+            if value is not None:
+                x = x + _total(value)
+            if name == NAMES[0] and self.between is not None:
+                self.between()
+        return x
+
+
+def _total(tensor: Tensor) -> Tensor:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    flat = tensor.to(torch.float64).reshape(-1)
+    return (flat * (torch.arange(flat.numel(), device=flat.device) % 5 + 1)).sum()
+
+
+def make(dice: random.Random) -> nn.Sequential:
+    """Layers with masters of random forms, of which some are one, or have one storage."""
+    layers = [Layer() for _ in range(dice.randint(2, 5))]
+    made: list[Tensor] = []
+    for layer in layers:
+        for name in NAMES:
+            if dice.random() < 0.25:
+                continue
+            if made and dice.random() < 0.12:
+                tensor = dice.choice(made)
+                tensor = tensor if dice.random() < 0.5 else tensor.detach()
+            else:
+                tensor = FORMS[dice.choice(list(FORMS))](dice)
+            if name == "b":
+                layer.register_buffer(name, tensor.detach(), persistent=dice.random() < 0.7)
+            else:
+                trains = (tensor.is_floating_point() or tensor.is_complex()) and dice.random() < 0.7
+                tensor = tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, trains)
+                layer.register_parameter(name, tensor)
+            made.append(tensor)
+    return nn.Sequential(*layers)
+
+
+def options_of(dice: random.Random) -> dict[str, Any]:
+    chosen: dict[str, Any] = {
+        "dtype": dice.choice([torch.float64, torch.float64, torch.bfloat16, torch.float16, None]),
+        "prefetch": dice.randrange(3),
+        "budget": dice.choice([None, "1GiB"]),
+    }
+    if dice.random() < 0.2:
+        chosen["keep"] = dice.choice(["0", "*.w", ["1", "*.b"]])
+    if dice.random() < 0.2:
+        chosen["ignore"] = dice.choice(["1", "*.v", "0.b"])
+    return chosen
+
+
+def shown(value: Any) -> Any:
+    """A value in a form that is compared by `==` and can be read."""
+    if isinstance(value, dict):
+        return {key: shown(each) for key, each in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    elements = tuple(value.detach().resolve_conj().resolve_neg().cpu().reshape(-1).tolist())
+    return str(value.dtype), tuple(value.shape), elements if len(elements) <= SIDE * SIDE else hash(elements)
+
+
+Line = tuple[str, Any]
+
+
+@dataclass
+class Run:
+    """A program under one provider, and what it gives."""
+
+    seed: int
+    provider: str
+    device: torch.device
+    folder: Path
+    lines: list[Line] = field(default_factory=list)
+    held: list[Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.dice = random.Random(self.seed)
+        self.model = make(self.dice)
+
+    def __call__(self) -> list[Line]:
+        for name, place in self.places():
+            master = place.master
+            self.note(f"{name}, {type(master).__name__}", (shown(master), master.stride()))
+        if self.dice.random() < 0.3:
+            testing.map_from_file(self.model, self.folder / "model.pt")
+        self.install()
+        for _ in range(self.dice.randint(3, 10)):
+            self.step()
+        self.held.clear()
+        with self.noting("uninstall"):
+            dynswap_ext.uninstall(self.model)
+        self.look()
+        return self.lines
+
+    def note(self, what: str, value: Any = None) -> None:
+        self.lines.append((what, value))
+
+    @contextlib.contextmanager
+    def noting(self, what: str) -> Iterator[None]:
+        """Note the warnings of the block, and the error that ends it."""
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            try:
+                yield
+            except Exception as error:
+                self.note(f"{what}: {type(error).__name__}", _without_places(str(error)))
+        for each in told:
+            if not isinstance(each.message, dynswap_ext.DynswapWarning):  # of budgets, prefetch and sampling
+                self.note(f"{what}: {each.category.__name__}", _without_places(str(each.message)))
+
+    def places(self, inside: Layer | None = None) -> list[tuple[str, Place]]:
+        return [
+            (f"{i}.{name}", Place(layer, name))
+            for i, layer in enumerate(self.model)
+            for name in NAMES
+            if inside in (None, layer) and {**layer._parameters, **layer._buffers}.get(name) is not None
+        ]
+
+    # Steps --------------------------------------------------------------------------------------------
+
+    def step(self) -> None:
+        outside = (self.write_master, self.write_handed, self.read, self.assign, self.look)
+        others = (self.state, self.copy, self.freeze_or_thaw, self.load, self.install)
+        self.dice.choice([self.call, self.call, self.call, *outside, *others])()
+
+    def install(self) -> None:
+        self.held.clear()
+        options = options_of(self.dice)
+        self.note("install", str(options))
+        with self.noting("install"):
+            dynswap_ext.install(self.model, device=self.device, provider=self.provider, **options)
+
+    def call(self) -> None:
+        training = self.dice.random() < 0.4
+        layer = self.dice.choice(list(self.model))
+        between = self.dice.choice([None, None, self.write_handed, self.read, self.assign, self.write_master])
+        layer.between = between and partial(between, layer)
+        x = torch.zeros((), dtype=torch.float64, device=self.device)
+        with self.noting("call"), torch.set_grad_enabled(training):
+            y = self.model(x)
+            self.note("output", shown(y))
+            if y.requires_grad:
+                y.backward()
+        layer.between = None
+
+    def pick(self, inside: Layer | None) -> tuple[str, Place, Dice] | None:
+        places = [each for each in self.places(inside) if _counts(each[1].master)]
+        return (*self.dice.choice(places), Dice(self.dice.randrange(100))) if places else None
+
+    def write_handed(self, inside: Layer | None = None) -> None:
+        silent = "data assigned" if inside is None else ("data", "dlpack")
+        how = self.dice.choice([name for name in HANDED_WRITES if not name.startswith(silent)])
+        hold = self.dice.random() < 0.3
+        if (picked := self.pick(inside)) is None:
+            return
+        name, place, dice = picked
+        with self.noting(f"write to what is handed out for {name}: {how}"):
+            handed = getattr(place.owner, name[-1])
+            handed_write(how, handed, dice)
+            self.note("written", shown(handed))
+            if hold:
+                self.held.append(handed)
+
+    def write_master(self, inside: Layer | None = None) -> None:
+        how = self.dice.choice(list(MASTER_WRITES) if inside is None else TRACED)
+        picked = self.pick(inside)
+        if picked is None or how == "swap_tensors":  # which is refused where somebody holds the master
+            return
+        name, place, dice = picked
+        write = MASTER_WRITES[how]
+        suits = write.of == "both" or place.is_parameter == (write.of == "parameters")
+        if inside is None:
+            self.model.state_dict()  # what was written on held tensors, else one of the two writes stands
+        with self.noting(f"write to {name}: {how}"), torch.no_grad():
+            if suits and write.can(place.master):
+                write.do(place, dice)
+
+    def read(self, inside: Layer | None = None) -> None:
+        if (picked := self.pick(inside)) is None:
+            return
+        name, place, _ = picked
+        with self.noting(f"read {name}"):
+            handed = getattr(place.owner, place.name)
+            about = (
+                handed.stride(),
+                handed.requires_grad,
+                handed.device.type,
+                isinstance(handed, nn.Parameter),
+            )
+            self.note(f"read {name}", (shown(handed), about))
+            if handed.numel():
+                assert getattr(place.owner, place.name) is handed
+            self.held.append(handed)
+
+    def assign(self, inside: Layer | None = None) -> None:
+        layer = self.dice.choice(list(self.model)) if inside is None else inside
+        with self.noting("assign"):
+            if layer._buffers.get("b") is not None and _counts(layer.b):
+                layer.b = layer.b * 2
+
+    def look(self) -> None:
+        with self.noting("look"):
+            self.model.state_dict()
+            for name, place in self.places():
+                master = place.master
+                self.note(f"master {name}", (shown(master), master.stride(), master.requires_grad))
+                self.note(f"gradient {name}", shown(master.grad))
+
+    def state(self) -> None:
+        with self.noting("state"):
+            self.note("state", shown(dict(self.model.state_dict())))
+
+    def copy(self) -> None:
+        with self.noting("copy"):
+            self.note("copy", shown(dict(copy.deepcopy(self.model).state_dict())))
+
+    def freeze_or_thaw(self) -> None:
+        if (picked := self.pick(None)) is not None:
+            master = picked[1].master
+            with self.noting(f"freeze or thaw {picked[0]}"):
+                master.requires_grad_(not master.requires_grad)
+
+    def load(self) -> None:
+        assign = self.dice.random() < 0.3
+        with self.noting("load"):
+            state = {
+                name: value.clone() + 1
+                for name, value in self.model.state_dict().items()
+                if value.dtype != torch.bool
+            }
+            self.model.load_state_dict(state, strict=False, assign=assign)
+
+
+def _counts(master: Tensor) -> bool:
+    return master.is_floating_point() or master.is_complex()  # half of it is no whole number
+
+
+def _without_places(message: str) -> str:
+    return re.sub(r"0x[0-9a-f]+|/\S+", "...", message)
+
+
+def judge(seed: int, device: torch.device) -> str:
+    """Run a program under both providers; return where they differ first, and what led there, or nothing."""
+    both = []
+    for provider in ("native", "python"):
+        with tempfile.TemporaryDirectory() as folder:
+            run = Run(seed, provider, device, Path(folder))
+            try:
+                both.append(run())
+            finally:
+                dynswap_ext.uninstall(run.model)
+    native, python = both
+    for i in range(max(len(native), len(python))):
+        if native[i : i + 1] != python[i : i + 1]:
+            before = "\n".join(str(line)[:200] for line in native[:i])
+            return f"seed {seed}\n{before}\nnative: {native[i : i + 1]}\npython: {python[i : i + 1]}"
+    return ""
