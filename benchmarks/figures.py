@@ -29,10 +29,13 @@ import lock
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _DOCS = ROOT / "docs"
+#: Where each figure is a link to a record, or in a table that is filled from one.
 PAGES = (
     ROOT / "README.md",
     *(_DOCS / page for page in ("benchmarks.md", "limits.md", "libraries.md", "guides/experts.md")),
 )
+#: Where links are to records too.
+OTHER_PAGES = tuple(page for page in sorted(_DOCS.rglob("*.md")) if page not in PAGES)
 CHART = ROOT / "docs" / "images" / "time_and_memory_{theme}.svg"
 
 LINK = re.compile(
@@ -172,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     given = options.parse_args(arguments)
     record = read("peers")
     wanted = {Path(str(CHART).format(theme=theme)): chart.draw(record, theme) for theme in chart.THEMES}
-    wanted |= {page: filled(page.read_text()) for page in PAGES}
+    wanted |= {page: filled(page.read_text()) for page in (*PAGES, *OTHER_PAGES)}
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     for path in stale:
         print(f"{path.relative_to(ROOT)} {'differs from the records' if given.check else 'is written'}")

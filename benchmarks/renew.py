@@ -90,7 +90,8 @@ class Age:
 
 def ages() -> list[Age]:
     """The records that README and docs cite, the oldest first."""
-    cited = {found["record"] for page in figures.PAGES for found in figures.LINK.finditer(page.read_text())}
+    pages = (*figures.PAGES, *figures.OTHER_PAGES)
+    cited = {found["record"] for page in pages for found in figures.LINK.finditer(page.read_text())}
     return sorted(map(age, cited), key=lambda each: (-each.releases, -(each.commits or 0), each.record))
 
 

@@ -158,6 +158,11 @@ def test_no_figure_is_without_its_record(page: Path) -> None:
     assert [found for found in _FIGURE.findall(rest) if found not in _SETTINGS] == []
 
 
+@pytest.mark.parametrize("page", [*figures.PAGES, *figures.OTHER_PAGES], ids=lambda page: page.stem)
+def test_no_record_is_cited_without_a_link_to_the_figure(page: Path) -> None:
+    assert re.findall(r"results/\w+\.json", figures.LINK.sub("", page.read_text())) == []
+
+
 def test_the_check_for_figures_without_a_record_can_fail() -> None:
     found = _FIGURE.findall("in 25 ms, 0.82 of it, 155 MiB, 2.0 GB/s, 3 times; Python 3.10, torch 2.11")
     assert found == ["25 ms", "0.82", "155 MiB", "2.0 GB/s", "3 times"]

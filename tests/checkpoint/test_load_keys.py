@@ -9,6 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from sample_loads import Net, kinds, saved
+from torch import nn
 
 from dynswap_ext import checkpoint
 from dynswap_ext.errors import ConfigError
@@ -108,3 +109,21 @@ def test_a_fitting_file_warns_of_nothing(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint.load(Net(), path, strict=False)
+
+
+def test_missing_entries_without_values_are_named(tmp_path: Path) -> None:
+    """torch computes arbitrary numbers with a weight on the meta device, and says nothing."""
+    state = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict()
+    torch.save({name: tensor for name, tensor in state.items() if name != "1.weight"}, tmp_path / "w.pt")
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+
+    says = r"1 missing entries are on the meta device and have no values \(1.weight\)"
+    with pytest.raises(ConfigError, match=says):
+        checkpoint.load(make, tmp_path / "w.pt")
+    with pytest.warns(UserWarning, match=says):
+        assert checkpoint.load(make, tmp_path / "w.pt", strict=False)[1].weight.is_meta
+    with pytest.warns(UserWarning) as told:
+        checkpoint.load(make(), tmp_path / "w.pt", strict=False)
+    assert "meta" not in str(told[0].message)

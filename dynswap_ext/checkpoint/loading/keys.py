@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch.nn.parameter import is_lazy
 
+from dynswap_ext._util.listing import listed
 from dynswap_ext.checkpoint.reader import Entry
 
 #: Keys of one kind that an error lists before it only counts them.
@@ -32,6 +33,7 @@ class KeyReport:
     unexpected: Sequence[str]  # in the file alone, by the names that the model would have for them
     mismatched: Mapping[str, str]  # names, each with both shapes or dtypes
     library: str  # the package of the model's class
+    on_meta: Sequence[str] = ()  # of the missing, those that hold no data
 
     @classmethod
     def compare(
@@ -46,13 +48,15 @@ class KeyReport:
         differences = {
             name: _difference(tensor, given[name]) for name, tensor in own.items() if name in given
         }
+        missing = [name for name in own if name not in given]
         return cls(
             path,
             old,
-            missing=[name for name in own if name not in given],
+            missing=missing,
             unexpected=[name for name in given if name not in own],
             mismatched={name: difference for name, difference in differences.items() if difference},
             library=type(model).__module__.partition(".")[0],
+            on_meta=[name for name in missing if getattr(own[name], "is_meta", False)],
         )
 
     def certain(self, custom_loaders: tuple[str, ...]) -> KeyReport:
@@ -98,6 +102,12 @@ class KeyReport:
             )
         elif strict:
             lines.append("If this is intended, pass strict=False: missing entries keep their present values.")
+        if on_meta := [name for name in self.missing if name in self.on_meta]:
+            lines.append(
+                f"{len(on_meta)} missing entries are on the meta device and have no values "
+                f"({listed(on_meta)}): torch may compute with them all the same, and give arbitrary numbers. "
+                "Assign them before the model is used."
+            )
         return "\n".join(lines)
 
     def _called(self, name: str) -> str:
