@@ -114,7 +114,9 @@ def _converted(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -
         return master.to(device=device, dtype=dtype)
     with torch.enable_grad():  # a parameter requires gradients under no_grad(), too
         tensor = master.to(device=device, dtype=dtype)
-    return tensor if tensor.requires_grad else tensor.requires_grad_()  # in inference mode
+    if torch.is_inference_mode_enabled() and not tensor.requires_grad:
+        tensor.requires_grad_()
+    return tensor
 
 
 def master_of_assigned(value: torch.Tensor, old: torch.Tensor) -> torch.Tensor:
