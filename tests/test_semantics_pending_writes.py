@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import nn
 
 import dynswap_ext
 from conftest import Provider
-from dynswap_ext import testing
+from dynswap_ext import checkpoint, testing
 
 BUDGETS = pytest.mark.parametrize("budget", ["1GiB", "minimum"])
 Write = Callable[[torch.Tensor], object]
@@ -210,3 +211,29 @@ def test_what_was_only_read_is_not_told_of(provider: Provider, budget: str) -> N
     handle.flush()
     model(provider.randn(2, 8))  # a warning is an error here
     assert_same_masters(model, moved)
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_writes_to_neighbours_in_a_file_take_none_from_what_lies_between(
+    provider: Provider, budget: str | None, tmp_path: Path
+) -> None:
+    """Each has a part of two pages: those that are written first make both private."""
+
+    class Doubles(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weights = nn.ParameterList(nn.Parameter(torch.ones(700)) for _ in range(6))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with torch.no_grad():
+                for i in (0, 2, 1, 4, 5, 3):
+                    self.weights[i].mul_(2)
+            return x
+
+    model = Doubles()
+    checkpoint.save(model, tmp_path / "w.safetensors")
+    provider.install(checkpoint.load(model, tmp_path / "w.safetensors"), dtype=torch.float64, budget=budget)
+    for _ in range(2):
+        model(provider.randn(1))
+    for name, master in model.state_dict().items():
+        assert torch.equal(master, torch.full_like(master, 4.0)), name

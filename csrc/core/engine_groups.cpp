@@ -16,7 +16,7 @@ constexpr std::size_t kFewestGroups = 16;  ///< about so many, however small the
 /// Note [Tiny weights stay]: norms are often defined behind the large weights that they are used before. Were
 /// they to travel with their neighbours by definition, those would be needed twice a pass, and often copied
 /// twice. All together they are nothing beside the model, so they stay, if they are: units of less than this
-/// part of a transfer, of all of them no more than that part of the model.
+/// part of a usual transfer, of all of them no more than that part of the model.
 constexpr std::size_t kTinyPart = 32;
 
 }  // namespace
@@ -25,9 +25,9 @@ Engine::Grouping Engine::grouping(const Units& units, unsigned halvings) const {
   std::size_t total = 0;
   for (const Weight& weight : weights_) total += weight.options.by_use ? 0 : weight.source->wanted_bytes();
   // A small model is streamed all the same: then less is enough.
-  Grouping grouping{std::min(options_.group_bytes, total / kFewestGroups) >> halvings,
-                    std::min(options_.split_bytes, total) >> halvings, 0};
-  const std::size_t tiny = grouping.enough / kTinyPart;
+  const std::size_t enough = std::min(options_.group_bytes, total / kFewestGroups);
+  Grouping grouping{enough >> halvings, std::min(options_.split_bytes, total) >> halvings, 0};
+  const std::size_t tiny = enough / kTinyPart;  // smaller groups are needed twice as well
   const std::size_t alignment = backend_->weight_alignment();
   std::size_t tiny_total = 0;
   for (const std::vector<WeightId>& unit : units) {

@@ -168,9 +168,10 @@ void MemoryWatch::start(Sharing sharing) {
 /// may be private because of them: there the bytes are compared with the file.
 bool MemoryWatch::written_before_start(const File& file) const {
   const Pages whole = pages_within(address_, bytes_);
+  const bool has_whole = whole.begin < whole.end;
   const auto from = reinterpret_cast<std::uintptr_t>(address_);
   for (const ByteRange& range : private_ranges(address_, bytes_)) {
-    if (from + range.begin < whole.end && from + range.end > whole.begin) return true;
+    if (has_whole && from + range.begin < whole.end && from + range.end > whole.begin) return true;
     std::vector<std::byte> as_in_file(range.end - range.begin), now(range.end - range.begin);
     try {
       file.read(offset_ + range.begin, as_in_file.data(), as_in_file.size(), "a weight", Keep::yes,
