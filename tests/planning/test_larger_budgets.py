@@ -87,14 +87,14 @@ def test_a_larger_budget_never_moves_more_but_a_ring(name: str, seed: int) -> No
 @pytest.mark.parametrize("prefetch", [1, 2])
 def test_norms_that_are_defined_behind_what_they_precede_bring_no_second_copies(prefetch: int) -> None:
     """Were they grouped with what follows them by definition, that would be copied twice a pass or more."""
-    layer = nn.TransformerEncoderLayer(128, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
-    total = 4 * sum(parameter.numel() for parameter in layer.parameters()) * 8
-    x = torch.randn(1, 2, 128)
+    layer = nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
+    total = 8 * sum(parameter.numel() for parameter in layer.parameters()) * 8
+    x = torch.randn(1, 2, 256, dtype=torch.float64)
     for share in (0.245, 0.25, 0.2505, 0.252, 0.3, 0.5):
         # In training mode: else its layers are read by one fused operation.
-        model = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False).to(torch.float64).train()
+        model = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False).train()
         handle = dynswap_ext.install(
-            model, device="cpu", dtype=torch.float32, budget=int(share * total), prefetch=prefetch
+            model, device="cpu", dtype=torch.float64, budget=int(share * total), prefetch=prefetch
         )
         with torch.no_grad():
             for _ in range(5):
@@ -103,4 +103,4 @@ def test_norms_that_are_defined_behind_what_they_precede_bring_no_second_copies(
             model(x)
         stats = handle.stats()
         dynswap_ext.uninstall(model)
-        assert stats.bytes_moved <= 2 * total, (share, stats)  # masters have twice the bytes
+        assert stats.bytes_moved <= total / 2, (share, stats)  # masters have half the bytes
