@@ -324,7 +324,7 @@ def _survey(model: nn.Module, modules: Sequence[nn.Module], choices: Choices) ->
         for module in plain
         for masters in (module._parameters, module._buffers)
         if masters
-        for name, master in masters.items()
+        for name, master in list(masters.items())
         if master is not None and master.is_meta and not choices.ignores(module, name)
     ]
     if meta:

@@ -10,6 +10,8 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
 
 import pytest
 import torch
@@ -20,6 +22,7 @@ import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
 from dynswap_ext._swap.state import named_modules_of
+from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.compat import DynamicSwapInstaller
 
 #: Bytes that hold some of the layers of `gated`, and all of them.
@@ -357,3 +360,24 @@ def test_a_tree_may_grow_while_it_is_walked() -> None:
         walked.append(path)
         model[0].append(nn.Identity())
     assert walked == ["", "0", "0.0", "0.1", "0.2", "0.3", "1"]
+
+
+def test_masters_may_come_while_they_are_listed() -> None:
+    module = nn.BatchNorm1d(3)
+
+    def add_one(frame: FrameType, event: str, argument: object) -> Callable[..., object] | None:
+        if Path(frame.f_code.co_filename).stem != "own_masters":
+            return None
+        sys.settrace(None)
+        module.register_buffer(f"b{len(module._buffers)}", torch.zeros(3))
+        module.register_parameter(f"p{len(module._parameters)}", nn.Parameter(torch.zeros(3)))
+        sys.settrace(add_one)
+        return add_one
+
+    sys.settrace(add_one)
+    try:
+        found = own_masters(module)
+    finally:
+        sys.settrace(None)
+    assert {"weight", "running_mean"} <= {name for name, _, _ in found}
+    assert len(module._buffers) > 3 and len(module._parameters) > 2

@@ -152,7 +152,12 @@ class Session(Access):
 
     @property
     def modules(self) -> int:
-        return sum(state.in_effect() for state in list(self._states))
+        return sum(state.in_effect() for state in self.states())
+
+    def states(self) -> list[ModuleState]:
+        while True:
+            with contextlib.suppress(RuntimeError):  # another thread has added one
+                return list(self._states)
 
     inside_call = staticmethod(inside_call)
 
@@ -285,7 +290,7 @@ class Session(Access):
     def _take_copies(self, earlier: Session) -> None:
         """Go on with what somebody has of the weights that were another session's."""
         earlier.settle_deaths()
-        present = [state.weights.values() for state in list(earlier._states) if state.in_effect()]
+        present = [state.weights.values() for state in earlier.states() if state.in_effect()]
         still_served = {weight for weights in present for weight in weights}
         for old in list(earlier._weights.values()):
             new = self._weights.get(id(old.master))

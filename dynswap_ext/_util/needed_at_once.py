@@ -29,10 +29,11 @@ def units_of_modules(modules: Sequence[nn.Module]) -> tuple[list[int], list[bool
 
     Parents come before their children. A unit is the place in `modules` of the first of its modules.
     """
-    classes = {id(cls): cls for cls in map(type, modules)}
+    types = list(map(type, modules))  # once: another thread may swap some meanwhile
+    classes = {id(cls): cls for cls in types}
     of_torch = {key: _has_forward_of_torch(cls) for key, cls in classes.items()}
     units = list(range(len(modules)))
-    at_once = [of_torch[id(type(module))] for module in modules]
+    at_once = [of_torch[id(cls)] for cls in types]
     first_of: dict[int, int] = {}  # by the identity of a module that is part of a unit
     for place, module in enumerate(modules):
         if at_once[place] and module._modules and id(module) not in first_of:
