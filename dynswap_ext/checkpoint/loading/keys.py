@@ -21,6 +21,9 @@ _LISTED = 10
 _CANDIDATES = 4000
 #: What wrappers put into names, at the beginning or in the middle.
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+#: What becomes of missing entries.
+_KEPT = "missing entries keep their present values"
+_LEFT_EMPTY = "missing entries are left on the meta device, without values, for you to assign"
 
 
 @dataclass(frozen=True)
@@ -79,6 +82,7 @@ class KeyReport:
         mismatched = [f"{self._called(name)}: {text}" for name, text in self.mismatched.items()]
         unexpected = [self._called(name) for name in self.unexpected]
         lines = [f"{self.path} does not fit the model:"]
+        on_meta = [name for name in self.missing if name in self.on_meta]
         for title, names in (
             ("mismatched", mismatched),
             ("missing (in the model, not in the file)", self._with_guesses()),
@@ -101,8 +105,8 @@ class KeyReport:
                 "file was saved with, leave the entry out by rename= (None), or reshape it by transform=."
             )
         elif strict:
-            lines.append("If this is intended, pass strict=False: missing entries keep their present values.")
-        if on_meta := [name for name in self.missing if name in self.on_meta]:
+            lines.append(f"If this is intended, pass strict=False: {_LEFT_EMPTY if on_meta else _KEPT}.")
+        if on_meta and not strict:
             lines.append(
                 f"{len(on_meta)} missing entries are on the meta device and have no values "
                 f"({listed(on_meta)}): torch may compute with them all the same, and give arbitrary numbers. "
