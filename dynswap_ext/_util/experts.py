@@ -49,7 +49,7 @@ def experts_of_modules(
         child
         for module in modules
         if module._modules
-        for name, child in module._modules.items()
+        for name, child in list(module._modules.items())  # another thread may add some
         if "expert" in name and isinstance(child, nn.ModuleList | nn.ModuleDict)
     ]
     place_of = {id(module): place for place, module in enumerate(modules)} if lists else {}
