@@ -319,13 +319,19 @@ def _survey(model: nn.Module, modules: Sequence[nn.Module], choices: Choices) ->
         plain = [module for module in modules if not is_scripted(type(module))]
     distributed.refuse_to_install(plain)
     other_offloading.refuse_to_install(plain)
-    meta = [
-        master
+    suspects = {
+        id(module): module
         for module in plain
         for masters in (module._parameters, module._buffers)
         if masters
-        for name, master in list(masters.items())
-        if master is not None and master.is_meta and not choices.ignores(module, name)
+        for master in list(masters.values())
+        if master is not None and master.is_meta
+    }
+    meta = [
+        master
+        for module in suspects.values()
+        for name, master, _ in own_masters(module)
+        if master.is_meta and not choices.ignores(module, name)
     ]
     if meta:
         names = listed([name_in(model, master) for master in meta])

@@ -12,6 +12,8 @@ def own_masters(module: nn.Module) -> list[tuple[str, Tensor, bool]]:
     """
     found: list[tuple[str, Tensor, bool]]
     found = [(name, master, True) for name, master in list(module._parameters.items()) if master is not None]
-    if buffers := list(module._buffers.items()):
-        found += [(name, master, False) for name, master in buffers if master is not None]
+    if module._buffers:
+        found += [
+            (name, master, False) for name, master in list(module._buffers.items()) if master is not None
+        ]
     return found
