@@ -15,8 +15,8 @@ constexpr std::size_t kFewestGroups = 16;  ///< about so many, however small the
 
 /// Note [Tiny weights stay]: norms are often defined behind the large weights that they are used before. Were
 /// they to travel with their neighbours by definition, those would be needed twice a pass, and often copied
-/// twice. All together they are nothing beside the model, so they stay, if they are: units of less than this
-/// part of a usual transfer, of all of them no more than that part of the model.
+/// twice. A unit is tiny if it has at most this part of a usual group's bytes, however small the groups are
+/// that a plan forms. Tiny units stay if all of them have at most 1 / kTinyPartOfModel of the model's bytes.
 constexpr std::size_t kTinyPart = 32;
 
 }  // namespace
@@ -27,7 +27,7 @@ Engine::Grouping Engine::grouping(const Units& units, unsigned halvings) const {
   // A small model is streamed all the same: then less is enough.
   const std::size_t enough = std::min(options_.group_bytes, total / kFewestGroups);
   Grouping grouping{enough >> halvings, std::min(options_.split_bytes, total) >> halvings, 0};
-  const std::size_t tiny = enough / kTinyPart;  // smaller groups are needed twice as well
+  const std::size_t tiny = enough / kTinyPart;
   const std::size_t alignment = backend_->weight_alignment();
   std::size_t tiny_total = 0;
   for (const std::vector<WeightId>& unit : units) {

@@ -100,8 +100,8 @@ Engine::Cost Engine::cost_of_pass(const std::vector<std::size_t>& bytes) const {
 /// Forms groups within the budget, and chooses residents. Returns the groups' sizes.
 ///
 /// Smaller groups make a smaller ring, which leaves more to residents, and more copies. Of the sizes with
-/// which the most groups are ahead of the one in use, it takes the one that costs least. The sizes do not
-/// depend on the budget (Note [A larger budget never streams more]).
+/// which the most groups are ahead of the one in use, it takes the one that costs least. The
+/// sizes that it tries do not depend on the budget (Note [A larger budget never streams more]).
 std::vector<std::size_t> Engine::form_groups_within(std::size_t budget,
                                                     const std::vector<std::vector<WeightId>>& on_device) {
   const Units all = units();

@@ -21,9 +21,9 @@ namespace dynswap {
 /// those events (Copy::dependants), and whoever completes an event queues what has become ready.
 ///
 /// Note [A short copy is made at once]: to wake a worker, and to be woken by it, takes as long as to copy
-/// some ten kilobytes. So a copy that may begin, and whose bytes are few and in RAM (a file's are if the page
-/// cache has most of them), is made by the calling thread: what a model of small layers takes longer than a
-/// plain one is halved. A copy without bytes is short too. What has to come from a disk is never short.
+/// some ten kilobytes. So a copy that waits for nothing, and whose bytes are few and in RAM, is made by the
+/// calling thread. A file's bytes are in RAM if the page cache has most of each range. A range with Keep::no
+/// is never short, nor is one of a mapping whose file is not known: to read it may wait for the disk.
 ///
 /// All calls are thread-safe. The events are those of copy() of the same queue, or null.
 class CopyQueue {
