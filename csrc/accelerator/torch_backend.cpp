@@ -28,8 +28,7 @@ class TorchBackend final : public Backend {
   ~TorchBackend() override;
 
   const char* name() const noexcept override { return "torch"; }
-  std::size_t alignment() const noexcept override { return kAcceleratorLayout.alignment; }
-  std::size_t weight_alignment() const noexcept override { return kAcceleratorLayout.weight_alignment; }
+  const DeviceTraits& traits() const noexcept override { return kAcceleratorTraits; }
   Memory allocate(std::size_t bytes) override;
   bool release_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept override;
   Stream order_of(const Memory& memory) const noexcept override;

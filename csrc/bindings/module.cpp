@@ -109,7 +109,7 @@ sim::Workload workload_of(const std::vector<LayerTuple>& weights, const Places& 
   }
   if (!places.empty() && places.size() != weights.size()) throw py::value_error("a place for each weight");
   sim::Workload workload;
-  if (backend == "host") workload.layout = HostBackend::kLayout;
+  if (backend == "host") workload.device = HostBackend::kTraits;
   for (const auto& [name, bytes, seconds, unit] : weights)
     workload.layers.push_back({name, bytes, seconds, unit, at_once.contains(unit)});
   for (sim::Layer& layer : workload.layers) {

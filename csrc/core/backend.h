@@ -69,13 +69,21 @@ struct CopyRequest {
   bool demanded = false;  ///< somebody waits for it now: go before copies that were prefetched
 };
 
-/// How weights lie in a device's memory: what a backend answers, and what is foretold without a device.
-struct Layout {
-  std::size_t alignment = 512;         ///< as Backend::alignment()
-  std::size_t weight_alignment = 512;  ///< as Backend::weight_alignment()
-  std::size_t in_place_bytes = 0;      ///< ranges of a file from this size on keep their phase; 0: none does
+/// What a plan has to know of a device: how weights lie in its memory, and what a copy to it costs. A backend
+/// answers with them, and plans are foretold from them without a device.
+struct DeviceTraits {
+  /// Alignment in bytes of every slot, a power of two.
+  std::size_t alignment = 512;
+  /// Alignment in bytes of every weight within its slot, a power of two, no more than `alignment`: as the
+  /// device's own allocations have it, so that kernels choose as they would for those.
+  std::size_t weight_alignment = 512;
+  /// Ranges of a file from this size on are read straight into place, and keep their phase; 0: none does.
+  std::size_t in_place_bytes = 0;
+  /// To begin a copy takes as long as about so many of its bytes.
+  std::size_t copy_overhead_bytes = 128u << 10;
 
-  /// As Backend::phase().
+  /// Where in its slot a weight would best begin, modulo `alignment` (a file range that is read straight
+  /// into place has to keep its phase within a disk sector). Nothing if it does not matter.
   std::optional<std::size_t> phase(const Source& source) const noexcept {
     const bool in_place = source.from_files() && in_place_bytes > 0 && !source.cast() &&
                           source.stored_bytes() >= in_place_bytes && source.offset % weight_alignment == 0;
@@ -84,8 +92,9 @@ struct Layout {
   }
 };
 
-/// Of an accelerator: what torch's allocator gives, and more than any kernel asks.
-inline constexpr Layout kAcceleratorLayout{512, 512, 0};
+/// Of an accelerator: the alignment that torch's allocator gives, which is more than any kernel asks, and 5
+/// to 10 us of a bus.
+inline constexpr DeviceTraits kAcceleratorTraits{};
 
 /// All calls are thread-safe. None is made while the engine holds a lock.
 class Backend {
@@ -94,18 +103,10 @@ class Backend {
 
   virtual const char* name() const noexcept = 0;
 
-  /// Alignment in bytes of every slot, a power of two.
-  virtual std::size_t alignment() const noexcept = 0;
+  /// The same at each call.
+  virtual const DeviceTraits& traits() const noexcept = 0;
 
-  /// Alignment in bytes of every weight within its slot, a power of two, no more than alignment(): as the
-  /// device's own allocations have it, so that kernels choose as they would for those.
-  virtual std::size_t weight_alignment() const noexcept { return 64; }
-
-  /// Where in its slot a weight would best begin, modulo alignment() (a file range that is read straight
-  /// into place has to keep its phase within a disk sector). Nothing if it does not matter.
-  virtual std::optional<std::size_t> phase(const Source&) const noexcept { return std::nullopt; }
-
-  /// Blocks of device memory, aligned to alignment(). Throws OutOfMemory. Does not synchronise.
+  /// Blocks of device memory, aligned to traits().alignment. Throws OutOfMemory. Does not synchronise.
   virtual Memory allocate(std::size_t bytes) = 0;
 
   /// To be called before memory from allocate() is let go whose users may not be done: whoever is given it

@@ -319,7 +319,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   struct Cost {
     std::size_t bytes = 0;
-    std::size_t beginnings = 0;
+    std::size_t overhead = 0;  ///< of the copies, in bytes that could be copied meanwhile
   };
 
   /// Throws that this is a forked child, whose engines are its parent's.

@@ -28,7 +28,7 @@ Engine::Grouping Engine::grouping(const Units& units, unsigned halvings) const {
   const std::size_t enough = std::min(options_.group_bytes, total / kFewestGroups);
   Grouping grouping{enough >> halvings, std::min(options_.split_bytes, total) >> halvings, 0};
   const std::size_t tiny = enough / kTinyPart;
-  const std::size_t alignment = backend_->weight_alignment();
+  const std::size_t alignment = backend_->traits().weight_alignment;
   std::size_t tiny_total = 0;
   for (const std::vector<WeightId>& unit : units) {
     const WeightOptions& options = weights_[unit.front()].options;
@@ -162,12 +162,12 @@ std::vector<WeightId> Engine::in_file_order(std::vector<WeightId> ids) const {
 }
 
 std::size_t Engine::lay_out(Group& group) {
-  const std::size_t alignment = backend_->alignment();
+  const std::size_t alignment = backend_->traits().alignment;
   std::size_t end = 0;
   for (const WeightId id : in_file_order(group.weights)) {
     Weight& weight = weights_[id];
-    std::size_t offset = align_up(end, backend_->weight_alignment());
-    if (const auto phase = backend_->phase(*weight.source)) {
+    std::size_t offset = align_up(end, backend_->traits().weight_alignment);
+    if (const auto phase = backend_->traits().phase(*weight.source)) {
       offset += (alignment + *phase - offset % alignment) % alignment;
     }
     weight.offset = offset;

@@ -15,10 +15,6 @@ namespace {
 
 constexpr unsigned kMostHalvings = 8;  ///< of the usual groups
 
-/// To begin a copy takes as long as about so many of its bytes: 5 to 10 us of a bus, and as much of a thread
-/// that reads a file.
-constexpr std::size_t kCopyBytes = 128u << 10;
-
 }  // namespace
 
 /// What a budget has to hold: what is kept, the largest of the other groups in an order, and the largest by
@@ -86,13 +82,13 @@ std::vector<bool> Engine::flags(bool Group::* flag) const {
   return flags;
 }
 
-/// Of the groups in an order: what a pass copies, and how often it begins a copy, in bytes.
+/// Of the groups in an order: what a pass copies.
 Engine::Cost Engine::cost_of_pass(const std::vector<std::size_t>& bytes) const {
   Cost cost;
   for (GroupId id = 0; id < groups_.size(); ++id) {
     if (groups_[id].by_use || residency_.residency.resident[id]) continue;
     cost.bytes += bytes[id];
-    cost.beginnings += kCopyBytes;
+    cost.overhead += backend_->traits().copy_overhead_bytes;
   }
   return cost;
 }
@@ -100,8 +96,8 @@ Engine::Cost Engine::cost_of_pass(const std::vector<std::size_t>& bytes) const {
 /// Forms groups within the budget, and chooses residents. Returns the groups' sizes.
 ///
 /// Smaller groups make a smaller ring, which leaves more to residents, and more copies. Of the sizes with
-/// which the most groups are ahead of the one in use, it takes the one that costs least. The
-/// sizes that it tries do not depend on the budget (Note [A larger budget never streams more]).
+/// which the most groups are ahead of the one in use, it takes the one that costs least. The sizes that it
+/// tries do not depend on the budget (Note [A larger budget never streams more]).
 std::vector<std::size_t> Engine::form_groups_within(std::size_t budget,
                                                     const std::vector<std::vector<WeightId>>& on_device) {
   const Units all = units();
@@ -123,13 +119,13 @@ std::vector<std::size_t> Engine::form_groups_within(std::size_t budget,
     const ResidencyPlan& plan = residency_.residency;
     const Cost cost = cost_of_pass(bytes);
     if (!best || plan.depth > best_depth ||
-        (plan.depth == best_depth && cost.bytes + cost.beginnings < best_cost)) {
+        (plan.depth == best_depth && cost.bytes + cost.overhead < best_cost)) {
       best = halvings;
       best_depth = plan.depth;
-      best_cost = cost.bytes + cost.beginnings;
+      best_cost = cost.bytes + cost.overhead;
     }
     // Half as large, they begin twice as often, and no more than the ring can be saved.
-    can_cost_less = plan.depth < options_.prefetch || cost.beginnings < plan.arena_bytes;
+    can_cost_less = plan.depth < options_.prefetch || cost.overhead < plan.arena_bytes;
   }
   if (!best) {
     plan_with({1, 0, 0}, {});  // as small as can be: what does not fit then never will

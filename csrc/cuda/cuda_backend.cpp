@@ -34,8 +34,7 @@ class CudaBackend final : public Backend {
   ~CudaBackend() override;
 
   const char* name() const noexcept override { return "cuda"; }
-  std::size_t alignment() const noexcept override { return kAcceleratorLayout.alignment; }
-  std::size_t weight_alignment() const noexcept override { return kAcceleratorLayout.weight_alignment; }
+  const DeviceTraits& traits() const noexcept override { return kAcceleratorTraits; }
   Memory allocate(std::size_t bytes) override;
   bool release_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept override;
   Stream order_of(const Memory& memory) const noexcept override;

@@ -25,15 +25,12 @@ class HostBackend final : public Backend {
   explicit HostBackend(CastFn cast, int threads = 4, std::size_t at_once = 64u << 10)
       : copies_(cast, threads, at_once) {}
 
-  /// Handed-out tensors begin where kernels choose as they do on torch's own memory.
-  static constexpr Layout kLayout{kDirectAlign, 64, kSmallRead};
+  /// Handed-out tensors begin where kernels choose as they do on torch's own memory. A copy begins within
+  /// some 5 us, in this thread or a worker that is awake.
+  static constexpr DeviceTraits kTraits{kDirectAlign, 64, kSmallRead, 32u << 10};
 
   const char* name() const noexcept override { return "host"; }
-  std::size_t alignment() const noexcept override { return kLayout.alignment; }
-  std::size_t weight_alignment() const noexcept override { return kLayout.weight_alignment; }
-  std::optional<std::size_t> phase(const Source& source) const noexcept override {
-    return kLayout.phase(source);
-  }
+  const DeviceTraits& traits() const noexcept override { return kTraits; }
   Memory allocate(std::size_t bytes) override;
   EventPtr copy(CopyRequest request) override { return copies_.copy(std::move(request)); }
   void wait(Stream, const EventPtr& copied) override { copies_.wait(copied); }

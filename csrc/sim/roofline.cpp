@@ -88,7 +88,7 @@ std::shared_ptr<Engine> engine_of(const Workload& workload, const EngineOptions&
                                   double bytes_per_second, double latency) {
   constexpr std::size_t kNoCap = std::numeric_limits<std::size_t>::max();
   auto clock =
-      std::make_unique<VirtualBackend>(bytes_per_second, latency, kNoCap, workload.layout, workload.host);
+      std::make_unique<VirtualBackend>(bytes_per_second, latency, kNoCap, workload.device, workload.host);
   auto engine = std::make_shared<Engine>(std::move(clock), options);
   for (const Layer& layer : workload.layers) {
     auto source = std::make_shared<Source>();

@@ -32,7 +32,7 @@ struct Layer {
 
 struct Workload {
   std::vector<Layer> layers;
-  Layout layout = kAcceleratorLayout;  ///< of the device
+  DeviceTraits device = kAcceleratorTraits;
   /// The time that the host takes. It runs ahead, and waits at the end of each pass. None: it takes no time,
   /// and keeps pace with the device.
   std::optional<HostTimes> host{};

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <string>
 
+#include "core/align.h"
 #include "core/check.h"
 
 namespace dynswap::sim {
@@ -25,12 +26,12 @@ class VirtualBackend::Instant final : public Event {
   const double at_;
 };
 
-VirtualBackend::VirtualBackend(double bytes_per_second, double latency, std::size_t cap, const Layout& layout,
-                               std::optional<HostTimes> host)
+VirtualBackend::VirtualBackend(double bytes_per_second, double latency, std::size_t cap,
+                               const DeviceTraits& traits, std::optional<HostTimes> host)
     : bytes_per_second_(bytes_per_second),
       latency_(latency),
       cap_(cap),
-      layout_(layout),
+      traits_(traits),
       host_(host),
       next_address_(std::uintptr_t{1} << 40) {
   DYNSWAP_CHECK(bytes_per_second > 0 && latency >= 0, "a bus needs a speed");
@@ -43,7 +44,7 @@ Memory VirtualBackend::allocate(std::size_t bytes) {
   }
   *allocated_ += bytes;
   const std::uintptr_t address = next_address_;
-  next_address_ += (bytes + alignment() - 1) / alignment() * alignment();
+  next_address_ += align_up(bytes, traits_.alignment);
   return Memory(reinterpret_cast<std::byte*>(address),
                 [allocated = allocated_, bytes](std::byte*) { *allocated -= bytes; });
 }

@@ -30,10 +30,11 @@ struct HostTimes {
 /// addresses and a cap; nothing is ever read or written. Not thread-safe: one thread, by design.
 class VirtualBackend final : public Backend {
  public:
-  /// `latency`: seconds that each copy takes besides its bytes. `layout`: that of the device it stands for.
+  /// `latency`: seconds that each copy takes besides its bytes. `traits`: those of the device it stands for.
   VirtualBackend(double bytes_per_second, double latency,
                  std::size_t cap = std::numeric_limits<std::size_t>::max(),
-                 const Layout& layout = kAcceleratorLayout, std::optional<HostTimes> host = std::nullopt);
+                 const DeviceTraits& traits = kAcceleratorTraits,
+                 std::optional<HostTimes> host = std::nullopt);
 
   /// Bytes that a piece takes on the bus. Unset: its elements, in the smaller of the stored and the wanted
   /// type.
@@ -53,11 +54,7 @@ class VirtualBackend final : public Backend {
   std::size_t allocated_bytes() const noexcept { return *allocated_; }
 
   const char* name() const noexcept override { return "virtual"; }
-  std::size_t alignment() const noexcept override { return layout_.alignment; }
-  std::size_t weight_alignment() const noexcept override { return layout_.weight_alignment; }
-  std::optional<std::size_t> phase(const Source& source) const noexcept override {
-    return layout_.phase(source);
-  }
+  const DeviceTraits& traits() const noexcept override { return traits_; }
   Memory allocate(std::size_t bytes) override;
   EventPtr copy(CopyRequest request) override;
   void wait(Stream consumer, const EventPtr& copied) override;
@@ -79,7 +76,7 @@ class VirtualBackend final : public Backend {
   const double bytes_per_second_;
   const double latency_;
   const std::size_t cap_;
-  const Layout layout_;
+  const DeviceTraits traits_;
   const std::optional<HostTimes> host_;
   CopyBytes copy_bytes_;
   double now_ = 0;        ///< of the consumer

@@ -90,7 +90,7 @@ class FakeDevice::Adapter final : public Backend {
  public:
   explicit Adapter(std::shared_ptr<FakeDevice> device) : device_(std::move(device)) {}
   const char* name() const noexcept override { return "fake"; }
-  std::size_t alignment() const noexcept override { return device_->alignment_; }
+  const DeviceTraits& traits() const noexcept override { return device_->traits_; }
   Memory allocate(std::size_t bytes) override { return device_->allocate(bytes); }
   bool release_after(const Memory& memory, const std::vector<EventPtr>& after) noexcept override {
     return device_->release_after(memory, after);
@@ -109,7 +109,7 @@ class FakeDevice::Adapter final : public Backend {
 
 // -------------------------------------------------------------------------------------------- for tests
 
-FakeDevice::FakeDevice(std::uint64_t seed, std::size_t alignment) : alignment_(alignment), random_(seed) {
+FakeDevice::FakeDevice(std::uint64_t seed, std::size_t alignment) : traits_{alignment, 64}, random_(seed) {
   fickle_ = random_.chance(0.5);
   change_mood();
 }
@@ -186,7 +186,7 @@ Memory FakeDevice::allocate(std::size_t bytes) {
   }
   const auto again = std::find_if(cache_.begin(), cache_.end(),
                                   [bytes](const auto& block) { return block->bytes == bytes; });
-  auto block = again != cache_.end() ? *again : std::make_shared<Block>(bytes, alignment_);
+  auto block = again != cache_.end() ? *again : std::make_shared<Block>(bytes, traits_.alignment);
   if (again != cache_.end()) cache_.erase(again);
   std::byte* base = block->base;
   blocks_.emplace(base, std::move(block));

@@ -109,7 +109,7 @@ class FakeDevice : public std::enable_shared_from_this<FakeDevice> {
 
   std::function<void(Call)> interloper_;
   mutable std::mutex mutex_;
-  const std::size_t alignment_;
+  const DeviceTraits traits_;
   Random random_;
   double copy_rate_ = 1;    ///< mood: how likely the next part of a copy runs now
   double stream_rate_ = 1;  ///< mood: how likely the next operation of a consumer stream runs now

@@ -144,7 +144,7 @@ class Run {
   bool build() {
     options_.budget = 1;
     std::size_t smallest = 0;
-    const std::size_t alignment = device_->backend()->alignment();
+    const std::size_t alignment = device_->backend()->traits().alignment;
     try {
       make_engine(std::make_shared<FakeDevice>(0, alignment))->plan();
       device_->violation("a budget of one byte was accepted");

@@ -34,7 +34,7 @@ TEST(file_reads_any_range_to_any_address) {
     std::uint64_t offset = random.below(size - bytes + 1);
     if (i % 5 == 0) offset = size - bytes;  // to the very end
     if (i % 7 == 0) offset = align_down(offset, kPage);
-    // As the backend's phase() asks for it; a little beside it; anywhere.
+    // As DeviceTraits::phase() asks for it; a little beside it; anywhere.
     const std::size_t phases[] = {offset % kPage, offset % 512, (offset + 8) % kPage, random.below(kPage)};
     expect_reads(*file, written, offset, bytes, phases[i % 4]);
   }

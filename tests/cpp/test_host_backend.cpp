@@ -36,8 +36,9 @@ TEST(host_brings_ram_and_files) {
     const std::size_t element = scalar_size(source->stored);
     const std::uint64_t count = source->count;
     const std::size_t begin = static_cast<std::size_t>(next - slot.get());
-    if (const auto phase = backend.phase(*source)) {
-      next += (backend.alignment() + *phase - begin % backend.alignment()) % backend.alignment();
+    if (const auto phase = backend.traits().phase(*source)) {
+      next += (backend.traits().alignment + *phase - begin % backend.traits().alignment) %
+              backend.traits().alignment;
     }
     std::vector<std::byte> result(source->wanted_bytes());
     if (source->cast()) {
@@ -73,20 +74,20 @@ TEST(host_phase_lets_the_disk_write_into_place) {
   HostBackend backend(&Gate::cast, 1);
   const TempFile written(100);
   const auto file = File::open(written.path());
-  EXPECT_EQ(backend.alignment(), 4096);
-  EXPECT(backend.phase(*file_source(file, 4096 * 5 + 192, 64u << 10)) == std::size_t{192});
-  EXPECT(backend.phase(*file_source(file, 4096 * 5, 64u << 10)) == std::size_t{0});
-  EXPECT(!backend.phase(*file_source(file, 4096 * 5 + 8, 64u << 10)));  // tensors begin at 64 bytes
-  EXPECT(!backend.phase(*file_source(file, 192, (64u << 10) - 1)));     // small
-  EXPECT(!backend.phase(*file_source(file, 192, 1u << 20, Scalar::f32, Scalar::bf16)));
-  EXPECT(!backend.phase(*ram_source(written.at(0), 1u << 20, Scalar::raw8, Scalar::raw8)));
+  EXPECT_EQ(backend.traits().alignment, 4096);
+  EXPECT(backend.traits().phase(*file_source(file, 4096 * 5 + 192, 64u << 10)) == std::size_t{192});
+  EXPECT(backend.traits().phase(*file_source(file, 4096 * 5, 64u << 10)) == std::size_t{0});
+  EXPECT(!backend.traits().phase(*file_source(file, 4096 * 5 + 8, 64u << 10)));  // tensors begin at 64 bytes
+  EXPECT(!backend.traits().phase(*file_source(file, 192, (64u << 10) - 1)));     // small
+  EXPECT(!backend.traits().phase(*file_source(file, 192, 1u << 20, Scalar::f32, Scalar::bf16)));
+  EXPECT(!backend.traits().phase(*ram_source(written.at(0), 1u << 20, Scalar::raw8, Scalar::raw8)));
 }
 
 TEST(host_memory) {
   HostBackend backend(&Gate::cast, 1);
   Memory memory = backend.allocate((5u << 20) + 1);
   std::byte* const address = memory.get();
-  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(address) % backend.alignment(), 0);
+  EXPECT_EQ(reinterpret_cast<std::uintptr_t>(address) % backend.traits().alignment, 0);
   std::memset(address, 1, (5u << 20) + 1);
   Memory second = memory;
   memory.reset();

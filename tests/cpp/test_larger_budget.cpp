@@ -18,8 +18,7 @@ namespace {
 
 constexpr double kBus = 10e9;  // bytes a second
 constexpr double kLatency = 7e-6;
-/// What the engine takes a copy's beginning for: fewer and larger copies may be of so many more bytes.
-constexpr double kCopyBytes = 128 << 10;
+constexpr auto kOverhead = static_cast<double>(kAcceleratorTraits.copy_overhead_bytes);
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 constexpr std::uint64_t kModels = 10;  // what they look for does not depend on the plan
 #else
@@ -117,8 +116,9 @@ TEST(larger_budget_never_streams_more_but_one_group) {
         const auto slot = static_cast<double>(std::max(smaller.slot_bytes, larger.slot_bytes));
         const auto grown =
             static_cast<double>(larger.streamed_bytes) - static_cast<double>(smaller.streamed_bytes);
-        const double saved = kCopyBytes * (static_cast<double>(smaller.streamed_groups) -
-                                           static_cast<double>(larger.streamed_groups));
+        // Fewer and larger copies may be of so many more bytes.
+        const double saved = kOverhead * (static_cast<double>(smaller.streamed_groups) -
+                                          static_cast<double>(larger.streamed_groups));
         if (grown > slot + std::max(saved, 0.0)) {
           std::printf("seed %llu, prefetch %u: %zu bytes stream %.0f more than %zu, slot %.0f\n",
                       static_cast<unsigned long long>(seed), prefetch, all[more].budget, grown,

@@ -40,7 +40,10 @@ inline bool holds_version(const Lease& lease, std::uint32_t weight, std::uint32_
 class ImmediateBackend : public Backend {
  public:
   const char* name() const noexcept override { return "immediate"; }
-  std::size_t alignment() const noexcept override { return 64; }
+  const DeviceTraits& traits() const noexcept override {
+    static constexpr DeviceTraits kTraits{64, 64};
+    return kTraits;
+  }
   Memory allocate(std::size_t bytes) override {
     return Memory(new std::byte[bytes], [](std::byte* memory) { delete[] memory; });
   }
