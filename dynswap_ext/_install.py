@@ -49,6 +49,8 @@ class Install(ServedModules):
     ) -> None:
         super().__init__()
         self.options = options
+        #: What the present plan has, or is for. Nothing else keeps it, and all plans are made with it.
+        self.budget = options.budget
         self.provider = provider
         self._naming = naming
         self._choices = choices
@@ -58,20 +60,10 @@ class Install(ServedModules):
         self._open()
 
     def _open(self) -> None:
-        options = self.options
         self.session = self.provider.session(
-            options.device,
-            options.dtype,
-            prefetch=options.prefetch,
-            budget=options.budget,
-            strict_budget=options.strict_budget,
-            pin=options.pin,
-            pinned_copies=options.pinned_copies,
-            page_cache=options.page_cache,
-            page_cache_always=options.page_cache_always,
-            backend=self.provider.backend,
-            residents_give_way=options.automatic,
-            hooks=Hooks(
+            self.options,
+            self.budget,
+            Hooks(
                 warn=warn,
                 replan=_replan,
                 call_begins=_call_begins,
@@ -80,7 +72,7 @@ class Install(ServedModules):
                 masters=masters_of,
             ),
         )
-        self.tuner = Tuner(self.session, options.budget, automatic=options.automatic)
+        self.tuner = Tuner(self)
         add_step_listener(self.session)
 
     @property
@@ -100,7 +92,7 @@ class Install(ServedModules):
         return (
             f"{self.session.provider}/{self.session.backend} on {self.session.device}, "
             f"dtype {'of the masters' if dtype is None else str(dtype).removeprefix('torch.')}, "
-            f"budget {show_budget(self.tuner.budget, automatic=self.tuner.automatic)}"
+            f"budget {show_budget(self.budget.bytes, automatic=self.budget.automatic)}"
         )
 
     def draft(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
@@ -163,21 +155,20 @@ class Install(ServedModules):
 
     def _shrink(self, error: BudgetError | OutOfMemoryError) -> None:
         """Open a session with a smaller budget, where the budget is automatic; else raise the error."""
-        budget = self.options.budget
-        if not self.options.automatic or budget is None:
+        budget = self.budget.bytes
+        if not self.budget.automatic or budget is None:
             raise error
         logger.info("a budget of %s does not work: %s", format_bytes(budget), error)
         self.close_session()
         smaller = smaller_budget(budget) if isinstance(error, OutOfMemoryError) else None
-        self.options = replace(self.options, budget=smaller)
+        self.budget = replace(self.budget, bytes=smaller)
         self._open()
 
     def begin_again(self, model: nn.Module | None) -> None:
         """Put an install back, over the tree that it served, after another one failed to replace it."""
         if model is not None:
             self.end()
-            before, present = self.tuner, self.tuner.budget
-            self.options = replace(self.options, budget=present, automatic=before.automatic)
+            before = self.tuner
             self._open()
             modules = modules_of(model)
             self.draft(model, modules)
@@ -193,11 +184,11 @@ class Install(ServedModules):
                     else "the model has been uninstalled, or is gone: there is nothing to plan for"
                 )
             if budget is None:
-                self.tuner.measure(self.tuner.budget)
+                self.tuner.measure(self.budget)
             elif config.is_automatic(budget):
-                self.tuner.measure(self.tuner.budget, automatic=True)
+                self.tuner.measure(replace(self.budget, automatic=True))
             else:
-                self.tuner.measure(config.resolve_budget(budget, self.options.device), automatic=False)
+                self.tuner.measure(config.Budget(config.resolve_budget(budget, self.options.device)))
 
     def call_begins(self, module: nn.Module) -> int:
         """Note a call of the model, with which a pass begins; of several models, only if a round begins.
@@ -205,7 +196,7 @@ class Install(ServedModules):
         Returns the call's number for the schedule; 0 for a single model.
         """
         number = 0
-        if self.tuner.automatic and self.session.provider == "native" and self.session.device.type == "cuda":
+        if self.budget.automatic and self.session.provider == "native" and self.session.device.type == "cuda":
             _provider.update_memory_history_recorded()
         if self.several():
             name = self.model_with(module)
@@ -303,7 +294,7 @@ def _replan(session: Session) -> None:
     if model is None or install is None:
         return
     try:
-        session.replan(model)
+        session.replan(model, install.budget)
         log_plan("planned again", install, type(model).__name__)
     except (BudgetError, OutOfMemoryError) as error:
         warn(f"the model's weights have changed, and no new plan fits: {error}; the old plan stays")

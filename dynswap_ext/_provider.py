@@ -19,10 +19,16 @@ from dynswap_ext._python.session import Session as PythonSession
 from dynswap_ext._sources import bindings_of
 from dynswap_ext._swap import compile_support
 from dynswap_ext._swap.parameter_proxy import handed_out_again, take_to_master, untracked_alias_made
-from dynswap_ext._swap.protocol import Session
+from dynswap_ext._swap.protocol import Hooks, Session
 from dynswap_ext._util.log import logger
 from dynswap_ext._util.warn import warn
-from dynswap_ext.config import engine_backend_from_environment, listed_devices, provider_from_environment
+from dynswap_ext.config import (
+    Budget,
+    Options,
+    engine_backend_from_environment,
+    listed_devices,
+    provider_from_environment,
+)
 from dynswap_ext.errors import ConfigError, DeviceError
 
 #: Elsewhere than on Linux it is not built unless that is asked for.
@@ -39,7 +45,7 @@ class Provider:
     """How to make sessions and descriptors."""
 
     name: str
-    session: Callable[..., Session]
+    session: Callable[[Options, Budget, Hooks], Session]
     attribute: type
     #: The engine's backend: "host", "cuda" or "torch" (torch's own streams). "python" for the pure-Python
     #: provider, which has no engine.
@@ -145,7 +151,8 @@ def select(asked: str, device: torch.device) -> Provider:
             )
         logger.debug("the native provider serves %s by its backend %s", device, backend)
         reason = obstacle.reason if obstacle else ""
-        return Provider("native", extension.module.Session, extension.module.Attribute, backend, reason)
+        session = functools.partial(extension.module.Session, backend=backend)
+        return Provider("native", session, extension.module.Attribute, backend, reason)
     assert obstacle is not None
     if asked == "native":
         raise ConfigError(

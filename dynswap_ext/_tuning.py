@@ -23,7 +23,8 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
@@ -34,6 +35,7 @@ from dynswap_ext._util.memory import all_bytes, format_bytes, free_bytes
 from dynswap_ext._util.peak_memory import PeakMemory
 from dynswap_ext._util.units import show_rate, show_seconds
 from dynswap_ext._util.warn import warn
+from dynswap_ext.config import Budget
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
 
 #: Passes that go by before any is measured, and passes that are. Where residents had to give way, more go
@@ -96,18 +98,26 @@ class Tuning:
         return "\n".join(lines)
 
 
+class HasBudget(Protocol):
+    """An install, as far as its tuner needs it."""
+
+    session: Session
+    #: What plans are made with. The tuner changes it.
+    budget: Budget
+
+
 class Tuner:
     """Hears of a model's calls, and makes a new plan when enough of them were measured. Thread-safe."""
 
-    def __init__(self, session: Session, budget: int | None, *, automatic: bool) -> None:
-        self._session = session
+    def __init__(self, install: HasBudget) -> None:
+        self._install = install
+        self._session = install.session
         self._lock = threading.Lock()
-        # LOCK: guards all below.
-        #: Bytes that are planned with now, and that the next plan is for unless it is automatic.
-        self.budget = self._wanted = budget
-        self._automatic = automatic
+        # LOCK: guards all below, and changes of the install's budget.
+        #: Bytes of the next plan, unless its budget is automatic.
+        self._next = install.budget.bytes
         #: Until the plan is made; None: nothing is to be measured.
-        self._calls_left: int | None = _WARM_UP + _MEASURED if automatic else None
+        self._calls_left: int | None = _WARM_UP + _MEASURED if self._automatic else None
         self._passes = _Passes()
         #: Passes since the plan was due.
         self._waited = 0
@@ -123,17 +133,15 @@ class Tuner:
         self._given_way = 0
 
     @property
-    def automatic(self) -> bool:
-        """Whether the budget is "auto"."""
-        return self._automatic
+    def _automatic(self) -> bool:
+        return self._install.budget.automatic
 
-    def measure(self, budget: int | None, *, automatic: bool | None = None) -> None:
+    def measure(self, budget: Budget) -> None:
         """Measure the next passes, and plan then: for this budget or, automatic, for what they leave."""
         with self._lock:
             self._stop_recording()
-            self._wanted = budget
-            self._automatic = self._automatic if automatic is None else automatic
-            self._session.let_residents_give_way(self._automatic)
+            self._next = budget.bytes
+            self._install.budget = replace(self._install.budget, automatic=budget.automatic)
             self._moved_to.clear()
             self._asked = True
             self._count_from(_WARM_UP + _MEASURED)
@@ -145,7 +153,8 @@ class Tuner:
         """
         self.latest = earlier.latest
         if earlier.latest is not None or earlier._asked:
-            self.measure(self.budget if earlier._calls_left is None else earlier._wanted)
+            present = self._install.budget
+            self.measure(present if earlier._calls_left is None else replace(present, bytes=earlier._next))
 
     def begin_again(self) -> None:
         """Begin with the first pass again: the pass under way calls a model that had never been called."""
@@ -180,7 +189,7 @@ class Tuner:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            budget = self.budget if self._automatic else self._wanted
+            budget = self._install.budget.bytes if self._automatic else self._next
             waits_for_rounds = self._calls_left is not None and self._peak is None
             if in_a_row < _WARM_UP or not waits_for_rounds or model in self._moved_to or budget is None:
                 if self._in_row:
@@ -207,15 +216,15 @@ class Tuner:
         """
         if not isinstance(error, (torch.OutOfMemoryError, OutOfMemoryError)) or not self._automatic:
             return
-        if self.budget is None:
-            return
         with self._lock:
+            before = self._install.budget.bytes
+            if before is None:
+                return
             self._stop_recording()
             self._calls_left = None
-            before = self.budget
             self._plan(smaller_budget(min(before, self._session.stats()["weight_bytes"])), 0)
             note = (
-                f"{_amount(self.budget)} of weights may stay on the device from now on, not "
+                f"{_amount(self._install.budget.bytes)} of weights may stay on the device from now on, not "
                 f"{format_bytes(before)}: the next call has more room"
             )
         if hasattr(error, "add_note"):
@@ -242,7 +251,7 @@ class Tuner:
         self._calls_left = None
         activations = self._peak.more() if self._peak is not None else 0
         self._stop_recording()
-        self._plan(self._room(activations) if self._automatic else self._wanted, activations)
+        self._plan(self._room(activations) if self._automatic else self._next, activations)
 
     def _may_plan(self) -> bool:
         """Whether a plan that is due is made now: Note [When a plan is tuned]."""
@@ -283,10 +292,10 @@ class Tuner:
         root = model_of(self._session)
         if root is None:
             return
-        earlier, self._asked, self._waited = self.budget, False, 0
+        earlier, self._asked, self._waited = self._install.budget.bytes, False, 0
         while True:
             try:
-                seen = self._session.retune(root, budget)
+                seen = self._session.retune(root, Budget(budget, self._automatic))
                 break
             except (BudgetError, OutOfMemoryError) as error:
                 if budget is None:
@@ -294,7 +303,7 @@ class Tuner:
                         raise
                     why = f"there is no room for a plan now ({error})"
                     warn(f"{why}: weights are copied at each access until there is")
-                    self.budget = None
+                    self._install.budget = replace(self._install.budget, bytes=None)
                     return
                 if isinstance(error, BudgetError) and not self._automatic:
                     warn(
@@ -306,7 +315,7 @@ class Tuner:
                 smaller = smaller_budget(most) if isinstance(error, OutOfMemoryError) else None
                 warn(f"a budget of {format_bytes(budget)} does not work ({error}); trying {_amount(smaller)}")
                 budget = smaller
-        self.budget = budget
+        self._install.budget = replace(self._install.budget, bytes=budget)
         before, self._given_way = self._given_way, self._session.given_way_bytes
         given_way = max(0, self._given_way - before)
         self.latest = Tuning(budget=budget, activation_bytes=activations, given_way_bytes=given_way, **seen)

@@ -71,17 +71,25 @@ _LOG_LEVELS: Final = ("debug", "info", "warning", "error", "off")
 
 
 @dataclass(frozen=True)
+class Budget:
+    """What the weights of one plan may take on the device."""
+
+    #: Bytes for arena and residents together; None is only what `prefetch` needs.
+    bytes: int | None
+    #: Whether measured passes say how many bytes. Then residents give way to whatever runs out of memory.
+    automatic: bool = False
+
+
+@dataclass(frozen=True)
 class Options:
-    """What one install was asked for, checked and complete."""
+    """What one install was asked for, checked and complete. A session is given all of them as they are."""
 
     device: torch.device
     #: None leaves every master's dtype as it is.
     dtype: torch.dtype | None
     prefetch: int
-    #: Bytes for arena and residents together; None is only what `prefetch` needs.
-    budget: int | None
-    #: Whether `budget` is only a starting value, until passes have been measured.
-    automatic: bool
+    #: Of the first plan; `Install.budget` is the present one.
+    budget: Budget
     #: Bytes of masters in RAM that may be page-locked; 0: none.
     pin: int
     #: How many of them may be copies of large masters, on devices for which nothing is locked in place.
@@ -130,8 +138,7 @@ def resolve(
         device=where,
         dtype=_dtype(dtype),
         prefetch=_prefetch(prefetch),
-        budget=first_budget(where) if automatic else resolve_budget(budget, where),
-        automatic=automatic,
+        budget=Budget(first_budget(where) if automatic else resolve_budget(budget, where), automatic),
         pin=pinned,
         pinned_copies=int(_PINNED_COPIES * free) if pin is True or pin == "auto" else pinned,
         page_cache=(

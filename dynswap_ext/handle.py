@@ -46,12 +46,12 @@ class Handle:
     @property
     def budget(self) -> int | None:
         """Bytes for streamed and resident weights in the current plan; None for "minimum"."""
-        return self._install.tuner.budget
+        return self._install.budget.bytes
 
     @property
     def automatic(self) -> bool:
         """Whether the budget is "auto"; `budget` is then its present amount."""
-        return self._install.tuner.automatic
+        return self._install.budget.automatic
 
     @property
     def provider(self) -> str:

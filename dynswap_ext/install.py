@@ -209,7 +209,7 @@ def _warn_of_no_effect(
     one_at_a_time = streamed and plan["depth"] < min(1, options.prefetch)
     if options.keep and plan["resident_bytes"] and one_at_a_time and made.session.provider == "native":
         _warn_of_room_that_keep_takes(made)
-    if not streamed or options.prefetch <= DEFAULT_PREFETCH or options.automatic:
+    if not streamed or options.prefetch <= DEFAULT_PREFETCH or options.budget.automatic:
         return
     if made.session.provider == "native" and plan["depth"] < options.prefetch:
         warn(

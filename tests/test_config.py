@@ -116,7 +116,7 @@ def test_formatted_amounts_can_be_read_again(amount: int) -> None:
 def test_a_fraction_is_one_of_the_free_memory() -> None:
     free = free_bytes(torch.device("cpu"))
     assert 1 << 20 < free < 1 << 50
-    half = config.resolve(device="cpu", budget=0.5).budget
+    half = config.resolve(device="cpu", budget=0.5).budget.bytes
     assert half == pytest.approx(free / 2, rel=0.2)
 
 
@@ -221,7 +221,7 @@ def test_defaults() -> None:
     accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
     assert options.device.type == (accelerator.type if accelerator else "cpu")
     assert options.device.type == "cpu" or options.device.index is not None
-    assert (options.dtype, options.prefetch, options.budget) == (None, 2, None)
+    assert (options.dtype, options.prefetch, options.budget.bytes) == (None, 2, None)
     assert options.pin == int(0.8 * ram_limit())
     assert options.pinned_copies < sys.maxsize
     assert not options.strict_budget
@@ -231,7 +231,7 @@ def test_defaults() -> None:
 @pytest.mark.parametrize(("budget", "said"), [(1, "1, which is 1 byte."), ("6", "'6', which is 6 bytes.")])
 def test_a_budget_of_hardly_any_bytes_gets_a_hint(budget: int | str, said: str) -> None:
     with pytest.warns(DynswapWarning, match=f"the budget is {said}.*'6GiB'.*1.0 or '100%' is all of it"):
-        assert config.resolve(device="cpu", budget=budget).budget == int(budget)
+        assert config.resolve(device="cpu", budget=budget).budget.bytes == int(budget)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         config.resolve(device="cpu", budget=1024)
@@ -252,9 +252,9 @@ def test_a_torch_without_cuda_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_names_in_other_forms() -> None:
     assert config.resolve(device="cpu", dtype="bf16").dtype == torch.bfloat16
     assert config.resolve(device="cpu", dtype="torch.float16").dtype == torch.float16
-    assert config.resolve(device="cpu", budget="AUTO").automatic
+    assert config.resolve(device="cpu", budget="AUTO").budget.automatic
     least = config.resolve(device="cpu", budget=" Minimum ")
-    assert least.budget is None and not least.automatic
+    assert least.budget == config.Budget(None)
 
 
 def test_pinned_memory_is_bounded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,7 +126,7 @@ std::shared_ptr<Session::Attaching> Session::survey(const py::object& root, cons
   const std::vector<WeightTable::Choice>& choices = attaching->tree.choices;
   // Names that are treated in another way than the others: see Note [What dtype= casts].
   const py::object& ask = joins ? hooks_.cast_as_copies : hooks_.kept_in_float32;
-  const py::dict exceptions = ask(tree, dtype_);
+  const py::dict exceptions = ask(tree, options_.dtype);
   attaching->modules.reserve(found.size());
   for (std::size_t place = 0; place < found.size(); ++place) {
     const Visited& visited = found[place];

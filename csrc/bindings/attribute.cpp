@@ -271,16 +271,16 @@ py::object Session::fetch_buffer(const py::object& module, const py::object& nam
 std::optional<at::ScalarType> Session::dtype_of(const py::object& module, const py::object& name) const {
   const py::object dict = module_dict(module.ptr());
   const ModuleState* const state = module_state(module.ptr(), dict.ptr());
-  if (state == nullptr) return dtype_;
+  if (state == nullptr) return options_.dtype;
   for (const Entry& entry : *state->entries) {
     if (!entry.name.equal(name)) continue;
     PyObject* const master = find_in(
         dict.ptr(), entry.parameter ? Names::get().parameters : Names::get().buffers, entry.name.ptr());
     if (master == nullptr || !THPVariable_Check(master)) break;
     const Casting casting = entry.ignored ? Casting::never : entry.casting;
-    return wanted_type(THPVariable_Unpack(master), dtype_, casting);
+    return wanted_type(THPVariable_Unpack(master), options_.dtype, casting);
   }
-  return dtype_;
+  return options_.dtype;
 }
 
 bool Session::ignores(const py::object& module, const py::object& name) const {

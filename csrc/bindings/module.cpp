@@ -229,19 +229,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
 
   py::class_<Session, std::shared_ptr<Session>>(m, "Session",
                                                 "One install: a model's weights and their engine.")
-      .def(py::init([](const at::Device& device, std::optional<at::ScalarType> dtype, std::uint32_t prefetch,
-                       std::optional<std::size_t> budget, bool strict_budget, std::size_t pin,
-                       std::size_t pinned_copies, std::uint64_t page_cache, bool page_cache_always,
-                       std::string backend, bool residents_give_way, const py::object& hooks) {
-             return std::make_shared<Session>(
-                 device, dtype,
-                 SessionOptions{prefetch, budget, strict_budget, pin, pinned_copies, page_cache,
-                                page_cache_always, std::move(backend), residents_give_way},
-                 hooks);
+      .def(py::init([](const py::object& options, const py::object& budget, const py::object& hooks,
+                       const std::string& backend) {
+             return std::make_shared<Session>(SessionOptions(options), Budget(budget), Hooks(hooks), backend);
            }),
-           py::arg("device"), py::arg("dtype"), py::kw_only(), py::arg("prefetch"), py::arg("budget"),
-           py::arg("strict_budget"), py::arg("pin"), py::arg("pinned_copies"), py::arg("page_cache"),
-           py::arg("page_cache_always"), py::arg("backend"), py::arg("residents_give_way"), py::arg("hooks"))
+           py::arg("options"), py::arg("budget"), py::arg("hooks"), py::arg("backend"))
       .def_property_readonly("provider", [](const Session&) { return "native"; })
       .def_property_readonly("backend", &Session::backend)
       .def("draft", &Session::draft, py::arg("root"), py::arg("swap_class"))
@@ -254,11 +246,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("root"), py::arg("swap_class"))
       .def("detach", &Session::detach, py::arg("root"))
       .def("adopt", &Session::adopt, py::arg("module"), py::arg("name"))
-      .def("replan", &Session::replan, py::arg("root"))
+      .def(
+          "replan",
+          [](Session& session, const py::object& root, const py::object& budget) {
+            session.replan(root, Budget(budget));
+          },
+          py::arg("root"), py::arg("budget"))
       .def_property_readonly("outdated", &Session::outdated)
       .def_property_readonly("given_way_bytes", &Session::given_way_bytes)
       .def_property_readonly("captured", &Session::captured)
-      .def("let_residents_give_way", &Session::let_residents_give_way, py::arg("may"))
       .def_property_readonly("modules", &Session::modules)
       .def_property_readonly("device", &Session::device)
       .def_property_readonly("dtype", &Session::dtype)
@@ -284,7 +280,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("record", &Session::record, py::arg("on"))
       .def("timeline", &Session::timeline)
       .def("note_pass", &Session::note_pass)
-      .def("retune", &Session::retune, py::arg("root"), py::arg("budget"))
+      .def(
+          "retune",
+          [](Session& session, const py::object& root, const py::object& budget) {
+            return session.retune(root, Budget(budget));
+          },
+          py::arg("root"), py::arg("budget"))
       .def("close", &Session::close);
 
   m.def(

@@ -20,17 +20,18 @@ std::unordered_set<Session*>& sessions() {
 
 }  // namespace
 
-Session::Session(const at::Device& device, std::optional<at::ScalarType> dtype, SessionOptions options,
-                 const py::object& hooks)
-    : device_(device),
-      dtype_(dtype),
-      options_(std::move(options)),
+Session::Session(const SessionOptions& options, const Budget& budget, const Hooks& hooks,
+                 const std::string& backend)
+    : options_(options),
+      wanted_backend_(backend),
       pinned_budget_(
           options_.pin == 0 ? nullptr : std::make_shared<PinnedBudget>(options_.pin, options_.pinned_copies)),
       hooks_(hooks),
       table_(new_table()) {
-  if (!device_.is_cpu()) hear_of_record_stream(device_.type());
-  plan_ = std::make_shared<const Plan>(Plan{new_engine({options_.budget, {}, {}}), {}, {}});
+  if (!device().is_cpu()) hear_of_record_stream(device().type());
+  const auto plan = std::make_shared<Plan>(budget);
+  plan->engine = new_engine(budget);
+  plan_ = plan;
   sessions().insert(this);
 }
 
@@ -104,7 +105,7 @@ Stats Session::stats() const {
     const Source& source = *weight->source;
     if (source.of_file) {
       stats.mapped_bytes += source.stored_bytes();
-    } else if (!device_.is_cpu()) {  // the CPU reads RAM as it is
+    } else if (!options_.device.is_cpu()) {  // the CPU reads RAM as it is
       (source.pinned ? stats.pinned_bytes : stats.staged_bytes) += source.stored_bytes();
     }
   }
@@ -120,9 +121,11 @@ void Session::reset_stats() {
   plan_->engine->reset_counters();
 }
 
-c10::StreamId Session::stream_id() const { return device_.is_cpu() ? 0 : torch_stream(device_).id(); }
+c10::StreamId Session::stream_id() const {
+  return options_.device.is_cpu() ? 0 : torch_stream(options_.device).id();
+}
 
-bool Session::capturing() const { return dynswap::capturing(device_); }
+bool Session::capturing() const { return dynswap::capturing(options_.device); }
 
 std::pair<std::shared_ptr<Session>, Weight*> Session::serving(const at::Tensor& master, bool moved) {
   const c10::TensorImpl& impl = *master.unsafeGetTensorImpl();

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "bindings/hooks.h"
+#include "bindings/options.h"
 #include "bindings/weight.h"
 #include "bindings/weight_table.h"
 #include "core/engine.h"
@@ -25,23 +26,12 @@ struct Visited;
 struct Entry;
 struct ModuleState;
 
-struct SessionOptions {
-  std::uint32_t prefetch = 2;
-  std::optional<std::size_t> budget;  ///< bytes
-  bool strict_budget = false;
-  std::size_t pin = SIZE_MAX;      ///< bytes of masters that may be page-locked; 0: none
-  std::size_t pinned_copies = 0;   ///< bytes of them in copies, where none can be locked in place
-  std::uint64_t page_cache = 0;    ///< bytes of checkpoint files that may stay in the page cache
-  bool page_cache_always = false;  ///< and come from there, also where that does not pay
-  std::string backend = "auto";
-  bool residents_give_way = false;  ///< of the next plan (Note [Residents give way])
-};
-
 /// LOCK: the GIL guards it. The engine has locks of its own.
 class Session : public std::enable_shared_from_this<Session> {
  public:
-  Session(const at::Device& device, std::optional<at::ScalarType> dtype, SessionOptions options,
-          const py::object& hooks);
+  /// `budget`: of the first plan. `backend`: as make_backend() takes it.
+  Session(const SessionOptions& options, const Budget& budget, const Hooks& hooks,
+          const std::string& backend);
   ~Session();
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
@@ -61,10 +51,10 @@ class Session : public std::enable_shared_from_this<Session> {
   /// converted at each access until replan().
   bool outdated() const noexcept { return outdated_; }
   void check(const py::object& module);
-  /// Makes a new plan for the modules of `root` that this session serves, while other threads go on (Note [A
-  /// plan takes another's place]). The old plan's memory is freed before the new one's is allocated.
-  /// BudgetError: the old plan stays. OutOfMemory: each access copies until there is room.
-  void replan(const py::object& root);
+  /// Makes a new plan, within `budget`, for the modules of `root` that this session serves, while other
+  /// threads go on (Note [A plan takes another's place]). The old plan's memory is freed before the new one's
+  /// is allocated. BudgetError: the old plan stays. OutOfMemory: each access copies until there is room.
+  void replan(const py::object& root, const Budget& budget);
 
   /// The session and the weight of a master, if it is one. `moved`: it may have other memory by now.
   static std::pair<std::shared_ptr<Session>, Weight*> serving(const at::Tensor& master, bool moved = false);
@@ -149,8 +139,6 @@ class Session : public std::enable_shared_from_this<Session> {
   std::uint64_t given_way_bytes() const;
   /// Whether a CUDA graph has captured residents of the plan.
   bool captured() const noexcept { return captured_; }
-  /// Lets the residents of the next plan give way (Note [Residents give way]), or not.
-  void let_residents_give_way(bool may) noexcept { options_.residents_give_way = may; }
   void close();
 
   // session_figures.cpp: what dynswap_ext/inspect shows (see dynswap_ext/_C.pyi).
@@ -178,14 +166,14 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Makes a new plan for this budget, with the residents that save the most time in the passes that were
   /// recorded (evenly spread ones, if none were), and returns the measurements. If it fails, the state is
   /// that after a failed replan().
-  py::dict retune(const py::object& root, std::optional<std::size_t> budget);
+  py::dict retune(const py::object& root, const Budget& budget);
 
   /// Whether the calling thread is capturing a CUDA graph. Then nothing is planned: graphs know addresses.
   bool capturing() const;
 
   const std::string& backend() const noexcept { return backend_; }
-  const at::Device& device() const noexcept { return device_; }
-  std::optional<at::ScalarType> dtype() const noexcept { return dtype_; }
+  const at::Device& device() const noexcept { return options_.device; }
+  std::optional<at::ScalarType> dtype() const noexcept { return options_.dtype; }
 
   std::size_t modules() const noexcept { return modules_; }  ///< that it serves
   /// Whether `other` has taken its place, or the place of one that has.
@@ -227,27 +215,27 @@ class Session : public std::enable_shared_from_this<Session> {
   // session_plan.cpp
   struct Draft;
   struct Planning;
-  struct Budget {
-    std::optional<std::size_t> bytes;
-    std::optional<PriorPlan> prior;  ///< to use if the masters are those of `measured`
+  /// Groups and residents that were found for the weights of a plan, to use if the masters are still those.
+  struct Placed {
+    PriorPlan plan;
     std::shared_ptr<const Plan> measured;
   };
-  std::shared_ptr<Engine> new_engine(const Budget& budget);
+  std::shared_ptr<Engine> new_engine(const Budget& budget, std::optional<PriorPlan> prior = std::nullopt);
   std::vector<WeightTable::Choice> choices_for(const py::list& modules) const;  // attach.cpp
   static Streamed find_weights(const Served& served, WeightTable& table);
   py::dict experts_in(const Served& served) const;
   static void tell_experts_apart(Served& served, const py::dict& experts);
   bool holds_all(const Streamed& streamed, const Budget& budget);
-  void draft_weights(Draft& draft, Served& served, const Budget& budget);
+  void draft_weights(Draft& draft, Served& served);
   void draft_first(Served& served);
   void plan_first(const std::function<void()>& swap);
   void take_weights(Session& earlier, const std::vector<ModuleState*>& states, DeferredRelease& dropped);
   void take_weight(Session& earlier, Weight& weight, DeferredRelease& dropped);
-  void draft_plan(Draft& draft, const Budget& budget);
+  void draft_plan(Draft& draft, const std::optional<Placed>& placed);
   std::vector<std::vector<WeightId>> residents_on_device(const Draft& draft) const;
   void carry_out(const Draft& draft);
   void take_over(Draft& draft);
-  void replace_plan(const py::object& root, const Budget& budget);
+  void replace_plan(const py::object& root, const Budget& budget, const std::optional<Placed>& placed = {});
   // session_slices.cpp
   bool note_read_whole(const at::Tensor& master);
   bool serve_largest_by_slices(const BudgetError& error);
@@ -291,9 +279,8 @@ class Session : public std::enable_shared_from_this<Session> {
   PyObject* convert(const Weight& weight, PyObject* master) const;
   c10::StreamId stream_id() const;
 
-  const at::Device device_;
-  const std::optional<at::ScalarType> dtype_;
-  SessionOptions options_;
+  const SessionOptions options_;
+  const std::string wanted_backend_;
   const std::shared_ptr<PinnedBudget> pinned_budget_;  ///< null: nothing is page-locked
   const Hooks hooks_;
   std::string backend_;

@@ -85,7 +85,7 @@ PyObject* Session::cached_tensor(const Weight& weight, PyObject* master, bool in
   PyObject* const cached = inside ? weight.cached : weight.cached_outside;
   if (cached == nullptr) return nullptr;
   if (PROTECTED(changed_master_seen) && !weight.state.is_of(impl)) return nullptr;
-  if (!device_.is_cpu()) {
+  if (!options_.device.is_cpu()) {
     if (PROTECTED(resident_per_stream) && stream_id() != weight.cached_stream) return nullptr;
     if (!captured_ && capturing()) return nullptr;  // plain_access() takes note
   }
@@ -132,7 +132,7 @@ PyObject* Session::access(Weight& weight, PyObject* master, bool training, bool 
   // checkpoint() calls a part of a forward again in a backward, and expects the same operations.
   if (sliced(weight) && (inside || torch::autograd::get_current_graph_task_id() != -1)) {
     return hooks_
-        .slices_of(py::handle(master), py::cast(shared_from_this()), py::cast(device_),
+        .slices_of(py::handle(master), py::cast(shared_from_this()), py::cast(options_.device),
                    py::cast(weight.wanted))
         .release()
         .ptr();
@@ -162,10 +162,10 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
   const bool watched = small_buffer && training && !master.requires_grad();
   if ((weight.cached == nullptr || !captured_) && capturing()) {
     if (weight.cached == nullptr && PROTECTED(capture_refused)) {
-      if (watched) refuse_capture_of_written(device_, weight.name);
+      if (watched) refuse_capture_of_written(options_.device, weight.name);
       const bool held =
           weight.plan && weight.plan->gives_way && weight.plan->engine->keep_from_giving_way(weight.id);
-      if (!held) refuse_capture(device_, weight.name, weight.resident());
+      if (!held) refuse_capture(options_.device, weight.name, weight.resident());
     }
     captured_ = true;
   }
@@ -187,7 +187,7 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
 
 PyObject* Session::hand_out_private(Weight& weight, const at::Tensor& master, bool watched) {
   const at::Tensor copy = HandedOut::make_private({weak_from_this(), weight.shared_from_this()}, master,
-                                                  device_, count_whole(weight));
+                                                  options_.device, count_whole(weight));
   if (watched) watch(copy);
   if (master.requires_grad())
     connect_to_master(copy, master, destination_of(master), weight.watch, weight.gradient);
@@ -238,7 +238,7 @@ void Session::watch(const at::Tensor& tensor) {
 
 PyObject* Session::hand_out_again(Weight& weight, const at::Tensor& tensor, const at::Tensor& master) {
   HandedOut* const record = HandedOut::of(*tensor.unsafeGetTensorImpl());
-  const Stream consumer = current_stream(device_);
+  const Stream consumer = current_stream(options_.device);
   const std::shared_ptr<const Plan> plan = weight.plan;
   try {
     const py::gil_scoped_release release;
@@ -256,9 +256,9 @@ PyObject* Session::hand_out_again(Weight& weight, const at::Tensor& tensor, cons
 
 PyObject* Session::hand_out(Weight& weight, PyObject* master_object, bool inside) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
-  const Stream consumer = current_stream(device_);
+  const Stream consumer = current_stream(options_.device);
   const std::uint64_t generation = weight.generation;
-  auto record = HandedOut::of_weight({weak_from_this(), weight.shared_from_this()}, master, device_);
+  auto record = HandedOut::of_weight({weak_from_this(), weight.shared_from_this()}, master, options_.device);
   const std::shared_ptr<const Plan> plan = weight.plan;
   const bool stays = weight.resident();
   const auto earlier = weight.latest_storage.lock();  // it may be held, by a view
@@ -320,9 +320,10 @@ at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::t
       drop_outdated_copy(weight, dropped);
   }
   if (served && weight.plan && weight.state.same_bytes(*master.unsafeGetTensorImpl())) {
-    refuse_capture(device_, weight.name, weight.resident());
-    const Stream consumer = current_stream(device_);
-    auto record = HandedOut::of_weight({weak_from_this(), weight.shared_from_this()}, master, device_);
+    refuse_capture(options_.device, weight.name, weight.resident());
+    const Stream consumer = current_stream(options_.device);
+    auto record =
+        HandedOut::of_weight({weak_from_this(), weight.shared_from_this()}, master, options_.device);
     const std::shared_ptr<const Plan> plan = weight.plan;
     try {
       Lease lease;
@@ -335,7 +336,7 @@ at::Tensor Session::fetch_again(Weight& weight, const at::Tensor& master, std::t
       // See Note [A plan takes another's place]
     }
   }
-  return HandedOut::make_private({weak_from_this(), weight.shared_from_this()}, master, device_,
+  return HandedOut::make_private({weak_from_this(), weight.shared_from_this()}, master, options_.device,
                                  count_whole(weight));
 }
 
@@ -369,8 +370,8 @@ PyObject* Session::rebuild_wrapper(Weight& weight, PyObject* master) {
   }
   const auto [made, is_new] =
       hooks_
-          .rebuild_wrapper(py::handle(master), inner, py::cast(device_),
-                           py::cast(wanted_type(THPVariable_Unpack(master), dtype_, weight.casting)))
+          .rebuild_wrapper(py::handle(master), inner, py::cast(options_.device),
+                           py::cast(wanted_type(THPVariable_Unpack(master), options_.dtype, weight.casting)))
           .cast<std::pair<py::object, bool>>();
   if (is_new) {
     // What is written on the wrapper is written by its class, below the part of torch that bumps versions: of
@@ -389,7 +390,7 @@ PyObject* Session::rebuild_wrapper(Weight& weight, PyObject* master) {
 PyObject* Session::with_class_of_master(const Weight& weight, PyObject* master, PyObject* handed_out) const {
   const auto plain = py::reinterpret_steal<py::object>(handed_out);
   if (!THPVariable_CheckExact(plain.ptr())) return Py_NewRef(plain.ptr());  // it was converted
-  const py::object made = hooks_.with_class_of(plain, py::handle(master), py::cast(device_));
+  const py::object made = hooks_.with_class_of(plain, py::handle(master), py::cast(options_.device));
   if (weight.parameter) mark_as_parameter(made.ptr());
   return Py_NewRef(made.ptr());
 }
@@ -399,8 +400,8 @@ PyObject* Session::convert(const Weight& weight, PyObject* master) const {
     const PlainTorch guard;
     static_cast<void>(read_master(THPVariable_Unpack(master), weight.name));  // it is there
   }
-  const at::ScalarType wanted = wanted_type(THPVariable_Unpack(master), dtype_, weight.casting);
-  const py::object moved = hooks_.convert(py::handle(master), py::cast(device_), py::cast(wanted));
+  const at::ScalarType wanted = wanted_type(THPVariable_Unpack(master), options_.dtype, weight.casting);
+  const py::object moved = hooks_.convert(py::handle(master), py::cast(options_.device), py::cast(wanted));
   if (weight.parameter && moved.ptr() != master) mark_as_parameter(moved.ptr());
   return Py_NewRef(moved.ptr());
 }

@@ -164,7 +164,7 @@ py::dict Session::timeline() const {
 }
 
 void Session::note_pass() {
-  if (recording_) plan_->engine->note_pass(current_stream(device_));
+  if (recording_) plan_->engine->note_pass(current_stream(options_.device));
 }
 
 void Session::announce_call(const py::object& self, const py::object& module) {
@@ -179,7 +179,7 @@ void Session::call_failed(const py::object& self, const py::error_already_set& e
   hooks_.call_failed(self, error.value());
 }
 
-py::dict Session::retune(const py::object& root, std::optional<std::size_t> budget) {
+py::dict Session::retune(const py::object& root, const Budget& budget) {
   too_large_.clear();  // another budget may hold it
   sim::Observed seen;
   const std::shared_ptr<const Plan> measured = plan_;
@@ -189,11 +189,12 @@ py::dict Session::retune(const py::object& root, std::optional<std::size_t> budg
   {
     const py::gil_scoped_release release;
     seen = sim::observe(measured->engine->timeline(), measured->engine->groups());
-    if (budget && seen.passes > 0 && seen.pattern.bytes_per_second > 0) {
+    if (budget.bytes && seen.passes > 0 && seen.pattern.bytes_per_second > 0) {
       try {
         before = sim::measure(seen.pattern, plan.resident, plan.by_use, plan.cache_bytes,
-                              options_.budget.value_or(0), options_.prefetch);
-        placed = sim::place_by_time(seen.pattern, plan.keep, plan.by_use, *budget, options_.prefetch);
+                              measured->budget.bytes.value_or(0), options_.engine.prefetch);
+        placed =
+            sim::place_by_time(seen.pattern, plan.keep, plan.by_use, *budget.bytes, options_.engine.prefetch);
       } catch (const BudgetError&) {
         // Smaller groups may fit: the engine forms them, and spreads residents evenly.
       }
@@ -211,7 +212,7 @@ py::dict Session::retune(const py::object& root, std::optional<std::size_t> budg
     plan.resident = placed->resident;
     plan.cache_bytes = placed->cache_bytes;
   }
-  replace_plan(root, {budget, placed ? std::optional(std::move(plan)) : std::nullopt, measured});
+  replace_plan(root, budget, placed ? std::optional(Placed{std::move(plan), measured}) : std::nullopt);
   return out;
 }
 

@@ -214,7 +214,7 @@ void Session::write_back_overlapping(const Weight& weight, DeferredRelease& drop
 }
 
 void Session::look_for_silent_write(Weight& weight, DeferredRelease& dropped) {
-  if (!device_.is_cpu() && capturing()) return;  // nothing can be taken to a master now
+  if (!options_.device.is_cpu() && capturing()) return;  // nothing can be taken to a master now
   if (inside_call_of(*this) && std::exchange(weight.looked_at, calls_) != calls_ && weight.resident()) {
     residents_read_.push_back(weight.shared_from_this());
   }

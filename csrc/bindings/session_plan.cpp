@@ -28,7 +28,7 @@ struct Session::Draft {
     std::vector<Entry> entries;  ///< as they will be
   };
 
-  Draft() = default;
+  explicit Draft(const Budget& budget) : plan(std::make_shared<Plan>(budget)) {}
   Draft(const Draft&) = delete;
   Draft& operator=(const Draft&) = delete;
   ~Draft() {
@@ -49,7 +49,7 @@ struct Session::Draft {
     std::uint64_t writes;
   };
   std::vector<std::optional<Unchanged>> unchanged;  ///< by WeightId
-  std::shared_ptr<Plan> plan = std::make_shared<Plan>();
+  const std::shared_ptr<Plan> plan;
 };
 
 /// One plan at a time, for as long as this lives. Waits without the GIL.
@@ -72,24 +72,22 @@ struct Session::Planning {
 std::shared_ptr<WeightTable> Session::new_table() const {
   const Keep keep = options_.page_cache_always ? Keep::always : Keep::yes;
   return std::make_shared<WeightTable>(
-      WeightTable::Settings{device_, dtype_, pinned_budget_, {options_.page_cache, keep}, read_whole_},
+      WeightTable::Settings{device(), dtype(), pinned_budget_, {options_.page_cache, keep}, read_whole_},
       hooks_);
 }
 
-std::shared_ptr<Engine> Session::new_engine(const Budget& budget) {
+std::shared_ptr<Engine> Session::new_engine(const Budget& budget, std::optional<PriorPlan> prior) {
   const auto warn = [this](const std::string& message) {
     const py::gil_scoped_acquire gil;
     hooks_.warn(message);
   };
-  auto backend = make_backend(device_, options_.backend, warn);
+  auto backend = make_backend(device(), wanted_backend_, warn);
   backend_ = backend->name();
-  EngineOptions engine;
-  engine.budget = budget.bytes.value_or(0);
-  engine.prefetch = options_.prefetch;
-  engine.strict_budget = options_.strict_budget;
-  engine.residents_give_way = options_.residents_give_way && !device_.is_cpu();
-  engine.prior = budget.prior;
-  return std::make_shared<Engine>(std::move(backend), engine, warn);
+  EngineOptions options = options_.engine;
+  options.budget = budget.bytes.value_or(0);
+  options.residents_give_way = budget.automatic && !device().is_cpu();
+  options.prior = std::move(prior);
+  return std::make_shared<Engine>(std::move(backend), options, warn);
 }
 
 namespace {
@@ -193,11 +191,11 @@ bool Session::holds_all(const Streamed& streamed, const Budget& budget) {
 
 /// Finds the weights of the draft. Experts are told apart only where not all weights can stay on the device:
 /// else none is used in another way than others.
-void Session::draft_weights(Draft& draft, Served& served, const Budget& budget) {
+void Session::draft_weights(Draft& draft, Served& served) {
   if (const py::dict experts = experts_in(served); !experts.empty()) {
     draft.table = new_table();
     draft.streamed = find_weights(served, *draft.table);
-    if (holds_all(draft.streamed, budget)) return;
+    if (holds_all(draft.streamed, draft.plan->budget)) return;
     tell_experts_apart(served, experts);
   }
   draft.table = new_table();
@@ -205,12 +203,11 @@ void Session::draft_weights(Draft& draft, Served& served, const Budget& budget) 
 }
 
 void Session::draft_first(Served& served) {
-  const Budget budget{options_.budget, {}, {}};
-  draft_ = std::make_shared<Draft>();
+  draft_ = std::make_shared<Draft>(plan_->budget);
   draft_->plan->engine = plan_->engine;
-  draft_weights(*draft_, served, budget);
+  draft_weights(*draft_, served);
   table_ = draft_->table;
-  draft_plan(*draft_, budget);
+  draft_plan(*draft_, {});
 }
 
 /// Calls that begin once the modules are served wait for this plan, should they ask for another.
@@ -222,11 +219,11 @@ void Session::plan_first(const std::function<void()>& swap) {
   if (!closed_) carry_out(*draft);
 }
 
-void Session::replan(const py::object& root) {
+void Session::replan(const py::object& root, const Budget& budget) {
   for (;;) {
     const std::unordered_set<const c10::TensorImpl*> whole = *read_whole_;
     try {
-      replace_plan(root, {options_.budget, {}, {}});
+      replace_plan(root, budget);
       planned_whole_ = whole;
       return;
     } catch (const BudgetError& error) {
@@ -235,7 +232,8 @@ void Session::replan(const py::object& root) {
   }
 }
 
-void Session::replace_plan(const py::object& root, const Budget& budget) {
+void Session::replace_plan(const py::object& root, const Budget& budget,
+                           const std::optional<Placed>& placed) {
   const std::shared_ptr<Session> self = shared_from_this();
   if (abandoned_ || closed_) return;  // a forked child makes no plans: its engines are the parent's
   if (planning_ == std::this_thread::get_id()) return;  // called from code that planning runs
@@ -243,7 +241,7 @@ void Session::replace_plan(const py::object& root, const Budget& budget) {
   if (closed_) return;
   flush();
   outdated_ = false;
-  Draft draft;
+  Draft draft(budget);
   const std::vector<Visited> found = modules_of(root.ptr());
   const py::list tree = list_of(found);
   Served served{tree, choices_for(tree)};
@@ -260,23 +258,24 @@ void Session::replace_plan(const py::object& root, const Budget& budget) {
   }
   for (std::size_t i = 0; i < served.modules.size(); ++i)
     served.modules[i].entries = &draft.modules[i].entries;
-  draft_weights(draft, served, budget);
-  draft_plan(draft, budget);
+  draft_weights(draft, served);
+  draft_plan(draft, placed);
   if (closed_) return;  // another thread has closed it meanwhile
   take_over(draft);
-  options_.budget = budget.bytes;
   carry_out(draft);
 }
 
 /// Does all planning that needs no device memory; releases the GIL. Throws BudgetError.
-void Session::draft_plan(Draft& draft, const Budget& budget) {
+void Session::draft_plan(Draft& draft, const std::optional<Placed>& placed) {
   std::vector<Weight*> weights;
   for (const auto& [weight, unit] : draft.streamed.first) weights.push_back(weight);
   pin(*draft.table, weights);
   if (closed_) return;
-  Budget known = budget;
-  if (known.prior && !applies_to(*known.measured, draft.streamed)) known.prior.reset();
-  if (!draft.plan->engine) draft.plan->engine = new_engine(known);
+  if (!draft.plan->engine) {
+    std::optional<PriorPlan> prior;
+    if (placed && applies_to(*placed->measured, draft.streamed)) prior = placed->plan;
+    draft.plan->engine = new_engine(draft.plan->budget, std::move(prior));
+  }
   add_weights(*draft.plan->engine, draft.streamed);
   for (Weight* const weight : weights) draft.plan->weights.push_back(weight->shared_from_this());
   const std::vector<std::vector<WeightId>> on_device = residents_on_device(draft);
@@ -363,8 +362,9 @@ void Session::take_weights(Session& earlier, const std::vector<ModuleState*>& st
 
 void Session::take_weight(Session& earlier, Weight& weight, DeferredRelease& dropped) {
   Weight* const successor = table_->find(weight.state.impl);
-  if (successor != nullptr && earlier.device_ == device_ && successor->wanted == weight.wanted &&
-      successor->path == weight.path && successor->state.same_elements(weight.state)) {
+  if (successor != nullptr && earlier.options_.device == options_.device &&
+      successor->wanted == weight.wanted && successor->path == weight.path &&
+      successor->state.same_elements(weight.state)) {
     successor->take_nodes(weight);
     hand_on(weight, *successor, shared_from_this());
   } else {
@@ -398,7 +398,7 @@ void Session::carry_out(const Draft& draft) {
   }
   try {
     const py::gil_scoped_release release;
-    if (engine.residents_give_way()) release_kept_memory(device_);
+    if (engine.residents_give_way()) release_kept_memory(options_.device);
     engine.plan();
   } catch (...) {
     outdated_ = true;  // there may be room another time
@@ -410,7 +410,7 @@ void Session::carry_out(const Draft& draft) {
     return engine.close();
   }
   if (engine.residents_give_way())
-    draft.plan->gives_way = std::make_unique<GivesWay>(device_, draft.plan->engine);
+    draft.plan->gives_way = std::make_unique<GivesWay>(options_.device, draft.plan->engine);
   if (old->engine != draft.plan->engine) {
     Stats counters = old->engine->stats();
     counters.add_counters(counters_);

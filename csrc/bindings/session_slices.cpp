@@ -48,8 +48,8 @@ py::object Session::fetch_whole(const py::object& master_object) {
   const at::Tensor& master = THPVariable_Unpack(master_object.ptr());
   Weight* const found = closed_ ? nullptr : table_->find(master.unsafeGetTensorImpl());
   if (found == nullptr)
-    return master_object.attr("to")(py::cast(device_),
-                                    py::cast(wanted_type(master, dtype_, Casting::to_dtype)));
+    return master_object.attr("to")(py::cast(options_.device),
+                                    py::cast(wanted_type(master, options_.dtype, Casting::to_dtype)));
   const std::shared_ptr<Weight> whole = found->shared_from_this();
   const bool first = sliced(*whole) && inside_call_of(*this) && note_read_whole(master);
   if (sliced(*whole)) {
@@ -61,7 +61,7 @@ py::object Session::fetch_whole(const py::object& master_object) {
     return py::reinterpret_steal<py::object>(convert(*whole, master_object.ptr()));
   auto fetched = py::reinterpret_steal<py::object>(
       plain_access(*whole, master_object.ptr(), /*training=*/false, /*inside=*/true));
-  if (first && options_.budget && !std::exchange(said_whole_, true)) {  // last: it may be made an error
+  if (first && plan_->budget.bytes && !std::exchange(said_whole_, true)) {  // last: it may be made an error
     hooks_.warn(
         "an operation reads all experts of " + whole->name + " at once, " + amount(whole_bytes(*whole)) +
         ": in this call they are copied outside the budget (overflow_bytes in the statistics), from " +
@@ -82,13 +82,13 @@ bool Session::note_read_whole(const at::Tensor& master) {
 std::shared_ptr<void> Session::count_whole(const Weight& weight) {
   if (!sliced(weight)) return nullptr;
   const std::size_t bytes = whole_bytes(weight);
-  if (options_.strict_budget && options_.budget) {
+  if (const auto budget = plan_->budget.bytes; options_.engine.strict_budget && budget) {
     throw BudgetError(
         "an operation reads all experts of " + weight.name + " at once, " + amount(bytes) +
-            ", for which the plan has no room in the budget of " + amount(*options_.budget) +
+            ", for which the plan has no room in the budget of " + amount(*budget) +
             ", and strict_budget=True does not allow more. Call the model again: the next plan "
             "has room, if the budget holds them. Or index the parameter by expert, or give it to grouped_mm",
-        *options_.budget + bytes);
+        *budget + bytes);
   }
   return plan_->engine->count_outside(bytes);
 }

@@ -14,6 +14,7 @@
 #include "bindings/cpython.h"
 #include "bindings/gradient_nodes.h"
 #include "bindings/master.h"
+#include "bindings/options.h"
 #include "bindings/sharing.h"
 #include "core/engine.h"
 #include "core/protection.h"
@@ -52,6 +53,9 @@ struct Weight;
 /// An engine with its plan, and the weights that its ids refer to. Each weight keeps the plan to which its id
 /// belongs, so an access goes to the right engine even while another plan takes this one's place.
 struct Plan {
+  explicit Plan(const Budget& of) : budget(of) {}
+
+  const Budget budget;
   std::shared_ptr<Engine> engine;
   std::vector<std::shared_ptr<Weight>> weights;  ///< by the engine's WeightId
   std::unique_ptr<GivesWay> gives_way;           ///< null: the residents do not

@@ -24,6 +24,7 @@ from dynswap_ext._swap.state import STATE_KEY
 from dynswap_ext._swap.subclasses import inner_names, rebuild_wrapper
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import exact_bytes
+from dynswap_ext.config import Budget, Options
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
 
 #: The types of masters whose bytes can be copied.
@@ -35,21 +36,19 @@ class Access(HeldCopies):
 
     def __init__(
         self,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        budget: int | None,
-        strict_budget: bool,
+        options: Options,
+        budget: Budget,
         hooks: Hooks,
     ) -> None:
         super().__init__(hooks)
-        self.device, self.dtype = device, dtype
+        device, dtype = self.device, self.dtype = options.device, options.dtype
         self._destination = Destination(device, dtype)
         self._in_float32 = Destination(device, torch.float32, never_narrows=True)
         self._of_late = Destination(device, dtype, never_narrows=True)
         #: Of what is inside wrappers, which is not cast.
         self._moved = Destination(device, None)
-        self._budget = budget
-        self._strict = strict_budget
+        self._budget = budget.bytes
+        self._strict = options.strict_budget
         self.outdated = False
         #: How often the model has been called.
         self._calls = 0

@@ -26,6 +26,7 @@ from dynswap_ext._swap.state import STATE_KEY, modules_of, original_class, sessi
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import exact_bytes
 from dynswap_ext._util.own_masters import own_masters
+from dynswap_ext.config import Budget, Options
 from dynswap_ext.errors import BudgetError
 
 #: A module, and what it is to become: its class, and its state (None: a plain module).
@@ -47,21 +48,14 @@ class Session(Access):
 
     def __init__(
         self,
-        device: torch.device,
-        dtype: torch.dtype | None,
-        *,
-        budget: int | None,
-        strict_budget: bool,
+        options: Options,
+        budget: Budget,
         hooks: Hooks,
-        **of_the_engine: Any,
     ) -> None:
-        super().__init__(device, dtype, budget, strict_budget, hooks)
+        super().__init__(options, budget, hooks)
         self._states: weakref.WeakSet[ModuleState] = weakref.WeakSet()
         #: What `begin` will do.
         self._draft: tuple[list[_Change], list[nn.Module]] = [], []
-
-    def let_residents_give_way(self, may: bool) -> None:
-        """Has no effect: they are tensors that the weights hold."""
 
     # Modules ------------------------------------------------------------------------------------------
 
@@ -166,10 +160,11 @@ class Session(Access):
         state = module.__dict__[STATE_KEY]
         self.outdated |= self.weights_of(module, state) != state.weights
 
-    def replan(self, root: nn.Module) -> None:
+    def replan(self, root: nn.Module, budget: Budget) -> None:
         self.outdated = False
         self.flush()
         with self._exclusive:
+            earlier, self._budget = self._budget, budget.bytes
             served = [module for module in modules_of(root) if session_of(module) is self]
             before = {module: module.__dict__[STATE_KEY].weights for module in served}
             try:
@@ -183,17 +178,13 @@ class Session(Access):
             except BaseException:
                 for module, weights in before.items():
                     module.__dict__[STATE_KEY].weights = weights
+                self._budget = earlier
                 self.outdated = True  # there may be room another time
                 raise
 
-    def retune(self, root: nn.Module, budget: int | None) -> dict[str, Any]:
+    def retune(self, root: nn.Module, budget: Budget) -> dict[str, Any]:
         seen = self._seen()
-        before, self._budget = self._budget, budget
-        try:
-            self.replan(root)
-        except BaseException:
-            self._budget = before
-            raise
+        self.replan(root, budget)
         return seen
 
     def call_begins(self, module: nn.Module) -> None:

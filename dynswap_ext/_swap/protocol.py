@@ -17,6 +17,7 @@ from dynswap_ext._swap.kept_in_float32 import kept_in_float32
 from dynswap_ext._swap.lost_writes import warn_lost
 from dynswap_ext._swap.parameter_proxy import ParameterProxy, give_data, proxy_for
 from dynswap_ext._util.experts import Experts, experts_of_modules
+from dynswap_ext.config import Budget
 
 #: Kept on the device; copied when it is needed; converted by torch at each access; the master itself, because
 #: it already is where it should be; the master itself, because `ignore` names it.
@@ -50,9 +51,6 @@ class Session(Protocol):
     def modules(self) -> int:
         """How many modules it serves."""
 
-    def let_residents_give_way(self, may: bool) -> None:
-        """Let the residents of the next plan give way inside a call, or not."""
-
     def check(self, module: nn.Module) -> None:
         """Look whether masters of this module are others than planned for; then `outdated` is True."""
 
@@ -68,8 +66,11 @@ class Session(Protocol):
     def inside_call(self) -> bool:
         """Whether the calling thread is inside the call of an installed module."""
 
-    def replan(self, root: nn.Module) -> None:
-        """Plan for the masters that the modules of the tree have now. If that fails, the old plan stays."""
+    def replan(self, root: nn.Module, budget: Budget) -> None:
+        """Plan within a budget for the masters that the modules of the tree have now.
+
+        If that fails, the old plan stays.
+        """
 
     def draft(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> None:
         """Plan for the modules of the tree, and change none of them, whichever sessions serve them.
@@ -138,7 +139,7 @@ class Session(Protocol):
     def note_pass(self) -> None:
         """For a recording: a pass ends here, and the next one begins."""
 
-    def retune(self, root: nn.Module, budget: int | None) -> dict[str, Any]:
+    def retune(self, root: nn.Module, budget: Budget) -> dict[str, Any]:
         """Plan anew by what was recorded; returns that, as `Tuning` has it."""
 
     def record(self, on: bool) -> None:

@@ -1,0 +1,45 @@
+// What a session is given of the front end's options. Each is read here, once.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <optional>
+
+#include "core/engine.h"
+
+namespace dynswap {
+
+/// The fields of `Options` in dynswap_ext/config.py, which says what each is for.
+struct SessionOptions {
+  explicit SessionOptions(const py::handle& given)
+      : device(given.attr("device").cast<at::Device>()),
+        dtype(given.attr("dtype").cast<std::optional<at::ScalarType>>()),
+        pin(given.attr("pin").cast<std::size_t>()),
+        pinned_copies(given.attr("pinned_copies").cast<std::size_t>()),
+        page_cache(given.attr("page_cache").cast<std::uint64_t>()),
+        page_cache_always(given.attr("page_cache_always").cast<bool>()) {
+    engine.prefetch = given.attr("prefetch").cast<std::uint32_t>();
+    engine.strict_budget = given.attr("strict_budget").cast<bool>();
+  }
+
+  at::Device device;
+  std::optional<at::ScalarType> dtype;
+  std::size_t pin, pinned_copies;
+  std::uint64_t page_cache;
+  bool page_cache_always;
+  EngineOptions engine;  ///< without what a plan adds: its budget, and groups that are known
+};
+
+/// `Budget` in dynswap_ext/config.py: what one plan may take. The front end keeps the one that holds now.
+struct Budget {
+  explicit Budget(const py::handle& given)
+      : bytes(given.attr("bytes").cast<std::optional<std::size_t>>()),
+        automatic(given.attr("automatic").cast<bool>()) {}
+
+  std::optional<std::size_t> bytes;  ///< none: only what `prefetch` needs
+  bool automatic;                    ///< its residents give way (Note [Residents give way])
+};
+
+}  // namespace dynswap
