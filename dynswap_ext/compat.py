@@ -18,7 +18,7 @@ from torch import nn
 
 from dynswap_ext import config
 from dynswap_ext._install import lock
-from dynswap_ext._util.option_names import nearest
+from dynswap_ext._util.option_names import did_you_mean
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.handle import Handle
 from dynswap_ext.install import install_with, uninstall
@@ -66,11 +66,9 @@ class DynamicSwapInstaller:
         options = {name: value for name, value in kwargs.items() if name != "non_blocking"}
         unknown = sorted(set(options).difference(_OPTIONS))
         if unknown:
-            near = nearest(unknown[0], _OPTIONS)
-            hint = f". Did you mean {near!r}?" if near else ""
             raise ConfigError(
                 f"DynamicSwapInstaller does not know {', '.join(map(repr, unknown))}; expected target_device "
-                f"or one of {', '.join(_OPTIONS)}{hint}"
+                f"or one of {', '.join(_OPTIONS)}{did_you_mean(unknown[0], _OPTIONS)}"
             )
         if target_device is not None and options.setdefault("device", target_device) is not target_device:
             raise ConfigError(

@@ -41,7 +41,7 @@ from dynswap_ext._util.memory import (
     parse_bytes,
     ram_limit,
 )
-from dynswap_ext._util.option_names import is_amount, nearest
+from dynswap_ext._util.option_names import did_you_mean, is_amount
 from dynswap_ext._util.progress import ProgressOption, check_progress
 from dynswap_ext._util.units import parse_dtype
 from dynswap_ext._util.warn import warn
@@ -200,8 +200,7 @@ def _environment(name: str) -> str:
 
 def _one_of(choices: tuple[str, ...], name: str, given: str) -> str:
     if given not in choices:
-        near = nearest(given, choices)
-        hint = f". Did you mean {near!r}?" if near else ""
+        hint = did_you_mean(given, choices)
         raise ConfigError(f"{name} is {given!r}; expected one of {', '.join(choices)}{hint}")
     return given
 

@@ -12,7 +12,7 @@ from torch import nn
 from dynswap_ext._swap.models import Models
 from dynswap_ext._swap.state import is_scripted, modules_of, named_modules_of
 from dynswap_ext._util.needed_at_once import units_of_modules
-from dynswap_ext._util.option_names import nearest
+from dynswap_ext._util.option_names import did_you_mean
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.errors import ConfigError
 
@@ -123,9 +123,8 @@ class Choices:
             found = {name for name in names if _matches(name, pattern)}
             if not found:
                 known = dict.fromkeys(part for name in names for part in _paths(name))
-                near = nearest(pattern, known)
-                hint = f". Did you mean {near!r}?" if near else ""
-                if not near and names:
+                hint = did_you_mean(pattern, known)
+                if not hint and names:
                     hint = f". Names are whole paths, such as {next(iter(names))!r}; '*' stands for any part"
                 raise ConfigError(f"{option} has {pattern!r}, which matches no weight of the model{hint}")
             matched |= found

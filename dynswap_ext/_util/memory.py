@@ -15,7 +15,7 @@ from typing import Final, NamedTuple
 import torch
 
 from dynswap_ext._util.device_memory import DeviceMemory
-from dynswap_ext._util.option_names import nearest
+from dynswap_ext._util.option_names import did_you_mean
 from dynswap_ext.errors import ConfigError
 
 #: Budgets by name: what the measured calls leave, and only what `prefetch` needs.
@@ -83,8 +83,8 @@ def parse_bytes(
         number = float(given) if given < 1 << 1000 else math.inf
     if isinstance(given, bool) or not math.isfinite(number) or number < 1:
         also = "".join(f", or {name!r}" for name in names)
-        if isinstance(given, str) and (near := nearest(given.strip().lower(), names)):
-            hint = f". Did you mean {near!r}?"
+        if isinstance(given, str):
+            hint = did_you_mean(given.strip().lower(), names)
         raise ConfigError(
             f"{option} is {given!r}; expected {meaning}a number of bytes (6_000_000_000), a string ('6GiB', "
             f"'512 MB', '1.5e9'), or a fraction of {of} over 0 and up to 1.0 (0.5, '50%' or '1/2')"

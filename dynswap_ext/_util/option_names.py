@@ -19,9 +19,10 @@ _BY_NAME: Final = inspect.Parameter.KEYWORD_ONLY
 _SIZE: Final = re.compile(r"\s*[\d.]+\s*([kmgt]i?b?|b|%)\s*", re.IGNORECASE)
 
 
-def nearest(given: object, known: Collection[str]) -> str | None:
-    """Return the name that was probably meant; None if none is near."""
-    return next(iter(difflib.get_close_matches(str(given), known, n=1)), None)
+def did_you_mean(given: object, known: Collection[str]) -> str:
+    """Return the end of an error that names what was probably meant; nothing if no name is near."""
+    near = difflib.get_close_matches(str(given), known, n=1)
+    return f". Did you mean {near[0]!r}?" if near else ""
 
 
 def check_option_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
@@ -54,8 +55,7 @@ def check_option_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def _meant(given: str, known: Collection[str]) -> str:
-    near = nearest(given, known)
-    return f". Did you mean {near!r}?" if near else f"; expected one of {', '.join(known)}"
+    return did_you_mean(given, known) or f"; expected one of {', '.join(known)}"
 
 
 def _named(given: object, options: Collection[str]) -> str:

@@ -18,7 +18,7 @@ from dynswap_ext._util.memory import (
     parse_bytes,
     parse_fraction,
 )
-from dynswap_ext._util.option_names import nearest
+from dynswap_ext._util.option_names import did_you_mean
 from dynswap_ext.errors import ConfigError
 
 _TIMES: Final = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
@@ -36,8 +36,7 @@ def parse_size(text: str, names: Sequence[str] = ()) -> int:
     except ConfigError:
         size = 0.0
     if isinstance(size, float):  # a share, or nothing
-        near = nearest(text.strip().lower(), names)
-        hint = f". Did you mean {near!r}?" if near else ""
+        hint = did_you_mean(text.strip().lower(), names)
         raise ConfigError(f"{text!r} is not a size; write one as 1.5GB or 384MiB{hint}")
     return size
 

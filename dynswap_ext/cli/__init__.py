@@ -11,7 +11,7 @@ from typing import Any
 import dynswap_ext
 from dynswap_ext import checkpoint
 from dynswap_ext._util.memory import format_bytes
-from dynswap_ext._util.option_names import nearest
+from dynswap_ext._util.option_names import did_you_mean
 from dynswap_ext._util.tables import facts_grid, write
 from dynswap_ext._util.units import parse_dtype
 from dynswap_ext.cli import demo, plan, show
@@ -47,8 +47,7 @@ class _Parser(argparse.ArgumentParser):
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
-            if near := nearest(value, [str(choice) for choice in action.choices or ()]):
-                error.message += f". Did you mean {near!r}?"
+            error.message += did_you_mean(value, [str(choice) for choice in action.choices or ()])
             raise
 
 

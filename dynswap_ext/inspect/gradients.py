@@ -14,7 +14,7 @@ from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-def
 
 from dynswap_ext._util.figure import BLACK, BLUE, GREY, ORANGE, RED, figure, save, style
 from dynswap_ext._util.listing import listed
-from dynswap_ext._util.tables import Printable, facts_grid, plain_table, shape_text
+from dynswap_ext._util.tables import Printable, facts_grid, plain_table, shape_text, shortened
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.inspect._model import root_of
 
@@ -261,7 +261,7 @@ def _gradient(name: str, parameter: torch.Tensor) -> Gradient:
 def _draw(gradients: Sequence[Gradient], path: str | PathLike[str], title: str) -> None:
     """Draw mean and maximum of each gradient, from one parameter to thousands, and mark what has neither."""
     count = len(gradients)
-    names = [_shortened(gradient.name) for gradient in gradients]
+    names = [shortened(gradient.name, _LETTERS) for gradient in gradients]
     width = min(20.0, max(6.0, 2.5 + 0.24 * min(count, _NAMES)))
     drawn = figure(width, 4.5 + 0.07 * max(map(len, names)))  # as much below the axes as the names take
     axes = drawn.subplots()
@@ -300,10 +300,3 @@ def _draw(gradients: Sequence[Gradient], path: str | PathLike[str], title: str) 
 def _on_scale(value: float | None) -> float:
     """Return a value that a logarithmic axis has a place for, else a gap."""
     return value if value is not None and math.isfinite(value) and value > 0 else math.nan
-
-
-def _shortened(name: str) -> str:
-    if len(name) <= _LETTERS:
-        return name
-    half = (_LETTERS - 1) // 2
-    return f"{name[:half]}\N{HORIZONTAL ELLIPSIS}{name[-half:]}"

@@ -12,6 +12,7 @@ from dynswap_ext._util import figure as pictures
 from dynswap_ext._util.figure import BLACK, BLUE, DASHED, GREEN, ORANGE, PINK, RED
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.name_patterns import common_words, label_of
+from dynswap_ext._util.tables import shortened
 from dynswap_ext._util.units import show_ns
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.profile.recording import CAUSES, Recording, Span
@@ -74,7 +75,7 @@ class _Picture:
         if len(self._lanes) > _COPY_LANES:
             self._lanes = [("copy", list(recording.of("copy")))]
         for lane in threads[: 2 * _THREADS]:
-            of = f" ({_shortened(lane.thread, 18)})" if len(threads) > 2 else ""
+            of = f" ({shortened(lane.thread, 18)})" if len(threads) > 2 else ""
             self._lanes.append((f"{lane.kind}{of}", lane.spans))
 
     def draw(self) -> Any:
@@ -132,7 +133,7 @@ class _Picture:
         self._draw_bars(axes, [*copies, *uses], height)
         axes.set_ylim(len(groups) - 0.4, -0.6)
         ticks = _ticks(len(groups))
-        labels = [_shortened(_where(groups[i].names), _LABEL_LENGTH) for i in ticks]
+        labels = [shortened(_where(groups[i].names), _LABEL_LENGTH) for i in ticks]
         axes.set_yticks(ticks, labels, fontsize=8)
         for i, text in zip(ticks, axes.get_yticklabels(), strict=True):
             text.set_fontweight("bold" if groups[i].resident else "normal")
@@ -226,9 +227,3 @@ def _where(names: Sequence[str]) -> str:
     if not first or not last:
         return label_of(names)
     return f"{'.'.join(first)} to {'.'.join(last)}"
-
-
-def _shortened(text: str, most: int) -> str:
-    """Leave out the middle, as in ``model.layers.10.s…n.o_proj.weight``."""
-    tail = (most - 1) // 2
-    return text if len(text) <= most else f"{text[: most - 1 - tail]}…{text[-tail:]}"

@@ -38,10 +38,10 @@ from memory_models import Subject, subject
 DEVICE = "cuda:0"
 #: The least that the device's allocator asks of its driver, in bytes, to the scale of the models; 0: just
 #: what it needs. With segments it matters where blocks are, and an automatic budget cannot match the minimum
-#: to the last byte. So the minimum gets SPARE_SEGMENTS less (`--spare` says how many; with 2, the residents
-#: of two models left too many holes in one program of several hundred).
+#: to the last byte. So the minimum gets SPARE_SEGMENTS less (`--spare` says how many): with 3, the residents
+#: that had stayed left too many holes in one program of some 140.
 SEGMENTS = (0, 0, 8 << 10, 16 << 10)
-SPARE_SEGMENTS = 3
+SPARE_SEGMENTS = 4
 OUT_OF_MEMORY = (torch.OutOfMemoryError, dynswap_ext.OutOfMemoryError)
 
 
