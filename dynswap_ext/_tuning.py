@@ -351,7 +351,7 @@ class _Passes:
 
 
 def smaller_budget(budget: int) -> int | None:
-    """The next one to try, in bytes; None: only what `prefetch` needs."""
+    """Return the next budget to try, in bytes; None: only what `prefetch` needs."""
     smaller = int(_SHRINK * budget)
     return smaller if smaller > 1 << 20 else None
 

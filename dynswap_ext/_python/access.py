@@ -327,7 +327,7 @@ def _is_expanded(master: torch.Tensor) -> bool:
 
 
 def take_over(new: Weight, old: Weight) -> None:
-    """A weight in another's place goes on with its counts."""
+    """Let a weight that takes another's place go on with its counts."""
     if new is not old and not new.counts.copied_before:
         new.counts = old.counts
         new.counts.changed = True

@@ -55,7 +55,7 @@ class ModuleState:
         self.stand_ins: dict[str, tuple[Weight, int]] = {}
 
     def is_of(self, module: nn.Module) -> bool:
-        """Whether it is this module's, or that of another object with this very `__dict__`.
+        """Whether the state is this module's, or that of another object with this very `__dict__`.
 
         torch.export has one for a module of two names.
         """
@@ -63,7 +63,7 @@ class ModuleState:
         return owner is module or (owner is not None and owner.__dict__ is module.__dict__)
 
     def in_effect(self) -> bool:
-        """Whether its module is still served by its session, and by this."""
+        """Whether the session still serves the state's module, and through this state."""
         module = self.owner()
         return module is not None and module.__dict__.get(STATE_KEY) is self
 

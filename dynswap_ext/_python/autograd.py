@@ -69,7 +69,7 @@ class HandOut(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: torch.Tensor | None, *_: Any) -> torch.Tensor | None:
-        """Forward-mode: the tangent is there already."""
+        """Return the tangent as it is: `Fetch` has brought it to the device (forward-mode)."""
         return tangent
 
 

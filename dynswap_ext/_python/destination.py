@@ -45,7 +45,7 @@ class Destination:
 
 
 def _is_emptied(tensor: torch.Tensor) -> bool:
-    """Whether its storage was resized to nothing, as FSDP does between its calls."""
+    """Whether the tensor's storage was resized to nothing, as FSDP does between its calls."""
     if torch.compiler.is_compiling():
         return False  # what is traced has data
     try:

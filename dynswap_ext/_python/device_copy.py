@@ -103,7 +103,7 @@ class Weight:
         return self.watched
 
     def let_go(self) -> None:
-        """The running module's call is over."""
+        """Note that the running module's call is over: the next one reads anew."""
         self.kept = self.asked_again = False
         self._in_call = None
 
@@ -224,7 +224,7 @@ class DeviceCopy:
         return self._sum is None and self.data._version == self.version
 
     def unchanged(self, master: torch.Tensor) -> bool:
-        """The same as far as can be told: an inference tensor has no version."""
+        """Whether no change of the master since the copy is known. An inference tensor has no version."""
         seen, now = self._seen, _identity(master)
         if seen == now:
             return self._seen_writes == self._writes()
@@ -274,7 +274,7 @@ class DeviceCopy:
         return self.data._version != self.version or (self._sum is not None and self._sum != self._bits_sum())
 
     def lost(self, master: torch.Tensor) -> bool:
-        """Whether it was written in place, and its master, too, so that the two cannot be put together.
+        """Whether the copy was written in place, and its master, too, so that the two cannot be put together.
 
         True once for each write: it is forgotten. See Note [Two writes, one weight].
         """

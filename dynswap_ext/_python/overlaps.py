@@ -14,7 +14,7 @@ from dynswap_ext._python.mapped_files import span
 
 
 class HasMaster(Protocol):
-    """A weight, as far as it is needed here."""
+    """Anything with a master; a protocol, because the module of weights imports this one."""
 
     master: torch.Tensor
 

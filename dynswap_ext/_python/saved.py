@@ -16,7 +16,7 @@ from dynswap_ext._python.shown_copies import copy_of
 
 
 class SavedTensor:
-    """The tensor itself."""
+    """A saved tensor that is kept itself: it shows no streamed weight."""
 
     __slots__ = ("tensor", "version")
 

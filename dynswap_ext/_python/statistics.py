@@ -58,7 +58,7 @@ class Counts:
         self.causes = {}
 
     def figures(self) -> dict[str, Any]:
-        """What `Session.groups` gives of it."""
+        """Return the figures of this weight as `Session.groups` gives them."""
         same = ("bytes", "source", "resident", "hits", "copies", "bytes_moved", "copy_ns")
         return {
             **{name: getattr(self, name) for name in same},
@@ -153,7 +153,7 @@ class Statistics:
             self._note_first_use(counts)
 
     def _count_copy(self, counts: Counts, begin: int, end: int, nbytes: int) -> None:
-        """The weight was copied while its consumer waited; times are of ``time.monotonic_ns``."""
+        """Count a copy of the weight, for which its consumer waited; times are of ``time.monotonic_ns``."""
         took = end - begin
         for name, more in (("stall_ns", took), ("misses", 1), ("copies", 1), ("bytes_moved", nbytes)):
             self._counters[name] += more

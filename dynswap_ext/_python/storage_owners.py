@@ -40,7 +40,7 @@ def has_aliases(address: int) -> bool:
 
 
 def has_more_than_a_dying_alias(address: int) -> bool:
-    """Whether it has others than that tensor and an alias that is dying, which still counts."""
+    """Whether a storage has other owners than one tensor and an alias that is dying, which still counts."""
     return _count(address) > _AT_DEATH
 
 

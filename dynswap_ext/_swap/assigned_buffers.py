@@ -100,7 +100,10 @@ def as_buffer(module: Any, name: str, value: torch.Tensor) -> torch.Tensor:
 def _master_of_graph(
     session: Any, module: Any, name: str, value: torch.Tensor, old: torch.Tensor | None
 ) -> torch.Tensor:
-    """The same in a graph, which cannot ask the session about one weight: `settle` corrects the dtype."""
+    """Return the master for a buffer that a graph assigns, as the old one was.
+
+    A graph cannot ask the session about one weight: `settle` corrects the dtype.
+    """
     if old is None:  # the graph may have assigned that itself
         old = getattr(module, before_name(name))
     if old is None or value.device != session.device:

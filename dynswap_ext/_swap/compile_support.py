@@ -96,7 +96,7 @@ PlaceOf = Callable[[nn.Module, str, torch.Tensor], tuple[torch.device, torch.dty
 def _place_in_session(
     module: nn.Module, _: str, master: torch.Tensor
 ) -> tuple[torch.device, torch.dtype] | None:
-    """The native provider's: a graph cannot ask its session about one weight."""
+    """Return where a native session serves a master: the state tells, as a graph cannot ask a session."""
     held = module.__dict__
     if STATE_KEY not in held:
         return None

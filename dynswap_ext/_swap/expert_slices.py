@@ -42,7 +42,7 @@ class SliceSource(Protocol):
         """Fetch these slices ahead, as far as there is room: they are asked for next, in this order."""
 
     def note_writes(self, masters: list[torch.Tensor]) -> None:
-        """Something is about to write to these masters."""
+        """Note that something is about to write to these masters."""
 
 
 _Views = tuple[Callable[[torch.Tensor], torch.Tensor], ...]

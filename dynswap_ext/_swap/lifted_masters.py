@@ -86,7 +86,7 @@ def _take_to_master(written: torch.Tensor, master: torch.Tensor) -> None:
 
 
 def is_lifted(master: torch.Tensor) -> bool:
-    """Whether this is in a master's place, in a forward that is being traced."""
+    """Whether a tensor is in a master's place, in a forward that is being traced."""
     return isinstance(master, FakeTensor) and get_proxy_mode() is not None
 
 

@@ -47,7 +47,7 @@ class ServedModules:
         served_by[self.session] = self
 
     def tree(self) -> nn.Module | None:
-        """Return the model while it lives, then `rest`; None if nothing is served."""
+        """Return the model; once it has died, what `rest` returns. None if nothing is served."""
         root = self._root()
         return self.rest() if root is None else root
 

@@ -109,7 +109,7 @@ class ParameterProxy(torch.Tensor):
 
     @property
     def requires_grad(self) -> bool:
-        """Whether the master does."""
+        """Whether the master requires gradients."""
         master = master_of(self)
         if master is self:
             return _plain.requires_grad.__get__(self)  # type: ignore[no-any-return]
@@ -127,7 +127,7 @@ class ParameterProxy(torch.Tensor):
 
     @property
     def is_leaf(self) -> bool:  # type: ignore[override]
-        """Whether the master is one, as a parameter is: libraries freeze and train what is a leaf.
+        """Whether the master is a leaf, as a parameter is: libraries freeze and train what is one.
 
         But an optimizer, which would step on the device's values and keep them there, is told the truth.
         """
@@ -155,7 +155,7 @@ class ParameterProxy(torch.Tensor):
             _plain.retain_grad(self)
 
     def set_(self, *source: Any, **options: Any) -> ParameterProxy:
-        """Set the master's storage, as `data` does."""
+        """Give the master other data, as assigning to `.data` does; this tensor stays the same object."""
         self.data = _plain.set_(torch.empty(0, dtype=self.dtype, device=self.device), *source, **options)
         return self
 

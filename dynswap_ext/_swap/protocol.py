@@ -100,13 +100,16 @@ class Session(Protocol):
         """Serve a parameter or buffer that was registered after the install (Note [What dtype= casts])."""
 
     def flush(self) -> None:
-        """What was written on handed-out tensors is in the masters when this returns."""
+        """Take what was written on handed-out tensors to the masters."""
 
     def flush_module(self, module: nn.Module) -> None:
         """Flush what was written on tensors handed out from this module."""
 
     def release(self, module: nn.Module) -> None:
-        """Flush a module, and keep nothing by which torch would refuse to swap its masters."""
+        """Flush a module, and drop the session's references to its tensors.
+
+        With those, `torch.utils.swap_tensors` would refuse its masters.
+        """
 
     def expect_writes(self, masters: list[torch.Tensor]) -> None:
         """An optimizer is about to write to these masters, of which some may be another session's.

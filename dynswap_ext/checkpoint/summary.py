@@ -65,7 +65,7 @@ class Summary(Printable):
 
     @property
     def largest_group(self) -> Group | None:
-        """On the CPU."""
+        """The largest group of an install on the CPU; None if nothing is streamed there."""
         return self.largest_groups.get("cpu")
 
     @property
@@ -199,7 +199,7 @@ def tie_identity(name: str, entry: Entry) -> object:
 
 
 def dtype_name(entry: Entry) -> str:
-    """The dtype, or how the bytes encode it."""
+    """Return the name of an entry's dtype, or of the encoding of its bytes."""
     return entry.encoding or str(entry.dtype).removeprefix("torch.")
 
 

@@ -32,7 +32,7 @@ BASELINES: Final = (RESIDENT, INSTALLED, PYTHON, HOOK)
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does."""
+    """Settings of one timed run; each has a process of its own."""
 
     baseline: str  #: one of `BASELINES`
     checkpoint: Path

@@ -42,12 +42,12 @@ class Call:
 
     @property
     def kept(self) -> int:
-        """What it has left: outputs, and what autograd saves. Less than zero if it let more go."""
+        """Bytes that the call left: outputs, and what autograd saves. Negative if it freed more than that."""
         return self.after - self.before
 
     @property
     def extra(self) -> int:
-        """What it needed for itself at its peak, over what was there before it."""
+        """Bytes that the call needed for itself at its peak, over what was there before it."""
         return self.peak - self.before
 
 

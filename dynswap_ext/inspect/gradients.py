@@ -107,7 +107,7 @@ class GradientHealth(Printable):
 
     @property
     def total_norm(self) -> float:
-        """Of all gradients together, as `torch.nn.utils.clip_grad_norm_` measures it."""
+        """The norm of all gradients together, as `torch.nn.utils.clip_grad_norm_` measures it."""
         return math.hypot(*(g.norm for g in self.gradients if g.norm is not None))
 
     def __repr__(self) -> str:

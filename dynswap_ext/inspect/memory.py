@@ -42,7 +42,7 @@ class MemoryProfile(Printable):
 
     @property
     def peak_bytes(self) -> int:
-        """The most over `base_bytes`."""
+        """The most bytes on the device during the forward, over `base_bytes`."""
         return max((call.peak for call in self.calls), default=0)
 
     def largest(self, count: int = 10) -> tuple[Call, ...]:

@@ -106,7 +106,7 @@ def content_of(path: Path, limit: int, what: str) -> bytes:
 
 
 def pread(descriptor: int, length: int, offset: int) -> bytes:
-    """As `os.pread`, which may return less than there is; less than `length` at the end of the file only."""
+    """Read `length` bytes, fewer at the end of the file only: `os.pread` may return fewer anywhere."""
     data = _read_once(descriptor, length, offset)
     while len(data) < length and (more := _read_once(descriptor, length - len(data), offset + len(data))):
         data += more

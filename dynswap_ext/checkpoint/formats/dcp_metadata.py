@@ -33,7 +33,7 @@ class Range(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """A box of a tensor's elements, and where it is."""
+    """A box of a tensor's elements, and the file range of its bytes."""
 
     offsets: tuple[int, ...]
     shape: tuple[int, ...]

@@ -183,7 +183,7 @@ def _shifted(words: torch.Tensor, step: int, count: int) -> torch.Tensor:
 
 
 def _xxs(name: str, d: torch.Tensor, index: torch.Tensor, rest: torch.Tensor, unit: float) -> torch.Tensor:
-    """Of IQ2_XXS and IQ3_XXS: words of four times 7 signs, and a scale."""
+    """Decode IQ2_XXS or IQ3_XXS, whose words `rest` hold four times 7 signs, and a scale."""
     scales = d * (0.5 + ((rest >> 28) & 15).float()) * unit
     return scaled(scales, _turned(_points(name, index), _signs(_shifted(rest, 7, 4) & 127)))
 

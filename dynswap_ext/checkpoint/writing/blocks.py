@@ -37,7 +37,7 @@ class Block(NamedTuple):
 
     @property
     def key(self) -> str:
-        """What the journal calls it."""
+        """The name of the block in the journal."""
         return f"{self.path.name} {self.begin}"
 
     def checksum(self) -> int:

@@ -51,7 +51,7 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """As written."""
+        """Bytes of the tensor in the file."""
         return math.prod(self.shape) * self.dtype.itemsize
 
 
