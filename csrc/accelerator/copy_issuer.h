@@ -39,7 +39,7 @@ class TorchCopyIssuer {
   /// Waits for all that is on the stream.
   void wait_for_stream() noexcept;
 
-  /// What was not enqueued fails. The stream is to be waited for after it and before this object goes.
+  /// Fails what was not enqueued. The stream is to be waited for after it and before this object goes.
   void close() noexcept;
   /// Leaves the thread behind: at exit, or in a forked child, which does not have it.
   void abandon() noexcept;

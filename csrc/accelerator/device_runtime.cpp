@@ -29,7 +29,7 @@ int (*exchange() noexcept)(int*) {
   return found;
 }
 
-/// Before torch 2.13 its guard cannot be asked.
+/// Whether the stream is captured, asked of the runtime: before torch 2.13 torch's guard cannot be.
 bool runtime_captures(const c10::Stream& stream) {
   static const auto ask = find<int (*)(void* stream, int* status)>("StreamIsCapturing");
   if (ask == nullptr || !stream.device().is_cuda() || !devices_usable()) return false;

@@ -82,7 +82,7 @@ class TorchEvent final : public Event {
 
   bool done() const noexcept override;
   std::optional<Interval> when() const noexcept override;
-  /// True if done() has said so before: no call is made.
+  /// Whether done() has returned true before; makes no call.
   bool known_done() const noexcept { return done_.load(std::memory_order_acquire); }
 
   /// The clock that times it; null if it is not timed.

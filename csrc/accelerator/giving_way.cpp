@@ -41,7 +41,7 @@
 
 namespace c10 {
 
-/// As in c10/cuda/CUDACachingAllocator.h, which needs the toolkit's headers.
+/// The class of c10/cuda/CUDACachingAllocator.h, declared here as that header needs the toolkit's.
 class FreeMemoryCallback {
  public:
   virtual ~FreeMemoryCallback() = default;
@@ -79,7 +79,8 @@ Givers& givers() {
   return *one;
 }
 
-/// As the latest set_memory_history_recorded() had it.
+/// Whether torch records a history of its allocations: the argument of the latest
+/// set_memory_history_recorded().
 std::atomic<bool> records_history{false};
 
 /// Set while the calling thread is in here, where it allocates itself.
@@ -222,7 +223,7 @@ bool registered() noexcept {
   return done;
 }
 
-/// Of CUDA's allocators in torch, only the native one runs callbacks.
+/// Whether the device's allocator is torch's native one: of those for CUDA only that runs callbacks.
 bool allocator_is_native(const c10::Device& device) noexcept {
   try {
     const auto& allocator = *c10::getDeviceAllocator(device.type());

@@ -54,7 +54,8 @@ PyObject* find_in(PyObject* dict, PyObject* container, PyObject* name);
 /// The module's own __dict__, and its state if the module is installed (a borrowed reference).
 py::object module_dict(PyObject* module);
 ModuleState* module_state(PyObject* module, PyObject* dict);
-/// The same of an object that is, or was, in the __dict__; null if it is no such state, or another module's.
+/// The state that `object` is, which is or was in the module's __dict__; null if it is none, or another
+/// module's.
 ModuleState* as_module_state(PyObject* module, PyObject* object) noexcept;
 
 /// A module in a tree, and the prefix of its weights' names ("layers.0.").

@@ -25,7 +25,7 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
 std::string pin_items(const at::Device& device, const std::string& backend,
                       const std::shared_ptr<PinnedBudget>& budget, std::vector<Lockable>& items);
 
-/// Of the CUDA runtime that is linked, "13.0" for instance; empty in a build without CUDA.
+/// The version of the CUDA runtime that is linked, "13.0" for instance; empty in a build without CUDA.
 std::string cuda_version();
 
 /// How many CUDA devices the native provider can serve; 0 in a build without CUDA. Wakes the driver: see

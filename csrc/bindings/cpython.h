@@ -25,7 +25,7 @@
 
 namespace dynswap {
 
-/// The namespace of a class. `tp_dict` is null for the classes that are built in from 3.12 on.
+/// The namespace of a class. From Python 3.12 on, `tp_dict` of static built-in classes is null.
 inline py::object type_dict(PyTypeObject* type) {
 #if PY_VERSION_HEX >= 0x030C0000
   return py::reinterpret_steal<py::object>(PyType_GetDict(type));

@@ -12,7 +12,7 @@ namespace {
 
 py::object error_class(const char* name) { return py::module_::import("dynswap_ext.errors").attr(name); }
 
-/// False if it is none of ours.
+/// Sets the Python error for the exception in flight; false if that is none of ours.
 bool set_our_error() {
   try {
     throw;

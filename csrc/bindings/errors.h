@@ -6,7 +6,7 @@ namespace dynswap {
 /// Sets the Python error for the C++ exception in flight. Call it in a catch block, with the GIL.
 void set_python_error() noexcept;
 
-/// Does the same for everything that pybind11 calls.
+/// Has pybind11 set the same Python errors for exceptions of whatever it calls.
 void translate_errors();
 
 }  // namespace dynswap

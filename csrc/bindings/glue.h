@@ -42,7 +42,8 @@ bool capturing(const at::Device& device);
 /// Throws DeviceError if the calling thread is capturing a CUDA graph: a replay would read what has come into
 /// the slot since. Residents stay where they are, and can be captured once they are there.
 void refuse_capture(const at::Device& device, const std::string& weight, bool resident);
-/// The same for a buffer whose bytes are compared when the call ends.
+/// Throws DeviceError if the calling thread is capturing a CUDA graph: a buffer whose bytes are compared when
+/// the call ends cannot be captured.
 void refuse_capture_of_written(const at::Device& device, const std::string& buffer);
 
 /// Device memory through torch's allocator, so that its statistics and its handling of an exhausted

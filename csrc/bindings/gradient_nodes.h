@@ -98,7 +98,7 @@ class SharedNodeOwner {
   class Use {
    public:
     Use() = default;
-    /// `node` is that of the owner, which has it again if it had let go of it meanwhile.
+    /// Begins a use of the owner's `node`, which the owner has again if it had let go of it meanwhile.
     Use(std::shared_ptr<SharedNodeOwner> of, const Pointer& node);
     Use(const Use&) = delete;
     Use& operator=(const Use&) = delete;
@@ -111,13 +111,13 @@ class SharedNodeOwner {
     std::shared_ptr<SharedNodeOwner> of_;
   };
 
-  /// Null: nobody can find it any more.
+  /// The node; null if nobody can find it any more.
   Pointer node() const;
   /// Owns the node until it is idle, or used up. `alias` is what was read, and a result of the node; it owns
   /// a tensor whose node is a Use. Returns whether that is new.
   bool keep_for_outside_read(const at::Tensor& alias);
   bool is_kept() const;
-  /// A backward pass has gone through, and the graph is not to be used again.
+  /// Notes that a backward pass has gone through, and that the graph is not to be used again.
   void note_used_up() noexcept;
   /// No longer owns the node, which is added to `released`: to be destroyed when no change is under way, as
   /// that may run any code. `if_idle`: unless somebody else has it. Returns whether it owns none. Under the
@@ -130,7 +130,7 @@ class SharedNodeOwner {
   decltype(weakly(Pointer())) with_python_object_ = weakly(Pointer());  ///< the node, where that is safe
   std::size_t uses_ = 0;
   bool kept_ = false;
-  /// The latest; not asked for more than whether it is there.
+  /// The latest alias; asked for no more than whether it is there.
   c10::weak_intrusive_ptr<c10::TensorImpl> alias_{c10::intrusive_ptr<c10::TensorImpl>()};
 };
 

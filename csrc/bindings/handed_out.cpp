@@ -83,7 +83,8 @@ class HandedOutImpl final : public c10::TensorImpl, public OutsideTheHeap {
   bool given_ = false;  ///< it is being given other bytes
 };
 
-/// Its object is kept out of the C library's heap: Note [Small blocks pin large holes].
+/// The storage of a handed-out tensor. Its object is kept out of the C library's heap: Note [Small blocks pin
+/// large holes].
 struct HandedOutStorage final : c10::StorageImpl, OutsideTheHeap {
   using c10::StorageImpl::StorageImpl;
 };
@@ -131,7 +132,7 @@ HandedOut::HandedOut(const Origin& origin, const at::Tensor& master, const at::D
   }
 }
 
-/// Its version is known.
+/// Takes the master's present version as the one that was handed out.
 void HandedOut::note_master() {
   if (sharing_) {
     const Sharing::Seen now = sharing_->now();

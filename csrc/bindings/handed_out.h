@@ -26,7 +26,7 @@ struct Weight;
 /// master. Dies with the storage, on whichever thread lets go last.
 class HandedOut : public OutsideTheHeap {
  public:
-  /// Whose bytes they are.
+  /// The weight whose bytes were handed out, and its session.
   struct Origin {
     std::weak_ptr<Session> session;
     std::shared_ptr<Weight> weight;  ///< never null
@@ -38,7 +38,8 @@ class HandedOut : public OutsideTheHeap {
                                               const at::Device& device);
   /// A tensor over the leased bytes, shaped and strided as the master, of the weight's type.
   static at::Tensor make(std::unique_ptr<HandedOut> record, Lease lease);
-  /// The same, where `earlier` may have those bytes too, or is null. `watched`: as after watch_bytes().
+  /// A tensor over the leased bytes, which `earlier` may have too (null: there is none). `watched`: the bytes
+  /// are watched from the start, as after watch_bytes().
   static at::Tensor make(std::unique_ptr<HandedOut> record, Lease lease, const HandedOut* earlier,
                          bool watched);
   /// A converted copy with memory of its own, which keeps `counted` for as long.
@@ -47,26 +48,28 @@ class HandedOut : public OutsideTheHeap {
   /// The record of a tensor made here, or null if its storage is another one by now.
   static HandedOut* of(const c10::TensorImpl& tensor) noexcept;
   static HandedOut* of(const c10::StorageImpl& storage) noexcept;
-  /// Another tensor over the bytes of one that is gone; `storage` is that one's.
+  /// Another tensor over the bytes of one that is gone; `storage` is the one that it left.
   static at::Tensor again(c10::intrusive_ptr<c10::StorageImpl> storage, const at::Tensor& master);
-  /// The same where the storage is gone too, and its record was kept.
+  /// Another tensor over the bytes of one that is gone, as is its storage; its `record` was kept.
   static at::Tensor again(std::unique_ptr<HandedOut> record, const at::Tensor& master);
 
   ~HandedOut();
   HandedOut(const HandedOut&) = delete;
   HandedOut& operator=(const HandedOut&) = delete;
 
-  /// The calling thread's current stream uses it too.
+  /// Notes that the calling thread's current stream uses the tensor too.
   void use_here();
-  /// Another stream uses it, in an order that the user has made: what Tensor.record_stream() says.
+  /// Notes that another stream uses the tensor, in an order that the user has made, as Tensor.record_stream()
+  /// has it.
   void record_stream(const c10::Stream& stream);
 
   const Origin& origin() const noexcept { return origin_; }  ///< LOCK: the GIL
-  /// A later plan, or a later session, has another weight of the same master.
+  /// Goes to another weight of the same master, which a later plan or a later session has.
   void belong_to(Origin origin) noexcept { origin_ = std::move(origin); }
   at::ScalarType dtype() const noexcept { return options_.dtype().toScalarType(); }
   bool leased() const noexcept { return static_cast<bool>(lease_); }
-  /// Its bytes are those that this engine hands out: not a copy of its own, nor one of an earlier plan.
+  /// Whether the bytes are those that this engine hands out: not a copy of its own, nor one of an earlier
+  /// plan.
   bool leased_from(const Engine& engine) const noexcept { return lease_.from(engine); }
   bool on_cpu() const noexcept { return options_.device().is_cpu(); }
   /// The master's bytes and version counter; not the master itself, which nothing here keeps.
@@ -75,25 +78,26 @@ class HandedOut : public OutsideTheHeap {
   /// Whether the master is still what was handed out, as far as can be told.
   bool master_unchanged() const;
 
-  /// Its bytes tell whether it was written, not its version: F.batch_norm writes its running statistics and
-  /// bumps nothing. Counted: each watch() needs one unwatch().
-  /// See Note [Statistics are written back together].
+  /// From now on the bytes tell whether the tensor was written, not its version: F.batch_norm writes its
+  /// running statistics and bumps nothing. Counted: each watch() needs one unwatch(). See Note [Statistics
+  /// are written back together].
   void watch() noexcept { ++watchers_; }
   void unwatch() noexcept { --watchers_; }
   void unwatch_all() noexcept { watchers_ = 0; }
   bool watched() const noexcept { return watchers_ > 0; }
 
-  /// Somebody may write to the bytes in ways that bump no version: NumPy, DLPack and views do, where the
-  /// bytes are in RAM (Note [What is read outside a forward may be written by anybody]). Nothing on other
-  /// devices.
+  /// Watches the bytes, as somebody may write to them in ways that bump no version: NumPy, DLPack and views
+  /// do, where the bytes are in RAM (Note [What is read outside a forward may be written by anybody]). Does
+  /// nothing on other devices.
   void watch_bytes();
 
-  /// Somebody has made an alias with a version counter of its own. See Note [Writes without a trace].
+  /// Notes an alias of the tensor with a version counter of its own. See Note [Writes without a trace].
   void note_untracked_alias() noexcept { untracked_ = true; }
   bool has_untracked_alias() const noexcept { return untracked_; }
-  /// No such alias is left.
+  /// Notes that no alias with a version counter of its own is left.
   void no_untracked_alias() noexcept { untracked_ = false; }
-  /// That counter, or the one of a wrapper around the tensor, tells of writes too. Thread-safe.
+  /// Adds a version counter that tells of writes too: that of an alias, or of a wrapper around the tensor.
+  /// Thread-safe.
   void note_version_of_alias(const c10::VariableVersion& version);
   /// Whether the version tells of a write, or cannot tell. Quick: looks at no bytes.
   bool may_be_written() const noexcept { return untracked_ || watch_ || bumped(); }
@@ -101,14 +105,15 @@ class HandedOut : public OutsideTheHeap {
   bool bumped() const noexcept {
     return version_.current_version() != seen_version_ || (aliased_ && alias_bumped());
   }
-  /// Its tensor gets other bytes. To graphs that have saved these, that is a write; to the master it is none.
+  /// Notes that the tensor gets other bytes: a write to graphs that have saved these, and none to the master.
   void note_other_data() {
     version_.bump();
     seen_version_ = version_.current_version();
   }
-  /// What was written on it went to the master in another dtype, so that a new copy is not what this is.
+  /// Whether what was written on the tensor went to the master in another dtype: a new copy would differ from
+  /// it.
   bool rounded() const noexcept { return rounded_; }
-  /// The latest write_back() met a capture.
+  /// Whether the latest write_back() met a capture, and did nothing.
   bool postponed() const noexcept { return postponed_; }
 
   /// Writes back what was written in place. Does nothing if nothing was. If the master has been written
@@ -123,7 +128,7 @@ class HandedOut : public OutsideTheHeap {
   /// that many need one wait. False if there is nothing to take, as far as can be told without the bytes. Not
   /// on the CPU.
   bool start_write_back();
-  /// That copy is over.
+  /// Notes that the copy of start_write_back() is over.
   void note_arrived() noexcept { arrived_ = sent_.defined(); }
   c10::Device device() const noexcept { return options_.device(); }
 

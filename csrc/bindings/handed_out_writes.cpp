@@ -221,8 +221,9 @@ std::optional<std::uint32_t> HandedOut::write_back(bool look) {
   return master_version_;
 }
 
-/// Both were written from what they were before: they cannot be put together. What left no trace on this one
-/// is no news, as nobody can tell it from what the master has got since.
+/// Tells the session of a write that is lost: copy and master were both written since they were equal, and
+/// cannot be put together. What left no trace on the copy is not told, as nobody can tell it from what the
+/// master has got since.
 void HandedOut::note_lost() {
   if (!written()) return;
   note_equal();

@@ -166,8 +166,8 @@ class MappingsOfMasters {
   std::optional<Mappings> all_;
 };
 
-/// Its elements are somewhere: neither is it on `meta`, nor has its storage been resized to less than it
-/// needs.
+/// Whether the master's elements are anywhere. False on `meta`, and if its storage was resized to less than
+/// it needs.
 bool has_memory(const at::Tensor& master);
 
 /// In which dtype a floating master is handed out, if the session has one.

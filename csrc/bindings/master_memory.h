@@ -24,7 +24,7 @@ class MasterMemory {
   MasterMemory(const MasterMemory&) = delete;
   MasterMemory& operator=(const MasterMemory&) = delete;
 
-  /// So many storages are about to be held.
+  /// Makes room for so many storages, which are about to be held.
   void expect(std::size_t storages);
 
   /// What keeps the bytes of this storage where they are, whatever becomes of the storage (Note [Bytes that

@@ -106,7 +106,7 @@ std::optional<std::pair<py::dict, py::object>> taken_apart(const at::Tensor& ten
   return flat.cast<std::pair<py::dict, py::object>>();
 }
 
-/// Null if nothing in it streams.
+/// The reference to keep instead of a wrapper; null if nothing in it streams.
 std::unique_ptr<Saved> wrapper_reference_to(const at::Tensor& tensor) {
   const auto apart = taken_apart(tensor);
   if (!apart) return nullptr;

@@ -27,7 +27,8 @@ struct OfMaster {
   const Weight* whole = nullptr;  ///< the weight (or a part of it), if it is all of its master
 };
 
-/// Of a tensor that shows a weight as its master has it, wherever its bytes are.
+/// What plain torch would have saved in place of `tensor`, if that shows a weight as its master has it,
+/// wherever its bytes are; else nothing.
 OfMaster of_master(const at::Tensor& tensor);
 
 }  // namespace dynswap

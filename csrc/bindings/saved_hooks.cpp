@@ -81,7 +81,7 @@ struct Lent {
   at::TensorOptions options;     ///< of the saved tensor
 };
 
-/// The same bytes, seen in the same way.
+/// Whether two tensors show the same bytes in the same way.
 bool same(const at::Tensor& one, const at::Tensor& other) {
   const auto& a = *one.unsafeGetTensorImpl();
   const auto& b = *other.unsafeGetTensorImpl();
@@ -135,7 +135,7 @@ struct StandIn {
 
 void delete_stand_in(void* context) { delete static_cast<StandIn*>(context); }
 
-/// As `tensor`, in all but its bytes. Were it ever computed with, that should show.
+/// A tensor that is like `tensor` in all but its bytes. Were it ever computed with, that should show.
 at::Tensor stand_in_for(const at::Tensor& tensor, std::shared_ptr<Saved> saved) {
   const PlainTorch guard;
   at::Tensor one = at::empty({1}, tensor.options());

@@ -98,7 +98,8 @@ void Session::drop_companions(const Weight& weight, DeferredRelease& dropped) {
   }
 }
 
-/// Its group shares one copy: found out when nobody uses it yet, all of the group travels at once.
+/// Drops the copy of a weight whose master was written. Its group shares that copy: if nobody uses it yet,
+/// all of the group travels at once.
 void Session::drop_copy_if_written(Weight& weight, DeferredRelease& dropped) {
   weight.follow_version();
   const bool written = weight.version.enabled() && weight.version.current_version() != weight.state.version;

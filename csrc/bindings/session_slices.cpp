@@ -14,7 +14,7 @@ namespace dynswap {
 
 namespace {
 
-/// Of all of a parameter on the device.
+/// Bytes of all of a sliced parameter on the device.
 std::size_t whole_bytes(const Weight& weight) {
   return static_cast<std::size_t>(c10::multiply_integers(weight.state.sizes)) *
          at::elementSize(weight.wanted);

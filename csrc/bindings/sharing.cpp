@@ -30,7 +30,7 @@ struct Registry {
     return *registry;
   }
 
-  /// Those of which a byte may lie in [begin, end).
+  /// Calls `use` for each Sharing of which a byte may lie in [begin, end).
   template <class Use>
   void for_near(const std::byte* begin, const std::byte* end, const Use& use) const {
     const auto address = reinterpret_cast<std::uintptr_t>(begin);
@@ -85,8 +85,8 @@ Sharing::~Sharing() {
   if (entry != last) locked.registry.by_address.erase(entry);
 }
 
-/// One of another plan or session, of the same master, does not count; nor does one whose memory has been
-/// freed.
+/// Whether some byte may be of both masters. The same master in another plan or session does not count; nor
+/// does one whose memory has been freed.
 bool Sharing::has_bytes_of(const Sharing& other) const noexcept {
   return &other != this && other.master_ != master_ && !other.storage_.expired() &&
          may_overlap(elements_, other.elements_);

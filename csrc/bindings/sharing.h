@@ -35,7 +35,7 @@ class Sharing {
   struct Private {};
 
  public:
-  /// Of a master that is copyable().
+  /// Registers a master that is copyable(), so that those that share bytes with it are known.
   static std::shared_ptr<Sharing> of(const at::Tensor& master, const std::shared_ptr<Weight>& weight);
   Sharing(Private, const at::Tensor& master, const std::shared_ptr<Weight>& weight);
   ~Sharing();
@@ -57,7 +57,7 @@ class Sharing {
 
   /// Whether other masters have some of its bytes. Quick.
   bool overlaps() const noexcept { return overlaps_.load(std::memory_order_relaxed); }
-  /// Their weights.
+  /// The weights whose masters have some of this one's bytes.
   std::vector<std::shared_ptr<Weight>> overlapping() const;
 
  private:

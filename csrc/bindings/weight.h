@@ -61,8 +61,8 @@ struct Plan {
   std::unique_ptr<GivesWay> gives_way;           ///< null: the residents do not
 };
 
-/// Kept by the session, for as long as its plan is of it; by who reads it; and by what was handed out of it.
-/// LOCK: the GIL guards every field.
+/// One master as a session serves it. Owned by the session while its plan has it, by whatever is reading it,
+/// and by the tensors handed out of it. LOCK: the GIL guards every field.
 struct Weight : std::enable_shared_from_this<Weight> {
   /// How an access is served.
   enum class AccessPath : std::uint8_t {
@@ -107,7 +107,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
   SourcePtr source;
   std::shared_ptr<MemoryWatch> watch;  ///< of the master's bytes in RAM, if it is streamed or copied
   std::uint64_t writes_seen = 0;       ///< the watch's count at the last look
-  /// The same for weights that take each other's place.
+  /// The weight's key in tables; a weight that takes the place of another has its number.
   std::uint64_t number = next_number();
   std::uint64_t looked_at = 0;  ///< a resident: the call (Session::calls_) in which it was last looked at
 
@@ -120,7 +120,8 @@ struct Weight : std::enable_shared_from_this<Weight> {
   c10::StreamId cached_stream = 0;  ///< the stream that is known to wait for its copy
   /// The latest tensor handed out, if somebody still has it: one access gives what the other gave.
   c10::weak_intrusive_ptr<c10::TensorImpl> latest{c10::intrusive_ptr<c10::TensorImpl>()};
-  /// Its storage, which a view or an autograd graph may keep when the tensor itself is gone.
+  /// The storage of the latest tensor handed out; a view or an autograd graph may keep it when the tensor
+  /// itself is gone.
   c10::weak_intrusive_ptr<c10::StorageImpl> latest_storage{c10::intrusive_ptr<c10::StorageImpl>()};
   std::uint64_t generation = 0;  ///< rises whenever the session lets go of what it has handed out
 
@@ -161,8 +162,8 @@ struct Weight : std::enable_shared_from_this<Weight> {
     ours_seen = now.ours;
   }
 
-  /// The same, unless the master itself may have been written to since (Note [A version may be of a
-  /// neighbour's write]).
+  /// Takes the master's present version as seen, unless the master itself may have been written to since
+  /// (Note [A version may be of a neighbour's write]).
   void follow_version() {
     if (!sharing || !version.enabled() || version.current_version() == state.version) return;
     const auto now = sharing->if_of_others({state.version, ours_seen}, watch.get(), writes_seen);
@@ -171,7 +172,7 @@ struct Weight : std::enable_shared_from_this<Weight> {
     ours_seen = now->ours;
   }
 
-  /// Other masters have some of its bytes.
+  /// Whether other masters have some of this one's bytes.
   bool overlaps() const noexcept { return sharing && sharing->overlaps(); }
 
   /// Whether the master has been written to since this was last asked, also by a write that bumped no version
@@ -231,7 +232,8 @@ struct Weight : std::enable_shared_from_this<Weight> {
     gradient.release(dropped.nodes, if_idle);
   }
 
-  /// The session keeps nothing of it; what somebody else still has is handed out again.
+  /// Drops the session's own references to handed-out tensors; what somebody else still has is handed out
+  /// again.
   void drop_tensors(DeferredRelease& dropped) {
     ++generation;
     for (PyObject** const kept : {&cached_outside, &cached}) {
@@ -240,14 +242,14 @@ struct Weight : std::enable_shared_from_this<Weight> {
     }
   }
 
-  /// The master is still what was copied, as far as can be told.
+  /// Whether the master is still what was copied, as far as can be told.
   bool master_unchanged() {
     follow_version();
     if (!version.enabled() || version.current_version() != state.version) return false;
     return !watch || watch->writes() == writes_seen;
   }
 
-  /// Somebody has what was handed out last, and the master is still that, as far as can be told.
+  /// Whether somebody has what was handed out last, and the master is still that, as far as can be told.
   bool still_handed_out() { return !latest_storage.expired() && master_unchanged(); }
 };
 

@@ -178,7 +178,7 @@ Weight& WeightTable::weight_of(PyObject* master, const std::string& name, bool p
   return weight;
 }
 
-/// What came for a while goes with its master.
+/// Weights that came for a while go with their masters.
 void WeightTable::sweep() {
   if (weights_.size() < sweep_at_) return;
   std::unordered_set<const Weight*> unused;  // nobody reads it, nothing that was handed out has it

@@ -56,22 +56,23 @@ class WeightTable {
   /// `hooks` outlives the table.
   WeightTable(const Settings& settings, const Hooks& hooks);
 
-  /// It may grow while Python code runs.
+  /// All weights, in the order in which they were found. The list may grow while Python code runs.
   const std::vector<std::shared_ptr<Weight>>& weights() const noexcept { return weights_; }
-  /// So many masters are about to come.
+  /// Makes room for so many masters, which are about to come.
   void expect(std::size_t masters);
-  /// The weight of a master, or null. It is compared by its address, which may be that of one that has died.
+  /// The weight of a master, or null. Masters are compared by address, which may be that of one that has
+  /// died.
   Weight* find(const c10::TensorImpl* master) const noexcept;
-  /// The same; a new one if there is none.
+  /// The weight of a master; a new one if there is none.
   Weight& weight_of(PyObject* master, const std::string& name, bool parameter, const Mappings& mappings,
                     Casting casting, std::int64_t slices = 0);
   /// The weights of a module's masters, bound to its entries; those that stream are added to `streamed`.
   /// Entries that are to be ignored are marked, and get no weight.
   void find_weights(PyObject* module_dict, const std::string& prefix, const Choice& choice,
                     MappingsOfMasters& mappings, std::vector<Entry>& entries, Streamed& streamed);
-  /// Another master, or one that has other memory or another layout, takes the place of the weight's.
+  /// Gives the weight another master, or the same one with other memory or another layout.
   void replace_master(Weight& weight, PyObject* master);
-  /// What came for a while goes with its master.
+  /// Drops weights of no plan, which nobody uses and whose masters have died.
   void sweep();
 
   /// Whether some master is, or was, copied by torch (Weight::AccessPath::copied).
@@ -84,7 +85,7 @@ class WeightTable {
   void for_weights(const std::vector<at::Tensor>& masters, const std::function<void(Weight&)>& use) const;
   /// Bytes of masters that are sampled: a small write to them that bumps no version may go unseen.
   std::size_t sampled_bytes() const;
-  /// The memory is the masters' own again. Only once no copy reads it any more.
+  /// Gives the masters their memory back, which is no longer held. Only once no copy reads it any more.
   void drop_bytes();
   /// In a forked child: forgets what is held.
   void abandon() noexcept { memory_->abandon(); }

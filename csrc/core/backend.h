@@ -92,8 +92,8 @@ struct DeviceTraits {
   }
 };
 
-/// Of an accelerator: the alignment that torch's allocator gives, which is more than any kernel asks, and 5
-/// to 10 us of a bus.
+/// The traits of an accelerator: the alignment that torch's allocator gives, which is more than any kernel
+/// asks, and 5 to 10 us of a bus.
 inline constexpr DeviceTraits kAcceleratorTraits{};
 
 /// All calls are thread-safe. None is made while the engine holds a lock.
@@ -103,7 +103,7 @@ class Backend {
 
   virtual const char* name() const noexcept = 0;
 
-  /// The same at each call.
+  /// What a plan has to know of the device; does not change.
   virtual const DeviceTraits& traits() const noexcept = 0;
 
   /// Blocks of device memory, aligned to traits().alignment. Throws OutOfMemory. Does not synchronise.
@@ -149,8 +149,8 @@ class Backend {
   /// Whether consumers are streams with a time of their own, so that only marks see them wait.
   virtual bool device_time() const noexcept { return false; }
 
-  /// An event that knows when the consumer passed it. Null where only a device's own times could tell, and
-  /// none are kept.
+  /// An event that records when `consumer` passes it; null if only the device's own clock could tell that,
+  /// and keep_times(true) was not called.
   virtual EventPtr mark(Stream) { return nullptr; }
 
   /// Blocks the calling thread until every copy is over, drops those that have not begun and that no

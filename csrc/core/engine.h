@@ -151,21 +151,22 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// close(), and for a resident that the next plan has inherited.
   Lease acquire(WeightId weight, Stream consumer, Use use = {});
 
-  /// As acquire(), but only for bytes that are there and that `consumer` has waited for already; in order,
-  /// only for a weight of the group that the thread uses, or of one that stays. Returns an empty lease where
-  /// acquire() would have more to do: no copy is waited for, and none issued.
+  /// Leases the weight's bytes like acquire(), but only if they are there and `consumer` has waited for them
+  /// already; in order, only for a weight of the group that the thread uses, or of one that stays. Returns an
+  /// empty lease where acquire() would have more to do: no copy is waited for, and none issued.
   Lease acquire_present(WeightId weight, Stream consumer, bool in_order);
 
   /// Announces that these weights, of groups by use, are acquired next, in this order. Their copies are
   /// issued now, as far as the cache has room that none of them needs before.
   void expect(const std::vector<WeightId>& weights);
 
-  /// The master has changed: its bytes are elsewhere, or other ones (Invariant 6). Copies already made
-  /// are not handed out any more. The new source has as many elements, of the same types.
+  /// Takes another source, as the master has changed: its bytes are elsewhere, or other ones (Invariant 6).
+  /// Copies already made are not handed out any more. The new source has as many elements, of the same types.
   void update_source(WeightId weight, SourcePtr source);
-  /// The same for a weight whose group somebody uses: the copies of its companions stay good.
+  /// Takes another source as update_source() does, for a weight whose group somebody uses: the copies of its
+  /// companions stay good.
   void update_source_alone(WeightId weight, SourcePtr source);
-  /// The same bytes, to be read another way from now on. Copies already made stay good.
+  /// Takes a source of the same bytes, to be read another way from now on. Copies already made stay good.
   void replace_source(WeightId weight, SourcePtr source);
 
   /// The source that the next copy will read.
@@ -334,7 +335,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::size_t bytes_of(const std::vector<WeightId>& unit) const noexcept;
 
   // engine_groups.cpp
-  /// The usual one, its groups halved so many times.
+  /// The usual grouping, its groups halved so many times.
   Grouping grouping(const Units& units, unsigned halvings = 0) const;
   /// Returns their sizes. Those of `on_device` are groups already.
   std::vector<std::size_t> form_groups(Units units, const Grouping& grouping,

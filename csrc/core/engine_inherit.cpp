@@ -32,7 +32,7 @@ std::vector<std::vector<WeightId>> Engine::residents_on_device() const {
   return on_device;
 }
 
-/// Those that can be groups of this plan too.
+/// Those of the groups `on_device` that can be groups of this plan too.
 std::vector<std::vector<WeightId>> Engine::groups_to_keep(
     std::vector<std::vector<WeightId>> on_device) const {
   std::unordered_map<std::uint64_t, std::size_t> in_unit;  // how many weights

@@ -53,8 +53,8 @@ Engine::Consumer& Engine::consumer_of(std::thread::id thread) {
   return *oldest;
 }
 
-/// There is no room for it, and will be once other threads have issued what they are bringing: a copy gives
-/// its place up only then.
+/// Whether a group has no room now, and will have once other threads have issued what they are bringing: a
+/// copy gives its place up only then.
 bool Engine::waits_for_others(const Group& group) const {
   if (group.copy || group.home) return false;
   const auto is_issued = [](const Arena::Region& region) {
@@ -195,7 +195,8 @@ void Engine::look_ahead(const Schedule::Cursor& cursor, GroupId current, std::ve
   }
 }
 
-/// See Note [Experts in a fixed order].
+/// Plans copies of the groups by use that come next, if their order is fixed: Note [Experts in a fixed
+/// order].
 void Engine::look_ahead_by_use(UseOrder::Cursor ahead, std::vector<Planned>& planned) {
   if (!UseOrder::is_fixed(ahead)) return;
   const GroupId current = *ahead.current;
@@ -300,7 +301,7 @@ std::string Engine::why_full() const {
          holders() + ") takes every slot of the arena";
 }
 
-/// What to do about it. `needed`: the budget that would have held this group, too.
+/// What to do if every slot of the arena is taken. `needed`: the budget that would have held this group, too.
 std::string Engine::remedy(std::size_t needed) const {
   const std::size_t threads = calling_threads();
   if (threads < 2) return "drop some of these tensors, or give a budget of " + amount(needed) + " or more";

@@ -64,7 +64,7 @@ enum class Protection : int {
   count                   ///< not a protection: how many there are
 };
 
-/// Those up to here are in the core.
+/// The last Protection that is in the core.
 inline constexpr Protection kLastOfEngine = Protection::cap_respected;
 
 #ifdef DYNSWAP_MUTANTS

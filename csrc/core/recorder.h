@@ -38,7 +38,7 @@ struct Lateness {
   EventPtr behind;                 ///< the end of the copy that was issued before it; may be null
 };
 
-/// See Note [Why a wait was one].
+/// The cause of a wait that took `stalled_ns`: Note [Why a wait was one].
 Cause why(const Lateness& late, std::int64_t stalled_ns);
 
 struct Timeline {

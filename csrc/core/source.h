@@ -38,7 +38,7 @@ struct PinnedCopy {
   std::shared_ptr<std::byte> bytes;  ///< LOCK: refreshing, to write
   Mutex refreshing;
 
-  /// Of a large master: counts the writes to it; nothing if not all are seen any more. Null for a small one.
+  /// Counts the writes to a large master; nothing if not all are seen any more. Null for a small one.
   std::function<std::optional<std::uint64_t>()> writes;
   std::optional<std::uint64_t> seen;   ///< LOCK: refreshing; the count when it was last asked for
   std::optional<std::uint64_t> as_of;  ///< LOCK: refreshing; the count of the bytes that are in the copy
@@ -76,7 +76,7 @@ struct Source {
   bool cast() const noexcept { return stored != wanted; }
   /// Whether its bytes, or some of them, are read from files and not from memory.
   bool from_files() const noexcept { return file != nullptr || !parts.empty(); }
-  /// As many elements, of the same types: one can take the other's place in a plan.
+  /// Whether two sources have as many elements, of the same types: one can take the other's place in a plan.
   bool same_shape(const Source& other) const noexcept {
     return count == other.count && stored == other.stored && wanted == other.wanted;
   }
@@ -84,7 +84,7 @@ struct Source {
 
 using SourcePtr = std::shared_ptr<const Source>;
 
-/// The same weight, of which nothing can be read any more, and nothing is kept.
+/// A source of the same weight, from which nothing can be read, and which keeps nothing.
 inline SourcePtr without_bytes(const Source& source) {
   auto made = std::make_shared<Source>();
   made->name = source.name;

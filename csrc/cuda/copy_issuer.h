@@ -27,12 +27,13 @@ class CopyIssuer {
   /// Enqueues the request. Returns its reads, null if it has none. The device's context is current. If it
   /// throws, nothing of the request is under way any more.
   std::shared_ptr<Reads> issue(const CopyRequest& request);
-  /// What is enqueued from now on comes after these.
+  /// Has all that is enqueued from now on come after these events.
   void wait_for(const std::vector<EventPtr>& events);
 
-  /// StagingRing::wait().
+  /// Waits for reads: StagingRing::wait().
   bool wait(const Reads& reads, std::chrono::milliseconds patience);
-  /// StagingRing::close(). The stream is to be synchronised after it and before this object goes.
+  /// Closes the ring: StagingRing::close(). The stream is to be synchronised after it and before this object
+  /// goes.
   void close() noexcept;
   /// Gives the scratch block back. The stream is idle, and nothing is issued any more.
   void release_scratch() noexcept;

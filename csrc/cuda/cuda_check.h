@@ -13,7 +13,7 @@ namespace dynswap {
 /// Throws OutOfMemory or DeviceError with the error's name, the call and the values.
 [[noreturn]] void throw_cuda_error(cudaError_t error, const char* call, const std::string& values);
 
-/// As devices_usable(): if false, CUDA must not be called.
+/// Whether CUDA may be called: devices_usable().
 inline bool cuda_usable() noexcept { return devices_usable(); }
 
 /// For what cannot throw: an error is cleared, and printed in a debug build.

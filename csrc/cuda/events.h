@@ -69,7 +69,7 @@ class CudaEvent final : public Event {
   void record(cudaStream_t stream);
   bool done() const noexcept override;
   std::optional<Interval> when() const noexcept override;
-  /// True if done() has said so before: no call is made.
+  /// Whether done() has returned true before; makes no call.
   bool known_done() const noexcept { return done_.load(std::memory_order_acquire); }
   cudaEvent_t handle() const noexcept { return event_; }
 

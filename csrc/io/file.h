@@ -62,8 +62,8 @@ class File {
   };
   ReadPath read_path(std::uint64_t offset, std::size_t bytes, Keep keep, ReadMode mode) const noexcept;
 
-  /// These read at least one and at most `bytes` bytes and return how many, and 0 at the end of the file.
-  /// Nothing if the file system refuses direct reads. Throw std::system_error.
+  /// The functions below read at least one and at most `bytes` bytes and return how many, and 0 at the end of
+  /// the file. Nothing if the file system refuses direct reads. They throw std::system_error.
   std::size_t read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, ReadPath path) const;
   std::optional<std::size_t> read_direct(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;
   std::optional<std::size_t> read_in_place(std::uint64_t offset, std::byte* dst, std::size_t bytes) const;

@@ -77,7 +77,7 @@ std::optional<std::uint64_t> sampled(const std::byte* data, std::size_t bytes, b
   return hash.value();
 }
 
-/// Neither is gone.
+/// Whether two hashes are equal, and neither was of bytes that are gone.
 bool same(std::optional<std::uint64_t> a, std::optional<std::uint64_t> b) noexcept {
   return a && b && *a == *b;
 }
@@ -226,7 +226,7 @@ bool MemoryWatch::look_at_pages() {
   return std::exchange(page_writes_, *now) != *now;
 }
 
-/// Of the ends, which the kernel does not watch.
+/// The hash of the ends of the range, which the kernel does not watch; nothing if they are gone.
 std::optional<std::uint64_t> MemoryWatch::hash() const {
   Hash hash;
   if (!add(hash, head_.address, head_.bytes, mapped_) || !add(hash, tail_.address, tail_.bytes, mapped_))
@@ -234,7 +234,8 @@ std::optional<std::uint64_t> MemoryWatch::hash() const {
   return hash.value();
 }
 
-/// Of what lies between them, if the kernel does not tell of every write to it.
+/// The hash of samples of the middle of the range, if the kernel does not tell of every write to it; nothing
+/// if it is gone.
 std::optional<std::uint64_t> MemoryWatch::sample() const {
   return is_sampled() ? sampled(middle_.address, middle_.bytes, mapped_) : 0;
 }

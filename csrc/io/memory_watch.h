@@ -24,12 +24,12 @@ class MemoryWatch {
  public:
   explicit MemoryWatch(const Source& source);
   MemoryWatch(const void* address, std::size_t bytes);
-  /// `mapped`: from a file.
+  /// Watches the elements. `mapped`: from a file.
   MemoryWatch(Elements elements, bool mapped);
   ~MemoryWatch();
   MemoryWatch(const MemoryWatch&) = delete;
   MemoryWatch& operator=(const MemoryWatch&) = delete;
-  /// Of memory that no other process can have, so that the kernel need not be asked.
+  /// A watch of memory that no other process can have, so that the kernel need not be asked.
   static std::unique_ptr<MemoryWatch> of_private(const void* address, std::size_t bytes);
 
   /// Looks for writes, and returns a count that differs from the last one if any was made since.

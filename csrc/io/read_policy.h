@@ -24,10 +24,10 @@ class ReadPolicy {
 
   ReadMode mode() const noexcept { return mode_.load(std::memory_order_relaxed); }
 
-  /// A consumer has waited so long for weights.
+  /// Notes that a consumer has waited so long for weights.
   void waited(Clock::duration time);
 
-  /// Something is about to be read.
+  /// Notes that something is about to be read, and judges the mode if a window is over.
   void reading(Clock::time_point now);
 
  private:

@@ -37,7 +37,7 @@ struct PieceRead {
   std::byte* dst = nullptr;
 };
 
-/// As read_piece() for each of them, in any order; reorders `reads`.
+/// Reads pieces, in any order, each as read_piece() does; reorders `reads`.
 ///
 /// Note [Neighbours are read together]: a request to the disk, or to the page cache, costs as much as some
 /// ten kilobytes, and a model of small layers has hundreds of small weights, one after the other in its file.

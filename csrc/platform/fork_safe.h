@@ -102,8 +102,8 @@ class Mutex {
 
   void lock() { native().lock(); }
   bool try_lock() { return native().try_lock(); }
-  /// Also in a child, of a mutex that the forking thread held over the fork. Until then no other thread of
-  /// the child may ask for it: handlers unlock before the child has any.
+  /// Unlocks the mutex; also in a child, if the forking thread held it over the fork. Until then no other
+  /// thread of the child may ask for it: handlers unlock before the child has any.
   void unlock() {
     if (mutex_.here()) {
       mutex_->unlock();
@@ -142,7 +142,8 @@ class Condition {
     return true;
   }
 
-  /// The same for `patience` at most. False, too, if it does not hold by then.
+  /// Waits until `holds()`, for `patience` at most. False if it does not hold by then, or does not hold and
+  /// this is a child of the process that made the condition.
   template <class Rep, class Period, class Predicate>
   [[nodiscard]] bool wait_for(std::unique_lock<Mutex>& lock, std::chrono::duration<Rep, Period> patience,
                               Predicate holds) {

@@ -18,7 +18,7 @@ namespace dynswap {
 /// forbids the call (a sandbox), they are copied by memcpy(), as on Windows, where no mapped file can be
 /// truncated.
 bool read_mapped(const void* from, void* to, std::size_t bytes) noexcept;
-/// The same for `to`.
+/// Copies the bytes as read_mapped() does, where pages of `to` may be gone; false after any part was written.
 bool write_mapped(void* to, const void* from, std::size_t bytes) noexcept;
 
 }  // namespace dynswap

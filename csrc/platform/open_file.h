@@ -41,8 +41,8 @@ class OpenFile {
   std::size_t direct_memory_alignment() const noexcept { return memory_alignment_; }
   std::size_t direct_offset_alignment() const noexcept { return offset_alignment_; }
 
-  /// As read(), past the page cache, into the parts, one after the other. Nothing if the file system refuses
-  /// such reads after all.
+  /// Reads past the page cache into the parts, one after the other, and returns what read() would. Nothing if
+  /// the file system refuses such reads after all.
   std::optional<std::size_t> read_direct(std::uint64_t offset, std::span<const Part> parts) const;
 
   /// Whether more than half of a range can be copied from the page cache: past that, copying what is there

@@ -114,7 +114,8 @@ bool has_scan() {
   return known;
 }
 
-/// The same for a kernel before 6.7: eight bytes for each page (Documentation/admin-guide/mm/pagemap.rst).
+/// Finds private pages as scan_private() does, on a kernel before 6.7: reads eight bytes for each page
+/// (Documentation/admin-guide/mm/pagemap.rst).
 bool read_private(Pages pages, const OnPages& on_pages) {
   const auto is_private = [](std::uint64_t entry) {
     constexpr std::uint64_t present = std::uint64_t{1} << 63;

@@ -21,8 +21,8 @@ bool at_fork(void (*before)(), void (*in_parent)(), void (*in_child)()) noexcept
 
 /// A function of a library that is loaded in this process; null if there is none of this name.
 void* loaded_function(const char* name) noexcept;
-/// The same of the library with this file name, which is loaded in this process but may not be visible to
-/// all.
+/// A function of the loaded library with this file name, even if its symbols are local to it; null if there
+/// is none of this name.
 void* loaded_function(const char* name, const char* library) noexcept;
 
 }  // namespace dynswap

@@ -18,8 +18,8 @@ constexpr int kMeasuredRounds = 2;
 double measure(const AccessPattern& pattern, const std::vector<bool>& resident, std::size_t budget,
                std::uint32_t prefetch);
 
-/// The same where some groups are `by_use`, with this cache for them. In each round, each use of one is drawn
-/// from the groups by use next to it (its layer's): a router chooses others each time.
+/// The seconds of a round where some groups are `by_use`, with this cache for them. In each round, each use
+/// of one is drawn from the groups by use next to it (its layer's): a router chooses others each time.
 double measure(const AccessPattern& pattern, const std::vector<bool>& resident,
                const std::vector<bool>& by_use, std::size_t cache_bytes, std::size_t budget,
                std::uint32_t prefetch);

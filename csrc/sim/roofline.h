@@ -24,8 +24,8 @@ struct Layer {
   std::shared_ptr<const File> file{};  ///< its master is mapped from here; null: it is in RAM
   std::uint64_t offset = 0;            ///< bytes from the start of `file`
   bool cast = false;  ///< on its way to the device, which has no bytes of the file as they are
-  /// Its unit is an expert: a pass uses this part of the experts that follow each other, and not in an order
-  /// (Note [Groups by use]). 0: every pass uses it, in this order.
+  /// The part of the experts that follow each other which a pass uses, in no order, if the layer's unit is an
+  /// expert (Note [Groups by use]). 0: every pass uses it, in this order.
   double by_use = 0;
   std::vector<std::uint64_t> also_in{};  ///< units of other modules that have it, and need it at once
 };

@@ -33,7 +33,8 @@ constexpr bool device_casts_to(Scalar wanted) noexcept {
   return is_floating(wanted) && wanted != Scalar::f8_e4m3fn;
 }
 
-/// In the next three, `device_casts` tells whether the device can cast at all.
+/// Whether readers cast the source, and not the device. `device_casts`, here and below: whether the device
+/// can cast at all.
 bool cast_by_readers(const Source& source, bool device_casts) noexcept;
 CopyPath copy_path(const Source& source, bool device_casts) noexcept;
 
@@ -48,8 +49,8 @@ struct CopyNeeds {
 };
 CopyNeeds needs_of(const CopyRequest& request, bool device_casts) noexcept;
 
-/// One piece on its way from memory that the device reads: copied into place, or to a scratch block and cast
-/// from there if `cast`.
+/// The last leg of a piece: the device copies it from memory that it reads into place or, with `cast`, into a
+/// scratch block, and casts it from there.
 struct Landing {
   Piece piece;                      ///< as requested
   const std::byte* from = nullptr;  ///< its first element, of type source->stored if `cast`, else ->wanted

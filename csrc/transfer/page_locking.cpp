@@ -53,7 +53,7 @@ class Pinning {
   Pinning(PageLocker& locker, const std::shared_ptr<PinnedBudget>& budget)
       : locker_(locker), budget_(budget) {}
 
-  /// In place, if it may be locked there or is locked already.
+  /// Locks an item's master in place, if it may be locked there or is locked already.
   void in_place(Lockable& item) {
     const Source& source = *item.source;
     const bool small = source.stored_bytes() <= kSmall;

@@ -19,10 +19,10 @@ class PageLocker {
   /// Whether the device may read this byte by itself. It does not matter who has locked it.
   virtual bool is_locked(const std::byte* byte) = 0;
 
-  /// Why it locks nothing in place; empty if it does.
+  /// Why this locker locks nothing in place; empty if it does.
   virtual std::string locks_nothing() const { return {}; }
 
-  /// Locks a block in place, for as long as the result lives. In one call, however large: a copy may not span
+  /// Locks a block in place, for as long as the result lives, in one call however large: a copy may not span
   /// two registrations, and torch copies tensors whole. Null, and why in `reason`, if that is refused.
   virtual std::shared_ptr<void> lock(std::byte* block, std::size_t bytes, std::string& reason) = 0;
 

@@ -70,13 +70,13 @@ class StagingRing {
   /// The number that the next chunk gets: what passed() is told at the end of a request.
   std::uint64_t next() const;
 
-  /// Told by the stream: everything before `chunk` is copied. Does not block.
+  /// Notes that everything before `chunk` is copied, as the stream tells. Does not block.
   void passed(std::uint64_t chunk) noexcept;
 
   /// Blocks until the chunk, which may have been passed, is in its buffer, or its read has failed.
   void await(std::uint64_t chunk) noexcept;
 
-  /// passed(chunk), then await(chunk).
+  /// Calls passed(chunk), then await(chunk).
   void arrive(std::uint64_t chunk) noexcept;
 
   /// Blocks until all these reads are over, `patience` at most. False: not yet. Throws their first error; in
