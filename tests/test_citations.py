@@ -2,11 +2,13 @@
 
 An invariant is a heading of docs/architecture.md: ``### Invariant 1: name``. A note is defined once: a line
 of a comment, a docstring or a page begins with it, and then ends or goes on with a colon. Wherever else its
-name is written, it is cited. A link to a source file names what is in that file.
+name is written, it is cited. A link to a source file names what is in that file. A docstring or a ``///``
+comment is read alone, as an editor shows it: it does not lean on the one before it.
 """
 
 from __future__ import annotations
 
+import ast
 import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -37,6 +39,22 @@ FENCED = re.compile(r"^([ \t]*)(```+|~~~+).*?^[ \t]*\2[ \t]*$", re.MULTILINE | r
 CODE_SPAN = re.compile(r"(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
 HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t]*#*$", re.MULTILINE)
 QUALIFIED_NAME = re.compile(r"[A-Za-z_~]\w*(?:(?:::|\.)[A-Za-z_~]\w*)*(?:\(\))?")
+
+#: How a docstring or a ``///`` comment begins that continues the one before it.
+LEANS = re.compile(
+    r"(?:The )?[Ss]ame\b(?! \w+ as)|(?:Their|Its|Theirs|That|These|Both|Ditto|Likewise|Then|Also|See)\b"
+    r"|As (?:above|before|it|they)\b|Of [a-z]",
+)
+#: Files that still have such comments. To be emptied.
+LEANING = {
+    Path("csrc/bindings/session.h"),
+    Path("csrc/bindings/session_plan.cpp"),
+    Path("csrc/core/engine_plan.cpp"),
+    Path("csrc/core/residency.h"),
+    Path("csrc/sim/placement.cpp"),
+    Path("csrc/sim/placement.h"),
+}
+DOC_COMMENT = re.compile(r"(?:^[ \t]*///(?!<)[^\n]*\n)+", re.MULTILINE)
 
 Texts = Mapping[Path, str]
 
@@ -162,6 +180,17 @@ def _pages(texts: Texts) -> dict[Path, str]:
     return {path: text for path, text in texts.items() if path.suffix == ".md" and path.parts[0] != "tests"}
 
 
+def docs(path: Path, text: str) -> Iterator[tuple[int, str]]:
+    """The line and the text of each docstring of Python, and of each ``///`` comment of C++."""
+    if path.suffix == ".py":
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+                yield getattr(node, "lineno", 1), ast.get_docstring(node) or ""
+    elif path.suffix in (".h", ".cpp", ".cu"):
+        for match in DOC_COMMENT.finditer(text):
+            yield text.count("\n", 0, match.start()) + 1, match[0].replace("///", "").strip()
+
+
 def protections(header: str) -> list[str]:
     """The names in `enum class Protection`, without its first and last, which are none."""
     body = header[header.index("enum class Protection") :]
@@ -201,6 +230,19 @@ def test_every_protection_is_in_the_architecture() -> None:
     assert len(names) > 30
     page = texts[ARCHITECTURE]
     assert [name for name in names if f"[`PROTECTED({name})`](" not in page] == []
+
+
+def test_every_docstring_stands_alone() -> None:
+    texts = _texts()
+    product = [path for path in texts if path.parts[0] in ("csrc", "dynswap_ext")]
+    found = [
+        (f"{path}:{line}", doc)
+        for path in product
+        if path not in LEANING
+        for line, doc in docs(path, texts[path])
+    ]
+    assert len(found) > 1500
+    assert [where + ": " + doc[:40] for where, doc in found if LEANS.match(doc)] == []
 
 
 # ---- the checks themselves, on made-up text ----------------------------------------------------------------
