@@ -14,8 +14,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).resolve().parent.parent
 FOLDERS = ("csrc", "dynswap_ext", "tests", "benchmarks", "build_backend", "docs", "examples", ".github")
 SUFFIXES = {".h", ".cpp", ".cu", ".py", ".pyi", ".md"}
@@ -198,9 +196,6 @@ def protections(header: str) -> list[str]:
     return [name for name in names if name not in ("none", "count")]
 
 
-# ---- the project -------------------------------------------------------------------------------------------
-
-
 def test_notes_resolve() -> None:
     texts = _texts()
     assert len(defined_notes(texts)) > 40
@@ -243,105 +238,3 @@ def test_every_docstring_stands_alone() -> None:
     ]
     assert len(found) > 1500
     assert [where + ": " + doc[:40] for where, doc in found if LEANS.match(doc)] == []
-
-
-# ---- the checks themselves, on made-up text ----------------------------------------------------------------
-
-DEFINITION = "/// Note [Kept]: because.\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        (DEFINITION + "// See Note [Kept].\n", 0),
-        (DEFINITION + "int a;  ///< Note [Kept]\n", 0),
-        (DEFINITION + "// It waits (Note\n  /// [Kept]).\n", 0),
-        ('"""Title.\n\nNote [Kept]\nBecause.\n"""\n# see Note [Kept]: there\n', 0),
-        ("# Note [Two words]: because.\nx = 1  # (Note [Two\n# words])\n", 0),
-        ("// See Note [Gone].\n", 1),
-        ("int a;  ///< Note [Gone]\n", 1),
-        ("// It waits (Note\n/// [Gone]).\n", 1),
-        ("// Note [Gone], as it were\n", 1),
-        (DEFINITION + "  // Note [Kept]\n", 1),
-        (DEFINITION + DEFINITION, 1),
-    ],
-)
-def test_a_dangling_note_is_found(text: str, wrong: int) -> None:
-    assert len(list(problems_of_notes({Path("a.cpp"): text}))) == wrong
-
-
-@pytest.mark.parametrize(
-    ("page", "text", "wrong"),
-    [
-        ("### Invariant 1: a\n### Invariant 2: b\n", "// Invariant 2, and (invariants 1 and 2)\n", 0),
-        ("### Invariant 1: a\n", "/// Invariant: sorted. Invariants 1\n", 0),
-        ("### Invariant 1: a\n", "// (Invariant 2)\n", 1),
-        ("### Invariant 1: a\n", "// Invariants 1, 2, and 3\n", 2),
-        ("### Invariant 1: a\n", "// (Invariant\n  /// 4)\n", 1),
-        ("### Invariant 1: a\n### Invariant 3: c\n", "", 1),
-        ("### Invariant 1: a\n### Invariant 1: b\n", "", 1),
-        ("### Invariant 1\n", "", 1),
-    ],
-)
-def test_a_dangling_invariant_is_found(page: str, text: str, wrong: int) -> None:
-    texts = {ARCHITECTURE: page, Path("a.cpp"): text}
-    assert len(list(problems_of_invariants(texts))) == wrong
-
-
-@pytest.mark.parametrize(
-    ("text", "wrong"),
-    [
-        ("# see docs/here.md\n", 0),
-        ("# see https://example.org/docs/other.md\n", 0),
-        ("# see docs/gone.md\n", 1),
-        ("# see docs/deep/gone.md.\n", 1),
-    ],
-)
-def test_a_page_that_is_not_there_is_found(text: str, wrong: int) -> None:
-    texts = {Path("docs/here.md"): "# Here\n", Path("a.py"): text}
-    assert len(list(problems_of_pages(texts))) == wrong
-
-
-@pytest.mark.parametrize(
-    ("page", "wrong"),
-    [
-        ("[there](b.md), [there](b.md#some-thing-here), [here](#title), [folder](../src)", 0),
-        ("[there](\nb.md), [web](https://example.org/x.md)", 0),
-        ("[twice](b.md#twice-1)", 0),
-        ("[`Engine::acquire`](../src/e.cpp), [`acquire()`](../src/e.cpp), [`src/e.cpp`](../src/e.cpp)", 0),
-        ("[`KEPT(that)`](../src/e.cpp)", 0),
-        ("`[code](gone.md)`\n```\n[code](gone.md)\n```\n", 0),
-        ("[gone](c.md)", 1),
-        ("[cut in two](b.\nmd)", 1),
-        ("[nothing]()", 1),
-        ("[gone](b.md#nothing)", 1),
-        ("[gone](#nothing)", 1),
-        ("[three times](b.md#twice-2)", 1),
-        ("[a line](../src/e.cpp#L3)", 1),
-        ("[`Engine::release`](../src/e.cpp)", 1),
-        ("[`Motor::acquire`](../src/e.cpp)", 1),
-        ("[`KEPT(other)`](../src/e.cpp)", 1),
-        ("[`src/f.cpp`](../src/e.cpp)", 1),
-    ],
-)
-def test_a_dangling_link_is_found(tmp_path: Path, page: str, wrong: int) -> None:
-    (tmp_path / "docs").mkdir()
-    (tmp_path / "src").mkdir()
-    (tmp_path / "docs" / "b.md").write_text("# B\n## `Some` thing, here!\n## Twice\n## Twice\n")
-    (tmp_path / "src" / "e.cpp").write_text("Lease Engine::acquire() { KEPT(that); }\n")
-    path = Path("docs/a.md")
-    (tmp_path / path).write_text(text := f"# Title\n{page}\n")
-    assert len(list(problems_of_links({path: text}, tmp_path))) == wrong
-
-
-def test_protections_are_read_from_the_header() -> None:
-    header = """enum class Protection : int {
-  none,
-
-  // The engine's.
-  first,  ///< a, b
-  last,   ///< c
-  count  ///< d
-};
-"""
-    assert protections(header) == ["first", "last"]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-import pytest
-
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
 #: What each folder may include, besides itself.
 BELOW = {
@@ -106,61 +104,5 @@ def test_what_threads_share_knows_about_forks() -> None:
     assert wrong == {}
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "mutable std::mutex mutex_;",
-        "std::shared_mutex both;",
-        "std::lock_guard<std::mutex> lock(mutex);",
-        "std::condition_variable changed_;",
-        "std::condition_variable_any changed_;",
-        "std::vector<std::thread> threads;",
-        "std::jthread thread;",
-        "std::promise<void> done;",
-    ],
-)
-def test_a_bare_object_that_threads_share_is_found(text: str) -> None:
-    assert bare("core/engine.h", text)
-
-
-def test_a_thread_is_started_in_one_place() -> None:
-    assert not bare("platform/process_linux.cpp", "return Thread(std::thread(run));")
-    assert bare("platform/process_linux.cpp", "std::mutex mutex;")
-    assert not bare("core/engine.h", "std::thread::id thread; // of a std::thread")
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "#include <unistd.h>",
-        "#include <sys/mman.h>",
-        "#include <linux/userfaultfd.h>",
-        "#include <windows.h>",
-    ],
-)
-def test_a_header_of_an_operating_system_is_found(text: str) -> None:
-    assert OF_A_SYSTEM.findall(text)
-
-
 def test_only_errors_are_imported() -> None:
     assert {path.name: found for path in SOURCES if (found := wrong_imports(path.read_text()))} == {}
-
-
-@pytest.mark.parametrize(
-    ("folder", "text"),
-    [
-        ("core", '#include "io/file.h"'),
-        ("core", "#include <c10/core/Stream.h>"),
-        ("host", "#include <cuda_runtime.h>"),
-        ("accelerator", "#include <cuda_runtime_api.h>"),
-        ("accelerator", "#include <Python.h>"),
-        ("transfer", '#include "cuda/cuda_check.h"'),
-        ("sim", '#include "bindings/glue.h"'),
-    ],
-)
-def test_a_wrong_include_is_found(folder: str, text: str) -> None:
-    assert wrong_includes(folder, text)
-
-
-def test_a_wrong_import_is_found() -> None:
-    assert wrong_imports('py::module_::import("dynswap_ext.install").attr("replan")')
