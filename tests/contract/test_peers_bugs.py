@@ -66,16 +66,6 @@ def test_the_file_is_not_opened_again(
     assert len(os.listdir("/proc/self/fd") if files else []) == len(files)
 
 
-def test_looking_at_parameters_moves_nothing(provider: Provider) -> None:
-    """Reading `.device` or `.shape` loaded the whole parameter (compressed-tensors 886)."""
-    model = mlp()
-    _, handle = provider.pair(model)
-    seen = [(p.shape, p.dtype, p.device.type, p.numel()) for p in model.parameters()]
-    assert seen[0] == ((16, 16), torch.float32, "cpu", 256)
-    assert all(isinstance(m.get_parameter("weight"), nn.Parameter) for m in model if isinstance(m, nn.Linear))
-    assert handle.stats().bytes_moved == 0
-
-
 class Branches(nn.Module):
     """Runs its parts in another order than it defines them in, and only those that it is told to."""
 
@@ -168,30 +158,6 @@ def test_a_lora_is_fused_once(provider: Provider, way: str, budget: str | None) 
     dynswap_ext.uninstall(model)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-5)
-
-
-def test_a_lora_as_parameters_of_the_installed_module(provider: Provider) -> None:
-    """Loading one onto an installed model crashed."""
-    model = mlp()
-    provider.pair(model)
-
-    def apply(module: Any, args: tuple[torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-        return output + args[0] @ module.down.t() @ module.up.t()
-
-    for index in (0, 4):
-        model[index].register_parameter("down", nn.Parameter(torch.randn(2, 16)))
-        model[index].register_parameter("up", nn.Parameter(torch.randn(16, 2)))
-        model[index].register_forward_hook(apply)
-    moved = testing.moved(model, provider.device, torch.float64)
-    x = provider.randn(2, 16)
-    testing.assert_bit_equal(model(x), moved(x))
-    model(x).sum().backward()
-    moved(x).sum().backward()
-    for module, other in ((model[0], moved[0]), (model[4], moved[4])):
-        for name in ("down", "up", "weight"):
-            testing.assert_bit_equal(
-                module.get_parameter(name).grad, other.get_parameter(name).grad.cpu().float(), name
-            )
 
 
 def test_compute_on_a_stream_of_the_users_own(provider: Provider) -> None:
