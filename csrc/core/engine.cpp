@@ -202,7 +202,6 @@ void Engine::expect(const std::vector<WeightId>& weights) {
 std::shared_ptr<void> Engine::count_outside(std::size_t bytes) {
   const std::lock_guard lock(mutex_);
   overflow_now_ += bytes;
-  if (beyond_budget() > 0) ++stats_.overflows;
   note_peak();
   return {nullptr, [engine = shared_from_this(), bytes](void*) {
             const std::lock_guard guard(engine->mutex_);

@@ -159,7 +159,6 @@ void Engine::place_outside(Planned& planned) {
                           amount(budget) + "; " + remedy(needed),
                       needed);
   }
-  if (beyond_budget() > 0) ++stats_.overflows;
   note_peak();
 }
 

@@ -16,7 +16,6 @@ struct Stats {
   std::uint64_t copies = 0;             ///< copies issued
   std::uint64_t bytes_moved = 0;        ///< bytes read from masters by those copies
   std::uint64_t stall_ns = 0;           ///< time the calling threads were blocked in Backend::wait
-  std::uint64_t overflows = 0;          ///< copies that went outside the arena because leases held it
   std::uint64_t overflow_bytes = 0;     ///< most bytes outside the arena at one time
   std::uint64_t peak_bytes = 0;         ///< most device bytes held at one time (arena, residents, overflow)
   std::uint64_t given_way = 0;          ///< residents whose memory went to others (Note [Residents give way])
@@ -46,7 +45,6 @@ struct Stats {
     copies += earlier.copies;
     bytes_moved += earlier.bytes_moved;
     stall_ns += earlier.stall_ns;
-    overflows += earlier.overflows;
     overflow_bytes = std::max(overflow_bytes, earlier.overflow_bytes);
     peak_bytes = std::max(peak_bytes, earlier.peak_bytes);
     given_way += earlier.given_way;

@@ -429,10 +429,11 @@ class Run {
       // An access in a call asks for what is there first.
       if (Lease lease = engine_->acquire_present(weight.id, stream, /*in_order=*/true); lease) return lease;
       Lease lease = engine_->acquire(weight.id, stream);
-      if (before.live_leases == 0 && interruptions == interruptions_ &&
-          engine_->stats().overflows > before.overflows) {
+      // What residents that gave way have left is in the budget, and outside the arena.
+      const bool over_budget =
+          traits_.give_way == 0 ? lease.overflows() : engine_->stats().overflow_bytes > before.overflow_bytes;
+      if (before.live_leases == 0 && interruptions == interruptions_ && over_budget)
         device_->violation("over budget although nothing was held (Invariant 4)");
-      }
       return lease;
     } catch (const BudgetError& error) {
       message = error.what();

@@ -352,7 +352,6 @@ TEST(engine_held_leases_overflow_are_counted_and_warned_about_once) {
   EXPECT_EQ(model.stats().peak_bytes, 64 * kMiB);
   for (std::size_t i = 0; i < 4; ++i) held.push_back(model.engine->acquire(model.weights[i], 0));
   EXPECT_EQ(model.stats().overflow_bytes, 48 * kMiB);  // the most at one time
-  EXPECT_EQ(model.stats().overflows, 8u);
 }
 
 TEST(engine_strict_budget_raises_and_stays_usable) {
