@@ -31,32 +31,9 @@ namespace dynswap {
 namespace {
 
 py::dict as_dict(const Stats& stats) {
-  py::dict counters;
-  counters["hits"] = stats.hits;
-  counters["late_hits"] = stats.late_hits;
-  counters["misses"] = stats.misses;
-  counters["prefetches"] = stats.prefetches;
-  counters["wasted_prefetches"] = stats.wasted_prefetches;
-  counters["refetches"] = stats.refetches;
-  counters["copies"] = stats.copies;
-  counters["bytes_moved"] = stats.bytes_moved;
-  counters["stall_ns"] = stats.stall_ns;
-  counters["overflow_bytes"] = stats.overflow_bytes;
-  counters["peak_bytes"] = stats.peak_bytes;
-  counters["given_way"] = stats.given_way;
-  counters["given_way_bytes"] = stats.given_way_bytes;
-  counters["host_synchronisations"] = stats.host_synchronisations;
-  counters["groups"] = stats.groups;
-  counters["resident_groups"] = stats.resident_groups;
-  counters["weight_bytes"] = stats.weight_bytes;
-  counters["resident_bytes"] = stats.resident_bytes;
-  counters["arena_bytes"] = stats.arena_bytes;
-  counters["depth"] = stats.depth;
-  counters["live_leases"] = stats.live_leases;
-  counters["pinned_bytes"] = stats.pinned_bytes;
-  counters["staged_bytes"] = stats.staged_bytes;
-  counters["mapped_bytes"] = stats.mapped_bytes;
-  return counters;
+  py::dict figures;
+  for (const Stat& stat : kStats) figures[stat.name] = stats.*stat.figure;
+  return figures;
 }
 
 py::dict capabilities(const c10::Device& device) {
@@ -303,6 +280,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("release_idle_nodes", &Session::release_idle_nodes_of_all,
           "Lets go of the autograd nodes of weights that no graph has: they keep masters.");
   }
+  py::dict stats;
+  for (const Stat& stat : kStats) stats[stat.name] = stat.kind != Stat::state;
+  m.attr("STATS") = stats;  // by name, whether reset_stats() clears it
   m.def("build_info", &build_info, "What the extension was built with and for. Wakes no driver.");
   m.def("cuda_device_count", &device_count, py::call_guard<py::gil_scoped_release>(),
         "How many CUDA devices the native provider can serve. Wakes the driver, so that processes forked "

@@ -411,11 +411,7 @@ void Session::carry_out(const Draft& draft) {
   }
   if (engine.residents_give_way())
     draft.plan->gives_way = std::make_unique<GivesWay>(options_.device, draft.plan->engine);
-  if (old->engine != draft.plan->engine) {
-    Stats counters = old->engine->stats();
-    counters.add_counters(counters_);
-    counters_ = counters;
-  }
+  if (old->engine != draft.plan->engine) counters_.add_counters(old->engine->stats());
   plan_ = draft.plan;
   streams_any_ = false;
   for (const auto& [weight, unit] : draft.streamed.first) {

@@ -15,15 +15,7 @@ Stats Engine::stats() const {
 
 void Engine::reset_counters() {
   const std::lock_guard lock(mutex_);
-  Stats fresh;
-  fresh.groups = stats_.groups;
-  fresh.resident_groups = stats_.resident_groups;
-  fresh.weight_bytes = stats_.weight_bytes;
-  fresh.resident_bytes = stats_.resident_bytes;
-  fresh.arena_bytes = stats_.arena_bytes;
-  fresh.depth = stats_.depth;
-  fresh.live_leases = stats_.live_leases;
-  stats_ = fresh;
+  stats_.clear_counters();
   for (Group& group : groups_) group.figures = {};
   note_peak();
 }

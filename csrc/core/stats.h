@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 
 namespace dynswap {
@@ -35,22 +36,62 @@ struct Stats {
   std::uint64_t mapped_bytes = 0;  ///< of masters that are read from their files
 
   /// Goes on counting from where another engine of the same install ended.
-  void add_counters(const Stats& earlier) noexcept {
-    hits += earlier.hits;
-    late_hits += earlier.late_hits;
-    misses += earlier.misses;
-    prefetches += earlier.prefetches;
-    wasted_prefetches += earlier.wasted_prefetches;
-    refetches += earlier.refetches;
-    copies += earlier.copies;
-    bytes_moved += earlier.bytes_moved;
-    stall_ns += earlier.stall_ns;
-    overflow_bytes = std::max(overflow_bytes, earlier.overflow_bytes);
-    peak_bytes = std::max(peak_bytes, earlier.peak_bytes);
-    given_way += earlier.given_way;
-    given_way_bytes += earlier.given_way_bytes;
-    host_synchronisations += earlier.host_synchronisations;
-  }
+  void add_counters(const Stats& earlier) noexcept;
+  /// Counting begins again. The plan and what is so now stay.
+  void clear_counters() noexcept;
 };
+
+struct Stat {
+  const char* name;
+  std::uint64_t Stats::* figure;
+  enum : std::uint8_t {
+    total,  ///< counted; of several engines of an install, the sum
+    most,   ///< counted; of several engines of an install, the largest
+    state   ///< the plan, or what is so now
+  } kind;
+};
+
+/// Each figure as Python has it (dynswap_ext/profile/stats.py).
+inline constexpr auto kStats = std::to_array<Stat>({
+    {"hits", &Stats::hits, Stat::total},
+    {"late_hits", &Stats::late_hits, Stat::total},
+    {"misses", &Stats::misses, Stat::total},
+    {"prefetches", &Stats::prefetches, Stat::total},
+    {"wasted_prefetches", &Stats::wasted_prefetches, Stat::total},
+    {"refetches", &Stats::refetches, Stat::total},
+    {"copies", &Stats::copies, Stat::total},
+    {"bytes_moved", &Stats::bytes_moved, Stat::total},
+    {"stall_ns", &Stats::stall_ns, Stat::total},
+    {"overflow_bytes", &Stats::overflow_bytes, Stat::most},
+    {"peak_bytes", &Stats::peak_bytes, Stat::most},
+    {"given_way", &Stats::given_way, Stat::total},
+    {"given_way_bytes", &Stats::given_way_bytes, Stat::total},
+    {"host_synchronisations", &Stats::host_synchronisations, Stat::total},
+    {"groups", &Stats::groups, Stat::state},
+    {"resident_groups", &Stats::resident_groups, Stat::state},
+    {"weight_bytes", &Stats::weight_bytes, Stat::state},
+    {"resident_bytes", &Stats::resident_bytes, Stat::state},
+    {"arena_bytes", &Stats::arena_bytes, Stat::state},
+    {"depth", &Stats::depth, Stat::state},
+    {"live_leases", &Stats::live_leases, Stat::state},
+    {"pinned_bytes", &Stats::pinned_bytes, Stat::state},
+    {"staged_bytes", &Stats::staged_bytes, Stat::state},
+    {"mapped_bytes", &Stats::mapped_bytes, Stat::state},
+});
+static_assert(kStats.size() * sizeof(std::uint64_t) == sizeof(Stats), "a figure has a row");
+
+inline void Stats::add_counters(const Stats& earlier) noexcept {
+  for (const Stat& stat : kStats) {
+    std::uint64_t& own = this->*stat.figure;
+    if (stat.kind == Stat::total) own += earlier.*stat.figure;
+    if (stat.kind == Stat::most) own = std::max(own, earlier.*stat.figure);
+  }
+}
+
+inline void Stats::clear_counters() noexcept {
+  for (const Stat& stat : kStats) {
+    if (stat.kind != Stat::state) this->*stat.figure = 0;
+  }
+}
 
 }  // namespace dynswap

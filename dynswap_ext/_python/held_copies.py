@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import threading
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any
 
@@ -98,12 +98,11 @@ class HeldCopies(Statistics):
         with self._exclusive:
             self._collect_all()
             held = {"live_leases": len(self._held)}
-            return {**self._counters, **self._plan, **held, **self._bytes_by_source()}
+            return Counter({**self._counters, **self._plan, **held, **self._bytes_by_source()})
 
     def reset_stats(self) -> None:
         with self._exclusive:
-            self._counters = dict.fromkeys(self._counters, 0)
-            self._counters["peak_bytes"] = self._held_bytes()
+            self._counters = Counter(peak_bytes=self._held_bytes())
             for counts in self._counts:
                 counts.reset()
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
@@ -14,24 +15,6 @@ from typing import Any, Final
 
 #: Spans that one recording holds, some 60 MB of them.
 _MOST_SPANS: Final = 1 << 18
-
-_COUNTERS = (
-    "hits",
-    "late_hits",
-    "misses",
-    "prefetches",
-    "wasted_prefetches",
-    "refetches",
-    "copies",
-    "bytes_moved",
-    "stall_ns",
-    "overflow_bytes",
-    "peak_bytes",
-    "given_way",
-    "given_way_bytes",
-    "host_synchronisations",
-)
-_PLAN = ("groups", "resident_groups", "weight_bytes", "resident_bytes", "arena_bytes", "depth")
 
 
 @dataclass(slots=True, eq=False)
@@ -91,8 +74,9 @@ class Statistics:
     _exclusive: AbstractContextManager[None]
 
     def __init__(self) -> None:
-        self._counters = dict.fromkeys(_COUNTERS, 0)
-        self._plan = dict.fromkeys(_PLAN, 0)
+        #: By their names in `Stats`, of which a missing one is 0. The plan stays when counting begins again.
+        self._counters: Counter[str] = Counter()
+        self._plan: dict[str, int] = {}
         self._counts: dict[Counts, None] = {}  # in the order of definition
         self._used = 0
         self._recording = False

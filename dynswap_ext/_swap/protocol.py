@@ -125,7 +125,7 @@ class Session(Protocol):
         """Bytes of masters that are sampled: a small write to them that bumps no version may go unseen."""
 
     def stats(self) -> dict[str, int]:
-        """Counters and plan, named as in csrc/core/stats.h."""
+        """Counters and plan, named as in `Stats`."""
 
     def reset_stats(self) -> None:
         """Set the counters to zero."""

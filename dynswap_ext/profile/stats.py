@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from typing import Any
 
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.units import show_ns
@@ -78,9 +79,9 @@ class Stats:
 
     @classmethod
     def from_counters(cls, counters: Mapping[str, int], *, provider: str, backend: str) -> Stats:
-        """Build from a session's counters; a counter that the session does not keep is an error."""
-        names = (field.name for field in fields(cls) if field.name not in ("provider", "backend"))
-        return cls(provider=provider, backend=backend, **{name: int(counters[name]) for name in names})
+        """Build from a session's counters; a missing one is 0, and one of another name is an error."""
+        values: dict[str, Any] = dict.fromkeys((field.name for field in fields(cls)), 0)
+        return cls(**{**values, **counters, "provider": provider, "backend": backend})
 
 
 def _shown(name: str, value: int | str) -> str:

@@ -115,25 +115,17 @@ class FakeSession:
 
         resident = sum(self.resident) * self.size
         return {
-            **dict.fromkeys(("prefetches", "wasted_prefetches", "refetches", "overflow_bytes"), 0),
             **{
                 key: total(key)
                 for key in ("hits", "late_hits", "misses", "copies", "bytes_moved", "stall_ns")
             },
             "peak_bytes": resident + 3 * self.size,
-            "host_synchronisations": 0,
             "groups": len(self.figures),
             "resident_groups": sum(self.resident),
             "weight_bytes": len(self.figures) * self.size,
             "resident_bytes": resident,
             "arena_bytes": 3 * self.size,
             "depth": 2,
-            "live_leases": 0,
-            "given_way": 0,
-            "given_way_bytes": 0,
-            "pinned_bytes": 0,
-            "staged_bytes": 0,
-            "mapped_bytes": 0,
         }
 
     def groups(self) -> list[dict[str, Any]]:
