@@ -77,15 +77,10 @@ py::list Session::groups() const {
     const Engine::GroupReport& report = reports[index];
     py::list names;
     for (const WeightId id : report.weights) names.append(plan->weights[id]->name);
-    py::dict causes;
-    std::uint64_t stall_ns = 0;
-    for (std::size_t i = 0; i < report.figures.stall_ns.size(); ++i) {
-      const std::uint64_t ns = report.figures.stall_ns[i];
-      stall_ns += ns;
-      if (ns > 0) causes[name_of(static_cast<Cause>(i))] = ns;
-    }
     const GroupFigures& figures = report.figures;
-    const bool timed = figures.timed_copies > 0 || figures.copies == 0;
+    py::dict causes;
+    for (std::size_t i = 0; i < figures.stall_ns.size(); ++i)
+      causes[name_of(static_cast<Cause>(i))] = figures.stall_ns[i];
     py::dict group;
     group["names"] = names;
     group["bytes"] = report.bytes;
@@ -97,8 +92,7 @@ py::list Session::groups() const {
     group["misses"] = figures.misses;
     group["copies"] = figures.copies;
     group["bytes_moved"] = figures.bytes_moved;
-    group["copy_ns"] = timed ? py::object(py::int_(figures.copy_ns)) : py::object(py::none());
-    group["stall_ns"] = stall_ns;
+    group["copy_ns"] = figures.copies > 0 ? figures.copy_ns : figures.copy_ns.value_or(0);
     group["causes"] = causes;
     group["held_by"] = figures.held_by ? name_of_first(*figures.held_by) : std::string();
     groups.append(group);

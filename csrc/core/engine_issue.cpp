@@ -152,10 +152,8 @@ void Engine::order_after_copy(const std::shared_ptr<DeviceCopy>& copy, Stream co
     ++stats_.late_hits;
     ++figures.late_hits;
   }
-  if (when && copy->waited.empty()) {
-    figures.copy_ns += static_cast<std::uint64_t>(when->end - when->begin);
-    ++figures.timed_copies;
-  }
+  if (when && copy->waited.empty())
+    figures.copy_ns = figures.copy_ns.value_or(0) + static_cast<std::uint64_t>(when->end - when->begin);
   // Meanwhile a weight may have come once more (Note [One outdated weight of a group]).
   if (copy->copied == latest && !copy->has_waited(consumer)) copy->waited.push_back(consumer);
 }

@@ -34,18 +34,14 @@ std::vector<Engine::GroupReport> Engine::groups() const {
   }
   if (!backend_->device_time()) return reports;
   for (GroupReport& report : reports) {
-    report.figures.copy_ns = report.figures.timed_copies = 0;
+    report.figures.copy_ns.reset();
     report.figures.stall_ns = {};
   }
   for (const Span& span : timeline().spans) {
     GroupFigures& figures = reports[span.group].figures;
     const auto ns = static_cast<std::uint64_t>(span.when.end - span.when.begin);
-    if (span.kind == Span::Kind::copy) {
-      figures.copy_ns += ns;
-      ++figures.timed_copies;
-    } else if (span.kind == Span::Kind::wait) {
-      figures.stall_ns[static_cast<std::size_t>(span.cause)] += ns;
-    }
+    if (span.kind == Span::Kind::copy) figures.copy_ns = figures.copy_ns.value_or(0) + ns;
+    if (span.kind == Span::Kind::wait) figures.stall_ns[static_cast<std::size_t>(span.cause)] += ns;
   }
   return reports;
 }

@@ -34,8 +34,7 @@ struct GroupFigures {
   std::uint64_t misses = 0;
   std::uint64_t copies = 0;
   std::uint64_t bytes_moved = 0;
-  std::uint64_t copy_ns = 0;
-  std::uint64_t timed_copies = 0;  ///< those that copy_ns is the sum of
+  std::optional<std::uint64_t> copy_ns;  ///< null: no copy was timed
   std::array<std::uint64_t, static_cast<std::size_t>(Cause::count)> stall_ns{};
   std::optional<std::uint32_t> held_by;  ///< the group whose tensors held its slot, the last time
 };

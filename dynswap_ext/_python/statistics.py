@@ -48,7 +48,6 @@ class Counts:
             "names": [self.name],
             "late_hits": 0,
             "misses": self.copies,
-            "stall_ns": self.copy_ns,
             "causes": dict(self.causes),
             "by_use": False,
             "held_by": "",

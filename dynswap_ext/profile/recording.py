@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from dynswap_ext._swap.protocol import Session
@@ -63,10 +63,9 @@ class GroupFigures:
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> GroupFigures:
         """Build from the values that a session has for one group; a missing one is an error."""
-        values = {field.name: given[field.name] for field in fields(cls)}
-        values["names"] = tuple(values["names"])
-        values["causes"] = {cause: ns for cause, ns in values["causes"].items() if ns}
-        return cls(**values)
+        causes = {cause: ns for cause, ns in given["causes"].items() if ns}
+        derived = {"names": tuple(given["names"]), "causes": causes, "stall_ns": sum(causes.values())}
+        return cls(**{**given, **derived})
 
 
 class Lane(NamedTuple):

@@ -49,7 +49,6 @@ class FakeSession:
                 "source": "pinned RAM",
                 "resident": resident,
                 **dict.fromkeys(("hits", "late_hits", "misses", "copies", "bytes_moved", "copy_ns"), 0),
-                "stall_ns": 0,
                 "causes": {},
                 "by_use": False,
                 "held_by": "",
@@ -97,7 +96,6 @@ class FakeSession:
                     ]
                 self.spans.append(("wait", group, now, there, cause, self.size, thread))
                 figure["causes"][cause] = figure["causes"].get(cause, 0) + there - now
-                figure["stall_ns"] += there - now
                 figure["held_by"] = "head.weight" if cause == "slot held" else figure["held_by"]
                 now = there
                 figure["late_hits"] += detail == "prefetched"
@@ -115,10 +113,8 @@ class FakeSession:
 
         resident = sum(self.resident) * self.size
         return {
-            **{
-                key: total(key)
-                for key in ("hits", "late_hits", "misses", "copies", "bytes_moved", "stall_ns")
-            },
+            **{key: total(key) for key in ("hits", "late_hits", "misses", "copies", "bytes_moved")},
+            "stall_ns": sum(sum(figure["causes"].values()) for figure in self.figures),
             "peak_bytes": resident + 3 * self.size,
             "groups": len(self.figures),
             "resident_groups": sum(self.resident),

@@ -127,9 +127,8 @@ def test_what_changes_a_master_is_the_cause() -> None:
 def test_the_diagnosis_names_the_main_cause_and_the_remedy(cause: str, advice: str) -> None:
     session = FakeSession(6)
     for figure in session.figures:
-        figure["causes"], figure["stall_ns"] = {"first use": 10**6}, 10**6
+        figure["causes"] = {"first use": 10**6}
     session.figures[2]["causes"] = {cause: 10**8, "first use": 10**6}
-    session.figures[2]["stall_ns"] = 10**8 + 10**6
     session.figures[2]["held_by"], session.figures[2]["misses"] = "head.weight", 9
     diagnosis = session.report().diagnosis
     assert diagnosis.startswith(f"{cause}: 94 % of 106 ms of waiting was ")
@@ -139,7 +138,7 @@ def test_the_diagnosis_names_the_main_cause_and_the_remedy(cause: str, advice: s
 
 def test_an_order_that_is_being_learned_is_not_called_a_branch() -> None:
     session = FakeSession(6)
-    session.figures[2].update(causes={"not predicted": 10**8}, stall_ns=10**8, misses=2)
+    session.figures[2].update(causes={"not predicted": 10**8}, misses=2)
     diagnosis = session.report().diagnosis
     assert (
         "was still being learned (backward has one of its own)" in diagnosis and "branches" not in diagnosis
@@ -151,10 +150,9 @@ def test_an_order_that_is_being_learned_is_not_called_a_branch() -> None:
 def test_a_first_pass_is_not_blamed_on_anything_else() -> None:
     session = FakeSession(6)
     for figure in session.figures:
-        figure["causes"], figure["stall_ns"] = {"first use": 10**8}, 10**8
+        figure["causes"] = {"first use": 10**8}
     assert session.report().diagnosis.startswith("first use: all of 600 ms of waiting")
     session.figures[2]["causes"]["bus-bound"] = 10**6
-    session.figures[2]["stall_ns"] += 10**6
     diagnosis = session.report().diagnosis
     assert (
         diagnosis.startswith("first use: 100 % of 601 ms")
@@ -166,12 +164,8 @@ def test_the_budget_that_is_advised_follows_from_the_stall() -> None:
     """Copies of 40 streamed groups of 12 MiB take 200 ms, 50 of which are waited for: a quarter too much."""
     session = FakeSession(60)
     for figure in session.figures:
-        figure["causes"], figure["stall_ns"], figure["copy_ns"] = (
-            {},
-            0,
-            0 if figure["resident"] else 5 * 10**6,
-        )
-    session.figures[0]["causes"], session.figures[0]["stall_ns"] = {"bus-bound": 50 * 10**6}, 50 * 10**6
+        figure.update(causes={}, copy_ns=0 if figure["resident"] else 5 * 10**6)
+    session.figures[0]["causes"] = {"bus-bound": 50 * 10**6}
     now = (sum(session.resident) + 3) * 12
     report = session.report(budget=now << 20)
     assert f'budget="{now + 40 * 12 // 4}MiB" (now {now} MiB)' in report.diagnosis

@@ -61,7 +61,7 @@ def test_parts_of_a_weight_have_their_places_in_the_pattern() -> None:
 @pytest.mark.parametrize("cause", ["bus-bound", "late prefetch", "not predicted", "arena full", "slot held"])
 def test_without_prefetch_that_is_the_advice(cause: str) -> None:
     session = FakeSession(6)
-    session.figures[2].update(causes={cause: 10**8}, stall_ns=10**8, misses=9)
+    session.figures[2].update(causes={cause: 10**8}, misses=9)
     advised = [
         re.findall(r"(prefetch|budget)=", session.report(prefetch=ahead).diagnosis)[-1] for ahead in (0, 2)
     ]
