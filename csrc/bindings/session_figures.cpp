@@ -9,7 +9,7 @@
 #include "io/private_pages.h"
 #include "sim/measure.h"
 #include "sim/observed.h"
-#include "sim/room_for_experts.h"
+#include "sim/placement.h"
 
 namespace dynswap {
 
@@ -185,10 +185,9 @@ py::dict Session::retune(const py::object& root, const Budget& budget) {
     seen = sim::observe(measured->engine->timeline(), measured->engine->groups());
     if (budget.bytes && seen.passes > 0 && seen.pattern.bytes_per_second > 0) {
       try {
-        before = sim::measure(seen.pattern, plan.resident, plan.by_use, plan.cache_bytes,
+        before = sim::measure(seen.pattern, plan.resident, plan.cache_bytes,
                               measured->budget.bytes.value_or(0), options_.engine.prefetch);
-        placed =
-            sim::place_by_time(seen.pattern, plan.keep, plan.by_use, *budget.bytes, options_.engine.prefetch);
+        placed = sim::place_by_time(seen.pattern, *budget.bytes, options_.engine.prefetch);
       } catch (const BudgetError&) {
         // Smaller groups may fit: the engine forms them, and spreads residents evenly.
       }

@@ -73,25 +73,6 @@ class UseOrder {
 /// The half-life, in uses of any group: for two uses of each that the cache holds. A longer one is better
 /// where some experts are always used more than others, a shorter one where a choice repeats the one before
 /// (docs/decisions/025-experts-stay-by-use.md).
-double half_life(std::size_t cache_bytes, const std::vector<std::size_t>& bytes,
-                 const std::vector<bool>& by_use);
-
-struct PlanWithCache {
-  ResidencyPlan residency;      ///< of all groups; those by use are not resident
-  std::size_t cache_bytes = 0;  ///< for those by use
-};
-
-/// plan_residency() where some groups are `by_use`. Where the budget is small, the cache holds `prefetch` + 1
-/// of the largest, or as many as fit; one at least.
-/// Throws BudgetError if the largest groups of each kind do not fit together.
-PlanWithCache plan_with_cache(const std::vector<std::size_t>& bytes, const std::vector<bool>& keep,
-                              const std::vector<bool>& stay, const std::vector<bool>& by_use,
-                              std::size_t budget, std::uint32_t prefetch);
-
-/// residency_of(), where the groups by use, if there are any, get at least `cache_bytes`, and also what the
-/// others cannot use.
-PlanWithCache with_cache(const std::vector<bool>& resident, const std::vector<std::size_t>& bytes,
-                         const std::vector<bool>& by_use, std::size_t cache_bytes, std::size_t budget,
-                         std::uint32_t prefetch);
+double half_life(std::size_t cache_bytes, const Groups& groups);
 
 }  // namespace dynswap

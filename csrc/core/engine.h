@@ -34,8 +34,6 @@ using GroupId = std::uint32_t;
 struct PriorPlan {
   std::vector<GroupId> group_of;  ///< each weight's group, numbered in the order of add_weight()
   std::vector<bool> resident;     ///< each group
-  std::vector<bool> keep;         ///< each group: whether it is resident in any case
-  std::vector<bool> by_use;       ///< each group
   std::size_t cache_bytes = 0;    ///< the least for those by use
 };
 
@@ -192,6 +190,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::size_t bytes = 0;           ///< on the device
     std::uint64_t master_bytes = 0;  ///< of its masters: what a copy reads
     bool resident = false;
+    bool keep = false;            ///< resident in any case
     bool by_use = false;          ///< without an order: those that are used most stay
     std::uint64_t first_use = 0;  ///< when it was first used, after others with a smaller number; 0: never
     GroupFigures figures;
@@ -263,16 +262,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
     std::size_t part = 0;    ///< of the group's copy
   };
 
-  struct Group {
+  struct Group : GroupTraits {
     std::vector<WeightId> weights;
-    std::size_t bytes = 0;
-    bool tiny = false;       ///< of tiny units alone
-    bool keep = false;       ///< of weights that are kept
-    bool on_device = false;  ///< resident in the plan before
     bool resident = false;
     bool captured = false;             ///< resident: a graph has captured it, so it does not give way
     bool inherited_by_next = false;    ///< resident: the next plan has it
-    bool by_use = false;               ///< its slots are in the cache
     UseScore score;                    ///< by use
     Memory home;                       ///< resident: its block; null once it has given way
     std::shared_ptr<DeviceCopy> copy;  ///< the current one: on its way or there
@@ -337,24 +331,22 @@ class Engine : public std::enable_shared_from_this<Engine> {
   // engine_groups.cpp
   /// The usual grouping, its groups halved so many times.
   Grouping grouping(const Units& units, unsigned halvings = 0) const;
-  /// Returns their sizes. Those of `on_device` are groups already.
-  std::vector<std::size_t> form_groups(Units units, const Grouping& grouping,
-                                       const std::vector<std::vector<WeightId>>& on_device);
-  std::vector<std::size_t> take_groups(const PriorPlan& prior);  ///< returns their sizes
-  std::vector<std::size_t> lay_out_groups();
+  /// Those of `on_device` are groups already.
+  void form_groups(Units units, const Grouping& grouping,
+                   const std::vector<std::vector<WeightId>>& on_device);
+  void take_groups(const PriorPlan& prior);
+  void lay_out_groups();
   std::vector<WeightId> in_file_order(std::vector<WeightId> ids) const;
   std::size_t lay_out(Group& group);
 
   // engine_plan.cpp
   std::vector<std::vector<WeightId>> groups_to_keep(std::vector<std::vector<WeightId>> on_device) const;
-  std::vector<std::size_t> form_groups_within(std::size_t budget,
-                                              const std::vector<std::vector<WeightId>>& on_device);
-  std::vector<std::size_t> form_groups_and_residents(const std::vector<std::vector<WeightId>>& on_device,
-                                                     std::size_t budget);
-  std::vector<bool> flags(bool Group::* flag) const;  ///< each group's
-  Cost cost_of_pass(const std::vector<std::size_t>& bytes) const;
-  std::size_t least_budget(const std::vector<std::size_t>& bytes) const;
-  void check_kept(const std::vector<std::size_t>& bytes, std::size_t budget) const;
+  void form_groups_within(std::size_t budget, const std::vector<std::vector<WeightId>>& on_device);
+  void form_groups_and_residents(const std::vector<std::vector<WeightId>>& on_device, std::size_t budget);
+  Groups traits() const;                     ///< each group's
+  std::size_t group_bytes() const noexcept;  ///< of all groups
+  Cost cost_of_pass() const;
+  void check_kept(std::size_t budget) const;
 
   // engine_place.cpp: under the lock
   Consumer& consumer_of(std::thread::id thread);
@@ -413,7 +405,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Memory arena_memory_;
   Memory cache_memory_;
   std::size_t planned_bytes_ = 0;  ///< of arena, cache and residents
-  PlanWithCache residency_;
+  ResidencyPlan residency_;
   bool arranged_ = false;
   bool planned_ = false;
 

@@ -39,8 +39,8 @@ Engine::Grouping Engine::grouping(const Units& units, unsigned halvings) const {
   return grouping;
 }
 
-std::vector<std::size_t> Engine::form_groups(Units units, const Grouping& grouping,
-                                             const std::vector<std::vector<WeightId>>& on_device) {
+void Engine::form_groups(Units units, const Grouping& grouping,
+                         const std::vector<std::vector<WeightId>>& on_device) {
   // A unit's weights are used together, so a group holds whole units: small ones until there is enough
   // to be worth a transfer. Only a unit too large to travel at once is cut, and its small weights (a
   // bias) go with the weight before them. A unit that one call needs as a whole is one group, whatever its
@@ -114,10 +114,10 @@ std::vector<std::size_t> Engine::form_groups(Units units, const Grouping& groupi
   for (Group& group : groups_) std::sort(group.weights.begin(), group.weights.end());
   std::stable_sort(groups_.begin(), groups_.end(),
                    [](const Group& a, const Group& b) { return a.weights.front() < b.weights.front(); });
-  return lay_out_groups();
+  lay_out_groups();
 }
 
-std::vector<std::size_t> Engine::take_groups(const PriorPlan& prior) {
+void Engine::take_groups(const PriorPlan& prior) {
   DYNSWAP_CHECK(prior.group_of.size() == weights_.size(), "the plan was made for other weights");
   groups_.clear();
   for (WeightId weight = 0; weight < weights_.size(); ++weight) {
@@ -128,11 +128,10 @@ std::vector<std::size_t> Engine::take_groups(const PriorPlan& prior) {
     groups_[id].keep = weights_[weight].options.keep;
   }
   DYNSWAP_CHECK(prior.resident.size() == groups_.size(), "the plan was made for other groups");
-  return lay_out_groups();
+  lay_out_groups();
 }
 
-std::vector<std::size_t> Engine::lay_out_groups() {
-  std::vector<std::size_t> bytes;
+void Engine::lay_out_groups() {
   std::size_t weights = 0;
   for (const Group& group : groups_) weights += group.weights.size();
   DYNSWAP_CHECK(weights == weights_.size(), "each weight is in one group");
@@ -143,9 +142,7 @@ std::vector<std::size_t> Engine::lay_out_groups() {
     }
     groups_[id].bytes = lay_out(groups_[id]);
     groups_[id].by_use = weights_[groups_[id].weights.front()].options.by_use;
-    bytes.push_back(groups_[id].bytes);
   }
-  return bytes;
 }
 
 /// Weights of one file that come one after the other lie as they do in the file: see Note [Neighbours are

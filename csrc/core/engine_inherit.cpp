@@ -60,7 +60,7 @@ void Engine::inherit(Engine& earlier, const std::vector<std::optional<WeightId>>
   for (GroupId id = 0; id < groups_.size(); ++id) {
     Group& group = groups_[id];
     const std::optional<WeightId> first = ids[group.weights.front()];
-    if (!residency_.residency.resident[id] || !first) continue;
+    if (!residency_.resident[id] || !first) continue;
     const GroupId other_id = earlier.weights_[*first].group;
     Group& other = earlier.groups_[other_id];
     if (!can_inherit(group, ids, earlier, other_id)) continue;

@@ -1,7 +1,7 @@
 // Engine: which groups are resident, and how large groups are for that.
 #include <algorithm>
+#include <functional>
 #include <mutex>
-#include <numeric>
 #include <utility>
 
 #include "core/amount.h"
@@ -17,19 +17,12 @@ constexpr unsigned kMostHalvings = 8;  ///< of the usual groups
 
 }  // namespace
 
-/// What a budget has to hold: what is kept, the largest of the other groups in an order, and the largest by
-/// use.
-std::size_t Engine::least_budget(const std::vector<std::size_t>& bytes) const {
-  std::size_t kept = 0, ordered = 0, by_use = 0;
-  for (GroupId id = 0; id < groups_.size(); ++id) {
-    if (groups_[id].keep) {
-      kept += bytes[id];
-      continue;
-    }
-    std::size_t& largest = groups_[id].by_use ? by_use : ordered;
-    largest = std::max(largest, bytes[id]);
-  }
-  return kept + ordered + by_use;
+Groups Engine::traits() const { return {groups_.begin(), groups_.end()}; }
+
+std::size_t Engine::group_bytes() const noexcept {
+  std::size_t total = 0;
+  for (const Group& group : groups_) total += group.bytes;
+  return total;
 }
 
 bool Engine::holds_all() {
@@ -38,8 +31,8 @@ bool Engine::holds_all() {
   join_units();
   Units all = units();
   const Grouping usual = grouping(all);
-  const std::vector<std::size_t> bytes = form_groups(std::move(all), usual, {});
-  return std::accumulate(bytes.begin(), bytes.end(), std::size_t{0}) <= options_.budget;
+  form_groups(std::move(all), usual, {});
+  return group_bytes() <= options_.budget;
 }
 
 void Engine::arrange(const std::vector<std::vector<WeightId>>& on_device) {
@@ -48,66 +41,55 @@ void Engine::arrange(const std::vector<std::vector<WeightId>>& on_device) {
   if (weights_.empty()) return;
   join_units();
   const std::size_t budget = PROTECTED(cap_respected) ? options_.budget : 2 * options_.budget;
-  std::vector<std::size_t> bytes;
   if (const std::optional<PriorPlan>& prior = options_.prior) {
-    bytes = take_groups(*prior);
-    residency_ = with_cache(prior->resident, bytes, flags(&Group::by_use), prior->cache_bytes, budget,
-                            options_.prefetch);
+    take_groups(*prior);
+    residency_ = residency_of(prior->resident, traits(), prior->cache_bytes, budget, options_.prefetch);
   } else {
     std::vector<std::vector<WeightId>> together;
     if (budget > 0) together = groups_to_keep(on_device);
-    bytes = form_groups_and_residents(together, budget);
+    form_groups_and_residents(together, budget);
     // What is no resident after all need not keep its group.
     if (std::erase_if(together, [this](const std::vector<WeightId>& group) {
-          return !residency_.residency.resident[weights_[group.front()].group];
+          return !residency_.resident[weights_[group.front()].group];
         }) > 0)
-      bytes = form_groups_and_residents(together, budget);
+      form_groups_and_residents(together, budget);
   }
   stats_.groups = groups_.size();
-  stats_.weight_bytes = std::accumulate(bytes.begin(), bytes.end(), std::uint64_t{0});
+  stats_.weight_bytes = group_bytes();
+  Groups groups = traits();
+  half_life_ = half_life(residency_.cache_bytes, groups);
   // When all residents have given way, no more is left than with budget="minimum".
   if (options_.residents_give_way) {
-    const std::vector<bool> none(bytes.size(), false);
-    const PlanWithCache least =
-        plan_with_cache(bytes, none, none, flags(&Group::by_use), 0, options_.prefetch);
-    residency_.residency.arena_bytes =
-        std::min(residency_.residency.arena_bytes, least.residency.arena_bytes);
+    for (GroupTraits& group : groups) group.keep = group.tiny = false;
+    const std::size_t least = plan_residency(groups, 0, options_.prefetch).arena_bytes;
+    residency_.arena_bytes = std::min(residency_.arena_bytes, least);
   }
-  half_life_ = half_life(residency_.cache_bytes, bytes, flags(&Group::by_use));
-}
-
-std::vector<bool> Engine::flags(bool Group::* flag) const {
-  std::vector<bool> flags;
-  for (const Group& group : groups_) flags.push_back(group.*flag);
-  return flags;
 }
 
 /// Of the groups in an order: what a pass copies.
-Engine::Cost Engine::cost_of_pass(const std::vector<std::size_t>& bytes) const {
+Engine::Cost Engine::cost_of_pass() const {
   Cost cost;
   for (GroupId id = 0; id < groups_.size(); ++id) {
-    if (groups_[id].by_use || residency_.residency.resident[id]) continue;
-    cost.bytes += bytes[id];
+    if (groups_[id].by_use || residency_.resident[id]) continue;
+    cost.bytes += groups_[id].bytes;
     cost.overhead += backend_->traits().copy_overhead_bytes;
   }
   return cost;
 }
 
-/// Forms groups within the budget, and chooses residents. Returns the groups' sizes.
+/// Forms groups within the budget, and chooses residents.
 ///
 /// Smaller groups make a smaller ring, which leaves more to residents, and more copies. Of the sizes with
 /// which the most groups are ahead of the one in use, it takes the one that costs least. The sizes that it
 /// tries do not depend on the budget (Note [A larger budget never streams more]).
-std::vector<std::size_t> Engine::form_groups_within(std::size_t budget,
-                                                    const std::vector<std::vector<WeightId>>& on_device) {
+void Engine::form_groups_within(std::size_t budget, const std::vector<std::vector<WeightId>>& on_device) {
   const Units all = units();
-  std::vector<std::size_t> bytes;
-  const auto plan_with = [&](const Grouping& grouping, const std::vector<std::vector<WeightId>>& groups) {
-    bytes = form_groups(all, grouping, groups);
-    if (options_.budget > 0 && grouping.enough > 1 && least_budget(bytes) > options_.budget) return false;
-    check_kept(bytes, budget);
-    residency_ = plan_with_cache(bytes, flags(&Group::keep), flags(&Group::tiny), flags(&Group::by_use),
-                                 budget, options_.prefetch);
+  const auto plan_with = [&](const Grouping& grouping, const std::vector<std::vector<WeightId>>& together) {
+    form_groups(all, grouping, together);
+    const Groups groups = traits();
+    if (options_.budget > 0 && grouping.enough > 1 && least_budget(groups) > options_.budget) return false;
+    check_kept(budget);
+    residency_ = plan_residency(groups, budget, options_.prefetch);
     return true;
   };
   std::optional<unsigned> best;
@@ -116,8 +98,8 @@ std::vector<std::size_t> Engine::form_groups_within(std::size_t budget,
   unsigned halvings = 0;
   for (bool can_cost_less = true; can_cost_less && halvings <= kMostHalvings; ++halvings) {
     if (!plan_with(grouping(all, halvings), on_device)) continue;
-    const ResidencyPlan& plan = residency_.residency;
-    const Cost cost = cost_of_pass(bytes);
+    const ResidencyPlan& plan = residency_;
+    const Cost cost = cost_of_pass();
     if (!best || plan.depth > best_depth ||
         (plan.depth == best_depth && cost.bytes + cost.overhead < best_cost)) {
       best = halvings;
@@ -132,65 +114,60 @@ std::vector<std::size_t> Engine::form_groups_within(std::size_t budget,
   } else if (*best + 1 != halvings) {
     plan_with(grouping(all, *best), on_device);
   }
-  return bytes;
 }
 
-/// Forms groups and chooses residents, where those of `on_device` are groups and residents already. Returns
-/// their sizes.
-std::vector<std::size_t> Engine::form_groups_and_residents(
-    const std::vector<std::vector<WeightId>>& on_device, std::size_t budget) {
-  const std::vector<std::size_t> bytes = form_groups_within(budget, on_device);
-  const std::vector<bool> keep = flags(&Group::keep), tiny = flags(&Group::tiny);
-  const std::vector<bool> is_on_device = flags(&Group::on_device);
-  if (std::find(is_on_device.begin(), is_on_device.end(), true) == is_on_device.end()) return bytes;
+/// Forms groups and chooses residents, where those of `on_device` are groups and residents already.
+void Engine::form_groups_and_residents(const std::vector<std::vector<WeightId>>& on_device,
+                                       std::size_t budget) {
+  form_groups_within(budget, on_device);
+  Groups groups = traits();
+  if (std::none_of(groups.begin(), groups.end(), std::mem_fn(&GroupTraits::on_device))) return;
 
   // As many of them stay as leave the usual room to run ahead. If the usual residents are more, others fill
-  // up, where there is room.
-  const std::vector<bool> usual = residency_.residency.resident;
-  std::vector<bool> stay;
+  // up, where there is room. Tiny ones stay as in the usual plan.
   std::size_t usual_bytes = 0, on_device_bytes = 0;
-  for (GroupId id = 0; id < groups_.size(); ++id) {
-    stay.push_back(keep[id] || (tiny[id] && usual[id]));
-    usual_bytes += usual[id] ? bytes[id] : 0;
-    on_device_bytes += stay[id] || is_on_device[id] ? bytes[id] : 0;
+  for (GroupId id = 0; id < groups.size(); ++id) {
+    GroupTraits& group = groups[id];
+    const bool usual = residency_.resident[id];
+    group.keep = group.keep || (group.tiny && usual);
+    usual_bytes += usual ? group.bytes : 0;
+    on_device_bytes += group.keep || group.on_device ? group.bytes : 0;
   }
-  const std::vector<bool> by_use = flags(&Group::by_use);
   const auto keeps = [&](std::size_t most) {
     try {
-      const PlanWithCache plan = with_cache(residents_within(most, bytes, stay, is_on_device, by_use), bytes,
-                                            by_use, residency_.cache_bytes, budget, options_.prefetch);
-      if (plan.residency.depth < residency_.residency.depth) return false;
-      residency_ = plan;
+      ResidencyPlan plan = residency_of(residents_within(most, groups), groups, residency_.cache_bytes,
+                                        budget, options_.prefetch);
+      if (plan.depth < residency_.depth) return false;
+      residency_ = std::move(plan);
       return true;
     } catch (const BudgetError&) {
       return false;
     }
   };
   std::size_t low = usual_bytes, high = std::max(on_device_bytes, usual_bytes);
-  if (keeps(high)) return bytes;
+  if (keeps(high)) return;
   // And nothing else, for which the ring would have to be larger.
   if (!keeps(low) && on_device_bytes <= usual_bytes) keeps(on_device_bytes);
   for (int step = 0; step < 24 && high - low > 1; ++step) {
     const std::size_t most = low + (high - low) / 2;
     (keeps(most) ? low : high) = most;
   }
-  return bytes;
 }
 
-void Engine::check_kept(const std::vector<std::size_t>& bytes, std::size_t budget) const {
+void Engine::check_kept(std::size_t budget) const {
   std::size_t kept = 0, count = 0;
   bool shared = false;
   std::string names;
   constexpr std::size_t kMostNamed = 5;
-  for (GroupId id = 0; id < groups_.size(); ++id) {
-    if (!groups_[id].keep) continue;
-    kept += bytes[id];
-    for (const WeightId weight : groups_[id].weights) {
+  for (const Group& group : groups_) {
+    if (!group.keep) continue;
+    kept += group.bytes;
+    for (const WeightId weight : group.weights) {
       shared = shared || weights_[weight].shared;
       if (++count <= kMostNamed) names += (names.empty() ? "" : ", ") + weights_[weight].source->name;
     }
   }
-  const std::size_t least = least_budget(bytes);
+  const std::size_t least = least_budget(traits());
   if (kept == 0 || budget == 0 || least <= budget) return;
   if (count > kMostNamed) names += " and " + std::to_string(count - kMostNamed) + " more";
   throw BudgetError("a budget of " + amount(budget) + " does not hold the weights that " +
@@ -208,7 +185,7 @@ void Engine::plan() {
     planned_ = true;
     return;
   }
-  const auto [residency, cache_bytes] = std::exchange(residency_, {});
+  const ResidencyPlan residency = std::exchange(residency_, {});
   std::vector<bool> inherited;
   {
     const std::lock_guard lock(mutex_);
@@ -218,7 +195,7 @@ void Engine::plan() {
   std::vector<Memory> homes(groups_.size());
   try {
     if (residency.arena_bytes > 0) arena = backend_->allocate(residency.arena_bytes);
-    if (cache_bytes > 0) cache = backend_->allocate(cache_bytes);
+    if (residency.cache_bytes > 0) cache = backend_->allocate(residency.cache_bytes);
     for (GroupId id = 0; id < groups_.size(); ++id) {
       if (!residency.resident[id] || inherited[id]) continue;
       homes[id] = backend_->allocate(groups_[id].bytes);
@@ -247,9 +224,9 @@ void Engine::plan() {
   schedule_.prime(streamed);
   use_order_ = UseOrder(groups_.size());
   arena_ = Arena(residency.arena_bytes);
-  cache_ = Arena(cache_bytes);
+  cache_ = Arena(residency.cache_bytes);
   stats_.resident_bytes = residency.resident_bytes;
-  stats_.arena_bytes = residency.arena_bytes + cache_bytes;
+  stats_.arena_bytes = residency.arena_bytes + residency.cache_bytes;
   planned_bytes_ = std::max<std::size_t>(options_.budget, residency.resident_bytes + stats_.arena_bytes);
   stats_.depth = residency.depth;
   note_peak();

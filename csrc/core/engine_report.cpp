@@ -28,8 +28,8 @@ std::vector<Engine::GroupReport> Engine::groups() const {
       std::uint64_t master_bytes = 0;
       for (const WeightId id : group.weights) master_bytes += weights_[id].source->stored_bytes();
       const bool resident = closed_ ? group.resident : group.home != nullptr;
-      reports.push_back(
-          {group.weights, group.bytes, master_bytes, resident, group.by_use, group.first_use, group.figures});
+      reports.push_back({group.weights, group.bytes, master_bytes, resident, group.keep, group.by_use,
+                         group.first_use, group.figures});
     }
   }
   if (!backend_->device_time()) return reports;
@@ -50,11 +50,7 @@ PriorPlan Engine::plan_for_reuse() const {
   const std::lock_guard lock(mutex_);
   PriorPlan plan;
   for (const Weight& weight : weights_) plan.group_of.push_back(weight.group);
-  for (const Group& group : groups_) {
-    plan.resident.push_back(group.home != nullptr);
-    plan.keep.push_back(group.keep);
-    plan.by_use.push_back(group.by_use);
-  }
+  for (const Group& group : groups_) plan.resident.push_back(group.home != nullptr);
   plan.cache_bytes = cache_.bytes();
   return plan;
 }

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/residency.h"
+
 namespace dynswap::sim {
 
 /// One use of a group: what is computed after it has come.
@@ -17,8 +19,8 @@ struct Step {
 
 /// Passes of a model, as they were measured or are foreseen. They repeat for ever.
 struct AccessPattern {
-  std::vector<std::size_t> bytes;  ///< each group, on the device
-  std::vector<double> copy_bytes;  ///< what a copy of each group moves, at `bytes_per_second`; empty: `bytes`
+  Groups groups;                   ///< as on the device; which of them are tiny is found from the steps
+  std::vector<double> copy_bytes;  ///< what a copy of each moves, at `bytes_per_second`; empty: its bytes
   std::vector<Step> steps;         ///< in the order of use
   double bytes_per_second = 0;
   double latency = 0;  ///< seconds of each copy besides its bytes

@@ -1,6 +1,7 @@
 #include "sim/measure.h"
 
 #include <algorithm>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <numeric>
@@ -19,13 +20,15 @@ namespace {
 /// Draws experts in place of those that were recorded.
 class Routing {
  public:
-  explicit Routing(const std::vector<bool>& by_use) : by_use_(by_use) {}
+  explicit Routing(const Groups& groups) : groups_(groups) {}
 
-  bool random() const { return std::find(by_use_.begin(), by_use_.end(), true) != by_use_.end(); }
+  bool random() const {
+    return std::any_of(groups_.begin(), groups_.end(), std::mem_fn(&GroupTraits::by_use));
+  }
 
   /// The group to use where `group` was.
   std::uint32_t choose(std::uint32_t group) {
-    if (!by_use_[group]) {
+    if (!groups_[group].by_use) {
       chosen_.clear();
       return group;
     }
@@ -34,8 +37,8 @@ class Routing {
                                     [&](const auto& choice) { return choice.first == group; });
     if (known != chosen_.end()) return known->second;
     std::uint32_t first = group, last = group + 1;
-    while (first > 0 && by_use_[first - 1]) --first;
-    while (last < by_use_.size() && by_use_[last]) ++last;
+    while (first > 0 && groups_[first - 1].by_use) --first;
+    while (last < groups_.size() && groups_[last].by_use) ++last;
     std::uint32_t drawn = group;
     for (int tries = 0; tries < 8; ++tries) {
       drawn = first + static_cast<std::uint32_t>(random_() % (last - first));
@@ -48,21 +51,15 @@ class Routing {
   }
 
  private:
-  const std::vector<bool>& by_use_;
+  const Groups& groups_;
   std::mt19937_64 random_{20'26};
   std::vector<std::pair<std::uint32_t, std::uint32_t>> chosen_;  ///< since a group in an order
 };
 
 }  // namespace
 
-double measure(const AccessPattern& pattern, const std::vector<bool>& resident, std::size_t budget,
-               std::uint32_t prefetch) {
-  return measure(pattern, resident, std::vector<bool>(resident.size(), false), 0, budget, prefetch);
-}
-
-double measure(const AccessPattern& pattern, const std::vector<bool>& resident,
-               const std::vector<bool>& by_use, std::size_t cache_bytes, std::size_t budget,
-               std::uint32_t prefetch) {
+double measure(const AccessPattern& pattern, const std::vector<bool>& resident, std::size_t cache_bytes,
+               std::size_t budget, std::uint32_t prefetch) {
   auto backend = std::make_unique<VirtualBackend>(pattern.bytes_per_second, pattern.latency);
   VirtualBackend& clock = *backend;
   std::unordered_map<const Source*, double> copy_bytes;
@@ -72,15 +69,15 @@ double measure(const AccessPattern& pattern, const std::vector<bool>& resident,
   options.prior.emplace();
   options.prior->resident = resident;
   options.prior->cache_bytes = cache_bytes;
-  const std::size_t groups = pattern.bytes.size();
+  const std::size_t groups = pattern.groups.size();
   options.prior->group_of.resize(groups);
   std::iota(options.prior->group_of.begin(), options.prior->group_of.end(), 0u);
   const auto engine = std::make_shared<Engine>(std::move(backend), options);
   for (std::size_t i = 0; i < groups; ++i) {
     auto source = std::make_shared<Source>();
-    source->count = pattern.bytes[i];
+    source->count = pattern.groups[i].bytes;
     if (!pattern.copy_bytes.empty()) copy_bytes[source.get()] = pattern.copy_bytes[i];
-    engine->add_weight(std::move(source), i, {.by_use = by_use[i]});
+    engine->add_weight(std::move(source), i, {.by_use = pattern.groups[i].by_use});
   }
   try {
     engine->plan();
@@ -94,7 +91,7 @@ double measure(const AccessPattern& pattern, const std::vector<bool>& resident,
     });
   }
   double begin = 0;
-  Routing routing(by_use);
+  Routing routing(pattern.groups);
   // A cache takes longer to fill, and which experts come is chance.
   const int warm_up = routing.random() ? 12 : kWarmUpRounds;
   const int measured = routing.random() ? 8 : kMeasuredRounds;

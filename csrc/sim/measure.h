@@ -13,15 +13,11 @@ namespace dynswap::sim {
 constexpr int kWarmUpRounds = 3;
 constexpr int kMeasuredRounds = 2;
 
-/// The seconds of a round of the real engine over the virtual clock, with these residents and the rest of
-/// the budget for the arena. Infinite if the budget cannot hold them.
-double measure(const AccessPattern& pattern, const std::vector<bool>& resident, std::size_t budget,
-               std::uint32_t prefetch);
-
-/// The seconds of a round where some groups are `by_use`, with this cache for them. In each round, each use
-/// of one is drawn from the groups by use next to it (its layer's): a router chooses others each time.
-double measure(const AccessPattern& pattern, const std::vector<bool>& resident,
-               const std::vector<bool>& by_use, std::size_t cache_bytes, std::size_t budget,
-               std::uint32_t prefetch);
+/// The seconds of a round of the real engine over the virtual clock, with these residents, a cache of
+/// `cache_bytes` for groups by use, if there are any, and the rest of the budget for the arena. In each
+/// round, each use of a group by use is drawn from those next to it (its layer's): a router chooses others
+/// each time. Infinite if the budget cannot hold them.
+double measure(const AccessPattern& pattern, const std::vector<bool>& resident, std::size_t cache_bytes,
+               std::size_t budget, std::uint32_t prefetch);
 
 }  // namespace dynswap::sim

@@ -68,7 +68,7 @@ Observed observe(const Timeline& timeline, const std::vector<Engine::GroupReport
   Observed observed;
   AccessPattern& pattern = observed.pattern;
   for (const Engine::GroupReport& group : groups) {
-    pattern.bytes.push_back(group.bytes);
+    pattern.groups.push_back({.bytes = group.bytes, .keep = group.keep, .by_use = group.by_use});
     pattern.copy_bytes.push_back(static_cast<double>(group.master_bytes));
   }
   pattern.bytes_per_second = bus_speed(timeline);

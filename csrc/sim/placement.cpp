@@ -21,12 +21,20 @@ constexpr double kNever = std::numeric_limits<double>::infinity();
 /// Accesses of the engine that a search may make: a fraction of a second.
 constexpr std::size_t kEngineSteps = 60'000;
 
+/// Sizes of the experts' cache that are measured, in addition to the engine's own.
+constexpr std::size_t kCacheSizes = 8;
+
 /// Steps for comparing the placements from which the search may begin. Only the longest rounds take more.
 constexpr std::size_t kEngineStepsOfStarts = 600'000;
 
+std::size_t bytes_of(const Groups& groups) {
+  return std::accumulate(groups.begin(), groups.end(), std::size_t{0},
+                         [](std::size_t sum, const GroupTraits& group) { return sum + group.bytes; });
+}
+
 /// How often the pattern uses each group.
 std::vector<std::size_t> uses_of(const AccessPattern& pattern) {
-  std::vector<std::size_t> uses(pattern.bytes.size(), 0);
+  std::vector<std::size_t> uses(pattern.groups.size(), 0);
   for (const Step& step : pattern.steps) ++uses[step.group];
   return uses;
 }
@@ -58,8 +66,8 @@ class Search {
     Candidate made{std::move(resident), 0, 0, kNever};
     for (std::size_t i = 0; i < made.resident.size(); ++i) {
       if (!made.resident[i]) continue;
-      made.resident_bytes += pattern_.bytes[i];
-      made.saved_bytes += uses_[i] * pattern_.bytes[i];
+      made.resident_bytes += pattern_.groups[i].bytes;
+      made.saved_bytes += uses_[i] * pattern_.groups[i].bytes;
     }
     return made;
   }
@@ -70,7 +78,7 @@ class Search {
     const std::size_t arena = budget_ - candidate.resident_bytes;
     std::size_t together = 0;
     for (const Step& step : pattern_.steps) {
-      together += candidate.resident[step.group] ? 0 : pattern_.bytes[step.group];
+      together += candidate.resident[step.group] ? 0 : pattern_.groups[step.group].bytes;
       if (together > arena) return false;
       if (step.lets_go) together = 0;
     }
@@ -107,7 +115,7 @@ class Search {
 
   /// The same of some groups, which are used equally often.
   std::vector<bool> in_step(std::size_t quota, double share, const std::vector<bool>& among) const {
-    std::vector<double> compute(pattern_.bytes.size(), 0);
+    std::vector<double> compute(pattern_.groups.size(), 0);
     double compute_total = 0;
     for (const Step& step : pattern_.steps) {
       if (!among[step.group]) continue;
@@ -116,11 +124,11 @@ class Search {
     }
     const auto bytes_total = static_cast<double>(candidate(among).resident_bytes);
     const auto streaming = [&](double streamed) {
-      std::vector<bool> resident(pattern_.bytes.size(), false);
+      std::vector<bool> resident(pattern_.groups.size(), false);
       double owed = 0;
       for (std::size_t i = 0; i < resident.size(); ++i) {
         if (!among[i]) continue;
-        const auto bytes = static_cast<double>(pattern_.bytes[i]);
+        const auto bytes = static_cast<double>(pattern_.groups[i].bytes);
         const double time = compute_total > 0 ? compute[i] / compute_total : bytes / bytes_total;
         owed += streamed * (share * time + (1 - share) * bytes / bytes_total);
         resident[i] = owed < bytes / 2;
@@ -157,7 +165,7 @@ class Search {
 
  private:
   /// How much worse is often accepted at first, of the seconds: as much as one group is of them all.
-  double warmest() const { return 1.0 / static_cast<double>(pattern_.bytes.size()); }
+  double warmest() const { return 1.0 / static_cast<double>(pattern_.groups.size()); }
 
   /// One group more or less, or one for another; or nothing, if that does not fit.
   bool move(const Candidate& from, Candidate& to) {
@@ -180,7 +188,7 @@ class Search {
 
   void flip(Candidate& candidate, std::size_t group) const {
     candidate.resident[group] = !candidate.resident[group];
-    const std::size_t bytes = pattern_.bytes[group];
+    const std::size_t bytes = pattern_.groups[group].bytes;
     if (candidate.resident[group]) {
       candidate.resident_bytes += bytes;
       candidate.saved_bytes += uses_[group] * bytes;
@@ -211,33 +219,31 @@ std::vector<bool> evenly(const AccessPattern& pattern, std::size_t budget, std::
   const std::vector<std::size_t> uses = uses_of(pattern);
   std::size_t once = pattern.steps.size();
   for (const std::size_t count : uses) once = count > 0 ? std::min(once, count) : once;
-  const std::size_t total = std::accumulate(pattern.bytes.begin(), pattern.bytes.end(), std::size_t{0});
-  std::vector<bool> tiny;
+  Groups groups = pattern.groups;
+  const std::size_t most = bytes_of(groups) / kTinyPartOfModel;
   std::size_t tiny_bytes = 0;
   for (std::size_t i = 0; i < uses.size(); ++i) {
-    tiny.push_back(uses[i] > once && pattern.bytes[i] <= total / kTinyPartOfModel);
-    if (tiny.back()) tiny_bytes += pattern.bytes[i];
+    groups[i].tiny = uses[i] > once && groups[i].bytes <= most;
+    if (groups[i].tiny) tiny_bytes += groups[i].bytes;
   }
-  if (tiny_bytes > total / kTinyPartOfModel) return plan_residency(pattern.bytes, budget, depth).resident;
-  return plan_residency(pattern.bytes, tiny, budget, depth).resident;
+  if (tiny_bytes > most) groups = pattern.groups;
+  return plan_residency(groups, budget, depth).resident;
 }
 
-}  // namespace
-
-Placement place_by_time(const AccessPattern& pattern, std::size_t budget, std::uint32_t prefetch) {
+/// The best that the search finds for groups in an order of which none is kept.
+Placement search_residents(const AccessPattern& pattern, std::size_t budget, std::uint32_t prefetch) {
   DYNSWAP_CHECK(!pattern.steps.empty() && pattern.bytes_per_second > 0,
                 "a pattern has steps, and a bus a speed");
-  const std::size_t total = std::accumulate(pattern.bytes.begin(), pattern.bytes.end(), std::size_t{0});
   const std::vector<bool> even = evenly(pattern, budget, prefetch);
-  const double seconds = measure(pattern, even, budget, prefetch);
+  const double seconds = measure(pattern, even, 0, budget, prefetch);
   double compute = 0;
   for (const Step& step : pattern.steps) compute += step.compute_seconds;
   const bool hidden = seconds <= 1.0005 * compute;  // nothing is left to save
-  if (total <= budget || budget == 0 || hidden) return {even, seconds};
+  if (bytes_of(pattern.groups) <= budget || budget == 0 || hidden) return {even, seconds};
 
   Search search(pattern, budget);
   const auto evaluate = [&](Candidate& candidate) {
-    candidate.seconds = measure(pattern, candidate.resident, budget, prefetch);
+    candidate.seconds = measure(pattern, candidate.resident, 0, budget, prefetch);
   };
   std::vector<std::vector<bool>> starts;
   for (const std::uint32_t depth : {1u, 2u, 3u, 4u, 6u, 8u, 12u, 16u, 24u}) {
@@ -268,20 +274,22 @@ Placement place_by_time(const AccessPattern& pattern, std::size_t budget, std::u
   return {best.resident, best.seconds};
 }
 
-AccessPattern without(const AccessPattern& pattern, const std::vector<bool>& left_out) {
+/// The pattern without the groups that have `trait`; the others are numbered in their order. The compute of
+/// what is left out counts for the use before.
+AccessPattern without(bool GroupTraits::* trait, const AccessPattern& pattern) {
   AccessPattern others;
   others.bytes_per_second = pattern.bytes_per_second;
   others.latency = pattern.latency;
-  std::vector<std::uint32_t> number(pattern.bytes.size());
-  for (std::size_t i = 0; i < pattern.bytes.size(); ++i) {
-    number[i] = static_cast<std::uint32_t>(others.bytes.size());
-    if (left_out[i]) continue;
-    others.bytes.push_back(pattern.bytes[i]);
+  std::vector<std::uint32_t> number;
+  for (std::size_t i = 0; i < pattern.groups.size(); ++i) {
+    number.push_back(static_cast<std::uint32_t>(others.groups.size()));
+    if (pattern.groups[i].*trait) continue;
+    others.groups.push_back(pattern.groups[i]);
     if (!pattern.copy_bytes.empty()) others.copy_bytes.push_back(pattern.copy_bytes[i]);
   }
   double before_first = 0;
   for (const Step& step : pattern.steps) {
-    if (!left_out[step.group]) {
+    if (!(pattern.groups[step.group].*trait)) {
       others.steps.push_back({number[step.group], step.compute_seconds, step.lets_go});
     } else {
       (others.steps.empty() ? before_first : others.steps.back().compute_seconds) += step.compute_seconds;
@@ -292,26 +300,60 @@ AccessPattern without(const AccessPattern& pattern, const std::vector<bool>& lef
   return others;
 }
 
-Placement place_by_time(const AccessPattern& pattern, const std::vector<bool>& keep, std::size_t budget,
-                        std::uint32_t prefetch) {
-  // What is kept is neither copied nor chosen: only its compute counts.
+/// Of groups in an order. What is kept is neither copied nor chosen: only its compute counts.
+Placement place_in_order(const AccessPattern& pattern, std::size_t budget, std::uint32_t prefetch) {
   std::size_t kept = 0;
-  for (std::size_t i = 0; i < keep.size(); ++i) kept += keep[i] ? pattern.bytes[i] : 0;
-  if (kept == 0) return place_by_time(pattern, budget, prefetch);
-  const AccessPattern others = without(pattern, keep);
-  if (others.steps.empty()) {
-    double compute = 0;
-    for (const Step& step : pattern.steps) compute += step.compute_seconds;
-    return {keep, compute};
+  for (const GroupTraits& group : pattern.groups) kept += group.keep ? group.bytes : 0;
+  if (kept == 0) return search_residents(pattern, budget, prefetch);
+  return solve_without(&GroupTraits::keep, pattern.groups, [&](const Groups& streamed) -> Placement {
+    const AccessPattern others = without(&GroupTraits::keep, pattern);
+    if (others.steps.empty()) {
+      double compute = 0;
+      for (const Step& step : pattern.steps) compute += step.compute_seconds;
+      return {std::vector<bool>(streamed.size(), false), compute};
+    }
+    if (kept >= budget) throw BudgetError("the budget does not hold what is kept", kept + 1);
+    return search_residents(others, budget - kept, prefetch);
+  });
+}
+
+}  // namespace
+
+Placement place_by_time(const AccessPattern& pattern, std::size_t budget, std::uint32_t prefetch) {
+  std::size_t expert_bytes = 0, largest_expert = 0, kept = 0;
+  for (const GroupTraits& group : pattern.groups) {
+    expert_bytes += group.by_use ? group.bytes : 0;
+    largest_expert = std::max(largest_expert, group.by_use ? group.bytes : 0);
+    kept += group.keep ? group.bytes : 0;
   }
-  if (kept >= budget) throw BudgetError("the budget does not hold what is kept", kept + 1);
-  Placement placed = place_by_time(others, budget - kept, prefetch);
-  std::vector<bool> resident = keep;
-  for (std::size_t i = 0, other = 0; i < resident.size(); ++i) {
-    if (!keep[i]) resident[i] = placed.resident[other++];
+  if (expert_bytes == 0) return place_in_order(pattern, budget, prefetch);
+  const ResidencyPlan own = plan_residency(pattern.groups, budget, prefetch);
+  Placement best{own.resident, measure(pattern, own.resident, own.cache_bytes, budget, prefetch),
+                 own.cache_bytes};
+  const auto consider = [&](std::vector<bool> resident, std::size_t cache) {
+    const double seconds = measure(pattern, resident, cache, budget, prefetch);
+    if (seconds < best.seconds) best = {std::move(resident), seconds, cache};
+  };
+
+  const AccessPattern others = without(&GroupTraits::by_use, pattern);
+  if (others.steps.empty()) return best;
+  const std::size_t most = std::min(budget, expert_bytes);
+  for (std::size_t i = 0; i < kCacheSizes && most > largest_expert; ++i) {
+    const std::size_t cache = largest_expert + (most - largest_expert) * i / kCacheSizes;
+    if (budget - cache <= kept) break;
+    try {
+      const auto even = [&](const Groups& ordered) {
+        return plan_residency(ordered, budget - cache, prefetch);
+      };
+      consider(solve_without(&GroupTraits::by_use, pattern.groups, even).resident, cache);
+    } catch (const BudgetError&) {
+      break;  // a larger cache leaves less
+    }
   }
-  placed.resident = std::move(resident);
-  return placed;
+  const std::size_t cache = best.cache_bytes;
+  const auto by_time = [&](const Groups&) { return place_in_order(others, budget - cache, prefetch); };
+  consider(solve_without(&GroupTraits::by_use, pattern.groups, by_time).resident, cache);
+  return best;
 }
 
 }  // namespace dynswap::sim

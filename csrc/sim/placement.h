@@ -12,12 +12,8 @@ namespace dynswap::sim {
 struct Placement {
   std::vector<bool> resident;   ///< each group
   double seconds = 0;           ///< of a round, by measure() (sim/measure.h)
-  std::size_t cache_bytes = 0;  ///< for groups by use (sim/room_for_experts.h)
+  std::size_t cache_bytes = 0;  ///< for groups by use
 };
-
-/// The pattern without the groups that are `left_out`; the others are numbered in their order. The compute of
-/// what is left out counts for the use before.
-AccessPattern without(const AccessPattern& pattern, const std::vector<bool>& left_out);
 
 /// Note [Residents by time]
 /// What a resident saves is not its bytes but the wait that they cause: a copy that hides behind compute
@@ -28,12 +24,15 @@ AccessPattern without(const AccessPattern& pattern, const std::vector<bool>& lef
 /// of them, simulated annealing goes on (one group in, one out, or both). Never worse than plan_residency(),
 /// which is among them.
 ///
-/// Throws BudgetError if the largest group does not fit. Deterministic.
+/// Note [Room for experts by time]
+/// Weights in an order are needed in each pass, an expert only if it is chosen. So a byte for such weights
+/// saves more. But if their copies hide behind compute it saves nothing, while an expert is always waited
+/// for. So several sizes of the experts' cache are measured on the virtual clock, with experts chosen at
+/// random; the size that the engine takes by itself is among them. With the best size, the residents among
+/// the other weights are chosen by time.
+///
+/// What the pattern says is kept is resident in any case. Throws BudgetError if the budget does not hold
+/// that, or the largest group. Deterministic.
 Placement place_by_time(const AccessPattern& pattern, std::size_t budget, std::uint32_t prefetch);
-
-/// The same, with the groups of `keep` resident in any case. Throws BudgetError if the budget does not hold
-/// them.
-Placement place_by_time(const AccessPattern& pattern, const std::vector<bool>& keep, std::size_t budget,
-                        std::uint32_t prefetch);
 
 }  // namespace dynswap::sim

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <functional>
 #include <limits>
 #include <memory>
 #include <random>
@@ -143,11 +144,11 @@ AccessPattern pattern_of(const Workload& workload, const PriorPlan& groups, doub
   AccessPattern pattern;
   pattern.bytes_per_second = bytes_per_second;
   pattern.latency = latency;
-  pattern.bytes.resize(groups.resident.size());
+  pattern.groups.resize(groups.resident.size());
   const std::vector<Layer>& layers = workload.layers;
   for (std::size_t i = 0; i < layers.size(); ++i) {
     const GroupId group = groups.group_of[i];
-    pattern.bytes[group] += layers[i].bytes;
+    pattern.groups[group].bytes += layers[i].bytes;
     const bool new_group = i == 0 || group != groups.group_of[i - 1];
     if (new_group) pattern.steps.push_back({group, 0, true});
     pattern.steps.back().compute_seconds += layers[i].compute_seconds;
@@ -173,15 +174,16 @@ Result simulate(const Workload& given, const EngineOptions& options, double byte
   std::shared_ptr<Engine> engine = planned(options);
   EngineOptions timed = options;
   timed.prior = engine->plan_for_reuse();
-  const std::vector<bool>& by_use = timed.prior->by_use;  // experts: as they are before any retune()
-  const bool by_time =
-      residents == Residents::by_time && std::find(by_use.begin(), by_use.end(), true) == by_use.end();
-  if (by_time && options.budget > 0 && !workload.layers.empty()) {
+  const std::vector<Engine::GroupReport> groups = engine->groups();
+  const bool experts =  // as they are before any retune()
+      std::any_of(groups.begin(), groups.end(), std::mem_fn(&Engine::GroupReport::by_use));
+  if (residents == Residents::by_time && !experts && options.budget > 0 && !workload.layers.empty()) {
     AccessPattern pattern = pattern_of(workload, *timed.prior, bytes_per_second, latency);
     // A group takes more on the device than its weights do on the bus: what lies between them.
-    pattern.copy_bytes.assign(pattern.bytes.begin(), pattern.bytes.end());
-    const std::vector<Engine::GroupReport> groups = engine->groups();
-    for (std::size_t i = 0; i < groups.size(); ++i) pattern.bytes[i] = groups[i].bytes;
+    for (std::size_t i = 0; i < groups.size(); ++i) {
+      pattern.copy_bytes.push_back(static_cast<double>(pattern.groups[i].bytes));
+      pattern.groups[i].bytes = groups[i].bytes;
+    }
     timed.prior->resident = place_by_time(pattern, options.budget, options.prefetch).resident;
     engine = planned(timed);
   }

@@ -189,25 +189,23 @@ TEST(by_use_any_budget_that_holds_one_of_each_works) {
   for (std::uint64_t seed = 1; seed <= 400; ++seed) {
     Random random(seed);
     const std::size_t count = random.between(1, 40);
-    std::vector<std::size_t> bytes;
-    std::vector<bool> by_use, stay;
+    Groups groups(count);
     std::size_t largest_of[2] = {0, 0}, total = 0;
-    for (std::size_t i = 0; i < count; ++i) {
-      bytes.push_back(random.between(1, 3000));
-      by_use.push_back(random.chance(0.6));
-      stay.push_back(random.chance(0.1));
-      largest_of[by_use[i]] = std::max(largest_of[by_use[i]], bytes[i]);
-      total += bytes[i];
+    for (GroupTraits& group : groups) {
+      group = {.bytes = random.between(1, 3000)};
+      group.by_use = random.chance(0.6);
+      group.tiny = random.chance(0.1);
+      largest_of[group.by_use] = std::max(largest_of[group.by_use], group.bytes);
+      total += group.bytes;
     }
-    const std::vector<bool> none(count, false);
     const std::size_t smallest = largest_of[0] + largest_of[1];
     const auto prefetch = static_cast<std::uint32_t>(random.below(5));
     const std::size_t budget = random.chance(0.2) ? smallest : random.between(smallest, 2 * total);
-    const auto [plan, cache] = plan_with_cache(bytes, none, stay, by_use, budget, prefetch);
-    EXPECT(plan.resident_bytes + plan.arena_bytes + cache <= budget);
-    EXPECT(cache >= largest_of[1]);
-    for (std::size_t i = 0; i < count; ++i) EXPECT(!by_use[i] || !plan.resident[i]);
-    EXPECT_THROWS(plan_with_cache(bytes, none, stay, by_use, smallest - 1, prefetch), BudgetError);
+    const ResidencyPlan plan = plan_residency(groups, budget, prefetch);
+    EXPECT(plan.resident_bytes + plan.arena_bytes + plan.cache_bytes <= budget);
+    EXPECT(plan.cache_bytes >= largest_of[1]);
+    for (std::size_t i = 0; i < count; ++i) EXPECT(!groups[i].by_use || !plan.resident[i]);
+    EXPECT_THROWS(plan_residency(groups, smallest - 1, prefetch), BudgetError);
   }
 }
 

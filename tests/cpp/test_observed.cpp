@@ -210,7 +210,7 @@ TEST(observed_passes_are_what_was_run) {
   pass();
   const double seconds = model.clock->seconds() - begin;
   const std::vector<bool> resident = model.engine->plan_for_reuse().resident;
-  EXPECT(near(sim::measure(seen.pattern, resident, 5 * 8 * kMiB, 2) / 2, seconds));
+  EXPECT(near(sim::measure(seen.pattern, resident, 0, 5 * 8 * kMiB, 2) / 2, seconds));
 }
 
 TEST(observed_threads_are_one_consumer) {

@@ -3,7 +3,6 @@
 #include <cmath>
 #include <cstdio>
 #include <limits>
-#include <numeric>
 #include <vector>
 
 #include "check.h"
@@ -32,25 +31,37 @@ AccessPattern random_pattern(Random& random, std::size_t groups) {
   pattern.latency = 6e-6;
   const double balance = 0.3 + 0.1 * static_cast<double>(random.below(20));  // compute : copy
   for (std::uint32_t i = 0; i < groups; ++i) {
-    pattern.bytes.push_back(random.between(1, 16) * kMiB);
-    const double copy = static_cast<double>(pattern.bytes.back()) / pattern.bytes_per_second;
+    pattern.groups.push_back({.bytes = random.between(1, 16) * kMiB});
+    const double copy = static_cast<double>(pattern.groups.back().bytes) / pattern.bytes_per_second;
     pattern.steps.push_back({i, balance * copy * static_cast<double>(random.below(5)) / 2, true});
   }
   return pattern;
 }
 
 std::size_t total(const AccessPattern& pattern) {
-  return std::accumulate(pattern.bytes.begin(), pattern.bytes.end(), std::size_t{0});
+  std::size_t bytes = 0;
+  for (const GroupTraits& group : pattern.groups) bytes += group.bytes;
+  return bytes;
+}
+
+std::size_t largest(const AccessPattern& pattern) {
+  std::size_t bytes = 0;
+  for (const GroupTraits& group : pattern.groups) bytes = std::max(bytes, group.bytes);
+  return bytes;
+}
+
+double measure(const AccessPattern& pattern, const std::vector<bool>& resident, std::size_t budget) {
+  return sim::measure(pattern, resident, 0, budget, kPrefetch);
 }
 
 /// The best of all sets of residents.
 double exhaustive(const AccessPattern& pattern, std::size_t budget) {
   double best = std::numeric_limits<double>::infinity();
-  const std::size_t groups = pattern.bytes.size();
+  const std::size_t groups = pattern.groups.size();
   for (std::size_t set = 0; set < std::size_t{1} << groups; ++set) {
     std::vector<bool> resident(groups);
     for (std::size_t i = 0; i < groups; ++i) resident[i] = (set >> i) & 1;
-    best = std::min(best, sim::measure(pattern, resident, budget, kPrefetch));
+    best = std::min(best, measure(pattern, resident, budget));
   }
   return best;
 }
@@ -58,16 +69,16 @@ double exhaustive(const AccessPattern& pattern, std::size_t budget) {
 /// As many of the first groups as leave room for the ring.
 double prefix(const AccessPattern& pattern, std::size_t budget) {
   double best = std::numeric_limits<double>::infinity();
-  std::vector<bool> resident(pattern.bytes.size(), false);
+  std::vector<bool> resident(pattern.groups.size(), false);
   for (std::size_t i = 0; i < resident.size(); ++i) {
-    best = std::min(best, sim::measure(pattern, resident, budget, kPrefetch));
+    best = std::min(best, measure(pattern, resident, budget));
     resident[i] = true;
   }
   return best;
 }
 
 double even(const AccessPattern& pattern, std::size_t budget) {
-  return sim::measure(pattern, plan_residency(pattern.bytes, budget, kPrefetch).resident, budget, kPrefetch);
+  return measure(pattern, plan_residency(pattern.groups, budget, kPrefetch).resident, budget);
 }
 
 }  // namespace
@@ -78,10 +89,9 @@ TEST(placement_is_near_the_best_there_is) {
     Random random(static_cast<std::uint64_t>(seed));
     const AccessPattern pattern = random_pattern(random, random.between(6, 9));
     const std::size_t budget =
-        std::max<std::size_t>(*std::max_element(pattern.bytes.begin(), pattern.bytes.end()),
-                              total(pattern) * random.between(20, 80) / 100);
+        std::max<std::size_t>(largest(pattern), total(pattern) * random.between(20, 80) / 100);
     const Placement placed = sim::place_by_time(pattern, budget, kPrefetch);
-    EXPECT_EQ(placed.seconds, sim::measure(pattern, placed.resident, budget, kPrefetch));
+    EXPECT_EQ(placed.seconds, measure(pattern, placed.resident, budget));
     const double best = exhaustive(pattern, budget);
     worst = std::max(worst, placed.seconds / best);
     against_prefix += prefix(pattern, budget) / placed.seconds / kCases;
@@ -103,7 +113,7 @@ TEST(placement_of_many_groups_keeps_those_of_little_compute) {
   pattern.latency = 6e-6;
   constexpr std::size_t kGroups = 300;
   for (std::uint32_t i = 0; i < kGroups; ++i) {
-    pattern.bytes.push_back(8 * kMiB);
+    pattern.groups.push_back({.bytes = 8 * kMiB});
     const double copy = 8.0 * kMiB / pattern.bytes_per_second;
     pattern.steps.push_back({i, i < kGroups / 2 ? 2 * copy : 0.1 * copy, true});
   }
@@ -125,7 +135,8 @@ TEST(placement_takes_what_copies_read_for_their_time) {
     AccessPattern pattern = random_pattern(random, random.between(6, 9));
     const std::size_t budget = total(pattern) * 3 / 5;
     AccessPattern wide = pattern;
-    for (const std::size_t bytes : pattern.bytes) wide.copy_bytes.push_back(2.0 * static_cast<double>(bytes));
+    for (const GroupTraits& group : pattern.groups)
+      wide.copy_bytes.push_back(2.0 * static_cast<double>(group.bytes));
     pattern.bytes_per_second /= 2;
     const Placement narrow_bus = sim::place_by_time(pattern, budget, kPrefetch);
     const Placement wide_masters = sim::place_by_time(wide, budget, kPrefetch);
@@ -140,7 +151,7 @@ TEST(placement_keeps_what_a_round_uses_most) {
   AccessPattern pattern;
   pattern.bytes_per_second = 10e9;
   pattern.latency = 6e-6;
-  pattern.bytes.assign(60, 8 * kMiB);
+  pattern.groups.assign(60, {.bytes = 8 * kMiB});
   const double seconds = 0.3 * 8 * kMiB / 10e9;
   const auto call = [&](std::uint32_t begin, std::uint32_t end) {
     for (std::uint32_t i = begin; i < end; ++i) pattern.steps.push_back({i, seconds, true});

@@ -1,6 +1,4 @@
 // The budget's division between experts and other weights by time: against the engine's own, on its clock.
-#include "sim/room_for_experts.h"
-
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
@@ -13,6 +11,7 @@
 #include "core/check.h"
 #include "core/engine.h"
 #include "random.h"
+#include "sim/placement.h"
 #include "sim/virtual_backend.h"
 
 namespace dynswap::test {
@@ -54,7 +53,8 @@ struct Shape {
   sim::AccessPattern observed() const {
     sim::AccessPattern pattern;
     pattern.bytes_per_second = kBus;
-    for (std::size_t group = 0; group < groups(); ++group) pattern.bytes.push_back(bytes(group));
+    for (std::size_t group = 0; group < groups(); ++group)
+      pattern.groups.push_back({.bytes = bytes(group), .by_use = by_use(group)});
     Random random(77);
     for (int i = 0; i < 2; ++i) {
       pass(random, [&](std::size_t group, double seconds) {
@@ -65,9 +65,7 @@ struct Shape {
   }
 
   sim::Placement placed(std::size_t budget) const {
-    std::vector<bool> keep(groups(), false), is_expert;
-    for (std::size_t group = 0; group < groups(); ++group) is_expert.push_back(by_use(group));
-    return sim::place_by_time(observed(), keep, is_expert, budget, kPrefetch);
+    return sim::place_by_time(observed(), budget, kPrefetch);
   }
 
   /// Seconds of a pass with the engine's own plan, or with this one.
