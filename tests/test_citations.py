@@ -43,15 +43,6 @@ LEANS = re.compile(
     r"(?:The )?[Ss]ame\b(?! \w+ as)|(?:Their|Its|Theirs|That|These|Both|Ditto|Likewise|Then|Also|See)\b"
     r"|As (?:above|before|it|they)\b|Of [a-z]",
 )
-#: Files that still have such comments. To be emptied.
-LEANING = {
-    Path("csrc/bindings/session.h"),
-    Path("csrc/bindings/session_plan.cpp"),
-    Path("csrc/core/engine_plan.cpp"),
-    Path("csrc/core/residency.h"),
-    Path("csrc/sim/placement.cpp"),
-    Path("csrc/sim/placement.h"),
-}
 DOC_COMMENT = re.compile(r"(?:^[ \t]*///(?!<)[^\n]*\n)+", re.MULTILINE)
 
 Texts = Mapping[Path, str]
@@ -230,11 +221,6 @@ def test_every_protection_is_in_the_architecture() -> None:
 def test_every_docstring_stands_alone() -> None:
     texts = _texts()
     product = [path for path in texts if path.parts[0] in ("csrc", "dynswap_ext")]
-    found = [
-        (f"{path}:{line}", doc)
-        for path in product
-        if path not in LEANING
-        for line, doc in docs(path, texts[path])
-    ]
+    found = [(f"{path}:{line}", doc) for path in product for line, doc in docs(path, texts[path])]
     assert len(found) > 1500
     assert [where + ": " + doc[:40] for where, doc in found if LEANS.match(doc)] == []

@@ -93,7 +93,8 @@ class Session : public std::enable_shared_from_this<Session> {
   std::shared_ptr<void> count_whole(const Weight& weight);
   void expect_slices(const py::object& master, const std::vector<std::int64_t>& indices);
 
-  /// The same, where nothing has changed since the last time; null if something may have. Runs nothing.
+  /// What access() handed out last, where nothing has changed since; null if something may have. Runs
+  /// nothing.
   PyObject* access_unchanged(const Weight& weight, PyObject* master, bool inside) const;
 
   /// A tensor as Python sees it; for isinstance() a parameter.
@@ -185,7 +186,8 @@ class Session : public std::enable_shared_from_this<Session> {
   void module_gone(std::vector<Entry>& entries);
 
   static void close_all();  ///< at interpreter exit
-  /// See Note [Nodes that are read outside a forward].
+  /// Releases the gradient nodes of all sessions that nothing uses (Note [Nodes that are read outside a
+  /// forward]).
   static void release_idle_nodes_of_all();
   static void abandon_all_after_fork();  ///< in the child; engines abandon themselves
 

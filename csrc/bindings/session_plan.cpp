@@ -339,8 +339,8 @@ void Session::take_over(Draft& draft) {
   to_pin_.clear();
 }
 
-/// The same between sessions: these modules' weights were `earlier`'s. See Note [An install takes another's
-/// place]. Does not release the GIL.
+/// Goes on with what was handed out of these modules' weights, which were `earlier`'s. See Note [An install
+/// takes another's place]. Does not release the GIL.
 void Session::take_weights(Session& earlier, const std::vector<ModuleState*>& states,
                            DeferredRelease& dropped) {
   std::vector<std::shared_ptr<Weight>> left;

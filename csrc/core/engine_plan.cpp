@@ -66,7 +66,7 @@ void Engine::arrange(const std::vector<std::vector<WeightId>>& on_device) {
   }
 }
 
-/// Of the groups in an order: what a pass copies.
+/// What a pass copies, of the groups in an order.
 Engine::Cost Engine::cost_of_pass() const {
   Cost cost;
   for (GroupId id = 0; id < groups_.size(); ++id) {
@@ -84,20 +84,21 @@ Engine::Cost Engine::cost_of_pass() const {
 /// tries do not depend on the budget (Note [A larger budget never streams more]).
 void Engine::form_groups_within(std::size_t budget, const std::vector<std::vector<WeightId>>& on_device) {
   const Units all = units();
-  const auto plan_with = [&](const Grouping& grouping, const std::vector<std::vector<WeightId>>& together) {
+  const auto form = [&](const Grouping& grouping, const std::vector<std::vector<WeightId>>& together) {
     form_groups(all, grouping, together);
-    const Groups groups = traits();
-    if (options_.budget > 0 && grouping.enough > 1 && least_budget(groups) > options_.budget) return false;
+    return options_.budget == 0 || least_budget(traits()) <= options_.budget;
+  };
+  const auto choose_residents = [&] {
     check_kept(budget);
-    residency_ = plan_residency(groups, budget, options_.prefetch);
-    return true;
+    residency_ = plan_residency(traits(), budget, options_.prefetch);
   };
   std::optional<unsigned> best;
   std::uint32_t best_depth = 0;
   std::size_t best_cost = 0;
   unsigned halvings = 0;
   for (bool can_cost_less = true; can_cost_less && halvings <= kMostHalvings; ++halvings) {
-    if (!plan_with(grouping(all, halvings), on_device)) continue;
+    if (!form(grouping(all, halvings), on_device)) continue;
+    choose_residents();
     const ResidencyPlan& plan = residency_;
     const Cost cost = cost_of_pass();
     if (!best || plan.depth > best_depth ||
@@ -109,11 +110,13 @@ void Engine::form_groups_within(std::size_t budget, const std::vector<std::vecto
     // Half as large, they begin twice as often, and no more than the ring can be saved.
     can_cost_less = plan.depth < options_.prefetch || cost.overhead < plan.arena_bytes;
   }
-  if (!best) {
-    plan_with({1, 0, 0}, {});  // as small as can be: what does not fit then never will
-  } else if (*best + 1 != halvings) {
-    plan_with(grouping(all, *best), on_device);
+  if (best && *best + 1 == halvings) return;
+  if (best) {
+    form(grouping(all, *best), on_device);
+  } else {
+    form({1, 0, 0}, {});  // as small as can be: what does not fit then never will
   }
+  choose_residents();
 }
 
 /// Forms groups and chooses residents, where those of `on_device` are groups and residents already.

@@ -23,7 +23,7 @@ std::size_t largest(const Sizes& bytes) {
   return bytes.empty() ? 0 : *std::max_element(bytes.begin(), bytes.end());
 }
 
-/// Of those groups for which `those` holds.
+/// The sizes of the groups for which `those` holds.
 template <class Those>
 Sizes sizes(const Groups& groups, const Those& those) {
   Sizes bytes;
@@ -33,7 +33,7 @@ Sizes sizes(const Groups& groups, const Those& those) {
   return bytes;
 }
 
-/// Of the groups that pass through the ring.
+/// The sizes of the groups that pass through the ring.
 Sizes streamed_of(const Groups& groups, const std::vector<bool>& resident) {
   Sizes bytes;
   for (std::size_t i = 0; i < groups.size(); ++i) {
@@ -164,7 +164,7 @@ std::optional<ResidencyPlan> fit(const Groups& groups, std::size_t budget, std::
   return best;
 }
 
-/// Of groups that are alike but for their sizes.
+/// The plan for groups that are alike but for their sizes.
 ResidencyPlan plan_alike(const Groups& groups, std::size_t budget, std::uint32_t prefetch) {
   const std::vector<bool> none(groups.size(), false);
   const Sizes bytes = streamed_of(groups, none);
@@ -204,8 +204,8 @@ ResidencyPlan plan_around(bool GroupTraits::* trait, const Plan& plan, const Gro
   return whole;
 }
 
-/// Of groups of which none is kept or by use. Where the budget has no room for the tiny ones and the largest
-/// of the others, they are like others.
+/// The plan for groups of which none is kept or by use. Where the budget has no room for the tiny ones and
+/// the largest of the others, they are like others.
 ResidencyPlan plan_with_tiny(const Groups& groups, std::size_t budget, std::uint32_t prefetch) {
   const Sizes others = sizes(groups, std::not_fn(&GroupTraits::tiny));
   const std::size_t least = sum(sizes(groups, &GroupTraits::tiny)) + largest(others);
@@ -213,7 +213,7 @@ ResidencyPlan plan_with_tiny(const Groups& groups, std::size_t budget, std::uint
   return plan_around(&GroupTraits::tiny, plan_alike, groups, budget, prefetch);
 }
 
-/// Of groups of which none is by use.
+/// The plan for groups of which none is by use.
 ResidencyPlan plan_in_order(const Groups& groups, std::size_t budget, std::uint32_t prefetch) {
   return plan_around(&GroupTraits::keep, plan_with_tiny, groups, budget, prefetch);
 }

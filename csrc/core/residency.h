@@ -8,7 +8,8 @@
 
 namespace dynswap {
 
-/// See Note [Tiny weights stay] (engine_groups.cpp): all of them together are at most this part of the model.
+/// All tiny weights together are at most this part of the model: see Note [Tiny weights stay]
+/// (engine_groups.cpp).
 constexpr std::size_t kTinyPartOfModel = 128;
 
 /// What a plan has to know of a group.

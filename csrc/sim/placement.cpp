@@ -113,7 +113,8 @@ class Search {
     return candidate(std::move(resident));
   }
 
-  /// The same of some groups, which are used equally often.
+  /// Chooses, within `quota` bytes, a `share` of the groups `among` all, which are used equally often, in
+  /// step with the compute.
   std::vector<bool> in_step(std::size_t quota, double share, const std::vector<bool>& among) const {
     std::vector<double> compute(pattern_.groups.size(), 0);
     double compute_total = 0;
@@ -300,7 +301,7 @@ AccessPattern without(bool GroupTraits::* trait, const AccessPattern& pattern) {
   return others;
 }
 
-/// Of groups in an order. What is kept is neither copied nor chosen: only its compute counts.
+/// The placement of groups in an order. What is kept is neither copied nor chosen: only its compute counts.
 Placement place_in_order(const AccessPattern& pattern, std::size_t budget, std::uint32_t prefetch) {
   std::size_t kept = 0;
   for (const GroupTraits& group : pattern.groups) kept += group.keep ? group.bytes : 0;
