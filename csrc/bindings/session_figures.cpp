@@ -113,8 +113,7 @@ py::dict Session::services(const py::object& module) const {
     const Weight& weight = *entry.weight;
     const char* service = stays(weight) ? "resident" : "streamed";
     if (weight.path == Weight::AccessPath::as_is) service = "in place";
-    if (weight.path == Weight::AccessPath::copied || weight.path == Weight::AccessPath::converted)
-      service = "converted";
+    if (weight.path == Weight::AccessPath::converted) service = "converted";
     services[entry.name] = service;
   });
   const py::object dict = module_dict(module.ptr());

@@ -11,7 +11,7 @@ namespace dynswap {
 /// With a binary unit, and exactly: "1.5 GiB (1610612736 bytes)". As format_bytes of the Python package has
 /// it.
 inline std::string amount(std::size_t bytes) {
-  std::string exact = std::to_string(bytes) + " bytes";
+  std::string exact = std::to_string(bytes) + (bytes == 1 ? " byte" : " bytes");
   if (bytes < 1024) return exact;
   double size = static_cast<double>(bytes) / 1024;
   std::size_t power = 0;

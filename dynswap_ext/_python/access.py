@@ -267,6 +267,9 @@ class Access(HeldCopies):
         master = weight.master
         self._collect()
         size = weight.destination.bytes_for(master)
+        to_plan = weight.to_plan()
+        weight.resident &= to_plan > 0
+        self.outdated |= weight.planned not in (None, to_plan)
         self._make_room(size)
         begin = time.monotonic_ns()
         try:
@@ -337,6 +340,7 @@ def is_plain(master: torch.Tensor) -> bool:
     """Whether a master's bytes can be copied and compared; others are converted at each access."""
     return (
         type(master) in _PLAIN
+        and master.numel() > 0
         and master.layout is torch.strided
         and not (master.is_quantized or master.is_nested or master._is_zerotensor())
         and not (0 in master.stride() and _is_expanded(master))

@@ -44,6 +44,15 @@ class Destination:
         return master.to(device=self.device, dtype=self.dtype_for(master))
 
 
+def lies_as_copy(master: torch.Tensor) -> bool:
+    """Return whether a copy has a master's bytes in the master's order: no gaps, nothing that torch negates.
+
+    Others are copied at each access and have no place in a plan (native: csrc/bindings/master.h).
+    """
+    lazy = master.is_conj() or master.is_neg()
+    return not lazy and bool(torch.ops.aten.is_non_overlapping_and_dense.default(master))
+
+
 def _is_emptied(tensor: torch.Tensor) -> bool:
     """Whether the tensor's storage was resized to nothing, as FSDP does between its calls."""
     if torch.compiler.is_compiling():

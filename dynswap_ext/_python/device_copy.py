@@ -21,7 +21,7 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from dynswap_ext._python.autograd import alias, fetch, is_fetched
-from dynswap_ext._python.destination import Destination
+from dynswap_ext._python.destination import Destination, lies_as_copy
 from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._python.memory_watch import MemoryWatch
 from dynswap_ext._python.overlaps import Overlaps, Place, may_overlap, part_of_storage
@@ -66,6 +66,7 @@ class Weight:
         "destination",
         "kept",
         "master",
+        "planned",
         "resident",
         "watched",
     )
@@ -76,6 +77,9 @@ class Weight:
         #: Not weakly: torch swaps no tensor that somebody refers to weakly (`torch.utils.swap_tensors`).
         self.master = master
         self.resident = False
+        #: The device bytes for which it has a place in the plan, 0 if it lies as no copy does; None: no plan
+        #: has looked at it.
+        self.planned: int | None = None
         #: Whether the running module may ask for it again.
         self.kept = False
         #: Invariant: what the next access hands out, if the master is still what it was then.
@@ -88,6 +92,10 @@ class Weight:
         self.asked_again = False
         self._in_call: _InCall | None = None
         self.overlapping()  # which takes it up
+
+    def to_plan(self) -> int:
+        """Return the device bytes for which a plan has to give it a place; 0: it has none."""
+        return self.destination.bytes_for(self.master) if lies_as_copy(self.master) else 0
 
     def overlapping(self) -> list[Weight]:
         """The weights whose masters have some of this one's bytes."""

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from dynswap_ext._util.memory import exact_bytes
-from dynswap_ext.errors import BudgetError
-
 
 def choose_residents(
     sizes: Sequence[int],
@@ -21,12 +18,7 @@ def choose_residents(
     spread evenly over the order, so that the weights that stream come at an even pace. Without a budget
     nothing stays. `sizes` are device bytes, `together` the bytes that a module may use at one time, `at_once`
     those that a call certainly uses at one time. Weights of `keep` stay in any case, and the others have the
-    rest of the budget.
-
-    Raises
-    ------
-    BudgetError
-        The largest weight does not fit, or `at_once` does not.
+    rest of the budget, which holds the largest of them and `at_once`.
     """
     if keep is not None and any(keep):
         others = [size for size, kept in zip(sizes, keep, strict=True) if not kept]
@@ -38,12 +30,6 @@ def choose_residents(
     total, needed = sum(sizes), max(*sizes, at_once)
     if total <= budget:
         return [True] * len(sizes)
-    if needed > budget:
-        raise BudgetError(
-            f"budget is {exact_bytes(budget)}, but the largest weight, or the weights that one call needs at "
-            f"once, take {exact_bytes(needed)} on the device: the smallest budget that works",
-            smallest_bytes=needed,
-        )
     room = max(0, budget - max(needed, together))
     share = room / total
     chosen, credit = [], 0.0

@@ -23,6 +23,7 @@ from dynswap_ext._python.device_copy import Weight
 from dynswap_ext._python.residency import choose_residents
 from dynswap_ext._swap.protocol import Hooks, Service
 from dynswap_ext._swap.state import STATE_KEY, modules_of, original_class, session_of, set_class
+from dynswap_ext._swap.subclasses import inner_names
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import exact_bytes
 from dynswap_ext._util.own_masters import own_masters
@@ -156,9 +157,9 @@ class Session(Access):
     inside_call = staticmethod(inside_call)
 
     def check(self, module: nn.Module) -> None:
-        # Weights are compared by identity.
         state = module.__dict__[STATE_KEY]
-        self.outdated |= self.weights_of(module, state) != state.weights
+        now = self.weights_of(module, state)  # compared by identity
+        self.outdated |= now != state.weights or any(w.planned != w.to_plan() for w in now.values())
 
     def replan(self, root: nn.Module, budget: Budget) -> None:
         self.outdated = False
@@ -201,7 +202,7 @@ class Session(Access):
                 return "in place"
             weight = state.weights.get(name)
             if weight is None:
-                return "converted"
+                return "converted" if inner_names(master) is None else "streamed"
             return "resident" if weight.resident else "streamed"
 
         ignored = module.__dict__[STATE_KEY].ignored
@@ -259,16 +260,18 @@ class Session(Access):
         }
 
     def _make_plan(self, states: list[ModuleState]) -> None:
-        used = {weight: None for state in states for weight in state.weights.values()}
-        size_of = {weight: weight.destination.bytes_for(weight.master) for weight in used}
-        weights, sizes = list(size_of), list(size_of.values())
+        size_of = {weight: weight.to_plan() for state in states for weight in state.weights.values()}
         together = max((sum(size_of[w] for w in state.weights.values()) for state in states), default=0)
         at_once, kept = self._needed_and_kept(states, size_of)
-        self._check_kept(kept, size_of, at_once)
+        self._check_budget(kept, size_of, at_once)
+        for weight, size in size_of.items():
+            weight.planned, weight.resident, weight.counts.resident = size, False, False
+            weight.counts.bytes = weight.destination.bytes_for(weight.master)
+        weights = [weight for weight, size in size_of.items() if size]
+        sizes = [size_of[weight] for weight in weights]
         residents = choose_residents(sizes, self._budget, together, at_once, [w in kept for w in weights])
         for weight, resident in zip(weights, residents, strict=True):
-            weight.resident = resident
-            weight.counts.bytes, weight.counts.resident = size_of[weight], resident
+            weight.resident = weight.counts.resident = resident
         self._counts = dict.fromkeys(weight.counts for weight in weights)
         self._describe()
         self._plan.update(
@@ -305,18 +308,24 @@ class Session(Access):
         needed = (sum(size_of[weight] for weight in unit if weight not in kept) for unit in together.values())
         return max(needed, default=0), kept
 
-    def _check_kept(self, kept: set[Weight], size_of: dict[Weight, int], at_once: int) -> None:
+    def _check_budget(self, kept: set[Weight], size_of: dict[Weight, int], at_once: int) -> None:
+        """Refuse a budget that does not hold what is kept and the largest of the others."""
         held = sum(map(size_of.__getitem__, kept))
         largest = max((size for weight, size in size_of.items() if weight not in kept), default=0)
-        largest = max(largest, at_once)
-        if not held or self._budget is None or held + largest <= self._budget:
+        smallest = held + max(largest, at_once)
+        if self._budget is None or smallest <= self._budget:
             return
-        names = sorted(map(self._name, kept))
+        refused = "cannot hold the largest group of weights"
+        if held:
+            names = [self._name(weight) for weight, size in size_of.items() if size and weight in kept]
+            refused = (
+                f"does not hold the weights that keep= names ({listed(names)}), which take "
+                f"{exact_bytes(held)}, and the largest group of the others"
+            )
         raise BudgetError(
-            f"a budget of {exact_bytes(self._budget)} does not hold the weights that keep= names "
-            f"({listed(names)}), which take {exact_bytes(held)}, and the largest of the others; "
-            f"the smallest budget that works is {exact_bytes(held + largest)}",
-            held + largest,
+            f"a budget of {exact_bytes(self._budget)} {refused}; the smallest budget that works is "
+            f"{exact_bytes(smallest)}",
+            smallest,
         )
 
 

@@ -163,11 +163,6 @@ def test_repeated_elements(provider: Provider) -> None:
 def test_one_written_between_forward_and_backward_is_refused(
     provider: Provider, layout: str, when: str, budget: str | None
 ) -> None:
-    if budget and not provider.native:
-        pytest.skip(
-            "pure Python keeps them resident like others, and a write to what is resident is not refused"
-        )
-
     def install(model: nn.Module) -> object:
         return provider.install(model, dtype=torch.float64, budget=budget)
 

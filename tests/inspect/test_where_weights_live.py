@@ -66,6 +66,41 @@ def test_some_are_resident(provider: Provider) -> None:
     assert served == {"resident", "streamed"}
 
 
+@pytest.mark.parametrize("budget", ["minimum", "1GiB"])
+def test_those_that_do_not_lie_as_a_copy_does_are_streamed(provider: Provider, budget: str) -> None:
+    """They are copied at each access, whatever the budget and `keep`, and have no place in the plan."""
+    if provider.device.type != "cpu":
+        pytest.skip("of a module without a forward of torch's own")
+    model = nn.Module()
+    model.rows = nn.Parameter(torch.ones(8, 12)[:, :8])
+    model.negative = nn.Parameter(torch.complex(torch.ones(8), torch.ones(8)).conj().imag)
+    model.dense = nn.Parameter(torch.ones(64, 64))
+    model.empty = nn.Parameter(torch.ones(0, 8))
+    handle = provider.install(model, dtype=torch.float64, budget=budget, keep=["dense", "rows"])
+    for _ in range(3):
+        served = {weight.name: weight.served for weight in summary(model).weights}
+        assert served == {
+            "rows": "streamed",
+            "negative": "streamed",
+            "dense": "resident",
+            "empty": "converted",
+        }
+        handle.reset_stats()
+        with torch.no_grad():
+            assert model.rows.sum() == 64 and model.negative.sum() == -8 and model.dense.sum() == 64 * 64
+        model.empty.sum()
+    assert handle.stats().bytes_moved == 4 * (64 + 8)
+    assert handle.stats().weight_bytes == 8 * 64 * 64
+
+
+def test_wrappers_are_streamed(provider: Provider) -> None:
+    model = nn.Linear(8, 4, bias=False)
+    model.weight = nn.Parameter(ScaledInt8.quantise(model.weight.detach()), requires_grad=False)
+    provider.install(model, dtype=torch.float64)
+    (weight,) = summary(model).weights
+    assert weight.served == "streamed"
+
+
 def test_a_part_of_a_model_is_installed(provider: Provider) -> None:
     model = mlp()
     provider.install(model[0], dtype=torch.float64)
