@@ -2,11 +2,13 @@
 
 A program is made from a seed: masters of many forms, options and steps. Written down is what each step gives:
 outputs, what is read, gradients, masters, warnings and errors. Values are small whole numbers and halves, so
-that the order of a sum does not matter.
+that the order of a sum does not matter. So is how each master is served, and the bytes that a call moves when
+all that a plan has is on the device.
 
 Left out is what docs/contract.md and docs/limits.md say that pure Python cannot see: data that a forward
 gives, or writes through `.data`, NumPy or DLPack. So is what a provider decides by itself: when a budget is
-full.
+full; hits, copies and residents, which are of groups (one weight each in pure Python); how masters in a file
+are served that are what the device wants (the engine reads them itself, pure Python through their mapping).
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 
 import dynswap_ext
 from dynswap_ext import testing
+from dynswap_ext.inspect import summary
 from handed_writes import HANDED_WRITES, handed_write
 from master_writes import MASTER_WRITES, Dice, Place
 
@@ -123,7 +127,7 @@ def options_of(dice: random.Random) -> dict[str, Any]:
     chosen: dict[str, Any] = {
         "dtype": dice.choice([torch.float64, torch.float64, torch.bfloat16, torch.float16, None]),
         "prefetch": dice.randrange(3),
-        "budget": dice.choice([None, "1GiB"]),
+        "budget": dice.choice([None, "1GiB", "1GiB", "smallest"]),
     }
     if dice.random() < 0.2:
         chosen["keep"] = dice.choice(["0", "*.w", ["1", "*.b"]])
@@ -159,6 +163,7 @@ class Run:
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
         self.model = make(self.dice)
+        self.all_stay = False  # whatever the plan has, on the device
 
     def __call__(self) -> list[Line]:
         for name, place in self.places():
@@ -203,7 +208,7 @@ class Run:
 
     def step(self) -> None:
         outside = (self.write_master, self.write_handed, self.read, self.assign, self.look)
-        others = (self.state, self.copy, self.freeze_or_thaw, self.load, self.install)
+        others = (self.state, self.copy, self.freeze_or_thaw, self.load, self.install, self.count)
         self.dice.choice([self.call, self.call, self.call, *outside, *others])()
 
     def install(self) -> None:
@@ -211,7 +216,58 @@ class Run:
         options = options_of(self.dice)
         self.note("install", str(options))
         with self.noting("install"):
-            dynswap_ext.install(self.model, device=self.device, provider=self.provider, **options)
+            self.all_stay = options["budget"] == "1GiB"
+            if options["budget"] == "smallest":
+                options["budget"] = self.smallest_budget(options)
+            self.handle = dynswap_ext.install(
+                self.model, device=self.device, provider=self.provider, **options
+            )
+            keep = options.get("keep", ())
+            self.keep = [keep] if isinstance(keep, str) else keep
+            self.note("services", self.services())
+
+    def smallest_budget(self, options: dict[str, Any]) -> int:
+        """The smallest budget that works, as the refusal of another one names it."""
+        try:
+            dynswap_ext.install(
+                self.model, device=self.device, provider=self.provider, **{**options, "budget": 1}
+            )
+        except dynswap_ext.BudgetError as error:
+            return error.smallest_bytes or 1
+        return 1  # nothing is planned
+
+    def services(self) -> dict[str, str | None]:
+        """How each master is served."""
+        masters = {name: place.master for name, place in self.places()}
+        kept = {
+            id(master)
+            for name, master in masters.items()
+            if any(fnmatchcase(path, pattern) for path in (name, name[0]) for pattern in self.keep)
+        }
+        found = {}
+        for weight in summary(self.model).weights:
+            cast = weight.dtype.is_floating_point and self.handle.dtype not in (None, weight.dtype)
+            if weight.place == "file" and not cast:
+                continue  # only the engine copies it
+            policy = (
+                weight.served == "resident" and not self.all_stay and id(masters[weight.name]) not in kept
+            )
+            found[weight.name] = "streamed" if policy else weight.served  # natively, tiny weights stay
+        return found
+
+    def count(self) -> None:
+        """Note the services and what a call moves once the plan is of the masters that there are."""
+        x = torch.zeros((), dtype=torch.float64, device=self.device)
+        self.held.clear()  # what is held of old values keeps the place of the new ones
+        with self.noting("count"), torch.no_grad():
+            for _ in range(
+                5
+            ):  # what stays for two calls is in the plan of the fourth, and on the device then
+                before = self.handle.stats().bytes_moved
+                self.model(x)
+            self.note("services", self.services())
+            if self.all_stay:
+                self.note("bytes moved", self.handle.stats().bytes_moved - before)
 
     def call(self) -> None:
         training = self.dice.random() < 0.4

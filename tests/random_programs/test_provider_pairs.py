@@ -11,6 +11,7 @@ import time
 
 import pytest
 
+import budget_pairs
 from conftest import Provider
 from provider_pairs import judge
 
@@ -25,5 +26,15 @@ def test_both_providers_do_the_same(provider: Provider) -> None:
     for seed in itertools.count(time.time_ns() // 1_000_000) if SECONDS else SHORT:
         difference = judge(seed, provider.device)
         assert not difference, difference
+        if SECONDS and time.monotonic() > end:
+            break
+
+
+def test_both_providers_say_the_same_of_budgets(provider: Provider) -> None:
+    if not provider.native:
+        pytest.skip("the run of the native provider compares it with this one")
+    end = time.monotonic() + SECONDS / 4
+    for seed in itertools.count(time.time_ns() // 1_000_000) if SECONDS else SHORT:
+        budget_pairs.judge(seed, provider.device)
         if SECONDS and time.monotonic() > end:
             break
