@@ -216,13 +216,13 @@ class Run:
         options = options_of(self.dice)
         self.note("install", str(options))
         with self.noting("install"):
-            self.all_stay = options["budget"] == "1GiB"
+            all_stay = options["budget"] == "1GiB"
             if options["budget"] == "smallest":
                 options["budget"] = self.smallest_budget(options)
             self.handle = dynswap_ext.install(
                 self.model, device=self.device, provider=self.provider, **options
             )
-            keep = options.get("keep", ())
+            self.all_stay, keep = all_stay, options.get("keep", ())
             self.keep = [keep] if isinstance(keep, str) else keep
             self.note("services", self.services())
 
