@@ -22,6 +22,7 @@ show how much memory the activations of all models take.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections import Counter
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -110,7 +111,8 @@ class Tuner:
     """Hears of a model's calls, and makes a new plan when enough of them were measured. Thread-safe."""
 
     def __init__(self, install: HasBudget) -> None:
-        self._install = install
+        #: Not kept alive: the install has the tuner, and its session should end with its last user.
+        self._install: HasBudget = weakref.proxy(install)
         self._session = install.session
         self._lock = threading.Lock()
         # LOCK: guards all below, and changes of the install's budget.

@@ -327,7 +327,9 @@ class Run:
                 isinstance(handed, nn.Parameter),
             )
             self.note(f"read {name}", (shown(handed), about))
-            if handed.numel():
+            if (
+                handed.numel() and place.master.device.type == "cpu"
+            ):  # else it may be converted at each access
                 assert getattr(place.owner, place.name) is handed
             self.held.append(handed)
 
