@@ -128,7 +128,8 @@ class TestMeters:
             pytest.skip("this file system is in memory")
         assert after - before >= len(content)
         path.read_bytes()
-        assert disk_bytes_read() == after  # cached now
+        # It is cached now; meanwhile the system may read a page of a library again.
+        assert disk_bytes_read() - after < len(content) // 8
 
     @pytest.mark.parametrize("readers", [1, 3])
     def test_disk_bandwidth_counts_what_it_reads(self, readers: int, tmp_path: Path) -> None:
