@@ -49,7 +49,7 @@ class Install(ServedModules):
     ) -> None:
         super().__init__()
         self.options = options
-        #: What the present plan has, or is for. Nothing else keeps it, and all plans are made with it.
+        #: Of the present plan; each new plan is made with it. A session knows that of its own plan only.
         self.budget = options.budget
         self.provider = provider
         self._naming = naming

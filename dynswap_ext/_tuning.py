@@ -111,7 +111,7 @@ class Tuner:
     """Hears of a model's calls, and makes a new plan when enough of them were measured. Thread-safe."""
 
     def __init__(self, install: HasBudget) -> None:
-        #: Not kept alive: the install has the tuner, and its session should end with its last user.
+        #: Weak, as the install owns the tuner: a cycle of the two would outlive the last user.
         self._install: HasBudget = weakref.proxy(install)
         self._session = install.session
         self._lock = threading.Lock()

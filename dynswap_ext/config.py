@@ -82,13 +82,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class Options:
-    """What one install was asked for, checked and complete. A session is given all of them as they are."""
+    """What one install was asked for, checked and complete. A session is given the object whole."""
 
     device: torch.device
     #: None leaves every master's dtype as it is.
     dtype: torch.dtype | None
     prefetch: int
-    #: Of the first plan; `Install.budget` is the present one.
+    #: Of the first plan. `Install.budget` is the present one, which a session is given apart.
     budget: Budget
     #: Bytes of masters in RAM that may be page-locked; 0: none.
     pin: int

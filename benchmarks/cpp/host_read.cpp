@@ -77,7 +77,7 @@ int main(int argc, char** argv) {
 
   const auto file = File::open(path);
   HostBackend backend(&cast_to_bf16, threads);
-  const std::size_t slot_bytes = group + 2 * backend.alignment();
+  const std::size_t slot_bytes = group + 2 * HostBackend::kTraits.alignment;
   const Memory ring = backend.allocate(kRing * slot_bytes);
   std::memset(ring.get(), 1, kRing * slot_bytes);  // a ring that is in use has its pages
 
@@ -102,7 +102,7 @@ int main(int argc, char** argv) {
       source->offset = at;
       source->count = std::min<std::uint64_t>(group, file->size() - at) / scalar_size(source->stored);
       std::byte* slot =
-          ring.get() + (copies.size() % kRing) * slot_bytes + backend.phase(*source).value_or(0);
+          ring.get() + (copies.size() % kRing) * slot_bytes + HostBackend::kTraits.phase(*source).value_or(0);
       CopyRequest request;
       request.steps.push_back({{}, {{source, 0, source->count, slot}}});
       copies.push_back(backend.copy(std::move(request)));

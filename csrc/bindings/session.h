@@ -217,7 +217,7 @@ class Session : public std::enable_shared_from_this<Session> {
   // session_plan.cpp
   struct Draft;
   struct Planning;
-  /// Groups and residents that were found for the weights of a plan, to use if the masters are still those.
+  /// Groups and residents that were found for the plan `measured`, to use if its masters are still the same.
   struct Placed {
     PriorPlan plan;
     std::shared_ptr<const Plan> measured;

@@ -79,7 +79,7 @@ struct DeviceTraits {
   std::size_t weight_alignment = 512;
   /// Ranges of a file from this size on are read straight into place, and keep their phase; 0: none does.
   std::size_t in_place_bytes = 0;
-  /// To begin a copy takes as long as about so many of its bytes.
+  /// To begin a copy takes as long as to copy about so many bytes.
   std::size_t copy_overhead_bytes = 128u << 10;
 
   /// Where in its slot a weight would best begin, modulo `alignment` (a file range that is read straight

@@ -343,7 +343,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<std::vector<WeightId>> groups_to_keep(std::vector<std::vector<WeightId>> on_device) const;
   void form_groups_within(std::size_t budget, const std::vector<std::vector<WeightId>>& on_device);
   void form_groups_and_residents(const std::vector<std::vector<WeightId>>& on_device, std::size_t budget);
-  Groups traits() const;                     ///< each group's
+  Groups group_traits() const;
   std::size_t group_bytes() const noexcept;  ///< of all groups
   Cost cost_of_pass() const;
   void check_kept(std::size_t budget) const;

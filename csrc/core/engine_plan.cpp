@@ -17,7 +17,7 @@ constexpr unsigned kMostHalvings = 8;  ///< of the usual groups
 
 }  // namespace
 
-Groups Engine::traits() const { return {groups_.begin(), groups_.end()}; }
+Groups Engine::group_traits() const { return {groups_.begin(), groups_.end()}; }
 
 std::size_t Engine::group_bytes() const noexcept {
   std::size_t total = 0;
@@ -43,7 +43,7 @@ void Engine::arrange(const std::vector<std::vector<WeightId>>& on_device) {
   const std::size_t budget = PROTECTED(cap_respected) ? options_.budget : 2 * options_.budget;
   if (const std::optional<PriorPlan>& prior = options_.prior) {
     take_groups(*prior);
-    residency_ = residency_of(prior->resident, traits(), prior->cache_bytes, budget, options_.prefetch);
+    residency_ = residency_of(prior->resident, group_traits(), prior->cache_bytes, budget, options_.prefetch);
   } else {
     std::vector<std::vector<WeightId>> together;
     if (budget > 0) together = groups_to_keep(on_device);
@@ -56,7 +56,7 @@ void Engine::arrange(const std::vector<std::vector<WeightId>>& on_device) {
   }
   stats_.groups = groups_.size();
   stats_.weight_bytes = group_bytes();
-  Groups groups = traits();
+  Groups groups = group_traits();
   half_life_ = half_life(residency_.cache_bytes, groups);
   // When all residents have given way, no more is left than with budget="minimum".
   if (options_.residents_give_way) {
@@ -86,11 +86,11 @@ void Engine::form_groups_within(std::size_t budget, const std::vector<std::vecto
   const Units all = units();
   const auto form = [&](const Grouping& grouping, const std::vector<std::vector<WeightId>>& together) {
     form_groups(all, grouping, together);
-    return options_.budget == 0 || least_budget(traits()) <= options_.budget;
+    return options_.budget == 0 || least_budget(group_traits()) <= options_.budget;
   };
   const auto choose_residents = [&] {
     check_kept(budget);
-    residency_ = plan_residency(traits(), budget, options_.prefetch);
+    residency_ = plan_residency(group_traits(), budget, options_.prefetch);
   };
   std::optional<unsigned> best;
   std::uint32_t best_depth = 0;
@@ -123,7 +123,7 @@ void Engine::form_groups_within(std::size_t budget, const std::vector<std::vecto
 void Engine::form_groups_and_residents(const std::vector<std::vector<WeightId>>& on_device,
                                        std::size_t budget) {
   form_groups_within(budget, on_device);
-  Groups groups = traits();
+  Groups groups = group_traits();
   if (std::none_of(groups.begin(), groups.end(), std::mem_fn(&GroupTraits::on_device))) return;
 
   // As many of them stay as leave the usual room to run ahead. If the usual residents are more, others fill
@@ -170,7 +170,7 @@ void Engine::check_kept(std::size_t budget) const {
       if (++count <= kMostNamed) names += (names.empty() ? "" : ", ") + weights_[weight].source->name;
     }
   }
-  const std::size_t least = least_budget(traits());
+  const std::size_t least = least_budget(group_traits());
   if (kept == 0 || budget == 0 || least <= budget) return;
   if (count > kMostNamed) names += " and " + std::to_string(count - kMostNamed) + " more";
   throw BudgetError("a budget of " + amount(budget) + " does not hold the weights that " +

@@ -66,7 +66,7 @@ std::size_t least_budget(const Groups& groups);
 ResidencyPlan plan_residency(const Groups& groups, std::size_t budget, std::uint32_t prefetch);
 
 /// Residents of no more than so many bytes, and those that are kept in any case. Groups on the device come
-/// first; of each kind a share spread evenly. None but those that are kept are `by_use`.
+/// first; of each kind a share spread evenly. No group by use is resident unless it is kept.
 std::vector<bool> residents_within(std::size_t most, const Groups& groups);
 
 /// The plan in which just these groups are resident, those by use have at least `cache_bytes`, and the others

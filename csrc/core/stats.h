@@ -37,7 +37,7 @@ struct Stats {
 
   /// Goes on counting from where another engine of the same install ended.
   void add_counters(const Stats& earlier) noexcept;
-  /// Counting begins again. The plan and what is so now stay.
+  /// Sets the counters to 0. The plan and what is so now stay.
   void clear_counters() noexcept;
 };
 
@@ -78,7 +78,8 @@ inline constexpr auto kStats = std::to_array<Stat>({
     {"staged_bytes", &Stats::staged_bytes, Stat::state},
     {"mapped_bytes", &Stats::mapped_bytes, Stat::state},
 });
-static_assert(kStats.size() * sizeof(std::uint64_t) == sizeof(Stats), "a figure has a row");
+static_assert(kStats.size() * sizeof(std::uint64_t) == sizeof(Stats),
+              "each figure of Stats needs a row in kStats");
 
 inline void Stats::add_counters(const Stats& earlier) noexcept {
   for (const Stat& stat : kStats) {

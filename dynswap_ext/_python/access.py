@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 from dynswap_ext._python import saved_hooks
 from dynswap_ext._python.attribute import ModuleState
 from dynswap_ext._python.calls import inside_call, keep
-from dynswap_ext._python.destination import Destination
+from dynswap_ext._python.destination import Destination, lies_as_copy
 from dynswap_ext._python.device_copy import DeviceCopy, Weight, overlaps
 from dynswap_ext._python.held_copies import HeldCopies
 from dynswap_ext._python.mapped_files import check_mapped
@@ -267,7 +267,7 @@ class Access(HeldCopies):
         master = weight.master
         self._collect()
         size = weight.destination.bytes_for(master)
-        to_plan = weight.to_plan()
+        to_plan = size if lies_as_copy(master) else 0
         weight.resident &= to_plan > 0
         self.outdated |= weight.planned not in (None, to_plan)
         self._make_room(size)

@@ -49,8 +49,10 @@ def lies_as_copy(master: torch.Tensor) -> bool:
 
     Others are copied at each access and have no place in a plan (native: csrc/bindings/master.h).
     """
-    lazy = master.is_conj() or master.is_neg()
-    return not lazy and bool(torch.ops.aten.is_non_overlapping_and_dense.default(master))
+    if master.is_conj() or master.is_neg():
+        return False
+    # The first is quick, and true of nearly all.
+    return master.is_contiguous() or bool(torch.ops.aten.is_non_overlapping_and_dense.default(master))
 
 
 def _is_emptied(tensor: torch.Tensor) -> bool:
