@@ -126,6 +126,9 @@ bool& relaxed() noexcept;
 /// Somebody captures in global mode: then calls that could synchronise are errors, and spoil the capture, but
 /// for those of a relaxed thread.
 bool capture_forbids(const char* who);
+/// Somebody captures, in whatever mode: then what waits for the whole device is an error, for relaxed threads
+/// too.
+bool capture_forbids_all(const char* who);
 void replay(Stream& stream, const Graph& graph);
 
 // ----------------------------------------------------------------------------------------------- host

@@ -105,7 +105,7 @@ Pinned pinned(const void* address, std::size_t bytes) {
 
 int pin(void* address, std::size_t bytes) {
   Machine& m = machine();
-  if (bytes == 0) return kInvalidValue;
+  if (bytes == 0 || address == nullptr || !may_be_locked(address)) return kInvalidValue;
   std::this_thread::sleep_for(std::chrono::milliseconds(m.faults.registration_ms));
   const auto begin = reinterpret_cast<std::uintptr_t>(address) / kPage * kPage;
   const auto end = (reinterpret_cast<std::uintptr_t>(address) + bytes + kPage - 1) / kPage * kPage;
@@ -124,7 +124,9 @@ int unpin(void* address) {
   const auto begin = reinterpret_cast<std::uintptr_t>(address) / kPage * kPage;
   const std::lock_guard lock(m.mutex);
   const auto found = m.pinned.find(begin);
-  if (found == m.pinned.end() || found->second.second) return kNotRegistered;
+  if (found == m.pinned.end() || found->second.second) {
+    return pinned_locked(m, begin, 1) == Pinned::no ? kNotRegistered : kInvalidValue;
+  }
   const std::size_t bytes = found->second.first - begin;
   if (m.watching_pages && !pages_marked(reinterpret_cast<void*>(begin), bytes)) {
     m.violations.push_back("pages were unmapped while they were registered");

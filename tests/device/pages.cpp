@@ -10,6 +10,29 @@
 
 namespace pretend {
 
+bool may_be_locked(const void* address) {
+  std::FILE* const file = std::fopen("/proc/self/maps", "r");
+  if (file == nullptr) return true;
+  const auto at = reinterpret_cast<std::uintptr_t>(address);
+  bool may = true;
+  char line[512];
+  while (std::fgets(line, sizeof line, file) != nullptr) {
+    std::uintptr_t from = 0, to = 0;
+    char access[5] = "";
+    unsigned long inode = 0;
+    if (std::sscanf(line, "%" SCNxPTR "-%" SCNxPTR " %4s %*s %*s %lu", &from, &to, access, &inode) < 3 ||
+        at < from || at >= to)
+      continue;
+    const bool in_memory = std::strstr(line, "/dev/shm/") != nullptr ||
+                           std::strstr(line, "/memfd:") != nullptr ||
+                           std::strstr(line, "/dev/zero") != nullptr;
+    may = access[1] == 'w' && (access[3] != 's' || inode == 0 || in_memory);
+    break;
+  }
+  std::fclose(file);
+  return may;
+}
+
 void mark_pages(void* address, std::size_t bytes) {
   // A core dump leaves them out: nothing else heeds it, and the system shows it of each mapping.
   (void)madvise(address, bytes, MADV_DONTDUMP);

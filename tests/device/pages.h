@@ -10,6 +10,10 @@ namespace pretend {
 /// of writes, each of them has been written to.
 void write_to_pages(void* address, std::size_t bytes);
 /// Whole pages.
+/// Whether the system lets a device keep these pages: not those that may only be read, nor a file's that it
+/// would have to write back (Linux 6.5 and later).
+bool may_be_locked(const void* address);
+
 void mark_pages(void* address, std::size_t bytes);
 void unmark_pages(void* address, std::size_t bytes);
 /// All of them are mapped, and have been since they were marked. Slow: reads what the system has of the

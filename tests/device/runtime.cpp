@@ -185,7 +185,8 @@ EXPORT cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
 }
 
 EXPORT cudaError_t cudaDeviceSynchronize() {
-  return unsafe_call("cudaDeviceSynchronize", [&] {
+  if (pretend::capture_forbids_all("cudaDeviceSynchronize")) return fail(cudaErrorStreamCaptureUnsupported);
+  return call("cudaDeviceSynchronize", [&] {
     pretend::synchronise_device(pretend::current_device(), "cudaDeviceSynchronize");
     return cudaSuccess;
   });
@@ -216,7 +217,10 @@ EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) 
 }
 
 EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
+  // (Of a device that has failed too, unlike any other call.)
   if (pretend::on_device_thread()) pretend::violate("cudaEventDestroy in a host function");
+  // The runtime would make a context, on the thread's device, whichever that is.
+  if (pretend::contexts().empty()) pretend::violate("cudaEventDestroy without a context");
   --pretend::counts().events;
   delete event;
   return cudaSuccess;

@@ -206,19 +206,25 @@ bool& relaxed() noexcept {
   return yes;
 }
 
-bool capture_forbids(const char* who) {
-  if (relaxed()) return false;
+namespace {
+
+bool break_captures(const char* who, bool all) {
   Machine& m = machine();
   const std::lock_guard lock(m.mutex);
-  bool forbids = false;
+  bool broken = false;
   for (const auto& stream : m.streams) {
-    if (stream->capture && stream->capture->global) {
-      stream->capture->broken = forbids = true;
+    if (stream->capture && (all || stream->capture->global)) {
+      stream->capture->broken = broken = true;
       m.violations.push_back(std::string(who) + " during a capture");
     }
   }
-  return forbids;
+  return broken;
 }
+
+}  // namespace
+
+bool capture_forbids(const char* who) { return !relaxed() && break_captures(who, false); }
+bool capture_forbids_all(const char* who) { return break_captures(who, true); }
 
 void replay(Stream& stream, const Graph& graph) {
   for (const auto& [work, what] : graph) enqueue(stream, work, what);

@@ -40,6 +40,7 @@ __all__ = [
     "no_synchronisation",
     "protections",
     "reset",
+    "runtime",
     "violations",
     "virtual_clock",
     "watch_pages",
@@ -90,6 +91,11 @@ def has_toolkit() -> bool:
 def reset(seed: int = 1, order: str = "late") -> None:
     """Finish all that is queued, then begin again: counts, violations, faults, and when queued work runs."""
     _pretend.reset(seed, order)
+
+
+def runtime() -> ctypes.CDLL:
+    """The CUDA runtime's functions, by their names."""
+    return ctypes.CDLL(_pretend.__file__)
 
 
 def counts() -> dict[str, int]:
