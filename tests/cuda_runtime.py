@@ -89,6 +89,15 @@ class Runtime:
         assert self.call("cudaPointerGetAttributes", ctypes.byref(attributes), address) == SUCCESS
         return attributes.type
 
+    def range_of(self, address: int) -> tuple[int, int]:
+        """First byte and size of the registration or allocation, as the driver knows it; (0, 0): of none."""
+        driver = self._library if pretend_cuda.active() else ctypes.CDLL("libcuda.so.1")
+        begin, size = ctypes.c_size_t(), ctypes.c_size_t()
+        for value, attribute in ((begin, 11), (size, 12)):  # CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, _SIZE
+            if driver.cuPointerGetAttribute(ctypes.byref(value), attribute, ctypes.c_size_t(address)):
+                return 0, 0
+        return begin.value, size.value
+
     def host_alloc(self, size: int) -> int:
         block = ctypes.c_void_p()
         assert self.call("cudaHostAlloc", ctypes.byref(block), size, ctypes.c_uint(0)) == SUCCESS

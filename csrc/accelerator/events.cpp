@@ -21,9 +21,11 @@ TorchClock::TorchClock(const c10::Stream& stream)
   host_ns_ = monotonic_ns();
 }
 
-std::optional<std::int64_t> TorchClock::time_of(const c10::Event& event) const noexcept {
+std::optional<Interval> TorchClock::interval(const c10::Event& first, const c10::Event& last) const noexcept {
+  const auto nanoseconds = [](double milliseconds) { return static_cast<std::int64_t>(1e6 * milliseconds); };
   try {
-    return host_ns_ + static_cast<std::int64_t>(1e6 * zero_.elapsedTime(event));
+    const std::int64_t end = host_ns_ + nanoseconds(zero_.elapsedTime(last));
+    return Interval{end - nanoseconds(first.elapsedTime(last)), end};
   } catch (const std::exception&) {
     return std::nullopt;  // the device is lost, or cannot time events
   }
@@ -97,10 +99,7 @@ void TorchEvent::synchronise() const {
 
 std::optional<Interval> TorchEvent::when() const noexcept {
   if (!clock_ || !devices_usable() || !done() || error_) return std::nullopt;
-  const std::optional<std::int64_t> end = clock_->time_of(*event_);
-  const std::optional<std::int64_t> first = begin ? clock_->time_of(*begin->event_) : end;
-  if (!end || !first) return std::nullopt;
-  return Interval{*first, *end};
+  return clock_->interval(begin ? *begin->event_ : *event_, *event_);
 }
 
 bool TorchEvent::done() const noexcept {

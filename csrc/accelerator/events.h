@@ -26,8 +26,10 @@ class TorchClock {
   /// Makes the calling thread wait for `stream`. Throws DeviceError.
   explicit TorchClock(const c10::Stream& stream);
 
-  /// Nanoseconds of the host's monotonic clock, of an event with timing that is done.
-  std::optional<std::int64_t> time_of(const c10::Event& event) const noexcept;
+  /// From one event to another, in nanoseconds of the host's monotonic clock. They have timing and are done.
+  /// The length is told by the two alone: CUDA tells times in single-precision milliseconds, whose steps are
+  /// a quarter of one an hour after the clock's own event.
+  std::optional<Interval> interval(const c10::Event& first, const c10::Event& last) const noexcept;
 
  private:
   c10::Event zero_;

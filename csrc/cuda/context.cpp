@@ -54,9 +54,9 @@ void check_driver(CUresult result, const char* call, int device) {
 }  // namespace
 
 DeviceContext::DeviceContext(int device) : device_(device) {
-  watch_process();
   int devices = 0;
   DYNSWAP_CUDA(cudaGetDeviceCount(&devices), "");
+  watch_process();
   if (device < 0 || device >= devices) {
     throw DeviceError("there is no CUDA device " + std::to_string(device) +
                       "; devices: " + std::to_string(devices));

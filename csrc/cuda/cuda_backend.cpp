@@ -324,9 +324,9 @@ std::unique_ptr<Backend> make_cuda_backend(CudaOptions options) {
 int cuda_device_count() {
   if (!cuda_usable())
     throw DeviceError("CUDA cannot be used in a process that was forked from one that had used it");
-  watch_process();
   int devices = 0;
   const cudaError_t error = cudaGetDeviceCount(&devices);
+  watch_process();
   if (error == cudaErrorNoDevice) {
     (void)cudaGetLastError();
     return 0;

@@ -8,6 +8,21 @@
 #include "transfer/device_errors.h"
 
 namespace dynswap {
+namespace {
+
+/// In the device's context: without one the runtime would make one, on the thread's device, whichever that
+/// is.
+void destroy(const DeviceContext& context, cudaEvent_t event) noexcept {
+  if (!cuda_usable()) return;
+  try {
+    const ContextGuard guard(context);
+    DYNSWAP_CUDA_NOEXCEPT(cudaEventDestroy(event));
+  } catch (const std::exception&) {
+    // the device is lost, and its events with it
+  }
+}
+
+}  // namespace
 
 DeviceClock::DeviceClock(std::shared_ptr<const DeviceContext> context, cudaStream_t stream)
     : context_(std::move(context)) {
@@ -23,13 +38,13 @@ DeviceClock::DeviceClock(std::shared_ptr<const DeviceContext> context, cudaStrea
   host_ns_ = monotonic_ns();
 }
 
-DeviceClock::~DeviceClock() { DYNSWAP_CUDA_NOEXCEPT(cudaEventDestroy(zero_)); }
+DeviceClock::~DeviceClock() { destroy(*context_, zero_); }
 
-std::optional<std::int64_t> DeviceClock::time_of(cudaEvent_t event) const noexcept {
+std::optional<std::int64_t> DeviceClock::between(cudaEvent_t first, cudaEvent_t last) const noexcept {
   float milliseconds = 0;
   try {
     const ContextGuard guard(*context_);
-    const cudaError_t state = cudaEventElapsedTime(&milliseconds, zero_, event);
+    const cudaError_t state = cudaEventElapsedTime(&milliseconds, first, last);
     if (state != cudaSuccess) {
       (void)cudaGetLastError();
       return std::nullopt;
@@ -37,12 +52,18 @@ std::optional<std::int64_t> DeviceClock::time_of(cudaEvent_t event) const noexce
   } catch (const std::exception&) {
     return std::nullopt;  // the device is lost
   }
-  return host_ns_ + static_cast<std::int64_t>(1e6 * static_cast<double>(milliseconds));
+  return static_cast<std::int64_t>(1e6 * static_cast<double>(milliseconds));
+}
+
+std::optional<Interval> DeviceClock::interval(cudaEvent_t first, cudaEvent_t last) const noexcept {
+  const std::optional<std::int64_t> end = between(zero_, last), length = between(first, last);
+  if (!end || !length) return std::nullopt;
+  return Interval{host_ns_ + *end - *length, host_ns_ + *end};
 }
 
 EventPool::~EventPool() {
   for (const auto& events : free_) {
-    for (cudaEvent_t event : events) DYNSWAP_CUDA_NOEXCEPT(cudaEventDestroy(event));
+    for (cudaEvent_t event : events) destroy(*context_, event);
   }
 }
 
@@ -70,7 +91,7 @@ void EventPool::give_back(cudaEvent_t event, bool timed) noexcept {
     return;
   } catch (const std::bad_alloc&) {
   }
-  DYNSWAP_CUDA_NOEXCEPT(cudaEventDestroy(event));
+  destroy(*context_, event);
 }
 
 void CudaEvent::record(cudaStream_t stream) {
@@ -79,10 +100,7 @@ void CudaEvent::record(cudaStream_t stream) {
 
 std::optional<Interval> CudaEvent::when() const noexcept {
   if (!clock_ || !cuda_usable() || !done()) return std::nullopt;
-  const std::optional<std::int64_t> end = clock_->time_of(event_);
-  const std::optional<std::int64_t> first = begin ? clock_->time_of(begin->event_) : end;
-  if (!end || !first) return std::nullopt;
-  return Interval{*first, *end};
+  return clock_->interval(begin ? begin->event_ : event_, event_);
 }
 
 bool CudaEvent::done() const noexcept {

@@ -27,10 +27,14 @@ class DeviceClock {
   DeviceClock(const DeviceClock&) = delete;
   DeviceClock& operator=(const DeviceClock&) = delete;
 
-  /// Nanoseconds of the host's monotonic clock, of an event with timing that is done.
-  std::optional<std::int64_t> time_of(cudaEvent_t event) const noexcept;
+  /// From one event to another, in nanoseconds of the host's monotonic clock. They have timing and are done.
+  /// The length is told by the two alone: CUDA tells times in single-precision milliseconds, whose steps are
+  /// a quarter of one an hour after the clock's own event.
+  std::optional<Interval> interval(cudaEvent_t first, cudaEvent_t last) const noexcept;
 
  private:
+  std::optional<std::int64_t> between(cudaEvent_t first, cudaEvent_t last) const noexcept;
+
   const std::shared_ptr<const DeviceContext> context_;
   cudaEvent_t zero_ = nullptr;
   std::int64_t host_ns_ = 0;

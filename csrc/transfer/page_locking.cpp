@@ -1,5 +1,7 @@
 #include "transfer/page_locking.h"
 
+#include <cstddef>
+#include <cstdint>
 #include <memory>
 #include <optional>
 #include <sstream>
@@ -8,6 +10,7 @@
 #include "core/amount.h"
 #include "io/memory_watch.h"
 #include "platform/memory.h"
+#include "platform/process.h"
 
 namespace dynswap {
 
@@ -17,9 +20,32 @@ constexpr std::size_t kSmall = 64u << 10;   // up to here a master has a page-lo
 constexpr std::size_t kCopyAlignment = 64;  // more than any cast kernel needs
 constexpr std::size_t kUnsaidPart = 16;     // up to 1/16 of the bytes may be staged without a warning
 
-/// Whether all of it is page-locked already, as `pin_memory()` does.
+/// Whether one registration, or one allocation, holds all of these bytes. Where there is no driver of CUDA's
+/// to be asked, or it does not know, locked memory is taken for whole.
+bool in_one_range(const std::byte* first, std::size_t bytes) noexcept {
+  constexpr const char* kName = "cuPointerGetAttribute";
+  constexpr int kRangeStart = 11, kRangeSize = 12;  // CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, _SIZE
+  static const auto ask = [] {
+    void* found = loaded_function(kName);
+    for (const char* library : {"libcuda.so.1", "nvcuda.dll"}) {
+      if (found == nullptr) found = loaded_function(kName, library);
+    }
+    return reinterpret_cast<int (*)(void* value, int attribute, std::uintptr_t address)>(found);
+  }();
+  if (ask == nullptr) return true;
+  const auto at = reinterpret_cast<std::uintptr_t>(first);
+  std::uintptr_t start = 0;
+  std::size_t size = 0;
+  if (ask(&start, kRangeStart, at) != 0 || ask(&size, kRangeSize, at) != 0) return true;
+  return start <= at && at + bytes <= start + size;
+}
+
+/// Whether all of it is page-locked already, as `pin_memory()` does, so that one copy may read it. Somebody
+/// may have locked a large mapping in pieces, which no copy may span.
 bool is_locked(PageLocker& locker, const Source& source) {
-  return locker.is_locked(source.address) && locker.is_locked(source.address + source.stored_bytes() - 1);
+  const std::byte* const last = source.address + source.stored_bytes() - 1;
+  return locker.is_locked(source.address) && locker.is_locked(last) &&
+         in_one_range(source.address, source.stored_bytes());
 }
 
 /// Note [Does the driver tell bytes from pages]: it locks pages, but what it takes for locked may be just the

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from conftest import only_cuda_has
+from cuda_runtime import PAGE, SUCCESS, Runtime, pages
 from dynswap_ext import testing
 from gpu_under_test import LAYER_BYTES, Exact, Gpu
 
@@ -70,6 +71,33 @@ def test_what_the_user_pinned_stays_pinned(gpu: Gpu) -> None:
     assert all(pinned(model))
     with torch.no_grad():
         testing.assert_bit_equal(model.to(gpu.device, torch.float64)(x), moved(x))
+
+
+def test_masters_that_others_locked_in_two_pieces(gpu: Gpu) -> None:
+    """A copy may not span two registrations, so these are staged: plain torch cannot move them at all."""
+    only_cuda_has("page-locking in place")
+    if not gpu.native:
+        pytest.skip("torch's own copies, which are refused")
+    model = Exact(layers=3).eval()
+    moved = testing.moved(model, gpu.device, torch.float64)
+    runtime, blocks = Runtime(), []
+    for master in model.parameters():
+        block, at = pages(LAYER_BYTES // PAGE)
+        blocks.append(at)
+        values = block.view(torch.float32).view(master.shape)
+        master.data = values.copy_(master.detach())
+        for piece in (at, at + LAYER_BYTES // 2):
+            assert runtime.register(piece, LAYER_BYTES // 2) == SUCCESS
+    handle = gpu.install(model, dtype=torch.float64)
+    x = gpu.whole_numbers()
+    with torch.no_grad():
+        for _ in range(2):
+            testing.assert_bit_equal(model(x), moved(x))
+    assert handle.stats().staged_bytes == 3 * LAYER_BYTES
+    assert handle.stats().pinned_bytes == 0
+    handle.uninstall()
+    for at in blocks:
+        assert [runtime.unregister(piece) for piece in (at, at + LAYER_BYTES // 2)] == [SUCCESS] * 2
 
 
 def test_two_models_share_masters(gpu: Gpu) -> None:

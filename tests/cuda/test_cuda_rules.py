@@ -143,6 +143,20 @@ def test_the_rest_of_a_page_is_not_page_locked(cuda: Runtime) -> None:
         assert cuda.kind_of(at + 2048) == (HOST if PRETEND else UNREGISTERED)  # whole pages there
 
 
+def test_the_range_of_an_address(cuda: Runtime) -> None:
+    _block, at = pages(4)
+    assert cuda.range_of(at) == (0, 0)
+    with cuda.registered(at, 2 * PAGE), cuda.registered(at + 2 * PAGE, 2 * PAGE):
+        assert cuda.range_of(at + 2 * PAGE - 1) == (at, 2 * PAGE)
+        assert cuda.range_of(at + 3 * PAGE) == (at + 2 * PAGE, 2 * PAGE)
+    block = cuda.host_alloc(2 * PAGE)
+    assert cuda.range_of(block + PAGE) == (block, 2 * PAGE)
+    assert cuda.free_host(block) == SUCCESS
+    pinned = torch.empty(3 * PAGE, dtype=torch.uint8).pin_memory()
+    begin, size = cuda.range_of(pinned.data_ptr() + PAGE)  # torch rounds up
+    assert begin <= pinned.data_ptr() and begin + size >= pinned.data_ptr() + 3 * PAGE
+
+
 # Copies -------------------------------------------------------------------------------------------------
 
 

@@ -135,6 +135,8 @@ void replay(Stream& stream, const Graph& graph);
 
 enum class Pinned { no, whole, torn };
 Pinned pinned(const void* address, std::size_t bytes);
+/// First byte and number of bytes of the registration or allocation that holds an address; none: {0, 0}.
+std::pair<std::uintptr_t, std::size_t> pinned_range(const void* address);
 /// Pages that hold [address, address + bytes). A cudaError_t.
 int pin(void* address, std::size_t bytes);
 int unpin(void* address);

@@ -103,6 +103,16 @@ Pinned pinned(const void* address, std::size_t bytes) {
   return pinned_locked(machine(), reinterpret_cast<std::uintptr_t>(address), bytes);
 }
 
+std::pair<std::uintptr_t, std::size_t> pinned_range(const void* address) {
+  const Machine& m = machine();
+  const std::lock_guard lock(machine().mutex);
+  auto found = m.pinned.upper_bound(reinterpret_cast<std::uintptr_t>(address));
+  if (found == m.pinned.begin()) return {};
+  const auto& [begin, entry] = *--found;
+  if (entry.first <= reinterpret_cast<std::uintptr_t>(address)) return {};
+  return {begin, entry.first - begin};
+}
+
 int pin(void* address, std::size_t bytes) {
   Machine& m = machine();
   if (bytes == 0 || address == nullptr || !may_be_locked(address)) return kInvalidValue;

@@ -29,6 +29,16 @@ EXPORT int cudaThreadExchangeStreamCaptureMode(int* mode) {
   return 0;
 }
 
+/// The driver's own: of host memory, what its registration or allocation is.
+EXPORT int cuPointerGetAttribute(void* value, int attribute, std::uintptr_t address) {
+  constexpr int kRangeStart = 11, kRangeSize = 12, kInvalidValue = 1, kUnsupported = 801;
+  const auto [begin, bytes] = pretend::pinned_range(reinterpret_cast<const void*>(address));
+  if (bytes == 0) return kInvalidValue;
+  if (attribute != kRangeStart && attribute != kRangeSize) return kUnsupported;
+  *static_cast<std::uintptr_t*>(value) = attribute == kRangeStart ? begin : bytes;
+  return 0;
+}
+
 EXPORT int cudaHostRegister(void* address, std::size_t bytes, unsigned) {
   return pretend::unsafe_call("cudaHostRegister", [&] {
     const int error = pretend::pin(address, bytes);

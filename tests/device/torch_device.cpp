@@ -138,7 +138,8 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     const PointPtr& begin = static_cast<Event*>(from)->point;
     const PointPtr& end = static_cast<Event*>(to)->point;
     TORCH_CHECK(begin && end && reached(begin) && reached(end), "both events must be recorded and over");
-    return std::chrono::duration<double, std::milli>(time_of(end) - time_of(begin)).count();
+    return std::chrono::duration<float, std::milli>(time_of(end) - time_of(begin))
+        .count();  // as CUDA tells it
   }
   bool queryStream(const c10::Stream& stream) const override {
     refuse_in_capture("Stream.query");

@@ -9,6 +9,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <chrono>
 #include <cstddef>
 #include <cstdint>
 #include <functional>
@@ -32,6 +33,7 @@ struct Faults {
   bool no_host_memory = false;              ///< cudaHostAlloc fails
   int query_error = 0;                      ///< the cudaError_t that event queries answer with
   bool no_kernels = false;                  ///< none was compiled for the device
+  std::chrono::hours later{0};              ///< what is recorded from now on is recorded so much later
 };
 Faults& faults();
 

@@ -481,4 +481,21 @@ TEST(cuda_events_take_time_only_while_they_are_asked_to) {
   EXPECT_EQ(fake_cuda::counts().timed_events, made);
 }
 
+/// In single-precision milliseconds the moments are a quarter of one apart then.
+TEST(cuda_events_tell_how_long_a_copy_took_hours_after_they_began_to) {
+  Fixture fixture;
+  const Consumer consumer;
+  const SourcePtr source = fixture.pinned(in_ram(1u << 10, Scalar::f32, Scalar::f32, 5));
+  std::vector<std::byte> device(source->wanted_bytes());
+  fixture.backend->keep_times(true);
+  fake_cuda::faults().later = std::chrono::hours(9);
+  for (int i = 0; i < 8; ++i) {
+    const EventPtr copied = fixture.backend->copy(whole(source, device.data()));
+    fixture.backend->wait(consumer.stream(), copied);
+    consumer.finish();
+    const auto copy = copied->when();
+    EXPECT(copy && copy->begin < copy->end);
+  }
+}
+
 }  // namespace
