@@ -121,14 +121,16 @@ def main() -> int:
         torch.save(dict(checkpoint.load(lambda: Decoder(config), path).state_dict()), pickled)
         job = Job("", dataclasses.asdict(config), str(path), str(pickled), given.device)
         rows: dict[str, list[dict[str, Any]]] = {}
+        record.figures |= {"file_bytes": path.stat().st_size, "rows": rows}
         for _ in range(given.rounds):
             for way in WAYS:
                 row = run_apart(run, dataclasses.replace(job, way=way))
                 if "failure" in row:
                     raise SystemExit(f"{way}: {row['failure']}")
                 rows.setdefault(way, []).append(row)
-        file_bytes = path.stat().st_size
-        record.figures |= {"file_bytes": file_bytes, "rows": rows}
+                print(f"{way}: {row['seconds']:.3f} s", flush=True)
+                record.write(given.output)
+        file_bytes = record.figures["file_bytes"]
         if cuda:
             record.figures["dd_bytes_per_second"] = reading = dd(path)
             record.bar("dd iflag=direct: GB/s", reading / 1e9)

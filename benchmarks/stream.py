@@ -36,8 +36,8 @@ from dynswap_ext.planning.rates import pinned_bandwidth
 class Bench:
     """Runs baselines over one checkpoint and keeps what they measured."""
 
-    def __init__(self, job: Job, record: Record) -> None:
-        self._job, self._record = job, record
+    def __init__(self, job: Job, record: Record, output: Path | None) -> None:
+        self._job, self._record, self._output = job, record, output
 
     def run(self, name: str, baseline: str, *, tokens: int, in_memory: bool = False) -> Outcome:
         outcome = run_apart(
@@ -48,6 +48,7 @@ class Bench:
             f"{name:<28} {statistics.median(outcome.seconds):8.3f} s a pass, peak {outcome.peak_bytes} bytes",
             flush=True,
         )
+        self._record.write(self._output)
         return outcome
 
     def from_memory(self, bandwidth: float, native: bool) -> None:
@@ -91,7 +92,7 @@ def main() -> int:
             budget=budget,
             prefetch=given.prefetch,
         )
-        bench = Bench(job, record)
+        bench = Bench(job, record, given.output)
 
         rates, readings, runs = [], [dd(path)], []
         for _ in range(given.rounds):
@@ -99,7 +100,6 @@ def main() -> int:
             runs.append(outcome)
             rates.append((outcome.moved_bytes_per_pass or 0) / statistics.median(outcome.seconds))
             readings.append(dd(path))
-            record.write(given.output)
         record.figures["dd_bytes_per_second"] = readings
         record.figures["bytes_per_second"] = rates
         record.bar(

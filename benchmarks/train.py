@@ -292,6 +292,8 @@ class Bench:
                 job = dataclasses.replace(self._job, way=way, task=task, gradients=str(files(way)))
                 row = apart(job)
                 found[way] = found[way].joined(row) if way in found else row
+                rows[way] = dataclasses.asdict(found[way])
+                self._record.write(self._output)
         for way, row in found.items():
             shown = rows[way] = dataclasses.asdict(row)
             if row.failure:
@@ -306,7 +308,6 @@ class Bench:
                 rows[RESIDENT]["seconds"]
             )
             print(f"{task:<5} {way:<24} {describe(shown, least)}", flush=True)
-            self._record.write(self._output)
         self._bars(task, rows, least)
 
     def _bars(self, task: str, rows: dict[str, Any], least: int) -> None:

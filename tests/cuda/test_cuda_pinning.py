@@ -13,6 +13,8 @@ from cuda_runtime import PAGE, SUCCESS, Runtime, pages
 from dynswap_ext import testing
 from gpu_under_test import LAYER_BYTES, Exact, Gpu
 
+DELAY = 50.0  # milliseconds
+
 
 def pinned(model: nn.Module) -> list[bool]:
     torch.empty(1).pin_memory()  # before the first such call torch takes no memory for pinned
@@ -98,6 +100,34 @@ def test_masters_that_others_locked_in_two_pieces(gpu: Gpu) -> None:
     handle.uninstall()
     for at in blocks:
         assert [runtime.unregister(piece) for piece in (at, at + LAYER_BYTES // 2)] == [SUCCESS] * 2
+
+
+@pytest.mark.parametrize("way", ["not page-locked", "waits", "blocking"])
+def test_a_copy_of_a_master_to_the_device_before_a_step(gpu: Gpu, way: str) -> None:
+    """Pageable memory is read before the copy returns, page-locked memory when the copy's turn comes.
+
+    So an average on the GPU that copies with `non_blocking=True` waits before the step, or the install says
+    `pin=False`. The copy alone, as it is right for a plain model, is what limits.md says of it.
+    """
+    only_cuda_has("page-locking in place")
+    model = Exact(layers=3)
+    gpu.install(model, dtype=None, pin=way != "not page-locked")
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    model(gpu.whole_numbers(dtype=torch.float32)).square().sum().backward()
+    masters = list(model.parameters())
+    before = [p.detach().clone() for p in masters]
+    averages = [torch.zeros_like(p, device=gpu.device) for p in masters]
+    gpu.synchronise()
+    gpu.delay(DELAY)
+    with torch.no_grad():
+        for average, master in zip(averages, masters, strict=True):
+            average.copy_(master, non_blocking=way != "blocking")
+    if way == "waits":
+        gpu.done()
+    optimizer.step()
+    gpu.synchronise()
+    testing.assert_bit_equal([average.cpu() for average in averages], before)
+    assert not torch.equal(masters[0].detach(), before[0])
 
 
 def test_two_models_share_masters(gpu: Gpu) -> None:

@@ -97,6 +97,8 @@ void enqueue_host_function(Stream& stream, Work work);
 void enqueue_delay(Stream& stream, std::chrono::nanoseconds delay);
 bool idle(Stream& stream);
 
+/// The numbers below `count` in an order drawn from the seed: that of the copies of a batch, which have none.
+std::vector<std::size_t> any_order(std::size_t count);
 /// Copies between any two places. `pageable` sources are read at once, and `pageable` targets waited for.
 /// Throws DeviceFault (cudaErrorInvalidValue) for host memory that is pinned in part.
 void copy(Stream& stream, void* to, const void* from, std::size_t bytes);

@@ -3,6 +3,7 @@
 #include <cudaTypedefs.h>
 #include <cuda_runtime_api.h>
 
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <map>
@@ -288,8 +289,8 @@ EXPORT cudaError_t cudaMemcpyBatchAsync(void** to, void** from, size_t* sizes, s
       return fail(cudaErrorInvalidValue);
     }
     ++pretend::counts().batches;
-    for (size_t i = 0; i < count; ++i) {
-      if (sizes[i] == 0) return fail(cudaErrorInvalidValue);
+    if (std::find(sizes, sizes + count, size_t{0}) != sizes + count) return fail(cudaErrorInvalidValue);
+    for (const size_t i : pretend::any_order(count)) {
       pretend::copy(stream_of(stream), to[i], from[i], sizes[i]);
     }
     return cudaSuccess;

@@ -1,5 +1,6 @@
 // Streams, what is queued on them and waits for it, and captures.
 #include <algorithm>
+#include <numeric>
 
 #include "machine_state.h"
 
@@ -95,6 +96,15 @@ void wait(Stream& stream, const PointPtr& point) {
     throw DeviceFault(kCaptureIsolation, "a captured stream waits for work outside the capture");
   }
   push(m, stream, {.what = "a wait", .wait = point});
+}
+
+std::vector<std::size_t> any_order(std::size_t count) {
+  std::vector<std::size_t> order(count);
+  std::iota(order.begin(), order.end(), std::size_t{0});
+  Machine& m = machine();
+  const std::lock_guard lock(m.mutex);
+  std::shuffle(order.begin(), order.end(), m.random);
+  return order;
 }
 
 bool reached(const PointPtr& point) {
