@@ -106,5 +106,3 @@ DYNSWAP_BOTH To convert(From value) {
 }
 
 }  // namespace dynswap
-
-#undef DYNSWAP_BOTH

@@ -3,26 +3,22 @@
 #include <cxxabi.h>
 
 #include <cstdlib>
-#include <cstring>
 #include <map>
 #include <mutex>
 #include <string>
 
-#include "cuda/convert.h"
+#include "cuda/cast_loop.h"
 
 namespace pretend {
 namespace {
 
-using Cast = void (*)(void* to, const void* from, std::size_t count);
+using Cast = void (*)(void* to, const void* from, std::size_t count, std::size_t runs, std::size_t threads);
 
-/// The same conversions as the kernel's (csrc/cuda/convert.h), which other tests compare with torch's.
+/// The kernel's own loop, one thread after the other.
 template <class To, class From>
-void cast(void* to, const void* from, std::size_t count) {
-  for (std::size_t i = 0; i < count; ++i) {
-    From in;
-    std::memcpy(&in, static_cast<const std::byte*>(from) + i * sizeof(From), sizeof(From));
-    const To out = dynswap::convert<To>(in);
-    std::memcpy(static_cast<std::byte*>(to) + i * sizeof(To), &out, sizeof(To));
+void cast(void* to, const void* from, std::size_t count, std::size_t runs, std::size_t threads) {
+  for (std::size_t thread = 0; thread < threads; ++thread) {
+    dynswap::cast_loop(static_cast<To*>(to), static_cast<const From*>(from), count, runs, thread, threads);
   }
 }
 
@@ -67,7 +63,7 @@ void register_kernel(const void* handle, const char* mangled) {
   casts()[handle] = cast_of(to, from);
 }
 
-Work kernel(const void* handle, void** arguments) {
+Work kernel(const void* handle, void** arguments, std::size_t threads) {
   Cast cast = nullptr;
   {
     const std::lock_guard lock(mutex);
@@ -78,7 +74,8 @@ Work kernel(const void* handle, void** arguments) {
   void* const to = *static_cast<void**>(arguments[0]);
   const void* const from = *static_cast<const void**>(arguments[1]);
   const std::size_t count = *static_cast<std::size_t*>(arguments[2]);
-  return [=] { cast(hidden(to), hidden(from), count); };
+  const std::size_t runs = *static_cast<std::size_t*>(arguments[3]);
+  return [=] { cast(hidden(to), hidden(from), count, runs, threads); };
 }
 
 }  // namespace pretend

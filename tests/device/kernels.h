@@ -8,7 +8,8 @@ namespace pretend {
 /// As the compiler's own start-up code tells: a kernel's handle, and its mangled name.
 void register_kernel(const void* handle, const char* name);
 
-/// The work of a launch with these arguments, which are copied; null if the kernel is not known.
-Work kernel(const void* handle, void** arguments);
+/// The work of a launch of that many threads with these arguments, which are copied; null if the kernel is
+/// not known.
+Work kernel(const void* handle, void** arguments, std::size_t threads);
 
 }  // namespace pretend

@@ -371,11 +371,11 @@ EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* s
   return cudaSuccess;
 }
 
-EXPORT cudaError_t cudaLaunchKernel(const void* host, dim3, dim3, void** arguments, size_t,
+EXPORT cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments, size_t,
                                     cudaStream_t stream) {
   return call("a kernel", [&] {
     if (pretend::faults().no_kernel_image) return fail(cudaErrorNoKernelImageForDevice);
-    pretend::Work work = pretend::kernel(host, arguments);
+    pretend::Work work = pretend::kernel(host, arguments, std::size_t{grid.x} * block.x);
     if (!work) return fail(cudaErrorInvalidDeviceFunction);
     ++pretend::counts().kernels;
     pretend::enqueue(stream_of(stream), std::move(work), "a kernel");
