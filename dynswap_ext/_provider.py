@@ -322,13 +322,19 @@ def _without_driver(extension: _Extension, device: torch.device) -> _Obstacle | 
     try:
         count = int(extension.module.cuda_device_count())
     except DeviceError as error:
-        return _Obstacle(f"{built} cannot use the driver: {error}", older)
+        name = str(error).split(" ", 1)[0]
+        remedy = {
+            "cudaErrorInsufficientDriver": older,
+            "cudaErrorSystemNotReady": "Start what the driver needs (with NVSwitch, nvidia-fabricmanager)",
+        }.get(name, "See whether `nvidia-smi` works: after an update of the driver it takes a restart")
+        return _Obstacle(f"{built} cannot use the driver: {error}", remedy)
     if (device.index or 0) < count:
         return None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     shown = "" if visible is None else f" (CUDA_VISIBLE_DEVICES is '{visible}')"
-    among = f"Use one of cuda:0 to cuda:{count - 1}, or look at CUDA_VISIBLE_DEVICES" if count else older
-    return _Obstacle(f"{built} finds {count} CUDA device(s), and not '{device}'{shown}", among)
+    among = f"Use one of cuda:0 to cuda:{count - 1}, or look" if count else "Look"
+    found = f"{built} finds {count} CUDA device(s), and not '{device}'{shown}"
+    return _Obstacle(found, f"{among} at CUDA_VISIBLE_DEVICES")
 
 
 def _in_a_checkout() -> str:

@@ -16,13 +16,24 @@ namespace {
 constexpr std::size_t kScratchBytes = 16u << 20;
 constexpr std::size_t kLeastScratchBytes = 1u << 18;
 
-/// Throws for any other reason why a kernel could not be launched.
-bool has_kernels() {
+/// cudaSuccess, or why no kernel of this build runs on the current device: none was compiled for it, and the
+/// driver cannot compile one. (It takes no PTX of a toolkit that is newer.) Throws for any other reason why a
+/// kernel could not be launched.
+cudaError_t why_no_kernels() {
   const cudaError_t error = kernels_for_this_device();
-  if (error != cudaErrorNoKernelImageForDevice && error != cudaErrorInvalidDeviceFunction)
-    DYNSWAP_CUDA(error, "the cast kernels");
-  (void)cudaGetLastError();
-  return error == cudaSuccess;
+  switch (error) {
+    case cudaSuccess:
+    case cudaErrorInvalidDeviceFunction:
+    case cudaErrorNoKernelImageForDevice:
+    case cudaErrorInvalidPtx:
+    case cudaErrorJitCompilerNotFound:
+    case cudaErrorUnsupportedPtxVersion:
+    case cudaErrorJitCompilationDisabled:
+      (void)cudaGetLastError();
+      return error;
+    default:
+      throw_cuda_error(error, "cudaFuncGetAttributes", "the cast kernels");
+  }
 }
 
 bool lacks_kernel(const CopyRequest& request) noexcept {
@@ -54,28 +65,28 @@ void CUDART_CB tell(void* data) {
 
 CopyIssuer::CopyIssuer(const CudaOptions& options, cudaStream_t stream,
                        std::function<Memory(std::size_t)> allocate)
-    : options_(options), stream_(stream), allocate_(std::move(allocate)), kernels_(has_kernels()) {}
+    : options_(options), stream_(stream), allocate_(std::move(allocate)), no_kernels_(why_no_kernels()) {}
 
 std::shared_ptr<Reads> CopyIssuer::issue(const CopyRequest& request) {
-  const CopyNeeds needs = needs_of(request, kernels_);
-  if (!kernels_ && lacks_kernel(request) && options_.warn && !warned_.exchange(true)) {
-    options_.warn(
-        "this build has no kernels for the compute capability of CUDA device " +
-        std::to_string(options_.device) +
-        " (cudaErrorNoKernelImageForDevice): weights are cast on the host, which is slower. Rebuild with "
-        "TORCH_CUDA_ARCH_LIST set to the device's capability, such as 8.6; "
-        "torch.cuda.get_device_capability() tells it");
+  const bool kernels = no_kernels_ == cudaSuccess;
+  const CopyNeeds needs = needs_of(request, kernels);
+  if (!kernels && lacks_kernel(request) && options_.warn && !warned_.exchange(true)) {
+    options_.warn("this build has no kernels that CUDA device " + std::to_string(options_.device) +
+                  " can run (" + cudaGetErrorName(no_kernels_) +
+                  "): weights are cast on the host, which is slower. Rebuild with "
+                  "TORCH_CUDA_ARCH_LIST set to the device's capability, such as 8.6; "
+                  "torch.cuda.get_device_capability() tells it");
   }
   if (needs.casting) prepare_scratch();
   if (!needs.staging && !needs.casting) {
-    for (const CopyBatch& batch : plan_copies(request, kernels_, nullptr, nullptr)) enqueue(batch, nullptr);
+    for (const CopyBatch& batch : plan_copies(request, kernels, nullptr, nullptr)) enqueue(batch, nullptr);
     return nullptr;
   }
   StagingRing* const ring = needs.staging ? staging() : nullptr;
   const auto reads = ring != nullptr ? std::make_shared<Reads>() : nullptr;
   const std::lock_guard lock(issuing_);
   try {
-    for (const CopyBatch& batch : plan_copies(request, kernels_, ring, reads)) enqueue(batch, ring);
+    for (const CopyBatch& batch : plan_copies(request, kernels, ring, reads)) enqueue(batch, ring);
     if (ring != nullptr) enqueue_host_function(*ring, ring->next(), /*arrive=*/false);
   } catch (...) {
     settle(ring, reads);
@@ -145,7 +156,7 @@ void CopyIssuer::enqueue(Batch& batch) {
     }
     // The driver may be older than the runtime that is linked.
     if (error != cudaErrorNotSupported && error != cudaErrorCallRequiresNewerDriver) {
-      DYNSWAP_CUDA(error, "cudaMemcpyBatchAsync of " << count << " copies");
+      throw_cuda_error(error, "cudaMemcpyBatchAsync", std::to_string(count) + " copies");
     }
     (void)cudaGetLastError();
     batches_ = false;
@@ -171,9 +182,11 @@ void CopyIssuer::enqueue_cast(const Landing& landing) {
     Batch batch;
     batch.add(scratch_.get(), landing.from + done * size, count * size);
     enqueue(batch);
-    DYNSWAP_CUDA(launch_cast(piece.dst + done * scalar_size(source.wanted), source.wanted, scratch_.get(),
-                             source.stored, count, stream_),
-                 count << " elements of '" << source.name << "'");
+    const cudaError_t error = launch_cast(piece.dst + done * scalar_size(source.wanted), source.wanted,
+                                          scratch_.get(), source.stored, count, stream_);
+    if (error != cudaSuccess)
+      throw_cuda_error(error, "cudaLaunchKernel",
+                       "a cast of " + std::to_string(count) + " elements of '" + source.name + "'");
     done += count;
   }
 }

@@ -60,7 +60,7 @@ class CopyIssuer {
   const CudaOptions& options_;
   const cudaStream_t stream_;
   const std::function<Memory(std::size_t)> allocate_;
-  const bool kernels_;               ///< there is code for this device
+  const cudaError_t no_kernels_;     ///< why none runs on this device; cudaSuccess: they do
   std::atomic<bool> warned_{false};  ///< that there is none
   std::atomic<bool> batches_{true};  ///< the driver knows batched copies
 

@@ -225,7 +225,7 @@ void CudaBackend::wait_for_reads(const CudaEvent& copied) {
       (void)cudaGetLastError();
       continue;
     }
-    DYNSWAP_CUDA(state, "the copy stream");
+    if (state != cudaSuccess) throw_cuda_error(state, "cudaStreamQuery", "the copy stream");
   }
 }
 

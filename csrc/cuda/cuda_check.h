@@ -5,6 +5,7 @@
 
 #include <sstream>
 #include <string>
+#include <string_view>
 
 #include "transfer/process.h"
 
@@ -21,9 +22,11 @@ void ignore_cuda_error(cudaError_t error, const char* call) noexcept;
 
 }  // namespace dynswap
 
-/// Throws if the call fails. `values` is streamed into the message: "bytes " << bytes.
+/// Throws if the call fails. The message has the text of the call, so it is written out here. `values` is
+/// streamed into the message: "bytes " << bytes.
 #define DYNSWAP_CUDA(call, values)                                               \
   do {                                                                           \
+    static_assert(std::string_view(#call).starts_with("cuda"));                  \
     const cudaError_t dynswap_error_ = (call);                                   \
     if (dynswap_error_ != cudaSuccess) {                                         \
       std::ostringstream dynswap_values_;                                        \

@@ -7,12 +7,14 @@
 namespace dynswap {
 
 /// Whether a device that answers so has given up all that was enqueued: nothing of it reads or writes any
-/// more. CUDA and HIP have the same numbers.
+/// more. CUDA and HIP have the same numbers. cudaErrorUnknown is not among them: CUDA does not say what it
+/// leaves behind.
 inline bool ends_all_work(int error) noexcept {
   constexpr std::array kEnding{
       4,    // cudaErrorCudartUnloading
       214,  // cudaErrorECCUncorrectable
       220,  // cudaErrorNvlinkUncorrectable
+      226,  // cudaErrorContained
       700,  // cudaErrorIllegalAddress
       702,  // cudaErrorLaunchTimeout
       709,  // cudaErrorContextIsDestroyed
@@ -23,6 +25,9 @@ inline bool ends_all_work(int error) noexcept {
       717,  // cudaErrorInvalidAddressSpace
       718,  // cudaErrorInvalidPc
       719,  // cudaErrorLaunchFailure
+      721,  // cudaErrorTensorMemoryLeak
+      810,  // cudaErrorMpsClientTerminated
+      911,  // cudaErrorExternalDevice
   };
   return std::find(kEnding.begin(), kEnding.end(), error) != kEnding.end();
 }

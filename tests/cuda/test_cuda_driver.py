@@ -8,11 +8,19 @@ import torch
 import dynswap_ext
 import pretend_cuda
 from conftest import ENGINE, only_cuda_has
-from dynswap_ext import testing
+from dynswap_ext import _provider, testing
 from gpu_under_test import LAYER_BYTES, Exact, Gpu
 
 RING = 3 * 2 * LAYER_BYTES
 DELAY = 20.0  # milliseconds
+
+#: No kernel was compiled for a device, and the driver cannot compile this build's PTX: because it is newer
+#: than the driver (as with a new card and a new toolkit), or the driver has no compiler, or may not use it.
+no_kernels = pytest.mark.parametrize(
+    "code",
+    [209, 218, 221, 222, 223],
+    ids=["no image", "invalid PTX", "no compiler", "newer PTX", "compiler forbidden"],
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,11 +52,12 @@ def test_a_question_that_is_not_answered(gpu: Gpu, code: int) -> None:
     assert handle.stats().overflow_bytes == 0
 
 
-def test_a_device_for_which_no_kernel_was_compiled(gpu: Gpu) -> None:
+@no_kernels
+def test_a_device_for_which_no_kernel_was_compiled(gpu: Gpu, code: int) -> None:
     """Weights are cast on the host, which is said once."""
     if ENGINE == "torch":
         pytest.skip("torch has kernels of its own")
-    pretend_cuda.faults().no_kernel_image = True
+    pretend_cuda.faults().kernel_error = code
     model = Exact().eval()
     moved, handle = gpu.pair(model, torch.bfloat16, budget=RING)
     x = gpu.whole_numbers(dtype=torch.bfloat16)
@@ -62,11 +71,46 @@ def test_a_device_for_which_no_kernel_was_compiled(gpu: Gpu) -> None:
     assert handle.stats().bytes_moved > 0
 
 
-def test_a_device_without_kernels_needs_none(gpu: Gpu, recwarn: pytest.WarningsRecorder) -> None:
-    pretend_cuda.faults().no_kernel_image = True
+@no_kernels
+def test_a_device_without_kernels_needs_none(gpu: Gpu, recwarn: pytest.WarningsRecorder, code: int) -> None:
+    pretend_cuda.faults().kernel_error = code
     model = Exact().eval()
     moved, _ = gpu.pair(model, torch.float32, budget=RING)
     x = gpu.whole_numbers(dtype=torch.float32)
     with torch.no_grad():
         testing.assert_bit_equal(model(x), moved(x))
     assert not [each for each in recwarn if issubclass(each.category, dynswap_ext.DynswapWarning)]
+
+
+def test_a_driver_that_is_broken_is_named_with_the_call(gpu: Gpu) -> None:
+    if ENGINE == "torch":
+        pytest.skip("torch has kernels of its own")
+    pretend_cuda.faults().kernel_error = 999
+    with pytest.raises(
+        dynswap_ext.errors.DeviceError, match=r"cudaErrorUnknown .* in cudaFuncGetAttributes with the cast"
+    ):
+        gpu.install(Exact(), budget=RING)
+
+
+@pytest.mark.parametrize(
+    ("code", "name", "remedy"),
+    [
+        (35, "cudaErrorInsufficientDriver", "Update the NVIDIA driver, or reinstall the extension"),
+        (100, "0 CUDA device", "CUDA_VISIBLE_DEVICES"),
+        (802, "cudaErrorSystemNotReady", "nvidia-fabricmanager"),
+        (999, "cudaErrorUnknown", "nvidia-smi"),
+    ],
+    ids=["old driver", "no device", "not ready", "unknown"],
+)
+def test_a_driver_that_serves_torch_alone(gpu: Gpu, code: int, name: str, remedy: str) -> None:
+    """The runtime in the extension cannot use the driver: torch's streams copy, and what to do is said."""
+    if ENGINE == "torch":
+        pytest.skip("torch's streams are asked for")
+    _provider._warn_once.cache_clear()
+    pretend_cuda.faults().device_count_error = code
+    with pytest.warns(dynswap_ext.DynswapWarning, match=name) as said:
+        gpu.install(Exact(), budget=RING)
+    text = str(said[0].message)
+    assert remedy in text and "through torch's own streams" in text
+    # What an older toolkit mends is an older driver, and nothing else.
+    assert ("Update the NVIDIA driver" in text) == (code == 35)

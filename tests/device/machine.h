@@ -167,10 +167,11 @@ Counts& counts();
 struct Faults {
   bool no_batches = false;                          ///< a driver before 12.8
   bool no_devices = false;                          ///< a driver that finds none
+  int device_count_error = 0;                       ///< the cudaError_t of cudaGetDeviceCount(), not torch's
   int driver_version = 13000;                       ///< as cudaDriverGetVersion() answers
   std::size_t register_at_most = SIZE_MAX;          ///< bytes that may be page-locked in all
   int query_error = 0;                              ///< the cudaError_t that event queries answer with
-  bool no_kernel_image = false;                     ///< a device for which no kernel was compiled
+  int kernel_error = 0;                             ///< the cudaError_t that whoever needs a kernel gets
   int registration_ms = 0;                          ///< how long one registration takes
   std::size_t memory_bytes = std::size_t{8} << 30;  ///< bytes of each device
   std::size_t segment_bytes = 0;                    ///< see Note [Segments]; 0: each block is one

@@ -97,6 +97,14 @@ EXPORT const char* cudaGetErrorName(cudaError_t error) {
       return "cudaErrorStreamCaptureUnsupported";
     case cudaErrorNoKernelImageForDevice:
       return "cudaErrorNoKernelImageForDevice";
+    case cudaErrorUnsupportedPtxVersion:
+      return "cudaErrorUnsupportedPtxVersion";
+    case cudaErrorInsufficientDriver:
+      return "cudaErrorInsufficientDriver";
+    case cudaErrorSystemNotReady:
+      return "cudaErrorSystemNotReady";
+    case cudaErrorUnknown:
+      return "cudaErrorUnknown";
     default:
       return "cudaErrorOther";
   }
@@ -112,6 +120,7 @@ EXPORT cudaError_t cudaGetDeviceCount(int* count) {
     *count = 0;
     return fail(cudaErrorNoDevice);
   }
+  if (pretend::faults().device_count_error != 0) return fail(pretend::faults().device_count_error);
   *count = pretend::kDevices;
   return cudaSuccess;
 }
@@ -374,7 +383,7 @@ EXPORT cudaError_t __cudaPopCallConfiguration(dim3* grid, dim3* block, size_t* s
 EXPORT cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, void** arguments, size_t,
                                     cudaStream_t stream) {
   return call("a kernel", [&] {
-    if (pretend::faults().no_kernel_image) return fail(cudaErrorNoKernelImageForDevice);
+    if (pretend::faults().kernel_error != 0) return fail(pretend::faults().kernel_error);
     pretend::Work work = pretend::kernel(host, arguments, std::size_t{grid.x} * block.x);
     if (!work) return fail(cudaErrorInvalidDeviceFunction);
     ++pretend::counts().kernels;
@@ -384,7 +393,7 @@ EXPORT cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, voi
 }
 EXPORT cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, const void*) {
   *attributes = {};
-  return pretend::faults().no_kernel_image ? fail(cudaErrorNoKernelImageForDevice) : cudaSuccess;
+  return pretend::faults().kernel_error != 0 ? fail(pretend::faults().kernel_error) : cudaSuccess;
 }
 EXPORT cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
   *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(host));

@@ -97,13 +97,15 @@ TEST(an_event_that_cannot_be_asked_is_not_over) {
 }
 
 TEST(an_error_that_ends_all_work_ends_what_an_event_stands_for) {
-  Fixture fixture;
-  Backend& backend = fixture.make();
-  fixture.hold();
-  const EventPtr event = backend.record(fixture.stream());
-  fake_cuda::faults().query_error = cudaErrorIllegalAddress;
-  EXPECT(event->done());
-  fixture.open = true;
+  for (const int error : {226, 700, 721, 810, 911}) {
+    Fixture fixture;
+    Backend& backend = fixture.make();
+    fixture.hold();
+    const EventPtr event = backend.record(fixture.stream());
+    fake_cuda::faults().query_error = error;
+    EXPECT(event->done());
+    fixture.open = true;
+  }
 }
 
 TEST(the_host_waits_where_a_captured_stream_cannot) {
