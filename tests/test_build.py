@@ -100,6 +100,71 @@ def test_cuda_demanded_and_incomplete(
     assert extension.wanted_toolkit(NO_ROCM) is None
 
 
+@pytest.mark.parametrize("choice", ["1", "auto"])
+def test_a_wrong_cuda_home_is_said(
+    toolkit: Path,
+    nothing_else: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    choice: str,
+) -> None:
+    """Whether another toolkit is taken instead, or none."""
+    monkeypatch.setenv("CUDA_HOME", "/nowhere")
+    monkeypatch.setenv("DYNSWAP_CUDA", choice)
+    monkeypatch.setattr(cuda_toolkit, "DEFAULTS", (str(toolkit),))
+    found = extension.wanted_toolkit(NO_ROCM)
+    assert found is not None and found.home == toolkit
+    assert capsys.readouterr().err == (
+        f"dynswap_ext._C: /nowhere (CUDA_HOME): no bin/nvcc; {toolkit} is taken instead\n"
+    )
+    if choice == "auto":
+        monkeypatch.setattr(cuda_toolkit, "DEFAULTS", ())
+        assert extension.wanted_toolkit(NO_ROCM) is None
+        assert "no CUDA toolkit can be used. /nowhere (CUDA_HOME): no bin/nvcc" in capsys.readouterr().err
+
+
+def test_a_toolkit_that_is_found_without_being_named_is_not_remarked_on(
+    toolkit: Path, nothing_else: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cuda_toolkit, "DEFAULTS", ("/nowhere", str(toolkit)))
+    assert extension.wanted_toolkit(NO_ROCM, "13.0") is not None
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("of_torch", "said"),
+    [("12.8", True), ("13.0", False), ("13.2", False), ("14.0", False), (None, False)],
+)
+def test_a_toolkit_of_a_later_major_version_than_torchs_is_said(
+    toolkit: Path,
+    nothing_else: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    of_torch: str | None,
+    said: bool,
+) -> None:
+    """A driver that serves torch may be too old for it. An older one is served by any driver."""
+    monkeypatch.setenv("CUDA_HOME", str(toolkit))
+    assert extension.wanted_toolkit(NO_ROCM, of_torch) is not None
+    text = capsys.readouterr().err
+    assert ("CUDA 13.0 is newer than torch's CUDA 12.8" in text) is said
+    assert ("Set CUDA_HOME to a toolkit of CUDA 12" in text) is said
+    assert bool(text) is said
+
+
+@pytest.mark.parametrize(
+    ("version", "architectures"),
+    [
+        ((12, 0), "7.0;8.0;9.0+PTX"),
+        ((12, 6), "7.0;8.0;9.0+PTX"),
+        ((12, 8), "7.0;8.0;9.0+PTX;10.0;12.0"),
+        ((13, 0), "7.5;8.0;9.0+PTX;10.0;12.0"),
+    ],
+)
+def test_architectures(version: tuple[int, int], architectures: str) -> None:
+    assert extension._architectures(version) == architectures
+
+
 def test_cuda_demanded_and_too_old(
     toolkit: Path, nothing_else: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 #: The first nvcc that compiles C++20.
 OLDEST = (12, 0)
+
+_VARIABLES = ("CUDA_HOME", "CUDA_PATH")
 
 #: Where toolkits are installed, in the order in which they are tried, the newest of a pattern first.
 DEFAULTS = ("/usr/local/cuda", "/usr/local/cuda-*")
@@ -36,20 +38,24 @@ class Toolkit:
     include: Path
     static_runtime: Path
     version: tuple[int, int]
+    #: Folders that the environment named first, and what is missing in each.
+    instead_of: tuple[str, ...] = ()
 
 
 def find_toolkit() -> Toolkit:
     """Return the first usable toolkit, or raise ToolkitNotFound."""
     seen: dict[Path, None] = {}
-    rejected = []
+    rejected, named = [], []
     for origin, home in _candidates():
         if home in seen:
             continue
         seen[home] = None
         found = _inspect(home)
         if isinstance(found, Toolkit):
-            return found
+            return replace(found, instead_of=tuple(named))
         rejected.append(f"{home} ({origin}): {found}")
+        if origin in _VARIABLES:
+            named.append(rejected[-1])
     raise ToolkitNotFound(
         "; ".join(rejected)
         or "neither CUDA_HOME nor CUDA_PATH is set, there is no /usr/local/cuda*, and no nvcc on PATH or "
@@ -73,7 +79,7 @@ def package_requirement(*, torch_is_installed: bool) -> str:
 
 
 def _candidates() -> Iterator[tuple[str, Path]]:
-    for variable in ("CUDA_HOME", "CUDA_PATH"):
+    for variable in _VARIABLES:
         if os.environ.get(variable):
             yield variable, Path(os.environ[variable]).resolve()
     nvcc = shutil.which("nvcc")

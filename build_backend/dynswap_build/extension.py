@@ -11,8 +11,8 @@ DYNSWAP_CUDA          ``1``: with the CUDA backend, or fail; ``0``: without; ``a
 DYNSWAP_WERROR        ``1``: warnings are errors.
 DYNSWAP_UNITY         ``0``: one translation unit for each file. Default: one for several folders, as the
                       headers that they share take longer to compile than what is in them.
-TORCH_CUDA_ARCH_LIST  as for every torch extension. Default: ``7.0;8.0;9.0+PTX``, from CUDA 13 on, which
-                      knows no 7.0, ``7.5;8.0;9.0+PTX``.
+TORCH_CUDA_ARCH_LIST  as for every torch extension. Default: of ``7.0;8.0;9.0+PTX;10.0;12.0`` what nvcc
+                      knows: before 12.8 no 10.0 and 12.0, and from 13 on 7.5 for 7.0.
 MAX_JOBS              compilers at a time. Default: as many as cores and memory allow.
 ====================  ==================================================================================
 """
@@ -66,10 +66,11 @@ def _cuda_choice() -> str:
     return choice
 
 
-def wanted_toolkit(rocm: str | None) -> Toolkit | None:
+def wanted_toolkit(rocm: str | None, torch_cuda: str | None = None) -> Toolkit | None:
     """Return the CUDA toolkit to build with. Raises SystemExit if one is demanded and none can be used.
 
-    `rocm` is the version of HIP that torch was built with. Such a torch compiles .cu files with hipcc.
+    `rocm` and `torch_cuda` are the versions of HIP and of CUDA that torch was built with. A torch for HIP
+    compiles .cu files with hipcc. What the user may not have meant is printed.
     """
     choice = _cuda_choice()
     if choice == "0":
@@ -82,7 +83,7 @@ def wanted_toolkit(rocm: str | None) -> Toolkit | None:
             )
         return None
     try:
-        return find_toolkit()
+        toolkit = find_toolkit()
     except ToolkitNotFound as error:
         if choice == "1":
             raise SystemExit(
@@ -90,7 +91,23 @@ def wanted_toolkit(rocm: str | None) -> Toolkit | None:
                 f"holds bin/nvcc and include/, run `pip install '{PACKAGE}[nvcc]'`, or build with "
                 "DYNSWAP_CUDA=0."
             ) from None
+        _say(f"no CUDA toolkit can be used. {error}")
         return None
+    for rejected in toolkit.instead_of:
+        _say(f"{rejected}; {toolkit.home} is taken instead")
+    major = int(torch_cuda.split(".")[0]) if torch_cuda else toolkit.version[0]
+    if toolkit.version[0] > major:
+        _say(
+            f"CUDA {toolkit.version[0]}.{toolkit.version[1]} is newer than torch's CUDA {torch_cuda}: the "
+            f"CUDA backend needs a driver for CUDA {toolkit.version[0]} (nvidia-smi shows the driver's), and "
+            "with an older one weights are copied through torch's own streams. Set CUDA_HOME to a toolkit "
+            f"of CUDA {major}, or update the driver."
+        )
+    return toolkit
+
+
+def _say(text: str) -> None:
+    print(f"dynswap_ext._C: {text}", file=sys.stderr)
 
 
 def toolkit_requirements(*, torch_is_installed: bool) -> list[str]:
@@ -135,9 +152,9 @@ def setup_arguments() -> dict[str, Any]:
             f"Building dynswap_ext._C takes torch, and it cannot be imported ({error}). Install "
             f"'{REQUIREMENT}' first, or set DYNSWAP_BUILD=python for the pure-Python provider."
         ) from None
-    toolkit = wanted_toolkit(torch.version.hip)
+    toolkit = wanted_toolkit(torch.version.hip, torch.version.cuda)
     cuda = f"CUDA {toolkit.version[0]}.{toolkit.version[1]} in {toolkit.home}" if toolkit else "no CUDA"
-    print(f"dynswap_ext._C: torch {torch.__version__}, {cuda}", file=sys.stderr)
+    _say(f"torch {torch.__version__}, {cuda}")
     os.environ.setdefault("MAX_JOBS", str(_jobs()))
     if toolkit:
         _point_torch_to(toolkit, cpp_extension)
@@ -242,13 +259,18 @@ def _point_torch_to(toolkit: Toolkit, cpp_extension: Any) -> None:
     cpp_extension.CUDA_HOME = str(toolkit.home)
     # refuses a toolkit of another major version than torch's own; our .cu files include nothing of torch
     cpp_extension._check_cuda_version = lambda *_: None
-    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", _architectures(toolkit))
+    os.environ.setdefault("TORCH_CUDA_ARCH_LIST", _architectures(toolkit.version))
 
 
-def _architectures(toolkit: Toolkit) -> str:
-    """Return the oldest that the toolkit compiles for, and two later ones; the newest as PTX, too."""
-    oldest = "7.5" if toolkit.version >= (13, 0) else "7.0"
-    return f"{oldest};8.0;9.0+PTX"
+def _architectures(version: tuple[int, int]) -> str:
+    """Return what a toolkit compiles for by default: one a generation, and PTX for what is not among them.
+
+    The PTX is of 9.0, as 11.0 could not take that of 12.0. For 10.0 and 12.0 it would not do: no driver
+    takes the PTX of a toolkit that is newer.
+    """
+    oldest = "7.5" if version >= (13, 0) else "7.0"
+    blackwell = ";10.0;12.0" if version >= (12, 8) else ""
+    return f"{oldest};8.0;9.0+PTX{blackwell}"
 
 
 def _jobs() -> int:
