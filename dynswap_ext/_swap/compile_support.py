@@ -143,8 +143,9 @@ def _copied(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> t
     return tensor.to(device=device, dtype=dtype, copy=True)
 
 
-# Invariant: it returns what `_copied` returns, for whose strides on a fake master the graph is made.
-@torch.library.custom_op("dynswap_ext::fetch", mutates_args=())
+# Invariant: it returns what `_copied` returns, for whose strides on a fake master the graph is made. With
+# mode="reduce-overhead" it runs between CUDA graphs: a replay would read what was streamed in the first call.
+@torch.library.custom_op("dynswap_ext::fetch", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
 def _fetch(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The master on the device, through the install that serves it; a copy, which the graph may overwrite."""
     release_inputs()
