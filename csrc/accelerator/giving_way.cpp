@@ -12,6 +12,10 @@
 // that residents could have made room for. It costs two calls of the allocator for each resident, whenever
 // the allocator has no block of its own.
 //
+// With expandable segments the allocator asks the driver only for what is missing behind the last free block,
+// and that would be a resident's: it would go although memory is not short. How many bytes are wanted is not
+// told, so nobody can say when it is. Residents do not give way then.
+//
 // All of this runs under the allocator's (recursive) lock, on any thread that allocates: it must not wait for
 // Python, nor for a lock under which another thread allocates. While torch records the history of its memory,
 // torch takes Python's lock for a stack trace, and then the allocator's. We hold the allocator's already, and
@@ -20,6 +24,7 @@
 #include "accelerator/giving_way.h"
 
 #include <c10/core/Allocator.h>
+#include <c10/core/AllocatorConfig.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Registry.h>
@@ -182,9 +187,18 @@ class Outcome final : public c10::MemoryReportingInfoBase {
   const Done before_;
 };
 
+/// Whether the allocator grows its segments. A program may change that at any time.
+bool segments_expand() noexcept {
+  try {
+    return c10::CachingAllocator::AcceleratorAllocatorConfig::use_expandable_segments();
+  } catch (const std::exception&) {
+    return false;  // settings that torch cannot read: no allocator works with them
+  }
+}
+
 struct LendResidents final : c10::FreeMemoryCallback {
   bool Execute() override {
-    if (busy || records_history) return false;
+    if (busy || records_history || segments_expand()) return false;
     try {
       const c10::impl::VirtualGuardImpl guard(c10::kCUDA);
       const c10::Device device = guard.getDevice();
@@ -256,6 +270,9 @@ const char* obstacle_to_free_memory_callbacks(const c10::Device& device) noexcep
   if (!registered()) return "this build of torch has no allocator callbacks";
   if (!allocator_is_native(device))
     return "the allocator that was chosen runs no callbacks; set backend:native in PYTORCH_ALLOC_CONF";
+  if (segments_expand())
+    return "with expandable segments the allocator would take them while the device has free memory; "
+           "set expandable_segments:False in PYTORCH_ALLOC_CONF";
   return "";
 }
 

@@ -174,6 +174,7 @@ struct Faults {
   int kernel_error = 0;                             ///< the cudaError_t that whoever needs a kernel gets
   int registration_ms = 0;                          ///< how long one registration takes
   std::size_t memory_bytes = std::size_t{8} << 30;  ///< bytes of each device
+  std::size_t taken_by_others = 0;                  ///< of these, by other processes
   std::size_t segment_bytes = 0;                    ///< see Note [Segments]; 0: each block is one
   // What torch on some accelerators has not.
   bool no_priorities = false;       ///< streams have none: what is asked for is ignored

@@ -118,6 +118,8 @@ PYBIND11_MODULE(_pretend, m) {
   m.def("getMemoryFraction", [](int device) {
     return static_cast<double>(allocator().cap(device)) / static_cast<double>(allocator().total(device));
   });
+  m.def("cudaCachingAllocator_enable", [](bool enabled) { allocator().caching_enabled() = enabled; });
+  m.def("cudaCachingAllocator_is_enabled", [] { return allocator().caching_enabled(); });
   m.def("set_sync_debug_mode", [](int mode) { sync_debug_mode() = mode; });
   m.def("get_sync_debug_mode", [] { return sync_debug_mode(); });
   m.def("sleep", [](std::int64_t cycles) {
@@ -170,6 +172,7 @@ PYBIND11_MODULE(_pretend, m) {
       .def_readwrite("kernel_error", &Faults::kernel_error)
       .def_readwrite("registration_ms", &Faults::registration_ms)
       .def_readwrite("memory_bytes", &Faults::memory_bytes)
+      .def_readwrite("taken_by_others", &Faults::taken_by_others)
       .def_readwrite("segment_bytes", &Faults::segment_bytes)
       .def_readwrite("no_priorities", &Faults::no_priorities)
       .def_readwrite("no_pinned_memory", &Faults::no_pinned_memory)

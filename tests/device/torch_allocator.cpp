@@ -1,4 +1,6 @@
-// torch's two allocators over the pretend machine: device memory, cached, and pinned memory.
+// torch's caching allocator of device memory, over the pretend machine.
+#include <c10/core/AllocatorConfig.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -14,6 +16,12 @@ namespace pretend {
 
 namespace {
 
+/// Addresses of an expandable segment.
+struct Range {
+  char* begin;
+  std::size_t page;  ///< bytes that are mapped or unmapped together
+};
+
 struct Block {
   void* address;
   std::size_t bytes;
@@ -22,6 +30,8 @@ struct Block {
   Stream* stream;  ///< that it was allocated for
   std::vector<Stream*> used_on;
   Block *before = nullptr, *behind = nullptr;  ///< in its segment, if there are segments
+  const Range* range = nullptr;                ///< if its segment is expandable
+  bool mapped = true;                          ///< there is memory behind its addresses
   bool idle = false;                           ///< kept, and not handed out
   bool small = false;                          ///< of the segments for small blocks
   bool of_graph = false;  ///< allocated inside a capture, whose replays use it: it is never handed out again
@@ -35,6 +45,8 @@ class CachingAllocator : public Allocator {
     TORCH_CHECK(!on_device_thread(), "device memory is allocated by queued work");
     if (bytes == 0) return {nullptr, where};
     note_call();
+    if (!caching_enabled() || std::getenv("PYTORCH_NO_CUDA_MEMORY_CACHING") != nullptr)
+      return uncached(device, bytes);
     Block* const block = take(device, (bytes + 511) / 512 * 512);
     return {block->address, block, &give_back, where};
   }
@@ -76,9 +88,11 @@ class CachingAllocator : public Allocator {
   }
   std::pair<size_t, size_t> getMemoryInfo(c10::DeviceIndex device) override {
     const std::lock_guard lock(mutex_);
-    return {total(device) - std::min(total(device), reserved(device)), total(device)};
+    const std::size_t used = reserved(device) + uncached_[device] + faults().taken_by_others;
+    return {total(device) - std::min(total(device), used), total(device)};
   }
   void set_cap(int device, std::size_t bytes) override { caps_[device] = bytes; }
+  bool& caching_enabled() override { return caching_enabled_; }
   std::size_t cap(int device) const override { return std::min(caps_[device], total(device)); }
   std::size_t total(int) const override { return faults().memory_bytes; }
 
@@ -89,6 +103,29 @@ class CachingAllocator : public Allocator {
   using Stat = c10::CachingAllocator::Stat;
   using Place =
       std::pair<std::size_t, void*>;  ///< of what is free the smallest is taken, at the lowest address
+
+  /// Without the cache memory is the driver's, and in none of the statistics.
+  c10::DataPtr uncached(int device, std::size_t bytes) {
+    const std::lock_guard lock(mutex_);
+    void* const address = bytes <= getMemoryInfo(device).first ? reserve(device, bytes) : nullptr;
+    TORCH_CHECK_WITH(OutOfMemoryError, address != nullptr, "CUDA error: out of memory");
+    uncached_[device] += bytes;
+    return {address, new Block{address, bytes, 0, device, nullptr, {}}, &give_back_uncached,
+            device_at(device)};
+  }
+  static void give_back_uncached(void* block);
+  /// As cudaFree().
+  void free_uncached(Block* block) {
+    try {
+      synchronise_device(block->device, "cudaFree");
+    } catch (const DeviceFault&) {
+      return;  // the device has failed: the memory is lost until reset()
+    }
+    const std::lock_guard lock(mutex_);
+    release(block->device, block->address, block->bytes);
+    uncached_[block->device] -= block->bytes;
+    delete block;
+  }
 
   static Place place_of(const Block& block) { return {block.bytes, block.address}; }
 
@@ -135,6 +172,10 @@ class CachingAllocator : public Allocator {
     if (block->behind != nullptr && block->behind->idle) join(block, block->behind);
     if (block->before != nullptr && block->before->idle) block = join(block->before, block);
     forget(block);
+    keep(block);
+  }
+
+  void keep(Block* block) {
     block->idle = true;
     free_[{block->stream, block->small}].emplace(place_of(*block), block);
   }
@@ -169,15 +210,23 @@ class CachingAllocator : public Allocator {
   /// Keeps what the block has beyond `bytes` as a free block.
   void split(Block* block, std::size_t bytes) {
     const std::size_t unit = faults().segment_bytes, left = block->bytes - bytes;
-    if (unit == 0 || (block->small ? left < 512 : left <= unit / 2)) return;
-    void* const address = static_cast<char*>(block->address) + bytes;
-    auto* const rest = new Block{address, left, 0, block->device, block->stream, {}, block, block->behind};
-    rest->small = block->small;
+    if (block->range != nullptr || (unit != 0 && block->small) ? left < 512 : unit == 0 || left <= unit / 2)
+      return;
+    keep(cut(block, bytes));
+  }
+
+  /// The part of the block beyond `bytes`, which becomes one of its own.
+  Block* cut(Block* block, std::size_t bytes) {
+    auto* const rest = new Block(*block);
+    rest->address = static_cast<char*>(block->address) + bytes;
+    rest->bytes = block->bytes - bytes;
+    rest->asked = 0;
+    rest->idle = false;
+    rest->before = block;
     if (rest->behind != nullptr) rest->behind->before = rest;
     block->behind = rest;
     block->bytes = bytes;
-    rest->idle = true;
-    free_[{rest->stream, rest->small}].emplace(place_of(*rest), rest);
+    return rest;
   }
 
   /// The block was handed out again: its bytes stay as they are.
@@ -238,10 +287,16 @@ class CachingAllocator : public Allocator {
     settle();
     const std::size_t unit = faults().segment_bytes;
     auto& free = free_[{&stream, bytes <= unit / 2}];
-    const auto found = free.lower_bound({bytes, nullptr});
+    auto found = free.lower_bound({bytes, nullptr});
     if (capturing(stream) || found == free.end()) return nullptr;
+    // The one that can grow least.
+    for (auto next = std::next(found); found->second->range != nullptr && next != free.end() &&
+                                       most_bytes(*next->second) < most_bytes(*found->second);
+         ++next) {
+      found = next;
+    }
     Block* const block = found->second;
-    if (unit == 0 && block->bytes > 2 * bytes) return nullptr;
+    if (unit == 0 && block->range == nullptr && block->bytes > 2 * bytes) return nullptr;
     block->asked = bytes;
     block->idle = false;
     free.erase(found);
@@ -253,10 +308,11 @@ class CachingAllocator : public Allocator {
   /// A block of the driver's; null if it has none.
   Block* fresh(Stream& stream, int device, std::size_t bytes) {
     const std::size_t whole = capturing(stream) ? bytes : segment_of(bytes);
-    if (reserved(device) + whole > cap(device)) return nullptr;
+    if (reserved(device) + whole > cap(device) || whole > getMemoryInfo(device).first) return nullptr;
     // torch's allocator relaxes the capture only where the stream that it allocates for is captured.
     TORCH_CHECK(capturing(stream) || !capture_forbids("cudaMalloc"),
                 "CUDA error: operation not permitted when stream is capturing");
+    if (expandable() && !capturing(stream)) return expanded(stream, device, bytes);
     void* const address = reserve(device, whole);
     if (address == nullptr) return nullptr;
     stats_[device].reserved_bytes[0].increase(whole);
@@ -267,6 +323,108 @@ class CachingAllocator : public Allocator {
     block->small = bytes <= faults().segment_bytes / 2;
     if (!block->of_graph) split(block, bytes);
     return block;
+  }
+
+  /// Note [Expandable segments]
+  /// With `expandable_segments:True` torch has one segment for each stream and size class, of more addresses
+  /// than it needs, and maps memory behind them as it goes. For a block that it does not have it takes the
+  /// free one in front of the addresses without memory, and maps only what is missing behind it. So memory
+  /// that a callback has freed is used though the driver has more. Memory is given back by the page.
+  bool expandable() const {
+    return kType == c10::DeviceType::CUDA && runs_callbacks() &&
+           c10::CachingAllocator::AcceleratorAllocatorConfig::use_expandable_segments();
+  }
+
+  static std::size_t most_bytes(const Block& block) {
+    return block.bytes + (block.behind != nullptr && !block.behind->mapped ? block.behind->bytes : 0);
+  }
+
+  /// A block at the end of what is mapped, after more has been; null if there are no addresses.
+  Block* expanded(Stream& stream, int device, std::size_t bytes) {
+    const bool small = bytes <= faults().segment_bytes / 2;
+    Block* block = expandable_block(stream, device, small, bytes);
+    if (block == nullptr) return nullptr;
+    if (!block->mapped) block = map(block, std::min(block->bytes, bytes));
+    while (block->bytes < bytes)
+      block = map(block->behind, std::min(bytes - block->bytes, block->behind->bytes));
+    forget(block);
+    block->asked = bytes;
+    split(block, bytes);
+    keep_as_it_is(*block);
+    return block;
+  }
+
+  /// The first with enough addresses that are free, mapped or not.
+  Block* expandable_block(Stream& stream, int device, bool small, std::size_t bytes) {
+    for (const auto& [address, unmapped] : unmapped_[{&stream, small}]) {
+      Block* const first =
+          unmapped->before != nullptr && unmapped->before->idle ? unmapped->before : unmapped;
+      std::size_t room = 0;
+      for (const Block* each = first; each != nullptr && (each->idle || !each->mapped); each = each->behind)
+        room += each->bytes;
+      if (room >= bytes) return first;
+    }
+    const std::size_t unit = faults().segment_bytes, page = unit == 0 ? 512 : small ? unit : 10 * unit;
+    const std::size_t whole = (std::max(total(device) / 4, bytes) + page - 1) / page * page;
+    void* const address = reserve(device, whole);
+    if (address == nullptr) return nullptr;
+    auto* const block = new Block{address, whole, 0, device, &stream, {}};
+    block->small = small;
+    block->range = new Range{static_cast<char*>(address), page};
+    block->mapped = false;
+    unmapped_[{&stream, small}].emplace(address, block);
+    return block;
+  }
+
+  /// Maps so many bytes and more, a whole number of pages. They become one with the free block before them.
+  Block* map(Block* block, std::size_t bytes) {
+    auto& unmapped = unmapped_[{block->stream, block->small}];
+    const std::size_t page = block->range->page, whole = (bytes + page - 1) / page * page;
+    unmapped.erase(block->address);
+    if (whole < block->bytes) {
+      Block* const rest = cut(block, whole);
+      unmapped.emplace(rest->address, rest);
+    }
+    block->mapped = true;
+    poison(*block->stream, block->address, block->bytes);
+    stats_[block->device].reserved_bytes[0].increase(whole);
+    ++stats_[block->device].num_device_alloc;
+    if (block->before != nullptr && block->before->idle) block = join(block->before, block);
+    if (block->behind != nullptr && block->behind->idle) block = join(block, block->behind);
+    keep(block);
+    return block;
+  }
+
+  /// Gives back the pages that lie in a free block as a whole. What is left of it are free blocks.
+  void unmap(Block* block) {
+    const std::size_t page = block->range->page;
+    const auto at = static_cast<std::size_t>(static_cast<char*>(block->address) - block->range->begin);
+    const std::size_t first = (at + page - 1) / page * page, last = (at + block->bytes) / page * page;
+    if (last <= first) return;
+    forget(block);
+    if (at + block->bytes > last) keep(cut(block, last - at));
+    if (first > at) {
+      Block* const rest = cut(block, first - at);
+      keep(block);
+      block = rest;
+    }
+    keep_as_it_is(*block);
+    stats_[block->device].reserved_bytes[0].decrease(block->bytes);
+    ++stats_[block->device].num_device_free;
+    block->mapped = false;
+    auto& unmapped = unmapped_[{block->stream, block->small}];
+    for (Block* const next : {block->behind, block->before}) {
+      if (next == nullptr || next->mapped) continue;
+      unmapped.erase(next->address);
+      block = next == block->behind ? join(block, next) : join(next, block);
+    }
+    if (block->before != nullptr || block->behind != nullptr) {
+      unmapped.emplace(block->address, block);
+      return;
+    }
+    release(block->device, block->address, block->bytes);
+    delete block->range;
+    delete block;
   }
 
   void count(Block& block) {
@@ -297,7 +455,8 @@ class CachingAllocator : public Allocator {
     for (auto& [stream, blocks] : free_) {
       std::erase_if(blocks, [&](const auto& entry) {
         Block* const block = entry.second;
-        if (block->device != device || block->before != nullptr || block->behind != nullptr) return false;
+        if (block->device != device || block->range != nullptr) return false;
+        if (block->before != nullptr || block->behind != nullptr) return false;
         if (!std::exchange(poisoned, true)) synchronise_poison(device);
         keep_as_it_is(*block);
         release(device, block->address, block->bytes);
@@ -308,6 +467,14 @@ class CachingAllocator : public Allocator {
         return true;
       });
     }
+    std::vector<Block*> expandable;
+    for (const auto& [stream, blocks] : free_) {
+      for (const auto& [place, block] : blocks) {
+        if (block->device == device && block->range != nullptr) expandable.push_back(block);
+      }
+    }
+    if (!expandable.empty() && !poisoned) synchronise_poison(device);
+    for (Block* const block : expandable) unmap(block);
   }
   /// settle() may just have queued some.
   static void synchronise_poison(int device) {
@@ -343,10 +510,13 @@ class CachingAllocator : public Allocator {
   int under_way_ = 0;                                           ///< allocations, one inside the other
   std::map<char*, std::pair<std::size_t, Stream*>> to_poison_;  ///< bytes at an address
   std::unordered_map<const void*, Block*> live_;
-  std::map<std::pair<Stream*, bool>, std::map<Place, Block*>> free_;  ///< small ones apart
+  std::map<std::pair<Stream*, bool>, std::map<Place, Block*>> free_;      ///< small ones apart
+  std::map<std::pair<Stream*, bool>, std::map<void*, Block*>> unmapped_;  ///< of expandable segments
   std::vector<std::pair<std::vector<PointPtr>, Block*>> pending_;
   c10::CachingDeviceAllocator::DeviceStats stats_[kDevices];
   std::size_t caps_[kDevices]{SIZE_MAX, SIZE_MAX};
+  std::size_t uncached_[kDevices]{};
+  bool caching_enabled_ = true;
 };
 
 /// The other allocator of torch, which runs no callbacks.
@@ -363,6 +533,9 @@ CachingAllocator& caching() {
   return *one;
 }
 
+void CachingAllocator::give_back_uncached(void* block) {
+  caching().free_uncached(static_cast<Block*>(block));
+}
 void CachingAllocator::give_back(void* context) { caching().free(static_cast<Block*>(context)); }
 
 const bool registered_allocator = [] {
@@ -370,55 +543,8 @@ const bool registered_allocator = [] {
   return true;
 }();
 
-/// torch's pinned memory: given back when the copies that were asked of it are over.
-struct PinnedAllocator final : c10::Allocator {
-  struct Block {
-    void* address;
-    std::vector<PointPtr> users;
-  };
-  static PinnedAllocator& one() {
-    static auto* const all = new PinnedAllocator;
-    return *all;
-  }
-  c10::DataPtr allocate(std::size_t bytes) override {
-    if (bytes == 0) return {nullptr, c10::Device(c10::kCPU)};
-    auto* const block = new Block{allocate_pinned(bytes), {}};
-    const std::lock_guard lock(mutex);
-    blocks[reinterpret_cast<std::uintptr_t>(block->address)] = {block, bytes};
-    return {block->address, block, &give_back, c10::Device(c10::kCPU)};
-  }
-  c10::DeleterFnPtr raw_deleter() const override { return nullptr; }
-  void copy_data(void* to, const void* from, std::size_t bytes) const override {
-    std::memcpy(to, from, bytes);
-  }
-  /// A queued copy uses this memory, if it is ours.
-  void used(const void* address, Stream& stream) {
-    const std::lock_guard lock(mutex);
-    const auto at = reinterpret_cast<std::uintptr_t>(address);
-    auto found = blocks.upper_bound(at);
-    if (found == blocks.begin()) return;
-    --found;
-    if (at < found->first + found->second.second) found->second.first->users.push_back(record(stream));
-  }
-  static void give_back(void* context) {
-    auto* const block = static_cast<Block*>(context);
-    {
-      const std::lock_guard lock(one().mutex);
-      one().blocks.erase(reinterpret_cast<std::uintptr_t>(block->address));
-    }
-    free_pinned(block->address, std::move(block->users));
-    delete block;
-  }
-  std::mutex mutex;
-  std::map<std::uintptr_t, std::pair<Block*, std::size_t>> blocks;
-};
-
 }  // namespace
 
 Allocator& allocator() { return caching(); }
-
-at::Allocator& pinned_allocator() { return PinnedAllocator::one(); }
-
-void note_pinned_use(const void* address, Stream& stream) { PinnedAllocator::one().used(address, stream); }
 
 }  // namespace pretend

@@ -57,6 +57,8 @@ class Allocator : public c10::DeviceAllocator {
   virtual void set_cap(int device, std::size_t bytes) = 0;
   virtual std::size_t cap(int device) const = 0;
   virtual std::size_t total(int device) const = 0;
+  /// As torch.cuda.caching_allocator_enable() sets it.
+  virtual bool& caching_enabled() = 0;
 };
 Allocator& allocator();
 /// Given back when the copies that were asked of it are over.
@@ -65,8 +67,9 @@ at::Allocator& pinned_allocator();
 /// Gives storage on the device memory of that size, with what it held as far as there is room.
 void resize_storage(const c10::Storage& storage, std::size_t bytes);
 
-/// A queued copy on `stream` uses this host memory. If it is torch's pinned memory, it lasts until then.
-void note_pinned_use(const void* address, Stream& stream);
+/// A queued copy on `stream` uses this host memory, whose storage has that context. If torch takes it for its
+/// own pinned memory, it lasts until then.
+void note_pinned_use(const void* address, const void* context, Stream& stream);
 
 /// A CPU generator for the next random operator, seeded by one of the device, which it advances. Its default
 /// one if none is given.

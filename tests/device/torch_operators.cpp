@@ -102,7 +102,8 @@ void copy_bytes(const at::Tensor& to, const at::Tensor& from, Stream& stream, bo
     checked([] { refuse_if_forbidden("a blocking copy"); });
   }
   checked([&] { copy(stream, to.data_ptr(), from.const_data_ptr(), to.nbytes()); });
-  if (host_from || host_to) note_pinned_use(host, stream);
+  if (host_from || host_to)
+    note_pinned_use(host, (host_from ? from : to).storage().data_ptr().get_context(), stream);
   if (waits) checked([&] { synchronise(stream, "a blocking copy"); });
 }
 

@@ -7,11 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 FUNCTIONS = (
-    "canDeviceAccessPeer", "emptyCache", "exchangeDevice", "getCurrentRawStream", "getCurrentStream",
-    "getDefaultStream", "getDevice", "getDeviceCount", "getMemoryFraction", "get_sync_debug_mode",
-    "isCurrentStreamCapturing", "maybeExchangeDevice", "memoryStats", "resetAccumulatedMemoryStats",
-    "resetPeakMemoryStats", "setDevice", "setMemoryFraction", "setStream", "set_sync_debug_mode", "sleep",
-    "synchronize",
+    "canDeviceAccessPeer", "cudaCachingAllocator_enable", "cudaCachingAllocator_is_enabled", "emptyCache",
+    "exchangeDevice", "getCurrentRawStream", "getCurrentStream", "getDefaultStream", "getDevice",
+    "getDeviceCount", "getMemoryFraction", "get_sync_debug_mode", "isCurrentStreamCapturing",
+    "maybeExchangeDevice", "memoryStats", "resetAccumulatedMemoryStats", "resetPeakMemoryStats", "setDevice",
+    "setMemoryFraction", "setStream", "set_sync_debug_mode", "sleep", "synchronize",
 )  # fmt: skip
 
 
@@ -31,7 +31,6 @@ def prepare(torch_c: Any, pretend: Any) -> None:
     torch_c._cuda_ipc_collect = lambda: None
     torch_c._cuda_getCompiledVersion = lambda: 13000
     torch_c._cuda_clearCublasWorkspaces = lambda: None
-    torch_c._cuda_cudaCachingAllocator_is_enabled = lambda: True
     torch_c._cuda_getAllocatorBackend = lambda: "native"
     torch_c._host_emptyCache = getattr(torch_c, "_host_emptyCache", lambda: None)
     torch_c._CudaDeviceProperties = _Properties
