@@ -186,6 +186,7 @@ class Install(ServedModules):
             if budget is None:
                 self.tuner.measure(self.budget)
             elif config.is_automatic(budget):
+                config.check_measurable(self.options.device)
                 self.tuner.measure(replace(self.budget, automatic=True))
             else:
                 self.tuner.measure(config.Budget(config.resolve_budget(budget, self.options.device)))

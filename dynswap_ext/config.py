@@ -131,6 +131,8 @@ def resolve(
     """
     where = resolve_device(device)
     automatic = is_automatic(budget)
+    if automatic:
+        check_measurable(where)
     chosen = _one_of(PROVIDERS, "provider", provider)
     pinned = _part_of_all_ram(_AUTO_PINNED) if pin == "auto" else _amount_of_ram("pin", pin)
     free = _free_ram() if pin is True or "auto" in (pin, page_cache) else 0
@@ -279,6 +281,20 @@ def _prefetch(given: int) -> int:
 def is_automatic(budget: int | float | str | None) -> bool:
     """Return whether the budget is "auto", which is measured."""
     return is_named(budget, AUTO)
+
+
+def check_measurable(device: torch.device) -> None:
+    """Raise where nobody can tell what activations take on the device, from which "auto" follows."""
+    if device.type != "cuda":
+        return
+    variable = "PYTORCH_NO_CUDA_MEMORY_CACHING"
+    set_in_environment = variable in os.environ  # whatever its value is
+    if set_in_environment or not torch._C._cuda_cudaCachingAllocator_is_enabled():
+        remedy = f"unset {variable}" if set_in_environment else "call torch.cuda.caching_allocator_enable()"
+        raise ConfigError(
+            "budget is 'auto', and torch's caching allocator is turned off, which alone can tell how much "
+            f"memory activations take; {remedy}, or give the budget in bytes"
+        )
 
 
 def resolve_budget(given: int | float | str | None, device: torch.device) -> int | None:
