@@ -340,6 +340,7 @@ def is_plain(master: torch.Tensor) -> bool:
     """Whether a master's bytes can be copied and compared; others are converted at each access."""
     return (
         type(master) in _PLAIN
+        and master.is_cpu
         and master.numel() > 0
         and master.layout is torch.strided
         and not (master.is_quantized or master.is_nested or master._is_zerotensor())

@@ -1,4 +1,4 @@
-"""`torch.compile(mode="reduce-overhead")`: the operator that fetches weights stays outside the CUDA graphs."""
+"""`torch.compile(mode="reduce-overhead")`: what fetches weights stays outside the CUDA graphs."""
 
 from __future__ import annotations
 
