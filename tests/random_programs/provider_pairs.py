@@ -171,6 +171,8 @@ class Run:
             self.note(f"{name}, {type(master).__name__}", (shown(master), master.stride()))
         if self.dice.random() < 0.3:
             testing.map_from_file(self.model, self.folder / "model.pt")
+        elif self.device.type != "cpu" and self.dice.random() < 0.4:
+            self.move_some()
         self.install()
         for _ in range(self.dice.randint(3, 10)):
             self.step()
@@ -179,6 +181,13 @@ class Run:
             dynswap_ext.uninstall(self.model)
         self.look()
         return self.lines
+
+    def move_some(self) -> None:
+        """Masters that the user has moved to the device already."""
+        for name, place in self.places():
+            if place.master.device != self.device and self.dice.random() < 0.3:
+                place.master.data = place.master.data.to(self.device)
+                self.note(f"moved {name}")
 
     def note(self, what: str, value: Any = None) -> None:
         self.lines.append((what, value))
