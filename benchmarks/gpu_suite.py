@@ -12,8 +12,8 @@ shared by all later parts, and at its limit it is ended. The record is written b
 that a run that is cut off leaves what it had. A table of all parts comes last.
 
 Needs Python, torch and a CUDA toolkit; parts that need more (pytest, safetensors, accelerate) are left out
-without it. `--dry-run` runs every part on the CPU at tiny sizes, which proves that they start. Of the build
-it runs what comes before the compiler.
+without it. `--dry-run` runs every part at tiny sizes, on the CPU if there is nothing else, which proves that
+they start. Of the build it runs what comes before the compiler, and of the tests it collects the names.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def memcheck(dry_run: bool) -> Part:
 
     Each tensor has memory of the driver's own: within torch's blocks no overrun would be seen.
     """
-    device = "cpu" if dry_run else "cuda"
-    small = [sys.executable, str(HERE / "gpu_stack.py"), "--device", device, "--tiny", "--cast", "--ours"]
+    script = [sys.executable, str(HERE / "gpu_stack.py"), "--device", device_of(dry_run)]
+    small = [*script, "--tiny", "--cast", "--ours"]
     found = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
     # What asks the driver for what it may refuse is no error.
     options = ["--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
@@ -121,8 +121,13 @@ def memcheck(dry_run: bool) -> Part:
     )
 
 
+def device_of(dry_run: bool) -> str:
+    """Where the scripts run: a dry run takes a GPU, or the tests' pretend one, if there is one."""
+    return "cuda" if not dry_run or torch.cuda.is_available() else "cpu"
+
+
 def parts(dry_run: bool, folder: str) -> list[Part]:
-    device = "cpu" if dry_run else "cuda"
+    device = device_of(dry_run)
 
     def script(
         name: str,
@@ -276,7 +281,7 @@ def main() -> int:
     begun = time.perf_counter()
     stop_on_signals()
     options = parser(__doc__)
-    options.add_argument("--dry-run", action="store_true", help="on the CPU, at tiny sizes")
+    options.add_argument("--dry-run", action="store_true", help="at tiny sizes, on the CPU or what there is")
     options.add_argument("--check", action="store_true", help="say what is missing here, and run nothing")
     options.add_argument("--only", help="names of parts, comma-separated, by their beginning")
     options.add_argument(
