@@ -26,11 +26,22 @@ def groups(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def group(folder: Path, names: tuple[str, str, str], limit: int | str, used: int, cached: int = 0) -> None:
+def group(
+    folder: Path,
+    names: tuple[str, str, tuple[str, str]],
+    limit: int | str,
+    used: int,
+    cached: int = 0,
+    active: int = 0,
+) -> None:
+    """`cached` file pages have been read once, and `active` ones several times."""
     folder.mkdir(parents=True, exist_ok=True)
+    total = "total_" if names is memory._FILES_OF_VERSION_1 else ""  # with those of the groups below
     (folder / names[0]).write_text(f"{limit}\n")
     (folder / names[1]).write_text(f"{used}\n")
-    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {cached}\n")
+    (folder / "memory.stat").write_text(
+        f"anon 5\n{total}inactive_file {cached}\n{total}active_file {active}\n{total}unevictable 7\n"
+    )
 
 
 def test_version_2(groups: Path) -> None:
@@ -60,6 +71,17 @@ def test_a_container_whose_root_is_its_own(groups: Path) -> None:
     group(groups / "cgroup", memory._FILES_OF_VERSION_2, 2 * GIB, 3 * GIB)
     assert memory._free_in_group() == 0
     assert config.resolve(device="cpu").pin <= 0.8 * 2 * GIB
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_all_cached_file_pages_are_free(groups: Path, version: int) -> None:
+    """As in the machine's MemAvailable: the system takes back those that were read several times, too."""
+    names = memory._FILES_OF_VERSION_1 if version == 1 else memory._FILES_OF_VERSION_2
+    (groups / "of_process").write_text("4:memory:/\n" if version == 1 else "0::/\n")
+    folder = groups / "cgroup" / ("memory" if version == 1 else "")
+    group(folder, names, 40 << 20, 36 << 20, cached=2 << 20, active=30 << 20)
+    handle = dynswap_ext.install(mlp(), device="cpu", dtype=torch.float64, budget=1.0)
+    assert handle.budget == 36 << 20
 
 
 @pytest.mark.parametrize("budget", [3 * GIB, "3GiB"])

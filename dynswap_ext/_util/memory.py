@@ -26,9 +26,15 @@ _FIRST_SHARE: Final = 0.5
 
 _GROUPS: Final = Path("/sys/fs/cgroup")
 _GROUPS_OF_PROCESS: Final = Path("/proc/self/cgroup")
-#: The files with a control group's limit and its use, and the field of memory.stat with reclaimable pages.
-_FILES_OF_VERSION_1: Final = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-_FILES_OF_VERSION_2: Final = ("memory.max", "memory.current", "inactive_file")
+#: The files with a control group's limit and its use, and the fields of memory.stat that count cached pages
+#: of files. These count as used, but the system takes them back before the limit is reached: those that were
+#: read once (inactive) first, then the others. The machine's MemAvailable has both lists, too.
+_FILES_OF_VERSION_1: Final = (
+    "memory.limit_in_bytes",
+    "memory.usage_in_bytes",
+    ("total_inactive_file", "total_active_file"),
+)
+_FILES_OF_VERSION_2: Final = ("memory.max", "memory.current", ("inactive_file", "active_file"))
 #: Without a limit, version 1 has the largest number that is whole pages.
 _NO_LIMIT: Final = 1 << 62
 
@@ -213,7 +219,7 @@ class _ControlGroup(NamedTuple):
     folder: Path
     limit: str
     used: str
-    cached: str
+    cached: tuple[str, str]
 
     def most(self) -> int | float:
         """Return the limit, infinite without one."""
@@ -233,5 +239,4 @@ class _ControlGroup(NamedTuple):
             counts = dict(line.split() for line in (self.folder / "memory.stat").read_text().splitlines())
         except (OSError, ValueError):
             return math.inf
-        # Cached file pages count as used.
-        return max(0, limit - used + int(counts.get(self.cached, 0)))
+        return max(0, limit - used + sum(int(counts.get(field, 0)) for field in self.cached))
