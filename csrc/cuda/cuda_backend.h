@@ -10,6 +10,7 @@
 #include "core/backend.h"
 #include "core/lockable.h"
 #include "transfer/pinned_budget.h"
+#include "transfer/staging.h"
 
 namespace dynswap {
 
@@ -38,8 +39,8 @@ struct CudaOptions {
 
   /// The ring of pinned buffers between sources that are not pinned and the device. It exists from the
   /// first such source on.
-  std::size_t staging_bytes = 8u << 20;  ///< of one buffer
-  unsigned staging_buffers = 8;
+  std::size_t staging_bytes = kStagingBytes;
+  unsigned staging_buffers = kStagingBuffers;
   unsigned readers = 4;  ///< threads that fill them
 };
 

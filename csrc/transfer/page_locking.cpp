@@ -11,6 +11,7 @@
 #include "io/memory_watch.h"
 #include "platform/memory.h"
 #include "platform/process.h"
+#include "transfer/staging.h"
 
 namespace dynswap {
 
@@ -128,7 +129,22 @@ class Pinning {
     }
   }
 
-  std::string what_is_slower(std::size_t all_bytes) const {
+  /// What is not page-locked goes through a ring of buffers that are. Where the system refuses, because it
+  /// grants less in all (WSL), the masters that were locked last give way to them: without a ring the model
+  /// could not run.
+  void leave_room_for_ring(std::vector<Lockable>& items) {
+    if (refused_bytes_ == 0 || !locker_.locks_nothing().empty()) return;
+    std::string unsaid;
+    for (auto last = items.rbegin(); last != items.rend(); ++last) {
+      if (!last->locked) continue;
+      if (locker_.allocate(kStagingBytes * kStagingBuffers, unsaid)) return;
+      for (Lockable& item : items) {
+        if (item.locked && item.held == last->held) unlock(item);
+      }
+    }
+  }
+
+  std::string what_is_slower(const std::vector<Lockable>& items, std::size_t all_bytes) const {
     std::ostringstream text;
     const std::string why = locker_.locks_nothing();
     if (!why.empty()) {
@@ -142,10 +158,17 @@ class Pinning {
       return text.str();
     }
     if (refused_bytes_ > 0) {
+      std::size_t granted = 0;
+      for (const Lockable& item : items) {
+        if (item.locked || item.source->pinned_copy) granted += item.source->stored_bytes();
+      }
       text << "the system refused to page-lock " << amount(refused_bytes_) << " of weights (" << reason_
-           << "): they go to the device through a small pinned buffer, which is slower. Raise the limit of "
-              "locked memory (ulimit -l, or the container's), or pass pin=False to install() to accept this "
-              "without this warning";
+           << ")";
+      if (granted > 0) text << ", after it had locked " << amount(granted);
+      text << ": they go to the device through a small pinned buffer, which is slower. Free some RAM (WSL "
+              "grants a few GiB at most, however much is free), or pass pin=";
+      if (granted > 0) text << granted << " or ";
+      text << "False to install() to accept this without this warning";
     }
     if (shared_bytes_ > all_bytes / kUnsaidPart) {
       if (refused_bytes_ > 0) text << ". Also, ";
@@ -172,6 +195,13 @@ class Pinning {
     Source& changed = *source;
     item.source = std::move(source);
     return changed;
+  }
+
+  void unlock(Lockable& item) {
+    item.held->unlock();
+    item.locked = false;
+    replace(item).pinned = false;
+    refused_bytes_ += item.source->stored_bytes();
   }
 
   bool may_be_locked(const Lockable& item) {
@@ -258,7 +288,8 @@ std::string page_lock(PageLocker& locker, const std::shared_ptr<PinnedBudget>& b
   for (Lockable* item : small) pinning.in_place(*item);  // in the blocks of large ones
   std::erase_if(small, [](const Lockable* item) { return item->source->pinned; });
   pinning.beside(small);
-  return pinning.what_is_slower(bytes);
+  pinning.leave_room_for_ring(items);
+  return pinning.what_is_slower(items, bytes);
 }
 
 }  // namespace dynswap

@@ -16,6 +16,9 @@
 
 namespace dynswap {
 
+constexpr std::size_t kStagingBytes = 8u << 20;  ///< of one buffer
+constexpr unsigned kStagingBuffers = 8;
+
 /// The reads of one copy, and the first error among them.
 class Reads {
  private:

@@ -170,11 +170,13 @@ struct Faults {
   int device_count_error = 0;                       ///< the cudaError_t of cudaGetDeviceCount(), not torch's
   int driver_version = 13000;                       ///< as cudaDriverGetVersion() answers
   std::size_t register_at_most = SIZE_MAX;          ///< bytes that may be page-locked in all
+  std::size_t locked_at_most = SIZE_MAX;            ///< the same, and allocated page-locked: as WSL
   int query_error = 0;                              ///< the cudaError_t that event queries answer with
   int kernel_error = 0;                             ///< the cudaError_t that whoever needs a kernel gets
   int registration_ms = 0;                          ///< how long one registration takes
   std::size_t memory_bytes = std::size_t{8} << 30;  ///< bytes of each device
   std::size_t taken_by_others = 0;                  ///< of these, by other processes
+  bool integrated = false;                          ///< the device computes in the host's own memory
   std::size_t segment_bytes = 0;                    ///< see Note [Segments]; 0: each block is one
   // What torch on some accelerators has not.
   bool no_priorities = false;       ///< streams have none: what is asked for is ignored

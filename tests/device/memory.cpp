@@ -24,6 +24,13 @@ Pinned pinned_locked(const Machine& m, std::uintptr_t begin, std::size_t bytes) 
   return found != m.pinned.end() && found->first < begin + bytes ? Pinned::torn : Pinned::no;
 }
 
+/// Whether so much more may be page-locked, in place or not.
+bool may_lock(const Machine& m, std::size_t bytes) {
+  std::size_t all = bytes;
+  for (const auto& [begin, end] : m.pinned) all += end.first - begin;
+  return all <= m.faults.locked_at_most;
+}
+
 /// The bytes themselves. Memory that was pinned when the copy was asked for has to be so still.
 void move_bytes(void* to, const void* from, std::size_t bytes, bool pinned_source, bool pinned_target) {
   const auto still = [bytes](const void* address, const char* what) {
@@ -121,7 +128,8 @@ int pin(void* address, std::size_t bytes) {
   const auto end = (reinterpret_cast<std::uintptr_t>(address) + bytes + kPage - 1) / kPage * kPage;
   const std::lock_guard lock(m.mutex);
   if (pinned_locked(m, begin, end - begin) != Pinned::no) return kAlreadyRegistered;
-  if (m.counts.registered_bytes + (end - begin) > m.faults.register_at_most) return kMemoryAllocation;
+  if (m.counts.registered_bytes + (end - begin) > m.faults.register_at_most || !may_lock(m, end - begin))
+    return kMemoryAllocation;
   m.counts.registered_bytes += end - begin;
   m.pinned[begin] = {end, false};
   write_to_pages(reinterpret_cast<void*>(begin), end - begin);
@@ -149,7 +157,7 @@ int unpin(void* address) {
 
 void* allocate_pinned(std::size_t bytes) {
   Machine& m = machine();
-  const std::size_t size = (std::max<std::size_t>(bytes, 1) + kPage - 1) / kPage * kPage;
+  std::size_t size = (std::max<std::size_t>(bytes, 1) + kPage - 1) / kPage * kPage;
   std::vector<std::pair<void*, std::size_t>> over;
   {
     const std::lock_guard lock(m.mutex);
@@ -160,8 +168,10 @@ void* allocate_pinned(std::size_t bytes) {
       return true;
     });
     for (const auto& [at, length] : over) m.pinned.erase(reinterpret_cast<std::uintptr_t>(at));
+    if (!may_lock(m, size)) size = 0;
   }
   for (const auto& [at, length] : over) munmap(at, length);
+  if (size == 0) return nullptr;
   void* const at = mmap(nullptr, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (at == MAP_FAILED) return nullptr;
   std::memset(at, kPoison, bytes);

@@ -25,7 +25,9 @@ struct PinnedAllocator final : c10::Allocator {
   }
   c10::DataPtr allocate(std::size_t bytes) override {
     if (bytes == 0) return {nullptr, c10::Device(c10::kCPU)};
-    auto* const block = new Block{allocate_pinned(bytes), {}};
+    void* const memory = allocate_pinned(bytes);
+    TORCH_CHECK(memory != nullptr, c10::DeviceTypeName(kType), " error: out of memory");
+    auto* const block = new Block{memory, {}};
     const std::lock_guard lock(mutex);
     blocks.insert(block);
     by_address[block->address] = block;

@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "check.h"
+#include "core/amount.h"
 #include "cuda/context.h"
 #include "cuda/cuda_backend.h"
 #include "fake_cudart.h"
@@ -205,7 +206,8 @@ TEST(pin_refused_is_said_once_and_leaves_no_error_behind) {
   EXPECT(items[0].source->pinned);
   EXPECT(!items[1].source->pinned && !items[1].locked);
   EXPECT(said.find(std::to_string(kLarge + 1)) != std::string::npos);
-  EXPECT(said.find("ulimit") != std::string::npos);
+  EXPECT(said.find("after it had locked " + amount(kLarge)) != std::string::npos);
+  EXPECT(said.find("pass pin=" + std::to_string(kLarge) + " or False") != std::string::npos);
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
   items.pop_back();
   unpin(items, fits);
