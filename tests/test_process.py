@@ -71,6 +71,40 @@ def test_a_forked_child_ends_as_usual(provider: Provider) -> None:
 
 
 @FORKS
+@BUDGETS
+def test_a_forked_child_cannot_use_the_parents_device(provider: Provider, budget: str) -> None:
+    """The driver answers "initialization error" there, which says nothing."""
+    if provider.device.type == "cpu" or not provider.native:
+        pytest.skip("the native provider's error, of a device that has a driver")
+    done = run(
+        provider,
+        f"""
+        handle.uninstall()
+        handle = dynswap_ext.install(model, dtype=x.dtype, budget={budget}, device=x.device)
+        with torch.no_grad():
+            expected = model(x)
+        child = os.fork()
+        if child == 0:
+            signal.alarm(60)
+            for use in (lambda: model[0].weight, lambda: model(x)):
+                try:
+                    use()
+                except Exception as error:
+                    print(type(error).__name__, error, flush=True)
+            own = copy.deepcopy(model).state_dict()  # masters are the child's
+            os._exit(0 if torch.equal(own["0.weight"], model.state_dict()["0.weight"]) else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        with torch.no_grad():
+            assert torch.equal(model(x), expected)
+        """,
+    )
+    lines = done.stdout.splitlines()
+    assert len(lines) == 2
+    for line in lines:
+        assert line.startswith("DeviceError") and "forked process" in line and "'spawn'" in line
+
+
+@FORKS
 def test_a_forked_child_does_not_inherit_a_lock_held(provider: Provider) -> None:
     if provider.name != "python":
         pytest.skip("only pure Python on the CPU has no thread or device context to lose in a fork")

@@ -138,8 +138,15 @@ std::pair<std::shared_ptr<Session>, Weight*> Session::serving(const at::Tensor& 
   return {};
 }
 
-/// The engine stays with the parent, whose threads it has. In the child each access copies.
+/// The engine stays with the parent, whose threads it has. In the child each access copies, if it computes on
+/// the CPU: a driver serves only the process that began with it, and would say "initialization error".
 void Session::begin_in_child() {
+  if (!options_.device.is_cpu()) {
+    throw DeviceError("this is a forked process, and weights cannot be brought to '" + options_.device.str() +
+                      "' in it: the device's driver serves only the process that began to use it. Start the "
+                      "process with the 'spawn' method, or read masters (state_dict(), parameters()), which "
+                      "are in RAM");
+  }
   in_child_ = true;
   DeferredRelease dropped;
   for (const auto& weight : table_->weights()) {

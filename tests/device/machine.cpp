@@ -127,7 +127,7 @@ Machine& machine() {
 bool forked_child() noexcept { return forked; }
 
 void push(Machine& m, Stream& stream, Stream::Entry entry) {
-  if (forked) throw DeviceFault(3, "CUDA cannot be used in a forked child");
+  if (forked) throw DeviceFault(3, "initialization error");
   begin_thread(m);
   if (stream.capture) {
     if (entry.wait) return;  // the capture's order is that of the calls
