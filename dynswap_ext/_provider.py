@@ -20,7 +20,9 @@ from dynswap_ext._sources import bindings_of
 from dynswap_ext._swap import compile_support
 from dynswap_ext._swap.parameter_proxy import handed_out_again, take_to_master, untracked_alias_made
 from dynswap_ext._swap.protocol import Hooks, Session
+from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext._util.log import logger
+from dynswap_ext._util.numa import place_of
 from dynswap_ext._util.warn import warn
 from dynswap_ext.config import (
     Budget,
@@ -81,6 +83,12 @@ class BackendInfo:
     #: Why weights that stay on that device (residents) would not give way to whatever runs out of memory
     #: there, and what to do; empty if they would. None for the CPU, and unless the driver was asked.
     giving_way: str | None = None
+    #: Whether that device computes in the host's own memory, where streaming saves none. None unless the
+    #: driver was asked.
+    one_memory: bool | None = None
+    #: Beside which NUMA node that device is, and on which this process may run; empty on a machine with one
+    #: node. None unless the driver was asked.
+    numa: str | None = None
 
     def __str__(self) -> str:
         """Write one line a fact."""
@@ -103,6 +111,10 @@ class BackendInfo:
             facts["torch offers"] = ", ".join(self.offers) or "neither a stream for copies nor pinned memory"
         if self.giving_way is not None:
             facts["residents"] = self.giving_way or "give way to whatever runs out of memory (budget='auto')"
+        if self.one_memory:
+            facts["device memory"] = "one memory for host and device: model.to() is faster than an install"
+        if self.numa:
+            facts["NUMA"] = self.numa
         return facts
 
 
@@ -167,6 +179,16 @@ def select(asked: str, device: torch.device) -> Provider:
     return _python(obstacle.reason)
 
 
+def warn_of_one_memory(device: torch.device) -> None:
+    """Warn, once for each device, if it computes in the host's own memory."""
+    if device.type != "cpu" and DeviceMemory(device).is_the_hosts():
+        _warn_once(
+            f"'{device}' computes in the host's own memory, so streaming weights to it saves no memory and "
+            f"takes time: each is copied from RAM to RAM. If the model fits, use model.to('{device}') and no "
+            "install; an install is of use for weights that are mapped from files larger than the RAM."
+        )
+
+
 def backend_info(*, ask_driver: bool | None = None) -> BackendInfo:
     """Say which provider is active, and why. Warns about nothing.
 
@@ -202,6 +224,8 @@ def backend_info(*, ask_driver: bool | None = None) -> BackendInfo:
         devices=devices,
         offers=_offered(extension, device) if backend == "torch" and ask_driver else None,
         giving_way=obstacle_to_giving_way("native" if backend else "python", device) if ask_driver else None,
+        one_memory=device.type != "cpu" and DeviceMemory(device).is_the_hosts() if ask_driver else None,
+        numa=place_of(device) if ask_driver else None,
     )
 
 

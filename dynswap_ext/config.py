@@ -31,6 +31,7 @@ from typing import Final
 
 import torch
 
+from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext._util.memory import (
     AUTO,
     MINIMUM,
@@ -134,6 +135,8 @@ def resolve(
     if automatic:
         check_measurable(where)
     chosen = _one_of(PROVIDERS, "provider", provider)
+    if pin == "auto" and where.type not in ("cpu", "cuda") and DeviceMemory(where).is_the_hosts():
+        pin = False  # page-locked copies would take the memory that the device computes in
     pinned = _part_of_all_ram(_AUTO_PINNED) if pin == "auto" else _amount_of_ram("pin", pin)
     free = _free_ram() if pin is True or "auto" in (pin, page_cache) else 0
     return Options(

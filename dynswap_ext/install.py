@@ -86,7 +86,8 @@ def install(
         A device for which torch cannot do that reads page-locked copies, which by default take up to half of
         the free RAM. Masters that are not page-locked go through a small pinned buffer (`Stats.pinned_bytes`
         and `Stats.staged_bytes` show how many bytes). Default, also ``"auto"``: up to four fifths of the RAM
-        that the process may use, which a control group (a container) may limit.
+        that the process may use, which a control group (a container) may limit; no copies if the device
+        computes in that RAM itself.
     page_cache : bool, int, float, str or "auto"
         How much of the checkpoint files may enter the system's page cache, which is read at the speed of
         memory: everything (True), nothing (False: the engine's reads do not grow the cache), or an amount
@@ -166,6 +167,7 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
             made.draft(model, modules)
             if made.session.sampled_bytes:
                 _warn_of_sampling()
+            _provider.warn_of_one_memory(options.device)
             if scripted:
                 warn(
                     f"{scripted} TorchScript module(s) are left as they are: their weights are not streamed, "

@@ -10,6 +10,8 @@ from dynswap_ext.errors import ConfigError
 
 #: Names of functions in `torch.accelerator`, and in the device's own module (`torch.xpu`) where that differs.
 _OWN_NAMES: Final = {"get_memory_info": "mem_get_info"}
+#: The field of the device's properties that says so, in torch.cuda and in torch.xpu.
+_INTEGRATED: Final = ("is_integrated", "is_integrated_gpu")
 
 
 class DeviceMemory:
@@ -21,6 +23,21 @@ class DeviceMemory:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+
+    def is_the_hosts(self) -> bool:
+        """Return whether the device computes in the host's own memory, as integrated GPUs do.
+
+        Asks the driver. False where torch does not tell, and for a device that reads the host's memory as
+        its own but has faster memory besides (GH200).
+        """
+        if self._device.type == "mps":
+            return True
+        ask = getattr(getattr(torch, self._device.type, None), "get_device_properties", None)
+        try:
+            properties = None if ask is None else ask(self._device)
+        except (AssertionError, RuntimeError):  # there is no such device, or no driver
+            return False
+        return any(getattr(properties, name, False) for name in _INTEGRATED)
 
     def free(self) -> int:
         """Return what could be allocated: what the driver has free, and what the allocator holds unused.

@@ -50,8 +50,9 @@ def _init(pretend: Any) -> None:
     cuda.default_generators = tuple(pretend.default_generator(device) for device in range(2))
     cuda._get_device_properties = lambda device: _Properties(
         name="a pretend device", major=9, minor=0, total_memory=pretend.memory_info(device)[1],
-        multi_processor_count=1, is_integrated=0, is_multi_gpu_board=0, max_threads_per_multi_processor=2048,
-        gcnArchName="", warp_size=32, regs_per_multiprocessor=65536, shared_memory_per_block=49152,
+        multi_processor_count=1, is_integrated=int(pretend.faults().integrated), is_multi_gpu_board=0,
+        max_threads_per_multi_processor=2048, gcnArchName="", warp_size=32, regs_per_multiprocessor=65536,
+        shared_memory_per_block=49152, pci_domain_id=0, pci_bus_id=0x3B + device, pci_device_id=0,
     )  # fmt: skip
 
 

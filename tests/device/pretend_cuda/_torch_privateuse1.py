@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 #: The type of device: ``torch.device("pretend")``.
@@ -64,6 +64,9 @@ def _module(torch: Any, pretend: Any) -> ModuleType:
         "device_count": pretend.getDeviceCount,
         "empty_cache": pretend.emptyCache,
         "get_amp_supported_dtype": lambda: [torch.float16, torch.bfloat16],
+        "get_device_properties": lambda device=None: SimpleNamespace(
+            name="a pretend device", is_integrated_gpu=bool(pretend.faults().integrated)
+        ),
         "get_rng_state": lambda device=None: generators[index(device)].get_state(),
         "initial_seed": lambda: generators[index()].initial_seed(),
         "is_available": lambda: pretend.getDeviceCount() > 0,
