@@ -292,7 +292,8 @@ def check_measurable(device: torch.device) -> None:
         return
     variable = "PYTORCH_NO_CUDA_MEMORY_CACHING"
     set_in_environment = variable in os.environ  # whatever its value is
-    if set_in_environment or not torch._C._cuda_cudaCachingAllocator_is_enabled():
+    enabled = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)  # from torch 2.13 on
+    if set_in_environment or (enabled is not None and not enabled()):
         remedy = f"unset {variable}" if set_in_environment else "call torch.cuda.caching_allocator_enable()"
         raise ConfigError(
             "budget is 'auto', and torch's caching allocator is turned off, which alone can tell how much "

@@ -145,7 +145,7 @@ def _copied(tensor: torch.Tensor, device: torch.device, dtype: torch.dtype) -> t
 
 # Invariant: it returns what `_copied` returns, for whose strides on a fake master the graph is made. With
 # mode="reduce-overhead" it runs between CUDA graphs: a replay would read what was streamed in the first call.
-@torch.library.custom_op("dynswap_ext::fetch", mutates_args=(), tags=torch.Tag.cudagraph_unsafe)
+@torch.library.custom_op("dynswap_ext::fetch", mutates_args=(), tags=(torch.Tag.cudagraph_unsafe,))
 def _fetch(master: torch.Tensor, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
     """The master on the device, through the install that serves it; a copy, which the graph may overwrite."""
     release_inputs()

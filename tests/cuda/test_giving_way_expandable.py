@@ -41,6 +41,8 @@ def _expandable_segments(gpu: Gpu) -> Iterator[None]:
         pytest.skip("the pure-Python provider's residents do not give way")
     if pretend_cuda.active():
         pretend_cuda.faults().segment_bytes = 2 * MIB
+    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
+        pytest.skip("this torch does not tell its allocator's settings, so they cannot be put back")
     before = torch._C._accelerator_getAllocatorSettings()
     torch.cuda.empty_cache()
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import dynswap_ext
-from conftest import Provider
+from conftest import PRETEND, Provider
 from dynswap_ext import testing
 
 T = TypeVar("T")
@@ -94,6 +94,18 @@ def same(program: Callable[[Any], T], installed: Any, moved: Any) -> T:
     actual = program(installed)
     testing.assert_bit_equal(actual, expected, "result")
     return actual
+
+
+def assert_trained_alike(provider: Provider, actual: Any, expected: Any, what: str = "value") -> None:
+    """Assert that a few steps of torch's optimizers came to the same, to the bit.
+
+    On a GPU the plain model's optimizer steps there, and the installed model's on the CPU, beside its
+    masters. The two round differently, so that their results are only close.
+    """
+    if PRETEND or provider.device.type == "cpu":
+        testing.assert_bit_equal(actual, expected, what)
+    else:
+        torch.testing.assert_close(actual, expected, rtol=1e-3, atol=1e-5, msg=lambda text: f"{what}: {text}")
 
 
 def assert_told_once(told: pytest.WarningsRecorder | list[Any], times: int) -> None:
