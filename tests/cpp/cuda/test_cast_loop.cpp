@@ -44,6 +44,7 @@ void check_cast(Scalar to, Scalar from, std::size_t count, std::size_t to_at, st
 
 template <class To, class From>
 void check_pair(Scalar to, Scalar from) {
+  if (to == from) return;  // a copy: no kernel is launched
   for (const std::size_t count : {0, 1, 2, 7, 15, 16, 17, 255, 257, 5000}) {
     check_cast<To, From>(to, from, count, 0, 0);
     check_cast<To, From>(to, from, count, 1, 0);
