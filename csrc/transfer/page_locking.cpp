@@ -41,12 +41,14 @@ bool in_one_range(const std::byte* first, std::size_t bytes) noexcept {
   return start <= at && at + bytes <= start + size;
 }
 
-/// Whether all of it is page-locked already, as `pin_memory()` does, so that one copy may read it. Somebody
-/// may have locked a large mapping in pieces, which no copy may span.
-bool is_locked(PageLocker& locker, const Source& source) {
+/// What others have page-locked of a source: nothing that counts; all of it, as `pin_memory()` does; or all
+/// of it in pieces, as a loader may lock a large mapping. A copy may not span two pieces.
+enum class ByOthers { no, whole, pieces };
+
+ByOthers locked_by_others(PageLocker& locker, const Source& source) {
   const std::byte* const last = source.address + source.stored_bytes() - 1;
-  return locker.is_locked(source.address) && locker.is_locked(last) &&
-         in_one_range(source.address, source.stored_bytes());
+  if (!locker.is_locked(source.address) || !locker.is_locked(last)) return ByOthers::no;
+  return in_one_range(source.address, source.stored_bytes()) ? ByOthers::whole : ByOthers::pieces;
 }
 
 /// Note [Does the driver tell bytes from pages]: it locks pages, but what it takes for locked may be just the
@@ -84,23 +86,25 @@ class Pinning {
   void in_place(Lockable& item) {
     const Source& source = *item.source;
     const bool small = source.stored_bytes() <= kSmall;
-    bool others = false;  // somebody else has locked it
+    ByOthers others = ByOthers::no;
     over_budget_ = false;
     const auto locker = [&]() -> std::shared_ptr<void> {
-      others = is_locked(locker_, source);
+      others = locked_by_others(locker_, source);
       // A small one alone is not worth a registration; in a block that is locked for others it is there
       // already.
-      return others || small || !may_be_locked(item) ? nullptr : register_block(item);
+      return others != ByOthers::no || small || !may_be_locked(item) ? nullptr : register_block(item);
     };
     if (item.held) {
       item.locked = item.held->lock(locker);
     } else {
-      others = is_locked(locker_, source);
+      others = locked_by_others(locker_, source);
     }
-    if (item.locked || others) {
+    if (item.locked || others == ByOthers::whole) {
       replace(item).pinned = true;
     } else if (!small && !give_copy(item) && !over_budget_) {
-      (may_be_locked(item) ? refused_bytes_ : shared_bytes_) += source.stored_bytes();
+      (others == ByOthers::pieces ? bytes_in_pieces_
+       : may_be_locked(item)      ? refused_bytes_
+                                  : shared_bytes_) += source.stored_bytes();
     }
   }
 
@@ -170,8 +174,17 @@ class Pinning {
       if (granted > 0) text << granted << " or ";
       text << "False to install() to accept this without this warning";
     }
-    if (shared_bytes_ > all_bytes / kUnsaidPart) {
+    if (bytes_in_pieces_ > 0) {
       if (refused_bytes_ > 0) text << ". Also, ";
+      text << amount(bytes_in_pieces_)
+           << " of weights were page-locked in pieces before, and no copy may span two of them: they go to "
+              "the "
+              "device through a small pinned buffer, which is slower. Register the memory of each tensor in "
+              "one "
+              "call, or leave that to install(), or pass pin=False to it to accept this without this warning";
+    }
+    if (shared_bytes_ > all_bytes / kUnsaidPart) {
+      if (refused_bytes_ + bytes_in_pieces_ > 0) text << ". Also, ";
       text
           << amount(shared_bytes_)
           << " of weights lie on memory pages that are not known to be theirs alone, so they are not "
@@ -268,6 +281,7 @@ class Pinning {
   std::size_t refused_bytes_ = 0;
   bool over_budget_ = false;  ///< whether the budget had no room for the item at hand
   std::size_t shared_bytes_ = 0;
+  std::size_t bytes_in_pieces_ = 0;
   std::string reason_;
 };
 

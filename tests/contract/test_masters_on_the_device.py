@@ -31,7 +31,7 @@ def model(provider: Provider) -> Scale:
     if provider.device.type == "cpu":
         pytest.skip("about masters on an accelerator")
     made = Scale()
-    made.there.data = made.there.data.to(provider.device)
+    made.there = nn.Parameter(made.there.detach().to(provider.device))
     made.count = made.count.to(provider.device)
     return made
 

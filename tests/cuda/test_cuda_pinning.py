@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 
+import dynswap_ext
 from conftest import only_cuda_has
 from cuda_runtime import PAGE, SUCCESS, Runtime, pages
 from dynswap_ext import testing
@@ -90,7 +91,8 @@ def test_masters_that_others_locked_in_two_pieces(gpu: Gpu) -> None:
         master.data = values.copy_(master.detach())
         for piece in (at, at + LAYER_BYTES // 2):
             assert runtime.register(piece, LAYER_BYTES // 2) == SUCCESS
-    handle = gpu.install(model, dtype=torch.float64)
+    with pytest.warns(dynswap_ext.DynswapWarning, match=r"15.19 MiB.*page-locked in pieces before"):
+        handle = gpu.install(model, dtype=torch.float64)
     x = gpu.whole_numbers()
     with torch.no_grad():
         for _ in range(2):
