@@ -153,6 +153,8 @@ nightly: build
 	$(MAKE) test-devices NO_TOOLKIT_TESTS=tests PRIVATEUSE1_TESTS=tests
 	DYNSWAP_TESTS=nightly $(MAKE) test-python
 	$(MAKE) cpp-test
+	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend PYTHONPATH=tests/device/startup:tests/device \
+	  $(BIN)/python benchmarks/gpu_suite.py --dry-run
 	$(MAKE) cruel SEEDS=200
 	$(MAKE) teeth SEEDS=20
 	$(MAKE) programs SECONDS=1200

@@ -184,6 +184,8 @@ class Install(ServedModules):
                     else "the model has been uninstalled, or is gone: there is nothing to plan for"
                 )
             if budget is None:
+                if self.budget.automatic:
+                    config.check_measurable(self.options.device)
                 self.tuner.measure(self.budget)
             elif config.is_automatic(budget):
                 config.check_measurable(self.options.device)

@@ -349,6 +349,7 @@ def _without_driver(extension: _Extension, device: torch.device) -> _Obstacle | 
         name = str(error).split(" ", 1)[0]
         remedy = {
             "cudaErrorInsufficientDriver": older,
+            "CUDA": "Start the process with the 'spawn' method",  # it is a fork
             "cudaErrorSystemNotReady": "Start what the driver needs (with NVSwitch, nvidia-fabricmanager)",
         }.get(name, "See whether `nvidia-smi` works: after an update of the driver it takes a restart")
         return _Obstacle(f"{built} cannot use the driver: {error}", remedy)

@@ -66,6 +66,9 @@ _HARDLY_MEANT: Final = 1024
 #: Groups of weights to fetch ahead: more buys little (docs/decisions/005).
 DEFAULT_PREFETCH: Final = 2
 
+#: Variables that turn torch's caching allocator off, on NVIDIA's and AMD's devices.
+_WITHOUT_CACHE: Final = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
+
 PROVIDERS: Final = ("auto", "native", "python")
 ENGINE_BACKENDS: Final = ("auto", "cuda", "torch", "host")
 _LOG_LEVELS: Final = ("debug", "info", "warning", "error", "off")
@@ -290,11 +293,11 @@ def check_measurable(device: torch.device) -> None:
     """Raise where nobody can tell what activations take on the device, from which "auto" follows."""
     if device.type != "cuda":
         return
-    variable = "PYTORCH_NO_CUDA_MEMORY_CACHING"
-    set_in_environment = variable in os.environ  # whatever its value is
+    # Whatever their values are.
+    variables = [name for name in _WITHOUT_CACHE if name in os.environ]
     enabled = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)  # from torch 2.13 on
-    if set_in_environment or (enabled is not None and not enabled()):
-        remedy = f"unset {variable}" if set_in_environment else "call torch.cuda.caching_allocator_enable()"
+    if variables or (enabled is not None and not enabled()):
+        remedy = f"unset {variables[0]}" if variables else "call torch.cuda.caching_allocator_enable()"
         raise ConfigError(
             "budget is 'auto', and torch's caching allocator is turned off, which alone can tell how much "
             f"memory activations take; {remedy}, or give the budget in bytes"

@@ -120,7 +120,7 @@ def test_a_wrong_cuda_home_is_said(
     if choice == "auto":
         monkeypatch.setattr(cuda_toolkit, "DEFAULTS", ())
         assert extension.wanted_toolkit(NO_ROCM) is None
-        assert "no CUDA toolkit can be used. /nowhere (CUDA_HOME): no bin/nvcc" in capsys.readouterr().err
+        assert "no CUDA toolkit can be used: /nowhere (CUDA_HOME): no bin/nvcc" in capsys.readouterr().err
 
 
 def test_a_toolkit_that_is_found_without_being_named_is_not_remarked_on(

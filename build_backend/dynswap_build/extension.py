@@ -91,7 +91,7 @@ def wanted_toolkit(rocm: str | None, torch_cuda: str | None = None) -> Toolkit |
                 f"holds bin/nvcc and include/, run `pip install '{PACKAGE}[nvcc]'`, or build with "
                 "DYNSWAP_CUDA=0."
             ) from None
-        _say(f"no CUDA toolkit can be used. {error}")
+        _say(f"no CUDA toolkit can be used: {error}")
         return None
     for rejected in toolkit.instead_of:
         _say(f"{rejected}; {toolkit.home} is taken instead")

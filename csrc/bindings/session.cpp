@@ -144,7 +144,7 @@ void Session::begin_in_child() {
   if (!options_.device.is_cpu()) {
     throw DeviceError("this is a forked process, and weights cannot be brought to '" + options_.device.str() +
                       "' in it: the device's driver serves only the process that began to use it. Start the "
-                      "process with the 'spawn' method, or read masters (state_dict(), parameters()), which "
+                      "process with the 'spawn' method, or read masters (state_dict(), parameters()) that "
                       "are in RAM");
   }
   in_child_ = true;

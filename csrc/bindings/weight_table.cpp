@@ -263,8 +263,9 @@ std::string WeightTable::pin(const std::string& backend, const std::vector<Weigh
     if (weights[i]->source != before[i]) continue;
     weights[i]->source = std::move(sources[i]);
     const Source& source = *weights[i]->source;
-    if (!source.pinned || source.pinned_copy) continue;
+    // Also of what was locked for a while only, or in part: that wrote to its pages, too.
     if (watches[i]) watches[i]->after_pinning();
+    if (!source.pinned || source.pinned_copy) continue;
     if (weights[i]->watch) weights[i]->watch->note_pinned();
   }
   return slower;

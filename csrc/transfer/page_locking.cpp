@@ -5,6 +5,7 @@
 #include <memory>
 #include <optional>
 #include <sstream>
+#include <unordered_set>
 #include <utility>
 
 #include "core/amount.h"
@@ -38,7 +39,8 @@ bool in_one_range(const std::byte* first, std::size_t bytes) noexcept {
   std::uintptr_t start = 0;
   std::size_t size = 0;
   if (ask(&start, kRangeStart, at) != 0 || ask(&size, kRangeSize, at) != 0) return true;
-  return start <= at && at + bytes <= start + size;
+  // (A driver that knows the memory by another address does not tell by this one.)
+  return at < start || at >= start + size || at + bytes <= start + size;
 }
 
 /// What others have page-locked of a source: nothing that counts; all of it, as `pin_memory()` does; or all
@@ -92,7 +94,10 @@ class Pinning {
       others = locked_by_others(locker_, source);
       // A small one alone is not worth a registration; in a block that is locked for others it is there
       // already.
-      return others != ByOthers::no || small || !may_be_locked(item) ? nullptr : register_block(item);
+      if (others != ByOthers::no || small || !may_be_locked(item)) return nullptr;
+      std::shared_ptr<void> lock = register_block(item);
+      if (lock) registered_.push_back(item.held.get());
+      return lock;
     };
     if (item.held) {
       item.locked = item.held->lock(locker);
@@ -135,15 +140,15 @@ class Pinning {
 
   /// What is not page-locked goes through a ring of buffers that are. Where the system refuses, because it
   /// grants less in all (WSL), the masters that were locked last give way to them: without a ring the model
-  /// could not run.
+  /// could not run. Only those that were locked just now do: others stay locked for whoever locked them
+  /// before.
   void leave_room_for_ring(std::vector<Lockable>& items) {
     if (refused_bytes_ == 0 || !locker_.locks_nothing().empty()) return;
     std::string unsaid;
-    for (auto last = items.rbegin(); last != items.rend(); ++last) {
-      if (!last->locked) continue;
+    for (auto last = registered_.rbegin(); last != registered_.rend(); ++last) {
       if (locker_.allocate(kStagingBytes * kStagingBuffers, unsaid)) return;
       for (Lockable& item : items) {
-        if (item.locked && item.held == last->held) unlock(item);
+        if (item.locked && item.held.get() == *last) unlock(item);
       }
     }
   }
@@ -152,8 +157,9 @@ class Pinning {
     std::ostringstream text;
     const std::string why = locker_.locks_nothing();
     if (!why.empty()) {
-      if (refused_bytes_ + shared_bytes_ > all_bytes / kUnsaidPart) {
-        text << amount(refused_bytes_ + shared_bytes_)
+      const std::size_t staged = refused_bytes_ + shared_bytes_ + bytes_in_pieces_;
+      if (staged > all_bytes / kUnsaidPart) {
+        text << amount(staged)
              << " of weights go to the device through a small pinned buffer, which is slower: " << why
              << ", and " << reason_
              << ". Pin the masters yourself (Tensor.pin_memory), or pass pin=False to install() to accept "
@@ -162,15 +168,18 @@ class Pinning {
       return text.str();
     }
     if (refused_bytes_ > 0) {
-      std::size_t granted = 0;
+      std::size_t granted = 0;  // as the budget counts it
+      std::unordered_set<const HeldBytes*> counted;
       for (const Lockable& item : items) {
-        if (item.locked || item.source->pinned_copy) granted += item.source->stored_bytes();
+        if (item.locked && counted.insert(item.held.get()).second) granted += item.block_bytes;
+        if (item.source->pinned_copy) granted += room(item);
       }
       text << "the system refused to page-lock " << amount(refused_bytes_) << " of weights (" << reason_
            << ")";
       if (granted > 0) text << ", after it had locked " << amount(granted);
-      text << ": they go to the device through a small pinned buffer, which is slower. Free some RAM (WSL "
-              "grants a few GiB at most, however much is free), or pass pin=";
+      text << ": they go to the device through a small pinned buffer, which is slower. If memory is short, "
+              "free "
+              "some (WSL grants a few GiB at most, however much is free), or pass pin=";
       if (granted > 0) text << granted << " or ";
       text << "False to install() to accept this without this warning";
     }
@@ -282,6 +291,7 @@ class Pinning {
   bool over_budget_ = false;  ///< whether the budget had no room for the item at hand
   std::size_t shared_bytes_ = 0;
   std::size_t bytes_in_pieces_ = 0;
+  std::vector<const HeldBytes*> registered_;  ///< in this order
   std::string reason_;
 };
 

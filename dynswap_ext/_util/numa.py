@@ -25,7 +25,7 @@ def place_of(device: torch.device) -> str:
     others = "node " + " or ".join(map(str, own))
     return (
         f"{device} is beside node {node}, and this process may run on {others}: memory of another node is "
-        f"slower to copy from. Start it with `numactl --cpunodebind={node} --membind={node}`"
+        f"slower to copy from. Start it with `numactl --cpunodebind={node} --preferred={node}`"
     )
 
 

@@ -44,7 +44,7 @@ def put(folder: Path, node: int) -> str:
 def test_the_other_node(nodes: Path) -> None:
     said = put(nodes, 1)
     assert "is beside node 1, and this process may run on node 0:" in said
-    assert "`numactl --cpunodebind=1 --membind=1`" in said
+    assert "`numactl --cpunodebind=1 --preferred=1`" in said
 
 
 def test_the_same_node(nodes: Path) -> None:

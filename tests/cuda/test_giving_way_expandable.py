@@ -41,16 +41,17 @@ def _expandable_segments(gpu: Gpu) -> Iterator[None]:
         pytest.skip("the pure-Python provider's residents do not give way")
     if pretend_cuda.active():
         pretend_cuda.faults().segment_bytes = 2 * MIB
-    if not hasattr(torch._C, "_accelerator_getAllocatorSettings"):
-        pytest.skip("this torch does not tell its allocator's settings, so they cannot be put back")
-    before = torch._C._accelerator_getAllocatorSettings()
+    tell = getattr(torch._C, "_accelerator_getAllocatorSettings", str)  # torch 2.11 does not tell
+    before = tell()
     torch.cuda.empty_cache()
     torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     yield
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    torch._C._accelerator_setAllocatorSettings(before or "expandable_segments:False")
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+    if before:
+        torch._C._accelerator_setAllocatorSettings(before)
 
 
 def model_and_answer(gpu: Gpu, x: Tensor) -> tuple[nn.Module, Tensor]:

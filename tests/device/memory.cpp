@@ -34,8 +34,10 @@ bool may_lock(const Machine& m, std::size_t bytes) {
 /// The bytes themselves. Memory that was pinned when the copy was asked for has to be so still.
 void move_bytes(void* to, const void* from, std::size_t bytes, bool pinned_source, bool pinned_target) {
   const auto still = [bytes](const void* address, const char* what) {
-    if (pinned(address, bytes) == Pinned::whole) return true;
-    violate(std::string("a queued copy ") + what + " memory that is not pinned any more");
+    const bool is_pinned = pinned(address, bytes) == Pinned::whole;
+    if (is_pinned && mapped(address, bytes)) return true;
+    violate(std::string("a queued copy ") + what + " memory that is not " +
+            (is_pinned ? "mapped" : "pinned") + " any more");
     return false;
   };
   if (pinned_source && !still(from, "reads")) return;

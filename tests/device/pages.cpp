@@ -7,6 +7,7 @@
 #include <cinttypes>
 #include <cstdio>
 #include <cstring>
+#include <vector>
 
 namespace pretend {
 
@@ -31,6 +32,14 @@ bool may_be_locked(const void* address) {
   }
   std::fclose(file);
   return may;
+}
+
+bool mapped(const void* address, std::size_t bytes) {
+  constexpr std::uintptr_t kPage = 4096;
+  const auto begin = reinterpret_cast<std::uintptr_t>(address) / kPage * kPage;
+  const std::size_t length = reinterpret_cast<std::uintptr_t>(address) + bytes - begin;
+  std::vector<unsigned char> resident((length + kPage - 1) / kPage);
+  return mincore(reinterpret_cast<void*>(begin), length, resident.data()) == 0;
 }
 
 void mark_pages(void* address, std::size_t bytes) {
