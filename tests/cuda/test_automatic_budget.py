@@ -11,8 +11,9 @@ import torch
 from torch import nn
 
 import pretend_cuda
-from conftest import Provider, only_cuda_has
+from conftest import only_cuda_has
 from dynswap_ext.errors import ConfigError
+from gpu_under_test import Gpu
 
 only_cuda_has("a caching allocator that can be turned off", whole_module=True)
 
@@ -27,16 +28,16 @@ def layers() -> nn.Module:
 
 
 @pytest.mark.parametrize("how", ["install", "retune"])
-def test_without_the_cache_it_is_refused(provider: Provider, how: str) -> None:
+def test_without_the_cache_it_is_refused(gpu: Gpu, how: str) -> None:
     """All statistics are 0: residents would take all memory, and the next activation would find none."""
     if not hasattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled"):
         pytest.skip("this torch does not tell whether its allocator caches")
     model = layers()
-    handle = provider.install(model, budget="minimum") if how == "retune" else None
+    handle = gpu.install(model, budget="minimum") if how == "retune" else None
     torch.cuda.caching_allocator_enable(False)
     try:
         with pytest.raises(ConfigError, match=r"torch's caching allocator is turned off.*budget in bytes"):
-            provider.install(model, budget="auto") if handle is None else handle.retune("auto")
+            gpu.install(model, budget="auto") if handle is None else handle.retune("auto")
     finally:
         torch.cuda.caching_allocator_enable(True)
 
@@ -61,10 +62,10 @@ print("served")
 """
 
 
-def test_the_variable_of_torch_turns_it_off_and_a_budget_in_bytes_works(provider: Provider) -> None:
+def test_the_variable_of_torch_turns_it_off_and_a_budget_in_bytes_works(gpu: Gpu) -> None:
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "DYNSWAP_PROVIDER": provider.backend},
+        env={**os.environ, "PYTORCH_NO_CUDA_MEMORY_CACHING": "1", "DYNSWAP_PROVIDER": gpu.provider.backend},
         capture_output=True,
         text=True,
         check=False,
@@ -74,7 +75,7 @@ def test_the_variable_of_torch_turns_it_off_and_a_budget_in_bytes_works(provider
     assert "PYTORCH_NO_CUDA_MEMORY_CACHING" in done.stdout and done.stdout.endswith("served\n")
 
 
-def test_beside_another_process_residents_take_what_that_leaves(provider: Provider) -> None:
+def test_beside_another_process_residents_take_what_that_leaves(gpu: Gpu) -> None:
     if not pretend_cuda.active():
         pytest.skip("needs a device whose memory another process takes: the pretend one")
     torch.cuda.empty_cache()
@@ -82,8 +83,8 @@ def test_beside_another_process_residents_take_what_that_leaves(provider: Provid
     faults.taken_by_others = (
         faults.memory_bytes - torch.cuda.memory_reserved() - int(0.03 * faults.memory_bytes) - 5 * LAYER
     )
-    x = torch.ones(2, WIDTH, device=provider.device)
-    with provider.install(model, budget="auto") as handle, torch.no_grad():
+    x = torch.ones(2, WIDTH, device=gpu.device)
+    with gpu.install(model, budget="auto") as handle, torch.no_grad():
         for _ in range(5):
             model(x)
         stats = handle.stats()
