@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import gc
 import importlib
+import os
 import statistics
 import sys
 import time
@@ -219,7 +220,7 @@ def measure_installed(model: Stack, setting: Setting, resident: Timing, record: 
     ring = 3 * setting.layer_bytes
     cuda = native and setting.device.type == "cuda"
     budgets: dict[str, int | str] = {"ring of 3": ring, "1/4": max(weights // 4, ring)}
-    if cuda:
+    if cuda and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ:  # memcheck's: "auto" is refused then
         budgets["auto, room for half"] = "auto"
     for label, budget in budgets.items():
         # Besides the output that each pass leaves, the first of these calls has to guess its activations.

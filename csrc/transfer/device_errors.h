@@ -7,8 +7,8 @@
 namespace dynswap {
 
 /// Whether a device that answers so has given up all that was enqueued: nothing of it reads or writes any
-/// more. HIP has the same numbers, where it has them. cudaErrorUnknown is not among them: CUDA does not say what it
-/// leaves behind.
+/// more. HIP has the same numbers, where it has them. cudaErrorUnknown is not among them: CUDA does not say
+/// what it leaves behind.
 inline bool ends_all_work(int error) noexcept {
   constexpr std::array kEnding{
       4,    // cudaErrorCudartUnloading
