@@ -51,7 +51,7 @@ DYNSWAP_BOTH void cast_loop(To* __restrict__ dst, const From* __restrict__ src, 
   for (std::size_t i = first; i < runs; i += stride) {
     const auto in = reinterpret_cast<const CastRun<From, kCount>*>(src)[i];
     CastRun<To, kCount> out;
-#ifdef __CUDACC__
+#ifdef __CUDA_ARCH__
 #pragma unroll
 #endif
     for (int k = 0; k < kCount; ++k) out.elements[k] = convert<To>(in.elements[k]);
