@@ -250,6 +250,15 @@ def only_cuda_has(what: str, *, whole_module: bool = False) -> None:
         pytest.skip(f"{what}: on CUDA alone", allow_module_level=whole_module)
 
 
+def needs_cuda_runtime() -> None:
+    """Skip where there is no CUDA runtime to be called; fail where there has to be a GPU."""
+    only_cuda_has("its runtime")
+    if not torch.cuda.is_available():
+        skip_or_fail("torch finds no CUDA device", cuda=True)
+    if PRETEND and not pretend_cuda.has_toolkit():
+        pytest.skip("this kind of pretend device has no runtime")
+
+
 def accelerate_knows(provider: Provider) -> None:
     """Skip a test of libraries that choose the device themselves, and know no plugin's."""
     if provider.device.type not in ("cpu", "cuda"):

@@ -17,8 +17,7 @@ import numpy
 import pytest
 import torch
 
-import pretend_cuda
-from conftest import PRETEND, only_cuda_has, skip_or_fail
+from conftest import PRETEND, needs_cuda_runtime
 from cuda_runtime import (
     ALREADY_REGISTERED,
     DEVICE,
@@ -47,11 +46,7 @@ LONG = DELAY / 2000  # seconds: what waits takes longer, what does not is over s
 
 @pytest.fixture
 def cuda() -> Iterator[Runtime]:
-    only_cuda_has("its runtime")
-    if not torch.cuda.is_available():
-        skip_or_fail("torch finds no CUDA device", cuda=True)
-    if PRETEND and not pretend_cuda.has_toolkit():
-        pytest.skip("this kind of pretend device has no runtime")
+    needs_cuda_runtime()
     yield Runtime()
     torch.cuda.synchronize()
 

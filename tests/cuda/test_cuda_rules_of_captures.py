@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import pretend_cuda
-from conftest import PRETEND, only_cuda_has, skip_or_fail
+from conftest import PRETEND, needs_cuda_runtime
 from cuda_runtime import CAPTURE_UNSUPPORTED, PAGE, SUCCESS, HostFunction, Runtime, pages
 
 pytestmark = pytest.mark.device
@@ -100,11 +100,7 @@ class Calls:
 
 @pytest.fixture
 def calls() -> Iterator[Calls]:
-    only_cuda_has("its runtime")
-    if not torch.cuda.is_available():
-        skip_or_fail("torch finds no CUDA device", cuda=True)
-    if PRETEND and not pretend_cuda.has_toolkit():
-        pytest.skip("this kind of pretend device has no runtime")
+    needs_cuda_runtime()
     calls = Calls()
     yield calls
     calls.close()

@@ -12,10 +12,8 @@ import textwrap
 from pathlib import Path
 
 import pytest
-import torch
 
-import pretend_cuda
-from conftest import PRETEND, only_cuda_has, skip_or_fail
+from conftest import PRETEND, needs_cuda_runtime
 
 pytestmark = pytest.mark.device
 TESTS = Path(__file__).resolve().parent.parent
@@ -48,11 +46,7 @@ assert cuda.register(at, SIZE) == 0
 
 def in_a_process(code: str) -> str:
     """What a process prints that has registered 4 MiB at `at`, full of ones; with its exit status."""
-    only_cuda_has("its runtime")
-    if PRETEND and not pretend_cuda.has_toolkit():
-        pytest.skip("this kind of pretend device has no runtime")
-    if not torch.cuda.is_available():
-        skip_or_fail("torch finds no CUDA device", cuda=True)
+    needs_cuda_runtime()
     begin = _BEGIN.format(tests=str(TESTS), device=str(TESTS / "device"))
     done = subprocess.run(
         [sys.executable, "-c", begin + textwrap.dedent(code)], capture_output=True, text=True, timeout=60

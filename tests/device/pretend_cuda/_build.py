@@ -148,7 +148,7 @@ def _run_ninja(torch: Path, headers: Path | None, kind: Kind, wanted: list[Path]
     extension = [*units, *files]
     if not extension:
         raise Unavailable("the extension was not built here (make build)")
-    cuda = [path for path in extension if "cuda" in (path.parent.name, path.stem) and path.suffix == ".o"]
+    cuda = [path for path in extension if "cuda" in (path.parent.name, path.stem)]
     if kind.toolkit and not cuda:
         raise Unavailable("the extension was built without CUDA (DYNSWAP_CUDA=1 make build)")
     _refuse_incomplete(extension)
