@@ -149,7 +149,7 @@ programs: build $(VENV)/.installed
 ## make nightly        what is too long for each change
 nightly: build
 	$(MAKE) test-cuda DYNSWAP_SEED=$$(date +%j) DYNSWAP_TESTS=nightly
-	$(MAKE) test-cuda CUDA_TESTS=tests/cuda STREAMS_TESTS=tests DYNSWAP_TESTS=nightly
+	$(MAKE) test-cuda CUDA_TESTS=tests/cuda STREAMS_TESTS=tests DYNSWAP_TESTS=nightly DYNSWAP_TEST_SEGMENTS=2097152
 	$(MAKE) test-devices NO_TOOLKIT_TESTS=tests PRIVATEUSE1_TESTS=tests
 	DYNSWAP_TESTS=nightly $(MAKE) test-python
 	$(MAKE) cpp-test

@@ -2,8 +2,9 @@
 
 DYNSWAP_TEST_DEVICE=pretend is a run of its own, of the tests that name a provider, on the pretend CUDA device
 (tests/device); `no-toolkit` and `privateuse1` are such runs on other kinds of it. DYNSWAP_SEED says in what
-order the device does its work. DYNSWAP_TESTS=quick leaves out what `make test-all` adds to `make test`,
-DYNSWAP_TESTS=nightly adds what only the nightly run has.
+order the device does its work, DYNSWAP_TEST_SEGMENTS=2097152 that its memory comes in segments of so many
+bytes, which are torch's, and not to the byte. DYNSWAP_TESTS=quick leaves out what `make test-all` adds to
+`make test`, DYNSWAP_TESTS=nightly adds what only the nightly run has.
 """
 
 from __future__ import annotations
@@ -377,6 +378,7 @@ def _device(request: pytest.FixtureRequest) -> Iterator[None]:
     draw = random.Random(f"{os.environ.get('DYNSWAP_SEED', '1')} {request.node.nodeid}")
     seed, order = draw.randrange(1 << 32), draw.choice(("late", "early", "mixed"))
     pretend_cuda.reset(seed, order)
+    pretend_cuda.faults().segment_bytes = int(os.environ.get("DYNSWAP_TEST_SEGMENTS", 0))
     accelerator.set_device(0)
     yield
     found = pretend_cuda.violations()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -36,6 +37,34 @@ class Exact(nn.Module):
         for layer in self.layers:
             x = torch.remainder(layer(x), 7.0)
         return x
+
+
+class Gain(nn.Module):
+    """A large weight, and next to no arithmetic, for tests of memory."""
+
+    BYTES = 16 << 20
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.rand(self.BYTES // 4) + 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+def gains(layers: int, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*(Gain() for _ in range(layers))).requires_grad_(False)
+
+
+def cap(size: int) -> None:
+    """Let the process have that many bytes of the pretend GPU more than it has now, to the byte."""
+    pretend_cuda.faults().segment_bytes = 0
+    gc.collect()
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + size) / total)
 
 
 @dataclass

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import itertools
 import random
 from collections.abc import Iterator
@@ -12,7 +11,7 @@ import torch
 from torch import nn
 
 import dynswap_ext
-from gpu_under_test import Gpu
+from gpu_under_test import Gpu, cap
 
 pretend_cuda = pytest.importorskip("pretend_cuda")
 pytestmark = pytest.mark.skipif(
@@ -33,16 +32,6 @@ def _uncapped(gpu: Gpu) -> Iterator[None]:
         pytest.skip("the pure-Python provider's residents do not give way")
     yield
     torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def cap(byte_count: int) -> None:
-    """Let the process have so many bytes of the device more than it has now."""
-    gc.collect()
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    # A block may be larger than what was asked for, and a graph's is never handed out again.
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + byte_count) / total)
 
 
 def layers(count: int = LAYERS, seed: int = 0) -> nn.Module:
@@ -185,7 +174,8 @@ def test_training_while_something_grows() -> None:
             for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
                 assert ours.grad is not None and torch.equal(ours.grad.cpu(), theirs.grad)
             grown.append(torch.empty(7 * LAYER, dtype=torch.uint8, device=DEVICE))
-        assert handle.stats().given_way > 0
+        # Inside a call, or between two, by a plan that found less memory: which of them is a matter of time.
+        assert handle.stats().resident_groups < LAYERS
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -15,24 +15,13 @@ from torch import Tensor, nn
 import pretend_cuda
 from conftest import only_cuda_has
 from dynswap_ext import testing
-from gpu_under_test import Gpu
+from gpu_under_test import Gain, Gpu, gains
 
 only_cuda_has("an allocator that asks for memory to be freed", whole_module=True)
 
 MIB = 1 << 20
-LAYERS, WIDTH = 16, 4 * MIB
-LAYER = 4 * WIDTH
-
-
-class Gain(nn.Module):
-    """A large weight, and next to no arithmetic: what is under test is memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
+LAYERS, LAYER = 16, Gain.BYTES
+WIDTH = LAYER // 4
 
 
 @pytest.fixture(autouse=True)
@@ -55,8 +44,7 @@ def _expandable_segments(gpu: Gpu) -> Iterator[None]:
 
 
 def model_and_answer(gpu: Gpu, x: Tensor) -> tuple[nn.Module, Tensor]:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(Gain() for _ in range(LAYERS))).requires_grad_(False)
+    model = gains(LAYERS)
     moved = testing.moved(model, gpu.device)
     return model, run(moved, x)
 

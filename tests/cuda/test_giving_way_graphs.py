@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from torch import nn
 
 import dynswap_ext
-from gpu_under_test import Gpu
+from gpu_under_test import Gpu, cap
 
 pretend_cuda = pytest.importorskip("pretend_cuda")
 pytestmark = pytest.mark.skipif(
@@ -32,14 +32,6 @@ def _uncapped(gpu: Gpu) -> Iterator[None]:
     torch.cuda.set_per_process_memory_fraction(1.0)
 
 
-def cap(byte_count: int) -> None:
-    """Let the process have so many bytes of the device more than it has now."""
-    torch.cuda.synchronize()
-    torch.cuda.empty_cache()
-    total = torch.cuda.get_device_properties(0).total_memory
-    torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + byte_count) / total)
-
-
 def layers() -> nn.Sequential:
     torch.manual_seed(0)
     return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).requires_grad_(False)
@@ -52,6 +44,12 @@ def spike(layer_count: int) -> None:
     torch.cuda.synchronize()
     del block
     torch.cuda.empty_cache()
+
+
+def beside(work: Callable[[], object]) -> None:
+    """Let another thread do it."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
 
 
 @pytest.mark.parametrize("held", ["nothing", "a weight"])
@@ -106,10 +104,8 @@ def test_another_thread_allocates_during_a_capture() -> None:
         torch.cuda.synchronize()
         static = x.to(DEVICE)
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            beside = threading.Thread(target=lambda: torch.empty(8 * LAYER, dtype=torch.uint8, device=DEVICE))
             halfway = model[:4](static)
-            beside.start()
-            beside.join()
+            beside(lambda: torch.empty(8 * LAYER, dtype=torch.uint8, device=DEVICE))
             whole = model[4:](halfway)
         assert handle.stats().given_way == 0
         for each in (x, x + 1):
@@ -117,6 +113,23 @@ def test_another_thread_allocates_during_a_capture() -> None:
             graph.replay()
             assert torch.equal(whole.cpu(), plain(each))
     assert pretend_cuda.violations() == []
+
+
+def test_memory_that_runs_short_during_a_capture_ends_the_allocation_alone() -> None:
+    """While anybody captures, torch gives nothing of its cache back: what residents lend is not enough."""
+    plain, model, x = layers(), layers(), torch.randn(4, WIDTH)
+    cap(30 * LAYER)
+    with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
+        for _ in range(2):
+            model(x.to(DEVICE))
+        torch.cuda.synchronize()
+        capture = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="relaxed")
+        with capture, pytest.raises(torch.OutOfMemoryError):
+            beside(lambda: torch.empty(24 * LAYER, dtype=torch.uint8, device=DEVICE))
+        assert torch.equal(model(x.to(DEVICE)).cpu(), plain(x))
+        spike(24)
+        assert handle.stats().given_way > 0
+        assert torch.equal(model(x.to(DEVICE)).cpu(), plain(x))
 
 
 def test_no_automatic_plan_ends_a_graph() -> None:

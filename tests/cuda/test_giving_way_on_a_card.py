@@ -18,26 +18,15 @@ from torch import Tensor, nn
 import pretend_cuda
 from conftest import only_cuda_has
 from dynswap_ext import testing
-from gpu_under_test import Gpu
+from gpu_under_test import Gain, Gpu, gains
 
 only_cuda_has("an allocator that asks for memory to be freed", whole_module=True)
 
 MIB = 1 << 20
-LAYER, LAYERS = 16 * MIB, 16
+LAYERS, LAYER = 16, Gain.BYTES
 WIDTH = LAYER // 4
 EXPANDABLE = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
 gives_way = pytest.mark.skipif(EXPANDABLE, reason="with expandable segments residents do not give way")
-
-
-class Gain(nn.Module):
-    """A large weight, and next to no arithmetic: what is under test is memory."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.rand(WIDTH) + 0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.weight
 
 
 @pytest.fixture(autouse=True)
@@ -50,11 +39,6 @@ def _segments_of_a_card(gpu: Gpu) -> Iterator[None]:
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-
-
-def chain(layers: int = LAYERS, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(*(Gain() for _ in range(layers))).requires_grad_(False)
 
 
 def run(model: nn.Module, x: Tensor) -> Tensor:
@@ -77,7 +61,7 @@ def inputs(gpu: Gpu, *rows: int) -> list[Tensor]:
 
 @gives_way
 def test_an_activation_spike_takes_the_residents_memory(gpu: Gpu) -> None:
-    model = chain()
+    model = gains(LAYERS)
     small, large = inputs(gpu, 1, 8)  # activations of 128 MiB, two of them at a time
     expected = answers(gpu, model, small, large)
     with gpu.room_for(LAYERS * LAYER + 96 * MIB), gpu.install(model, budget="auto") as handle:
@@ -95,7 +79,7 @@ def test_an_activation_spike_takes_the_residents_memory(gpu: Gpu) -> None:
 
 def test_without_automatic_residents_the_spike_ends_the_call(gpu: Gpu) -> None:
     """What the test above would be worth nothing without: the cap is one."""
-    model = chain()
+    model = gains(LAYERS)
     small, large = inputs(gpu, 1, 8)
     answers(gpu, model, small, large)
     with gpu.room_for(LAYERS * LAYER + 96 * MIB), gpu.install(model, budget=(LAYERS - 2) * LAYER):
@@ -107,7 +91,7 @@ def test_without_automatic_residents_the_spike_ends_the_call(gpu: Gpu) -> None:
 
 def test_memory_that_is_not_short_costs_no_resident(gpu: Gpu) -> None:
     """A cache that grows: each of its blocks is one that the allocator does not have."""
-    model = chain()
+    model = gains(LAYERS)
     (x,) = inputs(gpu, 1)
     (expected,) = answers(gpu, model, x)
     with gpu.room_for(3 * LAYERS * LAYER), gpu.install(model, budget="auto") as handle:
@@ -124,7 +108,7 @@ def test_memory_that_is_not_short_costs_no_resident(gpu: Gpu) -> None:
 
 @gives_way
 def test_a_cache_that_grows_takes_residents_one_after_the_other(gpu: Gpu) -> None:
-    model = chain()
+    model = gains(LAYERS)
     (x,) = inputs(gpu, 1)
     (expected,) = answers(gpu, model, x)
     with gpu.room_for(LAYERS * LAYER + 96 * MIB), gpu.install(model, budget="auto") as handle:
@@ -143,7 +127,7 @@ def test_a_cache_that_grows_takes_residents_one_after_the_other(gpu: Gpu) -> Non
 @gives_way
 def test_training_under_a_cap(gpu: Gpu) -> None:
     """Gradients and what autograd keeps are memory that nobody has planned for."""
-    model = chain().requires_grad_(True)
+    model = gains(LAYERS).requires_grad_(True)
     x = inputs(gpu, 2)[0]
     moved = testing.moved(model, gpu.device)
     moved(x).square().mean().backward()

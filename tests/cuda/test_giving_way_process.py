@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import dynswap_ext
-from gpu_under_test import Gpu
+from gpu_under_test import Gpu, cap
 
 pretend_cuda = pytest.importorskip("pretend_cuda")
 pytestmark = pytest.mark.skipif(
@@ -68,9 +68,7 @@ def test_nothing_gives_way_while_torch_takes_stack_traces(monkeypatch: pytest.Mo
     x = torch.randn(4, 256, device=DEVICE)
     with dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
         model(x)
-        torch.cuda.empty_cache()  # what tests before have left there has room for what is to find none
-        total = torch.cuda.get_device_properties(0).total_memory
-        torch.cuda.set_per_process_memory_fraction((torch.cuda.memory_reserved() + 4 * layer) / total)
+        cap(4 * layer)
         try:
             assert "torch records the history of its memory" in str(handle.report())
             with pytest.raises(torch.OutOfMemoryError):

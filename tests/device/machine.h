@@ -131,6 +131,8 @@ bool capture_forbids(const char* who);
 /// Somebody captures, in whatever mode: then what waits for the whole device is an error, for relaxed threads
 /// too.
 bool capture_forbids_all(const char* who);
+/// Somebody captures, in whatever mode.
+bool capture_under_way();
 void replay(Stream& stream, const Graph& graph);
 
 // ----------------------------------------------------------------------------------------------- host

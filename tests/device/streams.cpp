@@ -236,6 +236,12 @@ bool break_captures(const char* who, bool all) {
 bool capture_forbids(const char* who) { return !relaxed() && break_captures(who, false); }
 bool capture_forbids_all(const char* who) { return break_captures(who, true); }
 
+bool capture_under_way() {
+  Machine& m = machine();
+  const std::lock_guard lock(m.mutex);
+  return std::ranges::any_of(m.streams, [](const auto& stream) { return capturing(*stream); });
+}
+
 void replay(Stream& stream, const Graph& graph) {
   for (const auto& [work, what] : graph) enqueue(stream, work, what);
 }

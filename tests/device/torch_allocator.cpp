@@ -258,7 +258,7 @@ class CachingAllocator : public Allocator {
     if (block == nullptr && runs_callbacks() && run_free_memory_callbacks())
       block = kept(stream, device, bytes);
     if (block == nullptr) block = fresh(stream, device, bytes);
-    if (block == nullptr) {
+    if (block == nullptr && !capture_under_way()) {  // torch keeps what it has while anybody captures
       ++stats_[device].num_alloc_retries;
       checked([&] { synchronise_device(device, "the allocator, which is out of memory"); });
       trim(device);
