@@ -31,7 +31,6 @@ from common import Record, native_available, parser
 from dynswap_ext import testing
 from dynswap_ext._util.memory import format_bytes
 
-_LAYERS = 12
 _SCRATCH = 16 << 20  # of casts, beside the budget
 _ROUNDING = 2 << 20  # torch's allocator rounds large blocks up to this
 _PLACES = ("page-locked", "pageable", "file")
@@ -79,10 +78,21 @@ def differences(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[
     return missing + testing.differences(actual, cast, "gradients")
 
 
-def check(device: torch.device, width: int, place: str, dtype: torch.dtype, budget: str, folder: Path) -> str:
-    """Compare an installed model with a moved one; return what differs, or an empty text."""
+def check(
+    device: torch.device,
+    sizes: tuple[int, int],
+    place: str,
+    dtype: torch.dtype,
+    budget: str,
+    folder: Path,
+) -> str:
+    """Compare an installed model with a moved one; return what differs, or an empty text.
+
+    `sizes` are the number of layers and their width.
+    """
+    layers, width = sizes
     torch.manual_seed(0)
-    model = nn.Sequential(*(Block(width) for _ in range(_LAYERS)))
+    model = nn.Sequential(*(Block(width) for _ in range(layers)))
     x = torch.randn(64, width).to(device, dtype)
     moved = testing.moved(model, device, dtype)
     expected, expected_gradients = steps(moved, x)
@@ -128,7 +138,7 @@ def main() -> int:
     options.add_argument("--width", type=int, default=1024)
     given = options.parse_args()
     device = torch.device(given.device)
-    width = 64 if given.tiny else given.width
+    sizes = (5, 64) if given.tiny else (12, given.width)
     torch.backends.cudnn.deterministic = True  # a convolution's gradients are else summed in any order
     record = Record("gpu_smoke", given.tiny)
     backends = ("cuda", "torch") if device.type == "cuda" and native_available(given.device) else ("auto",)
@@ -143,7 +153,7 @@ def main() -> int:
             begun = time.perf_counter()
             try:
                 with engine_backend(backend):
-                    found = check(device, width, place, dtype, budget, Path(folder))
+                    found = check(device, sizes, place, dtype, budget, Path(folder))
             except Exception as error:
                 traceback.print_exc()
                 found = f"{type(error).__name__}: {error}"

@@ -111,9 +111,9 @@ def no_synchronisation() -> Iterator[None]:
 
 
 def tokens_for(
-    ratio: float, width: int, device: torch.device, dtype: torch.dtype, copy_seconds: float
+    ratio: float, width: int, device: torch.device, dtype: torch.dtype, copy_seconds: float, most: int
 ) -> int:
-    """Rows of an input for which a layer computes `ratio` times as long as its weights travel."""
+    """Rows of an input for which a layer computes `ratio` times as long as its weights travel; at most `most`."""
     if device.type != "cuda":
         return 8
     layer = nn.Linear(width, width, bias=False, dtype=dtype, device=device)
@@ -131,9 +131,9 @@ def tokens_for(
                 times.append(begin.elapsed_time(end) / 1e3)
         return statistics.median(times[2:])
 
-    rows = 4096
+    rows = min(4096, most)
     for _ in range(3):  # the rate depends on the size
-        rows = max(128, round(rows * ratio * copy_seconds / seconds(rows) / 128) * 128)
+        rows = min(most, max(128, round(rows * ratio * copy_seconds / seconds(rows) / 128) * 128))
     return rows
 
 
@@ -166,7 +166,8 @@ def main() -> int:
         model = stack(given.width, given.layers, stored, device)
         layer_bytes = given.width * given.width * _DTYPE.itemsize
         moved_of_layer = given.width * given.width * min(stored.itemsize, _DTYPE.itemsize)
-        rows = tokens_for(ratio, given.width, device, _DTYPE, moved_of_layer / bandwidth)
+        most = 128 if given.tiny else 1 << 20  # no more time than it takes to see that it runs
+        rows = tokens_for(ratio, given.width, device, _DTYPE, moved_of_layer / bandwidth, most)
         setting = Setting(
             name=f"{ratio:g}{', cast' if cast else ''}",
             device=device,

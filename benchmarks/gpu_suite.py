@@ -11,7 +11,7 @@ compute-sanitizer's memcheck.
 shared by all later parts, and at its limit it is ended. The record is written before and after each part, so
 that a run that is cut off leaves what it had. A table of all parts comes last.
 
-Needs Python, torch and a CUDA toolkit; parts that need more (pytest, safetensors, accelerate) are left out
+Needs Python, torch and a CUDA toolkit; parts that need more (pytest, safetensors, rich) are left out
 without it. `--dry-run` runs every part at tiny sizes, on the CPU if there is nothing else, which proves that
 they start. Of the build it runs what comes before the compiler, and of the tests it collects the names.
 """
@@ -70,9 +70,11 @@ _NATIVE = (
 def build(dry_run: bool) -> Part:
     """Compile for the device that is here, all cores at once, and prove that the result serves it."""
     python = sys.executable
-    info, said = [python, "-m", "dynswap_ext", "info"], "CUDA backend"
+    info, said = [[python, "-m", "dynswap_ext", "info"]], "CUDA backend"
+    if absent("rich"):  # its tables need that
+        info = []
     if dry_run:  # the toolkit, the sources and the flags are put together; nothing is compiled
-        return Part("build", ([python, "setup.py", "build_ext", "--help"], info), share=80, line=said)
+        return Part("build", ([python, "setup.py", "build_ext", "--help"], *info), share=80, line=said)
     major, minor = torch.cuda.get_device_capability()
     environment = {
         "DYNSWAP_CUDA": "1",
@@ -80,7 +82,7 @@ def build(dry_run: bool) -> Part:
         "MAX_JOBS": os.environ.get("MAX_JOBS", str(len(os.sched_getaffinity(0)))),
     }
     compiling = [python, "setup.py", "build_ext", "--inplace"]
-    commands = (compiling, info, [python, "-c", _NATIVE])
+    commands = (compiling, *info, [python, "-c", _NATIVE])
     return Part("build", commands, share=80, environment=environment, line=said)
 
 
@@ -183,7 +185,16 @@ def parts(dry_run: bool, folder: str) -> list[Part]:
             needs=absent("safetensors"),
         ),
         tested("contract tests", "tests/contract", *semantics, "-k", "native-cuda", share=75),
-        script("peers", *on_disk, *size, *_PEERS, share=140, shows=("/ limit", "/ ours"), limit="--total"),
+        script(
+            "peers",
+            *on_disk,
+            *size,
+            *_PEERS,
+            share=140,
+            shows=("/ limit", "/ ours"),
+            limit="--total",
+            needs=absent("rich"),
+        ),
         script(
             "train",
             *on_disk,

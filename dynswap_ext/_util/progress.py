@@ -30,15 +30,15 @@ def shown(progress: ProgressOption, what: str) -> Iterator[ProgressCallback | No
     True is a bar on stderr, where that is a terminal or a notebook: a log file has no use for one.
     """
     progress = check_progress(progress)
-    if not isinstance(progress, bool):
-        yield progress
+    if not progress or not isinstance(progress, bool):
+        yield progress or None
         return
     from rich.console import Console
     from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
     from rich.progress import TransferSpeedColumn as Speed
 
     console = Console(stderr=True)
-    if not (progress and (console.is_terminal or console.is_jupyter)):
+    if not (console.is_terminal or console.is_jupyter):
         yield None
         return
     columns = TextColumn(what), BarColumn(), DownloadColumn(binary_units=True), Speed()
