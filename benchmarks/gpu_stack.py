@@ -113,7 +113,7 @@ def no_synchronisation() -> Iterator[None]:
 def tokens_for(
     ratio: float, width: int, device: torch.device, dtype: torch.dtype, copy_seconds: float, most: int
 ) -> int:
-    """Rows of an input for which a layer computes `ratio` times as long as its weights travel; at most `most`."""
+    """Rows, `most` at most, of an input for which a layer computes `ratio` times as long as it travels."""
     if device.type != "cuda":
         return 8
     layer = nn.Linear(width, width, bias=False, dtype=dtype, device=device)

@@ -19,6 +19,7 @@ from dynswap_ext._swap.models import Models
 from dynswap_ext._swap.module_registry import ServedModules, masters_of, model_of, served_by, serves_any
 from dynswap_ext._swap.optimizers import add_step_listener, keep_scales_on_host, remove_step_listener
 from dynswap_ext._swap.parametrized import apply_to_originals, rebase_on_originals
+from dynswap_ext._swap.plan_request import PlanRequest
 from dynswap_ext._swap.protocol import Hooks, Session
 from dynswap_ext._swap.state import is_scripted, modules_of, name_in, served_of, session_of, sessions_of
 from dynswap_ext._swap.torch_modules import put_masters_back
@@ -47,13 +48,12 @@ class Install(ServedModules):
         choices: Choices,
         naming: ClassNaming | None = None,
     ) -> None:
-        super().__init__()
+        super().__init__(choices)
         self.options = options
         #: Of the present plan; each new plan is made with it. A session knows that of its own plan only.
         self.budget = options.budget
         self.provider = provider
         self._naming = naming
-        self._choices = choices
         self._rounds = Rounds()
         self._first_pass: FirstPass | None = None
         self._replaced = False
@@ -65,10 +65,9 @@ class Install(ServedModules):
             self.budget,
             Hooks(
                 warn=warn,
-                replan=_replan,
                 call_begins=_call_begins,
                 call_failed=_call_failed,
-                choices=self._choices,
+                plan_request=functools.partial(PlanRequest, choices=self._choices, dtype=self.options.dtype),
                 masters=masters_of,
             ),
         )
@@ -311,6 +310,8 @@ def _call_begins(session: Session, module: nn.Module) -> int:
             "(torch.onnx.export with dynamo=False); the trace would keep every weight on the device, as a "
             "constant. Call dynswap_ext.uninstall(model) first, or use torch.compile or torch.export"
         )
+    if session.outdated:
+        _replan(session)
     install = install_of(session)
     return 0 if install is None else install.call_begins(module)
 

@@ -177,7 +177,7 @@ class TestBaselines:
     ) -> None:
         outcomes = {
             name: run.run_here(_job(path, baseline=name, dtype=cast, in_memory=in_memory))
-            for name in BASELINES
+            for name in (*BASELINES, PYTHON)
         }
         for name, outcome in outcomes.items():
             assert len(outcome.seconds) == 2

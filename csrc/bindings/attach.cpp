@@ -97,36 +97,35 @@ struct Session::Attaching {
   }
 };
 
-std::vector<WeightTable::Choice> Session::choices_for(const py::list& modules) const {
-  const py::object chosen = hooks_.choices(modules);
-  const auto units = chosen.attr("units").cast<std::vector<std::uint64_t>>();
-  const auto at_once = chosen.attr("at_once").cast<std::vector<bool>>();
-  const auto models = chosen.attr("models").cast<std::vector<std::uint32_t>>();
+Session::Served Session::requested(const py::list& modules) const {
+  Served served{hooks_.plan_request(modules), {}};
+  const py::object& request = served.request;
+  const auto units = request.attr("units").cast<std::vector<std::uint64_t>>();
+  const auto at_once = request.attr("at_once").cast<std::vector<bool>>();
+  const auto models = request.attr("models").cast<std::vector<std::uint32_t>>();
   DYNSWAP_CHECK(units.size() == modules.size(), "there is a choice for every module");
-  std::vector<WeightTable::Choice> choices(units.size());
+  std::vector<WeightTable::Choice>& choices = served.choices;
+  choices.resize(units.size());
   for (std::size_t place = 0; place < units.size(); ++place) {
     choices[place].unit.number = units[place];
     choices[place].unit.options.at_once = at_once[place];
     choices[place].unit.options.model = models[place];
   }
-  for (const py::handle place : chosen.attr("left_alone")) choices[place.cast<std::size_t>()].served = false;
-  for (const auto& [place, names] : chosen.attr("keep").cast<py::dict>())
+  for (const py::handle place : request.attr("left_alone")) choices[place.cast<std::size_t>()].served = false;
+  for (const auto& [place, names] : request.attr("keep").cast<py::dict>())
     choices[place.cast<std::size_t>()].keep = py::reinterpret_borrow<py::object>(names);
-  for (const auto& [place, names] : chosen.attr("ignore").cast<py::dict>())
+  for (const auto& [place, names] : request.attr("ignore").cast<py::dict>())
     choices[place.cast<std::size_t>()].ignore = py::reinterpret_borrow<py::object>(names);
-  return choices;
+  return served;
 }
 
 /// `joins`: modules that another session serves stay with it.
 std::shared_ptr<Session::Attaching> Session::survey(const py::object& root, const py::object& swap_class,
                                                     bool joins) {
   const std::vector<Visited> found = modules_of(root.ptr());
-  const py::list tree = list_of(found);
-  auto attaching = std::make_shared<Attaching>(Served{tree, choices_for(tree)});
+  auto attaching = std::make_shared<Attaching>(requested(list_of(found)));
   const std::vector<WeightTable::Choice>& choices = attaching->tree.choices;
-  // Names that are treated in another way than the others: see Note [What dtype= casts].
-  const py::object& ask = joins ? hooks_.cast_as_copies : hooks_.kept_in_float32;
-  const py::dict exceptions = ask(tree, options_.dtype);
+  const py::dict exceptions = attaching->tree.request.attr("cast_otherwise")(py::arg("joining") = joins);
   attaching->modules.reserve(found.size());
   for (std::size_t place = 0; place < found.size(); ++place) {
     const Visited& visited = found[place];

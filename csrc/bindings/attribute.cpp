@@ -283,14 +283,6 @@ std::optional<at::ScalarType> Session::dtype_of(const py::object& module, const 
   return options_.dtype;
 }
 
-bool Session::ignores(const py::object& module, const py::object& name) const {
-  const py::object dict = module_dict(module.ptr());
-  const ModuleState* const state = module_state(module.ptr(), dict.ptr());
-  if (state == nullptr) return false;
-  return std::any_of(state->entries->begin(), state->entries->end(),
-                     [&](const Entry& entry) { return entry.ignored && entry.name.equal(name); });
-}
-
 void Session::keep_dtype(const py::object& module, const py::object& name) {
   const py::object dict = module_dict(module.ptr());
   const ModuleState* const state = module_state(module.ptr(), dict.ptr());

@@ -11,33 +11,25 @@ struct Hooks {
   explicit Hooks(const py::handle& given)
       : warn(given.attr("warn")),
         warn_lost(given.attr("warn_lost")),
-        replan(given.attr("replan")),
         call_begins(given.attr("call_begins")),
         call_failed(given.attr("call_failed")),
-        choices(given.attr("choices")),
-        kept_in_float32(given.attr("kept_in_float32")),
-        cast_as_copies(given.attr("cast_as_copies")),
-        experts(given.attr("experts")),
+        plan_request(given.attr("plan_request")),
         slices_of(given.attr("slices_of")),
         convert(given.attr("convert")),
         masters(given.attr("masters")),
         give_data(given.attr("give_data")),
         proxy_for(given.attr("proxy_for")),
         proxy_class(given.attr("proxy_class")),
-        inner_names(given.attr("inner_names")),
-        adds_attributes_only(given.attr("adds_attributes_only")),
-        repacks_its_bytes(given.attr("repacks_its_bytes")),
+        taken_apart(given.attr("taken_apart")),
         rebuild_wrapper(given.attr("rebuild_wrapper")),
         with_class_of(given.attr("with_class_of")),
         flatten_wrapper(given.attr("flatten_wrapper")) {}
 
   py::object warn, warn_lost;
-  py::object replan, call_begins, call_failed;
-  py::object choices, kept_in_float32, cast_as_copies, experts, slices_of;
-  py::object convert, masters, give_data;
+  py::object call_begins, call_failed, plan_request;
+  py::object slices_of, convert, masters, give_data;
   py::object proxy_for, proxy_class;
-  py::object inner_names, adds_attributes_only, repacks_its_bytes, rebuild_wrapper, with_class_of,
-      flatten_wrapper;
+  py::object taken_apart, rebuild_wrapper, with_class_of, flatten_wrapper;
 };
 
 }  // namespace dynswap

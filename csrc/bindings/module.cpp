@@ -236,7 +236,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("device", &Session::device)
       .def_property_readonly("dtype", &Session::dtype)
       .def("keep_dtype", &Session::keep_dtype, py::arg("module"), py::arg("name"))
-      .def("ignores", &Session::ignores, py::arg("module"), py::arg("name"))
       .def("dtype_of", &Session::dtype_of, py::arg("module"), py::arg("name"))
       .def("flush", &Session::flush)
       .def("flush_module", &Session::flush_module, py::arg("module"))

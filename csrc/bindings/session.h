@@ -75,7 +75,6 @@ class Session : public std::enable_shared_from_this<Session> {
   std::optional<at::ScalarType> dtype_of(const py::object& module, const py::object& name) const;
 
   /// Whether a module's master is left alone.
-  bool ignores(const py::object& module, const py::object& name) const;
   /// From now on hands a master out in its own dtype, which a forward has chosen for the buffer.
   void keep_dtype(const py::object& module, const py::object& name);
 
@@ -204,7 +203,7 @@ class Session : public std::enable_shared_from_this<Session> {
       std::size_t place;  ///< in the tree
       std::vector<Entry>* entries;
     };
-    const py::list tree;
+    py::object request;  ///< a PlanRequest
     std::vector<WeightTable::Choice> choices;
     std::vector<Module> modules{};
   };
@@ -223,7 +222,7 @@ class Session : public std::enable_shared_from_this<Session> {
     std::shared_ptr<const Plan> measured;
   };
   std::shared_ptr<Engine> new_engine(const Budget& budget, std::optional<PriorPlan> prior = std::nullopt);
-  std::vector<WeightTable::Choice> choices_for(const py::list& modules) const;  // attach.cpp
+  Served requested(const py::list& modules) const;  // attach.cpp
   static Streamed find_weights(const Served& served, WeightTable& table);
   py::dict experts_in(const Served& served) const;
   static void tell_experts_apart(Served& served, const py::dict& experts);

@@ -162,9 +162,8 @@ void Session::note_pass() {
 
 void Session::announce_call(const py::object& self, const py::object& module) {
   if (capturing()) return note_pass();
-  if (outdated_) hooks_.replan(self);
-  if (!to_pin_.empty()) pin_replaced();
   const auto call = hooks_.call_begins(self, module).cast<std::uint32_t>();
+  if (!to_pin_.empty()) pin_replaced();
   if (call != 0) plan_->engine->begin_call(call);
 }
 

@@ -167,7 +167,7 @@ py::dict Session::experts_in(const Served& served) const {
   for (const Served::Module& module : served.modules) {
     if (has_stacked(module.dict.ptr())) stacked.append(module.place);
   }
-  return hooks_.experts(served.tree, stacked);
+  return served.request.attr("experts")(stacked);
 }
 
 void Session::tell_experts_apart(Served& served, const py::dict& experts) {
@@ -243,8 +243,7 @@ void Session::replace_plan(const py::object& root, const Budget& budget,
   outdated_ = false;
   Draft draft(budget);
   const std::vector<Visited> found = modules_of(root.ptr());
-  const py::list tree = list_of(found);
-  Served served{tree, choices_for(tree)};
+  Served served = requested(list_of(found));
   for (std::size_t place = 0; place < found.size(); ++place) {
     const Visited& visited = found[place];
     const py::object dict = module_dict(visited.module.ptr());

@@ -60,10 +60,10 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
   const bool in_place = master.device() == settings_.device && master.scalar_type() == kind.wanted;
   bool streams = plain;
   if (!plain) {
-    const py::object names = hooks_.inner_names(py::handle(master_object));
-    if (!names.is_none()) {
+    const py::object apart = hooks_.taken_apart(py::handle(master_object), in_place);
+    if (!py::isinstance<py::bool_>(apart)) {
       kind.path = Weight::AccessPath::wrapped;
-      for (const py::handle inner : names) {
+      for (const py::handle inner : apart) {
         const auto name = py::reinterpret_borrow<py::object>(inner);
         const py::object tensor = py::handle(master_object).attr(name);
         Weight& part = weight_of(tensor.ptr(), weight.name + "." + py::cast<std::string>(name),
@@ -79,8 +79,7 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
       }
       return kind;
     }
-    streams = hooks_.adds_attributes_only(py::handle(master_object)).cast<bool>() &&
-              !(in_place && hooks_.repacks_its_bytes(py::handle(master_object)).cast<bool>());
+    streams = apart.cast<bool>();
   }
   if (streams && streamable(master) && can_move(master.scalar_type(), kind.wanted) &&
       (!in_place || mappings.holds_any(master.const_data_ptr(), master.nbytes()))) {

@@ -104,13 +104,12 @@ class Session(Access):
         found: list[_Change] = []
         left: list[nn.Module] = []
         modules = modules_of(root)
-        ask = self.hooks.cast_as_copies if joins else self.hooks.kept_in_float32
-        exceptions = ask(modules, self.dtype)
-        chosen = self.hooks.choices(modules)
+        request = self.hooks.plan_request(modules)
+        exceptions = request.cast_otherwise(joining=joins)
         for place, module in enumerate(modules):
             if joins and session_of(module) is not None:
                 continue
-            cls, served = type(module), place not in chosen.left_alone
+            cls, served = type(module), place not in request.left_alone
             if served and cls not in classes:
                 classes[cls] = swap_class(cls)
             swap: Any = classes.get(cls) if served else None
@@ -121,7 +120,7 @@ class Session(Access):
             for name in (*module._parameters, *module._buffers):
                 swap._dynswap_ensure(name)
             destinations = self._destinations(module, exceptions.get(place, frozenset()), joins)
-            found.append((module, swap, ModuleState(self, module, destinations, chosen.ignore.get(place))))
+            found.append((module, swap, ModuleState(self, module, destinations, request.ignore.get(place))))
         return found, left
 
     def _swap(self, changes: Sequence[_Change]) -> list[_Change]:
@@ -189,8 +188,6 @@ class Session(Access):
         return seen
 
     def call_begins(self, module: nn.Module) -> None:
-        if self.outdated:
-            self.hooks.replan(self)
         self._calls += 1
         self.hooks.call_begins(self, module)
 
@@ -235,9 +232,6 @@ class Session(Access):
     def _destination_of_late(self, master: torch.Tensor | None) -> Destination:
         known = self._weights.get(id(master))
         return self._of_late if known is None or known.master is not master else known.destination
-
-    def ignores(self, module: nn.Module, name: str) -> bool:
-        return name in module.__dict__[STATE_KEY].ignored
 
     def keep_dtype(self, module: nn.Module, name: str) -> None:
         module.__dict__[STATE_KEY].destinations[name] = Destination(self.device, None)
@@ -300,11 +294,11 @@ class Session(Access):
         modules = {module: state for state in states if (module := state.owner()) is not None}
         together: dict[int, dict[Weight, None]] = {}
         kept: set[Weight] = set()
-        chosen = self.hooks.choices(list(modules))
+        request = self.hooks.plan_request(list(modules))
         for place, state in enumerate(modules.values()):
-            kept.update(state.weights[name] for name in chosen.keep.get(place, ()) if name in state.weights)
-            if chosen.at_once[place]:
-                together.setdefault(chosen.units[place], {}).update(dict.fromkeys(state.weights.values()))
+            kept.update(state.weights[name] for name in request.keep.get(place, ()) if name in state.weights)
+            if request.at_once[place]:
+                together.setdefault(request.units[place], {}).update(dict.fromkeys(state.weights.values()))
         needed = (sum(size_of[weight] for weight in unit if weight not in kept) for unit in together.values())
         return max(needed, default=0), kept
 

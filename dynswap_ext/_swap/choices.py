@@ -9,23 +9,15 @@ from typing import NamedTuple
 
 from torch import nn
 
-from dynswap_ext._swap.models import Models
 from dynswap_ext._swap.state import is_scripted, modules_of, named_modules_of
-from dynswap_ext._util.needed_at_once import units_of_modules
 from dynswap_ext._util.option_names import did_you_mean
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.errors import ConfigError
 
 
 class Chosen(NamedTuple):
-    """How the weights of a tree's modules are to be planned, by the places of the modules in it."""
+    """What the options name in a tree, by the places of the modules in it."""
 
-    #: The unit of each module. Modules of one unit travel together.
-    units: list[int]
-    #: Whether a call needs all of that unit at once.
-    at_once: list[bool]
-    #: Which of the models that were installed together each module is part of.
-    models: list[int]
     #: The modules that are left alone, because `ignore` names all weights in them.
     left_alone: set[int]
     #: The names of a module's own weights that stay on the device, and of those that are left alone.
@@ -88,15 +80,9 @@ class Choices:
         if names and ignore == set(names):
             raise ConfigError("ignore names every weight: nothing is left to install")
 
-    def __call__(self, modules: Sequence[nn.Module]) -> Chosen:
-        """Return the choices for these modules, which have parents before their children."""
-        units, at_once = units_of_modules(modules)
-        chosen = Chosen(units, at_once, [0] * len(modules), set(), {}, {})
-        if modules and isinstance(modules[0], Models):
-            number, begins = 0, set(map(id, modules[0].children()))
-            for place, module in enumerate(modules):
-                number += id(module) in begins
-                chosen.models[place] = number
+    def of(self, modules: Sequence[nn.Module]) -> Chosen:
+        """Return what is named in these modules."""
+        chosen = Chosen(set(), {}, {})
         for place, module in enumerate(modules) if self._of else ():
             if (named := self._named(module)) is None:
                 continue

@@ -38,6 +38,7 @@ import torch
 from torch import nn
 
 from dynswap_ext._swap.kept_in_float32 import dtype_of
+from dynswap_ext._swap.module_registry import served_by
 from dynswap_ext._swap.state import session_of
 
 #: Gives the (name, tensor) pairs of one module, as `nn.Module._named_members` is told to get them.
@@ -165,7 +166,8 @@ def _place_of(
     session: Any, module: nn.Module, name: str, master: torch.Tensor
 ) -> tuple[torch.device, torch.dtype]:
     """Return where, and in which dtype, a session computes with a module's master."""
-    if session.ignores(module, name):
+    install = served_by.get(session)
+    if install is not None and install.ignores(module, name):
         return master.device, master.dtype
     return session.device, dtype_of(session, module, name, master)
 

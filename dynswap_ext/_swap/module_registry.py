@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from dynswap_ext._swap.choices import Choices
 from dynswap_ext._swap.models import Models, models_in
 from dynswap_ext._swap.protocol import Session
 from dynswap_ext._swap.state import modules_of, session_of
@@ -24,7 +25,8 @@ class ServedModules:
 
     session: Session
 
-    def __init__(self) -> None:
+    def __init__(self, choices: Choices) -> None:
+        self._choices = choices
         self._root: Callable[[], nn.Module | None] = lambda: None
         #: Each module, parents first. Of those that have died, the id may be another object's by now.
         self._known: dict[int, weakref.ref[nn.Module]] = {}
@@ -98,6 +100,10 @@ class ServedModules:
         """Yield what the served modules have as masters now; tied ones more than once."""
         for module in self._served():
             yield from (master for _, master, _ in own_masters(module))
+
+    def ignores(self, module: nn.Module, name: str) -> bool:
+        """Return whether a module's weight is left alone."""
+        return self._choices.ignores(module, name)
 
     def forget(self) -> None:
         """Forget all modules, as none is served any more."""

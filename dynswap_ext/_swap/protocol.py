@@ -10,13 +10,10 @@ import torch
 from torch import nn
 
 from dynswap_ext._swap import lifted_masters, subclasses
-from dynswap_ext._swap.casting import cast_as_copies
-from dynswap_ext._swap.choices import Choices
 from dynswap_ext._swap.expert_slices import slices_of
-from dynswap_ext._swap.kept_in_float32 import kept_in_float32
 from dynswap_ext._swap.lost_writes import warn_lost
 from dynswap_ext._swap.parameter_proxy import ParameterProxy, give_data, proxy_for
-from dynswap_ext._util.experts import Experts, experts_of_modules
+from dynswap_ext._swap.plan_request import PlanRequest
 from dynswap_ext.config import Budget
 
 #: Kept on the device; copied when it is needed; converted by torch at each access; the master itself, because
@@ -56,9 +53,6 @@ class Session(Protocol):
 
     def dtype_of(self, module: nn.Module, name: str) -> torch.dtype | None:
         """Return the dtype in which a module's master is handed out; the session's for what is no master."""
-
-    def ignores(self, module: nn.Module, name: str) -> bool:
-        """Return whether a module's master is left alone."""
 
     def keep_dtype(self, module: nn.Module, name: str) -> None:
         """From now on hand a master out in its own dtype, which a forward has chosen for the buffer."""
@@ -161,30 +155,18 @@ class Hooks:
 
     #: Warns the user.
     warn: Callable[[str], None]
-    #: Called at the beginning of a call of the model if the session is outdated.
-    replan: Callable[[Session], None]
-    #: Called at the beginning of each of the model's calls, after `replan`, with the module that is called.
-    #: Notes the pass if one begins. Returns the call's number for the schedule; 0: it has none.
+    #: Called at the beginning of each of the model's calls, with the module that is called. Plans again if
+    #: the session is outdated, and notes the pass if one begins. Returns the call's number for the schedule;
+    #: 0: it has none.
     call_begins: Callable[[Session, nn.Module], int]
     #: Called if one of them ends with an error.
     call_failed: Callable[[Session, BaseException], None]
     #: Returns how the weights of a tree's modules are to be planned.
-    choices: Choices
+    plan_request: Callable[[Sequence[nn.Module]], PlanRequest]
     #: Returns what the modules that a session serves have as masters now.
     masters: Callable[[Session], Iterable[torch.Tensor]]
     #: Says of the weight of a name that what was written on a tensor handed out of it is dropped.
     warn_lost: Callable[[str], None] = warn_lost
-    #: Returns the names of masters that are not cast below float32, by their module's place in a tree.
-    kept_in_float32: Callable[[Sequence[nn.Module], torch.dtype | None], dict[int, frozenset[str]]] = (
-        kept_in_float32
-    )
-    #: Returns the names of masters that are cast although they join later, in the same way.
-    cast_as_copies: Callable[[Sequence[nn.Module], torch.dtype | None], dict[int, frozenset[str]]] = (
-        cast_as_copies
-    )
-    #: Returns what of the modules of a tree is used without an order, by their places. Also given are the
-    #: places of those that have a parameter of three dimensions.
-    experts: Callable[[Sequence[nn.Module], Iterable[int]], dict[int, Experts]] = experts_of_modules
     #: Returns what a forward gets for a parameter that is served by its slices.
     slices_of: Callable[..., torch.Tensor] = slices_of
     #: Returns what a forward gets for a master that torch converts, on a device and in a dtype.
@@ -196,9 +178,7 @@ class Hooks:
     #: The class of that, of which C++ makes what plain tensors are seen as.
     proxy_class: type[torch.Tensor] = ParameterProxy
     # See Note [Subclasses are taken apart].
-    inner_names: Callable[[torch.Tensor], list[str] | None] = subclasses.inner_names
-    adds_attributes_only: Callable[[torch.Tensor], bool] = subclasses.adds_attributes_only
-    repacks_its_bytes: Callable[[torch.Tensor], bool] = subclasses.repacks_its_bytes
+    taken_apart: Callable[[torch.Tensor, bool], list[str] | bool] = subclasses.taken_apart
     rebuild_wrapper: Callable[..., tuple[torch.Tensor, bool]] = subclasses.rebuild_wrapper
     with_class_of: Callable[..., torch.Tensor] = subclasses.with_class_of
     flatten_wrapper: Callable[[torch.Tensor], Any] = subclasses.flatten_wrapper

@@ -45,14 +45,18 @@ def adds_attributes_only(master: torch.Tensor) -> bool:
     return cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def repacks_its_bytes(master: torch.Tensor) -> bool:
-    """Return whether the class may repack the bytes of its tensors on the compute device.
+def taken_apart(master: torch.Tensor, in_place: bool) -> list[str] | bool:
+    """Return the names of a wrapper's inner tensors; of other masters, whether their own bytes stream.
 
-    In its first forward on the CPU, bitsandbytes gives a 4-bit weight the layout of its kernels
+    `in_place`: the master is on the compute device already. Then the class may repack its bytes there: in its
+    first forward on the CPU, bitsandbytes gives a 4-bit weight the layout of its kernels
     (`weight.data = packed`), and changes its quantisation state to match. A copy would not match that state.
     """
+    names = inner_names(master)
+    if names is not None:
+        return names
     cls: Any = type(master)
-    return cls.to is not torch.Tensor.to
+    return adds_attributes_only(master) and not (in_place and cls.to is not torch.Tensor.to)
 
 
 def rebuild_wrapper(

@@ -14,8 +14,8 @@ def add_to(commands: Any) -> None:
     demo = commands.add_parser(
         "demo",
         help="run a model under a memory budget and compare",
-        description="Write a checkpoint of a decoder transformer, run it resident, streamed under a budget, "
-        "in pure Python and under the classic .to() hook; measure each in a process of its own and compare.",
+        description="Write a checkpoint of a decoder transformer, run it resident, streamed under a budget "
+        "and under the classic .to() hook; measure each in a process of its own and compare.",
     )
     demo.set_defaults(command=_demo)
     add = demo.add_argument

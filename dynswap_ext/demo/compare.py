@@ -28,7 +28,7 @@ from dynswap_ext._util.units import (
 )
 from dynswap_ext.config import resolve
 from dynswap_ext.demo.model import cache_folder, checkpoint_file, config_for
-from dynswap_ext.demo.run import BASELINES, INSTALLED, PYTHON, RESIDENT, Job, Outcome, run_apart
+from dynswap_ext.demo.run import BASELINES, INSTALLED, RESIDENT, Job, Outcome, run_apart
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning.rates import device_name, disk_bandwidth, pinned_bandwidth
 
@@ -107,8 +107,6 @@ def run_demo(options: argparse.Namespace, console: Console) -> DemoResult:
             readings = [bandwidth()]
         outcomes: dict[str, Outcome] = {}
         for name in BASELINES:
-            if name == PYTHON and outcomes[INSTALLED].provider == "python":
-                continue
             with _stage(f"{name}: {job.warm_up + job.passes} passes", console):
                 outcomes[name] = run_apart(dataclasses.replace(job, baseline=name))
             if name == INSTALLED:

@@ -1,0 +1,58 @@
+"""What an install asks a session to plan: decided here, for both providers, which carry it out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import nn
+
+from dynswap_ext._swap.casting import cast_as_copies
+from dynswap_ext._swap.choices import Choices
+from dynswap_ext._swap.kept_in_float32 import kept_in_float32
+from dynswap_ext._swap.models import Models
+from dynswap_ext._util.experts import Experts, experts_of_modules
+from dynswap_ext._util.needed_at_once import units_of_modules
+
+
+class PlanRequest:
+    """How the weights of a tree's modules are to be planned, by the modules' places in it.
+
+    `modules` have parents before their children. What few plans need is found when a session asks for it.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module], *, choices: Choices, dtype: torch.dtype | None) -> None:
+        self._modules = modules
+        self._dtype = dtype
+        #: The unit of each module, whose weights travel together; and whether a call needs all of it at once.
+        self.units, self.at_once = units_of_modules(modules)
+        #: Which of the models that were installed together each module is part of.
+        self.models = _numbers_of_models(modules)
+        #: Modules that are left alone; names of a module's own weights that stay on the device, and of those
+        #: that are left alone.
+        self.left_alone, self.keep, self.ignore = choices.of(modules)
+
+    def cast_otherwise(self, *, joining: bool) -> dict[int, frozenset[str]]:
+        """Return the names of masters that are not cast as the others are (Note [What dtype= casts]).
+
+        At an install these are kept in float32. In modules that join later they are cast, as nothing else is.
+        """
+        ask = cast_as_copies if joining else kept_in_float32
+        return ask(self._modules, self._dtype)
+
+    def experts(self, stacked: Iterable[int]) -> dict[int, Experts]:
+        """Return the modules that are used without an order.
+
+        `stacked` are the places of those that have a parameter of three dimensions.
+        """
+        return experts_of_modules(self._modules, stacked)
+
+
+def _numbers_of_models(modules: Sequence[nn.Module]) -> list[int]:
+    numbers = [0] * len(modules)
+    if modules and isinstance(modules[0], Models):
+        number, begins = 0, set(map(id, modules[0].children()))
+        for place, module in enumerate(modules):
+            number += id(module) in begins
+            numbers[place] = number
+    return numbers
