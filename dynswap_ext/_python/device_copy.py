@@ -45,7 +45,7 @@ _MERGED: Final = 1 << 20
 
 
 class _InCall(NamedTuple):
-    """What a running module's reads of a weight are results of."""
+    """The fetch of a weight, for its reads by a module that is running: all are results of this one."""
 
     fetched: torch.Tensor
     #: The master's node, AccumulateGrad.
@@ -188,7 +188,7 @@ class DeviceCopy:
 
     @property
     def weight(self) -> Weight | None:
-        """The weight that it is the current copy of; None if there is another by now."""
+        """The weight whose current copy this is; None if the weight has another copy by now."""
         weight = self.owner()
         return weight if weight is not None and weight.copy is self else None
 

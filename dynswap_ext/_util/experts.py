@@ -91,7 +91,7 @@ def experts_of_names(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int
 
 
 def _lists_in(modules: nn.Module) -> list[nn.Module]:
-    """Return the innermost lists or dicts of modules in one of them, or itself."""
+    """Return the innermost lists or dicts of modules in a list or dict; itself if it contains none."""
     lists = [child for child in modules.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
     return [inner for each in lists for inner in _lists_in(each)] or [modules]
 

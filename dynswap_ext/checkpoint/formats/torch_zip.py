@@ -92,7 +92,10 @@ def saved_object(
 
 
 def _check_records(file: Any) -> None:
-    """Raise ValueError if a record of a zip file is not its data as it is, which torch takes it for."""
+    """Raise ValueError if a zip file has a compressed or encrypted record, or two of one name.
+
+    Torch takes the bytes of a record for the data of a tensor, whatever they are.
+    """
     with zipfile.ZipFile(file) as archive:
         names: set[str] = set()
         for record in archive.infolist():

@@ -53,7 +53,10 @@ class Snapshot:
             module.set_extra_state(state)
 
     def freeze(self, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """Stop the training of parameters that are about to get what has no gradient, as quantised blocks."""
+        """Set `requires_grad` to False where a parameter is about to get values that have no gradients.
+
+        Blocks of quantised weights are such.
+        """
         for name, parameter in own.items():
             value = given.get(name)
             if not (isinstance(parameter, nn.Parameter) and parameter.requires_grad):
@@ -118,7 +121,7 @@ def _prepare(module: nn.Module) -> None:
 
 
 def _refresh(module: nn.Module) -> None:
-    """Update what keeps something of a module's tensors: its session, or its flat weights."""
+    """Tell what else refers to a module's tensors, its session or an RNN's flat weights, of the new ones."""
     session = session_of(module)
     if session is not None:
         session.check(module)
