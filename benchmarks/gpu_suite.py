@@ -235,10 +235,16 @@ def table(done: list[tuple[Part, Result]]) -> str:
 
 
 def check(chosen: list[Part]) -> int:
-    """Say what would be left out here; the status is 1 if anything would."""
+    """Say what would be left out here, and how to get it; the status is 1 if nothing would run."""
     for part in chosen:
         print(f"{part.name:<20} {part.missing or 'ready'}")
-    return int(any(part.missing for part in chosen))
+    lacking = [part.missing for part in chosen if part.missing]
+    print(f"{len(chosen) - len(lacking)} of {len(chosen)} parts would run.")
+    if any("not installed" in missing for missing in lacking):
+        print("For packages: pip install -e '.[test,bench,peers]' ninja")
+    if any("compute-sanitizer" in missing for missing in lacking):
+        print("compute-sanitizer comes with NVIDIA's toolkit.")
+    return int(len(lacking) == len(chosen))
 
 
 class Suite:
@@ -307,7 +313,8 @@ def main() -> int:
     given: Any = options.parse_args()
     dry_run: bool = given.dry_run or given.tiny
     if not dry_run and not torch.cuda.is_available():
-        print("this torch sees no CUDA device; --dry-run proves the parts on the CPU", file=sys.stderr)
+        why = "is built without CUDA" if torch.version.cuda is None else "sees no CUDA device"
+        print(f"torch {torch.__version__} {why}; --dry-run proves the parts on the CPU", file=sys.stderr)
         return 2
     given.folder.mkdir(parents=True, exist_ok=True)
     record = Record("gpu_suite", dry_run)
@@ -323,9 +330,13 @@ def main() -> int:
             suite.stop(stopped)
             status = 128 + stopped.number
     written = record.write(given.output, complete=not status)
+    print(table(suite.done))
     if written:
         print(f"written to {written}")
-    print(table(suite.done))
+    if dry_run:
+        print("a dry run at tiny sizes: the figures mean nothing, and missed bars are no failures")
+    elif written:
+        print("please attach that file to an issue of the project, with what `dynswap info` prints")
     came = [result.state for _, result in suite.done]
     return status or int(any(state in (FAILED, LATE, BARS, STOPPED) for state in came))
 

@@ -29,7 +29,7 @@ _OPTIONS: Final = tuple(inspect.signature(config.resolve).parameters)
 
 
 class DynamicSwapInstaller:
-    """The classic's four calls, as callers know them; beneath them is `dynswap_ext.install`.
+    """Drop-in replacement for FramePack's class of this name, over `dynswap_ext.install`.
 
     While a module is installed through this class, and not through `dynswap_ext.install`, its class's
     ``__name__`` begins with ``DynamicSwap_`` (``__qualname__`` and ``__module__`` are the original's), and it

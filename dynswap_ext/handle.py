@@ -21,7 +21,7 @@ from dynswap_ext.profile.trace import write_trace
 
 
 class Handle:
-    """One install. Leaving its ``with`` block uninstalls."""
+    """Controls one install: figures, recordings, plans. Leaving its ``with`` block uninstalls."""
 
     def __init__(self, install: Install) -> None:
         self._install = install

@@ -108,7 +108,7 @@ void refuse_capture(const at::Device& device, const std::string& weight, bool re
   }
   throw DeviceError(
       "'" + weight +
-      "' passes through a slot that other weights use too, so it cannot be read while a CUDA graph "
+      "' is streamed, so other weights use its memory too, and it cannot be read while a CUDA graph "
       "is captured; capture with a budget that keeps it resident, or without an install");
 }
 

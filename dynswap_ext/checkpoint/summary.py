@@ -95,7 +95,7 @@ class Summary(Printable):
         return plain_table(columns, cells, right=("tensors", "bytes"))
 
     def facts(self) -> dict[str, str]:
-        """Return what is told of the whole, in words."""
+        """Return the facts about the whole checkpoint, as text, by their names."""
         group = self.largest_group
         metadata = [f"{name}: {text[:100]}" for name, text in self.metadata.items()]
         sizes = (f"{name} {format_bytes(size)}" for name, size in self.bytes_by_dtype.items())

@@ -35,7 +35,7 @@ _SAMPLE: Final = 1 << 30
 
 @dataclass(frozen=True)
 class Machine:
-    """A device and the way to it."""
+    """Rates of a device and of the bus to it: bandwidth, arithmetic, memory, latency."""
 
     name: str
     #: Bytes a second from masters to the device.

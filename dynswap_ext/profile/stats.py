@@ -40,7 +40,8 @@ class Stats:
     #: Bytes of masters that those copies read. The disk may have read less (the page cache) or more (the
     #: system reads ahead).
     bytes_moved: int
-    #: Time for which the calling threads were blocked on copies.
+    #: Time for which the calling threads were blocked on copies. On an accelerator, streams wait for copies,
+    #: and threads hardly ever do: `Handle.record` measures the waits of streams.
     stall_ns: int
     #: Most bytes held beyond the budget at one time, because handed-out tensors were kept (in a list, in a
     #: graph). A budget that is larger by about as much has room for them.
@@ -54,11 +55,15 @@ class Stats:
     #: How often a calling thread waited for the device other than for a copy.
     host_synchronisations: int
 
+    #: Groups of weights that travel together, as planned.
     groups: int
+    #: Of those, residents: they stay on the device.
     resident_groups: int
     #: Device bytes of all weights.
     weight_bytes: int
+    #: Device bytes of the residents.
     resident_bytes: int
+    #: Device bytes of the slots through which the others stream.
     arena_bytes: int
     #: Groups that the arena holds ahead of the current one.
     depth: int

@@ -190,6 +190,8 @@ def _run_ninja(torch: Path, headers: Path | None, kind: Kind, wanted: list[Path]
     ninja = Path(sys.executable).parent / "ninja"
     command = [str(ninja) if ninja.exists() else "ninja", "-C", str(TARGET), "-j", str(_jobs())]
     command += map(str, wanted)
+    if not all(path.exists() for path in wanted):
+        print("compiling the pretend device, once; this takes minutes", file=sys.stderr, flush=True)
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode != 0:
         raise RuntimeError(
