@@ -142,15 +142,31 @@ class Install(ServedModules):
             if session_of(module) is None:
                 put_masters_back(module)
         if no_room is not None:
-            self.forget()
-            self._shrink(no_room)
-            self.draft(model, modules)
-            return self.begin(model, modules)
+            return self._begin_with_less(model, modules, no_room)
         if self.options.progress:
             serving = functools.partial(serves_any, self.session)
             self._first_pass = FirstPass(self.session, serving, self.options.progress)
         if self.options.device.type != "cpu":
             keep_scales_on_host(_computes_on)
+
+    def _begin_with_less(
+        self, model: nn.Module, modules: Sequence[nn.Module], no_room: OutOfMemoryError
+    ) -> None:
+        """Begin with a smaller budget, in place of the session that serves and has no memory.
+
+        If that fails, this install has the session that serves the modules, which `give_up` takes them from.
+        """
+        serving = self.session
+        try:
+            self._shrink(no_room)
+            self.draft(model, modules)
+            self.begin(model, modules)
+        except BaseException:
+            if serving.modules > 0 and self.session is not serving:
+                self.close_session()
+                self.session = serving
+            raise
+        served_by.pop(serving, None)
 
     def _shrink(self, error: BudgetError | OutOfMemoryError) -> None:
         """Open a session with a smaller budget, where the budget is automatic; else raise the error."""

@@ -36,6 +36,13 @@ cudaError_t why_no_kernels() {
   }
 }
 
+/// For an error of a copy between addresses that were right when it was planned.
+const char* advice(cudaError_t error) noexcept {
+  return error == cudaErrorInvalidValue ? ". If other code has page-locked or unlocked weights since the "
+                                          "install, install the model again"
+                                        : "";
+}
+
 bool lacks_kernel(const CopyRequest& request) noexcept {
   for (const Step& step : request.steps) {
     for (const Piece& piece : step.pieces) {
@@ -156,16 +163,17 @@ void CopyIssuer::enqueue(Batch& batch) {
     }
     // The driver may be older than the runtime that is linked.
     if (error != cudaErrorNotSupported && error != cudaErrorCallRequiresNewerDriver) {
-      throw_cuda_error(error, "cudaMemcpyBatchAsync", std::to_string(count) + " copies");
+      throw_cuda_error(error, "cudaMemcpyBatchAsync", std::to_string(count) + " copies" + advice(error));
     }
     (void)cudaGetLastError();
     batches_ = false;
   }
 #endif
   for (std::size_t i = 0; i < count; ++i) {
-    DYNSWAP_CUDA(
-        cudaMemcpyAsync(batch.dsts[i], batch.srcs[i], batch.sizes[i], cudaMemcpyHostToDevice, stream_),
-        batch.sizes[i] << " bytes from " << batch.srcs[i] << " to " << batch.dsts[i]);
+    const cudaError_t error =
+        cudaMemcpyAsync(batch.dsts[i], batch.srcs[i], batch.sizes[i], cudaMemcpyHostToDevice, stream_);
+    if (error != cudaSuccess)
+      throw_cuda_error(error, "cudaMemcpyAsync", std::to_string(batch.sizes[i]) + " bytes" + advice(error));
   }
   batch.clear();
 }

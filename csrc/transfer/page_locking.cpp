@@ -43,14 +43,24 @@ bool in_one_range(const std::byte* first, std::size_t bytes) noexcept {
   return at < start || at >= start + size || at + bytes <= start + size;
 }
 
-/// What others have page-locked of a source: nothing that counts; all of it, as `pin_memory()` does; or all
-/// of it in pieces, as a loader may lock a large mapping. A copy may not span two pieces.
+/// What others have page-locked of a source: nothing that counts; all of it, as `pin_memory()` does; or
+/// pieces of it, as a loader may lock a large mapping. A copy may not span two pieces.
 enum class ByOthers { no, whole, pieces };
 
 ByOthers locked_by_others(PageLocker& locker, const Source& source) {
   const std::byte* const last = source.address + source.stored_bytes() - 1;
   if (!locker.is_locked(source.address) || !locker.is_locked(last)) return ByOthers::no;
   return in_one_range(source.address, source.stored_bytes()) ? ByOthers::whole : ByOthers::pieces;
+}
+
+/// Whether others have page-locked some of a block, which keeps it from being locked as a whole. Looks at a
+/// thousand places at most.
+bool locked_in_part(PageLocker& locker, const std::byte* block, std::size_t bytes) {
+  const std::size_t step = std::max(page_size(), bytes / 1000);
+  for (std::size_t at = 0; at < bytes; at += step) {
+    if (locker.is_locked(block + at)) return true;
+  }
+  return locker.is_locked(block + bytes - 1);
 }
 
 /// Note [Does the driver tell bytes from pages]: it locks pages, but what it takes for locked may be just the
@@ -96,7 +106,11 @@ class Pinning {
       // already.
       if (others != ByOthers::no || small || !may_be_locked(item)) return nullptr;
       std::shared_ptr<void> lock = register_block(item);
-      if (lock) registered_.push_back(item.held.get());
+      if (lock) {
+        registered_.push_back(item.held.get());
+      } else if (!over_budget_ && locked_in_part(locker_, item.block, item.block_bytes)) {
+        others = ByOthers::pieces;
+      }
       return lock;
     };
     if (item.held) {

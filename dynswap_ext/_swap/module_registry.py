@@ -27,6 +27,7 @@ class ServedModules:
 
     def __init__(self, choices: Choices) -> None:
         self._choices = choices
+        self._watching: weakref.finalize[..., nn.Module] | None = None
         self._root: Callable[[], nn.Module | None] = lambda: None
         #: Each module, parents first. Of those that have died, the id may be another object's by now.
         self._known: dict[int, weakref.ref[nn.Module]] = {}
@@ -108,7 +109,8 @@ class ServedModules:
     def forget(self) -> None:
         """Forget all modules, as none is served any more."""
         if served_by.pop(self.session, None) is not None:
-            self._watching.detach()
+            if self._watching is not None:
+                self._watching.detach()
             self._known.clear()
 
     def _note(self, modules: Sequence[nn.Module]) -> None:
@@ -124,6 +126,8 @@ class ServedModules:
                 yield module
 
     def _watch(self, module: nn.Module) -> None:
+        if self._watching is not None:
+            self._watching.detach()
         self._watching = weakref.finalize(module, self._one_is_gone)
         self._watching.atexit = False
 

@@ -76,21 +76,35 @@ def test_what_the_user_pinned_stays_pinned(gpu: Gpu) -> None:
         testing.assert_bit_equal(model.to(gpu.device, torch.float64)(x), moved(x))
 
 
-def test_masters_that_others_locked_in_two_pieces(gpu: Gpu) -> None:
+def in_pages(model: Exact) -> list[int]:
+    """Give masters pages of their own; return the addresses."""
+    addresses = []
+    for master in model.parameters():
+        block, at = pages(LAYER_BYTES // PAGE)
+        addresses.append(at)
+        values = block.view(torch.float32).view(master.shape)
+        master.data = values.copy_(master.detach())
+    return addresses
+
+
+@pytest.mark.parametrize(
+    "quarters", [[(0, 2), (2, 2)], [(1, 2)], [(0, 1)], [(3, 1)]], ids=["halves", "middle", "first", "last"]
+)
+def test_masters_that_others_locked_in_pieces(gpu: Gpu, quarters: list[tuple[int, int]]) -> None:
     """A copy may not span two registrations, so these are staged: plain torch cannot move them at all."""
     only_cuda_has("page-locking in place")
     if not gpu.native:
         pytest.skip("torch's own copies, which are refused")
     model = Exact(layers=3).eval()
     moved = testing.moved(model, gpu.device, torch.float64)
-    runtime, blocks = Runtime(), []
-    for master in model.parameters():
-        block, at = pages(LAYER_BYTES // PAGE)
-        blocks.append(at)
-        values = block.view(torch.float32).view(master.shape)
-        master.data = values.copy_(master.detach())
-        for piece in (at, at + LAYER_BYTES // 2):
-            assert runtime.register(piece, LAYER_BYTES // 2) == SUCCESS
+    runtime, blocks = Runtime(), in_pages(model)
+    pieces = [
+        (at + first * LAYER_BYTES // 4, count * LAYER_BYTES // 4)
+        for at in blocks
+        for first, count in quarters
+    ]
+    for piece, size in pieces:
+        assert runtime.register(piece, size) == SUCCESS
     with pytest.warns(dynswap_ext.DynswapWarning, match=r"15.19 MiB.*page-locked in pieces before"):
         handle = gpu.install(model, dtype=torch.float64)
     x = gpu.whole_numbers()
@@ -100,6 +114,33 @@ def test_masters_that_others_locked_in_two_pieces(gpu: Gpu) -> None:
     assert handle.stats().staged_bytes == 3 * LAYER_BYTES
     assert handle.stats().pinned_bytes == 0
     handle.uninstall()
+    assert [runtime.unregister(piece) for piece, _ in pieces] == [SUCCESS] * len(pieces)
+
+
+def test_masters_that_others_lock_otherwise_after_the_install(gpu: Gpu) -> None:
+    """The error of the copy says what to do, and that helps."""
+    only_cuda_has("page-locking in place")
+    if not gpu.native:
+        pytest.skip("torch's own copies, which are refused")
+    model = Exact(layers=3).eval()
+    moved, x = testing.moved(model, gpu.device, torch.float64), gpu.whole_numbers()
+    runtime, blocks = Runtime(), in_pages(model)
+    for at in blocks:
+        assert runtime.register(at, LAYER_BYTES) == SUCCESS
+    gpu.install(model, dtype=torch.float64)
+    with torch.no_grad():
+        testing.assert_bit_equal(model(x), moved(x))
+        gpu.synchronise()
+        for at in blocks:
+            assert runtime.unregister(at) == SUCCESS
+            for piece in (at, at + LAYER_BYTES // 2):
+                assert runtime.register(piece, LAYER_BYTES // 2) == SUCCESS
+        with pytest.raises(dynswap_ext.DeviceError, match="install the model again"):
+            model(x)
+        with pytest.warns(dynswap_ext.DynswapWarning, match="page-locked in pieces"):
+            handle = gpu.install(model, dtype=torch.float64)
+        testing.assert_bit_equal(model(x), moved(x))
+        handle.uninstall()
     for at in blocks:
         assert [runtime.unregister(piece) for piece in (at, at + LAYER_BYTES // 2)] == [SUCCESS] * 2
 
