@@ -83,7 +83,7 @@ PRETEND := PYTHONPATH=tests/device $(BIN)/python -m pretend_cuda
 MKDOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs
 SOURCES := $(shell find csrc build_backend -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py')
 
-.PHONY: help demo demo-text build test test-all test-native test-python test-cuda test-devices cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix newest ratios figures other-python lint types format docs docs-serve wheel wheels lock sdist ci clean FORCE
+.PHONY: help demo demo-text build test test-all test-native test-python test-cuda test-devices test-suite cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix newest ratios figures other-python lint types format docs docs-serve wheel wheels lock sdist ci clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -107,7 +107,7 @@ test:
 
 ## make test-all       everything that a change has to pass on this machine: the continuous integration runs it
 test-all:
-	@$(STEPS) 'make test-all' build test-native test-python test-cuda test-devices cpp-test SEEDS=2 cruel
+	@$(STEPS) 'make test-all' build test-native test-python test-cuda test-devices test-suite cpp-test SEEDS=1 cruel
 
 test-native: build $(VENV)/.installed
 	DYNSWAP_PROVIDER=native $(ALONGSIDE) $(PYTEST_ARGS)
@@ -132,6 +132,11 @@ test-devices: build $(VENV)/.installed
 	DYNSWAP_TEST_DEVICE=no-toolkit $(PRETEND) env $(ALONGSIDE) $(NO_TOOLKIT_TESTS) $(PYTEST_ARGS)
 	DYNSWAP_TEST_DEVICE=privateuse1 $(PRETEND) env $(ALONGSIDE) $(PRIVATEUSE1_TESTS) $(PYTEST_ARGS)
 
+## make test-suite     the suite for a borrowed GPU (benchmarks/gpu_suite.py), whole, at tiny sizes on the pretend device
+test-suite: build $(VENV)/.installed
+	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend PYTHONPATH=tests/device/startup:tests/device \
+	  $(BIN)/python benchmarks/gpu_suite.py --dry-run --time-limit 1500 --output build/gpu_suite.json
+
 ## make cruel          random programs on the pretend device, each with three orders; SEEDS=200 and so on
 cruel: build $(VENV)/.installed
 	$(PRETEND) $(BIN)/python tests/cruel/sweep.py --seeds $(SEEDS)
@@ -153,8 +158,7 @@ nightly: build
 	$(MAKE) test-devices NO_TOOLKIT_TESTS=tests PRIVATEUSE1_TESTS=tests
 	DYNSWAP_TESTS=nightly $(MAKE) test-python
 	$(MAKE) cpp-test
-	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend PYTHONPATH=tests/device/startup:tests/device \
-	  $(BIN)/python benchmarks/gpu_suite.py --dry-run
+	$(MAKE) test-suite
 	$(MAKE) cruel SEEDS=200
 	$(MAKE) teeth SEEDS=20
 	$(MAKE) programs SECONDS=1200

@@ -54,6 +54,7 @@ HERE = Path(__file__).resolve().parent
 _RESERVE = 6.0
 _LEAST = 3.0  # a part with less time than this cannot even import torch
 _SHOWN_OF_FAILED = 25  # lines
+_OFFLOAD = ",accelerate cpu_offload"
 _RATIOS = ("--ratio", "0.2", "5", "1", "--cast")
 #: Each row is a process that imports torch, which takes a borrowed machine five seconds.
 _PEERS = (
@@ -198,7 +199,7 @@ def parts(dry_run: bool, folder: str) -> list[Part]:
         script(
             "train",
             *on_disk,
-            *("--size", "500MB", "--only", "dynswap,classic hook,accelerate cpu_offload"),
+            *("--size", "500MB", "--only", "dynswap,classic hook" + ("" if dry_run else _OFFLOAD)),
             share=60,
             shows=("/ limit", "gradients are right", "/ resident"),
         ),

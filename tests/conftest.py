@@ -116,6 +116,7 @@ def pytest_configure(config: pytest.Config) -> None:
         "device: runs on the pretend device too, though it names no provider",
         "alone: measures time or memory of the machine, so nothing may run beside it",
         "slow: too long for `make test`, or one more of a kind that it has; `make test-all` runs it",
+        "nightly: too long for each change, and one more of a kind that it runs; `make nightly` runs it",
     ):
         config.addinivalue_line("markers", marker)
     steps.write_report(config)
@@ -142,6 +143,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if tests not in ("", "quick", "nightly"):
         raise pytest.UsageError(f"DYNSWAP_TESTS is {tests!r}; it can be 'quick', 'nightly', or empty")
     every = tests == "nightly"
+    if not every:
+        _keep(config, items, lambda item: "nightly" not in item.keywords)
     if tests == "quick":
         _keep(config, items, _quick)
     if PRETEND:

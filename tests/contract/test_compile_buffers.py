@@ -88,7 +88,7 @@ def check(
 @budgets
 @modes
 @pytest.mark.parametrize(
-    ("make", "backend"), [(Writing, "eager"), pytest.param(Net, "aot_eager", marks=pytest.mark.slow)]
+    ("make", "backend"), [(Writing, "eager"), pytest.param(Net, "aot_eager", marks=pytest.mark.nightly)]
 )
 def test_what_a_graph_writes_reaches_the_masters(
     provider: Provider, make: type[nn.Module], backend: str, training: bool, budget: str | None

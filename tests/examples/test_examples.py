@@ -68,7 +68,7 @@ def moved(output: str) -> float:
     return float(found[1]) * {"KiB": 1 / 1024, "MiB": 1, "GiB": 1024}[found[2]]
 
 
-@pytest.mark.parametrize("model", ["llama", "mixtral"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("mixtral", marks=pytest.mark.nightly)])
 @pytest.mark.slow
 def test_generate(tiny: Path, model: str) -> None:
     run("tiny.py", tiny, "--only", model, cwd=tiny)
@@ -101,7 +101,7 @@ def test_diffusion(tiny: Path, tmp_path: Path) -> None:
     assert moved(output) > 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_half_precision(tiny: Path, tmp_path: Path) -> None:
     run("tiny.py", tiny, "--only", "whisper", cwd=tmp_path)
     output = run(
@@ -114,7 +114,7 @@ def test_half_precision(tiny: Path, tmp_path: Path) -> None:
     assert moved(output) > 3  # more than the model
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_diffusion_lora(tiny: Path, tmp_path: Path) -> None:
     for library in ("diffusers", "peft"):
         pytest.importorskip(library, reason=f"{library} is not installed (pip install -e '.[programs]')")

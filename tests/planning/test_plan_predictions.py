@@ -28,6 +28,7 @@ def _native() -> None:
 
 #: Of models.
 SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3)))
+NIGHTLY_SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2, 3)))
 
 
 def layers(count: int = 40, *, seconds: float = 1e-3, moved: int = 8 * _MIB) -> list[planning.PlannedWeight]:
@@ -90,7 +91,7 @@ def uneven(seed: int, scale: float = 1.0) -> list[planning.PlannedWeight]:
     ]
 
 
-@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("seed", NIGHTLY_SEEDS)
 def test_a_prediction_is_of_its_budget_alone(seed: int) -> None:
     """Whatever else is asked for, before it, beside it, or in another plan."""
     weights = uneven(seed)
