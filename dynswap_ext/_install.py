@@ -164,6 +164,7 @@ class Install(ServedModules):
         except BaseException:
             if serving.modules > 0 and self.session is not serving:
                 self.close_session()
+                served_by.pop(self.session, None)
                 self.session = serving
             raise
         served_by.pop(serving, None)
