@@ -29,7 +29,7 @@ from torch import Tensor, nn
 
 import dynswap_ext
 from common import Record, parser
-from dynswap_ext import _install, testing
+from dynswap_ext import _installation, testing
 
 EXPERTS, ACTIVE = 32, 2
 IMPLEMENTATIONS = "eager", "grouped_mm", "batched_mm", "modules"
@@ -146,10 +146,10 @@ def measure(
     experts = [p for name, p in model.named_parameters() if "experts" in name]
     active = sum(p.nbytes for p in experts) * ACTIVE // EXPERTS
     model_bytes = sum(p.nbytes for p in model.parameters())
-    hooks: Any = _install.Hooks
+    hooks: Any = _installation.Hooks
     if way == "whole":
         hooks = functools.partial(hooks, experts=whole)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(_install, "Hooks", hooks):
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(_installation, "Hooks", hooks):
         testing.map_from_file(model, Path(folder) / "masters.pt")
         try:
             handle = dynswap_ext.install(model, device="cpu", budget=model_bytes // 4)

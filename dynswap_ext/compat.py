@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from dynswap_ext import config
-from dynswap_ext._install import lock
+from dynswap_ext._installation import lock
 from dynswap_ext._util.option_names import did_you_mean
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.handle import Handle

@@ -92,7 +92,7 @@ class Options:
     #: None leaves every master's dtype as it is.
     dtype: torch.dtype | None
     prefetch: int
-    #: Of the first plan. `Install.budget` is the present one, which a session is given apart.
+    #: Of the first plan. `Installation.budget` is the present one, which a session is given apart.
     budget: Budget
     #: Bytes of masters in RAM that may be page-locked; 0: none.
     pin: int

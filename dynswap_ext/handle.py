@@ -8,7 +8,7 @@ from typing import NoReturn
 
 import torch
 
-from dynswap_ext._install import Install
+from dynswap_ext._installation import Installation
 from dynswap_ext._provider import obstacle_to_giving_way
 from dynswap_ext._swap.class_swap import take_pending
 from dynswap_ext._swap.compile_support import flush_graphs
@@ -23,7 +23,7 @@ from dynswap_ext.profile.trace import write_trace
 class Handle:
     """Controls one install: figures, recordings, plans. Leaving its ``with`` block uninstalls."""
 
-    def __init__(self, install: Install) -> None:
+    def __init__(self, install: Installation) -> None:
         self._install = install
         self._recorder = Recorder(lambda: install.session)
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dynswap_ext import _provider, config
-from dynswap_ext._install import Install, detach, install_of, lock, log_plan
+from dynswap_ext._installation import Installation, detach, installation_of, lock, log_plan
 from dynswap_ext._swap import distributed, other_offloading
 from dynswap_ext._swap.choices import Choices
 from dynswap_ext._swap.class_swap import ClassNaming
@@ -162,7 +162,7 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
         choices.survey(model)
         modules = modules_of(model)
         scripted = _survey(model, modules, choices)
-        made = Install(options, provider, choices, naming)
+        made = Installation(options, provider, choices, naming)
         try:  # a warning may be an error, after which the model is as it was
             made.draft(model, modules)
             if made.session.sampled_bytes:
@@ -176,7 +176,9 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
         except BaseException:
             made.close_session()
             raise
-        replaced = [other for session in sessions_of(modules) if (other := install_of(session)) is not None]
+        replaced = [
+            other for session in sessions_of(modules) if (other := installation_of(session)) is not None
+        ]
         before = [(other, other.everything()) for other in replaced]
         try:
             made.begin(model, modules)
@@ -197,7 +199,7 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
 
 
 def _warn_of_no_effect(
-    made: Install, modules: Sequence[nn.Module], choices: Choices, name: str, scripted: int
+    made: Installation, modules: Sequence[nn.Module], choices: Choices, name: str, scripted: int
 ) -> None:
     """Warn if an install has no effect, or if `prefetch` has less effect than it asks for.
 
@@ -226,7 +228,7 @@ def _warn_of_no_effect(
         )
 
 
-def _warn_of_room_that_keep_takes(made: Install) -> None:
+def _warn_of_room_that_keep_takes(made: Installation) -> None:
     """Warn that what `keep` names leaves room for one group at a time, so that nothing is fetched ahead."""
     groups, ahead = made.session.groups(), made.options.prefetch
     kept = made.session.stats()["resident_bytes"]
@@ -244,7 +246,7 @@ def _warn_of_room_that_keep_takes(made: Install) -> None:
     )
 
 
-def _warn_of_weights_there(made: Install, modules: Sequence[nn.Module], choices: Choices) -> None:
+def _warn_of_weights_there(made: Installation, modules: Sequence[nn.Module], choices: Choices) -> None:
     """Warn if most of the weights are where the model computes already: nothing of them is saved there."""
     device = made.session.device
     if device.type == "cpu":
@@ -297,7 +299,7 @@ def uninstall(model: _Given) -> _Given:
         for session in serving:
             detach(session, tree)
         for session in serving:
-            if (other := install_of(session)) is not None:
+            if (other := installation_of(session)) is not None:
                 other.end_if_over()
     return model
 

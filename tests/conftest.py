@@ -2,8 +2,8 @@
 
 DYNSWAP_TEST_DEVICE=pretend is a run of its own, of the tests that name a provider, on the pretend CUDA device
 (tests/device); `no-toolkit` and `privateuse1` are such runs on other kinds of it. DYNSWAP_SEED says in what
-order the device does its work, DYNSWAP_TEST_SEGMENTS=2097152 that its memory comes in segments of so many
-bytes, which are torch's, and not to the byte. DYNSWAP_TESTS=quick leaves out what `make test-all` adds to
+order the device does its work. DYNSWAP_TEST_SEGMENTS=2097152 makes its allocator take memory in segments of
+2 MiB, as torch's does, rather than to the byte. DYNSWAP_TESTS=quick leaves out what `make test-all` adds to
 `make test`, DYNSWAP_TESTS=nightly adds what only the nightly run has.
 """
 
@@ -151,7 +151,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         # Compiles for minutes; the run on the CPU has it.
         items[:] = [item for item in items if every or item.path.name != "test_compile.py"]
         wanted = [item for item in items if _names_a_provider(item) or "device" in item.keywords]
-        kept = {item for item in wanted if every or not _nightly(item)}
+        kept = {item for item in wanted if every or not _repeats_the_run_on_the_cpu(item)}
         return _keep(config, items, kept.__contains__)
     if not HAS_DEVICE:
         _keep(config, items, lambda item: "gpu" not in getattr(item, "fixturenames", ()))
@@ -229,7 +229,7 @@ def _provider_of(item: pytest.Item) -> str:
     return str(params.get("provider") or params.get("gpu") or "")
 
 
-def _nightly(item: pytest.Item) -> bool:
+def _repeats_the_run_on_the_cpu(item: pytest.Item) -> bool:
     """What pure Python shares with its run on the CPU: all but what weights mean, and what a GPU is asked."""
     named = "provider" in getattr(item, "fixturenames", ())
     return named and _provider_of(item) == ON_DEVICE[0] and not item.path.name.startswith("test_semantics_")

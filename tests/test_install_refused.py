@@ -100,7 +100,7 @@ def test_a_plan_that_failed_is_made_when_there_is_room(
 def test_a_swap_that_fails_halfway(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ConvNet()
     before = trace(model)
-    install = importlib.import_module("dynswap_ext._install")
+    install = importlib.import_module("dynswap_ext._installation")
 
     def fails(cls: type, attribute: type, dress: object) -> type | None:
         if cls is nn.Linear:

@@ -14,7 +14,7 @@
 #include "accelerator/torch_calls.h"
 #include "core/protection.h"
 #include "io/worker_pool.h"
-#include "transfer/process.h"
+#include "transfer/usable_devices.h"
 
 namespace dynswap {
 

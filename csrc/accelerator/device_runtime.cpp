@@ -6,7 +6,7 @@
 #include <string>
 
 #include "platform/process.h"
-#include "transfer/process.h"
+#include "transfer/usable_devices.h"
 
 namespace dynswap {
 namespace {

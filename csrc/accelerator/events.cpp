@@ -8,7 +8,7 @@
 #include "accelerator/torch_calls.h"
 #include "core/check.h"
 #include "transfer/device_errors.h"
-#include "transfer/process.h"
+#include "transfer/usable_devices.h"
 
 namespace dynswap {
 

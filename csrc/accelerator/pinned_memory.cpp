@@ -10,7 +10,7 @@
 #include "accelerator/torch_calls.h"
 #include "io/aligned_buffer.h"
 #include "transfer/page_locking.h"
-#include "transfer/process.h"
+#include "transfer/usable_devices.h"
 
 namespace dynswap {
 namespace {

@@ -15,7 +15,7 @@
 #include "core/check.h"
 #include "core/protection.h"
 #include "platform/fork_safe.h"
-#include "transfer/process.h"
+#include "transfer/usable_devices.h"
 
 namespace dynswap {
 namespace {

@@ -103,7 +103,9 @@ Session::Served Session::requested(const py::list& modules) const {
   const auto units = request.attr("units").cast<std::vector<std::uint64_t>>();
   const auto at_once = request.attr("at_once").cast<std::vector<bool>>();
   const auto models = request.attr("models").cast<std::vector<std::uint32_t>>();
-  DYNSWAP_CHECK(units.size() == modules.size(), "there is a choice for every module");
+  DYNSWAP_CHECK(
+      units.size() == modules.size() && at_once.size() == units.size() && models.size() == units.size(),
+      "a plan request has a unit, at_once and a model for every module");
   std::vector<WeightTable::Choice>& choices = served.choices;
   choices.resize(units.size());
   for (std::size_t place = 0; place < units.size(); ++place) {
@@ -125,7 +127,8 @@ std::shared_ptr<Session::Attaching> Session::survey(const py::object& root, cons
   const std::vector<Visited> found = modules_of(root.ptr());
   auto attaching = std::make_shared<Attaching>(requested(list_of(found)));
   const std::vector<WeightTable::Choice>& choices = attaching->tree.choices;
-  const py::dict exceptions = attaching->tree.request.attr("cast_otherwise")(py::arg("joining") = joins);
+  const char* const others = joins ? "cast_although_joining" : "kept_in_float32";
+  const py::dict exceptions = attaching->tree.request.attr(others)();
   attaching->modules.reserve(found.size());
   for (std::size_t place = 0; place < found.size(); ++place) {
     const Visited& visited = found[place];

@@ -20,7 +20,7 @@ struct Hooks {
         give_data(given.attr("give_data")),
         proxy_for(given.attr("proxy_for")),
         proxy_class(given.attr("proxy_class")),
-        taken_apart(given.attr("taken_apart")),
+        inner_names_or_streams(given.attr("inner_names_or_streams")),
         rebuild_wrapper(given.attr("rebuild_wrapper")),
         with_class_of(given.attr("with_class_of")),
         flatten_wrapper(given.attr("flatten_wrapper")) {}
@@ -29,7 +29,7 @@ struct Hooks {
   py::object call_begins, call_failed, plan_request;
   py::object slices_of, convert, masters, give_data;
   py::object proxy_for, proxy_class;
-  py::object taken_apart, rebuild_wrapper, with_class_of, flatten_wrapper;
+  py::object inner_names_or_streams, rebuild_wrapper, with_class_of, flatten_wrapper;
 };
 
 }  // namespace dynswap

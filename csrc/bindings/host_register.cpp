@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "accelerator/device_runtime.h"
-#include "transfer/process.h"
+#include "transfer/usable_devices.h"
 
 namespace dynswap {
 namespace {

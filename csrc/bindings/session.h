@@ -74,7 +74,6 @@ class Session : public std::enable_shared_from_this<Session> {
   /// The dtype in which a module's master is handed out; that of the session for what is no master.
   std::optional<at::ScalarType> dtype_of(const py::object& module, const py::object& name) const;
 
-  /// Whether a module's master is left alone.
   /// From now on hands a master out in its own dtype, which a forward has chosen for the buffer.
   void keep_dtype(const py::object& module, const py::object& name);
 
@@ -151,9 +150,9 @@ class Session : public std::enable_shared_from_this<Session> {
   /// Begins an outermost call of this session's modules: numbers it, and writes back what the call before it
   /// wrote on residents.
   void call_begins();
-  /// Plans again if the session is outdated, pins replaced masters and tells the front end, which knows
-  /// whether a pass begins and which call of a round this is. Follows call_begins(). A call inside a capture
-  /// gets note_pass() instead. `self` is this session as Python sees it.
+  /// Tells the front end, which plans again if the session is outdated, and knows whether a pass begins and
+  /// which call of a round this is. Then pins replaced masters. Follows call_begins(). A call inside a
+  /// capture gets note_pass() instead. `self` is this session as Python sees it.
   void announce_call(const py::object& self, const py::object& module);
   /// It has ended. What it wrote on residents is taken to their masters, which the program may write next.
   void call_ends();

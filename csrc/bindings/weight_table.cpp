@@ -60,7 +60,7 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
   const bool in_place = master.device() == settings_.device && master.scalar_type() == kind.wanted;
   bool streams = plain;
   if (!plain) {
-    const py::object apart = hooks_.taken_apart(py::handle(master_object), in_place);
+    const py::object apart = hooks_.inner_names_or_streams(py::handle(master_object), in_place);
     if (!py::isinstance<py::bool_>(apart)) {
       kind.path = Weight::AccessPath::wrapped;
       for (const py::handle inner : apart) {

@@ -36,7 +36,7 @@ cudaError_t why_no_kernels() {
   }
 }
 
-/// For an error of a copy between addresses that were right when it was planned.
+/// What to add to the error of a copy whose addresses were valid when it was planned.
 const char* advice(cudaError_t error) noexcept {
   return error == cudaErrorInvalidValue ? ". If other code has page-locked or unlocked weights since the "
                                           "install, install the model again"

@@ -7,7 +7,7 @@
 #include <string>
 #include <string_view>
 
-#include "transfer/process.h"
+#include "transfer/usable_devices.h"
 
 namespace dynswap {
 

@@ -1,5 +1,6 @@
 #include "transfer/page_locking.h"
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <memory>
@@ -53,8 +54,8 @@ ByOthers locked_by_others(PageLocker& locker, const Source& source) {
   return in_one_range(source.address, source.stored_bytes()) ? ByOthers::whole : ByOthers::pieces;
 }
 
-/// Whether others have page-locked some of a block, which keeps it from being locked as a whole. Looks at a
-/// thousand places at most.
+/// Whether others have page-locked some of a block, which keeps it from being locked as a whole. Looks at
+/// about a thousand places: a shorter piece can be missed.
 bool locked_in_part(PageLocker& locker, const std::byte* block, std::size_t bytes) {
   const std::size_t step = std::max(page_size(), bytes / 1000);
   for (std::size_t at = 0; at < bytes; at += step) {
@@ -105,11 +106,14 @@ class Pinning {
       // A small one alone is not worth a registration; in a block that is locked for others it is there
       // already.
       if (others != ByOthers::no || small || !may_be_locked(item)) return nullptr;
-      std::shared_ptr<void> lock = register_block(item);
+      std::string refusal;
+      std::shared_ptr<void> lock = register_block(item, refusal);
       if (lock) {
         registered_.push_back(item.held.get());
       } else if (!over_budget_ && locked_in_part(locker_, item.block, item.block_bytes)) {
         others = ByOthers::pieces;
+      } else if (!over_budget_) {
+        reason_ = std::move(refusal);
       }
       return lock;
     };
@@ -200,11 +204,12 @@ class Pinning {
     if (bytes_in_pieces_ > 0) {
       if (refused_bytes_ > 0) text << ". Also, ";
       text << amount(bytes_in_pieces_)
-           << " of weights were page-locked in pieces before, and no copy may span two of them: they go to "
-              "the "
-              "device through a small pinned buffer, which is slower. Register the memory of each tensor in "
-              "one "
-              "call, or leave that to install(), or pass pin=False to it to accept this without this warning";
+           << " of weights lie in memory that other code has page-locked in part, and no copy may cross the "
+              "edge "
+              "of a locked range: they go to the device through a small pinned buffer, which is slower. "
+              "Register "
+              "the memory of each tensor in one call, or leave that to install(), or pass pin=False to it to "
+              "accept this without this warning";
     }
     if (shared_bytes_ > all_bytes / kUnsaidPart) {
       if (refused_bytes_ + bytes_in_pieces_ > 0) text << ". Also, ";
@@ -247,11 +252,11 @@ class Pinning {
     return *tells_bytes_;
   }
 
-  std::shared_ptr<void> register_block(const Lockable& item) {
+  std::shared_ptr<void> register_block(const Lockable& item, std::string& refusal) {
     std::shared_ptr<void> charge = PinnedBudget::charge(budget_, item.block_bytes);
     over_budget_ = !charge;
     if (over_budget_) return nullptr;
-    std::shared_ptr<void> lock = locker_.lock(const_cast<std::byte*>(item.block), item.block_bytes, reason_);
+    std::shared_ptr<void> lock = locker_.lock(const_cast<std::byte*>(item.block), item.block_bytes, refusal);
     if (!lock) return nullptr;
     return std::make_shared<Locked>(std::move(charge), std::move(lock));
   }

@@ -105,7 +105,7 @@ class Session(Access):
         left: list[nn.Module] = []
         modules = modules_of(root)
         request = self.hooks.plan_request(modules)
-        exceptions = request.cast_otherwise(joining=joins)
+        exceptions = request.cast_although_joining() if joins else request.kept_in_float32()
         for place, module in enumerate(modules):
             if joins and session_of(module) is not None:
                 continue

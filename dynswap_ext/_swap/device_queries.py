@@ -166,8 +166,8 @@ def _place_of(
     session: Any, module: nn.Module, name: str, master: torch.Tensor
 ) -> tuple[torch.device, torch.dtype]:
     """Return where, and in which dtype, a session computes with a module's master."""
-    install = served_by.get(session)
-    if install is not None and install.ignores(module, name):
+    served = served_by.get(session)
+    if served is not None and served.ignores(module, name):
         return master.device, master.dtype
     return session.device, dtype_of(session, module, name, master)
 

@@ -21,7 +21,7 @@ from dynswap_ext._util.own_masters import own_masters
 
 
 class ServedModules:
-    """Knows the modules that a session serves, by weak references."""
+    """Knows the modules that a session serves, by weak references, and what of them is left alone."""
 
     session: Session
 
@@ -107,11 +107,12 @@ class ServedModules:
         return self._choices.ignores(module, name)
 
     def forget(self) -> None:
-        """Forget all modules, as none is served any more."""
-        if served_by.pop(self.session, None) is not None:
-            if self._watching is not None:
-                self._watching.detach()
-            self._known.clear()
+        """Forget all modules, as none is served any more, and every session that has served some."""
+        for session in [session for session, served in list(served_by.items()) if served is self]:
+            del served_by[session]
+        if self._watching is not None:
+            self._watching.detach()
+        self._known.clear()
 
     def _note(self, modules: Sequence[nn.Module]) -> None:
         noted = {id(module): weakref.ref(module) for module in modules}

@@ -18,7 +18,8 @@ from dynswap_ext._util.needed_at_once import units_of_modules
 class PlanRequest:
     """How the weights of a tree's modules are to be planned, by the modules' places in it.
 
-    `modules` have parents before their children. What few plans need is found when a session asks for it.
+    `modules` have parents before their children. What only some plans need (casts, experts) is worked out
+    when a session asks for it.
     """
 
     def __init__(self, modules: Sequence[nn.Module], *, choices: Choices, dtype: torch.dtype | None) -> None:
@@ -32,13 +33,16 @@ class PlanRequest:
         #: that are left alone.
         self.left_alone, self.keep, self.ignore = choices.of(modules)
 
-    def cast_otherwise(self, *, joining: bool) -> dict[int, frozenset[str]]:
-        """Return the names of masters that are not cast as the others are (Note [What dtype= casts]).
+    def kept_in_float32(self) -> dict[int, frozenset[str]]:
+        """Return the names of masters that an install does not cast, by place (Note [Kept in float32])."""
+        return kept_in_float32(self._modules, self._dtype)
 
-        At an install these are kept in float32. In modules that join later they are cast, as nothing else is.
+    def cast_although_joining(self) -> dict[int, frozenset[str]]:
+        """Return the names of masters that are cast, by place. Of modules that join later, only these are.
+
+        See Note [What dtype= casts].
         """
-        ask = cast_as_copies if joining else kept_in_float32
-        return ask(self._modules, self._dtype)
+        return cast_as_copies(self._modules, self._dtype)
 
     def experts(self, stacked: Iterable[int]) -> dict[int, Experts]:
         """Return the modules that are used without an order.

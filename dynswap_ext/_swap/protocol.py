@@ -178,7 +178,9 @@ class Hooks:
     #: The class of that, of which C++ makes what plain tensors are seen as.
     proxy_class: type[torch.Tensor] = ParameterProxy
     # See Note [Subclasses are taken apart].
-    taken_apart: Callable[[torch.Tensor, bool], list[str] | bool] = subclasses.taken_apart
+    inner_names_or_streams: Callable[[torch.Tensor, bool], list[str] | bool] = (
+        subclasses.inner_names_or_streams
+    )
     rebuild_wrapper: Callable[..., tuple[torch.Tensor, bool]] = subclasses.rebuild_wrapper
     with_class_of: Callable[..., torch.Tensor] = subclasses.with_class_of
     flatten_wrapper: Callable[[torch.Tensor], Any] = subclasses.flatten_wrapper

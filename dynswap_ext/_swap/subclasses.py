@@ -45,12 +45,12 @@ def adds_attributes_only(master: torch.Tensor) -> bool:
     return cls.__torch_dispatch__ is torch.Tensor.__torch_dispatch__
 
 
-def taken_apart(master: torch.Tensor, in_place: bool) -> list[str] | bool:
+def inner_names_or_streams(master: torch.Tensor, in_place: bool) -> list[str] | bool:
     """Return the names of a wrapper's inner tensors; of other masters, whether their own bytes stream.
 
-    `in_place`: the master is on the compute device already. Then the class may repack its bytes there: in its
-    first forward on the CPU, bitsandbytes gives a 4-bit weight the layout of its kernels
-    (`weight.data = packed`), and changes its quantisation state to match. A copy would not match that state.
+    `in_place`: the master is on the compute device already, in the wanted dtype. Then the class may repack
+    its bytes there: in its first forward on the CPU, bitsandbytes gives a 4-bit weight the layout of its
+    kernels (`weight.data = packed`), and changes its quantisation state to match. A copy would not match that.
     """
     names = inner_names(master)
     if names is not None:

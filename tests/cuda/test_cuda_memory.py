@@ -10,6 +10,7 @@ from torch import nn
 
 import dynswap_ext
 from dynswap_ext import testing
+from dynswap_ext._swap.module_registry import served_by
 from gpu_under_test import LAYER_BYTES, LAYERS, Exact, Gpu
 
 #: In float64, with what alignment may add.
@@ -79,16 +80,18 @@ def test_a_model_that_dies_takes_its_memory_along(gpu: Gpu) -> None:
 @pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
 @pytest.mark.parametrize("budget", [5 * LAYER, "minimum", "auto"])
 def test_no_room_for_the_budget(gpu: Gpu, budget: int | str) -> None:
-    """An install that is refused leaves nothing behind; with pure Python the first call is."""
+    """An install that is refused leaves nothing behind; in pure Python the first call is refused instead."""
     model = Exact().eval()
     moved = testing.moved(model, gpu.device, torch.float64)
     x = gpu.whole_numbers()
     with torch.no_grad():
         expected = moved(x)
+        before = set(served_by)
         with gpu.room_for(LAYER // 2):
             if gpu.native:
                 with pytest.raises(dynswap_ext.OutOfMemoryError, match="no room"):
                     gpu.install(model, dtype=torch.float64, budget=budget)
+                assert set(served_by) == before
                 assert not dynswap_ext.is_installed(model) and type(model) is Exact
                 assert all("_dynswap" not in vars(module) for module in model.modules())
                 assert model.layers[0].weight.device.type == "cpu"

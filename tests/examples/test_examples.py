@@ -28,6 +28,7 @@ def run(script: str, *arguments: str | Path, cwd: Path) -> str:
         "HF_HUB_OFFLINE": "1",
         "OMP_NUM_THREADS": "1",
         "COLUMNS": "200",
+        "DYNSWAP_PROVIDER": "native",  # which streams on a CPU, whatever this run is for
         "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]),
     }
     done = subprocess.run(

@@ -1,4 +1,4 @@
-#include "transfer/process.h"
+#include "transfer/usable_devices.h"
 
 #include <atomic>
 #include <cstdlib>

@@ -38,7 +38,7 @@ from dynswap_ext.profile.first_pass import FirstPass
 lock: Final = threading.RLock()
 
 
-class Install(ServedModules):
+class Installation(ServedModules):
     """One install. Does not keep the model alive. `naming` is what its swap classes show (`compat`)."""
 
     def __init__(
@@ -136,7 +136,8 @@ class Install(ServedModules):
         try:
             self.session.begin()
         except OutOfMemoryError as error:
-            no_room = error  # the modules are served, and each access copies
+            # The modules are served, and each access copies. Without the traceback: it refers to this frame.
+            no_room = error.with_traceback(None)
         rebase_on_originals(classes)
         for module in served:
             if session_of(module) is None:
@@ -154,7 +155,8 @@ class Install(ServedModules):
     ) -> None:
         """Begin with a smaller budget, in place of the session that serves and has no memory.
 
-        If that fails, this install has the session that serves the modules, which `give_up` takes them from.
+        If that fails, `self.session` is again the one that serves the modules, so that `give_up` can take
+        them back.
         """
         serving = self.session
         try:
@@ -164,7 +166,6 @@ class Install(ServedModules):
         except BaseException:
             if serving.modules > 0 and self.session is not serving:
                 self.close_session()
-                served_by.pop(self.session, None)
                 self.session = serving
             raise
         served_by.pop(serving, None)
@@ -250,7 +251,7 @@ class Install(ServedModules):
         self.close_session()
         self.forget()
 
-    def end_if_over(self, *, replaced_by: Install | None = None) -> None:
+    def end_if_over(self, *, replaced_by: Installation | None = None) -> None:
         """End the install, unless modules are still served."""
         if replaced_by is not None:
             part = " for a part of its modules" if self.active else ""
@@ -282,10 +283,10 @@ class Install(ServedModules):
         remove_step_listener(self.session)
 
 
-def install_of(session: Session) -> Install | None:
-    """Return the install that a session belongs to; None if it has ended."""
+def installation_of(session: Session) -> Installation | None:
+    """Return the install that a session belongs to; None if it has ended, or has another session now."""
     install = served_by.get(session)
-    return install if isinstance(install, Install) else None
+    return install if isinstance(install, Installation) and install.session is session else None
 
 
 def _computes_on(device: torch.device) -> bool:
@@ -303,13 +304,12 @@ def detach(session: Session, model: nn.Module) -> None:
     session.detach(model)
 
 
-@untraced
 def _replan(session: Session) -> None:
     """Plan again for the masters that a session's model has by now.
 
     If they do not fit the budget, the old plan stays, and what it does not know is moved at each access.
     """
-    model, install = model_of(session), install_of(session)
+    model, install = model_of(session), installation_of(session)
     if model is None or install is None:
         return
     try:
@@ -329,13 +329,13 @@ def _call_begins(session: Session, module: nn.Module) -> int:
         )
     if session.outdated:
         _replan(session)
-    install = install_of(session)
+    install = installation_of(session)
     return 0 if install is None else install.call_begins(module)
 
 
 @untraced
 def _call_failed(session: Session, error: BaseException) -> None:
-    install = install_of(session)
+    install = installation_of(session)
     if install is not None:
         install.tuner.call_failed(error)
         _name_unloaded_weights(session, error)
@@ -357,7 +357,7 @@ def _name_unloaded_weights(session: Session, error: BaseException) -> None:
         error.args = (f"{error} These weights have not been loaded yet: {listed(meta)}",)
 
 
-def log_plan(what: str, install: Install, of: str) -> None:
+def log_plan(what: str, install: Installation, of: str) -> None:
     plan = install.session.stats()
     logger.info(
         "%s %s: %d modules, %s, %d groups of %s, %d of them resident (%s), arena %s, %d ahead%s",
