@@ -50,7 +50,7 @@ def inner_names_or_streams(master: torch.Tensor, in_place: bool) -> list[str] | 
 
     `in_place`: the master is on the compute device already, in the wanted dtype. Then the class may repack
     its bytes there: in its first forward on the CPU, bitsandbytes gives a 4-bit weight the layout of its
-    kernels (`weight.data = packed`), and changes its quantisation state to match. A copy would not match that.
+    kernels (`weight.data = packed`), and changes its quantisation state to match. A copy would not match.
     """
     names = inner_names(master)
     if names is not None:

@@ -69,7 +69,7 @@ def parse_planned(text: str) -> int:
     if share is not None and (share < 1 or re.search("[%/]", text)):
         raise ConfigError(
             f"the budget is {text!r}; expected a size such as 6GiB. install(budget={text!r}) takes that "
-            "share of the device's free memory; a share of the model is --share"
+            "share of the device's free memory; a share of the model is --share, in Python shares="
         )
     return parse_size(text, (MINIMUM,))
 
