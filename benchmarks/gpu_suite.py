@@ -55,7 +55,7 @@ _RESERVE = 6.0
 _LEAST = 3.0  # a part with less time than this cannot even import torch
 _SHOWN_OF_FAILED = 25  # lines
 _TRAINED = "dynswap,classic hook,accelerate cpu_offload"
-_TRAINED_DRY = "dynswap,classic hook"  # the third is the slowest, and other parts have it
+_TRAINED_DRY = "dynswap"  # the others are slow to train, and start in other parts
 _RATIOS = ("--ratio", "0.2", "5", "1", "--cast")
 #: Each row is a process that imports torch, which takes a borrowed machine five seconds.
 _PEERS = (
