@@ -176,6 +176,7 @@ struct Faults {
   int query_error = 0;                              ///< the cudaError_t that event queries answer with
   int kernel_error = 0;                             ///< the cudaError_t that whoever needs a kernel gets
   int registration_ms = 0;                          ///< how long one registration takes
+  bool unpinning_waits = true;                      ///< for all devices, as CUDA does and promises nowhere
   std::size_t memory_bytes = std::size_t{8} << 30;  ///< bytes of each device
   std::size_t taken_by_others = 0;                  ///< of these, by other processes
   bool integrated = false;                          ///< the device computes in the host's own memory

@@ -176,6 +176,7 @@ PYBIND11_MODULE(_pretend, m) {
       .def_readwrite("taken_by_others", &Faults::taken_by_others)
       .def_readwrite("integrated", &Faults::integrated)
       .def_readwrite("segment_bytes", &Faults::segment_bytes)
+      .def_readwrite("unpinning_waits", &Faults::unpinning_waits)
       .def_readwrite("no_priorities", &Faults::no_priorities)
       .def_readwrite("no_pinned_memory", &Faults::no_pinned_memory)
       .def_readwrite("one_stream", &Faults::one_stream)

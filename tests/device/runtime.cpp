@@ -324,9 +324,7 @@ EXPORT cudaError_t cudaHostAlloc(void** block, size_t bytes, unsigned) {
 
 EXPORT cudaError_t cudaFreeHost(void* block) {
   return unsafe_call("cudaFreeHost", [&] {
-    for (int device = 0; device < pretend::kDevices; ++device) {
-      pretend::synchronise_device(device, "cudaFreeHost");
-    }
+    pretend::wait_before_unpinning("cudaFreeHost");
     pretend::free_pinned(block);
     return cudaSuccess;
   });

@@ -34,6 +34,12 @@ int call(const char* name, Body body) {
   }
 }
 
+/// Waits for whatever may still read the memory, on any stream of any device (Faults::unpinning_waits).
+inline void wait_before_unpinning(const char* name) {
+  if (!faults().unpinning_waits) return;
+  for (int device = 0; device < kDevices; ++device) synchronise_device(device, name);
+}
+
 /// Such a call could synchronise, so a capture in global mode forbids it.
 template <class Body>
 int unsafe_call(const char* name, Body body) {

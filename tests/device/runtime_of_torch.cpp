@@ -48,10 +48,7 @@ EXPORT int cudaHostRegister(void* address, std::size_t bytes, unsigned) {
 
 EXPORT int cudaHostUnregister(void* address) {
   return pretend::unsafe_call("cudaHostUnregister", [&] {
-    // It waits for whatever may still read there, on any stream.
-    for (int device = 0; device < pretend::kDevices; ++device) {
-      pretend::synchronise_device(device, "cudaHostUnregister");
-    }
+    pretend::wait_before_unpinning("cudaHostUnregister");
     const int error = pretend::unpin(address);
     return error == 0 ? 0 : pretend::fail(error);
   });
