@@ -13,7 +13,6 @@ chose too: what a prediction from it could have fetched ahead at best.
 
 from __future__ import annotations
 
-import functools
 import random
 import statistics
 import sys
@@ -29,7 +28,8 @@ from torch import Tensor, nn
 
 import dynswap_ext
 from common import Record, parser
-from dynswap_ext import _installation, testing
+from dynswap_ext import testing
+from dynswap_ext._swap import plan_request
 
 EXPERTS, ACTIVE = 32, 2
 IMPLEMENTATIONS = "eager", "grouped_mm", "batched_mm", "modules"
@@ -146,10 +146,11 @@ def measure(
     experts = [p for name, p in model.named_parameters() if "experts" in name]
     active = sum(p.nbytes for p in experts) * ACTIVE // EXPERTS
     model_bytes = sum(p.nbytes for p in model.parameters())
-    hooks: Any = _installation.Hooks
-    if way == "whole":
-        hooks = functools.partial(hooks, experts=whole)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(_installation, "Hooks", hooks):
+    found: Any = whole if way == "whole" else plan_request.experts_of_modules
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(plan_request, "experts_of_modules", found),
+    ):
         testing.map_from_file(model, Path(folder) / "masters.pt")
         try:
             handle = dynswap_ext.install(model, device="cpu", budget=model_bytes // 4)
