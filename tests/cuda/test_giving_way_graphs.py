@@ -46,6 +46,13 @@ def spike(layer_count: int) -> None:
     torch.cuda.empty_cache()
 
 
+def settle(model: nn.Module, x: torch.Tensor) -> None:
+    """Call the model as often as its automatic plan takes; nothing is queued afterwards."""
+    for _ in range(2):
+        model(x.to(DEVICE))
+    torch.cuda.synchronize()
+
+
 def beside(work: Callable[[], object]) -> None:
     """Let another thread do it."""
     with ThreadPoolExecutor(1) as pool:
@@ -82,9 +89,7 @@ def test_nothing_gives_way_to_a_graphs_own_memory() -> None:
     plain, model, x = layers(), layers(), torch.randn(4, WIDTH)
     cap(30 * LAYER)
     with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
-        for _ in range(2):
-            model(x.to(DEVICE))
-        torch.cuda.synchronize()
+        settle(model, x)
         static = x.to(DEVICE)
         with pytest.raises(torch.OutOfMemoryError), torch.cuda.graph(torch.cuda.CUDAGraph()):
             model[:4](static)
@@ -99,9 +104,7 @@ def test_another_thread_allocates_during_a_capture() -> None:
     cap(40 * LAYER)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
-        for _ in range(2):
-            model(x.to(DEVICE))
-        torch.cuda.synchronize()
+        settle(model, x)
         static = x.to(DEVICE)
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             halfway = model[:4](static)
@@ -120,9 +123,7 @@ def test_memory_that_runs_short_during_a_capture_ends_the_allocation_alone() -> 
     plain, model, x = layers(), layers(), torch.randn(4, WIDTH)
     cap(30 * LAYER)
     with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
-        for _ in range(2):
-            model(x.to(DEVICE))
-        torch.cuda.synchronize()
+        settle(model, x)
         capture = torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="relaxed")
         with capture, pytest.raises(torch.OutOfMemoryError):
             beside(lambda: torch.empty(24 * LAYER, dtype=torch.uint8, device=DEVICE))
