@@ -15,10 +15,12 @@
 #include <torch/library.h>
 
 #include <mutex>
+#include <optional>
 #include <set>
-#include <unordered_map>
+#include <string>
 
 #include "torch_device.h"
+#include "torch_meta.h"
 
 namespace pretend {
 
@@ -306,23 +308,31 @@ void serve(const c10::OperatorHandle& op, Stack* stack) {
   }
   if (at_once) return run_at_once(call, *stack);
 
-  Stack meta = call.for_meta();
-  const Stack meta_arguments = meta;
-  try {
-    op.callBoxed(meta);
-  } catch (const c10::NotImplementedError&) {
-    {
-      const std::lock_guard lock(known_mutex());
-      without_meta().insert(name);
+  const std::string look = look_of_call(op.schema(), arguments, takes_host_tensors(name));
+  std::optional<Stack> known = known_meta(look);
+  if (!known) {
+    const Stack meta_arguments = call.for_meta();
+    known = meta_arguments;
+    try {
+      op.callBoxed(*known);
+    } catch (const c10::NotImplementedError&) {
+      {
+        const std::lock_guard lock(known_mutex());
+        without_meta().insert(name);
+      }
+      return run_at_once(call, *stack);
     }
-    return run_at_once(call, *stack);
-  }
-  for (std::size_t i = 0; i < count; ++i) {  // out= and in place, resized by their kernels
-    if (arguments[i].isTensor() && on_device(arguments[i].toTensor()) &&
-        op.schema().arguments()[i].alias_info() && op.schema().arguments()[i].alias_info()->isWrite()) {
-      take_size(arguments[i].toTensor(), meta_arguments[i].toTensor());
+    bool resized = false;
+    for (std::size_t i = 0; i < count; ++i) {  // out= and in place, resized by their kernels
+      if (arguments[i].isTensor() && on_device(arguments[i].toTensor()) &&
+          op.schema().arguments()[i].alias_info() && op.schema().arguments()[i].alias_info()->isWrite()) {
+        resized = resized || arguments[i].toTensor().sizes() != meta_arguments[i].toTensor().sizes();
+        take_size(arguments[i].toTensor(), meta_arguments[i].toTensor());
+      }
     }
+    if (!resized) keep_meta(look, *known);
   }
+  const Stack& meta = *known;
   std::vector<c10::IValue> results;
   std::vector<at::Tensor> targets;
   for (std::size_t i = 0; i < meta.size(); ++i) {
