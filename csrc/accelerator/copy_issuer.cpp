@@ -7,14 +7,12 @@
 #include <mutex>
 #include <utility>
 
-#include "accelerator/capabilities.h"
 #include "accelerator/copies.h"
-#include "accelerator/device_runtime.h"
 #include "accelerator/pinned_memory.h"
 #include "accelerator/torch_calls.h"
+#include "accelerator/torch_device.h"
 #include "core/protection.h"
 #include "io/worker_pool.h"
-#include "transfer/usable_devices.h"
 
 namespace dynswap {
 
@@ -29,21 +27,14 @@ struct TorchCopyIssuer::Deferred {
   explicit Deferred(std::unique_ptr<StagingRing> staging) : ring(std::move(staging)) {}
   std::unique_ptr<StagingRing> ring;
   /// Chunks whose copies may not be over, in order. Used by the thread only.
-  std::deque<std::pair<std::uint64_t, TorchEventPtr>> copying;
+  std::deque<std::pair<std::uint64_t, StreamEventPtr>> copying;
   WorkerPool thread{1};  ///< last: it uses the above
 };
 
-TorchCopyIssuer::TorchCopyIssuer(const TorchBackendOptions& options, std::shared_ptr<TorchEventPool> events,
-                                 const c10::Stream& stream, std::atomic<std::uint64_t>& host_synchronisations)
-    : options_(options),
-      events_(std::move(events)),
-      stream_(stream),
-      pinned_(has_pinned_memory(options_.device)),
-      host_synchronisations_(host_synchronisations) {}
+TorchCopyIssuer::TorchCopyIssuer(const c10::Device& device, std::shared_ptr<TransferStream> stream)
+    : device_(device), stream_(std::move(stream)), pinned_(has_pinned_memory(device)) {}
 
 TorchCopyIssuer::~TorchCopyIssuer() = default;
-
-void TorchCopyIssuer::abandon() noexcept { (void)deferred_.release(); }
 
 /// Note [A copy that is issued later]: torch has no call by which a stream waits for the host. So a copy
 /// whose bytes have to be read first is enqueued by a thread of ours, in its turn, when they are there. A
@@ -51,31 +42,18 @@ void TorchCopyIssuer::abandon() noexcept { (void)deferred_.release(); }
 /// enqueued, because the first one's event is not a point of any stream yet. A consumer that is made to wait
 /// for such a copy blocks until it has been enqueued, not until it is over. The CUDA backend blocks it for
 /// its own reason: see Note [A read can fail after its copy was issued].
-void TorchCopyIssuer::issue(const CopyRequest& request, const TorchEventPtr& copied) {
+void TorchCopyIssuer::issue(const CopyRequest& request, const StreamEventPtr& copied) {
   const bool staged = needs_of(request, /*device_casts=*/true).staging;
   bool later = staged;
   for (const Step& step : request.steps) {
-    for (const EventPtr& event : step.after) later = later || (event && !as_torch(event).recorded());
+    for (const EventPtr& event : step.after) later = later || (event && !on_stream(event).recorded());
   }
-  if (later) {
-    issue_later(request, copied, staged);
-  } else {
-    issue_now(request, *copied);
-  }
-}
-
-void TorchCopyIssuer::issue_now(const CopyRequest& request, TorchEvent& copied) {
+  if (later) return issue_later(request, copied, staged);
   std::vector<CopyBatch> batches = plan_copies(request, /*device_casts=*/true, nullptr, nullptr);
-  try {
-    enqueue(batches, copied, nullptr);
-  } catch (...) {
-    // What was enqueued before the error must not outlive the request.
-    wait_for_stream();
-    throw;
-  }
+  enqueue(batches, *copied, nullptr);
 }
 
-void TorchCopyIssuer::issue_later(const CopyRequest& request, const TorchEventPtr& copied, bool staged) {
+void TorchCopyIssuer::issue_later(const CopyRequest& request, const StreamEventPtr& copied, bool staged) {
   Deferred& later = deferred();
   if (staged) copied->reads = std::make_shared<Reads>();
   const std::lock_guard lock(queueing_);
@@ -87,7 +65,7 @@ void TorchCopyIssuer::issue_later(const CopyRequest& request, const TorchEventPt
       enqueue(*batches, *copied, &later);
     } catch (...) {
       const std::exception_ptr error = std::current_exception();
-      wait_for_stream();
+      stream_->synchronise();
       give_up(*batches, *copied, error, &later);
     }
   };
@@ -104,13 +82,13 @@ void TorchCopyIssuer::issue_later(const CopyRequest& request, const TorchEventPt
 
 /// Completes a copy that failed, of which nothing is under way on the copy stream. `staged`: its chunks that
 /// were not enqueued are to be passed over; null once the readers are closed.
-void TorchCopyIssuer::give_up(std::vector<CopyBatch>& batches, TorchEvent& copied, std::exception_ptr error,
+void TorchCopyIssuer::give_up(std::vector<CopyBatch>& batches, StreamEvent& copied, std::exception_ptr error,
                               Deferred* staged) noexcept {
   for (const CopyBatch& batch : batches) {
     // Who has the memory next waits for this copy only, so what this one waits for has to be over. An event
     // that is not recorded is that of a copy before this one in the queue, which did or does the same.
     for (const EventPtr& event : batch.after) {
-      if (event && as_torch(event).recorded()) synchronise(event);
+      if (event && on_stream(event).recorded()) stream_->synchronise(event);
     }
   }
   if (staged != nullptr && copied.reads) {
@@ -127,42 +105,29 @@ void TorchCopyIssuer::give_up(std::vector<CopyBatch>& batches, TorchEvent& copie
 
 /// Enqueues what was planned, then records `copied`. Clears `batches` before that, so that the last reference
 /// to what they keep alive is dropped by a thread that calls copy().
-void TorchCopyIssuer::enqueue(std::vector<CopyBatch>& batches, TorchEvent& copied, Deferred* staged) {
+void TorchCopyIssuer::enqueue(std::vector<CopyBatch>& batches, StreamEvent& copied, Deferred* staged) {
   torch_calls([&] {
-    const RelaxedCapture relaxed;
-    const c10::StreamGuard guard(stream_);
-    const CopyStream copies(options_.device, /*non_blocking=*/pinned_);
+    const OnDevice scope(stream_->device());
+    const c10::StreamGuard guard(TorchDevice(device_).stream(stream_->handle()));
+    const CopyStream copies(device_, /*non_blocking=*/pinned_);
     bool first = true;
     for (CopyBatch& batch : batches) {
-      for (const EventPtr& event : batch.after) {
-        if (!event) continue;
-        try {
-          as_torch(event).wait_for_record();  // of an earlier one in this thread's queue
-        } catch (const std::exception&) {
-          continue;  // it failed, and nothing of it is under way
-        }
-        as_torch(event).block(stream_);
-      }
-      if (std::exchange(first, false) && copied.clock()) {
-        // Begins after the waits: the time of the readers that it waits for is not part of the copy's.
-        auto begin = std::make_shared<TorchEvent>(events_, copied.clock());
-        begin->record(stream_);
-        copied.begin = std::move(begin);
-      }
+      stream_->wait_for(batch.after);  // also for an earlier one in this thread's queue
+      if (std::exchange(first, false)) stream_->begin(copied);
       if (batch.chunk) {
         make_room(*staged, *batch.chunk);
         staged->ring->await(*batch.chunk);
       }
       for (const Landing& landing : batch.landings) copies.enqueue(landing);
       if (batch.chunk) {
-        auto over = std::make_shared<TorchEvent>(events_);
-        over->record(stream_);
+        auto over = stream_->make_event();
+        over->record(stream_->handle());
         staged->copying.emplace_back(*batch.chunk, std::move(over));
       }
     }
   });
   batches.clear();
-  copied.record(stream_);
+  copied.record(stream_->handle());
 }
 
 /// Lets the reads of what comes after `chunk` begin. Up to half of the buffers may be on their way to the
@@ -186,39 +151,11 @@ TorchCopyIssuer::Deferred& TorchCopyIssuer::deferred() {
     const std::lock_guard lock(setup_);
     if (deferred_) return *deferred_;
   }
-  const RelaxedCapture relaxed;
-  const std::shared_ptr<std::byte> block =
-      staging_memory(options_.device, pinned_, options_.staging_bytes * options_.staging_buffers);
-  std::vector<StagingRing::Buffer> buffers;
-  for (unsigned i = 0; i < options_.staging_buffers; ++i) {
-    buffers.emplace_back(block, block.get() + i * options_.staging_bytes);
-  }
-  auto made = std::make_unique<Deferred>(std::make_unique<StagingRing>(
-      std::move(buffers), options_.staging_bytes, static_cast<int>(options_.readers), options_.cast));
+  auto made =
+      std::make_unique<Deferred>(stream_->make_ring(staging_memory(device_, pinned_, stream_->ring_bytes())));
   const std::lock_guard lock(setup_);
   if (!deferred_) deferred_.swap(made);
   return *deferred_;
-}
-
-void TorchCopyIssuer::synchronise(const EventPtr& event) noexcept {
-  if (!event || event->done() || !devices_usable()) return;
-  ++host_synchronisations_;
-  try {
-    as_torch(event).wait_for_record();
-    as_torch(event).synchronise();
-  } catch (const std::exception&) {
-    // it failed, or the device is lost: nothing of it is under way any more
-  }
-}
-
-void TorchCopyIssuer::wait_for_stream() noexcept {
-  ++host_synchronisations_;
-  try {
-    const RelaxedCapture relaxed;
-    guard_of(options_.device).synchronizeStream(stream_);
-  } catch (const std::exception&) {
-    // the device is lost: nothing is under way any more
-  }
 }
 
 void TorchCopyIssuer::wait(const Reads& reads) {

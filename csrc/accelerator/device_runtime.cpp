@@ -12,7 +12,6 @@ namespace dynswap {
 namespace {
 
 constexpr int kCaptureImplicit = 906;  // cudaErrorStreamCaptureImplicit, hipErrorStreamCaptureImplicit
-constexpr int kRelaxed = 2;            // cudaStreamCaptureModeRelaxed, hipStreamCaptureModeRelaxed
 
 /// A function of the CUDA runtime that torch has loaded, or AMD's of the same name; null if there is none.
 template <class Function>
@@ -22,11 +21,6 @@ Function find(const std::string& name) noexcept {
       return reinterpret_cast<Function>(symbol);
   }
   return nullptr;
-}
-
-int (*exchange() noexcept)(int*) {
-  static const auto found = find<int (*)(int* mode)>("ThreadExchangeStreamCaptureMode");
-  return found;
 }
 
 /// Whether the stream is captured, asked of the runtime: before torch 2.13 torch's guard cannot be.
@@ -51,12 +45,10 @@ bool is_captured(const c10::Stream& stream) {
   return captures(c10::impl::VirtualGuardImpl(stream.device_type()), stream);
 }
 
-RelaxedCapture::RelaxedCapture() noexcept : mode_(kRelaxed) {
-  if (exchange() != nullptr && devices_usable()) (void)exchange()(&mode_);
-}
-
-RelaxedCapture::~RelaxedCapture() {
-  if (exchange() != nullptr && devices_usable()) (void)exchange()(&mode_);
+int exchange_capture_mode(int mode) noexcept {
+  static const auto exchange = find<int (*)(int* mode)>("ThreadExchangeStreamCaptureMode");
+  if (exchange != nullptr && devices_usable()) (void)exchange(&mode);
+  return mode;
 }
 
 void forget_last_error() noexcept {

@@ -5,18 +5,11 @@
 
 namespace dynswap {
 
-/// While it lives, the calling thread may ask for events and allocate memory although a graph is captured:
-/// see Note [Somebody captures a graph]. Has no effect where the process has no CUDA or HIP runtime.
-class RelaxedCapture {
- public:
-  RelaxedCapture() noexcept;
-  ~RelaxedCapture();
-  RelaxedCapture(const RelaxedCapture&) = delete;
-  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+inline constexpr int kRelaxedCapture = 2;  ///< cudaStreamCaptureModeRelaxed, hipStreamCaptureModeRelaxed
 
- private:
-  int mode_;  ///< the thread's own mode, while this one is in force
-};
+/// Replaces the calling thread's capture mode, and returns the one before: see Note [Somebody captures a
+/// graph]. Has no effect where the process has no CUDA or HIP runtime.
+int exchange_capture_mode(int mode) noexcept;
 
 /// Whether work on the stream is captured in a graph. Also of the default stream while another is captured
 /// that it would have to wait for. False for devices that capture nothing.

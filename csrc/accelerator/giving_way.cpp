@@ -40,7 +40,7 @@
 #include <utility>
 #include <vector>
 
-#include "accelerator/device_runtime.h"
+#include "accelerator/torch_device.h"
 #include "platform/fork_safe.h"
 #include "platform/process.h"
 
@@ -277,7 +277,8 @@ const char* obstacle_to_free_memory_callbacks(const c10::Device& device) noexcep
 }
 
 void release_kept_memory(const c10::Device& device) noexcept {
-  const RelaxedCapture relaxed;
+  const TorchDevice torch(device);
+  const OnDevice scope(torch);
   try {
     c10::getDeviceAllocator(device.type())->emptyCache();
   } catch (const std::exception&) {

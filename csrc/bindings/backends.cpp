@@ -11,31 +11,30 @@
 #include "host/host_backend.h"
 
 namespace dynswap {
+namespace {
+
+StreamOptions stream_options(const at::Device& device) {
+  StreamOptions options;
+  options.cast = &cast_elements;
+  options.allocate = [device](std::size_t bytes) {
+    return StreamMemory{allocate_through_torch(device, bytes), current_stream(device)};
+  };
+  return options;
+}
+
+}  // namespace
 
 std::unique_ptr<Backend> make_backend(const at::Device& device, const std::string& wanted,
                                       const std::function<void(const std::string&)>& warn) {
   const bool host = device.is_cpu() && (wanted == "auto" || wanted == "host");
   if (host) return std::make_unique<HostBackend>(&cast_elements);
   if (linked_cuda != nullptr && device.is_cuda() && (wanted == "auto" || wanted == "cuda")) {
-    CudaOptions options;
-    options.device = device.index();
-    options.cast = &cast_elements;
-    options.warn = warn;
-    options.native_handle = [device](Stream stream) { return native_handle(device, stream); };
-    options.allocate = [device](std::size_t bytes) {
-      return CudaMemory{allocate_through_torch(device, bytes), current_stream(device)};
-    };
+    const auto handle = [device](Stream stream) { return native_handle(device, stream); };
+    CudaOptions options{stream_options(device), device.index(), handle, warn};
     return linked_cuda->make_backend(std::move(options));
   }
-  if (!device.is_cpu() && (wanted == "auto" || wanted == "torch")) {
-    TorchBackendOptions options;
-    options.device = device;
-    options.cast = &cast_elements;
-    options.allocate = [device](std::size_t bytes) {
-      return std::pair(allocate_through_torch(device, bytes), torch_stream(device));
-    };
-    return make_torch_backend(std::move(options));
-  }
+  if (!device.is_cpu() && (wanted == "auto" || wanted == "torch"))
+    return make_torch_backend(device, stream_options(device));
   throw Error("no backend '" + wanted + "' for device " + device.str() + " in this build" +
               (cuda_version().empty() ? " (it was compiled without CUDA)" : ""));
 }

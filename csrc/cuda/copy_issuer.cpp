@@ -1,6 +1,7 @@
 #include "cuda/copy_issuer.h"
 
 #include <algorithm>
+#include <chrono>
 #include <mutex>
 #include <string>
 #include <utility>
@@ -8,13 +9,13 @@
 #include "core/check.h"
 #include "cuda/cast_kernels.h"
 #include "cuda/cuda_check.h"
-#include "cuda/events.h"
 
 namespace dynswap {
 namespace {
 
 constexpr std::size_t kScratchBytes = 16u << 20;
 constexpr std::size_t kLeastScratchBytes = 1u << 18;
+constexpr auto kPatience = std::chrono::milliseconds(100);
 
 /// cudaSuccess, or why no kernel of this build runs on the current device: none was compiled for it, and the
 /// driver cannot compile one. (It takes no PTX of a toolkit that is newer.) Throws for any other reason why a
@@ -70,19 +71,29 @@ void CUDART_CB tell(void* data) {
 
 }  // namespace
 
-CopyIssuer::CopyIssuer(const CudaOptions& options, cudaStream_t stream,
-                       std::function<Memory(std::size_t)> allocate)
-    : options_(options), stream_(stream), allocate_(std::move(allocate)), no_kernels_(why_no_kernels()) {}
+CudaCopyIssuer::CudaCopyIssuer(int device, std::function<void(const std::string&)> warn,
+                               std::shared_ptr<TransferStream> stream)
+    : device_(device), warn_(std::move(warn)), stream_(std::move(stream)), no_kernels_(why_no_kernels()) {}
 
-std::shared_ptr<Reads> CopyIssuer::issue(const CopyRequest& request) {
+void CudaCopyIssuer::issue(const CopyRequest& request, const StreamEventPtr& copied) {
+  if (copied->clock()) {
+    if (!request.steps.empty()) stream_->wait_for(request.steps.front().after);
+    stream_->begin(*copied);
+  }
+  copied->reads = enqueue(request);
+  copied->record(stream_->handle());
+}
+
+/// Returns the request's reads; null if it has none.
+std::shared_ptr<Reads> CudaCopyIssuer::enqueue(const CopyRequest& request) {
   const bool kernels = no_kernels_ == cudaSuccess;
   const CopyNeeds needs = needs_of(request, kernels);
-  if (!kernels && lacks_kernel(request) && options_.warn && !warned_.exchange(true)) {
-    options_.warn("this build has no kernels that CUDA device " + std::to_string(options_.device) +
-                  " can run (" + cudaGetErrorName(no_kernels_) +
-                  "): weights are cast on the host, which is slower. Rebuild with "
-                  "TORCH_CUDA_ARCH_LIST set to the device's capability, such as 8.6; "
-                  "torch.cuda.get_device_capability() tells it");
+  if (!kernels && lacks_kernel(request) && warn_ && !warned_.exchange(true)) {
+    warn_("this build has no kernels that CUDA device " + std::to_string(device_) + " can run (" +
+          cudaGetErrorName(no_kernels_) +
+          "): weights are cast on the host, which is slower. Rebuild with "
+          "TORCH_CUDA_ARCH_LIST set to the device's capability, such as 8.6; "
+          "torch.cuda.get_device_capability() tells it");
   }
   if (needs.casting) prepare_scratch();
   if (!needs.staging && !needs.casting) {
@@ -102,8 +113,8 @@ std::shared_ptr<Reads> CopyIssuer::issue(const CopyRequest& request) {
   return reads;
 }
 
-void CopyIssuer::enqueue(const CopyBatch& planned, StagingRing* ring) {
-  wait_for(planned.after);
+void CudaCopyIssuer::enqueue(const CopyBatch& planned, StagingRing* ring) {
+  stream_->wait_for(planned.after);
   if (planned.chunk) enqueue_host_function(*ring, *planned.chunk, /*arrive=*/true);
   Batch batch;
   for (const Landing& landing : planned.landings) {
@@ -117,30 +128,21 @@ void CopyIssuer::enqueue(const CopyBatch& planned, StagingRing* ring) {
   enqueue(batch);
 }
 
-void CopyIssuer::wait_for(const std::vector<EventPtr>& events) {
-  for (const EventPtr& event : events) {
-    if (!event) continue;
-    const auto& recorded = static_cast<const CudaEvent&>(*event);
-    if (recorded.known_done()) continue;
-    DYNSWAP_CUDA(cudaStreamWaitEvent(stream_, recorded.handle(), 0), "");
-  }
-}
-
 // ------------------------------------------------------------------------------------ pinned sources
 
-void CopyIssuer::Batch::add(void* dst, const void* src, std::size_t bytes) {
+void CudaCopyIssuer::Batch::add(void* dst, const void* src, std::size_t bytes) {
   dsts.push_back(dst);
   srcs.push_back(src);
   sizes.push_back(bytes);
 }
 
-void CopyIssuer::Batch::clear() {
+void CudaCopyIssuer::Batch::clear() {
   dsts.clear();
   srcs.clear();
   sizes.clear();
 }
 
-void CopyIssuer::enqueue(Batch& batch) {
+void CudaCopyIssuer::enqueue(Batch& batch) {
   const std::size_t count = batch.sizes.size();
 #if CUDART_VERSION >= 12080
   if (count > 1 && batches_) {
@@ -150,12 +152,12 @@ void CopyIssuer::enqueue(Batch& batch) {
     std::size_t first = 0;
 #if CUDART_VERSION >= 13000
     const cudaError_t error = cudaMemcpyBatchAsync(batch.dsts.data(), batch.srcs.data(), batch.sizes.data(),
-                                                   count, &attributes, &first, 1, stream_);
+                                                   count, &attributes, &first, 1, handle());
 #else
     std::size_t failed = 0;
     const cudaError_t error =
         cudaMemcpyBatchAsync(batch.dsts.data(), const_cast<void**>(batch.srcs.data()), batch.sizes.data(),
-                             count, &attributes, &first, 1, &failed, stream_);
+                             count, &attributes, &first, 1, &failed, handle());
 #endif
     if (error == cudaSuccess) {
       batch.clear();
@@ -171,7 +173,7 @@ void CopyIssuer::enqueue(Batch& batch) {
 #endif
   for (std::size_t i = 0; i < count; ++i) {
     const cudaError_t error =
-        cudaMemcpyAsync(batch.dsts[i], batch.srcs[i], batch.sizes[i], cudaMemcpyHostToDevice, stream_);
+        cudaMemcpyAsync(batch.dsts[i], batch.srcs[i], batch.sizes[i], cudaMemcpyHostToDevice, handle());
     if (error != cudaSuccess)
       throw_cuda_error(error, "cudaMemcpyAsync", std::to_string(batch.sizes[i]) + " bytes" + advice(error));
   }
@@ -181,7 +183,7 @@ void CopyIssuer::enqueue(Batch& batch) {
 /// Note [The scratch block]: a cast lands here first, chunk by chunk, always at the start: the stream's
 /// order keeps the copy of a chunk behind the kernel of the one before. It is not part of the budget, and
 /// smaller where there is no room for it.
-void CopyIssuer::enqueue_cast(const Landing& landing) {
+void CudaCopyIssuer::enqueue_cast(const Landing& landing) {
   const Piece& piece = landing.piece;
   const Source& source = *piece.source;
   const std::size_t size = scalar_size(source.stored);
@@ -191,7 +193,7 @@ void CopyIssuer::enqueue_cast(const Landing& landing) {
     batch.add(scratch_.get(), landing.from + done * size, count * size);
     enqueue(batch);
     const cudaError_t error = launch_cast(piece.dst + done * scalar_size(source.wanted), source.wanted,
-                                          scratch_.get(), source.stored, count, stream_);
+                                          scratch_.get(), source.stored, count, handle());
     if (error != cudaSuccess)
       throw_cuda_error(error, "cudaLaunchKernel",
                        "a cast of " + std::to_string(count) + " elements of '" + source.name + "'");
@@ -201,16 +203,16 @@ void CopyIssuer::enqueue_cast(const Landing& landing) {
 
 // ------------------------------------------------------------------------------------ staged sources
 
-void CopyIssuer::enqueue_host_function(StagingRing& ring, std::uint64_t chunk, bool arrive) {
+void CudaCopyIssuer::enqueue_host_function(StagingRing& ring, std::uint64_t chunk, bool arrive) {
   auto progress = std::make_unique<Progress>(Progress{ring, chunk, arrive});
-  DYNSWAP_CUDA(cudaLaunchHostFunc(stream_, &tell, progress.get()), "chunk " << chunk);
+  DYNSWAP_CUDA(cudaLaunchHostFunc(handle(), &tell, progress.get()), "chunk " << chunk);
   (void)progress.release();  // tell() owns it now
 }
 
 /// After an error between the chunks of a request: until the stream and the readers are through with it,
 /// its buffers and its destination are not anybody else's.
-void CopyIssuer::settle(StagingRing* ring, const std::shared_ptr<Reads>& reads) noexcept {
-  DYNSWAP_CUDA_NOEXCEPT(cudaStreamSynchronize(stream_));
+void CudaCopyIssuer::settle(StagingRing* ring, const std::shared_ptr<Reads>& reads) noexcept {
+  DYNSWAP_CUDA_NOEXCEPT(cudaStreamSynchronize(handle()));
   if (ring == nullptr) return;
   ring->give_up(*reads);
   ring->passed(ring->next());
@@ -218,29 +220,23 @@ void CopyIssuer::settle(StagingRing* ring, const std::shared_ptr<Reads>& reads) 
 
 // -------------------------------------------------------------------------------------------- set-up
 
-StagingRing* CopyIssuer::staging() {
+StagingRing* CudaCopyIssuer::staging() {
   {
     const std::lock_guard lock(setup_);
     if (ring_) return ring_.get();
   }
-  const std::size_t bytes = options_.staging_bytes * options_.staging_buffers;
+  const std::size_t bytes = stream_->ring_bytes();
   void* block = nullptr;
   DYNSWAP_CUDA(cudaHostAlloc(&block, bytes, cudaHostAllocPortable),
                "pinned staging buffers, bytes " << bytes);
-  const std::shared_ptr<std::byte> owner(
-      static_cast<std::byte*>(block), [](std::byte* memory) { DYNSWAP_CUDA_NOEXCEPT(cudaFreeHost(memory)); });
-  std::vector<StagingRing::Buffer> buffers;
-  for (unsigned i = 0; i < options_.staging_buffers; ++i) {
-    buffers.emplace_back(owner, owner.get() + i * options_.staging_bytes);
-  }
-  auto ring = std::make_unique<StagingRing>(std::move(buffers), options_.staging_bytes,
-                                            static_cast<int>(options_.readers), options_.cast);
+  auto ring = stream_->make_ring({static_cast<std::byte*>(block),
+                                  [](std::byte* memory) { DYNSWAP_CUDA_NOEXCEPT(cudaFreeHost(memory)); }});
   const std::lock_guard lock(setup_);
   if (!ring_) ring_ = std::move(ring);
   return ring_.get();
 }
 
-void CopyIssuer::prepare_scratch() {
+void CudaCopyIssuer::prepare_scratch() {
   {
     const std::lock_guard lock(setup_);
     if (scratch_) return;
@@ -249,7 +245,7 @@ void CopyIssuer::prepare_scratch() {
   std::size_t bytes = kScratchBytes;
   while (!scratch) {
     try {
-      scratch = allocate_(bytes);
+      scratch = stream_->allocate(bytes);
     } catch (const OutOfMemory&) {
       if (bytes <= kLeastScratchBytes) throw;
       bytes /= 2;
@@ -261,11 +257,21 @@ void CopyIssuer::prepare_scratch() {
   scratch_bytes_ = bytes;
 }
 
-bool CopyIssuer::wait(const Reads& reads, std::chrono::milliseconds patience) {
-  return staging()->wait(reads, patience);
+void CudaCopyIssuer::wait(const Reads& reads) {
+  StagingRing* const ring = staging();
+  while (!ring->wait(reads, kPatience)) {
+    // The driver calls no host function after a device error, so reads that wait for one never begin.
+    const OnDevice scope(stream_->device());
+    const cudaError_t state = cudaStreamQuery(handle());
+    if (state == cudaErrorNotReady) {
+      (void)cudaGetLastError();
+      continue;
+    }
+    if (state != cudaSuccess) throw_cuda_error(state, "cudaStreamQuery", "the copy stream");
+  }
 }
 
-void CopyIssuer::close() noexcept {
+void CudaCopyIssuer::close() noexcept {
   StagingRing* ring = nullptr;
   {
     const std::lock_guard lock(setup_);
@@ -274,7 +280,7 @@ void CopyIssuer::close() noexcept {
   if (ring != nullptr) ring->close();
 }
 
-void CopyIssuer::release_scratch() noexcept {
+void CudaCopyIssuer::release_memory() noexcept {
   Memory taken;
   const std::lock_guard lock(setup_);
   taken.swap(scratch_);

@@ -1,42 +1,35 @@
-// Enqueues copies on the copy stream.
+// Enqueues copies by CUDA's calls.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <atomic>
-#include <chrono>
 #include <cstddef>
 #include <functional>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "core/backend.h"
-#include "cuda/cuda_backend.h"
+#include "cuda/cuda_device.h"
 #include "platform/fork_safe.h"
 #include "transfer/copy_plan.h"
 #include "transfer/staging.h"
+#include "transfer/stream_backend.h"
 
 namespace dynswap {
 
-/// Thread-safe.
-class CopyIssuer {
+class CudaCopyIssuer final : public CopyIssuer {
  public:
-  /// `allocate` gives device memory that the copy stream may write.
-  CopyIssuer(const CudaOptions& options, cudaStream_t stream, std::function<Memory(std::size_t)> allocate);
+  /// Within an OnDevice.
+  CudaCopyIssuer(int device, std::function<void(const std::string&)> warn,
+                 std::shared_ptr<TransferStream> stream);
 
-  /// Enqueues the request. Returns its reads, null if it has none. The device's context is current. If it
-  /// throws, nothing of the request is under way any more.
-  std::shared_ptr<Reads> issue(const CopyRequest& request);
-  /// Has all that is enqueued from now on come after these events.
-  void wait_for(const std::vector<EventPtr>& events);
-
-  /// Waits for reads: StagingRing::wait().
-  bool wait(const Reads& reads, std::chrono::milliseconds patience);
-  /// Closes the ring: StagingRing::close(). The stream is to be synchronised after it and before this object
-  /// goes.
-  void close() noexcept;
-  /// Gives the scratch block back. The stream is idle, and nothing is issued any more.
-  void release_scratch() noexcept;
+  void issue(const CopyRequest& request, const StreamEventPtr& copied) override;
+  void wait(const Reads& reads) override;
+  void close() noexcept override;
+  /// Of the scratch block.
+  void release_memory() noexcept override;
 
  private:
   /// Copies that are enqueued together.
@@ -48,6 +41,8 @@ class CopyIssuer {
     void clear();
   };
 
+  cudaStream_t handle() const noexcept { return cuda_stream(stream_->handle()); }
+  std::shared_ptr<Reads> enqueue(const CopyRequest& request);
   void enqueue(const CopyBatch& planned, StagingRing* ring);
   void enqueue(Batch& batch);
   void enqueue_cast(const Landing& landing);
@@ -57,9 +52,9 @@ class CopyIssuer {
   StagingRing* staging();
   void prepare_scratch();
 
-  const CudaOptions& options_;
-  const cudaStream_t stream_;
-  const std::function<Memory(std::size_t)> allocate_;
+  const int device_;
+  const std::function<void(const std::string&)> warn_;
+  const std::shared_ptr<TransferStream> stream_;
   const cudaError_t no_kernels_;     ///< why none runs on this device; cudaSuccess: they do
   std::atomic<bool> warned_{false};  ///< that there is none
   std::atomic<bool> batches_{true};  ///< the driver knows batched copies

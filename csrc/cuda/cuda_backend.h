@@ -1,7 +1,6 @@
 // The backend over an NVIDIA GPU: what the bindings see of it. No CUDA header is needed to include this.
 #pragma once
 
-#include <cstddef>
 #include <functional>
 #include <memory>
 #include <string>
@@ -10,38 +9,18 @@
 #include "core/backend.h"
 #include "core/lockable.h"
 #include "transfer/pinned_budget.h"
-#include "transfer/staging.h"
+#include "transfer/transfer_stream.h"
 
 namespace dynswap {
 
-/// Device memory, and the stream (not its CUDA handle) in whose order its allocator handed it out.
-struct CudaMemory {
-  Memory memory;
-  Stream stream = 0;
-};
-
-struct CudaOptions {
+struct CudaOptions : StreamOptions {
   int device = 0;
-
-  /// Device memory aligned to 512 bytes, without synchronising: torch's caching allocator, say, and the
-  /// stream that was current when it was asked. Throws OutOfMemory. Never called under a lock.
-  std::function<CudaMemory(std::size_t bytes)> allocate;
-
-  /// Casts elements on the host, for weights that are cast there (Note [Where a weight is cast] in
-  /// transfer/copy_plan.h).
-  CastFn cast = nullptr;
 
   /// The CUDA handle of a consumer's stream. Null: a Stream is the handle itself.
   std::function<Stream(Stream)> native_handle;
 
   /// Is told what makes this backend less than it could be, in a sentence for the user. May be null.
   std::function<void(const std::string&)> warn;
-
-  /// The ring of pinned buffers between sources that are not pinned and the device. It exists from the
-  /// first such source on.
-  std::size_t staging_bytes = kStagingBytes;
-  unsigned staging_buffers = kStagingBuffers;
-  unsigned readers = 4;  ///< threads that fill them
 };
 
 /// Throws DeviceError if there is no such device, or its driver is too old.

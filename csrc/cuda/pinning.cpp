@@ -8,16 +8,16 @@
 #include <utility>
 #include <vector>
 
-#include "cuda/context.h"
 #include "cuda/cuda_backend.h"
 #include "cuda/cuda_check.h"
+#include "cuda/cuda_device.h"
 #include "transfer/page_locking.h"
 
 namespace dynswap {
 
 namespace {
 
-using ContextPtr = std::shared_ptr<const DeviceContext>;
+using DevicePtr = std::shared_ptr<const CudaDevice>;
 
 /// Clears the error, which would surface at the next, innocent call.
 std::string refusal(cudaError_t error) {
@@ -28,11 +28,11 @@ std::string refusal(cudaError_t error) {
 /// Memory that is locked while it lives.
 class Registration {
  public:
-  Registration(ContextPtr context, void* address) : context_(std::move(context)), address_(address) {}
+  Registration(DevicePtr device, void* address) : device_(std::move(device)), address_(address) {}
   ~Registration() {
     if (!cuda_usable()) return;
     try {
-      const ContextGuard guard(*context_);
+      const OnDevice scope(*device_);
       DYNSWAP_CUDA_NOEXCEPT(cudaHostUnregister(address_));
     } catch (const std::exception&) {
       // the device is lost, and its registrations with it
@@ -42,14 +42,14 @@ class Registration {
   Registration& operator=(const Registration&) = delete;
 
  private:
-  const ContextPtr context_;
+  const DevicePtr device_;
   void* const address_;
 };
 
 class CudaPageLocker final : public PageLocker {
  public:
   explicit CudaPageLocker(int device)
-      : context_(std::make_shared<const DeviceContext>(device)), guard_(*context_) {}
+      : device_(std::make_shared<const CudaDevice>(device)), scope_(*device_) {}
 
   bool is_locked(const std::byte* byte) override {
     cudaPointerAttributes attributes{};
@@ -61,7 +61,7 @@ class CudaPageLocker final : public PageLocker {
 
   std::shared_ptr<void> lock(std::byte* block, std::size_t bytes, std::string& reason) override {
     const cudaError_t error = cudaHostRegister(block, bytes, cudaHostRegisterPortable);
-    if (error == cudaSuccess) return std::make_shared<Registration>(context_, block);
+    if (error == cudaSuccess) return std::make_shared<Registration>(device_, block);
     reason = refusal(error);
     return nullptr;
   }
@@ -74,10 +74,10 @@ class CudaPageLocker final : public PageLocker {
       reason = refusal(error);
       return nullptr;
     }
-    return {static_cast<std::byte*>(block), [context = context_](std::byte* memory) {
+    return {static_cast<std::byte*>(block), [device = device_](std::byte* memory) {
               if (!cuda_usable()) return;
               try {
-                const ContextGuard guard(*context);
+                const OnDevice scope(*device);
                 DYNSWAP_CUDA_NOEXCEPT(cudaFreeHost(memory));
               } catch (const std::exception&) {
                 // the device is lost
@@ -86,8 +86,8 @@ class CudaPageLocker final : public PageLocker {
   }
 
  private:
-  const ContextPtr context_;
-  const ContextGuard guard_;
+  const DevicePtr device_;
+  const OnDevice scope_;
 };
 
 }  // namespace

@@ -40,7 +40,7 @@ struct Fixture {
     options.staging_buffers = 2;
     options.warn = [this](const std::string& message) { warnings.push_back(message); };
     options.allocate = [this](std::size_t bytes) {
-      return CudaMemory{Memory(new std::byte[bytes], std::default_delete<std::byte[]>()),
+      return StreamMemory{Memory(new std::byte[bytes], std::default_delete<std::byte[]>()),
                         reinterpret_cast<Stream>(allocation_stream)};
     };
     backend = make_cuda_backend(std::move(options));

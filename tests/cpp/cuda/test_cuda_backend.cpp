@@ -55,7 +55,7 @@ struct Fixture {
       const std::lock_guard lock(allocating);  // as torch's allocator does: threads copy at once
       Memory block = std::exchange(cached_block, nullptr);
       if (!block) block = Memory(new std::byte[bytes], std::default_delete<std::byte[]>());
-      return CudaMemory{std::move(block), reinterpret_cast<Stream>(allocation_stream)};
+      return StreamMemory{std::move(block), reinterpret_cast<Stream>(allocation_stream)};
     };
     backend = make_cuda_backend(std::move(options));
   }

@@ -10,7 +10,7 @@
 
 #include "check.h"
 #include "core/amount.h"
-#include "cuda/context.h"
+#include "cuda/cuda_device.h"
 #include "cuda/cuda_backend.h"
 #include "fake_cudart.h"
 #include "master_memory.h"
@@ -53,11 +53,11 @@ void unpin(std::vector<Lockable>& items, MasterMemory& memory) {
 
 /// What code that knows nothing of us gets for a copy to the device.
 cudaError_t others_copy(const std::byte* from, std::size_t bytes) {
-  const auto context = std::make_shared<const DeviceContext>(0);
-  const ContextGuard guard(*context);
+  const auto device = std::make_shared<const CudaDevice>(0);
+  const OnDevice scope(*device);
   const cudaStream_t stream = fake_cuda::make_stream();
-  std::vector<std::byte> device(bytes);
-  const cudaError_t error = cudaMemcpyAsync(device.data(), from, bytes, cudaMemcpyHostToDevice, stream);
+  std::vector<std::byte> copied(bytes);
+  const cudaError_t error = cudaMemcpyAsync(copied.data(), from, bytes, cudaMemcpyHostToDevice, stream);
   fake_cuda::finish(stream);
   fake_cuda::destroy_stream(stream);
   return error;
@@ -173,9 +173,9 @@ TEST(pin_uses_what_somebody_else_has_locked) {
   fake_cuda::reset();
   MasterMemory memory(kLarge);
   MasterMemory small(100);
-  const auto context = std::make_shared<const DeviceContext>(0);
+  const auto device = std::make_shared<const CudaDevice>(0);
   {
-    const ContextGuard guard(*context);
+    const OnDevice scope(*device);
     EXPECT_EQ(cudaHostRegister(memory.data(), memory.bytes(), 0), cudaSuccess);
     EXPECT_EQ(cudaHostRegister(small.data(), small.bytes(), 0), cudaSuccess);
   }
@@ -189,7 +189,7 @@ TEST(pin_uses_what_somebody_else_has_locked) {
   unpin(items, memory);
   unpin(others, small);
   EXPECT_EQ(registered_pages(), before);
-  const ContextGuard guard(*context);
+  const OnDevice scope(*device);
   cudaHostUnregister(memory.data());
   cudaHostUnregister(small.data());
 }

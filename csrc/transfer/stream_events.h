@@ -1,9 +1,6 @@
-// torch's events, pooled: a pass records thousands and creates none. They are not timed unless that is asked
-// for.
+// Events of a stream, pooled: a pass records thousands and creates none. They are not timed unless that is
+// asked for.
 #pragma once
-
-#include <c10/core/Event.h>
-#include <c10/core/Stream.h>
 
 #include <array>
 #include <atomic>
@@ -15,60 +12,60 @@
 
 #include "core/backend.h"
 #include "platform/fork_safe.h"
+#include "transfer/stream_device.h"
 
 namespace dynswap {
 
 class Reads;  // transfer/staging.h
 
+using StreamDevicePtr = std::shared_ptr<const StreamDevice>;
+
 /// One moment on the device and on the host: what times of events are told by. Thread-safe.
-class TorchClock {
+class StreamClock {
  public:
   /// Makes the calling thread wait for `stream`. Throws DeviceError.
-  explicit TorchClock(const c10::Stream& stream);
+  StreamClock(StreamDevicePtr device, StreamHandle stream);
 
   /// From one event to another, in nanoseconds of the host's monotonic clock. They have timing and are done.
   /// The length is told by the two alone: CUDA tells times in single-precision milliseconds, whose steps are
   /// a quarter of one an hour after the clock's own event.
-  std::optional<Interval> interval(const c10::Event& first, const c10::Event& last) const noexcept;
+  std::optional<Interval> interval(const DeviceEvent& first, const DeviceEvent& last) const noexcept;
 
  private:
-  c10::Event zero_;
+  const StreamDevicePtr device_;
+  DeviceEventPtr zero_;
   std::int64_t host_ns_ = 0;
 };
 
 /// Thread-safe. Outlives the backend while an event is held.
-class TorchEventPool {
+class EventPool {
  public:
-  explicit TorchEventPool(c10::DeviceType type) : type_(type) {}
-  ~TorchEventPool();
-  TorchEventPool(const TorchEventPool&) = delete;
-  TorchEventPool& operator=(const TorchEventPool&) = delete;
+  explicit EventPool(StreamDevicePtr device) : device_(std::move(device)) {}
 
-  std::unique_ptr<c10::Event> take(bool timed);
-  void give_back(std::unique_ptr<c10::Event> event, bool timed) noexcept;
+  DeviceEventPtr take(bool timed);
+  void give_back(DeviceEventPtr event, bool timed) noexcept;
+  const StreamDevice& device() const noexcept { return *device_; }
 
  private:
-  const c10::DeviceType type_;
+  const StreamDevicePtr device_;
   Mutex mutex_;
-  std::array<std::vector<std::unique_ptr<c10::Event>>, 2>
-      free_;  ///< LOCK: mutex_; without timing, and with it
+  std::array<std::vector<DeviceEventPtr>, 2> free_;  ///< LOCK: mutex_; without timing, and with it
 };
 
 /// A point of one stream. Recorded once. It may be handed out before it is recorded: who uses the event of a
 /// copy that another thread issues (Note [A copy that is issued later]) waits until that thread has recorded
-/// it. When this object dies, torch's event goes back to the pool. A wait that was enqueued keeps the point
-/// that it saw, so recording the event again later does not move it.
-class TorchEvent final : public Event {
+/// it. When this object dies, the device's event goes back to the pool.
+class StreamEvent final : public Event {
  public:
   /// With a clock, when() can tell the time of the point.
-  explicit TorchEvent(std::shared_ptr<TorchEventPool> pool, std::shared_ptr<const TorchClock> clock = nullptr)
+  explicit StreamEvent(std::shared_ptr<EventPool> pool, std::shared_ptr<const StreamClock> clock = nullptr)
       : pool_(std::move(pool)), clock_(std::move(clock)), event_(pool_->take(clock_ != nullptr)) {}
-  ~TorchEvent() override { pool_->give_back(std::move(event_), clock_ != nullptr); }
-  TorchEvent(const TorchEvent&) = delete;
-  TorchEvent& operator=(const TorchEvent&) = delete;
+  ~StreamEvent() override { pool_->give_back(std::move(event_), clock_ != nullptr); }
+  StreamEvent(const StreamEvent&) = delete;
+  StreamEvent& operator=(const StreamEvent&) = delete;
 
-  /// Throws DeviceError.
-  void record(const c10::Stream& stream);
+  /// Within an OnDevice, as block(). Throws DeviceError.
+  void record(StreamHandle stream);
   /// Called in place of record(), once nothing of the copy is under way any more: every waiter gets `error`.
   void fail(std::exception_ptr error) noexcept;
 
@@ -78,7 +75,7 @@ class TorchEvent final : public Event {
   bool recorded() const noexcept { return state_.load(std::memory_order_acquire) != State::pending; }
 
   /// Makes `stream` wait for the point, which has been recorded. Throws DeviceError.
-  void block(const c10::Stream& stream) const;
+  void block(StreamHandle stream) const;
   /// Blocks the calling thread until the point, which has been recorded, is reached. Throws DeviceError.
   void synchronise() const;
 
@@ -88,28 +85,28 @@ class TorchEvent final : public Event {
   bool known_done() const noexcept { return done_.load(std::memory_order_acquire); }
 
   /// The clock that times it; null if it is not timed.
-  const std::shared_ptr<const TorchClock>& clock() const noexcept { return clock_; }
+  const std::shared_ptr<const StreamClock>& clock() const noexcept { return clock_; }
 
-  /// Set for the end of a copy with staged pieces: its reads.
+  /// Set for the end of a copy with staged pieces: its reads (Note [A staged copy]).
   std::shared_ptr<Reads> reads;
   /// Set for the end of a copy that is timed.
-  std::shared_ptr<const TorchEvent> begin;
+  std::shared_ptr<const StreamEvent> begin;
 
  private:
   enum class State { pending, recorded, failed };
 
-  const std::shared_ptr<TorchEventPool> pool_;
-  const std::shared_ptr<const TorchClock> clock_;
-  std::unique_ptr<c10::Event> event_;
+  const std::shared_ptr<EventPool> pool_;
+  const std::shared_ptr<const StreamClock> clock_;
+  DeviceEventPtr event_;
   std::exception_ptr error_;  ///< set before `failed`, and not afterwards
   std::atomic<State> state_{State::pending};
   const unsigned made_after_ = forks();
   mutable std::atomic<bool> done_{false};
 };
 
-using TorchEventPtr = std::shared_ptr<TorchEvent>;
+using StreamEventPtr = std::shared_ptr<StreamEvent>;
 
-/// An event of this backend's, as what it is.
-inline const TorchEvent& as_torch(const EventPtr& event) { return static_cast<const TorchEvent&>(*event); }
+/// An event of a StreamBackend's, as what it is.
+inline const StreamEvent& on_stream(const EventPtr& event) { return static_cast<const StreamEvent&>(*event); }
 
 }  // namespace dynswap
