@@ -137,7 +137,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     environment: tests of the `provider` fixture name their provider, and have run over each of them in the
     first; those of checkpoints, plans, records, the sources and the build install nothing without it; the
     examples and the guides are for the native provider, which streams on a CPU; and where one provider can
-    be measured, the other can. With DYNSWAP_TESTS=nightly each run has all.
+    be measured, the other can. Compilers and the programs of other libraries run with the native provider,
+    and with pure Python in the nightly run. With DYNSWAP_TESTS=nightly each run has all.
     """
     tests = os.environ.get("DYNSWAP_TESTS", "")
     if tests not in ("", "quick", "nightly"):
@@ -155,6 +156,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return _keep(config, items, kept.__contains__)
     if not HAS_DEVICE:
         _keep(config, items, lambda item: "gpu" not in getattr(item, "fixturenames", ()))
+    if not every:
+        _keep(config, items, lambda item: not _library_over_pure_python(item))
     if every or dynswap_config.provider_from_environment() != "python":
         return
     here = Path(__file__).parent
@@ -227,6 +230,11 @@ def _provider_of(item: pytest.Item) -> str:
     """Return the name of the provider that a test is for; empty if it is for none."""
     params = item.callspec.params if isinstance(item, pytest.Function) and hasattr(item, "callspec") else {}
     return str(params.get("provider") or params.get("gpu") or "")
+
+
+def _library_over_pure_python(item: pytest.Item) -> bool:
+    other = item.path.parent.name == "programs" or item.path.name.startswith("test_compile")
+    return other and _provider_of(item) == "python"
 
 
 def _repeats_the_run_on_the_cpu(item: pytest.Item) -> bool:

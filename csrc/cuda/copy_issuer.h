@@ -28,7 +28,7 @@ class CudaCopyIssuer final : public CopyIssuer {
   void issue(const CopyRequest& request, const StreamEventPtr& copied) override;
   void wait(const Reads& reads) override;
   void close() noexcept override;
-  /// Of the scratch block.
+  /// Gives the scratch block back.
   void release_memory() noexcept override;
 
  private:

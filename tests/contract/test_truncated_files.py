@@ -68,8 +68,8 @@ def test_small_weights_of_a_file_that_is_truncated(provider: Provider, tmp_path:
         tmp_path,
         """
         ways = ("load", "assign"), ("before", "installed", "called")
-        for how, when, training, left, dtype in itertools.product(
-            *ways, (False, True), (0.5, 0), (None, torch.float64)
+        for how, when, (training, left), dtype in itertools.product(
+            *ways, ((False, 0.5), (True, 0)), (None, torch.float64)
         ):
             model = mapped(how).train(training)
             cut = lambda: os.truncate(path, int(path.stat().st_size * left))

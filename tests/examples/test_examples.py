@@ -142,7 +142,7 @@ def test_lora(tiny: Path, tmp_path: Path) -> None:
     assert moved(output) > 8
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_finetune_and_generate_with_the_result(tiny: Path, tmp_path: Path) -> None:
     output = run(
         "finetune.py",

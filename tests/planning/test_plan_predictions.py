@@ -98,8 +98,8 @@ def test_a_prediction_is_of_its_budget_alone(seed: int) -> None:
     plan = planning.plan(weights, bandwidth=2e9)
     curve = plan.curve(30)
     assert len(curve) >= 30 and curve[0].seconds > 1.1 * curve[-1].seconds
-    for found in curve:
-        assert found.resident_bytes <= found.budget
+    assert all(found.resident_bytes <= found.budget for found in curve)
+    for found in curve[::5]:
         assert [found] == planning.predict(weights, budgets=[found.budget], bandwidth=2e9)
     assert [plan.at(found.budget) for found in plan.predictions] == list(plan.predictions)
     budgets = [found.budget for found in reversed(curve)]

@@ -41,7 +41,7 @@ struct Fixture {
     options.warn = [this](const std::string& message) { warnings.push_back(message); };
     options.allocate = [this](std::size_t bytes) {
       return StreamMemory{Memory(new std::byte[bytes], std::default_delete<std::byte[]>()),
-                        reinterpret_cast<Stream>(allocation_stream)};
+                          reinterpret_cast<Stream>(allocation_stream)};
     };
     backend = make_cuda_backend(std::move(options));
     return *backend;

@@ -10,8 +10,8 @@
 
 #include "check.h"
 #include "core/amount.h"
-#include "cuda/cuda_device.h"
 #include "cuda/cuda_backend.h"
+#include "cuda/cuda_device.h"
 #include "fake_cudart.h"
 #include "master_memory.h"
 
