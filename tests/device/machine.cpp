@@ -202,7 +202,14 @@ void note_call() noexcept {
 
 // -------------------------------------------------------------------------------------------- watching
 
-Counts& counts() { return machine().counts; }
+Counts counts() {
+  const std::lock_guard lock(machine().mutex);
+  return machine().counts;
+}
+void count(std::uint64_t Counts::* what, std::int64_t more) {
+  const std::lock_guard lock(machine().mutex);
+  machine().counts.*what += static_cast<std::uint64_t>(more);
+}
 Faults& faults() { return machine().faults; }
 
 void forbid_synchronisation(bool forbid) {

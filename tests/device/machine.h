@@ -160,19 +160,25 @@ struct Counts {
   std::uint64_t synchronisations = 0;
   std::uint64_t registered_bytes = 0;
   std::uint64_t streams = 0;
-  std::uint64_t events = 0;
+  std::uint64_t events = 0;        ///< alive
+  std::uint64_t timed_events = 0;  ///< ever made
   std::uint64_t contexts = 0;
   std::uint64_t longest_queue = 0;  ///< entries that one stream held at a time
 };
-Counts& counts();
+Counts counts();
+void count(std::uint64_t Counts::* what, std::int64_t more = 1);
 
 struct Faults {
   bool no_batches = false;                          ///< a driver before 12.8
+  std::uint64_t fail_copy = 0;                      ///< the copy of this number (from 1) is refused
+  std::uint64_t fail_host_function = 0;             ///< likewise
   bool no_devices = false;                          ///< a driver that finds none
   int device_count_error = 0;                       ///< the cudaError_t of cudaGetDeviceCount(), not torch's
   int driver_version = 13000;                       ///< as cudaDriverGetVersion() answers
   std::size_t register_at_most = SIZE_MAX;          ///< bytes that may be page-locked in all
   std::size_t locked_at_most = SIZE_MAX;            ///< the same, and allocated page-locked: as WSL
+  bool locks_bytes = false;                         ///< in place, and not all of their pages
+  bool no_host_memory = false;                      ///< none is allocated page-locked
   int query_error = 0;                              ///< the cudaError_t that event queries answer with
   int kernel_error = 0;                             ///< the cudaError_t that whoever needs a kernel gets
   int registration_ms = 0;                          ///< how long one registration takes

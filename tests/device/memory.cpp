@@ -24,6 +24,14 @@ Pinned pinned_locked(const Machine& m, std::uintptr_t begin, std::size_t bytes) 
   return found != m.pinned.end() && found->first < begin + bytes ? Pinned::torn : Pinned::no;
 }
 
+/// What is locked with these bytes: their pages, or just themselves.
+std::pair<std::uintptr_t, std::uintptr_t> locked_with(const Machine& m, const void* address,
+                                                      std::size_t bytes) {
+  const std::size_t unit = m.faults.locks_bytes ? 1 : kPage;
+  const auto begin = reinterpret_cast<std::uintptr_t>(address);
+  return {begin / unit * unit, (begin + bytes + unit - 1) / unit * unit};
+}
+
 /// Whether so much more may be page-locked, in place or not.
 bool may_lock(const Machine& m, std::size_t bytes) {
   std::size_t all = bytes;
@@ -126,8 +134,7 @@ int pin(void* address, std::size_t bytes) {
   Machine& m = machine();
   if (bytes == 0 || address == nullptr || !may_be_locked(address)) return kInvalidValue;
   std::this_thread::sleep_for(std::chrono::milliseconds(m.faults.registration_ms));
-  const auto begin = reinterpret_cast<std::uintptr_t>(address) / kPage * kPage;
-  const auto end = (reinterpret_cast<std::uintptr_t>(address) + bytes + kPage - 1) / kPage * kPage;
+  const auto [begin, end] = locked_with(m, address, bytes);
   const std::lock_guard lock(m.mutex);
   if (pinned_locked(m, begin, end - begin) != Pinned::no) return kAlreadyRegistered;
   if (m.counts.registered_bytes + (end - begin) > m.faults.register_at_most || !may_lock(m, end - begin))
@@ -141,7 +148,7 @@ int pin(void* address, std::size_t bytes) {
 
 int unpin(void* address) {
   Machine& m = machine();
-  const auto begin = reinterpret_cast<std::uintptr_t>(address) / kPage * kPage;
+  const std::uintptr_t begin = locked_with(m, address, 1).first;
   const std::lock_guard lock(m.mutex);
   const auto found = m.pinned.find(begin);
   if (found == m.pinned.end() || found->second.second) {
@@ -170,7 +177,7 @@ void* allocate_pinned(std::size_t bytes) {
       return true;
     });
     for (const auto& [at, length] : over) m.pinned.erase(reinterpret_cast<std::uintptr_t>(at));
-    if (!may_lock(m, size)) size = 0;
+    if (m.faults.no_host_memory || !may_lock(m, size)) size = 0;
   }
   for (const auto& [at, length] : over) munmap(at, length);
   if (size == 0) return nullptr;
@@ -218,7 +225,7 @@ void copy(Stream& stream, void* to, const void* from, std::size_t bytes) {
   if (to_host && !pinned_target) refuse_if_forbidden("a copy to pageable memory");
   if (from_host && !to_host) {
     const std::lock_guard lock(m.mutex);
-    ++m.counts.copies;
+    if (++m.counts.copies == m.faults.fail_copy) throw DeviceFault(kInvalidValue, "this copy is refused");
     m.counts.copied_bytes += bytes;
     if (!pinned_source) ++m.counts.pageable_copies;
     if (m.drops_work) return;

@@ -47,12 +47,12 @@ cudaError_t unsafe_call(const char* name, Body body) {
 // --------------------------------------------------------------------------------------- the driver
 
 CUresult retain(CUcontext* context, CUdevice device) {
-  ++pretend::counts().contexts;
+  pretend::count(&pretend::Counts::contexts);
   *context = &primary[device];
   return CUDA_SUCCESS;
 }
 CUresult release(CUdevice) {
-  --pretend::counts().contexts;
+  pretend::count(&pretend::Counts::contexts, -1);
   return CUDA_SUCCESS;
 }
 CUresult get_current(CUcontext* context) {
@@ -219,9 +219,10 @@ EXPORT cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureS
 
 EXPORT cudaError_t cudaEventCreateWithFlags(cudaEvent_t* event, unsigned flags) {
   return call("cudaEventCreateWithFlags", [&] {
-    ++pretend::counts().events;
+    pretend::count(&pretend::Counts::events);
     *event = new CUevent_st;
     (*event)->timed = (flags & cudaEventDisableTiming) == 0;
+    if ((*event)->timed) pretend::count(&pretend::Counts::timed_events);
     return cudaSuccess;
   });
 }
@@ -231,7 +232,7 @@ EXPORT cudaError_t cudaEventDestroy(cudaEvent_t event) {
   if (pretend::on_device_thread()) pretend::violate("cudaEventDestroy in a host function");
   // The runtime would make a context, on the thread's device, whichever that is.
   if (pretend::contexts().empty()) pretend::violate("cudaEventDestroy without a context");
-  --pretend::counts().events;
+  pretend::count(&pretend::Counts::events, -1);
   delete event;
   return cudaSuccess;
 }
@@ -297,7 +298,7 @@ EXPORT cudaError_t cudaMemcpyBatchAsync(void** to, void** from, size_t* sizes, s
         attributes->srcAccessOrder != cudaMemcpySrcAccessOrderStream) {
       return fail(cudaErrorInvalidValue);
     }
-    ++pretend::counts().batches;
+    pretend::count(&pretend::Counts::batches);
     if (std::find(sizes, sizes + count, size_t{0}) != sizes + count) return fail(cudaErrorInvalidValue);
     for (const size_t i : pretend::any_order(count)) {
       pretend::copy(stream_of(stream), to[i], from[i], sizes[i]);
@@ -384,7 +385,7 @@ EXPORT cudaError_t cudaLaunchKernel(const void* host, dim3 grid, dim3 block, voi
     if (pretend::faults().kernel_error != 0) return fail(pretend::faults().kernel_error);
     pretend::Work work = pretend::kernel(host, arguments, std::size_t{grid.x} * block.x);
     if (!work) return fail(cudaErrorInvalidDeviceFunction);
-    ++pretend::counts().kernels;
+    pretend::count(&pretend::Counts::kernels);
     pretend::enqueue(stream_of(stream), std::move(work), "a kernel");
     return cudaSuccess;
   });

@@ -50,7 +50,8 @@ void enqueue_host_function(Stream& stream, Work work) {
   note_call();
   const std::lock_guard lock(m.mutex);
   refuse_after_error(m);
-  ++m.counts.host_functions;
+  if (++m.counts.host_functions == m.faults.fail_host_function)
+    throw DeviceFault(kInvalidValue, "this host function is refused");
   push(m, stream, {.work = std::move(work), .what = "a host function"});
 }
 

@@ -8,9 +8,9 @@
 #include "check.h"
 #include "core/lockable.h"
 #include "cuda/cuda_backend.h"
-#include "fake_cudart.h"
 #include "lockable_memory.h"
 #include "platform/memory.h"
+#include "pretend_gpu.h"
 
 namespace dynswap::test {
 
@@ -43,7 +43,7 @@ class MasterMemory {
   static void free_block(void* context) {
     const std::unique_ptr<Block> block(static_cast<Block*>(context));
     for (std::size_t at = 0; at < block->bytes; at += kPage) {
-      EXPECT(!fake_cuda::is_locked(block->address + at, 1));
+      EXPECT(!gpu::is_locked(block->address + at, 1));
     }
     unmap_memory(block->address, block->bytes);
   }

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "check.h"
-#include "fake_cudart.h"
+#include "pretend_gpu.h"
 #include "temp_file.h"
 
 namespace {
@@ -24,7 +24,7 @@ void check_cast(Scalar to, Scalar from, std::size_t count, std::size_t to_at, st
       random_bytes((from_at + count + kBeyond) * sizeof(From), count + from_at);
   const std::byte* const src = source.data() + from_at * sizeof(From);
   std::vector<std::byte> expected((to_at + count + kBeyond) * sizeof(To), kUntouched);
-  fake_cuda::cast(expected.data() + to_at * sizeof(To), to, src, from, count);
+  gpu::cast(expected.data() + to_at * sizeof(To), to, src, from, count);
 
   std::vector<std::byte> target(expected.size());
   std::byte* const dst = target.data() + to_at * sizeof(To);

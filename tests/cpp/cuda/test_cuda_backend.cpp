@@ -1,4 +1,4 @@
-// The CUDA backend over a runtime without a GPU (fake_cudart.h): which bytes arrive, in what order, and
+// The CUDA backend over the pretend device: which bytes arrive, in what order, and
 // what it asks of the driver.
 #include <array>
 #include <atomic>
@@ -15,9 +15,9 @@
 #include "check.h"
 #include "core/check.h"
 #include "cuda/cuda_backend.h"
-#include "fake_cudart.h"
 #include "io/file.h"
 #include "master_memory.h"
+#include "pretend_gpu.h"
 #include "random.h"
 #include "temp_file.h"
 
@@ -33,7 +33,7 @@ std::atomic<bool> slow_readers{false};  ///< those that cast
 
 void cast_by_reader(void* dst, Scalar dst_type, const void* src, Scalar src_type, std::size_t count) {
   if (slow_readers) std::this_thread::sleep_for(std::chrono::milliseconds(1));
-  fake_cuda::cast(dst, dst_type, src, src_type, count);
+  gpu::cast(dst, dst_type, src, src_type, count);
 }
 
 CudaOptions options_with_small_ring() {
@@ -47,14 +47,14 @@ CudaOptions options_with_small_ring() {
 
 /// A backend, and at the end the promise that nothing forbidden was done and nothing is left.
 struct Fixture {
-  explicit Fixture(std::uint64_t seed = 1) {
-    fake_cuda::reset(seed);
-    allocation_stream = fake_cuda::make_stream();
+  explicit Fixture(std::uint64_t seed = 1, pretend::Order order = pretend::Order::mixed) {
+    gpu::reset(seed, order);
+    allocation_stream = gpu::make_stream();
     CudaOptions options = options_with_small_ring();
     options.allocate = [this](std::size_t bytes) {
       const std::lock_guard lock(allocating);  // as torch's allocator does: threads copy at once
       Memory block = std::exchange(cached_block, nullptr);
-      if (!block) block = Memory(new std::byte[bytes], std::default_delete<std::byte[]>());
+      if (!block) block = gpu::allocate(bytes);
       return StreamMemory{std::move(block), reinterpret_cast<Stream>(allocation_stream)};
     };
     backend = make_cuda_backend(std::move(options));
@@ -66,12 +66,12 @@ struct Fixture {
     }
     pins.clear();
     masters.clear();
-    fake_cuda::destroy_stream(allocation_stream);
-    for (const std::string& what : fake_cuda::violations()) fail(__FILE__, __LINE__, what);
-    const fake_cuda::Counts left = fake_cuda::counts();
+    gpu::destroy_stream(allocation_stream);
+    for (const std::string& what : gpu::violations()) fail(__FILE__, __LINE__, what);
+    const pretend::Counts left = gpu::counts();
     EXPECT_EQ(left.events, 0u);
     EXPECT_EQ(left.streams, 0u);
-    EXPECT_EQ(left.registered, 0u);
+    EXPECT_EQ(left.registered_bytes, 0u);
     EXPECT_EQ(left.contexts, 0u);
     EXPECT_EQ(left.pageable_copies, 0u);
   }
@@ -112,11 +112,11 @@ struct Fixture {
 
 /// A consumer's stream that goes with its object.
 struct Consumer {
-  Consumer() : handle(fake_cuda::make_stream()) {}
-  ~Consumer() { fake_cuda::destroy_stream(handle); }
+  Consumer() : handle(gpu::make_stream()) {}
+  ~Consumer() { gpu::destroy_stream(handle); }
   Stream stream() const { return reinterpret_cast<Stream>(handle); }
-  void enqueue(std::function<void()> work) const { fake_cuda::enqueue(handle, std::move(work)); }
-  void finish() const { fake_cuda::finish(handle); }
+  void enqueue(std::function<void()> work) const { gpu::enqueue(handle, std::move(work)); }
+  void finish() const { gpu::finish(handle); }
   cudaStream_t handle;
 };
 
@@ -148,7 +148,7 @@ SourcePtr in_file(const TempFile& file, std::uint64_t offset, std::uint64_t coun
 std::vector<std::byte> expected(const Source& source, const std::byte* stored) {
   std::vector<std::byte> bytes(source.wanted_bytes());
   if (source.cast()) {
-    fake_cuda::cast(bytes.data(), source.wanted, stored, source.stored, source.count);
+    gpu::cast(bytes.data(), source.wanted, stored, source.stored, source.count);
   } else {
     std::memcpy(bytes.data(), stored, bytes.size());
   }
@@ -163,7 +163,7 @@ CopyRequest whole(const SourcePtr& source, std::byte* dst, std::vector<EventPtr>
 
 void expect_arrives(Fixture& fixture, const SourcePtr& source, const std::byte* stored) {
   const Consumer consumer;
-  std::vector<std::byte> device(source->wanted_bytes());
+  const gpu::Block device(source->wanted_bytes());
   const EventPtr copied = fixture.backend->copy(whole(source, device.data()));
   fixture.backend->wait(consumer.stream(), copied);
   bool same = false;
@@ -176,7 +176,7 @@ TEST(cuda_pinned_is_copied_straight_from_the_master) {
   Fixture fixture;
   const SourcePtr source = fixture.pinned(in_ram(3u << 20, Scalar::raw8, Scalar::raw8, 1));
   expect_arrives(fixture, source, source->address);
-  EXPECT_EQ(fake_cuda::counts().host_functions, 0u);
+  EXPECT_EQ(gpu::counts().host_functions, 0u);
   EXPECT_EQ(fixture.backend->host_synchronisations(), 0u);
 }
 
@@ -193,7 +193,7 @@ TEST(cuda_every_cast_from_every_kind_of_source) {
       expect_arrives(fixture, in_file(file, offset, 200'003, stored, wanted), file.at(offset));
     }
   }
-  EXPECT(fake_cuda::counts().casts > 0);
+  EXPECT(gpu::counts().kernels > 0);
 }
 
 TEST(cuda_a_weight_larger_than_the_whole_ring) {
@@ -211,7 +211,7 @@ TEST(cuda_a_cast_larger_than_the_scratch_block) {
   Fixture fixture;
   const SourcePtr source = fixture.pinned(in_ram(9'000'001, Scalar::f32, Scalar::bf16, 6));
   expect_arrives(fixture, source, source->address);
-  EXPECT_EQ(fake_cuda::counts().casts, 3u);  // of 36 MB in blocks of 16 MiB
+  EXPECT_EQ(gpu::counts().kernels, 3u);  // of 36 MB in blocks of 16 MiB
 }
 
 /// Many small weights, read or copied as one.
@@ -223,7 +223,7 @@ void many_small(Fixture& fixture, bool pinned) {
     bytes += sources.back()->wanted_bytes();
   }
   if (pinned) fixture.lock(sources);
-  std::vector<std::byte> device(bytes);
+  const gpu::Block device(bytes);
   CopyRequest request;
   request.steps.emplace_back();
   for (std::byte* dst = device.data(); const SourcePtr& source : sources) {
@@ -233,7 +233,7 @@ void many_small(Fixture& fixture, bool pinned) {
   const Consumer consumer;
   fixture.backend->wait(consumer.stream(), fixture.backend->copy(std::move(request)));
   consumer.enqueue([&] {
-    for (const std::byte* at = device.data(); const SourcePtr& source : sources) {
+    for (const std::byte* at = gpu::bytes_at(device.data()); const SourcePtr& source : sources) {
       EXPECT(std::memcmp(at, expected(*source, source->address).data(), source->wanted_bytes()) == 0);
       at += source->wanted_bytes();
     }
@@ -244,7 +244,7 @@ void many_small(Fixture& fixture, bool pinned) {
 TEST(cuda_small_pinned_weights_go_in_one_batch) {
   Fixture fixture;
   many_small(fixture, true);
-  EXPECT_EQ(fake_cuda::counts().batches, 1u);
+  EXPECT_EQ(gpu::counts().batches, 1u);
 }
 
 TEST(cuda_a_small_pinned_master_is_copied_as_it_is_now) {
@@ -258,7 +258,7 @@ TEST(cuda_a_small_pinned_master_is_copied_as_it_is_now) {
     master[1999] = ~master[1999];
     expect_arrives(fixture, source, source->address);
   }
-  EXPECT_EQ(fake_cuda::counts().host_functions, 0u);
+  EXPECT_EQ(gpu::counts().host_functions, 0u);
 }
 
 TEST(cuda_a_master_that_is_torn_is_refused_by_the_driver) {
@@ -267,40 +267,38 @@ TEST(cuda_a_master_that_is_torn_is_refused_by_the_driver) {
   const SourcePtr source = fixture.pinned(in_ram(100'000, Scalar::raw8, Scalar::raw8, 3));
   auto beyond = std::make_shared<Source>(*source);
   beyond->count += kPage;
-  std::vector<std::byte> device(beyond->count);
+  const gpu::Block device(beyond->count);
   EXPECT_THROWS(fixture.backend->copy(whole(beyond, device.data())), DeviceError);
 }
 
 TEST(cuda_small_staged_weights_share_a_buffer) {
   Fixture fixture;
   many_small(fixture, false);
-  EXPECT_EQ(fake_cuda::counts().host_functions, 2u);  // one buffer, and the end of the request
+  EXPECT_EQ(gpu::counts().host_functions, 2u);  // one buffer, and the end of the request
 }
 
 TEST(cuda_a_driver_without_batches) {
   Fixture fixture;
-  fake_cuda::faults().no_batches = true;
+  gpu::faults().no_batches = true;
   many_small(fixture, true);
   many_small(fixture, true);
-  EXPECT_EQ(fake_cuda::counts().batches, 0u);
+  EXPECT_EQ(gpu::counts().batches, 0u);
 }
 
 TEST(cuda_fresh_memory_waits_for_its_allocators_stream) {
-  Fixture fixture;
+  Fixture fixture(1, pretend::Order::late);
   const SourcePtr source = fixture.pinned(in_ram(4096, Scalar::raw8, Scalar::raw8, 8));
   // The caching allocator hands out a block that work of before still reads.
-  const auto block = std::make_shared<std::vector<std::byte>>(4096, ~source->address[0]);
-  fixture.cached_block = Memory(block, block->data());
+  fixture.cached_block = gpu::allocate(4096);
+  std::byte* const block = gpu::bytes_at(fixture.cached_block.get());
+  std::memset(block, static_cast<int>(~source->address[0]), 4096);
   bool overwritten = true;
-  fake_cuda::enqueue(fixture.allocation_stream, [&, old = ~source->address[0]] {
-    std::this_thread::sleep_for(std::chrono::milliseconds(50));
-    overwritten = (*block)[0] != old;
-  });
+  gpu::enqueue(fixture.allocation_stream, [&, old = ~source->address[0]] { overwritten = block[0] != old; });
   const Memory memory = fixture.backend->allocate(4096);
   const EventPtr copied = fixture.backend->copy(whole(source, memory.get()));
   fixture.backend->synchronise(copied);
   EXPECT(!overwritten);
-  EXPECT(memory.get()[0] == source->address[0]);
+  EXPECT(block[0] == source->address[0]);
   EXPECT_EQ(fixture.backend->host_synchronisations(), 1u);
 }
 
@@ -311,7 +309,7 @@ TEST(cuda_a_failing_read_is_thrown_by_wait_and_by_no_other) {
   const SourcePtr bad = in_file(file, 0, 4u << 20, Scalar::raw8, Scalar::raw8);
   file.truncate(1u << 20);
   const Consumer consumer;
-  std::vector<std::byte> device(4u << 20);
+  const gpu::Block device(4u << 20);
   const EventPtr failed = fixture.backend->copy(whole(bad, device.data()));
   EXPECT_THROWS(fixture.backend->wait(consumer.stream(), failed), SourceError);
   EXPECT_THROWS(fixture.backend->wait(consumer.stream(), failed), SourceError);
@@ -326,11 +324,11 @@ TEST(cuda_a_refused_call_leaves_the_backend_usable) {
       Fixture fixture(static_cast<std::uint64_t>(refused));
       const SourcePtr source = in_ram(5'000'000, Scalar::f16, Scalar::f8_e5m2, 10);
       const SourcePtr other = in_ram(5'000'000, Scalar::raw8, Scalar::raw8, 11);
-      std::vector<std::byte> device(source->wanted_bytes());
+      const gpu::Block device(source->wanted_bytes());
       slow_readers = true;
-      (host_function ? fake_cuda::faults().fail_host_function : fake_cuda::faults().fail_copy) = refused;
+      (host_function ? gpu::faults().fail_host_function : gpu::faults().fail_copy) = refused;
       EXPECT_THROWS(fixture.backend->copy(whole(source, device.data())), DeviceError);
-      std::vector<std::byte>().swap(device);  // nothing may be under way to it, nor to a buffer of the ring
+      EXPECT(device.at_rest());  // nor to a buffer of the ring
       expect_arrives(fixture, other, other->address);
       slow_readers = false;
     }
@@ -339,27 +337,28 @@ TEST(cuda_a_refused_call_leaves_the_backend_usable) {
 
 TEST(cuda_a_refused_call_among_pinned_copies) {
   Fixture fixture;
-  fake_cuda::faults().no_batches = true;
-  fake_cuda::faults().fail_copy = 2;
+  gpu::faults().no_batches = true;
+  gpu::faults().fail_copy = 2;
   const SourcePtr source = fixture.pinned(in_ram(8u << 20, Scalar::raw8, Scalar::raw8, 12));
-  std::vector<std::byte> device(8u << 20);
+  const gpu::Block device(8u << 20);
   const Consumer consumer;
   consumer.enqueue([] { std::this_thread::sleep_for(std::chrono::milliseconds(30)); });
   CopyRequest request = whole(source, device.data(), {fixture.backend->record(consumer.stream())});
   request.steps[0].pieces = {{source, 0, 6u << 20, device.data()},
                              {source, 6u << 20, 2u << 20, device.data()}};
   EXPECT_THROWS(fixture.backend->copy(std::move(request)), DeviceError);
-  std::vector<std::byte>().swap(device);  // the first copy may not be under way to it
+  EXPECT(device.at_rest());  // the first copy, too
 }
 
 TEST(cuda_closing_with_copies_in_flight) {
-  for (std::uint64_t seed = 0; seed < 20; ++seed) {
+  for (std::uint64_t seed = 0; seed < 10; ++seed) {
     Fixture fixture(seed);
-    std::vector<std::vector<std::byte>> device(8, std::vector<std::byte>(3u << 20));
-    const SourcePtr source = in_ram(3u << 20, Scalar::raw8, Scalar::raw8, seed);
-    for (auto& slot : device) fixture.backend->copy(whole(source, slot.data()));
+    std::vector<gpu::Block> device;
+    for (int i = 0; i < 8; ++i) device.emplace_back(5u << 18);
+    const SourcePtr source = in_ram(5u << 18, Scalar::raw8, Scalar::raw8, seed);
+    for (const gpu::Block& slot : device) fixture.backend->copy(whole(source, slot.data()));
     fixture.backend->close();
-    std::vector<std::vector<std::byte>>().swap(device);  // nothing may be under way to it
+    for (const gpu::Block& slot : device) EXPECT(slot.at_rest());
     std::byte byte{};
     EXPECT_THROWS(fixture.backend->copy(whole(source, &byte)), Error);
   }
@@ -368,7 +367,7 @@ TEST(cuda_closing_with_copies_in_flight) {
 TEST(cuda_sources_live_until_their_copy_is_over) {
   Fixture fixture;
   const Consumer consumer;
-  std::vector<std::byte> device(1000);
+  const gpu::Block device(1000);
   consumer.enqueue([] { std::this_thread::sleep_for(std::chrono::milliseconds(30)); });
   const EventPtr slot_is_free = fixture.backend->record(consumer.stream());
   std::weak_ptr<const Source> watched;
@@ -394,9 +393,8 @@ void churn(Fixture& fixture, const std::vector<SourcePtr>& sources,
   constexpr std::size_t kSlots = 3;
   Random random(seed);
   const std::array<Consumer, 2> consumers;
-  std::array<std::vector<std::byte>, kSlots> slots;
+  const std::vector<gpu::Block> slots{gpu::Block(6u << 20), gpu::Block(6u << 20), gpu::Block(6u << 20)};
   std::array<EventPtr, kSlots> released;
-  for (auto& slot : slots) slot.resize(6u << 20);
   for (int i = 0; i < 60; ++i) {
     const std::size_t slot = random.below(kSlots);
     const std::size_t which = random.below(sources.size());
@@ -404,8 +402,9 @@ void churn(Fixture& fixture, const std::vector<SourcePtr>& sources,
     std::byte* const dst = slots[slot].data();
     const EventPtr copied = fixture.backend->copy(whole(sources[which], dst, {released[slot]}));
     fixture.backend->wait(consumer.stream(), copied);
-    consumer.enqueue(
-        [&bytes = right[which], dst] { EXPECT(std::memcmp(bytes.data(), dst, bytes.size()) == 0); });
+    consumer.enqueue([&bytes = right[which], at = gpu::bytes_at(dst)] {
+      EXPECT(std::memcmp(bytes.data(), at, bytes.size()) == 0);
+    });
     released[slot] = fixture.backend->record(consumer.stream());
   }
   for (const Consumer& consumer : consumers) consumer.finish();
@@ -447,7 +446,7 @@ TEST(cuda_events_take_time_only_while_they_are_asked_to) {
   Fixture fixture;
   const Consumer consumer;
   const SourcePtr source = fixture.pinned(in_ram(1u << 20, Scalar::f32, Scalar::f32, 5));
-  std::vector<std::byte> device(source->wanted_bytes());
+  const gpu::Block device(source->wanted_bytes());
   const auto bring = [&] {
     const EventPtr copied = fixture.backend->copy(whole(source, device.data()));
     fixture.backend->wait(consumer.stream(), copied);
@@ -457,7 +456,7 @@ TEST(cuda_events_take_time_only_while_they_are_asked_to) {
   consumer.finish();
   EXPECT(!untimed->when());
   EXPECT(!fixture.backend->mark(consumer.stream()));
-  EXPECT_EQ(fake_cuda::counts().timed_events, 0u);
+  EXPECT_EQ(gpu::counts().timed_events, 0u);
 
   const std::int64_t begin = fixture.backend->now();
   fixture.backend->keep_times(true);
@@ -473,12 +472,12 @@ TEST(cuda_events_take_time_only_while_they_are_asked_to) {
   EXPECT(to->end <= fixture.backend->now() + 200'000'000);
 
   fixture.backend->keep_times(false);
-  const std::size_t made = fake_cuda::counts().timed_events;
+  const std::size_t made = gpu::counts().timed_events;
   const EventPtr again = bring();
   consumer.finish();
   EXPECT(!again->when());
   EXPECT(copied->when());  // and it goes on knowing
-  EXPECT_EQ(fake_cuda::counts().timed_events, made);
+  EXPECT_EQ(gpu::counts().timed_events, made);
 }
 
 /// In single-precision milliseconds the moments are a quarter of one apart then.
@@ -486,11 +485,13 @@ TEST(cuda_events_tell_how_long_a_copy_took_hours_after_they_began_to) {
   Fixture fixture;
   const Consumer consumer;
   const SourcePtr source = fixture.pinned(in_ram(1u << 10, Scalar::f32, Scalar::f32, 5));
-  std::vector<std::byte> device(source->wanted_bytes());
+  const gpu::Block device(source->wanted_bytes());
+  pretend::set_virtual_clock(1e9);
   fixture.backend->keep_times(true);
-  fake_cuda::faults().later = std::chrono::hours(9);
+  gpu::delay(consumer.handle, std::chrono::hours(9));
+  const EventPtr later = fixture.backend->record(consumer.stream());
   for (int i = 0; i < 8; ++i) {
-    const EventPtr copied = fixture.backend->copy(whole(source, device.data()));
+    const EventPtr copied = fixture.backend->copy(whole(source, device.data(), {later}));
     fixture.backend->wait(consumer.stream(), copied);
     consumer.finish();
     const auto copy = copied->when();

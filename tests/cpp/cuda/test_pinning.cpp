@@ -12,8 +12,8 @@
 #include "core/amount.h"
 #include "cuda/cuda_backend.h"
 #include "cuda/cuda_device.h"
-#include "fake_cudart.h"
 #include "master_memory.h"
+#include "pretend_gpu.h"
 
 namespace {
 
@@ -24,12 +24,12 @@ constexpr std::size_t kLarge = 100'000;  // more than gets a copy
 
 std::shared_ptr<PinnedBudget> all_memory() { return std::make_shared<PinnedBudget>(SIZE_MAX, 0); }
 
-std::size_t registered_pages() { return fake_cuda::counts().registered / kPage; }
+std::size_t registered_pages() { return gpu::counts().registered_bytes / kPage; }
 
 void expect_nothing_left() {
   EXPECT_EQ(registered_pages(), 0u);
-  EXPECT_EQ(fake_cuda::counts().contexts, 0u);
-  for (const std::string& what : fake_cuda::violations()) fail(__FILE__, __LINE__, what);
+  EXPECT_EQ(gpu::counts().contexts, 0u);
+  for (const std::string& what : gpu::violations()) fail(__FILE__, __LINE__, what);
 }
 
 /// Part of what `memory` holds.
@@ -55,29 +55,29 @@ void unpin(std::vector<Lockable>& items, MasterMemory& memory) {
 cudaError_t others_copy(const std::byte* from, std::size_t bytes) {
   const auto device = std::make_shared<const CudaDevice>(0);
   const OnDevice scope(*device);
-  const cudaStream_t stream = fake_cuda::make_stream();
-  std::vector<std::byte> copied(bytes);
+  const cudaStream_t stream = gpu::make_stream();
+  const gpu::Block copied(bytes);
   const cudaError_t error = cudaMemcpyAsync(copied.data(), from, bytes, cudaMemcpyHostToDevice, stream);
-  fake_cuda::finish(stream);
-  fake_cuda::destroy_stream(stream);
+  gpu::finish(stream);
+  gpu::destroy_stream(stream);
   return error;
 }
 
 TEST(pin_locks_a_block_on_pages_of_its_own_as_a_whole) {
-  fake_cuda::reset();
+  gpu::reset();
   MasterMemory memory(kLarge);
   std::vector<Lockable> items{memory.lockable()};
   EXPECT_EQ(pin(0, all_memory(), items), "");
   EXPECT(items[0].source->pinned && !items[0].source->pinned_copy && items[0].locked);
   EXPECT(items[0].source->address == memory.data());
-  EXPECT(fake_cuda::is_locked(memory.data(), memory.bytes()));
+  EXPECT(gpu::is_locked(memory.data(), memory.bytes()));
   EXPECT_EQ(others_copy(memory.data(), memory.bytes()), cudaSuccess);  // torch's `.to()` of the master
   unpin(items, memory);
   expect_nothing_left();
 }
 
 TEST(pin_leaves_pages_alone_that_others_may_share) {
-  fake_cuda::reset();
+  gpu::reset();
   // A heap: the master, and right behind it a tensor that is none.
   MasterMemory heap(3 * kLarge);
   std::vector<Lockable> items{part_of(heap, 0, kLarge)};
@@ -94,8 +94,8 @@ TEST(pin_leaves_pages_alone_that_others_may_share) {
 }
 
 TEST(pin_locks_any_block_where_the_driver_tells_bytes_from_pages) {
-  fake_cuda::reset();
-  fake_cuda::faults().locks_bytes = true;
+  gpu::reset();
+  gpu::faults().locks_bytes = true;
   MasterMemory heap(3 * kLarge);
   MasterMemory other(kLarge);
   std::vector<Lockable> items{heap.lockable()};
@@ -104,7 +104,7 @@ TEST(pin_locks_any_block_where_the_driver_tells_bytes_from_pages) {
   EXPECT_EQ(pin(0, all_memory(), items), "");
   EXPECT_EQ(pin(0, all_memory(), others), "");
   EXPECT(items[0].locked && others[0].locked);
-  EXPECT_EQ(fake_cuda::counts().registered, heap.bytes() + other.bytes());
+  EXPECT_EQ(gpu::counts().registered_bytes, heap.bytes() + other.bytes());
   EXPECT_EQ(others_copy(heap.data(), heap.bytes()), cudaSuccess);
   unpin(items, heap);
   unpin(others, other);
@@ -112,7 +112,7 @@ TEST(pin_locks_any_block_where_the_driver_tells_bytes_from_pages) {
 }
 
 TEST(pin_says_nothing_of_a_few_bytes_that_cannot_be_locked) {
-  fake_cuda::reset();
+  gpu::reset();
   MasterMemory most(40 * kLarge);
   MasterMemory heap(kLarge);
   std::vector<Lockable> items{most.lockable()};
@@ -127,14 +127,14 @@ TEST(pin_says_nothing_of_a_few_bytes_that_cannot_be_locked) {
 }
 
 TEST(pin_gives_a_small_master_a_copy) {
-  fake_cuda::reset();
+  gpu::reset();
   MasterMemory memory(1000);
   std::vector<Lockable> items{part_of(memory, 0, 500), part_of(memory, 500, 300)};
   EXPECT_EQ(pin(0, all_memory(), items), "");
   EXPECT_EQ(registered_pages(), 0u);
   for (const Lockable& item : items) {
     EXPECT(item.source->pinned && !item.locked && item.source->pinned_copy);
-    EXPECT(fake_cuda::is_locked(item.source->pinned_copy->bytes.get(), item.source->count));
+    EXPECT(gpu::is_locked(item.source->pinned_copy->bytes.get(), item.source->count));
   }
   EXPECT(items[0].source->pinned_copy->bytes.get() + 500 <= items[1].source->pinned_copy->bytes.get());
   EXPECT_EQ(others_copy(memory.data(), memory.bytes()), cudaSuccess);
@@ -143,7 +143,7 @@ TEST(pin_gives_a_small_master_a_copy) {
 }
 
 TEST(pin_locks_a_block_once_for_all_that_lie_in_it) {
-  fake_cuda::reset();
+  gpu::reset();
   MasterMemory memory(3 * kLarge);
   std::vector<Lockable> items{part_of(memory, 100, 200), part_of(memory, kLarge, kLarge),
                               part_of(memory, 2 * kLarge, kLarge)};
@@ -155,7 +155,7 @@ TEST(pin_locks_a_block_once_for_all_that_lie_in_it) {
 }
 
 TEST(pin_is_shared_by_sessions) {
-  fake_cuda::reset();
+  gpu::reset();
   MasterMemory memory(kLarge);
   std::vector<Lockable> first{memory.lockable()};
   std::vector<Lockable> second{memory.lockable()};
@@ -163,14 +163,14 @@ TEST(pin_is_shared_by_sessions) {
   pin(0, all_memory(), second);
   EXPECT(first[0].locked && second[0].locked);
   unpin(first, memory);
-  EXPECT(fake_cuda::is_locked(memory.data(), memory.bytes()));
+  EXPECT(gpu::is_locked(memory.data(), memory.bytes()));
   unpin(second, memory);
   EXPECT(memory.context.get_deleter() == &MasterMemory::free_block);
   expect_nothing_left();
 }
 
 TEST(pin_uses_what_somebody_else_has_locked) {
-  fake_cuda::reset();
+  gpu::reset();
   MasterMemory memory(kLarge);
   MasterMemory small(100);
   const auto device = std::make_shared<const CudaDevice>(0);
@@ -195,8 +195,8 @@ TEST(pin_uses_what_somebody_else_has_locked) {
 }
 
 TEST(pin_refused_is_said_once_and_leaves_no_error_behind) {
-  fake_cuda::reset();
-  fake_cuda::faults().register_at_most = 30 * kPage;
+  gpu::reset();
+  gpu::faults().register_at_most = 30 * kPage;
   MasterMemory fits(kLarge);
   MasterMemory does_not(kLarge + 1);
   std::vector<Lockable> items{fits.lockable()};
@@ -216,8 +216,8 @@ TEST(pin_refused_is_said_once_and_leaves_no_error_behind) {
 }
 
 TEST(pin_without_memory_for_copies) {
-  fake_cuda::reset();
-  fake_cuda::faults().no_host_memory = true;
+  gpu::reset();
+  gpu::faults().no_host_memory = true;
   MasterMemory memory(1000);
   std::vector<Lockable> items{memory.lockable()};
   EXPECT(pin(0, all_memory(), items).find("refused") != std::string::npos);
@@ -228,7 +228,7 @@ TEST(pin_without_memory_for_copies) {
 }
 
 TEST(pin_leaves_files_and_the_already_pinned_alone) {
-  fake_cuda::reset();
+  gpu::reset();
   MasterMemory memory(kLarge);
   std::vector<Lockable> items{memory.lockable(), memory.lockable(), memory.lockable()};
   auto pinned = std::make_shared<Source>(*items[0].source);
@@ -250,7 +250,7 @@ TEST(pin_leaves_files_and_the_already_pinned_alone) {
 // MasterMemory looks, when it is freed, whether a page is still locked.
 
 TEST(pin_ends_before_memory_that_its_storage_lets_go_of) {
-  fake_cuda::reset();
+  gpu::reset();
   MasterMemory memory(kLarge);
   std::vector<Lockable> items{memory.lockable()};
   pin(0, all_memory(), items);
@@ -258,25 +258,25 @@ TEST(pin_ends_before_memory_that_its_storage_lets_go_of) {
   items[0].held.reset();
   memory.context.reset();  // `resize_(0)`: a copy may be reading, and the engine has the source
   EXPECT(!held.expired());
-  EXPECT(fake_cuda::is_locked(memory.data(), memory.bytes()));
+  EXPECT(gpu::is_locked(memory.data(), memory.bytes()));
   items.clear();  // the engine has the new one, the copies are over
   EXPECT(held.expired());
   expect_nothing_left();
 }
 
 TEST(pin_ends_at_once_where_nothing_reads) {
-  fake_cuda::reset();
+  gpu::reset();
   MasterMemory memory(kLarge);
   std::vector<Lockable> items{memory.lockable()};
   pin(0, all_memory(), items);
   items.clear();
-  EXPECT(fake_cuda::is_locked(memory.data(), memory.bytes()));
+  EXPECT(gpu::is_locked(memory.data(), memory.bytes()));
   memory.context.reset();
   expect_nothing_left();
 }
 
 TEST(pin_from_many_threads) {
-  fake_cuda::reset();
+  gpu::reset();
   std::vector<std::unique_ptr<MasterMemory>> memories;
   for (int i = 0; i < 3; ++i) memories.push_back(std::make_unique<MasterMemory>(kLarge));
   std::mutex gil;
@@ -291,7 +291,7 @@ TEST(pin_from_many_threads) {
           items.push_back(memory.lockable());
         }
         pin(0, all_memory(), items);
-        EXPECT(items[0].locked && fake_cuda::is_locked(memory.data(), memory.bytes()));
+        EXPECT(items[0].locked && gpu::is_locked(memory.data(), memory.bytes()));
         items[0].held->unlock();
         const std::lock_guard lock(gil);
         items[0].held->leave(&memory.context);
