@@ -135,7 +135,7 @@ test-devices: build $(VENV)/.installed
 ## make test-suite     all parts of the suite for a borrowed GPU (benchmarks/gpu_suite.py), dry, on the pretend device
 test-suite: build $(VENV)/.installed
 	$(PRETEND) env DYNSWAP_TEST_DEVICE=pretend PYTHONPATH=tests/device/startup:tests/device \
-	  $(BIN)/python benchmarks/gpu_suite.py --dry-run --time-limit 1500 --output build/gpu_suite.json
+	  $(BIN)/python benchmarks/gpu_suite.py --dry-run --time-limit 4000 --output build/gpu_suite.json
 
 ## make cruel          random programs on the pretend device, each with three orders; SEEDS=200 and so on
 cruel: build $(VENV)/.installed
