@@ -169,7 +169,6 @@ PYBIND11_MODULE(_pretend, m) {
       .def_readwrite("driver_version", &Faults::driver_version)
       .def_readwrite("register_at_most", &Faults::register_at_most)
       .def_readwrite("locked_at_most", &Faults::locked_at_most)
-      .def_readwrite("no_host_memory", &Faults::no_host_memory)
       .def_readwrite("query_error", &Faults::query_error)
       .def_readwrite("kernel_error", &Faults::kernel_error)
       .def_readwrite("registration_ms", &Faults::registration_ms)
