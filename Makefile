@@ -338,7 +338,7 @@ build/.built: $(VENV)/.package setup.py build/.settings $(SOURCES)
 	@grep '^dynswap_ext._C:' build/build.log
 	@touch $@
 
-# The C++ tests need neither Python nor torch, and where the system has no CMake it comes with pip.
+# The C++ tests need no Python, and where the system has no CMake it comes with pip.
 $(BIN)/cmake: $(VENV)/.torch
 	$(INSTALL) --group cmake
 	@touch $@
@@ -346,7 +346,10 @@ $(BIN)/cmake: $(VENV)/.torch
 build/windows/.built: TOOLCHAIN = -DCMAKE_TOOLCHAIN_FILE=tests/cpp/mingw.cmake
 build/address/.built: SANITIZE = address
 build/thread/.built: SANITIZE = thread
-CONFIGURE = $(CMAKE) -S . -DDYNSWAP_CUDA=0 -DDYNSWAP_SANITIZE=$(SANITIZE) -DDYNSWAP_UNITY=$(DYNSWAP_UNITY) $(TOOLCHAIN)
+CONFIGURE = $(CMAKE) -S . -DDYNSWAP_CUDA=0 -DDYNSWAP_SANITIZE=$(SANITIZE) -DDYNSWAP_UNITY=$(DYNSWAP_UNITY) $(TOOLCHAIN) $(WITH_TORCH)
+# csrc/tensor is tested in one of them: where torch is.
+build/cpp/.built: | $(VENV)/.installed
+build/cpp/.built: WITH_TORCH = -DDYNSWAP_TORCH=$(shell $(BIN)/python -c 'import torch; print(torch.__path__[0])')
 build/%/.built: CMakeLists.txt $(CPP) | $(filter $(BIN)/cmake,$(CMAKE))
 	$(CONFIGURE) -B build/$*
 	$(CMAKE) --build build/$* --parallel $(JOBS)

@@ -1,4 +1,4 @@
-"""The native provider (csrc/bindings/module.cpp)."""
+"""The native provider (csrc/python/module.cpp)."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, final

@@ -9,7 +9,10 @@ from pathlib import Path
 def bindings_of(checkout: Path) -> str:
     """Return a checksum of the sources of the bindings; empty where there are none."""
     found = sorted(
-        path for path in (checkout / "csrc" / "bindings").glob("*") if path.suffix in (".cpp", ".h")
+        path
+        for room in ("python", "session")
+        for path in (checkout / "csrc" / room).glob("*")
+        if path.suffix in (".cpp", ".h")
     )
     checksum = 0
     for path in found:

@@ -377,7 +377,7 @@ def test_an_unknown_interpreter_is_refused(
 
 
 def test_the_bindings_check_for_the_same_interpreters() -> None:
-    header = (ROOT / "csrc/bindings/cpython.h").read_text()
+    header = (ROOT / "csrc/session/cpython.h").read_text()
     (oldest, newest) = extension.PYTHONS
     assert f"PY_VERSION_HEX < 0x03{oldest[1]:02X}0000" in header
     assert f"PY_VERSION_HEX >= 0x03{newest[1] + 1:02X}0000" in header

@@ -15,8 +15,10 @@ BELOW = {
     "host": {"platform", "core", "io"},
     "transfer": {"platform", "core", "io"},
     "cuda": {"platform", "core", "io", "transfer"},
-    "accelerator": {"platform", "core", "io", "transfer"},
-    "bindings": {"platform", "core", "io", "sim", "host", "transfer", "cuda", "accelerator"},
+    "accelerator": {"platform", "core", "io", "host", "transfer", "cuda"},
+    "tensor": {"platform", "core", "io", "transfer", "accelerator"},
+    "session": {"platform", "core", "io", "sim", "transfer", "accelerator", "tensor"},
+    "python": {"platform", "core", "io", "sim", "host", "transfer", "accelerator", "tensor", "session"},
 }
 #: Headers that only csrc/platform includes.
 OF_A_SYSTEM = re.compile(
@@ -39,7 +41,9 @@ def wrong_includes(folder: str, text: str) -> list[str]:
     found = [name for name in own if name.split("/")[0] not in {folder, *BELOW[folder]}]
     foreign = re.findall(r"#include <((?:torch|ATen|c10|pybind11|cuda|Python)[^>]*)>", text)
     allowed = {
-        "bindings": r"torch|ATen|c10|pybind11|Python",
+        "python": r"torch|pybind11|Python|ATen|c10",
+        "session": r"torch|pybind11|Python|ATen|c10",
+        "tensor": r"torch/(?!csrc/(utils/pybind|autograd/python))|ATen|c10",
         "accelerator": r"ATen|c10",
         "cuda": r"cuda",
     }.get(folder, r"(?!)")
@@ -70,6 +74,36 @@ def test_includes_point_down() -> None:
         if (found := wrong_includes(path.relative_to(CSRC).parts[0], path.read_text()))
     }
     assert wrong == {}
+
+
+def test_the_architecture_page_shows_what_each_folder_may_include() -> None:
+    page = (CSRC.parent / "docs" / "architecture.md").read_text()
+    rows = re.findall(r"^\| \[(\w+)\]\(\.\./csrc/\1\) \| ([^|]*) \|", page, re.MULTILINE)
+    assert {folder: set(re.findall(r"\w+", depends)) & set(BELOW) for folder, depends in rows} == BELOW
+
+
+def layers() -> str:
+    """What the page shows: both halves from what is enforced, the highest row first."""
+    height: dict[str, int] = {}
+    while len(height) < len(BELOW):
+        for folder, below in BELOW.items():
+            if below <= height.keys():
+                height.setdefault(folder, 1 + max((height[name] for name in below), default=-1))
+    rows = range(max(height.values()), -1, -1)
+    cpp = ["  ".join(folder for folder in BELOW if height[folder] == row) for row in rows]
+    enforced = (CSRC.parent / "pyproject.toml").read_text()
+    listed = re.findall(
+        '"(.*)",', enforced[enforced.index("layers = [") : enforced.index("]", enforced.index("layers = ["))]
+    )
+    python = [row.replace(" : ", "  ") for row in listed]
+    cpp = [""] * (len(python) - len(cpp)) + cpp
+    both = zip(["csrc/", "", *cpp], ["dynswap_ext/", "", *python], strict=True)
+    return "\n".join(f" {left:24}{right}".rstrip() for left, right in both)
+
+
+def test_the_architecture_page_shows_the_layers_that_are_enforced() -> None:
+    page = (CSRC.parent / "docs" / "architecture.md").read_text()
+    assert f"```\n{layers()}\n```\n" in page, f"the diagram has to be\n{layers()}"
 
 
 def test_only_platform_includes_headers_of_an_operating_system() -> None:

@@ -96,7 +96,7 @@ def test_the_extension_carries_a_checksum_of_the_bindings(tmp_path: Path) -> Non
         bindings_of(ROOT),
     )  # "": without units (DYNSWAP_UNITY=0)
     assert bindings_of(tmp_path) == ""  # an installed package has no sources to be older than
-    folder = tmp_path / "csrc" / "bindings"
+    folder = tmp_path / "csrc" / "session"
     folder.mkdir(parents=True)
     (folder / "module.cpp").write_text("1")
     before = bindings_of(tmp_path)

@@ -41,10 +41,14 @@ ROOT = Path(__file__).resolve().parents[2]
 #: The folders whose files are compiled as one. The longest to compile first: compilers are started in this
 #: order. None but the first has torch's headers, which take as long as all of the second. None of the third
 #: has a protection, so the pretend devices take its object as it is.
-UNITS = (("bindings", "accelerator"), ("core", "transfer"), ("io", "platform", "host", "sim"))
+UNITS = (
+    ("python", "session", "tensor", "accelerator"),
+    ("core", "transfer"),
+    ("io", "platform", "host", "sim"),
+)
 #: What the package needs besides torch.
 REQUIREMENTS = ("rich>=13",)
-#: The CPython releases that the bindings are known to hold for: csrc/bindings/cpython.h, which checks it too.
+#: The CPython releases that the bindings are known to hold for: csrc/session/cpython.h, which checks it too.
 PYTHONS = ((3, 10), (3, 13))
 BYTES_PER_COMPILER = 3 << 29  # torch's headers take 1.2 GB
 
@@ -129,7 +133,7 @@ def refusal(implementation: str, version: tuple[int, int], *, gil: bool) -> str:
         return ""
     return (
         f"dynswap_ext._C is for CPython {oldest} to {newest} with the GIL, and this is {found}: it relies on "
-        "what no release promises the next (csrc/bindings/cpython.h says on what). Use one of those, or set "
+        "what no release promises the next (csrc/session/cpython.h says on what). Use one of those, or set "
         "DYNSWAP_BUILD=python for the pure-Python provider."
     )
 
@@ -232,7 +236,7 @@ def _sources(*groups: tuple[str, ...]) -> list[Path]:
     units = {unity / f"{'_'.join(folders)}.cpp": folders for folders in groups}
     for path, folders in units.items():
         text = "".join(f'#include "{folder}/{file.name}"\n' for folder in folders for file in _files(folder))
-        if "bindings" in folders:
+        if "python" in folders:
             text = f'#define DYNSWAP_BINDINGS "{_bindings()}"\n{text}'
         path.parent.mkdir(parents=True, exist_ok=True)
         if not path.exists() or path.read_text() != text:

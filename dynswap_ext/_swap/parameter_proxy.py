@@ -25,7 +25,7 @@ from dynswap_ext._util.untraced import untraced
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
 
 # All in the `__dict__` of tensors: the class adds no slots, so that it can be given to a tensor that exists.
-# The native provider makes most proxies itself, under the same names (csrc/bindings/session_access.cpp).
+# The native provider makes most proxies itself, under the same names (csrc/session/access.cpp).
 _MASTER: Final = "_dynswap_master"
 _ALIAS: Final = "_dynswap_alias"
 _TENSOR: Final = "_dynswap_tensor"

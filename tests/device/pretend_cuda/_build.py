@@ -19,8 +19,9 @@ SOURCES = Path(__file__).resolve().parent.parent
 ROOT = SOURCES.parent.parent
 TARGET = ROOT / "build" / f"pretend-{sys.implementation.cache_tag}"
 MUTANTS = TARGET / "_C_mutants.so"
-#: The folders of csrc with protections in them, and into how many units their files go; 0: one for each file.
-MUTATED = {"core": 1, "transfer": 1, "cuda": 0, "accelerator": 1, "bindings": 2}
+#: The folders of csrc that are compiled anew for mutants: those with protections in them, and what the
+#: extension has in one object with these. The folders of a row go into one unit; but csrc/cuda file by file.
+MUTATED = (("core",), ("transfer",), ("cuda",), ("accelerator", "tensor"), ("session", "python"))
 
 
 @dataclass(frozen=True)
@@ -216,17 +217,17 @@ def _refuse_incomplete(objects: list[Path]) -> None:
 def _mutants() -> list[Path]:
     """The folders with protections in them, in few units, and the switch."""
     sources = [SOURCES / "mutants" / "switch.cpp"]
-    for folder, units in MUTATED.items():
-        files = sorted((ROOT / "csrc" / folder).glob("*.cpp"))
-        if not units:
+    for folders in MUTATED:
+        files = [path for folder in folders for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
+        if folders == ("cuda",):
             sources += files
-        for index in range(units):
-            unit = TARGET / "mutants" / f"{folder}_{index}.cpp"
-            text = "".join(f'#include "{folder}/{path.name}"\n' for path in files[index::units])
-            unit.parent.mkdir(exist_ok=True)
-            if not unit.exists() or unit.read_text() != text:
-                unit.write_text(text)
-            sources.append(unit)
+            continue
+        unit = TARGET / "mutants" / f"{'_'.join(folders)}.cpp"
+        text = "".join(f'#include "{path.parent.name}/{path.name}"\n' for path in files)
+        unit.parent.mkdir(exist_ok=True)
+        if not unit.exists() or unit.read_text() != text:
+            unit.write_text(text)
+        sources.append(unit)
     return sources
 
 
@@ -236,10 +237,11 @@ def _has_source(built: Path, suffix: str) -> bool:
 
 def _is_mutated(built: Path) -> bool:
     """Whether an object of the extension has another in its place. A kernel's has not."""
+    mutated = {folder for folders in MUTATED for folder in folders}
     if built.parent.name == "unity":
-        return built.stem.split("_")[0] in MUTATED
+        return built.stem.split("_")[0] in mutated
     folder = built.parent.name
-    return folder in MUTATED and (ROOT / "csrc" / folder / f"{built.stem}.cpp").exists()
+    return folder in mutated and (ROOT / "csrc" / folder / f"{built.stem}.cpp").exists()
 
 
 def _compile(objects: dict[Path, Path], debug: str, more: str) -> Iterator[str]:

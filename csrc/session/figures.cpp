@@ -1,0 +1,192 @@
+// Session: what Python is told about the groups, and a plan made from what was recorded.
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+#include "accelerator/torch_stream.h"
+#include "io/private_pages.h"
+#include "session/module_state.h"
+#include "session/session.h"
+#include "sim/measure.h"
+#include "sim/observed.h"
+#include "sim/placement.h"
+
+namespace dynswap {
+
+namespace {
+
+/// Whether most of a master that was mapped from a file has been written to since: those bytes are in RAM.
+bool mostly_written(const Source& source) {
+  if (source.address == nullptr) return false;
+  std::uint64_t written = 0;
+  for (const ByteRange& range : private_ranges(source.address, source.stored_bytes()))
+    written += range.end - range.begin;
+  return written > source.stored_bytes() / 2;
+}
+
+const char* where(const Source& source) {
+  if (source.of_file && !mostly_written(source)) return "file";
+  return source.pinned ? "pinned RAM" : "RAM";
+}
+
+const char* detail(const Span& span) {
+  switch (span.kind) {
+    case Span::Kind::copy:
+      return span.demanded ? "demanded" : "prefetched";
+    case Span::Kind::wait:
+      return name_of(span.cause);
+    default:
+      return "";
+  }
+}
+
+const char* name_of(Span::Kind kind) {
+  switch (kind) {
+    case Span::Kind::copy:
+      return "copy";
+    case Span::Kind::wait:
+      return "wait";
+    case Span::Kind::use:
+      return "use";
+    case Span::Kind::pass:
+      return "pass";
+  }
+  return "";
+}
+
+/// Groups by when they were first used; those never used come last.
+std::vector<std::uint32_t> order_of_use(const std::vector<Engine::GroupReport>& reports) {
+  std::vector<std::uint32_t> order(reports.size());
+  std::iota(order.begin(), order.end(), 0u);
+  std::stable_sort(order.begin(), order.end(), [&](std::uint32_t a, std::uint32_t b) {
+    return reports[a].first_use - 1 < reports[b].first_use - 1;  // 0 becomes the largest
+  });
+  return order;
+}
+
+}  // namespace
+
+py::list Session::groups() const {
+  const std::shared_ptr<const Plan> plan = plan_;
+  const std::vector<Engine::GroupReport> reports = plan->engine->groups();
+  const auto name_of_first = [&](std::uint32_t group) {
+    return plan->weights[reports[group].weights.front()]->name;
+  };
+  py::list groups;
+  for (const std::uint32_t index : order_of_use(reports)) {
+    const Engine::GroupReport& report = reports[index];
+    py::list names;
+    for (const WeightId id : report.weights) names.append(plan->weights[id]->name);
+    const GroupFigures& figures = report.figures;
+    py::dict causes;
+    for (std::size_t i = 0; i < figures.stall_ns.size(); ++i)
+      causes[name_of(static_cast<Cause>(i))] = figures.stall_ns[i];
+    py::dict group;
+    group["names"] = names;
+    group["bytes"] = report.bytes;
+    group["source"] = where(*plan->engine->source(report.weights.front()));
+    group["resident"] = report.resident;
+    group["by_use"] = report.by_use;
+    group["hits"] = figures.hits;
+    group["late_hits"] = figures.late_hits;
+    group["misses"] = figures.misses;
+    group["copies"] = figures.copies;
+    group["bytes_moved"] = figures.bytes_moved;
+    group["copy_ns"] = figures.copies > 0 ? figures.copy_ns : figures.copy_ns.value_or(0);
+    group["causes"] = causes;
+    group["held_by"] = figures.held_by ? name_of_first(*figures.held_by) : std::string();
+    groups.append(group);
+  }
+  return groups;
+}
+
+bool Session::stays(const Weight& weight) const {
+  if (weight.path != Weight::AccessPath::wrapped && !sliced(weight))
+    return weight.plan && weight.plan->engine->stays(weight.id);
+  return std::all_of(weight.parts.begin(), weight.parts.end(),
+                     [this](const auto& part) { return stays(*part.second); });
+}
+
+void Session::record(bool on) {
+  recording_ = on;
+  const std::shared_ptr<const Plan> plan = plan_;
+  const py::gil_scoped_release release;
+  plan->engine->record(on);
+}
+
+py::dict Session::timeline() const {
+  Timeline timeline;
+  std::vector<std::int64_t> place;  // of each group in groups()
+  {
+    const std::shared_ptr<const Plan> plan = plan_;
+    const py::gil_scoped_release release;
+    timeline = plan->engine->timeline();
+    const std::vector<std::uint32_t> order = order_of_use(plan->engine->groups());
+    place.resize(order.size());
+    for (std::size_t i = 0; i < order.size(); ++i) place[order[i]] = static_cast<std::int64_t>(i);
+  }
+  py::list spans;
+  for (const Span& span : timeline.spans) {
+    const std::int64_t group = span.kind == Span::Kind::pass ? -1 : place[span.group];
+    spans.append(py::make_tuple(name_of(span.kind), group, span.when.begin, span.when.end, detail(span),
+                                span.bytes, span.thread));
+  }
+  py::dict out;
+  out["spans"] = spans;
+  out["dropped"] = timeline.dropped;
+  out["clock"] = "monotonic";
+  return out;
+}
+
+void Session::note_pass() {
+  if (recording_) plan_->engine->note_pass(current_stream(options_.device));
+}
+
+void Session::announce_call(const py::object& self, const py::object& module) {
+  if (capturing()) return note_pass();
+  const auto call = hooks_.call_begins(self, module).cast<std::uint32_t>();
+  if (!to_pin_.empty()) pin_replaced();
+  if (call != 0) plan_->engine->begin_call(call);
+}
+
+void Session::call_failed(const py::object& self, const py::error_already_set& error) {
+  hooks_.call_failed(self, error.value());
+}
+
+py::dict Session::retune(const py::object& root, const Budget& budget) {
+  too_large_.clear();  // another budget may hold it
+  sim::Observed seen;
+  const std::shared_ptr<const Plan> measured = plan_;
+  PriorPlan plan = measured->engine->plan_for_reuse();
+  std::optional<sim::Placement> placed;
+  double before = 0;
+  {
+    const py::gil_scoped_release release;
+    seen = sim::observe(measured->engine->timeline(), measured->engine->groups());
+    if (budget.bytes && seen.passes > 0 && seen.pattern.bytes_per_second > 0) {
+      try {
+        before = sim::measure(seen.pattern, plan.resident, plan.cache_bytes,
+                              measured->budget.bytes.value_or(0), options_.engine.prefetch);
+        placed = sim::place_by_time(seen.pattern, *budget.bytes, options_.engine.prefetch);
+      } catch (const BudgetError&) {
+        // Smaller groups may fit: the engine forms them, and spreads residents evenly.
+      }
+    }
+  }
+  const auto passes = static_cast<double>(seen.passes);
+  py::dict out;
+  out["passes"] = seen.passes;
+  out["compute_seconds"] = seen.compute_seconds;
+  out["wait_seconds"] = seen.wait_seconds;
+  out["bytes_per_second"] = seen.pattern.bytes_per_second;
+  out["seconds_before"] = placed ? py::object(py::float_(before / passes)) : py::object(py::none());
+  out["seconds_after"] = placed ? py::object(py::float_(placed->seconds / passes)) : py::object(py::none());
+  if (placed) {
+    plan.resident = placed->resident;
+    plan.cache_bytes = placed->cache_bytes;
+  }
+  replace_plan(root, budget, placed ? std::optional(Placed{std::move(plan), measured}) : std::nullopt);
+  return out;
+}
+
+}  // namespace dynswap

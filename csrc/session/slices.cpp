@@ -1,0 +1,139 @@
+// Session: parameters that are served by their slices. See Note [Slices of a parameter].
+#include <algorithm>
+#include <utility>
+#include <vector>
+
+#include "accelerator/plain_torch.h"
+#include "accelerator/torch_stream.h"
+#include "core/amount.h"
+#include "session/calls.h"
+#include "session/session.h"
+#include "tensor/fetch_backward.h"
+
+namespace dynswap {
+
+namespace {
+
+/// Bytes of all of a sliced parameter on the device.
+std::size_t whole_bytes(const Weight& weight) {
+  return static_cast<std::size_t>(c10::multiply_integers(weight.state.sizes)) *
+         at::elementSize(weight.wanted);
+}
+
+}  // namespace
+
+py::object Session::fetch_slice(const py::object& master_object, std::int64_t index) {
+  const at::Tensor& master = THPVariable_Unpack(master_object.ptr());
+  Weight* const found = closed_ ? nullptr : table_->find(master.unsafeGetTensorImpl());
+  if (found == nullptr) return py::none();
+  const std::shared_ptr<Weight> whole = found->shared_from_this();
+  if (!settle(*whole, master_object.ptr()) || !sliced(*whole)) return py::none();
+  if (!whole->latest_storage.expired())
+    write_back(*whole);  // somebody has had all of it, and may have written
+  const auto [view_object, part] = whole->parts.at(static_cast<std::size_t>(index));
+  auto fetched = py::reinterpret_steal<py::object>(
+      access(*part, view_object.ptr(), /*training=*/false, /*inside=*/true));
+  const at::Tensor& tensor = THPVariable_Unpack(fetched.ptr());
+  if (master.requires_grad() && !tensor.requires_grad()) {
+    const at::Tensor& view = THPVariable_Unpack(view_object.ptr());
+    const auto to = destination_of_slice(master, view, index, whole->stacked);
+    connect_to_master(tensor, view, to, part->watch, part->gradient);
+  } else if (!master.requires_grad() && tensor.requires_grad()) {  // it has been frozen since
+    return py::reinterpret_steal<py::object>(THPVariable_Wrap(alias_of(tensor)));
+  }
+  return fetched;
+}
+
+py::object Session::fetch_whole(const py::object& master_object) {
+  const at::Tensor& master = THPVariable_Unpack(master_object.ptr());
+  Weight* const found = closed_ ? nullptr : table_->find(master.unsafeGetTensorImpl());
+  if (found == nullptr)
+    return master_object.attr("to")(py::cast(options_.device),
+                                    py::cast(wanted_type(master, options_.dtype, Casting::to_dtype)));
+  const std::shared_ptr<Weight> whole = found->shared_from_this();
+  const bool first = sliced(*whole) && inside_call_of(*this) && note_read_whole(master);
+  if (sliced(*whole)) {
+    DeferredRelease dropped;
+    for (const auto& [view, part] : whole->parts) write_back(*part, dropped);
+  }
+  const InsideCall compiled(nullptr);
+  if (!settle(*whole, master_object.ptr()))
+    return py::reinterpret_steal<py::object>(convert(*whole, master_object.ptr()));
+  auto fetched = py::reinterpret_steal<py::object>(
+      plain_access(*whole, master_object.ptr(), /*training=*/false, /*inside=*/true));
+  if (first && plan_->budget.bytes && !std::exchange(said_whole_, true)) {  // last: it may be made an error
+    hooks_.warn(
+        "an operation reads all experts of " + whole->name + " at once, " + amount(whole_bytes(*whole)) +
+        ": in this call they are copied outside the budget (overflow_bytes in the statistics), from " +
+        "the next one on they are streamed as a whole, if the budget holds that. To move the chosen " +
+        "experts alone, index the parameter by expert or give it to grouped_mm");
+  }
+  return fetched;
+}
+
+/// The next plan has the parameter as a whole. False if that is known already, or is known not to fit.
+bool Session::note_read_whole(const at::Tensor& master) {
+  const c10::TensorImpl* const impl = master.unsafeGetTensorImpl();
+  if (too_large_.contains(impl) || !read_whole_->insert(impl).second) return false;
+  outdated_ = true;
+  return true;
+}
+
+std::shared_ptr<void> Session::count_whole(const Weight& weight) {
+  if (!sliced(weight)) return nullptr;
+  const std::size_t bytes = whole_bytes(weight);
+  if (const auto budget = plan_->budget.bytes; options_.engine.strict_budget && budget) {
+    throw BudgetError(
+        "an operation reads all experts of " + weight.name + " at once, " + amount(bytes) +
+            ", for which the plan has no room in the budget of " + amount(*budget) +
+            ", and strict_budget=True does not allow more. Call the model again: the next plan "
+            "has room, if the budget holds them. Or index the parameter by expert, or give it to grouped_mm",
+        *budget + bytes);
+  }
+  return plan_->engine->count_outside(bytes);
+}
+
+/// No plan holds all that was read as a whole: the largest of what is new to it stays sliced. False if there
+/// is nothing new.
+bool Session::serve_largest_by_slices(const BudgetError& error) {
+  std::vector<std::pair<std::size_t, const c10::TensorImpl*>> fresh;
+  for (const c10::TensorImpl* const impl : *read_whole_) {
+    if (planned_whole_.contains(impl)) continue;
+    const Weight* const weight = table_->find(impl);
+    fresh.emplace_back(weight == nullptr ? 0 : whole_bytes(*weight), impl);
+  }
+  if (fresh.empty()) return false;
+  const std::size_t largest = std::max_element(fresh.begin(), fresh.end())->first;
+  bool said = false;
+  for (const auto& [bytes, impl] : fresh) {
+    if (bytes < largest) continue;
+    read_whole_->erase(impl);
+    too_large_.insert(impl);
+    const Weight* const weight = table_->find(impl);
+    if (weight == nullptr || std::exchange(said, true)) continue;
+    hooks_.warn("an operation reads all experts of " + weight->name + " at once, and " + error.what() +
+                ". So in each call they are copied outside the budget (overflow_bytes in the statistics). " +
+                "Give a larger budget, or index the parameter by expert, or give it to grouped_mm");
+  }
+  return true;
+}
+
+void Session::expect_slices(const py::object& master_object, const std::vector<std::int64_t>& indices) {
+  const at::Tensor& master = THPVariable_Unpack(master_object.ptr());
+  const Weight* const whole = closed_ || abandoned_ ? nullptr : table_->find(master.unsafeGetTensorImpl());
+  if (whole == nullptr || !sliced(*whole) || capturing()) return;
+  std::shared_ptr<const Plan> plan;
+  std::vector<WeightId> ids;
+  for (const std::int64_t index : indices) {
+    Weight& part = *whole->parts.at(static_cast<std::size_t>(index)).second;
+    if (!part.plan || part.path != Weight::AccessPath::streamed) return;
+    if (plan && plan != part.plan) return;
+    plan = part.plan;
+    ids.push_back(part.id);
+  }
+  if (ids.empty()) return;
+  const py::gil_scoped_release release;
+  plan->engine->expect(ids);
+}
+
+}  // namespace dynswap

@@ -1,0 +1,143 @@
+#include "tensor/sharing.h"
+
+#include <ATen/DeviceAccelerator.h>
+
+#include <algorithm>
+#include <cstddef>
+#include <map>
+#include <mutex>
+#include <utility>
+
+#include "accelerator/plain_torch.h"
+#include "io/fork_gate.h"
+#include "platform/fork_safe.h"
+#include "tensor/master.h"
+
+namespace dynswap {
+
+namespace {
+
+/// Every Sharing that there is.
+struct Registry {
+  Mutex mutex;
+  // LOCK: mutex guards all below.
+  std::multimap<const std::byte*, Sharing*> by_address;
+  std::size_t longest = 0;  ///< bytes of the longest that there has been
+
+  /// Never freed: weights may outlive static objects.
+  static Registry& get() {
+    static auto* const registry = new Registry;
+    return *registry;
+  }
+
+  /// Calls `use` for each Sharing of which a byte may lie in [begin, end).
+  template <class Use>
+  void for_near(const std::byte* begin, const std::byte* end, const Use& use) const {
+    const auto address = reinterpret_cast<std::uintptr_t>(begin);
+    const auto* const from = begin - std::min<std::uintptr_t>(longest, address);
+    for (auto entry = by_address.lower_bound(from); entry != by_address.end() && entry->first < end; ++entry)
+      use(*entry->second);
+  }
+};
+
+/// Held by nobody while the process forks.
+struct Locked {
+  Registry& registry = Registry::get();
+  NoFork no_fork;
+  std::lock_guard<Mutex> lock{registry.mutex};
+};
+
+bool is_page_locked(const at::Tensor& master) {
+  if (!at::getAccelerator().has_value()) return false;
+  const PlainTorch guard;
+  return master.is_pinned();
+}
+
+}  // namespace
+
+std::shared_ptr<Sharing> Sharing::of(const at::Tensor& master, const std::shared_ptr<MasterRecord>& record) {
+  auto made = std::make_shared<Sharing>(Private(), master, record);
+  const Locked locked;
+  locked.registry.for_near(made->elements_.address, made->elements_.end(), [&](Sharing& other) {
+    if (!made->has_bytes_of(other)) return;
+    made->overlaps_ = true;
+    other.overlaps_ = true;
+  });
+  locked.registry.by_address.emplace(made->elements_.address, made.get());
+  locked.registry.longest = std::max(locked.registry.longest, made->elements_.bytes);
+  return made;
+}
+
+Sharing::Sharing(Private, const at::Tensor& master, const std::shared_ptr<MasterRecord>& record)
+    : elements_(elements_of(master)),
+      storage_begin_(static_cast<const std::byte*>(memory_of(*master.unsafeGetTensorImpl()).second)),
+      storage_end_(storage_begin_ + master.storage().nbytes()),
+      master_(master.unsafeGetTensorImpl()),
+      storage_(master.storage().getWeakStorageImpl()),
+      record_(record),
+      page_locked_(is_page_locked(master)),
+      version_(master.unsafeGetTensorImpl()->version_counter()) {}
+
+Sharing::~Sharing() {
+  const Locked locked;
+  const auto [first, last] = locked.registry.by_address.equal_range(elements_.address);
+  const auto entry = std::find_if(first, last, [&](const auto& other) { return other.second == this; });
+  if (entry != last) locked.registry.by_address.erase(entry);
+}
+
+/// Whether some byte may be of both masters. The same master in another plan or session does not count; nor
+/// does one whose memory has been freed.
+bool Sharing::has_bytes_of(const Sharing& other) const noexcept {
+  return &other != this && other.master_ != master_ && !other.storage_.expired() &&
+         may_overlap(elements_, other.elements_);
+}
+
+Sharing::Seen Sharing::now() const {
+  const Locked locked;
+  return {version_.enabled() ? version_.current_version() : 0, ours_};
+}
+
+bool Sharing::only_ours_since(Seen seen) const {
+  const Seen now = this->now();
+  return now.version - seen.version == now.ours - seen.ours;
+}
+
+std::optional<Sharing::Seen> Sharing::if_of_others(Seen seen, MemoryWatch* watch,
+                                                   std::uint64_t writes) const {
+  const Seen now = this->now();
+  if (now.version - seen.version == now.ours - seen.ours) return now;
+  const bool part =
+      elements_.address != storage_begin_ || elements_.end() != storage_end_ || elements_.has_gaps();
+  if (!part || page_locked_ || watch == nullptr || !watch->decides() || watch->writes() != writes)
+    return std::nullopt;
+  return now;
+}
+
+void Sharing::bump() {
+  if (!version_.enabled()) return;  // an inference tensor has none
+  const Locked locked;
+  const auto before = version_.current_version();
+  std::vector<Sharing*> on_the_counter;
+  locked.registry.for_near(storage_begin_, storage_end_, [&](Sharing& other) {
+    if (&other != this && other.version_.enabled() && other.version_.current_version() == before)
+      on_the_counter.push_back(&other);
+  });
+  c10::VariableVersion(version_).bump();
+  for (Sharing* const other : on_the_counter) {
+    if (other->version_.current_version() != before && other->master_ != master_ &&
+        !may_overlap(elements_, other->elements_))
+      ++other->ours_;
+  }
+}
+
+std::vector<std::shared_ptr<MasterRecord>> Sharing::overlapping() const {
+  std::vector<std::shared_ptr<MasterRecord>> records;
+  const Locked locked;
+  locked.registry.for_near(elements_.address, elements_.end(), [&](Sharing& other) {
+    if (!has_bytes_of(other)) return;
+    if (auto record = other.record_.lock()) records.push_back(std::move(record));
+  });
+  return records;
+}
+
+}  // namespace dynswap
