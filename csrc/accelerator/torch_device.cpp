@@ -56,7 +56,9 @@ StreamHandle TorchDevice::make_copy_stream() const {
   return torch_calls([&] { return static_cast<StreamHandle>(copy_stream(device_).id()); });
 }
 
-bool TorchDevice::captured(StreamHandle of) const { return is_captured(stream(of)); }
+bool TorchDevice::captured(StreamHandle of) const {
+  return torch_calls([&] { return is_captured(stream(of)); });
+}
 
 void TorchDevice::synchronise(StreamHandle of) const {
   torch_calls([&] { guard_of(device_).synchronizeStream(stream(of)); });

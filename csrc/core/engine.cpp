@@ -46,7 +46,10 @@ void Lease::release(std::shared_ptr<void> what) noexcept {
 
 Engine::Engine(std::unique_ptr<Backend> backend, EngineOptions options,
                std::function<void(const std::string&)> warn)
-    : backend_(std::move(backend)), options_(std::move(options)), warn_(std::move(warn)) {
+    : backend_(std::move(backend)),
+      options_(std::move(options)),
+      warn_(std::move(warn)),
+      layout_(std::make_unique<Layout>(options_, backend_->traits())) {
   register_engine();
 }
 

@@ -18,7 +18,9 @@
 #include "core/by_use.h"
 #include "core/check.h"
 #include "core/device_copy.h"
+#include "core/engine_options.h"
 #include "core/figures.h"
+#include "core/layout.h"
 #include "core/recorder.h"
 #include "core/residency.h"
 #include "core/schedule.h"
@@ -26,35 +28,6 @@
 #include "platform/fork_safe.h"
 
 namespace dynswap {
-
-using WeightId = std::uint32_t;
-using GroupId = std::uint32_t;
-
-/// Groups and residents that were chosen earlier for the same weights.
-struct PriorPlan {
-  std::vector<GroupId> group_of;  ///< each weight's group, numbered in the order of add_weight()
-  std::vector<bool> resident;     ///< each group
-  std::size_t cache_bytes = 0;    ///< the least for those by use
-};
-
-struct EngineOptions {
-  std::size_t budget = 0;               ///< bytes of arena + residents; 0: just the ring for `prefetch`
-  std::uint32_t prefetch = 2;           ///< groups to have ahead of the one in use
-  bool strict_budget = false;           ///< raise BudgetError instead of allocating outside the arena
-  bool residents_give_way = false;      ///< see Note [Residents give way]
-  std::size_t group_bytes = 4u << 20;   ///< small weights travel together until a group has this many bytes
-  std::size_t split_bytes = 64u << 20;  ///< a module with more than this is cut between its weights
-  /// A plan for just these weights, to use instead of forming groups and choosing residents.
-  std::optional<PriorPlan> prior;
-};
-
-/// How a weight is to be served.
-struct WeightOptions {
-  bool at_once = false;  ///< all of its unit is needed at the same time: never cut, and every budget holds it
-  std::uint32_t model = 0;  ///< of those that share the engine: weights of two never share a group
-  bool keep = false;        ///< stays on the device in any case
-  bool by_use = false;      ///< its unit is a group of its own, used without an order (Note [Groups by use])
-};
 
 /// What an access has to do with the order of accesses.
 struct Use {
@@ -252,18 +225,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void register_engine();
   void unregister_engine() noexcept;
 
-  struct Weight {
-    SourcePtr source;
-    std::uint64_t unit = 0;
-    WeightOptions options;
-    bool shared = false;  ///< by so many modules that it is kept
-    GroupId group = 0;
-    std::size_t offset = 0;  ///< in the group's copy
-    std::size_t part = 0;    ///< of the group's copy
-  };
+  using Weight = Layout::Weight;
 
-  struct Group : GroupTraits {
-    std::vector<WeightId> weights;
+  struct Group : Layout::Group {
+    explicit Group(Layout::Group as_planned) : Layout::Group(std::move(as_planned)) {}
+
     bool resident = false;
     bool captured = false;             ///< resident: a graph has captured it, so it does not give way
     bool inherited_by_next = false;    ///< resident: the next plan has it
@@ -302,51 +268,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool at_once = false;            ///< Note [A plan goes before the next one comes]
   };
 
-  /// The weights of each unit, in the order of their first weights.
-  using Units = std::vector<std::vector<WeightId>>;
-
-  /// How weights are put together, in bytes.
-  struct Grouping {
-    std::size_t enough;     ///< a group of this size takes no further unit
-    std::size_t too_large;  ///< a unit of more is cut between its weights, if they are not needed at once
-    std::size_t tiny;       ///< units of no more stay on the device, together; 0: none do
-  };
-
-  struct Cost {
-    std::size_t bytes = 0;
-    std::size_t overhead = 0;  ///< of the copies, in bytes that could be copied meanwhile
-  };
-
   /// Throws that this is a forked child, whose engines are its parent's.
   [[noreturn]] static void refuse_in_child();
   static void exchange_source(Weight& weight, SourcePtr& source);
   std::shared_ptr<DeviceCopy> outdate(WeightId id, SourcePtr& source);
   Lease lease_on(WeightId id, Stream consumer);
 
-  // engine_units.cpp
-  void join_units();
-  Units units() const;
-  std::size_t bytes_of(const std::vector<WeightId>& unit) const noexcept;
-
-  // engine_groups.cpp
-  /// The usual grouping, its groups halved so many times.
-  Grouping grouping(const Units& units, unsigned halvings = 0) const;
-  /// Those of `on_device` are groups already.
-  void form_groups(Units units, const Grouping& grouping,
-                   const std::vector<std::vector<WeightId>>& on_device);
-  void take_groups(const PriorPlan& prior);
-  void lay_out_groups();
-  std::vector<WeightId> in_file_order(std::vector<WeightId> ids) const;
-  std::size_t lay_out(Group& group);
-
-  // engine_plan.cpp
-  std::vector<std::vector<WeightId>> groups_to_keep(std::vector<std::vector<WeightId>> on_device) const;
-  void form_groups_within(std::size_t budget, const std::vector<std::vector<WeightId>>& on_device);
-  void form_groups_and_residents(const std::vector<std::vector<WeightId>>& on_device, std::size_t budget);
-  Groups group_traits() const;
-  std::size_t group_bytes() const noexcept;  ///< of all groups
-  Cost cost_of_pass() const;
-  void check_kept(std::size_t budget) const;
+  Layout& layout() const;  ///< before arrange()
 
   // engine_place.cpp: under the lock
   Consumer& consumer_of(std::thread::id thread);
@@ -404,9 +332,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   const std::function<void(const std::string&)> warn_;
   Memory arena_memory_;
   Memory cache_memory_;
-  std::size_t planned_bytes_ = 0;  ///< of arena, cache and residents
-  ResidencyPlan residency_;
-  bool arranged_ = false;
+  std::size_t planned_bytes_ = 0;   ///< of arena, cache and residents
+  std::unique_ptr<Layout> layout_;  ///< until arrange(), which takes the weights and groups out of it
+  ResidencyPlan residency_;         ///< from arrange() to plan()
   bool planned_ = false;
 
   std::atomic<bool> abandoned_{false};  ///< this is a forked child: no device or thread is touched
@@ -415,9 +343,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
 
   mutable Mutex mutex_;
   Condition issued_;  ///< some copy has left State::issuing
-  // LOCK: mutex_ guards all below; of weights_ and groups_ what plan() has set is constant.
+  // LOCK: mutex_ guards all below; of weights_ and groups_ what arrange() has set is constant.
   std::vector<Weight> weights_;
-  std::vector<std::pair<WeightId, std::uint64_t>> shared_;  ///< until arrange(): each with another unit
   std::vector<Group> groups_;
   Arena arena_;
   Arena cache_;  ///< of groups by use

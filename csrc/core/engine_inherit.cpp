@@ -13,7 +13,6 @@
 // The masters are those of the earlier plan, unchanged: Session::take_over() looks.
 #include <algorithm>
 #include <mutex>
-#include <unordered_map>
 #include <utility>
 
 #include "core/engine.h"
@@ -32,29 +31,8 @@ std::vector<std::vector<WeightId>> Engine::residents_on_device() const {
   return on_device;
 }
 
-/// Those of the groups `on_device` that can be groups of this plan too.
-std::vector<std::vector<WeightId>> Engine::groups_to_keep(
-    std::vector<std::vector<WeightId>> on_device) const {
-  std::unordered_map<std::uint64_t, std::size_t> in_unit;  // how many weights
-  for (const Weight& weight : weights_) ++in_unit[weight.unit];
-  std::erase_if(on_device, [&](const std::vector<WeightId>& group) {
-    if (group.empty() || !std::is_sorted(group.begin(), group.end())) return true;
-    const WeightOptions& first = weights_[group.front()].options;
-    std::unordered_map<std::uint64_t, std::size_t> here;
-    for (const WeightId id : group) ++here[weights_[id].unit];
-    return std::any_of(group.begin(), group.end(), [&](WeightId id) {
-      const Weight& weight = weights_[id];
-      const WeightOptions& options = weight.options;
-      if (options.by_use || options.keep != first.keep || options.model != first.model) return true;
-      // Its unit is needed at the same time: all of it is here, or it is not kept together.
-      return options.at_once && here[weight.unit] != in_unit[weight.unit];
-    });
-  });
-  return on_device;
-}
-
 void Engine::inherit(Engine& earlier, const std::vector<std::optional<WeightId>>& ids) {
-  DYNSWAP_CHECK(arranged_ && !planned_, "inherit() comes between arrange() and plan()");
+  DYNSWAP_CHECK(!layout_ && !planned_, "inherit() comes between arrange() and plan()");
   const std::scoped_lock lock(mutex_, earlier.mutex_);
   if (closed_ || abandoned_ || earlier.abandoned_ || earlier.closed_ || !earlier.planned_) return;
   for (GroupId id = 0; id < groups_.size(); ++id) {

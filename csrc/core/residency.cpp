@@ -114,7 +114,7 @@ std::vector<bool> spread(const Groups& groups, std::vector<bool> resident, std::
 /// What a budget has beyond the ring goes to residents, and a part of it to the ring's spare room until there
 /// is enough of that. So both grow with the budget. Were the room given first, a budget that has just enough
 /// for it would have fewer residents than a smaller one that has not; the same holds for groups that are
-/// larger because the budget is (Engine::form_groups_within()).
+/// larger because the budget is (Layout::form_groups_within()).
 std::optional<ResidencyPlan> fit(const Groups& groups, std::size_t budget, std::uint32_t depth) {
   std::vector<std::size_t> by_size(groups.size());
   std::size_t total = 0;

@@ -9,7 +9,7 @@
 namespace dynswap {
 
 /// All tiny weights together are at most this part of the model: see Note [Tiny weights stay]
-/// (engine_groups.cpp).
+/// (layout_groups.cpp).
 constexpr std::size_t kTinyPartOfModel = 128;
 
 /// What a plan has to know of a group.

@@ -11,6 +11,13 @@ namespace {
 
 constexpr std::size_t kLeastStaging = 1u << 20;
 
+StreamOptions checked(StreamOptions options) {
+  DYNSWAP_CHECK(options.allocate, "StreamOptions::allocate is not set");
+  DYNSWAP_CHECK(options.staging_buffers >= 2 && options.staging_bytes >= kLeastStaging,
+                "the staging ring takes two buffers of 1 MiB at least");
+  return options;
+}
+
 StreamHandle stream_of(const StreamDevice& device) {
   const OnDevice scope(device);
   return device.make_copy_stream();
@@ -27,13 +34,9 @@ struct Allocated {
 
 TransferStream::TransferStream(StreamDevicePtr device, StreamOptions options)
     : device_(std::move(device)),
-      options_(std::move(options)),
+      options_(checked(std::move(options))),
       events_(std::make_shared<EventPool>(device_)),
-      stream_(stream_of(*device_)) {
-  DYNSWAP_CHECK(options_.allocate, "StreamOptions::allocate is not set");
-  DYNSWAP_CHECK(options_.staging_buffers >= 2 && options_.staging_bytes >= kLeastStaging,
-                "the staging ring takes two buffers of 1 MiB at least");
-}
+      stream_(stream_of(*device_)) {}
 
 TransferStream::~TransferStream() {
   if (!devices_usable()) return;

@@ -1,11 +1,10 @@
-// Engine: which weights travel together, and where they lie in a group.
+// Layout: which weights travel together, and where they lie in a group.
 #include <algorithm>
 #include <utility>
 
 #include "core/align.h"
 #include "core/check.h"
-#include "core/engine.h"
-#include "core/residency.h"
+#include "core/layout.h"
 
 namespace dynswap {
 
@@ -21,14 +20,14 @@ constexpr std::size_t kTinyPart = 32;
 
 }  // namespace
 
-Engine::Grouping Engine::grouping(const Units& units, unsigned halvings) const {
+Layout::Grouping Layout::grouping(const Units& units, unsigned halvings) const {
   std::size_t total = 0;
   for (const Weight& weight : weights_) total += weight.options.by_use ? 0 : weight.source->wanted_bytes();
   // A small model is streamed all the same: then less is enough.
   const std::size_t enough = std::min(options_.group_bytes, total / kFewestGroups);
   Grouping grouping{enough >> halvings, std::min(options_.split_bytes, total) >> halvings, 0};
   const std::size_t tiny = enough / kTinyPart;
-  const std::size_t alignment = backend_->traits().weight_alignment;
+  const std::size_t alignment = traits_.weight_alignment;
   std::size_t tiny_total = 0;
   for (const std::vector<WeightId>& unit : units) {
     const WeightOptions& options = weights_[unit.front()].options;
@@ -39,7 +38,7 @@ Engine::Grouping Engine::grouping(const Units& units, unsigned halvings) const {
   return grouping;
 }
 
-void Engine::form_groups(Units units, const Grouping& grouping,
+void Layout::form_groups(Units units, const Grouping& grouping,
                          const std::vector<std::vector<WeightId>>& on_device) {
   // A unit's weights are used together, so a group holds whole units: small ones until there is enough
   // to be worth a transfer. Only a unit too large to travel at once is cut, and its small weights (a
@@ -117,7 +116,7 @@ void Engine::form_groups(Units units, const Grouping& grouping,
   lay_out_groups();
 }
 
-void Engine::take_groups(const PriorPlan& prior) {
+void Layout::take_groups(const PriorPlan& prior) {
   DYNSWAP_CHECK(prior.group_of.size() == weights_.size(), "the plan was made for other weights");
   groups_.clear();
   for (WeightId weight = 0; weight < weights_.size(); ++weight) {
@@ -131,7 +130,7 @@ void Engine::take_groups(const PriorPlan& prior) {
   lay_out_groups();
 }
 
-void Engine::lay_out_groups() {
+void Layout::lay_out_groups() {
   std::size_t weights = 0;
   for (const Group& group : groups_) weights += group.weights.size();
   DYNSWAP_CHECK(weights == weights_.size(), "each weight is in one group");
@@ -147,7 +146,7 @@ void Engine::lay_out_groups() {
 
 /// Weights of one file that come one after the other lie as they do in the file: see Note [Neighbours are
 /// read together].
-std::vector<WeightId> Engine::in_file_order(std::vector<WeightId> ids) const {
+std::vector<WeightId> Layout::in_file_order(std::vector<WeightId> ids) const {
   const auto file = [this](WeightId id) { return weights_[id].source->file.get(); };
   for (auto first = ids.begin(), last = first; first != ids.end(); first = last) {
     last = std::find_if(first, ids.end(), [&](WeightId id) { return file(id) != file(*first); });
@@ -158,13 +157,13 @@ std::vector<WeightId> Engine::in_file_order(std::vector<WeightId> ids) const {
   return ids;
 }
 
-std::size_t Engine::lay_out(Group& group) {
-  const std::size_t alignment = backend_->traits().alignment;
+std::size_t Layout::lay_out(const Group& group) {
+  const std::size_t alignment = traits_.alignment;
   std::size_t end = 0;
   for (const WeightId id : in_file_order(group.weights)) {
     Weight& weight = weights_[id];
-    std::size_t offset = align_up(end, backend_->traits().weight_alignment);
-    if (const auto phase = backend_->traits().phase(*weight.source)) {
+    std::size_t offset = align_up(end, traits_.weight_alignment);
+    if (const auto phase = traits_.phase(*weight.source)) {
       offset += (alignment + *phase - offset % alignment) % alignment;
     }
     weight.offset = offset;

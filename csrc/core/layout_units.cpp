@@ -1,4 +1,4 @@
-// Engine: the units of weights, of which a group holds as many as it can, and those that share weights.
+// Layout: the units of weights, of which a group holds as many as it can, and those that share weights.
 //
 // Note [Modules that share a weight]
 // A call that needs its unit at once may share weights with other modules (a decoder that has a bias of its
@@ -9,19 +9,17 @@
 #include <unordered_map>
 #include <utility>
 
-#include "core/engine.h"
+#include "core/layout.h"
 
 namespace dynswap {
 
-WeightId Engine::add_weight(SourcePtr source, std::uint64_t unit, WeightOptions options) {
-  DYNSWAP_CHECK(!planned_, "weights are added before plan()");
+WeightId Layout::add_weight(SourcePtr source, std::uint64_t unit, WeightOptions options) {
   if (options.keep) unit = ~unit;  // what is kept of a module is a unit of its own
   weights_.push_back({.source = std::move(source), .unit = unit, .options = options});
   return static_cast<WeightId>(weights_.size() - 1);
 }
 
-void Engine::share_weight(WeightId id, std::uint64_t unit, WeightOptions options) {
-  DYNSWAP_CHECK(!planned_, "weights are added before plan()");
+void Layout::share_weight(WeightId id, std::uint64_t unit, WeightOptions options) {
   Weight& weight = weights_[id];
   // There is room for one of each kind at a time: a group in an order, and one by use.
   if (!options.at_once || weight.options.keep || weight.options.by_use != options.by_use) return;
@@ -29,7 +27,7 @@ void Engine::share_weight(WeightId id, std::uint64_t unit, WeightOptions options
   if (weight.unit != unit) shared_.emplace_back(id, unit);
 }
 
-void Engine::join_units() {
+void Layout::join_units() {
   if (shared_.empty()) return;
   std::unordered_map<std::uint64_t, std::uint64_t> joined;  // to the unit that it is a part of
   const auto whole = [&joined](std::uint64_t unit) {
@@ -66,7 +64,7 @@ void Engine::join_units() {
   shared_.clear();
 }
 
-Engine::Units Engine::units() const {
+Layout::Units Layout::units() const {
   Units units;
   std::unordered_map<std::uint64_t, std::size_t> place;
   for (WeightId id = 0; id < weights_.size();) {
@@ -82,7 +80,7 @@ Engine::Units Engine::units() const {
   return units;
 }
 
-std::size_t Engine::bytes_of(const std::vector<WeightId>& unit) const noexcept {
+std::size_t Layout::bytes_of(const std::vector<WeightId>& unit) const noexcept {
   std::size_t bytes = 0;
   for (const WeightId id : unit) bytes += weights_[id].source->wanted_bytes();
   return bytes;
