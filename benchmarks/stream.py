@@ -23,13 +23,14 @@ import dataclasses
 import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from common import Record, dd, native_available, parser
 from dynswap_ext._util.units import parse_size
 from dynswap_ext.demo.model import cache_folder, checkpoint_file, config_for
-from dynswap_ext.demo.run import INSTALLED, PYTHON, RESIDENT, Job, Outcome, run_apart
+from dynswap_ext.demo.run import INSTALLED, RESIDENT, Job, Outcome, run_apart
 from dynswap_ext.planning.rates import pinned_bandwidth
 
 
@@ -39,10 +40,8 @@ class Bench:
     def __init__(self, job: Job, record: Record, output: Path | None) -> None:
         self._job, self._record, self._output = job, record, output
 
-    def run(self, name: str, baseline: str, *, tokens: int, in_memory: bool = False) -> Outcome:
-        outcome = run_apart(
-            dataclasses.replace(self._job, baseline=baseline, tokens=tokens, in_memory=in_memory)
-        )
+    def run(self, name: str, baseline: str, **changes: Any) -> Outcome:
+        outcome = run_apart(dataclasses.replace(self._job, baseline=baseline, **changes))
         self._record.figures.setdefault(name, []).append(dataclasses.asdict(outcome))
         print(
             f"{name:<28} {statistics.median(outcome.seconds):8.3f} s a pass, peak {outcome.peak_bytes} bytes",
@@ -134,7 +133,7 @@ def main() -> int:
             at_most=448 if native and not cuda and budget == 384 << 20 else None,
         )
         if native and not given.tiny and not cuda:
-            bench.run("read-bound, pure Python", PYTHON, tokens=1)
+            bench.run("read-bound, pure Python", INSTALLED, tokens=1, provider="python")
     return record.finish(given.output)
 
 

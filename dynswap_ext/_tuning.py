@@ -34,7 +34,7 @@ from dynswap_ext._swap.protocol import Session
 from dynswap_ext._util.log import logger
 from dynswap_ext._util.memory import all_bytes, format_bytes, free_bytes
 from dynswap_ext._util.peak_memory import PeakMemory
-from dynswap_ext._util.units import show_rate, show_seconds
+from dynswap_ext._util.units import show_budget, show_rate, show_seconds
 from dynswap_ext._util.warn import warn
 from dynswap_ext.config import Budget
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
@@ -85,7 +85,7 @@ class Tuning:
     def __str__(self) -> str:
         rate = show_rate(self.bytes_per_second, "B/s")
         lines = [
-            f"budget {_amount(self.budget)}"
+            f"budget {show_budget(self.budget)}"
             + (f"; activations {format_bytes(self.activation_bytes)}" if self.activation_bytes else ""),
             f"{self.passes} passes measured: {show_seconds(self.compute_seconds)} of compute and "
             f"{show_seconds(self.wait_seconds)} of waits each; "
@@ -226,7 +226,7 @@ class Tuner:
             self._calls_left = None
             self._plan(smaller_budget(min(before, self._session.stats()["weight_bytes"])), 0)
             note = (
-                f"{_amount(self._install.budget.bytes)} of weights may stay on the device from now on, not "
+                f"the budget is {show_budget(self._install.budget.bytes)} from now on, not "
                 f"{format_bytes(before)}: the next call has more room"
             )
         if hasattr(error, "add_note"):
@@ -256,7 +256,7 @@ class Tuner:
         self._plan(self._room(activations) if self._automatic else self._next, activations)
 
     def _may_plan(self) -> bool:
-        """Whether a plan that is due is made now: Note [When a plan is tuned]."""
+        """Return whether a plan that is due is made now: Note [When a plan is tuned]."""
         self._waited += 1
         if self._asked or not self._plan_is_in_use():
             return True
@@ -281,7 +281,7 @@ class Tuner:
         self._in_row = False
 
     def _room(self, activations: int) -> int | None:
-        """Bytes that the measured passes leave for weights."""
+        """Return the bytes that the measured passes leave for weights."""
         device, stats = self._session.device, self._session.stats()
         held = stats["resident_bytes"]
         if not self._plan_is_in_use():
@@ -310,12 +310,13 @@ class Tuner:
                 if isinstance(error, BudgetError) and not self._automatic:
                     warn(
                         f"cannot retune to {format_bytes(budget)} ({error}); the budget is still "
-                        f"{_amount(earlier)}"
+                        f"{show_budget(earlier)}"
                     )
                     return
                 most = min(budget, self._session.stats()["weight_bytes"])
                 smaller = smaller_budget(most) if isinstance(error, OutOfMemoryError) else None
-                warn(f"a budget of {format_bytes(budget)} does not work ({error}); trying {_amount(smaller)}")
+                failed = f"a budget of {format_bytes(budget)} does not work ({error})"
+                warn(f"{failed}; trying {show_budget(smaller)}")
                 budget = smaller
         self._install.budget = replace(self._install.budget, bytes=budget)
         before, self._given_way = self._given_way, self._session.given_way_bytes
@@ -324,7 +325,7 @@ class Tuner:
         logger.info(
             "tuned: budget %s (was %s), activations %s, %s had given way; "
             "%d passes of %s compute and %s waits",
-            *(_amount(size) for size in (budget, earlier, activations, given_way)),
+            *(show_budget(size) for size in (budget, earlier, activations, given_way)),
             self.latest.passes,
             show_seconds(self.latest.compute_seconds),
             show_seconds(self.latest.wait_seconds),
@@ -356,7 +357,3 @@ def smaller_budget(budget: int) -> int | None:
     """Return the next budget to try, in bytes; None: only what `prefetch` needs."""
     smaller = int(_SHRINK * budget)
     return smaller if smaller > 1 << 20 else None
-
-
-def _amount(size: int | None) -> str:
-    return "only what `prefetch` needs" if size is None else format_bytes(size)

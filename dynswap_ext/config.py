@@ -12,9 +12,6 @@ DYNSWAP_ENGINE_BACKEND : {"auto", "cuda", "torch", "host"}
 DYNSWAP_LOG : {"debug", "info", "warning", "error", "off"}
     Logs to stderr from that level on. Default: the logger "dynswap_ext" is silent, unless the program
     configures it.
-DYNSWAP_REQUIRE_CUDA : {"0", "1"}
-    For tests: ``1`` turns "skipped for lack of CUDA" into a failure, so that a GPU machine cannot pass
-    without having used its GPU.
 
 ``DYNSWAP_CUDA`` and ``DYNSWAP_BUILD`` control the build of the extension and are not read at run time.
 """
@@ -162,9 +159,7 @@ def resolve(
 
 
 def provider_from_environment() -> str:
-    """``DYNSWAP_PROVIDER``, or "auto"."""
-    if os.environ.get("DYNSWAP_BACKEND"):
-        raise ConfigError("DYNSWAP_BACKEND is called DYNSWAP_PROVIDER now; set that instead")
+    """Return ``DYNSWAP_PROVIDER``, or "auto"."""
     return _one_of(PROVIDERS, "DYNSWAP_PROVIDER", _environment("DYNSWAP_PROVIDER") or "auto")
 
 
@@ -175,19 +170,9 @@ def engine_backend_from_environment() -> str:
 
 
 def log_level() -> int | None:
-    """``DYNSWAP_LOG`` as a level of `logging`; None if it is not set, or "off"."""
+    """Return ``DYNSWAP_LOG`` as a level of `logging`; None if it is not set, or "off"."""
     value = _one_of(_LOG_LEVELS, "DYNSWAP_LOG", _environment("DYNSWAP_LOG") or "off")
     return None if value == "off" else int(getattr(logging, value.upper()))
-
-
-def require_cuda() -> bool:
-    """Whether tests that need CUDA have to run (``DYNSWAP_REQUIRE_CUDA``)."""
-    value = _environment("DYNSWAP_REQUIRE_CUDA")
-    if value in ("", "0", "false", "no", "off"):
-        return False
-    if value in ("1", "true", "yes", "on"):
-        return True
-    raise ConfigError(f"DYNSWAP_REQUIRE_CUDA is {value!r}; expected 0 or 1")
 
 
 def available_devices() -> tuple[str, ...]:
@@ -214,7 +199,7 @@ def _one_of(choices: tuple[str, ...], name: str, given: str) -> str:
 
 
 def resolve_device(given: torch.device | str | int | None) -> torch.device:
-    """The device with an index, so that it compares equal to the device of a tensor."""
+    """Return the device with an index, so that it compares equal to the device of a tensor."""
     if given is None:
         accelerator = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         given = accelerator or "cpu"
@@ -316,7 +301,7 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
         return max(1, int(amount * free_bytes(device)))
     if amount < _HARDLY_MEANT:
         warn(
-            f"the budget is {given!r}, which is {amount} byte{'s' if amount > 1 else ''}. Write a size with "
+            f"the budget is {given!r}, which is {format_bytes(amount)}. Write a size with "
             "its unit ('6GiB'), or a fraction of the device's free memory as a float or a percentage (0.5; "
             "1.0 or '100%' is all of it)"
         )
@@ -330,7 +315,7 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
 
 
 def _free_ram() -> int:
-    """Bytes of the free RAM; none where it cannot be told."""
+    """Return the bytes of the free RAM; none where it cannot be told."""
     try:
         return free_bytes(torch.device("cpu"))
     except ConfigError:

@@ -305,7 +305,7 @@ def uninstall(model: _Given) -> _Given:
 
 
 def is_installed(model: Installable) -> bool:
-    """Whether this module itself is installed (a tree may be installed in part).
+    """Return whether this module itself is installed (a tree may be installed in part).
 
     Of a pipeline, a list, a tuple or a dict: whether all models in it are.
     """

@@ -61,7 +61,9 @@ ON_CPU, ON_DEVICE = ("python", "native-host"), (f"python-{ACCELERATOR}", f"nativ
 ENGINE = "cuda" if pretend_cuda.has_toolkit() else "torch"
 if dynswap_config.engine_backend_from_environment() != "auto":
     ENGINE = dynswap_config.engine_backend_from_environment()
-HAS_DEVICE = PRETEND or torch.cuda.is_available() or dynswap_config.require_cuda()
+#: Whether tests that need CUDA have to run, so that a GPU machine cannot pass without having used its GPU.
+REQUIRE_CUDA = os.environ.get("DYNSWAP_REQUIRE_CUDA") == "1"
+HAS_DEVICE = PRETEND or torch.cuda.is_available() or REQUIRE_CUDA
 #: Without a GPU, the run on the pretend device has those on it.
 PROVIDERS = (*(() if PRETEND else ON_CPU), *(ON_DEVICE if HAS_DEVICE else ()))
 
@@ -251,7 +253,7 @@ def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pyt
 
 def skip_or_fail(reason: str, *, cuda: bool) -> None:
     """Skip for a visible reason, or fail where a machine is expected to have CUDA."""
-    if cuda and dynswap_config.require_cuda():
+    if cuda and REQUIRE_CUDA:
         pytest.fail(f"DYNSWAP_REQUIRE_CUDA=1, but {reason}", pytrace=False)
     pytest.skip(reason)
 

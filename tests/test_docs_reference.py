@@ -26,5 +26,5 @@ def test_options() -> None:
 def test_environment_variables() -> None:
     assert config.__doc__ is not None
     read = re.findall(r"^(DYNSWAP_\w+) :", config.__doc__, re.MULTILINE)
-    assert len(read) == 4
+    assert len(read) == 3
     assert [name for name in rows("Environment variables") if name.startswith("DYNSWAP_")] == read

@@ -117,7 +117,7 @@ def test_pip_in_python_has_the_lock() -> None:
 def test_everything_is_locked(python: str) -> None:
     """Each requirement has a version under each Python, and one that it allows."""
     versions = lock.locked(python)
-    asked = [need for name in ("demo", "test", "programs", "dev") for need in lock.extra(name, python)]
+    asked = [need for name in ("test", "programs", "dev") for need in lock.extra(name, python)]
     asked += [need for name in lock.groups() for need in lock.group(name, python)]
     assert len(asked) > 35
     for need in asked:

@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dynswap_ext._util.units import show_bytes
+from dynswap_ext._util.memory import format_bytes
 from head_to_head.baselines import BASELINES, OURS, PEER, PRIMARY, RESIDENT
 from head_to_head.job import FILE, RAM, Row
 
@@ -149,9 +149,9 @@ def where(placement: str, device: str) -> str:
 
 def show(section: Section, console: Console) -> None:
     """Print a section's table."""
-    rate = f"; {section.bandwidth_kind}: {show_bytes(section.bandwidth)}/s" if section.bandwidth else ""
+    rate = f"; {section.bandwidth_kind}: {format_bytes(section.bandwidth)}/s" if section.bandwidth else ""
     table = Table(
-        title=f"{section.workload}: {section.title}; {show_bytes(section.weight_bytes)} of weights{rate}\n"
+        title=f"{section.workload}: {section.title}; {format_bytes(section.weight_bytes)} of weights{rate}\n"
         + where(section.placement, section.device),
         title_justify="left",
     )
@@ -183,8 +183,8 @@ def show(section: Section, console: Console) -> None:
             _ratio(section.ratio(name, ours)),
             _ratio(section.ratio(name, section.limit(name))),
             show_seconds(row.ready_seconds + row.first_seconds),
-            show_bytes(row.peak_bytes),
-            show_bytes(section.moved(name)),
+            format_bytes(row.peak_bytes),
+            format_bytes(section.moved(name)),
             row.outputs if row.outputs == BIT_EQUAL else f"[red]{row.outputs}",
             task + (f" ({_plain(row.note)})" if row.note else ""),
             style=style,

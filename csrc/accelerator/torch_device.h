@@ -8,7 +8,8 @@
 
 namespace dynswap {
 
-/// A Stream of its backend, and a StreamHandle, is a c10::StreamId.
+/// One device. Both numbers of a stream, the engine's (Stream) and ours (StreamHandle), are its
+/// c10::StreamId.
 class TorchDevice final : public StreamDevice {
  public:
   explicit TorchDevice(const c10::Device& device) : device_(device) {}

@@ -31,8 +31,8 @@ namespace dynswap {
 
 /// What an access has to do with the order of accesses.
 struct Use {
-  /// Whose place in the schedule it moves: a backward pass goes on where its forward pass ended, on
-  /// whichever thread it runs.
+  /// The thread whose place in the schedule the use moves: that of the forward pass, also in a backward pass
+  /// on another thread, which goes on where the forward pass ended.
   std::thread::id thread = std::this_thread::get_id();
   /// False for a probe: nothing is learned from it, and nothing fetched ahead.
   bool in_order = true;

@@ -97,16 +97,16 @@ MemoryWatch::MemoryWatch(const Source& source)
       file_(source.file),
       offset_(source.offset),
       pinned_(source.pinned) {
-  if (!file_) start(source.allocated ? Sharing::none : Sharing::unknown);
+  if (!file_) start(source.allocated ? OtherOwners::none : OtherOwners::unknown);
 }
 
 MemoryWatch::MemoryWatch(const void* address, std::size_t bytes)
     : MemoryWatch(dense_elements(address, bytes), /*mapped=*/false) {}
 
 MemoryWatch::MemoryWatch(Elements elements, bool mapped)
-    : MemoryWatch(std::move(elements), mapped, Sharing::unknown) {}
+    : MemoryWatch(std::move(elements), mapped, OtherOwners::unknown) {}
 
-MemoryWatch::MemoryWatch(Elements elements, bool mapped, Sharing sharing)
+MemoryWatch::MemoryWatch(Elements elements, bool mapped, OtherOwners others)
     : elements_(std::move(elements)),
       address_(elements_.address),
       bytes_(elements_.bytes),
@@ -114,12 +114,12 @@ MemoryWatch::MemoryWatch(Elements elements, bool mapped, Sharing sharing)
       copied_on_write_(false),
       offset_(0),
       pinned_(false) {
-  start(sharing);
+  start(others);
 }
 
 std::unique_ptr<MemoryWatch> MemoryWatch::of_private(const void* address, std::size_t bytes) {
   return std::unique_ptr<MemoryWatch>(
-      new MemoryWatch(dense_elements(address, bytes), /*mapped=*/false, Sharing::none));
+      new MemoryWatch(dense_elements(address, bytes), /*mapped=*/false, OtherOwners::none));
 }
 
 /// A forked child may have a watch that another thread of the parent was looking through: it starts again.
@@ -144,9 +144,9 @@ MemoryWatch::~MemoryWatch() {
   if (mutex_.take_interrupted()) abandon();
 }
 
-void MemoryWatch::start(Sharing sharing) {
+void MemoryWatch::start(OtherOwners others) {
   if (address_ == nullptr || bytes_ == 0) return;
-  shared_ = sharing == Sharing::unknown && !copied_on_write_ && is_shared(address_, bytes_, mapped_);
+  shared_ = others == OtherOwners::unknown && !copied_on_write_ && is_shared(address_, bytes_, mapped_);
   head_ = {address_, bytes_};
   const Pages whole = pages_within(address_, bytes_);
   if (whole.end - whole.begin >= kWatchedBytes)

@@ -64,9 +64,9 @@ class MemoryWatch {
     std::size_t bytes = 0;
   };
 
-  enum class Sharing : bool { none, unknown };
-  MemoryWatch(Elements elements, bool mapped, Sharing sharing);
-  void start(Sharing sharing = Sharing::unknown);
+  enum class OtherOwners : bool { none, unknown };
+  MemoryWatch(Elements elements, bool mapped, OtherOwners others);
+  void start(OtherOwners others = OtherOwners::unknown);
   std::unique_lock<Mutex> locked();
   void abandon() noexcept;
   bool sees_all() const noexcept { return middle_.bytes == 0 || (pages_ != nullptr && !shared_); }

@@ -25,8 +25,7 @@ ternaryfunc plain_call() {
 /// Python's error stays set.
 void fail_call(PyObject* self) {
   py::error_already_set error;
-  const py::object dict = module_dict(self);
-  if (ModuleState* const state = module_state(self, dict.ptr())) {
+  if (ModuleState* const state = ModuleView(self).state) {
     const std::shared_ptr<Session> session = *state->session;
     session->call_failed(py::reinterpret_borrow<py::object>(state->session_object), error);
   }
@@ -35,8 +34,8 @@ void fail_call(PyObject* self) {
 
 PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
   try {
-    const py::object dict = module_dict(self);
-    const ModuleState* const state = module_state(self, dict.ptr());
+    const ModuleView view(self);
+    const ModuleState* const state = view.state;
     const Session* const serving = state != nullptr ? state->session->get() : nullptr;
     const bool outermost = !inside_call();
     const Session* const around = calling_session();
@@ -78,6 +77,14 @@ PyObject* call(PyObject* self, PyObject* arguments, PyObject* keywords) {
 
 void serve_calls(PyTypeObject* type) noexcept {
   if (type->tp_call != &call) type->tp_call = &call;
+}
+
+py::object serving_calls(const py::object& make) {
+  return py::cpp_function([make](const py::object& original) {
+    py::object made = make(original);
+    if (!made.is_none()) serve_calls(reinterpret_cast<PyTypeObject*>(made.ptr()));
+    return made;
+  });
 }
 
 }  // namespace dynswap

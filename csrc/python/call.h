@@ -14,4 +14,7 @@ namespace dynswap {
 /// Note [What CPython has to be like] in cpython.h.
 void serve_calls(PyTypeObject* type) noexcept;
 
+/// A function that makes swap classes as `make` does, and has their calls served.
+py::object serving_calls(const py::object& make);
+
 }  // namespace dynswap

@@ -18,6 +18,7 @@
 #include "io/file.h"
 #include "platform/process.h"
 #include "python/attribute.h"
+#include "python/call.h"
 #include "python/host_register.h"
 #include "python/interpreter.h"
 #include "session/calls.h"
@@ -219,12 +220,17 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
            py::arg("options"), py::arg("budget"), py::arg("hooks"), py::arg("backend"))
       .def_property_readonly("provider", [](const Session&) { return "native"; })
       .def_property_readonly("backend", &Session::backend)
-      .def("draft", &Session::draft, py::arg("root"), py::arg("swap_class"))
+      .def(
+          "draft",
+          [](Session& session, const py::object& root, const py::object& swap_class) {
+            session.draft(root, serving_calls(swap_class));
+          },
+          py::arg("root"), py::arg("swap_class"))
       .def("begin", [](const py::object& self) { self.cast<Session&>().begin(self); })
       .def(
           "attach",
           [](const py::object& self, const py::object& root, const py::object& swap_class) {
-            return self.cast<Session&>().attach(self, root, swap_class);
+            return self.cast<Session&>().attach(self, root, serving_calls(swap_class));
           },
           py::arg("root"), py::arg("swap_class"))
       .def("detach", &Session::detach, py::arg("root"))

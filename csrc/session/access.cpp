@@ -111,7 +111,7 @@ PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject*
   const at::Tensor& used = THPVariable_Unpack(inside.ptr());
   const at::Tensor& seen = THPVariable_Unpack(alias);
   if (used.requires_grad() && !seen.requires_grad()) {
-    const Destination to = destination_of_all_uses(used);
+    const GradientTarget to = gradient_target_of_all_uses(used);
     // See Note [Nodes that are read outside a forward].
     if (to.node && to.node->keep_for_outside_read(seen)) kept_nodes_.push_back(to.node);
     torch::autograd::impl::set_gradient_edge(seen, to.edge);
@@ -191,7 +191,7 @@ PyObject* Session::hand_out_private(Weight& weight, const at::Tensor& master, bo
                                                   options_.device, count_whole(weight));
   if (watched) watch(copy);
   if (master.requires_grad())
-    connect_to_master(copy, master, destination_of(master), weight.watch, weight.gradient);
+    connect_to_master(copy, master, gradient_target_of(master), weight.watch, weight.gradient);
   if (!weight.plan) {
     ++counters_.copies;
     counters_.bytes_moved += master.nbytes();
@@ -217,7 +217,7 @@ at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, b
   }
   if (!tensor.defined()) return tensor;
   if (master.requires_grad())
-    connect_to_master(tensor, master, destination_of(master), weight.watch, weight.gradient);
+    connect_to_master(tensor, master, gradient_target_of(master), weight.watch, weight.gradient);
   remember(weight, tensor);
   return tensor;
 }
@@ -288,7 +288,7 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object, bool inside
       return hand_out_again(weight, other, master);
   }
   if (master.requires_grad())
-    connect_to_master(tensor, master, destination_of(master), weight.watch, weight.gradient);
+    connect_to_master(tensor, master, gradient_target_of(master), weight.watch, weight.gradient);
   PyObject* const object = wrap(weight, tensor);
   if (outdated) return object;
   remember(weight, tensor);

@@ -50,10 +50,7 @@ struct Session::Attaching {
 
   PyTypeObject* swap_class(PyTypeObject* original, const py::object& make) {
     const auto [entry, is_new] = swap_classes.try_emplace(original);
-    if (is_new) {
-      entry->second = make(py::handle(reinterpret_cast<PyObject*>(original)));
-      if (!entry->second.is_none()) serve_calls(reinterpret_cast<PyTypeObject*>(entry->second.ptr()));
-    }
+    if (is_new) entry->second = make(py::handle(reinterpret_cast<PyObject*>(original)));
     return entry->second.is_none() ? nullptr : reinterpret_cast<PyTypeObject*>(entry->second.ptr());
   }
 
@@ -237,14 +234,13 @@ void Session::swap(const py::object& self, Attaching& attaching) {
 }
 
 void Session::restore(PyObject* module) {
-  const py::object dict = module_dict(module);
-  ModuleState* const state = module_state(module, dict.ptr());
-  if (state == nullptr || state->session->get() != this) return;
+  const ModuleView view(module);
+  if (view.state == nullptr || view.state->session->get() != this) return;
   // A class that was put over the swap class since (a parametrization's) stays.
   if (const py::object original = plain_class(Py_TYPE(module))) {
     set_class(module, reinterpret_cast<PyTypeObject*>(original.ptr()));
   }
-  if (PyDict_DelItem(dict.ptr(), Names::get().state) != 0) throw py::error_already_set();
+  if (PyDict_DelItem(view.dict.ptr(), Names::get().state) != 0) throw py::error_already_set();
 }
 
 void Session::detach(const py::object& root) {

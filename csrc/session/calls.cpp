@@ -55,15 +55,11 @@ py::object master_held_by_callers(const Weight& weight, const at::Tensor& shown)
   for (auto call = running.rbegin(); call != running.rend(); ++call) {
     if (call->module == nullptr) continue;
     for (const Visited& visited : modules_of(call->module)) {
-      const py::object dict = module_dict(visited.module.ptr());
-      const ModuleState* const state = module_state(visited.module.ptr(), dict.ptr());
-      if (state == nullptr) continue;
-      for (const Entry& entry : *state->entries) {
-        if (!is_of(weight, entry)) continue;
-        const Names& names = Names::get();
-        PyObject* const master =
-            find_in(dict.ptr(), entry.parameter ? names.parameters : names.buffers, entry.name.ptr());
-        if (master == nullptr || !THPVariable_Check(master)) continue;
+      const ModuleView view(visited.module.ptr());
+      if (view.state == nullptr) continue;
+      for (const Entry& entry : *view.state->entries) {
+        PyObject* const master = is_of(weight, entry) ? view.master(entry) : nullptr;
+        if (master == nullptr) continue;
         const at::Tensor& tensor = THPVariable_Unpack(master);
         if (entry.weight->state.impl == tensor.unsafeGetTensorImpl() && tensor.sizes() == shown.sizes())
           return py::reinterpret_borrow<py::object>(master);

@@ -390,16 +390,14 @@ void Session::write_back_whole(Weight& weight, DeferredRelease& dropped) {
 
 void Session::for_entries(const py::object& module,
                           const std::function<void(const Entry&, PyObject*)>& use) const {
-  const py::object dict = module_dict(module.ptr());
-  ModuleState* const state = module_state(module.ptr(), dict.ptr());
-  if (state == nullptr) return;
+  const ModuleView view(module.ptr());
+  if (view.state == nullptr) return;
   // Copies: use() may write back, which may run code that adds entries. An entry may still have what has
   // stood in for its master.
   std::vector<std::pair<Entry, py::object>> found;
-  for (const Entry& entry : *state->entries) {
-    PyObject* const master = find_in(
-        dict.ptr(), entry.parameter ? Names::get().parameters : Names::get().buffers, entry.name.ptr());
-    if (entry.weight == nullptr || master == nullptr || !THPVariable_Check(master)) continue;
+  for (const Entry& entry : *view.state->entries) {
+    PyObject* const master = view.master(entry);
+    if (entry.weight == nullptr || master == nullptr) continue;
     found.emplace_back(entry, py::reinterpret_borrow<py::object>(master));
     if (Weight* const known = table_->find(THPVariable_Unpack(master).unsafeGetTensorImpl()))
       found.back().first.weight = known->shared_from_this();

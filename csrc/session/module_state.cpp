@@ -82,6 +82,19 @@ ModuleState* module_state(PyObject* module, PyObject* dict) {
   return state != nullptr && (state->owner == module || state->dict == dict) ? state : nullptr;
 }
 
+PyObject* master_of(PyObject* dict, const Entry& entry) {
+  const Names& names = Names::get();
+  PyObject* const held = find_in(dict, entry.parameter ? names.parameters : names.buffers, entry.name.ptr());
+  return held != nullptr && THPVariable_Check(held) ? held : nullptr;
+}
+
+Entry* ModuleView::entry(const py::object& name) const {
+  if (state == nullptr) return nullptr;
+  const auto found = std::find_if(state->entries->begin(), state->entries->end(),
+                                  [&](const Entry& entry) { return entry.name.equal(name); });
+  return found == state->entries->end() ? nullptr : &*found;
+}
+
 ModuleState* as_module_state(PyObject* module, PyObject* object) noexcept {
   auto* const state = as_state(object);
   return state != nullptr && state->owner == module ? state : nullptr;

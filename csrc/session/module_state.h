@@ -56,6 +56,23 @@ PyObject* find_in(PyObject* dict, PyObject* container, PyObject* name);
 /// The module's own __dict__, and its state if the module is installed (a borrowed reference).
 py::object module_dict(PyObject* module);
 ModuleState* module_state(PyObject* module, PyObject* dict);
+/// What the module of this __dict__ has as the master of an entry now, if that is a tensor; a borrowed
+/// reference.
+PyObject* master_of(PyObject* dict, const Entry& entry);
+
+/// A module's own __dict__, and its state if it is installed.
+struct ModuleView {
+  explicit ModuleView(PyObject* module)
+      : dict(module_dict(module)), state(module_state(module, dict.ptr())) {}
+
+  /// The entry of a name; null if there is none, or no install.
+  Entry* entry(const py::object& name) const;
+  PyObject* master(const Entry& entry) const { return master_of(dict.ptr(), entry); }
+
+  const py::object dict;
+  ModuleState* const state;  ///< a borrowed reference
+};
+
 /// The state that `object` is, which is or was in the module's __dict__; null if it is none, or another
 /// module's.
 ModuleState* as_module_state(PyObject* module, PyObject* object) noexcept;

@@ -246,14 +246,14 @@ void Session::replace_plan(const py::object& root, const Budget& budget,
   Served served = requested(list_of(found));
   for (std::size_t place = 0; place < found.size(); ++place) {
     const Visited& visited = found[place];
-    const py::object dict = module_dict(visited.module.ptr());
-    ModuleState* const state = module_state(visited.module.ptr(), dict.ptr());
+    const ModuleView view(visited.module.ptr());
+    ModuleState* const state = view.state;
     if (state == nullptr || state->session->get() != this) continue;
     Draft::Module& module = draft.modules.emplace_back();
     module.state = py::reinterpret_borrow<py::object>(reinterpret_cast<PyObject*>(state));
     for (const Entry& entry : *state->entries)
       module.entries.push_back({entry.name, entry.parameter, nullptr, entry.casting, entry.ignored});
-    served.modules.push_back({dict, visited.prefix, place, nullptr});
+    served.modules.push_back({view.dict, visited.prefix, place, nullptr});
   }
   for (std::size_t i = 0; i < served.modules.size(); ++i)
     served.modules[i].entries = &draft.modules[i].entries;

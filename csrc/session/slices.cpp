@@ -36,7 +36,7 @@ py::object Session::fetch_slice(const py::object& master_object, std::int64_t in
   const at::Tensor& tensor = THPVariable_Unpack(fetched.ptr());
   if (master.requires_grad() && !tensor.requires_grad()) {
     const at::Tensor& view = THPVariable_Unpack(view_object.ptr());
-    const auto to = destination_of_slice(master, view, index, whole->stacked);
+    const auto to = gradient_target_of_slice(master, view, index, whole->stacked);
     connect_to_master(tensor, view, to, part->watch, part->gradient);
   } else if (!master.requires_grad() && tensor.requires_grad()) {  // it has been frozen since
     return py::reinterpret_steal<py::object>(THPVariable_Wrap(alias_of(tensor)));

@@ -210,9 +210,8 @@ void WeightTable::find_weights(PyObject* module_dict, const std::string& prefix,
     if (entry.ignored) continue;
     Unit unit = choice.unit;
     unit.options.keep = contains(choice.keep, entry.name);
-    PyObject* const master = find_in(
-        module_dict, entry.parameter ? Names::get().parameters : Names::get().buffers, entry.name.ptr());
-    if (master == nullptr || !THPVariable_Check(master)) continue;
+    PyObject* const master = master_of(module_dict, entry);
+    if (master == nullptr) continue;
     const std::size_t known =
         weights_.size();  // a wrapper brings its inner tensors along, and slices come too
     const std::string name = prefix + py::cast<std::string>(entry.name);

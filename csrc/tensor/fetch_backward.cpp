@@ -110,7 +110,7 @@ at::Tensor as_block(at::Tensor gradient) {
 /// The end of a gradient's way to the host. See Note [Gradients travel on a stream of their own].
 class ArriveBackward : public autograd::Node {
  public:
-  ArriveBackward(const at::Tensor& master, const Destination& to, std::shared_ptr<GradientWatch> watch)
+  ArriveBackward(const at::Tensor& master, const GradientTarget& to, std::shared_ptr<GradientWatch> watch)
       : Node(autograd::edge_list{to.edge}),
         leading_to_(to.node, to.edge.function),
         master_(place_of(master)),
@@ -188,7 +188,7 @@ class CarryBackward : public MeetingNode {
 /// Where the two are on one device.
 class FetchBackward : public MeetingNode {
  public:
-  FetchBackward(const at::Tensor& master, const Destination& to, std::shared_ptr<GradientWatch> watch)
+  FetchBackward(const at::Tensor& master, const GradientTarget& to, std::shared_ptr<GradientWatch> watch)
       : MeetingNode(autograd::edge_list{to.edge}),
         leading_to_(to.node, to.edge.function),
         master_(place_of(master)),
@@ -243,7 +243,7 @@ class StackBackward : public MeetingNode {
 };
 
 /// A node that takes a gradient to the device and dtype of the master.
-NodePtr fetch_node(const at::Tensor& handed_out, const at::Tensor& master, const Destination& to,
+NodePtr fetch_node(const at::Tensor& handed_out, const at::Tensor& master, const GradientTarget& to,
                    const std::shared_ptr<GradientWatch>& watch) {
   NodePtr node;
   if (handed_out.device() == master.device() || !master.is_cpu()) {
@@ -264,12 +264,12 @@ NodePtr fetch_node(const at::Tensor& handed_out, const at::Tensor& master, const
 
 }  // namespace
 
-Destination destination_of(const at::Tensor& master) {
+GradientTarget gradient_target_of(const at::Tensor& master) {
   return {autograd::impl::gradient_edge(master), nullptr};
 }
 
-Destination destination_of_slice(const at::Tensor& master, const at::Tensor& view, std::int64_t index,
-                                 GradientNodes& known) {
+GradientTarget gradient_target_of_slice(const at::Tensor& master, const at::Tensor& view, std::int64_t index,
+                                        GradientNodes& known) {
   const autograd::Edge to = autograd::impl::gradient_edge(master);
   NodePtr stack = known.shared(view, to);
   if (!stack) {
@@ -280,7 +280,7 @@ Destination destination_of_slice(const at::Tensor& master, const at::Tensor& vie
   return {autograd::Edge(std::move(stack), static_cast<std::uint32_t>(index)), known.owner()};
 }
 
-void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master, const Destination& to,
+void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master, const GradientTarget& to,
                        const std::shared_ptr<MemoryWatch>& watch, GradientNodes& known) {
   NodePtr shared = known.shared(handed_out, to.edge);
   if (shared) {

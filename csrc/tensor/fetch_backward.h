@@ -26,15 +26,15 @@ namespace dynswap {
 /// step is likely to follow, which may bump no version. Null if the master is not watched.
 ///
 /// `known` is the weight's (Note [Uses of a weight share a node]). `to` is where the gradient goes: to the
-/// master (destination_of()), or for a slice to destination_of_slice().
-void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master, const Destination& to,
+/// master (gradient_target_of()), or for a slice to gradient_target_of_slice().
+void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master, const GradientTarget& to,
                        const std::shared_ptr<MemoryWatch>& watch, GradientNodes& known);
 
-Destination destination_of(const at::Tensor& master);
+GradientTarget gradient_target_of(const at::Tensor& master);
 /// Where the gradient of the master's slice goes, which `view` is: to a node that puts the gradients of all
 /// slices together, so that the master gets one of its size, however many were used. `known` is the
 /// master's.
-Destination destination_of_slice(const at::Tensor& master, const at::Tensor& view, std::int64_t index,
-                                 GradientNodes& known);
+GradientTarget gradient_target_of_slice(const at::Tensor& master, const at::Tensor& view, std::int64_t index,
+                                        GradientNodes& known);
 
 }  // namespace dynswap

@@ -186,10 +186,10 @@ NodePtr GradientNodes::use_of(const NodePtr& shared, const at::Tensor& handed_ou
   return use;
 }
 
-Destination destination_of_all_uses(const at::Tensor& handed_out) {
+GradientTarget gradient_target_of_all_uses(const at::Tensor& handed_out) {
   const autograd::Edge own = autograd::impl::gradient_edge(handed_out);
   const auto* const use = dynamic_cast<const UseBackward*>(own.function.get());
-  return use == nullptr ? Destination{own, nullptr} : Destination{use->next_edge(0), use->owner()};
+  return use == nullptr ? GradientTarget{own, nullptr} : GradientTarget{use->next_edge(0), use->owner()};
 }
 
 }  // namespace dynswap

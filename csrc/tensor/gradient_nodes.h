@@ -180,7 +180,7 @@ class MeetingNode : public WeaklyKnownNode {
 };
 
 /// Where a gradient goes.
-struct Destination {
+struct GradientTarget {
   torch::autograd::Edge edge;
   std::shared_ptr<SharedNodeOwner> node;  ///< that of the edge, where it is shared; null: it is not ours
 };
@@ -222,6 +222,6 @@ class GradientNodes {
 };
 
 /// Where the gradients of all uses of a weight are added, of which `handed_out` is one.
-Destination destination_of_all_uses(const at::Tensor& handed_out);
+GradientTarget gradient_target_of_all_uses(const at::Tensor& handed_out);
 
 }  // namespace dynswap

@@ -58,7 +58,7 @@ def as_tree(given: Installable) -> nn.Module:
 
 
 def _instead_of(given: Any) -> str:
-    """Say what to pass instead of what holds no module, if that is known."""
+    """Return what an error says last: what to pass in place of an object without a module, if known."""
     if isinstance(given, type):
         return f". Make the model first: {given.__name__}(...)" if issubclass(given, nn.Module) else ""
     if isinstance(given, (str, PathLike)):

@@ -63,7 +63,7 @@ def _library_models(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _is(library: str, module: nn.Module) -> bool:
-    """Whether a module is a model of this library, which need not be imported for that."""
+    """Return whether a module is a model of this library, which need not be imported for that."""
     path, name = {
         "transformers": ("transformers.modeling_utils", "PreTrainedModel"),
         "diffusers": ("diffusers.models.modeling_utils", "ModelMixin"),

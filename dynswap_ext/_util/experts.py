@@ -56,7 +56,11 @@ def experts_of_modules(
     expert_of: dict[int, int] = {}
     for each in lists:
         for experts in _lists_in(each):
-            several = [one for one in experts.children() if id(one) in place_of and _has_masters(one)]
+            several = [
+                one
+                for one in experts.children()
+                if id(one) in place_of and any(map(own_masters, one.modules()))
+            ]
             for one in several if len(several) > 1 else ():
                 for part in one.modules():
                     expert_of.setdefault(id(part), place_of[id(one)])
@@ -67,7 +71,7 @@ def experts_of_modules(
 
 
 def experts_of_names(shapes: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, str]]:
-    """Return for names of weights what is an expert, as far as names and shapes tell.
+    """Return which of the named weights are experts, as far as names and shapes tell.
 
     For fused experts that is how many there are, for others the name of the expert, and else nothing.
     """
@@ -94,10 +98,6 @@ def _lists_in(modules: nn.Module) -> list[nn.Module]:
     """Return the innermost lists or dicts of modules in a list or dict; itself if it contains none."""
     lists = [child for child in modules.children() if isinstance(child, nn.ModuleList | nn.ModuleDict)]
     return [inner for each in lists for inner in _lists_in(each)] or [modules]
-
-
-def _has_masters(module: nn.Module) -> bool:
-    return any(own_masters(part) for part in module.modules())
 
 
 def _fused(module: nn.Module) -> int:

@@ -43,6 +43,10 @@ class Mapping(NamedTuple):
         same = (device, status.st_ino) == (self.device, self.inode)
         return Path(self.name) if same and os.access(self.name, os.R_OK) else None
 
+    def offset_of(self, address: int) -> int:
+        """Return where the byte at an address is in the file."""
+        return self.offset + address - self.begin
+
 
 def mappings() -> list[Mapping]:
     """Return the files that are mapped now, by address; none where the kernel has no list (not Linux)."""

@@ -107,9 +107,12 @@ def parse_fraction(text: str) -> Fraction | None:
         return None
 
 
-def format_bytes(amount: int) -> str:
-    """Write bytes as a person reads them: exact below 1 KiB, else with a binary unit."""
-    if amount < 1024:
+def format_bytes(given: float | None) -> str:
+    """Write bytes as a person reads them: exact below 1 KiB, else with a binary unit; a dash for None."""
+    if given is None:
+        return "-"
+    amount = round(given)
+    if abs(amount) < 1024:
         return f"{amount} byte" if amount == 1 else f"{amount} bytes"
     power = min(4, (amount.bit_length() - 1) // 10)
     return f"{amount / 1024**power:.4g} {'KMGT'[power - 1]}iB"
@@ -121,7 +124,7 @@ def exact_bytes(amount: int) -> str:
 
 
 def first_budget(device: torch.device) -> int:
-    """Return the bytes to begin with, while it is not known what the activations take."""
+    """Return the bytes of an automatic budget until the activations have been measured."""
     return max(1, int(_FIRST_SHARE * free_bytes(device)))
 
 
@@ -155,7 +158,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 class _MemoryStatus(ctypes.Structure):
-    """MEMORYSTATUSEX of Windows."""
+    """The structure MEMORYSTATUSEX of Windows."""
 
     ullTotalPhys: int
     ullAvailPhys: int

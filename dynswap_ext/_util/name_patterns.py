@@ -14,12 +14,12 @@ _PLACE: Final = re.compile(r"\[(\d+)\]$")
 
 
 def key_of(name: str) -> tuple[str | None, ...]:
-    """Return what is common to names that differ in their numbers alone."""
+    """Return a key that is equal for names which differ in their numbers alone."""
     return tuple(None if word.isdecimal() else _PLACE.sub("[]", word) for word in name.split("."))
 
 
 def pattern_of(names: Sequence[str], most: int | None = None) -> str:
-    """One name for names of one key, such as ``layers.{0..31}.weight``.
+    """Return one name for names of one key, such as ``layers.{0..31}.weight``.
 
     Where numbers have more than `most` ranges, only the ends are named, as in ``layers.{0…31}.weight``.
     """

@@ -42,7 +42,7 @@ def check_option_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
             if name not in known:
                 raise TypeError(
                     f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
-                    f"{_meant(name, known)}"
+                    + (did_you_mean(name, known) or f"; expected one of {', '.join(known)}")
                 )
         if unnamed is not None and len(args) > unnamed:
             raise TypeError(
@@ -52,10 +52,6 @@ def check_option_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return function(*args, **kwargs)
 
     return checked
-
-
-def _meant(given: str, known: Collection[str]) -> str:
-    return did_you_mean(given, known) or f"; expected one of {', '.join(known)}"
 
 
 def _named(given: object, options: Collection[str]) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from dynswap_ext._util.name_patterns import wrapped
+
 #: Characters in a line where no terminal limits them.
 _UNBROKEN: Final = 10_000
 #: What is never shortened: a number, with a unit or a sign, or a shape.
@@ -65,11 +67,12 @@ def plain_table(
     *,
     right: Iterable[str] = (),
     optional: Sequence[str] = (),
+    folded: Container[str] = (),
     bold: Container[int] = (),
 ) -> Any:
     """Make a table whose rows are one line each, in as many characters as there are.
 
-    Long texts are shortened in the middle, figures never. Brackets in texts are no markup.
+    Long texts are shortened in the middle or folded, figures never. Brackets in texts are no markup.
 
     Parameters
     ----------
@@ -79,10 +82,12 @@ def plain_table(
         Columns that are aligned to the right.
     optional
         Columns that are left out if there is no room for all, the first of them first.
+    folded
+        Columns whose long texts go on in further lines of the row.
     bold
         The numbers of the rows in bold.
     """
-    return _Table(tuple(columns), tuple(map(tuple, rows)), frozenset(right), tuple(optional), bold)
+    return _Table(tuple(columns), tuple(map(tuple, rows)), frozenset(right), tuple(optional), folded, bold)
 
 
 @dataclass(frozen=True)
@@ -91,6 +96,7 @@ class _Table:
     rows: tuple[tuple[str, ...], ...]
     right: frozenset[str]
     optional: tuple[str, ...]
+    folded: Container[str]
     bold: Container[int]
 
     def __rich_console__(self, console: Any, options: Any) -> Iterable[Any]:
@@ -104,8 +110,11 @@ class _Table:
             made.add_column(Text(name), justify="right" if name in self.right else "left", no_wrap=True)
         for number, row in enumerate(self.rows):
             cells = dict(zip(self.columns, row, strict=True))
-            texts = [Text(shortened(cells[name], width)) for name, width in widths.items()]
-            made.add_row(*texts, style="bold" if number in self.bold else "")
+            texts = (
+                (wrapped if name in self.folded else shortened)(cells[name], width)
+                for name, width in widths.items()
+            )
+            made.add_row(*map(Text, texts), style="bold" if number in self.bold else "")
         yield made
 
     def _widths(self, room: int) -> tuple[dict[str, int], int]:

@@ -22,6 +22,7 @@ from dynswap_ext._util.option_names import did_you_mean
 from dynswap_ext.errors import ConfigError
 
 _TIMES: Final = {"min": 60.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6}
+_SHOWN_TIMES: Final = (("s", 1.0), ("ms", 1e-3))
 _THROUGHPUTS: Final = {
     f"{prefix}flop{ending}": 1000.0**power
     for power, prefix in enumerate(("", *"kmgtp"))
@@ -96,11 +97,6 @@ def show_budget(budget: int | str | None, *, automatic: bool = False) -> str:
     return f"{AUTO} ({amount})" if automatic else amount
 
 
-def show_bytes(size: float | None) -> str:
-    """Write a size with a binary unit; a dash for None."""
-    return "-" if size is None else format_bytes(round(size))
-
-
 def show_rate(rate: float, unit: str) -> str:
     """Write a rate with a decimal prefix, such as 25 GB/s."""
     power = min(5, max(0, int(math.log10(rate) // 3))) if rate > 0 else 0
@@ -111,19 +107,13 @@ def show_seconds(seconds: float | None) -> str:
     """Write a time as 1.234 s, 12.3 ms or 4.5 us; a dash for None."""
     if seconds is None:
         return "-"
-    if seconds >= 1:
-        return f"{seconds:.3f} s"
-    return f"{seconds * 1e3:.1f} ms" if seconds >= 1e-4 or seconds <= 0 else f"{seconds * 1e6:.1f} us"
+    unit, size = next((found for found in _SHOWN_TIMES if seconds >= found[1]), ("us", 1e-6))
+    return f"{seconds / size:.4g} {unit}" if seconds < 1000 else f"{seconds:.0f} s"
 
 
 def show_ns(ns: int) -> str:
     """Write nanoseconds as 1.3 s, 12 ms or 830 us; a dash for nothing."""
-    if ns <= 0:
-        return "-"
-    for unit, size in (("s", 10**9), ("ms", 10**6)):
-        if ns >= size * 0.9995:
-            return f"{ns / size:.3g} {unit}" if ns < 1000 * size else f"{ns / size:.0f} {unit}"
-    return f"{ns / 1000:.3g} us"
+    return show_seconds(ns / 1e9 if ns > 0 else None)
 
 
 def parse_bandwidth(text: str) -> float:

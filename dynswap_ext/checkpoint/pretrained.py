@@ -13,7 +13,7 @@ from torch import nn
 from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import format_bytes
-from dynswap_ext._util.own_masters import own_masters
+from dynswap_ext._util.places import mapping_of, stored_bytes
 from dynswap_ext._util.units import parse_dtype
 from dynswap_ext._util.warn import warn
 from dynswap_ext.checkpoint.loading.assembly import MappedFusion
@@ -140,19 +140,17 @@ def _refuse_options_of_install(options: Mapping[str, Any]) -> None:
 def _warn_of_copies(model: nn.Module, path: str) -> None:
     """Warn if more than a sixteenth of a model's bytes are in memory and not mapped."""
     mappings = FileMappings()
-    masters = {id(master): (name, master) for name, master in _named_masters(model)}
+    masters = [*model.named_parameters(), *model.named_buffers()]
     in_memory = [
-        (name, master)
-        for name, master in masters.values()
-        if master.device.type == "cpu" and not _is_mapped(master, mappings)
+        (name, master) for name, master in masters if master.is_cpu and not mapping_of(master, mappings)
     ]
-    every, copied = (sum(_nbytes(master) for _, master in found) for found in (masters.values(), in_memory))
+    every, copied = (sum(stored_bytes(master) for _, master in found) for found in (masters, in_memory))
     if copied <= every * _UNREPORTED:
         return
     kinds: dict[str, int] = {}
     for name, master in in_memory:
         kind = re.sub(r"\.\d+\.", ".*.", name)
-        kinds[kind] = kinds.get(kind, 0) + _nbytes(master)
+        kinds[kind] = kinds.get(kind, 0) + stored_bytes(master)
     largest = sorted(kinds.items(), key=lambda kind: -kind[1])
     names = listed([f"{kind} ({format_bytes(nbytes)})" for kind, nbytes in largest], 3)
     warn(
@@ -160,31 +158,3 @@ def _warn_of_copies(model: nn.Module, path: str) -> None:
         f"{names}. They were cast to another dtype, quantised, or rearranged as mapping cannot do. "
         "If they were cast, leave dtype out here and pass it to install(), which casts weights on the way"
     )
-
-
-def _named_masters(model: nn.Module) -> list[tuple[str, torch.Tensor]]:
-    """Return masters with their names; for quantised ones, the tensors that they wrap."""
-    return [
-        found
-        for path, module in model.named_modules()
-        for name, master, _ in own_masters(module)
-        for found in _unwrapped(f"{path}.{name}" if path else name, master)
-    ]
-
-
-def _unwrapped(name: str, master: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
-    if not hasattr(master, "__tensor_flatten__"):
-        return [(name, master)]
-    inner = ((one, getattr(master, one)) for one in master.__tensor_flatten__()[0])
-    return [found for one, tensor in inner for found in _unwrapped(f"{name}.{one}", tensor)]
-
-
-def _is_mapped(master: torch.Tensor, mappings: FileMappings) -> bool:
-    try:
-        return bool(mappings.overlapping(master.data_ptr(), master.nbytes))
-    except (RuntimeError, NotImplementedError):
-        return True  # a class that shows no address: not ours to judge
-
-
-def _nbytes(master: torch.Tensor) -> int:
-    return master.numel() * master.element_size()

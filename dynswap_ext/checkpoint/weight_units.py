@@ -68,9 +68,9 @@ def units_of(entries: Mapping[str, Entry], *, fuses: bool = False) -> list[Unit]
                 units.append(Unit((), at_once=False, by_use=True))  # in its place; filled below
             single[expert] += names
         elif whole:
-            units.append(Unit(tuple(_whole(name, entries[name]) for name in whole), at_once, by_use=False))
+            units.append(Unit(tuple(whole_of(name, entries[name]) for name in whole), at_once, by_use=False))
         for number in range(experts[slices[0]][0]) if slices else ():
-            parts = tuple(_slice(name, entries[name], number) for name in slices)
+            parts = tuple(slice_of(name, entries[name], number) for name in slices)
             units.append(Unit(parts, at_once=False, by_use=True))
     filled = iter(single.values())
     return [unit if unit.weights else _expert(next(filled), entries, fuses=fuses) for unit in units]
@@ -106,18 +106,20 @@ def library_config(files: Sequence[Path]) -> Mapping[str, Any]:
     return {}
 
 
-def _whole(name: str, entry: Entry) -> StoredWeight:
+def whole_of(name: str, entry: Entry) -> StoredWeight:
+    """Return an entry as one weight."""
     return StoredWeight(name, entry, entry.nbytes, Size(entry.shape).numel(), entry.offset)
 
 
-def _slice(name: str, entry: Entry, number: int) -> StoredWeight:
+def slice_of(name: str, entry: Entry, number: int) -> StoredWeight:
+    """Return one of the experts that are fused in an entry."""
     nbytes = entry.nbytes // entry.shape[0]
     offset = None if entry.offset is None else entry.offset + number * nbytes
     return StoredWeight(f"{name}[{number}]", entry, nbytes, Size(entry.shape[1:]).numel(), offset)
 
 
 def _expert(names: Sequence[str], entries: Mapping[str, Entry], *, fuses: bool) -> Unit:
-    fused = _fused(names, entries) if fuses else (_whole(name, entries[name]) for name in names)
+    fused = _fused(names, entries) if fuses else (whole_of(name, entries[name]) for name in names)
     return Unit(tuple(fused), at_once=False, by_use=True)
 
 
@@ -132,7 +134,7 @@ def _fused(names: Sequence[str], entries: Mapping[str, Entry]) -> Iterator[Store
     for name in names:
         if name in partners.values():
             continue
-        weight = _whole(name, entries[name])
+        weight = whole_of(name, entries[name])
         if name in partners:
             other = entries[partners[name]]
             both = f"{name}, {partners[name].rpartition('.')[0].rpartition('.')[2]}"

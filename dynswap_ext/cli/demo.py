@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
 from typing import Any
-
-from dynswap_ext._util.written_files import check_folder, explained
 
 
 def add_to(commands: Any) -> None:
@@ -21,7 +18,7 @@ def add_to(commands: Any) -> None:
     add = demo.add_argument
     add("--size", default="1.5GB", help="size of the checkpoint (default: %(default)s)")
     add("--budget", metavar="SIZE", help="device memory for weights: 384MiB, or minimum")
-    add("--share", help="the same as a share of the model (default: 1/4; with --text 3/4)")
+    add("--share", help="the same as a share of the model (default: 1/4)")
     add("--prefetch", type=int, default=2, help="groups of weights to copy ahead (default: %(default)s)")
     add("--device", help="cpu, cuda, xpu, ... (default: the accelerator if there is one, else cpu)")
     add("--dtype", help="compute dtype (default: float32 on the CPU, bfloat16 elsewhere)")
@@ -31,33 +28,11 @@ def add_to(commands: Any) -> None:
     add("--source", choices=("file", "ram"), help="where masters are (default: file on the CPU, else ram)")
     add("--folder", help="where the checkpoint is written (default: the user's cache folder)")
     add("--keep", action="store_true", help="keep the checkpoint, and use it again the next time")
-    add("--json", metavar="FILE", type=Path, help="write what was measured there too")
-    add(
-        "--text",
-        nargs="+",
-        action="extend",
-        metavar="SENTENCE",
-        help="embed sentences with all-MiniLM-L6-v2 instead, resident and streamed",
-    )
 
 
 def _demo(options: argparse.Namespace) -> int:
-    from rich.console import Console
-
-    console = Console()
-    if options.text:
-        from dynswap_ext.demo.text import run_text
-
-        where = {name: getattr(options, name) for name in ("device", "budget", "share", "prefetch")}
-        return 0 if run_text(options.text, console, **where).bit_equal else 1
-
     from dynswap_ext.demo.compare import run_demo, show
 
-    if options.json:
-        check_folder(options.json, "record")  # before anything is measured
-    result = run_demo(options, console)
-    show(result, console)
-    if options.json:
-        with explained(options.json):
-            options.json.write_text(result.to_json() + "\n")
+    result = run_demo(options)
+    show(result)
     return 1 if result.differing else 0

@@ -14,21 +14,18 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from rich.console import Console
 from rich.text import Text
 from torch import nn
 
 from dynswap_ext import config, planning
-from dynswap_ext._util.figure import check_path
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import MINIMUM, exact_bytes, format_bytes
-from dynswap_ext._util.tables import facts_grid, plain_table
-from dynswap_ext._util.units import parse_dtype, parse_seconds, show_bytes, show_rate, show_seconds
+from dynswap_ext._util.pictures import check_path
+from dynswap_ext._util.tables import facts_grid, plain_table, write
+from dynswap_ext._util.units import parse_dtype, parse_seconds, show_rate, show_seconds
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.planning import Machine, Plan, PlannedWeight, Prediction
 
-#: Of a table that is written to a file or a pipe, which have no width of their own.
-_WIDTH: Final = 100
 #: A larger budget is called slower than a smaller one if its pass takes more than so many times as long.
 _SLOWER: Final = 1.01
 _TITLES: Final = (
@@ -263,8 +260,6 @@ def _print(plan: Plan, case: _Case, dtype: str | None, notes: Sequence[str]) -> 
         ("bandwidth", f"{show_rate(plan.bandwidth, 'B/s')} ({case.bandwidth_from}), {latency}"),
         ("compute", case.compute),
     ]
-    console = Console(width=None if sys.stdout.isatty() else _WIDTH)
-    console.print(facts_grid(facts))
     rows = []
     for prediction in plan.predictions:
         share = f"{prediction.budget / plan.all:.0%}" if prediction.budget < plan.all else "all"
@@ -277,7 +272,7 @@ def _print(plan: Plan, case: _Case, dtype: str | None, notes: Sequence[str]) -> 
                 format_bytes(prediction.budget),
                 share,
                 f"{prediction.resident_share:.0%}",
-                show_bytes(prediction.moved_bytes or None),
+                format_bytes(prediction.moved_bytes or None),
                 show_seconds(prediction.seconds),
                 show_seconds(prediction.limit_seconds),
                 f"{prediction.to_limit:.2f}",
@@ -287,11 +282,9 @@ def _print(plan: Plan, case: _Case, dtype: str | None, notes: Sequence[str]) -> 
             )
         )
     asked = {place for place, prediction in enumerate(plan.predictions) if prediction.budget in plan.asked}
-    console.print(plain_table(_TITLES, rows, right=_TITLES, optional=_LEFT_OUT, bold=asked))
-    for line in _conclusions(plan):
-        console.print(Text(line))
-    for note in notes:
-        console.print(Text(note, style="dim"))
+    table = plain_table(_TITLES, rows, right=_TITLES, optional=_LEFT_OUT, bold=asked)
+    dimmed = (Text(note, style="dim") for note in notes)
+    write(facts_grid(facts), table, *map(Text, _conclusions(plan)), *dimmed)
 
 
 def _times(factor: float) -> str:
@@ -357,7 +350,7 @@ def _sentence(prediction: Prediction) -> str:
         tail = "compute is longer than the copies in all, but not everywhere: some groups arrive late"
     slower = prediction.to_resident
     than = "" if math.isinf(slower) else f", {_times(slower)} x all resident"
-    moved, seconds = show_bytes(prediction.moved_bytes), show_seconds(prediction.seconds)
+    moved, seconds = format_bytes(prediction.moved_bytes), show_seconds(prediction.seconds)
     share = f"{prediction.resident_share:.0%} of the weights resident"
     return f"{share}, {moved} moved, {seconds} a pass{than}; {tail}."
 

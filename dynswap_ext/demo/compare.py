@@ -4,26 +4,23 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import statistics
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
-from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 
-from dynswap_ext._util.tables import facts_grid
+from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.tables import facts_grid, plain_table, write
 from dynswap_ext._util.units import (
     parse_dtype,
     parse_run_budget,
     parse_size,
     show_budget,
-    show_bytes,
     show_seconds,
 )
 from dynswap_ext.config import resolve
@@ -39,7 +36,7 @@ _TOKENS_ON_ACCELERATORS: Final = 4096
 
 @dataclass(frozen=True)
 class DemoResult:
-    """What was measured, for the table and for programs."""
+    """What was measured."""
 
     job: Job  #: of the installed model
     device: str
@@ -65,13 +62,8 @@ class DemoResult:
         moved = installed.moved_bytes_per_pass or 0.0
         return max(compute, min(moved / self.bandwidth, *installed.seconds))
 
-    def to_json(self) -> str:
-        """Return everything, and what follows from it."""
-        derived = {"differing": self.differing, "limit_seconds": self.limit_seconds}
-        return json.dumps({**dataclasses.asdict(self), **derived}, indent=2, default=str)
 
-
-def run_demo(options: argparse.Namespace, console: Console) -> DemoResult:
+def run_demo(options: argparse.Namespace) -> DemoResult:
     """Write the checkpoint and run every baseline, with the options of the command line."""
     device = resolve(device=options.device).device
     cpu = device.type == "cpu"
@@ -80,13 +72,12 @@ def run_demo(options: argparse.Namespace, console: Console) -> DemoResult:
     config = config_for(parse_size(options.size), stored)
     if options.passes < 1 or options.prefetch < 0 or (options.tokens is not None and options.tokens < 1):
         raise ConfigError("passes is at least 1, prefetch at least 0, tokens is at least 1")
-    model_bytes = config.parameters * dtype.itemsize
-    budget = parse_run_budget(options.budget, options.share, model_bytes, model_bytes // 4)
+    on_device = config.parameters * dtype.itemsize
+    budget = parse_run_budget(options.budget, options.share, on_device, on_device // 4)
 
     folder = Path(options.folder) if options.folder else cache_folder()
-    if not console.is_terminal:  # where there is no progress bar
-        size = show_bytes(config.parameters * stored.itemsize)
-        console.print(f"preparing a checkpoint of {size} in {folder} ...")
+    model_bytes = config.parameters * stored.itemsize
+    print(f"preparing a checkpoint of {format_bytes(model_bytes)} in {folder} ...", flush=True)
     with checkpoint_file(folder, config, stored, keep=options.keep, progress=True) as path:
         job = Job(
             baseline=INSTALLED,
@@ -103,68 +94,51 @@ def run_demo(options: argparse.Namespace, console: Console) -> DemoResult:
         bandwidth, kind = partial(disk_bandwidth, path), "sequential direct reads of the same file"
         if job.in_memory and not cpu:
             bandwidth, kind = partial(pinned_bandwidth, device), "copies from pinned memory"
-        with _stage("measuring the bandwidth of copies", console):
-            readings = [bandwidth()]
+        print("measuring the bandwidth of copies ...", flush=True)
+        readings = [bandwidth()]
         outcomes: dict[str, Outcome] = {}
         for name in BASELINES:
-            with _stage(f"{name}: {job.warm_up + job.passes} passes", console):
-                outcomes[name] = run_apart(dataclasses.replace(job, baseline=name))
+            print(f"{name}: {job.warm_up + job.passes} passes ...", flush=True)
+            outcomes[name] = run_apart(dataclasses.replace(job, baseline=name))
             if name == INSTALLED:
                 readings.append(bandwidth())  # disks of shared machines change their pace: take both sides
-    model_bytes = config.parameters * stored.itemsize
     return DemoResult(job, device_name(device), model_bytes, max(readings), kind, outcomes)
 
 
-@contextmanager
-def _stage(what: str, console: Console) -> Iterator[None]:
-    """Show what is under way: on a terminal while it is, elsewhere as a line."""
-    if console.is_terminal:
-        with console.status(what):
-            yield
-        return
-    console.print(f"{what} ...")
-    yield
-
-
-def show(result: DemoResult, console: Console) -> None:
+def show(result: DemoResult) -> None:
     """Print the facts of the run, the table, and what follows from it."""
     job, config, outcomes = result.job, result.job.config, result.outcomes
     masters = "RAM" if job.in_memory else "mapped from the file"
     share = f" ({job.budget / result.model_bytes:.0%} of the file)" if isinstance(job.budget, int) else ""
     facts = {
         "model": f"decoder, {config.layers} layers of width {config.hidden}, "
-        f"{config.parameters / 1e6:.0f} M parameters, {show_bytes(result.model_bytes)}; masters: {masters}",
+        f"{config.parameters / 1e6:.0f} M parameters, {format_bytes(result.model_bytes)}; masters: {masters}",
         "device": result.device,
         "budget": f"{show_budget(job.budget)}{share}, prefetch {job.prefetch}",
-        "bandwidth": f"{show_bytes(result.bandwidth)}/s ({result.bandwidth_kind}, measured in this run)",
+        "bandwidth": f"{format_bytes(result.bandwidth)}/s ({result.bandwidth_kind}, measured in this run)",
     }
-    console.print(facts_grid(facts.items()))
-    console.print(_table(result))
     where = "resident set" if result.device.startswith("cpu") else "allocated on the device"
-    console.print(
+    lines = [
         "classic hook: a Python __getattr__ that calls .to() at each access. "
         "limit: max(fastest pass of any, bytes moved by dynswap / bandwidth). "
         f"Peak memory: {where}, above the start of the run."
-    )
+    ]
     if not job.in_memory:
-        console.print(
+        lines.append(
             f"All but {RESIDENT} begin each pass with none of the file in the page cache, as on a machine "
             "whose memory it does not fit."
         )
     if outcomes[INSTALLED].provider != "native":
-        console.print("[yellow]The native extension is not active; `dynswap info` says why.")
+        lines.append("The native extension is not active; `dynswap info` says why.")
     if result.differing:
-        console.print(f"[bold red]Outputs differ from the resident model's: {', '.join(result.differing)}")
+        lines.append(f"Outputs differ from the resident model's: {', '.join(result.differing)}")
+    write(facts_grid(facts.items()), _table(result), *map(Text, lines))
 
 
-def _table(result: DemoResult) -> Table:
-    table = Table()
-    table.add_column("", no_wrap=True)
-    for name, outcome in result.outcomes.items():
-        detail = f"\n({outcome.provider}, {outcome.backend})" if name == INSTALLED else ""
-        table.add_column(name + detail, justify="right", style="bold" if name == INSTALLED else "")
-    table.add_column("limit", justify="right")
-
+def _table(result: DemoResult) -> Any:
+    installed = result.outcomes[INSTALLED]
+    ours = f"{INSTALLED}\n({installed.provider}, {installed.backend})"
+    names = [ours if name == INSTALLED else name for name in result.outcomes]
     limit = result.limit_seconds
     rows: dict[str, Callable[[Outcome], str]] = {
         "time a pass": lambda o: show_seconds(statistics.median(o.seconds)),
@@ -172,13 +146,12 @@ def _table(result: DemoResult) -> Table:
         "  slowest": lambda o: show_seconds(max(o.seconds)),
         "  of the limit": lambda o: f"{statistics.median(o.seconds) / limit:.2f}x",
         "stalls a pass": lambda o: show_seconds(o.stall_seconds_per_pass),
-        "peak memory": lambda o: show_bytes(o.peak_bytes),
-        "moved a pass": lambda o: show_bytes(o.moved_bytes_per_pass),
-        "from disk a pass": lambda o: show_bytes(o.disk_bytes_per_pass),
+        "peak memory": lambda o: format_bytes(o.peak_bytes),
+        "moved a pass": lambda o: format_bytes(o.moved_bytes_per_pass),
+        "from disk a pass": lambda o: format_bytes(o.disk_bytes_per_pass),
     }
-    for title, cell in rows.items():
-        at_limit = show_seconds(limit) if title == "time a pass" else ""
-        table.add_row(title, *map(cell, result.outcomes.values()), at_limit)
-    equal = ["[red]differ" if name in result.differing else "bit-equal" for name in result.outcomes]
-    table.add_row("outputs", "reference", *equal[1:], "")
-    return table
+    cells = [[title, *map(cell, result.outcomes.values()), ""] for title, cell in rows.items()]
+    cells[0][-1] = show_seconds(limit)
+    equal = ["differ" if name in result.differing else "bit-equal" for name in result.outcomes]
+    cells.append(["outputs", "reference", *equal[1:], ""])
+    return plain_table(["", *names, "limit"], cells, right=[*names, "limit"])

@@ -28,15 +28,13 @@ from dynswap_ext.errors import DynswapError
 #: All weights on the device; dynswap_ext; the classic hook.
 RESIDENT, INSTALLED, HOOK = "resident", "dynswap", "classic hook"
 BASELINES: Final = (RESIDENT, INSTALLED, HOOK)
-#: dynswap_ext without its extension, which the benchmarks measure too.
-PYTHON: Final = "pure Python"
 
 
 @dataclass(frozen=True)
 class Job:
     """Settings of one timed run; each has a process of its own."""
 
-    baseline: str  #: one of `BASELINES`, or `PYTHON`
+    baseline: str  #: one of `BASELINES`
     checkpoint: Path
     config: DecoderConfig
     budget: int | str  #: bytes, or "minimum"
@@ -47,6 +45,7 @@ class Job:
     warm_up: int = 2  #: passes before them: the first learns the order, the second begins with a full ring
     prefetch: int = 2
     in_memory: bool = False  #: masters are copied to RAM first, instead of being mapped from the file
+    provider: str = "auto"  #: of the install
 
 
 @dataclass(frozen=True)
@@ -142,7 +141,7 @@ def _prepare(model: nn.Module, job: Job, device: torch.device) -> dynswap_ext.Ha
         prefetch=job.prefetch,
         budget=job.budget,
         page_cache=False,  # a model that does not fit the memory does not fit the cache either
-        provider="python" if job.baseline == PYTHON else "auto",
+        provider=job.provider,
     )
 
 

@@ -59,7 +59,7 @@ class Inputs:
         return cls(*arguments(made, kwargs, "input_size"), made_up=True)
 
     def run(self, root: nn.Module) -> None:
-        """Run the forward."""
+        """Call the model with these inputs."""
         try:
             root(*self.args, **self.kwargs)
         except Exception as error:

@@ -4,32 +4,19 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynswap_ext._swap.state import is_scripted, modules_of, session_of
-from dynswap_ext._swap.subclasses import inner_names
-from dynswap_ext._util.file_mappings import FileMappings
+from dynswap_ext._util.file_mappings import FileMappings, Mapping
 from dynswap_ext._util.own_masters import own_masters
+from dynswap_ext._util.places import mapping_of, parts_of, stored_bytes
 from dynswap_ext.errors import ConfigError
-
-_COMPRESSED_ROWS: Final = ("crow_indices", "col_indices", "values")
-_COMPRESSED_COLUMNS: Final = ("ccol_indices", "row_indices", "values")
-#: Methods that return the parts of a sparse tensor. Of oneDNN's layout only the library knows the bytes.
-_SPARSE_PARTS: Final = {
-    torch.sparse_coo: ("_indices", "_values"),
-    torch.sparse_csr: _COMPRESSED_ROWS,
-    torch.sparse_bsr: _COMPRESSED_ROWS,
-    torch.sparse_csc: _COMPRESSED_COLUMNS,
-    torch.sparse_bsc: _COMPRESSED_COLUMNS,
-}
 
 
 @dataclass(frozen=True)
@@ -146,61 +133,35 @@ def weights_of(nodes: Iterable[Node]) -> dict[int, list[WeightLocation]]:
             full = f"{path}.{name}" if path else name
             first_name, _ = first.setdefault(id(master), (full, master))
             made = not isinstance(master, UninitializedTensorMixin)
-            place, file = _place(master, mappings) if made else ("not made yet", None)
+            mapping = mapping_of(master, mappings) if made else None
             own.append(
                 WeightLocation(
                     name=full,
                     shape=tuple(master.shape) if made else None,
                     dtype=master.dtype,
                     elements=master.numel() if made else 0,
-                    nbytes=_stored_bytes(master) if made else 0,
+                    nbytes=stored_bytes(master) if made else 0,
                     is_parameter=is_parameter,
                     trainable=is_parameter and master.requires_grad,
                     tied_to=None if first_name == full else first_name,
-                    place=place,
+                    place=_place(master, mapping) if made else "not made yet",
                     device=master.device,
-                    file=file,
+                    file=mapping.path if mapping else None,
                     served=services.get(name),
                 )
             )
     return found
 
 
-def _place(master: torch.Tensor, mappings: FileMappings) -> tuple[str, Path | None]:
+def _place(master: torch.Tensor, mapping: Mapping | None) -> str:
     if master.device.type != "cpu":
-        return ("meta" if master.device.type == "meta" else "device"), None
-    inner = inner_names(master)
-    if inner:
-        return _place(getattr(master, inner[0]), mappings)
+        return "meta" if master.device.type == "meta" else "device"
+    if mapping is not None:
+        return "file"
+    part = next(parts_of(master), master)
     try:
-        mapped = mappings.overlapping(master.data_ptr(), max(master.nbytes, 1))
-        if mapped:
-            return "file", mapped[0].path
-        if master.is_pinned():
-            return "pinned RAM", None
-        shared = master.is_shared()  # type: ignore[no-untyped-call]
-        return ("shared RAM" if shared else "RAM"), None
+        if part.is_pinned():
+            return "pinned RAM"
+        return "shared RAM" if part.is_shared() else "RAM"  # type: ignore[no-untyped-call]
     except (NotImplementedError, RuntimeError):
-        return "RAM", None  # a class that shows no address
-
-
-def _stored_bytes(master: torch.Tensor) -> int:
-    inner = inner_names(master)
-    if inner:
-        return sum(_stored_bytes(getattr(master, name)) for name in inner)
-    if master.layout is torch.strided:
-        return master.numel() * master.element_size()  # a view of a larger storage has its own bytes
-    return sum(storage.nbytes() for storage in storages_of(master))
-
-
-def storages_of(tensor: torch.Tensor) -> Iterator[torch.UntypedStorage]:
-    """Yield what holds a tensor's bytes: its storage, or those of the parts of a wrapper or sparse tensor."""
-    if is_traceable_wrapper_subclass(tensor):
-        for name in tensor.__tensor_flatten__()[0]:
-            yield from storages_of(getattr(tensor, name))
-    elif tensor.layout is torch.strided:
-        with suppress(NotImplementedError, RuntimeError):  # a wrapper that does not say what it wraps
-            yield tensor.untyped_storage()
-    else:
-        for method in _SPARSE_PARTS.get(tensor.layout, ()):
-            yield from storages_of(getattr(tensor, method)())
+        return "RAM"  # a class that shows no address

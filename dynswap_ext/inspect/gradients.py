@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.nn.parameter import UninitializedTensorMixin  # type: ignore[attr-defined]
 
-from dynswap_ext._util.figure import BLACK, BLUE, GREY, ORANGE, RED, figure, save, style
 from dynswap_ext._util.listing import listed
+from dynswap_ext._util.pictures import BLACK, BLUE, GREY, ORANGE, RED, new_picture, save, style
 from dynswap_ext._util.tables import Printable, facts_grid, plain_table, shape_text, shortened
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.inspect._model import root_of
@@ -263,7 +263,7 @@ def _draw(gradients: Sequence[Gradient], path: str | PathLike[str], title: str) 
     count = len(gradients)
     names = [shortened(gradient.name, _LETTERS) for gradient in gradients]
     width = min(20.0, max(6.0, 2.5 + 0.24 * min(count, _NAMES)))
-    drawn = figure(width, 4.5 + 0.07 * max(map(len, names)))  # as much below the axes as the names take
+    drawn = new_picture(width, 4.5 + 0.07 * max(map(len, names)))  # as much below the axes as the names take
     axes = drawn.subplots()
     style(axes)
     # The maximum broader and below, so that it shows where both are the same.

@@ -18,11 +18,12 @@ from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.modes import SeesInstalls
 from dynswap_ext._util.option_names import check_option_names
+from dynswap_ext._util.places import storages_of
 from dynswap_ext._util.tables import Printable, facts_grid, plain_table
 from dynswap_ext.config import resolve
 from dynswap_ext.inspect._forward import Call, isolated_forward, tensors_in, watched
 from dynswap_ext.inspect._inputs import Inputs, Sizes
-from dynswap_ext.inspect._model import Node, computes_on, root_of, storages_of, walk, weights_of
+from dynswap_ext.inspect._model import Node, computes_on, root_of, walk, weights_of
 
 
 @dataclass(frozen=True, repr=False)
@@ -56,23 +57,20 @@ class MemoryProfile(Printable):
         return f"<MemoryProfile on {self.device}: {len(self.calls)} calls, peak {self._peak()}>"
 
     def _peak(self) -> str:
-        return f"{_amount(self.peak_bytes)} over {_amount(self.base_bytes)}"
+        return f"{format_bytes(self.peak_bytes)} over {format_bytes(self.base_bytes)}"
 
     def _parts(self) -> tuple[Any, ...]:
         numbers = ("before", "after", "kept", "peak")
         rows = []
         for call in self.calls:
             name = f"{call.path}: {call.class_name}" if call.path else call.class_name
-            rows.append(["  " * call.depth + name, *(_amount(getattr(call, number)) for number in numbers)])
+            rows.append(
+                ["  " * call.depth + name, *(format_bytes(getattr(call, number)) for number in numbers)]
+            )
         facts = [("peak", f"{self._peak()} on {self.device}"), ("measured by", self.measured)]
         if self.not_called:
             facts.append(("not called", listed(self.not_called, 10)))
         return plain_table(["call", *numbers], rows, right=numbers), facts_grid(facts)
-
-
-def _amount(size: int) -> str:
-    """Write bytes, which may be fewer than there were before."""
-    return f"-{format_bytes(-size)}" if size < 0 else format_bytes(size)
 
 
 @check_option_names

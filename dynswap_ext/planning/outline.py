@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import nn
 
-from dynswap_ext._util.units import show_bytes
+from dynswap_ext._util.memory import format_bytes
 from dynswap_ext.checkpoint import init_empty
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.formats.common import content_of
@@ -28,9 +28,9 @@ from dynswap_ext.planning.weights import (
     Kind,
     Outline,
     PlannedWeight,
-    cast_bytes,
     multiplied,
     outline_of_model,
+    planned,
 )
 
 #: How models call tables that rows are looked up in: the module's name, the last word before ".weight".
@@ -224,34 +224,19 @@ def outline_of_checkpoint(
     units = units_of(entries, fuses=bool(config))
     if by_name:
         units.sort(key=lambda unit: min(_natural(weight.name) for weight in unit.weights))
-    planned = []
+    weights = []
     for number, unit in enumerate(units):
         norm = all(len(weight.entry.shape) < 2 for weight in unit.weights)
         for weight in unit.weights:
-            entry, nbytes, cast = weight.entry, weight.nbytes, False
-            moved = nbytes
-            if not entry.encoding:  # encoded ones stream as stored; the operation that uses them decodes
-                nbytes, moved = cast_bytes(nbytes, weight.elements, entry.dtype, dtype, disk=disk)
-                cast = dtype not in (None, entry.dtype) and entry.dtype.is_floating_point
-            planned.append(
-                PlannedWeight(
-                    weight.name,
-                    nbytes,
-                    moved,
-                    number,
-                    _kind(weight.name, entry, norm=norm),
-                    weight.elements,
-                    at_once=unit.at_once,
-                    place=weight.place(cast=cast) if disk else None,
-                    by_use=float(unit.by_use),
-                )
-            )
+            kind, by_use = _kind(weight.name, weight.entry, norm=norm), float(unit.by_use)
+            options: dict[str, Any] = {"dtype": dtype, "disk": disk, "at_once": unit.at_once}
+            weights.append(planned(weight, number, kind=kind, by_use=by_use, **options))
     text = config.get("text_config")
-    weights, notes = _routed(planned, text if isinstance(text, dict) else config)
+    routed, notes = _routed(weights, text if isinstance(text, dict) else config)
     stored = sum(entry.nbytes for entry in entries.values())
-    title = f"{Path(path)}: {checkpoint.format}, {len(entries)} weights, {show_bytes(stored)} in the file"
+    title = f"{Path(path)}: {checkpoint.format}, {len(entries)} weights, {format_bytes(stored)} in the file"
     order = "by name, with numbers in numeric order" if by_name else "as in the file"
-    return Outline(title, tuple(weights), order, tuple(notes), checkpoint.files, *_rows(entries))
+    return Outline(title, routed, order, tuple(notes), checkpoint.files, *_rows(entries))
 
 
 def _routed(

@@ -6,8 +6,20 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from dynswap_ext._util.figure import BLACK, BLUE, DASHED, GREEN, PINK, RED, byte_scale, figure, save, style
 from dynswap_ext._util.memory import format_bytes
+from dynswap_ext._util.pictures import (
+    BLACK,
+    BLUE,
+    DASHED,
+    GREEN,
+    PINK,
+    RED,
+    byte_scale,
+    new_picture,
+    save,
+    style,
+)
+from dynswap_ext._util.tables import shortened
 from dynswap_ext._util.units import show_seconds
 from dynswap_ext.planning.predict import Plan
 
@@ -37,8 +49,8 @@ def plot(plan: Plan, path: str | PathLike[str], *, title: str = "", points: int 
 
 
 def draw(plan: Plan, *, title: str = "", points: int = 60) -> Any:
-    """Return the picture of `plot` as a matplotlib figure."""
-    drawn = figure(9, 6)
+    """Return the picture of `plot` as an object of matplotlib."""
+    drawn = new_picture(9, 6)
     from matplotlib.ticker import EngFormatter
 
     upper, lower = drawn.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -78,5 +90,5 @@ def draw(plan: Plan, *, title: str = "", points: int = 60) -> Any:
     handles, labels = upper.get_legend_handles_labels()
     drawn.legend(handles, labels, loc="outside lower center", ncols=4, fontsize=9, frameon=False)
     if title:
-        drawn.suptitle(title if len(title) <= 100 else f"…{title[-99:]}", fontsize=10)
+        drawn.suptitle(shortened(title, 100), fontsize=10)
     return drawn

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Final
 
@@ -96,11 +95,12 @@ class Plan:
     #: From about this budget on, compute hides the copies; `all` if nothing less does.
     hidden_from: int
     #: The prediction for "minimum", if that was asked for; it is in `predictions` too.
-    minimum: Prediction | None = None
+    minimum: Prediction | None
+    _predictor: _Predictor = field(repr=False, compare=False)
 
     def at(self, budget: int | str) -> Prediction:
         """Predict a pass for any budget, as `plan` takes them. Raises BudgetError under the smallest."""
-        return self._predict([budget])[0]
+        return self._predictor.of(budget)
 
     def curve(self, points: int = 60) -> list[Prediction]:
         """Predict a pass at some `points` budgets from the smallest to all, and at those of the sweep."""
@@ -108,17 +108,8 @@ class Plan:
         # Where little fits, a little more is much.
         places = (*range(points), 0.03, 0.06, 0.12, 0.25, 0.5)
         budgets = {self.smallest + round(step * place) for place in places}
-        return self._predict(sorted(budgets | {prediction.budget for prediction in self.predictions}))
-
-    def _predict(self, budgets: Sequence[int | str]) -> list[Prediction]:
-        return predict(
-            self.weights,
-            budgets=budgets,
-            bandwidth=self.bandwidth,
-            latency=self.latency,
-            prefetch=self.prefetch,
-            backend=self.backend,
-        )
+        budgets |= {prediction.budget for prediction in self.predictions}
+        return [self._predictor.at(budget) for budget in sorted(budgets)]
 
 
 @check_option_names
@@ -168,10 +159,7 @@ def predict(
         There are no weights, a number cannot be used, or the native extension is not there.
     """
     predictor = _Predictor(weights, bandwidth, latency, prefetch, backend)
-    named = [
-        predictor.minimum() if is_named(budget, MINIMUM) else predictor.at(_bytes_of(budget))
-        for budget in budgets
-    ]
+    named = map(predictor.of, budgets)
     return [*named, *(predictor.at(parse_share(share, predictor.total)) for share in shares)]
 
 
@@ -196,12 +184,12 @@ def plan(
     ConfigError
         As `predict`. A budget that is too small is no error: it is named in the plan.
     """
-    kept = tuple(weights)
-    predictor = _Predictor(kept, bandwidth, latency, prefetch, backend)
-    smallest, _ = native_extension().smallest_budget(**_of_engine(kept, backend))
+    planned = tuple(weights)
+    predictor = _Predictor(planned, bandwidth, latency, prefetch, backend)
+    smallest, _ = native_extension().smallest_budget(**_of_engine(planned, backend))
     # What groups take with what lies between their weights: a little more than the weights.
     total = predictor.total
-    whole = predictor.at(2 * total + (1 << 20) * len(kept)).resident_bytes
+    whole = predictor.at(2 * total + (1 << 20) * len(planned)).resident_bytes
     # Smaller groups, as of a smaller budget, have more between them.
     while predictor.at(whole).resident_share < 1:
         whole += max(1, whole // 64)
@@ -225,7 +213,7 @@ def plan(
         predictions = sorted([*predictions, minimum], key=lambda prediction: prediction.budget)
         wanted.append(minimum.budget)
     return Plan(
-        weights=kept,
+        weights=planned,
         bandwidth=predictor.rate,
         latency=latency,
         prefetch=prefetch,
@@ -237,6 +225,7 @@ def plan(
         all=whole,
         hidden_from=hidden_from,
         minimum=minimum,
+        _predictor=predictor,
     )
 
 
@@ -257,27 +246,34 @@ class _Predictor:
         # The clock moves device bytes. Where copies move fewer or more (a cast), its bus is faster or slower.
         self._moved = sum(weight.moved_bytes for weight in weights) / self.total
         self._bus = self.rate / self._moved
-        self._simulate = partial(
-            native_extension().simulate,
+        self._options: dict[str, Any] = {
             **_of_engine(weights, backend),
-            prefetch=prefetch,
-            bandwidth=self._bus,
-            latency=latency,
-            passes=_passes(weights),
-            placement="timed",  # as install(budget="auto") places residents
-        )
+            "prefetch": prefetch,
+            "bandwidth": self._bus,
+            "latency": latency,
+            "passes": _passes(weights),
+            "placement": "timed",  # as install(budget="auto") places residents
+        }
         self._known: dict[int, Prediction] = {}
+
+    def of(self, budget: int | str) -> Prediction:
+        """Return the prediction for a budget as `predict` takes it."""
+        return self.minimum() if is_named(budget, MINIMUM) else self.at(_bytes_of(budget))
 
     def at(self, budget: int) -> Prediction:
         """Return the prediction for this budget, with the groups and the residents that are found for it."""
         if budget not in self._known:
-            self._known[budget] = self._prediction(budget, self._simulate(budget=budget))
+            self._known[budget] = self._prediction(budget, self._simulate(budget))
         return self._known[budget]
 
     def minimum(self) -> Prediction:
         """Return the prediction for "minimum", for which the engine takes a budget of 0."""
-        result = self._simulate(budget=0)
+        result = self._simulate(0)
         return self._prediction(result["arena_bytes"], result)
+
+    def _simulate(self, budget: int) -> Mapping[str, Any]:
+        found: Mapping[str, Any] = native_extension().simulate(budget=budget, **self._options)
+        return found
 
     def _prediction(self, budget: int, result: Mapping[str, Any]) -> Prediction:
         streamed = result["streamed_bytes"]

@@ -219,21 +219,22 @@ def masters_bandwidth(device: torch.device, files: Sequence[Path]) -> tuple[floa
     return _copy_bandwidth(device), "copies in memory", (note,)
 
 
-def pinned_bandwidth(device: torch.device, *, size: int = 256 << 20) -> float:
+def pinned_bandwidth(device: torch.device) -> float:
     """Return the bytes/s of copies from pinned memory to the device; from ordinary memory if it has none."""
-    return _host_bandwidth(device, size)[0]
+    return _host_bandwidth(device)[0]
 
 
-def _host_bandwidth(device: torch.device, size: int = 256 << 20) -> tuple[float, str]:
+def _host_bandwidth(device: torch.device) -> tuple[float, str]:
     """Return the bytes/s of copies from the fastest host memory for the device, and how they are made."""
-    source = torch.empty(size, dtype=torch.uint8)
+    source = torch.empty(256 << 20, dtype=torch.uint8)
     how = "copies from pinned memory"
     try:
         source = source.pin_memory()
     except (NotImplementedError, RuntimeError):
         how = f"copies from ordinary memory, as torch pins none for '{device.type}'"
-    target = torch.empty(size, dtype=torch.uint8, device=device)
-    return size / statistics.median(_times(lambda: target.copy_(source, non_blocking=True), device)), how
+    target = torch.empty_like(source, device=device)
+    seconds = statistics.median(_times(lambda: target.copy_(source, non_blocking=True), device))
+    return source.nbytes / seconds, how
 
 
 def disk_bandwidth(path: Path, *, readers: int = 1, limit: int | None = None) -> float:
@@ -270,11 +271,11 @@ def _copy_bandwidth(device: torch.device) -> float:
     return block.nbytes / min(_times(lambda: target.copy_(block), device))
 
 
-def _times(call: Callable[[], Any], device: torch.device, warm_up: int = 2, repeats: int = 7) -> list[float]:
-    """Return the seconds of each of some calls, after calls that are not timed."""
+def _times(call: Callable[[], Any], device: torch.device) -> list[float]:
+    """Return the seconds of each of some calls, after two that are not timed."""
     clock, seconds = DeviceClock(device), []
-    for _ in range(warm_up + repeats):
+    for _ in range(9):
         begin = clock.mark()
         call()
         seconds.append(clock.seconds(begin, clock.mark()))
-    return seconds[warm_up:]
+    return seconds[2:]

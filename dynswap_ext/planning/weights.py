@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Final, Literal
@@ -18,7 +19,10 @@ from dynswap_ext._util.experts import Experts, experts_of_modules
 from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext._util.needed_at_once import units_of_modules
 from dynswap_ext._util.own_masters import own_masters
+from dynswap_ext._util.places import mapping_of, stored_bytes
 from dynswap_ext.checkpoint.options import check_dtype
+from dynswap_ext.checkpoint.reader import Entry
+from dynswap_ext.checkpoint.weight_units import StoredWeight, slice_of, whole_of
 
 #: What a pass does with a weight: multiplies each row by it (matrix), or a single one, as a time step's
 #: embedding is (once); scales each row by it (norm); adds it (vector); or looks a few rows of it up.
@@ -137,18 +141,16 @@ def outline_of_model(
                 kind = multiplied(name)
             elif not is_parameter or master.dim() >= 2:
                 kind = "lookup"
-            nbytes, moved = _bytes(master, dtype, stored, disk=disk)
-            place = _place(master, dtype, mappings) if mappings else None
-            weight = PlannedWeight(
-                name, nbytes, moved, unit, kind, master.numel(), at_once=at_once, place=place
-            )
-            if expert is not None:
-                weight = replace(weight, unit=expert, at_once=False, by_use=1.0)
-            if not is_parameter or master.dim() < 2 or master.shape[0] != count:
-                weights.append(weight)
-                continue
-            for number, slices in enumerate(fused):
-                slices.append(_slice(weight, number, unit + (number + 1) * len(modules), master))
+            entry = _entry(master, stored, mappings)
+            as_planned = partial(planned, kind=kind, dtype=dtype, disk=disk)
+            if is_parameter and master.dim() >= 2 and master.shape[0] == count:
+                for number, slices in enumerate(fused):
+                    own_unit = unit + (number + 1) * len(modules)
+                    slices.append(as_planned(slice_of(name, entry, number), own_unit, by_use=1.0))
+            elif expert is not None:
+                weights.append(as_planned(whole_of(name, entry), expert, by_use=1.0))
+            else:
+                weights.append(as_planned(whole_of(name, entry), unit, at_once=at_once))
         weights += chain.from_iterable(fused)
     weights = [replace(weight, also_in=tuple(also_in.get(weight.name, ()))) for weight in weights]
     files = dict.fromkeys(Path(weight.place[0]) for weight in weights if weight.place)
@@ -167,25 +169,6 @@ def _experts(model: nn.Module, modules: Sequence[nn.Module]) -> Iterator[tuple[i
         yield count, None if expert < 0 else numbers.setdefault(expert, number)
 
 
-def _slice(weight: PlannedWeight, number: int, unit: int, master: torch.Tensor) -> PlannedWeight:
-    """Return one of the experts that are fused in a weight."""
-    count = len(master)
-    place = weight.place
-    if place is not None:
-        place = place[0], place[1] + number * (master.nbytes // count), place[2]
-    return replace(
-        weight,
-        name=f"{weight.name}[{number}]",
-        nbytes=weight.nbytes // count,
-        moved_bytes=weight.moved_bytes // count,
-        elements=weight.elements // count,
-        unit=unit,
-        at_once=False,
-        place=place,
-        by_use=1.0,
-    )
-
-
 def owners(model: nn.Module) -> list[nn.Module]:
     """Return the modules with masters of their own, in the order of registration."""
     return [module for module in model.modules() if own_masters(module)]
@@ -196,33 +179,47 @@ def multiplied(name: str) -> Kind:
     return "once" if _ONCE.search(name.lower()) else "matrix"
 
 
-def cast_bytes(
-    stored_bytes: int, elements: int, stored: torch.dtype, dtype: torch.dtype | None, *, disk: bool
-) -> tuple[int, int]:
-    """Return bytes on the device and bytes moved, of a weight that an install casts to `dtype` on the way."""
-    nbytes = elements * dtype.itemsize if dtype is not None and stored.is_floating_point else stored_bytes
-    return nbytes, stored_bytes if disk else min(stored_bytes, nbytes)
+def planned(
+    weight: StoredWeight,
+    unit: int,
+    *,
+    kind: Kind,
+    dtype: torch.dtype | None,
+    disk: bool,
+    at_once: bool = False,
+    by_use: float = 0.0,
+) -> PlannedWeight:
+    """Return a weight as an install casts it to `dtype` on the way, and as its copies read it."""
+    stored, nbytes = weight.entry.dtype, weight.nbytes
+    # Encoded ones stream as they are stored; the operation that uses them decodes.
+    cast = dtype not in (None, stored) and stored.is_floating_point and not weight.entry.encoding
+    if dtype is not None and cast:
+        nbytes = weight.elements * dtype.itemsize
+    return PlannedWeight(
+        weight.name,
+        nbytes,
+        weight.nbytes if disk else min(weight.nbytes, nbytes),
+        unit,
+        kind,
+        weight.elements,
+        at_once=at_once,
+        place=weight.place(cast=cast) if disk else None,
+        by_use=by_use,
+    )
 
 
-def _place(
-    master: torch.Tensor, dtype: torch.dtype | None, mappings: FileMappings
-) -> tuple[str, int, bool] | None:
-    if master.device.type != "cpu" or master.layout is not torch.strided or not adds_attributes_only(master):
-        return None
-    mapping = mappings.find(master.data_ptr()) if master.is_contiguous() else None
-    if mapping is None or mapping.path is None:
-        return None
-    cast = dtype not in (None, master.dtype) and master.is_floating_point()
-    return str(mapping.path), mapping.offset + master.data_ptr() - mapping.begin, cast
-
-
-def _bytes(
-    master: torch.Tensor, dtype: torch.dtype | None, stored: torch.dtype | None, *, disk: bool
-) -> tuple[int, int]:
-    """Return bytes on the device and bytes moved, of a master."""
-    inner = inner_names(master)
-    if inner is not None:  # it streams as it is stored
-        nbytes = sum(getattr(master, name).nbytes for name in inner)
-        return nbytes, nbytes
-    kept = stored if stored is not None and master.is_floating_point() else master.dtype
-    return cast_bytes(master.numel() * kept.itemsize, master.numel(), kept, dtype, disk=disk)
+def _entry(master: torch.Tensor, stored: torch.dtype | None, mappings: FileMappings | None) -> Entry:
+    """Describe a master as a checkpoint would, with the range of the file that it is mapped from."""
+    shape = tuple(master.shape)
+    if inner_names(master) is not None:
+        return Entry(master.dtype, shape, stored_bytes(master), Path(), None, type(master).__name__)
+    dtype = stored if stored is not None and master.is_floating_point() else master.dtype
+    entry = Entry(dtype, shape, master.numel() * dtype.itemsize, Path(), None)
+    on_host = master.device.type == "cpu" and master.layout is torch.strided
+    if mappings is None or not on_host or not adds_attributes_only(master) or not master.is_contiguous():
+        return entry
+    mapping = mapping_of(master, mappings)
+    path = mapping and mapping.path
+    if mapping is None or path is None:
+        return entry
+    return replace(entry, file=path, offset=mapping.offset_of(master.data_ptr()))

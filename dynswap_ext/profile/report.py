@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import shutil
-import textwrap
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 from dynswap_ext._util.memory import format_bytes
-from dynswap_ext._util.name_patterns import key_of, label_of_groups, wrapped
-from dynswap_ext._util.tables import as_text
+from dynswap_ext._util.name_patterns import key_of, label_of_groups
+from dynswap_ext._util.tables import as_text, plain_table
 from dynswap_ext._util.units import show_budget, show_ns
 from dynswap_ext.profile.recording import CAUSES, GroupFigures
 from dynswap_ext.profile.stats import Stats
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
 #: Columns of text; the others have numbers.
 _WORDS: Final = ("weights", "from", "place", "because of")
 _FOLDED: Final = ("weights", "because of")
-#: The least width of a folded column, in characters.
-_NARROWEST: Final = 13
 #: Columns that are only shown in lines of at least so many characters.
 _WIDE: Final = {"groups": 100, "from": 150, "hits (late)": 150, "copying": 150, "misses": 110, "moved": 110}
 #: A space at which no line is broken.
@@ -219,8 +213,12 @@ class Report:
                 "version (`p.data[i] = x`, NumPy) may go unseen. Linux 6.7 and later reports every "
                 "write, where userfaultfd is allowed and the memory is not shared"
             )
+        budget = f"budget {show_budget(self.budget, automatic=self.automatic)}"
+        provider = f"{self.stats.provider}/{self.stats.backend} on {self.device}"
+        title = f"{provider}, {budget}, prefetch {self.prefetch}"
         table = self.table(collapse=collapse, width=columns)
-        return as_text(table, *map(Text, (*notes, self.diagnosis, "", *self._legend(columns))), width=columns)
+        lines = (*notes, self.diagnosis, "", *self._legend(columns))
+        return as_text(Text(title), table, *map(Text, lines), width=columns)
 
     def _legend(self, width: int) -> Iterator[str]:
         """Explain the columns and causes that are shown."""
@@ -235,41 +233,21 @@ class Report:
         for cause in self.causes:
             yield f"{cause}: a wait for {CAUSES[cause]}."
 
-    def table(self, *, collapse: bool = True, width: int = 150) -> Table:
+    def table(self, *, collapse: bool = True, width: int = 150) -> Any:
         """Return the table, for rich. It has fewer columns if lines have less than 150 characters."""
-        from rich.table import Table
-        from rich.text import Text
-
-        kept = f"budget {show_budget(self.budget, automatic=self.automatic)}"
-        provider = f"{self.stats.provider}/{self.stats.backend} on {self.device}"
-        table = Table(title=f"{provider}, {kept}, prefetch {self.prefetch}", show_footer=True)
-        footer = {**_cells("all", self.rows), "from": ""}
-        lines = [_cells(label, rows) for label, rows in _lines(self.rows, collapse)]
-        shown = [column for column in footer if width >= _WIDE.get(column, 0)]
-        widths = {name: max(len(name), *(len(cells[name]) for cells in (footer, *lines))) for name in shown}
-        # Names and causes share what the numbers leave.
-        room = width - 1 - sum(3 + (0 if name in _FOLDED else widths[name]) for name in shown)
-        widths["because of"] = min(widths["because of"], max(_NARROWEST, room // 3))
-        widths["weights"] = min(widths["weights"], max(_NARROWEST, room - widths["because of"]))
-        for name in shown:
-            table.add_column(
-                name,
-                Text(_broken(name, footer[name], widths)),
-                justify="left" if name in _WORDS else "right",
-                no_wrap=True,
-            )
-        for cells in lines:
-            table.add_row(*(Text(_broken(name, cells[name], widths)) for name in shown))
-        return table
+        rows = [_cells(label, rows) for label, rows in _lines(self.rows, collapse)]
+        rows.append({**_cells("all", self.rows), "from": ""})
+        columns = [column for column in rows[0] if width >= _WIDE.get(column, 0)]
+        return plain_table(
+            columns,
+            [[cells[column] for column in columns] for cells in rows],
+            right=set(columns).difference(_WORDS),
+            folded=_FOLDED,
+            bold=(len(rows) - 1,),
+        )
 
     def __str__(self) -> str:
         return self.text()
-
-
-def _broken(column: str, cell: str, widths: Mapping[str, int]) -> str:
-    if column == "because of":
-        return textwrap.fill(cell, widths[column], break_long_words=False)
-    return wrapped(cell, widths[column]) if column == "weights" else cell
 
 
 def _cells(label: str, rows: Sequence[GroupFigures]) -> dict[str, str]:

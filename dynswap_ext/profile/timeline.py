@@ -8,10 +8,10 @@ from collections.abc import Iterable, Sequence
 from os import PathLike
 from typing import Any, Final
 
-from dynswap_ext._util import figure as pictures
-from dynswap_ext._util.figure import BLACK, BLUE, DASHED, GREEN, ORANGE, PINK, RED
+from dynswap_ext._util import pictures
 from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.name_patterns import common_words, label_of
+from dynswap_ext._util.pictures import BLACK, BLUE, DASHED, GREEN, ORANGE, PINK, RED
 from dynswap_ext._util.tables import shortened
 from dynswap_ext._util.units import show_ns
 from dynswap_ext.errors import ConfigError
@@ -48,7 +48,7 @@ def write_plot(recording: Recording, path: str | PathLike[str], *, budget: int |
 
 
 def draw(recording: Recording, *, budget: int | None = None) -> Any:
-    """Return a figure with axes for lanes, groups and memory, where the budget in bytes is a line."""
+    """Return a picture of lanes, groups and memory over time, with a line at the budget in bytes."""
     if not any(True for _ in recording.of("use")):
         raise ConfigError(
             "nothing to draw: no weight was used while it was recorded, except those that need no move"
@@ -81,7 +81,7 @@ class _Picture:
     def draw(self) -> Any:
         groups = len(self._recording.groups)
         heights = 0.34 * len(self._lanes) + 0.25, min(7.0, max(1.8, 0.24 * groups)), 1.5
-        drawn = pictures.figure(_WIDTH, sum(heights) + 1.5)
+        drawn = pictures.new_picture(_WIDTH, sum(heights) + 1.5)
         axes = drawn.subplots(3, 1, sharex=True, gridspec_kw={"height_ratios": heights, "hspace": 0.03})
         lanes, middle, bottom = axes
         for each in axes:

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dynswap_ext import ConfigError
-from dynswap_ext._util import figure as figures
+from dynswap_ext._util import pictures
 from dynswap_ext.inspect import gradient_flow, gradients
 
 pytest.importorskip("matplotlib")
@@ -27,7 +27,7 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
 
     def save(figure: Any, path: Any) -> None:
         found.append(figure)
-        figures.save(figure, path)
+        pictures.save(figure, path)
 
     monkeypatch.setattr(gradients, "save", save)
     yield found

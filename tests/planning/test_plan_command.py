@@ -37,7 +37,8 @@ def plan_json(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, 
     return content
 
 
-def test_the_table(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "100")
     given = ["--bandwidth", "1GB/s", "--compute", "5ms", "--budget", "2MiB", "--share", "1/2"]
     assert cli.main(["plan", str(path), *given]) == 0
     printed = capsys.readouterr().out

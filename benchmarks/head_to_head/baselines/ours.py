@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import dynswap_ext
-from dynswap_ext._util.units import show_bytes
+from dynswap_ext._util.memory import format_bytes
 from dynswap_ext.errors import BudgetError
 from head_to_head.baselines.base import FILE, OURS, RAM, Baseline, Prepared, Setting, compiled
 
@@ -28,7 +28,8 @@ def _installed(
         except BudgetError as error:
             if not error.smallest_bytes:
                 raise
-            note = f"budget {show_bytes(error.smallest_bytes)}, the smallest, as {show_bytes(budget)} is less"
+            smallest, given = format_bytes(error.smallest_bytes), format_bytes(budget)
+            note = f"budget {smallest}, the smallest, as {given} is less"
             handle = dynswap_ext.install(model, budget=error.smallest_bytes, **options)
         return Prepared(model, handle, note)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import difflib
 import errno
 import json
@@ -13,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
@@ -26,14 +27,14 @@ AGAIN = "download or copy it again"
 
 
 def is_inside(name: str) -> bool:
-    """Whether a name that a file gives is one of a file in the folder at hand."""
+    """Return whether a name that a file gives is that of a file in the same folder."""
     parts = PurePosixPath(name)
     is_text = name.encode(errors="replace").decode() == name and "\0" not in name
     return is_text and bool(parts.name) and not parts.is_absolute() and ".." not in parts.parts
 
 
 def truncated(path: Path, expected: int, size: int, what: str) -> SourceError:
-    """The error for a file that is shorter than `what` needs."""
+    """Return the error for a file that is shorter than `what` needs."""
     return SourceError(
         f"{path} is cut short: {what} needs {exact_bytes(expected)}, the file has {exact_bytes(size)}; "
         f"{AGAIN}"
@@ -124,6 +125,18 @@ def _read_once(descriptor: int, length: int, offset: int) -> bytes:
         return os.read(descriptor, length)
 
 
+def read_into(file: BinaryIO, path: Path, offset: int, address: int, nbytes: int, what: str) -> None:
+    """Read a range of an open file to an address. SourceError if it fails, or has less than `what` needs."""
+    memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
+    try:
+        file.seek(offset)
+        got = file.readinto(memory)  # type: ignore[attr-defined]
+    except OSError as error:
+        raise SourceError(f"{path} cannot be read at {what}: {error.strerror}") from error
+    if got < nbytes:
+        raise truncated(path, offset + nbytes, offset + got, what)
+
+
 # ---- JSON --------------------------------------------------------------------------------------------------
 
 
@@ -151,7 +164,7 @@ _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxstri
 
 
 def shown(value: object) -> str:
-    """What a file says, for an error: on one line, and about as long as one."""
+    """Write what a file says, for an error: on one line, and about as long as one."""
     return _SHORT.repr(value)
 
 

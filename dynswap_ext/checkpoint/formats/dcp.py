@@ -67,7 +67,7 @@ class _Folder:
     weights_only: bool
 
     def tree(self) -> dict[Any, Any]:
-        """The state dict that was saved, with a listing or a range for each value."""
+        """Return the state dict that was saved, with a listing or a range for each value."""
         root: dict[Any, Any] = {}
         for item, leaf in read_metadata(self.path / METADATA).items():
             node: Any = root
@@ -137,7 +137,7 @@ class _File:
 
 
 def _cover_problem(listing: Listing) -> str:
-    """How the chunks, each inside the tensor, fail to fill it; empty if they do."""
+    """Say how the chunks, each inside the tensor, fail to fill it; empty if they do fill it."""
     for chunk in listing.chunks:
         # Before memory is allocated for what a damaged file says.
         if (nbytes := math.prod(chunk.shape) * listing.dtype.itemsize) > chunk.range.length:

@@ -41,7 +41,7 @@ class Chunk(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """A tensor. Its chunks are inside its shape; whether they fill it is not checked."""
+    """What the metadata say of a tensor. Its chunks are inside its shape, but may not fill it."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]

@@ -59,7 +59,7 @@ def read_gguf(path: Path) -> Checkpoint:
 
 
 def _siblings(path: Path, metadata: dict[str, str]) -> list[Path]:
-    """The files of a model that was split (llama-gguf-split), in order; else the one."""
+    """Return the files of a model that was split (llama-gguf-split), in order; else the one."""
     text = metadata.get("split.count", "")
     count = int(text) if text.isdecimal() else 0
     if count <= 1:
@@ -141,7 +141,7 @@ class _Header:
         self._file.seek(24)
 
     def metadata(self, count: int) -> dict[str, str]:
-        """The key-values, as text: of long arrays the number of elements."""
+        """Return the key-values, as text: of long arrays the number of elements."""
         found: dict[str, str] = {}
         for _ in range(count):
             name, kind = self._text(), self._number("I")

@@ -74,7 +74,7 @@ def read_safetensors(path: Path) -> Checkpoint:
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
-    """The entries, in the order of their bytes, and the metadata."""
+    """Return the entries, in the order of their bytes, and the metadata."""
     length = int.from_bytes(pread(descriptor, 8, 0), "little")
     begin = 8 + length
     if length > _HEADER_LIMIT:

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import _weights_only_unpickler, serialization
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from dynswap_ext._swap.subclasses import is_plain
+from dynswap_ext._util.places import stored_bytes
 from dynswap_ext.checkpoint.formats.common import AGAIN, opened, pread, shown
 from dynswap_ext.checkpoint.formats.file_mapping import map_file
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
@@ -152,15 +152,8 @@ def _entry(tensor: torch.Tensor, path: Path, mapped: torch.UntypedStorage) -> En
     if tensor.layout is not torch.strided:
         encoding = str(tensor.layout)
     return Entry(
-        tensor.dtype, tuple(tensor.shape), _nbytes(tensor), path, offset_in(tensor, mapped), encoding
+        tensor.dtype, tuple(tensor.shape), stored_bytes(tensor), path, offset_in(tensor, mapped), encoding
     )
-
-
-def _nbytes(tensor: torch.Tensor) -> int:
-    if is_traceable_wrapper_subclass(tensor):
-        names, _ = tensor.__tensor_flatten__()
-        return sum(_nbytes(getattr(tensor, name)) for name in names)
-    return tensor.numel() * tensor.element_size()
 
 
 # ---- which part is the model's -----------------------------------------------------------------------------

@@ -27,12 +27,12 @@ def words(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def halves(part: torch.Tensor) -> torch.Tensor:
-    """Pairs of bytes as float16, in float32."""
+    """Return pairs of bytes, which are float16, in float32."""
     return words(part, torch.float16).float()
 
 
 def fields(part: torch.Tensor, width: int, bits: int) -> torch.Tensor:
-    """The bit fields of bytes, uint8 (n, values).
+    """Return the bit fields of bytes, uint8 (n, values).
 
     Of each `width` bytes first the lowest fields, then the next.
     """
@@ -43,12 +43,12 @@ def fields(part: torch.Tensor, width: int, bits: int) -> torch.Tensor:
 
 
 def signed(fields: torch.Tensor, middle: int) -> torch.Tensor:
-    """Fields of less than 8 bits, less `middle`."""
+    """Return fields of less than 8 bits, less `middle`."""
     return fields.view(torch.int8) - middle
 
 
 def looked_up(index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """The rows of a small table on the CPU, (n, values)."""
+    """Return rows of a small table on the CPU, (n, values)."""
     # From pageable memory a copy this small does not wait for the device, if it need not.
     there = table.to(index.device, non_blocking=True)
     return there.index_select(0, index.reshape(-1).int()).reshape(index.shape[0], -1)
@@ -144,7 +144,7 @@ def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
 
 @cache
 def _arrays(name: str) -> tuple[Any, Any]:
-    """The grid (points, values) and the sign bytes, in int8 and uint8.
+    """Return the grid (points, values) and the sign bytes, in int8 and uint8.
 
     Numpy's, as a tensor made while torch traces would be none of the process's other threads.
     """
@@ -172,7 +172,7 @@ def _turned(values: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
 
 
 def _signs(index: torch.Tensor) -> torch.Tensor:
-    """Bytes of 8 signs, of which 7 are stored."""
+    """Return bytes of 8 signs, of which 7 are stored."""
     return looked_up(index, torch.from_numpy(_arrays("IQ2_XXS")[1]).unsqueeze(1))
 
 

@@ -47,7 +47,7 @@ class GGUFTensor(torch.Tensor):
 
     @staticmethod
     def __new__(cls, blocks: torch.Tensor, encoding: str, dtype: torch.dtype = torch.float32) -> GGUFTensor:
-        """An empty wrapper of the shape that the blocks are decoded to."""
+        """Make an empty wrapper of the shape that the blocks are decoded to."""
         layout = encoding_of(encoding)
         if not dtype.is_floating_point:
             raise ConfigError(f"blocks of {encoding} are decoded to a floating-point dtype, not to {dtype}")
@@ -65,11 +65,11 @@ class GGUFTensor(torch.Tensor):
         self.blocks, self.encoding = blocks, encoding
 
     def dequantize(self) -> torch.Tensor:
-        """The values, as a plain tensor of this one's shape, dtype and device."""
+        """Return the values, as a plain tensor of this one's shape, dtype and device."""
         return decode(self.blocks, self.encoding, self.dtype)
 
     def data_ptr(self) -> int:
-        """The address of the blocks: two weights are one if it is equal."""
+        """Return the address of the blocks: two weights are one if it is equal."""
         return self.blocks.data_ptr()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]

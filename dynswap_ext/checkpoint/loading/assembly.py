@@ -12,7 +12,6 @@ matrices in one file are. Other parts (of a layer that continues in another shar
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 from collections import Counter
@@ -22,20 +21,22 @@ from itertools import accumulate
 from math import prod
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from dynswap_ext._util.file_mappings import FileMappings, private_pages
-from dynswap_ext.checkpoint.formats.common import truncated
+from dynswap_ext.checkpoint.formats.common import read_into, truncated
 from dynswap_ext.checkpoint.formats.file_mapping import map_in_place, read_by_page, reserve
 
 _PAGE = mmap.PAGESIZE
 #: Smaller tensors, and smaller parts, are copied: most of their pages would be at joints.
 _SMALLEST = 16 * _PAGE
 _SMALLEST_PART = 4 * _PAGE
+#: What a range of a file is needed for, in errors.
+_PART = "a part of a weight"
 _CAT, _STACK = torch.ops.aten.cat.default, torch.ops.aten.stack.default
 
 
@@ -60,8 +61,8 @@ class MappedFusion(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._files = ExitStack()
-        self._descriptors: dict[tuple[Path, int], int] = {}
+        self._open = ExitStack()
+        self._files: dict[tuple[Path, int], BinaryIO] = {}
         self._made: dict[int, tuple[StorageWeakRef, int, list[Range]]] = {}  #: by storage: address, parts
 
     def __torch_dispatch__(
@@ -79,8 +80,8 @@ class MappedFusion(TorchDispatchMode):
     ) -> None:
         """Close the files; what is mapped stays."""
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
-        self._files.close()
-        self._descriptors.clear()
+        self._open.close()
+        self._files.clear()
         self._made.clear()
 
     def _fused(self, tensors: Sequence[torch.Tensor], dim: int, *, stacked: bool) -> torch.Tensor | None:
@@ -135,9 +136,9 @@ class MappedFusion(TorchDispatchMode):
             return None
         if any(private_pages(tensor.data_ptr(), tensor.nbytes)):  # `.data` and NumPy bump no version
             return None
-        offset = mapping.offset + tensor.data_ptr() - mapping.begin
+        offset = mapping.offset_of(tensor.data_ptr())
         found = Range(path, mapping.inode, offset, tensor.nbytes)
-        return [found] if os.fstat(self._descriptor(found)).st_ino == mapping.inode else None
+        return [found] if os.fstat(self._file(found).fileno()).st_ino == mapping.inode else None
 
     def _assemble(self, parts: list[Range], shape: list[int], dtype: torch.dtype) -> torch.Tensor | None:
         """Map the parts one after the other; None if too much of them would be copied."""
@@ -163,28 +164,27 @@ class MappedFusion(TorchDispatchMode):
                 copied.append((begin, part.part(0, low - begin)))
             if low < end:
                 high = -(-end // _PAGE) * _PAGE
-                descriptor = self._descriptor(part)
+                descriptor = self._file(part).fileno()
                 map_in_place(part.path, descriptor, part.offset + low - begin, base + low, high - low)
         with read_by_page(memory):
             for begin, part in copied:
-                _read(self._descriptor(part), part, base + begin)
+                read_into(self._file(part), part.path, part.offset, base + begin, part.nbytes, _PART)
         tensor = memory[phase : phase + nbytes].view(dtype).view(shape)
         storage = tensor.untyped_storage()
         key = storage._cdata
         self._made[key] = StorageWeakRef(storage), tensor.data_ptr(), parts  # type: ignore[no-untyped-call]
         return tensor
 
-    def _descriptor(self, part: Range) -> int:
-        file = part.path, part.inode
-        if file not in self._descriptors:
-            opened = self._files.enter_context(part.path.open("rb")).fileno()
-            os.posix_fadvise(opened, 0, 0, os.POSIX_FADV_RANDOM)
-            self._descriptors[file] = opened
-        descriptor = self._descriptors[file]
-        end, size = part.offset + part.nbytes, os.fstat(descriptor).st_size
+    def _file(self, part: Range) -> BinaryIO:
+        key = part.path, part.inode
+        if key not in self._files:
+            self._files[key] = self._open.enter_context(part.path.open("rb"))
+            os.posix_fadvise(self._files[key].fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+        file = self._files[key]
+        end, size = part.offset + part.nbytes, os.fstat(file.fileno()).st_size
         if end > size:
-            raise truncated(part.path, end, size, "a part of a weight")
-        return descriptor
+            raise truncated(part.path, end, size, _PART)
+        return file
 
 
 def _cut(ranges: Iterable[Range], begin: int, nbytes: int) -> list[Range]:
@@ -216,13 +216,3 @@ def _most_mappings() -> int:
         return int(Path("/proc/sys/vm/max_map_count").read_text())
     except (OSError, ValueError):
         return 65530  # Linux's default
-
-
-def _read(descriptor: int, part: Range, address: int) -> None:
-    into = memoryview((ctypes.c_char * part.nbytes).from_address(address)).cast("B")
-    done = 0
-    while done < part.nbytes:
-        got = os.preadv(descriptor, [into[done:]], part.offset + done)
-        if got == 0:
-            raise truncated(part.path, part.offset + part.nbytes, part.offset + done, "a part of a weight")
-        done += got

@@ -22,7 +22,7 @@ import torch
 
 from dynswap_ext._swap.subclasses import flatten_wrapper, is_plain
 from dynswap_ext._util.progress import ProgressCallback
-from dynswap_ext.checkpoint.formats.common import truncated
+from dynswap_ext.checkpoint.formats.common import read_into
 from dynswap_ext.checkpoint.loading.walk import LazyState
 from dynswap_ext.checkpoint.options import cast_to
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
@@ -176,7 +176,7 @@ class Window(ExitStack):
         return flat.view(entry.shape)
 
     def holds(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a plain tensor is to the bit what the entry is in the file."""
+        """Return whether a plain tensor is to the bit what the entry is in the file."""
         entry = self._range(name)
         if entry is None:
             return _equal(self._checkpoint.tensor(name), tensor)
@@ -186,7 +186,7 @@ class Window(ExitStack):
         return _all_equal(self._blocks(name, entry), parts)
 
     def same(self, left: str, right: str) -> bool:
-        """Whether two entries are equal to the bit."""
+        """Return whether two entries are equal to the bit."""
         first, second = self._range(left), self._range(right)
         if first is None or second is None:
             return _equal(self._checkpoint.tensor(left), self._checkpoint.tensor(right))
@@ -196,7 +196,7 @@ class Window(ExitStack):
         return one_range or _all_equal(self._blocks(left, first), self._blocks(right, second))
 
     def _range(self, name: str) -> Entry | None:
-        """The entry, if its bytes in the file are its values in order."""
+        """Return the entry, if its bytes in the file are its values in order."""
         entry = self._checkpoint.entries[name]
         return None if entry.offset is None or entry.encoding else entry
 
@@ -209,17 +209,13 @@ class Window(ExitStack):
             yield block
 
     def _fill(self, name: str, entry: Entry, skipped: int, into: torch.Tensor) -> None:
-        memory = memoryview((ctypes.c_char * into.nbytes).from_address(into.data_ptr())).cast("B")
-        begin = (entry.offset or 0) + skipped
-        try:
-            if entry.file not in self._files:
+        if entry.file not in self._files:
+            try:
                 self._files[entry.file] = self.enter_context(entry.file.open("rb"))
-            self._files[entry.file].seek(begin)
-            got = self._files[entry.file].readinto(memory)
-        except OSError as error:
-            raise SourceError(f"{entry.file} cannot be read at {name}: {error.strerror}") from error
-        if got < into.nbytes:
-            raise truncated(entry.file, begin + into.nbytes, begin + got, name)
+            except OSError as error:
+                raise SourceError(f"{entry.file} cannot be read at {name}: {error.strerror}") from error
+        begin = (entry.offset or 0) + skipped
+        read_into(self._files[entry.file], entry.file, begin, into.data_ptr(), into.nbytes, name)
 
     def _trim(self, nbytes: int) -> None:
         """Let the heap give holes back: what a transform returns lies between what it needed meanwhile."""
@@ -230,7 +226,7 @@ class Window(ExitStack):
 
 
 def _memory(nbytes: int) -> torch.Tensor:
-    """Return bytes that go back to the system when they are freed.
+    """Allocate bytes that go back to the system when they are freed.
 
     The heap would keep holes between what stays: next to a result of half the size, one of the size of each
     tensor that was read.

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -47,7 +48,7 @@ class KeyReport:
         path: Path,
         old: Mapping[str, str],
     ) -> KeyReport:
-        """Compare by name, shape and kind of dtype; `given` has entries, or tensors."""
+        """Compare a state dict with the entries or tensors given: by name, shape and kind of dtype."""
         differences = {
             name: _difference(tensor, given[name]) for name, tensor in own.items() if name in given
         }
@@ -63,7 +64,7 @@ class KeyReport:
         )
 
     def certain(self, custom_loaders: tuple[str, ...]) -> KeyReport:
-        """What no module can still put right, given the prefixes of those that load in their own way."""
+        """Leave out what modules may still put right, whose prefixes are those of `custom_loaders`."""
         early = (
             name for name in self.missing if not name.endswith("num_batches_tracked")
         )  # BatchNorm adds it
@@ -78,7 +79,7 @@ class KeyReport:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def text(self, strict: bool) -> str:
-        """The whole report as a message for a person; `strict` as in `load`."""
+        """Return the whole report as a message for a person; `strict` as in `load`."""
         mismatched = [f"{self._called(name)}: {text}" for name, text in self.mismatched.items()]
         unexpected = [self._called(name) for name in self.unexpected]
         lines = [f"{self.path} does not fit the model:"]
@@ -88,9 +89,8 @@ class KeyReport:
             ("missing (in the model, not in the file)", self._with_guesses()),
             ("unexpected (in the file, not in the model)", unexpected),
         ):
-            lines += [f"  {title}: {len(names)}"] if names else []
-            lines += [f"    {name}" for name in names[:_LISTED]]
-            lines += [f"    ... and {len(names) - _LISTED} more"] if len(names) > _LISTED else []
+            if names:
+                lines += [f"  {title}: {len(names)}", indent(listed(names, _LISTED, lines=True), "    ")]
         if hint := self._prefix_hint():
             lines.append(hint)
         if self.library == "transformers" and self.missing and self.unexpected:
@@ -129,7 +129,7 @@ class KeyReport:
         return [*guessed, *self.missing[_LISTED:]]
 
     def _prefix_hint(self) -> str:
-        """Files saved from a wrapper have one prefix too many, or one too few."""
+        """Name the prefix that the files of a wrapper have too many, or too few; empty if it is not that."""
         missing, unexpected = set(self.missing), set(self.unexpected)
         for prefix in (*_front(unexpected, missing), *_WRAPPERS):
             if _mostly({name.replace(prefix, "") for name in unexpected if prefix in name}, missing):

@@ -58,13 +58,13 @@ def init_empty(factory: Callable[[], ModuleT]) -> ModuleT:
 
 
 def factory_of(model: nn.Module) -> Factory | None:
-    """What `init_empty` made the module with, None if it did not make it."""
+    """Return what `init_empty` made the module with; None if it did not make it."""
     reference, factory = _factories.get(id(model), (None, None))
     return factory if reference is not None and reference() is model else None
 
 
 def make_skeleton(factory: Callable[[], ModuleT]) -> ModuleT:
-    """The factory's model on the meta device, nothing initialised."""
+    """Return the factory's model on the meta device, with nothing initialised."""
     with torch.device("meta"), _NoInitialisation():
         model = factory()
     if not isinstance(model, nn.Module):

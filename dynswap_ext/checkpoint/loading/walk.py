@@ -112,7 +112,7 @@ class _Walk(TorchFunctionMode):
 
 
 def _states_of_children(state: Any, prefix: str, module: nn.Module) -> dict[str, Any]:
-    """The state of each child, with whatever the module's hooks have made of it."""
+    """Return the state of each child, with whatever the module's hooks have made of it."""
     lazy = isinstance(state, LazyState)
     states: dict[str, Any] = {name: LazyState() if lazy else {} for name in module._modules}
     for key, value in (state.data if lazy else state).items():

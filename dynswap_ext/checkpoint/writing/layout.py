@@ -89,7 +89,7 @@ class Layout:
                 return
 
     def header(self, checksums: Sequence[int]) -> bytes:
-        """The file's first bytes; whole pages, so that tensors can be read past the cache."""
+        """Return the file's first bytes: whole pages, so that tensors can be read past the cache."""
         ties = {other: piece.names[0] for piece in self.pieces for other in piece.names[1:]}
         sums = {CHECKSUMS: " ".join([str(BLOCK), *(f"{value:08x}" for value in checksums)])}
         listed: dict[str, object] = {"__metadata__": {"format": "pt", **ties, **self.metadata, **sums}}
@@ -105,7 +105,7 @@ class Layout:
 
 
 def split(pieces: Sequence[Piece], limit: int | None, metadata: Mapping[str, str]) -> list[Layout]:
-    """Files of at most `limit` bytes of tensors; a larger tensor has one for itself."""
+    """Return files of at most `limit` bytes of tensors; a larger tensor has one for itself."""
     shards: list[list[Piece]] = [[]]
     size = 0
     for piece in pieces:

@@ -53,8 +53,7 @@ def source_of(tensor: torch.Tensor, mappings: FileMappings, files: Files) -> Sou
         or os.fstat(files[path].descriptor).st_ino != mapping.inode  # it was replaced just now
     ):
         return from_tensor(lambda: tensor, mapped=True)
-    offset = mapping.offset + begin - mapping.begin
-    return from_file(files, path, offset, tensor.dtype, over=tensor)
+    return from_file(files, path, mapping.offset_of(begin), tensor.dtype, over=tensor)
 
 
 def _end_of_file(mapping: Mapping) -> int:

@@ -54,7 +54,7 @@ class Target:
         return cls(path, "model", path, limit or _SHARD)
 
     def shards(self) -> set[str]:
-        """Names of files that the present index names; none of another folder."""
+        """Return the names of the files in the present index, but for those of another folder."""
         try:
             named = set(json.loads(self.index.read_text())["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -154,7 +154,7 @@ class Target:
         return loadable, [self.folder / name for name in names] or [loadable]
 
     def _free_names(self, count: int) -> list[str]:
-        """Names for so many shards, none of which is taken: the index that there is stays valid."""
+        """Return names for so many shards. None of them is taken, so that the present index stays valid."""
         generation = 1
         while True:
             stem = self.stem if generation == 1 else f"{self.stem}-v{generation}"

@@ -192,7 +192,7 @@ TEST(uses_of_a_weight_share_a_node) {
   namespace autograd = torch::autograd;
   Master master(at::ones({2}).set_requires_grad(true));
   GradientNodes nodes;
-  const Destination to = destination_of(master.tensor);
+  const GradientTarget to = gradient_target_of(master.tensor);
   const at::Tensor first = master.hand_out(), second = master.hand_out();
   connect_to_master(first, master.tensor, to, master.record->watch, nodes);
   connect_to_master(second, master.tensor, to, master.record->watch, nodes);

@@ -20,8 +20,8 @@ GREY: Final = "#767676"
 DASHED: Final = (0, (5, 3))
 
 
-def figure(width: float, height: float) -> Any:
-    """Return an empty figure, in inches, that belongs to no window; ConfigError without matplotlib."""
+def new_picture(width: float, height: float) -> Any:
+    """Return an empty picture, in inches, that belongs to no window; ConfigError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -49,13 +49,13 @@ def style(axes: Any, *, grid: str = "y") -> None:
 def check_path(path: str | PathLike[str]) -> Path:
     """Return a picture's path if its suffix is known and its folder exists; else raise ConfigError."""
     where = Path(path)
-    if where.suffix.removeprefix(".").lower() not in figure(1, 1).canvas.get_supported_filetypes():
+    if where.suffix.removeprefix(".").lower() not in new_picture(1, 1).canvas.get_supported_filetypes():
         raise ConfigError(f"{where} cannot be drawn: expected an ending such as .png, .svg or .pdf")
     return check_folder(where, "picture")
 
 
 def save(drawn: Any, path: str | PathLike[str], *, dots_per_inch: int = 150) -> Path:
-    """Write a figure in the format that the path's suffix says; ConfigError if that cannot be done."""
+    """Write a picture in the format that the path's suffix says; ConfigError if that cannot be done."""
     where = check_path(path)
     with explained(where):
         drawn.savefig(where, dpi=dots_per_inch)
