@@ -172,7 +172,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         "test_citations.py",
         "test_docs_guides.py",
         "test_docs_reference.py",
-        "test_docs_reference_pages.py",
         "test_docs_site.py",
         "test_figures.py",
         "test_file_mappings.py",
@@ -375,6 +374,14 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
 def mapped(tmp_path: Path) -> Callable[[nn.Module], nn.Module]:
     """Let a model's masters be mapped from a file."""
     return lambda model: testing.map_from_file(model, tmp_path / "model.pt")
+
+
+@pytest.fixture
+def fresh_compiler() -> Iterator[None]:
+    """torch's compiler as it is before a model is compiled."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(autouse=True)

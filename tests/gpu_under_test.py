@@ -40,9 +40,12 @@ class Exact(nn.Module):
 
 
 class Gain(nn.Module):
-    """A large weight, and next to no arithmetic, for tests of memory."""
+    """A large weight, and next to no arithmetic, for tests of memory.
 
-    BYTES = 16 << 20
+    The pretend device has segments as small as it is told to, and copies all of it on the host.
+    """
+
+    BYTES = (2 if pretend_cuda.active() else 16) << 20
 
     def __init__(self) -> None:
         super().__init__()

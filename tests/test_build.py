@@ -81,23 +81,34 @@ def test_toolkit_behind_a_script_on_path(
 
 
 @pytest.mark.parametrize(
-    ("missing", "said"),
+    ("spoilt", "rocm", "said"),
     [
-        ("bin/nvcc", "no bin/nvcc"),
-        ("include/cuda_runtime_api.h", "no include/cuda_runtime_api.h"),
-        ("lib64/libcudart_static.a", "no libcudart_static.a"),
+        ("bin/nvcc", None, "{home} (CUDA_HOME): no bin/nvcc"),
+        ("include/cuda_runtime_api.h", None, "{home} (CUDA_HOME): no include/cuda_runtime_api.h"),
+        ("lib64/libcudart_static.a", None, "{home} (CUDA_HOME): no libcudart_static.a"),
+        ("11.8", None, "CUDA 11.8 is older than 12.0"),
+        # torch would compile the kernels with hipcc, which does not take them.
+        ("", "6.4.43482", "for AMD's GPUs (HIP 6.4.43482)"),
     ],
 )
-def test_cuda_demanded_and_incomplete(
-    toolkit: Path, nothing_else: None, monkeypatch: pytest.MonkeyPatch, missing: str, said: str
+def test_a_toolkit_that_cannot_be_used_is_an_error_where_cuda_is_demanded(
+    toolkit: Path,
+    nothing_else: None,
+    monkeypatch: pytest.MonkeyPatch,
+    spoilt: str,
+    rocm: str | None,
+    said: str,
 ) -> None:
-    (toolkit / missing).unlink()
+    if "/" in spoilt:
+        (toolkit / spoilt).unlink()
+    elif spoilt:
+        write_nvcc(toolkit, spoilt)
     monkeypatch.setenv("CUDA_HOME", str(toolkit))
     monkeypatch.setenv("DYNSWAP_CUDA", "1")
-    with pytest.raises(SystemExit, match=re.escape(f"{toolkit} (CUDA_HOME): {said}")):
-        extension.wanted_toolkit(NO_ROCM)
+    with pytest.raises(SystemExit, match=re.escape(said.format(home=toolkit))):
+        extension.wanted_toolkit(rocm)
     monkeypatch.setenv("DYNSWAP_CUDA", "auto")
-    assert extension.wanted_toolkit(NO_ROCM) is None
+    assert extension.wanted_toolkit(rocm) is None
 
 
 @pytest.mark.parametrize("choice", ["1", "auto"])
@@ -163,16 +174,6 @@ def test_a_toolkit_of_a_later_major_version_than_torchs_is_said(
 )
 def test_architectures(version: tuple[int, int], architectures: str) -> None:
     assert extension._architectures(version) == architectures
-
-
-def test_cuda_demanded_and_too_old(
-    toolkit: Path, nothing_else: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write_nvcc(toolkit, "11.8")
-    monkeypatch.setenv("CUDA_HOME", str(toolkit))
-    monkeypatch.setenv("DYNSWAP_CUDA", "1")
-    with pytest.raises(SystemExit, match=r"CUDA 11\.8 is older than 12\.0"):
-        extension.wanted_toolkit(NO_ROCM)
 
 
 def test_cuda_demanded_and_nowhere(nothing_else: None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,16 +260,6 @@ def test_pip_brings_no_toolkit_where_there_is_one(toolkit: Path, monkeypatch: py
     monkeypatch.setenv("CUDA_HOME", str(toolkit))
     monkeypatch.setenv("DYNSWAP_CUDA", "1")
     assert extension.toolkit_requirements(torch_is_installed=True) == []
-
-
-def test_a_rocm_build_of_torch_gets_no_cuda_backend(toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch would compile the kernels with hipcc, which does not take them."""
-    monkeypatch.setenv("CUDA_HOME", str(toolkit))
-    monkeypatch.setenv("DYNSWAP_CUDA", "auto")
-    assert extension.wanted_toolkit("6.4.43482") is None
-    monkeypatch.setenv("DYNSWAP_CUDA", "1")
-    with pytest.raises(SystemExit, match=re.escape("for AMD's GPUs (HIP 6.4.43482)")):
-        extension.wanted_toolkit("6.4.43482")
 
 
 def test_unknown_settings_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

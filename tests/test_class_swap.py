@@ -21,7 +21,7 @@ import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
 from dynswap_ext._python.attribute import Attribute
-from dynswap_ext._swap.class_swap import ensure, is_swap_class, swap_class
+from dynswap_ext._swap.class_swap import is_swap_class, swap_class
 from dynswap_ext._swap.state import original_class
 from sample_models import ConvNet, Recurrent, mlp
 
@@ -275,31 +275,6 @@ def test_a_class_that_cannot_be_derived_from_is_left_alone(provider: Provider) -
     assert model[0].weight.dtype == torch.float64
 
 
-def test_names_that_the_class_defines_are_left_to_it(provider: Provider) -> None:
-    class Owns(nn.Module):
-        bias = None
-
-        def __init__(self) -> None:
-            super().__init__()
-            self._parameters["weight"] = nn.Parameter(torch.ones(2))
-            self._parameters["bias"] = nn.Parameter(torch.ones(2))
-            self.scale = nn.Parameter(torch.ones(2))
-
-        @property
-        def weight(self) -> str:
-            return "the class's own"
-
-    model = Owns()
-    provider.pair(model)
-    assert model.weight == "the class's own"
-    assert model.bias is None
-    assert model.scale.dtype == torch.float64
-    swap = type(model)
-    assert ensure(swap, "scale")
-    assert not ensure(swap, "weight")
-    assert "weight" not in swap.__dict__
-
-
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_a_pickle_is_a_plain_module(provider: Provider, protocol: int) -> None:
     model = ConvNet()
@@ -360,23 +335,6 @@ def test_a_class_whose_new_takes_arguments(provider: Provider) -> None:
         assert made.weight.dtype == torch.float32
 
 
-def test_a_deepcopy_of_the_classes_own(provider: Provider) -> None:
-    class Own(nn.Linear):
-        def __deepcopy__(self, memo: dict[int, Any]) -> Own:
-            made = type(self).__new__(type(self))
-            made.__dict__.update(copy.deepcopy(self.__dict__, memo))
-            return made
-
-    model = Own(4, 4)
-    provider.pair(model)
-    copied = copy.deepcopy(model)
-    assert not dynswap_ext.is_installed(copied)
-    assert copied.weight.dtype == torch.float32
-    assert copied.weight is copied._parameters["weight"]
-    x = torch.randn(2, 4)
-    testing.assert_bit_equal(copied(x), testing.moved(model)(x))
-
-
 def test_a_copy_of_the_dict_does_not_bring_the_install_along(provider: Provider) -> None:
     model = nn.Linear(4, 4)
     provider.pair(model)
@@ -398,21 +356,6 @@ def test_slices_of_containers_are_plain_containers(provider: Provider) -> None:
     assert model[:2][0] is model[0]
     assert type(type(model)(nn.ReLU())) is nn.Sequential
     assert is_swap_class(type(model))
-
-
-def test_a_lazy_module_that_turns_real_stays_installed(provider: Provider) -> None:
-    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyLinear(3))
-    provider.install(model, dtype=torch.float64)
-    x = provider.randn(2, 5)
-    y = model(x)
-    assert y.dtype == torch.float64
-    assert model[0].weight.shape == (4, 5)
-    assert model[0]._parameters["weight"].dtype == torch.float32
-    moved = testing.moved(model, provider.device, torch.float64)
-    testing.assert_bit_equal(model(x), moved(x))
-    dynswap_ext.uninstall(model)
-    assert type(model[0]) is nn.Linear
-    assert "_dynswap" not in model[0].__dict__
 
 
 def test_a_class_derived_while_installed_is_kept_by_the_uninstall(provider: Provider) -> None:

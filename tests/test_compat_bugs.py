@@ -14,37 +14,6 @@ from dynswap_ext.compat import DynamicSwapInstaller
 from test_compat import install
 
 
-class Wrapper(nn.Module):
-    """As PEFT's: what it does not have is the wrapped module's."""
-
-    def __init__(self, base: nn.Module) -> None:
-        super().__init__()
-        self.base = base
-        self.scale = nn.Parameter(torch.randn(16))
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "base":
-                raise
-            return getattr(self.base, name)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.base(x) * self.scale
-
-
-def test_a_class_with_getattr_of_its_own(provider: Provider) -> None:
-    model = Wrapper(nn.Linear(16, 16))
-    moved = testing.moved(model, provider.device, torch.float64)
-    install(provider, model, dtype=torch.float64)
-    assert "DynamicSwap" in type(model).__name__
-    assert model.scale.dtype == model.weight.dtype == torch.float64
-    assert model.in_features == 16 and not hasattr(model, "missing")
-    x = provider.randn(2, 16)
-    testing.assert_bit_equal(model(x), moved(x))
-
-
 class Attentions(nn.Module):
     """Larger than what a ring of two groups ahead holds."""
 

@@ -42,17 +42,6 @@ def test_uninstall_leaves_no_trace(provider: Provider, make: Any) -> None:
     assert not handle.active
 
 
-def test_uninstall_after_use_leaves_no_trace(provider: Provider) -> None:
-    model = mlp()
-    before = trace(model)
-    provider.install(model, dtype=torch.float64)
-    model(provider.randn(2, 16)).sum().backward()
-    model.zero_grad()
-    dynswap_ext.uninstall(model)
-    assert trace(model) == before
-    model(torch.randn(2, 16))
-
-
 def test_is_installed(provider: Provider) -> None:
     model = mlp()
     assert not dynswap_ext.is_installed(model)
@@ -266,13 +255,3 @@ def test_a_container_without_weights(provider: Provider) -> None:
         assert dynswap_ext.is_installed(model.inner)
         assert handle.stats().weight_bytes == 0
     assert type(model) is nn.Module
-
-
-def test_a_module_that_stands_in_the_tree_twice(provider: Provider) -> None:
-    shared = nn.Linear(16, 16)
-    model = nn.Sequential(shared, nn.ReLU(), shared)
-    moved, _ = provider.pair(model)
-    x = provider.randn(2, 16)
-    testing.assert_bit_equal(model(x), moved(x))
-    dynswap_ext.uninstall(model)
-    assert type(shared) is nn.Linear

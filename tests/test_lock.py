@@ -71,26 +71,6 @@ def test_every_pip_of_the_makefile_has_the_lock() -> None:
     assert unlocked(commands) == []
 
 
-@pytest.mark.parametrize(
-    ("line", "without"),
-    [
-        ("$(INSTALL) --group fuzz", ".venv/bin/python -m pip install 'atheris>=3'"),
-        ("$(call pip_install,$(DOCS_VENV)) --group docs", "$(DOCS_VENV)/bin/pip --quiet install mkdocs"),
-        ("$(WHEEL_VENV)/bin/python -m build --no-isolation", "$(WHEEL_VENV)/bin/python -m build"),
-        ("wheel --build-constraint constraints.txt", "wheel"),
-        ("ifdef QUICK\ncpp-test:", "ifdef QUICK\nquick: ; pip install ninja\ncpp-test: quick"),
-        ("\tDYNSWAP_PROVIDER=python $(ALONGSIDE)", "\tuvx ruff\n\tDYNSWAP_PROVIDER=python $(ALONGSIDE)"),
-        ("mkdir -p dist && mv", "mkdir -p dist && pip3 install --upgrade pytest && mv"),
-    ],
-)
-def test_one_without_it_is_found(tmp_path: Path, line: str, without: str) -> None:
-    text = (ROOT / "Makefile").read_text()
-    assert line in text
-    changed = tmp_path / "Makefile"
-    changed.write_text(text.replace(line, without))
-    assert len(unlocked(commands_of(changed))) >= 1
-
-
 def test_the_workflows_and_ci_install_by_make_alone() -> None:
     for path in (ROOT / ".ci" / "run", *(ROOT / ".github" / "workflows").glob("*.yml")):
         assert not re.search(r"\bpip3? .*install|\buv ", path.read_text()), path.name

@@ -6,7 +6,6 @@ import _thread
 import logging
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import children
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import ConfigError, DynswapWarning, checkpoint
@@ -137,9 +137,7 @@ def run(level: str | None, code: str = "") -> subprocess.CompletedProcess[str]:
         "handle.uninstall()\n"
         "print(logging.root.handlers, logging.root.level)\n"
     )
-    return subprocess.run(
-        [sys.executable, "-c", install + code], capture_output=True, text=True, env=environment, timeout=120
-    )
+    return children.run(install + code, env=environment)
 
 
 def test_it_is_off_by_default() -> None:

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import ClassVar
@@ -14,45 +11,6 @@ import benchmark_scripts  # noqa: F401  (the folder that the next ones are in)
 import newest  # isort: skip
 import newest_verdicts  # isort: skip
 import newest_versions  # isort: skip
-
-#: As transformers 5.24 has it (transformers/utils/peft_utils.py).
-OLD_PEFT = "The version of PEFT you are using is not compatible, please use a version >= 0.22.0"
-
-LIBRARY = f"""
-def check():
-    raise ValueError("{OLD_PEFT}")
-"""
-TESTS = f"""
-import library
-
-def test_passes(): pass
-def test_refused(): library.check()
-def test_failed(): assert "{OLD_PEFT}" == ""
-def test_our_complaint(): raise ValueError("{OLD_PEFT}")
-"""
-
-
-def test_a_refusal_of_a_version_is_told_from_a_failure(tmp_path: Path) -> None:
-    packages = tmp_path / "lib" / "site-packages"
-    packages.mkdir(parents=True)
-    (packages / "library.py").write_text(LIBRARY)
-    (tmp_path / "test_it.py").write_text(TESTS)
-    environment = {key: value for key, value in os.environ.items() if key != "PYTEST_ADDOPTS"}
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--junitxml=report.xml"]
-    done = subprocess.run(
-        [*command, *newest_verdicts.ARGUMENTS],
-        cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(packages)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert (tmp_path / "report.xml").exists(), done.stdout + done.stderr
-    found = newest_verdicts.read(tmp_path / "report.xml", {"peft"})
-    assert found.passed == 1 and len(found.failures) == 2
-    ((by, _), names), *others = found.refusals.items()
-    assert by == "library" and [name.rpartition("::")[2] for name in names] == ["test_refused"]
-    assert others == []
 
 
 class Resolved(newest_versions.Resolver):

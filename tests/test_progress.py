@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+import children
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import ConfigError, checkpoint
@@ -219,8 +220,7 @@ def test_bars_on_a_terminal(sequential: Path) -> None:
 
 
 def test_nothing_where_stderr_is_no_terminal(sequential: Path) -> None:
-    command = [sys.executable, "-c", SCRIPT, str(sequential)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = children.run(SCRIPT, sequential)
     assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
 
 
@@ -230,5 +230,5 @@ def test_the_program_ends_while_it_waits() -> None:
         "model = torch.nn.Linear(4, 4)\n"
         "dynswap_ext.install(model, device='cpu', provider='python', dtype=torch.float64, progress=True)\n"
     )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    ended = children.run(code, timeout=60)
     assert (ended.returncode, ended.stderr) == (0, "")

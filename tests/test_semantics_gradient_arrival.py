@@ -186,15 +186,3 @@ def test_a_hook_on_the_node_sees_the_values(provider: Provider) -> None:
     provider.pair(model)
     model(provider.randn(N, N)).backward()
     testing.assert_bit_equal(seen[0].cpu().float(), model.get_parameter("first").grad)
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
-def test_anomaly_mode_reads_what_has_come(provider: Provider) -> None:
-    model = mlp(layers=2)
-    moved, _ = provider.pair(model)
-    x = provider.randn(4, N)
-    with torch.autograd.detect_anomaly(check_nan=True):
-        for m in (model, moved):
-            m(x).square().sum().backward()
-    for p, q in zip(model.parameters(), moved.parameters(), strict=True):
-        testing.assert_bit_equal(p.grad, q.grad.float().cpu())

@@ -31,10 +31,6 @@ def replace_in_the_dict(model: nn.Module) -> None:
     model[0]._parameters["weight"] = nn.Parameter(NEW.clone())
 
 
-def set_data(model: nn.Module) -> None:
-    model.get_parameter("0.weight").data = NEW.clone()
-
-
 def write_through_data(model: nn.Module) -> None:
     model.get_parameter("0.weight").data.copy_(NEW)
 
@@ -52,12 +48,10 @@ def initialise_through_the_attribute(model: nn.Module) -> None:
         model[0].weight.copy_(NEW)
 
 
+#: Besides those of contract/test_state.py, which write on the master.
 CHANGES = [
-    fill,
     replace_parameter,
     replace_in_the_dict,
-    set_data,
-    write_through_data,
     load,
     load_assigning,
     initialise_through_the_attribute,
@@ -133,19 +127,6 @@ def test_a_master_changed_while_its_tensor_is_held(provider: Provider, budget: s
     del held
 
 
-def test_a_resident_survives_passes_without_being_moved_again(provider: Provider) -> None:
-    model = mlp().eval()
-    _, handle = provider.pair(model, budget="1GiB")
-    x = provider.randn(2, 16)
-    with torch.no_grad():
-        model(x)
-        moved_once = handle.stats().bytes_moved
-        assert moved_once > 0
-        for _ in range(5):
-            model(x)
-    assert handle.stats().bytes_moved == moved_once
-
-
 def test_moving_a_part_to_the_dtype_wanted_hands_the_masters_out(provider: Provider) -> None:
     if provider.device.type != "cpu":
         pytest.skip("being sent where it computes moves nothing: contract/test_sent_where_it_computes.py")
@@ -192,19 +173,6 @@ def test_a_load_after_a_write_on_a_tensor_that_is_kept(provider: Provider) -> No
         model.load_state_dict(state)
         del weight
     testing.assert_bit_equal(model.state_dict(), state, "state")
-
-
-def test_state_dict_holds_masters(provider: Provider) -> None:
-    model = mlp()
-    expected = {
-        name: (value.data_ptr(), value.dtype, value.device) for name, value in model.state_dict().items()
-    }
-    provider.pair(model)
-    model(provider.randn(2, 16))
-    actual = {
-        name: (value.data_ptr(), value.dtype, value.device) for name, value in model.state_dict().items()
-    }
-    assert actual == expected
 
 
 def test_get_parameter_names_a_master(provider: Provider) -> None:
@@ -263,12 +231,3 @@ def test_a_master_that_lets_go_of_its_bytes(provider: Provider, budget: str | No
             gc.collect()
             gone = watches if provider.device.type == "cpu" else earlier
             assert not any(watch() is not None for watch in gone)
-
-
-def test_a_module_may_be_ignored_as_a_whole(provider: Provider) -> None:
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    moved = testing.moved(model, provider.device, torch.float64)
-    model[1].to(provider.device, torch.float64)
-    provider.install(model, dtype=torch.float64, ignore="1")
-    x = provider.randn(2, 4)
-    testing.assert_bit_equal(model(x), moved(x))

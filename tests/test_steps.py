@@ -57,18 +57,14 @@ def run(folder: Path, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
-def test_the_last_line_says_what_ran_what_was_skipped_and_why(folder: Path) -> None:
-    status, said = run(folder, "make test", "tests")
-    last = said.splitlines()[-1]
-    told = "; 1 passed, 1 failed, 4 skipped (3: there is no GPU; 1: too old)"
-    assert last.startswith("== make test: FAILED (tests) in 0 min ") and last.endswith(told)
-    assert status == 1 and "FAILED test_some::test_wrong" in said.splitlines()
-
-
-def test_it_says_how_far_it_is_and_a_failure_keeps_nothing_from_running(folder: Path) -> None:
-    status, said = run(folder, "all", "broken", "SEEDS=2", "setting", "lint")
-    begun = [line for line in said.splitlines() if re.match(r"== \d of", line)]
-    assert begun == ["== 1 of 3: make broken", "== 2 of 3: make setting", "== 3 of 3: make lint"]
+def test_what_ran_how_far_it_is_and_what_was_skipped_and_why(folder: Path) -> None:
+    status, said = run(folder, "all", "broken", "SEEDS=2", "setting", "lint", "tests")
+    begun = re.findall(r"^== \d of .*$", said, re.MULTILINE)
+    made = ("broken", "setting", "lint", "tests")
+    assert begun == [f"== {number} of 4: make {name}" for number, name in enumerate(made, 1)]
     assert "== broken: FAILED in 0 s" in said and "== setting: ok in 0 s" in said
     assert "== lint: ok in 0 s; All checks passed!" in said
-    assert status == 1 and said.splitlines()[-1].startswith("== all: FAILED (broken) in ")
+    assert status == 1 and "FAILED test_some::test_wrong" in said.splitlines()
+    last = said.splitlines()[-1]
+    assert last.startswith("== all: FAILED (broken, tests) in 0 min ")
+    assert last.endswith("; 1 passed, 1 failed, 4 skipped (3: there is no GPU; 1: too old)")

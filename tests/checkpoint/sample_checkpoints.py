@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -83,12 +86,21 @@ def make_dcp_items(folder: Path) -> Sample:
     return Sample(folder, folder / "__0_0.distcp")
 
 
+def make_gguf(folder: Path) -> Sample:
+    from sample_gguf import random_weight, write_gguf
+
+    tensors = {"a.weight": random_weight("Q4_K", 4, 256), "a.bias": torch.ones(4)}
+    path = write_gguf(folder / "model.gguf", tensors, values={"x.words": ["one", "two"]})
+    return Sample(path, path)
+
+
 SAMPLES = {
     "safetensors": make_safetensors,
     "torch": make_torch,
     "index": make_index,
     "dcp-metadata": make_dcp_metadata,
     "dcp-items": make_dcp_items,
+    "gguf": make_gguf,
 }
 
 
@@ -106,6 +118,27 @@ def look(path: Path) -> Checkpoint | None:
         assert str(path) in str(error) and len(str(error)) < 4000, error
         return None
     return checkpoint
+
+
+def refused(path: Path, pattern: str, **options: Any) -> None:
+    """Assert that this cannot be opened: the error names it, and says why and what to do in these words."""
+    try:
+        open_checkpoint(path, **options)
+    except SourceError as error:
+        text = str(error)
+    else:
+        raise AssertionError(f"{path} can be opened")
+    assert str(path) in text and len(text) < 1000 and re.search(pattern, text), text
+
+
+class Canary:
+    """Unpickled, it makes a folder."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        return os.mkdir, (str(self.path),)
 
 
 def weights(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:

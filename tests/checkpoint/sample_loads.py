@@ -39,9 +39,10 @@ class SharedWeight(nn.Module):
         self.b.weight = self.a.weight
 
 
-def saved(kind: str, model: nn.Module, path: Path) -> Path:
+def saved(model: nn.Module, path: Path, kind: str = "safetensors") -> Path:
+    """Save a model's state as the libraries do, and return the path."""
     if kind == "safetensors":
-        save_file(model.state_dict(), path)
+        save_file({name: value.contiguous() for name, value in model.state_dict().items()}, path)
     else:
         torch.save(model.state_dict(), path)
     return path

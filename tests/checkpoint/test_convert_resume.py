@@ -19,6 +19,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import children
 from dynswap_ext import checkpoint, cli
 from dynswap_ext.errors import ConfigError, SourceError
 from dynswap_ext.testing import assert_bit_equal
@@ -92,8 +93,7 @@ def progress(position, whole):
         os.kill(os.getpid(), signal.SIGKILL)
 checkpoint.convert(*sys.argv[1:], dtype=torch.bfloat16, progress=progress, **{options!r})
 """
-    command = [sys.executable, "-c", script, str(source), str(tmp_path / name)]
-    assert subprocess.run(command, check=False).returncode == -signal.SIGKILL
+    assert children.run(script, source, tmp_path / name).returncode == -signal.SIGKILL
     result = checkpoint.convert(source, tmp_path / name, dtype=torch.bfloat16, **options)
     # What was written after the last line of the journal is written again.
     assert _WHOLE // 2 - 5 * _BLOCK <= result.resumed_bytes < _WHOLE and result.resumed_bytes > 0

@@ -11,10 +11,11 @@ import pytest
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from sample_checkpoints import assert_same, state, weights
+from sample_checkpoints import assert_same, refused, state, weights
 
 from dynswap_ext.checkpoint.formats import file_mapping, open_checkpoint
-from dynswap_ext.errors import SourceError
+from dynswap_ext.checkpoint.formats.safetensors_file import DTYPES
+from dynswap_ext.testing import assert_bit_equal
 
 
 def _write(path: Path, header: object, data: bytes = bytes(8)) -> Path:
@@ -38,14 +39,15 @@ def test_entries_are_where_the_library_put_them(tmp_path: Path) -> None:
         assert content[entry.offset : entry.offset + entry.nbytes] == state()[name].numpy().tobytes()
 
 
-@pytest.mark.parametrize(
-    "dtype", [torch.float8_e4m3fnuz, torch.float8_e5m2fnuz, torch.float8_e8m0fnu, torch.uint64]
-)
-def test_rare_dtypes(dtype: torch.dtype, tmp_path: Path) -> None:
-    values = torch.arange(16, dtype=torch.uint8).view(dtype)
-    save_file({"a": values}, tmp_path / "w")
-    read = open_checkpoint(tmp_path / "w")["a"]
-    assert read.dtype == dtype and torch.equal(read.view(torch.uint8), values.view(torch.uint8))
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
+def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
+    values = (torch.arange(48, dtype=torch.uint8) % 2).view(dtype).reshape(2, -1)
+    save_file(
+        {"a": torch.zeros(3), "b": values, "scalar": values[0, 0].clone(), "none": values[:0]}, tmp_path / "w"
+    )
+    opened = open_checkpoint(tmp_path / "w")
+    for name, value in {"b": values, "scalar": values[0, 0], "none": values[:0]}.items():
+        assert_bit_equal(opened[name], value)
 
 
 HEADERS: dict[str, tuple[object, str]] = {
@@ -84,10 +86,8 @@ HEADERS: dict[str, tuple[object, str]] = {
 def test_bad_header(case: str, tmp_path: Path) -> None:
     header, pattern = HEADERS[case]
     path = _write(tmp_path / "model.safetensors", header)
-    with pytest.raises(SourceError, match=pattern) as caught:
-        open_checkpoint(path)
-    assert str(path) in str(caught.value) and "download or copy it again" in str(caught.value)
-    assert len(str(caught.value)) < 1000
+    refused(path, pattern)
+    refused(path, "download or copy it again")
     if case != "a name twice":  # the library takes the last of them
         with pytest.raises(SafetensorError):
             safe_open(path, "pt")
@@ -134,18 +134,13 @@ def test_bad_header(case: str, tmp_path: Path) -> None:
 )
 def test_bad_listing(listing: object, tmp_path: Path) -> None:
     path = _write(tmp_path / "w", {"weight": listing})
-    with pytest.raises(
-        SourceError, match=r"lists 'weight' as .*download or copy it again|cut short"
-    ) as caught:
-        open_checkpoint(path)
-    assert str(path) in str(caught.value) and len(str(caught.value)) < 1000
+    refused(path, r"lists 'weight' as .*download or copy it again|cut short")
 
 
 def test_header_length_that_is_a_lie(tmp_path: Path) -> None:
     for length in (99, 1 << 20, (1 << 63) - 1, (1 << 64) - 1):
         (tmp_path / "w").write_bytes(length.to_bytes(8, "little") + b'{"a": 1}')
-        with pytest.raises(SourceError, match=r"cut short|the format allows 100,000,000"):
-            open_checkpoint(tmp_path / "w")
+        refused(tmp_path / "w", r"cut short|the format allows 100,000,000")
 
 
 @pytest.mark.parametrize(
@@ -158,8 +153,7 @@ def test_odd_names_are_names(name: str, tmp_path: Path) -> None:
 
 def test_thousand_duplicates_are_found_at_once(tmp_path: Path) -> None:
     names = b",".join(b'"%d":1' % number for number in [*range(100_000), 99_999])
-    with pytest.raises(SourceError, match="'99999' twice"):
-        open_checkpoint(_write(tmp_path / "w", b"{%b}" % names))
+    refused(_write(tmp_path / "w", b"{%b}" % names), "'99999' twice")
 
 
 def test_file_that_shrinks_between_header_and_mapping(
@@ -174,12 +168,7 @@ def test_file_that_shrinks_between_header_and_mapping(
         return mapped(*arguments)
 
     monkeypatch.setattr(file_mapping, "_mapped", shrink_first)
-    with pytest.raises(
-        SourceError,
-        match=r"had 16.* KiB \(16\d+ bytes\) and has 4 KiB \(4096 bytes\) now.*nothing writes to it",
-    ) as caught:
-        open_checkpoint(path)
-    assert str(path) in str(caught.value)
+    refused(path, r"had 16.* KiB \(16\d+ bytes\) and has 4 KiB \(4096 bytes\) now.*nothing writes to it")
 
 
 def test_file_that_is_replaced_after_it_was_opened(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from sample_loads import SharedWeight
+from sample_loads import SharedWeight, saved
 from torch import nn
 
 from conftest import skip_or_fail
@@ -36,14 +36,6 @@ class Mixed(nn.Module):
 
 def layers(count: int, width: int = 1024) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
-
-
-def saved(model: nn.Module, path: Path, kind: str = "safetensors") -> Path:
-    if kind == "safetensors":
-        save_file(model.state_dict(), path)
-    else:
-        torch.save(model.state_dict(), path)
-    return path
 
 
 def is_mapped(tensor: torch.Tensor, path: Path) -> bool:

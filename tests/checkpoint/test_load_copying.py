@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from sample_loads import SharedWeight
+from sample_loads import SharedWeight, saved
 from torch import nn
 
 from dynswap_ext import checkpoint, testing
@@ -19,11 +19,6 @@ from dynswap_ext.errors import ConfigError, SourceError
 from sample_models import ConvNet, mlp
 
 MiB = 1 << 20
-
-
-def saved(model: nn.Module, path: Path) -> Path:
-    save_file(model.state_dict(), path)
-    return path
 
 
 def test_objects_memory_dtype_and_gradients_stay(tmp_path: Path) -> None:

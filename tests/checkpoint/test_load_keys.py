@@ -105,7 +105,7 @@ def test_not_strict_keeps_what_is_missing_and_warns(tmp_path: Path) -> None:
 
 
 def test_a_fitting_file_warns_of_nothing(tmp_path: Path) -> None:
-    path = saved("safetensors", Net(), tmp_path / "w")
+    path = saved(Net(), tmp_path / "w")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         checkpoint.load(Net(), path, strict=False)

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
+from sample_loads import saved
 from torch import nn
 
 from conftest import Provider
@@ -35,11 +36,6 @@ def skeleton(request: pytest.FixtureRequest) -> Callable[[Callable[[], nn.Module
 
 
 Skeleton = Callable[[Callable[[], nn.Module]], nn.Module]
-
-
-def saved(model: nn.Module, path: Path) -> Path:
-    save_file({name: value.contiguous() for name, value in model.state_dict().items()}, path)
-    return path
 
 
 @pytest.mark.parametrize(

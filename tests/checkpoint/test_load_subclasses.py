@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from sample_loads import saved
 from torch import nn
 
 from conftest import Provider
@@ -30,11 +30,6 @@ def quantised(plain: nn.Module) -> nn.Module:
         if isinstance(module, nn.Linear):
             module.weight = nn.Parameter(ScaledInt8.quantise(module.weight), requires_grad=False)
     return plain
-
-
-def saved(model: nn.Module, path: Path) -> Path:
-    save_file(model.state_dict(), path)
-    return path
 
 
 @pytest.fixture

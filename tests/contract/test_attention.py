@@ -52,9 +52,7 @@ def test_self_attention_in_eval_with_masks(provider: Provider, average: bool) ->
     model = nn.MultiheadAttention(8, 2, batch_first=True).eval()
     moved, handle = provider.pair(model)
     x = provider.randn(3, 4, 8)
-    padding = torch.tensor(
-        [[False] * 4, [False] * 3 + [True], [False] * 2 + [True] * 2], device=provider.device
-    )
+    padding = padding_mask(provider)
     causal = torch.ones(4, 4, dtype=torch.bool, device=provider.device).triu(1)
     with torch.no_grad():
         for masks in ({}, {"key_padding_mask": padding}, {"attn_mask": causal}):
@@ -106,9 +104,7 @@ def test_nested_tensors_from_a_padding_mask(provider: Provider, monkeypatch: pyt
     model = encoder().eval()
     moved, handle = provider.pair(model)
     x = provider.randn(3, 4, 8)
-    padding = torch.tensor(
-        [[False] * 4, [False] * 3 + [True], [False] * 2 + [True] * 2], device=provider.device
-    )
+    padding = padding_mask(provider)
     with torch.no_grad(), counted(monkeypatch, torch, "_nested_tensor_from_mask") as calls:
         testing.assert_bit_equal(
             model(x, src_key_padding_mask=padding), moved(x, src_key_padding_mask=padding), "output"
@@ -158,12 +154,4 @@ def test_a_decoder(provider: Provider, training: bool) -> None:
     assert_same_training_step(model, moved, lambda m: m(x, memory))
     with torch.no_grad():
         testing.assert_bit_equal(model(x, memory), moved(x, memory), "output without gradients")
-    assert_moved(handle, model)
-
-
-def test_a_whole_transformer(provider: Provider) -> None:
-    model = nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True)
-    moved, handle = provider.pair(model)
-    x, y = provider.randn(3, 4, 8), provider.randn(3, 5, 8, seed=1)
-    assert_same_training_step(model, moved, lambda m: m(x, y))
     assert_moved(handle, model)

@@ -38,6 +38,7 @@ CHANGES: dict[str, Change] = {
     "a new plain tensor": lambda m: setattr(m, "extra", torch.ones(2)),
     "delete": lambda m: delattr(m, "bias"),
     "delete a buffer": lambda m: delattr(m, "table"),
+    "a plain value for what was deleted": lambda m: (delattr(m, "table"), setattr(m, "table", "plain")),
     "delete what is not there": lambda m: delattr(m, "nothing"),
     "register again": lambda m: m.register_parameter("weight", nn.Parameter(torch.ones(4, 4))),
     "register None": lambda m: m.register_parameter("bias", None),
@@ -112,6 +113,8 @@ def test_a_name_that_another_instance_of_the_class_has(provider: Provider) -> No
     assert not hasattr(model[4], "extra") and getattr(model[4], "extra", 7) == 7
     del model[1].extra, model[2].extra
     assert not hasattr(model[1], "extra") and not hasattr(model[2], "extra")
+    with pytest.raises(AttributeError, match="extra"):
+        del model[1].extra
     with pytest.raises(AttributeError, match="'Linear' object has no attribute 'extra'"):
         _ = model[4].extra
 

@@ -7,7 +7,7 @@ masters shows in their dtype.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -22,11 +22,7 @@ from sample_models import ConvNet, Recurrent, TinyTransformer, mlp
 Compile = Callable[..., nn.Module]
 
 
-@pytest.fixture(autouse=True)
-def _compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Block(nn.Module):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,12 +12,7 @@ import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
 
-
-@pytest.fixture(autouse=True)
-def _compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Net(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,11 +16,7 @@ budgets = pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "re
 modes = pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 
 
-@pytest.fixture(autouse=True)
-def _compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Writing(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,12 +12,7 @@ from torch import Tensor, nn
 from conftest import Provider, needs_inductor
 from dynswap_ext import testing
 
-
-@pytest.fixture(autouse=True)
-def _compiler() -> Iterator[None]:
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 def values(*shape: int) -> Tensor:

@@ -224,27 +224,6 @@ def test_global_registration_hooks_see_masters(provider: Provider) -> None:
     assert [(m is model[0], name, p is new) for m, name, p in seen] == [(True, "bias", True)]
 
 
-@pytest.mark.parametrize("installed", [True, False], ids=["while installed", "before the install"])
-def test_state_dict_hooks(provider: Provider, installed: bool) -> None:
-    model = mlp(layers=1)
-    seen: Seen = []
-
-    def register() -> None:
-        model[0].register_state_dict_pre_hook(lambda *args: seen.append("pre save"))
-        model[0].register_state_dict_post_hook(lambda *args: seen.append("post save"))
-        model[0].register_load_state_dict_pre_hook(lambda *args: seen.append("pre load"))
-        model[0].register_load_state_dict_post_hook(lambda *args: seen.append("post load"))
-
-    if not installed:
-        register()
-    provider.pair(model)
-    seen.clear()
-    if installed:
-        register()
-    model.load_state_dict(model.state_dict())
-    assert seen == ["pre save", "post save", "pre load", "post load"]
-
-
 def test_a_hook_that_keeps_nothing_lets_the_weight_go(provider: Provider) -> None:
     model = mlp(layers=2)
     _, handle = provider.pair(model)

@@ -86,18 +86,6 @@ def test_gradients_of_the_first_forward_reach_the_masters(provider: Provider, ca
     assert_gradients_as_moved(model, moved)
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_installed_after_the_first_forward(provider: Provider, case: str) -> None:
-    make, shape, becomes = CASES[case]
-    model = nn.Sequential(make())
-    x = provider.randn(*shape)
-    model(x.to("cpu", torch.float32))
-    assert type(model[0]) is becomes
-    moved, handle = provider.pair(model)
-    testing.assert_bit_equal(model(x), moved(x), "output")
-    assert handle.stats().bytes_moved >= master_bytes(model)
-
-
 def test_uninstalled_before_the_first_forward(provider: Provider) -> None:
     model = nn.Sequential(nn.LazyLinear(4), nn.LazyBatchNorm1d())
     handle = provider.install(model, dtype=torch.float64)

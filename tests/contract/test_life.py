@@ -85,19 +85,23 @@ def test_a_write_before_the_end_reaches_the_master(provider: Provider, end: str)
     del weight
 
 
-@pytest.mark.parametrize("end", ["uninstall", "install", "part"])
+@pytest.mark.parametrize("end", ["uninstall", "install", "part", "model"])
 def test_a_graph_that_outlives_its_install(provider: Provider, end: str) -> None:
     model = mlp()
     moved, _ = provider.pair(model)
-    x = provider.randn(2, 16)
+    masters, x = list(model.parameters()), provider.randn(2, 16)
     loss, expected = model(x).sum(), moved(x).sum()
     if end == "install":
         provider.install(model, dtype=torch.bfloat16)
-    else:
+    elif end != "model":
         dynswap_ext.uninstall(model if end == "uninstall" else model[2])
+    provider.handles.clear()
+    if end == "model":
+        del model
+    gc.collect()
     loss.backward()
     expected.backward()
-    for master, other in zip(model.parameters(), moved.parameters(), strict=True):
+    for master, other in zip(masters, moved.parameters(), strict=True):
         assert other.grad is not None
         testing.assert_bit_equal(master.grad, other.grad.cpu().float())
 

@@ -34,7 +34,7 @@ class Raises(nn.Module):
         return x @ weight
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt(), SystemExit(), MemoryError()], ids=repr)
+@pytest.mark.parametrize("error", [ValueError(), KeyboardInterrupt(), SystemExit(), MemoryError()], ids=repr)
 @pytest.mark.parametrize("grad", [False, True], ids=["inference", "train"])
 def test_what_is_raised_in_a_forward_passes_through(
     provider: Provider, error: BaseException, grad: bool

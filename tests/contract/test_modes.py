@@ -12,7 +12,7 @@ import torch
 from oracle import assert_gradients_as_moved, assert_moved, assert_same_training_step, total
 from torch import nn
 from torch._subclasses import FakeTensorMode
-from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -269,59 +269,6 @@ def test_anomaly_mode_finds_a_nan(provider: Provider) -> None:
     ):
         model(provider.randn(3, 16)).sum().backward()
     testing.assert_nothing_held(handle)
-
-
-class Packed:
-    """Hooks of the caller's own, which note the activations: what is as many rows as the input."""
-
-    def __init__(self, rows: int) -> None:
-        self.rows = rows
-        self.packed: list[tuple[int, ...]] = []
-        self.unpacked: list[tuple[int, ...]] = []
-
-    def pack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() and tensor.shape[0] == self.rows:
-            self.packed.append(tuple(tensor.shape))
-        return tensor.detach() * 1
-
-    def unpack(self, tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.dim() and tensor.shape[0] == self.rows:
-            self.unpacked.append(tuple(tensor.shape))
-        return tensor
-
-
-def test_the_callers_hooks_get_the_activations(provider: Provider) -> None:
-    model = mlp()
-    moved, handle = provider.pair(model)
-    x = provider.randn(5, 16)
-    seen = []
-    for m in (model, moved):
-        hooks = Packed(rows=5)
-        with saved_tensors_hooks(hooks.pack, hooks.unpack):
-            y = m(x)
-        total(y).backward()
-        seen.append((hooks.packed, hooks.unpacked))
-    assert seen[0] == seen[1]
-    assert seen[1][0]
-    assert_gradients_as_moved(model, moved)
-    assert_moved(handle, model)
-
-
-def test_hooks_that_a_forward_sets_itself(provider: Provider) -> None:
-    class Offloaded(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.inner = mlp(layers=2)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with save_on_cpu():
-                return self.inner(x)
-
-    model = Offloaded()
-    moved, handle = provider.pair(model)
-    x = provider.randn(3, 16)
-    assert_same_training_step(model, moved, lambda m: m(x))
-    assert_moved(handle, model)
 
 
 def test_operations_are_counted_as_in_the_moved_model(provider: Provider) -> None:

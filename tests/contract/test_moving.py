@@ -165,10 +165,11 @@ def test_shared_memory(provider: Provider) -> None:
     assert handle.stats().bytes_moved >= master_bytes(model)
 
 
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
 @pytest.mark.parametrize("whole", [True, False], ids=["whole", "leaf"])
-def test_requires_grad(provider: Provider, whole: bool) -> None:
+def test_requires_grad(provider: Provider, whole: bool, budget: str | None) -> None:
     model = mlp(layers=2)
-    moved, _ = provider.pair(model)
+    moved, _ = provider.pair(model, budget=budget)
     x = provider.randn(3, 16).requires_grad_()
     for wanted in (False, True):
         for m in (model, moved):
@@ -220,19 +221,6 @@ def test_conversion_by_other_means(provider: Provider, conversion: str) -> None:
     model.half()
     assert {p.dtype for p in model.parameters()} == {torch.float16}
     moved = testing.moved(model, provider.device, torch.float64)
-    handle.reset_stats()
-    assert_same_training_step(model, moved, lambda m: m(x))
-    assert handle.stats().bytes_moved >= master_bytes(model)
-
-
-def test_loading_by_swapping(provider: Provider, conversion: str) -> None:
-    model, other = mlp(), mlp()
-    _, handle = provider.pair(model)
-    x = provider.randn(3, 16)
-    with torch.no_grad():
-        model(x)
-    model.load_state_dict(other.state_dict())
-    moved = testing.moved(other, provider.device, torch.float64)
     handle.reset_stats()
     assert_same_training_step(model, moved, lambda m: m(x))
     assert handle.stats().bytes_moved >= master_bytes(model)

@@ -158,24 +158,3 @@ def test_a_lora_is_fused_once(provider: Provider, way: str, budget: str | None) 
     dynswap_ext.uninstall(model)
     for name, value in plain.state_dict().items():
         torch.testing.assert_close(model.state_dict()[name], value, rtol=1e-5, atol=1e-5)
-
-
-def test_compute_on_a_stream_of_the_users_own(provider: Provider) -> None:
-    """The wrong stream waited: garbage (diffusers 12673, 12721), NaN (14657), stale weights (13502)."""
-    if provider.device.type == "cpu":
-        pytest.skip("needs streams")
-    model = mlp(features=1024, layers=6).eval()
-    moved, handle = provider.pair(model)
-    x = provider.randn(8, 1024)
-    provider.device_module.synchronize()
-    with torch.no_grad():
-        for _ in range(5):
-            outputs = []
-            for _ in range(3):
-                stream = provider.device_module.Stream()
-                with provider.device_module.stream(stream):
-                    outputs.append(model(x))
-            provider.device_module.synchronize()
-            for output in outputs:
-                testing.assert_bit_equal(output, moved(x))
-    assert handle.stats().bytes_moved > 0

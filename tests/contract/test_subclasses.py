@@ -206,18 +206,6 @@ def test_tensors_are_swapped_while_installed(provider: Provider) -> None:
     testing.assert_bit_equal(model(x), moved(x))
 
 
-def test_plain_tensors_are_swapped_while_installed(provider: Provider) -> None:
-    model: Any = nn.Sequential(nn.Linear(16, 16))
-    provider.install(model, dtype=torch.float64)
-    x = provider.randn(2, 16)
-    model(x)
-    master = model[0]._parameters["weight"]
-    torch.utils.swap_tensors(master, nn.Parameter(torch.ones(16, 16)))
-    assert model[0]._parameters["weight"] is master
-    moved = testing.moved(model, provider.device, torch.float64)
-    testing.assert_bit_equal(model(x), moved(x))
-
-
 @pytest.mark.usefixtures("_swapping")
 @pytest.mark.parametrize("quantised", [False, True], ids=["from floats", "from its own kind"])
 def test_load_state_dict_through_module_load(provider: Provider, quantised: bool) -> None:

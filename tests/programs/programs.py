@@ -130,6 +130,12 @@ def llama_config(**options: Any) -> Any:
     return library("transformers").LlamaConfig(**{**sizes, **options})
 
 
+def llama(**options: Any) -> Any:
+    """A small model of these options, with seeded weights."""
+    seeded()
+    return library("transformers").LlamaForCausalLM(llama_config(**options))
+
+
 def word_tokenizer(**special: str) -> Any:
     """A tokenizer of a few words, made by hand."""
     tokenizers = library("tokenizers")

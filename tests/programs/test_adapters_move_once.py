@@ -11,10 +11,9 @@ import torch
 
 from conftest import Provider
 from dynswap_ext import testing
-from programs import library, seeded
+from programs import library, llama
 
 peft = library("peft")
-transformers = library("transformers")
 
 LAYERS = 6
 #: After so many calls, what has come is in the plan. Until then, it is moved at each read.
@@ -24,16 +23,7 @@ READ_UNPLANNED = 6
 
 
 def base() -> Any:
-    seeded()
-    config = transformers.LlamaConfig(
-        vocab_size=64,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
+    return llama(num_hidden_layers=LAYERS).eval()
 
 
 def add(model: Any, name: str) -> int:

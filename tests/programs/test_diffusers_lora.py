@@ -26,7 +26,7 @@ from test_diffusers import (
     stable_diffusion,
     stable_diffusion_pipeline,
 )
-from ways import MAPPED, WAYS, Way, beside_plain
+from ways import WAYS, Way, beside_plain
 
 diffusers = library("diffusers")
 peft = library("peft")
@@ -90,15 +90,6 @@ def test_loaded_before_the_install(provider: Provider, way: Way, lora: Path, tmp
         moved=True,
     )
     assert not any(a.equal(b) for a, b in itertools.pairwise(seen))
-
-
-def test_loaded_after_the_install(provider: Provider, lora: Path, tmp_path: Path) -> None:
-    def program(pipe: Any) -> list[torch.Tensor]:
-        for name in ("blue", "red"):
-            pipe.load_lora_weights(lora, weight_name=FILE, adapter_name=name)
-        return list(images(provider, pipe))
-
-    beside_plain(provider, MAPPED, tmp_path, pipeline, program, lambda pipe: pipe.unet, moved=True)
 
 
 def stable_diffusion_xl() -> Any:

@@ -17,8 +17,7 @@ from torch import nn
 
 from conftest import Provider
 from dynswap_ext import testing
-from programs import library, seeded
-from test_peft import llama
+from programs import library, llama, seeded
 from ways import MAPPED, install
 
 peft = library("peft")
@@ -198,10 +197,7 @@ IA3 = {"target_modules": ["k_proj", "down_proj"], "feedforward_modules": ["down_
 PROGRAMS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Path], Steps]]] = {
     "lora": (llama, lora()),
     "every linear layer": (llama, lora(target_modules="all-linear", bias="all")),
-    "rslora": (llama, lora(use_rslora=True)),
     "dora": (llama, lora(use_dora=True)),
-    "pissa": (llama, lora(init_lora_weights="pissa")),
-    "olora": (llama, lora(init_lora_weights="olora")),
     "other layers": (layers, lora(target_modules=OTHER_LAYERS)),
     "dora of other layers": (layers, lora(target_modules=OTHER_LAYERS, use_dora=True)),
     "trainable tokens": (llama, lora(trainable_token_indices={"embed_tokens": [2, 3]})),

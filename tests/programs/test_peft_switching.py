@@ -6,7 +6,7 @@ modules.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +15,19 @@ import torch
 
 from conftest import Provider
 from dynswap_ext import testing
-from programs import assert_trained_alike, library, seeded
-from test_peft import llama, steps
+from programs import assert_trained_alike, library, llama, seeded
+from test_peft import steps
+from test_peft_tuners import TOKENS
+from test_peft_tuners import TUNERS as OF_LAYERS
 from ways import MAPPED, install
 
 peft = library("peft")
 
-TOKENS = torch.arange(4, 9)[None]
-LAYERS = {"target_modules": ["q_proj", "v_proj"]}
-
-TUNERS: dict[str, Callable[[], Any]] = {
-    "lora": lambda: peft.LoraConfig(r=4, init_lora_weights=False, **LAYERS),
+NAMES = ("lora", "dora", "adalora", "ia3", "loha", "lokr", "vera", "shira", "oft")
+TUNERS = {name: OF_LAYERS[name] for name in NAMES} | {
     "lora of an embedding": lambda: peft.LoraConfig(
         r=4, init_lora_weights=False, target_modules=["embed_tokens"]
-    ),
-    "dora": lambda: peft.LoraConfig(r=4, init_lora_weights=False, use_dora=True, **LAYERS),
-    "adalora": lambda: peft.AdaLoraConfig(total_step=10, init_r=4, init_lora_weights=False, **LAYERS),
-    "ia3": lambda: peft.IA3Config(feedforward_modules=[], init_ia3_weights=False, **LAYERS),
-    "loha": lambda: peft.LoHaConfig(r=4, init_weights=False, **LAYERS),
-    "lokr": lambda: peft.LoKrConfig(r=4, init_weights=False, **LAYERS),
-    "vera": lambda: peft.VeraConfig(r=4, init_weights=False, **LAYERS),
-    "shira": lambda: peft.ShiraConfig(r=4, init_weights=False, **LAYERS),
-    "oft": lambda: peft.OFTConfig(oft_block_size=4, r=0, init_weights=False, **LAYERS),
+    )
 }
 
 

@@ -17,8 +17,7 @@ import torch
 
 from conftest import PRETEND, Provider
 from dynswap_ext import testing
-from programs import library, seeded
-from test_peft import llama
+from programs import library, llama, seeded
 
 peft = library("peft")
 

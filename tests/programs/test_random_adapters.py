@@ -20,26 +20,12 @@ import torch
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-from programs import bytes_of, library
+from programs import bytes_of, library, llama
 
 peft = library("peft")
-transformers = library("transformers")
 
 STEPS = 14
 NAMES = ("red", "blue", "green")
-
-
-def base() -> Any:
-    torch.manual_seed(5)
-    config = transformers.LlamaConfig(
-        vocab_size=32,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-    )
-    return transformers.LlamaForCausalLM(config).eval()
 
 
 def random_adapter_config(draw: random.Random) -> Any:
@@ -59,7 +45,7 @@ class Program:
         self.draw, self.provider, self.folder = random.Random(seed), provider, folder
         self.said = [f"seed {seed}"]
         draw = self.draw
-        self.plain, self.model = base().to(provider.device), base()
+        self.plain, self.model = llama().eval().to(provider.device), llama().eval()
         self.mapped = provider.device.type == "cpu" or draw.random() < 0.3
         if self.mapped:
             testing.map_from_file(self.model, folder / f"base{seed}.pt")
@@ -120,7 +106,7 @@ class Program:
         if saved:
             lean = self.draw.random() < 0.5
             path = self.folder / f"adapter{len(self.said)}"
-            adapted = self.seeded(lambda: peft.get_peft_model(base(), config))
+            adapted = self.seeded(lambda: peft.get_peft_model(llama(), config))
             adapted.save_pretrained(path)
             self.both(lambda each: each.load_adapter(path, name, low_cpu_mem_usage=lean))
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import itertools
 import os
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -19,22 +20,15 @@ SECONDS = float(os.environ.get("DYNSWAP_PROGRAMS_SECONDS", "0"))
 SHORT = range(60)
 
 
-def test_both_providers_do_the_same(provider: Provider) -> None:
+@pytest.mark.parametrize(
+    ("judged", "share"), [(judge, 1), (budget_pairs.judge, 4)], ids=["programs", "budgets"]
+)
+def test_both_providers_do_the_same(provider: Provider, judged: Callable[..., object], share: int) -> None:
     if not provider.native:
         pytest.skip("the run of the native provider compares it with this one")
-    end = time.monotonic() + SECONDS
+    end = time.monotonic() + SECONDS / share
     for seed in itertools.count(time.time_ns() // 1_000_000) if SECONDS else SHORT:
-        difference = judge(seed, provider.device)
+        difference = judged(seed, provider.device)
         assert not difference, difference
-        if SECONDS and time.monotonic() > end:
-            break
-
-
-def test_both_providers_say_the_same_of_budgets(provider: Provider) -> None:
-    if not provider.native:
-        pytest.skip("the run of the native provider compares it with this one")
-    end = time.monotonic() + SECONDS / 4
-    for seed in itertools.count(time.time_ns() // 1_000_000) if SECONDS else SHORT:
-        budget_pairs.judge(seed, provider.device)
         if SECONDS and time.monotonic() > end:
             break
