@@ -1,7 +1,7 @@
 """What it costs to see writes that bump no version: the kernel's page tracking beside reading all bytes.
 
-A look that finds nothing is part of each access; protecting follows each write that was found; a write to a
-protected page faults once, unless it was announced, as optimizers' steps are.
+A look that finds nothing is part of each access to a weight that stays on the device; a write to a page that
+a look has protected faults once, unless it was announced, as optimizers' steps are.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ from collections.abc import Callable
 from time import perf_counter
 
 import torch
+from torch import nn
 
+import dynswap_ext
 from common import Record, Sample, parser
-from dynswap_ext._python.memory_watch import MemoryWatch, is_sampled
+from dynswap_ext._swap.state import session_of
 
 
 def main() -> int:
@@ -22,9 +24,15 @@ def main() -> int:
     given = options.parse_args()
     record = Record("silent_writes", given.tiny)
     size, repeats = (1 << 20, 2) if given.tiny else (given.mebibytes << 20, 7)
-    master = torch.zeros(size // 4)
+    model = nn.Module()
+    model.register_buffer("weight", torch.zeros(size // 4))
+    master = model._buffers["weight"]
+    assert master is not None
     target = torch.empty_like(master)
-    watch = MemoryWatch(master)
+    handle = dynswap_ext.install(
+        model, device="cpu", dtype=torch.bfloat16, budget=2 * size, provider="native"
+    )
+    session = session_of(model)
     gib = (1 << 30) / size
 
     def measure(name: str, call: Callable[[], object], before: Callable[[], object] = lambda: None) -> float:
@@ -44,27 +52,27 @@ def main() -> int:
         master.fill_(1.0)
 
     def announce_and_write() -> None:
-        watch.expect_writes()
+        session.expect_writes([master])
         write()
 
-    def settle() -> None:
-        watch.writes()
+    def access() -> None:
+        model.weight  # noqa: B018
 
     copy = measure("copy", lambda: target.copy_(master))
     read = measure("reading all of it (the least a hash takes)", lambda: master.view(torch.int64).sum())
     plain = measure("write, not watched or found before", write, write)
-    if not is_sampled(master):
-        look = measure("look that finds nothing", settle, settle)
-        found = measure("look that finds all written, and protects", settle, write)
-        faults = measure("write to protected pages", write, settle)
-        announced = measure("write that was announced", announce_and_write, settle)
+    if not handle.report().sampled_bytes:
+        look = measure("look that finds nothing", access, access)
+        faults = measure("write to protected pages", write, access)
+        announced = measure("write that was announced", announce_and_write, access)
         record.bar("look / reading all of it", look / read, at_most=None if given.tiny else 0.1)
         record.bar("look / copy", look / copy, at_most=None if given.tiny else 0.1)
-        record.bar("announced write and protecting / faults", (announced + found) / faults)
+        record.bar("announced write / faults", announced / faults)
         record.bar("announced write / plain write", announced / plain)
     else:
         print("this kernel tracks no pages (Linux 6.7, userfaultfd): masters are sampled")
         record.bar("reading all of it / copy", read / copy)
+    handle.uninstall()
     return record.finish(given.output)
 
 

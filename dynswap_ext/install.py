@@ -166,7 +166,7 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
         try:  # a warning may be an error, after which the model is as it was
             made.draft(model, modules)
             if made.session.sampled_bytes:
-                _warn_of_sampling()
+                _warn_of_sampling(provider.name)
             _provider.warn_of_one_memory(options.device)
             if scripted:
                 warn(
@@ -268,13 +268,18 @@ def _warn_of_weights_there(made: Installation, modules: Sequence[nn.Module], cho
 
 
 @functools.cache
-def _warn_of_sampling() -> None:
+def _warn_of_sampling(provider: str) -> None:
+    who, remedy = (
+        "the kernel does not track writes to some masters",
+        "Linux 6.7 or later with userfaultfd allowed, and masters in ordinary memory: neither shared nor "
+        "from `pin_memory()` (an install page-locks them where they are)",
+    )
+    if provider == "python":
+        who, remedy = "pure Python does not track writes to large masters", "the native provider"
     warn(
-        "the kernel does not track writes to some masters, so writes that bump no version (`p.data[i] = x`, "
+        f"{who}, so writes that bump no version (`p.data[i] = x`, "
         "NumPy) are detected by sampling: optimizers' steps are seen, but a write to a few elements can be "
-        "missed. Write in a way that bumps it (`with torch.no_grad(): p[i] = x`), or use Linux 6.7 or later "
-        "with userfaultfd allowed, and masters in ordinary memory: neither shared nor from `pin_memory()` "
-        "(an install page-locks them where they are)"
+        f"missed. Write in a way that bumps it (`with torch.no_grad(): p[i] = x`), or use {remedy}"
     )
 
 

@@ -99,6 +99,10 @@ class Provider:
         self.handles.append(handle)
         return handle
 
+    def sees_every_write(self, *handles: dynswap_ext.Handle) -> bool:
+        """Whether no write to a master goes unseen; else small ones may, to those that are sampled."""
+        return self.native or not any(handle.report().sampled_bytes for handle in handles)
+
     def pair(
         self, model: nn.Module, dtype: torch.dtype | None = torch.float64, **options: Any
     ) -> tuple[nn.Module, dynswap_ext.Handle]:

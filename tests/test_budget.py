@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import itertools
 import pickle
 import re
 import warnings
@@ -256,17 +255,6 @@ def test_residents_and_the_largest_weight_fit(sizes: list[int], budget: int, tog
     assert resident + max(streamed, default=0) <= budget
     assert not streamed or not resident or resident + together <= budget
     assert streamed == [] or sum(sizes) > budget
-
-
-@given(st.integers(2, 200), st.integers(1, 200))
-def test_residents_are_spread_evenly(count: int, room: int) -> None:
-    chosen = choose_residents([10] * count, 10 * (min(room, count - 1) + 1), 10)
-    taken = [i for i, resident in enumerate(chosen) if resident]
-    if len(taken) in (0, count):
-        return
-    gaps = [b - a for a, b in itertools.pairwise(taken)]
-    assert not gaps or max(gaps) - min(gaps) <= 1
-    assert len(taken) >= min(room, count - 1) - 1
 
 
 E_DIM = 64

@@ -27,6 +27,8 @@ def run(provider: Provider, script: str) -> subprocess.CompletedProcess[str]:
     head = HEAD.format(device=str(provider.device), backend=provider.backend)
     if provider.native:  # by its name, or it would be said that it is not the best one
         head = f"import os; os.environ['DYNSWAP_ENGINE_BACKEND'] = '{provider.expected_backend}'\n{head}"
+    else:
+        head = f"import warnings; warnings.filterwarnings('ignore', 'pure Python does not track')\n{head}"
     done = children.run(head + textwrap.dedent(script))
     assert done.returncode == 0, done.stderr
     assert done.stderr == ""

@@ -48,20 +48,6 @@ def written(model: nn.Module, *rows: int) -> dict[str, torch.Tensor]:
 
 
 @BUDGETS
-@MODES
-def test_a_part_of_a_tensor(provider: Provider, budget: str | None, training: bool) -> None:
-    model = Cache().train(training)
-    moved, _ = provider.pair(model, budget=budget)
-    expected = written(model, 3)
-    for m in (model, moved):
-        m.cache.data[3:4, 1:3] = 7.0
-        m.weight.data[3, 1:3].fill_(7.0)
-    x = provider.randn(2, 8)
-    testing.assert_bit_equal(model(x), moved(x))
-    testing.assert_bit_equal(model.state_dict(), expected, "state")
-
-
-@BUDGETS
 def test_of_a_tensor_that_is_kept(provider: Provider, budget: str | None) -> None:
     model = Cache()
     provider.pair(model, budget=budget)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -165,16 +164,6 @@ def test_writes_on_a_tensor_that_is_kept_while_its_master_is_frozen(
     assert torch.equal(master, values)
 
 
-def test_a_write_through_an_alias_that_outlives_the_tensor(provider: Provider) -> None:
-    model = linear()
-    provider.pair(model)
-    with torch.no_grad():
-        alias = model.weight.detach()
-        alias.fill_(2)
-        del alias
-        assert model.state_dict()["weight"].unique().tolist() == [2]
-
-
 @pytest.mark.parametrize("numpy", [False, True], ids=["torch", "numpy"])
 def test_writes_through_views_of_several_reads(provider: Provider, numpy: bool) -> None:
     """Each view outlives the tensor that it was made of, and one of them the other view."""
@@ -306,43 +295,6 @@ def test_it_outlives_a_plan(provider: Provider, budget: str | None, inside: bool
         kept[0].add_(1)  # masters are the truth
         kept.clear()
         assert model.state_dict()["0.weight"].eq(3).all()
-
-
-#: Each writes one element and bumps no version counter that is the tensor's.
-SILENT_WRITES: dict[str, Callable[[torch.Tensor], object]] = {
-    "numpy": lambda w: w.detach().numpy().__setitem__((3, 5), 9.0),
-    "data, numpy": lambda w: w.data.numpy().__setitem__((3, 5), 9.0),
-    "dlpack": lambda w: torch.from_dlpack(w.detach()).__setitem__((3, 5), 9.0),
-    "data of a view": lambda w: w.t().data.__setitem__((5, 3), 9.0),
-    "storage": lambda w: w.untyped_storage().copy_(torch.full_like(w, 9.0).untyped_storage()),
-}
-
-
-@pytest.mark.parametrize("write", SILENT_WRITES)
-@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
-@pytest.mark.parametrize("when", ["at once", "after a call", "twice"])
-def test_writes_in_ram_that_bump_no_version(
-    provider: Provider, budget: str | None, write: str, when: str
-) -> None:
-    """What is read outside a forward is looked at, every byte of it."""
-    if provider.device.type != "cpu":
-        pytest.skip("NumPy knows no device")
-    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64))
-    provider.install(model, dtype=torch.float64, budget=budget)
-    x = provider.randn(2, 64)
-    with torch.no_grad():
-        model(x)
-        for round in range(2 if when == "twice" else 1):
-            model[0].get_parameter("weight")[3, 5] = round
-            weight = model[0].weight
-            if when == "after a call":
-                model(x)
-            SILENT_WRITES[write](weight)
-            del weight
-            plain = copy.deepcopy(model).to(torch.float64)
-            testing.assert_bit_equal(model(x), plain(x))
-            assert model.state_dict()["0.weight"][3, 5] == 9
-            testing.assert_bit_equal(model(x), plain(x))
 
 
 @pytest.mark.parametrize("size", [64, 256], ids=["hashed", "watched"])

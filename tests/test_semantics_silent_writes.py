@@ -1,4 +1,7 @@
-"""Writes to masters that bump no version counter are seen, by whatever code and however small they are."""
+"""Writes that bump no version counter are seen, by whatever code, on whatever side and however small.
+
+Of a master that is sampled only changes of the whole are (docs/contract.md, "State").
+"""
 
 from __future__ import annotations
 
@@ -16,22 +19,13 @@ from dynswap_ext import testing
 Mapped = Callable[[nn.Module], nn.Module]
 BUDGETS = pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
 
-#: Each writes one element, at a place in the tensor's memory.
-WRITES: dict[str, Callable[[Tensor, int], object]] = {
-    "data": lambda p, at: p.data.view(-1).__setitem__(at, 9.0),
-    "numpy": lambda p, at: p.detach().numpy().reshape(-1).__setitem__(at, 9.0),
-    "dlpack": lambda p, at: torch.from_dlpack(p.detach()).view(-1).__setitem__(at, 9.0),
-    "address": lambda p, at: ctypes.memset(p.data_ptr() + at * p.element_size(), 65, p.element_size()),
-    "storage": lambda p, at: p.untyped_storage().__setitem__(p.element_size() * at + 1, 65),
-}
-
 
 class Uses(nn.Module):
     """A weight of any size, read as a whole."""
 
     def __init__(self, size: int, *, parameter: bool = True, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
-        values = torch.randn(size).to(dtype)
+        values = torch.randint(-8, 8, (size,)).to(dtype)
         if parameter:
             self.weight = nn.Parameter(values)
         else:
@@ -41,40 +35,137 @@ class Uses(nn.Module):
         return self.weight * x
 
 
+# Who writes x on what x where, beside a plain model --------------------------------------------------
+
+
+def nines(part: Tensor) -> Tensor:
+    """The bytes of as many nines as the part has elements."""
+    return torch.full_like(part, 9.0, device="cpu", requires_grad=False).view(torch.uint8)
+
+
+def flat(t: Tensor) -> Tensor:
+    return t.detach().view(-1)
+
+
+def by_numpy(t: Tensor, at: slice) -> None:
+    flat(t)[at].view(torch.uint8).numpy()[...] = nines(flat(t)[at]).numpy()
+
+
+def by_storage(t: Tensor, at: slice) -> None:
+    begin = (t.storage_offset() + (at.start or 0)) * t.element_size()
+    new = nines(flat(t)[at])
+    t.untyped_storage()[begin : begin + len(new)].copy_(new.untyped_storage())
+
+
+def by_address(t: Tensor, at: slice) -> None:
+    part, new = flat(t)[at], nines(flat(t)[at])
+    ctypes.memmove(part.data_ptr(), new.data_ptr(), len(new))
+
+
+def by_a_fused_step(t: Tensor, at: slice) -> None:
+    t.grad = torch.zeros_like(t)
+    t.grad[at] = t.detach()[at] - 9
+    torch.optim.SGD([t], lr=1.0, fused=True).step()
+    t.grad = None
+
+
+def by_set(t: Tensor, at: slice) -> None:
+    new = t.detach().clone()
+    new[at] = 9.0
+    t.set_(new)
+
+
+#: Each makes some elements 9.
+WRITES: dict[str, Callable[[Tensor, slice], object]] = {
+    "data": lambda t, at: t.data.view(-1).__setitem__(at, 9.0),
+    "out=": lambda t, at: torch.full(flat(t)[at].shape, 9.0, out=t.data.view(-1)[at]),
+    "foreach": lambda t, at: torch._foreach_copy_([t.data.view(-1)[at]], [torch.full_like(flat(t)[at], 9.0)]),
+    "numpy": by_numpy,
+    "dlpack": lambda t, at: torch.from_dlpack(flat(t)).__setitem__(at, 9.0),
+    "storage": by_storage,
+    "address": by_address,
+    "fused step": by_a_fused_step,
+    "set_": by_set,
+    "alias": lambda t, at: flat(t)[at].fill_(9.0),  # bumps the version, which the two share
+}
+#: What a device's memory has no way to be written by.
+IN_RAM = ("numpy", "dlpack", "storage", "address")
+#: What is written: a master, or what was handed out of it.
+TARGETS: dict[str, Callable[[Uses], Tensor]] = {
+    "parameter": lambda m: m._parameters["weight"],
+    "buffer": lambda m: m._buffers["weight"],
+    "view of the master": lambda m: m._parameters["weight"].detach(),
+    "handed out": lambda m: m.weight,
+    "handed out of a buffer": lambda m: m.weight,
+    "view": lambda m: m.weight.detach(),  # which outlives the tensor that it was made of
+}
+MASTERS = ("parameter", "buffer", "view of the master")
+#: The size of the weight, and which of its elements are written, one after the other. Small weights are
+#: compared; of large ones the kernel tracks the pages, and the ends, which share a page with others, are
+#: compared; or they are sampled.
+PLACES = {
+    "of few": (1000, [slice(i, i + 1) for i in (0, 499, 999)]),
+    "of many": (60_001, [slice(i, i + 1) for i in (0, 20_000, 60_000)]),
+    "whole": (60_001, [slice(None)]),
+}
+PAIRS = [
+    pytest.param(write, target, id=f"{write}-{target}")
+    for write in WRITES
+    for target in TARGETS
+    if (write != "fused step" or target == "parameter") and (write != "set_" or "view" not in target)
+]
+
+
+@BUDGETS
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize(("write", "target"), PAIRS)
+def test_a_write_beside_a_plain_model(
+    provider: Provider, write: str, target: str, place: str, budget: str | None
+) -> None:
+    """Of what is read before any call, or held over some, whatever was written before."""
+    size, parts = PLACES[place]
+    model = Uses(size, parameter="buffer" not in target)
+    moved, handle = provider.pair(model, budget=budget)
+    if target not in MASTERS and provider.device.type != "cpu" and (write in IN_RAM or target == "view"):
+        pytest.skip("such a write is not seen on a device, or cannot be made there")
+    if target in MASTERS and place == "of many" and not provider.sees_every_write(handle):
+        pytest.skip("sampled: it may go unseen")
+    x = provider.randn(size)
+    with torch.no_grad():
+        for calls in (0, 1, 2):
+            for part in parts:
+                written = TARGETS[target](model)
+                for _ in range(calls):
+                    model(x)
+                WRITES[write](written, part)
+                del written
+                flat(moved.weight)[part] = 9.0
+                testing.assert_bit_equal(model(x), moved(x), f"after {calls} calls, {part}")
+                (model._parameters or model._buffers)["weight"].data.neg_()
+                flat(moved.weight).neg_()
+                testing.assert_bit_equal(model(x), moved(x), f"after {calls} calls, {part}, written again")
+    testing.assert_bit_equal(model.state_dict()["weight"], flat(moved.weight).float().cpu())
+
+
+# What the table does not say -------------------------------------------------------------------------
+
+
 def assert_as_masters(provider: Provider, model: nn.Module, x: Tensor) -> None:
     dtype = x.dtype if x.is_floating_point() else torch.float64
     with torch.no_grad():
         testing.assert_bit_equal(model(x), testing.moved(model, provider.device, dtype)(x))
 
 
-# Sizes that are hashed, and sizes that the kernel tracks, whose ends share a page with others and are hashed.
-@pytest.mark.parametrize("size", [3, 1000, 9000, 60_001, 300_000])
-@pytest.mark.parametrize("write", WRITES)
-@BUDGETS
-def test_one_element(provider: Provider, write: str, size: int, budget: str | None) -> None:
-    model = nn.Sequential(*(Uses(size) for _ in range(3)))
-    provider.install(model, dtype=torch.float64, budget=budget)
-    x = provider.randn(size)
-    assert_as_masters(provider, model, x)
-    for at in (0, size // 2, size // 3, size - 1):
-        for layer in model:
-            WRITES[write](layer._parameters["weight"], at)
-        assert_as_masters(provider, model, x)
-
-
-@pytest.mark.parametrize("parameter", [True, False], ids=["parameter", "buffer"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @BUDGETS
-def test_other_dtypes_and_buffers(
-    provider: Provider, dtype: torch.dtype, parameter: bool, budget: str | None
-) -> None:
-    model = Uses(50_000, parameter=parameter, dtype=dtype).eval()
-    provider.install(model, dtype=torch.float32, budget=budget)
+def test_other_dtypes(provider: Provider, dtype: torch.dtype, budget: str | None) -> None:
+    model = Uses(50_000, dtype=dtype)
+    handle = provider.install(model, dtype=torch.float32, budget=budget)
     x = provider.randn(50_000, dtype=torch.float32)
     assert_as_masters(provider, model, x)
-    master = (model._parameters if parameter else model._buffers)["weight"]
     for at in (7, 33_333):
-        WRITES["data"](master, at)
+        written = slice(at, at + 1 if provider.sees_every_write(handle) else None)
+        WRITES["data"](model._parameters["weight"], written)
         assert_as_masters(provider, model, x)
 
 
@@ -92,30 +183,17 @@ def test_a_mapped_master_and_its_neighbours(provider: Provider, mapped: Mapped, 
     look()
     for layer in model:
         master = layer._parameters["weight"]
+        if master.numel() > 100 and not provider.sees_every_write(handle):
+            continue
         for at in (0, master.numel() // 2, master.numel() // 2, master.numel() - 1):
-            WRITES["data"](master, at)
+            WRITES["data"](master, slice(at, at + 1))
             look()
     if budget is not None and provider.native:
         moved = handle.stats().refetches
-        WRITES["data"](model[1]._parameters["weight"], 3)
+        WRITES["data"](model[1]._parameters["weight"], slice(3, 4))
         look()
         # At most its own group, however many masters lie in its page.
         assert handle.stats().refetches - moved <= 1
-
-
-@BUDGETS
-def test_a_view_that_was_taken_before(provider: Provider, budget: str | None) -> None:
-    base = torch.randn(4, 40_000)
-    model = nn.Sequential(*(Uses(40_000) for _ in range(4)))
-    for layer, row in zip(model, base, strict=True):
-        layer.weight = nn.Parameter(row)
-    provider.install(model, dtype=torch.float64, budget=budget)
-    x = provider.randn(40_000)
-    assert_as_masters(provider, model, x)
-    array = base.numpy()
-    for row in range(4):
-        array[row, 123] = 5.0
-        assert_as_masters(provider, model, x)
 
 
 OPTIMIZERS: dict[str, Callable[[list[nn.Parameter]], torch.optim.Optimizer]] = {
@@ -138,7 +216,7 @@ def test_steps_that_write_few_rows(provider: Provider, optimizer: str, budget: s
         step.zero_grad()
         model(tokens).square().sum().backward()
         step.step()
-    assert handle.report().sampled_bytes == 0
+    assert handle.report().sampled_bytes == 0 or not provider.native
 
 
 @BUDGETS
@@ -177,11 +255,11 @@ def test_two_installs_over_the_same_memory(provider: Provider) -> None:
     one = Uses(50_000)
     other = Uses(50_000)
     other.weight = nn.Parameter(one.weight.detach())
-    for model in (one, other):
-        provider.install(model, dtype=torch.float64, budget="1GiB")
+    handles = [provider.install(model, dtype=torch.float64, budget="1GiB") for model in (one, other)]
     x = provider.randn(50_000)
     for at in (3, 40_000):
-        WRITES["data"](one._parameters["weight"], at)
+        written = slice(at, at + 1 if provider.sees_every_write(*handles) else None)
+        WRITES["data"](one._parameters["weight"], written)
         for model in (other, one):
             assert_as_masters(provider, model, x)
 

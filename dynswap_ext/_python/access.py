@@ -15,7 +15,7 @@ from dynswap_ext._python import saved_hooks
 from dynswap_ext._python.attribute import ModuleState
 from dynswap_ext._python.calls import inside_call, keep
 from dynswap_ext._python.destination import Destination, lies_as_copy
-from dynswap_ext._python.device_copy import DeviceCopy, Weight, overlaps
+from dynswap_ext._python.device_copy import DeviceCopy, Weight
 from dynswap_ext._python.held_copies import HeldCopies
 from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._swap.parameter_proxy import make_proxy
@@ -112,7 +112,7 @@ class Access(HeldCopies):
             if (
                 weight.copy is not copy
                 or not state.in_effect()
-                or copy.alone_in is not overlaps.state
+                or copy.before is not None
                 or not copy.as_copied(master)
             ):
                 return None
@@ -131,13 +131,7 @@ class Access(HeldCopies):
                 weight = self._weight_now(state, name, master)
             elif state.stand_ins:
                 state.stand_ins.pop(name, None)
-            overlaps_now = overlaps.state
-            others = weight.overlapping()
-            for other in others:  # what was written on them is in these bytes, too
-                if other.copy is not None:
-                    other.copy.write_back(other.master)
             copy = self._current_copy(weight)
-            copy.alone_in = None if others else overlaps_now
             return self._use(copy, weight, inside=inside_call(), training=training)
 
     def _use(self, copy: DeviceCopy, weight: Weight, *, inside: bool, training: bool) -> torch.Tensor:
@@ -240,10 +234,6 @@ class Access(HeldCopies):
                 elif since < self._calls:
                     self.outdated = True  # it has outlasted a call
                 return new
-            if planned.resident and new.copy is None:
-                # The place in the plan stays with the module's name.
-                planned.resident, planned.copy = False, None
-                new.resident = True
         state.weights[name] = new
         self.outdated = True
         return new
@@ -251,6 +241,8 @@ class Access(HeldCopies):
     def _current_copy(self, weight: Weight) -> DeviceCopy:
         copy = weight.copy
         if copy is not None:
+            for other in () if copy.before is None else copy.neighbours():
+                other.be_kept_apart()  # what was written on it is in these bytes, too
             if copy.current(weight.master):
                 if copy.written():
                     copy.write_back(weight.master)
@@ -292,7 +284,7 @@ class Access(HeldCopies):
         """Invariant 4: over budget only where handed-out tensors that somebody keeps leave no room."""
         if not self._beyond_budget(size):
             return
-        self._collect_all()
+        self._collect()
         for other in sorted(self._weights.values(), key=lambda weight: weight.resident):
             if not self._beyond_budget(size):
                 return

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 import torch
 
-from dynswap_ext._python.memory_watch import MemoryWatch
+from dynswap_ext._python.master_state import NotedWrites
 
 # Functions in the older form, with `ctx`: the newer one inspects signatures at each call, and takes thrice
 # the time. What it is for, functorch, does not get here.
@@ -22,13 +22,11 @@ class Fetch(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, master: torch.Tensor, data: torch.Tensor, watch: MemoryWatch | None
-    ) -> torch.Tensor:
+    def forward(ctx: Any, master: torch.Tensor, data: torch.Tensor, noted: NotedWrites) -> torch.Tensor:
         """Stand for the master on the device of `data`, in its dtype."""
         ctx.set_materialize_grads(False)
-        ctx.watch = watch
-        ctx.device, ctx.dtype, ctx.destination = master.device, master.dtype, (data.device, data.dtype)
+        ctx.noted = noted
+        ctx.device, ctx.dtype = master.device, master.dtype
         with torch._C._DisableTorchDispatch():  # modes that count or record operators are not told of it
             if type(data) is torch.Tensor:
                 return _one_element(data.device, data.dtype).expand(data.shape)
@@ -37,14 +35,8 @@ class Fetch(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None, None]:
         """Gradients reach the master in its own dtype (Invariant 7)."""
-        if ctx.watch is not None:
-            ctx.watch.note_write()  # an optimizer step is likely to follow, which may bump no version
+        ctx.noted.count += 1  # an optimizer step is likely to follow, which may bump no version
         return (None if grad is None else grad.to(device=ctx.device, dtype=ctx.dtype)), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor | None, *_: Any) -> torch.Tensor | None:
-        """Forward-mode: the tangent moves as the master did."""
-        return None if tangent is None else tangent.to(device=ctx.destination[0], dtype=ctx.destination[1])
 
 
 @functools.cache
@@ -66,11 +58,6 @@ class HandOut(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor | None) -> tuple[torch.Tensor | None, None]:
         """Gradients stay on the device until all uses' are added."""
         return grad, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: torch.Tensor | None, *_: Any) -> torch.Tensor | None:
-        """Return the tangent as it is: `Fetch` has brought it to the device (forward-mode)."""
-        return tangent
 
 
 #: `Function.apply` without what that does for functorch, in Python. What comes here is none of functorch's

@@ -1,4 +1,4 @@
-"""The call of an installed module, for the pure-Python provider (native: csrc/bindings/call.cpp)."""
+"""The call of an installed module, for the pure-Python provider (native: csrc/python/call.cpp)."""
 
 from __future__ import annotations
 

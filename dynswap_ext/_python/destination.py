@@ -47,7 +47,7 @@ class Destination:
 def lies_as_copy(master: torch.Tensor) -> bool:
     """Return whether a copy has a master's bytes in the master's order: no gaps, nothing that torch negates.
 
-    Others are copied at each access and have no place in a plan (native: csrc/bindings/master.h).
+    Others are copied at each access and have no place in a plan (native: csrc/tensor/master.h).
     """
     if master.is_conj() or master.is_neg():
         return False

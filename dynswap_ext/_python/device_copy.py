@@ -13,7 +13,6 @@ import sys
 import threading
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -22,9 +21,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from dynswap_ext._python.autograd import alias, fetch, is_fetched
 from dynswap_ext._python.destination import Destination, lies_as_copy
-from dynswap_ext._python.mapped_files import check_mapped
-from dynswap_ext._python.memory_watch import MemoryWatch
-from dynswap_ext._python.overlaps import Overlaps, Place, may_overlap, part_of_storage
+from dynswap_ext._python.mapped_files import check_mapped, span
+from dynswap_ext._python.master_state import MasterState, NotedWrites
 from dynswap_ext._python.statistics import Counts
 from dynswap_ext._python.storage_owners import (
     has_aliases,
@@ -35,13 +33,8 @@ from dynswap_ext._swap.changed_elements import bits, changed_elements, with_chan
 from dynswap_ext._util.modes import unseen_by_modes
 from dynswap_ext._util.untraced import untraced
 
-#: The weights of all sessions.
-overlaps: Final[Overlaps[Weight]] = Overlaps()
 #: The sequence number that torch gives AccumulateGrad.
 _AT_ONCE: Final = 2**64 - 1
-#: Where masters overlap, those of which the copy is larger are not put together by element, which takes a
-#: copy of each (native: kMerged in csrc/bindings/handed_out.cpp).
-_MERGED: Final = 1 << 20
 
 
 class _InCall(NamedTuple):
@@ -66,9 +59,9 @@ class Weight:
         "destination",
         "kept",
         "master",
+        "noted",
         "planned",
         "resident",
-        "watched",
     )
 
     def __init__(self, master: torch.Tensor, destination: Destination) -> None:
@@ -84,31 +77,16 @@ class Weight:
         self.kept = False
         #: Invariant: what the next access hands out, if the master is still what it was then.
         self.copy: DeviceCopy | None = None
-        #: What counts the writes to the master's bytes, since somebody asked `watch` for it.
-        self.watched: MemoryWatch | None = None
-        #: What handed-out tensors are results of, for as long as some graph has it; and its watch.
-        self._fetched: tuple[weakref.ref[torch.Tensor], MemoryWatch | None] | None = None
+        self.noted = NotedWrites()
+        #: What handed-out tensors are results of, for as long as some graph has it.
+        self._fetched: weakref.ref[torch.Tensor] | None = None
         #: Whether the running module has asked for it before, and what its reads are then results of.
         self.asked_again = False
         self._in_call: _InCall | None = None
-        self.overlapping()  # which takes it up
 
     def to_plan(self) -> int:
         """Return the device bytes for which a plan has to give it a place; 0: it has none."""
         return self.destination.bytes_for(self.master) if lies_as_copy(self.master) else 0
-
-    def overlapping(self) -> list[Weight]:
-        """The weights whose masters have some of this one's bytes."""
-        return overlaps.of(self)
-
-    def watch(self) -> MemoryWatch | None:
-        """Count the writes to the master's bytes from now on; None if they are not in RAM."""
-        master = self.master
-        if master.device.type != "cpu" or master.numel() == 0:
-            return None
-        if self.watched is None or not self.watched.of(master):
-            self.watched = MemoryWatch(master)
-        return self.watched
 
     def let_go(self) -> None:
         """Note that the running module's call is over: the next one reads anew."""
@@ -117,7 +95,7 @@ class Weight:
 
     def follow(self, earlier: Weight) -> None:
         """Take the place of another session's weight: graphs lead to what was handed out of that."""
-        self._fetched = earlier._fetched
+        self._fetched, self.noted = earlier._fetched, earlier.noted
 
     def connected(self, copy: DeviceCopy) -> torch.Tensor:
         """Return an alias of the weight's bytes on the device, in the graph of the master."""
@@ -125,21 +103,43 @@ class Weight:
         if in_call is not None and in_call.copy() is copy and in_call.accumulates.variable is self.master:
             return alias(in_call.fetched, data)
         in_call = self._in_call = None  # before it is made anew: it has what has the master's old shape
-        watch = copy.watch
-        known, of = self._fetched or (None, None)
-        fetched = known() if known is not None and of is watch else None
+        fetched = None if self._fetched is None else self._fetched()
         if fetched is None or not is_fetched(fetched, self.master, data):
-            fetched = fetch(self.master, data, watch)
+            fetched = fetch(self.master, data, self.noted)
             node: Any = fetched.grad_fn
             # It runs as soon as it can, like AccumulateGrad. An earlier graph may have it too: then it would
             # run last, and gradients would pile up on the device until the end of the backward pass.
             node._set_sequence_nr(_AT_ONCE)
-            self._fetched = weakref.ref(fetched), watch
+            self._fetched = weakref.ref(fetched)
             # Not at the first read, with which most modules have all that they want of it: what is kept keeps
             # the master's AccumulateGrad, whose shape stays what it is now.
             if self.asked_again and self.master.is_leaf:
                 self._in_call = _InCall(fetched, node.next_functions[0][0], weakref.ref(copy))
         return alias(fetched, data)
+
+
+class _SharedStorage:
+    """A storage with masters in it, and the copies that have been made of them."""
+
+    __slots__ = ("__weakref__", "copies", "guard")
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        #: Keeps the storage's address from being given to another.
+        self.guard = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self.copies: weakref.WeakSet[DeviceCopy] = weakref.WeakSet()
+
+    @classmethod
+    def of(cls, master: torch.Tensor) -> _SharedStorage:
+        """Return what is known of a master's storage, for as long as somebody has it."""
+        storage = master.untyped_storage()
+        known = _storages.get(storage._cdata)
+        if known is None:
+            known = _storages[storage._cdata] = cls(storage)
+        return known
+
+
+#: By their addresses.
+_storages: weakref.WeakValueDictionary[int, _SharedStorage] = weakref.WeakValueDictionary()
 
 
 class DeviceCopy:
@@ -151,15 +151,22 @@ class DeviceCopy:
         self.owner = weakref.ref(weight)
         self.session = weakref.ref(session)
         self.destination = weight.destination
+        self._noted = weight.noted
         master = weight.master
-        self.watch = weight.watch()
-        writes = self._writes()
         check_mapped(master)
+        self._range = master.data_ptr(), master.data_ptr() + span(master)
+        self._storage = _SharedStorage.of(master)
+        neighbours = self.neighbours()
+        for other in neighbours:
+            other.be_kept_apart()
+        self._of = MasterState(master, self._noted)
+        #: What was copied, where others may write to the storage: what differs was written here.
+        self.before: torch.Tensor | None = None
+        if neighbours or master.untyped_storage().nbytes() != master.nbytes:
+            self.before = _cloned(master)
         with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
             self.data: torch.Tensor = self.destination.convert(master.detach())
-            #: What was copied, where other masters have some of its bytes: what differs was written here.
-            merged = self.data.nbytes <= _MERGED and weight.overlapping()
-            self.before = master.detach().clone() if merged else None
+        self._storage.copies.add(self)
         self.stream = _current_stream(self.destination.device)
         #: Other streams that were given the bytes.
         self.users: list[Any] = []
@@ -171,13 +178,11 @@ class DeviceCopy:
         self.requires_grad = False
         #: The thread to which that was.
         self.reader = threading.get_ident()
-        #: The state of `overlaps` in which the master was known to have no bytes in common with others.
-        self.alone_in: object = None
         #: Whether writes may have happened that no version counter shows.
         self.compare = False
         #: Tells of most such writes, and is known if somebody has taken `.data` outside a forward.
         self._sum: int | None = None
-        self._note(master, writes)
+        self._note_versions()
         #: Of the bytes' storage.
         self.address = storage_address(self.data)
         copies[self.address] = self
@@ -192,14 +197,22 @@ class DeviceCopy:
         weight = self.owner()
         return weight if weight is not None and weight.copy is self else None
 
-    def _writes(self) -> int:
-        return 0 if self.watch is None else self.watch.writes()
+    def neighbours(self) -> list[DeviceCopy]:
+        """The copies of other weights of which the masters may have some of this one's bytes."""
+        begin, end = self._range
+        return [
+            other
+            for other in list(self._storage.copies)
+            if other.owner() is not self.owner() and other._range[0] < end and begin < other._range[1]
+        ]
 
-    def _note(self, master: torch.Tensor, writes: int) -> None:
-        """Remember the present state of both sides as equal, but for what was written to the master since."""
-        self._note_versions()
-        self._guard = StorageWeakRef(master.untyped_storage())  # type: ignore[no-untyped-call]  # its address is not given to another
-        self._seen, self._seen_writes = _identity(master), writes
+    def be_kept_apart(self) -> None:
+        """Take what was written to the master, and keep what that has: others will have some of its bytes."""
+        weight = self.owner()
+        if weight is not None:
+            self.write_back(weight.master)
+            if self.before is None and self.unchanged(weight.master):
+                self.before = _cloned(weight.master)
 
     def _note_versions(self) -> None:
         self.version: int = self.data._version
@@ -217,31 +230,28 @@ class DeviceCopy:
 
     def current(self, master: torch.Tensor) -> bool:
         """Whether the master is still what was copied (Invariant 6)."""
-        return self._seen[0] is not None and self.unchanged(master)
+        return self._of.has_version and self.unchanged(master)
 
     def as_copied(self, master: torch.Tensor) -> bool:
         """Whether neither side has been written to; False may be wrong."""
-        seen = self._seen
-        try:
-            if seen[0] is None or seen != _identity(master):
-                return False
-        except RuntimeError:  # it has been swapped with a tensor that has no memory
-            return False
-        if self.watch is not None and self._seen_writes != self.watch.writes():
-            return False
-        return self._sum is None and self.data._version == self.version
+        untouched = self._sum is None and self.data._version == self.version
+        return untouched and self._of.has_version and self._of.is_of(master)
 
     def unchanged(self, master: torch.Tensor) -> bool:
-        """Whether no change of the master since the copy is known. An inference tensor has no version."""
-        seen, now = self._seen, _identity(master)
-        if seen == now:
-            return self._seen_writes == self._writes()
-        return seen[1:] == now[1:] and self._seen_writes == self._writes() and self._of_a_neighbour(master)
+        """Whether no change of the master since the copy is known. An inference tensor has no version.
 
-    def _of_a_neighbour(self, master: torch.Tensor) -> bool:
-        """Whether a write that the version tells of was to others of the storage, who share the counter."""
-        watch = self.watch
-        return watch is not None and not watch.sampled and part_of_storage(master) and not master.is_pinned()
+        The version of one that shares its storage tells of others' writes, too.
+        """
+        if self._of.is_of(master):
+            return True
+        if self.before is None or not self._of.lies_as(master):
+            return False
+        now = MasterState(master, self._noted)
+        with unseen_by_modes():
+            if bool(changed_elements(master.detach(), self.before).any()):
+                return False
+        self._of = now
+        return True
 
     def tensor(self, weight: Weight) -> torch.Tensor:
         """The tensor to hand out: the one that is alive, if there is one."""
@@ -318,34 +328,15 @@ class DeviceCopy:
             any_changed = bool(changed.any())
             if any_changed:
                 written = torch.where(changed, taken, now)
-                with torch.inference_mode(master.is_inference()), self._neighbours_as_they_were(master):
+                with torch.inference_mode(master.is_inference()):
                     master.detach().copy_(written)
                 if self.before is not None:
                     differs = changed_elements(self.data, self.destination.convert(now))
                     self.before = with_changes(now, self.data, differs)
         if current:
-            self._note(master, self._writes())
+            self._note_versions()
+            self._of = MasterState(master, self._noted)
         return any_changed
-
-    @contextlib.contextmanager
-    def _neighbours_as_they_were(self, master: torch.Tensor) -> Iterator[None]:
-        """Keep what is written here from counting as a write to others of the storage, who share the counter.
-
-        What has bytes in common with the master has changed.
-        """
-        place, storage = Place.of(master), self._seen[1]
-        unchanged = []
-        for other in list(copies.values()) if part_of_storage(master) else []:
-            weight = other.owner()
-            if other is self or weight is None or weight.master is master or other._seen[1] != storage:
-                continue
-            if other._seen[0] == _identity(weight.master)[0] and not may_overlap(
-                place, Place.of(weight.master)
-            ):
-                unchanged.append((other, weight))
-        yield
-        for other, weight in unchanged:
-            other._seen = (_identity(weight.master)[0], *other._seen[1:])
 
     def aliased(self) -> bool:
         """Return whether something else holds the bytes: a view, a detached alias, an autograd graph."""
@@ -364,14 +355,9 @@ def _died(copy: weakref.ref[DeviceCopy], handed: object) -> None:
 copies: weakref.WeakValueDictionary[int, DeviceCopy] = weakref.WeakValueDictionary()
 
 
-def _identity(master: torch.Tensor) -> tuple[Any, ...]:
-    """What changes when the master's content does; version None means that it cannot be told."""
-    try:
-        version = master._version
-    except RuntimeError:  # of an inference tensor
-        version = None
-    where = master.untyped_storage()._cdata, master.data_ptr()
-    return version, *where, master.dtype, master.shape, master.stride(), master.is_conj(), master.is_neg()
+def _cloned(master: torch.Tensor) -> torch.Tensor:
+    with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
+        return master.detach().clone()
 
 
 def _current_stream(device: torch.device) -> Any:

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from dynswap_ext._python.device_copy import DeviceCopy, Weight, overlaps
-from dynswap_ext._python.memory_watch import MemoryWatch, is_sampled
+from dynswap_ext._python.device_copy import DeviceCopy, Weight
+from dynswap_ext._python.master_state import is_sampled
 from dynswap_ext._python.statistics import Statistics
 from dynswap_ext._swap.module_registry import model_of
 from dynswap_ext._swap.protocol import Hooks
@@ -88,15 +88,13 @@ class HeldCopies(Statistics):
         self._weights: weakref.WeakValueDictionary[int, Weight] = weakref.WeakValueDictionary()
         #: Those whose bytes somebody can write. `handed` is None where only aliases are left (`w.data`).
         self._held: dict[int, DeviceCopy] = {}
-        #: Those of them whose tensor is dead, and whose bytes somebody else has.
-        self._orphans: dict[int, DeviceCopy] = {}
         self._bytes = 0
         self._freed: deque[int] = deque()
         _sessions.add(self)
 
     def stats(self) -> dict[str, int]:
         with self._exclusive:
-            self._collect_all()
+            self._collect()
             held = {"live_leases": len(self._held)}
             return Counter({**self._counters, **self._plan, **held, **self._bytes_by_source()})
 
@@ -113,7 +111,7 @@ class HeldCopies(Statistics):
 
     def flush(self) -> None:
         with self._exclusive:
-            self._collect_all()
+            self._collect()
             for copy in list(self._held.values()):
                 self.take_to_master(copy)
 
@@ -135,7 +133,8 @@ class HeldCopies(Statistics):
             if copy.lost(weight.master):
                 self._warn_once(f"lost {id(weight)}", self._name(weight), self.hooks.warn_lost)
                 return False
-            return weight.copy is copy and copy.write_back(weight.master)
+            # Of one that is not its weight's any more, what the master shares with others may have changed.
+            return (weight.copy is copy or copy.before is not None) and copy.write_back(weight.master)
 
     def flush_module(self, module: nn.Module) -> None:
         self.flush()  # what is held is little here, and not sorted by module
@@ -153,17 +152,11 @@ class HeldCopies(Statistics):
             for weight in self._weights_of(masters):
                 if weight.copy is not None and id(weight.copy) in self._held:
                     self.take_to_master(weight.copy)
-                if weight.watched is not None:
-                    weight.watched.expect_writes()
 
     def note_writes(self, masters: list[torch.Tensor]) -> None:
-        for watch in self._watches(masters):
-            watch.note_write()
-
-    def _watches(self, masters: list[torch.Tensor]) -> list[MemoryWatch]:
         with self._exclusive:
-            weights = self._weights_of(masters)
-            return [watch for weight in weights if (watch := weight.watched) is not None]
+            for weight in self._weights_of(masters):
+                weight.noted.count += 1
 
     def _weights_of(self, masters: list[torch.Tensor]) -> list[Weight]:
         known = ((master, self._weights.get(id(master))) for master in masters)
@@ -195,8 +188,6 @@ class HeldCopies(Statistics):
         session._freed.append(copy.nbytes)
         copy.freed, self._bytes = self._freed, self._bytes + copy.nbytes
         self._held[id(copy)] = copy
-        if session._orphans.pop(id(copy), None) is not None:
-            self._orphans[id(copy)] = copy
 
     def release_kept(self, weight: Weight) -> None:
         with self._exclusive:
@@ -218,52 +209,36 @@ class HeldCopies(Statistics):
             self._settle(*self.deaths.popleft())
 
     def _settle(self, copy: DeviceCopy, aliased: bool) -> None:
+        """Note that the tensor handed out of a copy is dead; `aliased`: its bytes have other holders."""
         if id(copy) not in self._held:
             return
         if aliased:
             copy.compare = True  # the bytes can still be written, and with no version counter's trace
-        if copy.handed is None or copy.handed() is None:  # else it was handed out again since
-            copy.handed = None
-            if aliased:
-                self._orphans[id(copy)] = copy
-            else:
-                self._finish(copy)
-
-    def _collect(self) -> None:
-        """Finish the copies whose bytes have no owner left."""
-        self.settle_deaths()
-        for key, copy in list(self._orphans.items()):
-            if copy.handed is not None:
-                del self._orphans[key]  # it was handed out again
-            elif not copy.aliased():
-                self._finish(copy)
-
-    def _collect_all(self) -> None:
-        """Do the same for deaths that were not told of: an interrupt came in a weak reference's callback."""
-        self.settle_deaths()
-        for copy in list(self._held.values()):
-            if copy.handed is not None and copy.handed() is None:
-                self._settle(copy, aliased=True)
-        self._collect()
-
-    def _finish(self, copy: DeviceCopy) -> None:
-        """Nobody can write the copy's bytes any more."""
-        self._held.pop(id(copy), None)
-        self._orphans.pop(id(copy), None)
-        owner = copy.owner()
-        weight = owner if owner is not None and owner.copy is copy else None
+        if copy.handed is not None and copy.handed() is not None:
+            return  # it was handed out again since
+        copy.handed = None
+        if aliased:
+            return
+        self._held.pop(id(copy), None)  # nobody can write its bytes any more
+        weight = copy.owner()
         if copy.compare or copy.written():
-            if weight is not None and copy.unchanged(weight.master):
-                # The next access gets what the master has of it, which may be rounded.
-                if copy.write_back(weight.master):
-                    weight.let_go()
-            elif copy.before is not None and owner is not None:
-                copy.write_back(owner.master)  # what it shares with others may have changed, and not the rest
-            else:
-                self.take_to_master(copy)
+            if self.take_to_master(copy) and weight is not None:
+                weight.let_go()  # the next access gets what the master has of it, which may be rounded
             copy.compare = False
         if weight is not None and not weight.kept:
             self._drop(weight)
+
+    def _collect(self) -> None:
+        """Finish the copies whose bytes have no owner left.
+
+        Of some deaths nobody was told: an interrupt came in a weak reference's callback.
+        """
+        self.settle_deaths()
+        for copy in list(self._held.values()):
+            if copy.handed is not None and copy.handed() is None:
+                copy.handed, copy.compare = None, True
+            if copy.handed is None and not copy.aliased():
+                self._settle(copy, aliased=False)
 
     def _drop(self, weight: Weight) -> None:
         """Let the copy go if nothing wants it to stay."""
@@ -327,7 +302,6 @@ _sessions: weakref.WeakSet[HeldCopies] = weakref.WeakSet()
 
 def _renew_locks() -> None:
     """In a forked child: no thread is left that could release a lock held at the fork."""
-    overlaps.renew_lock()
     for session in list(_sessions):
         session._exclusive.renew()
 

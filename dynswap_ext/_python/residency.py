@@ -6,39 +6,23 @@ from collections.abc import Sequence
 
 
 def choose_residents(
-    sizes: Sequence[int],
-    budget: int | None,
-    together: int,
-    at_once: int = 0,
-    keep: Sequence[bool] | None = None,
+    sizes: Sequence[int], budget: int | None, in_use: int, keep: Sequence[bool] | None = None
 ) -> list[bool]:
-    """Choose residents for weights that are used in this order, again and again: a bool for each.
+    """Choose the weights that stay on the device, by their device bytes: a bool for each.
 
-    All of them if they fit the budget; else as many bytes as fit in addition to those in use at one time,
-    spread evenly over the order, so that the weights that stream come at an even pace. Without a budget
-    nothing stays. `sizes` are device bytes, `together` the bytes that a module may use at one time, `at_once`
-    those that a call certainly uses at one time. Weights of `keep` stay in any case, and the others have the
-    rest of the budget, which holds the largest of them and `at_once`.
+    All of them if they fit the budget; else the first that leave room for `in_use`, the bytes that a call may
+    have on the device at one time, and for the largest. Weights of `keep` stay in any case. Without a budget
+    no others do. Nothing is fetched ahead here, so it makes no difference where those are that stream.
     """
-    if keep is not None and any(keep):
-        others = [size for size, kept in zip(sizes, keep, strict=True) if not kept]
-        rest = None if budget is None else budget - (sum(sizes) - sum(others))
-        chosen_of_others = iter(choose_residents(others, rest, min(together, sum(others)), at_once))
-        return [kept or next(chosen_of_others) for kept in keep]
-    if budget is None or not sizes:
-        return [False] * len(sizes)
-    total, needed = sum(sizes), max(*sizes, at_once)
-    if total <= budget:
-        return [True] * len(sizes)
-    room = max(0, budget - max(needed, together))
-    share = room / total
-    chosen, credit = [], 0.0
-    for size in sizes:
-        credit += share * size
-        # Taken once its share is saved up: every 1/share-th weight where all are of one size.
-        take = credit >= size and size <= room
-        if take:
-            credit -= size
+    chosen = [False] * len(sizes) if keep is None else list(keep)
+    if budget is None:
+        return chosen
+    room = budget - sum(size for size, stays in zip(sizes, chosen, strict=True) if stays)
+    others = [size for size, stays in zip(sizes, chosen, strict=True) if not stays]
+    if sum(others) > room:
+        room -= max([*others, min(in_use, sum(others))])
+    for place, size in enumerate(sizes):
+        if not chosen[place] and size <= room:
+            chosen[place] = True
             room -= size
-        chosen.append(take)
     return chosen

@@ -5,8 +5,6 @@ See Note [Backward fetches again].
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 from torch import nn
 
@@ -59,14 +57,8 @@ class SavedWeight:
 Saved = SavedTensor | SavedWeight
 
 
-class _Shown(NamedTuple):
-    """The copy whose bytes a tensor shows, and its weight, whose master has the same values."""
-
-    copy: DeviceCopy
-    weight: Weight
-
-
-def _shown_by(tensor: torch.Tensor) -> _Shown | None:
+def _shown_by(tensor: torch.Tensor) -> tuple[DeviceCopy, Weight] | None:
+    """Return the copy whose bytes a tensor shows, and its weight, whose master has the same values."""
     copy = copy_of(tensor)
     weight = None if copy is None or tensor.is_conj() or tensor.is_neg() else copy.weight
     if copy is None or weight is None or not copy.current(weight.master):
@@ -74,13 +66,13 @@ def _shown_by(tensor: torch.Tensor) -> _Shown | None:
     if copy.compare and not isinstance(weight.master, nn.Parameter):
         return None  # statistics, which the forward may write with no version's trace
     copy.write_back(weight.master)
-    return _Shown(copy, weight)
+    return copy, weight
 
 
 def reference_to(tensor: torch.Tensor) -> SavedWeight | None:
     """Return the reference to keep instead of a tensor; None if the tensor is to be kept itself."""
     shown = _shown_by(tensor)
-    return None if shown is None or shown.weight.resident else SavedWeight(*shown, tensor)
+    return None if shown is None or shown[1].resident else SavedWeight(*shown, tensor)
 
 
 def of_master(tensor: torch.Tensor) -> torch.Tensor | None:
@@ -88,7 +80,8 @@ def of_master(tensor: torch.Tensor) -> torch.Tensor | None:
     shown = _shown_by(tensor)
     if shown is None:
         return None
-    data, master = shown.copy.data, shown.weight.master
+    copy, weight = shown
+    data, master = copy.data, weight.master
     if _layout(tensor) == _layout(data):
         return master
     # Of a master with gaps, or of a conjugate, a view of the copy is none of the master's memory.

@@ -5,22 +5,21 @@ See Note [Backward fetches again] and Note [Hooks of others].
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from dynswap_ext._python.saved import (
     Saved,
     SavedTensor,
-    SavedWeight,
     of_master,
     reference_to,
     same,
     version_of,
 )
-from dynswap_ext._python.storage_owners import storage_address
+from dynswap_ext._util.modes import unseen_by_modes
 from dynswap_ext._util.untraced import untraced
 
 _autograd: Any = torch._C._autograd
@@ -60,7 +59,7 @@ def _innermost() -> Any:
 
 
 def _is_ours(pack: Any) -> bool:
-    return pack is _pack or isinstance(getattr(pack, "__self__", None), _Over | _OverCheckpoint)
+    return pack is _pack or isinstance(getattr(pack, "__self__", None), _Over)
 
 
 @untraced
@@ -75,8 +74,7 @@ def _unpack(saved: Saved) -> torch.Tensor:
 
 def _over(pack: Any, unpack: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Return hooks of ours, which go on asking hooks of others of every tensor that is saved."""
-    of_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
-    hooks = (_OverCheckpoint if of_checkpoint else _Over)(pack, unpack)
+    hooks = _Over(pack, unpack)
     return hooks.pack, hooks.unpack
 
 
@@ -93,18 +91,29 @@ class _Lent(NamedTuple):
     dtype: torch.dtype
 
 
+@functools.cache
+def _one_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return what stands for a weight. Were it ever computed with, that should show."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
+        return torch.full((), value, dtype=dtype, device=device)
+
+
 class _Over:
     """Hooks of ours over those of others."""
 
     def __init__(self, pack: Any, unpack: Any) -> None:
         self.inner_pack, self.inner_unpack = pack, unpack
+        self._of_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
 
     @untraced
     def pack(self, tensor: torch.Tensor) -> Any:
-        given = of_master(tensor)
+        reference, given = reference_to(tensor), of_master(tensor)
+        if self._of_checkpoint and (reference is not None or given is not None):
+            # It compares what is saved with what is computed again, maybe where these hooks are not.
+            given = _one_element(tensor.dtype, tensor.device).expand(tensor.shape)
         if given is None:
             return self.inner_pack(tensor)
-        saved = reference_to(tensor) or SavedTensor(tensor)
         version = version_of(given)
         theirs = self.inner_pack(given)
         if version_of(given) != version:
@@ -112,7 +121,7 @@ class _Over:
                 "A saved tensor pack hook is modifying its input in place. Tensors provided as input to pack "
                 "hook can not be modified by in-place operations as this can lead to unexpected side-effects."
             )
-        return _Lent(given, theirs, saved, tensor.device, tensor.dtype)
+        return _Lent(given, theirs, reference or SavedTensor(tensor), tensor.device, tensor.dtype)
 
     @untraced
     def unpack(self, packed: Any) -> Any:
@@ -125,44 +134,3 @@ class _Over:
             return packed.saved.unpack()
         with torch.no_grad():
             return theirs.to(packed.device, packed.dtype)
-
-
-class _OverCheckpoint:
-    """Hooks of ours over those of torch.utils.checkpoint."""
-
-    def __init__(self, pack: Any, unpack: Any) -> None:
-        self.inner_pack, self.inner_unpack = pack, unpack
-
-    @untraced
-    def pack(self, tensor: torch.Tensor) -> Any:
-        saved = reference_to(tensor)
-        if saved is None:
-            return self.inner_pack(tensor)
-        return saved, self.inner_pack(_stand_in_for(tensor, saved))
-
-    @untraced
-    def unpack(self, packed: Any) -> torch.Tensor:
-        if type(packed) is tuple and len(packed) == 2 and type(packed[0]) is SavedWeight:
-            self.inner_unpack(packed[1])
-            return packed[0].unpack()
-        tensor: torch.Tensor = self.inner_unpack(packed)
-        # Saved whole in the forward pass, a stand-in when it was computed again.
-        _, saved = _stand_ins.get(storage_address(tensor), (None, None))
-        return tensor if saved is None else saved.unpack()
-
-
-#: By the address of their storage, which the weak reference keeps from being given to another.
-_stand_ins: dict[int, tuple[Any, SavedWeight]] = {}
-
-
-def _stand_in_for(tensor: torch.Tensor, saved: SavedWeight) -> torch.Tensor:
-    for address, (storage, _) in list(_stand_ins.items()):
-        if storage.expired():
-            del _stand_ins[address]
-    with torch.inference_mode(False), torch.no_grad():
-        # Were it ever computed with, that should show.
-        value = float("nan") if tensor.is_floating_point() or tensor.is_complex() else 0
-        one = torch.full((1,), value, dtype=tensor.dtype, device=tensor.device)
-    storage = StorageWeakRef(one.untyped_storage())  # type: ignore[no-untyped-call]
-    _stand_ins[storage_address(one)] = storage, saved
-    return one.expand(tensor.shape)

@@ -263,7 +263,9 @@ class Session(Access):
             weight.counts.bytes = weight.destination.bytes_for(weight.master)
         weights = [weight for weight, size in size_of.items() if size]
         sizes = [size_of[weight] for weight in weights]
-        residents = choose_residents(sizes, self._budget, together, at_once, [w in kept for w in weights])
+        residents = choose_residents(
+            sizes, self._budget, max(together, at_once), [weight in kept for weight in weights]
+        )
         for weight, resident in zip(weights, residents, strict=True):
             weight.resident = weight.counts.resident = resident
         self._counts = dict.fromkeys(weight.counts for weight in weights)

@@ -208,10 +208,15 @@ class Report:
             told = self.giving_way or f"give way to whatever runs out of memory (so far {lost})"
             notes.append(f"residents {told}")
         if self.sampled_bytes:
+            sees = "The native provider can see every write"
+            if self.stats.provider == "native":
+                sees = (
+                    "Linux 6.7 and later reports every write, where userfaultfd is allowed and the memory is "
+                    "not shared"
+                )
             notes.append(
                 f"{format_bytes(self.sampled_bytes)} of masters are sampled: a small write that bumps no "
-                "version (`p.data[i] = x`, NumPy) may go unseen. Linux 6.7 and later reports every "
-                "write, where userfaultfd is allowed and the memory is not shared"
+                f"version (`p.data[i] = x`, NumPy) may go unseen. {sees}"
             )
         budget = f"budget {show_budget(self.budget, automatic=self.automatic)}"
         provider = f"{self.stats.provider}/{self.stats.backend} on {self.device}"

@@ -150,12 +150,10 @@ def test_an_optimizer_made_before_or_after_the_install(
 
 WRITES: dict[str, Callable[[torch.Tensor, torch.Tensor], object]] = {
     "copy_": lambda p, new: p.copy_(new),
-    "data copy_": lambda p, new: p.data.copy_(new),
     "data assigned": lambda p, new: setattr(p, "data", new.clone()),
     "through a view": lambda p, new: p.view(-1).copy_(new.view(-1)),
     "set_": lambda p, new: p.set_(new.clone()),
     "through detach": lambda p, new: p.detach().copy_(new),
-    "through numpy": lambda p, new: p.detach().numpy().__setitem__(..., new.numpy()),
     "_foreach_copy_": lambda p, new: torch._foreach_copy_([p], [new]),
 }
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dynswap_ext._python.master_state import is_sampled
+
 
 @dataclass(frozen=True)
 class Dice:
@@ -171,3 +173,11 @@ MASTER_WRITES: dict[str, MasterWrite] = {
     "deleted and added": MasterWrite(_delete_and_add, of="parameters"),
     "a new buffer": MasterWrite(_replace_buffer, of="buffers"),
 }
+
+#: Those that change a part of a master, and bump no version.
+_SMALL = ("data a row", "data an element", "numpy an element", "dlpack a row")
+
+
+def may_go_unseen(name: str, master: Tensor) -> bool:
+    """Whether pure Python may miss a write: a small one, with no version, to a master that it samples."""
+    return name in _SMALL and is_sampled(master)

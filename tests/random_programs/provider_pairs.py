@@ -33,7 +33,7 @@ import dynswap_ext
 from dynswap_ext import testing
 from dynswap_ext.inspect import summary
 from handed_writes import HANDED_WRITES, handed_write
-from master_writes import MASTER_WRITES, Dice, Place
+from master_writes import MASTER_WRITES, Dice, Place, may_go_unseen
 
 SIDE = 6
 #: The side of a master that is larger than those whose writes are told element by element.
@@ -320,7 +320,7 @@ class Run:
         if inside is None:
             self.model.state_dict()  # what was written on held tensors, else one of the two writes stands
         with self.noting(f"write to {name}: {how}"), torch.no_grad():
-            if suits and write.can(place.master):
+            if suits and write.can(place.master) and not may_go_unseen(how, place.master):
                 write.do(place, dice)
 
     def read(self, inside: Layer | None = None) -> None:

@@ -35,38 +35,6 @@ def assert_as_moved(provider: Provider, model: nn.Module, x: torch.Tensor) -> No
 
 # Writes on masters ------------------------------------------------------------------------------------
 
-SILENT: dict[str, Callable[[torch.Tensor], object]] = {
-    "data": lambda p: p.data.__setitem__((5, 3), 9.0),
-    "data of a row": lambda p: p.data.__setitem__(5, 9.0),
-    "numpy": lambda p: p.detach().numpy().__setitem__((5, 3), 9.0),
-    "dlpack": lambda p: torch.from_dlpack(p.detach()).__setitem__((5, 3), 9.0),
-}
-
-
-@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
-@pytest.mark.parametrize("write", SILENT)
-def test_an_element_written_without_a_version(provider: Provider, write: str, budget: str | None) -> None:
-    model = mlp(160).eval()
-    provider.install(model, dtype=torch.float64, budget=budget)
-    x = provider.randn(2, 160)
-    with torch.no_grad():
-        model(x)
-    SILENT[write](model[2]._parameters["weight"])
-    assert_as_moved(provider, model, x)
-
-
-@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
-def test_a_fused_step_that_changes_one_row(provider: Provider, budget: str | None) -> None:
-    model = nn.Sequential(nn.Embedding(400, 160), nn.Linear(160, 4))
-    provider.install(model, dtype=torch.float64, budget=budget)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, fused=True)
-    tokens = torch.tensor([7], device=provider.device)
-    model(tokens).square().sum().backward()
-    optimizer.step()
-    with torch.no_grad():
-        found = model(tokens)
-        testing.assert_bit_equal(found, testing.moved(model, provider.device, torch.float64)(tokens))
-
 
 def test_what_was_assigned_over_is_freed(provider: Provider) -> None:
     model = mlp(24).eval()

@@ -13,9 +13,10 @@ from torch import Tensor
 
 import dynswap_ext
 from dynswap_ext import testing
+from dynswap_ext._python.master_state import is_sampled
 from dynswap_ext._swap.changed_elements import bits
 from handed_writes import handed_write
-from master_writes import MASTER_WRITES, Dice, MasterWrite, Place
+from master_writes import MASTER_WRITES, Dice, MasterWrite, Place, may_go_unseen
 from not_yet import waits
 from twins import Twins, places, say
 
@@ -40,7 +41,8 @@ class WrittenTwins(Twins):
 
         def suits(place: Place) -> bool:
             right = write.of == "both" or place.is_parameter == (write.of == "parameters")
-            return right and write.can(place.master)
+            seen = self.provider.native or not may_go_unseen(name, place.master)
+            return right and seen and write.can(place.master)
 
         self.settle()
         picked = self.pick(number, suits)
@@ -76,8 +78,10 @@ class WrittenTwins(Twins):
             return
         say("write on a view", number, dice)
         self.settle()
-        for view in self.views[number % len(self.views)]:
-            view.mul_(dice.number) if dice.seed % 2 else view.data.mul_(dice.number)
+        views = self.views[number % len(self.views)]
+        seen = self.provider.native or not any(map(is_sampled, (view._base for view in views)))
+        for view in views:
+            view.data.mul_(dice.number) if seen and not dice.seed % 2 else view.mul_(dice.number)
 
     def write_handed(self, name: str, number: int, dice: Dice, hold: bool) -> None:
         """Write on the handed-out tensor, and write what changed to the plain master."""
