@@ -198,6 +198,7 @@ class Gpu:
         for dtype in (torch.float32, torch.float64):
             torch.mm(*(torch.ones(8, 8, dtype=dtype, device=self.device) for _ in range(2)))
         self.synchronise()
+        gc.collect()  # what earlier tests have left would make room later
         self._module.empty_cache()
         total = self._module.mem_get_info(self.device)[1]
         share = (self._module.memory_reserved(self.device) + size) / total

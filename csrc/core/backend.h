@@ -1,5 +1,5 @@
-// The seam to a device. One engine runs over every implementation: host/ (worker threads and RAM),
-// cuda/, sim/ (a virtual clock), and the adversarial fake device in tests/cpp.
+// The seam to a device. One engine runs over every implementation: host/ (worker threads and RAM), cuda/,
+// accelerator/ (torch's streams), sim/ (a virtual clock), and two in tests/cpp.
 #pragma once
 
 #include <chrono>
@@ -146,7 +146,7 @@ class Backend {
   /// do.
   virtual void keep_times(bool) {}
 
-  /// Whether consumers are streams with a time of their own, so that only marks see them wait.
+  /// Whether consumers are streams that wait in the device's time: then only mark() shows how long they did.
   virtual bool device_time() const noexcept { return false; }
 
   /// An event that records when `consumer` passes it; null if only the device's own clock could tell that,

@@ -61,11 +61,11 @@ class UseOrder {
   std::optional<Group> advance(Cursor& cursor) const;
 
  private:
-  /// What came after a group that came after `before`.
+  /// A use of a group, by its neighbours: it came after `before`, and `next` came after it.
   struct Followed {
     std::optional<Group> before;
     Group next = 0;
-    bool twice = false;  ///< the last two times
+    bool twice = false;  ///< `next` came both of the last two times
   };
   std::vector<std::array<Followed, 2>> followed_;  ///< the later one first
 };

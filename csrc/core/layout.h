@@ -31,7 +31,7 @@ class Layout {
     std::vector<WeightId> weights;
   };
 
-  /// `options` outlive it.
+  /// `options` has to outlive the layout.
   Layout(const EngineOptions& options, const DeviceTraits& traits) : options_(options), traits_(traits) {}
 
   // layout_units.cpp: as the engine has them.

@@ -42,7 +42,7 @@ enum class Protection : int {
   staged_read_waits,        ///< a read into a staging buffer comes after the copy from it
   failed_read_told,         ///< Note [A read can fail after its copy was issued]
 
-  // The sessions' (bindings).
+  // The sessions' (tensor, session).
   gradient_made,          ///< a gradient is carried away after it was computed
   gradient_held,          ///< its memory is not reused before it was carried away
   gradient_arrived,       ///< it is used on the host after it came

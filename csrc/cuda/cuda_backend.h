@@ -1,4 +1,5 @@
-// The backend over an NVIDIA GPU: what the bindings see of it. No CUDA header is needed to include this.
+// The backend over an NVIDIA GPU: what the rest of the extension sees of it. No CUDA header is needed to
+// include this.
 #pragma once
 
 #include <functional>

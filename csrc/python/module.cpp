@@ -189,6 +189,18 @@ py::object note_untracked_alias(const py::handle& tensor, const py::handle& alia
   });
 }
 
+/// A tensor that dies on any thread may be the last that has its session.
+std::shared_ptr<Session> ends_with_the_gil(std::unique_ptr<Session> session) {
+  return {session.release(), [](Session* last) {
+            if (PyGILState_Check() != 0) {  // as nearly always, and while the interpreter ends
+              delete last;
+            } else if (Py_IsInitialized() != 0) {
+              const py::gil_scoped_acquire gil;
+              delete last;
+            }
+          }};
+}
+
 bool take_to_master(const py::handle& tensor) {
   HandedOut* const record = record_shown_by(tensor);
   if (record == nullptr) return false;
@@ -215,7 +227,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
                                                 "One install: a model's weights and their engine.")
       .def(py::init([](const py::object& options, const py::object& budget, const py::object& hooks,
                        const std::string& backend) {
-             return std::make_shared<Session>(SessionOptions(options), Budget(budget), Hooks(hooks), backend);
+             return ends_with_the_gil(
+                 std::make_unique<Session>(SessionOptions(options), Budget(budget), Hooks(hooks), backend));
            }),
            py::arg("options"), py::arg("budget"), py::arg("hooks"), py::arg("backend"))
       .def_property_readonly("provider", [](const Session&) { return "native"; })

@@ -1,4 +1,4 @@
-// What the bindings take from CPython, beyond what every release of it promises.
+// What the extension takes from CPython, beyond what every release of it promises.
 #pragma once
 
 #include <torch/csrc/utils/pybind.h>

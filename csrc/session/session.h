@@ -33,7 +33,7 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   /// `budget`: of the first plan. `backend`: as make_backend() takes it.
   Session(const SessionOptions& options, const Budget& budget, const Hooks& hooks,
           const std::string& backend);
-  ~Session();
+  ~Session() override;
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
 
@@ -63,7 +63,8 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   /// The weight of a master that the module has come to hold since the install.
   Weight& added_weight(PyObject* master, PyObject* name, bool parameter, Casting casting);
 
-  /// The weight of an entry that `weight` has been the weight of, now that `master` is in its place.
+  /// The weight that serves an entry now that it holds `master`; `weight` served it before. It may be the
+  /// same one.
   Weight& weight_now(Weight& weight, PyObject* master, PyObject* name);
 
   // access.cpp

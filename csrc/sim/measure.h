@@ -1,4 +1,4 @@
-// What residents save, by the real engine over the virtual clock.
+// Measures what residents save, by running the real engine on the virtual clock.
 #pragma once
 
 #include <cstddef>

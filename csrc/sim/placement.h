@@ -1,4 +1,4 @@
-// Which groups to keep on the device, by what it saves in time.
+// Chooses the groups that stay on the device, by the time that they save.
 #pragma once
 
 #include <cstddef>

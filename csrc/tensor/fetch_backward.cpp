@@ -185,7 +185,7 @@ class CarryBackward : public MeetingNode {
   const at::TensorOptions host_;
 };
 
-/// Where the two are on one device.
+/// Takes a gradient to its master in one step: where the two are on one device, or the master is not in RAM.
 class FetchBackward : public MeetingNode {
  public:
   FetchBackward(const at::Tensor& master, const GradientTarget& to, std::shared_ptr<GradientWatch> watch)

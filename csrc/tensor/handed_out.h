@@ -122,6 +122,8 @@ class HandedOut : public OutsideTheHeap {
   /// Note [Written on any stream]: it reads what the streams have written that used the tensor, whatever
   /// stream is current where the tensor dies. During a capture of one of them it does nothing.
   /// `look`: the bytes tell whether it was written.
+  /// Throws torch's errors. One that says that the device is lost is thrown once: what was written there is
+  /// lost too, and the master, which is not, is to be had afterwards.
   std::optional<std::uint32_t> write_back(bool look = false);
 
   /// Queues the copy to the host that the next write_back() will take, on the device's current stream, so
@@ -144,6 +146,7 @@ class HandedOut : public OutsideTheHeap {
   at::Tensor master_in_order() const;
   void note_master();
   at::Tensor on_host();
+  std::optional<std::uint32_t> take_to_master(bool look);
   at::Tensor written_elements(const at::Tensor& now, const at::Tensor& flat) const;
   void note_before(const at::Tensor& now, const at::Tensor& flat);
   void note_equal();
@@ -183,6 +186,7 @@ class HandedOut : public OutsideTheHeap {
   bool arrived_ = false;
   bool rounded_ = false;
   bool postponed_ = false;
+  bool gone_ = false;  ///< the device has given up all that was enqueued, and the bytes with it
   struct Users {
     Mutex mutex;
     std::vector<c10::Stream> streams;  ///< LOCK: mutex

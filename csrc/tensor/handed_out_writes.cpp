@@ -16,6 +16,7 @@
 #include "tensor/handed_out.h"
 #include "tensor/master_record.h"
 #include "tensor/server.h"
+#include "transfer/device_errors.h"
 
 namespace dynswap {
 
@@ -155,7 +156,8 @@ bool HandedOut::wait_for_users() {
 }
 
 bool HandedOut::start_write_back() {
-  if (!(watched() || untracked_ || written()) || !master_unchanged() || !wait_for_users()) return false;
+  if (gone_ || !(watched() || untracked_ || written()) || !master_unchanged() || !wait_for_users())
+    return false;
   const PlainTorch guard;
   const at::Tensor device = view();
   sent_ = at::empty(device.sizes(), options_.device(at::kCPU).pinned_memory(true));
@@ -171,7 +173,16 @@ at::Tensor HandedOut::on_host() {
 
 std::optional<std::uint32_t> HandedOut::write_back(bool look) {
   look = look || watched() || untracked_;
-  if (!look && !written()) return std::nullopt;
+  if (gone_ || (!look && !written())) return std::nullopt;
+  try {
+    return take_to_master(look);
+  } catch (const c10::AcceleratorError& error) {
+    gone_ = ends_all_work(error.get_error_code());
+    throw;
+  }
+}
+
+std::optional<std::uint32_t> HandedOut::take_to_master(bool look) {
   const bool unchanged = !PROTECTED(master_wins) || master_unchanged();
   if (!unchanged && !before_.defined()) {
     note_lost();

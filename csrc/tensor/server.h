@@ -14,6 +14,8 @@ struct MasterRecord;
 /// Hands tensors out, and hears from them. A tensor outlives it, or knows another by then.
 class Server {
  public:
+  virtual ~Server() = default;
+
   /// What was written on what was handed out of the master is dropped, as the master was written meanwhile.
   /// Any thread may call it.
   virtual void note_lost(const std::shared_ptr<MasterRecord>& of) = 0;
@@ -27,9 +29,6 @@ class Server {
   /// false, if no module has the master any more.
   virtual bool give_data(HandedOut& record, const at::Tensor& tensor, const at::Tensor& data,
                          const std::function<void()>& assign) = 0;
-
- protected:
-  ~Server() = default;
 };
 
 }  // namespace dynswap

@@ -30,7 +30,7 @@ struct MasterRecord;
 /// (Session::write_back_overlapping()), and what two small ones wrote at the same time is put together by
 /// element (HandedOut::before_).
 ///
-/// The place of one master. Thread-safe.
+/// One master among those that share its version counter or bytes. Thread-safe.
 class Sharing {
   struct Private {};
 

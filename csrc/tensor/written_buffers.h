@@ -17,9 +17,10 @@ struct MasterRecord;
 /// are copied to pinned memory, and there is one wait. Whoever holds a master sees what the forward wrote
 /// when the call has returned, as in plain torch; and earlier, when masters are asked for. A buffer that is
 /// read again in the same call gets the same bytes. What a graph still holds after the call is not looked at
-/// again: a backward pass writes no statistics, and other writes bump the version.
+/// again: a backward pass writes no statistics, and other writes bump the version. Another thread that is
+/// handed the buffer before the call has ended gets the same bytes, too.
 ///
-/// LOCK: each thread has its own.
+/// LOCK: the GIL, but for keep_until_the_call_ends().
 
 /// While one lives, its thread is inside the call of an installed module.
 class InsideAnyCall {

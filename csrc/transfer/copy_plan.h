@@ -28,7 +28,7 @@ enum class CopyPath {
   staged,      ///< read into a pinned buffer first, and from there one of the two
 };
 
-/// True if a device that casts casts into `wanted`.
+/// Whether a device that can cast at all can cast into `wanted`: any floating type but f8_e4m3fn.
 constexpr bool device_casts_to(Scalar wanted) noexcept {
   return is_floating(wanted) && wanted != Scalar::f8_e4m3fn;
 }

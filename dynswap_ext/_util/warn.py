@@ -19,9 +19,9 @@ _NOT_THE_CALLER: Final = tuple(f"{folder}/" for folder in (_PACKAGE, Path(str(to
 
 
 def caller(passing_on: Collection[str] = ()) -> FrameType:
-    """Return the first frame outside this package and torch, and outside functions of the names `passing_on`.
+    """Return the innermost frame outside this package, torch and the functions named in `passing_on`.
 
-    Classes override torch's methods and pass the calls on: what was asked for, their callers asked for.
+    Those only pass a call on to torch, so the warning belongs to their caller.
     """
     frame = sys._getframe()  # autograd's threads have none before it
     while frame.f_back is not None and (

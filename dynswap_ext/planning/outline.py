@@ -282,7 +282,10 @@ def _natural(name: str) -> tuple[tuple[int, str], ...]:
 
 
 def _sorted_as_text(entries: Mapping[str, Entry]) -> bool:
-    """Say whether the files have them by name. safetensors sorts by the width of the dtype first."""
+    """Return whether each file has the entries of one dtype in the order of their names.
+
+    safetensors sorts by the width of the dtype first.
+    """
     parts: dict[object, list[str]] = {}
     for name, entry in entries.items():
         parts.setdefault((entry.file, entry.dtype), []).append(name)

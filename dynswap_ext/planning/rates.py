@@ -158,7 +158,7 @@ def _seconds(weight: PlannedWeight, machine: Machine, rows: int) -> float:
 
 
 def latency_of(device: torch.device) -> float:
-    """Return the seconds to begin a copy: a read of a disk, or a call of the driver. Not measured."""
+    """Return the assumed seconds to begin a copy: on the CPU a read of a disk, else a call of the driver."""
     return 1e-4 if device.type == "cpu" else 7e-6
 
 

@@ -114,3 +114,23 @@ def test_a_driver_that_serves_torch_alone(gpu: Gpu, code: int, name: str, remedy
     assert remedy in text and "through torch's own streams" in text
     # What an older toolkit mends is an older driver, and nothing else.
     assert ("Update the NVIDIA driver" in text) == (code == 35)
+
+
+def test_a_write_on_a_lost_device_is_asked_for_once(gpu: Gpu) -> None:
+    """The error is torch's. Then masters, which are in RAM, are to be had, and the install ends."""
+    model = Exact().eval()
+    # Unpinned: a runtime that has lost its device unlocks nothing, and the tests that follow have its memory.
+    handle = gpu.install(model, dtype=torch.float64, budget=RING, pin=False)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with torch.no_grad():
+        model(gpu.whole_numbers())
+        held = model.layers[0].weight
+        held[0].add_(1)
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        torch.zeros(4, device=gpu.device)[torch.tensor([100], device=gpu.device)].cpu()
+    with pytest.raises(RuntimeError, match="CUDA error"):
+        model.state_dict()
+    for name, value in model.state_dict().items():
+        testing.assert_bit_equal(value, before[name], name)
+    handle.uninstall()
+    pretend_cuda.reset()

@@ -66,6 +66,9 @@ def test_a_model_that_dies_takes_its_memory_along(gpu: Gpu) -> None:
     moved = Exact(layers=1).to(gpu.device, torch.float64)
     with torch.no_grad():
         moved(x)
+        other = Exact(layers=1).eval()
+        with gpu.install(other, dtype=torch.float64):
+            other(x)  # pure Python keeps one element of each dtype for good
         gc.collect()  # of other tests
         before = gpu.allocated()
         model = Exact(layers=3).eval()

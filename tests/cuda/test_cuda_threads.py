@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+from torch import nn
 
 from dynswap_ext import testing
 from gpu_under_test import LAYER_BYTES, Exact, Gpu
@@ -95,3 +96,42 @@ def test_a_tensor_dies_on_another_thread(gpu: Gpu) -> None:
             testing.assert_bit_equal(model(x), expected)
             testing.assert_bit_equal(product, torch.nn.functional.linear(x, moved.layers[0].weight))
     testing.assert_nothing_held(handle)
+
+
+class Turns(nn.Module):
+    """Calls one batch norm in turns with another thread, each within a call of a model of its own."""
+
+    def __init__(self, shared: nn.Module, mine: threading.Semaphore, next_one: threading.Semaphore) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.__dict__.update(shared=shared, mine=mine, next_one=next_one)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for _ in range(PASSES):
+            assert self.mine.acquire(timeout=60)
+            self.shared(x)
+            self.next_one.release()
+        return self.linear(x)
+
+
+def statistics_after_turns(gpu: Gpu, *, installed: bool) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    shared, turns = nn.BatchNorm1d(4), [threading.Semaphore(1), threading.Semaphore(0)]
+    models = [Turns(shared, turns[index], turns[1 - index]) for index in range(2)]
+    inputs = [torch.randn(8, 4).to(gpu.device) for _ in models]
+    for model in (shared, *models):
+        if installed:
+            gpu.install(model)
+        else:
+            model.to(gpu.device)
+    with ThreadPoolExecutor(2) as pool:
+        for result in [pool.submit(model, x) for model, x in zip(models, inputs, strict=True)]:
+            result.result(timeout=60)
+    return {name: value.cpu() for name, value in shared.state_dict().items()}
+
+
+def test_threads_take_turns_with_statistics(gpu: Gpu) -> None:
+    """What one thread's forward wrote is what the other's reads, before the outermost call has ended."""
+    expected = statistics_after_turns(gpu, installed=False)
+    for name, value in statistics_after_turns(gpu, installed=True).items():
+        testing.assert_bit_equal(value, expected[name], name)

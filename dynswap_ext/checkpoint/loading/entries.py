@@ -88,7 +88,7 @@ class ModelEntries:
             self.names.update(dict.fromkeys(tie, first))
 
     def state(self, *, without: Collection[str] = (), lazy: bool = False) -> Mapping[str, Any]:
-        """Return a state dict of all values but some: made now, or, if `lazy`, when each is asked for."""
+        """Return a state dict of all values but `without`; if `lazy`, each is made when it is asked for."""
         names = {name: old for name, old in self.names.items() if name not in without}
         entries, objects = self.checkpoint.entries, self.checkpoint.objects
         sizes = {old: entries[old].nbytes for old in names.values() if old in entries}
