@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import faulthandler
+import gc
 import json
 import os
 import select
@@ -29,20 +30,21 @@ def run(
 ) -> subprocess.CompletedProcess[str]:
     """Run the code as ``python -c code arguments...`` does, and return how it ended and what it printed.
 
-    `env` is its whole environment, but for what Python and torch read as they start.
+    `env` is its whole environment, but for what Python and torch read as they start. After `timeout` seconds
+    it is ended, and what it printed is in the error, with where each of its threads was.
     """
     server = _server()
-    assert server.stdin is not None and server.stdout is not None
+    assert server.stdin is not None
     command = ["-c", *map(str, arguments)]
     with tempfile.TemporaryDirectory() as folder:
         written = [Path(folder, "out"), Path(folder, "err")]
         asked = [code, command, dict(os.environ) if env is None else env, os.getcwd(), *map(str, written)]
         print(json.dumps(asked), file=server.stdin, flush=True)
-        if not select.select([server.stdout], [], [], timeout)[0]:
-            _end(server)
-            raise subprocess.TimeoutExpired(command, timeout)
-        status = int(server.stdout.readline())
-        return subprocess.CompletedProcess(command, status, *(path.read_text() for path in written))
+        status = _answer(server, timeout)
+        printed = [path.read_text() if path.exists() else "" for path in written]
+        if status is None:
+            raise TimeoutError("\n".join([f"the child has not ended within {timeout} seconds:", *printed]))
+        return subprocess.CompletedProcess(command, int(status), *printed)
 
 
 def _server() -> subprocess.Popen[str]:
@@ -58,13 +60,23 @@ def _server() -> subprocess.Popen[str]:
         )
         _servers.append(server)
         atexit.register(_end, server)
+        assert _answer(server, timeout=600) == "ready\n"  # its start is not the child's time
     return _servers[0]
 
 
-def _end(server: subprocess.Popen[str]) -> None:
+def _answer(server: subprocess.Popen[str], timeout: float) -> str | None:
+    """Return what the server says next; None if it has said nothing in that time, and is ended."""
+    assert server.stdout is not None
+    if select.select([server.stdout], [], [], timeout)[0]:
+        return server.stdout.readline()
+    _end(server, signal.SIGABRT)  # of which faulthandler tells
+    return None
+
+
+def _end(server: subprocess.Popen[str], by: signal.Signals = signal.SIGKILL) -> None:
     if server in _servers:
         _servers.remove(server)
-        os.killpg(server.pid, signal.SIGKILL)
+        os.killpg(server.pid, by)
         server.communicate()
 
 
@@ -72,6 +84,11 @@ def _serve() -> tuple[str, ModuleType]:
     """Fork for each request; return in the child, with its code and the module to run it in."""
     import dynswap_ext.checkpoint  # noqa: F401  (which imports torch)
 
+    if "pretend_cuda" in sys.modules:
+        import torch._dynamo  # noqa: F401  (seconds, and that device's first operator imports it)
+
+    gc.freeze()  # what the children share: they need not look through it, and at their end not copy it
+    print("ready", flush=True)
     for line in sys.stdin:
         code, command, environment, folder, out, err = json.loads(line)
         child = os.fork()

@@ -101,13 +101,9 @@ PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject*
   if (inside.ptr() == master) return Py_NewRef(master);
   HandedOut* const record = HandedOut::of(*THPVariable_Unpack(inside.ptr()).unsafeGetTensorImpl());
   if (record != nullptr) record->watch_bytes();
-  const bool plain = record != nullptr &&
-                     Py_TYPE(inside.ptr()) == reinterpret_cast<PyTypeObject*>(THPVariableClass) &&
-                     !in_functorch_transform();
-  PyObject* const alias =
-      plain ? proxy_of(inside.ptr(), master, weight.parameter, hooks_.proxy_class.ptr())
-            : PyObject_CallFunctionObjArgs(hooks_.proxy_for.ptr(), inside.ptr(), master, nullptr);
-  if (alias == nullptr) throw py::error_already_set();
+  const bool plain = THPVariable_CheckExact(inside.ptr()) && !in_functorch_transform();
+  PyObject* const alias = plain ? proxy_of(inside.ptr(), master, weight.parameter, hooks_.proxy_class.ptr())
+                                : Py_NewRef(inside.ptr());
   const at::Tensor& used = THPVariable_Unpack(inside.ptr());
   const at::Tensor& seen = THPVariable_Unpack(alias);
   if (used.requires_grad() && !seen.requires_grad()) {
@@ -371,8 +367,8 @@ PyObject* Session::rebuild_wrapper(Weight& weight, PyObject* master) {
   }
   const auto [made, is_new] =
       hooks_
-          .rebuild_wrapper(py::handle(master), inner, py::cast(options_.device),
-                           py::cast(wanted_type(THPVariable_Unpack(master), options_.dtype, weight.casting)))
+          .rebuild_subclass(py::handle(master), inner, py::cast(options_.device),
+                            py::cast(wanted_type(THPVariable_Unpack(master), options_.dtype, weight.casting)))
           .cast<std::pair<py::object, bool>>();
   if (is_new) {
     // What is written on the wrapper is written by its class, below the part of torch that bumps versions: of
@@ -391,9 +387,11 @@ PyObject* Session::rebuild_wrapper(Weight& weight, PyObject* master) {
 PyObject* Session::with_class_of_master(const Weight& weight, PyObject* master, PyObject* handed_out) const {
   const auto plain = py::reinterpret_steal<py::object>(handed_out);
   if (!THPVariable_CheckExact(plain.ptr())) return Py_NewRef(plain.ptr());  // it was converted
-  const py::object made = hooks_.with_class_of(plain, py::handle(master), py::cast(options_.device));
-  if (weight.parameter) mark_as_parameter(made.ptr());
-  return Py_NewRef(made.ptr());
+  const py::tuple made =
+      hooks_.rebuild_subclass(py::handle(master), plain, py::cast(options_.device), py::cast(weight.wanted));
+  const py::object rebuilt = made[0];
+  if (weight.parameter) mark_as_parameter(rebuilt.ptr());
+  return Py_NewRef(rebuilt.ptr());
 }
 
 PyObject* Session::convert(const Weight& weight, PyObject* master) const {

@@ -18,18 +18,15 @@ struct Hooks {
         convert(given.attr("convert")),
         masters(given.attr("masters")),
         give_data(given.attr("give_data")),
-        proxy_for(given.attr("proxy_for")),
         proxy_class(given.attr("proxy_class")),
         inner_names_or_streams(given.attr("inner_names_or_streams")),
-        rebuild_wrapper(given.attr("rebuild_wrapper")),
-        with_class_of(given.attr("with_class_of")),
-        flatten_wrapper(given.attr("flatten_wrapper")) {}
+        rebuild_subclass(given.attr("rebuild_subclass")) {}
 
   py::object warn, warn_lost;
   py::object call_begins, call_failed, plan_request;
   py::object slices_of, convert, masters, give_data;
-  py::object proxy_for, proxy_class;
-  py::object inner_names_or_streams, rebuild_wrapper, with_class_of, flatten_wrapper;
+  py::object proxy_class;
+  py::object inner_names_or_streams, rebuild_subclass;
 };
 
 }  // namespace dynswap

@@ -85,7 +85,15 @@ struct SavedWeight final : Saved {
   const std::thread::id reader = std::this_thread::get_id();  ///< whose order backward takes up
 };
 
-/// A wrapper (Note [Subclasses are taken apart]) with streamed weights in it.
+/// How a wrapper is put together around its inner tensors (Note [Subclasses are taken apart]).
+struct Wrapping {
+  py::object type, context, size, stride;
+  py::object operator()(const py::dict& inner) const {
+    return type.attr("__tensor_unflatten__")(inner, context, size, stride);
+  }
+};
+
+/// A wrapper with streamed weights in it.
 struct SavedWrapper final : Saved {
   at::Tensor unpack() override {
     py::dict inner;
@@ -93,17 +101,22 @@ struct SavedWrapper final : Saved {
     return wrap(inner).cast<at::Tensor>();
   }
   std::vector<std::pair<py::object, std::unique_ptr<Saved>>> parts;
-  py::object wrap;  ///< of its inner tensors
+  Wrapping wrap;
 };
 
 /// The inner tensors of a wrapper, and how to wrap such again; nothing if it is none, or of no installed
-/// model.
-std::optional<std::pair<py::dict, py::object>> taken_apart(const at::Tensor& tensor) {
+/// model. One that requires gradients is none: its own `.to()` is part of the graph.
+std::optional<std::pair<py::dict, Wrapping>> taken_apart(const at::Tensor& tensor) {
   const Session* const session = innermost_session();
-  const py::object flat =
-      session == nullptr ? py::none() : session->hooks().flatten_wrapper(py::cast(tensor));
-  if (flat.is_none()) return std::nullopt;
-  return flat.cast<std::pair<py::dict, py::object>>();
+  if (session == nullptr || tensor.requires_grad()) return std::nullopt;
+  const py::object wrapper = py::cast(tensor);
+  const py::object names = session->hooks().inner_names_or_streams(wrapper, /*in_place=*/false);
+  if (py::isinstance<py::bool_>(names)) return std::nullopt;
+  py::dict inner;
+  for (const py::handle name : names) inner[name] = wrapper.attr(py::reinterpret_borrow<py::object>(name));
+  const py::tuple flat = wrapper.attr("__tensor_flatten__")();
+  return std::pair(
+      inner, Wrapping{py::type::of(wrapper), flat[1], wrapper.attr("size")(), wrapper.attr("stride")()});
 }
 
 /// The reference to keep instead of a wrapper; null if nothing in it streams.

@@ -21,7 +21,7 @@ from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._swap.parameter_proxy import make_proxy
 from dynswap_ext._swap.protocol import Hooks
 from dynswap_ext._swap.state import STATE_KEY
-from dynswap_ext._swap.subclasses import inner_names, rebuild_wrapper
+from dynswap_ext._swap.subclasses import inner_names, rebuild_subclass
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import exact_bytes
 from dynswap_ext.config import Budget, Options
@@ -163,7 +163,7 @@ class Access(HeldCopies):
         inner = None if names is None else self._inner(state, name, master, names)
         if inner is None:
             return self.hooks.convert(master, destination.device, destination.dtype_for(master))
-        return rebuild_wrapper(master, inner, self.device, destination.dtype_for(master))[0]
+        return rebuild_subclass(master, inner, self.device, destination.dtype_for(master))[0]
 
     def _inner(
         self, state: ModuleState, name: str, master: torch.Tensor, names: list[str]

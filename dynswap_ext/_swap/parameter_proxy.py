@@ -314,24 +314,6 @@ def plain_tensor_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 @untraced
-def proxy_for(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
-    """Return the alias for `tensor`, which a forward would get of `master`; the same one while it is held."""
-    if type(tensor) is not torch.Tensor or tensor is master or torch._C._are_functorch_transforms_active():
-        return tensor
-    known = vars(tensor).get(_ALIAS)
-    alias: Any = known() if known is not None else None
-    if alias is None:
-        with torch.inference_mode(False), torch._C._DisableTorchDispatch():
-            alias = tensor.detach()  # the native provider gives it the tensor's place in the graph
-        if isinstance(tensor, nn.Parameter):
-            alias._is_param = True
-        vars(alias).update({_MASTER: master, _TENSOR: tensor})
-        alias.__class__ = ParameterProxy
-        vars(tensor)[_ALIAS] = weakref.ref(alias)
-    return alias  # type: ignore[no-any-return]
-
-
-@untraced
 def make_proxy(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     """Make a handed-out tensor itself one that is seen from outside, and return it."""
     if type(tensor) is torch.Tensor and tensor is not master:

@@ -12,7 +12,7 @@ from torch import nn
 from dynswap_ext._swap import lifted_masters, subclasses
 from dynswap_ext._swap.expert_slices import slices_of
 from dynswap_ext._swap.lost_writes import warn_lost
-from dynswap_ext._swap.parameter_proxy import ParameterProxy, give_data, proxy_for
+from dynswap_ext._swap.parameter_proxy import ParameterProxy, give_data
 from dynswap_ext._swap.plan_request import PlanRequest
 from dynswap_ext.config import Budget
 
@@ -173,14 +173,10 @@ class Hooks:
     convert: Callable[[torch.Tensor, torch.device, torch.dtype], torch.Tensor] = lifted_masters.convert
     #: Gives other data to a tensor that a forward was handed out, and to its master.
     give_data: Callable[..., torch.Tensor | None] = give_data
-    #: Returns what an access from outside a forward gets, from what a forward would get and from its master.
-    proxy_for: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = proxy_for
-    #: The class of that, of which C++ makes what plain tensors are seen as.
+    #: The class of what an access from outside a forward gets, if a forward would get a plain tensor.
     proxy_class: type[torch.Tensor] = ParameterProxy
     # See Note [Subclasses are taken apart].
     inner_names_or_streams: Callable[[torch.Tensor, bool], list[str] | bool] = (
         subclasses.inner_names_or_streams
     )
-    rebuild_wrapper: Callable[..., tuple[torch.Tensor, bool]] = subclasses.rebuild_wrapper
-    with_class_of: Callable[..., torch.Tensor] = subclasses.with_class_of
-    flatten_wrapper: Callable[[torch.Tensor], Any] = subclasses.flatten_wrapper
+    rebuild_subclass: Callable[..., tuple[torch.Tensor, bool]] = subclasses.rebuild_subclass

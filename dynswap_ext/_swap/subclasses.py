@@ -14,7 +14,6 @@ with a `.to()` may repack its bytes in a forward, so what is there already is ha
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -59,13 +58,25 @@ def inner_names_or_streams(master: torch.Tensor, in_place: bool) -> list[str] | 
     return adds_attributes_only(master) and not (in_place and cls.to is not torch.Tensor.to)
 
 
-def rebuild_wrapper(
+def rebuild_subclass(
+    master: torch.Tensor,
+    parts: torch.Tensor | dict[str, torch.Tensor],
+    device: torch.device,
+    dtype: torch.dtype,
+) -> tuple[torch.Tensor, bool]:
+    """Return a tensor of the master's class around what is on the device, and whether it was made now.
+
+    `parts` are a wrapper's inner tensors, or the plain tensor that has the bytes of another subclass. While
+    somebody has the result, it is the same one.
+    """
+    if isinstance(parts, dict):
+        return _rebuild_wrapper(master, parts, device, dtype)
+    return _with_class_of(master, parts, device)
+
+
+def _rebuild_wrapper(
     master: torch.Tensor, inner: dict[str, torch.Tensor], device: torch.device, dtype: torch.dtype
 ) -> tuple[torch.Tensor, bool]:
-    """Return the wrapper around inner tensors that are on the device, and whether it was made now.
-
-    While somebody has it, it is the same one.
-    """
     whole = handed_out_before(master, inner)
     is_new = whole is None or whole.dtype != dtype
     if whole is None or is_new:
@@ -77,6 +88,25 @@ def rebuild_wrapper(
             whole = _cast(whole, inner, dtype)
         note_handed_out(whole, master)
     return whole, is_new
+
+
+def _with_class_of(
+    master: torch.Tensor, tensor: torch.Tensor, device: torch.device
+) -> tuple[torch.Tensor, bool]:
+    known = vars(tensor).get(_WITH_CLASS)
+    alive: Any = known() if known is not None else None
+    is_new = alive is None
+    if is_new:
+        cls: Any = type(master)
+        with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
+            alive = torch.Tensor.as_subclass(tensor, cls)
+        _give_attributes(alive, master, device)
+        if cls.to is not torch.Tensor.to:
+            alive = alive.to(device)  # it may have more to move than its bytes
+        vars(alive)["_dynswap_tensor"] = tensor
+        vars(tensor)[_WITH_CLASS] = weakref.ref(alive)
+        note_handed_out(alive, master)
+    return alive, is_new
 
 
 def _cast(whole: torch.Tensor, inner: dict[str, torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
@@ -99,40 +129,6 @@ def _same(one: Any, other: torch.Tensor) -> bool:
     """Whether two tensors are the same, and what is written on one would be right on the other."""
     alike = type(one) is type(other) and one.dtype == other.dtype and one.stride() == other.stride()
     return alike and torch.equal(one, other)
-
-
-def flatten_wrapper(
-    tensor: torch.Tensor,
-) -> tuple[dict[str, torch.Tensor], Callable[[dict[str, torch.Tensor]], torch.Tensor]] | None:
-    """A wrapper's inner tensors, and how to wrap such again; None if it is no wrapper."""
-    names = inner_names(tensor)
-    if names is None or tensor.requires_grad:  # the wrapper's own `.to()` is part of the graph
-        return None
-    cls: Any = type(tensor)
-    _, context = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-    size, stride = tensor.size(), tensor.stride()
-
-    def wrap(inner: dict[str, torch.Tensor]) -> torch.Tensor:
-        return cls.__tensor_unflatten__(inner, context, size, stride)  # type: ignore[no-any-return]
-
-    return {name: getattr(tensor, name) for name in names}, wrap
-
-
-def with_class_of(tensor: torch.Tensor, master: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A handed-out tensor with its master's class and attributes; one for as long as somebody has it."""
-    known = vars(tensor).get(_WITH_CLASS)
-    alive: Any = known() if known is not None else None
-    if alive is None:
-        cls: Any = type(master)
-        with torch.inference_mode(False), torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
-            alive = torch.Tensor.as_subclass(tensor, cls)
-        _give_attributes(alive, master, device)
-        if cls.to is not torch.Tensor.to:
-            alive = alive.to(device)  # it may have more to move than its bytes
-        vars(alive)["_dynswap_tensor"] = tensor
-        vars(tensor)[_WITH_CLASS] = weakref.ref(alive)
-        note_handed_out(alive, master)
-    return alive  # type: ignore[no-any-return]
 
 
 def _give_attributes(

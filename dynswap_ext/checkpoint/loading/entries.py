@@ -20,7 +20,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from dynswap_ext._swap.subclasses import flatten_wrapper, is_plain
+from dynswap_ext._swap.subclasses import inner_names, is_plain
 from dynswap_ext._util.progress import ProgressCallback
 from dynswap_ext.checkpoint.formats.common import read_into
 from dynswap_ext.checkpoint.loading.walk import LazyState
@@ -241,10 +241,10 @@ def _equal(left: torch.Tensor, right: torch.Tensor) -> bool:
         return False
     if is_plain(left):
         return left.device == right.device and _all_equal([left.detach()], [right.detach()])
-    one, other = flatten_wrapper(left), flatten_wrapper(right)
-    if one is None or other is None:
+    names = inner_names(left)
+    if names is None or names != inner_names(right):
         return left is right
-    return one[0].keys() == other[0].keys() and all(_equal(one[0][key], other[0][key]) for key in one[0])
+    return all(_equal(getattr(left, name), getattr(right, name)) for name in names)
 
 
 def _all_equal(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> bool:
