@@ -22,14 +22,16 @@ from dynswap_ext.errors import (
     DynswapError,
     DynswapWarning,
     OutOfMemoryError,
+    ShortfallError,
     SourceError,
 )
 from dynswap_ext.handle import Handle
-from dynswap_ext.install import install, is_installed, uninstall
+from dynswap_ext.install import handle_of, install, is_installed, uninstall
 from dynswap_ext.profile.stats import Stats
 
 if TYPE_CHECKING:
     from dynswap_ext import checkpoint, inspect, testing
+    from dynswap_ext.integrations.transformers import StreamConfig
 
 __all__ = [
     "BackendInfo",
@@ -40,12 +42,15 @@ __all__ = [
     "DynswapWarning",
     "Handle",
     "OutOfMemoryError",
+    "ShortfallError",
     "SourceError",
     "Stats",
+    "StreamConfig",
     "Tuning",
     "__version__",
     "backend_info",
     "checkpoint",
+    "handle_of",
     "inspect",
     "install",
     "is_installed",
@@ -56,8 +61,15 @@ __all__ = [
 
 def __getattr__(name: str) -> Any:
     """Import these when they are first used: not everybody needs what they import."""
-    if name in ("checkpoint", "inspect", "testing"):
-        import importlib
+    import importlib
 
+    if name in ("checkpoint", "inspect", "testing"):
         return importlib.import_module(f".{name}", __name__)
+    if name == "StreamConfig":
+        try:
+            return importlib.import_module(".integrations.transformers", __name__).StreamConfig
+        except ModuleNotFoundError as error:
+            raise ImportError(
+                f"StreamConfig needs transformers ({error}): pip install 'dynswap-ext[transformers]'"
+            ) from error
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import threading
+import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
@@ -24,6 +26,7 @@ from dynswap_ext._swap.protocol import Hooks, Session
 from dynswap_ext._swap.state import is_scripted, modules_of, name_in, served_of, session_of, sessions_of
 from dynswap_ext._swap.torch_modules import put_masters_back
 from dynswap_ext._tuning import Tuner, smaller_budget
+from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.log import logger
 from dynswap_ext._util.memory import format_bytes
@@ -57,6 +60,12 @@ class Installation(ServedModules):
         self._rounds = Rounds()
         self._first_pass: FirstPass | None = None
         self._replaced = False
+        #: Whether its device memory was given back, and not taken again.
+        self.released = False
+        #: The handle that somebody may have.
+        self.handle: weakref.ref[object] | None = None
+        #: When its counters began, on the monotonic clock.
+        self.counted_since = time.monotonic()
         self._open()
 
     def _open(self) -> None:
@@ -192,14 +201,50 @@ class Installation(ServedModules):
             self.begin(model, modules)
             self.tuner.follow(before)
 
+    def _model(self) -> nn.Module:
+        """Return what there is to plan for; raise ConfigError if it is not this install's any more."""
+        model = model_of(self.session) if self.active else None
+        if model is None:
+            raise ConfigError(
+                "this install was replaced by a later install, whose handle can plan"
+                if self._replaced
+                else "the model has been uninstalled, or is gone: there is nothing to plan for"
+            )
+        return model
+
+    def release(self) -> None:
+        with lock:
+            self.session.release_memory(self._model())
+            self.released = True
+        DeviceMemory(self.options.device).empty_cache()
+
+    def resume(self) -> None:
+        with lock:
+            model = self._model()
+            if self.released:
+                self.plan_again(model)
+            self.session.bring_residents()
+
+    def plan_again(self, model: nn.Module) -> None:
+        """Plan for the masters that the model has by now; after a release, for what memory there is.
+
+        Raises BudgetError and OutOfMemoryError; an automatic budget has shrunk before that.
+        """
+        try:
+            self.session.replan(model, self.budget)
+        except (BudgetError, OutOfMemoryError) as error:
+            budget = self.budget.bytes
+            if not (self.released and self.budget.automatic) or budget is None:
+                raise
+            logger.info("a budget of %s does not work: %s", format_bytes(budget), error)
+            smaller = smaller_budget(budget) if isinstance(error, OutOfMemoryError) else None
+            self.budget = replace(self.budget, bytes=smaller)
+            return self.plan_again(model)
+        self.released = False
+
     def retune(self, budget: int | float | str | None) -> None:
         with lock:
-            if not self.active:
-                raise ConfigError(
-                    "this install was replaced by a later install, whose handle can plan"
-                    if self._replaced
-                    else "the model has been uninstalled, or is gone: there is nothing to plan for"
-                )
+            self._model()
             if budget is None:
                 if self.budget.automatic:
                     config.check_measurable(self.options.device)
@@ -313,10 +358,15 @@ def _replan(session: Session) -> None:
     if model is None or install is None:
         return
     try:
-        session.replan(model, install.budget)
+        install.plan_again(model)
         log_plan("planned again", install, type(model).__name__)
     except (BudgetError, OutOfMemoryError) as error:
-        warn(f"the model's weights have changed, and no new plan fits: {error}; the old plan stays")
+        if install.released:
+            warn(
+                f"the memory that was given back cannot be taken again: {error}; each read copies its weight"
+            )
+        else:
+            warn(f"the model's weights have changed, and no new plan fits: {error}; the old plan stays")
 
 
 @untraced

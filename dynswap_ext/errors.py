@@ -9,6 +9,7 @@ __all__ = [
     "DynswapError",
     "DynswapWarning",
     "OutOfMemoryError",
+    "ShortfallError",
     "SourceError",
 ]
 
@@ -49,6 +50,10 @@ class DeviceError(DynswapError):
 
 class OutOfMemoryError(DynswapError):
     """Device memory could not be allocated."""
+
+
+class ShortfallError(DynswapError):
+    """An install does less than it was asked for (`Handle.check`)."""
 
 
 class DynswapWarning(UserWarning):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import time
+import weakref
 from contextlib import AbstractContextManager
 from os import PathLike
 from typing import NoReturn
@@ -13,8 +16,10 @@ from dynswap_ext._provider import obstacle_to_giving_way
 from dynswap_ext._swap.class_swap import take_pending
 from dynswap_ext._swap.compile_support import flush_graphs
 from dynswap_ext._tuning import Tuning
+from dynswap_ext.errors import OutOfMemoryError, ShortfallError
 from dynswap_ext.profile.recording import Recorder, figures_of
 from dynswap_ext.profile.report import Report
+from dynswap_ext.profile.shortfalls import shortfalls
 from dynswap_ext.profile.stats import Stats
 from dynswap_ext.profile.timeline import write_plot
 from dynswap_ext.profile.trace import write_trace
@@ -26,6 +31,13 @@ class Handle:
     def __init__(self, install: Installation) -> None:
         self._install = install
         self._recorder = Recorder(lambda: install.session)
+        install.handle = weakref.ref(self)
+
+    @classmethod
+    def of(cls, install: Installation) -> Handle:
+        """Return the handle of an install: the one that somebody has, or a new one."""
+        known = None if install.handle is None else install.handle()
+        return known if isinstance(known, cls) else cls(install)
 
     def __reduce_ex__(self, protocol: object) -> NoReturn:
         raise TypeError(
@@ -77,6 +89,7 @@ class Handle:
     def reset_stats(self) -> None:
         """Set the counters to zero; the plan stays."""
         self._install.session.reset_stats()
+        self._install.counted_since = time.monotonic()
 
     def flush(self) -> None:
         """Write back to the masters what was written on handed-out tensors."""
@@ -103,6 +116,57 @@ class Handle:
             The budget has a value that cannot be used, or the model has been uninstalled or installed again.
         """
         self._install.retune(budget)
+
+    def release(self) -> AbstractContextManager[object]:
+        """Give all device memory of the install back, also to other processes.
+
+        Masters stay where they are, so nothing is copied back but what was written on handed-out tensors. The
+        model stays installed. Its next call takes the memory again; until then, each read of a weight copies
+        it into memory of its own. Tensors that the program holds keep theirs, and CUDA graphs that have
+        captured weights are not valid any more (with a warning).
+
+        Returns
+        -------
+        A context manager that calls `resume` at the end of its block, if the model is still installed then.
+
+        Raises
+        ------
+        ConfigError
+            The model has been uninstalled or installed again.
+
+        Examples
+        --------
+        >>> with handle.release():  # doctest: +SKIP
+        ...     generate_with_another_model()
+        """
+        self._install.release()
+        at_the_end: contextlib.ExitStack = contextlib.ExitStack()
+        at_the_end.push(self._resume_after)
+        return at_the_end
+
+    def resume(self) -> None:
+        """Take the memory again that `release` gave back, and begin to copy the residents.
+
+        The copies go on while the program does. Calls that follow wait for what they need, as always.
+
+        Raises
+        ------
+        ConfigError
+            The model has been uninstalled or installed again.
+        OutOfMemoryError
+            The device does not have the memory any more. The model still works: each access copies, and the
+            next call tries again. An automatic budget shrinks before that.
+        """
+        self._install.resume()
+
+    def _resume_after(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if not self.active:
+            return
+        try:
+            self.resume()
+        except OutOfMemoryError:
+            if error is None:  # else the block's own is what to tell
+                raise
 
     @property
     def tuning(self) -> Tuning | None:
@@ -136,6 +200,33 @@ class Handle:
             automatic=automatic,
             giving_way=giving_way,
         )
+
+    def check(self, *, stalled: float | None = None, staged: float = 0.0) -> None:
+        """Raise an error if the install does less than it was asked for, in tests and jobs of your own.
+
+        It counts what has happened since the install, or since `reset_stats`. It is an error if nothing was
+        streamed, if weights took more memory than the budget, if a slower provider or backend serves the
+        device than was asked for, or if one of the shares below is exceeded.
+
+        Parameters
+        ----------
+        stalled : float, optional
+            Largest share of the time for which the model may have waited for weights, summed over the threads
+            that call it. Where streams wait and not threads (on an accelerator), waits are those of the
+            latest `record`. Default: not looked at.
+        staged : float
+            Largest share of the masters' bytes in RAM that may go through the small pinned buffer, as they
+            are not page-locked. Default: 0.0, none.
+
+        Raises
+        ------
+        ShortfallError
+            Names each thing that falls short, with its figure and the remedy.
+        """
+        seconds = time.monotonic() - self._install.counted_since
+        found = list(shortfalls(self.report(), seconds, stalled=stalled, staged=staged))
+        if found:
+            raise ShortfallError("; ".join(found))
 
     def record(self) -> AbstractContextManager[None]:
         """Record copies, waits and uses while a block runs, for `trace` and `plot`.

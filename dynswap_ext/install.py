@@ -317,6 +317,30 @@ def is_installed(model: Installable) -> bool:
     return all(session_of(module) is not None for module in models_in(as_tree(model)).values())
 
 
+def handle_of(model: Installable) -> Handle:
+    """Return the handle of the install that serves a model: what `install` has returned.
+
+    Parameters
+    ----------
+    model : torch.nn.Module, or a pipeline, list, tuple or dict of modules
+        An installed model, or a part of one.
+
+    Raises
+    ------
+    ConfigError
+        No install serves it, or several do, each of which serves a part.
+    """
+    sessions = sessions_of(modules_of(as_tree(model)))
+    found = [made for session in sessions if (made := installation_of(session)) is not None]
+    if len(found) != 1:
+        raise ConfigError(
+            f"{type(model).__name__} is not installed: dynswap_ext.install() returns a handle"
+            if not found
+            else f"{len(found)} installs serve parts of {type(model).__name__}: ask for the handle of a part"
+        )
+    return Handle.of(found[0])
+
+
 def _survey(model: nn.Module, modules: Sequence[nn.Module], choices: Choices) -> int:
     """Look at a tree before an install, and return how many TorchScript modules it has.
 

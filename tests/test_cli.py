@@ -157,3 +157,25 @@ def test_only_the_command_line_imports_the_demo_and_nothing_imports_the_command_
             for name in names:
                 assert not name.startswith("dynswap_ext.demo") or room in ("demo", "cli"), path
                 assert not name.startswith("dynswap_ext.cli") or room in ("cli", "__main__.py"), path
+
+
+def test_a_program_runs_as_it_is_without_an_accelerator(tmp_path: Path) -> None:
+    """As a script with arguments, and as a module; and a program that there is not is told."""
+    (tmp_path / "program.py").write_text("import sys; print(__name__, sys.argv, sys.path[0])")
+
+    def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+        environment = os.environ | {"PYTHONPATH": str(_ROOT)}
+        command = [sys.executable, "-m", "dynswap_ext", "run", *arguments]
+        return subprocess.run(
+            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+        )
+
+    for program in (["program.py"], ["-m", "program"]):
+        done = run("--budget", "1GiB", *program, "--budget", "own", "--", "x")
+        assert done.returncode == 0, done.stderr
+        name = str(tmp_path / "program.py") if "-m" in program else "program.py"
+        assert done.stdout == f"__main__ {[name, '--budget', 'own', '--', 'x']} {tmp_path}\n"
+        if not torch.accelerator.is_available():
+            assert done.stderr.startswith("dynswap: this torch finds no accelerator, so nothing is installed")
+    done = run("program")
+    assert done.returncode == 2 and "there is no file 'program'; a module is run by -m program" in done.stderr

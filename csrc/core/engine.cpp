@@ -212,6 +212,21 @@ std::shared_ptr<void> Engine::count_outside(std::size_t bytes) {
           }};
 }
 
+void Engine::bring_residents() {
+  std::vector<Planned> planned;
+  {
+    const std::lock_guard lock(mutex_);
+    if (closed_ || !planned_ || abandoned_) return;
+    for (GroupId id = 0; id < groups_.size() && cold_residents_ > 0; ++id) {
+      if (!groups_[id].home || groups_[id].home_occupant) continue;
+      planned.push_back(plan_copy(id, /*demanded=*/true));  // which finds it a place
+      planned.back().demanded = false;
+      ++stats_.prefetches;
+    }
+  }
+  if (!planned.empty()) issue(planned);
+}
+
 /// A lease on the current copy of the weight's group, which may not be issued yet. LOCK: mutex_ is held.
 Lease Engine::lease_on(WeightId id, Stream consumer) {
   const Weight& weight = weights_[id];

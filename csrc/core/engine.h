@@ -113,6 +113,9 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Takes the memory for it. Throws what arrange() does, or OutOfMemory; nothing is held then.
   void plan();
 
+  /// Copies the residents that are not there yet. They arrive one after the other; nothing waits for them.
+  void bring_residents();
+
   /// The calling thread begins a call of a model that shares the engine with others: Note [What follows a
   /// call].
   void begin_call(std::uint32_t call);

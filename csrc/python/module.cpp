@@ -248,6 +248,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
           py::arg("root"), py::arg("swap_class"))
       .def("detach", &Session::detach, py::arg("root"))
       .def("adopt", &Session::adopt, py::arg("module"), py::arg("name"))
+      .def("release_memory", &Session::release_memory, py::arg("root"))
+      .def("bring_residents", &Session::bring_residents)
       .def(
           "replan",
           [](Session& session, const py::object& root, const py::object& budget) {

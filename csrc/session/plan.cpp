@@ -1,4 +1,4 @@
-// Session: plans are made, and take each other's place.
+// Session: plans are drafted.
 #include <mutex>
 #include <unordered_set>
 #include <utility>
@@ -7,50 +7,10 @@
 #include "accelerator/plain_torch.h"
 #include "accelerator/torch_stream.h"
 #include "platform/fork_safe.h"
+#include "session/draft.h"
 #include "session/module_state.h"
-#include "session/session.h"
-#include "tensor/handed_out.h"
 
 namespace dynswap {
-
-/// Note [A plan takes another's place]
-/// Whenever the GIL is released (while masters are page-locked, groups are formed, memory is freed and
-/// allocated) other threads may be anywhere in the model. So a plan is drafted with weights of its own, while
-/// the old plan goes on serving. take_over() then gives each module its new weights, without releasing the
-/// GIL. carry_out() frees the old plan's memory before it allocates the new plan's, so that the device never
-/// needs both; in between, each access copies. An access that began with an old weight goes on with the old
-/// engine, or, if that is closed, with a private copy. What it was handed stays the weight's (hand_on()).
-/// Residents that both plans have stay on the device (Note [Residents go from plan to plan]), if their
-/// masters have not changed when take_over() looks. What changes later, the new weights notice.
-struct Session::Draft {
-  struct Module {
-    py::object state;
-    std::vector<Entry> entries;  ///< as they will be
-  };
-
-  explicit Draft(const Budget& budget) : plan(std::make_shared<Plan>(budget)) {}
-  Draft(const Draft&) = delete;
-  Draft& operator=(const Draft&) = delete;
-  ~Draft() {
-    for (Module& module : modules) {
-      for (Entry& entry : module.entries) entry.bind(nullptr);
-    }
-  }
-
-  std::shared_ptr<WeightTable> table;   ///< of its own
-  std::shared_ptr<WeightTable> before;  ///< in whose place it is
-  Streamed streamed;
-  std::vector<Module> modules;
-  /// The state of an unchanged master when take_over() bound its new weight. carry_out() copies it again if
-  /// that has changed since.
-  struct Unchanged {
-    WeightId earlier;  ///< the id in the plan before
-    std::uint32_t version;
-    std::uint64_t writes;
-  };
-  std::vector<std::optional<Unchanged>> unchanged;  ///< by WeightId
-  const std::shared_ptr<Plan> plan;
-};
 
 /// One plan at a time, for as long as this lives. Waits without the GIL.
 struct Session::Planning {
@@ -91,27 +51,6 @@ std::shared_ptr<Engine> Session::new_engine(const Budget& budget, std::optional<
 }
 
 namespace {
-
-/// What was handed out of `earlier` is handed out again: who still has it, and writes to it, writes to the
-/// master of both.
-void hand_on(Weight& earlier, Weight& weight, const std::shared_ptr<Session>& session) {
-  weight.number = earlier.number;
-  const auto alive = earlier.latest_storage.lock();
-  HandedOut* const record = alive ? HandedOut::of(*alive) : nullptr;
-  if (record == nullptr || !weight.moves_bytes() || !earlier.still_handed_out()) return;
-  weight.note_master();  // it may have been written since it was drafted
-  // Frozen or thawed since: another tensor of the storage is handed out.
-  if (weight.state.requires_grad == earlier.state.requires_grad) weight.latest = earlier.latest;
-  weight.latest_storage = earlier.latest_storage;
-  record->belong_to({session, weight.shared_from_this()});
-}
-
-/// Whether the bytes of `earlier` on the device are those of `weight`, if the master is unchanged.
-bool same_device_bytes(const Weight& earlier, const Weight& weight) {
-  constexpr auto streamed = Weight::AccessPath::streamed;
-  return earlier.path == streamed && weight.path == streamed && weight.state.same_elements(earlier.state) &&
-         weight.source->same_shape(*earlier.source);
-}
 
 /// Whether a plan that was measured with other weights applies to these: their masters are the same, in the
 /// same order.
@@ -232,8 +171,18 @@ void Session::replan(const py::object& root, const Budget& budget) {
   }
 }
 
-void Session::replace_plan(const py::object& root, const Budget& budget,
-                           const std::optional<Placed>& placed) {
+void Session::release_memory(const py::object& root) {
+  replace_plan(root, plan_->budget, {}, /*takes_memory=*/false);
+}
+
+void Session::bring_residents() {
+  const std::shared_ptr<const Plan> plan = plan_;
+  const py::gil_scoped_release release;
+  plan->engine->bring_residents();
+}
+
+void Session::replace_plan(const py::object& root, const Budget& budget, const std::optional<Placed>& placed,
+                           bool takes_memory) {
   const std::shared_ptr<Session> self = shared_from_this();
   if (abandoned_ || closed_) return;  // a forked child makes no plans: its engines are the parent's
   if (planning_ == std::this_thread::get_id()) return;  // called from code that planning runs
@@ -258,14 +207,14 @@ void Session::replace_plan(const py::object& root, const Budget& budget,
   for (std::size_t i = 0; i < served.modules.size(); ++i)
     served.modules[i].entries = &draft.modules[i].entries;
   draft_weights(draft, served);
-  draft_plan(draft, placed);
+  draft_plan(draft, placed, /*arranges=*/takes_memory);
   if (closed_) return;  // another thread has closed it meanwhile
   take_over(draft);
-  carry_out(draft);
+  takes_memory ? carry_out(draft) : put_down(draft);
 }
 
 /// Does all planning that needs no device memory; releases the GIL. Throws BudgetError.
-void Session::draft_plan(Draft& draft, const std::optional<Placed>& placed) {
+void Session::draft_plan(Draft& draft, const std::optional<Placed>& placed, bool arranges) {
   std::vector<Weight*> weights;
   for (const auto& [weight, unit] : draft.streamed.first) weights.push_back(weight);
   pin(*draft.table, weights);
@@ -277,6 +226,7 @@ void Session::draft_plan(Draft& draft, const std::optional<Placed>& placed) {
   }
   add_weights(*draft.plan->engine, draft.streamed);
   for (Weight* const weight : weights) draft.plan->weights.push_back(weight->shared_from_this());
+  if (!arranges) return;
   const std::vector<std::vector<WeightId>> on_device = residents_on_device(draft);
   const py::gil_scoped_release release;
   draft.plan->engine->arrange(on_device);
@@ -304,136 +254,6 @@ std::vector<std::vector<WeightId>> Session::residents_on_device(const Draft& dra
     }
   }
   return on_device;
-}
-
-/// Gives every module its new weights. Does not release the GIL before that.
-void Session::take_over(Draft& draft) {
-  DeferredRelease dropped;
-  draft.before = std::exchange(table_, draft.table);
-  for (Draft::Module& module : draft.modules) {
-    for (Entry& entry : *reinterpret_cast<ModuleState*>(module.state.ptr())->entries) {
-      entry.bind(nullptr);  // an entry added meanwhile gets its weight at its next access
-      for (const Entry& drafted : module.entries) {
-        if (drafted.name.is(entry.name) && drafted.parameter == entry.parameter) entry.bind(drafted.weight);
-      }
-    }
-  }
-  draft.unchanged.resize(draft.plan->weights.size());
-  for (const auto& weight : draft.before->weights()) {
-    Weight* const successor = table_->find(weight->state.impl);
-    if (successor != nullptr) successor->take_nodes(*weight);
-    if (successor != nullptr && successor->state.same_elements(weight->state)) {
-      hand_on(*weight, *successor, shared_from_this());
-      // Graphs that were captured read residents, and hold no lease.
-      if (!captured_ && weight->plan == plan_ && same_device_bytes(*weight, *successor) &&
-          weight->resident() && weight->master_unchanged())
-        draft.unchanged[successor->id] = {weight->id, successor->state.version, successor->writes_seen};
-    }
-    weight->superseded = true;
-    weight->plan = nullptr;
-    weight->forget(dropped);
-  }
-  residents_read_.clear();
-  recent_.clear();
-  to_pin_.clear();
-}
-
-/// Goes on with what was handed out of these modules' weights, which were `earlier`'s. See Note [An install
-/// takes another's place]. Does not release the GIL.
-void Session::take_weights(Session& earlier, const std::vector<ModuleState*>& states,
-                           DeferredRelease& dropped) {
-  std::vector<std::shared_ptr<Weight>> left;
-  for (const ModuleState* const state : states) {
-    for (Entry& entry : *state->entries) {
-      if (entry.weight != nullptr) left.push_back(entry.weight);
-      entry.bind(nullptr);
-    }
-  }
-  for (const auto& weight : left) {
-    if (weight->holders == 0 && !weight->superseded) take_weight(earlier, *weight, dropped);
-  }
-  if (states.size() < earlier.modules_) return;
-  earlier.replaced_ = true;
-  earlier.successor_ = weak_from_this();
-  kept_nodes_.insert(kept_nodes_.end(), earlier.kept_nodes_.begin(), earlier.kept_nodes_.end());
-  earlier.kept_nodes_.clear();
-}
-
-void Session::take_weight(Session& earlier, Weight& weight, DeferredRelease& dropped) {
-  Weight* const successor = table_->find(weight.state.impl);
-  if (successor != nullptr && earlier.options_.device == options_.device &&
-      successor->wanted == weight.wanted && successor->path == weight.path &&
-      successor->state.same_elements(weight.state)) {
-    successor->take_nodes(weight);
-    hand_on(weight, *successor, shared_from_this());
-  } else {
-    weight.release_nodes(dropped);
-  }
-  for (const auto& [name, part] : weight.parts) {
-    if (--part->holders == 0) take_weight(earlier, *part, dropped);
-    ++part->holders;  // until the weight goes
-  }
-  earlier.outdated_ = earlier.outdated_ || weight.plan != nullptr;
-  weight.superseded = true;
-  weight.plan = nullptr;
-  weight.forget(dropped);
-}
-
-/// Frees the old plan's memory and allocates the new one's; releases the GIL. Throws OutOfMemory, after which
-/// each access copies.
-void Session::carry_out(const Draft& draft) {
-  const std::shared_ptr<const Plan> old = plan_;
-  Engine& engine = *draft.plan->engine;
-  if (old->engine != draft.plan->engine) {
-    std::vector<std::optional<WeightId>> ids;
-    for (const auto& weight : draft.unchanged)
-      ids.push_back(weight ? std::optional(weight->earlier) : std::nullopt);
-    engine.inherit(*old->engine, ids);
-    {
-      const py::gil_scoped_release release;
-      old->engine->close();
-    }
-    draft.before->drop_bytes();
-  }
-  try {
-    const py::gil_scoped_release release;
-    if (engine.residents_give_way()) release_kept_memory(options_.device);
-    engine.plan();
-  } catch (...) {
-    outdated_ = true;  // there may be room another time
-    captured_ = false;
-    throw;
-  }
-  if (closed_) {
-    const py::gil_scoped_release release;
-    return engine.close();
-  }
-  if (engine.residents_give_way())
-    draft.plan->gives_way = std::make_unique<GivesWay>(options_.device, draft.plan->engine);
-  if (old->engine != draft.plan->engine) counters_.add_counters(old->engine->stats());
-  plan_ = draft.plan;
-  streams_any_ = false;
-  for (const auto& [weight, unit] : draft.streamed.first) {
-    // Masters may have changed while other threads could run.
-    const SourcePtr known = engine.source(weight->id);
-    if (weight->path != Weight::AccessPath::streamed || !weight->source->same_shape(*known)) {
-      outdated_ = true;
-      continue;
-    }
-    bool changed = weight->source != known;
-    if (!draft.unchanged.empty() && draft.unchanged[weight->id]) {
-      const Draft::Unchanged& then = *draft.unchanged[weight->id];
-      changed = changed || weight->state.version != then.version || weight->writes_seen != then.writes;
-    }
-    if (changed) engine.update_source(weight->id, weight->source);
-    weight->plan = plan_;
-    streams_any_ = streams_any_ || streams(*weight);
-  }
-  if (std::exchange(captured_, false)) {
-    hooks_.warn(
-        "a new plan put weights elsewhere on the device: CUDA graphs that were captured with this model are "
-        "not valid any more; capture them again");
-  }
 }
 
 }  // namespace dynswap

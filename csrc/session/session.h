@@ -146,6 +146,11 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   std::uint64_t given_way_bytes() const;
   /// Whether a CUDA graph has captured residents of the plan.
   bool captured() const noexcept { return captured_; }
+  /// Frees the plan's device memory, and leaves the modules served: each access copies, until the next call
+  /// of the model plans again, or replan().
+  void release_memory(const py::object& root);
+  /// Copies the residents of the plan that are not on the device. Does not wait for them.
+  void bring_residents();
   void close();
 
   // figures.cpp: what dynswap_ext/inspect shows (see dynswap_ext/_C.pyi).
@@ -235,13 +240,17 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   void draft_weights(Draft& draft, Served& served);
   void draft_first(Served& served);
   void plan_first(const std::function<void()>& swap);
+  void draft_plan(Draft& draft, const std::optional<Placed>& placed, bool arranges = true);
+  std::vector<std::vector<WeightId>> residents_on_device(const Draft& draft) const;
+  void replace_plan(const py::object& root, const Budget& budget, const std::optional<Placed>& placed = {},
+                    bool takes_memory = true);
+  // take_over.cpp
   void take_weights(Session& earlier, const std::vector<ModuleState*>& states, DeferredRelease& dropped);
   void take_weight(Session& earlier, Weight& weight, DeferredRelease& dropped);
-  void draft_plan(Draft& draft, const std::optional<Placed>& placed);
-  std::vector<std::vector<WeightId>> residents_on_device(const Draft& draft) const;
   void carry_out(const Draft& draft);
   void take_over(Draft& draft);
-  void replace_plan(const py::object& root, const Budget& budget, const std::optional<Placed>& placed = {});
+  void put_down(const Draft& draft);
+  void tell_captured();
   // slices.cpp
   bool note_read_whole(const at::Tensor& master);
   bool serve_largest_by_slices(const BudgetError& error);

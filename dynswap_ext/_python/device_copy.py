@@ -7,7 +7,6 @@ the tensor itself is gone.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
@@ -188,8 +187,10 @@ class DeviceCopy:
         copies[self.address] = self
 
     def __del__(self) -> None:
-        with contextlib.suppress(AttributeError):  # never made: out of memory
+        try:  # noqa: SIM105  (at the interpreter's end this module's names may be gone)
             self.freed.append(self.nbytes)
+        except AttributeError:  # never made: out of memory
+            pass
 
     @property
     def weight(self) -> Weight | None:

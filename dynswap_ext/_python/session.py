@@ -182,6 +182,21 @@ class Session(Access):
                 self.outdated = True  # there may be room another time
                 raise
 
+    def release_memory(self, root: nn.Module) -> None:
+        self.flush()
+        with self._exclusive:
+            self._collect()
+            for weight in list(self._weights.values()):
+                if id(weight.copy) not in self._held:
+                    weight.let_go()
+                    weight.copy = None
+
+    def bring_residents(self) -> None:
+        with self._exclusive:
+            for weight in list(self._weights.values()):
+                if weight.resident:
+                    self._current_copy(weight)
+
     def retune(self, root: nn.Module, budget: Budget) -> dict[str, Any]:
         seen = self._seen()
         self.replan(root, budget)

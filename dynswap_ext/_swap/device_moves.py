@@ -107,6 +107,11 @@ def _with_index(device: torch.device) -> torch.device:
     return torch.device(device.type, torch.accelerator.current_device_index())
 
 
+def note_told(*sessions: Any) -> None:
+    """Note that the user knows of these sessions that a move of their models moves nothing."""
+    _told.update(sessions)
+
+
 def _tell(session: Any) -> None:
     """Warn the caller, once for each session, that a move moves nothing; but not where a trainer moves."""
     if session in _told:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from os import PathLike
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import torch
 from torch import nn
@@ -12,9 +12,13 @@ from torch import nn
 from dynswap_ext._util.listing import listed
 from dynswap_ext.errors import ConfigError
 
-#: A module, or a container of modules: a pipeline with `components` (diffusers), a mapping, a list or a
-#: tuple. Containers may be nested. Other things in pipelines and mappings (a tokenizer, None) are skipped.
+#: A module, or a container of modules: a pipeline of transformers, or one with `components` (diffusers), a
+#: mapping, a list or a tuple. Containers may be nested. Other things in pipelines and mappings (a tokenizer,
+#: None) are skipped.
 Installable: TypeAlias = Any
+
+#: What the pipelines of transformers derive from.
+_PIPELINE: Final = ("transformers.pipelines.base", "Pipeline")
 
 
 class Models(nn.Module):
@@ -63,7 +67,7 @@ def _instead_of(given: Any) -> str:
         return f". Make the model first: {given.__name__}(...)" if issubclass(given, nn.Module) else ""
     if isinstance(given, (str, PathLike)):
         return ". A checkpoint is loaded first: model = dynswap_ext.checkpoint.load(model, path)"
-    if isinstance(getattr(given, "model", None), nn.Module):  # a pipeline of transformers
+    if isinstance(getattr(given, "model", None), nn.Module):  # a trainer
         return ". Pass its model: install(x.model)"
     return ""
 
@@ -101,6 +105,8 @@ def _contents(given: Any) -> dict[str, Any] | None:
         return {str(key): value for key, value in given.items()}
     if isinstance(given, (list, tuple)):
         return {str(place): value for place, value in enumerate(given)}
+    if any((cls.__module__, cls.__name__) == _PIPELINE for cls in type(given).__mro__):
+        return {name: getattr(given, name, None) for name in ("model", "assistant_model")}
     components = None if isinstance(given, type) else getattr(given, "components", None)
     if not isinstance(components, Mapping):
         return None

@@ -66,6 +66,12 @@ class Session(Protocol):
         If that fails, the old plan stays.
         """
 
+    def release_memory(self, root: nn.Module) -> None:
+        """Free all device memory, and serve the modules of the tree without a plan until the next call."""
+
+    def bring_residents(self) -> None:
+        """Copy the residents that are not on the device, without waiting for them."""
+
     def draft(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> None:
         """Plan for the modules of the tree, and change none of them, whichever sessions serve them.
 

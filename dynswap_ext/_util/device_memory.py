@@ -56,6 +56,13 @@ class DeviceMemory:
         fraction = getattr(own, "get_per_process_memory_fraction", None)
         return total if fraction is None else int(fraction(self._device) * total)
 
+    def empty_cache(self) -> None:
+        """Have the allocator give what it holds unused back to the driver, for other processes."""
+        own = getattr(torch, self._device.type, None)
+        empty = getattr(own, "empty_cache", None)  # the CPU has none
+        if empty is not None:
+            empty()
+
     def allocated(self) -> int:
         """Return what the allocator has given out."""
         return int(self._ask("memory_allocated"))

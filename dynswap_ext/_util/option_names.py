@@ -33,17 +33,14 @@ def check_option_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """
     signature = inspect.signature(function)
     known = tuple(signature.parameters)
+    names = frozenset(known)
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     unnamed = None if inspect.Parameter.VAR_POSITIONAL in kinds else len(kinds) - kinds.count(_BY_NAME)
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        for name in kwargs:
-            if name not in known:
-                raise TypeError(
-                    f"{function.__qualname__}() got an unexpected keyword argument {name!r}"
-                    + (did_you_mean(name, known) or f"; expected one of {', '.join(known)}")
-                )
+        if not names.issuperset(kwargs):
+            refuse_unknown(function.__qualname__, kwargs, known)
         if unnamed is not None and len(args) > unnamed:
             raise TypeError(
                 f"{function.__qualname__}() takes {', '.join(known[:unnamed])} without a name, and got "
@@ -52,6 +49,16 @@ def check_option_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
         return function(*args, **kwargs)
 
     return checked
+
+
+def refuse_unknown(function: str, options: Collection[str], known: Collection[str]) -> None:
+    """Raise a TypeError that names the nearest option, or lists them all, if one is not known."""
+    for name in options:
+        if name not in known:
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument {name!r}"
+                + (did_you_mean(name, known) or f"; expected one of {', '.join(known)}")
+            )
 
 
 def _named(given: object, options: Collection[str]) -> str:

@@ -119,7 +119,7 @@ def from_pretrained(
         ) from error
     model = loaded[0] if isinstance(loaded, tuple) else loaded  # with output_loading_info=True
     if isinstance(model, nn.Module):
-        _warn_of_copies(model, str(path))
+        warn_of_copies(model, str(path))
     return loaded
 
 
@@ -137,7 +137,7 @@ def _refuse_options_of_install(options: Mapping[str, Any]) -> None:
         )
 
 
-def _warn_of_copies(model: nn.Module, path: str) -> None:
+def warn_of_copies(model: nn.Module, path: str) -> None:
     """Warn if more than a sixteenth of a model's bytes are in memory and not mapped."""
     mappings = FileMappings()
     masters = [*model.named_parameters(), *model.named_buffers()]

@@ -14,7 +14,7 @@ from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.option_names import did_you_mean
 from dynswap_ext._util.tables import facts_grid, write
 from dynswap_ext._util.units import parse_dtype
-from dynswap_ext.cli import demo, plan, show
+from dynswap_ext.cli import demo, plan, run, show
 from dynswap_ext.errors import ConfigError, DynswapError
 
 
@@ -24,7 +24,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     0 well, 1 outputs that differ, a budget that is too small, or an output that nothing reads (``| head``),
     2 an error explained, 130 interrupted.
     """
-    options = _parser().parse_args(arguments)
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    if given[:1] == ["run"]:
+        given = [run.DASHES if each == "--" else each for each in given]
+    options = _parser().parse_args(given)
     try:
         status: int = options.command(options)
         sys.stdout.flush()  # a pipe may be closed already
@@ -64,6 +67,7 @@ def _parser() -> argparse.ArgumentParser:
     show.add_to(commands)
     _add_convert(commands)
     plan.add_to(commands)
+    run.add_to(commands)
     return parser
 
 

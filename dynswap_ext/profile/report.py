@@ -182,7 +182,7 @@ class Report:
         return {**content, **derived, "groups": groups}
 
     def text(self, *, collapse: bool = True, width: int | None = None) -> str:
-        """Return the table and the diagnosis, as `print` shows them.
+        """Return the diagnosis and the table, as `print` shows them.
 
         Parameters
         ----------
@@ -222,8 +222,8 @@ class Report:
         provider = f"{self.stats.provider}/{self.stats.backend} on {self.device}"
         title = f"{provider}, {budget}, prefetch {self.prefetch}"
         table = self.table(collapse=collapse, width=columns)
-        lines = (*notes, self.diagnosis, "", *self._legend(columns))
-        return as_text(Text(title), table, *map(Text, lines), width=columns)
+        lines = (*notes, "", *self._legend(columns))
+        return as_text(Text(self.diagnosis), Text(title), table, *map(Text, lines), width=columns)
 
     def _legend(self, width: int) -> Iterator[str]:
         """Explain the columns and causes that are shown."""

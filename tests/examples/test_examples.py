@@ -88,6 +88,17 @@ def test_generate(tiny: Path, model: str) -> None:
 
 
 @pytest.mark.slow
+def test_transformers_pipeline(tiny: Path, tmp_path: Path) -> None:
+    output = run(
+        *("transformers_pipeline.py", tiny / "llama", "--budget", BUDGET[0], "--device", "cpu"),
+        *("--prompt", "the red cat", "--max-new-tokens", "8"),
+        cwd=tmp_path,
+    )
+    assert output.startswith("the red cat")
+    assert moved(output) > 8
+
+
+@pytest.mark.slow
 def test_diffusion(tiny: Path, tmp_path: Path) -> None:
     pytest.importorskip("diffusers", reason="diffusers is not installed (pip install -e '.[programs]')")
     run("tiny.py", tiny, "--only", "stable-diffusion", cwd=tmp_path)

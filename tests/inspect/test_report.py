@@ -187,8 +187,8 @@ def test_it_fits_the_terminal(width: int) -> None:
     assert max(map(len, lines)) <= width
     assert "first use" in text.replace("\n", " ")
     known = {word for row in FakeSession(60).figures for name in row["names"] for word in name.split(".")}
-    beside = lines[2].index("bytes" if width < 100 else "groups") - 1
     rule = next(i for i, line in enumerate(lines) if line.startswith(" ──"))
+    beside = lines[rule - 1].index("bytes" if width < 100 else "groups") - 1
     cells = [line[:beside] for line in lines[rule + 1 : lines.index("", rule)]]
     shown = {word for cell in cells for word in re.findall("[a-z_]+", cell)}
     assert {"attention", "blocks"} < shown <= known | {"all", "weights", "each"}

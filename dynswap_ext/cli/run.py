@@ -1,0 +1,108 @@
+"""``dynswap run``: a program that nobody edits."""
+
+from __future__ import annotations
+
+import argparse
+import runpy
+import sys
+import traceback
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+
+from dynswap_ext import config
+from dynswap_ext._swap.device_queries import register_library
+from dynswap_ext._util.memory import format_bytes
+from dynswap_ext.errors import ConfigError, DynswapError
+
+if TYPE_CHECKING:
+    from dynswap_ext.integrations.moved_models import Moved
+
+#: What `--` of the program is while options are parsed, which would take it for theirs.
+DASHES: Final = "\0--"
+
+
+def add_to(commands: Any) -> None:
+    """Add the command to a parser."""
+    run = commands.add_parser(
+        "run",
+        help="run a program, and install each model that it moves to a device on which it does not fit",
+        description="Run a Python program as it is. Where it moves a model to the accelerator (.to, .cuda, a "
+        "pipeline's .to) and the weights would leave less than a fifth of its memory free, "
+        "the model is installed instead. A line on stderr says so, and its report comes at the end.",
+        usage="dynswap run [options] script.py [arguments of the program] | -m module [...]",
+    )
+    run.set_defaults(command=_run)
+    add = run.add_argument
+    add("--budget", default="auto", help="device memory for weights: 6GiB, 50%%, minimum (default: auto)")
+    add("--dtype", help="cast floating weights on the way: bf16, fp16, ... (default: what the program has)")
+    add("--prefetch", type=int, default=2, help="groups of weights to copy ahead (default: %(default)s)")
+    add("--always", action="store_true", help="install models that fit, too")
+    add("-m", dest="module", action="store_true", help="the program is a module, as for python -m")
+    add("program", help="the path of a script, or the name of a module")
+    add("arguments", nargs=argparse.REMAINDER, metavar="...", help="what the program gets")
+
+
+def _run(options: argparse.Namespace) -> int:
+    from dynswap_ext.integrations.loaded_models import LoadsOnHost
+    from dynswap_ext.integrations.moved_models import InstallMoved
+
+    if not options.module and not Path(options.program).is_file():
+        raise ConfigError(f"there is no file {options.program!r}; a module is run by -m {options.program}")
+    config.resolve(budget=options.budget, dtype=options.dtype, prefetch=options.prefetch)
+    arguments = ["--" if each == DASHES else each for each in options.arguments]
+    if not torch.accelerator.is_available():
+        _say("this torch finds no accelerator, so nothing is installed: the program runs as it is")
+        return _run_program(options.program, arguments, module=options.module)
+    moved: list[Moved] = []
+
+    def tell(one: Moved) -> None:
+        moved.append(one)
+        size, free = format_bytes(one.nbytes), format_bytes(one.free)
+        what = "installed, and its weights stream" if one.handle else f"moved all the same: {one.error}"
+        _say(f"{one.name} has {size} of weights, and {one.device} {free} of free memory: {what}")
+
+    chosen = {"budget": options.budget, "dtype": options.dtype, "prefetch": options.prefetch}
+    try:
+        with InstallMoved(always=options.always, tell=tell, **chosen), LoadsOnHost():
+            return _run_program(options.program, arguments, module=options.module)
+    finally:
+        for one in moved:
+            if one.handle is not None:
+                _say(f"the report of {one.name}:\n{one.handle.report()}")
+
+
+def _run_program(program: str, arguments: list[str], *, module: bool) -> int:
+    """Run it as ``python program arguments...`` does, and return its status if it does not exit."""
+    try:
+        _execute(program, arguments, module=module)
+    except DynswapError:  # the program's, which did not catch it
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def _execute(program: str, arguments: list[str], *, module: bool) -> None:
+    sys.argv = [program, *arguments]
+    folder = Path.cwd() if module else Path(program).resolve().parent
+    for name in ("__main__", program.partition(".")[0], *_modules_in(folder)):
+        register_library(name)  # `next(model.parameters()).device` is where the model computes
+    sys.path[0] = str(folder)
+    if module:
+        runpy.run_module(program, run_name="__main__", alter_sys=True)
+        return
+    main = ModuleType("__main__")
+    main.__dict__.update(__file__=program, __builtins__=__builtins__)
+    sys.modules["__main__"] = main
+    exec(compile(Path(program).read_bytes(), program, "exec"), main.__dict__)
+
+
+def _modules_in(folder: Path) -> set[str]:
+    """Return the names of the modules that a program finds beside itself."""
+    return {path.stem for path in folder.glob("*.py")} | {path.parent.name for path in folder.glob("*/*.py")}
+
+
+def _say(message: str) -> None:
+    print(f"dynswap: {message}", file=sys.stderr, flush=True)

@@ -1,0 +1,163 @@
+"""Installs the models that a program moves to the device, where they would not fit.
+
+Note [A program that nobody edits]
+----------------------------------
+Programs move a model to the device in many ways, and all of them end in `Module.to`, or in `Module.cuda` and
+its like for other devices. While `InstallMoved` is entered, these look at what they move. What fits is moved
+as ever. A model that does not fit is installed instead, together with the pipeline that moves it, if one
+does. Parts of a model that are moved one by one are looked at one by one. What transformers would load
+there, `LoadsOnHost` has it move there.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import nn
+
+from dynswap_ext._swap.device_moves import note_told
+from dynswap_ext._swap.models import Installable, as_tree
+from dynswap_ext._swap.state import modules_of, session_of, sessions_of
+from dynswap_ext._util.device_memory import DeviceMemory
+from dynswap_ext._util.own_masters import own_masters
+from dynswap_ext.config import resolve_device
+from dynswap_ext.errors import ConfigError, DynswapError
+from dynswap_ext.handle import Handle
+from dynswap_ext.install import install
+
+#: A model fits if it leaves so much of the device's memory free, for activations.
+_ROOM: Final = 1 / 5
+
+
+class Moved(NamedTuple):
+    """A model that was to be moved to the device, and did not fit."""
+
+    name: str
+    nbytes: int  #: of weights, in the dtype that was asked for
+    free: int  #: bytes of the device's memory then
+    device: torch.device
+    handle: Handle | None  #: None: it could not be installed, and was moved
+    error: str = ""  #: why not
+
+
+class InstallMoved:
+    """A context in which models that do not fit the device are installed when a program moves them there.
+
+    Parameters
+    ----------
+    always
+        Install models that fit, too.
+    tell
+        Called for each model, once it is installed.
+    **options
+        For `install`.
+    """
+
+    def __init__(self, *, always: bool, tell: Callable[[Moved], None], **options: Any) -> None:
+        self._always = always
+        self._tell = tell
+        self._options = options
+        self._originals: dict[str, Any] = {}
+        self._inside = threading.local()
+
+    def __enter__(self) -> InstallMoved:
+        kind = getattr(torch.accelerator.current_accelerator(), "type", "cuda")
+        for name in ("to", kind):
+            self._originals[name] = original = getattr(nn.Module, name)
+            setattr(nn.Module, name, self._looking(original, None if name == "to" else kind))
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for name, original in self._originals.items():
+            setattr(nn.Module, name, original)
+
+    def _looking(self, original: Callable[..., nn.Module], kind: str | None) -> Callable[..., nn.Module]:
+        @functools.wraps(original)
+        def move(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
+            if getattr(self._inside, "move", False):  # a model's own `to` moves its parts
+                return original(module, *args, **kwargs)
+            self._inside.move = True
+            try:
+                device, rest = _target(kind, args, kwargs)
+                if device is None or not self._installs(module, device, rest.get("dtype")):
+                    return original(module, *args, **kwargs)
+                return self._originals["to"](module, **rest) if rest else module
+            finally:
+                self._inside.move = False
+
+        return move
+
+    def _installs(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> bool:
+        """Return whether a model is installed, now or already, so that it is not to be moved."""
+        if device.type in ("cpu", "meta"):
+            return False
+        try:
+            device = resolve_device(device)
+        except ConfigError:
+            return False  # torch says what is wrong
+        if (session := session_of(module)) is not None:
+            return bool(session.device == device)
+        given = _pipeline_that_moves(module) or module
+        tree = as_tree(given)
+        if sessions_of(modules_of(tree)):
+            return False  # the program has an install of its own
+        memory = DeviceMemory(device)
+        nbytes, free = _bytes_to_move(tree, device, dtype), memory.free()
+        if not nbytes or (free - nbytes >= memory.total() * _ROOM and not self._always):
+            return False
+        name = type(given).__name__
+        try:
+            handle = install(given, device=device, **self._options)
+        except DynswapError as error:
+            self._tell(Moved(name, nbytes, free, device, None, str(error)))
+            return False
+        note_told(*sessions_of(modules_of(tree)))
+        self._tell(Moved(name, nbytes, free, device, handle))
+        return True
+
+
+def _target(
+    kind: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[torch.device | None, dict[str, Any]]:
+    """Return the device that a move asks for, and what else it does; `kind`: by the method of that name."""
+    if kind is not None:
+        given = args[0] if args else kwargs.get("device")
+        return torch.device(kind, given) if isinstance(given, int) else torch.device(given or kind), {}
+    try:
+        device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
+    except (TypeError, RuntimeError):  # torch says what is wrong
+        return None, {}
+    asked = {"dtype": dtype, "memory_format": memory_format}
+    return device, {name: value for name, value in asked.items() if value is not None}
+
+
+def _pipeline_that_moves(module: nn.Module) -> Installable | None:
+    """Return the pipeline whose own `to` is moving a model, if one is."""
+    frame = sys._getframe()
+    for _ in range(8):
+        if frame.f_back is None:
+            return None
+        frame = frame.f_back
+        owner: Any = frame.f_locals.get("self") if frame.f_code.co_name == "to" else None
+        has_components = isinstance(getattr(type(owner), "components", None), property)
+        if has_components and any(part is module for part in owner.components.values()):
+            return owner
+    return None
+
+
+def _bytes_to_move(tree: nn.Module, device: torch.device, dtype: torch.dtype | None) -> int:
+    found = {id(master): master for module in modules_of(tree) for _, master, _ in own_masters(module)}
+    nbytes = 0
+    for master in found.values():
+        if master.device != device and not master.is_meta:
+            cast = dtype if dtype is not None and master.is_floating_point() else master.dtype
+            nbytes += master.numel() * cast.itemsize
+    return nbytes

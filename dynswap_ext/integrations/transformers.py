@@ -1,0 +1,168 @@
+"""Lets transformers' own `from_pretrained` install the model that it loads.
+
+Note [A quantizer that quantises nothing]
+-----------------------------------------
+While transformers loads a model, it asks one other party what becomes of the weights: a quantizer. So this
+is one, for the sake of its place. It leaves each weight as it lies in the checkpoint, mapped, and installs
+the model once it is complete. Then it takes itself off the model, which is trained and saved as any other.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any, Final
+
+import torch
+from torch import nn
+from transformers.core_model_loading import ConversionOps, WeightConverter
+from transformers.quantizers.auto import AutoHfQuantizer, register_quantization_config, register_quantizer
+from transformers.quantizers.base import HfQuantizer
+from transformers.utils.quantization_config import QuantizationConfigMixin
+
+from dynswap_ext import config
+from dynswap_ext._util.option_names import refuse_unknown
+from dynswap_ext.checkpoint.loading.assembly import MappedFusion
+from dynswap_ext.checkpoint.pretrained import warn_of_copies
+from dynswap_ext.errors import ConfigError
+from dynswap_ext.install import install
+
+__all__ = ["StreamConfig"]
+
+_METHOD: Final = "dynswap"
+_OPTIONS: Final = tuple(name for name in inspect.signature(config.resolve).parameters if name != "dtype")
+#: safetensors' names of dtypes that `from_pretrained(dtype=)` may cast.
+_FLOATING: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@register_quantization_config(_METHOD)
+class StreamConfig(QuantizationConfigMixin):  # type: ignore[misc]
+    """Installs the model that `from_pretrained` loads: ``quantization_config=StreamConfig(budget="6GiB")``.
+
+    Nothing is quantised: this argument is where transformers lets others take part in a load. Weights are
+    mapped from the checkpoint, as `checkpoint.from_pretrained` maps them, and stream from there. If the
+    ``dtype=`` of `from_pretrained` is not the checkpoint's, they are cast on their way to the device.
+    `dynswap_ext.handle_of` gives the handle of the model.
+
+    Parameters
+    ----------
+    **options
+        The options of `dynswap_ext.install`, but for `dtype`. `budget` is ``"auto"`` unless it is given.
+    """
+
+    def __init__(self, *, quant_method: str = _METHOD, **options: Any) -> None:
+        if "dtype" in options:
+            raise TypeError("StreamConfig() takes no dtype: it is an argument of from_pretrained, beside it")
+        refuse_unknown("StreamConfig", options, _OPTIONS)
+        self.quant_method = quant_method
+        self.options = {"budget": "auto", **options}
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options, as a log or a file has them."""
+        plain = {
+            name: value if value is None or isinstance(value, (bool, int, float, str, list)) else str(value)
+            for name, value in self.options.items()
+        }
+        return {"quant_method": self.quant_method, **plain}
+
+
+@register_quantizer(_METHOD)
+class StreamQuantizer(HfQuantizer):  # type: ignore[misc]
+    """What transformers makes of a `StreamConfig` for one load: Note [A quantizer that quantises nothing]."""
+
+    def __init__(self, quantization_config: StreamConfig, **_: Any) -> None:
+        super().__init__(quantization_config, pre_quantized=True)  # so that `get_new_dtype` is asked
+        self._options = quantization_config.options
+        self._dtype: torch.dtype | None = None
+        self._casts = False
+
+    def validate_environment(self, device_map: object = None, **_: Any) -> None:
+        """Check the options, before anything is read."""
+        config.resolve(**self._options)
+        places = set(map(str, device_map.values())) if isinstance(device_map, dict) else {str(device_map)}
+        if device_map is not None and places != {"cpu"}:
+            raise ConfigError(
+                f"device_map is {device_map!r}, and weights that stream stay on the host; leave it out (or "
+                "pass device_map=None, and set no default device), and give StreamConfig the device if it is "
+                "not the one that torch takes by itself"
+            )
+
+    def update_device_map(self, device_map: object) -> None:
+        """Have the weights on the host, where they are mapped."""
+
+    def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """Note into what weights are to be cast."""
+        self._dtype = dtype
+        return dtype
+
+    def get_new_dtype(self, converter: object, param: Any, dtype: torch.dtype | None) -> None:
+        """Have the weight keep its dtype, so that it stays mapped; note whether it is to be cast later."""
+        stored = _FLOATING.get(param.get_dtype()) if hasattr(param, "get_dtype") else param.dtype
+        self._casts |= stored in _FLOATING.values() and dtype not in (None, stored)
+
+    def update_weight_conversions(self, weight_conversions: Sequence[Any], model: nn.Module) -> list[Any]:
+        """Have weights that are fused while they are loaded mapped, range by range."""
+        return [
+            each.copy(
+                each._original_source_patterns,
+                each._original_target_patterns,
+                operations=[_Mapped(each.operations)],
+            )
+            if isinstance(each, WeightConverter)
+            else each
+            for each in weight_conversions
+        ]
+
+    def preprocess_model(self, model: nn.Module, **_: Any) -> None:
+        """Leave the modules as they are."""
+
+    def postprocess_model(self, model: Any, **_: Any) -> None:
+        """Install the model, which is loaded, and be gone."""
+        del model.hf_quantizer, model.config.quantization_config
+        warn_of_copies(model, str(model.name_or_path))
+        install(model, dtype=self._dtype if self._casts else None, **self._options)
+
+    def is_serializable(self) -> bool:
+        """Return True: the masters are as they were."""
+        return True
+
+    @property
+    def is_trainable(self) -> bool:
+        """True: gradients reach the masters."""
+        return True
+
+
+class _Mapped(ConversionOps):  # type: ignore[misc]
+    """The operations of one conversion, one after the other; what they fuse is mapped if it can be."""
+
+    def __init__(self, operations: Sequence[ConversionOps]) -> None:
+        self.operations = list(operations)
+        self.supports_many_to_many = any(each.supports_many_to_many for each in operations)
+
+    def convert(self, input_dict: dict[str, Any], **context: Any) -> dict[str, Any]:
+        with MappedFusion():
+            for operation in self.operations:
+                input_dict = operation.convert(input_dict, **context)
+        return input_dict
+
+    @property
+    def reverse_op(self) -> ConversionOps:
+        return _Mapped([each.reverse_op for each in reversed(self.operations)])
+
+
+_merge_configs = AutoHfQuantizer.merge_quantization_configs
+
+
+def _merged(stored: Any, given: QuantizationConfigMixin | None) -> Any:
+    """Say what to do where transformers would say that the two classes have to be the same."""
+    if isinstance(given, StreamConfig):
+        method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+        raise ConfigError(
+            f"the checkpoint is quantised ({getattr(method, 'value', method)}), and transformers takes one "
+            "quantization_config; leave StreamConfig out, and install what from_pretrained returns: "
+            f"dynswap_ext.install(model, budget={given.options['budget']!r})"
+        )
+    return _merge_configs(stored, given)
+
+
+AutoHfQuantizer.merge_quantization_configs = staticmethod(_merged)

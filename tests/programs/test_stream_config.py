@@ -1,0 +1,161 @@
+"""`from_pretrained(..., quantization_config=StreamConfig())`: what transformers loads is installed."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dynswap_ext
+from conftest import Provider, accelerate_knows
+from dynswap_ext import testing
+from dynswap_ext.errors import BudgetError, ConfigError
+from programs import bytes_of, library
+from sparse_rows import llama_classifier
+from test_pretrained import CONFIGS, Auto, llama, mapped_bytes, mixtral, saved
+from test_trainer import trainer
+from ways import masters
+
+transformers = library("transformers")
+
+ADDED = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
+
+
+def config(provider: Provider, **options: Any) -> Any:
+    """On the CPU nothing has to move unless it is mapped or cast, as in these tests."""
+    return dynswap_ext.StreamConfig(device=provider.device, provider=provider.backend, **options)
+
+
+def both(provider: Provider, folder: Path, cls: Any = Auto, *, load: Any = None, **options: Any) -> Any:
+    """The checkpoint as the library loads and moves it, and streamed."""
+    load = load or {}
+    if provider.device.type != "cpu":
+        load["experts_implementation"] = "eager"  # the grouped one takes bfloat16 there
+    plain = cls.from_pretrained(folder, **load).to(provider.device)
+    model = cls.from_pretrained(folder, quantization_config=config(provider, **options), **load)
+    provider.handles.append(dynswap_ext.handle_of(model))
+    return plain, model
+
+
+def tokens(provider: Provider) -> torch.Tensor:
+    return torch.arange(3, 9, device=provider.device)[None]
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_what_is_loaded_streams_from_its_files(provider: Provider, name: str, tmp_path: Path) -> None:
+    plain, model = both(provider, saved(CONFIGS[name](), tmp_path), budget="minimum")
+    assert dynswap_ext.is_installed(model) and model.device == provider.device and not model.training
+    assert not hasattr(model.config, "quantization_config") and not hasattr(model, "hf_quantizer")
+    assert mapped_bytes(model) > 0.98 * bytes_of(model)  # experts are fused while they are loaded
+    expected = plain.generate(tokens(provider), **ADDED)
+    assert torch.equal(model.generate(tokens(provider), **ADDED), expected)
+    if provider.native:
+        assert dynswap_ext.handle_of(model).stats().bytes_moved > 0.9 * bytes_of(model)
+
+
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_another_dtype_is_cast_on_the_way(
+    provider: Provider, stored: torch.dtype, dtype: torch.dtype, tmp_path: Path
+) -> None:
+    folder = saved(llama(), tmp_path)
+    Auto.from_pretrained(folder, dtype=stored).save_pretrained(folder)
+    plain, model = both(provider, folder, load={"dtype": dtype}, budget="minimum")
+    assert mapped_bytes(model) > 0.98 * bytes_of(model)
+    assert {master.dtype for master in masters(model).values()} >= {stored}
+    assert model.dtype == plain.dtype == dtype
+    assert torch.equal(model(tokens(provider)).logits, plain(tokens(provider)).logits)
+
+
+def test_it_is_saved_as_any_model(provider: Provider, tmp_path: Path) -> None:
+    """With its experts under their official names, and no word of the install."""
+    folder = saved(mixtral(), tmp_path / "official")
+    plain, model = both(provider, folder)
+    model.save_pretrained(tmp_path / "saved")
+    names = sorted(path.name for path in folder.iterdir())
+    assert sorted(path.name for path in (tmp_path / "saved").iterdir()) == names
+    for name in names:
+        assert (tmp_path / "saved" / name).read_bytes() == (folder / name).read_bytes(), name
+    again = Auto.from_pretrained(tmp_path / "saved")
+    testing.assert_bit_equal(again.state_dict(), plain.cpu().state_dict(), "saved")
+
+
+def test_in_a_pipeline(provider: Provider, tmp_path: Path) -> None:
+    folder = saved(llama(), tmp_path)
+    words = {"<unk>": 0, "<s>": 1, "</s>": 2, **{f"w{n}": n for n in range(3, 64)}}
+    inner = library("tokenizers").Tokenizer(library("tokenizers").models.WordLevel(words, "<unk>"))
+    inner.pre_tokenizer = library("tokenizers").pre_tokenizers.Whitespace()
+    transformers.PreTrainedTokenizerFast(tokenizer_object=inner, pad_token="<unk>").save_pretrained(folder)
+
+    def run(**options: Any) -> Any:
+        pipeline = transformers.pipeline(
+            "text-generation", model=str(folder), device=provider.device, **options
+        )
+        return pipeline, pipeline("w3 w4 w5", **ADDED)
+
+    _, expected = run()
+    streamed, written = run(model_kwargs={"quantization_config": config(provider, budget="minimum")})
+    provider.handles.append(dynswap_ext.handle_of(streamed.model))
+    assert written == expected and dynswap_ext.is_installed(streamed.model)
+    assert mapped_bytes(streamed.model) > 0.98 * bytes_of(streamed.model)
+
+
+@pytest.mark.parametrize("adapted", [False, True], ids=["whole", "peft"])
+def test_trained(provider: Provider, adapted: bool, tmp_path: Path) -> None:
+    accelerate_knows(provider)
+    llama_classifier().save_pretrained(tmp_path / "base")
+    trained = []
+    for model in both(provider, tmp_path / "base", transformers.AutoModelForSequenceClassification):
+        if adapted:
+            peft = library("peft")
+            torch.manual_seed(0)
+            model = peft.get_peft_model(model, peft.LoraConfig(target_modules=["q_proj", "v_proj"]))
+        torch.manual_seed(0)
+        made, seen = trainer(provider, model, tmp_path, max_steps=4)
+        made.train()
+        trained.append((seen.logged, copy.deepcopy(masters(made.model))))
+    (plain, of_plain), (streamed, of_streamed) = trained
+    assert streamed == plain
+    testing.assert_bit_equal(of_streamed, {n: t.cpu() for n, t in of_plain.items()}, "trained")
+
+
+def test_as_a_dict(provider: Provider, tmp_path: Path) -> None:
+    made = config(provider, budget="1MiB", prefetch=1)
+    again = type(made).from_dict(made.to_dict())
+    assert again.to_dict() == made.to_dict() and again.options["prefetch"] == 1
+    model = Auto.from_pretrained(saved(llama(), tmp_path), quantization_config=made.to_dict())
+    provider.handles.append(dynswap_ext.handle_of(model))
+    assert provider.handles[-1].budget == 1 << 20
+
+
+def test_what_is_refused(provider: Provider, tmp_path: Path) -> None:
+    folder = saved(llama(), tmp_path)
+
+    def load(streamed: Any, **options: Any) -> Any:
+        return Auto.from_pretrained(folder, quantization_config=streamed, **options)
+
+    with pytest.raises(TypeError, match=r"StreamConfig\(\) got .*'buget'\. Did you mean 'budget'\?"):
+        config(provider, buget="1GiB")
+    with pytest.raises(TypeError, match="dtype: it is an argument of from_pretrained"):
+        config(provider, dtype=torch.bfloat16)
+    with pytest.raises(ConfigError, match="budget is '6 apples'"):
+        load(config(provider, budget="6 apples"))
+    with pytest.raises(BudgetError, match="the smallest budget that works is"):
+        load(config(provider, budget=2000))
+    library("accelerate")
+    with pytest.raises(ConfigError, match="device_map is 'auto', and weights that stream stay on the host"):
+        load(config(provider), device_map="auto")
+    provider.handles.append(dynswap_ext.handle_of(load(config(provider), device_map="cpu")))
+
+
+def test_a_quantised_checkpoint_is_installed_after_its_load(provider: Provider, tmp_path: Path) -> None:
+    folder = saved(llama(), tmp_path)
+    stored = json.loads((folder / "config.json").read_text())
+    stored["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
+    (folder / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ConfigError, match=r"quantised \(fp8\).*dynswap_ext\.install\(model, budget='auto'\)"):
+        Auto.from_pretrained(folder, quantization_config=config(provider))
