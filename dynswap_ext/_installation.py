@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import time
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
@@ -50,6 +49,8 @@ class Installation(ServedModules):
         provider: _provider.Provider,
         choices: Choices,
         naming: ClassNaming | None = None,
+        *,
+        begun: float,
     ) -> None:
         super().__init__(choices)
         self.options = options
@@ -65,7 +66,7 @@ class Installation(ServedModules):
         #: The handle that somebody may have.
         self.handle: weakref.ref[object] | None = None
         #: When its counters began, on the monotonic clock.
-        self.counted_since = time.monotonic()
+        self.counted_since = begun
         self._open()
 
     def _open(self) -> None:

@@ -162,7 +162,7 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
         choices.survey(model)
         modules = modules_of(model)
         scripted = _survey(model, modules, choices)
-        made = Installation(options, provider, choices, naming)
+        made = Installation(options, provider, choices, naming, begun=begun)
         try:  # a warning may be an error, after which the model is as it was
             made.draft(model, modules)
             if made.session.sampled_bytes:

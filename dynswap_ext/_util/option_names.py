@@ -33,14 +33,14 @@ def check_option_names(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """
     signature = inspect.signature(function)
     known = tuple(signature.parameters)
-    names = frozenset(known)
     kinds = [parameter.kind for parameter in signature.parameters.values()]
     unnamed = None if inspect.Parameter.VAR_POSITIONAL in kinds else len(kinds) - kinds.count(_BY_NAME)
 
     @functools.wraps(function)
     def checked(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-        if not names.issuperset(kwargs):
-            refuse_unknown(function.__qualname__, kwargs, known)
+        for name in kwargs:
+            if name not in known:
+                refuse_unknown(function.__qualname__, kwargs, known)
         if unnamed is not None and len(args) > unnamed:
             raise TypeError(
                 f"{function.__qualname__}() takes {', '.join(known[:unnamed])} without a name, and got "
