@@ -182,14 +182,18 @@ class Installation(ServedModules):
 
     def _shrink(self, error: BudgetError | OutOfMemoryError) -> None:
         """Open a session with a smaller budget, where the budget is automatic; else raise the error."""
+        self._lower_budget(error)
+        self.close_session()
+        self._open()
+
+    def _lower_budget(self, error: BudgetError | OutOfMemoryError) -> None:
+        """Lower an automatic budget that does not work; raise the error if there is no lower one."""
         budget = self.budget.bytes
         if not self.budget.automatic or budget is None:
             raise error
         logger.info("a budget of %s does not work: %s", format_bytes(budget), error)
-        self.close_session()
         smaller = smaller_budget(budget) if isinstance(error, OutOfMemoryError) else None
         self.budget = replace(self.budget, bytes=smaller)
-        self._open()
 
     def begin_again(self, model: nn.Module | None) -> None:
         """Put an install back, over the tree that it served, after another one failed to replace it."""
@@ -234,12 +238,9 @@ class Installation(ServedModules):
         try:
             self.session.replan(model, self.budget)
         except (BudgetError, OutOfMemoryError) as error:
-            budget = self.budget.bytes
-            if not (self.released and self.budget.automatic) or budget is None:
-                raise
-            logger.info("a budget of %s does not work: %s", format_bytes(budget), error)
-            smaller = smaller_budget(budget) if isinstance(error, OutOfMemoryError) else None
-            self.budget = replace(self.budget, bytes=smaller)
+            if not self.released:
+                raise  # the old plan stays, which works
+            self._lower_budget(error)
             return self.plan_again(model)
         self.released = False
 

@@ -149,8 +149,9 @@ def test_what_transformers_would_load_there(provider: Provider, device_map: str,
     (tmp_path / "program.py").write_text(
         "import torch, transformers, dynswap_ext\n"
         "torch.accelerator.device_count = lambda: 1\n"  # else 'auto' spreads it over both
-        "model = transformers.AutoModelForCausalLM.from_pretrained(\n"
-        f"    {str(tmp_path / 'model')!r}, device_map={device_map.format(device=ACCELERATOR)}\n"
+        "model = transformers.LlamaForCausalLM.from_pretrained(\n"
+        f"    pretrained_model_name_or_path={str(tmp_path / 'model')!r},\n"
+        f"    device_map={device_map.format(device=ACCELERATOR)}\n"
         ")\n"
         "tokens = torch.arange(6, device=model.device)[None]\n"
         "made = model.generate(tokens, max_new_tokens=4, min_new_tokens=4, do_sample=False)\n"

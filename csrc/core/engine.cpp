@@ -218,10 +218,7 @@ void Engine::bring_residents() {
     const std::lock_guard lock(mutex_);
     if (closed_ || !planned_ || abandoned_) return;
     for (GroupId id = 0; id < groups_.size() && cold_residents_ > 0; ++id) {
-      if (!groups_[id].home || groups_[id].home_occupant) continue;
-      planned.push_back(plan_copy(id, /*demanded=*/true));  // which finds it a place
-      planned.back().demanded = false;
-      ++stats_.prefetches;
+      bring_resident(id, planned);
     }
   }
   if (!planned.empty()) issue(planned);

@@ -291,6 +291,7 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Planned plan_renewal(WeightId id, std::vector<EventPtr> after);
   bool place_in_arena(Planned& planned, const Arena::Rank& rank);
   void place_outside(Planned& planned);
+  void bring_resident(GroupId id, std::vector<Planned>& planned);
   void look_ahead(const Schedule::Cursor& cursor, GroupId current, std::vector<Planned>& planned);
   void look_ahead_by_use(UseOrder::Cursor ahead, std::vector<Planned>& planned);
   bool prefetch(GroupId id, const Arena::Rank& rank, std::vector<Planned>& planned);

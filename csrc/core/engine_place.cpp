@@ -168,14 +168,19 @@ std::size_t Engine::beyond_budget() const noexcept {
   return held - std::min(held, planned_bytes_);
 }
 
+/// Plans the first copy of a resident, ahead of its use.
+void Engine::bring_resident(GroupId id, std::vector<Planned>& planned) {
+  if (!groups_[id].home || groups_[id].home_occupant) return;
+  planned.push_back(plan_copy(id, /*demanded=*/true));  // which finds it a place
+  planned.back().demanded = false;
+  ++stats_.prefetches;
+}
+
 void Engine::look_ahead(const Schedule::Cursor& cursor, GroupId current, std::vector<Planned>& planned) {
   // The first pass meets residents too; each is brought once, before it is needed.
   for (std::uint32_t i = 1; cold_residents_ > 0 && i <= options_.prefetch && i < groups_.size(); ++i) {
     const GroupId id = static_cast<GroupId>((current + i) % groups_.size());
-    if (!groups_[id].home || groups_[id].home_occupant) continue;
-    planned.push_back(plan_copy(id, /*demanded=*/true));
-    planned.back().demanded = false;
-    ++stats_.prefetches;
+    bring_resident(id, planned);
   }
 
   Schedule::Cursor ahead = cursor;

@@ -109,7 +109,7 @@ PyObject* Session::seen_from_outside(Weight& weight, PyObject* master, PyObject*
   if (used.requires_grad() && !seen.requires_grad()) {
     const GradientTarget to = gradient_target_of_all_uses(used);
     // See Note [Nodes that are read outside a forward].
-    if (to.node && to.node->keep_for_outside_read(seen)) kept_nodes_.push_back(to.node);
+    if (to.node && to.node->keep_for_outside_read(seen)) read_outside_.keep(to.node);
     torch::autograd::impl::set_gradient_edge(seen, to.edge);
   }
   if (weight.cached == inside.ptr() && weight.cached != alias) {
@@ -220,9 +220,7 @@ at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, b
 
 void Session::release_idle_nodes() {
   DeferredRelease dropped;
-  std::erase_if(kept_nodes_, [&](const auto& node) {
-    return node->release(dropped.nodes, /*if_idle=*/true) || !node->is_kept();
-  });
+  read_outside_.release_idle(dropped.nodes);
 }
 
 void Session::watch(const at::Tensor& tensor) {

@@ -154,7 +154,7 @@ void Session::call_failed(const py::object& self, const py::error_already_set& e
 }
 
 py::dict Session::retune(const py::object& root, const Budget& budget) {
-  too_large_.clear();  // another budget may hold it
+  read_whole_->ask_again();
   sim::Observed seen;
   const std::shared_ptr<const Plan> measured = plan_;
   PriorPlan plan = measured->engine->plan_for_reuse();

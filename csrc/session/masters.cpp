@@ -295,17 +295,11 @@ bool Session::may_be_written(const Weight& weight) {
 }
 
 void Session::note_lost(const std::shared_ptr<MasterRecord>& of) {
-  const std::lock_guard lock(lost_mutex_);
-  lost_.push_back(of);
+  lost_.note(of);
 }
 
 void Session::tell_lost() {
-  std::vector<std::shared_ptr<MasterRecord>> lost;
-  {
-    const std::lock_guard lock(lost_mutex_);
-    lost.swap(lost_);
-  }
-  for (const std::shared_ptr<MasterRecord>& of : lost) {
+  for (const std::shared_ptr<MasterRecord>& of : lost_.take()) {
     if (!std::exchange(static_cast<Weight&>(*of).said_lost, true)) hooks_.warn_lost(of->name);
   }
 }

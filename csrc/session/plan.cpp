@@ -160,10 +160,10 @@ void Session::plan_first(const std::function<void()>& swap) {
 
 void Session::replan(const py::object& root, const Budget& budget) {
   for (;;) {
-    const std::unordered_set<const c10::TensorImpl*> whole = *read_whole_;
+    ReadWhole::Set whole = read_whole_->all();
     try {
       replace_plan(root, budget);
-      planned_whole_ = whole;
+      read_whole_->plan_holds(std::move(whole));
       return;
     } catch (const BudgetError& error) {
       if (!serve_largest_by_slices(error)) throw;
@@ -207,14 +207,14 @@ void Session::replace_plan(const py::object& root, const Budget& budget, const s
   for (std::size_t i = 0; i < served.modules.size(); ++i)
     served.modules[i].entries = &draft.modules[i].entries;
   draft_weights(draft, served);
-  draft_plan(draft, placed, /*arranges=*/takes_memory);
+  draft_plan(draft, placed, takes_memory);
   if (closed_) return;  // another thread has closed it meanwhile
   take_over(draft);
   takes_memory ? carry_out(draft) : put_down(draft);
 }
 
 /// Does all planning that needs no device memory; releases the GIL. Throws BudgetError.
-void Session::draft_plan(Draft& draft, const std::optional<Placed>& placed, bool arranges) {
+void Session::draft_plan(Draft& draft, const std::optional<Placed>& placed, bool takes_memory) {
   std::vector<Weight*> weights;
   for (const auto& [weight, unit] : draft.streamed.first) weights.push_back(weight);
   pin(*draft.table, weights);
@@ -226,10 +226,13 @@ void Session::draft_plan(Draft& draft, const std::optional<Placed>& placed, bool
   }
   add_weights(*draft.plan->engine, draft.streamed);
   for (Weight* const weight : weights) draft.plan->weights.push_back(weight->shared_from_this());
-  if (!arranges) return;
   const std::vector<std::vector<WeightId>> on_device = residents_on_device(draft);
   const py::gil_scoped_release release;
-  draft.plan->engine->arrange(on_device);
+  try {
+    draft.plan->engine->arrange(on_device);
+  } catch (const BudgetError&) {
+    if (takes_memory) throw;  // else it is for the plan that does to be refused
+  }
 }
 
 /// The residents of the present plan that are on the device, as far as the draft has all of their weights.

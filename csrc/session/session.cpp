@@ -66,7 +66,7 @@ void Session::close() {
   const std::shared_ptr<WeightTable> table = table_;
   DeferredRelease dropped;
   for (const auto& weight : table->weights()) weight->forget(dropped);
-  for (const auto& node : std::exchange(kept_nodes_, {})) node->release(dropped.nodes, /*if_idle=*/false);
+  read_outside_.release_all(dropped.nodes);
   dropped.drop();
   if (abandoned_) return;
   {

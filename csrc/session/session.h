@@ -9,13 +9,14 @@
 #include <string>
 #include <thread>
 #include <unordered_map>
-#include <unordered_set>
 #include <vector>
 
 #include "core/engine.h"
 #include "platform/fork_safe.h"
 #include "session/hooks.h"
+#include "session/lost_writes.h"
 #include "session/options.h"
+#include "session/read_whole.h"
 #include "session/weight.h"
 #include "session/weight_table.h"
 #include "tensor/server.h"
@@ -240,7 +241,7 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   void draft_weights(Draft& draft, Served& served);
   void draft_first(Served& served);
   void plan_first(const std::function<void()>& swap);
-  void draft_plan(Draft& draft, const std::optional<Placed>& placed, bool arranges = true);
+  void draft_plan(Draft& draft, const std::optional<Placed>& placed, bool takes_memory = true);
   std::vector<std::vector<WeightId>> residents_on_device(const Draft& draft) const;
   void replace_plan(const py::object& root, const Budget& budget, const std::optional<Placed>& placed = {},
                     bool takes_memory = true);
@@ -252,7 +253,6 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   void put_down(const Draft& draft);
   void tell_captured();
   // slices.cpp
-  bool note_read_whole(const at::Tensor& master);
   bool serve_largest_by_slices(const BudgetError& error);
 
   // masters.cpp
@@ -300,18 +300,13 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   const std::shared_ptr<PinnedBudget> pinned_budget_;  ///< null: nothing is page-locked
   const Hooks hooks_;
   std::string backend_;
-  /// Fused experts that were read as a whole, as WeightTable::Settings has them. Never null.
-  const std::shared_ptr<std::unordered_set<const c10::TensorImpl*>> read_whole_ =
-      std::make_shared<std::unordered_set<const c10::TensorImpl*>>();
-  std::unordered_set<const c10::TensorImpl*> planned_whole_;  ///< those that the plan knows
-  std::unordered_set<const c10::TensorImpl*> too_large_;      ///< those that the budget does not hold whole
+  const std::shared_ptr<ReadWhole> read_whole_ = std::make_shared<ReadWhole>();  ///< never null
   std::shared_ptr<const Plan> plan_;    ///< never null; a new one takes its place once it is carried out
   std::shared_ptr<WeightTable> table_;  ///< never null
   std::vector<std::shared_ptr<Weight>> recent_;          ///< whose latest tensor was alive at the last look
   std::vector<std::shared_ptr<Weight>> residents_read_;  ///< since the latest call began
   std::vector<std::shared_ptr<Weight>> to_pin_;          ///< whose masters were replaced since the last pass
-  std::vector<std::shared_ptr<SharedNodeOwner>>
-      kept_nodes_;                        ///< Note [Nodes that are read outside a forward]
+  NodesReadOutside read_outside_;
   Stats counters_;                        ///< of earlier plans, and of copies made without an engine
   std::shared_ptr<Attaching> attaching_;  ///< between draft() and begin()
   std::shared_ptr<Draft> draft_;          ///< between draft() and begin()
@@ -328,8 +323,7 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   bool captured_ = false;  ///< residents have gone into a graph since the plan was made
   bool said_slower_ = false;
   bool said_whole_ = false;
-  Mutex lost_mutex_;
-  std::vector<std::shared_ptr<MasterRecord>> lost_;  ///< LOCK: lost_mutex_. Not told yet
+  LostWrites lost_;
   Mutex planning_mutex_;                     ///< held while a new plan is made; waited for without the GIL
   std::optional<std::thread::id> planning_;  ///< the thread that makes it, if one does
 };

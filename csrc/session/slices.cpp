@@ -51,7 +51,9 @@ py::object Session::fetch_whole(const py::object& master_object) {
     return master_object.attr("to")(py::cast(options_.device),
                                     py::cast(wanted_type(master, options_.dtype, Casting::to_dtype)));
   const std::shared_ptr<Weight> whole = found->shared_from_this();
-  const bool first = sliced(*whole) && inside_call_of(*this) && note_read_whole(master);
+  const bool first =
+      sliced(*whole) && inside_call_of(*this) && read_whole_->note(master.unsafeGetTensorImpl());
+  if (first) outdated_ = true;  // the next plan has it as a whole
   if (sliced(*whole)) {
     DeferredRelease dropped;
     for (const auto& [view, part] : whole->parts) write_back(*part, dropped);
@@ -69,14 +71,6 @@ py::object Session::fetch_whole(const py::object& master_object) {
         "experts alone, index the parameter by expert or give it to grouped_mm");
   }
   return fetched;
-}
-
-/// The next plan has the parameter as a whole. False if that is known already, or is known not to fit.
-bool Session::note_read_whole(const at::Tensor& master) {
-  const c10::TensorImpl* const impl = master.unsafeGetTensorImpl();
-  if (too_large_.contains(impl) || !read_whole_->insert(impl).second) return false;
-  outdated_ = true;
-  return true;
 }
 
 std::shared_ptr<void> Session::count_whole(const Weight& weight) {
@@ -97,8 +91,7 @@ std::shared_ptr<void> Session::count_whole(const Weight& weight) {
 /// is nothing new.
 bool Session::serve_largest_by_slices(const BudgetError& error) {
   std::vector<std::pair<std::size_t, const c10::TensorImpl*>> fresh;
-  for (const c10::TensorImpl* const impl : *read_whole_) {
-    if (planned_whole_.contains(impl)) continue;
+  for (const c10::TensorImpl* const impl : read_whole_->unplanned()) {
     const Weight* const weight = table_->find(impl);
     fresh.emplace_back(weight == nullptr ? 0 : whole_bytes(*weight), impl);
   }
@@ -107,8 +100,7 @@ bool Session::serve_largest_by_slices(const BudgetError& error) {
   bool said = false;
   for (const auto& [bytes, impl] : fresh) {
     if (bytes < largest) continue;
-    read_whole_->erase(impl);
-    too_large_.insert(impl);
+    read_whole_->refuse(impl);
     const Weight* const weight = table_->find(impl);
     if (weight == nullptr || std::exchange(said, true)) continue;
     hooks_.warn("an operation reads all experts of " + weight->name + " at once, and " + error.what() +

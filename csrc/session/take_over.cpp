@@ -81,8 +81,7 @@ void Session::take_weights(Session& earlier, const std::vector<ModuleState*>& st
   if (states.size() < earlier.modules_) return;
   earlier.replaced_ = true;
   earlier.successor_ = weak_from_this();
-  kept_nodes_.insert(kept_nodes_.end(), earlier.kept_nodes_.begin(), earlier.kept_nodes_.end());
-  earlier.kept_nodes_.clear();
+  read_outside_.take(earlier.read_outside_);
 }
 
 void Session::take_weight(Session& earlier, Weight& weight, DeferredRelease& dropped) {

@@ -58,9 +58,8 @@ struct Plan {
   std::unique_ptr<GivesWay> gives_way;           ///< null: the residents do not
 };
 
-/// One master as a session serves it. Owned by the session while its plan has it, by whatever is reading it,
-/// and by the tensors handed out of it. LOCK: the GIL guards every field.
-struct Weight : MasterRecord {
+/// What a session does with one master, until a plan says otherwise.
+struct Service {
   /// How an access is served.
   enum class AccessPath : std::uint8_t {
     as_is,     ///< the master is where and what is asked for already
@@ -81,34 +80,15 @@ struct Weight : MasterRecord {
   bool has_subclass = false;
   /// Wrapped: the inner tensors, by their names. Sliced: the slices, with the views that are their masters.
   std::vector<std::pair<py::object, std::shared_ptr<Weight>>> parts;
-  GradientNodes stacked;    ///< sliced: the node that puts the slices' gradients together
   std::int64_t slice = -1;  ///< which one it is of a sliced weight; -1: it is none
+  SourcePtr source;
   /// The one that `id` belongs to; null: it is moved at each access. The two keep each other, until the
   /// session ends or another plan takes over.
   std::shared_ptr<const Plan> plan;
-  bool superseded = false;  ///< a later plan has another weight for its master
-  /// The master's storage; the master counts as alive while it is. (`torch.utils.swap_tensors` refuses a
-  /// tensor that has a weak reference itself.)
-  c10::weak_intrusive_ptr<c10::StorageImpl> master_storage{c10::intrusive_ptr<c10::StorageImpl>()};
+  WeightId id = 0;
+  bool superseded = false;            ///< a later plan has another weight for its master
   std::uint64_t unplanned_since = 0;  ///< the call (Session::calls_) in which it was first met without a plan
   int holders = 0;                    ///< entries of modules that it is the weight of
-  WeightId id = 0;
-  bool said_lost = false;  ///< the user knows that a write on what was handed out was lost
-  SourcePtr source;
-  std::uint64_t looked_at = 0;  ///< a resident: the call (Session::calls_) in which it was last looked at
-
-  GradientNodes gradient;
-  std::shared_ptr<std::uint32_t> given;  ///< times_given(), once that was asked for
-
-  /// A resident's tensor, kept for good, and its alias for accesses from outside a forward. Owned.
-  PyObject* cached = nullptr;
-  PyObject* cached_outside = nullptr;
-  c10::StreamId cached_stream = 0;  ///< the stream that is known to wait for its copy
-  std::uint64_t generation = 0;     ///< rises whenever the session lets go of what it has handed out
-
-  std::shared_ptr<Weight> shared_from_this() {
-    return std::static_pointer_cast<Weight>(MasterRecord::shared_from_this());
-  }
 
   /// Whether its copy is a copy of the master's bytes, to which the way back is known.
   bool moves_bytes() const noexcept { return path == AccessPath::streamed || path == AccessPath::copied; }
@@ -118,12 +98,57 @@ struct Weight : MasterRecord {
   void drop_bytes() {
     if (source && source->has_bytes) source = without_bytes(*source);
   }
+};
 
-  /// Nobody but the session has the resident's tensor. See Note [What CPython has to be like].
+/// What graphs have of one master.
+struct GraphNodes {
+  GradientNodes gradient;
+  GradientNodes stacked;                 ///< sliced: the node that puts the slices' gradients together
+  std::shared_ptr<std::uint32_t> given;  ///< times_given(), once that was asked for
+
+  /// How often a forward has given the master other data (Note [Data given inside a forward]).
+  const std::shared_ptr<std::uint32_t>& times_given() {
+    if (!given) given = std::make_shared<std::uint32_t>(0);
+    return given;
+  }
+};
+
+/// The tensors that a session keeps for good, as they are on the device: a resident's.
+struct KeptTensors {
+  PyObject* cached = nullptr;          ///< owned
+  PyObject* cached_outside = nullptr;  ///< its alias for accesses from outside a forward. Owned
+  c10::StreamId cached_stream = 0;     ///< the stream that is known to wait for its copy
+  std::uint64_t looked_at = 0;         ///< the call (Session::calls_) in which it was last looked at
+  std::uint64_t generation = 0;        ///< rises whenever the session lets go of what it has handed out
+
+  /// Nobody but the session has them. See Note [What CPython has to be like].
   bool only_cached() const {
     if (cached == nullptr) return false;
     if (cached_outside == nullptr) return Py_REFCNT(cached) == 1;
     return Py_REFCNT(cached_outside) == 1 && Py_REFCNT(cached) == 2;  // the alias has it
+  }
+
+  /// Drops them; what somebody else still has is handed out again.
+  void drop_tensors(DeferredRelease& dropped) {
+    ++generation;
+    for (PyObject** const kept : {&cached_outside, &cached}) {
+      if (*kept == nullptr) continue;
+      dropped.tensors.push_back(py::reinterpret_steal<py::object>(std::exchange(*kept, nullptr)));
+    }
+  }
+};
+
+/// One master as a session serves it: what is known of the master, what is done with it, and who has what of
+/// it. Owned by the session while its plan has it, by whatever is reading it, and by the tensors handed out
+/// of it. LOCK: the GIL guards every field.
+struct Weight : MasterRecord, Service, GraphNodes, KeptTensors {
+  /// The master's storage; the master counts as alive while it is. (`torch.utils.swap_tensors` refuses a
+  /// tensor that has a weak reference itself.)
+  c10::weak_intrusive_ptr<c10::StorageImpl> master_storage{c10::intrusive_ptr<c10::StorageImpl>()};
+  bool said_lost = false;  ///< the user knows that a write on what was handed out was lost
+
+  std::shared_ptr<Weight> shared_from_this() {
+    return std::static_pointer_cast<Weight>(MasterRecord::shared_from_this());
   }
 
   /// Lets go of what was handed out, which is outdated.
@@ -132,17 +157,10 @@ struct Weight : MasterRecord {
     drop_tensors(dropped);
   }
 
-  /// How often a forward has given the master other data (Note [Data given inside a forward]).
-  const std::shared_ptr<std::uint32_t>& times_given() {
-    if (!given) given = std::make_shared<std::uint32_t>(0);
-    return given;
-  }
-
   /// Takes on what graphs have of a weight in whose place it is.
   void take_nodes(Weight& earlier) {
-    given = earlier.times_given();
-    gradient = earlier.gradient;
-    stacked = earlier.stacked;
+    earlier.times_given();
+    static_cast<GraphNodes&>(*this) = earlier;
     if (parts.size() != earlier.parts.size()) return;
     for (std::size_t i = 0; i < parts.size(); ++i) parts[i].second->take_nodes(*earlier.parts[i].second);
   }
@@ -152,16 +170,6 @@ struct Weight : MasterRecord {
     for (const auto& [name, part] : parts) part->release_nodes(dropped, if_idle);
     stacked.release(dropped.nodes, if_idle);
     gradient.release(dropped.nodes, if_idle);
-  }
-
-  /// Drops the session's own references to handed-out tensors; what somebody else still has is handed out
-  /// again.
-  void drop_tensors(DeferredRelease& dropped) {
-    ++generation;
-    for (PyObject** const kept : {&cached_outside, &cached}) {
-      if (*kept == nullptr) continue;
-      dropped.tensors.push_back(py::reinterpret_steal<py::object>(std::exchange(*kept, nullptr)));
-    }
   }
 };
 

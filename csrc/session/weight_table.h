@@ -8,11 +8,11 @@
 #include <optional>
 #include <string>
 #include <unordered_map>
-#include <unordered_set>
 #include <utility>
 #include <vector>
 
 #include "session/hooks.h"
+#include "session/read_whole.h"
 #include "session/weight.h"
 #include "tensor/master_memory.h"
 
@@ -31,7 +31,7 @@ class WeightTable {
     std::shared_ptr<PinnedBudget> pin;  ///< null: nothing is page-locked
     PageCacheShare page_cache;
     /// Masters that are not to be sliced, as they are read as a whole. Never null.
-    std::shared_ptr<std::unordered_set<const c10::TensorImpl*>> read_whole;
+    std::shared_ptr<const ReadWhole> read_whole;
   };
   /// Weights that travel together (Engine::add_weight()).
   struct Unit {

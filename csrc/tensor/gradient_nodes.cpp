@@ -192,4 +192,19 @@ GradientTarget gradient_target_of_all_uses(const at::Tensor& handed_out) {
   return use == nullptr ? GradientTarget{own, nullptr} : GradientTarget{use->next_edge(0), use->owner()};
 }
 
+void NodesReadOutside::take(NodesReadOutside& earlier) {
+  const std::vector<std::shared_ptr<SharedNodeOwner>> nodes = std::exchange(earlier.nodes_, {});
+  nodes_.insert(nodes_.end(), nodes.begin(), nodes.end());
+}
+
+void NodesReadOutside::release_idle(std::vector<SharedNodeOwner::Pointer>& released) {
+  std::erase_if(nodes_, [&](const auto& node) {
+    return node->release(released, /*if_idle=*/true) || !node->is_kept();
+  });
+}
+
+void NodesReadOutside::release_all(std::vector<SharedNodeOwner::Pointer>& released) {
+  for (const auto& node : std::exchange(nodes_, {})) node->release(released, /*if_idle=*/false);
+}
+
 }  // namespace dynswap

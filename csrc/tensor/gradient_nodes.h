@@ -134,6 +134,21 @@ class SharedNodeOwner {
   c10::weak_intrusive_ptr<c10::TensorImpl> alias_{c10::intrusive_ptr<c10::TensorImpl>()};
 };
 
+/// Nodes that were read outside a forward (Note [Nodes that are read outside a forward]).
+/// LOCK: the GIL guards it.
+class NodesReadOutside {
+ public:
+  void keep(std::shared_ptr<SharedNodeOwner> node) { nodes_.push_back(std::move(node)); }
+  /// Takes over those of `earlier`.
+  void take(NodesReadOutside& earlier);
+  /// Lets go of those that nothing else uses.
+  void release_idle(std::vector<SharedNodeOwner::Pointer>& released);
+  void release_all(std::vector<SharedNodeOwner::Pointer>& released);
+
+ private:
+  std::vector<std::shared_ptr<SharedNodeOwner>> nodes_;
+};
+
 /// The sequence number of nodes that run as soon as they can, like AccumulateGrad. Autograd runs the ready
 /// node with the highest number first. With its usual number, a shared node that was made early would wait
 /// for every later one: gradients would be added in another order than without an install, and would stay on

@@ -23,6 +23,7 @@ from dynswap_ext.checkpoint.loading.assembly import MappedFusion
 _LOADER: Final = "transformers.modeling_utils"
 #: By these, the library spreads a model over the devices that there are.
 _SPREAD: Final = ("auto", "balanced", "balanced_low_0", "sequential")
+_PATH: Final = "pretrained_model_name_or_path"
 #: Arguments of `from_pretrained` that say which config it reads.
 _OF_A_DOWNLOAD: Final = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
@@ -90,10 +91,10 @@ def _is_quantised(cls: Any, args: tuple[Any, ...], options: dict[str, Any]) -> b
     """Return whether the call quantises the model, or its checkpoint is quantised."""
     if options.get("quantization_config") is not None or options.get("gguf_file") is not None:
         return True
-    known = options.get("config")
-    if known is None or isinstance(known, (str, os.PathLike)):
+    known = options.get("config") or (args[0] if args else options.get(_PATH))
+    if isinstance(known, (str, os.PathLike)):
         where = {name: options[name] for name in _OF_A_DOWNLOAD if name in options}
-        known, _ = cls.config_class.get_config_dict(known or args[0], **where)
+        known, _ = cls.config_class.get_config_dict(known, **where)
         return known.get("quantization_config") is not None
     return getattr(known, "quantization_config", None) is not None
 

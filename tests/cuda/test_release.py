@@ -55,6 +55,7 @@ def test_a_call_takes_it_again(gpu: Gpu, budget: Any) -> None:
         expected = model(x)
         planned = handle.stats()
         handle.release()
+        assert "nothing has been used yet" in str(handle.report()) or not gpu.native  # of no plan
         assert torch.equal(model.layers[2].weight.cpu(), model.layers[2]._parameters["weight"])  # without one
         assert torch.equal(model(x), expected) and torch.equal(model(x), expected)
     again = handle.stats()
