@@ -32,11 +32,12 @@ import torch
 from dynswap_ext._swap.module_registry import model_of
 from dynswap_ext._swap.protocol import Session
 from dynswap_ext._util.log import logger
-from dynswap_ext._util.memory import all_bytes, format_bytes, free_bytes
+from dynswap_ext._util.device_memory import DeviceMemory
+from dynswap_ext._util.memory import all_bytes, format_bytes, free_bytes, free_for_others
 from dynswap_ext._util.peak_memory import PeakMemory
 from dynswap_ext._util.units import show_budget, show_rate, show_seconds
 from dynswap_ext._util.warn import warn
-from dynswap_ext.config import Budget
+from dynswap_ext.config import Budget, Options
 from dynswap_ext.errors import BudgetError, OutOfMemoryError
 
 #: Passes that go by before any is measured, and passes that are. Where residents had to give way, more go
@@ -54,6 +55,10 @@ _ACTIVATION_MARGIN = 1.1
 #: Of all memory of the device: it stays free for what nobody measures (fragmentation, other programs).
 _KEPT_FREE = {"cpu": 0.1}
 _KEPT_FREE_ON_ACCELERATORS = 0.03
+#: Differences of the headroom that matter, as a part of it, and passes in which others have left memory until
+#: weights take it.
+_HEADROOM_STEPS = 8
+_HEADROOM_PATIENCE = 8
 #: What is left of a budget that was too large.
 _SHRINK = 0.75
 
@@ -103,6 +108,7 @@ class HasBudget(Protocol):
     """An install, as far as its tuner needs it."""
 
     session: Session
+    options: Options
     #: What plans are made with. The tuner changes it.
     budget: Budget
 
@@ -133,6 +139,12 @@ class Tuner:
         self._asked = False
         #: As the session counted at the latest plan.
         self._given_way = 0
+        #: Bytes that are left to others, looked at in each pass; None: nobody asked for that.
+        self._headroom = install.options.headroom
+        #: As the latest measured passes took; None: not known, or memory has run out since.
+        self._activations: int | None = None
+        #: By how much the room exceeded the plan, in the latest passes, as long as it does.
+        self._more_room: list[int] = []
 
     @property
     def _automatic(self) -> bool:
@@ -173,6 +185,8 @@ class Tuner:
     def __call__(self) -> None:
         """A pass begins: a call of the model, or a round of all models that share the install."""
         # Other threads' calls go on meanwhile with the plan there is.
+        if self._headroom is not None and self._calls_left is None and self._automatic:
+            self._leave_headroom(self._headroom)
         gave_way = self._automatic and self._session.given_way_bytes != self._given_way
         if (gave_way or self._calls_left is not None) and self._lock.acquire(blocking=False):
             try:
@@ -223,7 +237,7 @@ class Tuner:
             if before is None:
                 return
             self._stop_recording()
-            self._calls_left = None
+            self._calls_left = self._activations = None
             self._plan(smaller_budget(min(before, self._session.stats()["weight_bytes"])), 0)
             note = (
                 f"the budget is {show_budget(self._install.budget.bytes)} from now on, not "
@@ -253,6 +267,7 @@ class Tuner:
         self._calls_left = None
         activations = self._peak.more() if self._peak is not None else 0
         self._stop_recording()
+        self._activations = activations
         self._plan(self._room(activations) if self._automatic else self._next, activations)
 
     def _may_plan(self) -> bool:
@@ -265,14 +280,43 @@ class Tuner:
     def _plan_is_in_use(self) -> bool:
         return bool(self._session.captured or self._session.stats()["live_leases"] > 0)
 
+    def _leave_headroom(self, headroom: int) -> None:
+        """Plan for less if others have too little of the device, and for more once they have left it."""
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            stats = self._session.stats()
+            more = (self._room(self._activations or 0) or 0) - self._held()
+            enough = max(1, headroom // _HEADROOM_STEPS)
+            if more <= -enough and stats["resident_bytes"]:
+                if self._may_plan():
+                    logger.info("others need memory: weights leave %s of it", format_bytes(-more))
+                    self._plan_and_measure(self._held() + more)
+                    DeviceMemory(self._session.device).empty_cache()
+                return
+            known = self._activations is not None and stats["resident_groups"] < stats["groups"]
+            self._more_room = [*self._more_room, more] if known and more >= enough else []
+            if len(self._more_room) >= _HEADROOM_PATIENCE and self._may_plan():
+                more = min(self._more_room)
+                logger.info("others have left memory: weights take %s of it", format_bytes(more))
+                self._plan_and_measure(self._held() + more)
+        finally:
+            self._lock.release()
+
+    def _plan_and_measure(self, budget: int) -> None:
+        """Plan for a budget at once, and measure which residents are best."""
+        self._more_room = []
+        self._stop_recording()
+        self._plan(budget if budget > 0 else None, 0)
+        self._count_from(self._warm_up + _MEASURED)
+
     def _follow_those_who_gave_way(self) -> None:
         """Plan for what is left, and measure again what that could be: later each time."""
         stats = self._session.stats()
-        left = stats["resident_bytes"] + stats["arena_bytes"]
-        self._stop_recording()
-        self._plan(left if stats["resident_bytes"] else None, 0)
         self._warm_up = min(2 * self._warm_up, _MOST_WARM_UP)
-        self._count_from(self._warm_up + _MEASURED)
+        self._plan_and_measure(
+            stats["resident_bytes"] + stats["arena_bytes"] if stats["resident_bytes"] else 0
+        )
 
     def _stop_recording(self) -> None:
         if self._peak is not None or self._in_row:
@@ -282,13 +326,20 @@ class Tuner:
 
     def _room(self, activations: int) -> int | None:
         """Return the bytes that the measured passes leave for weights."""
-        device, stats = self._session.device, self._session.stats()
-        held = stats["resident_bytes"]
-        if not self._plan_is_in_use():
-            held += stats["arena_bytes"]
-        kept_free = _KEPT_FREE.get(device.type, _KEPT_FREE_ON_ACCELERATORS) * all_bytes(device)
-        room = free_bytes(device) + held - int(_ACTIVATION_MARGIN * activations) - int(kept_free)
+        device, held = self._session.device, self._held()
+        free = free_bytes(device) - int(_ACTIVATION_MARGIN * activations)
+        if self._headroom is None:
+            share = _KEPT_FREE.get(device.type, _KEPT_FREE_ON_ACCELERATORS)
+            room = free + held - int(share * all_bytes(device))
+        else:  # what torch's allocator keeps for activations is nobody else's
+            room = min(free, free_for_others(device)) + held - self._headroom
         return room if room > 0 else None
+
+    def _held(self) -> int:
+        """Return the bytes of the plan that another one could have."""
+        stats = self._session.stats()
+        arena = 0 if self._plan_is_in_use() else stats["arena_bytes"]
+        return int(stats["resident_bytes"] + arena)
 
     def _plan(self, budget: int | None, activations: int) -> None:
         root = model_of(self._session)

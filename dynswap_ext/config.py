@@ -32,6 +32,7 @@ from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext._util.memory import (
     AUTO,
     MINIMUM,
+    all_bytes,
     first_budget,
     format_bytes,
     free_bytes,
@@ -102,6 +103,9 @@ class Options:
     #: One of `PROVIDERS`.
     provider: str
     strict_budget: bool
+    #: Bytes of the device that an automatic budget leaves to others, watched from pass to pass; None: a small
+    #: part, when a plan is made.
+    headroom: int | None
     #: Patterns of the weights that stay on the device, and of those that are left alone.
     keep: tuple[str, ...]
     ignore: tuple[str, ...]
@@ -119,6 +123,7 @@ def resolve(
     page_cache: bool | int | float | str = "auto",
     provider: str = "auto",
     strict_budget: bool = False,
+    headroom: int | float | str | None = None,
     keep: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
     progress: ProgressOption = False,
@@ -134,6 +139,7 @@ def resolve(
     automatic = is_automatic(budget)
     if automatic:
         check_measurable(where)
+    room = None if headroom is None else _headroom(headroom, budget, where)
     chosen = _one_of(PROVIDERS, "provider", provider)
     if pin == "auto" and where.type not in ("cpu", "cuda") and DeviceMemory(where).is_the_hosts():
         pin = False  # page-locked copies would take the memory that the device computes in
@@ -143,7 +149,7 @@ def resolve(
         device=where,
         dtype=_dtype(dtype),
         prefetch=_prefetch(prefetch),
-        budget=Budget(first_budget(where) if automatic else resolve_budget(budget, where), automatic),
+        budget=Budget(first_budget(where, room) if automatic else resolve_budget(budget, where), automatic),
         pin=pinned,
         pinned_copies=int(_PINNED_COPIES * free) if pin is True or pin == "auto" else pinned,
         page_cache=(
@@ -152,6 +158,7 @@ def resolve(
         page_cache_always=page_cache != "auto",
         provider=provider_from_environment() if chosen == "auto" else chosen,
         strict_budget=_flag("strict_budget", strict_budget),
+        headroom=room,
         keep=_patterns("keep", keep),
         ignore=_patterns("ignore", ignore),
         progress=check_progress(progress),
@@ -312,6 +319,19 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
             'budget="auto"'
         )
     return amount
+
+
+def _headroom(given: int | float | str, budget: int | float | str | None, device: torch.device) -> int:
+    """Return the bytes of an amount, or of a fraction of all memory of the device; 0 for 0."""
+    if not is_automatic(budget):
+        raise ConfigError(
+            f"headroom is {given!r}, and budget is {budget!r}: headroom is what budget='auto' leaves to others. "
+            "Pass budget='auto', or a smaller budget alone"
+        )
+    if given == 0 and not isinstance(given, bool):
+        return 0
+    amount = parse_bytes(given, "headroom", of="the device's memory")
+    return amount if isinstance(amount, int) else int(amount * all_bytes(device))
 
 
 def _free_ram() -> int:

@@ -198,6 +198,7 @@ class Handle:
             why,
             sampled,
             automatic=automatic,
+            headroom=self._install.options.headroom,
             giving_way=giving_way,
         )
 

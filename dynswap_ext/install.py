@@ -45,6 +45,7 @@ def install(
     page_cache: bool | int | float | str = "auto",
     provider: str = "auto",
     strict_budget: bool = False,
+    headroom: int | float | str | None = None,
     keep: str | Sequence[str] = (),
     ignore: str | Sequence[str] = (),
     progress: ProgressOption = False,
@@ -103,6 +104,11 @@ def install(
         Raise `BudgetError` where handed-out tensors that are kept leave no room within the budget.
         Default: allocate outside it, count the bytes (``overflow_bytes``, the most at one time) and, if
         `budget` is not ``"minimum"``, warn once.
+    headroom : int, float or str, optional
+        Device memory that ``budget="auto"`` leaves to others, such as another process on the same card: bytes,
+        a string (``"2GiB"``), or a fraction of all memory of the device. The driver is asked at the beginning
+        of each pass. If less is free, residents leave the device at once; if more is free for some passes,
+        they return. Default: 3 % of the device (10 % of the RAM), looked at when a plan is made.
     keep : str or sequence of str
         Names of weights that stay on the device from their first use on, within the budget. The name of a
         module means all weights in it, and ``*`` matches any characters: ``"text_encoder"``, ``"*.norm*"``.
@@ -144,6 +150,7 @@ def install(
         page_cache=page_cache,
         provider=provider,
         strict_budget=strict_budget,
+        headroom=headroom,
         keep=keep,
         ignore=ignore,
         progress=progress,

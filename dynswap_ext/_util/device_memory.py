@@ -46,8 +46,11 @@ class DeviceMemory:
         (`torch.cuda.set_per_process_memory_fraction`).
         """
         reserved = int(self._ask("memory_reserved"))
-        free = int(self._ask("get_memory_info")[0])
-        return max(0, min(free, self.total() - reserved)) + reserved - self.allocated()
+        return max(0, min(self.free_for_others(), self.total() - reserved)) + reserved - self.allocated()
+
+    def free_for_others(self) -> int:
+        """Return what the driver has free: the most that other processes could take."""
+        return int(self._ask("get_memory_info")[0])
 
     def total(self) -> int:
         """Return how much memory the device has, as far as this process may take it."""

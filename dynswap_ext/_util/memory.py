@@ -123,9 +123,10 @@ def exact_bytes(amount: int) -> str:
     return format_bytes(amount) if amount < 1024 else f"{format_bytes(amount)} ({amount} bytes)"
 
 
-def first_budget(device: torch.device) -> int:
+def first_budget(device: torch.device, headroom: int | None = None) -> int:
     """Return the bytes of an automatic budget until the activations have been measured."""
-    return max(1, int(_FIRST_SHARE * free_bytes(device)))
+    free = free_bytes(device)
+    return max(1, min(int(_FIRST_SHARE * free), free - (headroom or 0)))
 
 
 def ram_limit() -> int:
@@ -155,6 +156,11 @@ def free_bytes(device: torch.device) -> int:
         raise ConfigError(
             f"the free memory of '{device}' cannot be told here ({error}); give the budget in bytes"
         ) from error
+
+
+def free_for_others(device: torch.device) -> int:
+    """Return the memory that other processes could take, in bytes: what torch's allocator keeps is ours."""
+    return _free_ram() if device.type == "cpu" else DeviceMemory(device).free_for_others()
 
 
 class _MemoryStatus(ctypes.Structure):

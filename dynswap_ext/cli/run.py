@@ -37,6 +37,7 @@ def add_to(commands: Any) -> None:
     run.set_defaults(command=_run)
     add = run.add_argument
     add("--budget", default="auto", help="device memory for weights: 6GiB, 50%%, minimum (default: auto)")
+    add("--headroom", help="device memory to leave to others, with --budget auto: 2GiB, 10%% (default: 3%%)")
     add("--dtype", help="cast floating weights on the way: bf16, fp16, ... (default: what the program has)")
     add("--prefetch", type=int, default=2, help="groups of weights to copy ahead (default: %(default)s)")
     add("--always", action="store_true", help="install models that fit, too")
@@ -51,7 +52,8 @@ def _run(options: argparse.Namespace) -> int:
 
     if not options.module and not Path(options.program).is_file():
         raise ConfigError(f"there is no file {options.program!r}; a module is run by -m {options.program}")
-    config.resolve(budget=options.budget, dtype=options.dtype, prefetch=options.prefetch)
+    chosen = {name: getattr(options, name) for name in ("budget", "headroom", "dtype", "prefetch")}
+    config.resolve(**chosen)
     arguments = ["--" if each == DASHES else each for each in options.arguments]
     if not torch.accelerator.is_available():
         _say("this torch finds no accelerator, so nothing is installed: the program runs as it is")
@@ -64,7 +66,6 @@ def _run(options: argparse.Namespace) -> int:
         what = "installed, and its weights stream" if one.handle else f"moved all the same: {one.error}"
         _say(f"{one.name} has {size} of weights, and {one.device} {free} of free memory: {what}")
 
-    chosen = {"budget": options.budget, "dtype": options.dtype, "prefetch": options.prefetch}
     try:
         with InstallMoved(always=options.always, tell=tell, **chosen), LoadsOnHost():
             return _run_program(options.program, arguments, module=options.module)
@@ -87,7 +88,8 @@ def _run_program(program: str, arguments: list[str], *, module: bool) -> int:
 def _execute(program: str, arguments: list[str], *, module: bool) -> None:
     sys.argv = [program, *arguments]
     folder = Path.cwd() if module else Path(program).resolve().parent
-    for name in ("__main__", program.partition(".")[0], *_modules_in(folder)):
+    own = {"__main__", *_modules_in(folder), *([program.partition(".")[0]] if module else [])}
+    for name in own:
         register_library(name)  # `next(model.parameters()).device` is where the model computes
     sys.path[0] = str(folder)
     if module:

@@ -72,6 +72,8 @@ class Report:
     sampled_bytes: int = 0
     #: Whether the budget is "auto"; `budget` is then its present amount.
     automatic: bool = False
+    #: Bytes of the device that an automatic budget leaves to others; None: nobody asked for that.
+    headroom: int | None = None
     #: With an automatic budget on an accelerator: why residents do not give way to all other memory, and what
     #: to do; empty if they do. Else None.
     giving_way: str | None = None
@@ -219,6 +221,8 @@ class Report:
                 f"version (`p.data[i] = x`, NumPy) may go unseen. {sees}"
             )
         budget = f"budget {show_budget(self.budget, automatic=self.automatic)}"
+        if self.automatic and self.headroom is not None:
+            budget += f", headroom {format_bytes(self.headroom)}"
         provider = f"{self.stats.provider}/{self.stats.backend} on {self.device}"
         title = f"{provider}, {budget}, prefetch {self.prefetch}"
         table = self.table(collapse=collapse, width=columns)
