@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import functools
+import os
 import threading
 import weakref
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from typing import Final
 
 import torch
@@ -14,6 +15,7 @@ from torch import nn
 
 from dynswap_ext import _provider, config
 from dynswap_ext._rounds import Rounds
+from dynswap_ext._saved_plan import SavedPlan, made_for
 from dynswap_ext._swap.choices import Choices
 from dynswap_ext._swap.class_swap import ClassNaming, swap_class, take_pending
 from dynswap_ext._swap.models import Models
@@ -56,6 +58,8 @@ class Installation(ServedModules):
         self.options = options
         #: Of the present plan; each new plan is made with it. A session knows that of its own plan only.
         self.budget = options.budget
+        #: What the first plan is made by, as long as that works.
+        self.saved_plan = options.plan
         self.provider = provider
         self._naming = naming
         self._rounds = Rounds()
@@ -126,13 +130,31 @@ class Installation(ServedModules):
         for session in earlier:
             session.flush()
         try:
-            self.session.draft(model, swap)
+            self._draft_plan(model, swap)
         except (BudgetError, OutOfMemoryError) as error:
             self._shrink(error)
             return self.draft(model, modules)
         if refused:
             names = ", ".join(cls.__qualname__ for cls in refused)
             warn(f"these classes cannot be subclassed, so their modules are not installed: {names}")
+
+    def _draft_plan(self, model: nn.Module, swap: Callable[[type], type | None]) -> None:
+        """Plan anew, or by the plan that was saved if that applies; raise ConfigError if it does not."""
+        saved = self.saved_plan
+        if saved is None:
+            self.session.draft(model, swap)
+            return
+        if self.session.provider != "native":
+            raise saved.refused("pure Python makes no plans")
+        saved.check(made_for(self.session.device, self.session.backend, self.session.dtype))
+        try:
+            difference = self.session.draft(model, swap, saved.plan)
+        except BudgetError:
+            raise
+        except ValueError as error:
+            raise saved.refused(f"is damaged: {error}") from error
+        if difference:
+            raise saved.refused(f"it was made for other weights: {difference}")
 
     def begin(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
         """Serve the modules of the draft, all at once, in place of the installs that serve them now.
@@ -154,6 +176,8 @@ class Installation(ServedModules):
                 put_masters_back(module)
         if no_room is not None:
             return self._begin_with_less(model, modules, no_room)
+        if self.saved_plan is not None:
+            self.session.bring_residents()  # no pass has to bring them by turns
         if self.options.progress:
             serving = functools.partial(serves_any, self.session)
             self._first_pass = FirstPass(self.session, serving, self.options.progress)
@@ -194,6 +218,7 @@ class Installation(ServedModules):
         logger.info("a budget of %s does not work: %s", format_bytes(budget), error)
         smaller = smaller_budget(budget) if isinstance(error, OutOfMemoryError) else None
         self.budget = replace(self.budget, bytes=smaller)
+        self.saved_plan = None
 
     def begin_again(self, model: nn.Module | None) -> None:
         """Put an install back, over the tree that it served, after another one failed to replace it."""
@@ -229,6 +254,25 @@ class Installation(ServedModules):
             if self.released:
                 self.plan_again(model)
             self.session.bring_residents()
+
+    def save_plan(self, path: str | os.PathLike[str]) -> None:
+        with lock:
+            self._model()
+            if self.session.provider != "native":
+                raise ConfigError("pure Python makes no plans to save: reinstall it with its extension")
+            if self.budget.automatic and self.tuner.latest is None:
+                raise ConfigError(
+                    "the budget is 'auto', and is not measured yet: call the model until handle.tuning is "
+                    "not None (four passes), and save the plan then"
+                )
+            SavedPlan(
+                budget=self.budget.bytes,
+                automatic=self.budget.automatic,
+                prefetch=self.options.prefetch,
+                tuning=None if self.tuner.latest is None else asdict(self.tuner.latest),
+                plan=self.session.saved_plan(),
+                made_for=made_for(self.session.device, self.session.backend, self.session.dtype),
+            ).write(path)
 
     def plan_again(self, model: nn.Module) -> None:
         """Plan for the masters that the model has by now; after a release, for what memory there is.

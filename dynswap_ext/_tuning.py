@@ -29,10 +29,11 @@ from typing import Protocol
 
 import torch
 
+from dynswap_ext._saved_plan import SavedPlan
 from dynswap_ext._swap.module_registry import model_of
 from dynswap_ext._swap.protocol import Session
-from dynswap_ext._util.log import logger
 from dynswap_ext._util.device_memory import DeviceMemory
+from dynswap_ext._util.log import logger
 from dynswap_ext._util.memory import all_bytes, format_bytes, free_bytes, free_for_others
 from dynswap_ext._util.peak_memory import PeakMemory
 from dynswap_ext._util.units import show_budget, show_rate, show_seconds
@@ -109,6 +110,7 @@ class HasBudget(Protocol):
 
     session: Session
     options: Options
+    saved_plan: SavedPlan | None
     #: What plans are made with. The tuner changes it.
     budget: Budget
 
@@ -125,12 +127,13 @@ class Tuner:
         #: Bytes of the next plan, unless its budget is automatic.
         self._next = install.budget.bytes
         #: Until the plan is made; None: nothing is to be measured.
-        self._calls_left: int | None = _WARM_UP + _MEASURED if self._automatic else None
+        saved = install.saved_plan
+        self._calls_left: int | None = _WARM_UP + _MEASURED if self._automatic and saved is None else None
         self._passes = _Passes()
         #: Passes since the plan was due.
         self._waited = 0
         self._peak: PeakMemory | None = None
-        self.latest: Tuning | None = None
+        self.latest = None if saved is None or saved.tuning is None else Tuning(**saved.tuning)
         self._warm_up = _WARM_UP
         #: Whether calls in a row are recorded, and the models to which residents have moved.
         self._in_row = False
@@ -142,8 +145,8 @@ class Tuner:
         #: Bytes that are left to others, looked at in each pass; None: nobody asked for that.
         self._headroom = install.options.headroom
         #: As the latest measured passes took; None: not known, or memory has run out since.
-        self._activations: int | None = None
-        #: By how much the room exceeded the plan, in the latest passes, as long as it does.
+        self._activations = None if self.latest is None else self.latest.activation_bytes
+        #: The room in the latest passes, as long as it exceeds the plan.
         self._more_room: list[int] = []
 
     @property
@@ -285,21 +288,26 @@ class Tuner:
         if not self._lock.acquire(blocking=False):
             return
         try:
-            stats = self._session.stats()
-            more = (self._room(self._activations or 0) or 0) - self._held()
+            stats, held = self._session.stats(), self._held()
+            room = self._room(self._activations or 0) or 0
             enough = max(1, headroom // _HEADROOM_STEPS)
-            if more <= -enough and stats["resident_bytes"]:
+            if room <= held - enough and stats["resident_bytes"]:
                 if self._may_plan():
-                    logger.info("others need memory: weights leave %s of it", format_bytes(-more))
-                    self._plan_and_measure(self._held() + more)
+                    logger.info("others need memory: weights leave %s of it", format_bytes(held - room))
+                    self._plan_and_measure(room)
                     DeviceMemory(self._session.device).empty_cache()
                 return
-            known = self._activations is not None and stats["resident_groups"] < stats["groups"]
-            self._more_room = [*self._more_room, more] if known and more >= enough else []
-            if len(self._more_room) >= _HEADROOM_PATIENCE and self._may_plan():
-                more = min(self._more_room)
+            more = room - max(held, self._install.budget.bytes or 0)
+            grows = (
+                self._activations is not None
+                and stats["resident_groups"] < stats["groups"]
+                and more >= enough
+                and not self._plan_is_in_use()
+            )
+            self._more_room = [*self._more_room, room] if grows else []
+            if len(self._more_room) >= _HEADROOM_PATIENCE:
                 logger.info("others have left memory: weights take %s of it", format_bytes(more))
-                self._plan_and_measure(self._held() + more)
+                self._plan_and_measure(min(self._more_room))
         finally:
             self._lock.release()
 

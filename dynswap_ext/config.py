@@ -28,6 +28,7 @@ from typing import Final
 
 import torch
 
+from dynswap_ext._saved_plan import SavedPlan
 from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext._util.memory import (
     AUTO,
@@ -92,6 +93,8 @@ class Options:
     prefetch: int
     #: Of the first plan. `Installation.budget` is the present one, which a session is given apart.
     budget: Budget
+    #: What the first plan is made by; None: it is made anew.
+    plan: SavedPlan | None
     #: Bytes of masters in RAM that may be page-locked; 0: none.
     pin: int
     #: How many of them may be copies of large masters, on devices for which nothing is locked in place.
@@ -119,6 +122,7 @@ def resolve(
     dtype: torch.dtype | str | None = None,
     prefetch: int = DEFAULT_PREFETCH,
     budget: int | float | str | None = None,
+    plan: str | os.PathLike[str] | None = None,
     pin: bool | int | float | str = "auto",
     page_cache: bool | int | float | str = "auto",
     provider: str = "auto",
@@ -136,10 +140,11 @@ def resolve(
         An argument has a value that cannot be used. The message has the value and what is expected.
     """
     where = resolve_device(device)
-    automatic = is_automatic(budget)
+    saved = None if plan is None else SavedPlan.read(plan)
+    automatic = is_automatic(budget) if saved is None else saved.automatic
     if automatic:
         check_measurable(where)
-    room = None if headroom is None else _headroom(headroom, budget, where)
+    room = None if headroom is None else _headroom(headroom, automatic, budget, where)
     chosen = _one_of(PROVIDERS, "provider", provider)
     if pin == "auto" and where.type not in ("cpu", "cuda") and DeviceMemory(where).is_the_hosts():
         pin = False  # page-locked copies would take the memory that the device computes in
@@ -148,8 +153,13 @@ def resolve(
     return Options(
         device=where,
         dtype=_dtype(dtype),
-        prefetch=_prefetch(prefetch),
-        budget=Budget(first_budget(where, room) if automatic else resolve_budget(budget, where), automatic),
+        prefetch=_prefetch(prefetch) if saved is None else saved.prefetch,
+        budget=(
+            Budget(first_budget(where, room) if automatic else resolve_budget(budget, where), automatic)
+            if saved is None
+            else _budget_of(saved, budget, prefetch)
+        ),
+        plan=saved,
         pin=pinned,
         pinned_copies=int(_PINNED_COPIES * free) if pin is True or pin == "auto" else pinned,
         page_cache=(
@@ -321,12 +331,22 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
     return amount
 
 
-def _headroom(given: int | float | str, budget: int | float | str | None, device: torch.device) -> int:
+def _budget_of(saved: SavedPlan, budget: int | float | str | None, prefetch: int) -> Budget:
+    """Return the budget that was saved; raise if another one, or another prefetch, is asked for."""
+    if budget is not None or prefetch not in (DEFAULT_PREFETCH, saved.prefetch):
+        given = f"budget={budget!r}" if budget is not None else f"prefetch={prefetch!r}"
+        raise saved.refused(f"{given} is given with it, which a plan has already: leave it out")
+    return Budget(saved.budget, saved.automatic)
+
+
+def _headroom(
+    given: int | float | str, automatic: bool, budget: int | float | str | None, device: torch.device
+) -> int:
     """Return the bytes of an amount, or of a fraction of all memory of the device; 0 for 0."""
-    if not is_automatic(budget):
+    if not automatic:
         raise ConfigError(
-            f"headroom is {given!r}, and budget is {budget!r}: headroom is what budget='auto' leaves to others. "
-            "Pass budget='auto', or a smaller budget alone"
+            f"headroom is {given!r}, and budget is {budget!r}: headroom is what budget='auto' leaves to "
+            "others. Pass budget='auto', or a smaller budget alone"
         )
     if given == 0 and not isinstance(given, bool):
         return 0

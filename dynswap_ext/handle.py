@@ -117,6 +117,21 @@ class Handle:
         """
         self._install.retune(budget)
 
+    def save_plan(self, path: str | PathLike[str]) -> None:
+        """Write the plan to a file, for ``install(model, plan=path)`` in another process.
+
+        A server's first pass is then what its later ones are: it has the same residents, the order in which
+        weights are fetched ahead, and the budget, which is not measured again. Save it once the model has
+        run as it will: the order is that of the latest passes.
+
+        Raises
+        ------
+        ConfigError
+            The budget is "auto" and is not measured yet, the provider is pure Python, the file cannot be
+            written, or the model has been uninstalled or installed again.
+        """
+        self._install.save_plan(path)
+
     def release(self) -> AbstractContextManager[object]:
         """Give all device memory of the install back, also to other processes.
 

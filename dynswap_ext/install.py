@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
+from os import PathLike
 from typing import TypeVar
 
 import torch
@@ -41,6 +42,7 @@ def install(
     dtype: torch.dtype | str | None = None,
     prefetch: int = DEFAULT_PREFETCH,
     budget: int | float | str | None = None,
+    plan: str | PathLike[str] | None = None,
     pin: bool | int | float | str = "auto",
     page_cache: bool | int | float | str = "auto",
     provider: str = "auto",
@@ -81,6 +83,10 @@ def install(
         is what they leave, and the weights that save the most time are resident. If memory runs out in a
         call, residents give way to what needs it, where torch's allocator asks (CUDA, ROCm); else the
         error is raised, and the budget shrinks. See `Handle.retune`. Default: ``"minimum"``.
+    plan : str or path, optional
+        A file that `Handle.save_plan` has written. The first pass then has the budget, the residents and the
+        order of use of the one that was saved, and nothing is measured. It is refused if the weights, the
+        device or the versions are others.
     pin : bool, int, float, str or "auto"
         How much of the masters in RAM may be page-locked, so that an accelerator can read them directly:
         everything (True), nothing (False), or an amount as for `page_cache`. They are locked where they lie.
@@ -105,10 +111,10 @@ def install(
         Default: allocate outside it, count the bytes (``overflow_bytes``, the most at one time) and, if
         `budget` is not ``"minimum"``, warn once.
     headroom : int, float or str, optional
-        Device memory that ``budget="auto"`` leaves to others, such as another process on the same card: bytes,
-        a string (``"2GiB"``), or a fraction of all memory of the device. The driver is asked at the beginning
-        of each pass. If less is free, residents leave the device at once; if more is free for some passes,
-        they return. Default: 3 % of the device (10 % of the RAM), looked at when a plan is made.
+        Device memory that ``budget="auto"`` leaves to others, such as another process on the same card:
+        bytes, a string (``"2GiB"``), or a fraction of the device's memory. The driver is asked at the
+        beginning of each pass. If less is free, residents leave the device at once; if more is free for some
+        passes, they return. Default: 3 % of the device (10 % of the RAM), looked at when a plan is made.
     keep : str or sequence of str
         Names of weights that stay on the device from their first use on, within the budget. The name of a
         module means all weights in it, and ``*`` matches any characters: ``"text_encoder"``, ``"*.norm*"``.
@@ -146,6 +152,7 @@ def install(
         dtype=dtype,
         prefetch=prefetch,
         budget=budget,
+        plan=plan,
         pin=pin,
         page_cache=page_cache,
         provider=provider,

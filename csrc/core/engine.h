@@ -176,6 +176,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   std::vector<GroupReport> groups() const;
   /// The plan, for another engine of the same weights.
   PriorPlan plan_for_reuse() const;
+  /// In which streamed groups are expected, pass after pass; empty if that does not repeat itself.
+  std::vector<GroupId> order_of_use() const;
 
   /// A resident's memory that lend_residents() has freed.
   struct Loan {

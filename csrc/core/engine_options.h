@@ -11,11 +11,12 @@ namespace dynswap {
 using WeightId = std::uint32_t;
 using GroupId = std::uint32_t;
 
-/// Groups and residents that were chosen earlier for the same weights.
+/// Groups and residents that were chosen earlier for the same weights, and the order of use.
 struct PriorPlan {
   std::vector<GroupId> group_of;  ///< each weight's group, numbered in the order of add_weight()
-  std::vector<bool> resident;     ///< each group
+  std::vector<bool> resident;     ///< each group; empty: groups and residents are chosen anew
   std::size_t cache_bytes = 0;    ///< the least for those by use
+  std::vector<GroupId> order;     ///< of the streamed groups in a pass; empty: as they are numbered
 };
 
 struct EngineOptions {
@@ -25,7 +26,7 @@ struct EngineOptions {
   bool residents_give_way = false;      ///< see Note [Residents give way]
   std::size_t group_bytes = 4u << 20;   ///< small weights travel together until a group has this many bytes
   std::size_t split_bytes = 64u << 20;  ///< a module with more than this is cut between its weights
-  /// A plan for just these weights, to use instead of forming groups and choosing residents.
+  /// A plan for just these weights.
   std::optional<PriorPlan> prior;
 };
 

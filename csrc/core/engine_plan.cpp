@@ -86,7 +86,13 @@ void Engine::plan() {
       streamed.push_back(id);
     }
   }
-  schedule_.prime(streamed);
+  const auto streams = [&](GroupId id) { return std::binary_search(streamed.begin(), streamed.end(), id); };
+  const PriorPlan prior = options_.prior.value_or(PriorPlan());
+  if (!prior.order.empty() && std::all_of(prior.order.begin(), prior.order.end(), streams)) {
+    schedule_.learn(prior.order);
+  } else {
+    schedule_.prime(streamed);
+  }
   use_order_ = UseOrder(groups_.size());
   arena_ = Arena(residency.arena_bytes);
   cache_ = Arena(residency.cache_bytes);

@@ -55,6 +55,14 @@ PriorPlan Engine::plan_for_reuse() const {
   return plan;
 }
 
+std::vector<GroupId> Engine::order_of_use() const {
+  const std::lock_guard lock(mutex_);
+  for (GroupId id = 0; id < groups_.size(); ++id) {
+    if (!groups_[id].home && !groups_[id].by_use) return schedule_.order_after(id, groups_.size());
+  }
+  return {};
+}
+
 void Engine::record(bool on) {
   if (abandoned_) return;
   backend_->keep_times(on);

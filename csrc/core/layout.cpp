@@ -38,7 +38,7 @@ void Layout::arrange(const std::vector<std::vector<WeightId>>& on_device) {
   if (weights_.empty()) return;
   join_units();
   const std::size_t budget = PROTECTED(cap_respected) ? options_.budget : 2 * options_.budget;
-  if (const std::optional<PriorPlan>& prior = options_.prior) {
+  if (const std::optional<PriorPlan>& prior = options_.prior; prior && !prior->resident.empty()) {
     take_groups(*prior);
     residency_ = residency_of(prior->resident, group_traits(), prior->cache_bytes, budget, options_.prefetch);
     return;

@@ -75,6 +75,32 @@ void Schedule::prime(const std::vector<Group>& order) {
   }
 }
 
+void Schedule::learn(const std::vector<Group>& order) {
+  prime({});
+  Cursor cursor;
+  for (int pass = 0; pass < 2; ++pass) {
+    for (const Group group : order) observe(cursor, group);
+  }
+}
+
+std::vector<Schedule::Group> Schedule::order_after(Group first, std::size_t groups) const {
+  constexpr std::size_t kPasses = 4, kUses = 4;  // of each group in a pass, on average
+  std::vector<Group> walked{first};
+  Cursor cursor;
+  cursor.push(first);
+  while (walked.size() < kPasses * kUses * groups) {
+    const std::optional<Group> next = advance(cursor);
+    if (!next) return {};
+    walked.push_back(*next);
+  }
+  // Where it began, it did not know yet what had come before.
+  const auto second_half = walked.begin() + static_cast<std::ptrdiff_t>(walked.size() / 2);
+  for (auto repeated = second_half + 1; repeated - second_half <= walked.end() - repeated; ++repeated) {
+    if (std::equal(repeated, walked.end(), second_half)) return {second_half, repeated};
+  }
+  return {};
+}
+
 void Schedule::begin_call(Cursor& cursor, std::uint32_t call) {
   if (calls_.size() <= std::max(call, cursor.call_)) calls_.resize(std::max(call, cursor.call_) + 1);
   Call& over = calls_[cursor.call_];

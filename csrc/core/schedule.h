@@ -50,6 +50,13 @@ class Schedule {
   /// Expects the groups in this order, cyclically, until the accesses say otherwise.
   void prime(const std::vector<Group>& order);
 
+  /// Learns this order, in which a group may be used several times, as two passes would teach it.
+  void learn(const std::vector<Group>& order);
+
+  /// The order in which groups are expected after `first`, up to where it repeats itself; empty if it does
+  /// not. `groups`: how many there are.
+  std::vector<Group> order_after(Group first, std::size_t groups) const;
+
   /// A call with this number begins (Note [What follows a call]). Numbers are consecutive; 0 is none.
   void begin_call(Cursor& cursor, std::uint32_t call);
 

@@ -235,10 +235,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def_property_readonly("backend", &Session::backend)
       .def(
           "draft",
-          [](Session& session, const py::object& root, const py::object& swap_class) {
-            session.draft(root, serving_calls(swap_class));
+          [](Session& session, const py::object& root, const py::object& swap_class, const py::object& plan) {
+            const auto saved = plan.is_none() ? std::nullopt : std::optional<SavedPlan>(plan);
+            return session.draft(root, serving_calls(swap_class), saved);
           },
-          py::arg("root"), py::arg("swap_class"))
+          py::arg("root"), py::arg("swap_class"), py::arg("plan") = py::none())
       .def("begin", [](const py::object& self) { self.cast<Session&>().begin(self); })
       .def(
           "attach",
@@ -283,6 +284,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("record", &Session::record, py::arg("on"))
       .def("timeline", &Session::timeline)
       .def("note_pass", &Session::note_pass)
+      .def("saved_plan", &Session::saved_plan)
       .def(
           "retune",
           [](Session& session, const py::object& root, const py::object& budget) {

@@ -146,10 +146,12 @@ std::size_t Session::attach(const py::object& self, const py::object& root, cons
   return attaching->modules.size();
 }
 
-void Session::draft(const py::object& root, const py::object& swap_class) {
+std::string Session::draft(const py::object& root, const py::object& swap_class,
+                           const std::optional<SavedPlan>& saved) {
   std::shared_ptr<Attaching> attaching = survey(root, swap_class, /*joins=*/false);
-  draft_first(attaching->tree);
-  attaching_ = std::move(attaching);
+  std::string difference = draft_first(attaching->tree, saved);
+  if (difference.empty()) attaching_ = std::move(attaching);
+  return difference;
 }
 
 void Session::begin(const py::object& self) {

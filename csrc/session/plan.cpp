@@ -141,12 +141,22 @@ void Session::draft_weights(Draft& draft, Served& served) {
   draft.streamed = find_weights(served, *draft.table);
 }
 
-void Session::draft_first(Served& served) {
+std::string Session::draft_first(Served& served, const std::optional<SavedPlan>& saved) {
   draft_ = std::make_shared<Draft>(plan_->budget);
-  draft_->plan->engine = plan_->engine;
   draft_weights(*draft_, served);
-  table_ = draft_->table;
-  draft_plan(*draft_, {});
+  draft_->before = std::exchange(table_, draft_->table);
+  if (!saved) {
+    draft_->plan->engine = plan_->engine;
+    draft_plan(*draft_, {});
+    return "";
+  }
+  std::string difference = saved->difference_from(draft_->streamed);
+  if (difference.empty()) {
+    PriorPlan plan = saved->plan();
+    if (!draft_->plan->budget.bytes) plan.resident.clear();  // its groups are the usual ones
+    draft_plan(*draft_, Placed{std::move(plan), nullptr});
+  }
+  return difference;
 }
 
 /// Calls that begin once the modules are served wait for this plan, should they ask for another.
@@ -221,7 +231,7 @@ void Session::draft_plan(Draft& draft, const std::optional<Placed>& placed, bool
   if (closed_) return;
   if (!draft.plan->engine) {
     std::optional<PriorPlan> prior;
-    if (placed && applies_to(*placed->measured, draft.streamed)) prior = placed->plan;
+    if (placed && (!placed->measured || applies_to(*placed->measured, draft.streamed))) prior = placed->plan;
     draft.plan->engine = new_engine(draft.plan->budget, std::move(prior));
   }
   add_weights(*draft.plan->engine, draft.streamed);

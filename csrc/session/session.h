@@ -17,6 +17,7 @@
 #include "session/lost_writes.h"
 #include "session/options.h"
 #include "session/read_whole.h"
+#include "session/saved_plan.h"
 #include "session/weight.h"
 #include "session/weight_table.h"
 #include "tensor/server.h"
@@ -40,7 +41,9 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
 
   // attach.cpp. `self` is this session as Python sees it.
   /// Plans for the modules of the tree, whoever serves them, and touches none. Throws BudgetError.
-  void draft(const py::object& root, const py::object& swap_class);
+  /// Returns why the plan that was saved does not apply; then there is no draft.
+  std::string draft(const py::object& root, const py::object& swap_class,
+                    const std::optional<SavedPlan>& saved);
   /// Serves the modules of the draft, all at once (Note [An install takes another's place]), and then
   /// allocates. OutOfMemory: it serves them, and each access copies.
   void begin(const py::object& self);
@@ -178,6 +181,8 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   /// recorded (evenly spread ones, if none were), and returns the measurements. If it fails, the state is
   /// that after a failed replan().
   py::dict retune(const py::object& root, const Budget& budget);
+  /// The plan and the order that was learned, for another process (SavedPlan).
+  py::dict saved_plan() const;
 
   /// Whether the calling thread is capturing a CUDA graph. Then nothing is planned: graphs know addresses.
   bool capturing() const;
@@ -227,7 +232,8 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   // plan.cpp
   struct Draft;
   struct Planning;
-  /// Groups and residents that were found for the plan `measured`, to use if its masters are still the same.
+  /// Groups and residents that were found for the plan `measured`, to use if its masters are still the same;
+  /// null: it is known that they apply.
   struct Placed {
     PriorPlan plan;
     std::shared_ptr<const Plan> measured;
@@ -239,7 +245,7 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   static void tell_experts_apart(Served& served, const py::dict& experts);
   bool holds_all(const Streamed& streamed, const Budget& budget);
   void draft_weights(Draft& draft, Served& served);
-  void draft_first(Served& served);
+  std::string draft_first(Served& served, const std::optional<SavedPlan>& saved);
   void plan_first(const std::function<void()>& swap);
   void draft_plan(Draft& draft, const std::optional<Placed>& placed, bool takes_memory = true);
   std::vector<std::vector<WeightId>> residents_on_device(const Draft& draft) const;

@@ -60,12 +60,16 @@ class Session(Access):
 
     # Modules ------------------------------------------------------------------------------------------
 
-    def draft(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> None:
+    def draft(self, root: nn.Module, swap_class: Callable[[type], type | None], plan: object = None) -> str:
         with self._exclusive:
             found, left = self._survey(root, swap_class, joins=False)
             self._root = weakref.ref(root)
             self._make_plan([state for _, _, state in found])
             self._draft = found, left
+        return ""
+
+    def saved_plan(self) -> dict[str, Any]:
+        return {}
 
     def begin(self) -> None:
         found, left = self._draft

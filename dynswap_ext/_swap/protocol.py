@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
@@ -72,8 +72,16 @@ class Session(Protocol):
     def bring_residents(self) -> None:
         """Copy the residents that are not on the device, without waiting for them."""
 
-    def draft(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> None:
+    def draft(
+        self,
+        root: nn.Module,
+        swap_class: Callable[[type], type | None],
+        plan: Mapping[str, Any] | None = None,
+    ) -> str:
         """Plan for the modules of the tree, and change none of them, whichever sessions serve them.
+
+        `plan` is what `saved_plan` returned in another process. Returns why it does not apply to these
+        modules, in words; empty if it does, or if there is none.
 
         `swap_class` is called once per class; None leaves its modules alone. For each name that the modules
         of a class hold, the swap class's ``_dynswap_ensure(name)`` is called once.
@@ -141,6 +149,9 @@ class Session(Protocol):
 
     def note_pass(self) -> None:
         """For a recording: a pass ends here, and the next one begins."""
+
+    def saved_plan(self) -> dict[str, Any]:
+        """Return the plan and the order that was learned, for a file; the native provider's alone."""
 
     def retune(self, root: nn.Module, budget: Budget) -> dict[str, Any]:
         """Plan anew by what was recorded; returns that, as `Tuning` has it."""

@@ -226,4 +226,29 @@ TEST(schedule_passes_over_a_call_that_uses_no_group) {
   EXPECT_EQ(schedule.advance(cursor).value(), 2u);
 }
 
+TEST(schedule_tells_what_it_has_learned_to_another) {
+  Schedule schedule;
+  const Order order{0, 3, 1, 2, 1};
+  Reader reader(schedule);
+  for (int pass = 0; pass < 4; ++pass) reader.read(order);
+  for (Schedule::Group first = 0; first < 4; ++first) {
+    Order told = schedule.order_after(first, 4);
+    EXPECT(told.size() == order.size());
+    Schedule other;
+    other.learn(told);
+    Reader pupil(other);
+    pupil.read({0});  // from nowhere: what follows is known
+    EXPECT(pupil.read({3, 1, 2, 1}) == 0 && pupil.read(order) == 0);
+  }
+}
+
+TEST(schedule_tells_no_order_that_it_does_not_know) {
+  EXPECT(Schedule().order_after(0, 4).empty());
+  Schedule primed;
+  primed.prime({2, 0, 1});
+  Order told = primed.order_after(0, 3);
+  std::rotate(told.begin(), std::find(told.begin(), told.end(), 2u), told.end());
+  EXPECT(told == Order({2, 0, 1}));
+}
+
 }  // namespace dynswap::test

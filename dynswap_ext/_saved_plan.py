@@ -1,0 +1,94 @@
+"""A plan in a file: what a process has measured and learned, for the next one that runs the same model.
+
+The file is JSON. It holds the order in which groups of weights are used, which of them stay on the device,
+the budget and the measurements behind it, and what all of that was made for: the weights, the device and the
+versions. Where one of these differs, the plan may be slow or too large, so it is refused.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from os import PathLike
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from dynswap_ext._util.written_files import check_folder, explained
+from dynswap_ext._version import __version__
+from dynswap_ext.errors import ConfigError
+
+_FORMAT: Final = 1
+_REMEDY: Final = "Install without plan=, call the model a few times, and save a new plan"
+
+
+@dataclass(frozen=True)
+class SavedPlan:
+    """What `Handle.save_plan` writes."""
+
+    #: Bytes for weights on the device (None: what `prefetch` needs), and whether they were measured.
+    budget: int | None
+    automatic: bool
+    prefetch: int
+    #: The measurements, as `Tuning` has them; None if there were none.
+    tuning: Mapping[str, Any] | None
+    #: As a session gave it.
+    plan: Mapping[str, Any]
+    #: What it was made for: the device and how weights get there, and the versions.
+    made_for: Mapping[str, str]
+    #: Its path, for messages.
+    path: str = ""
+
+    def write(self, path: str | PathLike[str]) -> None:
+        """Write the file at once, so that no reader sees a part of it."""
+        where = check_folder(path, "plan")
+        content = {name: value for name, value in asdict(self).items() if name != "path"}
+        part = where.with_name(f"{where.name}.{os.getpid()}.part")
+        with explained(where):
+            try:
+                part.write_text(json.dumps({"dynswap_ext plan": _FORMAT, **content}), encoding="utf-8")
+                part.replace(where)
+            finally:
+                part.unlink(missing_ok=True)
+
+    @classmethod
+    def read(cls, path: str | PathLike[str]) -> SavedPlan:
+        """Read a file that `write` has made; raise ConfigError if it is none."""
+        try:
+            content = json.loads(Path(path).read_text(encoding="utf-8"))
+            if content.pop("dynswap_ext plan") != _FORMAT:
+                raise ValueError("it has another format")
+            saved = cls(**content, path=str(path))
+            dict(saved.plan), dict(saved.made_for), int(saved.prefetch), int(saved.budget or 0)
+        except OSError as error:
+            raise ConfigError(f"plan is {str(path)!r}, which cannot be read: {error.strerror}") from error
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            raise ConfigError(
+                f"plan is {str(path)!r}, which is no plan that Handle.save_plan wrote ({error}). {_REMEDY}"
+            ) from error
+        return saved
+
+    def check(self, made_for: Mapping[str, str]) -> None:
+        """Raise ConfigError if the plan was made for something else."""
+        for what, now in made_for.items():
+            if (then := self.made_for.get(what)) != now:
+                raise self.refused(f"its {what} is {then}, and here it is {now}")
+
+    def refused(self, why: str) -> ConfigError:
+        """Return the error that says why the plan does not apply."""
+        return ConfigError(f"plan is {self.path!r}, and {why}. {_REMEDY}")
+
+
+def made_for(device: torch.device, backend: str, dtype: torch.dtype | None) -> dict[str, str]:
+    """Return what a plan depends on besides the weights, in words."""
+    name = getattr(getattr(torch, device.type, None), "get_device_name", None)
+    return {
+        "device": device.type if name is None else str(name(device)),
+        "backend": backend,
+        "dtype": str(dtype),
+        "dynswap_ext": __version__,
+        "torch": torch.__version__,
+    }
