@@ -5,8 +5,10 @@
 
 Two things in a page are filled in:
 
-- A link to a record whose title names a figure of it, as compare.py names it. The first number in its text
-  becomes that figure's value, with the digits and the unit that are there.
+- A comment such as `<!-- measured: 263 ns = access "native, copy" -->` after a paragraph, a list or a table
+  says which figures that has: each as it stands there, in their order, with its record and its name, as
+  compare.py names it. The number becomes that figure's value, with the digits and the unit that are there. A
+  reader of the page sees the number alone.
 - What is between `<!-- figures: KIND NAME -->` and `<!-- end -->`. `bars NAME` is a table of a record's bars,
   `run NAME` tells how and where the record was made, and `peers ram` and `peers file` are the tables of
   peers.json for weights in RAM and in a file. `versions EXTRA` is a table of the locked versions of an extra.
@@ -19,6 +21,7 @@ import json
 import re
 import sys
 from collections import Counter
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,20 +32,22 @@ import lock
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _DOCS = ROOT / "docs"
-#: Where each figure is a link to a record, or in a table that is filled from one.
+#: Where each figure is named in a comment, or in a table that is filled from a record.
 PAGES = (
     ROOT / "README.md",
-    *(_DOCS / page for page in ("benchmarks.md", "limits.md", "libraries.md", "guides/experts.md")),
+    *(_DOCS / page for page in ("benchmarks.md", "libraries.md", "guides/experts.md")),
 )
-#: Where links are to records too.
+#: Where figures may be of a record too.
 OTHER_PAGES = tuple(page for page in sorted(_DOCS.rglob("*.md")) if page not in PAGES)
 CHART = ROOT / "docs" / "images" / "time_and_memory_{theme}.svg"
 
-LINK = re.compile(
-    r"\[(?P<text>[^\]\[]*)\]"
-    r"\([./]*benchmarks/results/(?P<record>\w+)\.json(?: \"(?P<name>[^\"]*)\")?\)"
+#: A link to a record as a whole.
+LINK = re.compile(r"\[[^\]\[]*\]\([./]*benchmarks/results/(?P<record>\w+)\.json\)")
+COMMENT = re.compile(r"<!-- measured: .*?-->", re.DOTALL)
+_MARK = re.compile(
+    r"(?P<number>[\d,]+(?:\.(?P<digits>\d+))?)(?: (?P<unit>[A-Za-z/]+))?"
+    r" = (?P<record>\w+) \"(?P<name>[^\"]*)\""
 )
-_NUMBER = re.compile(r"(?P<whole>[\d,]+)(?:\.(?P<digits>\d+))?(?: (?P<unit>[A-Za-z/]+))?")
 _BLOCK = re.compile(
     r"(?P<head><!-- figures: (?P<kind>\w+) (?P<what>\w+) -->\n).*?(?P<tail><!-- end -->)", re.DOTALL
 )
@@ -74,26 +79,72 @@ def filled(text: str) -> str:
     Raises
     ------
     WrongFigure
-        It names a record, a figure or a kind of table that there is not.
+        It names a record, a figure or a kind of table that there is not, or a number that its paragraph
+        has not.
     """
-    return _BLOCK.sub(_block, LINK.sub(_link, text))
+    values = {place: mark for mark in marks(text) for place in mark.places}
+    for start, end in sorted(values, reverse=True):
+        text = text[:start] + values[start, end].value() + text[end:]
+    return _BLOCK.sub(_block, text)
 
 
-def _link(found: re.Match[str]) -> str:
-    name, text = found["name"], found["text"]
-    if name is None:  # to the record as a whole
-        read(found["record"])
-        return found[0]
-    figure = compare.figures_of(read(found["record"])).get(name)
-    number = _NUMBER.search(text)
-    if figure is None or number is None or isinstance(figure.value, str):
-        raise WrongFigure(f"[{text}] is to be '{name}' of {found['record']}.json, which has no such number")
-    unit = number["unit"] or ""
-    # A bar may be given in a unit of its own, which its name ends in or begins with.
-    scale = 1.0 if re.search(rf"(?:^|[,:+] ){re.escape(unit)}\b", name) else _UNITS.get(unit, 1.0)
-    value = f"{figure.value / scale:,.{len(number['digits'] or '')}f}"
-    start, end = number.start("whole"), number.end("digits" if number["digits"] else "whole")
-    return found[0].replace(f"[{text}]", f"[{text[:start]}{value}{text[end:]}]", 1)
+@dataclass(frozen=True)
+class Mark:
+    """A figure of a page, by a comment that says of which record it is."""
+
+    record: str
+    name: str
+    unit: str
+    digits: int
+    #: Where the number stands: in the paragraph, and in the comment.
+    places: tuple[tuple[int, int], tuple[int, int]]
+
+    def value(self) -> str:
+        """Return the number as the record has it."""
+        figure = compare.figures_of(read(self.record)).get(self.name)
+        if figure is None or isinstance(figure.value, str):
+            raise WrongFigure(f"{self.record}.json has no number '{self.name}'")
+        # A bar may be given in a unit of its own, which its name ends in or begins with.
+        own = re.search(rf"(?:^|[,:+] ){re.escape(self.unit)}\b", self.name)
+        return f"{figure.value / (1.0 if own else _UNITS.get(self.unit, 1.0)):,.{self.digits}f}"
+
+
+def marks(text: str) -> list[Mark]:
+    """Return the figures that the comments of a page name, in their order.
+
+    Raises
+    ------
+    WrongFigure
+        A comment names a number that its paragraph has not, or has where no comment names it.
+    """
+    found = []
+    for comment in COMMENT.finditer(text):
+        before = text[: comment.start()].rstrip()
+        begin = max(before.rfind("\n\n"), before.rfind("-->"), 0)
+        named = list(_MARK.finditer(text, comment.start(), comment.end()))
+        if len(named) != comment[0].count('"') / 2 or not named:
+            raise WrongFigure(f"cannot read {comment[0]}")
+        places = {shown: _places(shown, before, begin) for shown in {_shown_as(mark) for mark in named}}
+        for shown, where in places.items():
+            if len(where) != (times := sum(_shown_as(mark) == shown for mark in named)):
+                raise WrongFigure(f"'{shown}' is there {len(where)} times, not {times}, before {comment[0]}")
+        for mark in named:
+            there = (places[_shown_as(mark)].pop(0), mark.span("number"))
+            digits = len(mark["digits"] or "")
+            found.append(Mark(mark["record"], mark["name"], mark["unit"] or "", digits, there))
+    return found
+
+
+def _shown_as(mark: re.Match[str]) -> str:
+    return f"{mark['number']} {mark['unit'] or ''}".strip()
+
+
+def _places(shown: str, text: str, begin: int) -> list[tuple[int, int]]:
+    """Return where a paragraph has a number: its digits, without the unit."""
+    number, _, unit = shown.partition(" ")
+    followed = rf"(?=\s+{re.escape(unit)}\b)" if unit else r"(?!\d|[.,]\d)"
+    pattern = re.compile(rf"(?<![\w.,]){re.escape(number)}{followed}")
+    return [place.span() for place in pattern.finditer(text, begin)]
 
 
 def _block(found: re.Match[str]) -> str:

@@ -90,8 +90,11 @@ class Age:
 
 def ages() -> list[Age]:
     """The records that README and docs cite, the oldest first."""
-    pages = (*figures.PAGES, *figures.OTHER_PAGES)
-    cited = {found["record"] for page in pages for found in figures.LINK.finditer(page.read_text())}
+    cited = set[str]()
+    for page in (*figures.PAGES, *figures.OTHER_PAGES):
+        text = page.read_text()
+        cited |= {link["record"] for link in figures.LINK.finditer(text)}
+        cited |= {mark.record for mark in figures.marks(text)}
     return sorted(map(age, cited), key=lambda each: (-each.releases, -(each.commits or 0), each.record))
 
 

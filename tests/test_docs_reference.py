@@ -75,7 +75,6 @@ def test_every_environment_variable_is_named() -> None:
     page = (REFERENCE / "environment.md").read_text()
     rows = re.findall(r"^\| `(DYNSWAP_\w+)`", page, re.MULTILINE)
     assert len(at_run_time) == 3
-    assert [row for row in rows_under("Environment variables") if row.startswith("DYNSWAP_")] == at_run_time
     assert rows[: len(at_run_time)] == at_run_time
     builds = [*(ROOT / "build_backend").rglob("*.py"), ROOT / "setup.py", ROOT / "Makefile"]
     read = set(re.findall(r"DYNSWAP_\w+", "\n".join(path.read_text() for path in builds)))

@@ -138,7 +138,7 @@ def test_a_copy_of_a_master_to_the_device_before_a_step(gpu: Gpu, way: str) -> N
     """Pageable memory is read before the copy returns, page-locked memory when the copy's turn comes.
 
     So an average on the GPU that copies with `non_blocking=True` waits before the step, or the install says
-    `pin=False`. The copy alone, as it is right for a plain model, is what limits.md says of it.
+    `pin=False`. The copy alone, as it is right for a plain model, is what troubleshooting.md says of it.
     """
     only_cuda_has("page-locking in place")
     model = Exact(layers=3)
