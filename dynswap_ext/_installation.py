@@ -301,15 +301,18 @@ class Installation(ServedModules):
             else:
                 self.tuner.measure(config.Budget(config.resolve_budget(budget, self.options.device)))
 
-    def call_begins(self, module: nn.Module) -> int:
+    def call_begins(self, module: nn.Module | None) -> int:
         """Note a call of the model, with which a pass begins; of several models, only if a round begins.
 
-        Returns the call's number for the schedule; 0 for a single model.
+        None is a call by the graphs of `torch.compile`, which do not tell the module; of several models it
+        begins nothing. Returns the call's number for the schedule; 0 for a single model.
         """
         number = 0
         if self.budget.automatic and self.session.provider == "native" and self.session.device.type == "cuda":
             _provider.update_memory_history_recorded()
         if self.several():
+            if module is None:
+                return 0
             name = self.model_with(module)
             call = self._rounds.call(name)
             if call.begins_round:
@@ -416,7 +419,7 @@ def _replan(session: Session) -> None:
 
 
 @untraced
-def _call_begins(session: Session, module: nn.Module) -> int:
+def _call_begins(session: Session, module: nn.Module | None) -> int:
     if torch._C._get_tracing_state() is not None:
         raise ConfigError(
             "an installed model was called by torch.jit.trace, or by an export that traces "

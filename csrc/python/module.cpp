@@ -159,7 +159,9 @@ py::dict simulate(const std::vector<LayerTuple>& weights, std::size_t budget, st
 }
 
 py::object fetch(const py::handle& master, bool moved) {
-  const auto [session, weight] = Session::serving(THPVariable_Unpack(master.ptr()), moved);
+  auto [session, weight] = Session::serving(THPVariable_Unpack(master.ptr()), moved);
+  if (session && session->note_graph_fetch(*weight))  // there may be a new plan
+    std::tie(session, weight) = Session::serving(THPVariable_Unpack(master.ptr()), moved);
   if (!session) return py::none();
   if (Session::sliced(*weight)) return session->fetch_whole(py::reinterpret_borrow<py::object>(master));
   const InsideCall compiled(nullptr);  // a graph has no call whose beginning would be known

@@ -149,6 +149,18 @@ void Session::announce_call(const py::object& self, const py::object& module) {
   if (call != 0) plan_->engine->begin_call(call);
 }
 
+bool Session::note_graph_fetch(const Weight& weight) {
+  if (inside_call_of(*this) || closed_ || abandoned_) return false;
+  constexpr std::size_t kPasses = 4;
+  if (++since_first_ > kPasses * table_->weights().size()) first_in_graph_ = 0;
+  if (first_in_graph_ == 0) first_in_graph_ = weight.number;
+  if (weight.number != first_in_graph_) return false;
+  since_first_ = 0;
+  call_begins();
+  announce_call(py::cast(shared_from_this()), py::none());
+  return true;
+}
+
 void Session::call_failed(const py::object& self, const py::error_already_set& error) {
   hooks_.call_failed(self, error.value());
 }

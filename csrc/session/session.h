@@ -169,6 +169,11 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   /// which call of a round this is. Then pins replaced masters. Follows call_begins(). A call inside a
   /// capture gets note_pass() instead. `self` is this session as Python sees it.
   void announce_call(const py::object& self, const py::object& module);
+  /// Note [A graph has no call]: what `torch.compile(model)` runs calls no module that would be noticed. So a
+  /// call begins where its graphs fetch their first weight again: the one that was fetched first, or the next
+  /// if that does not come any more. A weight that is used twice in a pass makes two of it.
+  /// Returns whether this fetch begins a call.
+  bool note_graph_fetch(const Weight& weight);
   /// It has ended. What it wrote on residents is taken to their masters, which the program may write next.
   void call_ends();
   /// It ended with an error.
@@ -318,8 +323,11 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   std::shared_ptr<Draft> draft_;          ///< between draft() and begin()
   std::weak_ptr<Session> successor_;      ///< that has taken over the last of its modules
   std::size_t modules_ = 0;
-  std::uint64_t calls_ = 0;   ///< how many have begun
-  bool streams_any_ = false;  ///< some weight is not resident
+  std::uint64_t calls_ = 0;  ///< how many have begun
+  std::uint64_t first_in_graph_ =
+      0;                         ///< the number of the weight with which calls of graphs begin; 0: none yet
+  std::size_t since_first_ = 0;  ///< fetches of graphs
+  bool streams_any_ = false;     ///< some weight is not resident
   bool outdated_ = false;
   bool closed_ = false;
   bool replaced_ = false;   ///< it has a successor, or had

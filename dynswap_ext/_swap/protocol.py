@@ -172,10 +172,10 @@ class Hooks:
 
     #: Warns the user.
     warn: Callable[[str], None]
-    #: Called at the beginning of each of the model's calls, with the module that is called. Plans again if
-    #: the session is outdated, and notes the pass if one begins. Returns the call's number for the schedule;
-    #: 0: it has none.
-    call_begins: Callable[[Session, nn.Module], int]
+    #: Called at the beginning of each of the model's calls, with the module that is called (None: a graph of
+    #: torch.compile is run). Plans again if the session is outdated, and notes the pass if one begins.
+    #: Returns the call's number for the schedule; 0: it has none.
+    call_begins: Callable[[Session, nn.Module | None], int]
     #: Called if one of them ends with an error.
     call_failed: Callable[[Session, BaseException], None]
     #: Returns how the weights of a tree's modules are to be planned.
