@@ -12,6 +12,8 @@ DYNSWAP_ENGINE_BACKEND : {"auto", "cuda", "torch", "host"}
 DYNSWAP_LOG : {"debug", "info", "warning", "error", "off"}
     Logs to stderr from that level on. Default: the logger "dynswap_ext" is silent, unless the program
     configures it.
+DYNSWAP_LIGHTNING : a budget, such as "auto" or "6GiB"
+    Every `Trainer` of Lightning installs its module with this budget. Default: none does.
 
 ``DYNSWAP_CUDA`` and ``DYNSWAP_BUILD`` control the build of the extension and are not read at run time.
 """
@@ -190,6 +192,11 @@ def log_level() -> int | None:
     """Return ``DYNSWAP_LOG`` as a level of `logging`; None if it is not set, or "off"."""
     value = _one_of(_LOG_LEVELS, "DYNSWAP_LOG", _environment("DYNSWAP_LOG") or "off")
     return None if value == "off" else int(getattr(logging, value.upper()))
+
+
+def lightning_budget() -> str | None:
+    """Return ``DYNSWAP_LIGHTNING``: the budget of each `Trainer` of Lightning; None if it is not set."""
+    return _environment("DYNSWAP_LIGHTNING") or None
 
 
 def available_devices() -> tuple[str, ...]:

@@ -173,6 +173,21 @@ def test_finetune_and_generate_with_the_result(tiny: Path, tmp_path: Path) -> No
     assert output.startswith("the red cat sat on the blue mat")
 
 
+@pytest.mark.slow
+def test_lightning_trainer(tiny: Path, tmp_path: Path) -> None:
+    pytest.importorskip("lightning", reason="lightning is not installed (pip install -e '.[programs]')")
+    given = [tiny / "llama", "--text", tiny / "corpus.txt", "--budget", BUDGET[0], "--accelerator", "cpu"]
+    given += ["--precision", "32-true", "--length", "16", "--rate", "0.001"]
+    output = run("lightning_trainer.py", *given, "--steps", "12", cwd=tmp_path)
+    assert (tmp_path / "trained" / "last.ckpt").exists()
+    assert moved(output) > 8
+    again = run(
+        *("lightning_trainer.py", *given, "--steps", "24", "--resume", tmp_path / "trained" / "last.ckpt"),
+        cwd=tmp_path,
+    )
+    assert figure(again, "loss") < figure(output, "loss")
+
+
 def test_convert_and_plan(tiny: Path, tmp_path: Path) -> None:
     output = run(
         *("convert_and_plan.py", tiny / "llama", "half.safetensors", "--dtype", "bf16"),

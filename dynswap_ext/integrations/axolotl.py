@@ -1,0 +1,123 @@
+"""A plugin of axolotl, by which the model of a YAML file streams.
+
+Note [Loaded, installed, adapted]
+---------------------------------
+axolotl loads a model, then casts and resizes some of its layers, and then adds the adapters. Weights are
+loaded on the host, and mapped, as long as nothing casts them. The model is installed before adapters come:
+peft puts those where their base computes, and their optimizer is there, too.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Mapping
+from typing import Any, Final
+
+from axolotl.integrations.base import BasePlugin
+from axolotl.utils.logging import get_logger
+from pydantic import BaseModel, field_validator, model_validator
+
+from dynswap_ext import config
+from dynswap_ext._util.option_names import refuse_unknown
+from dynswap_ext.checkpoint.loading.assembly import MappedFusion
+from dynswap_ext.errors import ConfigError
+from dynswap_ext.handle import Handle
+from dynswap_ext.install import install
+
+__all__ = ["DynswapArgs", "DynswapPlugin"]
+
+LOG: Final = get_logger("axolotl.integrations.dynswap")  # of others, axolotl shows warnings alone
+
+_OPTIONS: Final = tuple(
+    name for name in inspect.signature(config.resolve).parameters if name not in ("device", "dtype")
+)
+_MOVES: Final = "moves weights, too"
+_QUANTISES: Final = "quantises weights on the device, where they would have to fit"
+_PLACES: Final = "places weights, and those that stream stay on the host"
+#: Keys that this plugin does not go with, and what each does.
+_OTHERS: Final = {
+    "layer_offloading": _MOVES,
+    "deepspeed": _MOVES,
+    "fsdp": _MOVES,
+    "fsdp_config": _MOVES,
+    "tensor_parallel_size": "spreads weights over several devices",
+    "load_in_8bit": _QUANTISES,
+    "load_in_4bit": _QUANTISES,
+    "gptq": _QUANTISES,
+    "model_quantization_config": _QUANTISES,
+    "quantize_moe_experts": _QUANTISES,
+    "gpu_memory_limit": _PLACES,
+    "max_memory": _PLACES,
+    "device_map": _PLACES,
+}
+#: Values of them that do.
+_HARMLESS: Final = {"tensor_parallel_size": 1, "device_map": "cpu"}
+
+
+class DynswapArgs(BaseModel):  # type: ignore[misc]
+    """The key ``dynswap`` of a YAML file: options of `dynswap_ext.install`, but for `device` and `dtype`."""
+
+    dynswap: dict[str, Any] | None = None
+
+    @field_validator("dynswap")  # type: ignore[untyped-decorator]
+    @classmethod
+    def check_dynswap(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
+        """Check the names and the values, before anything is loaded."""
+        try:
+            refuse_unknown("dynswap", options or (), _OPTIONS)
+        except TypeError as error:
+            raise ConfigError(str(error)) from None  # pydantic names the key only for errors of this kind
+        config.resolve(**(options or {}))
+        return options
+
+    @model_validator(mode="before")  # type: ignore[untyped-decorator]
+    @classmethod
+    def check_keys_beside_dynswap(cls, data: dict[str, Any]) -> dict[str, Any]:
+        """Refuse what does not go with weights that stream, and have axolotl load them on the host."""
+        for key, what in _OTHERS.items():
+            if data.get(key) not in (None, False, _HARMLESS.get(key)):
+                raise ConfigError(f"{key} {what}: leave {key} out, or remove DynswapPlugin from plugins")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            raise ConfigError(
+                "axolotl runs in several processes, and DynswapPlugin streams to one device; set "
+                "CUDA_VISIBLE_DEVICES=0, or pass --num-processes 1"
+            )
+        data["device_map"] = "cpu"
+        return data
+
+
+class DynswapPlugin(BasePlugin):  # type: ignore[misc]
+    """Installs the model that axolotl trains: ``plugins: [dynswap_ext.integrations.axolotl.DynswapPlugin]``.
+
+    The key ``dynswap`` has the options of `dynswap_ext.install`. `budget` is ``"auto"`` unless it is given.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._handles: list[Handle] = []  # one, or two with a reference model
+        self._fusion = MappedFusion()
+
+    def get_input_args(self) -> str:
+        """Return the name of the class that checks the keys."""
+        return f"{__name__}.{DynswapArgs.__name__}"
+
+    def pre_model_load(self, cfg: Any) -> None:
+        """Have weights that are fused while they are loaded mapped, too."""
+        self._fusion.__enter__()  # type: ignore[no-untyped-call]
+
+    def post_model_build(self, cfg: Any, model: Any) -> None:
+        """End that: the model is loaded."""
+        self._fusion.__exit__(None, None, None)
+
+    def pre_lora_load(self, cfg: Any, model: Any) -> None:
+        """Install the model: Note [Loaded, installed, adapted]."""
+        options: Mapping[str, Any] = cfg.dynswap or {}
+        self._handles.append(install(model, **{"budget": "auto", **options}))
+
+    def post_train(self, cfg: Any, model: Any) -> None:
+        """Log the report and uninstall the model, which is saved next; axolotl calls this twice."""
+        while self._handles:
+            handle = self._handles.pop()
+            LOG.info("dynswap:\n%s", handle.report())
+            handle.uninstall()
