@@ -53,6 +53,8 @@ _OTHERS: Final = {
 }
 #: Values of them that do.
 _HARMLESS: Final = {"tensor_parallel_size": 1, "device_map": "cpu"}
+#: axolotl turns these on by itself. They keep every weight of the base from forward to backward.
+_KERNELS: Final = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 
 class DynswapArgs(BaseModel):  # type: ignore[misc]
@@ -101,6 +103,12 @@ class DynswapPlugin(BasePlugin):  # type: ignore[misc]
     def get_input_args(self) -> str:
         """Return the name of the class that checks the keys."""
         return f"{__name__}.{DynswapArgs.__name__}"
+
+    def register(self, cfg: dict[str, Any]) -> None:
+        """Turn the kernels off that the file does not turn on, before axolotl checks the file."""
+        for name in _KERNELS:
+            if cfg.get(name) is None:
+                cfg[name] = False
 
     def pre_model_load(self, cfg: Any) -> None:
         """Have weights that are fused while they are loaded mapped, too."""

@@ -59,6 +59,11 @@ class DynswapCallback(Callback):  # type: ignore[misc]
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Have the strategy install the module, where it would move it: Note [In place of the move]."""
+        if not isinstance(trainer, Trainer):
+            raise ConfigError(
+                f"DynswapCallback is for the Trainer of lightning, and this one is that of "
+                f"{type(trainer).__module__.partition('.')[0]}; import lightning.pytorch in its place"
+            )
         if next(each for each in trainer.callbacks if isinstance(each, DynswapCallback)) is not self:
             return  # the program's own comes before that of `from_environment`
         strategy = trainer.strategy

@@ -103,6 +103,7 @@ def test_the_key_is_checked(provider: Provider) -> None:
     assert cfg.dynswap == {"budget": "6GiB", "prefetch": 3, "keep": ["*norm*"]} and cfg.device_map == "cpu"
     assert isinstance(base.PluginManager.get_instance().plugins[PLUGIN], base.BasePlugin)
     assert validated(dynswap=None).dynswap is None
+    assert cfg.lora_qkv_kernel is False and validated(lora_qkv_kernel=True).lora_qkv_kernel is True
     for given, message in (
         ({"buget": "6GiB"}, "'buget'. Did you mean 'budget'"),
         ({"budget": "6 apples"}, "budget is '6 apples'"),

@@ -232,6 +232,8 @@ def test_what_is_refused(provider: Provider, tmp_path: Path) -> None:
         trainer(provider, streaming(provider, budget="6 apples")).fit(module, loader())
     with pytest.raises(BudgetError, match="the smallest budget that works is"):
         trainer(provider, streaming(provider, budget=2000)).fit(module, loader())
+    with pytest.raises(ConfigError, match="the Trainer of lightning, and this one is that of torch"):
+        streaming(provider).setup(nn.Module(), module, "fit")  # pytorch_lightning's is another
     several = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
     callback = streaming(provider)
     several.callbacks.append(callback)
