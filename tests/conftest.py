@@ -110,6 +110,20 @@ class Provider:
         moved = testing.moved(model, self.device, dtype)
         return moved, self.install(model, dtype=dtype, **options)
 
+    def smallest_budget(self, model: nn.Module, **options: Any) -> int:
+        """Return the smallest budget that works, as the refusal of another one names it."""
+        with pytest.raises(dynswap_ext.BudgetError) as refused:
+            self.install(model, budget=1, **options)
+        smallest = refused.value.smallest_bytes
+        assert smallest is not None
+        return smallest
+
+    def assert_as_masters(self, model: nn.Module, x: torch.Tensor) -> None:
+        """Assert that a call gives what a moved copy of the masters gives, as they are now."""
+        dtype = x.dtype if x.is_floating_point() else torch.float64
+        with torch.no_grad():
+            testing.assert_bit_equal(model(x), testing.moved(model, self.device, dtype)(x), "output")
+
     def randn(self, *shape: int, dtype: torch.dtype = torch.float64, seed: int = 7) -> torch.Tensor:
         """The same values on every device."""
         generator = torch.Generator().manual_seed(seed)
@@ -374,6 +388,15 @@ def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
     """A GPU, the pretend one or a real one, with each provider."""
     with under_test(request.param, request.node) as each:
         yield Gpu(each)
+
+
+@pytest.fixture
+def gives_way(gpu: Gpu) -> Iterator[None]:
+    """Residents give way there to whatever runs out of memory, under a cap that a test may set."""
+    if not gpu.native:
+        pytest.skip("the pure-Python provider's residents do not give way")
+    yield
+    gpu.uncap()
 
 
 @pytest.fixture

@@ -8,6 +8,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -58,6 +59,24 @@ class Gain(nn.Module):
 def gains(layers: int, seed: int = 0) -> nn.Sequential:
     torch.manual_seed(seed)
     return nn.Sequential(*(Gain() for _ in range(layers))).requires_grad_(False)
+
+
+#: For tests that are exact to the byte of what a device's allocator has, and of what it asks for.
+only_pretended_cuda = pytest.mark.skipif(
+    not pretend_cuda.active() or pretend_cuda.device_type() != "cuda",
+    reason="needs a CUDA device whose memory is capped: the pretend one",
+)
+
+
+#: A layer of `layers`: its width and its bytes, of which weight and bias are both multiples of an alignment.
+CAPPED_WIDTH = 256
+CAPPED_LAYER = CAPPED_WIDTH * CAPPED_WIDTH * 4 + CAPPED_WIDTH * 4
+
+
+def layers(count: int = 16, seed: int = 0) -> nn.Sequential:
+    """Layers whose bytes can be counted under a cap on memory."""
+    torch.manual_seed(seed)
+    return nn.Sequential(*(nn.Linear(CAPPED_WIDTH, CAPPED_WIDTH) for _ in range(count))).requires_grad_(False)
 
 
 def cap(size: int) -> None:
@@ -206,4 +225,7 @@ class Gpu:
         try:
             yield
         finally:
-            self._module.set_per_process_memory_fraction(1.0, self.device)
+            self.uncap()
+
+    def uncap(self) -> None:
+        self._module.set_per_process_memory_fraction(1.0, self.device)

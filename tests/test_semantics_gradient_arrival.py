@@ -16,6 +16,7 @@ from torch import nn
 from conftest import Provider
 from dynswap_ext import testing
 from sample_models import mlp
+from threads import in_threads
 
 N = 16
 
@@ -124,23 +125,14 @@ def test_two_backward_passes_through_the_same_nodes(provider: Provider) -> None:
     masters = list(model.parameters())
     xs = [provider.randn(4, N, seed=seed) for seed in range(4)]
     alone = [torch.autograd.grad(model(x).square().sum(), masters) for x in xs]
-    failures: list[str] = []
 
     def work(index: int) -> None:
-        try:
-            for _ in range(6):
-                found = torch.autograd.grad(model(xs[index]).square().sum(), masters)
-                for one, other in zip(found, alone[index], strict=True):
-                    testing.assert_bit_equal(one, other)
-        except BaseException as error:
-            failures.append(repr(error))
+        for _ in range(6):
+            found = torch.autograd.grad(model(xs[index]).square().sum(), masters)
+            for one, other in zip(found, alone[index], strict=True):
+                testing.assert_bit_equal(one, other)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(len(xs))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures
+    in_threads(work, len(xs))
 
 
 def test_a_graph_that_is_kept(provider: Provider) -> None:

@@ -21,6 +21,7 @@ import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
 from dynswap_ext._swap.parameter_proxy import plain_tensor_of
+from threads import at_once, repeated
 
 WIDTH = 24
 Action = Callable[["Layers"], None]
@@ -226,11 +227,7 @@ def test_writes_on_what_two_threads_read_first_reach_the_master(provider: Provid
         model = Counter().eval()
         handle = provider.install(model, dtype=torch.float64, budget="1GiB")
         model.barrier = threading.Barrier(2)
-        threads = [threading.Thread(target=model) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        at_once(model, model)
         model.barrier, model.add = None, 1.0
         with torch.no_grad():
             for _ in range(3):
@@ -245,20 +242,12 @@ def test_threads_run_while_masters_are_written_and_replaced(provider: Provider) 
     model = Layers()
     provider.install(model, dtype=torch.float64, budget="1GiB")
     x = provider.randn(2, WIDTH)
-    stop, failed = threading.Event(), []
 
-    def work() -> None:
-        try:
-            with torch.no_grad():
-                while not stop.is_set():
-                    model(x)
-        except Exception as error:
-            failed.append(error)
+    def work(_: int) -> None:
+        with torch.no_grad():
+            model(x)
 
-    threads = [threading.Thread(target=work) for _ in range(3)]
-    for thread in threads:
-        thread.start()
-    try:
+    with repeated(work, 3):
         for index in range(60 if provider.device.type == "cpu" else 20):
             with torch.no_grad():
                 (write_silently if index % 2 else write)(model)
@@ -268,13 +257,7 @@ def test_threads_run_while_masters_are_written_and_replaced(provider: Provider) 
                 model.first().mul_(1 / 3)
             model(x).sum().backward()
             assert model.first().grad is not None, f"change {index}"
-    finally:
-        stop.set()
-        for thread in threads:
-            thread.join()
-    assert not failed, failed
-    with torch.no_grad():
-        testing.assert_bit_equal(model(x), testing.moved(model, provider.device, torch.float64)(x))
+    provider.assert_as_masters(model, x)
 
 
 def test_a_resident_returns_to_its_place_when_its_outdated_tensor_dies(provider: Provider) -> None:

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import gc
 import re
-import sys
 import threading
 import warnings
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -17,26 +14,9 @@ from torch import nn
 from conftest import Provider
 from dynswap_ext import BudgetError, testing
 from sample_models import mlp
+from threads import THREADS, in_threads
 
-THREADS, PASSES = 4, 25
-
-
-def in_threads(work: Callable[[int], None], count: int = THREADS) -> None:
-    """Run in threads that begin together; raise what any of them raised."""
-    barrier = threading.Barrier(count)
-
-    def run(index: int) -> None:
-        barrier.wait()
-        work(index)
-
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        with ThreadPoolExecutor(count) as pool:
-            for result in [pool.submit(run, index) for index in range(count)]:
-                result.result(timeout=120)
-    finally:
-        sys.setswitchinterval(interval)
+PASSES = 25
 
 
 @pytest.mark.filterwarnings("ignore:the budget of:dynswap_ext.DynswapWarning")

@@ -19,7 +19,7 @@ from dynswap_ext import testing
 from dynswap_ext._swap.class_swap import is_swap_class
 from dynswap_ext._util.peak_memory import resident_bytes
 from sample_models import Recurrent, TinyTransformer, mlp, trace
-from test_semantics_threads import in_threads
+from threads import in_threads
 
 
 def step(model: nn.Module, x: torch.Tensor) -> torch.Tensor:

@@ -3,40 +3,20 @@
 from __future__ import annotations
 
 import itertools
-import random
-from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
 
 import dynswap_ext
-from gpu_under_test import Gpu, cap
+import pretend_cuda
+from gpu_under_test import CAPPED_LAYER as LAYER
+from gpu_under_test import CAPPED_WIDTH as WIDTH
+from gpu_under_test import cap, layers, only_pretended_cuda
 
-pretend_cuda = pytest.importorskip("pretend_cuda")
-pytestmark = pytest.mark.skipif(
-    not pretend_cuda.active() or pretend_cuda.device_type() != "cuda",
-    reason="needs a CUDA device whose memory is capped: the pretend one",
-)
+pytestmark = [only_pretended_cuda, pytest.mark.usefixtures("gives_way")]
 
 DEVICE = "cuda:0"
-WIDTH = 256
-#: Of one layer: weight and bias, each rounded up as the engine lays them out.
-LAYER = WIDTH * WIDTH * 4 + WIDTH * 4
-LAYERS = 16
-
-
-@pytest.fixture(autouse=True)
-def _uncapped(gpu: Gpu) -> Iterator[None]:
-    if not gpu.native:
-        pytest.skip("the pure-Python provider's residents do not give way")
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def layers(count: int = LAYERS, seed: int = 0) -> nn.Module:
-    torch.manual_seed(seed)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(count))).requires_grad_(False)
 
 
 def expected(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
@@ -70,16 +50,6 @@ def test_an_activation_spike_takes_the_residents_memory() -> None:
         assert torch.equal(run(model, small), answers[0])
         assert handle.tuning is not None and handle.tuning.given_way_bytes == after.given_way_bytes
     assert pretend_cuda.violations() == []
-
-
-def test_without_automatic_residents_the_spike_ends_the_call() -> None:
-    """What the tests above would be worth nothing without: the cap is one."""
-    model = layers()
-    cap(30 * LAYER)
-    with dynswap_ext.install(model, device=DEVICE, budget=18 * LAYER):
-        run(model, torch.randn(4, WIDTH))
-        with pytest.raises(torch.OutOfMemoryError):
-            run(model, torch.randn(8 * WIDTH, WIDTH))
 
 
 def test_blocks_that_the_allocator_joins_are_taken_back() -> None:
@@ -163,66 +133,6 @@ def test_training_while_something_grows() -> None:
                 grown.append(torch.empty(7 * LAYER, dtype=torch.uint8, device=DEVICE))
         # Inside a call, or between two, by a plan that found less memory: which of them is a matter of time.
         assert handle.stats().resident_groups < most
-
-
-@pytest.mark.parametrize("seed", range(30))
-@pytest.mark.slow
-def test_whatever_runs_with_the_minimum_runs_with_an_automatic_budget(seed: int) -> None:
-    """Random calls and foreign tensors: where `budget=None` raises no error, neither does "auto"."""
-    compare(seed)
-
-
-def compare(seed: int) -> tuple[bool, int]:
-    """Run one program with both; return whether the minimum ran, and the bytes that gave way."""
-    outcomes = []
-    for budget in (None, "auto"):
-        outcomes.append(_program(seed, budget))
-        torch.cuda.set_per_process_memory_fraction(1.0)
-        torch.cuda.empty_cache()
-    (minimum_ran, expected_results, _), (ran, results, gave_way) = outcomes
-    assert pretend_cuda.violations() == []
-    if minimum_ran:
-        assert ran, f"seed {seed}: the minimum runs, and the automatic budget runs out of memory"
-        assert all(torch.equal(a, b) for a, b in zip(expected_results, results, strict=True))
-    return minimum_ran, gave_way
-
-
-def _program(seed: int, budget: str | None) -> tuple[bool, list[torch.Tensor], int]:
-    draw = random.Random(seed)
-    count = draw.randint(1, 2)
-    models = [layers(draw.randint(6, 14), seed=i) for i in range(count)]
-    training = draw.random() < 0.3
-    for model in models:
-        model.requires_grad_(training)
-    cap(draw.randint(16, 64) * LAYER)
-    kept: list[torch.Tensor] = []
-    results: list[torch.Tensor] = []
-    handles: list[dynswap_ext.Handle] = []
-    ran = True
-    try:
-        handles += [dynswap_ext.install(model, device=DEVICE, budget=budget) for model in models]
-        for _ in range(draw.randint(4, 12)):
-            action = draw.random()
-            if action < 0.15:
-                kept.append(torch.empty(draw.randint(1, 10) * LAYER, dtype=torch.uint8, device=DEVICE))
-            elif action < 0.3 and kept:
-                kept.pop(draw.randrange(len(kept)))
-            else:
-                model = models[draw.randrange(count)]
-                rows = draw.choice((4, 4, 4, WIDTH, 3 * WIDTH, 6 * WIDTH, 10 * WIDTH))
-                x = torch.randn(rows, WIDTH, generator=torch.Generator().manual_seed(seed))
-                if training:
-                    model.zero_grad()
-                    model(x.to(DEVICE)).sum().backward()
-                    results += [p.grad.cpu() for p in model.parameters() if p.grad is not None]
-                else:
-                    results.append(run(model, x))
-    except (torch.OutOfMemoryError, dynswap_ext.errors.OutOfMemoryError):
-        ran = False
-    gave_way = sum(handle.stats().given_way_bytes for handle in handles)
-    for handle in handles:
-        handle.uninstall()
-    return ran, results, gave_way
 
 
 @pytest.mark.parametrize("seed, how", [(3, "late"), (5, "early")])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -11,30 +11,15 @@ import torch
 from torch import nn
 
 import dynswap_ext
-from gpu_under_test import Gpu, cap
+import pretend_cuda
+from gpu_under_test import CAPPED_LAYER as LAYER
+from gpu_under_test import CAPPED_WIDTH as WIDTH
+from gpu_under_test import cap, layers, only_pretended_cuda
 
-pretend_cuda = pytest.importorskip("pretend_cuda")
-pytestmark = pytest.mark.skipif(
-    not pretend_cuda.active() or pretend_cuda.device_type() != "cuda",
-    reason="needs a CUDA device whose memory is capped: the pretend one",
-)
+pytestmark = [only_pretended_cuda, pytest.mark.usefixtures("gives_way")]
 
 DEVICE = "cuda:0"
-WIDTH, LAYERS = 256, 12
-LAYER = WIDTH * WIDTH * 4 + WIDTH * 4
-
-
-@pytest.fixture(autouse=True)
-def _uncapped(gpu: Gpu) -> Iterator[None]:
-    if not gpu.native:
-        pytest.skip("the pure-Python provider's residents do not give way")
-    yield
-    torch.cuda.set_per_process_memory_fraction(1.0)
-
-
-def layers() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS))).requires_grad_(False)
+LAYERS = 12
 
 
 def spike(layer_count: int) -> None:
@@ -61,7 +46,7 @@ def beside(work: Callable[[], object]) -> None:
 
 @pytest.mark.parametrize("held", ["nothing", "a weight"])
 def test_what_a_graph_has_captured_does_not_give_way(held: str) -> None:
-    plain, model, x = layers(), layers(), torch.randn(4, WIDTH)
+    plain, model, x = layers(LAYERS), layers(LAYERS), torch.randn(4, WIDTH)
     cap(30 * LAYER)
     graph, part = torch.cuda.CUDAGraph(), model[:4]
     with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
@@ -86,7 +71,7 @@ def test_what_a_graph_has_captured_does_not_give_way(held: str) -> None:
 
 def test_nothing_gives_way_to_a_graphs_own_memory() -> None:
     """A graph's pool takes what the driver has: the blocks that it is given stay the graph's."""
-    plain, model, x = layers(), layers(), torch.randn(4, WIDTH)
+    plain, model, x = layers(LAYERS), layers(LAYERS), torch.randn(4, WIDTH)
     cap(30 * LAYER)
     with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
         settle(model, x)
@@ -100,7 +85,7 @@ def test_nothing_gives_way_to_a_graphs_own_memory() -> None:
 
 def test_another_thread_allocates_during_a_capture() -> None:
     """It borrows residents, and they come back: what that asks of the streams is legal during a capture."""
-    plain, model, x = layers(), layers(), torch.randn(4, WIDTH)
+    plain, model, x = layers(LAYERS), layers(LAYERS), torch.randn(4, WIDTH)
     cap(40 * LAYER)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
@@ -120,7 +105,7 @@ def test_another_thread_allocates_during_a_capture() -> None:
 
 def test_memory_that_runs_short_during_a_capture_ends_the_allocation_alone() -> None:
     """While anybody captures, torch gives nothing of its cache back: what residents lend is not enough."""
-    plain, model, x = layers(), layers(), torch.randn(4, WIDTH)
+    plain, model, x = layers(LAYERS), layers(LAYERS), torch.randn(4, WIDTH)
     cap(30 * LAYER)
     with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
         settle(model, x)
@@ -135,7 +120,7 @@ def test_memory_that_runs_short_during_a_capture_ends_the_allocation_alone() -> 
 
 def test_no_automatic_plan_ends_a_graph() -> None:
     """An automatic plan would put weights elsewhere: after a capture, only retune() makes one."""
-    model, x = layers(), torch.randn(4, WIDTH).to(DEVICE)
+    model, x = layers(LAYERS), torch.randn(4, WIDTH).to(DEVICE)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
         model(x)

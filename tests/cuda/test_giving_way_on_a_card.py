@@ -1,8 +1,8 @@
 """Residents give way under a real cap, at sizes for which torch's allocator takes blocks from the driver.
 
 The other tests of it are exact to the byte, which a device's allocator is not: it takes segments of 2 and 20
-MiB. With `PYTORCH_ALLOC_CONF=expandable_segments:True` these run over the allocator's other kind of segment:
-residents do not give way then (test_giving_way_expandable.py).
+MiB. With `PYTORCH_ALLOC_CONF=expandable_segments:True` they run over the allocator's other kind of segment.
+Residents do not give way then: memory that is lent would be used. See Note [When torch's allocator asks].
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -27,19 +28,33 @@ LAYERS, LAYER = 16, Gain.BYTES
 MIB = LAYER // 16
 WIDTH = LAYER // 4
 EXPANDABLE = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
-gives_way = pytest.mark.skipif(EXPANDABLE, reason="with expandable segments residents do not give way")
+only_fixed_segments = pytest.mark.skipif(
+    EXPANDABLE, reason="with expandable segments residents do not give way"
+)
 
 
 @pytest.fixture(autouse=True)
-def _segments_of_a_card(gpu: Gpu) -> Iterator[None]:
-    if not gpu.native:
-        pytest.skip("the pure-Python provider's residents do not give way")
+def _segments_of_a_card(gives_way: None) -> None:
     if pretend_cuda.active():
         pretend_cuda.faults().segment_bytes = 2 * MIB
-    yield
-    gc.collect()
-    torch.cuda.synchronize()
+
+
+@contextmanager
+def expandable_segments() -> Iterator[None]:
+    """Let the allocator take expandable segments, which it would else be told to by the environment."""
+    tell = getattr(torch._C, "_accelerator_getAllocatorSettings", str)  # torch 2.11 does not tell
+    before = tell()
     torch.cuda.empty_cache()
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    try:
+        yield
+    finally:
+        gc.collect()
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        if before:
+            torch._C._accelerator_setAllocatorSettings(before)
 
 
 def run(model: nn.Module, x: Tensor) -> Tensor:
@@ -60,7 +75,7 @@ def inputs(gpu: Gpu, *rows: int) -> list[Tensor]:
     return [gpu.provider.randn(count, WIDTH, dtype=torch.float32, seed=count) for count in rows]
 
 
-@gives_way
+@only_fixed_segments
 def test_an_activation_spike_takes_the_residents_memory(gpu: Gpu) -> None:
     model = gains(LAYERS)
     small, large = inputs(gpu, 1, 8)  # activations of 128 MiB, two of them at a time
@@ -90,24 +105,56 @@ def test_without_automatic_residents_the_spike_ends_the_call(gpu: Gpu) -> None:
             run(model, large)
 
 
-def test_memory_that_is_not_short_costs_no_resident(gpu: Gpu) -> None:
+@pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable segments"])
+def test_memory_that_is_not_short_costs_no_resident(gpu: Gpu, expandable: bool) -> None:
     """A cache that grows: each of its blocks is one that the allocator does not have."""
-    model = gains(LAYERS)
-    (x,) = inputs(gpu, 1)
-    (expected,) = answers(gpu, model, x)
-    with gpu.room_for(3 * LAYERS * LAYER), gpu.install(model, budget="auto") as handle:
-        for _ in range(3):
-            run(model, x)
-        before = handle.stats()
-        assert before.resident_groups == before.groups
-        kept = [torch.empty(size * MIB, dtype=torch.uint8, device=gpu.device) for size in (3, 12, 24, 36, 48)]
-        assert torch.equal(run(model, x), expected)
-        after = handle.stats()
-        assert after.given_way == 0 and after.bytes_moved == before.bytes_moved
-        del kept
+    with expandable_segments() if expandable else nullcontext():
+        model = gains(LAYERS)
+        (x,) = inputs(gpu, 1)
+        (expected,) = answers(gpu, model, x)
+        with gpu.room_for(4 * LAYERS * LAYER), gpu.install(model, budget="auto") as handle:
+            for _ in range(4):
+                assert torch.equal(run(model, x), expected)
+            before = handle.stats()
+            assert before.resident_groups == before.groups
+            sizes = (3, 12, 24, 36, 48, 72)
+            kept = [torch.empty(size * MIB, dtype=torch.uint8, device=gpu.device) for size in sizes]
+            for _ in range(4):
+                assert torch.equal(run(model, x), expected)
+            after = handle.stats()
+            assert after.given_way == 0 and after.resident_groups == before.resident_groups
+            assert after.bytes_moved == before.bytes_moved
+            del kept
 
 
-@gives_way
+def test_with_expandable_segments_the_call_ends_and_the_next_has_room(gpu: Gpu) -> None:
+    with expandable_segments():
+        model = gains(LAYERS)
+        small, large = inputs(gpu, 1, 8)
+        (expected,) = answers(gpu, model, small)
+        with gpu.room_for(LAYERS * LAYER + 96 * MIB), gpu.install(model, budget="auto") as handle:
+            for _ in range(4):
+                assert torch.equal(run(model, small), expected)
+            with pytest.raises(torch.OutOfMemoryError), pytest.warns(match="the next call has more room"):
+                run(model, large)
+            gc.collect()
+            for _ in range(4):
+                assert torch.equal(run(model, small), expected)
+            assert handle.stats().given_way == 0
+
+
+def test_the_report_says_so_of_expandable_segments_and_what_to_do(gpu: Gpu) -> None:
+    with expandable_segments():
+        handle = gpu.install(Gain(), budget="auto")
+        told = handle.report().giving_way
+        assert told is not None
+        assert told.startswith("give way to other weights only: with expandable segments")
+        assert "expandable_segments:False" in told
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
+        assert handle.report().giving_way == ""
+
+
+@only_fixed_segments
 def test_a_cache_that_grows_takes_residents_one_after_the_other(gpu: Gpu) -> None:
     model = gains(LAYERS)
     (x,) = inputs(gpu, 1)
@@ -125,7 +172,7 @@ def test_a_cache_that_grows_takes_residents_one_after_the_other(gpu: Gpu) -> Non
         assert torch.equal(run(model, x), expected)
 
 
-@gives_way
+@only_fixed_segments
 def test_training_under_a_cap(gpu: Gpu) -> None:
     """Gradients and what autograd keeps are memory that nobody has planned for."""
     model = gains(LAYERS).requires_grad_(True)

@@ -11,22 +11,12 @@ import torch
 from torch import nn
 
 import dynswap_ext
-from gpu_under_test import Gpu, cap
+from gpu_under_test import CAPPED_LAYER, CAPPED_WIDTH, cap, layers, only_pretended_cuda
 
-pretend_cuda = pytest.importorskip("pretend_cuda")
-pytestmark = pytest.mark.skipif(
-    not pretend_cuda.active() or pretend_cuda.device_type() != "cuda",
-    reason="needs a CUDA device of which the test may have its way: the pretend one",
-)
+pytestmark = [only_pretended_cuda, pytest.mark.usefixtures("gives_way")]
 
 DEVICE = "cuda:0"
 WIDTH = 64
-
-
-@pytest.fixture(autouse=True)
-def _native(gpu: Gpu) -> None:
-    if not gpu.native:
-        pytest.skip("the pure-Python provider's residents do not give way")
 
 
 def test_a_forked_child_can_drop_an_install_while_a_thread_of_the_parent_lends() -> None:
@@ -63,20 +53,15 @@ def test_nothing_gives_way_while_torch_takes_stack_traces(monkeypatch: pytest.Mo
     recorded = True
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: recorded, raising=False)
-    model = nn.Sequential(*(nn.Linear(256, 256) for _ in range(16))).requires_grad_(False)
-    layer = 256 * 257 * 4
-    x = torch.randn(4, 256, device=DEVICE)
+    model, x = layers(), torch.randn(4, CAPPED_WIDTH, device=DEVICE)
     with dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
         model(x)
-        cap(4 * layer)
-        try:
-            assert "torch records the history of its memory" in str(handle.report())
-            with pytest.raises(torch.OutOfMemoryError):
-                torch.empty(10 * layer, dtype=torch.uint8, device=DEVICE)
-            assert handle.stats().given_way == 0 < handle.stats().resident_groups
-            recorded = False
-            model(x)
-            torch.empty(10 * layer, dtype=torch.uint8, device=DEVICE)
-            assert handle.stats().given_way > 0
-        finally:
-            torch.cuda.set_per_process_memory_fraction(1.0)
+        cap(4 * CAPPED_LAYER)
+        assert "torch records the history of its memory" in str(handle.report())
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(10 * CAPPED_LAYER, dtype=torch.uint8, device=DEVICE)
+        assert handle.stats().given_way == 0 < handle.stats().resident_groups
+        recorded = False
+        model(x)
+        torch.empty(10 * CAPPED_LAYER, dtype=torch.uint8, device=DEVICE)
+        assert handle.stats().given_way > 0

@@ -1,14 +1,11 @@
 """Random programs of peft adapters: a plain model that was moved does the same, to the bit.
 
-The test runs a short, fixed set; with DYNSWAP_PROGRAMS_SECONDS it runs new ones for so long. A failure names
-the seed and the steps; `DYNSWAP_ADAPTERS_SEED=7` runs that program alone.
+A failure names the seed and the steps.
 """
 
 from __future__ import annotations
 
-import os
 import random
-import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +18,7 @@ import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
 from programs import bytes_of, library, llama
+from seeds import seeds
 
 peft = library("peft")
 
@@ -219,15 +217,5 @@ def run(provider: Provider, seed: int, folder: Path) -> None:
 @pytest.mark.filterwarnings("ignore")
 def test_random_adapters(provider: Provider, tmp_path: Path) -> None:
     warnings.simplefilter("ignore")
-    if only := os.environ.get("DYNSWAP_ADAPTERS_SEED"):
-        return run(provider, int(only), tmp_path)
-    seconds = float(os.environ.get("DYNSWAP_PROGRAMS_SECONDS", "0"))
-    if not seconds:
-        for seed in range(4):
-            run(provider, seed, tmp_path)
-        return None
-    end, seed = time.monotonic() + seconds, random.randrange(1 << 30)
-    while time.monotonic() < end:
+    for seed in seeds(range(4)):
         run(provider, seed, tmp_path)
-        seed += 1
-    return None

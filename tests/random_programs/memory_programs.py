@@ -1,32 +1,17 @@
 """Random programs under a cap on the device's memory: calls, spikes inside them, and tensors of others.
 
-    cd tests/random_programs
-    PYTHONPATH=../device python -m pretend_cuda python memory_programs.py --seeds 1000
-
 Each program runs three times: with `budget="minimum"` and all the memory that it likes, which shows how much
 that is; with `budget="minimum"` under a cap near that; and with `budget="auto"` under the same cap. If the
-second runs, the third has to, with equal results. Prints how many did, how often residents gave way, and each
-failure with its seed.
+second runs, the third has to, with equal results.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import os
 import random
-import sys
-import threading
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
-
-if __name__ == "__main__":
-    sys.path[:0] = [os.path.dirname(os.path.dirname(os.path.abspath(__file__)))]
-    import pretend_cuda
-
-    pretend_cuda.activate()
 
 import torch
 from torch import Tensor
@@ -34,12 +19,13 @@ from torch import Tensor
 import dynswap_ext
 import pretend_cuda
 from memory_models import Subject, subject
+from threads import at_once, in_threads
 
 DEVICE = "cuda:0"
 #: The least that the device's allocator asks of its driver, in bytes, to the scale of the models; 0: just
 #: what it needs. With segments it matters where blocks are, and an automatic budget cannot match the minimum
-#: to the last byte. So the minimum gets SPARE_SEGMENTS less (`--spare` says how many): with 3, the residents
-#: that had stayed left too many holes in one program of some 140.
+#: to the last byte. So the minimum gets SPARE_SEGMENTS less: with 3, the residents that had stayed left too
+#: many holes in one program of some 140.
 SEGMENTS = (0, 0, 8 << 10, 16 << 10)
 SPARE_SEGMENTS = 4
 OUT_OF_MEMORY = (torch.OutOfMemoryError, dynswap_ext.OutOfMemoryError)
@@ -152,20 +138,14 @@ class Run:
         """Call a model while another thread allocates and frees."""
         size, seed, each = draw.choice(self.sizes), draw.random(), draw.choice(self.subjects)
         beside = random.Random(seed)
-        over = threading.Event()
 
         def allocate() -> None:
             for _ in range(20):
                 block = torch.empty(beside.randint(1, self.unit), dtype=torch.uint8, device=DEVICE)
                 time.sleep(0.0005)
                 del block
-                if over.is_set():
-                    return
 
-        try:
-            self.together([allocate, lambda: self.results.append(each.step(size, DEVICE))], over)
-        finally:
-            over.set()
+        at_once(allocate, lambda: self.results.append(each.step(size, DEVICE)))
 
     def call_all_at_once(self, draw: random.Random) -> None:
         sizes = [draw.choice(self.sizes) for _ in self.subjects]
@@ -174,26 +154,8 @@ class Run:
         def call(i: int) -> None:
             results[i] = self.subjects[i].step(sizes[i], DEVICE)
 
-        self.together([lambda i=i: call(i) for i in range(len(sizes))])  # type: ignore[misc]
+        in_threads(call, len(sizes))
         self.results += [results[i] for i in range(len(sizes))]
-
-    @staticmethod
-    def together(works: list[Callable[[], None]], over: threading.Event | None = None) -> None:
-        errors: list[BaseException] = []
-
-        def guarded(work: Callable[[], None]) -> None:
-            try:
-                work()
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=guarded, args=(work,)) for work in works]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
 
 
 def run(seed: int, budget: str | None, cap: int | None) -> Outcome:
@@ -221,12 +183,12 @@ def run(seed: int, budget: str | None, cap: int | None) -> Outcome:
     return Outcome(ran, program.results, peak, *counts, told)
 
 
-def judge(seed: int, spare_segments: int = SPARE_SEGMENTS) -> Verdict:
+def judge(seed: int) -> Verdict:
     """Run one seed's program three times, and compare."""
     draw = random.Random(seed)
     pretend_cuda.reset(seed, draw.choice(("late", "early", "mixed")))
     pretend_cuda.faults().segment_bytes = draw.choice(SEGMENTS)
-    spare = spare_segments * 10 * pretend_cuda.faults().segment_bytes
+    spare = SPARE_SEGMENTS * 10 * pretend_cuda.faults().segment_bytes
     cap = spare + int(run(seed, None, None).peak * draw.choice((0.8, 0.9, 1.0, 1.0, 1.1, 1.3, 1.7, 2.5)))
     minimum = run(seed, None, cap - spare)
     automatic = run(seed, "auto", cap)
@@ -244,31 +206,3 @@ def judge(seed: int, spare_segments: int = SPARE_SEGMENTS) -> Verdict:
         if not all(torch.equal(a, b) for x, y in pairs for a, b in zip(x, y, strict=True)):
             verdict.failure = "other results"
     return verdict
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="random programs under a cap on memory")
-    parser.add_argument("--seeds", type=int, default=100)
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--spare", type=int, default=SPARE_SEGMENTS, help="segments less for the minimum")
-    options = parser.parse_args()
-    warnings.simplefilter("ignore")
-    begun, failures, minimum_ran, gave_way = time.monotonic(), 0, 0, 0
-    for seed in range(options.first, options.first + options.seeds):
-        verdict = judge(seed, options.spare)
-        minimum_ran += verdict.minimum_ran
-        gave_way += verdict.gave_way > 0
-        if verdict.failure:
-            failures += 1
-            print(f"FAILED: seed {seed}, segments {verdict.segment_bytes}: {verdict.failure}", flush=True)
-        if (seed + 1 - options.first) % 50 == 0 or seed + 1 == options.first + options.seeds:
-            print(
-                f"{seed + 1 - options.first} programs: {minimum_ran} run with the minimum, residents gave "
-                f"way in {gave_way}; {failures} failures; {time.monotonic() - begun:.0f} s",
-                flush=True,
-            )
-    return int(failures > 0)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

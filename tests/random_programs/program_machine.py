@@ -13,22 +13,18 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 import dynswap_ext
 import pretend_cuda
 from architectures import ARCHITECTURES, NARROW, WIDE
+from beside_calls import ACTIONS, Callers
 from conftest import Provider
 from handed_writes import HANDED_WRITES
 from master_writes import MASTER_WRITES, Dice
 from optimizers import OPTIMIZERS, SPARSE, trained
+from twins import OPTIONS
 from twins_written import WrittenTwins
 
 seeds = st.integers(0, 999)
 dice = st.builds(Dice, seeds)
 numbers = st.integers(0, 30)
-options = st.fixed_dictionaries(
-    {
-        "dtype": st.sampled_from([torch.float64, None, torch.bfloat16]),
-        "budget": st.sampled_from([None, 0.5, "1GiB", "auto"]),
-        "prefetch": st.integers(0, 3),
-    }
-)
+options = st.fixed_dictionaries({name: st.sampled_from(values) for name, values in OPTIONS.items()})
 optimizers = st.sampled_from(list(OPTIMIZERS))
 BETWEEN = ("nothing", "flush", "state_dict", "parameters", "evaluate", "uninstall", "backward")
 
@@ -106,11 +102,14 @@ class Programs(RuleBasedStateMachine):
     def functional_call(self, number: int, dice: Dice) -> None:
         self.twins.functional(number, dice)
 
-    @rule(seed=seeds, retune=st.booleans())
-    def run_in_threads(self, seed: int, retune: bool) -> None:
-        handle = self.twins.handle
-        retunes = retune and handle is not None
-        self.twins.in_threads(seed, handle.retune if retunes else lambda: None)
+    @rule(
+        seed=seeds,
+        actions=st.lists(st.tuples(st.sampled_from(list(ACTIONS)), dice, options), min_size=1, max_size=8),
+    )
+    def run_in_threads(self, seed: int, actions: list[tuple[str, Dice, dict[str, object]]]) -> None:
+        """Do something while other threads call the model, of which each call has to give what it gave."""
+        if not self.twins.kind.writes:
+            Callers(self.twins, seed).meanwhile(actions)
 
     # Training -----------------------------------------------------------------------------------------
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 from typing import TypeVar
@@ -16,6 +15,7 @@ from conftest import PRETEND, Provider, skip_or_fail
 from dynswap_ext import testing
 from not_yet import NOT_YET, waits
 from sample_models import mlp
+from threads import repeated
 
 Test = TypeVar("Test", bound=Callable[..., None])
 Mapped = Callable[[nn.Module], nn.Module]
@@ -24,13 +24,6 @@ Mapped = Callable[[nn.Module], nn.Module]
 def waiting_for(name: str) -> Callable[[Test], Test]:
     """Skip a program while NOT_YET has its entry."""
     return pytest.mark.skipif(waits(name), reason=NOT_YET.get(name, ""))
-
-
-def assert_as_moved(provider: Provider, model: nn.Module, x: torch.Tensor) -> None:
-    """Assert that the next call gives what a moved copy of the masters gives."""
-    with torch.no_grad():
-        found = model(x)
-        testing.assert_bit_equal(found, testing.moved(model, provider.device, x.dtype)(x), "output")
 
 
 # Writes on masters ------------------------------------------------------------------------------------
@@ -60,7 +53,7 @@ def test_a_frozen_master_is_swapped(provider: Provider) -> None:
     gc.collect()
     torch.utils.swap_tensors(master, nn.Parameter(torch.ones(8, 8), requires_grad=False))
     del master
-    assert_as_moved(provider, model, x)
+    provider.assert_as_masters(model, x)
 
 
 # Writes on what is handed out -------------------------------------------------------------------------
@@ -101,7 +94,7 @@ def test_a_part_of_a_large_tensor_that_is_held(provider: Provider, budget: str |
             held.data[row, 3] = 9.0
             model(x)
             assert model.state_dict()["2.weight"][row, 3] == 9.0
-            assert_as_moved(provider, model, x)
+            provider.assert_as_masters(model, x)
     del held
 
 
@@ -181,22 +174,16 @@ def test_retune_while_threads_run_the_model(provider: Provider) -> None:
     x = provider.randn(2, 24)
     with torch.no_grad():
         expected = moved(x)
-    wrong: list[BaseException] = []
+    outputs: list[torch.Tensor] = []
 
-    def run() -> None:
-        try:
-            with torch.no_grad():
-                for _ in range(100):
-                    testing.assert_bit_equal(model(x), expected)
-        except BaseException as error:
-            wrong.append(error)
+    def run(_: int) -> None:
+        with torch.no_grad():
+            outputs.append(model(x))
 
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    while any(thread.is_alive() for thread in threads):
-        handle.retune()
-    assert not wrong, wrong[0]
+    with repeated(run):
+        while len(outputs) < 200:
+            handle.retune()
+    testing.assert_bit_equal(outputs, [expected] * len(outputs))
 
 
 class Slides(nn.Module):

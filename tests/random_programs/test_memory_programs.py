@@ -1,48 +1,30 @@
-"""Random programs under a cap on memory: what runs with the minimum runs with an automatic budget.
-
-The test runs a short, fixed set; `make programs SECONDS=600` runs new ones until the time is over.
-"""
+"""Random programs under a cap on memory: what runs with the minimum runs with an automatic budget."""
 
 from __future__ import annotations
 
-import itertools
-import os
-import time
 import warnings
 
 import pytest
 
-from gpu_under_test import Gpu
+import pretend_cuda
+from gpu_under_test import only_pretended_cuda
+from memory_programs import judge
+from seeds import SECONDS, seeds
 
-pretend_cuda = pytest.importorskip("pretend_cuda")
-pytestmark = pytest.mark.skipif(
-    not pretend_cuda.active() or pretend_cuda.device_type() != "cuda",
-    reason="needs a CUDA device whose memory is capped: the pretend one",
-)
+pytestmark = [only_pretended_cuda, pytest.mark.usefixtures("gives_way")]
 
-SECONDS = float(os.environ.get("DYNSWAP_PROGRAMS_SECONDS", "0"))
 #: Residents give way in most of these.
 SHORT = (1, 2, 0, 5, 17, 27, 30, 34, 35, 40, 41, 43)
 
 
-def test_what_runs_with_the_minimum_runs_with_an_automatic_budget(gpu: Gpu) -> None:
-    if not gpu.native:
-        pytest.skip("the pure-Python provider's residents do not give way")
-    from memory_programs import judge
-
-    end = time.monotonic() + SECONDS
-    seeds = itertools.count(time.time_ns() // 1_000_000) if SECONDS else iter(SHORT)
-    minimum_ran = gave_way = done = 0
+def test_what_runs_with_the_minimum_runs_with_an_automatic_budget() -> None:
+    verdicts = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for seed in seeds:
-            verdict = judge(seed)
-            assert not verdict.failure, f"seed {seed}: {verdict.failure}"
-            done += 1
-            minimum_ran += verdict.minimum_ran
-            gave_way += verdict.gave_way > 0
-            if SECONDS and done >= len(SHORT) and time.monotonic() > end:
-                break
+        for seed in seeds(SHORT):
+            verdicts.append(judge(seed))
+            assert not verdicts[-1].failure, f"seed {seed}: {verdicts[-1]}"
     pretend_cuda.reset()
-    often = done // 8 if SECONDS else done // 2
-    assert minimum_ran > done // 2 and gave_way > often, (done, minimum_ran, gave_way)
+    if len(verdicts) >= len(SHORT):
+        assert sum(each.minimum_ran for each in verdicts) > len(verdicts) // 2
+        assert sum(each.gave_way > 0 for each in verdicts) > len(verdicts) // (8 if SECONDS else 2)

@@ -8,7 +8,7 @@ and its gradients, then go back to the plain masters.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,13 @@ from dynswap_ext import checkpoint, testing
 from dynswap_ext._swap.changed_elements import bits
 from master_writes import Place
 
+#: What options of an install are drawn from.
+OPTIONS: dict[str, Sequence[Any]] = {
+    "dtype": [torch.float64, None, torch.bfloat16],
+    "budget": [None, 0.5, "1GiB", "auto"],
+    "prefetch": range(4),
+    "pin": ["auto", True, False, 100_000],
+}
 _LOG = os.environ.get("DYNSWAP_PROGRAMS_LOG")
 
 
@@ -86,7 +93,12 @@ class Twins:
         self.handle = self.fitting(options)
         self.options, self.cast = options, options.get("dtype")
 
-    def fitting(self, options: dict[str, Any]) -> dynswap_ext.Handle:
+    def installed(self, options: dict[str, Any], what: Any = None) -> dynswap_ext.Handle:
+        """Install the model, or what is given, as the program's provider has it."""
+        where = {"device": self.provider.device, "provider": self.provider.backend}
+        return dynswap_ext.install(self.model if what is None else what, **{**where, **options})
+
+    def fitting(self, options: dict[str, Any], what: Any = None) -> dynswap_ext.Handle:
         """Install, with a float as a share of the weights' bytes, or with the budget that the error names."""
         given = dict(options)
         if isinstance(given.get("budget"), float):
@@ -94,12 +106,10 @@ class Twins:
             given["budget"] = int(
                 given["budget"] * itemsize * sum(p.numel() for p in self.plain.parameters())
             )
-        where = {"device": self.provider.device, "provider": self.provider.backend}
         try:
-            return dynswap_ext.install(self.model, **where, **given)
+            return self.installed(given, what)
         except dynswap_ext.BudgetError as error:
-            given["budget"] = error.smallest_bytes
-            return dynswap_ext.install(self.model, **where, **given)
+            return self.installed({**given, "budget": error.smallest_bytes}, what)
 
     def rounds(self, dtype: torch.dtype | None) -> bool:
         """Whether masters would round the statistics; streamed ones are rounded then, residents are not."""

@@ -1,15 +1,13 @@
-"""Does to both models what is not a call or a training step: writes, copies, functional calls, threads."""
+"""Does to both models what is not a call or a training step: writes, copies, functional calls."""
 
 from __future__ import annotations
 
 import copy
 import gc
-import threading
 import weakref
 from collections.abc import Callable
 
 import torch
-from torch import Tensor
 
 import dynswap_ext
 from dynswap_ext import testing
@@ -207,36 +205,3 @@ class WrittenTwins(Twins):
             self.bring_home(stand_in)
         self.pending |= self.kind.writes
         testing.assert_bit_equal(outputs[1], outputs[0], "output of functional_call")
-
-    def in_threads(self, seed: int, meanwhile: Callable[[], None] = lambda: None) -> None:
-        """Evaluate in two threads at once, while this one calls `meanwhile`."""
-        if self.kind.writes:
-            return
-        say("threads", seed)
-        self.model.eval()
-        self.plain.eval()
-        stand_in = self.stand_in()
-        inputs = [self.input(seed + i) for i in range(2)]
-        with torch.no_grad():
-            expected = [stand_in(x) for x in inputs]
-        found: dict[int, list[Tensor]] = {0: [], 1: []}
-        errors: list[BaseException] = []
-
-        def run(index: int) -> None:
-            try:
-                with torch.no_grad():
-                    found[index] += [self.model(inputs[index]) for _ in range(3)]
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=run, args=(index,)) for index in found]
-        for thread in threads:
-            thread.start()
-        meanwhile()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        for index, outputs in found.items():
-            for output in outputs:
-                testing.assert_bit_equal(output, expected[index], f"output of thread {index}")
