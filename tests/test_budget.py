@@ -6,7 +6,6 @@ import gc
 import pickle
 import re
 import warnings
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -255,100 +254,6 @@ def test_residents_and_the_largest_weight_fit(sizes: list[int], budget: int, tog
     assert resident + max(streamed, default=0) <= budget
     assert not streamed or not resident or resident + together <= budget
     assert streamed == [] or sum(sizes) > budget
-
-
-E_DIM = 64
-#: Modules whose call needs several weights at once, and the call.
-AT_ONCE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, torch.Tensor], object]]] = {
-    "linear with a wide bias": (lambda: nn.Linear(1, 5000), lambda m, x: m(x[..., :1])),
-    "bilinear": (lambda: nn.Bilinear(E_DIM, E_DIM, 8), lambda m, x: m(x, x)),
-    "convolution": (lambda: nn.Conv1d(4, 4096, 3), lambda m, x: m(x[..., :4].transpose(1, 2))),
-    "layer norm": (lambda: nn.LayerNorm([3, E_DIM]), lambda m, x: m(x)),
-    "lstm": (lambda: nn.LSTM(E_DIM, E_DIM), lambda m, x: m(x)),
-    "lstm of two layers, both ways": (
-        lambda: nn.LSTM(E_DIM, E_DIM, 2, bidirectional=True, proj_size=7),
-        lambda m, x: m(x),
-    ),
-    "gru": (lambda: nn.GRU(E_DIM, E_DIM, 2), lambda m, x: m(x)),
-    "lstm cell": (lambda: nn.LSTMCell(E_DIM, E_DIM), lambda m, x: m(x[0])),
-    "attention": (lambda: nn.MultiheadAttention(E_DIM, 4), lambda m, x: m(x, x, x)),
-    "attention over other keys": (
-        lambda: nn.MultiheadAttention(E_DIM, 4, kdim=E_DIM // 2, vdim=E_DIM // 2),
-        lambda m, x: m(x, x[..., : E_DIM // 2], x[..., : E_DIM // 2]),
-    ),
-}
-
-
-class Several(nn.Module):
-    """Modules of one kind, one after the other, so that something streams."""
-
-    def __init__(self, kind: str) -> None:
-        super().__init__()
-        make, self.run = AT_ONCE[kind]
-        self.parts = nn.ModuleList(make() for _ in range(3))
-
-    def forward(self, x: torch.Tensor) -> list[object]:
-        return [self.run(part, x) for part in self.parts]
-
-
-@pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("kind", AT_ONCE)
-@pytest.mark.slow
-def test_the_smallest_budget_holds_what_one_call_needs(
-    provider: Provider, kind: str, dtype: torch.dtype, prefetch: int
-) -> None:
-    model = Several(kind)
-    with pytest.raises(BudgetError) as raised:
-        provider.install(model, dtype=dtype, budget=1)
-    smallest = raised.value.smallest_bytes
-    with pytest.raises(BudgetError):
-        provider.install(model, dtype=dtype, budget=smallest - 1)
-    moved, handle = provider.pair(model, dtype, budget=smallest, strict_budget=True, prefetch=prefetch)
-    x = provider.randn(5, 3, E_DIM, dtype=dtype)
-    with torch.no_grad():
-        for _ in range(3):
-            testing.assert_bit_equal(model(x), moved(x), "output")
-    stats = handle.stats()
-    assert stats.overflow_bytes == 0
-    assert stats.peak_bytes <= smallest
-    assert stats.bytes_moved > 0
-
-
-def test_weights_that_are_read_one_by_one_need_no_more_than_the_largest(provider: Provider) -> None:
-    class Chain(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.weights = nn.ParameterList(nn.Parameter(torch.randn(E_DIM, E_DIM)) for _ in range(5))
-            self.first = nn.Parameter(torch.randn(E_DIM, E_DIM))
-            self.second = nn.Parameter(torch.randn(E_DIM, E_DIM))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = x @ self.first
-            x = x @ self.second
-            for i in range(5):
-                x = x @ self.weights[i]
-            return x
-
-    model = Chain()
-    one = E_DIM * E_DIM * 8
-    moved, handle = provider.pair(model, budget=one + SLACK, strict_budget=True)
-    x = provider.randn(2, E_DIM)
-    with torch.no_grad():
-        testing.assert_bit_equal(model(x), moved(x))
-    assert handle.stats().overflow_bytes == 0
-
-
-def test_a_container_with_a_buffer_of_its_own_is_not_one_unit(provider: Provider) -> None:
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6))).eval()
-    model.register_buffer("mean", torch.zeros(WIDTH))
-    with pytest.raises(BudgetError) as raised:
-        provider.install(model, dtype=torch.float64, budget=1)
-    assert raised.value.smallest_bytes <= LAYER + SLACK
-    moved, _ = provider.pair(model, budget=raised.value.smallest_bytes, strict_budget=True)
-    x = provider.randn(2, WIDTH)
-    with torch.no_grad():
-        testing.assert_bit_equal(model(x), moved(x))
 
 
 def test_what_the_budget_has_room_for_is_no_overflow(provider: Provider) -> None:

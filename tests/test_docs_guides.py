@@ -17,7 +17,6 @@ from torch import nn
 
 import dynswap_ext
 from dynswap_ext import checkpoint
-from dynswap_ext.profile.recording import CAUSES
 from pages import run_page
 
 ROOT = Path(__file__).parents[1]
@@ -92,13 +91,6 @@ def test_troubleshooting_runs(names: dict[str, Any], capsys: pytest.CaptureFixtu
     assert run_page(GUIDES / "troubleshooting.md", names, capsys) > 6
     assert names["handle"].stats().bytes_moved > 0
     dynswap_ext.uninstall(names["model"])
-
-
-def test_troubleshooting_has_every_cause() -> None:
-    page = (GUIDES / "troubleshooting.md").read_text()
-    table = page.partition("| cause |")[2].partition("\n\n")[0]
-    rows = re.findall(r"^\| ([\w -]+?) \| ", table, re.MULTILINE)
-    assert [row for row in rows if row != "---"] == list(CAUSES)
 
 
 @pytest.mark.parametrize(

@@ -119,20 +119,6 @@ def test_deleting_an_installed_model_frees_it_without_a_collection(provider: Pro
         gc.enable()
 
 
-def test_a_part_that_outlives_the_model(provider: Provider) -> None:
-    model = mlp()
-    moved = testing.moved(model, provider.device, torch.float64)
-    handle = provider.install(model, dtype=torch.float64)
-    part = model[0]
-    del model
-    gc.collect()
-    x = provider.randn(2, 16)
-    testing.assert_bit_equal(part(x), moved[0](x))
-    assert handle.stats().bytes_moved > 0
-    dynswap_ext.uninstall(part)
-    assert type(part) is nn.Linear
-
-
 def test_a_second_install_replaces_the_first(provider: Provider) -> None:
     model = mlp()
     before = trace(model)

@@ -46,14 +46,6 @@ def test_its_handle_gives_them_back(provider: Provider) -> None:
     handle.uninstall()
 
 
-def test_a_with_block(provider: Provider) -> None:
-    a, b = mlp(), mlp()
-    before = trace(a), trace(b)
-    with installed_over(provider, a, b) as handle:
-        assert dynswap_ext.is_installed(a) and handle.active
-    assert (trace(a), trace(b)) == before
-
-
 def test_parts_at_any_depth(provider: Provider) -> None:
     model = nn.Sequential(mlp(), nn.Sequential(mlp(), mlp()))
     kept = [model[0][0], model[1][1]]

@@ -33,11 +33,13 @@ class Counter(nn.Module):
         self.register_buffer("count", torch.zeros((), dtype=torch.int64))
         self.register_buffer("mean", torch.zeros(4))
         self.register_buffer("last", torch.zeros(4), persistent=False)
+        self.register_buffer("calls", torch.zeros((), dtype=torch.int64), persistent=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.count += 1
         self.mean.lerp_(x.detach().mean(0), 0.5)
         self.last = x.detach()[-1]
+        self.calls = self.calls + 1
         return x - self.mean
 
 
@@ -52,6 +54,7 @@ def test_in_place_and_assigned_buffers(provider: Provider, training: bool) -> No
     torch.testing.assert_close(model.get_buffer("mean"), moved.mean.float().cpu(), rtol=1e-6, atol=1e-6)
     # What takes a master's place is kept as the master was.
     testing.assert_bit_equal(model.get_buffer("last"), moved.last.float().cpu())
+    testing.assert_bit_equal(model.get_buffer("calls"), torch.tensor(3))
     assert set(model.state_dict()) == {"count", "mean"}
 
 

@@ -150,23 +150,17 @@ def test_a_write_beside_a_plain_model(
 # What the table does not say -------------------------------------------------------------------------
 
 
-def assert_as_masters(provider: Provider, model: nn.Module, x: Tensor) -> None:
-    dtype = x.dtype if x.is_floating_point() else torch.float64
-    with torch.no_grad():
-        testing.assert_bit_equal(model(x), testing.moved(model, provider.device, dtype)(x))
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
 @BUDGETS
 def test_other_dtypes(provider: Provider, dtype: torch.dtype, budget: str | None) -> None:
     model = Uses(50_000, dtype=dtype)
     handle = provider.install(model, dtype=torch.float32, budget=budget)
     x = provider.randn(50_000, dtype=torch.float32)
-    assert_as_masters(provider, model, x)
+    provider.assert_as_masters(model, x)
     for at in (7, 33_333):
         written = slice(at, at + 1 if provider.sees_every_write(handle) else None)
         WRITES["data"](model._parameters["weight"], written)
-        assert_as_masters(provider, model, x)
+        provider.assert_as_masters(model, x)
 
 
 @BUDGETS
@@ -178,7 +172,7 @@ def test_a_mapped_master_and_its_neighbours(provider: Provider, mapped: Mapped, 
 
     def look() -> None:
         for layer, x in zip(model, xs, strict=True):
-            assert_as_masters(provider, layer, x)
+            provider.assert_as_masters(layer, x)
 
     look()
     for layer in model:
@@ -212,7 +206,7 @@ def test_steps_that_write_few_rows(provider: Provider, optimizer: str, budget: s
     step = OPTIMIZERS[optimizer](list(model.parameters()))
     tokens = torch.arange(100, 108, device=provider.device)
     for _ in range(6):
-        assert_as_masters(provider, model, tokens)
+        provider.assert_as_masters(model, tokens)
         step.zero_grad()
         model(tokens).square().sum().backward()
         step.step()
@@ -224,7 +218,7 @@ def test_the_layout_of_a_master(provider: Provider, budget: str | None) -> None:
     model = nn.Linear(24, 24)
     provider.install(model, dtype=torch.float64, budget=budget)
     x = provider.randn(2, 24)
-    assert_as_masters(provider, model, x)
+    provider.assert_as_masters(model, x)
     master = model._parameters["weight"]
     for layout in (
         lambda t: t.t(),
@@ -233,7 +227,7 @@ def test_the_layout_of_a_master(provider: Provider, budget: str | None) -> None:
         lambda t: t.t().view(12, 48).view(24, 24),
     ):
         master.data = layout(master.data)
-        assert_as_masters(provider, model, x)
+        provider.assert_as_masters(model, x)
 
 
 def test_nothing_is_moved_again_for_a_look(provider: Provider) -> None:
@@ -241,12 +235,12 @@ def test_nothing_is_moved_again_for_a_look(provider: Provider) -> None:
     model = nn.Sequential(*(Uses(50_000) for _ in range(3)))
     handle = provider.install(model, dtype=torch.float64, budget="1GiB")
     x = provider.randn(50_000)
-    assert_as_masters(provider, model, x)
+    provider.assert_as_masters(model, x)
     moved = handle.stats().bytes_moved
     for _ in range(3):
         model.state_dict()
         [p.detach().numpy().sum() for p in model.parameters()]
-        assert_as_masters(provider, model, x)
+        provider.assert_as_masters(model, x)
     assert handle.stats().bytes_moved == moved
 
 
@@ -261,7 +255,7 @@ def test_two_installs_over_the_same_memory(provider: Provider) -> None:
         written = slice(at, at + 1 if provider.sees_every_write(*handles) else None)
         WRITES["data"](one._parameters["weight"], written)
         for model in (other, one):
-            assert_as_masters(provider, model, x)
+            provider.assert_as_masters(model, x)
 
 
 @pytest.mark.filterwarnings("error:what was written:dynswap_ext.DynswapWarning")
@@ -290,12 +284,12 @@ def test_the_first_write_after_new_data(provider: Provider, budget: str | None, 
     model = nn.Sequential(Uses(size), Uses(size))
     provider.install(model, dtype=torch.float64, budget=budget)
     x = provider.randn(size)
-    assert_as_masters(provider, model, x)
+    provider.assert_as_masters(model, x)
     for number in range(2):
         for layer in model:
             master = layer._parameters["weight"]
             master.data = torch.cat([master.detach(), torch.ones(3 * number)])[:size]
-        assert_as_masters(provider, model, x)
+        provider.assert_as_masters(model, x)
         for _ in range(3):
             model[0]._parameters["weight"].data.mul_(0.5)
-            assert_as_masters(provider, model, x)
+            provider.assert_as_masters(model, x)

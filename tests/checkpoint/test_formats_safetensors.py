@@ -74,6 +74,8 @@ HEADERS: dict[str, tuple[object, str]] = {
     "same bytes": ({"a": _tensor(), "weight": _tensor()}, "'weight' overlaps 'a'"),
     "gap before": ({"weight": _tensor((1,), (4, 8))}, "'weight' leaves 4 bytes unused after the header"),
     "gap behind": ({"weight": _tensor((1,), (0, 4))}, "4 bytes follow 'weight'"),
+    "offsets and shape": ({"weight": _tensor(offsets=(0, 4))}, "weight.*disagree"),
+    "a length below zero": ({"weight": _tensor((-1,), (4, 0))}, "weight.*length -1"),
     "past the end": ({"weight": _tensor((4,), (0, 16))}, "cut short.*needs"),
     "far past the end": ({"weight": _tensor((1 << 60,), (0, 1 << 62))}, "cut short"),
     "metadata a list": ({"__metadata__": [1], "weight": _tensor()}, "__metadata__.*object of text"),
@@ -134,7 +136,7 @@ def test_bad_header(case: str, tmp_path: Path) -> None:
 )
 def test_bad_listing(listing: object, tmp_path: Path) -> None:
     path = _write(tmp_path / "w", {"weight": listing})
-    refused(path, r"lists 'weight' as .*download or copy it again|cut short")
+    refused(path, r"lists 'weight' as .*cannot be mapped.*download or copy it again|cut short")
 
 
 def test_header_length_that_is_a_lie(tmp_path: Path) -> None:

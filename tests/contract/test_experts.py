@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import threading
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -16,6 +15,7 @@ from torch import nn
 from conftest import PRETEND, Provider
 from dynswap_ext import BudgetError, DynswapWarning, testing
 from sample_experts import BY_CHOICE, EXPERTS, HIDDEN, READS, WIDTH, Fused, Mixture, OneByOne, choices
+from threads import in_threads
 
 #: On the CPU weights have to be cast, or nothing would have to move. The bus carries the masters' bytes.
 DTYPE = None if PRETEND else torch.float64
@@ -39,6 +39,12 @@ def bytes_on_device(model: nn.Module, provider: Provider) -> int:
     return sum(parameter.numel() for parameter in model.parameters()) * size
 
 
+def inputs(provider: Provider, tokens: int = 1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Tokens, and which experts each layer chooses for them."""
+    x = provider.randn(tokens, WIDTH, dtype=DTYPE or torch.float32, seed=seed)
+    return x, choices(tokens=tokens, seed=seed, device=provider.device)
+
+
 def only_native(provider: Provider) -> None:
     if not provider.native:
         pytest.skip("pure Python fetches fused experts whole, and other experts in their order")
@@ -55,8 +61,7 @@ def test_outputs_are_those_of_the_model_moved(
         model, dtype=DTYPE, budget=max(budget, 4 * bytes_on_device(KINDS[kind](), provider) // 3)
     )
     for step in range(4):
-        x = provider.randn(tokens, WIDTH, dtype=DTYPE or torch.float32, seed=step)
-        chosen = choices(tokens=tokens, seed=step, device=provider.device)
+        x, chosen = inputs(provider, tokens, step)
         with torch.no_grad():
             testing.assert_bit_equal(model(x, chosen), moved(x, chosen), f"step {step}")
 
@@ -70,9 +75,8 @@ def test_only_chosen_experts_move(provider: Provider, kind: str, budget: int) ->
     for step in range(20):
         if step == 4:
             handle.reset_stats()
-        x = provider.randn(1, WIDTH, dtype=DTYPE or torch.float32, seed=step)
         with torch.no_grad():
-            model(x, choices(seed=step, device=provider.device))
+            model(*inputs(provider, seed=step))
     stats = handle.stats()
     active = 3 * 2 * EXPERT * 4
     assert 0 < stats.bytes_moved / 16 <= active
@@ -100,8 +104,7 @@ def test_the_smallest_budget_is_far_less_than_a_fused_parameter(provider: Provid
     model = Mixture()
     moved = testing.moved(model, provider.device, DTYPE)
     handle = provider.install(model, dtype=DTYPE)
-    x = provider.randn(5, WIDTH, dtype=DTYPE or torch.float32)
-    chosen = choices(tokens=5, device=provider.device)
+    x, chosen = inputs(provider, 5)
     with torch.no_grad():
         testing.assert_bit_equal(model(x, chosen), moved(x, chosen))
     stats = handle.stats()
@@ -115,8 +118,7 @@ def test_gradients_are_those_of_the_model_moved(provider: Provider, kind: str, b
     options = {} if kind in ("all", "listed") else {"budget": budget}
     moved = testing.moved(model, provider.device, DTYPE)
     handle = provider.install(model, dtype=DTYPE, **options)
-    x = provider.randn(6, WIDTH, dtype=DTYPE or torch.float32)
-    chosen = choices(tokens=6, device=provider.device)
+    x, chosen = inputs(provider, 6)
     for each in (model, moved):
         each(x, chosen).square().mean().backward()
     assert_gradients_as_moved(model, moved)
@@ -140,8 +142,7 @@ def test_a_loop_over_experts_keeps_the_sign_of_a_zero_gradient(provider: Provide
 def test_a_frozen_parameter_gets_no_gradient_and_a_thawed_one_does(provider: Provider, budget: int) -> None:
     model = Mixture()
     provider.install(model, dtype=DTYPE, budget=budget)
-    x = provider.randn(2, WIDTH, dtype=DTYPE or torch.float32)
-    chosen = choices(tokens=2, device=provider.device)
+    x, chosen = inputs(provider, 2)
     down = model.mixtures[0]._parameters["down"]
     down.requires_grad_(False)
     model(x, chosen).sum().backward()
@@ -169,9 +170,9 @@ def test_a_slice_is_a_tensor_and_the_whole_has_its_shape(provider: Provider, bud
 
     model = Mixture(Curious)
     handle = provider.install(model, dtype=DTYPE, budget=budget)
-    x = provider.randn(1, WIDTH, dtype=DTYPE or torch.float32)
+    x, chosen = inputs(provider)
     with torch.no_grad():
-        model(x, choices(device=provider.device))
+        model(x, chosen)
     expected = ((EXPERTS, WIDTH, HIDDEN), x.dtype, x.device, EXPERTS, (WIDTH * HIDDEN, HIDDEN, 1))
     assert seen == [expected] * 3
     assert not provider.native or handle.stats().overflow_bytes == 0
@@ -180,8 +181,7 @@ def test_a_slice_is_a_tensor_and_the_whole_has_its_shape(provider: Provider, bud
 def test_changes_of_masters_are_seen(provider: Provider, budget: int) -> None:
     model = Mixture()
     provider.install(model, dtype=DTYPE, budget=budget)
-    x = provider.randn(3, WIDTH, dtype=DTYPE or torch.float32)
-    chosen = choices(tokens=3, device=provider.device)
+    x, chosen = inputs(provider, 3)
     experts = model.mixtures[1]
 
     def in_place() -> None:
@@ -222,9 +222,8 @@ def test_what_is_written_on_a_slice_reaches_the_master(provider: Provider, budge
     if not provider.native:
         pytest.skip("pure Python hands out the whole, and writes that back as any weight's")
     handle = provider.install(model, dtype=DTYPE, budget=budget)
-    x = provider.randn(1, WIDTH, dtype=DTYPE or torch.float32)
     with torch.no_grad():
-        model(x, choices(device=provider.device))
+        model(*inputs(provider))
     handle.uninstall()
     for experts in model.mixtures:
         assert bool((experts.down[3] == 2).all())
@@ -236,8 +235,7 @@ def test_what_is_read_whole_is_not_sliced_from_the_next_call_on(provider: Provid
     model = Mixture(partial(Fused, "all"))
     total = bytes_on_device(model, provider)
     handle = provider.install(model, dtype=DTYPE, budget=3 * total // 4)
-    x = provider.randn(2, WIDTH, dtype=DTYPE or torch.float32)
-    chosen = choices(tokens=2, device=provider.device)
+    x, chosen = inputs(provider, 2)
     with torch.no_grad():
         model(x, chosen)
         model(x, chosen)
@@ -256,8 +254,7 @@ def test_a_whole_read_is_counted_and_said_and_fits_from_the_next_call_on(provide
     whole = EXPERTS * WIDTH * HIDDEN * size
     budget = whole + 8192  # one fused parameter and the dense weights that are used with it
     handle = provider.install(model, dtype=DTYPE, budget=budget)
-    x = provider.randn(2, WIDTH, dtype=DTYPE or torch.float32)
-    chosen = choices(tokens=2, device=provider.device)
+    x, chosen = inputs(provider, 2)
     with torch.no_grad():
         with pytest.warns(DynswapWarning, match="reads all experts of mixtures.0.up at once") as said:
             testing.assert_bit_equal(model(x, chosen), moved(x, chosen))
@@ -280,8 +277,7 @@ def test_a_whole_read_that_the_budget_does_not_hold_is_said_once(provider: Provi
     size = 8 if DTYPE is torch.float64 else 4
     whole = EXPERTS * WIDTH * HIDDEN * size
     handle = provider.install(model, dtype=DTYPE, budget=whole // 2)
-    x = provider.randn(2, WIDTH, dtype=DTYPE or torch.float32)
-    chosen = choices(tokens=2, device=provider.device)
+    x, chosen = inputs(provider, 2)
     with torch.no_grad():
         with pytest.warns(DynswapWarning, match="copied outside the budget"):
             model(x, chosen)
@@ -308,8 +304,7 @@ def test_a_strict_budget_refuses_a_whole_read_until_it_is_planned(provider: Prov
     model = Mixture(partial(Fused, "all"))
     moved = testing.moved(model, provider.device, DTYPE)
     provider.install(model, dtype=DTYPE, budget=3 * budget, strict_budget=True)
-    x = provider.randn(2, WIDTH, dtype=DTYPE or torch.float32)
-    chosen = choices(tokens=2, device=provider.device)
+    x, chosen = inputs(provider, 2)
     with torch.no_grad():
         for layer in range(3):  # each call meets the next parameter that no plan has as a whole
             for name in ("up", "up_bias", "down"):
@@ -354,8 +349,7 @@ def test_retuned(provider: Provider, kind: str, share: float) -> None:
     handle = provider.install(model, dtype=DTYPE, budget=budget)
     handle.retune()
     for step in range(8):
-        x = provider.randn(2, WIDTH, dtype=DTYPE or torch.float32, seed=step)
-        chosen = choices(tokens=2, seed=step, device=provider.device)
+        x, chosen = inputs(provider, 2, step)
         with torch.no_grad():
             testing.assert_bit_equal(model(x, chosen), moved(x, chosen), f"step {step}")
         assert handle.stats().peak_bytes <= budget
@@ -389,9 +383,8 @@ def test_only_chosen_experts_move_where_the_budget_almost_holds_all(provider: Pr
             for step in range(8):
                 if step == 4:
                     handle.reset_stats()
-                x = provider.randn(1, WIDTH, dtype=DTYPE or torch.float32, seed=step)
                 with torch.no_grad():
-                    model(x, choices(seed=step, device=provider.device))
+                    model(*inputs(provider, seed=step))
             stats = handle.stats()
         assert stats.overflow_bytes == 0
         assert stats.peak_bytes <= budget
@@ -405,9 +398,7 @@ def test_only_chosen_experts_move_where_the_budget_almost_holds_all(provider: Pr
 def test_the_smallest_budget_holds_an_expert(provider: Provider, kind: str) -> None:
     only_native(provider)
     model = Mixture(KINDS[kind])
-    with pytest.raises(BudgetError) as raised:
-        provider.install(model, dtype=DTYPE, budget=1)
-    smallest = raised.value.smallest_bytes
+    smallest = provider.smallest_budget(model, dtype=DTYPE)
     handle = provider.install(model, dtype=DTYPE, budget=smallest, strict_budget=True)
     x = provider.randn(1, WIDTH, dtype=DTYPE or torch.float32)
     with torch.no_grad():
@@ -445,24 +436,15 @@ def test_threads(provider: Provider, budget: int) -> None:
     model = Mixture()
     moved = testing.moved(model, provider.device, DTYPE)
     provider.install(model, dtype=DTYPE, budget=budget)
-    errors: list[BaseException] = []
 
-    def run(seed: int) -> None:
-        try:
-            for step in range(6):
-                x = provider.randn(3, WIDTH, dtype=DTYPE or torch.float32, seed=seed + step)
-                chosen = choices(tokens=3, seed=seed + step, device=provider.device)
-                with torch.no_grad():
-                    testing.assert_bit_equal(model(x, chosen), moved(x, chosen), f"{seed} {step}")
-        except BaseException as error:
-            errors.append(error)
+    def run(index: int) -> None:
+        for step in range(6):
+            seed = 100 * index + step
+            x, chosen = inputs(provider, 3, seed)
+            with torch.no_grad():
+                testing.assert_bit_equal(model(x, chosen), moved(x, chosen), f"seed {seed}")
 
-    threads = [threading.Thread(target=run, args=(100 * i,)) for i in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not errors, errors[0]
+    in_threads(run, 3)
 
 
 def test_compiled(provider: Provider, budget: int) -> None:

@@ -6,26 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from test_compile_assigned_buffers import Net, assert_same_masters, put_back, swapped, written_after
 from torch import Tensor, nn
 
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-
-
-class Net(nn.Module):
-    """The values are exact in both dtypes."""
-
-    def __init__(self, rule: Callable[[Net, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.rule = rule
-        self.weight = nn.Parameter(torch.arange(3.0) + 1)
-        self.register_buffer("a", torch.arange(3.0))
-        self.register_buffer("b", torch.arange(3.0) * 2 + 5)
-        self.register_buffer("cache", torch.zeros(4, 3), persistent=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.rule(self, x)
 
 
 def in_place(m: Net, x: Tensor) -> Tensor:
@@ -48,13 +34,6 @@ def through_a_view(m: Net, x: Tensor) -> Tensor:
     return y + m.cache.sum(0)
 
 
-def assigned_and_written(m: Net, x: Tensor) -> Tensor:
-    m.a = m.a * 2
-    m.a.add_(1)
-    m.a[0:1].mul_(3)
-    return x * m.weight + m.a
-
-
 def the_same_one(m: Net, x: Tensor) -> Tensor:
     return x * m.weight + (m.a if m.a is m.a else m.b)
 
@@ -67,32 +46,12 @@ def parameter(m: Net, x: Tensor) -> Tensor:
     return y + m.weight
 
 
-def put_back(m: Net, x: Tensor) -> Tensor:
-    old, m.a = m.a, x + 1
-    y = m.a * 2
-    m.a = old
-    return y * m.weight + m.a
-
-
-def swapped(m: Net, x: Tensor) -> Tensor:
-    m.a, m.b = m.b, m.a
-    m.b.add_(1)
-    return x * m.weight + m.a - 2 * m.b
-
-
 def exported(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
     return torch.export.export(model, (x,), strict=False).module()
 
 
-def assert_same(model: nn.Module, moved: nn.Module, what: str) -> None:
-    expected = {**dict(moved.named_parameters()), **dict(moved.named_buffers())}
-    for name, master in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
-        wanted = expected[name].detach().to(master.device, master.dtype)
-        testing.assert_bit_equal(master.detach(), wanted, f"{name} {what}")
-
-
 #: torch itself does not export the last two of a plain model.
-RULES = [in_place, augmented, through_a_view, assigned_and_written, the_same_one, parameter]
+RULES = [in_place, augmented, through_a_view, written_after, the_same_one, parameter]
 dtypes = pytest.mark.parametrize("dtype", [torch.float64, None], ids=["cast", "as they are"])
 
 
@@ -108,17 +67,17 @@ def test_as_a_moved_model(
     handle = provider.install(model, dtype=dtype)
     x = torch.arange(3.0).to(provider.device, dtype or torch.float32)
     program = exported(model, x)
-    assert_same(model, moved, "after the export")
+    assert_same_masters(model, moved, "after the export")
     expected = exported(moved, x) if rule in RULES else moved
     for step in range(3):
         testing.assert_bit_equal(program(x + step), expected(x + step), f"output of step {step}")
-        assert_same(model, moved, f"after step {step}")
+        assert_same_masters(model, moved, f"after step {step}")
     testing.assert_bit_equal(model(x), moved(x), "output of the model, after its program")
     handle.uninstall()
-    assert_same(model, moved, "after the uninstall")
+    assert_same_masters(model, moved, "after the uninstall")
 
 
-@pytest.mark.parametrize("rule", [in_place, assigned_and_written, parameter], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("rule", [in_place, written_after, parameter], ids=lambda f: f.__name__)
 def test_exported_in_inference_mode(provider: Provider, rule: Callable[[Net, Tensor], Tensor]) -> None:
     model = Net(rule)
     moved, _ = provider.pair(model)
@@ -128,7 +87,7 @@ def test_exported_in_inference_mode(provider: Provider, rule: Callable[[Net, Ten
     with torch.no_grad():
         for step in range(2):
             testing.assert_bit_equal(program(x + step), expected(x + step), f"output of step {step}")
-            assert_same(model, moved, f"after step {step}")
+            assert_same_masters(model, moved, f"after step {step}")
 
 
 class Outer(nn.Module):
@@ -153,7 +112,7 @@ def test_a_plain_module_around_it_writes(provider: Provider) -> None:
     program, expected = exported(model, x), exported(moved, x)
     for step in range(3):
         testing.assert_bit_equal(program(x + step), expected(x + step), f"output of step {step}")
-        assert_same(model, moved, f"after step {step}")
+        assert_same_masters(model, moved, f"after step {step}")
 
 
 class Twice(nn.Module):
@@ -174,7 +133,7 @@ def test_a_module_of_two_names(provider: Provider) -> None:
     program, expected = exported(model, x), exported(moved, x)
     for step in range(2):
         testing.assert_bit_equal(program(x + step), expected(x + step), f"output of step {step}")
-        assert_same(model, moved, f"after step {step}")
+        assert_same_masters(model, moved, f"after step {step}")
 
 
 def test_elements_that_are_not_written_keep_the_masters_precision(provider: Provider) -> None:
@@ -230,4 +189,4 @@ def test_a_parameter_requires_gradients_where_none_are_recorded(provider: Provid
             for step in range(2):
                 what = f"step {step} in {mode.__name__}"
                 testing.assert_bit_equal(program(x + step), expected(x + step), f"output of {what}")
-                assert_same(model, moved, f"after {what}")
+                assert_same_masters(model, moved, f"after {what}")

@@ -61,17 +61,6 @@ def test_train_and_eval(provider: Provider, case: str) -> None:
         assert handle.stats().bytes_moved > 0
 
 
-def test_a_norm_among_other_layers(provider: Provider) -> None:
-    model = nn.Sequential(
-        nn.Linear(6, 6), nn.BatchNorm1d(6), nn.ReLU(), nn.Linear(6, 6), nn.LayerNorm(6), nn.RMSNorm(6)
-    )
-    moved, handle = provider.pair(model)
-    for step in range(2):
-        assert_same_training_step(model, moved, lambda m, step=step: m(provider.randn(5, 6, seed=step)))
-        rounded_to(model, moved)
-    assert_moved(handle, model)
-
-
 def test_reset_running_stats_of_an_installed_module(provider: Provider) -> None:
     model = nn.BatchNorm1d(6)
     provider.pair(model)

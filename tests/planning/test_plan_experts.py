@@ -31,16 +31,10 @@ class Named(nn.Module):
         return self.experts(x, chosen)
 
 
-def smallest_of_install(provider: Provider, model: nn.Module) -> int:
-    with pytest.raises(BudgetError) as refused:
-        provider.install(model, budget=1)
-    return refused.value.smallest_bytes
-
-
 def assert_same_smallest(provider: Provider, path: Path, model: nn.Module) -> int:
     """What the file, a plan of it and a plan of the model say is what an install says."""
     on_cpu = provider.device.type == "cpu"
-    expected = smallest_of_install(provider, model)
+    expected = provider.smallest_budget(model)
     group = checkpoint.summary(path).largest_groups["cpu" if on_cpu else "accelerator"]
     assert group.nbytes == expected, group.names
     for outline in (planning.outline(path, disk=on_cpu), planning.outline_of_model(model, disk=on_cpu)):

@@ -1,9 +1,10 @@
-"""The smallest budget that an error names works where modules share weights and have others of their own."""
+"""The smallest budget that an error names works, whatever a call needs at once and whatever modules share."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,11 @@ from conftest import Provider
 from dynswap_ext import BudgetError, planning, testing
 
 WORDS, WIDTH = 96, 64
+#: What alignment may add to a weight.
+ALIGNED = 4096
+
+
+# Modules that share weights, and have others of their own --------------------------------------------------
 
 
 class Decoder(nn.Module):
@@ -97,7 +103,7 @@ class Attentions(nn.Module):
         return inner
 
 
-MODELS: dict[str, Callable[[], nn.Module]] = {
+TIED: dict[str, Callable[[], nn.Module]] = {
     "a decoder with a bias of its own": Language,
     "a decoder whose bias is the head's": lambda: Language(own_bias=False),
     "several decoders": lambda: Language(decoders=5),
@@ -108,51 +114,125 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-def smallest_budget(provider: Provider, model: nn.Module, dtype: torch.dtype) -> int:
-    with pytest.raises(BudgetError) as raised:
-        provider.install(model, dtype=dtype, budget=1)
-    found = raised.value.smallest_bytes
-    assert found is not None
-    return found
+# Modules whose call needs several weights at once ----------------------------------------------------------
+
+#: Modules whose call needs several weights at once, and the call.
+AT_ONCE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, torch.Tensor], object]]] = {
+    "linear with a wide bias": (lambda: nn.Linear(1, 5000), lambda m, x: m(x[..., :1])),
+    "bilinear": (lambda: nn.Bilinear(WIDTH, WIDTH, 8), lambda m, x: m(x, x)),
+    "convolution": (lambda: nn.Conv1d(4, 4096, 3), lambda m, x: m(x[..., :4].transpose(1, 2))),
+    "layer norm": (lambda: nn.LayerNorm([3, WIDTH]), lambda m, x: m(x)),
+    "lstm": (lambda: nn.LSTM(WIDTH, WIDTH), lambda m, x: m(x)),
+    "lstm of two layers, both ways": (
+        lambda: nn.LSTM(WIDTH, WIDTH, 2, bidirectional=True, proj_size=7),
+        lambda m, x: m(x),
+    ),
+    "gru": (lambda: nn.GRU(WIDTH, WIDTH, 2), lambda m, x: m(x)),
+    "lstm cell": (lambda: nn.LSTMCell(WIDTH, WIDTH), lambda m, x: m(x[0])),
+    "attention": (lambda: nn.MultiheadAttention(WIDTH, 4), lambda m, x: m(x, x, x)),
+    "attention over other keys": (
+        lambda: nn.MultiheadAttention(WIDTH, 4, kdim=WIDTH // 2, vdim=WIDTH // 2),
+        lambda m, x: m(x, x[..., : WIDTH // 2], x[..., : WIDTH // 2]),
+    ),
+}
+
+
+class Several(nn.Module):
+    """Modules of one kind, one after the other, so that something streams."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        make, self.run = AT_ONCE[kind]
+        self.parts = nn.ModuleList(make() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> list[object]:
+        return [self.run(part, x) for part in self.parts]
+
+
+class OneByOne(nn.Module):
+    """Reads its weights one after the other, and has no other use for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(5))
+        self.first, self.second = (nn.Parameter(torch.randn(WIDTH, WIDTH)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x @ self.first
+        x = x @ self.second
+        for i in range(5):
+            x = x @ self.weights[i]
+        return x
+
+
+def container_with_a_buffer() -> nn.Module:
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)))
+    model.register_buffer("mean", torch.zeros(WIDTH))
+    return model
+
+
+#: Each with the bytes that no call needs more of than alignment adds, in float64.
+ALONE: dict[str, tuple[Callable[[], nn.Module], int]] = {
+    "one by one": (OneByOne, WIDTH * WIDTH * 8),
+    "a container with a buffer": (container_with_a_buffer, (WIDTH * WIDTH + WIDTH) * 8),
+    "one bias in all layers": (TIED["one bias in all layers"], (WIDTH * WIDTH + WIDTH) * 8),
+}
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    **TIED,
+    **{kind: partial(Several, kind) for kind in AT_ONCE},
+    **{kind: make for kind, (make, _) in ALONE.items()},
+}
 
 
 @pytest.mark.parametrize("prefetch", [0, 2])
-@pytest.mark.parametrize("name", MODELS)
-def test_it_works(provider: Provider, name: str, prefetch: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        *((name, torch.float64) for name in (*TIED, *ALONE)),
+        *(
+            pytest.param(kind, dtype, marks=pytest.mark.slow)
+            for kind in AT_ONCE
+            for dtype in (torch.float64, torch.bfloat16)
+        ),
+    ],
+)
+def test_it_works(provider: Provider, name: str, dtype: torch.dtype, prefetch: int) -> None:
     torch.manual_seed(0)
-    model, dtype = MODELS[name](), torch.float64
-    smallest = smallest_budget(provider, model, dtype)
+    model, trains = MODELS[name](), name in TIED
+    smallest = provider.smallest_budget(model, dtype=dtype)
     with pytest.raises(BudgetError):
         provider.install(model, dtype=dtype, budget=smallest - 1)
-    moved, handle = provider.pair(model, dtype, budget=smallest, prefetch=prefetch)
-    x = torch.arange(12).view(2, 6).to(provider.device)
+    moved, handle = provider.pair(model, dtype, budget=smallest, strict_budget=True, prefetch=prefetch)
+    tokens = torch.arange(12).view(2, 6).to(provider.device)
+    x = tokens if name in TIED else provider.randn(5, 3, WIDTH, dtype=dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for _ in range(3):
-            for each in (model, moved):
+            for each in (model, moved) if trains else ():
                 each(x).sum().backward()
             with torch.no_grad():
                 testing.assert_bit_equal(model(x), moved(x), "output")
     for expected, parameter in zip(moved.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(parameter.grad, expected.grad.to(parameter), rtol=1e-4, atol=1e-5)
+        if trains:
+            torch.testing.assert_close(parameter.grad, expected.grad.to(parameter), rtol=1e-4, atol=1e-5)
     stats = handle.stats()
-    assert stats.overflow_bytes == 0
+    assert stats.overflow_bytes == 0 and stats.bytes_moved > 0
     assert stats.peak_bytes <= smallest
 
 
-def test_it_is_no_more_than_calls_need(provider: Provider) -> None:
+@pytest.mark.parametrize("name", ALONE)
+def test_it_is_no_more_than_calls_need(provider: Provider, name: str) -> None:
     """Layers that share a bias do not have to be on the device together."""
-    smallest = smallest_budget(provider, Layers(8, _one_bias), torch.float64)
-    layer = (WIDTH * WIDTH + WIDTH) * 8
-    assert smallest <= layer + 2 * 4096
+    make, needed = ALONE[name]
+    assert provider.smallest_budget(make(), dtype=torch.float64) <= needed + 2 * ALIGNED
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", TIED)
 def test_a_plan_names_it_too(provider: Provider, name: str) -> None:
     if not provider.native:
         pytest.skip("a plan is of the engine")
-    model, on_cpu = MODELS[name](), provider.device.type == "cpu"
+    model, on_cpu = TIED[name](), provider.device.type == "cpu"
     outline = planning.outline_of_model(model, dtype=torch.float64, disk=on_cpu)
     weights = planning.timed(outline.weights, planning.ASSUMED, rows=1)
     plan = planning.plan(weights, bandwidth=1e9, backend="host" if on_cpu else "cuda")
-    assert plan.smallest == smallest_budget(provider, model, torch.float64)
+    assert plan.smallest == provider.smallest_budget(model, dtype=torch.float64)
