@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 import pytest
 import torch
@@ -12,22 +11,10 @@ from torch import nn
 
 from dynswap_ext import testing
 from gpu_under_test import LAYER_BYTES, Exact, Gpu
+from threads import THREADS, at_once, in_threads
 
-THREADS, PASSES = 4, 5
+PASSES = 5
 LAYER = 2 * LAYER_BYTES
-
-
-def in_threads(work: Callable[[int], None]) -> None:
-    """Run in threads that begin together; raise what any of them raised."""
-    barrier = threading.Barrier(THREADS)
-
-    def run(index: int) -> None:
-        barrier.wait()
-        work(index)
-
-    with ThreadPoolExecutor(THREADS) as pool:
-        for result in [pool.submit(run, index) for index in range(THREADS)]:
-            result.result(timeout=60)
 
 
 @pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")  # four threads may hold three slots
@@ -124,9 +111,7 @@ def statistics_after_turns(gpu: Gpu, *, installed: bool) -> dict[str, torch.Tens
             gpu.install(model)
         else:
             model.to(gpu.device)
-    with ThreadPoolExecutor(2) as pool:
-        for result in [pool.submit(model, x) for model, x in zip(models, inputs, strict=True)]:
-            result.result(timeout=60)
+    at_once(*(partial(model, x) for model, x in zip(models, inputs, strict=True)))
     return {name: value.cpu() for name, value in shared.state_dict().items()}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import pretend_cuda
 from conftest import only_cuda_has
 from dynswap_ext import checkpoint, testing
 from gpu_under_test import LAYER_BYTES, Exact, Gpu
+from threads import repeated
 
 
 @pytest.fixture(autouse=True)
@@ -60,27 +60,15 @@ def test_a_plan_is_replaced_while_copies_wait_for_their_turn(gpu: Gpu, tmp_path:
         expected = moved(x)
     gpu.synchronise()
     outputs: list[torch.Tensor] = []
-    errors: list[BaseException] = []
-    over = threading.Event()
 
-    def run() -> None:
-        try:
-            with torch.no_grad():
-                while not over.is_set():
-                    outputs.append(model(x))
-        except BaseException as error:
-            errors.append(error)
+    def run(_: int) -> None:
+        with torch.no_grad():
+            outputs.append(model(x))
 
-    threads = [threading.Thread(target=run) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for turn in range(12):
-        handle.retune((3 + turn % 2) * 2 * LAYER_BYTES)
-    over.set()
-    for thread in threads:
-        thread.join()
+    with repeated(run):
+        for turn in range(12):
+            handle.retune((3 + turn % 2) * 2 * LAYER_BYTES)
     gpu.synchronise()
-    assert not errors, errors
     assert len(outputs) >= 2
     testing.assert_bit_equal(outputs, [expected] * len(outputs))
 

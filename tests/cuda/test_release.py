@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,6 +13,7 @@ from dynswap_ext import testing
 from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext.errors import BudgetError, ConfigError, OutOfMemoryError
 from gpu_under_test import LAYER_BYTES, LAYERS, WIDTH, Exact, Gpu, cap
+from threads import repeated
 
 BUDGETS = pytest.mark.parametrize("budget", ["minimum", 3 * LAYER_BYTES, "1GiB"], ids=["min", "some", "all"])
 
@@ -120,28 +120,15 @@ def test_while_other_threads_call_the_model(gpu: Gpu) -> None:
     handle = gpu.install(model, budget=3 * LAYER_BYTES)
     with torch.no_grad():
         expected = model(x).cpu()
-    wrong: list[Any] = []
-    done = threading.Event()
 
-    def call() -> None:
-        try:
-            with torch.no_grad():
-                while not done.is_set():
-                    if not torch.equal(model(x).cpu(), expected):
-                        wrong.append("another output")
-        except Exception as error:
-            wrong.append(error)
+    def call(_: int) -> None:
+        with torch.no_grad():
+            assert torch.equal(model(x).cpu(), expected)
 
-    threads = [threading.Thread(target=call) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for _ in range(20):
-        handle.release()
-        handle.resume()
-    done.set()
-    for thread in threads:
-        thread.join()
-    assert not wrong
+    with repeated(call):
+        for _ in range(20):
+            handle.release()
+            handle.resume()
 
 
 def test_no_longer_installed(gpu: Gpu) -> None:
