@@ -49,19 +49,46 @@ def autoencoder(channels: int) -> Any:
     ).eval()
 
 
-def stable_diffusion() -> dict[str, Any]:
-    seeded()
-    unet = diffusers.UNet2DConditionModel(
+def unet(text_width: int, **options: Any) -> Any:
+    return diffusers.UNet2DConditionModel(
         block_out_channels=(16, 32),
         layers_per_block=1,
         sample_size=16,
         down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=32,
+        cross_attention_dim=text_width,
         attention_head_dim=8,
         norm_num_groups=8,
+        **options,
+    ).eval()
+
+
+def stable_diffusion() -> dict[str, Any]:
+    seeded()
+    denoiser = unet(32)
+    return {"text_encoder": clip_text(), "unet": denoiser, "vae": autoencoder(4)}
+
+
+def stable_diffusion_xl() -> dict[str, Any]:
+    seeded()
+    denoiser = unet(
+        64,
+        addition_embed_type="text_time",
+        addition_time_embed_dim=8,
+        projection_class_embeddings_input_dim=6 * 8 + 32,
     )
-    return {"text_encoder": clip_text(), "unet": unet.eval(), "vae": autoencoder(4)}
+    second = transformers.CLIPTextModelWithProjection(clip_text().config).eval()
+    return {"text_encoder": clip_text(), "text_encoder_2": second, "unet": denoiser, "vae": autoencoder(4)}
+
+
+def stable_diffusion_xl_pipeline(**components: Any) -> Any:
+    return diffusers.StableDiffusionXLPipeline(
+        **components,
+        tokenizer=word_tokenizer(),
+        tokenizer_2=word_tokenizer(),
+        scheduler=diffusers.EulerDiscreteScheduler(),
+        add_watermarker=False,
+    )
 
 
 def stable_diffusion_pipeline(**components: Any) -> Any:
@@ -110,6 +137,10 @@ PIPELINES: dict[str, tuple[Callable[[], dict[str, Any]], Callable[..., Any], dic
     "StableDiffusion": (stable_diffusion, stable_diffusion_pipeline, {"guidance_scale": 5.0}),
     "Flux": (flux, flux_pipeline, {"max_sequence_length": 16}),
 }
+
+
+def models_of(pipe: Any) -> dict[str, nn.Module]:
+    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
 
 
 def components_moved_to(provider: Provider, pipe: Any) -> Any:

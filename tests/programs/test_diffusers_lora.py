@@ -10,27 +10,25 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
-from programs import library, seeded, word_tokenizer
+from programs import library, seeded
 from test_diffusers import (
     PROMPT,
-    autoencoder,
-    clip_text,
     components_moved_to,
     flux,
     flux_pipeline,
+    models_of,
     stable_diffusion,
     stable_diffusion_pipeline,
+    stable_diffusion_xl,
+    stable_diffusion_xl_pipeline,
 )
 from ways import WAYS, Way, beside_plain
 
-diffusers = library("diffusers")
 peft = library("peft")
-transformers = library("transformers")
 
 FILE = "lora.safetensors"
 
@@ -38,12 +36,7 @@ FILE = "lora.safetensors"
 @pytest.fixture
 def lora(tmp_path: Path) -> Path:
     """A folder with a file of LoRA for a pipeline's UNet and text encoder."""
-    components = stable_diffusion()
-    layers = {}
-    for part, targets in {"unet": ["to_q", "to_v"], "text_encoder": ["q_proj", "v_proj"]}.items():
-        components[part].add_adapter(peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False))
-        layers[f"{part}_lora_layers"] = peft.get_peft_model_state_dict(components[part])
-    diffusers.StableDiffusionPipeline.save_lora_weights(tmp_path, weight_name=FILE, **layers)
+    saved(KINDS["StableDiffusion"], tmp_path, "lora")
     return tmp_path
 
 
@@ -92,33 +85,6 @@ def test_loaded_before_the_install(provider: Provider, way: Way, lora: Path, tmp
     assert not any(a.equal(b) for a, b in itertools.pairwise(seen))
 
 
-def stable_diffusion_xl() -> Any:
-    text = clip_text()
-    made = diffusers.StableDiffusionXLPipeline(
-        text_encoder=text,
-        text_encoder_2=transformers.CLIPTextModelWithProjection(text.config).eval(),
-        unet=diffusers.UNet2DConditionModel(
-            block_out_channels=(16, 32),
-            layers_per_block=1,
-            sample_size=16,
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-            cross_attention_dim=64,
-            attention_head_dim=8,
-            norm_num_groups=8,
-            addition_embed_type="text_time",
-            addition_time_embed_dim=8,
-            projection_class_embeddings_input_dim=80,
-        ).eval(),
-        vae=autoencoder(4),
-        tokenizer=word_tokenizer(),
-        tokenizer_2=word_tokenizer(),
-        scheduler=diffusers.EulerDiscreteScheduler(),
-        add_watermarker=False,
-    )
-    return made
-
-
 @dataclass(frozen=True)
 class Kind:
     """A kind of pipeline, and what of it gets LoRA."""
@@ -135,7 +101,7 @@ class Kind:
 UNET = ("unet", ("to_q", "to_v"), "cross_attention_kwargs")
 KINDS = {
     "StableDiffusion": Kind(pipeline, *UNET, {}),
-    "StableDiffusionXL": Kind(stable_diffusion_xl, *UNET, {}),
+    "StableDiffusionXL": Kind(lambda: stable_diffusion_xl_pipeline(**stable_diffusion_xl()), *UNET, {}),
     "Flux": Kind(
         lambda: flux_pipeline(**flux()),
         "transformer",
@@ -144,10 +110,6 @@ KINDS = {
         {"max_sequence_length": 16},
     ),
 }
-
-
-def models_of(pipe: Any) -> dict[str, nn.Module]:
-    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
 
 
 def installed(provider: Provider, pipe: Any, **options: Any) -> dict[str, dynswap_ext.Handle]:

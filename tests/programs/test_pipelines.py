@@ -8,45 +8,23 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 import dynswap_ext
 import pretend_cuda
 from conftest import Provider
 from dynswap_ext import testing
-from programs import bytes_of, inference_dtype, seeded, word_tokenizer
-from test_diffusers import PIPELINES, PROMPT, autoencoder, clip_text, diffusers, transformers
+from programs import bytes_of, inference_dtype, seeded
+from test_diffusers import (
+    PIPELINES,
+    PROMPT,
+    diffusers,
+    models_of,
+    stable_diffusion_xl,
+    stable_diffusion_xl_pipeline,
+    transformers,
+)
 
 STEPS = 4
-
-
-def stable_diffusion_xl() -> dict[str, Any]:
-    seeded()
-    unet = diffusers.UNet2DConditionModel(
-        block_out_channels=(16, 32),
-        layers_per_block=1,
-        sample_size=16,
-        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        cross_attention_dim=64,
-        attention_head_dim=8,
-        norm_num_groups=8,
-        addition_embed_type="text_time",
-        addition_time_embed_dim=8,
-        projection_class_embeddings_input_dim=6 * 8 + 32,
-    )
-    second = transformers.CLIPTextModelWithProjection(clip_text().config).eval()
-    return {"text_encoder": clip_text(), "text_encoder_2": second, "unet": unet.eval(), "vae": autoencoder(4)}
-
-
-def stable_diffusion_xl_pipeline(**components: Any) -> Any:
-    return diffusers.StableDiffusionXLPipeline(
-        **components,
-        tokenizer=word_tokenizer(),
-        tokenizer_2=word_tokenizer(),
-        scheduler=diffusers.EulerDiscreteScheduler(),
-        add_watermarker=False,
-    )
 
 
 ALL = {
@@ -68,10 +46,6 @@ def moved(pipe: Any, provider: Provider) -> Any:
     for model in models_of(moved).values():
         testing.move(model, provider.device, inference_dtype(provider))
     return moved
-
-
-def models_of(pipe: Any) -> dict[str, nn.Module]:
-    return {name: part for name, part in pipe.components.items() if isinstance(part, nn.Module)}
 
 
 def image(pipe: Any, name: str, **options: Any) -> torch.Tensor:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from conftest import Provider, accelerate_knows
-from programs import library, seeded
+from programs import assert_told_once, library, seeded
 from sparse_rows import Sentences, llama_classifier
 from ways import MAPPED, SMALLEST, TRAINING_WAYS, Way, beside_plain, masters
 
@@ -87,8 +87,11 @@ def training(provider: Provider, folder: Path, **options: Any) -> Callable[[Any]
 
 
 @pytest.mark.parametrize("way", TRAINING_WAYS, ids=str)
-def test_default_arguments(provider: Provider, way: Way, tmp_path: Path) -> None:
+def test_default_arguments(
+    provider: Provider, way: Way, tmp_path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
     beside_plain(provider, way, tmp_path, llama_classifier, training(provider, tmp_path))
+    assert_told_once(recwarn, 0)  # it is the trainer that moves it
 
 
 @pytest.mark.parametrize(

@@ -1,27 +1,16 @@
-"""First programs with transformers: generation, pipelines, the trainer, on default options."""
+"""First programs with transformers: generation and pipelines, on default options."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from conftest import Provider, accelerate_knows
-from programs import (
-    assert_told_once,
-    assert_trained_alike,
-    both,
-    inference_dtype,
-    library,
-    llama_config,
-    same,
-    seeded,
-    word_tokenizer,
-)
+from conftest import Provider
+from programs import both, inference_dtype, library, llama_config, same, seeded, word_tokenizer
 
 transformers = library("transformers")
 
@@ -154,40 +143,3 @@ def test_pipeline(provider: Provider, task: str) -> None:
             return pipe(["the cat sat on the mat", "a red dog ran"], batch_size=2, **options)
 
         same(program, model, moved)
-
-
-class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    def __len__(self) -> int:
-        return 24
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        generator = torch.Generator().manual_seed(index)
-        tokens = torch.randint(4, VOCABULARY, (7,), generator=generator)
-        return {"input_ids": tokens, "labels": tokens}
-
-
-def test_trainer(provider: Provider, tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    accelerate_knows(provider)
-    library("accelerate")
-    with both(provider, llama()) as (model, moved):
-
-        def program(m: nn.Module) -> Any:
-            arguments = transformers.TrainingArguments(
-                output_dir=str(tmp_path),
-                max_steps=3,
-                use_cpu=provider.device.type == "cpu",
-                report_to="none",
-                disable_tqdm=True,
-            )
-            arguments._n_gpu = min(
-                arguments.n_gpu, 1
-            )  # else DataParallel, which installs do not take part in
-            trainer = transformers.Trainer(model=m, args=arguments, train_dataset=Sentences())
-            result = trainer.train()
-            return result.training_loss, trainer.evaluate(Sentences())["eval_loss"]
-
-        same(program, model, moved)
-        assert_trained_alike(provider, model.state_dict(), moved.cpu().state_dict())
-        assert_told_once(recwarn, 0)  # it is the trainer that moves it
-        model.to(provider.device)
-    assert_told_once(recwarn, 0 if provider.device.type == "cpu" else 1)
