@@ -142,7 +142,7 @@ def test_bad_listing(listing: object, tmp_path: Path) -> None:
 def test_header_length_that_is_a_lie(tmp_path: Path) -> None:
     for length in (99, 1 << 20, (1 << 63) - 1, (1 << 64) - 1):
         (tmp_path / "w").write_bytes(length.to_bytes(8, "little") + b'{"a": 1}')
-        refused(tmp_path / "w", r"cut short|the format allows 100,000,000")
+        refused(tmp_path / "w", "cut short" if length < 10**8 else "the format allows 100,000,000")
 
 
 @pytest.mark.parametrize(
