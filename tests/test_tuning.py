@@ -452,11 +452,11 @@ def test_an_install_shrinks_until_there_is_memory(
 
     plan, refused = python_provider.Session._make_plan, []
 
-    def refuse(self, states):  # type: ignore[no-untyped-def]
-        if self._budget is not None and self._budget > 1 << 40:
-            refused.append(self._budget)
+    def refuse(self, weights, budget):  # type: ignore[no-untyped-def]
+        if budget is not None and budget > 1 << 40:
+            refused.append(budget)
             raise dynswap_ext.OutOfMemoryError("no")
-        return plan(self, states)
+        return plan(self, weights, budget)
 
     monkeypatch.setattr(python_provider.Session, "_make_plan", refuse)
     model = model_of_layers()

@@ -14,9 +14,9 @@ from torch.autograd import forward_ad
 from dynswap_ext._python import saved_hooks
 from dynswap_ext._python.attribute import ModuleState
 from dynswap_ext._python.calls import inside_call, keep
-from dynswap_ext._python.destination import Destination, lies_as_copy
+from dynswap_ext._python.destination import Destination
 from dynswap_ext._python.device_copy import DeviceCopy, Weight
-from dynswap_ext._python.held_copies import HeldCopies
+from dynswap_ext._python.held_copies import HeldCopies, drop, exclusive, held
 from dynswap_ext._python.mapped_files import check_mapped
 from dynswap_ext._swap.parameter_proxy import make_proxy
 from dynswap_ext._swap.protocol import Hooks
@@ -34,12 +34,7 @@ _PLAIN: Final = (torch.Tensor, nn.Parameter)
 class Access(HeldCopies):
     """The part of a session that serves its modules' accesses."""
 
-    def __init__(
-        self,
-        options: Options,
-        budget: Budget,
-        hooks: Hooks,
-    ) -> None:
+    def __init__(self, options: Options, budget: Budget, hooks: Hooks) -> None:
         super().__init__(hooks)
         device, dtype = self.device, self.dtype = options.device, options.dtype
         self._destination = Destination(device, dtype)
@@ -72,81 +67,71 @@ class Access(HeldCopies):
         `training`: it is a buffer that may be written; `graph`: it is for a graph of torch.compile.
         """
         destination: Destination = state.destinations.get(name, self._destination)
-        inside = inside_call()
-        if inside and not graph:
-            tensor = self._hand_out_as_before(state, name, master, destination, training=training)
-            if tensor is not None:
-                return tensor
-        if destination.holds(master):
-            if not torch.compiler.is_compiling():
-                check_mapped(master)
-            return master
-        if (torch.compiler.is_compiling() and not graph) or not is_plain(master):
-            converted = self._converted(state, name, master, destination)
-            if isinstance(master, nn.Parameter):
-                converted._is_param = True
-            return converted
-        tensor = self._hand_out(state, name, master, training=training)
-        if tensor is None:
-            return self._served_now(state, name, master, graph=graph)
-        return tensor if graph or inside else make_proxy(tensor, master)
-
-    def _hand_out_as_before(
-        self, state: ModuleState, name: str, master: torch.Tensor, destination: Destination, *, training: bool
-    ) -> torch.Tensor | None:
-        """Return what a forward gets of a weight that is as it was copied; None where that is not clear.
-
-        Such a master is plain, and not held by the destination: that was asked when the copy was made.
-        """
-        weight = state.weights.get(name)
-        copy = None if weight is None or weight.master is not master else weight.copy
-        if weight is None or copy is None or copy.destination is not destination or state.stand_ins:
-            return None
+        traced = torch.compiler.is_compiling() and not graph
+        known, tensor = state.weights.get(name), None
         if (
-            type(master) not in _PLAIN
-            or torch._C._are_functorch_transforms_active()
-            or torch.compiler.is_compiling()
+            known is not None
+            and known.master is master
+            and known.copy is not None
+            and known.copy.destination is destination
+            and type(master) in _PLAIN
+            and not (traced or torch._C._are_functorch_transforms_active())
         ):
-            return None
-        with self._exclusive:
-            if (
-                weight.copy is not copy
-                or not state.in_effect()
-                or copy.before is not None
-                or not copy.as_copied(master)
-            ):
-                return None
-            self._count_hit(weight.counts)
-            return self._use(copy, weight, inside=True, training=training)
+            # It was plain, and not held by the destination, when it was copied: while it is as it was then,
+            # that is not asked again.
+            tensor = self._hand_out(state, name, master, training=training, anew=False)
+        if tensor is None:
+            if destination.holds(master):
+                if not torch.compiler.is_compiling():
+                    check_mapped(master)
+                return master
+            if traced or not is_plain(master):
+                converted = self._converted(state, name, master, destination)
+                if isinstance(master, nn.Parameter):
+                    converted._is_param = True
+                return converted
+            tensor = self._hand_out(state, name, master, training=training, anew=True)
+        if tensor is None:  # another session, or none, serves the module by now
+            module = state.owner()
+            now = None if module is None else module.__dict__.get(STATE_KEY)
+            if now is None:
+                return master
+            served: torch.Tensor = now.session.fetch_buffer(module, name) if graph else getattr(module, name)
+            return served
+        return tensor if graph or inside_call() else make_proxy(tensor, master)
 
     def _hand_out(
-        self, state: ModuleState, name: str, master: torch.Tensor, *, training: bool
+        self, state: ModuleState, name: str, master: torch.Tensor, *, training: bool, anew: bool
     ) -> torch.Tensor | None:
-        """Return what a forward gets; None if the module has another state by now."""
-        with self._exclusive:
+        """Return what a forward gets of a master whose bytes can be copied.
+
+        None if the module has another state by now, or, unless it may be copied `anew`, if there is no copy
+        of what the master is now.
+        """
+        with exclusive:
             if not state.in_effect():
                 return None
             weight = state.weights.get(name)
-            if weight is None or weight.master is not master:
+            if weight is None or weight.master is not master or state.stand_ins:
                 weight = self._weight_now(state, name, master)
-            elif state.stand_ins:
-                state.stand_ins.pop(name, None)
-            copy = self._current_copy(weight)
-            return self._use(copy, weight, inside=inside_call(), training=training)
+            copy = self._present_copy(weight)
+            if copy is None and anew:
+                copy = self._new_copy(weight)
+            return None if copy is None else self._use(copy, weight, training=training)
 
-    def _use(self, copy: DeviceCopy, weight: Weight, *, inside: bool, training: bool) -> torch.Tensor:
+    def _use(self, copy: DeviceCopy, weight: Weight, *, training: bool) -> torch.Tensor:
         """Return what an access gets of the weight's present copy."""
         if self._recording:
-            self._record_use(weight.counts, self._held_bytes())
-        if inside:
+            self._record_use(weight.counts, self._bytes())
+        if inside_call():
             saved_hooks.stand_over_others()
             if not weight.resident:
-                keep(weight, self)
+                keep(weight, copy)
         elif self.device.type == "cpu":
             copy.compare = True  # NumPy, DLPack and views write to bytes in RAM and bump no version
         if training and weight.master.is_floating_point():
             copy.compare = True  # F.batch_norm writes its running statistics without a trace
-        self._held[id(copy)] = copy
+        held[copy] = None
         copy.reader = threading.get_ident()
         return copy.tensor(weight)
 
@@ -171,7 +156,7 @@ class Access(HeldCopies):
         """Return what is inside a wrapper, on the device; None if the module has another state by now."""
         inner: dict[str, torch.Tensor] = {}
         weights: dict[str, Weight] = {}
-        with self._exclusive:
+        with exclusive:
             if not state.in_effect():
                 return None
             for part in names:
@@ -181,27 +166,14 @@ class Access(HeldCopies):
                 else:
                     weight = weights[part] = self._weight(tensor, self._moved)
                     copy = self._current_copy(weight)
-                    inner[part] = self._use(copy, weight, inside=inside_call(), training=False)
+                    inner[part] = self._use(copy, weight, training=False)
             state.inner[name] = weights  # which keeps them: the session itself does not
         return inner
 
-    def _served_now(
-        self, state: ModuleState, name: str, master: torch.Tensor, *, graph: bool
-    ) -> torch.Tensor:
-        """Return what an access gets if another session, or none, serves its module by now."""
-        module = state.owner()
-        now = None if module is None else module.__dict__.get(STATE_KEY)
-        if now is None:
-            return master
-        served: torch.Tensor = now.session.fetch_buffer(module, name) if graph else getattr(module, name)
-        return served
-
     def hand_out_again(self, weight: Weight) -> torch.Tensor:
         """Return what a weight is handed out as, now that its master has other data."""
-        with self._exclusive:
-            copy = self._current_copy(weight)
-            self._held[id(copy)] = copy
-            return copy.tensor(weight)
+        with exclusive:
+            return self._use(self._current_copy(weight), weight, training=False)
 
     def fetch_buffer(self, module: nn.Module, name: str) -> torch.Tensor:
         master = module._buffers.get(name)
@@ -212,18 +184,22 @@ class Access(HeldCopies):
 
     def fetch_again(self, weight: Weight) -> DeviceCopy:
         """The weight's bytes for a backward pass."""
-        with self._exclusive:
+        with exclusive:
             copy = weight.copy
             if copy is None or not copy.current(weight.master):
                 copy = self._new_copy(weight)
+                drop(copy)  # it goes with what backward is given
             if self._recording:
-                self._record_use(weight.counts, self._held_bytes())
+                self._record_use(weight.counts, self._bytes())
             return copy
 
     def _weight_now(self, state: ModuleState, name: str, master: torch.Tensor) -> Weight:
-        """The weight of a master that is not the one planned for."""
-        new = self._weight(master, self.destination_of(state, name))
+        """The weight of a master that need not be the one planned for."""
         planned = state.weights.get(name)
+        if planned is not None and planned.master is master:
+            state.stand_ins.pop(name, None)
+            return planned
+        new = self._weight(master, self.destination_of(state, name))
         if planned is not None:
             take_over(new, planned)
             if sys.getrefcount(planned.master) > 2:  # the weight's own reference, and the call's
@@ -239,69 +215,67 @@ class Access(HeldCopies):
         return new
 
     def _current_copy(self, weight: Weight) -> DeviceCopy:
+        return self._present_copy(weight) or self._new_copy(weight)
+
+    def _present_copy(self, weight: Weight) -> DeviceCopy | None:
+        """Return the weight's copy; None if it has none of what its master is now."""
         copy = weight.copy
-        if copy is not None:
-            for other in () if copy.before is None else copy.neighbours():
+        if copy is None:
+            return None
+        if copy.before is not None:
+            for other in copy.neighbours():
                 other.be_kept_apart()  # what was written on it is in these bytes, too
-            if copy.current(weight.master):
-                if copy.written():
-                    copy.write_back(weight.master)
-                self._count_hit(weight.counts)
-                return copy
-            self.take_to_master(copy)  # what only this one has written, where others share its bytes
-            weight.copy = copy = None  # the master wins; what was handed out stays as it is
-            weight.counts.changed = True
-            self._counters["refetches"] += 1
-        weight.copy = copy = self._new_copy(weight)
-        return copy
+        current = copy.current(weight.master)
+        if copy.written() or not current:
+            copy.write_back(weight)  # the master wins, but for what only this one has written of shared bytes
+        if current:
+            self._count_hit(weight.counts)
+            return copy
+        weight.copy = None  # what was handed out stays as it is
+        weight.counts.changed = True
+        self._counters["refetches"] += 1
+        return None
 
     def _new_copy(self, weight: Weight) -> DeviceCopy:
+        """Copy a master, within the budget if that is possible. The weight has the copy from now on."""
         master = weight.master
         self._collect()
-        size = weight.destination.bytes_for(master)
-        to_plan = size if lies_as_copy(master) else 0
+        size, to_plan = weight.destination.bytes_for(master), weight.to_plan()
         weight.resident &= to_plan > 0
         self.outdated |= weight.planned not in (None, to_plan)
         self._make_room(size)
         begin = time.monotonic_ns()
         try:
-            copy = DeviceCopy(weight, self, self._freed)
+            copy = weight.copy = DeviceCopy(weight, self)
         except torch.OutOfMemoryError as error:
             raise OutOfMemoryError(
                 f"no device memory for {self._name(weight)}, {exact_bytes(size)}: {error}"
             ) from error
-        self._bytes += copy.nbytes
-        moved = master.numel() * master.element_size()
-        self._count_copy(weight.counts, begin, time.monotonic_ns(), moved)
-        self._counters["peak_bytes"] = max(self._counters["peak_bytes"], self._held_bytes())
+        self._count_copy(weight.counts, begin, time.monotonic_ns(), master.nbytes)
+        self._counters["peak_bytes"] = max(self._counters["peak_bytes"], self._bytes())
         return copy
 
     def _beyond_budget(self, size: int) -> int:
         """Bytes that are too many with `size` more."""
-        return 0 if self._budget is None else max(0, self._held_bytes() + size - self._budget)
+        return 0 if self._budget is None else max(0, self._bytes() + size - self._budget)
 
     def _make_room(self, size: int) -> None:
         """Invariant 4: over budget only where handed-out tensors that somebody keeps leave no room."""
-        if not self._beyond_budget(size):
-            return
-        self._collect()
-        for other in sorted(self._weights.values(), key=lambda weight: weight.resident):
-            if not self._beyond_budget(size):
-                return
-            if id(other.copy) not in self._held:
-                other.let_go()
-                other.copy = None  # copied again when it is needed, a resident too
         beyond = self._beyond_budget(size)
+        for weight in sorted(self._weights.values(), key=lambda weight: weight.resident) if beyond else ():
+            if beyond and self._forget(weight):
+                beyond = self._beyond_budget(size)
         if not beyond:
             return
-        holders = listed(sorted({self._name(copy.owner()) for copy in self._held.values()}))
-        threads = len({threading.get_ident(), *(copy.reader for copy in self._held.values())})
+        copies = self._held()
+        holders = listed(sorted({self._name(copy.owner()) for copy in copies}))
+        threads = len({threading.get_ident(), *(copy.reader for copy in copies)})
         by = f"{threads} threads at the same time" if threads > 1 else "a list, or by an autograd graph"
         message = (
             f"the budget of {exact_bytes(self._budget or 0)} is full: tensors handed out from {holders} are "
             f"kept alive (by {by})"
         )
-        needed = self._held_bytes() + size
+        needed = self._bytes() + size
         remedy = f"install with a budget of {exact_bytes(needed)} or more"
         if self._strict:
             raise BudgetError(

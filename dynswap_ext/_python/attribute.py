@@ -20,18 +20,6 @@ from dynswap_ext._util.untraced import untraced
 class ModuleState:
     """What an installed module carries in its `__dict__`."""
 
-    __slots__ = (
-        "__weakref__",
-        "destinations",
-        "ignored",
-        "inner",
-        "names",
-        "owner",
-        "session",
-        "stand_ins",
-        "weights",
-    )
-
     def __init__(
         self,
         session: Any,
@@ -40,10 +28,8 @@ class ModuleState:
         ignored: frozenset[str] | None,
     ) -> None:
         self.session = session
-        #: The destinations of masters that are not cast into the session's dtype, by name.
+        #: By the names that masters had at the install, and those that have been adopted since.
         self.destinations = destinations
-        #: Names that masters had at the install, and those that have been adopted since.
-        self.names = {*module._parameters, *module._buffers}
         #: A copy of the module's `__dict__` brings the state along, but not the module.
         self.owner = weakref.ref(module)
         #: Names of masters that are left alone.

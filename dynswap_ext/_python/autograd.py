@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 
 from dynswap_ext._python.master_state import NotedWrites
+from dynswap_ext._util.modes import unseen_by_modes
 
 # Functions in the older form, with `ctx`: the newer one inspects signatures at each call, and takes thrice
 # the time. What it is for, functorch, does not get here.
@@ -29,7 +30,7 @@ class Fetch(torch.autograd.Function):
         ctx.device, ctx.dtype = master.device, master.dtype
         with torch._C._DisableTorchDispatch():  # modes that count or record operators are not told of it
             if type(data) is torch.Tensor:
-                return _one_element(data.device, data.dtype).expand(data.shape)
+                return one_element(data.dtype, data.device).expand(data.shape)
             return data.new_empty(()).expand(data.shape)
 
     @staticmethod
@@ -40,8 +41,11 @@ class Fetch(torch.autograd.Function):
 
 
 @functools.cache
-def _one_element(device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty((), device=device, dtype=dtype)
+def one_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return what stands for the bytes of a weight. Were it ever computed with, that should show."""
+    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
+    with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
+        return torch.full((), value, dtype=dtype, device=device)
 
 
 class HandOut(torch.autograd.Function):

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 
 from dynswap_ext._python import saved_hooks
-from dynswap_ext._python.device_copy import Weight
+from dynswap_ext._python.device_copy import DeviceCopy, Weight
+from dynswap_ext._python.held_copies import drop, exclusive
 from dynswap_ext._swap.compile_support import release_inputs
 from dynswap_ext._swap.state import session_of
 
@@ -19,7 +20,7 @@ class _Thread(threading.local):
 
     def __init__(self) -> None:
         #: Weights whose copies stay until the running module's call ends or another's begins.
-        self.kept: dict[Weight, Any] = {}
+        self.kept: list[Weight] = []
 
 
 _thread = _Thread()
@@ -30,21 +31,22 @@ def inside_call() -> bool:
     return _thread.depth > 0
 
 
-def keep(weight: Weight, session: Any) -> None:
+def keep(weight: Weight, copy: DeviceCopy) -> None:
     """Keep the weight's copy for the running module, which may ask for it again, as attention does."""
-    kept = _thread.kept
-    if weight in kept:
-        weight.asked_again = True
+    if copy.kept:
+        copy.asked_again = True
     else:
-        kept[weight] = session
-    weight.kept = True
+        copy.kept = True
+        _thread.kept.append(weight)
 
 
 def _end_of_call() -> None:
-    kept = _thread.kept
-    while kept:
-        weight, session = kept.popitem()
-        session.release_kept(weight)
+    with exclusive:
+        while _thread.kept:
+            copy = _thread.kept.pop().copy
+            if copy is not None:
+                copy.let_go()
+                drop(copy)
 
 
 def namespace_for(cls: type) -> dict[str, Any]:

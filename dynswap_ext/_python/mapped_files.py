@@ -12,16 +12,16 @@ from __future__ import annotations
 import mmap
 import os
 from collections.abc import Iterable
+from typing import Final
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from dynswap_ext._util.file_mappings import FileMappings, Mapping
 from dynswap_ext._util.memory import exact_bytes
 from dynswap_ext.errors import SourceError
 
-#: By the address of a storage, which the weak reference keeps from being given to another one.
-_files: dict[int, tuple[StorageWeakRef, int, tuple[Mapping, ...]]] = {}
+#: Under which name a storage has what is known of the files under it, and the address for which that is so.
+_KNOWN: Final = "_dynswap_files"
 
 
 def mapped_files(master: torch.Tensor) -> tuple[Mapping, ...]:
@@ -32,19 +32,15 @@ def mapped_files(master: torch.Tensor) -> tuple[Mapping, ...]:
         storage = master.untyped_storage()
         if storage.resizable():
             return ()  # memory of torch's allocator
-        key, address = storage._cdata, storage.data_ptr()
+        address = storage.data_ptr()
     except (RuntimeError, NotImplementedError, ValueError):
         return ()  # it has no memory of its own, or none yet (lazy modules)
-    known = _files.get(key)
-    if known is not None and known[1] == address and not known[0].expired():  # type: ignore[no-untyped-call]
-        return known[2]
-    for other, (guard, _, _) in list(_files.items()):
-        if guard.expired():  # type: ignore[no-untyped-call]
-            _files.pop(other, None)
-    mapped = FileMappings().overlapping(address, max(storage.nbytes(), 1))
-    files = tuple(file for file in mapped if file.path is not None)
-    _files[key] = StorageWeakRef(storage), address, files  # type: ignore[no-untyped-call]
-    return files
+    known: tuple[int, tuple[Mapping, ...]] | None = vars(storage).get(_KNOWN)
+    if known is None or known[0] != address:
+        mapped = FileMappings().overlapping(address, max(storage.nbytes(), 1))
+        known = address, tuple(file for file in mapped if file.path is not None)
+        vars(storage)[_KNOWN] = known  # torch keeps the object for as long as the storage is alive
+    return known[1]
 
 
 def what_is_missing(files: Iterable[Mapping], address: int, size: int) -> str:

@@ -1,28 +1,156 @@
-"""The saved-tensor hooks under which an installed module's call runs (pure-Python provider).
+"""What the graph keeps instead of the weights that autograd saves (pure-Python provider; native: saved.cpp).
 
-See Note [Backward fetches again] and Note [Hooks of others].
+It is the saved-tensor hooks under which an installed module's call runs that keep it. See Note [Backward
+fetches again] and Note [Hooks of others].
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from dynswap_ext._python.saved import (
-    Saved,
-    SavedTensor,
-    of_master,
-    reference_to,
-    same,
-    version_of,
-)
-from dynswap_ext._util.modes import unseen_by_modes
+from dynswap_ext._python.autograd import one_element
+from dynswap_ext._python.device_copy import DeviceCopy, Weight
+from dynswap_ext._python.shown_copies import copy_of
+from dynswap_ext._swap.parameter_proxy import shows_the_same
 from dynswap_ext._util.untraced import untraced
 
 _autograd: Any = torch._C._autograd
+
+
+class _SavedTensor:
+    """A saved tensor that is kept itself: it shows no streamed weight."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        # Detached: were it the tensor itself, an operation's output would own its own graph.
+        self.tensor = tensor.detach()
+        self.version = _version_of(self.tensor)
+
+    def unpack(self) -> torch.Tensor:
+        _refuse_if_written(self.version, self.tensor)
+        return self.tensor
+
+
+class _SavedWeight:
+    """A streamed weight, or a view of one."""
+
+    def __init__(self, copy: DeviceCopy, weight: Weight, view: torch.Tensor) -> None:
+        self.session, self.weight = copy.session, weight
+        self.version = _version_of(weight.master)
+        self.place = _place(view)
+
+    def unpack(self) -> torch.Tensor:
+        _refuse_if_written(self.version, self.weight.master)  # plain torch would have saved the master
+        copy: DeviceCopy = self.session.fetch_again(self.weight)
+        with torch.inference_mode(False), torch.no_grad():
+            view = copy.data.as_strided(*self.place)
+        view._dynswap_copy = copy  # type: ignore[attr-defined]  # it counts while somebody has it
+        return view
+
+
+def _shown_by(tensor: torch.Tensor) -> tuple[DeviceCopy, Weight] | None:
+    """Return the copy whose bytes a tensor shows, and its weight, whose master has the same values."""
+    copy = copy_of(tensor)
+    weight = None if copy is None or tensor.is_conj() or tensor.is_neg() else copy.weight
+    if copy is None or weight is None or not copy.current(weight.master):
+        return None
+    if copy.compare and not isinstance(weight.master, torch.nn.Parameter):
+        return None  # statistics, which the forward may write with no version's trace
+    copy.write_back(weight)
+    return copy, weight
+
+
+def _of_master(tensor: torch.Tensor, data: torch.Tensor, master: torch.Tensor) -> torch.Tensor | None:
+    """Return what plain torch would have saved, the master, or a view of it; None if there is none."""
+    if _place(tensor) == _place(data):
+        return master
+    # Of a master with gaps, or of a conjugate, a view of the copy is none of the master's memory.
+    if data.stride() != master.stride() or master.is_conj() or master.is_neg():
+        return None
+    offset = master.storage_offset() + tensor.storage_offset() - data.storage_offset()
+    with torch.no_grad():
+        return master.as_strided(tensor.shape, tensor.stride(), offset)
+
+
+def _place(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def _version_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def _refuse_if_written(saved: int, tensor: torch.Tensor) -> None:
+    now = _version_of(tensor)
+    if now != saved:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[{tensor.type()} {list(tensor.shape)}] is at version {now}; expected version {saved} instead."
+        )
+
+
+class _Lent(NamedTuple):
+    """What others were given instead of a saved tensor."""
+
+    given: torch.Tensor
+    #: What they made of it.
+    theirs: Any
+    #: What to use if they left it alone.
+    saved: _SavedTensor | _SavedWeight
+    #: Of the saved tensor.
+    device: torch.device
+    dtype: torch.dtype
+
+
+class _Hooks:
+    """Hooks of ours, which go on asking those of others, if there are any, of every tensor that is saved."""
+
+    def __init__(self, pack: Any = None, unpack: Any = None) -> None:
+        self._their_pack, self._their_unpack = pack, unpack
+        self._of_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
+
+    @untraced
+    def pack(self, tensor: torch.Tensor) -> Any:
+        shown = _shown_by(tensor)
+        streamed = shown is not None and not shown[1].resident
+        saved = _SavedWeight(*shown, tensor) if shown is not None and streamed else _SavedTensor(tensor)
+        if self._their_pack is None:
+            return saved
+        given = None if shown is None else _of_master(tensor, shown[0].data, shown[1].master)
+        if self._of_checkpoint and (streamed or given is not None):
+            # It compares what is saved with what is computed again, maybe where these hooks are not.
+            given = one_element(tensor.dtype, tensor.device).expand(tensor.shape)
+        if given is None:
+            return self._their_pack(tensor)
+        version = _version_of(given)
+        theirs = self._their_pack(given)
+        if _version_of(given) != version:
+            raise RuntimeError(
+                "A saved tensor pack hook is modifying its input in place. Tensors provided as input to pack "
+                "hook can not be modified by in-place operations as this can lead to unexpected side-effects."
+            )
+        return _Lent(given, theirs, saved, tensor.device, tensor.dtype)
+
+    @untraced
+    def unpack(self, packed: Any) -> Any:
+        if self._their_unpack is None:
+            return packed.unpack()
+        if type(packed) is not _Lent:
+            return self._their_unpack(packed)
+        theirs = self._their_unpack(packed.theirs)
+        if not isinstance(theirs, torch.Tensor):
+            return theirs  # torch says what is wrong with it
+        plain = type(theirs) in (torch.Tensor, torch.nn.Parameter)
+        if theirs is packed.given or (plain and shows_the_same(theirs, packed.given)):
+            return packed.saved.unpack()
+        with torch.no_grad():
+            return theirs.to(packed.device, packed.dtype)
+
+
+_alone = _Hooks()
+_ALONE: Final = _alone.pack, _alone.unpack
 
 
 def wanted() -> bool:
@@ -30,13 +158,12 @@ def wanted() -> bool:
     if not torch.is_grad_enabled() or not _autograd._saved_tensors_hooks_is_enabled():
         return False
     hooks = _innermost()
-    return hooks is None or not _is_ours(hooks[0])
+    return hooks is None or not isinstance(getattr(hooks[0], "__self__", None), _Hooks)
 
 
 def push() -> None:
     """Push hooks of ours, which ask those that were the innermost."""
-    hooks = _innermost()
-    _autograd._push_saved_tensors_default_hooks(*((_pack, _unpack) if hooks is None else _over(*hooks)))
+    _push_over(_innermost())
 
 
 pop: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
@@ -47,90 +174,16 @@ def stand_over_others() -> None:
 
     The code that pushed them pops ours.
     """
-    hooks = _autograd._top_saved_tensors_default_hooks(False)
-    if hooks is not None and hooks[0] is not _pack and wanted():
-        ours = _over(*hooks)
+    hooks = _innermost()
+    if hooks is not None and hooks[0] is not _ALONE[0] and wanted():
         pop()
-        _autograd._push_saved_tensors_default_hooks(*ours)
+        _push_over(hooks)
+
+
+def _push_over(theirs: Any) -> None:
+    ours = None if theirs is None else _Hooks(*theirs)
+    _autograd._push_saved_tensors_default_hooks(*(_ALONE if ours is None else (ours.pack, ours.unpack)))
 
 
 def _innermost() -> Any:
     return _autograd._top_saved_tensors_default_hooks(False)
-
-
-def _is_ours(pack: Any) -> bool:
-    return pack is _pack or isinstance(getattr(pack, "__self__", None), _Over)
-
-
-@untraced
-def _pack(tensor: torch.Tensor) -> Saved:
-    return reference_to(tensor) or SavedTensor(tensor)
-
-
-@untraced
-def _unpack(saved: Saved) -> torch.Tensor:
-    return saved.unpack()
-
-
-def _over(pack: Any, unpack: Any) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Return hooks of ours, which go on asking hooks of others of every tensor that is saved."""
-    hooks = _Over(pack, unpack)
-    return hooks.pack, hooks.unpack
-
-
-class _Lent(NamedTuple):
-    """What others were given instead of a saved tensor."""
-
-    given: torch.Tensor
-    #: What they made of it.
-    theirs: Any
-    #: What to use if they left it alone.
-    saved: Saved
-    #: Of the saved tensor.
-    device: torch.device
-    dtype: torch.dtype
-
-
-@functools.cache
-def _one_element(dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return what stands for a weight. Were it ever computed with, that should show."""
-    value = float("nan") if dtype.is_floating_point or dtype.is_complex else 0
-    with torch.inference_mode(False), torch.no_grad(), unseen_by_modes():
-        return torch.full((), value, dtype=dtype, device=device)
-
-
-class _Over:
-    """Hooks of ours over those of others."""
-
-    def __init__(self, pack: Any, unpack: Any) -> None:
-        self.inner_pack, self.inner_unpack = pack, unpack
-        self._of_checkpoint = getattr(pack, "__module__", "") == "torch.utils.checkpoint"
-
-    @untraced
-    def pack(self, tensor: torch.Tensor) -> Any:
-        reference, given = reference_to(tensor), of_master(tensor)
-        if self._of_checkpoint and (reference is not None or given is not None):
-            # It compares what is saved with what is computed again, maybe where these hooks are not.
-            given = _one_element(tensor.dtype, tensor.device).expand(tensor.shape)
-        if given is None:
-            return self.inner_pack(tensor)
-        version = version_of(given)
-        theirs = self.inner_pack(given)
-        if version_of(given) != version:
-            raise RuntimeError(
-                "A saved tensor pack hook is modifying its input in place. Tensors provided as input to pack "
-                "hook can not be modified by in-place operations as this can lead to unexpected side-effects."
-            )
-        return _Lent(given, theirs, reference or SavedTensor(tensor), tensor.device, tensor.dtype)
-
-    @untraced
-    def unpack(self, packed: Any) -> Any:
-        if type(packed) is not _Lent:
-            return self.inner_unpack(packed)
-        theirs = self.inner_unpack(packed.theirs)
-        if not isinstance(theirs, torch.Tensor):
-            return theirs  # torch says what is wrong with it
-        if same(theirs, packed.given):
-            return packed.saved.unpack()
-        with torch.no_grad():
-            return theirs.to(packed.device, packed.dtype)

@@ -7,7 +7,6 @@ the native extension.
 
 from __future__ import annotations
 
-import contextlib
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -20,6 +19,7 @@ from dynswap_ext._python.attribute import ModuleState
 from dynswap_ext._python.calls import inside_call
 from dynswap_ext._python.destination import Destination
 from dynswap_ext._python.device_copy import Weight
+from dynswap_ext._python.held_copies import exclusive, held
 from dynswap_ext._python.residency import choose_residents
 from dynswap_ext._swap.protocol import Hooks, Service
 from dynswap_ext._swap.state import STATE_KEY, modules_of, original_class, session_of, set_class
@@ -47,41 +47,31 @@ class Session(Access):
     #: Nor does it know what a CUDA graph has captured.
     captured = False
 
-    def __init__(
-        self,
-        options: Options,
-        budget: Budget,
-        hooks: Hooks,
-    ) -> None:
+    def __init__(self, options: Options, budget: Budget, hooks: Hooks) -> None:
         super().__init__(options, budget, hooks)
         self._states: weakref.WeakSet[ModuleState] = weakref.WeakSet()
         #: What `begin` will do.
-        self._draft: tuple[list[_Change], list[nn.Module]] = [], []
+        self._draft: list[_Change] = []
 
     # Modules ------------------------------------------------------------------------------------------
 
     def draft(self, root: nn.Module, swap_class: Callable[[type], type | None], plan: object = None) -> str:
-        with self._exclusive:
-            found, left = self._survey(root, swap_class, joins=False)
+        with exclusive:
+            draft = self._survey(root, swap_class, joins=False)
             self._root = weakref.ref(root)
-            self._make_plan([state for _, _, state in found])
-            self._draft = found, left
+            asked = {state: state.weights for _, _, state in draft if state is not None}
+            self._make_plan(asked, self._budget)
+            self._draft = draft
         return ""
 
     def saved_plan(self) -> dict[str, Any]:
         return {}
 
     def begin(self) -> None:
-        found, left = self._draft
-        self._draft = [], []
-        sessions = {id(session): session for module, *_ in found if (session := session_of(module))}
-        earlier = [session for _, session in sorted(sessions.items()) if isinstance(session, Session)]
-        with contextlib.ExitStack() as stack:
-            # No access of theirs is under way then, and the next one finds the new state.
-            for session in earlier:
-                stack.enter_context(session._exclusive)
-            stack.enter_context(self._exclusive)
-            changes = [*found, *((module, original_class(type(module)), None) for module in left)]
+        changes, self._draft = self._draft, []
+        earlier = {session for module, *_ in changes if isinstance(session := session_of(module), Session)}
+        # No access is under way then, and the next one finds the new state.
+        with exclusive:
             given_up = self._swap(changes)  # which own the earlier weights
             for session in earlier:
                 self._take_copies(session)
@@ -91,22 +81,21 @@ class Session(Access):
                 session.close()
 
     def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:
-        with self._exclusive:
-            found, _ = self._survey(root, swap_class, joins=True)
+        with exclusive:
+            found = self._survey(root, swap_class, joins=True)
             self.outdated = True  # they wait for the next plan
             self._swap(found)
         return len(found)
 
     def _survey(
         self, root: nn.Module, swap_class: Callable[[type], type | None], *, joins: bool
-    ) -> tuple[list[_Change], list[nn.Module]]:
-        """Return what the modules of a tree are to become, and those that will no longer be served.
+    ) -> list[_Change]:
+        """Return what the modules of a tree are to become; those that will not be served, plain ones.
 
         `joins`: modules that a session serves already stay with it.
         """
         classes: dict[type, type | None] = {}
         found: list[_Change] = []
-        left: list[nn.Module] = []
         modules = modules_of(root)
         request = self.hooks.plan_request(modules)
         exceptions = request.cast_although_joining() if joins else request.kept_in_float32()
@@ -119,13 +108,13 @@ class Session(Access):
             swap: Any = classes.get(cls) if served else None
             if swap is None:
                 if session_of(module) is not None:
-                    left.append(module)
+                    found.append((module, original_class(cls), None))
                 continue
             for name in (*module._parameters, *module._buffers):
                 swap._dynswap_ensure(name)
             destinations = self._destinations(module, exceptions.get(place, frozenset()), joins)
             found.append((module, swap, ModuleState(self, module, destinations, request.ignore.get(place))))
-        return found, left
+        return found
 
     def _swap(self, changes: Sequence[_Change]) -> list[_Change]:
         """Give modules their classes and states, and return what they had; after an error they have that."""
@@ -142,20 +131,18 @@ class Session(Access):
 
     def detach(self, root: nn.Module) -> None:
         self.flush()
-        with self._exclusive:
+        with exclusive:
             self._describe()
-        for module in modules_of(root):
-            if session_of(module) is self:
-                _become(module, original_class(type(module)), None)
+        served = [module for module in modules_of(root) if session_of(module) is self]
+        self._swap([(module, original_class(type(module)), None) for module in served])
 
     @property
     def modules(self) -> int:
         return sum(state.in_effect() for state in self.states())
 
     def states(self) -> list[ModuleState]:
-        while True:
-            with contextlib.suppress(RuntimeError):  # another thread has added one
-                return list(self._states)
+        with exclusive:
+            return list(self._states)
 
     inside_call = staticmethod(inside_call)
 
@@ -167,36 +154,25 @@ class Session(Access):
     def replan(self, root: nn.Module, budget: Budget) -> None:
         self.outdated = False
         self.flush()
-        with self._exclusive:
-            earlier, self._budget = self._budget, budget.bytes
+        with exclusive:
             served = [module for module in modules_of(root) if session_of(module) is self]
-            before = {module: module.__dict__[STATE_KEY].weights for module in served}
+            states = [module.__dict__[STATE_KEY] for module in served]
+            weights = [self.weights_of(*each) for each in zip(served, states, strict=True)]
             try:
-                for module in served:
-                    state = module.__dict__[STATE_KEY]
-                    weights = state.weights = self.weights_of(module, state)
-                    for name, old in before[module].items():
-                        if name in weights:
-                            take_over(weights[name], old)
-                self._make_plan([module.__dict__[STATE_KEY] for module in served])
+                self._make_plan(dict(zip(states, weights, strict=True)), budget.bytes)
             except BaseException:
-                for module, weights in before.items():
-                    module.__dict__[STATE_KEY].weights = weights
-                self._budget = earlier
                 self.outdated = True  # there may be room another time
                 raise
 
     def release_memory(self, root: nn.Module) -> None:
         self.flush()
-        with self._exclusive:
+        with exclusive:
             self._collect()
             for weight in list(self._weights.values()):
-                if id(weight.copy) not in self._held:
-                    weight.let_go()
-                    weight.copy = None
+                self._forget(weight)
 
     def bring_residents(self) -> None:
-        with self._exclusive:
+        with exclusive:
             for weight in list(self._weights.values()):
                 if weight.resident:
                     self._current_copy(weight)
@@ -221,9 +197,8 @@ class Session(Access):
                 return "converted" if inner_names(master) is None else "streamed"
             return "resident" if weight.resident else "streamed"
 
-        ignored = module.__dict__[STATE_KEY].ignored
         return {
-            name: "ignored" if name in ignored else service_of(name, master)
+            name: "ignored" if name in state.ignored else service_of(name, master)
             for name, master, _ in own_masters(module)
         }
 
@@ -231,21 +206,20 @@ class Session(Access):
         swap: Any = type(module)
         swap._dynswap_ensure(name)  # the weight is found at its first access
         state = module.__dict__[STATE_KEY]
-        if name not in state.names:
-            state.names.add(name)
+        if name not in state.destinations:
             state.destinations[name] = self._destination_of_late(_master(module, name))
 
     def _destinations(
         self, module: nn.Module, exceptions: frozenset[str], joins: bool
     ) -> dict[str, Destination]:
-        """Return where masters go that are not cast into the session's dtype (Note [What dtype= casts])."""
+        """Return where masters go, which says what they are cast into (Note [What dtype= casts])."""
         found = {}
         for name in (*module._parameters, *module._buffers):
             master = _master(module, name)
             if master is None or (joins and name not in exceptions):
                 found[name] = self._destination_of_late(master)
-            elif not joins and name in exceptions:
-                found[name] = self._in_float32
+            else:
+                found[name] = self._in_float32 if name in exceptions and not joins else self._destination
         return found
 
     def _destination_of_late(self, master: torch.Tensor | None) -> Destination:
@@ -272,25 +246,33 @@ class Session(Access):
             and not self.destination_of(state, name).holds(master)
         }
 
-    def _make_plan(self, states: list[ModuleState]) -> None:
-        size_of = {weight: weight.to_plan() for state in states for weight in state.weights.values()}
-        together = max((sum(size_of[w] for w in state.weights.values()) for state in states), default=0)
-        at_once, kept = self._needed_and_kept(states, size_of)
-        self._check_budget(kept, size_of, at_once)
+    def _make_plan(self, plan: dict[ModuleState, dict[str, Weight]], budget: int | None) -> None:
+        """Plan for weights of modules within a budget; on an error, nothing has changed."""
+        size_of = {weight: weight.to_plan() for weights in plan.values() for weight in weights.values()}
+        together = max((sum(size_of[w] for w in weights.values()) for weights in plan.values()), default=0)
+        at_once, kept = self._needed_and_kept(plan, size_of)
+        self._check_budget(budget, kept, size_of, at_once)
+        self._budget = budget
+        for state, weights in plan.items():
+            for name, old in state.weights.items():
+                if name in weights:
+                    take_over(weights[name], old)
+            state.weights = weights
         for weight, size in size_of.items():
             weight.planned, weight.resident, weight.counts.resident = size, False, False
             weight.counts.bytes = weight.destination.bytes_for(weight.master)
-        weights = [weight for weight, size in size_of.items() if size]
-        sizes = [size_of[weight] for weight in weights]
+        planned = [weight for weight, size in size_of.items() if size]
+        sizes = [size_of[weight] for weight in planned]
         residents = choose_residents(
-            sizes, self._budget, max(together, at_once), [weight in kept for weight in weights]
+            sizes, budget, max(together, at_once), [weight in kept for weight in planned]
         )
-        for weight, resident in zip(weights, residents, strict=True):
+        for weight, resident in zip(planned, residents, strict=True):
             weight.resident = weight.counts.resident = resident
-        self._counts = dict.fromkeys(weight.counts for weight in weights)
+        self._counts = dict.fromkeys(weight.counts for weight in planned)
+        self._used = dict.fromkeys(counts for counts in self._used if counts in self._counts)
         self._describe()
         self._plan.update(
-            groups=len(weights),
+            groups=len(planned),
             resident_groups=sum(residents),
             weight_bytes=sum(sizes),
             resident_bytes=sum(size for size, resident in zip(sizes, residents, strict=True) if resident),
@@ -298,37 +280,44 @@ class Session(Access):
 
     def _take_copies(self, earlier: Session) -> None:
         """Go on with what somebody has of the weights that were another session's."""
-        earlier.settle_deaths()
+        earlier._collect()
         present = [state.weights.values() for state in earlier.states() if state.in_effect()]
         still_served = {weight for weights in present for weight in weights}
         for old in list(earlier._weights.values()):
-            new = self._weights.get(id(old.master))
+            new, copy = self._weights.get(id(old.master)), old.copy
             if new is None or new.master is not old.master or old in still_served:
                 continue
             if new.destination == old.destination:
-                self.take_copy(new, old, earlier)
+                new.fetched, new.noted = old.fetched, old.noted  # graphs lead there
+                if copy in held:
+                    old.copy, new.copy = None, copy
+                    copy.owner, copy.session = weakref.ref(new), self
 
     def _needed_and_kept(
-        self, states: list[ModuleState], size_of: dict[Weight, int]
+        self, plan: dict[ModuleState, dict[str, Weight]], size_of: dict[Weight, int]
     ) -> tuple[int, set[Weight]]:
         """Return the most device bytes that one call is known to need at once, and the weights to keep."""
-        modules = {module: state for state in states if (module := state.owner()) is not None}
+        modules = {
+            module: weights for state, weights in plan.items() if (module := state.owner()) is not None
+        }
         together: dict[int, dict[Weight, None]] = {}
         kept: set[Weight] = set()
         request = self.hooks.plan_request(list(modules))
-        for place, state in enumerate(modules.values()):
-            kept.update(state.weights[name] for name in request.keep.get(place, ()) if name in state.weights)
+        for place, weights in enumerate(modules.values()):
+            kept.update(weights[name] for name in request.keep.get(place, ()) if name in weights)
             if request.at_once[place]:
-                together.setdefault(request.units[place], {}).update(dict.fromkeys(state.weights.values()))
+                together.setdefault(request.units[place], {}).update(dict.fromkeys(weights.values()))
         needed = (sum(size_of[weight] for weight in unit if weight not in kept) for unit in together.values())
         return max(needed, default=0), kept
 
-    def _check_budget(self, kept: set[Weight], size_of: dict[Weight, int], at_once: int) -> None:
+    def _check_budget(
+        self, budget: int | None, kept: set[Weight], size_of: dict[Weight, int], at_once: int
+    ) -> None:
         """Refuse a budget that does not hold what is kept and the largest of the others."""
         held = sum(map(size_of.__getitem__, kept))
         largest = max((size for weight, size in size_of.items() if weight not in kept), default=0)
         smallest = held + max(largest, at_once)
-        if self._budget is None or smallest <= self._budget:
+        if budget is None or smallest <= budget:
             return
         refused = "cannot hold the largest group of weights"
         if held:
@@ -338,7 +327,7 @@ class Session(Access):
                 f"{exact_bytes(held)}, and the largest group of the others"
             )
         raise BudgetError(
-            f"a budget of {exact_bytes(self._budget)} {refused}; the smallest budget that works is "
+            f"a budget of {exact_bytes(budget)} {refused}; the smallest budget that works is "
             f"{exact_bytes(smallest)}",
             smallest,
         )

@@ -8,13 +8,8 @@ from typing import Final
 
 import torch
 
-
-def _not_told(_: int) -> int:
-    return 0
-
-
 #: How many owners a storage has, by its address; 0 where torch does not tell.
-_count: Final[Callable[[int], int]] = getattr(torch._C, "_storage_Use_Count", _not_told)
+_count: Final[Callable[[int], int]] = getattr(torch._C, "_storage_Use_Count", lambda _: 0)
 
 
 def _measure() -> tuple[int, int]:

@@ -76,7 +76,7 @@ class ParameterProxy(torch.Tensor):
         master = master_of(self)
         if master is self:
             _plain.data.__set__(self, value)
-        elif not _is_alias(value, self):  # `w.data += t` was a write in place, which reaches the master
+        elif not shows_the_same(value, self):  # `w.data += t` was a write in place, which reaches the master
             shape = self.shape
             vars(self).pop(_TENSOR, None)
             handed_out = give_data(self, master, value, None, self.dtype, self.device)
@@ -325,15 +325,16 @@ def make_proxy(tensor: torch.Tensor, master: torch.Tensor) -> torch.Tensor:
     return tensor
 
 
-def _is_alias(value: torch.Tensor, of: torch.Tensor) -> bool:
-    """Whether both are the same bytes, laid out in the same way."""
+def shows_the_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether both show the same bytes in the same way."""
     return (
-        value.device == of.device
-        and value.dtype == of.dtype
-        and value.layout == of.layout == torch.strided
-        and value.shape == of.shape
-        and value.stride() == of.stride()
-        and value.data_ptr() == of.data_ptr()
+        one.device == other.device
+        and one.dtype == other.dtype
+        and one.layout == other.layout == torch.strided
+        and one.shape == other.shape
+        and one.stride() == other.stride()
+        and one.data_ptr() == other.data_ptr()
+        and (one.is_conj(), one.is_neg()) == (other.is_conj(), other.is_neg())
     )
 
 
