@@ -84,9 +84,10 @@ def test_profiling(
     assert {"trace.json.gz", "timeline.png"} <= {path.name for path in Path().iterdir()}
 
 
-@pytest.mark.parametrize("page", ["profiling.md", "guides/troubleshooting.md"])
-def test_the_causes_are_those_that_there_are(page: str) -> None:
-    table = (DOCS / page).read_text().partition("| cause |")[2].partition("\n\n")[0]
+def test_the_causes_are_those_that_there_are() -> None:
+    table = (
+        (DOCS / "guides" / "troubleshooting.md").read_text().partition("| cause |")[2].partition("\n\n")[0]
+    )
     rows = re.findall(r"^\| ([\w -]+?) \| ", table, re.MULTILINE)
     assert [row for row in rows if row != "---"] == list(CAUSES)
 
