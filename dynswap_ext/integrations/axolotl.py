@@ -14,6 +14,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Final
 
+import torch
 from axolotl.integrations.base import BasePlugin
 from axolotl.utils.logging import get_logger
 from pydantic import BaseModel, field_validator, model_validator
@@ -80,10 +81,10 @@ class DynswapArgs(BaseModel):  # type: ignore[misc]
         for key, what in _OTHERS.items():
             if data.get(key) not in (None, False, _HARMLESS.get(key)):
                 raise ConfigError(f"{key} {what}: leave {key} out, or remove DynswapPlugin from plugins")
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 or torch.accelerator.device_count() > 1:
             raise ConfigError(
-                "axolotl runs in several processes, and DynswapPlugin streams to one device; set "
-                "CUDA_VISIBLE_DEVICES=0, or pass --num-processes 1"
+                "axolotl has several processes or GPUs, and DynswapPlugin streams to one device; set "
+                "CUDA_VISIBLE_DEVICES=0"
             )
         data["device_map"] = "cpu"
         return data

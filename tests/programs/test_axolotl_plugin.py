@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from conftest import Provider, accelerate_knows
@@ -35,6 +36,12 @@ COMMAND = (
     "import sys, torch; torch.manual_seed(0); from axolotl.cli.train import do_cli; do_cli(sys.argv.pop())"
 )
 KERNELS = {f"lora_{part}_kernel": False for part in ("mlp", "qkv", "o")}
+
+
+@pytest.fixture(autouse=True)
+def _one_device() -> None:
+    if torch.accelerator.device_count() > 1:
+        pytest.skip("the plugin refuses several devices, which the pretend device has")
 
 
 @pytest.fixture(scope="module")
@@ -132,6 +139,10 @@ def test_what_it_does_not_go_with(
 ) -> None:
     with pytest.raises(ValueError, match="or remove DynswapPlugin from plugins"):
         validated(**keys)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match="streams to one device; set CUDA_VISIBLE_DEVICES=0"):
+    one_device = "streams to one device; set CUDA_VISIBLE_DEVICES=0"
+    with monkeypatch.context() as several, pytest.raises(ValueError, match=one_device):
+        several.setenv("WORLD_SIZE", "2")
+        validated()
+    monkeypatch.setattr(torch.accelerator, "device_count", lambda: 2)
+    with pytest.raises(ValueError, match=one_device):
         validated()
