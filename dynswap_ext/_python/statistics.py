@@ -118,8 +118,10 @@ class Statistics:
     def _count_copy(self, counts: Counts, begin: int, end: int, nbytes: int) -> None:
         """Count a copy of the weight, for which its consumer waited; times are of ``time.monotonic_ns``."""
         took = end - begin
-        self._counters.update(stall_ns=took, misses=1, copies=1, bytes_moved=nbytes)
-        counts.counters.update(copies=1, bytes_moved=nbytes, copy_ns=took)
+        for name, more in (("stall_ns", took), ("misses", 1), ("copies", 1), ("bytes_moved", nbytes)):
+            self._counters[name] += more
+        for name, more in (("copies", 1), ("bytes_moved", nbytes), ("copy_ns", took)):
+            counts.counters[name] += more
         if not counts.copied_before:
             cause = "first use"
         else:
