@@ -294,9 +294,7 @@ bool Session::may_be_written(const Weight& weight) {
   return record != nullptr && record->may_be_written();
 }
 
-void Session::note_lost(const std::shared_ptr<MasterRecord>& of) {
-  lost_.note(of);
-}
+void Session::note_lost(const std::shared_ptr<MasterRecord>& of) { lost_.note(of); }
 
 void Session::tell_lost() {
   for (const std::shared_ptr<MasterRecord>& of : lost_.take()) {
