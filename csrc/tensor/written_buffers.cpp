@@ -52,16 +52,23 @@ class Kept {
     count_ = by_master_.size();
   }
 
-  /// The master's record, whoever keeps it; `only`: if it still is this one.
-  std::unique_ptr<HandedOut> take(std::uint64_t master, const HandedOut* only = nullptr) {
+  /// The master's record, whoever keeps it.
+  std::unique_ptr<HandedOut> take(std::uint64_t master) {
     if (count_ == 0) return nullptr;
     const std::lock_guard lock(mutex_);
     const auto found = by_master_.find(master);
-    if (found == by_master_.end() || (only != nullptr && found->second.record.get() != only)) return nullptr;
-    auto record = std::move(found->second.record);
-    by_master_.erase(found);
-    count_ = by_master_.size();
-    return record;
+    return found == by_master_.end() ? nullptr : take(found);
+  }
+
+  /// The same, if this thread still keeps this one: another thread may have taken it, written more, and keep
+  /// it now.
+  std::unique_ptr<HandedOut> take_if_here(std::uint64_t master, const HandedOut* only) {
+    const std::lock_guard lock(mutex_);
+    const auto found = by_master_.find(master);
+    if (found == by_master_.end() || found->second.record.get() != only ||
+        found->second.keeper != std::this_thread::get_id())
+      return nullptr;
+    return take(found);
   }
 
   /// What this thread keeps, with the numbers of the masters.
@@ -80,6 +87,13 @@ class Kept {
     std::thread::id keeper;
     std::unique_ptr<HandedOut> record;
   };
+
+  std::unique_ptr<HandedOut> take(std::unordered_map<std::uint64_t, Place>::iterator found) {
+    auto record = std::move(found->second.record);
+    by_master_.erase(found);
+    count_ = by_master_.size();
+    return record;
+  }
 
   Mutex mutex_;
   std::unordered_map<std::uint64_t, Place> by_master_;  ///< LOCK: mutex_. By MasterRecord::number
@@ -128,8 +142,8 @@ void write_back_present() {
   };
   std::vector<std::unique_ptr<HandedOut>> ours;
   for (const auto& [master, record] : kept) {
-    // Another thread may have taken it meanwhile.
-    if (auto still_kept = Kept::of_this_process().take(master, record)) ours.push_back(std::move(still_kept));
+    if (auto still_kept = Kept::of_this_process().take_if_here(master, record))
+      ours.push_back(std::move(still_kept));
   }
   for (const auto& record : ours) note_if_sent(record.get());
   for (HandedOut* const record : records) note_if_sent(record);

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -88,23 +89,39 @@ def test_a_tensor_dies_on_another_thread(gpu: Gpu) -> None:
 class Turns(nn.Module):
     """Calls one batch norm in turns with another thread, each within a call of a model of its own."""
 
-    def __init__(self, shared: nn.Module, mine: threading.Semaphore, next_one: threading.Semaphore) -> None:
+    def __init__(
+        self,
+        shared: nn.Module,
+        mine: threading.Semaphore,
+        next_one: threading.Semaphore,
+        at_the_end: Callable[[Callable[[], object]], object],
+    ) -> None:
         super().__init__()
         self.linear = nn.Linear(4, 4)
-        self.__dict__.update(shared=shared, mine=mine, next_one=next_one)
+        self.__dict__.update(shared=shared, mine=mine, next_one=next_one, at_the_end=at_the_end)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for _ in range(PASSES):
+        for turn in range(PASSES):
             assert self.mine.acquire(timeout=60)
             self.shared(x)
-            self.next_one.release()
+            if turn == PASSES - 1:
+                self.at_the_end(self.next_one.release)
+            else:
+                self.next_one.release()
         return self.linear(x)
 
 
-def statistics_after_turns(gpu: Gpu, *, installed: bool) -> dict[str, torch.Tensor]:
+def statistics_after_turns(gpu: Gpu, *, installed: bool, while_it_waits: bool) -> dict[str, torch.Tensor]:
+    def at_the_end(release: Callable[[], object]) -> None:
+        if not while_it_waits:
+            release()
+            return
+        gpu.delay(300)
+        threading.Timer(0.1, release).start()
+
     torch.manual_seed(0)
     shared, turns = nn.BatchNorm1d(4), [threading.Semaphore(1), threading.Semaphore(0)]
-    models = [Turns(shared, turns[index], turns[1 - index]) for index in range(2)]
+    models = [Turns(shared, turns[index], turns[1 - index], at_the_end) for index in range(2)]
     inputs = [torch.randn(8, 4).to(gpu.device) for _ in models]
     for model in (shared, *models):
         if installed:
@@ -115,8 +132,12 @@ def statistics_after_turns(gpu: Gpu, *, installed: bool) -> dict[str, torch.Tens
     return {name: value.cpu() for name, value in shared.state_dict().items()}
 
 
-def test_threads_take_turns_with_statistics(gpu: Gpu) -> None:
-    """What one thread's forward wrote is what the other's reads, before the outermost call has ended."""
-    expected = statistics_after_turns(gpu, installed=False)
-    for name, value in statistics_after_turns(gpu, installed=True).items():
+@pytest.mark.parametrize("while_it_waits", [False, True])
+def test_threads_take_turns_with_statistics(gpu: Gpu, while_it_waits: bool) -> None:
+    """What one thread's forward wrote is what the other's reads, before the outermost call has ended.
+
+    The last turn is taken while the first thread's call ends, and waits for what it wrote.
+    """
+    expected = statistics_after_turns(gpu, installed=False, while_it_waits=while_it_waits)
+    for name, value in statistics_after_turns(gpu, installed=True, while_it_waits=while_it_waits).items():
         testing.assert_bit_equal(value, expected[name], name)
