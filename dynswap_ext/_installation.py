@@ -146,7 +146,7 @@ class Installation(ServedModules):
             return
         if self.session.provider != "native":
             raise saved.refused("pure Python makes no plans")
-        saved.check(made_for(self.session.device, self.session.backend, self.session.dtype))
+        saved.check(self._made_for())
         try:
             difference = self.session.draft(model, swap, saved.plan)
         except BudgetError:
@@ -155,6 +155,9 @@ class Installation(ServedModules):
             raise saved.refused(f"is damaged: {error}") from error
         if difference:
             raise saved.refused(f"it was made for other weights: {difference}")
+
+    def _made_for(self) -> dict[str, str]:
+        return made_for(self.options.device, self.session.backend, self.options.dtype, self.options.keep)
 
     def begin(self, model: nn.Module, modules: Sequence[nn.Module]) -> None:
         """Serve the modules of the draft, all at once, in place of the installs that serve them now.
@@ -178,6 +181,7 @@ class Installation(ServedModules):
             return self._begin_with_less(model, modules, no_room)
         if self.saved_plan is not None:
             self.session.bring_residents()  # no pass has to bring them by turns
+            self.saved_plan = None  # from here on, plans are for what there is
         if self.options.progress:
             serving = functools.partial(serves_any, self.session)
             self._first_pass = FirstPass(self.session, serving, self.options.progress)
@@ -260,18 +264,26 @@ class Installation(ServedModules):
             self._model()
             if self.session.provider != "native":
                 raise ConfigError("pure Python makes no plans to save: reinstall it with its extension")
-            if self.budget.automatic and self.tuner.latest is None:
+            if self.released:
                 raise ConfigError(
-                    "the budget is 'auto', and is not measured yet: call the model until handle.tuning is "
-                    "not None (four passes), and save the plan then"
+                    "the device memory was given back, and the plan with it: call resume() first"
                 )
+            if self.tuner.measuring:
+                raise ConfigError(
+                    "passes are being measured for a new plan: call the model until that is made (four passes"
+                    " after the install, or after retune), and save it then"
+                )
+            try:
+                plan = self.session.saved_plan()
+            except ValueError as error:
+                raise ConfigError(f"this plan cannot be saved: {error}") from error
             SavedPlan(
                 budget=self.budget.bytes,
                 automatic=self.budget.automatic,
                 prefetch=self.options.prefetch,
                 tuning=None if self.tuner.latest is None else asdict(self.tuner.latest),
-                plan=self.session.saved_plan(),
-                made_for=made_for(self.session.device, self.session.backend, self.session.dtype),
+                plan=plan,
+                made_for=self._made_for(),
             ).write(path)
 
     def plan_again(self, model: nn.Module) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from os import PathLike
 from pathlib import Path
@@ -62,7 +62,8 @@ class SavedPlan:
             if content.pop("dynswap_ext plan") != _FORMAT:
                 raise ValueError("it has another format")
             saved = cls(**content, path=str(path))
-            dict(saved.plan), dict(saved.made_for), int(saved.prefetch), int(saved.budget or 0)
+            if wrong := saved._wrong():
+                raise ValueError(f"its {wrong} is {content[wrong]!r}")
         except OSError as error:
             raise ConfigError(f"plan is {str(path)!r}, which cannot be read: {error.strerror}") from error
         except (AttributeError, KeyError, TypeError, ValueError) as error:
@@ -70,6 +71,18 @@ class SavedPlan:
                 f"plan is {str(path)!r}, which is no plan that Handle.save_plan wrote ({error}). {_REMEDY}"
             ) from error
         return saved
+
+    def _wrong(self) -> str:
+        """Return the name of a field that has no such value; empty if there is none."""
+        known = {
+            "budget": self.budget is None or (type(self.budget) is int and self.budget > 0),
+            "automatic": type(self.automatic) is bool,
+            "prefetch": type(self.prefetch) is int and 0 <= self.prefetch < 1 << 32,
+            "tuning": self.tuning is None or isinstance(self.tuning, dict),
+            "plan": isinstance(self.plan, dict),
+            "made_for": isinstance(self.made_for, dict),
+        }
+        return next((name for name, right in known.items() if not right), "")
 
     def check(self, made_for: Mapping[str, str]) -> None:
         """Raise ConfigError if the plan was made for something else."""
@@ -82,13 +95,16 @@ class SavedPlan:
         return ConfigError(f"plan is {self.path!r}, and {why}. {_REMEDY}")
 
 
-def made_for(device: torch.device, backend: str, dtype: torch.dtype | None) -> dict[str, str]:
+def made_for(
+    device: torch.device, backend: str, dtype: torch.dtype | None, keep: Sequence[str]
+) -> dict[str, str]:
     """Return what a plan depends on besides the weights, in words."""
     name = getattr(getattr(torch, device.type, None), "get_device_name", None)
     return {
         "device": device.type if name is None else str(name(device)),
         "backend": backend,
         "dtype": str(dtype),
+        "keep": ", ".join(keep) or "nothing",
         "dynswap_ext": __version__,
         "torch": torch.__version__,
     }

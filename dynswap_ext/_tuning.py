@@ -105,6 +105,20 @@ class Tuning:
         return "\n".join(lines)
 
 
+def _tuning_of(saved: SavedPlan) -> Tuning | None:
+    """Return what was measured for a plan that was saved; None if nothing was."""
+    if saved.tuning is None:
+        return None
+    try:
+        if wrong := [
+            name for name, value in saved.tuning.items() if not isinstance(value, (int, float, type(None)))
+        ]:
+            raise TypeError(f"{wrong[0]} is no number")
+        return Tuning(**saved.tuning)
+    except TypeError as error:
+        raise saved.refused(f"what was measured is damaged: {error}") from error
+
+
 class HasBudget(Protocol):
     """An install, as far as its tuner needs it."""
 
@@ -133,7 +147,7 @@ class Tuner:
         #: Passes since the plan was due.
         self._waited = 0
         self._peak: PeakMemory | None = None
-        self.latest = None if saved is None or saved.tuning is None else Tuning(**saved.tuning)
+        self.latest = None if saved is None else _tuning_of(saved)
         self._warm_up = _WARM_UP
         #: Whether calls in a row are recorded, and the models to which residents have moved.
         self._in_row = False
@@ -146,8 +160,16 @@ class Tuner:
         self._headroom = install.options.headroom
         #: As the latest measured passes took; None: not known, or memory has run out since.
         self._activations = None if self.latest is None else self.latest.activation_bytes
-        #: The room in the latest passes, as long as it exceeds the plan.
+        #: The room in the latest passes, as long as it exceeds the plan; one too small for a plan.
         self._more_room: list[int] = []
+        self._too_little = 0
+        #: Whether torch's cache was emptied when others had too little, and they have not had enough since.
+        self._cache_emptied = False
+
+    @property
+    def measuring(self) -> bool:
+        """Whether a plan is to come of passes that are measured."""
+        return self._calls_left is not None
 
     @property
     def _automatic(self) -> bool:
@@ -188,7 +210,7 @@ class Tuner:
     def __call__(self) -> None:
         """A pass begins: a call of the model, or a round of all models that share the install."""
         # Other threads' calls go on meanwhile with the plan there is.
-        if self._headroom is not None and self._calls_left is None and self._automatic:
+        if self._headroom is not None and self._automatic:
             self._leave_headroom(self._headroom)
         gave_way = self._automatic and self._session.given_way_bytes != self._given_way
         if (gave_way or self._calls_left is not None) and self._lock.acquire(blocking=False):
@@ -291,25 +313,37 @@ class Tuner:
             stats, held = self._session.stats(), self._held()
             room = self._room(self._activations or 0) or 0
             enough = max(1, headroom // _HEADROOM_STEPS)
-            if room <= held - enough and stats["resident_bytes"]:
-                if self._may_plan():
+            if room > held - enough:
+                self._cache_emptied = False
+                self._take_more_room(room, held, enough, stats)
+            elif self._install.budget.bytes is not None and stats["resident_bytes"]:
+                self._more_room = []
+                if not self._cache_emptied:  # what torch keeps may be of a pass that was larger than others
+                    self._cache_emptied = True
+                    DeviceMemory(self._session.device).empty_cache()
+                    room = self._room(self._activations or 0) or 0
+                if room <= held - enough and self._may_plan():
                     logger.info("others need memory: weights leave %s of it", format_bytes(held - room))
                     self._plan_and_measure(room)
                     DeviceMemory(self._session.device).empty_cache()
-                return
-            more = room - max(held, self._install.budget.bytes or 0)
-            grows = (
-                self._activations is not None
-                and stats["resident_groups"] < stats["groups"]
-                and more >= enough
-                and not self._plan_is_in_use()
-            )
-            self._more_room = [*self._more_room, room] if grows else []
-            if len(self._more_room) >= _HEADROOM_PATIENCE:
-                logger.info("others have left memory: weights take %s of it", format_bytes(more))
-                self._plan_and_measure(min(self._more_room))
         finally:
             self._lock.release()
+
+    def _take_more_room(self, room: int, held: int, enough: int, stats: dict[str, int]) -> None:
+        more = room - max(held, self._install.budget.bytes or 0, self._too_little)
+        grows = (
+            not self.measuring
+            and self._activations is not None
+            and stats["resident_groups"] < stats["groups"]
+            and more >= enough
+            and not self._plan_is_in_use()
+        )
+        self._more_room = [*self._more_room, room] if grows else []
+        if len(self._more_room) >= _HEADROOM_PATIENCE:
+            logger.info("others have left memory: weights take %s of it", format_bytes(more))
+            room = min(self._more_room)
+            self._plan_and_measure(room)
+            self._too_little = room if self._install.budget.bytes is None else 0
 
     def _plan_and_measure(self, budget: int) -> None:
         """Plan for a budget at once, and measure which residents are best."""

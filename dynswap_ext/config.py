@@ -24,9 +24,9 @@ import logging
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 
@@ -146,7 +146,16 @@ def resolve(
     automatic = is_automatic(budget) if saved is None else saved.automatic
     if automatic:
         check_measurable(where)
-    room = None if headroom is None else _headroom(headroom, automatic, budget, where)
+    room = None
+    if headroom is not None:
+        room = _headroom(headroom, where)
+        if not automatic:
+            given = f"budget is {budget!r}" if saved is None else "the plan that is given has a fixed budget"
+            raise ConfigError(
+                f"headroom is {headroom!r}, and {given}: headroom is what budget='auto' leaves to others. "
+                "Pass budget='auto', or a smaller budget alone"
+            )
+    planned = None if saved is None else _budget_of(saved, budget, prefetch, where, room)
     chosen = _one_of(PROVIDERS, "provider", provider)
     if pin == "auto" and where.type not in ("cpu", "cuda") and DeviceMemory(where).is_the_hosts():
         pin = False  # page-locked copies would take the memory that the device computes in
@@ -156,12 +165,9 @@ def resolve(
         device=where,
         dtype=_dtype(dtype),
         prefetch=_prefetch(prefetch) if saved is None else saved.prefetch,
-        budget=(
-            Budget(first_budget(where, room) if automatic else resolve_budget(budget, where), automatic)
-            if saved is None
-            else _budget_of(saved, budget, prefetch)
-        ),
-        plan=saved,
+        budget=planned
+        or Budget(first_budget(where, room) if automatic else resolve_budget(budget, where), automatic),
+        plan=saved if planned is not None else None,
         pin=pinned,
         pinned_copies=int(_PINNED_COPIES * free) if pin is True or pin == "auto" else pinned,
         page_cache=(
@@ -338,23 +344,36 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
     return amount
 
 
-def _budget_of(saved: SavedPlan, budget: int | float | str | None, prefetch: int) -> Budget:
-    """Return the budget that was saved; raise if another one, or another prefetch, is asked for."""
+def with_budget(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of an integration: the budget is "auto", unless one or a plan is given."""
+    return dict(options) if {"budget", "plan"} & options.keys() else {"budget": AUTO, **options}
+
+
+def _budget_of(
+    saved: SavedPlan,
+    budget: int | float | str | None,
+    prefetch: int,
+    device: torch.device,
+    headroom: int | None,
+) -> Budget | None:
+    """Return the budget that was saved; None if others would have too little of the device with it.
+
+    Raises if another budget, or another prefetch, is asked for.
+    """
     if budget is not None or prefetch not in (DEFAULT_PREFETCH, saved.prefetch):
         given = f"budget={budget!r}" if budget is not None else f"prefetch={prefetch!r}"
         raise saved.refused(f"{given} is given with it, which a plan has already: leave it out")
+    if headroom is not None and saved.budget is not None and free_bytes(device) - headroom < saved.budget:
+        warn(
+            f"the plan {saved.path!r} has a budget of {format_bytes(saved.budget)}, and with "
+            f"headroom={format_bytes(headroom)} '{device}' has less for it now: a new plan is measured"
+        )
+        return None
     return Budget(saved.budget, saved.automatic)
 
 
-def _headroom(
-    given: int | float | str, automatic: bool, budget: int | float | str | None, device: torch.device
-) -> int:
+def _headroom(given: int | float | str, device: torch.device) -> int:
     """Return the bytes of an amount, or of a fraction of all memory of the device; 0 for 0."""
-    if not automatic:
-        raise ConfigError(
-            f"headroom is {given!r}, and budget is {budget!r}: headroom is what budget='auto' leaves to "
-            "others. Pass budget='auto', or a smaller budget alone"
-        )
     if given == 0 and not isinstance(given, bool):
         return 0
     amount = parse_bytes(given, "headroom", of="the device's memory")

@@ -131,6 +131,51 @@ def test_small_changes_are_left_alone(provider: Provider, machine: Machine) -> N
     assert handle.tuning is planned
 
 
+def plans_made(handle: dynswap_ext.Handle, monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    made: list[object] = []
+    plan = _tuning.Tuner._plan
+
+    def counted(self: _tuning.Tuner, budget: int | None, activations: int) -> None:
+        made.append(budget)
+        plan(self, budget, activations)
+
+    monkeypatch.setattr(_tuning.Tuner, "_plan", counted)
+    return made
+
+
+@pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
+def test_when_nothing_more_can_leave_nothing_is_tried(
+    provider: Provider, machine: Machine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, x = layers(), provider.randn(2, WIDTH)
+    handle = install(provider, model, headroom=HEADROOM, keep="0.*")
+    with torch.no_grad():
+        for _ in range(CALLS):
+            model(x)
+        machine.others_take(MEMORY - 5 * LAYER)
+        for _ in range(2 * CALLS):
+            model(x)
+        made = plans_made(handle, monkeypatch)
+        for _ in range(4 * PATIENCE):
+            model(x)
+    assert not made
+
+
+def test_others_are_heard_while_passes_are_measured(provider: Provider, machine: Machine) -> None:
+    model, x = layers(), provider.randn(2, WIDTH)
+    handle = install(provider, model, headroom=HEADROOM)
+    with torch.no_grad():
+        for _ in range(CALLS):
+            model(x)
+        before = handle.stats().resident_bytes
+        handle.retune()
+        model(x)
+        machine.others_take(2 * LAYER)
+        model(x)
+    assert handle.stats().resident_bytes <= before - LAYER
+    assert machine.free() >= HEADROOM * 7 // 8
+
+
 def test_who_does_not_ask_does_not_pay(
     provider: Provider, machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +14,10 @@ import torch
 from torch import nn
 
 import dynswap_ext
+import sample_experts as experts
 from conftest import Provider
-from dynswap_ext import ConfigError, testing
+from dynswap_ext import ConfigError, config, testing
+from sample_experts import Fused, Mixture
 
 WIDTH, LAYERS = 768, 10
 #: Bytes of a layer in float64, into which masters are cast, so that they move on the CPU, too.
@@ -96,7 +100,7 @@ def test_with_the_least_budget_the_order_is_kept_too(native: Provider, tmp_path:
 
 def test_what_was_measured_is_not_measured_again(native: Provider, tmp_path: Path) -> None:
     handle = install(native, model := Backwards(), budget="auto")
-    with pytest.raises(ConfigError, match="is not measured yet"):
+    with pytest.raises(ConfigError, match="passes are being measured for a new plan"):
         handle.save_plan(tmp_path / "plan.json")
     passes(native, model, 4)
     tuning, budget = handle.tuning, handle.budget
@@ -168,7 +172,13 @@ def test_another_model_is_refused(
         (lambda saved: saved["made_for"].pop("backend"), "its backend is None"),
         (lambda saved: saved.update({"dynswap_ext plan": 2}), "another format"),
         (lambda saved: saved.pop("plan"), "is no plan that"),
-        (lambda saved: saved.update(budget="x"), "is no plan that"),
+        (lambda saved: saved.update(budget="9999999"), "its budget is '9999999'"),
+        (lambda saved: saved.update(budget=True), "its budget is True"),
+        (lambda saved: saved.update(prefetch=-1), "its prefetch is -1"),
+        (lambda saved: saved.update(automatic="no"), "its automatic is 'no'"),
+        (lambda saved: saved.update(made_for=[]), "its made_for is "),
+        (lambda saved: saved.update(tuning={"x": 1}), "what was measured is damaged"),
+        (lambda saved: saved.update(tuning={"passes": "x"}), "what was measured is damaged: passes is no"),
         (lambda saved: saved["plan"].pop("order"), "is damaged: "),
         (lambda saved: saved["plan"]["order"].append(99), "is damaged: the order of use"),
         (lambda saved: saved["plan"]["group_of"].reverse(), "is damaged: groups are not numbered"),
@@ -192,6 +202,10 @@ def test_options_that_a_plan_has_are_refused(native: Provider, plan: Path, tmp_p
             install(native, Backwards(), plan=plan, **options)
     with pytest.raises(ConfigError, match="its dtype is torch"):
         native.install(Backwards(), plan=plan)
+    with pytest.raises(ConfigError, match="its keep is nothing, and here it is layer0"):
+        install(native, Backwards(), plan=plan, keep="layer0")
+    with pytest.raises(ConfigError, match="the plan that is given has a fixed budget"):
+        install(native, Backwards(), plan=plan, headroom="1GiB")
     with pytest.raises(ConfigError, match="pure Python makes no plans"):
         dynswap_ext.install(
             Backwards(), device=native.device, dtype=torch.float64, plan=plan, provider="python"
@@ -215,3 +229,75 @@ def test_what_cannot_be_saved(provider: Provider, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="uninstalled"):
         handle.save_plan(tmp_path / "plan.json")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_in_the_making_cannot_be_saved(native: Provider, tmp_path: Path) -> None:
+    handle = install(native, model := Backwards(), budget=BUDGET)
+    passes(native, model, 2)
+    handle.release()
+    with pytest.raises(ConfigError, match="the device memory was given back"):
+        handle.save_plan(tmp_path / "plan.json")
+    handle.resume()
+    handle.retune()
+    with pytest.raises(ConfigError, match="passes are being measured"):
+        handle.save_plan(tmp_path / "plan.json")
+
+
+def test_experts_that_are_read_as_a_whole_cannot_be_saved(native: Provider, tmp_path: Path) -> None:
+    model = Mixture(partial(Fused, "all"))
+    handle = native.install(model, dtype=torch.float64, budget="256KiB")
+    x = native.randn(4, experts.WIDTH)
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for _ in range(3):
+            model(x, torch.zeros(3, 4, 1, dtype=torch.long, device=native.device))
+    with pytest.raises(ConfigError, match="cannot be saved: an operation reads all experts"):
+        handle.save_plan(tmp_path / "plan.json")
+
+
+@pytest.mark.parametrize("replaced", [False, True])
+def test_an_install_that_had_a_plan_is_put_back(native: Provider, plan: Path, replaced: bool) -> None:
+    """A later install is refused halfway; the budget and the weights are not those of the plan any more."""
+    handle = install(native, model := Backwards(), plan=plan)
+    handle.retune(4 * LAYER)
+    passes(native, model, 5)
+    if replaced:
+        model.layer3 = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+    expected = passes(native, model, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(dynswap_ext.DynswapWarning, match="prefetch"):
+            install(native, model, prefetch=40, budget=4 * LAYER)
+    assert dynswap_ext.is_installed(model) and handle.active
+    testing.assert_bit_equal(passes(native, model, 1), expected)
+
+
+def test_a_plan_that_leaves_too_little_headroom_is_made_anew(
+    native: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handle = install(native, model := Backwards(), budget="auto")
+    passes(native, model, 5)
+    handle.save_plan(tmp_path / "plan.json")
+    handle.uninstall()
+    handle = install(native, model, plan=tmp_path / "plan.json", headroom=0)
+    assert handle.tuning is not None
+    handle.uninstall()
+    with pytest.warns(dynswap_ext.DynswapWarning, match="a new plan is measured"):
+        handle = install(native, model, plan=tmp_path / "plan.json", headroom="99%")
+    assert handle.tuning is None and handle.automatic
+
+
+def test_a_new_plan_keeps_the_order(native: Provider) -> None:
+    handle = install(native, model := Backwards(), budget=BUDGET)
+    passes(native, model, 4)
+    handle.retune()
+    passes(native, model, 3)
+    handle.reset_stats()
+    passes(native, model, 1)  # begins with the plan
+    assert handle.tuning is not None and handle.stats().misses <= 1
+
+
+def test_an_integration_takes_the_budget_of_the_plan() -> None:
+    assert config.with_budget({"prefetch": 1}) == {"prefetch": 1, "budget": "auto"}
+    for given in ({"plan": "a.json"}, {"budget": "1GiB"}, {"budget": None}):
+        assert config.with_budget(given) == given

@@ -174,10 +174,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// In the order of the weights. Where only the device knows when it worked, waits and copies are those of
   /// the latest recording.
   std::vector<GroupReport> groups() const;
-  /// The plan, for another engine of the same weights.
+  /// The plan, for another engine of the same weights, with the order that was learned. Residents that have
+  /// given way are residents in it.
   PriorPlan plan_for_reuse() const;
-  /// In which streamed groups are expected, pass after pass; empty if that does not repeat itself.
-  std::vector<GroupId> order_of_use() const;
+  /// Whether it has the memory of its plan.
+  bool planned() const;
 
   /// A resident's memory that lend_residents() has freed.
   struct Loan {

@@ -86,13 +86,13 @@ void Engine::plan() {
       streamed.push_back(id);
     }
   }
-  const auto streams = [&](GroupId id) { return std::binary_search(streamed.begin(), streamed.end(), id); };
-  const PriorPlan prior = options_.prior.value_or(PriorPlan());
-  if (!prior.order.empty() && std::all_of(prior.order.begin(), prior.order.end(), streams)) {
-    schedule_.learn(prior.order);
-  } else {
-    schedule_.prime(streamed);
+  std::vector<Schedule::Group> order;
+  if (options_.prior) {
+    std::copy_if(options_.prior->order.begin(), options_.prior->order.end(), std::back_inserter(order),
+                 [&](GroupId id) { return std::binary_search(streamed.begin(), streamed.end(), id); });
   }
+  schedule_.prime(streamed);
+  schedule_.learn(order);
   use_order_ = UseOrder(groups_.size());
   arena_ = Arena(residency.arena_bytes);
   cache_ = Arena(residency.cache_bytes);

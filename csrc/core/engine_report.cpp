@@ -50,17 +50,18 @@ PriorPlan Engine::plan_for_reuse() const {
   const std::lock_guard lock(mutex_);
   PriorPlan plan;
   for (const Weight& weight : weights_) plan.group_of.push_back(weight.group);
-  for (const Group& group : groups_) plan.resident.push_back(group.home != nullptr);
+  for (const Group& group : groups_) plan.resident.push_back(group.resident);
   plan.cache_bytes = cache_.bytes();
+  const auto streamed = std::find_if(groups_.begin(), groups_.end(),
+                                     [](const Group& group) { return !group.home && !group.by_use; });
+  if (streamed != groups_.end())
+    plan.order = schedule_.order_after(static_cast<GroupId>(streamed - groups_.begin()), groups_.size());
   return plan;
 }
 
-std::vector<GroupId> Engine::order_of_use() const {
+bool Engine::planned() const {
   const std::lock_guard lock(mutex_);
-  for (GroupId id = 0; id < groups_.size(); ++id) {
-    if (!groups_[id].home && !groups_[id].by_use) return schedule_.order_after(id, groups_.size());
-  }
-  return {};
+  return planned_ && !closed_;
 }
 
 void Engine::record(bool on) {

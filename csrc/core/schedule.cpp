@@ -76,7 +76,6 @@ void Schedule::prime(const std::vector<Group>& order) {
 }
 
 void Schedule::learn(const std::vector<Group>& order) {
-  prime({});
   Cursor cursor;
   for (int pass = 0; pass < 2; ++pass) {
     for (const Group group : order) observe(cursor, group);

@@ -201,12 +201,4 @@ py::dict Session::retune(const py::object& root, const Budget& budget) {
   return out;
 }
 
-py::dict Session::saved_plan() const {
-  WeightTable::Streamed streamed;
-  for (const auto& weight : plan_->weights) streamed.first.emplace_back(weight.get(), WeightTable::Unit());
-  PriorPlan plan = plan_->engine->plan_for_reuse();
-  plan.order = plan_->engine->order_of_use();
-  return SavedPlan(streamed, std::move(plan)).as_dict();
-}
-
 }  // namespace dynswap

@@ -181,6 +181,18 @@ void Session::replan(const py::object& root, const Budget& budget) {
   }
 }
 
+py::dict Session::saved_plan() {
+  const Planning planning(*this);
+  if (!plan_->engine->planned()) throw py::value_error("the plan has no memory on the device now");
+  if (!read_whole_->all().empty())
+    throw py::value_error(
+        "an operation reads all experts of a parameter at once, which each process has to see before it "
+        "plans");
+  WeightTable::Streamed streamed;
+  for (const auto& weight : plan_->weights) streamed.first.emplace_back(weight.get(), WeightTable::Unit());
+  return SavedPlan(streamed, plan_->engine->plan_for_reuse()).as_dict();
+}
+
 void Session::release_memory(const py::object& root) {
   replace_plan(root, plan_->budget, {}, /*takes_memory=*/false);
 }

@@ -186,8 +186,9 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   /// recorded (evenly spread ones, if none were), and returns the measurements. If it fails, the state is
   /// that after a failed replan().
   py::dict retune(const py::object& root, const Budget& budget);
-  /// The plan and the order that was learned, for another process (SavedPlan).
-  py::dict saved_plan() const;
+  /// The plan and the order that was learned, for another process (SavedPlan). Throws py::value_error if
+  /// there is nothing to save.
+  py::dict saved_plan();
 
   /// Whether the calling thread is capturing a CUDA graph. Then nothing is planned: graphs know addresses.
   bool capturing() const;

@@ -174,6 +174,7 @@ Result simulate(const Workload& given, const EngineOptions& options, double byte
   std::shared_ptr<Engine> engine = planned(options);
   EngineOptions timed = options;
   timed.prior = engine->plan_for_reuse();
+  timed.prior->order.clear();  // each engine learns it
   const std::vector<Engine::GroupReport> groups = engine->groups();
   const bool experts =  // as they are before any retune()
       std::any_of(groups.begin(), groups.end(), std::mem_fn(&Engine::GroupReport::by_use));

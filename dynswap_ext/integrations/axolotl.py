@@ -71,7 +71,7 @@ class DynswapArgs(BaseModel):  # type: ignore[misc]
             refuse_unknown("dynswap", options or (), _OPTIONS)
         except TypeError as error:
             raise ConfigError(str(error)) from None  # pydantic names the key only for errors of this kind
-        config.resolve(**(options or {}))
+        config.resolve(**config.with_budget(options or {}))
         return options
 
     @model_validator(mode="before")  # type: ignore[untyped-decorator]
@@ -122,7 +122,7 @@ class DynswapPlugin(BasePlugin):  # type: ignore[misc]
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
         """Install the model: Note [Loaded, installed, adapted]."""
         options: Mapping[str, Any] = cfg.dynswap or {}
-        self._handles.append(install(model, **{"budget": "auto", **options}))
+        self._handles.append(install(model, **config.with_budget(options)))
 
     def post_train(self, cfg: Any, model: Any) -> None:
         """Log the report and uninstall the model, which is saved next; axolotl calls this twice."""

@@ -53,7 +53,7 @@ class DynswapCallback(Callback):  # type: ignore[misc]
         if "device" in options:
             raise TypeError("DynswapCallback() takes no device: Trainer(accelerator=, devices=) says where")
         refuse_unknown("DynswapCallback", options, _OPTIONS)
-        self._options = {"budget": "auto", **options}
+        self._options = config.with_budget(options)
         #: Of the present run or, for its figures, of the latest one.
         self.handle: Handle | None = None
 

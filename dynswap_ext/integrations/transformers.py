@@ -55,7 +55,7 @@ class StreamConfig(QuantizationConfigMixin):  # type: ignore[misc]
             raise TypeError("StreamConfig() takes no dtype: it is an argument of from_pretrained, beside it")
         refuse_unknown("StreamConfig", options, _OPTIONS)
         self.quant_method = quant_method
-        self.options = {"budget": "auto", **options}
+        self.options = config.with_budget(options)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options, as a log or a file has them."""
