@@ -68,6 +68,7 @@ class Access(HeldCopies):
         """
         destination: Destination = state.destinations.get(name, self._destination)
         traced = torch.compiler.is_compiling() and not graph
+        inside = inside_call()
         known, tensor = state.weights.get(name), None
         if (
             known is not None
@@ -79,7 +80,7 @@ class Access(HeldCopies):
         ):
             # It was plain, and not held by the destination, when it was copied: while it is as it was then,
             # that is not asked again.
-            tensor = self._hand_out(state, name, master, training=training, anew=False)
+            tensor = self._hand_out(state, name, master, training=training, inside=inside, anew=False)
         if tensor is None:
             if destination.holds(master):
                 if not torch.compiler.is_compiling():
@@ -90,7 +91,7 @@ class Access(HeldCopies):
                 if isinstance(master, nn.Parameter):
                     converted._is_param = True
                 return converted
-            tensor = self._hand_out(state, name, master, training=training, anew=True)
+            tensor = self._hand_out(state, name, master, training=training, inside=inside, anew=True)
         if tensor is None:  # another session, or none, serves the module by now
             module = state.owner()
             now = None if module is None else module.__dict__.get(STATE_KEY)
@@ -98,10 +99,17 @@ class Access(HeldCopies):
                 return master
             served: torch.Tensor = now.session.fetch_buffer(module, name) if graph else getattr(module, name)
             return served
-        return tensor if graph or inside_call() else make_proxy(tensor, master)
+        return tensor if graph or inside else make_proxy(tensor, master)
 
     def _hand_out(
-        self, state: ModuleState, name: str, master: torch.Tensor, *, training: bool, anew: bool
+        self,
+        state: ModuleState,
+        name: str,
+        master: torch.Tensor,
+        *,
+        training: bool,
+        inside: bool,
+        anew: bool,
     ) -> torch.Tensor | None:
         """Return what a forward gets of a master whose bytes can be copied.
 
@@ -117,13 +125,13 @@ class Access(HeldCopies):
             copy = self._present_copy(weight)
             if copy is None and anew:
                 copy = self._new_copy(weight)
-            return None if copy is None else self._use(copy, weight, training=training)
+            return None if copy is None else self._use(copy, weight, training=training, inside=inside)
 
-    def _use(self, copy: DeviceCopy, weight: Weight, *, training: bool) -> torch.Tensor:
+    def _use(self, copy: DeviceCopy, weight: Weight, *, training: bool, inside: bool) -> torch.Tensor:
         """Return what an access gets of the weight's present copy."""
         if self._recording:
             self._record_use(weight.counts, self._bytes())
-        if inside_call():
+        if inside:
             saved_hooks.stand_over_others()
             if not weight.resident:
                 keep(weight, copy)
@@ -166,14 +174,14 @@ class Access(HeldCopies):
                 else:
                     weight = weights[part] = self._weight(tensor, self._moved)
                     copy = self._current_copy(weight)
-                    inner[part] = self._use(copy, weight, training=False)
+                    inner[part] = self._use(copy, weight, training=False, inside=inside_call())
             state.inner[name] = weights  # which keeps them: the session itself does not
         return inner
 
     def hand_out_again(self, weight: Weight) -> torch.Tensor:
         """Return what a weight is handed out as, now that its master has other data."""
         with exclusive:
-            return self._use(self._current_copy(weight), weight, training=False)
+            return self._use(self._current_copy(weight), weight, training=False, inside=inside_call())
 
     def fetch_buffer(self, module: nn.Module, name: str) -> torch.Tensor:
         master = module._buffers.get(name)
@@ -240,7 +248,8 @@ class Access(HeldCopies):
         """Copy a master, within the budget if that is possible. The weight has the copy from now on."""
         master = weight.master
         self._collect()
-        size, to_plan = weight.destination.bytes_for(master), weight.to_plan()
+        to_plan = weight.to_plan()
+        size = to_plan or weight.destination.bytes_for(master)
         weight.resident &= to_plan > 0
         self.outdated |= weight.planned not in (None, to_plan)
         self._make_room(size)

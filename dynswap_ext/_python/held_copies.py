@@ -221,7 +221,7 @@ class HeldCopies(Statistics):
 
     def _bytes(self) -> int:
         """Device bytes of all copies that exist."""
-        return sum(copy.nbytes for copy in list(copies.values()) if copy.session is self)
+        return sum([copy.nbytes for copy in list(copies.values()) if copy.session is self])
 
     def _describe(self) -> None:
         """Note what the weights are called by now, and where they are; that stays when they are gone."""

@@ -174,7 +174,7 @@ def stand_over_others() -> None:
 
     The code that pushed them pops ours.
     """
-    hooks = _innermost()
+    hooks = _autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and hooks[0] is not _ALONE[0] and wanted():
         pop()
         _push_over(hooks)

@@ -113,7 +113,8 @@ class Statistics:
     def _count_hit(self, counts: Counts) -> None:
         self._counters["hits"] += 1
         counts.counters["hits"] += 1
-        self._used.setdefault(counts)
+        if counts not in self._used:
+            self._used[counts] = None
 
     def _count_copy(self, counts: Counts, begin: int, end: int, nbytes: int) -> None:
         """Count a copy of the weight, for which its consumer waited; times are of ``time.monotonic_ns``."""
