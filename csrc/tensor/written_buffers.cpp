@@ -60,8 +60,8 @@ class Kept {
     return found == by_master_.end() ? nullptr : take(found);
   }
 
-  /// The same, if this thread still keeps this one: another thread may have taken it, written more, and keep
-  /// it now.
+  /// The master's record, if it is `only` and this thread still keeps it: another thread may have taken it,
+  /// written more, and keep it now.
   std::unique_ptr<HandedOut> take_if_here(std::uint64_t master, const HandedOut* only) {
     const std::lock_guard lock(mutex_);
     const auto found = by_master_.find(master);
