@@ -24,9 +24,9 @@ import logging
 import mmap
 import os
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 import torch
 
@@ -342,11 +342,6 @@ def resolve_budget(given: int | float | str | None, device: torch.device) -> int
             'budget="auto"'
         )
     return amount
-
-
-def with_budget(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options of an integration: the budget is "auto", unless one or a plan is given."""
-    return dict(options) if {"budget", "plan"} & options.keys() else {"budget": AUTO, **options}
 
 
 def _budget_of(

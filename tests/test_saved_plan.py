@@ -16,7 +16,8 @@ from torch import nn
 import dynswap_ext
 import sample_experts as experts
 from conftest import Provider
-from dynswap_ext import ConfigError, config, testing
+from dynswap_ext import ConfigError, testing
+from dynswap_ext.integrations.install_options import install_options
 from sample_experts import Fused, Mixture
 
 WIDTH, LAYERS = 768, 10
@@ -298,6 +299,6 @@ def test_a_new_plan_keeps_the_order(native: Provider) -> None:
 
 
 def test_an_integration_takes_the_budget_of_the_plan() -> None:
-    assert config.with_budget({"prefetch": 1}) == {"prefetch": 1, "budget": "auto"}
+    assert install_options("f", {"prefetch": 1}) == {"prefetch": 1, "budget": "auto"}
     for given in ({"plan": "a.json"}, {"budget": "1GiB"}, {"budget": None}):
-        assert config.with_budget(given) == given
+        assert install_options("f", given) == given

@@ -9,9 +9,7 @@ peft puts those where their base computes, and their optimizer is there, too.
 
 from __future__ import annotations
 
-import inspect
 import os
-from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -20,19 +18,18 @@ from axolotl.utils.logging import get_logger
 from pydantic import BaseModel, field_validator, model_validator
 
 from dynswap_ext import config
-from dynswap_ext._util.option_names import refuse_unknown
 from dynswap_ext.checkpoint.loading.assembly import MappedFusion
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.handle import Handle
 from dynswap_ext.install import install
+from dynswap_ext.integrations.install_options import install_options
 
 __all__ = ["DynswapArgs", "DynswapPlugin"]
 
 LOG: Final = get_logger("axolotl.integrations.dynswap")  # of others, axolotl shows warnings alone
 
-_OPTIONS: Final = tuple(
-    name for name in inspect.signature(config.resolve).parameters if name not in ("device", "dtype")
-)
+#: Options that axolotl's own keys are for.
+_NOT_HERE: Final = ("device", "dtype")
 _MOVES: Final = "moves weights, too"
 _QUANTISES: Final = "quantises weights on the device, where they would have to fit"
 _PLACES: Final = "places weights, and those that stream stay on the host"
@@ -68,10 +65,10 @@ class DynswapArgs(BaseModel):  # type: ignore[misc]
     def check_dynswap(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
         """Check the names and the values, before anything is loaded."""
         try:
-            refuse_unknown("dynswap", options or (), _OPTIONS)
+            chosen = install_options("dynswap", options or {}, without=_NOT_HERE)
         except TypeError as error:
             raise ConfigError(str(error)) from None  # pydantic names the key only for errors of this kind
-        config.resolve(**config.with_budget(options or {}))
+        config.resolve(**chosen)
         return options
 
     @model_validator(mode="before")  # type: ignore[untyped-decorator]
@@ -121,8 +118,8 @@ class DynswapPlugin(BasePlugin):  # type: ignore[misc]
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
         """Install the model: Note [Loaded, installed, adapted]."""
-        options: Mapping[str, Any] = cfg.dynswap or {}
-        self._handles.append(install(model, **config.with_budget(options)))
+        options = install_options("dynswap", cfg.dynswap or {}, without=_NOT_HERE)
+        self._handles.append(install(model, **options))
 
     def post_train(self, cfg: Any, model: Any) -> None:
         """Log the report and uninstall the model, which is saved next; axolotl calls this twice."""

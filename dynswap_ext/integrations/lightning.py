@@ -10,7 +10,6 @@ masters where they are, and moves what is none, such as the state of a metric.
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Iterator, MutableMapping
 from contextlib import contextmanager
 from typing import Any, Final
@@ -22,14 +21,13 @@ from lightning.pytorch.plugins.precision import BitsandbytesPrecision, Transform
 from lightning.pytorch.strategies import SingleDeviceStrategy
 
 from dynswap_ext import config
-from dynswap_ext._util.option_names import refuse_unknown
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.handle import Handle
 from dynswap_ext.install import install
+from dynswap_ext.integrations.install_options import install_options
 
 __all__ = ["DynswapCallback"]
 
-_OPTIONS: Final = tuple(name for name in inspect.signature(config.resolve).parameters if name != "device")
 #: They make layers whose weights are quantised, or cached in another dtype, on the device.
 _MAKE_LAYERS: Final = (BitsandbytesPrecision, TransformerEnginePrecision)
 #: Methods of the strategy that stand in for its own during a run.
@@ -52,8 +50,7 @@ class DynswapCallback(Callback):  # type: ignore[misc]
     def __init__(self, **options: Any) -> None:
         if "device" in options:
             raise TypeError("DynswapCallback() takes no device: Trainer(accelerator=, devices=) says where")
-        refuse_unknown("DynswapCallback", options, _OPTIONS)
-        self._options = config.with_budget(options)
+        self._options = install_options("DynswapCallback", options, without=["device"])
         #: Of the present run or, for its figures, of the latest one.
         self.handle: Handle | None = None
 

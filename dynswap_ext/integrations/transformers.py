@@ -9,7 +9,6 @@ the model once it is complete. Then it takes itself off the model, which is trai
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -21,16 +20,15 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from dynswap_ext import config
-from dynswap_ext._util.option_names import refuse_unknown
 from dynswap_ext.checkpoint.loading.assembly import MappedFusion
 from dynswap_ext.checkpoint.pretrained import warn_of_copies
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.install import install
+from dynswap_ext.integrations.install_options import install_options
 
 __all__ = ["StreamConfig"]
 
 _METHOD: Final = "dynswap"
-_OPTIONS: Final = tuple(name for name in inspect.signature(config.resolve).parameters if name != "dtype")
 #: safetensors' names of dtypes that `from_pretrained(dtype=)` may cast.
 _FLOATING: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -53,9 +51,8 @@ class StreamConfig(QuantizationConfigMixin):  # type: ignore[misc]
     def __init__(self, *, quant_method: str = _METHOD, **options: Any) -> None:
         if "dtype" in options:
             raise TypeError("StreamConfig() takes no dtype: it is an argument of from_pretrained, beside it")
-        refuse_unknown("StreamConfig", options, _OPTIONS)
+        self.options = install_options("StreamConfig", options, without=["dtype"])
         self.quant_method = quant_method
-        self.options = config.with_budget(options)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the options, as a log or a file has them."""
