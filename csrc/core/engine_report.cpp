@@ -1,4 +1,5 @@
 // Engine: what has been counted and recorded, and a plan to give to another engine.
+#include <algorithm>
 #include <mutex>
 #include <utility>
 
