@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from dynswap_ext import _provider, config
+from dynswap_ext._host_memory import bound, bound_again
 from dynswap_ext._rounds import Rounds
 from dynswap_ext._saved_plan import SavedPlan, made_for
 from dynswap_ext._swap.choices import Choices
@@ -65,6 +66,8 @@ class Installation(ServedModules):
         self._rounds = Rounds()
         self._first_pass: FirstPass | None = None
         self._replaced = False
+        #: Of the host's RAM; held while the session is open.
+        self._host_bound: object = None
         #: Whether its device memory was given back, and not taken again.
         self.released = False
         #: The handle that somebody may have.
@@ -124,6 +127,8 @@ class Installation(ServedModules):
                 refused[cls] = None
             return made
 
+        self._host_bound = bound(self.options, model)
+        self._bound_others(model)
         earlier = sessions_of(modules)
         take_pending()
         apply_to_originals(modules, earlier)
@@ -383,8 +388,16 @@ class Installation(ServedModules):
             self.session.device,
         )
         self.forget()
+        self._bound_others()
+
+    def _bound_others(self, *planned: nn.Module) -> None:
+        """Have other installs' bounds on the host's RAM follow what comes and goes."""
+        for other in {install for install in list(served_by.values()) if isinstance(install, Installation)}:
+            if other is not self and other.options.host_budget.total is not None:
+                other._host_bound = bound_again(other.options, *planned)
 
     def close_session(self) -> None:
+        self._host_bound = None
         self.session.close()
         remove_step_listener(self.session)
 

@@ -42,6 +42,10 @@ _SILENCE = "DYNSWAP_PROVIDER=python takes pure Python without this warning"
 _SILENT_STREAMS = "DYNSWAP_ENGINE_BACKEND=torch takes torch's streams without this warning"
 
 
+#: As `host_memory` of the extension has them.
+_USES_OF_RAM = ("locked", "copies", "staging", "page_cache")
+
+
 @dataclass(frozen=True)
 class Provider:
     """How to make sessions and descriptors."""
@@ -268,6 +272,21 @@ def update_memory_history_recorded() -> bool:
     recorded = begun and ask is not None and ask()
     _extension().module.set_memory_history_recorded(recorded)
     return recorded
+
+
+def limit_host_memory(**limits: int) -> object:
+    """Limit the bytes of the host's RAM that the engine takes, while the result lives.
+
+    The limits are `HostLimits` (csrc/core/host_memory.h). Pure Python takes no RAM beside masters.
+    """
+    module = _extension().module
+    return None if module is None else module.limit_host_memory(**limits)
+
+
+def host_memory_beside_masters() -> dict[str, int]:
+    """Return the bytes of RAM that the engine takes beside masters, by use, named as in `HostMemory`."""
+    module = _extension().module
+    return dict.fromkeys(_USES_OF_RAM, 0) if module is None else module.host_memory()
 
 
 def native_unavailable(device: torch.device) -> str:

@@ -21,7 +21,6 @@ DYNSWAP_LIGHTNING : a budget, such as "auto" or "6GiB"
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -56,11 +55,6 @@ _PINNED_COPIES: Final = 0.5
 #: Of all RAM that the process may have, which includes the masters themselves.
 _AUTO_PINNED: Final = 0.8
 
-#: What the options mean that are amounts of RAM, for their errors.
-_MEANINGS: Final = {
-    "pin": "how much of the masters in RAM may be page-locked: True (all), False (nothing), ",
-    "page_cache": "how much of the checkpoint files may be in the page cache: True (all), False (nothing), ",
-}
 #: Who means so few bytes for weights? 1 is a byte, and 1.0 is all of the free memory.
 _HARDLY_MEANT: Final = 1024
 
@@ -86,6 +80,24 @@ class Budget:
 
 
 @dataclass(frozen=True)
+class HostBudget:
+    """The RAM that the weights of all installs may take together, in bytes."""
+
+    #: Everything, the masters that are in RAM among it; None: the user has named no amount.
+    total: int | None = None
+    #: Whether masters are page-locked, or have copies that are.
+    page_locks: bool = True
+    #: Whether what is read of checkpoint files may enter the page cache.
+    caches: bool = True
+    #: What may be page-locked, of masters where they lie and of copies.
+    locked: int = sys.maxsize
+    #: How many of them may be copies, on devices for which nothing is locked in place.
+    copies: int = sys.maxsize
+    #: What checkpoint files may take of the page cache.
+    page_cache: int = sys.maxsize
+
+
+@dataclass(frozen=True)
 class Options:
     """What one install was asked for, checked and complete. A session is given the object whole."""
 
@@ -97,14 +109,7 @@ class Options:
     budget: Budget
     #: What the first plan is made by; None: it is made anew.
     plan: SavedPlan | None
-    #: Bytes of masters in RAM that may be page-locked; 0: none.
-    pin: int
-    #: How many of them may be copies of large masters, on devices for which nothing is locked in place.
-    pinned_copies: int
-    #: Bytes of checkpoint files that may stay in the page cache.
-    page_cache: int
-    #: Whether the page cache is used even where that does not save time.
-    page_cache_always: bool
+    host_budget: HostBudget
     #: One of `PROVIDERS`.
     provider: str
     strict_budget: bool
@@ -125,8 +130,7 @@ def resolve(
     prefetch: int = DEFAULT_PREFETCH,
     budget: int | float | str | None = None,
     plan: str | os.PathLike[str] | None = None,
-    pin: bool | int | float | str = "auto",
-    page_cache: bool | int | float | str = "auto",
+    host_budget: int | float | str = "auto",
     provider: str = "auto",
     strict_budget: bool = False,
     headroom: int | float | str | None = None,
@@ -157,10 +161,6 @@ def resolve(
             )
     planned = None if saved is None else _budget_of(saved, budget, prefetch, where, room)
     chosen = _one_of(PROVIDERS, "provider", provider)
-    if pin == "auto" and where.type not in ("cpu", "cuda") and DeviceMemory(where).is_the_hosts():
-        pin = False  # page-locked copies would take the memory that the device computes in
-    pinned = _part_of_all_ram(_AUTO_PINNED) if pin == "auto" else _amount_of_ram("pin", pin)
-    free = _free_ram() if pin is True or "auto" in (pin, page_cache) else 0
     return Options(
         device=where,
         dtype=_dtype(dtype),
@@ -168,12 +168,7 @@ def resolve(
         budget=planned
         or Budget(first_budget(where, room) if automatic else resolve_budget(budget, where), automatic),
         plan=saved if planned is not None else None,
-        pin=pinned,
-        pinned_copies=int(_PINNED_COPIES * free) if pin is True or pin == "auto" else pinned,
-        page_cache=(
-            int(_AUTO_PAGE_CACHE * free) if page_cache == "auto" else _amount_of_ram("page_cache", page_cache)
-        ),
-        page_cache_always=page_cache != "auto",
+        host_budget=_host_budget(host_budget, where),
         provider=provider_from_environment() if chosen == "auto" else chosen,
         strict_budget=_flag("strict_budget", strict_budget),
         headroom=room,
@@ -391,18 +386,21 @@ def _part_of_all_ram(fraction: float) -> int:
         return sys.maxsize
 
 
-def _amount_of_ram(option: str, given: bool | int | float | str) -> int:
-    """Return the bytes of an amount or of a share of the free RAM; all there is for True, and 0 for False."""
-    if isinstance(given, bool):
-        return sys.maxsize if given else 0
-    amount = parse_bytes(given, option, names=(AUTO,), meaning=_MEANINGS[option], of="the free RAM")
-    if isinstance(given, int) and given < mmap.PAGESIZE:  # 1 for True, say
-        raise ConfigError(
-            f"{option} is {given!r}, less than a page of memory; expected True, False or an amount"
+def _host_budget(given: int | float | str, device: torch.device) -> HostBudget:
+    """Return the RAM for weights: an amount, or a fraction of what this process may use of it."""
+    if is_named(given, MINIMUM):
+        return HostBudget(page_locks=False, caches=False)
+    if is_named(given, AUTO):
+        free = _free_ram()
+        return HostBudget(
+            # Page-locked copies would take the memory that the device computes in.
+            page_locks=device.type in ("cpu", "cuda") or not DeviceMemory(device).is_the_hosts(),
+            locked=_part_of_all_ram(_AUTO_PINNED),
+            copies=int(_PINNED_COPIES * free),
+            page_cache=int(_AUTO_PAGE_CACHE * free),
         )
-    return min(
-        sys.maxsize, amount if isinstance(amount, int) else int(amount * free_bytes(torch.device("cpu")))
-    )
+    amount = parse_bytes(given, "host_budget", names=(AUTO, MINIMUM), of="the RAM")
+    return HostBudget(min(sys.maxsize, amount if isinstance(amount, int) else _part_of_all_ram(amount)))
 
 
 def _patterns(option: str, given: str | Sequence[str]) -> tuple[str, ...]:

@@ -11,6 +11,7 @@ from typing import NoReturn
 
 import torch
 
+from dynswap_ext._host_memory import host_memory
 from dynswap_ext._installation import Installation
 from dynswap_ext._provider import obstacle_to_giving_way
 from dynswap_ext._swap.class_swap import take_pending
@@ -215,14 +216,16 @@ class Handle:
             automatic=automatic,
             headroom=self._install.options.headroom,
             giving_way=giving_way,
+            host=host_memory(options.host_budget.total),
         )
 
     def check(self, *, stalled: float | None = None, staged: float = 0.0) -> None:
         """Raise an error if the install does less than it was asked for, in tests and jobs of your own.
 
         It counts what has happened since the install, or since `reset_stats`. It is an error if nothing was
-        streamed, if weights took more memory than the budget, if a slower provider or backend serves the
-        device than was asked for, or if one of the shares below is exceeded.
+        streamed, if weights took more of the device's memory than the budget or more RAM than `host_budget`,
+        if a slower provider or backend serves the device than was asked for, or if one of the shares below is
+        exceeded.
 
         Parameters
         ----------

@@ -43,8 +43,7 @@ def install(
     prefetch: int = DEFAULT_PREFETCH,
     budget: int | float | str | None = None,
     plan: str | PathLike[str] | None = None,
-    pin: bool | int | float | str = "auto",
-    page_cache: bool | int | float | str = "auto",
+    host_budget: int | float | str = "auto",
     provider: str = "auto",
     strict_budget: bool = False,
     headroom: int | float | str | None = None,
@@ -87,22 +86,19 @@ def install(
         A file that `Handle.save_plan` has written. The first pass then has the budget, the residents and the
         order of use of the one that was saved, and nothing is measured. It is refused if the weights, the
         device or the versions are others.
-    pin : bool, int, float, str or "auto"
-        How much of the masters in RAM may be page-locked, so that an accelerator can read them directly:
-        everything (True), nothing (False), or an amount as for `page_cache`. They are locked where they lie.
-        A device for which torch cannot do that reads page-locked copies, which by default take up to half of
-        the free RAM. Masters that are not page-locked go through a small pinned buffer (`Stats.pinned_bytes`
-        and `Stats.staged_bytes` show how many bytes). Default, also ``"auto"``: up to four fifths of the RAM
-        that the process may use, which a control group (a container) may limit; no copies if the device
-        computes in that RAM itself.
-    page_cache : bool, int, float, str or "auto"
-        How much of the checkpoint files may enter the system's page cache, which is read at the speed of
-        memory: everything (True), nothing (False: the engine's reads do not grow the cache), or an amount
-        as for `budget`. The system takes this memory back when it needs it. Data that is read once never
-        enters the cache; data that is read a second time does. Default: up to four fifths of the free RAM,
-        and only where that saves time: on the CPU, copying from the cache takes time from the compute, so
-        while no weight is waited for, weights are read from the disk. The pure-Python provider reads
-        through mappings, and leaves all of this to the system.
+    host_budget : int, float or str
+        The most RAM that weights may take, those of all installed models of the process together: bytes, a
+        string (``"48GiB"``), or a fraction of the RAM that the process may use. Masters that are in RAM
+        count, and so do page-locked copies of them, the buffers through which bytes are staged, and what
+        the engine's reads bring of checkpoint files into the system's page cache. Where nothing is left for
+        a copy or for the cache, bytes come by a slower path.
+        Default, ``"auto"``: masters are page-locked where they lie, up to four fifths of the RAM that the
+        process may use, so that an accelerator reads them directly; on devices for which torch cannot do
+        that, copies of them take up to half of the free RAM; and weights of files that are read a second
+        time enter the page cache, up to four fifths of the free RAM, where that saves time. ``"minimum"``
+        does nothing of this: masters go through a small pinned buffer, and reads leave the page cache as it
+        is. `Handle.report` shows what is taken. The pure-Python provider takes nothing beside masters, and
+        reads files through mappings, whose cache is the system's.
     provider : {"auto", "native", "python"}
         Which provider serves accesses; "auto" follows ``DYNSWAP_PROVIDER``, else prefers the native
         extension.
@@ -153,8 +149,7 @@ def install(
         prefetch=prefetch,
         budget=budget,
         plan=plan,
-        pin=pin,
-        page_cache=page_cache,
+        host_budget=host_budget,
         provider=provider,
         strict_budget=strict_budget,
         headroom=headroom,

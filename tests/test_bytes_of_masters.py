@@ -15,7 +15,7 @@ def test_mapped_and_other_masters(provider: Provider, tmp_path: Path) -> None:
     path = tmp_path / "model.safetensors"
     checkpoint.save(mlp(256, 4), path)
     mapped, other = checkpoint.load(lambda: mlp(256, 4), path), mlp(256, 2)
-    handle = provider.install([mapped, other], dtype=torch.float64, pin=False)
+    handle = provider.install([mapped, other], dtype=torch.float64, host_budget="minimum")
     x = provider.randn(2, 256)
     mapped(x), other(x)
     stats = handle.stats()

@@ -17,6 +17,7 @@ from torch import nn
 import dynswap_ext
 from dynswap_ext import ConfigError, DynswapWarning, checkpoint, config, inspect, planning
 from dynswap_ext._util.memory import format_bytes, free_bytes, parse_bytes, ram_limit
+from dynswap_ext.config import HostBudget
 from sample_models import mlp
 
 
@@ -149,21 +150,14 @@ def test_a_fraction_is_one_of_the_free_memory() -> None:
         ({"budget": "atuo"}, r"Did you mean 'auto'\?"),
         ({"budget": -5}, r"budget is -5; expected"),
         ({"device": "6GiB"}, r"device is '6GiB'.*An amount of memory is a budget: budget='6GiB'"),
-        ({"pin": "yes"}, r"pin is 'yes'; expected how much .*page-locked: True .* a number of bytes"),
-        ({"pin": -1}, r"pin is -1; expected how much of the masters in RAM.*a fraction of the free RAM"),
-        ({"pin": 1}, r"pin is 1, less than a page of memory; expected True, False or an amount"),
-        ({"pin": 10**400}, r"pin is 1000.*; expected how much.* a number of bytes"),
+        ({"host_budget": "much"}, r"host_budget is 'much'; expected .*of the RAM.*'auto', or 'minimum'"),
+        ({"host_budget": -1}, r"host_budget is -1; expected a number of bytes"),
+        ({"host_budget": True}, r"host_budget is True; expected a number of bytes"),
+        ({"host_budget": 10**400}, r"host_budget is 1000.*; expected a number of bytes"),
+        ({"host_budget": 1024}, r"host_budget is 1 KiB, and the weights that are in RAM already.*at least"),
         ({"provider": "cuda"}, r"provider is 'cuda'; expected one of auto, native, python"),
         ({"provider": "natve"}, r"expected one of auto, native, python. Did you mean 'native'\?"),
         ({"strict_budget": "no"}, r"strict_budget is 'no'; expected True or False"),
-        (
-            {"page_cache": "much"},
-            r"page_cache is 'much'; expected how much of the checkpoint files.*True .*the free RAM",
-        ),
-        (
-            {"page_cache": -1},
-            r"page_cache is -1; expected how much of the checkpoint files.* a number of bytes",
-        ),
     ],
     ids=str,
 )
@@ -222,10 +216,10 @@ def test_defaults() -> None:
     assert options.device.type == (accelerator.type if accelerator else "cpu")
     assert options.device.type == "cpu" or options.device.index is not None
     assert (options.dtype, options.prefetch, options.budget.bytes) == (None, 2, None)
-    assert options.pin == int(0.8 * ram_limit())
-    assert options.pinned_copies < sys.maxsize
+    assert options.host_budget.locked == int(0.8 * ram_limit())
+    assert options.host_budget.copies < sys.maxsize
+    assert 0 < options.host_budget.page_cache < 1 << 60
     assert not options.strict_budget
-    assert 0 < options.page_cache < 1 << 60
 
 
 @pytest.mark.parametrize(("budget", "said"), [(1, "1, which is 1 byte."), ("6", "'6', which is 6 bytes.")])
@@ -257,19 +251,17 @@ def test_names_in_other_forms() -> None:
     assert least.budget == config.Budget(None)
 
 
-def test_pinned_memory_is_bounded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(config, "free_bytes", lambda device: 1 << 30)
+def test_host_memory_is_bounded_as_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(config, "free_bytes", lambda device: 10 << 30)
     monkeypatch.setattr(config, "ram_limit", lambda: 64 << 30)
-    for pin, (pinned, copies) in {
-        True: (sys.maxsize, 1 << 29),
-        "auto": (int(0.8 * (64 << 30)), 1 << 29),
-        False: (0, 0),
-        "24GiB": (24 << 30, 24 << 30),
-        0.25: (1 << 28, 1 << 28),
-        2**64: (sys.maxsize, sys.maxsize),
+    for asked, bounds in {
+        "auto": HostBudget(locked=int(0.8 * (64 << 30)), copies=5 << 30, page_cache=8 << 30),
+        " Minimum ": HostBudget(page_locks=False, caches=False),
+        "24GiB": HostBudget(24 << 30),
+        0.25: HostBudget(16 << 30),
+        2**64: HostBudget(sys.maxsize),
     }.items():
-        options = config.resolve(device="cpu", pin=pin)
-        assert (options.pin, options.pinned_copies) == (pinned, copies)
+        assert config.resolve(device="cpu", host_budget=asked).host_budget == bounds
 
 
 def test_what_the_free_ram_allows_where_it_is_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -277,10 +269,8 @@ def test_what_the_free_ram_allows_where_it_is_not_told(monkeypatch: pytest.Monke
         raise ConfigError("the free memory of 'cpu' cannot be told here")
 
     monkeypatch.setattr(config, "free_bytes", untold)
-    options = config.resolve(device="cpu")
-    assert (options.pinned_copies, options.page_cache) == (0, 0)
-    with pytest.raises(ConfigError, match="cannot be told"):
-        config.resolve(device="cpu", pin=0.5)
+    bounds = config.resolve(device="cpu").host_budget
+    assert (bounds.copies, bounds.page_cache) == (0, 0)
 
 
 def test_errors_can_be_caught_as_what_they_are() -> None:

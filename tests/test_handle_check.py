@@ -17,7 +17,7 @@ def layers() -> nn.Sequential:
 
 def test_all_is_well(provider: Provider) -> None:
     model = layers()
-    handle = provider.install(model, dtype=torch.float64, budget="minimum", pin=True)
+    handle = provider.install(model, dtype=torch.float64, budget="minimum")
     with torch.no_grad():
         model(provider.randn(2, 256))
     handle.check(staged=1.0)
@@ -75,10 +75,12 @@ def test_what_is_not_page_locked(provider: Provider) -> None:
     if provider.device.type == "cpu" or not provider.native:
         pytest.skip("nothing is page-locked")
     model = layers()
-    handle = provider.install(model, pin=False)
+    handle = provider.install(model, host_budget="minimum")
     with torch.no_grad():
         model(provider.randn(2, 256, dtype=torch.float32))
-    with pytest.raises(ShortfallError, match=r"of masters in RAM are not page-locked, .* larger pin="):
+    with pytest.raises(
+        ShortfallError, match=r"of masters in RAM are not page-locked, .* leave host_budget= out"
+    ):
         handle.check()
 
 

@@ -140,7 +140,7 @@ def with_residents(provider: Provider, model: nn.Module) -> None:
 
 
 def all_resident(provider: Provider, model: nn.Module) -> None:
-    provider.install(model, dtype=torch.float64, budget=ALL, pin=False)
+    provider.install(model, dtype=torch.float64, budget=ALL, host_budget="minimum")
 
 
 def a_part(provider: Provider, model: nn.Module) -> None:

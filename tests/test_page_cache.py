@@ -1,4 +1,4 @@
-"""What the engine reads from a checkpoint enters the page cache as far as `page_cache` allows."""
+"""What the engine reads from a checkpoint enters the page cache as far as `host_budget` allows."""
 
 from __future__ import annotations
 
@@ -69,24 +69,22 @@ def counted_where_little_is_read_at_once(provider: Provider) -> None:
         pytest.skip("reads for a GPU are long, and a disk may read as far ahead as the file goes")
 
 
-@pytest.mark.parametrize("page_cache", [True, "1GiB"])
-def test_comes_from_memory_from_the_third_pass_on(
-    provider: Provider, path: Path, page_cache: bool | str
-) -> None:
+@pytest.mark.parametrize("host_budget", ["auto", "1GiB"])
+def test_comes_from_memory_from_the_third_pass_on(provider: Provider, path: Path, host_budget: str) -> None:
     counted_where_little_is_read_at_once(provider)
-    first, second, _, last = read_by_each_pass(provider, path, page_cache=page_cache)
+    first, second, _, last = read_by_each_pass(provider, path, host_budget=host_budget)
     assert first > LAYERS - 2 and second > 1  # once past the cache, once into it
     assert last < 0.5
 
 
 def test_does_not_grow_when_asked(provider: Provider, path: Path) -> None:
-    counts = read_by_each_pass(provider, path, page_cache=False)
+    counts = read_by_each_pass(provider, path, host_budget="minimum")
     assert min(counts) > LAYERS - 3
 
 
 def test_grows_by_what_is_allowed(provider: Provider, path: Path) -> None:
     counted_where_little_is_read_at_once(provider)
-    last = read_by_each_pass(provider, path, page_cache=2 * LAYER)[-1]
+    last = read_by_each_pass(provider, path, host_budget=2 * LAYER)[-1]
     assert 1 < last < LAYERS - 2
 
 

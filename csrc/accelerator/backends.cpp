@@ -61,10 +61,10 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
 }
 
 std::string pin_items(const at::Device& device, const std::string& backend, const HostRegister& host_register,
-                      const std::shared_ptr<PinnedBudget>& budget, std::vector<Lockable>& items) {
+                      PinnedCopies& copies, std::vector<Lockable>& items) {
   if (linked_cuda != nullptr && backend == "cuda")
-    return linked_cuda->pin_masters(device.index(), budget, items);
-  if (backend == "torch") return pin_through_torch(device, host_register, budget, items);
+    return linked_cuda->pin_masters(device.index(), copies, items);
+  if (backend == "torch") return pin_through_torch(device, host_register, copies, items);
   return {};
 }
 

@@ -11,7 +11,7 @@
 #include "accelerator/pinned_memory.h"
 #include "core/backend.h"
 #include "core/lockable.h"
-#include "transfer/pinned_budget.h"
+#include "transfer/pinned_copies.h"
 
 namespace dynswap {
 
@@ -24,7 +24,7 @@ std::unique_ptr<Backend> make_backend(const at::Device& device, const std::strin
 /// Page-locks for the backend of this name on `device`; for torch's by `host_register`, which may be null. No
 /// effect for backends that do not page-lock. Without the GIL. Returns what is to be told the user.
 std::string pin_items(const at::Device& device, const std::string& backend, const HostRegister& host_register,
-                      const std::shared_ptr<PinnedBudget>& budget, std::vector<Lockable>& items);
+                      PinnedCopies& copies, std::vector<Lockable>& items);
 
 /// The version of the CUDA runtime that is linked, "13.0" for instance; empty in a build without CUDA.
 std::string cuda_version();

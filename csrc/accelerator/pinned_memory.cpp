@@ -82,16 +82,17 @@ std::shared_ptr<std::byte> staging_memory(const c10::Device& device, bool pinned
 }
 
 std::string pin_through_torch(const c10::Device& device, const HostRegister& host_register,
-                              const std::shared_ptr<PinnedBudget>& budget, std::vector<Lockable>& items) {
+                              PinnedCopies& copies, std::vector<Lockable>& items) {
   if (!has_pinned_memory(device)) {
     return "torch has no pinned memory for devices of the type '" +
            c10::DeviceTypeName(device.type(), /*lower_case=*/true) +
            "': weights go there through a small buffer, in copies that each wait for the one before. Pass "
-           "pin=False to install() to accept this without this warning";
+           "host_budget='minimum' to install(), which page-locks nothing, to accept this without this "
+           "warning";
   }
   watch_process();
   TorchPageLocker locker(device, host_register);
-  return page_lock(locker, budget, items);
+  return page_lock(locker, copies, items);
 }
 
 }  // namespace dynswap

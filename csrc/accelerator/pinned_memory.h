@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/lockable.h"
-#include "transfer/pinned_budget.h"
+#include "transfer/pinned_copies.h"
 
 namespace dynswap {
 
@@ -28,6 +28,6 @@ using HostRegister =
 /// page_lock() through torch: a master that is pinned already, or that `host_register` (which may be null)
 /// locks, is copied from where it lies.
 std::string pin_through_torch(const c10::Device& device, const HostRegister& host_register,
-                              const std::shared_ptr<PinnedBudget>& budget, std::vector<Lockable>& items);
+                              PinnedCopies& copies, std::vector<Lockable>& items);
 
 }  // namespace dynswap

@@ -17,9 +17,8 @@ namespace dynswap {
 
 class File;  // io/file.h: an open checkpoint file; the core only passes it on
 
-/// Whether bytes of a file may stay in the page cache for the next time, and come from there: not, where it
-/// pays, or always.
-enum class Keep { no, yes, always };
+/// Whether bytes of a file may stay in the page cache for the next time, and come from there, where it pays.
+enum class Keep : bool { no, yes };
 
 /// Note [A small master has a page-locked copy]: a weight of a few kilobytes shares its pages with others,
 /// and is worth neither a registration of its own nor a reader's thread. So it has room in a page-locked
@@ -29,7 +28,7 @@ enum class Keep { no, yes, always };
 /// for the pass, which the README's limits forbid for every page-locked master.
 ///
 /// Note [A large master has a page-locked copy]: where masters cannot be page-locked in place for a device, a
-/// large master has a copy too, as far as there is room in the PinnedBudget. Comparing the two would take
+/// large master has a copy too, as far as there is room (HostUse::copies). Comparing the two would take
 /// longer than the copy to the device, so a count of the writes to the master tells whether they are equal.
 /// After a write the master is staged, as if there were no copy. If the next request finds no further write,
 /// the copy is brought up to date. So masters are staged in training, whose every step writes to all of them,

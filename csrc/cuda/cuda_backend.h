@@ -9,7 +9,7 @@
 
 #include "core/backend.h"
 #include "core/lockable.h"
-#include "transfer/pinned_budget.h"
+#include "transfer/pinned_copies.h"
 #include "transfer/transfer_stream.h"
 
 namespace dynswap {
@@ -31,7 +31,7 @@ std::unique_ptr<Backend> make_cuda_backend(CudaOptions options);
 /// ones that say so: the master in place where its block may be locked, or is already, and a copy where
 /// it is small. The others stay as they are. Returns a sentence for the user about those, empty if there is
 /// nothing to say. Takes seconds for gigabytes. Throws DeviceError only if there is no such device.
-std::string pin(int device, const std::shared_ptr<PinnedBudget>& budget, std::vector<Lockable>& items);
+std::string pin(int device, PinnedCopies& copies, std::vector<Lockable>& items);
 
 /// How many devices the runtime that is linked finds; 0 where there is none. Throws DeviceError, in CUDA's
 /// words, where it cannot say: a driver too old for the runtime, a process forked from one that had used

@@ -92,9 +92,9 @@ class CudaPageLocker final : public PageLocker {
 
 }  // namespace
 
-std::string pin(int device, const std::shared_ptr<PinnedBudget>& budget, std::vector<Lockable>& items) {
+std::string pin(int device, PinnedCopies& copies, std::vector<Lockable>& items) {
   CudaPageLocker locker(device);
-  return page_lock(locker, budget, items);
+  return page_lock(locker, copies, items);
 }
 
 }  // namespace dynswap

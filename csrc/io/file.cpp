@@ -10,6 +10,7 @@
 #include "core/align.h"
 #include "core/amount.h"
 #include "core/check.h"
+#include "core/host_memory.h"
 #include "io/aligned_buffer.h"
 #include "io/fork_gate.h"
 
@@ -75,6 +76,7 @@ void File::read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const s
         std::min<std::uint64_t>(bytes - done, align_down(at + kWindowBytes, kDirectAlign) - at);
     std::string reason = "the file ended early";
     try {
+      end_read_ahead_if_bounded();
       const std::size_t got = read_some(at, dst + done, window, read_path(at, window, keep, mode));
       done += got;
       if (got > 0) continue;
@@ -110,14 +112,21 @@ void File::check_unchanged(const std::string& who) const {
   throw SourceError(text.str());
 }
 
+/// The system reads ahead by megabytes, which would all stay in the page cache.
+void File::end_read_ahead_if_bounded() const noexcept {
+  if (bounded_.load(std::memory_order_relaxed) || !HostMemory::named()) return;
+  bounded_.store(true, std::memory_order_relaxed);
+  file_.end_read_ahead();
+}
+
 File::ReadPath File::read_path(std::uint64_t offset, std::size_t bytes, Keep keep,
                                ReadMode mode) const noexcept {
   const bool may_stay = keep != Keep::no;
   if (may_stay && bytes < kSmallRead) return ReadPath::enter;
-  const bool quick = mode == ReadMode::quick || keep == Keep::always;
+  const bool quick = mode == ReadMode::quick;
   const bool cached = file_.is_cached(offset, bytes);
   if (cached && quick) return ReadPath::copy;
-  if (!cached && quick && may_stay && admission_->admit(offset)) return ReadPath::enter;
+  if (!cached && quick && may_stay && admission_->admit(offset, bytes)) return ReadPath::enter;
   if (direct_.load(std::memory_order_relaxed)) return ReadPath::direct;
   if (cached) return ReadPath::copy;
   return may_stay ? ReadPath::enter : ReadPath::through;

@@ -60,6 +60,7 @@ class File {
     through,  ///< from the disk, through the page cache, and taken out of it
     direct,   ///< from the disk, past the page cache
   };
+  void end_read_ahead_if_bounded() const noexcept;
   ReadPath read_path(std::uint64_t offset, std::size_t bytes, Keep keep, ReadMode mode) const noexcept;
 
   /// The functions below read at least one and at most `bytes` bytes and return how many, and 0 at the end of
@@ -75,8 +76,9 @@ class File {
   std::uint64_t inode_ = 0;
   std::uint64_t device_ = 0;
   std::int64_t modified_ns_ = 0;
-  mutable std::atomic<bool> direct_{false};  ///< direct reads have not been refused yet
-  std::unique_ptr<Admission> admission_;     ///< shared by all readers; thread-safe
+  mutable std::atomic<bool> direct_{false};   ///< direct reads have not been refused yet
+  mutable std::atomic<bool> bounded_{false};  ///< what is read ahead would exceed a bound that was named
+  std::unique_ptr<Admission> admission_;      ///< shared by all readers; thread-safe
 };
 
 }  // namespace dynswap

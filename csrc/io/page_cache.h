@@ -7,21 +7,26 @@
 #include <cstdint>
 #include <vector>
 
+#include "core/host_memory.h"
+
 namespace dynswap {
 
 /// Note [What enters the page cache]: a range that is read once is read past the cache. That is what reaches
 /// the speed of the disk at the least CPU time, and a model that is run once displaces nothing. A range that
 /// is read a second time will be read again, and enters the cache with that read (LRU-2 admits so, O'Neil et
 /// al. 1993): from the third pass on it comes at the speed of memory. It does not where this detour is seen
-/// to be so slow that more than kPayback passes would be needed to win the time back.
+/// to be so slow that more than kPayback passes would be needed to win the time back. Nor does it where the
+/// account of the host's memory has no room (core/host_memory.h). Where a user has named an amount, the
+/// system reads nothing ahead, which would not be in the account.
 ///
 /// Thread-safe.
 class Admission {
  public:
   explicit Admission(std::uint64_t file_bytes);
 
-  /// Whether a range that is not in the cache shall be read through it. Remembers the range.
-  bool admit(std::uint64_t offset) noexcept;
+  /// Whether a range that is not in the cache shall be read through it, as far as there is room for it
+  /// (HostUse::page_cache). Remembers the range.
+  bool admit(std::uint64_t offset, std::size_t bytes) noexcept;
 
   /// Tells how long bytes took to come from the disk.
   void took(bool through_cache, std::size_t bytes, std::chrono::nanoseconds time) noexcept;
@@ -44,7 +49,13 @@ class Admission {
     }
   };
 
-  std::vector<std::atomic<std::uint64_t>> read_before_;  ///< a bit for each block
+  using Blocks = std::vector<std::atomic<std::uint64_t>>;  ///< a bit for each
+  /// Whether the bit of the block was set. Sets it.
+  static bool marked(Blocks& blocks, std::uint64_t offset) noexcept;
+
+  Blocks read_before_;
+  Blocks charged_;
+  HostMemory::Charge charge_{HostUse::page_cache};
   Speed direct_;
   Speed through_cache_;
 };

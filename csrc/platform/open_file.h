@@ -53,6 +53,9 @@ class OpenFile {
   /// changed or mapped them. No effect where the system cannot.
   void drop_cached(std::uint64_t offset, std::size_t bytes) const noexcept;
 
+  /// Has reads bring no more into the page cache than was asked for. No effect where the system cannot.
+  void end_read_ahead() const noexcept;
+
  private:
   std::intptr_t handle_ = -1;
   std::intptr_t direct_ = -1;  ///< the same file, for reads past the page cache

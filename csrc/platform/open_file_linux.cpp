@@ -126,4 +126,8 @@ void OpenFile::drop_cached(std::uint64_t offset, std::size_t bytes) const noexce
                   POSIX_FADV_DONTNEED);
 }
 
+void OpenFile::end_read_ahead() const noexcept {
+  ::posix_fadvise(descriptor(handle_), 0, 0, POSIX_FADV_RANDOM);
+}
+
 }  // namespace dynswap

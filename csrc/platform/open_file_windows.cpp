@@ -88,4 +88,6 @@ bool OpenFile::is_cached(std::uint64_t, std::size_t) const noexcept { return fal
 
 void OpenFile::drop_cached(std::uint64_t, std::size_t) const noexcept {}
 
+void OpenFile::end_read_ahead() const noexcept {}
+
 }  // namespace dynswap

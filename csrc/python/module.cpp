@@ -14,6 +14,7 @@
 #include "accelerator/backends.h"
 #include "accelerator/capabilities.h"
 #include "accelerator/giving_way.h"
+#include "core/host_memory.h"
 #include "host/host_backend.h"
 #include "io/file.h"
 #include "platform/process.h"
@@ -28,6 +29,7 @@
 #include "sim/roofline.h"
 #include "tensor/handed_out.h"
 #include "tensor/written_buffers.h"
+#include "transfer/staging.h"
 
 namespace dynswap {
 
@@ -213,6 +215,30 @@ bool take_to_master(const py::handle& tensor) {
   return true;
 }
 
+py::capsule limit_host_memory(std::size_t beside_masters, bool stages, std::size_t locked, std::size_t copies,
+                              std::size_t page_cache) {
+  using Limit = std::shared_ptr<const void>;
+  auto limit =
+      std::make_unique<Limit>(HostMemory::limit({.beside_masters = beside_masters,
+                                                 .staging = stages ? kStagingBytes * kStagingBuffers : 0,
+                                                 .locked = locked,
+                                                 .copies = copies,
+                                                 .page_cache = page_cache}));
+  py::capsule held(limit.get(), [](void* ended) { delete static_cast<Limit*>(ended); });
+  (void)limit.release();
+  return held;
+}
+
+py::dict host_memory() {
+  const auto used = HostMemory::used();
+  py::dict found;
+  for (const auto& [name, use] :
+       {std::pair("locked", HostUse::locked), std::pair("copies", HostUse::copies),
+        std::pair("staging", HostUse::staging), std::pair("page_cache", HostUse::page_cache)})
+    found[name] = used[static_cast<std::size_t>(use)];
+  return found;
+}
+
 }  // namespace
 
 }  // namespace dynswap
@@ -310,6 +336,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
     m.def("release_idle_nodes", &Session::release_idle_nodes_of_all,
           "Lets go of the autograd nodes of weights that no graph has: they keep masters.");
   }
+  m.def("limit_host_memory", &limit_host_memory, py::arg("beside_masters") = SIZE_MAX, py::kw_only(),
+        py::arg("stages") = false, py::arg("locked") = SIZE_MAX, py::arg("copies") = SIZE_MAX,
+        py::arg("page_cache") = SIZE_MAX,
+        "Sets limits in bytes (`HostLimits`), which hold for all sessions while the result lives. `stages`: "
+        "the device may need staging buffers, for which room is left.");
+  m.def("host_memory", &host_memory, "The bytes of RAM that all sessions take beside masters, by use.");
   py::dict stats;
   for (const Stat& stat : kStats) stats[stat.name] = stat.kind != Stat::state;
   m.attr("STATS") = stats;  // by name, whether reset_stats() clears it

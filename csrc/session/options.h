@@ -8,6 +8,7 @@
 #include <optional>
 
 #include "core/engine.h"
+#include "core/source.h"
 
 namespace dynswap {
 
@@ -16,19 +17,16 @@ struct SessionOptions {
   explicit SessionOptions(const py::handle& given)
       : device(given.attr("device").cast<at::Device>()),
         dtype(given.attr("dtype").cast<std::optional<at::ScalarType>>()),
-        pin(given.attr("pin").cast<std::size_t>()),
-        pinned_copies(given.attr("pinned_copies").cast<std::size_t>()),
-        page_cache(given.attr("page_cache").cast<std::uint64_t>()),
-        page_cache_always(given.attr("page_cache_always").cast<bool>()) {
+        page_locks(given.attr("host_budget").attr("page_locks").cast<bool>()),
+        keep(given.attr("host_budget").attr("caches").cast<bool>() ? Keep::yes : Keep::no) {
     engine.prefetch = given.attr("prefetch").cast<std::uint32_t>();
     engine.strict_budget = given.attr("strict_budget").cast<bool>();
   }
 
   at::Device device;
   std::optional<at::ScalarType> dtype;
-  std::size_t pin, pinned_copies;
-  std::uint64_t page_cache;
-  bool page_cache_always;
+  bool page_locks;
+  Keep keep;
   EngineOptions engine;  ///< without what a plan adds: its budget, and groups that are known
 };
 

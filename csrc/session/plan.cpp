@@ -30,10 +30,8 @@ struct Session::Planning {
 };
 
 std::shared_ptr<WeightTable> Session::new_table() const {
-  const Keep keep = options_.page_cache_always ? Keep::always : Keep::yes;
   return std::make_shared<WeightTable>(
-      WeightTable::Settings{device(), dtype(), pinned_budget_, {options_.page_cache, keep}, read_whole_},
-      hooks_);
+      WeightTable::Settings{device(), dtype(), pinned_copies_, options_.keep, read_whole_}, hooks_);
 }
 
 std::shared_ptr<Engine> Session::new_engine(const Budget& budget, std::optional<PriorPlan> prior) {

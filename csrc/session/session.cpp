@@ -32,8 +32,7 @@ Session::Session(const SessionOptions& options, const Budget& budget, const Hook
                  const std::string& backend)
     : options_(options),
       wanted_backend_(backend),
-      pinned_budget_(
-          options_.pin == 0 ? nullptr : std::make_shared<PinnedBudget>(options_.pin, options_.pinned_copies)),
+      pinned_copies_(options_.page_locks ? std::make_shared<PinnedCopies>() : nullptr),
       hooks_(hooks),
       table_(new_table()) {
   if (!device().is_cpu()) hear_of_record_stream(device().type());

@@ -309,7 +309,7 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
 
   const SessionOptions options_;
   const std::string wanted_backend_;
-  const std::shared_ptr<PinnedBudget> pinned_budget_;  ///< null: nothing is page-locked
+  const std::shared_ptr<PinnedCopies> pinned_copies_;  ///< null: nothing is page-locked
   const Hooks hooks_;
   std::string backend_;
   const std::shared_ptr<ReadWhole> read_whole_ = std::make_shared<ReadWhole>();  ///< never null

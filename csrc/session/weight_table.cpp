@@ -23,8 +23,7 @@ bool contains(const py::object& names, const py::object& name) {
 
 }  // namespace
 
-WeightTable::WeightTable(const Settings& settings, const Hooks& hooks)
-    : settings_(settings), hooks_(hooks), page_cache_(settings.page_cache) {}
+WeightTable::WeightTable(const Settings& settings, const Hooks& hooks) : settings_(settings), hooks_(hooks) {}
 
 Weight* WeightTable::find(const c10::TensorImpl* master) const noexcept {
   const auto found = by_master_.find(master);
@@ -85,7 +84,7 @@ WeightTable::Kind WeightTable::kind_of(const Weight& weight, PyObject* master_ob
   if (streams && streamable(master) && can_move(master.scalar_type(), kind.wanted) &&
       (!in_place || mappings.holds_any(master.const_data_ptr(), master.nbytes()))) {
     if (slices > 1 && plain && slice(kind, weight, master, mappings, slices)) return kind;
-    const auto source = source_of(master, kind.wanted, weight.name, mappings, page_cache_, *memory_);
+    const auto source = source_of(master, kind.wanted, weight.name, mappings, settings_.keep, *memory_);
     if (!in_place || source->from_files()) {
       kind.path = Weight::AccessPath::streamed;
       kind.has_subclass = !plain;
@@ -237,7 +236,7 @@ void WeightTable::find_weights(PyObject* module_dict, const std::string& prefix,
 }
 
 std::string WeightTable::pin(const std::string& backend, const std::vector<Weight*>& weights) {
-  if (settings_.device.is_cpu() || !settings_.pin) return {};
+  if (settings_.device.is_cpu() || !settings_.copies) return {};
   const std::shared_ptr<MasterMemory> memory = memory_;
   std::vector<SourcePtr> before;
   for (const Weight* weight : weights) before.push_back(weight->source);
@@ -248,7 +247,7 @@ std::string WeightTable::pin(const std::string& backend, const std::vector<Weigh
     watches[i] = weights[i]->watch;
     watches[i]->before_pinning(/*copied=*/weights[i]->plan != nullptr);
   }
-  const std::string slower = memory->pin(settings_.device, backend, settings_.pin, sources);
+  const std::string slower = memory->pin(settings_.device, backend, *settings_.copies, sources);
   for (std::size_t i = 0; i < weights.size(); ++i) {
     // Other threads could run: the master may be another by now.
     if (weights[i]->source != before[i]) continue;

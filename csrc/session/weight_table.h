@@ -28,8 +28,8 @@ class WeightTable {
   struct Settings {
     at::Device device;
     std::optional<at::ScalarType> dtype;
-    std::shared_ptr<PinnedBudget> pin;  ///< null: nothing is page-locked
-    PageCacheShare page_cache;
+    std::shared_ptr<PinnedCopies> copies;  ///< null: nothing is page-locked
+    Keep keep = Keep::yes;                 ///< of checkpoint files, in the page cache
     /// Masters that are not to be sliced, as they are read as a whole. Never null.
     std::shared_ptr<const ReadWhole> read_whole;
   };
@@ -105,7 +105,6 @@ class WeightTable {
   bool copies_any_ = false;
   std::size_t sweep_at_ = 0;  ///< weights, among which there may be unused ones
   std::shared_ptr<MasterMemory> memory_ = std::make_shared<MasterMemory>();  ///< never null
-  PageCacheShare page_cache_;  ///< the share that later weights may still use
 };
 
 }  // namespace dynswap

@@ -46,22 +46,19 @@ std::shared_ptr<const File> open_once(const Mappings::Range& range) {
 }
 
 /// Has a source's bytes read from a range of a file.
-void read_from_file(Source& source, const Mappings::Range& range, PageCacheShare& page_cache) {
+void read_from_file(Source& source, const Mappings::Range& range, Keep keep) {
   const auto file = open_once(range);
   // Under another inode the path names another file by now; what is mapped can still be read in RAM.
   if (file->inode() != range.inode) return;
   source.file = file;
   source.of_file = true;
   source.offset = range.offset;
-  const std::uint64_t bytes = source.stored_bytes();
-  source.keep = bytes <= page_cache.bytes ? page_cache.keep : Keep::no;
-  if (source.keep != Keep::no) page_cache.bytes -= bytes;
+  source.keep = keep;
 }
 
 /// The parts of a source whose memory is several mappings: see Note [A source of several parts]. Nothing if
 /// none of them can be read from a file, or if an element lies across two of them.
-std::vector<SourcePtr> parts_of(const SourcePtr& source, const Mappings& mappings,
-                                PageCacheShare& page_cache) {
+std::vector<SourcePtr> parts_of(const SourcePtr& source, const Mappings& mappings, Keep keep) {
   std::vector<SourcePtr> parts;
   const std::size_t element = scalar_size(source->stored);
   std::uint64_t before = 0;
@@ -69,7 +66,7 @@ std::vector<SourcePtr> parts_of(const SourcePtr& source, const Mappings& mapping
     if (found.bytes % element != 0) return {};
     const std::shared_ptr<Source> part = slice(source, before, found.bytes / element);
     part->mapped = found.mapped;
-    if (found.range) read_from_file(*part, *found.range, page_cache);
+    if (found.range) read_from_file(*part, *found.range, keep);
     before += part->count;
     parts.push_back(part);
   }
@@ -167,7 +164,7 @@ at::ScalarType wanted_type(const at::Tensor& master, std::optional<at::ScalarTyp
 }
 
 SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
-                    const Mappings& mappings, PageCacheShare& page_cache, MasterMemory& memory) {
+                    const Mappings& mappings, Keep keep, MasterMemory& memory) {
   auto source = std::make_shared<Source>();
   source->name = name;
   source->stored = *scalar_of(master.scalar_type());
@@ -181,9 +178,9 @@ SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::
   source->mapped = mappings.holds_any(source->address, source->stored_bytes());
   if (!source->mapped) return source;
   if (const auto range = mappings.find(source->address, source->stored_bytes())) {
-    read_from_file(*source, *range, page_cache);
+    read_from_file(*source, *range, keep);
   } else {
-    source->parts = parts_of(source, mappings, page_cache);
+    source->parts = parts_of(source, mappings, keep);
     source->of_file = !source->parts.empty();
     source->offset = reinterpret_cast<std::uintptr_t>(source->address);  // mapped: congruent modulo a page
   }

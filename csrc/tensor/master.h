@@ -115,12 +115,6 @@ inline std::uint32_t version_of(const at::Tensor& tensor) noexcept {
   return version.enabled() ? version.current_version() : 0;
 }
 
-/// What a session's weights may keep of the page cache.
-struct PageCacheShare {
-  std::uint64_t bytes = 0;
-  Keep keep = Keep::yes;  ///< for those within these bytes
-};
-
 /// A master's bytes can be moved as they lie in memory: plain, dense, of a type that the engine knows.
 bool streamable(const at::Tensor& master);
 
@@ -150,10 +144,10 @@ at::Tensor read_master(const at::Tensor& master, const std::string& who);
 void write_master(const at::Tensor& master, const at::Tensor& copy, const std::string& who);
 
 /// Where the bytes of a streamable master are: a range of the file that it is mapped from, else RAM.
-/// `wanted` is the dtype on the device (masters that do not float keep theirs). As far as `page_cache`
-/// goes, and taken from it, the file's bytes may stay in the page cache. The bytes are held through `memory`.
+/// `wanted` is the dtype on the device (masters that do not float keep theirs). `keep`: whether the
+/// file's bytes may stay in the page cache. The bytes are held through `memory`.
 SourcePtr source_of(const at::Tensor& master, at::ScalarType wanted, const std::string& name,
-                    const Mappings& mappings, PageCacheShare& page_cache, MasterMemory& memory);
+                    const Mappings& mappings, Keep keep, MasterMemory& memory);
 
 /// Where files are mapped, for masters that may lie in one: memory of torch's own allocator never does, and
 /// to ask the kernel takes a millisecond. It is asked once at most.

@@ -59,8 +59,8 @@ std::shared_ptr<const void> MasterMemory::hold(const c10::Storage& storage) {
   return bytes;
 }
 
-std::string MasterMemory::pin(const at::Device& device, const std::string& backend,
-                              const std::shared_ptr<PinnedBudget>& budget, std::vector<SourcePtr>& sources) {
+std::string MasterMemory::pin(const at::Device& device, const std::string& backend, PinnedCopies& copies,
+                              std::vector<SourcePtr>& sources) {
   // Held once more for the time without the GIL, in which another thread may end() this.
   struct Candidate {
     std::shared_ptr<HeldBytes> bytes;
@@ -88,7 +88,7 @@ std::string MasterMemory::pin(const at::Device& device, const std::string& backe
     const WithoutGil released;
     try {
       const auto of_torch = Interpreter::get().host_register;
-      said = pin_items(device, backend, of_torch ? of_torch(device) : nullptr, budget, items);
+      said = pin_items(device, backend, of_torch ? of_torch(device) : nullptr, copies, items);
     } catch (...) {
       error = std::current_exception();
     }

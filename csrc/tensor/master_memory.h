@@ -11,7 +11,7 @@
 
 #include "core/held_bytes.h"
 #include "core/source.h"
-#include "transfer/pinned_budget.h"
+#include "transfer/pinned_copies.h"
 
 namespace dynswap {
 
@@ -36,8 +36,8 @@ class MasterMemory {
 
   /// Page-locks the sources for the backend of this name as far as it may be, and replaces them by ones that
   /// say so. Returns what is to be told the user. Their owners are from hold().
-  std::string pin(const at::Device& device, const std::string& backend,
-                  const std::shared_ptr<PinnedBudget>& budget, std::vector<SourcePtr>& sources);
+  std::string pin(const at::Device& device, const std::string& backend, PinnedCopies& copies,
+                  std::vector<SourcePtr>& sources);
 
   /// Whether the bytes of this source are page-locked through somebody's pin().
   bool pinned(const Source& source) const;

@@ -10,6 +10,7 @@
 #include <utility>
 
 #include "core/amount.h"
+#include "core/host_memory.h"
 #include "io/memory_watch.h"
 #include "platform/memory.h"
 #include "platform/process.h"
@@ -88,19 +89,19 @@ bool tells_bytes_from_pages(PageLocker& locker) {
 
 /// Works out one page_lock().
 class Pinning {
-  /// The memory's charge to the budget, and what keeps it locked. The latter is released first.
-  using Locked = std::pair<std::shared_ptr<void>, std::shared_ptr<void>>;
+  /// The memory's charge to the account, and what keeps it locked. The latter is released first.
+  using Charge = std::shared_ptr<const HostMemory::Charge>;
+  using Locked = std::pair<Charge, std::shared_ptr<void>>;
 
  public:
-  Pinning(PageLocker& locker, const std::shared_ptr<PinnedBudget>& budget)
-      : locker_(locker), budget_(budget) {}
+  Pinning(PageLocker& locker, PinnedCopies& copies) : locker_(locker), copies_(copies) {}
 
   /// Locks an item's master in place, if it may be locked there or is locked already.
   void in_place(Lockable& item) {
     const Source& source = *item.source;
     const bool small = source.stored_bytes() <= kSmall;
     ByOthers others = ByOthers::no;
-    over_budget_ = false;
+    over_limit_ = false;
     const auto locker = [&]() -> std::shared_ptr<void> {
       others = locked_by_others(locker_, source);
       // A small one alone is not worth a registration; in a block that is locked for others it is there
@@ -110,9 +111,9 @@ class Pinning {
       std::shared_ptr<void> lock = register_block(item, refusal);
       if (lock) {
         registered_.push_back(item.held.get());
-      } else if (!over_budget_ && locked_in_part(locker_, item.block, item.block_bytes)) {
+      } else if (!over_limit_ && locked_in_part(locker_, item.block, item.block_bytes)) {
         others = ByOthers::pieces;
-      } else if (!over_budget_) {
+      } else if (!over_limit_) {
         reason_ = std::move(refusal);
       }
       return lock;
@@ -124,7 +125,7 @@ class Pinning {
     }
     if (item.locked || others == ByOthers::whole) {
       replace(item).pinned = true;
-    } else if (!small && !give_copy(item) && !over_budget_) {
+    } else if (!small && !give_copy(item) && !over_limit_) {
       (others == ByOthers::pieces ? bytes_in_pieces_
        : may_be_locked(item)      ? refused_bytes_
                                   : shared_bytes_) += source.stored_bytes();
@@ -136,7 +137,7 @@ class Pinning {
     std::size_t bytes = 0;
     for (const Lockable* item : small) bytes += room(*item);
     if (bytes == 0) return;
-    const std::shared_ptr<void> charge = PinnedBudget::charge(budget_, bytes);
+    const Charge charge = HostMemory::charge(HostUse::copies, bytes);
     if (!charge) return;
     const std::shared_ptr<std::byte> memory = locker_.allocate(bytes, reason_);
     if (!memory) {
@@ -180,13 +181,14 @@ class Pinning {
         text << amount(staged)
              << " of weights go to the device through a small pinned buffer, which is slower: " << why
              << ", and " << reason_
-             << ". Pin the masters yourself (Tensor.pin_memory), or pass pin=False to install() to accept "
-                "this without this warning";
+             << ". Pin the masters yourself (Tensor.pin_memory), or pass host_budget='minimum' to install(), "
+                "which "
+                "page-locks nothing, to accept this without this warning";
       }
       return text.str();
     }
     if (refused_bytes_ > 0) {
-      std::size_t granted = 0;  // as the budget counts it
+      std::size_t granted = 0;  // as the account counts it
       std::unordered_set<const HeldBytes*> counted;
       for (const Lockable& item : items) {
         if (item.locked && counted.insert(item.held.get()).second) granted += item.block_bytes;
@@ -196,10 +198,8 @@ class Pinning {
            << ")";
       if (granted > 0) text << ", after it had locked " << amount(granted);
       text << ": they go to the device through a small pinned buffer, which is slower. If memory is short, "
-              "free "
-              "some (WSL grants a few GiB at most, however much is free), or pass pin=";
-      if (granted > 0) text << granted << " or ";
-      text << "False to install() to accept this without this warning";
+              "free some (WSL grants a few GiB at most, however much is free), or pass host_budget='minimum' "
+              "to install(), which page-locks nothing, to accept that without this warning";
     }
     if (bytes_in_pieces_ > 0) {
       if (refused_bytes_ > 0) text << ". Also, ";
@@ -208,8 +208,9 @@ class Pinning {
               "edge "
               "of a locked range: they go to the device through a small pinned buffer, which is slower. "
               "Register "
-              "the memory of each tensor in one call, or leave that to install(), or pass pin=False to it to "
-              "accept this without this warning";
+              "the memory of each tensor in one call, or leave that to install(), or pass "
+              "host_budget='minimum' "
+              "to it, which page-locks nothing, to accept that without this warning";
     }
     if (shared_bytes_ > all_bytes / kUnsaidPart) {
       if (refused_bytes_ + bytes_in_pieces_ > 0) text << ". Also, ";
@@ -219,9 +220,8 @@ class Pinning {
              "page-locked, and go to the device through a small pinned buffer, which is slower. Start Python "
              "with MALLOC_MMAP_THRESHOLD_=65536 in the environment to give tensors pages of their own, pin "
              "the "
-             "masters yourself (Tensor.pin_memory), or pass pin=False to install() to accept this without "
-             "this "
-             "warning";
+             "masters yourself (Tensor.pin_memory), or pass host_budget='minimum' to install(), which "
+             "page-locks nothing, to accept that without this warning";
     }
     return text.str();
   }
@@ -253,9 +253,9 @@ class Pinning {
   }
 
   std::shared_ptr<void> register_block(const Lockable& item, std::string& refusal) {
-    std::shared_ptr<void> charge = PinnedBudget::charge(budget_, item.block_bytes);
-    over_budget_ = !charge;
-    if (over_budget_) return nullptr;
+    Charge charge = HostMemory::charge(HostUse::locked, item.block_bytes);
+    over_limit_ = !charge;
+    if (over_limit_) return nullptr;
     std::shared_ptr<void> lock = locker_.lock(const_cast<std::byte*>(item.block), item.block_bytes, refusal);
     if (!lock) return nullptr;
     return std::make_shared<Locked>(std::move(charge), std::move(lock));
@@ -287,14 +287,15 @@ class Pinning {
       return false;
     }
     bool has_room = false;
-    const auto copy = PinnedBudget::copy_of(budget_, source->address, source->stored_bytes(), [&] {
+    const auto copy = copies_.copy_of(source->address, source->stored_bytes(), [&] {
       has_room = true;
       return copy_with_watch(*source);
     });
     if (!copy && !has_room) {
-      over_budget_ = budget_->named();
+      over_limit_ = HostMemory::named();
       reason_ =
-          "page-locked copies of them would take more than half of the free RAM (pin='24GiB' allows more)";
+          "page-locked copies of them would take more than half of the free RAM (host_budget='24GiB', say, "
+          "allows what is within that)";
     }
     if (!copy) return false;
     Source& changed = replace(item);
@@ -304,10 +305,10 @@ class Pinning {
   }
 
   PageLocker& locker_;
-  const std::shared_ptr<PinnedBudget>& budget_;
+  PinnedCopies& copies_;
   std::optional<bool> tells_bytes_;
   std::size_t refused_bytes_ = 0;
-  bool over_budget_ = false;  ///< whether the budget had no room for the item at hand
+  bool over_limit_ = false;  ///< whether the account had no room for the item at hand
   std::size_t shared_bytes_ = 0;
   std::size_t bytes_in_pieces_ = 0;
   std::vector<const HeldBytes*> registered_;  ///< in this order
@@ -316,9 +317,8 @@ class Pinning {
 
 }  // namespace
 
-std::string page_lock(PageLocker& locker, const std::shared_ptr<PinnedBudget>& budget,
-                      std::vector<Lockable>& items) {
-  Pinning pinning(locker, budget);
+std::string page_lock(PageLocker& locker, PinnedCopies& copies, std::vector<Lockable>& items) {
+  Pinning pinning(locker, copies);
   std::vector<Lockable*> large, small;
   std::size_t bytes = 0;
   for (Lockable& item : items) {

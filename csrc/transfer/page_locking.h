@@ -7,7 +7,7 @@
 #include <vector>
 
 #include "core/lockable.h"
-#include "transfer/pinned_budget.h"
+#include "transfer/pinned_copies.h"
 
 namespace dynswap {
 
@@ -34,9 +34,8 @@ class PageLocker {
 /// sources by pinned ones. A master is locked in place where its block may be locked, or is locked already. A
 /// small one gets a page-locked copy instead, and so does a large one where nothing can be locked in place
 /// (Note [A large master has a page-locked copy]). Other masters stay as they are: returns a sentence for the
-/// user about them, empty if there is nothing to say. It does not mention masters that `budget` has no room
+/// user about them, empty if there is nothing to say. It does not mention masters that HostMemory has no room
 /// to lock in place, as the user asked for that. Takes seconds for gigabytes.
-std::string page_lock(PageLocker& locker, const std::shared_ptr<PinnedBudget>& budget,
-                      std::vector<Lockable>& items);
+std::string page_lock(PageLocker& locker, PinnedCopies& copies, std::vector<Lockable>& items);
 
 }  // namespace dynswap

@@ -12,6 +12,7 @@ namespace dynswap {
 
 StagingRing::StagingRing(std::vector<Buffer> buffers, std::size_t buffer_bytes, int readers, CastFn cast)
     : buffers_(std::move(buffers)), buffer_bytes_(buffer_bytes), cast_(cast), readers_(readers) {
+  charge_.must_grow(buffers_.size() * buffer_bytes_);
   DYNSWAP_CHECK(!buffers_.empty(), "a staging ring takes at least one buffer");
 }
 

@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "core/backend.h"
+#include "core/host_memory.h"
 #include "io/worker_pool.h"
 #include "platform/fork_safe.h"
 
@@ -109,6 +110,7 @@ class StagingRing {
   const std::vector<Buffer> buffers_;
   const std::size_t buffer_bytes_;
   const CastFn cast_;
+  HostMemory::Charge charge_{HostUse::staging};
 
   mutable Mutex mutex_;
   Condition changed_;

@@ -7,7 +7,7 @@ import ctypes
 import mmap
 import os
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final, NamedTuple
 
@@ -95,6 +95,28 @@ def mapped_ranges(path: Path) -> list[tuple[int, int]]:
     """Return address and length of each of this process's mappings of a file."""
     wanted = str(path.resolve())
     return [(mapping.begin, mapping.end - mapping.begin) for mapping in mappings() if mapping.name == wanted]
+
+
+def written_bytes(ranges: Sequence[tuple[int, int]]) -> int:
+    """Return the bytes of this process's own pages in the mappings of files that begin in these ranges.
+
+    0 where the kernel does not say (not Linux).
+    """
+    try:
+        lines = Path("/proc/self/smaps").read_text(errors="replace").splitlines()  # proc_pid_smaps(5)
+    except OSError:
+        return 0
+    ranges = sorted(ranges)
+    found, counts = 0, False
+    for line in lines:
+        name, *values = line.split()
+        if not name.endswith(":"):
+            begin = int(name.split("-")[0], 16)
+            at = bisect_right(ranges, begin, key=lambda of: of[0]) - 1
+            counts = at >= 0 and begin < ranges[at][1]
+        elif counts and name in ("Anonymous:", "Swap:"):
+            found += int(values[0]) << 10
+    return found
 
 
 def private_pages(address: int, count: int) -> Iterator[tuple[int, int]]:

@@ -27,7 +27,7 @@ LoadedT = TypeVar("LoadedT", covariant=True)
 _UNREPORTED = 1 / 16
 
 #: What `install` is often given in the same breath, and transformers would take for a value of the config.
-_OF_INSTALL = ("budget", "prefetch", "pin", "page_cache", "strict_budget", "headroom", "plan", "device")
+_OF_INSTALL = ("budget", "prefetch", "host_budget", "strict_budget", "headroom", "plan", "device")
 
 
 class Loadable(Protocol[LoadedT]):

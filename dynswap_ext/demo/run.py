@@ -140,7 +140,7 @@ def _prepare(model: nn.Module, job: Job, device: torch.device) -> dynswap_ext.Ha
         dtype=job.dtype,
         prefetch=job.prefetch,
         budget=job.budget,
-        page_cache=False,  # a model that does not fit the memory does not fit the cache either
+        host_budget="minimum",  # a model that does not fit the memory does not fit the cache either
         provider=job.provider,
     )
 

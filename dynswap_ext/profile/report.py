@@ -12,6 +12,7 @@ from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.name_patterns import key_of, label_of_groups
 from dynswap_ext._util.tables import as_text, plain_table
 from dynswap_ext._util.units import show_budget, show_ns
+from dynswap_ext.profile.host_memory import HostMemory
 from dynswap_ext.profile.recording import CAUSES, GroupFigures
 from dynswap_ext.profile.stats import Stats
 
@@ -77,6 +78,8 @@ class Report:
     #: With an automatic budget on an accelerator: why residents do not give way to all other memory, and what
     #: to do; empty if they do. Else None.
     giving_way: str | None = None
+    #: What the weights of all installed models take of the host's RAM.
+    host: HostMemory | None = None
 
     @property
     def stall_ns(self) -> int:
@@ -205,6 +208,8 @@ class Report:
             notes.append(f"{slower}: {self.reason}")
         if masters := self._masters():
             notes.append(f"masters: {masters}")
+        if self.host is not None and self.host.weights:
+            notes.append(f"host RAM: {self.host}")
         if self.giving_way is not None:
             lost = f"{self.stats.given_way} have, of {format_bytes(self.stats.given_way_bytes)}"
             told = self.giving_way or f"give way to whatever runs out of memory (so far {lost})"

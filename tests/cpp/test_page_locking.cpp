@@ -11,10 +11,11 @@
 #include "check.h"
 #include "core/amount.h"
 #include "core/backend.h"
+#include "core/host_memory.h"
 #include "lockable_memory.h"
 #include "platform/memory.h"
 #include "transfer/copy_plan.h"
-#include "transfer/pinned_budget.h"
+#include "transfer/pinned_copies.h"
 
 namespace {
 
@@ -60,10 +61,6 @@ struct Driver final : PageLocker {
   std::size_t locked = 0, copied = 0;
 };
 
-std::shared_ptr<PinnedBudget> budget_of(std::size_t locked, std::size_t copied) {
-  return std::make_shared<PinnedBudget>(locked, copied);
-}
-
 void unpin(std::vector<Lockable>& items) {
   for (Lockable& item : items) {
     if (item.locked) item.held->unlock();
@@ -90,7 +87,8 @@ Path path_of(const SourcePtr& source) {
 bool watches_pages(const Master& master) {
   Driver device(/*locks=*/false);
   std::vector<Lockable> items{const_cast<Master&>(master).lockable()};
-  page_lock(device, budget_of(SIZE_MAX, SIZE_MAX), items);
+  PinnedCopies copies;
+  page_lock(device, copies, items);
   return items[0].source->pinned;
 }
 
@@ -99,7 +97,8 @@ TEST(page_locking_copies_a_large_master_where_nothing_is_locked_in_place) {
   if (!watches_pages(master)) return;  // the kernel is older than Linux 6.7: see the next test
   Driver device(/*locks=*/false);
   std::vector<Lockable> items{master.lockable()};
-  EXPECT_EQ(page_lock(device, budget_of(SIZE_MAX, SIZE_MAX), items), "");
+  PinnedCopies copies;
+  EXPECT_EQ(page_lock(device, copies, items), "");
   const SourcePtr source = items[0].source;
   EXPECT_EQ(device.locked, 0u);
   EXPECT_EQ(device.copied, kBytes);
@@ -118,9 +117,10 @@ TEST(page_locking_stays_within_the_room_for_copies) {
   Master first, second;
   if (!watches_pages(first)) return;
   Driver device(/*locks=*/false);
-  const auto budget = budget_of(SIZE_MAX, kBytes + 1);
+  const auto limit = HostMemory::limit({.copies = kBytes + 1});
+  PinnedCopies copies;
   std::vector<Lockable> items{first.lockable(), second.lockable()};
-  const std::string said = page_lock(device, budget, items);
+  const std::string said = page_lock(device, copies, items);
   EXPECT(said.find(amount(kBytes) + " of weights") == 0);
   EXPECT(said.find("this device locks nothing, and page-locked copies of them would take more than half") !=
          std::string::npos);
@@ -130,32 +130,33 @@ TEST(page_locking_stays_within_the_room_for_copies) {
 
   // The next plan of the session, made before this one goes.
   std::vector<Lockable> next{first.lockable()};
-  EXPECT_EQ(page_lock(device, budget, next), "");
+  EXPECT_EQ(page_lock(device, copies, next), "");
   EXPECT(next[0].source->pinned_copy == items[0].source->pinned_copy);
   unpin(items);
   unpin(next);
   EXPECT_EQ(device.copied, 0u);
 
   std::vector<Lockable> other{second.lockable()};
-  EXPECT_EQ(page_lock(device, budget, other), "");
+  EXPECT_EQ(page_lock(device, copies, other), "");
   EXPECT(other[0].source->pinned);
 }
 
-TEST(page_locking_in_place_stays_within_the_budget_and_says_nothing) {
+TEST(page_locking_in_place_stays_within_the_limit_and_says_nothing) {
   Master first, second, small(8u << 10);
   Driver device(/*locks=*/true);
-  const auto budget = budget_of(kBytes + small.bytes, 0);
+  const auto limit = HostMemory::limit({.locked = kBytes + small.bytes});
+  PinnedCopies copies;
   std::vector<Lockable> items{first.lockable(), second.lockable(), small.lockable()};
-  EXPECT_EQ(page_lock(device, budget, items), "");
+  EXPECT_EQ(page_lock(device, copies, items), "");
   EXPECT(items[0].source->pinned && !items[1].source->pinned && items[2].source->pinned);
   EXPECT_EQ(device.locked, kBytes);
   EXPECT_EQ(device.copied, small.bytes);
   std::vector<Lockable> more{second.lockable()};
-  EXPECT_EQ(page_lock(device, budget, more), "");
+  EXPECT_EQ(page_lock(device, copies, more), "");
   EXPECT(!more[0].source->pinned);
   unpin(items);
   EXPECT_EQ(device.locked + device.copied, 0u);
-  EXPECT_EQ(page_lock(device, budget, more), "");
+  EXPECT_EQ(page_lock(device, copies, more), "");
   EXPECT(more[0].source->pinned);
   unpin(more);
 }
@@ -185,10 +186,11 @@ TEST(page_locking_says_why_a_large_master_has_no_copy) {
   auto of_a_file = std::make_shared<Source>(*items[0].source);
   of_a_file->mapped = true;
   items[0].source = of_a_file;
-  EXPECT(page_lock(device, budget_of(SIZE_MAX, kBytes), items).find("locks nothing, and they are mapped") !=
-         std::string::npos);
+  PinnedCopies copies;
+  EXPECT(page_lock(device, copies, items).find("locks nothing, and they are mapped") != std::string::npos);
   std::vector<Lockable> over{watched.lockable()};
-  EXPECT_EQ(page_lock(device, budget_of(kBytes / 2, kBytes / 2), over), "");  // the user named the amount
+  const auto limit = HostMemory::limit({.beside_masters = kBytes / 2});
+  EXPECT_EQ(page_lock(device, copies, over), "");  // the user named the amount
   EXPECT(!over[0].source->pinned);
 }
 

@@ -130,7 +130,7 @@ def through_the_staging_ring(world: World) -> None:
     """Masters in pageable memory, more requests than there are buffers."""
     model, twin = world.model(count=12)
     dtype = world.random.choice([None, torch.float64, torch.bfloat16])
-    world.install(model, dtype=dtype, budget=8 * LAYER, pin=False, prefetch=5)
+    world.install(model, dtype=dtype, budget=8 * LAYER, host_budget="minimum", prefetch=5)
     for number in range(5):
         x, host = world.numbers(dtype)
         stream = world.random.choice(world.streams)

@@ -120,7 +120,7 @@ def test_a_write_on_a_lost_device_is_asked_for_once(gpu: Gpu) -> None:
     """The error is torch's. Then masters, which are in RAM, are to be had, and the install ends."""
     model = Exact().eval()
     # Unpinned: a runtime that has lost its device unlocks nothing, and the tests that follow have its memory.
-    handle = gpu.install(model, dtype=torch.float64, budget=RING, pin=False)
+    handle = gpu.install(model, dtype=torch.float64, budget=RING, host_budget="minimum")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():
         model(gpu.whole_numbers())

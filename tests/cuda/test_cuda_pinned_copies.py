@@ -71,10 +71,14 @@ def test_a_write_to_a_master_is_read(gpu: Gpu, write: Callable[[Exact, int], Non
 def test_copies_take_no_more_than_was_allowed(gpu: Gpu) -> None:
     model = Exact().eval()
     taken = 1 << (LAYER_BYTES - 1).bit_length()  # by torch's allocator, for one copy
-    moved, handle = gpu.pair(model, budget=3 * 2 * LAYER_BYTES, pin=2 * taken)
+    host_budget = sum(p.nbytes for p in model.parameters()) + 2 * taken + (64 << 20)  # and buffers
+    moved, handle = gpu.pair(model, budget=3 * 2 * LAYER_BYTES, host_budget=host_budget)
     x = gpu.whole_numbers()
     with torch.no_grad():
         for _ in range(PASSES):
             testing.assert_bit_equal(model(x), moved(x))
     sources = [row["source"] for row in handle.report().as_dict()["groups"]]
     assert sources.count("pinned RAM") == 2
+    host = handle.report().host
+    assert host is not None and host.copies == 2 * taken
+    assert f"{host.copies >> 10} KiB of page-locked copies" in str(host)

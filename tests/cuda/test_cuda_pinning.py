@@ -11,7 +11,7 @@ from torch import nn
 import dynswap_ext
 from conftest import only_cuda_has
 from cuda_runtime import PAGE, SUCCESS, Runtime, pages
-from dynswap_ext import testing
+from dynswap_ext import config, testing
 from gpu_under_test import LAYER_BYTES, Exact, Gpu
 
 DELAY = 50.0  # milliseconds
@@ -23,14 +23,14 @@ def pinned(model: nn.Module) -> list[bool]:
 
 
 @pytest.mark.parametrize("pin", [True, False])
-def test_masters_are_locked_in_place(gpu: Gpu, pin: bool | str) -> None:
+def test_masters_are_locked_in_place(gpu: Gpu, pin: bool) -> None:
     only_cuda_has("page-locking in place")
     if not gpu.native and not pin:
         pytest.skip("pure Python does not page-lock, whatever it is told")
     model = Exact().eval()
     addresses = [p.data_ptr() for p in model.parameters()]
     values = [p.detach().clone() for p in model.parameters()]
-    moved, handle = gpu.pair(model, pin=pin)
+    moved, handle = gpu.pair(model, host_budget="auto" if pin else "minimum")
     x = gpu.whole_numbers()
     with torch.no_grad():
         for _ in range(2):
@@ -44,10 +44,11 @@ def test_masters_are_locked_in_place(gpu: Gpu, pin: bool | str) -> None:
     testing.assert_bit_equal([p.detach() for p in model.parameters()], values)
 
 
-def test_an_amount_of_pinned_memory_is_not_exceeded(gpu: Gpu) -> None:
+def test_what_may_be_page_locked_is_not_exceeded(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
     only_cuda_has("locks in place")
+    monkeypatch.setattr(config, "ram_limit", lambda: int(2.5 * LAYER_BYTES / 0.8))
     model = Exact(layers=4).eval()
-    moved, handle = gpu.pair(model, pin=2 * LAYER_BYTES)
+    moved, handle = gpu.pair(model)
     x = gpu.whole_numbers()
     with torch.no_grad():
         for _ in range(2):
@@ -138,11 +139,11 @@ def test_a_copy_of_a_master_to_the_device_before_a_step(gpu: Gpu, way: str) -> N
     """Pageable memory is read before the copy returns, page-locked memory when the copy's turn comes.
 
     So an average on the GPU that copies with `non_blocking=True` waits before the step, or the install says
-    `pin=False`. The copy alone, as it is right for a plain model, is what troubleshooting.md says of it.
+    `host_budget="minimum"`. The copy alone, as it is right for a plain model, is in troubleshooting.md.
     """
     only_cuda_has("page-locking in place")
     model = Exact(layers=3)
-    gpu.install(model, dtype=None, pin=way != "not page-locked")
+    gpu.install(model, dtype=None, host_budget="minimum" if way == "not page-locked" else "auto")
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
     model(gpu.whole_numbers(dtype=torch.float32)).square().sum().backward()
     masters = list(model.parameters())

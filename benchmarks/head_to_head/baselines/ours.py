@@ -19,7 +19,7 @@ def _installed(
         options: dict[str, Any] = {"device": setting.device, "prefetch": prefetch, "provider": provider}
         if setting.placement == FILE:
             # A model that does not fit the memory does not fit the system's cache of the file either.
-            options["page_cache"] = False
+            options["host_budget"] = "minimum"
         if share is None:
             return Prepared(model, dynswap_ext.install(model, **options))
         budget, note = int(share * setting.weight_bytes), ""

@@ -89,7 +89,8 @@ struct Fixture {
       item.source = std::move(moved);
       items.push_back(std::move(item));
     }
-    EXPECT_EQ(pin(0, std::make_shared<PinnedBudget>(SIZE_MAX, 0), items), "");
+    PinnedCopies copies;
+    EXPECT_EQ(pin(0, copies, items), "");
     for (std::size_t i = 0; i < sources.size(); ++i) {
       sources[i] = std::move(items[i].source);
       EXPECT(sources[i]->pinned);

@@ -22,7 +22,11 @@ using namespace dynswap::test;
 
 constexpr std::size_t kLarge = 100'000;  // more than gets a copy
 
-std::shared_ptr<PinnedBudget> all_memory() { return std::make_shared<PinnedBudget>(SIZE_MAX, 0); }
+/// Of devices that lock nothing in place: there are none here.
+PinnedCopies& no_copies() {
+  static PinnedCopies none;
+  return none;
+}
 
 std::size_t registered_pages() { return gpu::counts().registered_bytes / kPage; }
 
@@ -67,7 +71,7 @@ TEST(pin_locks_a_block_on_pages_of_its_own_as_a_whole) {
   gpu::reset();
   MasterMemory memory(kLarge);
   std::vector<Lockable> items{memory.lockable()};
-  EXPECT_EQ(pin(0, all_memory(), items), "");
+  EXPECT_EQ(pin(0, no_copies(), items), "");
   EXPECT(items[0].source->pinned && !items[0].source->pinned_copy && items[0].locked);
   EXPECT(items[0].source->address == memory.data());
   EXPECT(gpu::is_locked(memory.data(), memory.bytes()));
@@ -82,7 +86,7 @@ TEST(pin_leaves_pages_alone_that_others_may_share) {
   MasterMemory heap(3 * kLarge);
   std::vector<Lockable> items{part_of(heap, 0, kLarge)};
   items[0].own_pages = false;
-  const std::string said = pin(0, all_memory(), items);
+  const std::string said = pin(0, no_copies(), items);
   EXPECT(!items[0].source->pinned);
   EXPECT(said.find(std::to_string(kLarge)) != std::string::npos);
   EXPECT(said.find("MALLOC_MMAP_THRESHOLD_") != std::string::npos);
@@ -101,8 +105,8 @@ TEST(pin_locks_any_block_where_the_driver_tells_bytes_from_pages) {
   std::vector<Lockable> items{heap.lockable()};
   std::vector<Lockable> others{other.lockable()};
   items[0].own_pages = others[0].own_pages = false;
-  EXPECT_EQ(pin(0, all_memory(), items), "");
-  EXPECT_EQ(pin(0, all_memory(), others), "");
+  EXPECT_EQ(pin(0, no_copies(), items), "");
+  EXPECT_EQ(pin(0, no_copies(), others), "");
   EXPECT(items[0].locked && others[0].locked);
   EXPECT_EQ(gpu::counts().registered_bytes, heap.bytes() + other.bytes());
   EXPECT_EQ(others_copy(heap.data(), heap.bytes()), cudaSuccess);
@@ -119,7 +123,7 @@ TEST(pin_says_nothing_of_a_few_bytes_that_cannot_be_locked) {
   std::vector<Lockable> shared{heap.lockable()};
   shared[0].own_pages = false;
   items.push_back(shared[0]);
-  EXPECT_EQ(pin(0, all_memory(), items), "");
+  EXPECT_EQ(pin(0, no_copies(), items), "");
   items.pop_back();
   unpin(items, most);
   unpin(shared, heap);
@@ -130,7 +134,7 @@ TEST(pin_gives_a_small_master_a_copy) {
   gpu::reset();
   MasterMemory memory(1000);
   std::vector<Lockable> items{part_of(memory, 0, 500), part_of(memory, 500, 300)};
-  EXPECT_EQ(pin(0, all_memory(), items), "");
+  EXPECT_EQ(pin(0, no_copies(), items), "");
   EXPECT_EQ(registered_pages(), 0u);
   for (const Lockable& item : items) {
     EXPECT(item.source->pinned && !item.locked && item.source->pinned_copy);
@@ -147,7 +151,7 @@ TEST(pin_locks_a_block_once_for_all_that_lie_in_it) {
   MasterMemory memory(3 * kLarge);
   std::vector<Lockable> items{part_of(memory, 100, 200), part_of(memory, kLarge, kLarge),
                               part_of(memory, 2 * kLarge, kLarge)};
-  EXPECT_EQ(pin(0, all_memory(), items), "");
+  EXPECT_EQ(pin(0, no_copies(), items), "");
   EXPECT_EQ(registered_pages(), memory.pages());
   for (const Lockable& item : items) EXPECT(item.source->pinned && item.locked && !item.source->pinned_copy);
   unpin(items, memory);
@@ -159,8 +163,8 @@ TEST(pin_is_shared_by_sessions) {
   MasterMemory memory(kLarge);
   std::vector<Lockable> first{memory.lockable()};
   std::vector<Lockable> second{memory.lockable()};
-  pin(0, all_memory(), first);
-  pin(0, all_memory(), second);
+  pin(0, no_copies(), first);
+  pin(0, no_copies(), second);
   EXPECT(first[0].locked && second[0].locked);
   unpin(first, memory);
   EXPECT(gpu::is_locked(memory.data(), memory.bytes()));
@@ -183,7 +187,7 @@ TEST(pin_uses_what_somebody_else_has_locked) {
   std::vector<Lockable> items{memory.lockable()};
   std::vector<Lockable> others{small.lockable()};
   items.push_back(others[0]);
-  EXPECT_EQ(pin(0, all_memory(), items), "");
+  EXPECT_EQ(pin(0, no_copies(), items), "");
   for (const Lockable& item : items) EXPECT(item.source->pinned && !item.locked && !item.source->pinned_copy);
   items.pop_back();
   unpin(items, memory);
@@ -202,7 +206,7 @@ TEST(pin_refused_is_said_once_and_leaves_no_error_behind) {
   std::vector<Lockable> items{fits.lockable()};
   std::vector<Lockable> refused{does_not.lockable()};
   items.push_back(refused[0]);
-  const std::string said = pin(0, all_memory(), items);
+  const std::string said = pin(0, no_copies(), items);
   EXPECT(items[0].source->pinned);
   EXPECT(!items[1].source->pinned && !items[1].locked);
   EXPECT(said.find(std::to_string(kLarge + 1)) != std::string::npos);
@@ -220,7 +224,7 @@ TEST(pin_without_memory_for_copies) {
   gpu::faults().no_host_memory = true;
   MasterMemory memory(1000);
   std::vector<Lockable> items{memory.lockable()};
-  EXPECT(pin(0, all_memory(), items).find("refused") != std::string::npos);
+  EXPECT(pin(0, no_copies(), items).find("refused") != std::string::npos);
   EXPECT(!items[0].source->pinned);
   EXPECT_EQ(cudaGetLastError(), cudaSuccess);
   unpin(items, memory);
@@ -240,7 +244,7 @@ TEST(pin_leaves_files_and_the_already_pinned_alone) {
   auto empty = std::make_shared<Source>(*items[2].source);
   empty->count = 0;
   items[2].source = empty;
-  EXPECT_EQ(pin(0, all_memory(), items), "");
+  EXPECT_EQ(pin(0, no_copies(), items), "");
   EXPECT(items[0].source == pinned && items[1].source == nowhere && items[2].source == empty);
   EXPECT_EQ(registered_pages(), 0u);
   unpin(items, memory);
@@ -253,7 +257,7 @@ TEST(pin_ends_before_memory_that_its_storage_lets_go_of) {
   gpu::reset();
   MasterMemory memory(kLarge);
   std::vector<Lockable> items{memory.lockable()};
-  pin(0, all_memory(), items);
+  pin(0, no_copies(), items);
   const std::weak_ptr<HeldBytes> held = items[0].held;
   items[0].held.reset();
   memory.context.reset();  // `resize_(0)`: a copy may be reading, and the engine has the source
@@ -268,7 +272,7 @@ TEST(pin_ends_at_once_where_nothing_reads) {
   gpu::reset();
   MasterMemory memory(kLarge);
   std::vector<Lockable> items{memory.lockable()};
-  pin(0, all_memory(), items);
+  pin(0, no_copies(), items);
   items.clear();
   EXPECT(gpu::is_locked(memory.data(), memory.bytes()));
   memory.context.reset();
@@ -290,7 +294,7 @@ TEST(pin_from_many_threads) {
           const std::lock_guard lock(gil);
           items.push_back(memory.lockable());
         }
-        pin(0, all_memory(), items);
+        pin(0, no_copies(), items);
         EXPECT(items[0].locked && gpu::is_locked(memory.data(), memory.bytes()));
         items[0].held->unlock();
         const std::lock_guard lock(gil);
