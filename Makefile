@@ -38,13 +38,20 @@ PRIVATEUSE1_TESTS ?= $(addprefix tests/,cuda/test_cuda_any_accelerator.py cuda/t
   contract/test_ties.py contract/test_training.py test_install.py)
 OTHER_PYTHON ?= 3.13
 RANDOM_PROGRAMS := tests/random_programs tests/programs/test_random_adapters.py
-# Of one set of wheels; and what each wheel is repaired and tested with.
-WHEEL_TORCH ?= 2.13
-REPAIR := $(shell sed -n 's/^repair-wheel-command = "\(.*\) -w .*/\1/p' pyproject.toml)
-WHEEL_TESTS := $(shell sed -n 's/^ *"python -m pytest .*no:cacheprovider \(.*\)",/\1/p' pyproject.toml | sed 's/{project}.//g')
+# Where `make wheel` works, and what the wheels name as the index that has those for other torches.
+WHEEL_FOLDER ?= build/wheel
+WHEEL_INDEX ?= file://$(CURDIR)/dist/simple
+WHEEL_FILES ?=
+WHEEL_TESTS := $(addprefix tests/,test_extension_libraries.py test_install.py contract/test_attributes.py)
+# Of Python and torch, for `make wheels`.
+PAIRS ?= $(shell $(PYTHON) build_backend/dynswap_build/supported.py)
+# torch brings these, and has them loaded before the extension is.
+REPAIR := auditwheel repair $(addprefix --exclude ,libc10.so libtorch_cpu.so libtorch_python.so)
 # Not in the tree: it has a link to /, which setuptools would follow through all files of the machine.
 WINE_FOLDER ?= $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/dynswap-wine
 MATRIX_ARGS ?=
+# What `.installed` has besides the package.
+EXTRAS ?= test,programs
 NEWEST_ARGS ?=
 # Set by `make test`, for the part of the tests that it runs.
 ifdef QUICK
@@ -83,7 +90,7 @@ PRETEND := PYTHONPATH=tests/device $(BIN)/python -m pretend_cuda
 MKDOCS := NO_MKDOCS_2_WARNING=1 DISABLE_MKDOCS_2_WARNING=true $(DOCS_VENV)/bin/mkdocs
 SOURCES := $(shell find csrc build_backend -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.py')
 
-.PHONY: help demo build test test-all test-native test-python test-cuda test-devices test-suite cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix newest ratios figures other-python lint types format docs docs-serve wheel wheels lock sdist ci clean FORCE
+.PHONY: help demo build test test-all test-native test-python test-cuda test-devices test-suite cruel teeth programs nightly cpp-test sanitize windows fuzz cuda-compile matrix newest ratios figures other-python lint types format docs docs-serve wheel wheels index lock sdist ci clean FORCE
 .DELETE_ON_ERROR:
 
 help:
@@ -244,20 +251,33 @@ docs-serve: $(DOCS_VENV)/.installed
 	$(MKDOCS) serve
 
 # From the source archive: the objects of `make build` stay as they are.
-## make wheel          a wheel for this Python and this torch, in dist: repaired, and tested as it is installed
+## make wheel          a wheel for this Python and this torch, in dist: repaired, and tested as it is installed; then make index
 wheel: $(VENV)/.installed $(WHEEL_VENV)/.installed
-	rm -rf build/wheel
-	$(WHEEL_VENV)/bin/python -m build --no-isolation --sdist --outdir build/wheel > build/wheel.log 2>&1 || { tail -n 30 build/wheel.log; exit 1; }
-	$(BIN)/python -m pip --quiet wheel --build-constraint constraints.txt --no-deps --wheel-dir build/wheel/built build/wheel/*.tar.gz
-	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(REPAIR) --wheel-dir build/wheel build/wheel/built/*.whl
-	$(INSTALL) --no-deps --target build/wheel/installed build/wheel/*.whl
-	cd build/wheel && PYTHONPATH=installed $(abspath $(BIN))/python -m dynswap_ext info
-	cd build/wheel && PYTHONPATH=installed $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider $(addprefix $(CURDIR)/,$(WHEEL_TESTS))
-	mkdir -p dist && mv build/wheel/*.whl dist
+	rm -rf $(WHEEL_FOLDER)
+	$(WHEEL_VENV)/bin/python -m build --no-isolation --sdist --outdir $(WHEEL_FOLDER) > build/wheel.log 2>&1 || { tail -n 30 build/wheel.log; exit 1; }
+	DYNSWAP_WHEEL_INDEX='$(WHEEL_INDEX)' $(BIN)/python -m pip --quiet wheel --build-constraint constraints.txt --no-deps --wheel-dir $(WHEEL_FOLDER)/built $(WHEEL_FOLDER)/*.tar.gz
+	PATH="$(abspath $(WHEEL_VENV))/bin:$$PATH" $(REPAIR) --wheel-dir $(WHEEL_FOLDER) $(WHEEL_FOLDER)/built/*.whl
+	$(INSTALL) --no-deps --target $(WHEEL_FOLDER)/installed $(WHEEL_FOLDER)/*.whl
+	cd $(WHEEL_FOLDER) && PYTHONPATH=installed $(abspath $(BIN))/python -m dynswap_ext info
+	cd $(WHEEL_FOLDER) && PYTHONPATH=installed $(abspath $(BIN))/python -m pytest -q -p no:cacheprovider $(addprefix $(CURDIR)/,$(WHEEL_TESTS))
+	mkdir -p dist && mv $(WHEEL_FOLDER)/*.whl dist
+	$(MAKE) --no-print-directory index
 
-## make wheels         manylinux wheels for one torch (WHEEL_TORCH=2.13), each Python; needs Docker
-wheels: $(WHEEL_VENV)/.installed
-	DYNSWAP_WHEEL_TORCH=$(WHEEL_TORCH) $(WHEEL_VENV)/bin/python -m cibuildwheel --platform linux --output-dir dist/torch-$(WHEEL_TORCH)
+## make wheels         the same for each supported pair, from nothing, one after the other; PAIRS='3.11-2.13 3.12-2.14'
+wheels:
+	@$(STEPS) 'make wheels' $(addprefix wheel-,$(PAIRS))
+
+# wheel-3.11-2.13. (Where pyenv has the interpreters, it is told which.)
+wheel-%: PAIR = $(subst -, ,$*)
+wheel-%: $(WHEEL_VENV)/.installed
+	rm -rf build/wheels/$*
+	PYENV_VERSION=$(firstword $(PAIR)) $(MAKE) wheel PYTHON=python$(firstword $(PAIR)) TORCH='torch==$(lastword $(PAIR)).*' \
+	  EXTRAS=test VENV=build/wheels/$*/venv WHEEL_FOLDER=build/wheels/$*/wheel
+	rm -rf build/wheels/$*
+
+## make index          of the wheels in dist, for pip: dist/simple; WHEEL_FILES=https://... is where they are published
+index:
+	$(PYTHON) build_backend/wheel_index.py dist $(addprefix --files ,$(WHEEL_FILES))
 
 ## make lock           the newest versions in constraints.txt; LOCK_ARGS='--upgrade-package peft' moves one package alone
 lock: $(VENV)/.package
@@ -296,7 +316,7 @@ $(VENV)/.package: pyproject.toml $(VENV)/.torch
 
 # What the tests need, too.
 $(VENV)/.installed: pyproject.toml $(VENV)/.package
-	$(EDITABLE) '.[test,programs]'
+	$(EDITABLE) '.[$(EXTRAS)]'
 	@touch $@
 
 $(VENV)/.dev: pyproject.toml $(VENV)/.installed

@@ -6,7 +6,6 @@ import functools
 import gc
 import importlib
 import os
-import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +22,7 @@ from dynswap_ext._swap.protocol import Hooks, Session
 from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext._util.log import logger
 from dynswap_ext._util.numa import place_of
+from dynswap_ext._util.reinstall import FROM_SOURCE, for_this_torch
 from dynswap_ext._util.warn import warn
 from dynswap_ext.config import (
     Budget,
@@ -33,10 +33,6 @@ from dynswap_ext.config import (
 )
 from dynswap_ext.errors import ConfigError, DeviceError
 
-#: Elsewhere than on Linux it is not built unless that is asked for.
-_ELSEWHERE = "" if sys.platform.startswith("linux") else "DYNSWAP_BUILD=native "
-_REINSTALL = f"`{_ELSEWHERE}pip install --no-build-isolation --no-deps --force-reinstall .` in a checkout"
-_AGAINST_THIS_TORCH = f"Reinstall it against this torch ({_REINSTALL})"
 _STAY = "Weights that fit can stay on the device (`budget=`), where nothing waits for them"
 _SILENCE = "DYNSWAP_PROVIDER=python takes pure Python without this warning"
 _SILENT_STREAMS = "DYNSWAP_ENGINE_BACKEND=torch takes torch's streams without this warning"
@@ -252,7 +248,7 @@ def obstacle_to_giving_way(provider: str, device: torch.device) -> str | None:
     if device.type == "cpu":
         return None
     if provider == "python":
-        return f"do not give way in pure Python; {_AGAINST_THIS_TORCH[0].lower()}{_AGAINST_THIS_TORCH[1:]}"
+        return f"do not give way in pure Python; reinstall it for this torch ({for_this_torch()})"
     if device.type == "cuda" and update_memory_history_recorded():
         return (
             "do not give way while torch records the history of its memory, whose stack traces need Python's "
@@ -301,7 +297,7 @@ def native_extension() -> Any:
     if extension.module is None:
         raise ConfigError(
             f"this needs the native extension, and {extension.reason}; `dynswap info` says what is active. "
-            f"{_AGAINST_THIS_TORCH}"
+            f"Reinstall it for this torch ({for_this_torch()})"
         )
     return extension.module
 
@@ -320,7 +316,7 @@ def _engine(
 ) -> tuple[str, _Obstacle | None]:
     """Return the engine's backend for a device ("": none), and what rules out a better one, if anything."""
     if extension.module is None:
-        return "", _Obstacle(extension.reason, _AGAINST_THIS_TORCH)
+        return "", _Obstacle(extension.reason, f"Reinstall it for this torch ({for_this_torch()})")
     wanted = engine_backend_from_environment()
     if device.type == "cpu":
         return "host", None
@@ -360,7 +356,7 @@ def _without_driver(extension: _Extension, device: torch.device) -> _Obstacle | 
     built = f"the extension, built with CUDA {extension.build.get('cuda')},"
     older = (
         "Update the NVIDIA driver, or reinstall the extension with a toolkit that is as old as the driver "
-        f"(`CUDA_HOME`, then {_REINSTALL})"
+        f"(`CUDA_HOME`, then {FROM_SOURCE})"
     )
     try:
         count = int(extension.module.cuda_device_count())

@@ -13,18 +13,20 @@ from typing import Any
 import pytest
 import torch
 
+from dynswap_ext import __version__
+
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "build_backend"))
 
-from dynswap_build import cuda_toolkit, extension, installed_torch  # noqa: E402
+from dynswap_build import cuda_toolkit, extension, installed_torch, supported  # noqa: E402
 
 NO_ROCM = None
+MINOR = ".".join(torch.__version__.split(".")[:2])
 
 # The package's hooks import setuptools, which a build environment has and this one hides.
 LOAD_ALONE = (
-    "import importlib.util as u; s = u.spec_from_file_location('installed_torch', "
-    "'build_backend/dynswap_build/installed_torch.py'); installed_torch = u.module_from_spec(s); "
-    "s.loader.exec_module(installed_torch)"
+    "import types; package = types.ModuleType('dynswap_build'); sys.modules['dynswap_build'] = package; "
+    "package.__path__ = ['build_backend/dynswap_build']; from dynswap_build import installed_torch"
 )
 
 
@@ -307,7 +309,10 @@ class _Recorded:
 def test_pure_python_compiles_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DYNSWAP_BUILD", "python")
     assert not extension.wants_extension()
-    assert extension.setup_arguments() == {"install_requires": [installed_torch.REQUIREMENT, "rich>=13"]}
+    assert extension.setup_arguments() == {
+        "version": __version__,
+        "install_requires": [installed_torch.REQUIREMENT, "rich>=13"],
+    }
 
 
 @pytest.mark.parametrize(
@@ -329,7 +334,7 @@ def test_supported_torch(version: str, supported: bool) -> None:
 @pytest.mark.parametrize(
     ("command", "required"),
     [
-        ("dist_info", "torch=={}.{}.*".format(*torch.__version__.split(".")[:2])),
+        ("dist_info", f"torch=={MINOR}.*"),
         ("sdist", installed_torch.REQUIREMENT),
     ],
 )
@@ -339,7 +344,25 @@ def test_a_wheel_requires_the_torch_that_it_is_built_for(
     """With another minor version the extension would not be loaded. Sources build for all of the range."""
     monkeypatch.delenv("DYNSWAP_BUILD", raising=False)
     monkeypatch.setattr(sys, "argv", ["setup.py", command])
-    assert extension.setup_arguments() == {"install_requires": [required, "rich>=13"]}
+    monkeypatch.delenv("DYNSWAP_WHEEL_INDEX", raising=False)
+    assert extension.setup_arguments() == {"version": __version__, "install_requires": [required, "rich>=13"]}
+
+
+@pytest.mark.parametrize(
+    ("command", "version"), [("dist_info", f"{__version__}+torch{MINOR}"), ("sdist", __version__)]
+)
+def test_a_wheel_for_an_index_is_named_after_its_torch(
+    monkeypatch: pytest.MonkeyPatch, command: str, version: str
+) -> None:
+    """The archive of the sources is for all of them."""
+    monkeypatch.delenv("DYNSWAP_BUILD", raising=False)
+    monkeypatch.setenv("DYNSWAP_WHEEL_INDEX", "https://host/simple")
+    monkeypatch.setattr(sys, "argv", ["setup.py", command])
+    arguments = extension.setup_arguments()
+    assert arguments["version"] == version
+    assert arguments.get("project_urls") == (
+        None if command == "sdist" else {"Wheels": "https://host/simple"}
+    )
 
 
 def test_where_torch_is_not_installed_the_range_is_required(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -369,7 +392,7 @@ def test_an_unknown_interpreter_is_refused(
 
 def test_the_bindings_check_for_the_same_interpreters() -> None:
     header = (ROOT / "csrc/session/cpython.h").read_text()
-    (oldest, newest) = extension.PYTHONS
+    oldest, newest = supported.PYTHONS[0], supported.PYTHONS[-1]
     assert f"PY_VERSION_HEX < 0x03{oldest[1]:02X}0000" in header
     assert f"PY_VERSION_HEX >= 0x03{newest[1] + 1:02X}0000" in header
     declared = f'requires-python = ">={oldest[0]}.{oldest[1]},<{newest[0]}.{newest[1] + 1}"'

@@ -14,6 +14,8 @@ DYNSWAP_UNITY         ``0``: one translation unit for each file. Default: one fo
 TORCH_CUDA_ARCH_LIST  as for every torch extension. Default: of ``7.0;8.0;9.0+PTX;10.0;12.0`` what nvcc
                       knows: before 12.8 no 10.0 and 12.0, and from 13 on 7.5 for 7.0.
 MAX_JOBS              compilers at a time. Default: as many as cores and memory allow.
+DYNSWAP_WHEEL_INDEX   address of the index that a wheel is built for. Its version names the torch then
+                      (``0.2.0+torch2.13``), and its metadata the index.
 ====================  ==================================================================================
 """
 
@@ -35,7 +37,8 @@ from dynswap_build.cuda_toolkit import (
     find_toolkit,
     package_requirement,
 )
-from dynswap_build.installed_torch import REQUIREMENT, exact_requirement
+from dynswap_build.installed_torch import REQUIREMENT, exact_requirement, minor_version
+from dynswap_build.supported import PYTHONS
 
 ROOT = Path(__file__).resolve().parents[2]
 #: The folders whose files are compiled as one. The longest to compile first: compilers are started in this
@@ -48,8 +51,6 @@ UNITS = (
 )
 #: What the package needs besides torch.
 REQUIREMENTS = ("rich>=13",)
-#: The CPython releases that the bindings are known to hold for: csrc/session/cpython.h, which checks it too.
-PYTHONS = ((3, 10), (3, 13))
 BYTES_PER_COMPILER = 3 << 29  # torch's headers take 1.2 GB
 
 
@@ -127,9 +128,9 @@ def toolkit_requirements(*, torch_is_installed: bool) -> list[str]:
 
 def refusal(implementation: str, version: tuple[int, int], *, gil: bool) -> str:
     """Say why the extension is not built for an interpreter; empty if it is."""
-    oldest, newest = (".".join(map(str, known)) for known in PYTHONS)
+    oldest, newest = (".".join(map(str, known)) for known in (PYTHONS[0], PYTHONS[-1]))
     found = f"{implementation} {version[0]}.{version[1]}{'' if gil else ' without the GIL'}"
-    if implementation == "CPython" and gil and PYTHONS[0] <= version <= PYTHONS[1]:
+    if implementation == "CPython" and gil and version in PYTHONS:
         return ""
     return (
         f"dynswap_ext._C is for CPython {oldest} to {newest} with the GIL, and this is {found}: it relies on "
@@ -141,10 +142,10 @@ def refusal(implementation: str, version: tuple[int, int], *, gil: bool) -> str:
 def setup_arguments() -> dict[str, Any]:
     """Return the arguments of setup() that pyproject.toml cannot hold."""
     if not wants_extension() or "sdist" in sys.argv:
-        return {"install_requires": [REQUIREMENT, *REQUIREMENTS]}
-    requirements = {"install_requires": [exact_requirement(), *REQUIREMENTS]}
+        return {"version": _version(), "install_requires": [REQUIREMENT, *REQUIREMENTS]}
+    metadata = {**_named_after_torch(), "install_requires": [exact_requirement(), *REQUIREMENTS]}
     if not _compiles():
-        return requirements
+        return metadata
     gil = not sysconfig.get_config_var("Py_GIL_DISABLED")
     if refused := refusal(platform.python_implementation(), sys.version_info[:2], gil=gil):
         raise SystemExit(refused)
@@ -163,10 +164,28 @@ def setup_arguments() -> dict[str, Any]:
     if toolkit:
         _point_torch_to(toolkit, cpp_extension)
     return {
-        **requirements,
+        **metadata,
         "ext_modules": [_extension(toolkit, torch.__version__, cpp_extension)],
         "cmdclass": {"build_ext": cpp_extension.BuildExtension},
     }
+
+
+def _version() -> str:
+    version: str = runpy.run_path(str(ROOT / "dynswap_ext" / "_version.py"))["__version__"]
+    return version
+
+
+def _named_after_torch() -> dict[str, Any]:
+    """Return the version, and where there are wheels for other torches.
+
+    Wheels of one version for several torches have to differ in their names. From elsewhere than an index of
+    theirs, pip refuses to build a source archive into another version than its own.
+    """
+    index = os.environ.get("DYNSWAP_WHEEL_INDEX", "").strip()
+    torch = minor_version()
+    if not index or not torch:
+        return {"version": _version()}
+    return {"version": f"{_version()}+torch{torch}", "project_urls": {"Wheels": index}}
 
 
 def _compiles() -> bool:

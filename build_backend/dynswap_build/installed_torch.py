@@ -12,11 +12,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-_OLDEST = (2, 11)
-_NEWEST = (2, 15)
+from dynswap_build.supported import TORCHES
 
 #: The versions that the extension can be built against, and that pure Python runs with.
-REQUIREMENT = f"torch>={_OLDEST[0]}.{_OLDEST[1]},<{_NEWEST[0]}.{_NEWEST[1] + 1}"
+REQUIREMENT = f"torch>={TORCHES[0][0]}.{TORCHES[0][1]},<{TORCHES[-1][0]}.{TORCHES[-1][1] + 1}"
 
 _PROBE = """
 import importlib.metadata, json, sys
@@ -31,7 +30,15 @@ json.dump({"version": version, "path": sys.path}, sys.stdout)
 def supported(version: str) -> bool:
     """Tell whether a torch of this version satisfies `REQUIREMENT`."""
     match = re.match(r"(\d+)\.(\d+)", version)
-    return match is not None and _OLDEST <= (int(match[1]), int(match[2])) <= _NEWEST
+    return match is not None and (int(match[1]), int(match[2])) in TORCHES
+
+
+def minor_version() -> str:
+    """Return the minor version of the torch that is here ("2.13"), or "" if it is not installed yet."""
+    try:
+        return ".".join(importlib.metadata.version("torch").split(".")[:2])
+    except importlib.metadata.PackageNotFoundError:
+        return ""
 
 
 def exact_requirement() -> str:
@@ -39,11 +46,8 @@ def exact_requirement() -> str:
 
     The extension cannot be loaded with another one. If torch is not installed yet, it is the whole range.
     """
-    try:
-        major, minor = importlib.metadata.version("torch").split(".")[:2]
-    except importlib.metadata.PackageNotFoundError:
-        return REQUIREMENT
-    return f"torch=={major}.{minor}.*"
+    minor = minor_version()
+    return f"torch=={minor}.*" if minor else REQUIREMENT
 
 
 def reveal_torch() -> bool:

@@ -11,7 +11,7 @@
 ///   does for `property` itself (attribute.cpp).
 /// - A reference count of one means that nobody else has the object (weight.h). Without the GIL counts are
 ///   split between threads, and from 3.14 on the interpreter's stack borrows references.
-/// A new release is added here, and in build_backend/dynswap_build/extension.py, after benchmarks/matrix.py
+/// A new release is added here, and in build_backend/dynswap_build/supported.py, after benchmarks/matrix.py
 /// has run with it.
 #if !defined(PY_VERSION_HEX) || PY_VERSION_HEX < 0x030A0000 || PY_VERSION_HEX >= 0x030E0000
 #error \
