@@ -50,6 +50,7 @@ RUNS = {
     "access": Run("access"),
     "train": Run("train"),
     "disk": Run("disk", ("--tokens", "256", "--rounds", "2")),
+    "host_memory": Run("host_memory"),
     "load": Run("load"),
     "convert": Run("convert"),
     "experts": Run("experts"),

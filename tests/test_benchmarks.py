@@ -26,6 +26,7 @@ pytestmark = pytest.mark.alone
         "disk",
         "experts",
         "gpu_stack",
+        "host_memory",
         "host_time",
         "install",
         "load",
@@ -39,7 +40,7 @@ pytestmark = pytest.mark.alone
 def test_tiny_run_writes_its_record(script: str, tmp_path: Path) -> None:
     if script == "experts":
         pytest.importorskip("transformers", reason="transformers is not installed")
-    on_disk = ("convert", "disk", "load", "plan", "stream", "train")
+    on_disk = ("convert", "disk", "host_memory", "load", "plan", "stream", "train")
     more = ["--folder", str(tmp_path)] if script in on_disk else []
     more += ["--only", "dynswap,classic hook"] if script == "train" else []
     more += ["--only", "first,shared"] if script == "disk" else []
