@@ -30,6 +30,7 @@ pytestmark = pytest.mark.alone
         "host_time",
         "install",
         "load",
+        "next_experts",
         "plan",
         "silent_writes",
         "stream",
@@ -38,7 +39,7 @@ pytestmark = pytest.mark.alone
     ],
 )
 def test_tiny_run_writes_its_record(script: str, tmp_path: Path) -> None:
-    if script == "experts":
+    if script in ("experts", "next_experts"):
         pytest.importorskip("transformers", reason="transformers is not installed")
     on_disk = ("convert", "disk", "host_memory", "load", "plan", "stream", "train")
     more = ["--folder", str(tmp_path)] if script in on_disk else []

@@ -48,6 +48,22 @@ std::optional<UseOrder::Group> UseOrder::advance(Cursor& cursor) const {
   return std::nullopt;
 }
 
+std::uint32_t GuessLimit::learn(std::size_t right, std::size_t wrong, std::size_t in_the_way) noexcept {
+  // What is in the way holds up all that is needed then. What is not takes the disk and the bus from others,
+  // and to guess at all takes a little time.
+  constexpr double kInTheWay = 2, kWrong = 0.25, kEffort = 0.05, kLately = 1.0 / 16, kMost = 64;
+  constexpr std::uint32_t kShortest = 8, kLongest = 1024;
+  const double net = static_cast<double>(right) - kInTheWay * static_cast<double>(in_the_way) -
+                     kWrong * static_cast<double>(wrong) - kEffort;
+  worth_ += (net - worth_) * kLately;
+  most_ = in_the_way > 0 ? std::max(most_ - 0.5, 1.0) : std::min(most_ + 0.125, kMost);
+  if (worth_ > 0.25) pause_ = kShortest;
+  if (worth_ >= -kEffort / 2) return 0;
+  most_ = 1;
+  worth_ = 0;
+  return std::exchange(pause_, std::min(2 * pause_, kLongest));
+}
+
 double half_life(std::size_t cache_bytes, const Groups& groups) {
   std::size_t total = 0, experts = 0;
   for (const GroupTraits& group : groups) {

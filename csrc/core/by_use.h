@@ -70,6 +70,30 @@ class UseOrder {
   std::vector<std::array<Followed, 2>> followed_;  ///< the later one first
 };
 
+/// Note [Experts of the next layer]
+/// Applied to what the router of a layer gets, the router of the next one names most of the experts that it
+/// will choose (dynswap_ext/_swap/next_experts.py). Copies of those that are not there can be issued before
+/// it has chosen. A wrong one costs nothing while the bus is idle, but what is needed waits behind it if it
+/// is still on its way by then. And the more of the experts are there already, the fewer of the named ones
+/// that are not there are right. So what came of earlier guesses decides how many copies are worth it, if any
+/// (GuessLimit). Nobody having read them, wrong guesses give way as their use has it, like any other expert.
+
+/// How many copies to issue by a guess.
+class GuessLimit {
+ public:
+  std::size_t most() const noexcept { return static_cast<std::size_t>(most_); }
+
+  /// What came of the latest guess: how many copies were needed, how many were not, and how many of these
+  /// were still on their way when something was. Returns how many guesses to leave out from now on: they have
+  /// cost more than they saved.
+  std::uint32_t learn(std::size_t right, std::size_t wrong, std::size_t in_the_way) noexcept;
+
+ private:
+  double most_ = 1;
+  double worth_ = 0;         ///< of a guess, in copies: the later ones count more
+  std::uint32_t pause_ = 8;  ///< guesses to leave out if they do not pay
+};
+
 /// The half-life, in uses of any group: for two uses of each that the cache holds. A longer one is better
 /// where some experts are always used more than others, a shorter one where a choice repeats the one before
 /// (docs/decisions/025-experts-stay-by-use.md).

@@ -183,11 +183,12 @@ Lease Engine::acquire_present(WeightId id, Stream consumer, bool in_order) {
 
 void Engine::expect(const std::vector<WeightId>& weights) {
   if (abandoned_ || options_.prefetch == 0) return;
+  if (!weights.empty()) time_guesses(weights_[weights.front()].group);
   std::vector<Planned> planned;
   {
     const std::lock_guard lock(mutex_);
     if (closed_ || !planned_) return;
-    ++tick_;
+    told_at_ = ++tick_;
     const Arena::Rank rank = [this](const DeviceCopy& copy) {
       return groups_[copy.group].expected_at == tick_ ? std::nullopt : may_go(copy);
     };

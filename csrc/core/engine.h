@@ -133,6 +133,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// Announces that these weights, of groups by use, are acquired next, in this order. Their copies are
   /// issued now, as far as the cache has room that none of them needs before.
   void expect(const std::vector<WeightId>& weights);
+  /// Tells that these weights, of groups by use, may be acquired after those that expect() was told last, the
+  /// likeliest first. As many copies are issued as are worth it (Note [Experts of the next layer]). Returns
+  /// how many calls may be left out from now on, as guesses do not pay.
+  std::uint32_t guess(const std::vector<WeightId>& weights);
 
   /// Takes another source, as the master has changed: its bytes are elsewhere, or other ones (Invariant 6).
   /// Copies already made are not handed out any more. The new source has as many elements, of the same types.
@@ -266,6 +270,13 @@ class Engine : public std::enable_shared_from_this<Engine> {
     bool demanded = false;
   };
 
+  /// A copy that guess() has issued.
+  struct Guess {
+    GroupId group = 0;
+    const DeviceCopy* copy = nullptr;  ///< only compared with the group's: it may have gone
+    bool in_the_way = false;           ///< it was on its way when something was needed
+  };
+
   /// Memory that nobody uses any more once its events are done.
   struct Retired {
     Memory memory;
@@ -325,6 +336,10 @@ class Engine : public std::enable_shared_from_this<Engine> {
   void release_postponed() noexcept;
   void free_retired() noexcept;
 
+  // engine_guess.cpp
+  void time_guesses(GroupId needed);
+  std::uint32_t judge_guesses();
+
   // engine_give_way.cpp
   bool restore(const Loan& loan, Memory& memory);
 
@@ -357,6 +372,11 @@ class Engine : public std::enable_shared_from_this<Engine> {
   Arena cache_;  ///< of groups by use
   Schedule schedule_;
   UseOrder use_order_;
+  std::vector<Guess> guesses_;  ///< of the latest guess()
+  bool guesses_timed_ = true;   ///< expect() has been called since
+  GuessLimit guess_limit_;
+  GroupId told_ = 0;           ///< the first group of the latest expect()
+  std::uint64_t told_at_ = 0;  ///< the tick of the latest expect()
   std::vector<Consumer> consumers_;
   std::vector<Retired> retired_;
   /// Leases' copies that await the end of a capture: Note [A lease that dies inside a capture].

@@ -12,7 +12,9 @@ struct Stats {
   std::uint64_t late_hits = 0;          ///< of those, on their way but not there yet
   std::uint64_t misses = 0;             ///< groups whose copy was issued only when they were needed
   std::uint64_t prefetches = 0;         ///< copies issued ahead of need
-  std::uint64_t wasted_prefetches = 0;  ///< of those, overwritten before anybody read them
+  std::uint64_t wasted_prefetches = 0;  ///< of those, overwritten before anybody read them, or guessed wrong
+  std::uint64_t guesses = 0;            ///< of the prefetches, experts whose router had not chosen yet
+  std::uint64_t right_guesses = 0;      ///< of those, chosen then
   std::uint64_t refetches = 0;          ///< copies thrown away because their master had changed
   std::uint64_t copies = 0;             ///< copies issued
   std::uint64_t bytes_moved = 0;        ///< bytes read from masters by those copies
@@ -58,6 +60,8 @@ inline constexpr auto kStats = std::to_array<Stat>({
     {"misses", &Stats::misses, Stat::total},
     {"prefetches", &Stats::prefetches, Stat::total},
     {"wasted_prefetches", &Stats::wasted_prefetches, Stat::total},
+    {"guesses", &Stats::guesses, Stat::total},
+    {"right_guesses", &Stats::right_guesses, Stat::total},
     {"refetches", &Stats::refetches, Stat::total},
     {"copies", &Stats::copies, Stat::total},
     {"bytes_moved", &Stats::bytes_moved, Stat::total},

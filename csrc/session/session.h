@@ -99,6 +99,9 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   /// Counts a copy of all of a parameter whose slices are served. Throws BudgetError if the budget is strict.
   std::shared_ptr<void> count_whole(const Weight& weight);
   void expect_slices(const py::object& master, const std::vector<std::int64_t>& indices);
+  /// Announces slices that may be asked for after those that expect_slices() was told last, the likeliest
+  /// first. Returns how many calls to leave out, as they would not pay.
+  std::uint32_t guess_slices(const py::object& master, const std::vector<std::int64_t>& indices);
 
   /// What access() handed out last, where nothing has changed since; null if something may have. Runs
   /// nothing.
@@ -250,6 +253,8 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   py::dict experts_in(const Served& served) const;
   static void tell_experts_apart(Served& served, const py::dict& experts);
   bool holds_all(const Streamed& streamed, const Budget& budget);
+  std::pair<std::shared_ptr<const Plan>, std::vector<WeightId>> streamed_slices(
+      const py::object& master, const std::vector<std::int64_t>& indices);  // slices.cpp
   void draft_weights(Draft& draft, Served& served);
   std::string draft_first(Served& served, const std::optional<SavedPlan>& saved);
   void plan_first(const std::function<void()>& swap);

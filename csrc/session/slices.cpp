@@ -110,22 +110,36 @@ bool Session::serve_largest_by_slices(const BudgetError& error) {
   return true;
 }
 
-void Session::expect_slices(const py::object& master_object, const std::vector<std::int64_t>& indices) {
+/// Slices that a plan streams, all of the same one; none otherwise.
+std::pair<std::shared_ptr<const Plan>, std::vector<WeightId>> Session::streamed_slices(
+    const py::object& master_object, const std::vector<std::int64_t>& indices) {
   const at::Tensor& master = THPVariable_Unpack(master_object.ptr());
   const Weight* const whole = closed_ || abandoned_ ? nullptr : table_->find(master.unsafeGetTensorImpl());
-  if (whole == nullptr || !sliced(*whole) || capturing()) return;
+  if (whole == nullptr || !sliced(*whole) || capturing()) return {};
   std::shared_ptr<const Plan> plan;
   std::vector<WeightId> ids;
   for (const std::int64_t index : indices) {
-    Weight& part = *whole->parts.at(static_cast<std::size_t>(index)).second;
-    if (!part.plan || part.path != Weight::AccessPath::streamed) return;
-    if (plan && plan != part.plan) return;
+    const Weight& part = *whole->parts.at(static_cast<std::size_t>(index)).second;
+    if (!part.plan || part.path != Weight::AccessPath::streamed) return {};
+    if (plan && plan != part.plan) return {};
     plan = part.plan;
     ids.push_back(part.id);
   }
+  return {std::move(plan), std::move(ids)};
+}
+
+void Session::expect_slices(const py::object& master, const std::vector<std::int64_t>& indices) {
+  const auto [plan, ids] = streamed_slices(master, indices);
   if (ids.empty()) return;
   const py::gil_scoped_release release;
   plan->engine->expect(ids);
+}
+
+std::uint32_t Session::guess_slices(const py::object& master, const std::vector<std::int64_t>& indices) {
+  const auto [plan, ids] = streamed_slices(master, indices);
+  if (ids.empty()) return 0;
+  const py::gil_scoped_release release;
+  return plan->engine->guess(ids);
 }
 
 }  // namespace dynswap

@@ -11,6 +11,7 @@ from dynswap_ext._swap.casting import cast_as_copies
 from dynswap_ext._swap.choices import Choices
 from dynswap_ext._swap.kept_in_float32 import kept_in_float32
 from dynswap_ext._swap.models import Models
+from dynswap_ext._swap.next_experts import find_routers
 from dynswap_ext._util.experts import Experts, experts_of_modules
 from dynswap_ext._util.needed_at_once import units_of_modules
 
@@ -49,7 +50,9 @@ class PlanRequest:
 
         `stacked` are the places of those that have a parameter of three dimensions.
         """
-        return experts_of_modules(self._modules, stacked)
+        found = experts_of_modules(self._modules, stacked)
+        find_routers(self._modules, found, self.models)
+        return found
 
 
 def _numbers_of_models(modules: Sequence[nn.Module]) -> list[int]:

@@ -31,8 +31,12 @@ class Stats:
     misses: int
     #: Copies issued ahead of need.
     prefetches: int
-    #: Of those, overwritten before they were read.
+    #: Of those, overwritten before they were read, or guessed wrong.
     wasted_prefetches: int
+    #: Of the copies issued ahead, experts whose router had not chosen yet.
+    guesses: int
+    #: Of those, chosen then.
+    right_guesses: int
     #: Copies thrown away because their master had changed.
     refetches: int
     #: Copies issued.

@@ -1,0 +1,134 @@
+"""Which experts the next layer will choose: a guess, from what this layer's experts get.
+
+Note [A guess at the next experts]
+A layer adds little to what it gets. So the router of the next layer, applied to what this layer's router has
+got, names most of the experts that it will choose (docs/decisions/032-experts-before-their-router.md). That
+takes one small product, queued before the host waits for this layer's choice, so that it waits no longer. The
+guess decides what is copied ahead, never what is computed. Whether it pays is the engine's to find out, which
+has guesses left out if not (Note [Experts of the next layer] in csrc/core/by_use.h).
+
+Only forwards without gradients guess, and only of few rows: many use most of the experts anyway.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any, Final, Protocol
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from dynswap_ext._util.experts import Experts
+from dynswap_ext._util.modes import unseen_by_modes
+
+
+class Guesses(Protocol):
+    """A session that fetches guessed slices."""
+
+    def guess_slices(self, master: torch.Tensor, indices: Sequence[int]) -> int:
+        """Fetch some of these slices ahead, the likeliest first; return how many calls to leave out."""
+
+
+class NextExperts:
+    """The experts that follow others, and their router."""
+
+    def __init__(self, router: nn.Module, experts: nn.Module, name: str, rest: list[int]) -> None:
+        self._router = weakref.ref(router)
+        self._experts = weakref.ref(experts)
+        self._name = name
+        #: One number, of all layers of a model: how many guesses to leave out.
+        self._rest = rest
+
+    def ranked(self, rows: torch.Tensor) -> torch.Tensor | None:
+        """Return the experts, the likeliest first, that these rows would be sent to; None for no guess.
+
+        The tensor is on the CPU, and has its values once the device has come to what is queued next.
+        """
+        router = self._router()
+        master = None if router is None else _weight_of(router)
+        if torch.is_grad_enabled() or router is None or master is None:
+            return None
+        if self._rest[0] > 0:
+            self._rest[0] -= 1
+            return None
+        if rows.shape[0] > master.shape[0] or rows.shape[1] != master.shape[1]:
+            return None
+        weight: Any = router.weight
+        with unseen_by_modes():
+            likely = F.linear(rows.to(weight.dtype), weight).amax(0)
+            return likely.argsort(descending=True).to("cpu", non_blocking=True)
+
+    def guess(self, source: Guesses, ranked: torch.Tensor, count: int) -> None:
+        """Have the `count` likeliest fetched ahead. The device has come to what was queued after `ranked`."""
+        experts = self._experts()
+        master = None if experts is None else experts._parameters.get(self._name)
+        if master is not None:
+            self._rest[0] = source.guess_slices(master, ranked[:count].tolist())
+
+
+#: In which torch multiplies on any device.
+_DTYPES: Final = frozenset([torch.float32, torch.float64, torch.bfloat16, torch.float16])
+#: By the identity of a fused parameter, the first of its module: no master gets a weak reference, with which
+#: `torch.utils.swap_tensors` would refuse it. So the module says whether it is still that one.
+_following: Final[dict[int, tuple[weakref.ref[nn.Module], str, NextExperts]]] = {}
+
+
+def following(master: torch.Tensor) -> NextExperts | None:
+    """Return what follows the experts that this parameter has, if it is the one that is read first."""
+    module, name, following = _following.get(id(master), (None, "", None))
+    experts = None if module is None else module()
+    return following if experts is not None and experts._parameters.get(name) is master else None
+
+
+def find_routers(modules: Sequence[nn.Module], experts: Mapping[int, Experts], models: Sequence[int]) -> None:
+    """Find which fused experts follow which in the same model, and their routers.
+
+    A router is a child of the same module as the experts, with a weight that has a row for each of them.
+    `models` are the numbers of the models that the modules are part of.
+    """
+    fused = {id(modules[place]): found.slices for place, found in experts.items() if found.slices}
+    if not fused:
+        return
+    layers = [
+        (child, router)
+        for parent in modules
+        for child in list(parent._modules.values())
+        if child is not None and id(child) in fused
+        for router in [_router(parent, fused[id(child)])]
+        if router is not None
+    ]
+    model_of = {id(modules[place]): models[place] for place in experts}
+    rest = [0]
+    for (before, _), (after, router) in itertools.pairwise(layers):
+        first, follows = _first_fused(before, fused[id(before)]), _first_fused(after, fused[id(after)])
+        master = before._parameters.get(first)
+        if master is None or model_of[id(before)] != model_of[id(after)]:
+            continue
+        if id(master) not in _following:
+            weakref.finalize(before, _following.pop, id(master), None).atexit = False
+        _following[id(master)] = weakref.ref(before), first, NextExperts(router, after, follows, rest)
+
+
+def _router(parent: nn.Module, count: int) -> nn.Module | None:
+    for child in parent._modules.values():
+        weight = None if child is None else _weight_of(child)
+        if weight is not None and weight.shape[0] == count:
+            return child
+    return None
+
+
+def _weight_of(router: nn.Module) -> nn.Parameter | None:
+    weight = router._parameters.get("weight")
+    plain = type(weight) is nn.Parameter and weight.dim() == 2 and weight.dtype in _DTYPES
+    return weight if plain else None
+
+
+def _first_fused(experts: nn.Module, count: int) -> str:
+    return next(
+        name
+        for name, each in experts._parameters.items()
+        if each is not None and each.dim() > 2 and each.shape[0] == count
+    )
