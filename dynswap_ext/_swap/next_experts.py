@@ -23,6 +23,7 @@ from torch.nn import functional as F
 
 from dynswap_ext._util.experts import Experts
 from dynswap_ext._util.modes import unseen_by_modes
+from dynswap_ext._util.untraced import untraced
 
 
 class Guesses(Protocol):
@@ -42,6 +43,7 @@ class NextExperts:
         #: One number, of all layers of a model: how many guesses to leave out.
         self._rest = rest
 
+    @untraced
     def ranked(self, rows: torch.Tensor) -> torch.Tensor | None:
         """Return the experts, the likeliest first, that these rows would be sent to; None for no guess.
 
