@@ -1,4 +1,4 @@
-"""What the weights of all installs take of the host's RAM, and the bound that an install has named."""
+"""The RAM that the weights of all installs take, counted and kept within ``host_budget``."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from dynswap_ext.profile.host_memory import HostMemory
 
 
 def bound(options: Options, planned: nn.Module) -> object:
-    """Bound the RAM of all installs by the budget of one, which is about to plan for a model.
+    """Keep the RAM of all installs within the `host_budget` of one that is about to plan for a model.
 
     Returns
     -------
     object
-        The bound, which holds while this lives.
+        A token: the bound holds as long as this object lives.
 
     Raises
     ------
     ConfigError
-        The masters that are in RAM take more already.
+        The masters that are in RAM take more than the bound already.
     """
     budget = options.host_budget
     if budget.total is None:
@@ -47,12 +47,12 @@ def bound(options: Options, planned: nn.Module) -> object:
 
 
 def bound_again(options: Options, *planned: nn.Module) -> object:
-    """Return another bound for an install that has named an amount, since other installs come and go."""
+    """Return a new bound for an install that has named an amount, after the masters in RAM have changed."""
     return _bound_beside(_masters([*planned, *_installed()])[0], options)
 
 
 def host_memory(limit: int | None) -> HostMemory:
-    """Return what the weights of all installs take now. `limit` is the bound to show with it."""
+    """Return the RAM that the weights of all installs take now. `limit` is the bound to show with it."""
     in_ram, every, mapped = _masters(_installed())
     return HostMemory(
         masters=in_ram,

@@ -1,8 +1,8 @@
-"""A plan in a file: what a process has measured and learned, for the next one that runs the same model.
+"""A plan in a file: what one process has measured and learned, for the next that runs the same model.
 
 The file is JSON. It holds the order in which groups of weights are used, which of them stay on the device,
-the budget and the measurements behind it, and what all of that was made for: the weights, the device and the
-versions. Where one of these differs, the plan may be slow or too large, so it is refused.
+the budget and the measurements behind it. It also says for which weights, device, options and versions it was
+made. If one of these differs, the plan might be slow or too large, so it is refused.
 """
 
 from __future__ import annotations
@@ -29,21 +29,22 @@ _REMEDY: Final = "Install without plan=, call the model a few times, and save a 
 class SavedPlan:
     """What `Handle.save_plan` writes."""
 
-    #: Bytes for weights on the device (None: what `prefetch` needs), and whether they were measured.
+    #: Bytes for weights on the device; None: what `prefetch` needs.
     budget: int | None
+    #: Whether the budget was "auto", and so was measured.
     automatic: bool
     prefetch: int
     #: The measurements, as `Tuning` has them; None if there were none.
     tuning: Mapping[str, Any] | None
-    #: As a session gave it.
+    #: Groups, residents and order of use, as a session returned them.
     plan: Mapping[str, Any]
-    #: What it was made for: the device and how weights get there, and the versions.
+    #: The device, backend, dtype, `keep` and versions that it was made for.
     made_for: Mapping[str, str]
     #: Its path, for messages.
     path: str = ""
 
     def write(self, path: str | PathLike[str]) -> None:
-        """Write the file at once, so that no reader sees a part of it."""
+        """Write the file in one step, so that no reader finds an incomplete one."""
         where = check_folder(path, "plan")
         content = {name: value for name, value in asdict(self).items() if name != "path"}
         part = where.with_name(f"{where.name}.{os.getpid()}.part")
@@ -56,7 +57,7 @@ class SavedPlan:
 
     @classmethod
     def read(cls, path: str | PathLike[str]) -> SavedPlan:
-        """Read a file that `write` has made; raise ConfigError if it is none."""
+        """Read a file that `write` has made; raise ConfigError for any other file."""
         try:
             content = json.loads(Path(path).read_text(encoding="utf-8"))
             if content.pop("dynswap_ext plan") != _FORMAT:
@@ -73,7 +74,7 @@ class SavedPlan:
         return saved
 
     def _wrong(self) -> str:
-        """Return the name of a field that has no such value; empty if there is none."""
+        """Return the name of a field whose value has the wrong type or range; empty if all are right."""
         known = {
             "budget": self.budget is None or (type(self.budget) is int and self.budget > 0),
             "automatic": type(self.automatic) is bool,

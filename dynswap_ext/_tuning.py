@@ -435,7 +435,10 @@ class _Passes:
         self._others = 0
 
     def is_one_more(self) -> bool:
-        """Note that this thread begins a pass, and return whether that counts."""
+        """Note that this thread begins a pass, and return whether it is the next pass of the install.
+
+        Of threads that run at the same time, the one that is furthest ahead counts, not each of them.
+        """
         thread = threading.get_ident()
         self._of_thread[thread] += 1
         self._others += 1

@@ -15,7 +15,7 @@ DYNSWAP_LOG : {"debug", "info", "warning", "error", "off"}
 DYNSWAP_LIGHTNING : a budget, such as "auto" or "6GiB"
     Every `Trainer` of Lightning installs its module with this budget. Default: none does.
 
-``DYNSWAP_CUDA`` and ``DYNSWAP_BUILD`` control the build of the extension and are not read at run time.
+Other variables control the build of the extension (docs/reference/environment.md). They are not read here.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ from dynswap_ext._util.units import parse_dtype
 from dynswap_ext._util.warn import warn
 from dynswap_ext.errors import ConfigError
 
-#: The rest is left for other memory that may grow.
+#: Of the free RAM, what the page cache may take: the rest is left for other memory that may grow.
 _AUTO_PAGE_CACHE: Final = 0.8
-#: Of the free RAM: the rest is left for other memory.
+#: Of the free RAM, what page-locked copies may take.
 _PINNED_COPIES: Final = 0.5
-#: Of all RAM that the process may have, which includes the masters themselves.
+#: Of all RAM that the process may use, what may be page-locked, masters themselves included.
 _AUTO_PINNED: Final = 0.8
 
-#: Who means so few bytes for weights? 1 is a byte, and 1.0 is all of the free memory.
+#: A budget of fewer bytes is probably a mistake: 1 is a byte, and 1.0 is all of the free memory.
 _HARDLY_MEANT: Final = 1024
 
-#: Groups of weights to fetch ahead: more buys little (docs/decisions/005).
+#: Groups of weights to fetch ahead: more saves little time (docs/decisions/005).
 DEFAULT_PREFETCH: Final = 2
 
 #: Variables that turn torch's caching allocator off, on NVIDIA's and AMD's devices.
@@ -83,17 +83,17 @@ class Budget:
 class HostBudget:
     """The RAM that the weights of all installs may take together, in bytes."""
 
-    #: Everything, the masters that are in RAM among it; None: the user has named no amount.
+    #: The most in all, with the masters that are in RAM; None: the user has named no amount.
     total: int | None = None
     #: Whether masters are page-locked, or have copies that are.
     page_locks: bool = True
     #: Whether what is read of checkpoint files may enter the page cache.
     caches: bool = True
-    #: What may be page-locked, of masters where they lie and of copies.
+    #: The most that may be page-locked, as masters where they lie and as copies.
     locked: int = sys.maxsize
-    #: How many of them may be copies, on devices for which nothing is locked in place.
+    #: How much of `locked` may be copies, on devices for which torch locks nothing in place.
     copies: int = sys.maxsize
-    #: What checkpoint files may take of the page cache.
+    #: The most that reads of checkpoint files may take of the page cache.
     page_cache: int = sys.maxsize
 
 
@@ -105,16 +105,16 @@ class Options:
     #: None leaves every master's dtype as it is.
     dtype: torch.dtype | None
     prefetch: int
-    #: Of the first plan. `Installation.budget` is the present one, which a session is given apart.
+    #: The budget of the first plan. `Installation.budget` is the present one.
     budget: Budget
-    #: What the first plan is made by; None: it is made anew.
+    #: The saved plan that the first plan takes over; None: it makes its own.
     plan: SavedPlan | None
     host_budget: HostBudget
     #: One of `PROVIDERS`.
     provider: str
     strict_budget: bool
-    #: Bytes of the device that an automatic budget leaves to others, watched from pass to pass; None: a small
-    #: part, when a plan is made.
+    #: Bytes of the device that an automatic budget leaves to others, checked at each pass; None: a small
+    #: part, checked only when a plan is made.
     headroom: int | None
     #: Patterns of the weights that stay on the device, and of those that are left alone.
     keep: tuple[str, ...]
@@ -300,7 +300,7 @@ def is_automatic(budget: int | float | str | None) -> bool:
 
 
 def check_measurable(device: torch.device) -> None:
-    """Raise where nobody can tell what activations take on the device, from which "auto" follows."""
+    """Raise if the memory of activations cannot be measured on the device, as "auto" needs."""
     if device.type != "cuda":
         return
     # Whatever their values are.
@@ -363,7 +363,7 @@ def _budget_of(
 
 
 def _headroom(given: int | float | str, device: torch.device) -> int:
-    """Return the bytes of an amount, or of a fraction of all memory of the device; 0 for 0."""
+    """Return the bytes of an amount, or of a fraction of all memory of the device. 0 is allowed."""
     if given == 0 and not isinstance(given, bool):
         return 0
     amount = parse_bytes(given, "headroom", of="the device's memory")
@@ -371,7 +371,7 @@ def _headroom(given: int | float | str, device: torch.device) -> int:
 
 
 def _free_ram() -> int:
-    """Return the bytes of the free RAM; none where it cannot be told."""
+    """Return the bytes of the free RAM; 0 where they are not known."""
     try:
         return free_bytes(torch.device("cpu"))
     except ConfigError:

@@ -36,7 +36,7 @@ class Handle:
 
     @classmethod
     def of(cls, install: Installation) -> Handle:
-        """Return the handle of an install: the one that somebody has, or a new one."""
+        """Return the handle of an install: the one that is in use, or a new one."""
         known = None if install.handle is None else install.handle()
         return known if isinstance(known, cls) else cls(install)
 
@@ -58,12 +58,12 @@ class Handle:
 
     @property
     def budget(self) -> int | None:
-        """Bytes for streamed and resident weights in the current plan; None for "minimum"."""
+        """Bytes that streamed and resident weights may take in the current plan; None for "minimum"."""
         return self._install.budget.bytes
 
     @property
     def automatic(self) -> bool:
-        """Whether the budget is "auto"; `budget` is then its present amount."""
+        """Whether the budget is "auto". If so, `budget` is the amount that was measured last."""
         return self._install.budget.automatic
 
     @property
@@ -73,12 +73,12 @@ class Handle:
 
     @property
     def backend(self) -> str:
-        """What copies weights to the device: "host", "cuda", "torch" (torch's own streams) or "python"."""
+        """What copies weights: "host" (to the CPU), "cuda", "torch" (torch's own streams) or "python"."""
         return self._install.session.backend
 
     @property
     def active(self) -> bool:
-        """Whether any module is installed through this handle, even if the model itself is gone."""
+        """Whether this install still serves a module, even if the model itself is gone."""
         return self._install.active
 
     def stats(self) -> Stats:
@@ -93,7 +93,7 @@ class Handle:
         self._install.counted_since = time.monotonic()
 
     def flush(self) -> None:
-        """Write back to the masters what was written on handed-out tensors."""
+        """Write to the masters what was written on tensors that `module.weight` returned."""
         take_pending()
         self._install.session.flush()
 
@@ -121,9 +121,9 @@ class Handle:
     def save_plan(self, path: str | PathLike[str]) -> None:
         """Write the plan to a file, for ``install(model, plan=path)`` in another process.
 
-        A server's first pass is then what its later ones are: it has the same residents, the order in which
-        weights are fetched ahead, and the budget, which is not measured again. Save it once the model has
-        run as it will: the order is that of the latest passes.
+        That process's first pass then has the residents, the order in which weights are fetched ahead and the
+        budget of this one, and measures nothing. Save the plan once the model has run as it will in use: the
+        order is that of the latest passes.
 
         Raises
         ------
@@ -136,10 +136,10 @@ class Handle:
     def release(self) -> AbstractContextManager[object]:
         """Give all device memory of the install back, also to other processes.
 
-        Masters stay where they are, so nothing is copied back but what was written on handed-out tensors. The
-        model stays installed. Its next call takes the memory again; until then, each read of a weight copies
-        it into memory of its own. Tensors that the program holds keep theirs, and CUDA graphs that have
-        captured weights are not valid any more (with a warning).
+        Masters stay where they are, so nothing is copied back except what was written on tensors that
+        `module.weight` returned. The model stays installed, and its next call takes the memory again. Until
+        then, each read of a weight copies it into memory of its own. Weights that the program holds keep
+        their memory. CUDA graphs that have captured weights become invalid, with a warning.
 
         Returns
         -------
@@ -163,15 +163,15 @@ class Handle:
     def resume(self) -> None:
         """Take the memory again that `release` gave back, and begin to copy the residents.
 
-        The copies go on while the program does. Calls that follow wait for what they need, as always.
+        The copies run beside the program, and a call waits for the weights that it needs.
 
         Raises
         ------
         ConfigError
             The model has been uninstalled or installed again.
         OutOfMemoryError
-            The device does not have the memory any more. The model still works: each access copies, and the
-            next call tries again. An automatic budget shrinks before that.
+            The device does not have the memory any more, even for an automatic budget that has shrunk. The
+            model still works: each access copies its weight, and the next call tries again.
         """
         self._install.resume()
 
@@ -192,7 +192,7 @@ class Handle:
     # Where the time goes ------------------------------------------------------------------------------
 
     def report(self) -> Report:
-        """Return what each group of weights has cost so far, and where the time was lost; ``print`` shows it.
+        """Return what each group of weights has cost so far, and where time was lost; ``print`` shows it.
 
         Returns
         -------
@@ -220,22 +220,21 @@ class Handle:
         )
 
     def check(self, *, stalled: float | None = None, staged: float = 0.0) -> None:
-        """Raise an error if the install does less than it was asked for, in tests and jobs of your own.
+        """Raise an error if the install does less than it was asked for, as a check for tests and jobs.
 
-        It counts what has happened since the install, or since `reset_stats`. It is an error if nothing was
+        The figures are those since the install, or since `reset_stats`. It is an error if nothing was
         streamed, if weights took more of the device's memory than the budget or more RAM than `host_budget`,
-        if a slower provider or backend serves the device than was asked for, or if one of the shares below is
-        exceeded.
+        if a slower provider or backend serves the device than was asked for, or if a share below is exceeded.
 
         Parameters
         ----------
         stalled : float, optional
-            Largest share of the time for which the model may have waited for weights, summed over the threads
-            that call it. Where streams wait and not threads (on an accelerator), waits are those of the
-            latest `record`. Default: not looked at.
+            Largest share of the time that the model may have waited for weights, summed over the threads that
+            call it. On an accelerator, where streams wait and not threads, waits are those of the latest
+            `record`. Default: not checked.
         staged : float
-            Largest share of the masters' bytes in RAM that may go through the small pinned buffer, as they
-            are not page-locked. Default: 0.0, none.
+            Largest share of the bytes of masters in RAM that may go through the small pinned buffer because
+            they are not page-locked. Default: 0.0, none.
 
         Raises
         ------
@@ -250,9 +249,9 @@ class Handle:
     def record(self) -> AbstractContextManager[None]:
         """Record copies, waits and uses while a block runs, for `trace` and `plot`.
 
-        All threads are recorded. A new recording drops the previous one, even if that is still running. A
-        recording is bounded, and counts the spans that did not fit. While it runs, accesses are slower, most
-        of all those of residents.
+        All threads are recorded. A new recording drops the previous one, even if that is still running. The
+        size of a recording is bounded, and it counts the spans that did not fit. While it runs, accesses are
+        slower, most of all accesses of residents.
 
         Examples
         --------
@@ -265,15 +264,15 @@ class Handle:
     def trace(self, path: str | PathLike[str], *, profiler: str | PathLike[str] | None = None) -> None:
         """Write what was recorded last as a Chrome trace, for https://ui.perfetto.dev or chrome://tracing.
 
-        It has lanes of copies, waits and compute, and the bytes on the device. Its clock is that of
-        ``torch.profiler``, so the two files line up when they are opened together.
+        The trace has lanes of copies, waits and compute, and the bytes on the device. It has the clock of
+        ``torch.profiler``, so that traces of both line up when they are opened together.
 
         Parameters
         ----------
         path
-            JSON, compressed if it ends in ``.gz``.
+            The trace, as JSON; compressed if the name ends in ``.gz``.
         profiler
-            A trace of the same run that ``torch.profiler`` exported; `path` then has its events, too.
+            A trace that ``torch.profiler`` exported of the same run, whose events are added to `path`.
 
         Raises
         ------
@@ -290,7 +289,8 @@ class Handle:
         Parameters
         ----------
         path
-            Its suffix chooses the format: ``.png``, ``.svg``, ``.pdf`` or another that matplotlib writes.
+            The picture. Its suffix chooses the format: ``.png``, ``.svg``, ``.pdf`` or another of
+            matplotlib's.
 
         Raises
         ------
@@ -302,9 +302,9 @@ class Handle:
     # The way back -------------------------------------------------------------------------------------
 
     def uninstall(self) -> None:
-        """Give every module that this install serves its own class back, also one that has left the model.
+        """Give every module that this install serves its own class back, even if it has left the model.
 
-        Has no effect if that was done already, or if another install has replaced this one.
+        It has no effect if it was called already, or if another install has replaced this one.
         """
         self._install.undo()
 

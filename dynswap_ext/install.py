@@ -53,10 +53,10 @@ def install(
 ) -> Handle:
     """Make attribute access of every parameter and buffer hand out a tensor on the compute device.
 
-    The model still owns its masters: `parameters()`, `state_dict()` and optimizers see them as before.
-    A second install of the model, of a part of it or of a larger tree replaces the settings of the first
-    for the modules that both cover; installs never nest. With the same device and dtype, forwards of other
-    threads go on undisturbed, as they do if an install is refused.
+    The model still owns its original tensors, the masters: `parameters()`, `state_dict()` and optimizers see
+    them as before. A second install of the model, of a part of it or of a larger tree replaces the settings
+    of the first for the modules that both cover; installs never nest. If it has the same device and dtype,
+    or is refused, forwards of other threads continue undisturbed.
 
     Parameters
     ----------
@@ -83,22 +83,23 @@ def install(
         call, residents give way to what needs it, where torch's allocator asks (CUDA, ROCm); else the
         error is raised, and the budget shrinks. See `Handle.retune`. Default: ``"minimum"``.
     plan : str or path, optional
-        A file that `Handle.save_plan` has written. The first pass then has the budget, the residents and the
-        order of use of the one that was saved, and nothing is measured. It is refused if the weights, the
-        device or the versions are others.
+        A file that `Handle.save_plan` has written, in place of `budget` and `prefetch`. The first pass then
+        has the budget, the residents and the order of use that were saved, and nothing is measured. The plan
+        is refused if it was made for other weights, another device, backend, `dtype` or `keep`, or another
+        version of torch or of this package.
     host_budget : int, float or str
         The most RAM that weights may take, those of all installed models of the process together: bytes, a
         string (``"48GiB"``), or a fraction of the RAM that the process may use. Masters that are in RAM
         count, and so do page-locked copies of them, the buffers through which bytes are staged, and what
         the engine's reads bring of checkpoint files into the system's page cache. Where nothing is left for
         a copy or for the cache, bytes come by a slower path.
-        Default, ``"auto"``: masters are page-locked where they lie, up to four fifths of the RAM that the
-        process may use, so that an accelerator reads them directly; on devices for which torch cannot do
-        that, copies of them take up to half of the free RAM; and weights of files that are read a second
-        time enter the page cache, up to four fifths of the free RAM, where that saves time. ``"minimum"``
-        does nothing of this: masters go through a small pinned buffer, and reads leave the page cache as it
-        is. `Handle.report` shows what is taken. The pure-Python provider takes nothing beside masters, and
-        reads files through mappings, whose cache is the system's.
+        Default, ``"auto"``: up to four fifths of the RAM that the process may use, masters are page-locked
+        where they lie, so that an accelerator reads them directly. On devices for which torch cannot lock
+        them in place, page-locked copies take up to half of the free RAM. Weights of files that are read a
+        second time enter the page cache where that saves time, up to four fifths of the free RAM.
+        ``"minimum"`` does none of this: masters go through a small pinned buffer, and reads leave the page
+        cache as it is. `Handle.report` shows what is taken. The pure-Python provider takes nothing beside
+        masters, and reads files through mappings, whose pages the system caches.
     provider : {"auto", "native", "python"}
         Which provider serves accesses; "auto" follows ``DYNSWAP_PROVIDER``, else prefers the native
         extension.
@@ -110,7 +111,8 @@ def install(
         Device memory that ``budget="auto"`` leaves to others, such as another process on the same card:
         bytes, a string (``"2GiB"``), or a fraction of the device's memory. The driver is asked at the
         beginning of each pass. If less is free, residents leave the device at once; if more is free for some
-        passes, they return. Default: 3 % of the device (10 % of the RAM), looked at when a plan is made.
+        passes, they return. Default: a plan leaves 3 % of the device free (10 % of the RAM on the CPU) when
+        it is made, and the driver is not asked again.
     keep : str or sequence of str
         Names of weights that stay on the device from their first use on, within the budget. The name of a
         module means all weights in it, and ``*`` matches any characters: ``"text_encoder"``, ``"*.norm*"``.
@@ -212,7 +214,7 @@ def _warn_of_no_effect(
 ) -> None:
     """Warn if an install has no effect, or if `prefetch` has less effect than it asks for.
 
-    The weights of `scripted` modules are none of the install's. There was a warning of their own.
+    `scripted` is the number of TorchScript modules, which the install leaves alone and has warned of.
     """
     plan, options = made.session.stats(), made.options
     if not scripted and not any(own_masters(module) for module in modules):
@@ -256,7 +258,7 @@ def _warn_of_room_that_keep_takes(made: Installation) -> None:
 
 
 def _warn_of_weights_there(made: Installation, modules: Sequence[nn.Module], choices: Choices) -> None:
-    """Warn if most of the weights are where the model computes already: nothing of them is saved there."""
+    """Warn if most weights are on the compute device already, where streaming them would save no memory."""
     device = made.session.device
     if device.type == "cpu":
         return
@@ -295,8 +297,8 @@ def _warn_of_sampling(provider: str) -> None:
 def uninstall(model: _Given) -> _Given:
     """Give every module of the tree its own class back, and free the device memory.
 
-    Writes on handed-out tensors reach the masters first. Works on a part of an installed tree; the rest
-    stays installed. A model that is not installed is left as it is.
+    What was written on tensors that `module.weight` returned reaches the masters first. Of an installed tree,
+    a part may be given; the rest stays installed. A model that is not installed is left as it is.
 
     Parameters
     ----------
@@ -327,7 +329,7 @@ def is_installed(model: Installable) -> bool:
 
 
 def handle_of(model: Installable) -> Handle:
-    """Return the handle of the install that serves a model: what `install` has returned.
+    """Return the handle that `install` has returned for a model.
 
     Parameters
     ----------
@@ -337,7 +339,7 @@ def handle_of(model: Installable) -> Handle:
     Raises
     ------
     ConfigError
-        No install serves it, or several do, each of which serves a part.
+        The model is not installed, or several installs serve one part of it each.
     """
     sessions = sessions_of(modules_of(as_tree(model)))
     found = [made for session in sessions if (made := installation_of(session)) is not None]

@@ -269,7 +269,11 @@ class Access(HeldCopies):
         return 0 if self._budget is None else max(0, self._bytes() + size - self._budget)
 
     def _make_room(self, size: int) -> None:
-        """Invariant 4: over budget only where handed-out tensors that somebody keeps leave no room."""
+        """Free memory for `size` bytes within the budget.
+
+        If handed-out tensors that the program keeps leave no room, exceed the budget or raise BudgetError:
+        Invariant 4.
+        """
         beyond = self._beyond_budget(size)
         for weight in sorted(self._weights.values(), key=lambda weight: weight.resident) if beyond else ():
             if beyond and self._forget(weight):

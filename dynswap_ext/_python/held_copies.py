@@ -148,7 +148,7 @@ class HeldCopies(Statistics):
         self.flush()  # what is held is little here, and not sorted by module
 
     def call_ends(self) -> None:
-        """What a call wrote, on buffers without a trace, too, is in the masters when it is over."""
+        """Write to the masters what a call that ends has written, also to buffers that bumped no version."""
         with exclusive:
             for copy in self._held():
                 weight = copy.weight
@@ -157,7 +157,10 @@ class HeldCopies(Statistics):
                     take_to_master(copy)
 
     def release(self, module: nn.Module) -> None:
-        """Flush, and keep no resident's tensor, which is part of its master's graph."""
+        """Write changes back to the masters, and drop the device copies of a module's weights.
+
+        The copy of a resident is dropped too, as it is part of the autograd graph of its master.
+        """
         self.flush()
         with exclusive:
             for weight in module.__dict__[STATE_KEY].weights.values():
@@ -224,7 +227,7 @@ class HeldCopies(Statistics):
         return sum([copy.nbytes for copy in list(copies.values()) if copy.session is self])
 
     def _describe(self) -> None:
-        """Note what the weights are called by now, and where they are; that stays when they are gone."""
+        """Record the present name and place of each weight, for figures that outlive the model."""
         root, files = self._tree(), FileMappings()
         names: dict[int, str] = {}
         for path, module in () if root is None else named_modules_of(root):

@@ -30,12 +30,12 @@ _ALONE, _AT_DEATH = _measure()
 
 
 def has_aliases(address: int) -> bool:
-    """Whether a storage has other owners than one tensor: a view, a detached alias, an autograd graph."""
+    """Return whether a storage has another owner than one tensor: a view, a detached alias, a graph."""
     return _count(address) > _ALONE
 
 
 def has_more_than_a_dying_alias(address: int) -> bool:
-    """Whether a storage has other owners than one tensor and an alias that is dying, which still counts."""
+    """Return whether a storage has more owners than one tensor and one alias that is being freed."""
     return _count(address) > _AT_DEATH
 
 

@@ -117,7 +117,7 @@ def _master_of_graph(
 
 
 def forget_assigned(module: Any, name: str) -> None:
-    """A buffer becomes None, or leaves its module."""
+    """Forget what a graph has assigned to a buffer, as the buffer becomes None or leaves its module."""
     held = module.__dict__
     if "_buffers" not in held or name not in held["_buffers"]:
         return

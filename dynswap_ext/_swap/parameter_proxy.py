@@ -90,7 +90,7 @@ class ParameterProxy(torch.Tensor):
 
     @property
     def grad(self) -> torch.Tensor | None:
-        """The master's gradient, where and in the dtype that the master has."""
+        """The gradient of the master, on the master's device and in the master's dtype."""
         master = master_of(self)
         own = master is self or _plain.retains_grad.__get__(self)  # of `backward(inputs=[w])`
         return _plain.grad.__get__(self) if own else master.grad

@@ -39,9 +39,9 @@ class PlanRequest:
         return kept_in_float32(self._modules, self._dtype)
 
     def cast_although_joining(self) -> dict[int, frozenset[str]]:
-        """Return the names of masters that are cast, by place. Of modules that join later, only these are.
+        """Return the names of masters that are cast even in modules that join after the install, by place.
 
-        See Note [What dtype= casts].
+        All other masters of such modules keep their dtype. See Note [What dtype= casts].
         """
         return cast_as_copies(self._modules, self._dtype)
 

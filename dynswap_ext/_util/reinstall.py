@@ -23,7 +23,8 @@ def for_this_torch() -> str:
 def _command(folder: Path, torch_version: str) -> str:
     """Return the command for a package that is installed in the folder.
 
-    It names the torch that runs. Otherwise pip would take the wheel for the newest torch, and that torch.
+    The command names the torch that runs. Without that, pip would install the wheel for the newest torch, and
+    replace the torch that is there.
     """
     minor = ".".join(torch_version.split(".")[:2])
     index = _index_of_wheels(folder)

@@ -1,14 +1,14 @@
-"""What is to be known of other libraries, so that their programs run unchanged on an installed model.
+"""Facts about other libraries that let their programs run unchanged on an installed model.
 
-Nothing here imports a library, and none is changed: they may be imported before this package or after it.
-What is listed was read in the versions that `tests/programs` runs with.
+This module imports none of these libraries and changes none: they may be imported before this package or
+after it. The facts are those of the versions that `tests/programs` runs with.
 """
 
 from __future__ import annotations
 
 from dynswap_ext._swap.device_queries import register_library
 
-# ``next(model.parameters()).device`` is asked all over their code, in models' forwards too.
+# Their code reads ``next(model.parameters()).device`` in many places, in models' forwards too.
 register_library("accelerate", "get_parameter_device")
 register_library("diffusers", "get_parameter_device", "get_parameter_dtype")
 register_library("peft")

@@ -1,10 +1,10 @@
-"""A plugin of axolotl, by which the model of a YAML file streams.
+"""A plugin for axolotl, which streams the weights of the model that a YAML file names.
 
 Note [Loaded, installed, adapted]
 ---------------------------------
 axolotl loads a model, then casts and resizes some of its layers, and then adds the adapters. Weights are
 loaded on the host, and mapped, as long as nothing casts them. The model is installed before adapters come:
-peft puts those where their base computes, and their optimizer is there, too.
+peft puts adapters on the device where their base computes, and so their optimizer's state is there, too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from dynswap_ext.integrations.install_options import install_options
 
 __all__ = ["DynswapArgs", "DynswapPlugin"]
 
-LOG: Final = get_logger("axolotl.integrations.dynswap")  # of others, axolotl shows warnings alone
+LOG: Final = get_logger("axolotl.integrations.dynswap")  # of other loggers, axolotl shows only warnings
 
 #: Options that axolotl's own keys are for.
 _NOT_HERE: Final = ("device", "dtype")
@@ -90,7 +90,8 @@ class DynswapArgs(BaseModel):  # type: ignore[misc]
 class DynswapPlugin(BasePlugin):  # type: ignore[misc]
     """Installs the model that axolotl trains: ``plugins: [dynswap_ext.integrations.axolotl.DynswapPlugin]``.
 
-    The key ``dynswap`` has the options of `dynswap_ext.install`. `budget` is ``"auto"`` unless it is given.
+    The key ``dynswap`` has the options of `dynswap_ext.install`. `budget` is ``"auto"`` unless it, or a
+    `plan`, is given.
     """
 
     def __init__(self) -> None:
@@ -103,17 +104,17 @@ class DynswapPlugin(BasePlugin):  # type: ignore[misc]
         return f"{__name__}.{DynswapArgs.__name__}"
 
     def register(self, cfg: dict[str, Any]) -> None:
-        """Turn the kernels off that the file does not turn on, before axolotl checks the file."""
+        """Turn off the fused LoRA kernels that the YAML file does not mention, before axolotl checks it."""
         for name in _KERNELS:
             if cfg.get(name) is None:
                 cfg[name] = False
 
     def pre_model_load(self, cfg: Any) -> None:
-        """Have weights that are fused while they are loaded mapped, too."""
+        """Let transformers map the weights that it fuses while it loads, instead of copying them."""
         self._fusion.__enter__()  # type: ignore[no-untyped-call]
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        """End that: the model is loaded."""
+        """Stop mapping fused weights: the model is loaded."""
         self._fusion.__exit__(None, None, None)
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:

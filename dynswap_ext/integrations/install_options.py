@@ -14,10 +14,10 @@ from dynswap_ext._util.option_names import refuse_unknown
 def install_options(
     function: str, given: Mapping[str, Any], *, without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return what `install` is to be given: the budget is "auto", unless one or a plan is given.
+    """Return the options for `install`: those given, and the budget "auto" if neither it nor a plan is given.
 
-    Raises a TypeError of the function's for a name that is no option, or is one of `without`. Values are not
-    looked at.
+    A name that is no option of `install`, or is one of `without`, raises a TypeError that names `function`.
+    Values are not checked.
     """
     known = [name for name in inspect.signature(config.resolve).parameters if name not in without]
     refuse_unknown(function, given, known)

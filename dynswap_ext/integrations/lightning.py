@@ -5,7 +5,7 @@ Note [In place of the move]
 A strategy moves the module once `configure_model` has made its last layers and a checkpoint was read into
 them. No hook of a callback is called in between, so the callback has the strategy's own `model_to_device`
 install the module first. The move that follows finds a module that computes there already: it leaves the
-masters where they are, and moves what is none, such as the state of a metric.
+masters where they are, and moves tensors that are no masters, such as the state of a metric.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ class DynswapCallback(Callback):  # type: ignore[misc]
 
     `fit`, `validate`, `test` and `predict` install it where they would move it to the device, and uninstall
     it when they end, also with an error. Masters stay where they are. Optimizers, their state and checkpoints
-    are those of the masters.
+    are those of the masters (the tensors that the module owns).
 
     Parameters
     ----------
     **options
-        The options of `dynswap_ext.install`, but for `device`. `budget` is ``"auto"`` unless it is given.
+        The options of `dynswap_ext.install`, but for `device`. `budget` is ``"auto"`` unless it, or a `plan`,
+        is given.
     """
 
     def __init__(self, **options: Any) -> None:
         if "device" in options:
             raise TypeError("DynswapCallback() takes no device: Trainer(accelerator=, devices=) says where")
         self._options = install_options("DynswapCallback", options, without=["device"])
-        #: Of the present run or, for its figures, of the latest one.
+        #: The handle of the present run, or of the latest one, whose figures it still has.
         self.handle: Handle | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
@@ -94,7 +95,7 @@ class DynswapCallback(Callback):  # type: ignore[misc]
             self.handle.retune()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Have the optimizers' state, which Lightning moves to the device, beside the masters."""
+        """Move the optimizers' state back to the masters' device, from where Lightning has moved it."""
         for optimizer in trainer.optimizers:
             for master, state in optimizer.state.items():
                 if isinstance(state, MutableMapping):

@@ -1,7 +1,7 @@
-"""Has transformers load on the host what a program has it load on the device, and then moves it there.
+"""Makes transformers load models on the host that a program asks it to load on the device.
 
-A part of Note [A program that nobody edits]: `device_map="auto"` and its like put a model on the device
-without a move that `InstallMoved` could see.
+The model is then moved to the device as a program would move it, which `InstallMoved` sees. With
+`device_map="auto"` and its like, it would not see a move. A part of Note [A program that nobody edits].
 """
 
 from __future__ import annotations

@@ -4,9 +4,9 @@ Note [A program that nobody edits]
 ----------------------------------
 Programs move a model to the device in many ways, and all of them end in `Module.to`, or in `Module.cuda` and
 its like for other devices. While `InstallMoved` is entered, these look at what they move. What fits is moved
-as ever. A model that does not fit is installed instead, together with the pipeline that moves it, if one
-does. Parts of a model that are moved one by one are looked at one by one. What transformers would load
-there, `LoadsOnHost` has it move there.
+as ever. A model that does not fit is installed instead, together with the pipeline that moves it, if there
+is one. Parts of a model that are moved one by one are looked at one by one. `LoadsOnHost` does the same for
+models that transformers would load straight to the device.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ from dynswap_ext.errors import ConfigError, DynswapError
 from dynswap_ext.handle import Handle
 from dynswap_ext.install import install
 
-#: A model fits if it leaves so much of the device's memory free, for activations.
+#: A model fits if it leaves at least this part of the device's memory free, for activations.
 _ROOM: Final = 1 / 5
 
 
 class Moved(NamedTuple):
-    """A model that was to be moved to the device, and did not fit."""
+    """What `InstallMoved` has done with a model that a program moved to the device and that did not fit."""
 
     name: str
-    nbytes: int  #: of weights, in the dtype that was asked for
-    free: int  #: bytes of the device's memory then
+    nbytes: int  #: bytes of its weights, in the dtype that was asked for
+    free: int  #: bytes of the device's memory that were free
     device: torch.device
-    handle: Handle | None  #: None: it could not be installed, and was moved
-    error: str = ""  #: why not
+    handle: Handle | None  #: None if it could not be installed, and so was moved
+    error: str = ""  #: why it could not be installed
 
 
 class InstallMoved:
@@ -52,11 +52,11 @@ class InstallMoved:
     Parameters
     ----------
     always
-        Install models that fit, too.
+        Whether models that fit are installed, too.
     tell
-        Called for each model, once it is installed.
+        Called with a `Moved` for each model, once it is installed or could not be.
     **options
-        For `install`.
+        Options of `dynswap_ext.install`, but for `device`.
     """
 
     def __init__(self, *, always: bool, tell: Callable[[Moved], None], **options: Any) -> None:
@@ -96,7 +96,7 @@ class InstallMoved:
         return move
 
     def _installs(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> bool:
-        """Return whether a model is installed, now or already, so that it is not to be moved."""
+        """Install a model if it does not fit, and return whether it is installed, so that it is not moved."""
         if device.type in ("cpu", "meta"):
             return False
         try:
@@ -127,7 +127,10 @@ class InstallMoved:
 def _target(
     kind: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, dict[str, Any]]:
-    """Return the device that a move asks for, and what else it does; `kind`: by the method of that name."""
+    """Return the device that a move asks for, and its other arguments.
+
+    `kind` is the name of the method, such as "cuda"; None is `Module.to`.
+    """
     if kind is not None:
         given = args[0] if args else kwargs.get("device")
         return torch.device(kind, given) if isinstance(given, int) else torch.device(given or kind), {}

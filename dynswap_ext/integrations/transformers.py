@@ -2,9 +2,10 @@
 
 Note [A quantizer that quantises nothing]
 -----------------------------------------
-While transformers loads a model, it asks one other party what becomes of the weights: a quantizer. So this
-is one, for the sake of its place. It leaves each weight as it lies in the checkpoint, mapped, and installs
-the model once it is complete. Then it takes itself off the model, which is trained and saved as any other.
+While transformers loads a model, it lets one other object decide what becomes of the weights: a quantizer.
+So this is a quantizer, only to be asked. It leaves each weight mapped, as it is in the checkpoint, and
+installs the model once it is complete. Then it removes itself from the model, which is trained and saved as
+any other.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ class StreamConfig(QuantizationConfigMixin):  # type: ignore[misc]
     Parameters
     ----------
     **options
-        The options of `dynswap_ext.install`, but for `dtype`. `budget` is ``"auto"`` unless it is given.
+        The options of `dynswap_ext.install`, but for `dtype`. `budget` is ``"auto"`` unless it, or a `plan`,
+        is given.
     """
 
     def __init__(self, *, quant_method: str = _METHOD, **options: Any) -> None:
@@ -85,20 +87,20 @@ class StreamQuantizer(HfQuantizer):  # type: ignore[misc]
             )
 
     def update_device_map(self, device_map: object) -> None:
-        """Have the weights on the host, where they are mapped."""
+        """Leave the weights on the host, where they are mapped."""
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Note into what weights are to be cast."""
+        """Remember the dtype that weights are cast into on their way to the device."""
         self._dtype = dtype
         return dtype
 
     def get_new_dtype(self, converter: object, param: Any, dtype: torch.dtype | None) -> None:
-        """Have the weight keep its dtype, so that it stays mapped; note whether it is to be cast later."""
+        """Return None, so that the weight stays mapped in its dtype; note if `install` has to cast it."""
         stored = _FLOATING.get(param.get_dtype()) if hasattr(param, "get_dtype") else param.dtype
         self._casts |= stored in _FLOATING.values() and dtype not in (None, stored)
 
     def update_weight_conversions(self, weight_conversions: Sequence[Any], model: nn.Module) -> list[Any]:
-        """Have weights that are fused while they are loaded mapped, range by range."""
+        """Return conversions that map the parts of a fused weight, instead of copying them."""
         return [
             each.copy(
                 each._original_source_patterns,
@@ -114,7 +116,7 @@ class StreamQuantizer(HfQuantizer):  # type: ignore[misc]
         """Leave the modules as they are."""
 
     def postprocess_model(self, model: Any, **_: Any) -> None:
-        """Install the model, which is loaded, and be gone."""
+        """Remove this quantizer from the loaded model, and install the model."""
         del model.hf_quantizer, model.config.quantization_config
         warn_of_copies(model, str(model.name_or_path))
         install(model, dtype=self._dtype if self._casts else None, **self._options)
@@ -130,7 +132,7 @@ class StreamQuantizer(HfQuantizer):  # type: ignore[misc]
 
 
 class _Mapped(ConversionOps):  # type: ignore[misc]
-    """The operations of one conversion, one after the other; what they fuse is mapped if it can be."""
+    """Runs the operations of one conversion in order, and maps the weights that they fuse, where it can."""
 
     def __init__(self, operations: Sequence[ConversionOps]) -> None:
         self.operations = list(operations)

@@ -1,4 +1,4 @@
-"""What weights take of the host's RAM."""
+"""The host's RAM that weights take."""
 
 from __future__ import annotations
 
@@ -9,32 +9,33 @@ from dynswap_ext._util.memory import format_bytes
 
 @dataclass(frozen=True)
 class HostMemory:
-    """What the weights of all installed models of this process take of the host's RAM, in bytes."""
+    """The host's RAM that the weights of all installed models of this process take, in bytes."""
 
-    #: The masters that are in RAM. `locked` of them are page-locked where they lie.
+    #: The masters that are in RAM.
     masters: int
-    #: Pages of mapped checkpoint files that were written to, and are the process's own since.
+    #: Pages of mapped checkpoint files that became the process's own when they were written to.
     written: int
     #: Page-locked copies of masters.
     copies: int
     #: Buffers through which bytes go from a disk, or from pageable memory, to a device.
     staging: int
-    #: What reads have brought of checkpoint files into the page cache. The system takes it back when it needs
-    #: the memory.
+    #: What the engine's reads of checkpoint files have brought into the page cache. The system takes it back
+    #: when it needs the memory.
     page_cache: int
+    #: How much of `masters` is page-locked in place. It is not counted twice.
     locked: int
     #: All masters, those in RAM and those in files.
     weights: int
-    #: The bound that was given as `host_budget`; None: no amount was named.
+    #: The amount that was given as `host_budget`; None if it was "auto" or "minimum".
     limit: int | None = None
 
     @property
     def total(self) -> int:
-        """All of it."""
+        """The sum of masters, written pages, copies, staging buffers and page cache."""
         return self.masters + self.written + self.copies + self.staging + self.page_cache
 
     def __str__(self) -> str:
-        """Write it in one line, with what it is made of."""
+        """Return the sum and its parts as one line."""
         uses = {
             "masters": self.masters,
             "written pages of files": self.written,
