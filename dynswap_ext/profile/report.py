@@ -238,7 +238,7 @@ class Report:
         """Explain the columns and causes that are shown."""
         yield "A group of weights travels in one copy: streamed for each use, or staying (resident)."
         if width >= _WIDE["misses"]:
-            yield "A hit was on the device, or on its way, when it was needed. The copy of a miss began only then."
+            yield "A hit was on the device or on its way when needed. The copy of a miss began only then."
         if experts := [row for row in self.rows if row.by_use]:
             yield (
                 f"Experts stay on the device by use: {_found(experts)} of the uses of these "
