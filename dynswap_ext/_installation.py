@@ -345,7 +345,7 @@ class Installation(ServedModules):
         return number
 
     def undo(self) -> None:
-        """Give back every module that this install serves, wherever it is. No effect if there is none."""
+        """Give every module that this install serves its own class back, even if it has left the model."""
         with lock:
             if not self.active:
                 return

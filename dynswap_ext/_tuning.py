@@ -251,9 +251,9 @@ class Tuner:
             self._lock.release()
 
     def call_failed(self, error: BaseException) -> None:
-        """A call of the model ended with an error. If memory has run out, weights take less from now on.
+        """Lower an automatic budget if the error that ended a call of the model is a lack of memory.
 
-        The call itself is not made again: what it has done (a key-value cache, a random number) is done.
+        The call is not repeated, because it may have written to a cache or drawn random numbers.
         """
         if not isinstance(error, (torch.OutOfMemoryError, OutOfMemoryError)) or not self._automatic:
             return

@@ -16,10 +16,10 @@ from dynswap_ext._util.modes import unseen_by_modes
 
 
 class Fetch(torch.autograd.Function):
-    """Takes a master's gradient to it, once the gradients of all uses of the weight have been added.
+    """Carries the gradient to a master, once the gradients of all uses of the weight have been added.
 
-    See Note [Uses of a weight share a node]: all tensors that are handed out of a weight are results of one
-    output of this function, which has no memory.
+    The output of this function stands for the weight in the graph, and takes no memory. All tensors that are
+    handed out for the weight are computed from it: Note [Uses of a weight share a node].
     """
 
     @staticmethod

@@ -90,9 +90,10 @@ class Session(Access):
     def _survey(
         self, root: nn.Module, swap_class: Callable[[type], type | None], *, joins: bool
     ) -> list[_Change]:
-        """Return what the modules of a tree are to become; those that will not be served, plain ones.
+        """Return the class and the state that each module of a tree is to get.
 
-        `joins`: modules that a session serves already stay with it.
+        Installed modules that this session will not serve get their own class back. With `joins`, modules
+        that a session serves already are left out.
         """
         classes: dict[type, type | None] = {}
         found: list[_Change] = []

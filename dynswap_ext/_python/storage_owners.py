@@ -40,7 +40,7 @@ def has_more_than_a_dying_alias(address: int) -> bool:
 
 
 def storage_address(tensor: torch.Tensor) -> int:
-    """What tells a tensor's storage from others that are alive; 0 if it has none."""
+    """Return a number that identifies a tensor's storage as long as it is alive; 0 if it has none."""
     try:
         return int(tensor.untyped_storage()._cdata)
     except (RuntimeError, NotImplementedError):

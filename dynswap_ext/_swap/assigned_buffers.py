@@ -34,12 +34,12 @@ _looking: Final = threading.Lock()
 
 
 def before_name(name: str) -> str:
-    """Where a swap class has the buffer that a module had when the graph began."""
+    """Return the attribute that holds the buffer which a module had when the graph began."""
     return f"_dynswap_before_{name}"
 
 
 def live_name(name: str) -> str:
-    """Where a swap class has what was handed out for it."""
+    """Return the attribute that holds the tensor which was handed out for a buffer."""
     return f"_dynswap_live_{name}"
 
 

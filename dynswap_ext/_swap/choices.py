@@ -81,7 +81,7 @@ class Choices:
             raise ConfigError("ignore names every weight: nothing is left to install")
 
     def of(self, modules: Sequence[nn.Module]) -> Chosen:
-        """Return what is named in these modules."""
+        """Return what `keep` and `ignore` name in these modules."""
         chosen = Chosen(set(), {}, {})
         for place, module in enumerate(modules) if self._of else ():
             if (named := self._named(module)) is None:

@@ -345,7 +345,7 @@ def _join(module: Any, child: Any) -> None:
 
 
 def _put_masters(root: nn.Module) -> None:
-    """Let plain modules that were built over handed-out tensors, as parametrisations are, have masters."""
+    """Replace handed-out tensors that plain modules own, such as parametrisations, by their masters."""
     for module in modules_of(root):
         if not is_scripted(type(module)):
             held: list[dict[str, Any]] = [module._parameters, module._buffers]

@@ -245,7 +245,7 @@ def _converted(_: Any, slices: ExpertSlices, *wanted: Any, **named: Any) -> Any:
 def _grouped(
     func: Any, rows: torch.Tensor, slices: Any, offs: torch.Tensor | None = None, **named: Any
 ) -> Any:
-    """grouped_mm() of rows sorted by expert, each expert's ending at `offs`: one expert after the other."""
+    """Compute `grouped_mm` one expert after the other. The rows of expert i end at ``offs[i]``."""
     if not isinstance(slices, ExpertSlices) or offs is None or rows.dim() != 2:
         return NotImplemented
     if any(value is not None for value in named.values()):

@@ -71,7 +71,7 @@ def dtype_of(session: Any, module: nn.Module, name: str, master: torch.Tensor) -
 
 
 def _rule_of(module: nn.Module, dtype: torch.dtype | None) -> Callable[[str], object]:
-    """Return a test of a name: whether the lists of the module's class keep this master in float32."""
+    """Return a function that tells from a master's name whether the module's class keeps it in float32."""
     names = _listed(module, _NAMES)
     if not hasattr(type(module), _STRICT):
         return lambda name: not names.isdisjoint(name.split("."))

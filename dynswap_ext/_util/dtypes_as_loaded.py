@@ -24,10 +24,10 @@ _OF_PEFT = re.compile(r"\.(?:base_layer|original_module|modules_to_save\.[^.]+)(
 
 
 def dtypes_as_loaded(model: nn.Module, dtype: torch.dtype | None) -> dict[tuple[nn.Module, str], torch.dtype]:
-    """Return the floating weights that the library of a model would not have loaded in this dtype.
+    """Return the floating weights to which ``from_pretrained(dtype=dtype)`` would give another dtype.
 
-    They are named by their module and the name in it, and come with the dtype that they would have. Modules
-    of no library, and those around a library's model, have none.
+    The keys are the module that owns a weight and its name there, the values the dtype that it would have.
+    Modules that are not part of a model of transformers or diffusers have no keys.
     """
     found: dict[tuple[nn.Module, str], torch.dtype] = {}
     if dtype is None:

@@ -98,9 +98,9 @@ def mapped_ranges(path: Path) -> list[tuple[int, int]]:
 
 
 def written_bytes(ranges: Sequence[tuple[int, int]]) -> int:
-    """Return the bytes of this process's own pages in the mappings of files that begin in these ranges.
+    """Return how many bytes of mapped files this process has copied by writing to them.
 
-    0 where the kernel does not say (not Linux).
+    `ranges` are the addresses at which the mappings begin and end. 0 on systems other than Linux.
     """
     try:
         lines = Path("/proc/self/smaps").read_text(errors="replace").splitlines()  # proc_pid_smaps(5)

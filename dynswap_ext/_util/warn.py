@@ -32,9 +32,9 @@ def caller(passing_on: Collection[str] = ()) -> FrameType:
 
 
 def warn(message: str, *, always: bool = False, frame: FrameType | None = None) -> None:
-    """Warn, on behalf of `frame`; default: the `caller`.
+    """Warn as if the line that runs in `frame` did. Default: that of the `caller`.
 
-    `always` shows it also where the same line has led to it before: it is about another install.
+    `always` shows the warning even if that line has caused it before, as it is about another install.
     """
     frame = caller() if frame is None else frame
     logger.warning("%s", message)

@@ -80,7 +80,7 @@ class Summary(Printable):
         return self.table(), facts_grid(self.facts().items())
 
     def table(self, *, collapse: bool = True) -> Any:
-        """Return the table of tensors, for rich. False gives each tensor a row, also of repeated layers."""
+        """Return the table of tensors, for rich. Repeated layers share rows, unless `collapse` is False."""
         alike: dict[object, list[str]] = {}  # one name but for its numbers, one dtype and one shape
         for name, entry in self.entries.items():
             key = (key_of(name), dtype_name(entry), entry.shape) if collapse else name

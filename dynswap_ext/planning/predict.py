@@ -325,7 +325,7 @@ def _of_engine(weights: Sequence[PlannedWeight], backend: str) -> dict[str, Any]
 def _check(
     weights: Sequence[PlannedWeight], bandwidth: float | str, latency: float, prefetch: int, backend: str
 ) -> float:
-    """Return the bandwidth as a number, if all can be used."""
+    """Return the bandwidth in bytes per second; raise ConfigError if an argument cannot be used."""
     if not weights or not sum(weight.nbytes for weight in weights):
         raise ConfigError("there are no weights to plan for; name a checkpoint or a model that has some")
     rate = parse_bandwidth(bandwidth) if isinstance(bandwidth, str) else bandwidth

@@ -123,7 +123,7 @@ def _read_file(path: Path) -> Checkpoint:
 
 
 class _Header:
-    """Reads a header in order. Any error is one of the file's, but for the package that is not here."""
+    """Reads the header of a GGUF file in order. Raises SourceError if the package `gguf` is missing."""
 
     def __init__(self, path: Path, descriptor: int, size: int) -> None:
         try:

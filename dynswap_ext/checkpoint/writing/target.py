@@ -164,7 +164,7 @@ class Target:
             generation += 1
 
     def _recover(self) -> None:
-        """End what was begun: with the last file in place what it replaces goes, else shards come back."""
+        """Finish an interrupted replacement if its last file is in place, else undo it."""
         try:
             last, renames, replaced = json.loads(self._note.read_text())
         except (OSError, ValueError):
