@@ -60,7 +60,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    """Import these when they are first used: not everybody needs what they import."""
+    """Import submodules when they are first used, as most programs do not need all of them."""
     import importlib
 
     if name in ("checkpoint", "inspect", "testing"):

@@ -58,7 +58,7 @@ class Provider:
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """What is active in this process, and why. ``print`` it."""
+    """The provider and the backends that are active in this process, and why. ``print`` shows it."""
 
     #: The provider that an install on the default device takes: "native" or "python". Whether the driver can
     #: serve a CUDA device is known only once something has used one.
@@ -67,27 +67,29 @@ class BackendInfo:
     extension: bool
     #: Why the native provider, or the best backend of its engine, is not used; None if they are.
     reason: str | None
-    #: How the native provider would copy to that device: "host", "cuda", "torch" (torch's own streams); or
-    #: "python".
+    #: How the native provider would copy to the default device: "host", "cuda", "torch" (torch's own
+    #: streams); or "python".
     backend: str
-    #: The torch that runs, and the one that the extension was built against (None: unknown).
+    #: The version of torch that runs.
     torch: str
+    #: The version of torch that the extension was built for; None if it is not known.
     built_for_torch: str | None
     #: Whether the extension was built with the CUDA backend.
     cuda: bool
     compiler: str | None
     devices: tuple[str, ...]
-    #: What torch has for that device: "a stream for copies", "pinned memory", "page-locking". What is missing
-    #: makes copies slower, not wrong. None unless torch's streams serve the device and its driver was asked.
+    #: What torch has for the default device: "a stream for copies", "pinned memory", "page-locking". What is
+    #: missing makes copies slower, not wrong. None unless torch's streams serve the device and its driver was
+    #: asked.
     offers: tuple[str, ...] | None = None
-    #: Why weights that stay on that device (residents) would not give way to whatever runs out of memory
-    #: there, and what to do; empty if they would. None for the CPU, and unless the driver was asked.
+    #: Why weights that stay on the default device (residents) would not give way if memory runs out there,
+    #: and what to do; empty if they would. None for the CPU, and unless the driver was asked.
     giving_way: str | None = None
-    #: Whether that device computes in the host's own memory, where streaming saves none. None unless the
-    #: driver was asked.
+    #: Whether the default device computes in the host's own memory, where streaming saves none. None unless
+    #: the driver was asked.
     one_memory: bool | None = None
-    #: Beside which NUMA node that device is, and on which this process may run; empty on a machine with one
-    #: node. None unless the driver was asked.
+    #: The NUMA node of the default device, and those on which this process may run; empty on a machine with
+    #: one node. None unless the driver was asked.
     numa: str | None = None
 
     def __str__(self) -> str:

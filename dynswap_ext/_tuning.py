@@ -66,24 +66,29 @@ _SHRINK = 0.75
 
 @dataclass(frozen=True)
 class Tuning:
-    """What was measured, and what came of it; ``print`` shows it. Times are seconds of one pass."""
+    """Measurements of passes, and the plan that follows from them. Times are seconds of one pass.
 
-    #: Passes that were measured; 0: none could be.
+    ``print`` shows it.
+    """
+
+    #: Passes that were measured; 0 if none could be.
     passes: int
-    #: Bytes for streamed and resident weights together, from then on; None: just what `prefetch` needs.
+    #: Bytes for streamed and resident weights together in the new plan; None: only what `prefetch` needs.
     budget: int | None
     #: Bytes by which the measured passes exceeded what was in use between them. 0 after calls of a single
     #: model.
     activation_bytes: int
-    #: Everything but waits for weights. Of several threads: the time in which not all of them waited, divided
-    #: by the passes that they made together.
+    #: Time of a pass without waits for weights. With several threads, the time in which not all of them
+    #: waited, divided by the passes that they made together.
     compute_seconds: float
+    #: Time of a pass that was spent in waits for weights.
     wait_seconds: float
-    #: Of the copies, while any was under way.
+    #: Rate of the copies, while any was under way; 0 if there were none.
     bytes_per_second: float
-    #: By the engine on its virtual clock, with the plan of before and the new one; None where nothing was to
-    #: be placed (no budget, no copies, or the pure-Python provider).
+    #: Time of a pass with the plan before, as the engine predicts it on its virtual clock. None if there was
+    #: nothing to place (no budget, no copies, or the pure-Python provider).
     seconds_before: float | None
+    #: Time of a pass with the new plan, as the engine predicts it; None as for `seconds_before`.
     seconds_after: float | None
     #: Bytes of residents whose memory went to others inside a call since the tuning before this one.
     given_way_bytes: int = 0

@@ -28,8 +28,9 @@ class BudgetError(DynswapError, ValueError):
     Attributes
     ----------
     smallest_bytes : int
-        The smallest budget, in bytes, that would have worked; 0 if it is not known. If tensors that you keep
-        fill the budget (``strict_budget=True``), a budget with room for this access as well.
+        The smallest budget, in bytes, that would have worked; 0 if it is not known. If a read of a weight
+        raises the error, because tensors that you keep fill the budget (``strict_budget=True``), it is a
+        budget that has room for this weight, too.
     """
 
     def __init__(self, message: str, smallest_bytes: int = 0) -> None:

@@ -321,9 +321,9 @@ def uninstall(model: _Given) -> _Given:
 
 
 def is_installed(model: Installable) -> bool:
-    """Return whether this module itself is installed (a tree may be installed in part).
+    """Return whether a module is installed. Its children may be installed without it.
 
-    Of a pipeline, a list, a tuple or a dict: whether all models in it are.
+    For a pipeline, a list, a tuple or a dict, return whether all models in it are installed.
     """
     return all(session_of(module) is not None for module in models_in(as_tree(model)).values())
 

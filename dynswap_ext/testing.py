@@ -21,7 +21,7 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def moved(model: ModuleT, device: torch.device | str = "cpu", dtype: torch.dtype | None = None) -> ModuleT:
-    """Return a plain copy of the model, moved whole: what an installed model has to equal to the bit.
+    """Return a plain copy of the model on the device, which an installed model has to equal to the bit.
 
     Parameters
     ----------
@@ -71,7 +71,7 @@ def assert_bit_equal(actual: Any, expected: Any, what: str = "value") -> None:
 
 
 def differences(actual: Any, expected: Any, what: str = "value") -> list[str]:
-    """Return what `assert_bit_equal` would complain about, a sentence each."""
+    """Return the differences for which `assert_bit_equal` would fail, one sentence each."""
     if isinstance(expected, torch.Tensor):
         return _tensor_differences(actual, expected, what)
     if isinstance(expected, Mapping):

@@ -29,19 +29,21 @@ from dynswap_ext.errors import ConfigError, SourceError
 
 @dataclass(frozen=True)
 class Conversion:
-    """What a conversion did."""
+    """The files that a conversion has written, and its figures."""
 
-    #: What can be loaded: the file, or the index of shards.
+    #: The path to load: the file, or the index of shards.
     path: Path
-    #: Each file with tensors in it.
+    #: All files that hold tensors.
     files: tuple[Path, ...]
     #: Entries written.
     tensors: int
-    #: Bytes of tensors, before and after.
+    #: Bytes of the tensors in the source.
     source_bytes: int
+    #: Bytes of the tensors in the result.
     written_bytes: int
-    #: Of `written_bytes`, what an interrupted run had written and was found intact.
+    #: The part of `written_bytes` that an interrupted run had written and that was found intact.
     resumed_bytes: int
+    #: How long the conversion took.
     seconds: float
 
 

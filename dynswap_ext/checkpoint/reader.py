@@ -12,11 +12,11 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a checkpoint says of one tensor before any of it is read."""
+    """The description of one tensor in a checkpoint, which is known before the tensor is read."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
-    #: As stored: with `encoding`, less or more than shape and dtype say.
+    #: Bytes in the file. With an `encoding`, they differ from those that shape and dtype give.
     nbytes: int
     file: Path
     #: Bytes from the start of `file` to the elements, in row-major order; None if the tensor is not one such
@@ -36,7 +36,7 @@ class Checkpoint(Mapping[str, Any]):
     format: str
     #: The entry of each tensor, in the order of the file.
     entries: dict[str, Entry]
-    #: All the files that hold bytes of it.
+    #: All files that hold bytes of the checkpoint.
     files: tuple[Path, ...]
     #: ``tensor(name)`` returns the tensor of an entry: a view of a private mapping of its file. Where the
     #: bytes are not one range of one file, the tensor is put together in memory, at each call. Raises a

@@ -40,19 +40,19 @@ class Group:
 
 @dataclass(frozen=True, repr=False)
 class Summary(Printable):
-    """What `summary` found. ``print`` it; rich prints it in colour."""
+    """The contents of a checkpoint, as `summary` returns them. ``print`` shows them; rich does in colour."""
 
     path: Path
     format: str
     files: tuple[Path, ...]
     entries: Mapping[str, Entry]
-    #: Names of one tensor, for each tensor that has several. What the metadata alone names is among them.
+    #: For each tensor that has several names, its names, with those that only the metadata has.
     ties: tuple[tuple[str, ...], ...]
-    #: Keys of what is no tensor.
+    #: Keys of values that are no tensors.
     objects: tuple[str, ...]
     #: Text in addition to the tensors, without ties and checksums.
     metadata: Mapping[str, str]
-    #: Of tensors, as stored; what is shared counts once.
+    #: Bytes of all tensors as they are stored; shared ones count once.
     total_bytes: int
     bytes_by_dtype: Mapping[str, int]
     #: The largest of the smallest groups that an install can form, on "cpu" and "accelerator", in the

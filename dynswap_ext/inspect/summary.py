@@ -40,20 +40,22 @@ class Layer:
     class_name: str
     #: 0 for the model itself.
     depth: int
-    #: Of the first call, one per tensor. None without a call.
+    #: Shapes of the inputs of the first call, one per tensor; None without a call.
     input_shapes: Shapes | None
+    #: Shapes of the outputs of the first call, one per tensor; None without a call.
     output_shapes: Shapes | None
-    #: How often it was called in the forward; None if none was run, or if it takes no hooks (TorchScript).
+    #: How often the module was called in the forward; None if no forward was run, or if the module takes no
+    #: hooks (TorchScript).
     calls: int | None
-    #: Its own, without those of its children.
+    #: The module's own weights, without those of its children.
     weights: tuple[WeightLocation, ...]
-    #: Elements of all parameters under it, each counted once.
+    #: Elements of all parameters in the module and its children, each counted once.
     parameters: int
+    #: Elements of the parameters that require a gradient, each counted once.
     trainable_parameters: int
-    #: Bytes of all parameters and buffers under it, each counted once.
+    #: Bytes of all parameters and buffers in the module and its children, each counted once.
     nbytes: int
-    #: The path where the same module comes first, if it is registered more than once. The
-    #: fields above are the same there.
+    #: The path where the same module comes first, if it is registered more than once.
     same_as: str | None
 
 
@@ -67,13 +69,16 @@ class Summary(Printable):
     depth: int | None
     #: Where the model computes.
     device: torch.device
-    #: Elements; what is shared counts once.
+    #: Elements of all parameters; shared ones count once.
     total_parameters: int
+    #: Elements of the parameters that require a gradient; shared ones count once.
     trainable_parameters: int
-    #: Bytes of the masters as they are stored; what is shared counts once.
+    #: Bytes of the parameters as they are stored; shared ones count once.
     parameter_bytes: int
+    #: Bytes of the buffers as they are stored; shared ones count once.
     buffer_bytes: int
-    #: The same bytes by where they live, in words such as "RAM" or "model.safetensors, streamed".
+    #: Bytes of parameters and buffers by the place where they live, in words such as "RAM" or
+    #: "model.safetensors, streamed".
     bytes_by_place: Mapping[str, int]
 
     @property

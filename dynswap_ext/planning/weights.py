@@ -40,23 +40,25 @@ class PlannedWeight:
     """One weight, in the order of use."""
 
     name: str
-    #: On the device.
+    #: Bytes of the weight on the device.
     nbytes: int
-    #: What its copy moves: the smaller of the master's and the device's, or what a disk reads.
+    #: Bytes that a copy of the weight moves: the smaller of its size in the master and on the device, or what
+    #: is read from the disk.
     moved_bytes: int
-    #: Its module, or its expert, as a number; a unit's weights are consecutive and are used together.
+    #: The number of the weight's module or expert. Weights of a unit are consecutive and are used together.
     unit: int
     kind: Kind
     elements: int
-    #: Of the rows of a pass, those that it sees: less than 1 for an expert.
+    #: The share of a pass's rows that reach the weight: less than 1 for an expert.
     share: float = 1.0
-    #: Compute of the kernels that read it, in a pass.
+    #: Compute time of the kernels that read the weight, in a pass.
     seconds: float = 0.0
-    #: Whether a call needs all weights of the unit at the same time.
+    #: Whether a call needs all weights of this unit at the same time.
     at_once: bool = False
-    #: Where copies read it, if that is a file: its path, the offset in bytes, and whether it is cast.
+    #: If copies read the weight from a file: the file's path, the offset in bytes, and whether it is cast.
     place: tuple[str, int, bool] | None = None
-    #: For an expert: the part of its layer's experts that a pass uses, in no fixed order. Else 0.
+    #: For an expert, the part of its layer's experts that a pass uses, in no fixed order; 0 for other
+    #: weights.
     by_use: float = 0.0
     #: Units of other modules that have the same master, and need it with all of theirs at the same time.
     also_in: tuple[int, ...] = ()
@@ -64,19 +66,20 @@ class PlannedWeight:
 
 @dataclass(frozen=True)
 class Outline:
-    """What is known of a model that has not run."""
+    """The weights of a model that has not run, and what is known of their use."""
 
-    #: What it was made from, in words.
+    #: The model or the file that the outline was made from, in words.
     title: str
     weights: tuple[PlannedWeight, ...]
     #: Where the order of use comes from.
     order: str
-    #: What was taken for granted, a sentence each.
+    #: Assumptions that were made, one sentence each.
     notes: tuple[str, ...] = ()
-    #: That hold masters; none of a config, and of a model those that copies read.
+    #: The files that hold the masters: none for a config, and for a model those that copies read.
     files: tuple[Path, ...] = ()
-    #: Rows of a pass, if nothing else is said, and what has so many.
+    #: Rows of a pass, unless you give another number.
     rows: int = 1
+    #: A pass that has `rows` rows, in words.
     rows_as: str = "one token, as in decoding"
 
     @property

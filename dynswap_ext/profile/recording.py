@@ -26,36 +26,38 @@ CAUSES: Final = {
 
 @dataclass(frozen=True)
 class GroupFigures:
-    """What one group has cost so far. Times are nanoseconds.
+    """Figures of one group of weights, counted so far. Times are nanoseconds.
 
     With the pure-Python provider every weight is a group of its own.
     """
 
-    #: Its weights, as ``named_parameters()`` and ``named_buffers()`` have them.
+    #: Names of the group's weights, as ``named_parameters()`` and ``named_buffers()`` have them.
     names: tuple[str, ...]
-    #: Its size on the device.
+    #: Bytes of the group on the device.
     bytes: int
-    #: Where its masters are: "pinned RAM", "RAM" or "file" ("RAM" once most of it has been written to, as by
-    #: an optimizer); "device" if they are there, and are cast.
+    #: Where the group's masters are: "pinned RAM", "RAM" or "file" ("RAM" once most of the mapped file has
+    #: been written to, as by an optimizer), or "device" if they are there already, and are cast.
     source: str
-    #: Whether it stays on the device.
+    #: Whether the group stays on the device.
     resident: bool
-    #: Whether it is an expert's: it is used in no fixed order, and those that are used most stay.
+    #: Whether the group is of an expert. Experts have no fixed order, and those that are used most stay.
     by_use: bool
-    #: How often it was on the device, or on its way, when it was needed.
+    #: How often the group was on the device, or on its way, when it was needed.
     hits: int
-    #: Of those, how often it was still on its way.
+    #: How often the group was still on its way when it was needed.
     late_hits: int
-    #: How often its copy was issued only when it was needed.
+    #: How often the copy of the group was issued only when it was needed.
     misses: int
+    #: Copies of the group that were issued.
     copies: int
-    #: Bytes that those copies read from masters.
+    #: Bytes that the copies of the group have read from masters.
     bytes_moved: int
-    #: How long its copies took; None where the backend does not know (CUDA, while nothing is recorded).
+    #: How long the copies of the group took; None where the backend does not know (CUDA, while nothing is
+    #: recorded).
     copy_ns: int | None
-    #: How long its consumers waited.
+    #: How long the model waited for the group.
     stall_ns: int
-    #: The same by cause, one of `CAUSES`.
+    #: How long the model waited for the group, by cause (`CAUSES`).
     causes: Mapping[str, int]
     #: The weight whose handed-out tensor held the slot that this group waited for, the last time; or "".
     held_by: str
@@ -97,7 +99,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Recording:
-    """What happened during a recording."""
+    """The copies, waits and uses of one recording."""
 
     groups: tuple[GroupFigures, ...]
     #: In the order in which they began.

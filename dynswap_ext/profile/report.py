@@ -60,40 +60,40 @@ class Report:
 
     #: One per group, in the order of use.
     rows: tuple[GroupFigures, ...]
-    #: The sums, and the plan.
+    #: Sums over all groups, and the plan.
     stats: Stats
     device: str
     #: Bytes for streamed and resident weights together; None: only what `prefetch` needs.
     budget: int | None
-    #: As given to the install.
+    #: The option `prefetch` of the install.
     prefetch: int
     #: Why pure Python, or torch's own streams, were chosen where that was not asked for; else empty.
     reason: str = ""
     #: Bytes of masters that are sampled: a small write to them that bumps no version may go unseen.
     sampled_bytes: int = 0
-    #: Whether the budget is "auto"; `budget` is then its present amount.
+    #: Whether the budget is "auto". If so, `budget` is the amount that was measured last.
     automatic: bool = False
-    #: Bytes of the device that an automatic budget leaves to others; None: nobody asked for that.
+    #: Bytes of the device that an automatic budget leaves to others; None if no `headroom` was given.
     headroom: int | None = None
     #: With an automatic budget on an accelerator: why residents do not give way to all other memory, and what
     #: to do; empty if they do. Else None.
     giving_way: str | None = None
-    #: What the weights of all installed models take of the host's RAM.
+    #: The host's RAM that the weights of all installed models take.
     host: HostMemory | None = None
 
     @property
     def stall_ns(self) -> int:
-        """How long consumers waited, in nanoseconds, summed over all of them."""
+        """Return how long the model waited for weights, in nanoseconds, summed over its threads."""
         return sum(row.stall_ns for row in self.rows)
 
     @property
     def causes(self) -> dict[str, int]:
-        """How long consumers waited, in nanoseconds, by cause; the largest first."""
+        """Return how long the model waited for weights, in nanoseconds, by cause, the largest first."""
         return dict(_summed(self.rows).most_common())
 
     @property
     def diagnosis(self) -> str:
-        """Where the time goes and what would help, in words."""
+        """Return a sentence with the main cause of the waits, and what would help."""
         rows, causes, whole = self.rows, self.causes, self.stall_ns
         if not rows:
             return "no weight has to be moved: every master is already where and what it should be"

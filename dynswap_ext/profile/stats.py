@@ -25,59 +25,60 @@ class Stats:
 
     #: Groups found on the device, or on their way, when they were needed.
     hits: int
-    #: Of those, on their way but not there yet.
+    #: Hits whose copy was on its way but had not arrived yet.
     late_hits: int
     #: Groups whose copy was issued only when they were needed.
     misses: int
     #: Copies issued ahead of need.
     prefetches: int
-    #: Of those, overwritten before they were read, or guessed wrong.
+    #: Copies issued ahead of need that were overwritten before anything read them, or were guessed wrong.
     wasted_prefetches: int
-    #: Of the copies issued ahead, experts whose router had not chosen yet.
+    #: Copies issued ahead of need of experts that no router had chosen yet.
     guesses: int
-    #: Of those, chosen then.
+    #: Guesses whose experts were chosen then.
     right_guesses: int
-    #: Copies thrown away because their master had changed.
+    #: Copies that were dropped because their master had changed.
     refetches: int
-    #: Copies issued.
+    #: All copies issued.
     copies: int
-    #: Bytes of masters that those copies read. The disk may have read less (the page cache) or more (the
-    #: system reads ahead).
+    #: Bytes of masters that all copies have read. The disk may have read less (the page cache had some) or
+    #: more (the system reads ahead).
     bytes_moved: int
-    #: Time for which the calling threads were blocked on copies. On an accelerator, streams wait for copies,
+    #: Time that the calling threads were blocked on copies. On an accelerator, streams wait for copies,
     #: and threads hardly ever do: `Handle.record` measures the waits of streams.
     stall_ns: int
-    #: Most bytes held beyond the budget at one time, because handed-out tensors were kept (in a list, in a
-    #: graph). A budget that is larger by about as much has room for them.
+    #: Most bytes held beyond the budget at one time, because the program kept tensors that `module.weight`
+    #: returned (in a list, in an autograd graph). A budget that is larger by about as much has room for them.
     overflow_bytes: int
     #: Most device bytes held at one time.
     peak_bytes: int
-    #: Residents whose memory went to others inside a call (`budget="auto"`), and their bytes. Until the next
-    #: plan they are streamed.
+    #: Residents whose memory went to other tensors inside a call (`budget="auto"`). They are streamed until
+    #: the next plan.
     given_way: int
+    #: Bytes of the residents whose memory went to other tensors inside a call (`budget="auto"`).
     given_way_bytes: int
-    #: How often a calling thread waited for the device other than for a copy.
+    #: How often a calling thread waited for the device for another reason than a copy.
     host_synchronisations: int
 
     #: Groups of weights that travel together, as planned.
     groups: int
-    #: Of those, residents: they stay on the device.
+    #: Groups of weights that stay on the device (residents), as planned.
     resident_groups: int
     #: Device bytes of all weights.
     weight_bytes: int
     #: Device bytes of the residents.
     resident_bytes: int
-    #: Device bytes of the slots through which the others stream.
+    #: Device bytes of the arena, the block of memory through which streamed groups pass.
     arena_bytes: int
-    #: Groups that the arena holds ahead of the current one.
+    #: Groups that the arena has room for ahead of the one in use.
     depth: int
 
-    #: Slots that handed-out tensors hold at this moment.
+    #: Places on the device that tensors of the program hold at this moment.
     live_leases: int
 
-    #: Bytes of masters that the device reads directly: they, or copies of them, are page-locked.
+    #: Bytes of masters that the device reads directly, because they or copies of them are page-locked.
     pinned_bytes: int
-    #: Bytes of masters in RAM that are not, and go through a small pinned buffer. 0 on the CPU.
+    #: Bytes of masters in RAM that are not page-locked, and go through a small pinned buffer. 0 on the CPU.
     staged_bytes: int
     #: Bytes of masters that are read from the files that they are mapped from.
     mapped_bytes: int
