@@ -6,7 +6,8 @@ Programs move a model to the device in many ways, and all of them end in `Module
 its like for other devices. While `InstallMoved` is entered, these look at what they move. What fits is moved
 as ever. A model that does not fit is installed instead, together with the pipeline that moves it, if there
 is one. Parts of a model that are moved one by one are looked at one by one. `LoadsOnHost` does the same for
-models that transformers would load straight to the device.
+models that transformers would load straight to the device. Adapters that peft moves to where their base
+computes are moved: they are small, are trained, and may be added when the install has left little memory.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from dynswap_ext._swap.models import Installable, as_tree
 from dynswap_ext._swap.state import modules_of, session_of, sessions_of
 from dynswap_ext._util.device_memory import DeviceMemory
 from dynswap_ext._util.own_masters import own_masters
+from dynswap_ext._util.warn import caller
 from dynswap_ext.config import resolve_device
 from dynswap_ext.errors import ConfigError, DynswapError
 from dynswap_ext.handle import Handle
@@ -33,6 +35,8 @@ from dynswap_ext.install import install
 
 #: A model fits if it leaves at least this part of the device's memory free, for activations.
 _ROOM: Final = 1 / 5
+#: Makes adapters, and moves each of their layers by itself.
+_ADAPTERS: Final = "peft."
 
 
 class Moved(NamedTuple):
@@ -97,7 +101,7 @@ class InstallMoved:
 
     def _installs(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> bool:
         """Install a model if it does not fit, and return whether it is installed, so that it is not moved."""
-        if device.type in ("cpu", "meta"):
+        if device.type in ("cpu", "meta") or caller().f_globals.get("__name__", "").startswith(_ADAPTERS):
             return False
         try:
             device = resolve_device(device)
