@@ -75,7 +75,7 @@ class LoadsOnHost(importlib.abc.MetaPathFinder):
 
         @functools.wraps(load)
         def from_pretrained(cls: type, *args: Any, **options: Any) -> Any:
-            device = _only_device(options.get("device_map"))
+            device = only_device(options.get("device_map"))
             if device is None or _is_quantised(cls, args, options):
                 return load(cls, *args, **options)
             with MappedFusion():
@@ -99,7 +99,7 @@ def _is_quantised(cls: Any, args: tuple[Any, ...], options: dict[str, Any]) -> b
     return getattr(known, "quantization_config", None) is not None
 
 
-def _only_device(device_map: Any) -> torch.device | None:
+def only_device(device_map: Any) -> torch.device | None:
     """Return the accelerator that a `device_map` means; None if there are several, or none."""
     if isinstance(device_map, dict):
         places = set(map(str, device_map.values()))

@@ -26,6 +26,7 @@ from dynswap_ext.checkpoint.pretrained import warn_of_copies
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.install import install
 from dynswap_ext.integrations.install_options import install_options
+from dynswap_ext.integrations.loaded_models import only_device
 
 __all__ = ["StreamConfig"]
 
@@ -78,16 +79,23 @@ class StreamQuantizer(HfQuantizer):  # type: ignore[misc]
     def validate_environment(self, device_map: object = None, **_: Any) -> None:
         """Check the options, before anything is read."""
         config.resolve(**self._options)
-        places = set(map(str, device_map.values())) if isinstance(device_map, dict) else {str(device_map)}
-        if device_map is not None and places != {"cpu"}:
+        if device_map is None or _is_host(device_map):
+            return
+        named, given = only_device(device_map), self._options.get("device")
+        if named is None:
             raise ConfigError(
-                f"device_map is {device_map!r}, and weights that stream stay on the host; leave it out (or "
-                "pass device_map=None, and set no default device), and give StreamConfig the device if it is "
-                "not the one that torch takes by itself"
+                f"device_map is {device_map!r}, and a model that streams computes on one device, with its "
+                "weights on the host; leave it out (or pass device_map=None), or name one device"
             )
+        if given is not None and config.resolve_device(given) != config.resolve_device(named):
+            raise ConfigError(
+                f"device_map is {device_map!r}, and the device of StreamConfig is {given!r}; leave one of "
+                "them out"
+            )
+        self._options = {**self._options, "device": named}
 
     def update_device_map(self, device_map: object) -> None:
-        """Leave the weights on the host, where they are mapped."""
+        """Leave the weights on the host, where they are mapped; the model computes where the map says."""
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """Remember the dtype that weights are cast into on their way to the device."""
@@ -129,6 +137,12 @@ class StreamQuantizer(HfQuantizer):  # type: ignore[misc]
     def is_trainable(self) -> bool:
         """True: gradients reach the masters."""
         return True
+
+
+def _is_host(device_map: object) -> bool:
+    """Return whether it leaves all weights in RAM, and so says nothing of the device to compute on."""
+    places = device_map.values() if isinstance(device_map, dict) else [device_map]
+    return set(map(str, places)) == {"cpu"}
 
 
 class _Mapped(ConversionOps):  # type: ignore[misc]

@@ -147,9 +147,27 @@ def test_what_is_refused(provider: Provider, tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="the smallest budget that works is"):
         load(config(provider, budget=2000))
     library("accelerate")
-    with pytest.raises(ConfigError, match="device_map is 'auto', and weights that stream stay on the host"):
-        load(config(provider), device_map="auto")
-    provider.handles.append(dynswap_ext.handle_of(load(config(provider), device_map="cpu")))
+    for several in ("auto", {"model": provider.device, "lm_head": "disk"}):  # the pretend device is two
+        with pytest.raises(ConfigError, match=r"device_map is .* computes on one device.*; leave it out"):
+            load(config(provider), device_map=several)
+    if provider.device.type != "cpu":
+        with pytest.raises(ConfigError, match="the device of StreamConfig is 'cpu'; leave one of them out"):
+            load(dynswap_ext.StreamConfig(device="cpu"), device_map=provider.device)
+
+
+@pytest.mark.parametrize("one", ["{}", {"": "{}"}, "cpu"], ids=str)
+def test_a_device_map_of_one_device(provider: Provider, one: Any, tmp_path: Path) -> None:
+    """The model computes there, and its weights are mapped on the host."""
+    library("accelerate")
+    folder, device = saved(llama(), tmp_path), str(provider.device)
+    plain = Auto.from_pretrained(folder).to(device)
+    options = {} if one != "cpu" else {"device": device}
+    streamed = dynswap_ext.StreamConfig(provider=provider.backend, budget="minimum", **options)
+    device_map = {"": device} if isinstance(one, dict) else one.format(device)
+    model = Auto.from_pretrained(folder, quantization_config=streamed, device_map=device_map)
+    provider.handles.append(dynswap_ext.handle_of(model))
+    assert model.device == provider.device and mapped_bytes(model) > 0.98 * bytes_of(model)
+    assert torch.equal(model(tokens(provider)).logits, plain(tokens(provider)).logits)
 
 
 def test_a_quantised_checkpoint_is_installed_after_its_load(provider: Provider, tmp_path: Path) -> None:
