@@ -96,6 +96,15 @@ def whole_models(model: Any, device: torch.device, _: Path) -> None:
     pipe(model).enable_model_cpu_offload(device=device)
 
 
+def managed(model: Any, device: torch.device, _: Path) -> None:
+    """So does the manager of modular pipelines' components, and it decides which of them have to go."""
+    if device.type == "cpu":
+        pytest.skip("diffusers offers it with an accelerator alone")
+    manager = diffusers.ComponentsManager()
+    manager.add("unet", model)
+    manager.enable_auto_cpu_offload(device=device)
+
+
 def pipe(model: Any) -> Any:
     class Pipeline(diffusers.DiffusionPipeline):
         model_cpu_offload_seq = "unet"
@@ -145,6 +154,7 @@ COMBINATIONS = (
     ),
     Combination("diffusers", "`enable_sequential_cpu_offload`", sequential, make=unet, **HOOKS_OFF),
     Combination("diffusers", "`enable_model_cpu_offload`", whole_models, make=unet, refused=False),
+    Combination("diffusers", "`enable_auto_cpu_offload`", managed, make=unet, refused=False),
     Combination("diffusers", "`enable_group_offload`, blocks", group_offload(), make=unet, **GROUPS_OFF),
     Combination(
         "diffusers", "`enable_group_offload`, leaves", group_offload(leaf=True), make=unet, **GROUPS_OFF

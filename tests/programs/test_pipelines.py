@@ -262,25 +262,6 @@ def bytes_moved_by(pipe: Any, handle: dynswap_ext.Handle) -> int:
     return handle.stats().bytes_moved
 
 
-def test_another_pipeline_from_its_components(provider: Provider) -> None:
-    """Diffusers compares the classes of the components with those that the other pipeline takes."""
-    pipe = made("StableDiffusion")
-    plain = copy.deepcopy(pipe)
-    for model in models_of(plain).values():
-        testing.move(model, provider.device, None)
-    handle = provider.install(pipe)
-    images = []
-    for each in (pipe, plain):
-        other = diffusers.StableDiffusionImg2ImgPipeline.from_pipe(each)
-        assert other.unet is each.unet
-        other.set_progress_bar_config(disable=True)
-        start = provider.randn(1, 3, 32, 32, dtype=torch.float32).sigmoid()
-        seeded()
-        images.append(other(PROMPT, image=start, num_inference_steps=4, output_type="pt").images)
-    testing.assert_bit_equal(*images, "image")
-    assert handle.active and dynswap_ext.is_installed(pipe)
-
-
 def test_the_pipeline_may_die_before_its_models(provider: Provider) -> None:
     pipe = made("StableDiffusion")
     unet, vae = pipe.unet, pipe.vae
