@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 import dynswap_ext
+from conftest import PRETEND
 from dynswap_ext import checkpoint
 from pages import run_page
 
@@ -130,6 +131,22 @@ def test_migration_runs_after(names: dict[str, Any], capsys: pytest.CaptureFixtu
     assert type(names["transformer"]).__name__ == "DynamicSwap_Model"
     for part in (names["model"], names["pipe"].unet, names["transformer"]):
         dynswap_ext.uninstall(part)
+
+
+def test_trainer_runs(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """The whole program, on a tiny checkpoint: the adapter is trained, and the base streams."""
+    for library in ("transformers", "peft", "accelerate"):
+        pytest.importorskip(library, reason=f"{library} is not installed (pip install -e '.[programs]')")
+    if PRETEND:
+        pytest.skip("Trainer takes both of the pretend device's GPUs, and an install is for one")
+    tiny = load_example("tiny")
+    tiny.write_decoder(Path("path/to/llama"))
+    Path("corpus.txt").write_text("the red cat sat on the mat\na dog ran\n" * 4)
+    assert run_page(GUIDES / "trainer.md", names, capsys) == 1
+    assert names["trainer"].state.global_step == 1
+    assert Path("trained/adapter_model.safetensors").exists()
+    assert dynswap_ext.handle_of(names["base"]).stats().bytes_moved > 0
+    dynswap_ext.uninstall(names["base"])
 
 
 def test_migration_knows_the_calls_of_before() -> None:

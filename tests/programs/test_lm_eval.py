@@ -102,6 +102,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_its_command_under_dynswap_run(provider: Provider, folder: Path) -> None:
     if provider.device.type == "cpu" or not provider.native:
         pytest.skip("`dynswap run` installs what a program moves to an accelerator")
