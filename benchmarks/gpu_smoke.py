@@ -110,7 +110,7 @@ def check(
     gc.collect()
     if place == "file":
         testing.map_from_file(model, folder / f"{len(list(folder.iterdir()))}.pt")
-    options: dict[str, Any] = {} if place == "page-locked" else {"pin": False}
+    options: dict[str, Any] = {} if place == "page-locked" else {"host_budget": "minimum"}
     given = weights // 4 if budget == "a quarter" else budget
     with dynswap_ext.install(model, device=device, dtype=dtype, budget=given, **options) as handle:
         outputs, gradients_of_masters = steps(model, x)

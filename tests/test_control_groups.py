@@ -70,7 +70,7 @@ def test_a_container_whose_root_is_its_own(groups: Path) -> None:
     (groups / "of_process").write_text("0::/\n")
     group(groups / "cgroup", memory._FILES_OF_VERSION_2, 2 * GIB, 3 * GIB)
     assert memory._free_in_group() == 0
-    assert config.resolve(device="cpu").pin <= 0.8 * 2 * GIB
+    assert config.resolve(device="cpu").host_budget.locked <= 0.8 * 2 * GIB
 
 
 @pytest.mark.parametrize("version", [1, 2])

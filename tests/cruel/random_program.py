@@ -60,7 +60,7 @@ class RandomProgram:
             "dtype": self.dtype,
             "budget": self.budget,
             "prefetch": draw.choice([0, 1, 2, 2, 5]),
-            "pin": draw.random() < 0.8,
+            "host_budget": "auto" if draw.random() < 0.8 else "minimum",
         }
 
     def reinstall(self) -> None:

@@ -63,7 +63,7 @@ def test_rows_are_in_the_order_of_use(provider: Provider) -> None:
 
 def test_the_source_of_masters(provider: Provider, mapped: Callable[[nn.Module], nn.Module]) -> None:
     in_ram, on_disk = mlp(features=256), mapped(mlp(features=256))
-    options = {"dtype": torch.float64, "pin": False}
+    options = {"dtype": torch.float64, "host_budget": "minimum"}
     assert {row.source for row in provider.install(in_ram, **options).report().rows} == {"RAM"}
     assert {row.source for row in provider.install(on_disk, **options).report().rows} == {"file"}
 

@@ -24,7 +24,7 @@ from twins_written import WrittenTwins
 
 THREADS = 3
 #: Values that no install takes.
-WRONG = {"keep": "nothing", "pin": "much", "prefetch": -1, "dtype": "int8", "device": "nowhere"}
+WRONG = {"keep": "nothing", "host_budget": "much", "prefetch": -1, "dtype": "int8", "device": "nowhere"}
 Options = dict[str, Any]
 
 

@@ -27,7 +27,7 @@ OPTIONS: dict[str, Sequence[Any]] = {
     "dtype": [torch.float64, None, torch.bfloat16],
     "budget": [None, 0.5, "1GiB", "auto"],
     "prefetch": range(4),
-    "pin": ["auto", True, False, 100_000],
+    "host_budget": ["auto", "minimum", "1GiB"],
 }
 _LOG = os.environ.get("DYNSWAP_PROGRAMS_LOG")
 
