@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import torch
 from torch import nn
 
 from dynswap_ext import _provider
@@ -13,13 +14,14 @@ from dynswap_ext._util.file_mappings import FileMappings, written_bytes
 from dynswap_ext._util.memory import exact_bytes, format_bytes
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext._util.places import storages_of
+from dynswap_ext._util.warn import warn
 from dynswap_ext.config import Options
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.profile.host_memory import HostMemory
 
 
-def bound(options: Options, planned: nn.Module) -> object:
-    """Keep the RAM of all installs within the `host_budget` of one that is about to plan for a model.
+def bound(options: Options, *planned: nn.Module, refuses: bool = False) -> object:
+    """Keep the RAM of all installs within the `host_budget` of one, which plans for these models.
 
     Returns
     -------
@@ -29,26 +31,36 @@ def bound(options: Options, planned: nn.Module) -> object:
     Raises
     ------
     ConfigError
-        The masters that are in RAM take more than the bound already.
+        The masters that are in RAM take more than the bound already, and this `refuses`.
     """
     budget = options.host_budget
     if budget.total is None:
-        limits = {"locked": budget.locked, "copies": budget.copies} if budget.page_locks else {}
-        return _provider.limit_host_memory(page_cache=budget.page_cache, **limits)
-    masters = _masters([planned, *_installed()])[0]
-    if masters > budget.total:
+        locks = {"locked": budget.locked, "copies": budget.copies} if budget.page_locks else {"copies": 0}
+        return _provider.limit_host_memory(page_cache=budget.page_cache, **locks)
+    masters = _masters([*planned, *_installed()])[0]
+    if refuses and masters > budget.total:
         raise ConfigError(
             f"host_budget is {format_bytes(budget.total)}, and the weights that are in RAM already, those of "
             f"other installed models among them, take more: give at least {exact_bytes(masters)}, or load "
             "the model from its files, where its weights take none (checkpoint.from_pretrained, "
             "checkpoint.load)"
         )
-    return _bound_beside(masters, options)
+    return _provider.limit_host_memory(
+        beside_masters=max(0, budget.total - masters), stages=options.device.type != "cpu"
+    )
 
 
-def bound_again(options: Options, *planned: nn.Module) -> object:
-    """Return a new bound for an install that has named an amount, after the masters in RAM have changed."""
-    return _bound_beside(_masters([*planned, *_installed()])[0], options)
+def warn_if_exceeded(earlier: Iterable[Options], planned: nn.Module) -> None:
+    """Warn if a model's weights take more RAM, with those of installed ones, than earlier installs allow."""
+    allowed = min((options.host_budget.total or 0 for options in earlier), default=None)
+    if allowed is None or (masters := _masters([planned, *_installed()])[0]) <= allowed:
+        return
+    warn(
+        f"the weights in RAM take {format_bytes(masters)} with these, more than the {format_bytes(allowed)} "
+        "that host_budget= of another install allows all of them. Load the model from its files, where its "
+        "weights take none (checkpoint.from_pretrained, checkpoint.load), or give the other install at least "
+        f"{exact_bytes(masters)}"
+    )
 
 
 def host_memory(limit: int | None) -> HostMemory:
@@ -63,13 +75,6 @@ def host_memory(limit: int | None) -> HostMemory:
     )
 
 
-def _bound_beside(masters: int, options: Options) -> object:
-    return _provider.limit_host_memory(
-        beside_masters=max(0, (options.host_budget.total or 0) - masters),
-        stages=options.device.type != "cpu",
-    )
-
-
 def _installed() -> list[nn.Module]:
     installs: set[ServedModules] = {*list(served_by.values())}
     return [model for install in installs if (model := install.everything()) is not None]
@@ -78,15 +83,26 @@ def _installed() -> list[nn.Module]:
 def _masters(models: Iterable[nn.Module]) -> tuple[int, int, list[tuple[int, int]]]:
     """Return the bytes of masters in RAM, of all masters on the host, and the ranges of mapped files."""
     files = FileMappings()
-    in_ram: dict[int, int] = {}
-    mapped: dict[int, int] = {}
+    in_ram: set[tuple[int, int]] = set()
+    mapped: set[tuple[int, int]] = set()
     ranges: set[tuple[int, int]] = set()
-    for module in (module for model in models for module in modules_of(model)):
-        for _, master, _ in own_masters(module):
-            for storage in storages_of(master):
-                if storage.device.type != "cpu" or not storage.nbytes():
-                    continue
-                found = files.overlapping(storage.data_ptr(), storage.nbytes())
-                (mapped if found else in_ram)[storage.data_ptr()] = storage.nbytes()
-                ranges.update((mapping.begin, mapping.end) for mapping in found)
-    return sum(in_ram.values()), sum(in_ram.values()) + sum(mapped.values()), sorted(ranges)
+    masters = (
+        master for model in models for module in modules_of(model) for _, master, _ in own_masters(module)
+    )
+    with torch._C.DisableTorchFunctionSubclass():  # a lazy master refuses every call
+        for storage in (storage for master in masters for storage in storages_of(master)):
+            if storage.device.type != "cpu" or not storage.nbytes():
+                continue
+            found = files.overlapping(storage.data_ptr(), storage.nbytes())
+            (mapped if found else in_ram).add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+            ranges.update((mapping.begin, mapping.end) for mapping in found)
+    return _covered(in_ram), _covered(in_ram) + _covered(mapped), sorted(ranges)
+
+
+def _covered(ranges: Iterable[tuple[int, int]]) -> int:
+    """Return the bytes that these ranges cover; storages of NumPy's memory may overlap."""
+    covered = reached = 0
+    for begin, end in sorted(ranges):
+        covered += max(0, end - max(begin, reached))
+        reached = max(reached, end)
+    return covered

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dynswap_ext import _provider, config
-from dynswap_ext._host_memory import bound, bound_again
+from dynswap_ext._host_memory import bound, warn_if_exceeded
 from dynswap_ext._rounds import Rounds
 from dynswap_ext._saved_plan import SavedPlan, made_for
 from dynswap_ext._swap.choices import Choices
@@ -68,6 +68,8 @@ class Installation(ServedModules):
         self._replaced = False
         #: Of the host's RAM; held while the session is open.
         self._host_bound: object = None
+        #: Whether it has served modules: what is put back is not refused for the host's RAM.
+        self._begun = False
         #: Whether its device memory was given back, and not taken again.
         self.released = False
         #: The handle that somebody may have.
@@ -127,9 +129,13 @@ class Installation(ServedModules):
                 refused[cls] = None
             return made
 
-        self._host_bound = bound(self.options, model)
+        self._host_bound = bound(self.options, model, refuses=not self._begun)
         self._bound_others(model)
         earlier = sessions_of(modules)
+        if not self._begun:
+            warn_if_exceeded(
+                (other.options for other in self._others() if other.session not in earlier), model
+            )
         take_pending()
         apply_to_originals(modules, earlier)
         for session in earlier:
@@ -184,6 +190,7 @@ class Installation(ServedModules):
                 put_masters_back(module)
         if no_room is not None:
             return self._begin_with_less(model, modules, no_room)
+        self._begun = True
         if self.saved_plan is not None:
             self.session.bring_residents()  # no pass has to bring them by turns
             self.saved_plan = None  # from here on, plans are for what there is
@@ -296,6 +303,9 @@ class Installation(ServedModules):
 
         Raises BudgetError and OutOfMemoryError; an automatic budget has shrunk before that.
         """
+        if self.options.host_budget.total is not None:
+            self._host_bound = bound(self.options, model)
+        self._bound_others(model)
         try:
             self.session.replan(model, self.budget)
         except (BudgetError, OutOfMemoryError) as error:
@@ -361,6 +371,7 @@ class Installation(ServedModules):
             self._first_pass.stop()
         self.close_session()
         self.forget()
+        self._bound_others()
 
     def end_if_over(self, *, replaced_by: Installation | None = None) -> None:
         """End the install, unless modules are still served."""
@@ -390,11 +401,20 @@ class Installation(ServedModules):
         self.forget()
         self._bound_others()
 
+    def _others(self) -> list[Installation]:
+        """Return the other installs that have named an amount of the host's RAM."""
+        installs = {install for install in list(served_by.values()) if isinstance(install, Installation)}
+        return [one for one in installs - {self} if one.options.host_budget.total is not None]
+
     def _bound_others(self, *planned: nn.Module) -> None:
         """Have other installs' bounds on the host's RAM follow what comes and goes."""
-        for other in {install for install in list(served_by.values()) if isinstance(install, Installation)}:
-            if other is not self and other.options.host_budget.total is not None:
-                other._host_bound = bound_again(other.options, *planned)
+        for other in self._others():
+            other._host_bound = bound(other.options, *planned)
+
+    def _one_is_gone(self) -> None:
+        super()._one_is_gone()
+        if self.session not in served_by:
+            self._host_bound = None
 
     def close_session(self) -> None:
         self._host_bound = None

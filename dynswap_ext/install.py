@@ -185,7 +185,7 @@ def install_with(given: Installable, options: config.Options, naming: ClassNamin
                     "and have to be on the compute device"
                 )
         except BaseException:
-            made.close_session()
+            made.give_up()
             raise
         replaced = [
             other for session in sessions_of(modules) if (other := installation_of(session)) is not None

@@ -3,6 +3,7 @@
 #include <ATen/Context.h>
 #include <c10/core/Allocator.h>
 
+#include <bit>
 #include <exception>
 #include <string>
 #include <utility>
@@ -58,6 +59,9 @@ class TorchPageLocker final : public PageLocker {
       return nullptr;
     }
   }
+
+  /// As torch's allocator.
+  std::size_t taken(std::size_t bytes) const override { return std::bit_ceil(bytes); }
 
  private:
   const c10::Device device_;

@@ -23,11 +23,14 @@ struct Account {
     const auto fits = [bytes](std::size_t taken, std::size_t limit) {
       return taken <= limit && bytes <= limit - taken;
     };
+    const auto room_for_copies = [&](const HostLimits& limit) { return fits(copies, limit.copies); };
+    if (use == HostUse::copies && !limits.empty() &&
+        std::none_of(limits.begin(), limits.end(), room_for_copies))
+      return false;
     return std::all_of(limits.begin(), limits.end(), [&](const HostLimits& limit) {
       if ((use == HostUse::locked || use == HostUse::copies) &&
           !fits(of(HostUse::locked) + copies, limit.locked))
         return false;
-      if (use == HostUse::copies && !fits(copies, limit.copies)) return false;
       if (use == HostUse::page_cache && !fits(cached, limit.page_cache)) return false;
       const std::size_t staging = std::max(of(HostUse::staging), limit.staging);
       return use == HostUse::locked || fits(copies + staging + cached, limit.beside_masters);

@@ -18,13 +18,15 @@ enum class HostUse : std::uint8_t {
 
 inline constexpr std::size_t kHostUses = 4;
 
-/// What one session was told. Those of all sessions hold for all of them together.
+/// What one session was told. Those of all sessions hold for all of them together: the smallest of each.
 struct HostLimits {
   std::size_t beside_masters = SIZE_MAX;  ///< copies, staging and page cache together
   std::size_t staging = 0;                ///< of which so much is for staging, now or later
   std::size_t locked = SIZE_MAX;          ///< in place, and copies
-  std::size_t copies = SIZE_MAX;          ///< beyond those that there were when the limit was set
-  std::size_t page_cache = SIZE_MAX;      ///< likewise
+  /// Beyond those that there were when the limit was set. It is a share of the memory that was free then, so
+  /// the largest of all sessions holds: that is the one that found the most.
+  std::size_t copies = SIZE_MAX;
+  std::size_t page_cache = SIZE_MAX;  ///< beyond what there was when the limit was set
 };
 
 /// The account of the process. Thread-safe. A forked child has an empty one.

@@ -122,14 +122,14 @@ void File::end_read_ahead_if_bounded() const noexcept {
 File::ReadPath File::read_path(std::uint64_t offset, std::size_t bytes, Keep keep,
                                ReadMode mode) const noexcept {
   const bool may_stay = keep != Keep::no;
-  if (may_stay && bytes < kSmallRead) return ReadPath::enter;
+  if (may_stay && bytes < kSmallRead && admission_->charge(offset, bytes)) return ReadPath::enter;
   const bool quick = mode == ReadMode::quick;
   const bool cached = file_.is_cached(offset, bytes);
   if (cached && quick) return ReadPath::copy;
   if (!cached && quick && may_stay && admission_->admit(offset, bytes)) return ReadPath::enter;
   if (direct_.load(std::memory_order_relaxed)) return ReadPath::direct;
   if (cached) return ReadPath::copy;
-  return may_stay ? ReadPath::enter : ReadPath::through;
+  return may_stay && admission_->charge(offset, bytes) ? ReadPath::enter : ReadPath::through;
 }
 
 std::size_t File::read_some(std::uint64_t offset, std::byte* dst, std::size_t bytes, ReadPath path) const {

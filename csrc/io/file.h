@@ -37,7 +37,8 @@ class File {
   /// straight to `dst` if address and offset are congruent modulo the disk's memory alignment (modulo 4096 is
   /// always enough), else through a bounce buffer. With Keep::yes, small ranges and what is read again and
   /// again enter the page cache (io/page_cache.h, Note [What enters the page cache]). With Keep::no nothing
-  /// does: where the file system refuses O_DIRECT, what was read through the cache is taken out of it.
+  /// does, nor what the account of the host's memory has no room for: where the file system refuses O_DIRECT,
+  /// that is read through the cache and taken out of it.
   void read(std::uint64_t offset, std::byte* dst, std::size_t bytes, const std::string& who, Keep keep,
             ReadMode mode) const;
 

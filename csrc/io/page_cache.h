@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/host_memory.h"
+#include "platform/fork_safe.h"
 
 namespace dynswap {
 
@@ -28,13 +29,17 @@ class Admission {
   /// (HostUse::page_cache). Remembers the range.
   bool admit(std::uint64_t offset, std::size_t bytes) noexcept;
 
+  /// Whether there is room for a range that is read through the cache, which is taken: once for each block of
+  /// the file, however often and in whatever ranges it is read.
+  bool charge(std::uint64_t offset, std::size_t bytes) noexcept;
+
   /// Tells how long bytes took to come from the disk.
   void took(bool through_cache, std::size_t bytes, std::chrono::nanoseconds time) noexcept;
 
  private:
   /// Passes whose gain may be spent on filling the cache.
   static constexpr double kPayback = 3;
-  /// Ranges are told apart by where they begin; those that are asked about are no smaller.
+  /// Ranges are told apart by where they begin; those that admit() is asked about are no smaller.
   static constexpr std::uint64_t kBlockBytes = 64u << 10;
   /// What has to be read in a way before its speed counts.
   static constexpr std::uint64_t kEnoughBytes = 32u << 20;
@@ -50,11 +55,14 @@ class Admission {
   };
 
   using Blocks = std::vector<std::atomic<std::uint64_t>>;  ///< a bit for each
+  static bool is_marked(const Blocks& blocks, std::uint64_t block) noexcept;
   /// Whether the bit of the block was set. Sets it.
-  static bool marked(Blocks& blocks, std::uint64_t offset) noexcept;
+  static bool mark(Blocks& blocks, std::uint64_t block) noexcept;
 
+  const std::uint64_t file_bytes_;
   Blocks read_before_;
-  Blocks charged_;
+  Mutex charging_;
+  Blocks charged_;  ///< LOCK: charging_, to set
   HostMemory::Charge charge_{HostUse::page_cache};
   Speed direct_;
   Speed through_cache_;

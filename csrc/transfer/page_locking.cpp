@@ -137,7 +137,7 @@ class Pinning {
     std::size_t bytes = 0;
     for (const Lockable* item : small) bytes += room(*item);
     if (bytes == 0) return;
-    const Charge charge = HostMemory::charge(HostUse::copies, bytes);
+    const Charge charge = HostMemory::charge(HostUse::copies, locker_.taken(bytes));
     if (!charge) return;
     const std::shared_ptr<std::byte> memory = locker_.allocate(bytes, reason_);
     if (!memory) {

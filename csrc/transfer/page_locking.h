@@ -28,6 +28,9 @@ class PageLocker {
 
   /// Locked memory of its own. Null, and why in `reason`, if there is none.
   virtual std::shared_ptr<std::byte> allocate(std::size_t bytes, std::string& reason) = 0;
+
+  /// How much RAM allocate() takes for so many bytes.
+  virtual std::size_t taken(std::size_t bytes) const { return bytes; }
 };
 
 /// Page-locks masters in plain RAM, as far as that is safe and the system allows it, and replaces their

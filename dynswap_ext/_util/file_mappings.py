@@ -102,6 +102,8 @@ def written_bytes(ranges: Sequence[tuple[int, int]]) -> int:
 
     `ranges` are the addresses at which the mappings begin and end. 0 on systems other than Linux.
     """
+    if not ranges:
+        return 0
     try:
         lines = Path("/proc/self/smaps").read_text(errors="replace").splitlines()  # proc_pid_smaps(5)
     except OSError:

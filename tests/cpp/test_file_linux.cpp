@@ -12,6 +12,7 @@
 
 #include "check.h"
 #include "core/check.h"
+#include "core/host_memory.h"
 #include "expect_reads.h"
 #include "io/file.h"
 #include "io/fork_gate.h"
@@ -106,6 +107,18 @@ TEST(file_takes_from_the_page_cache_what_is_there) {
   before = bytes_from_disks();
   expect_reads(*file, written, 0, size, 0);
   EXPECT_EQ(bytes_from_disks(), before + size);
+}
+
+TEST(file_leaves_no_small_range_in_the_page_cache_where_there_is_no_room) {
+  const std::size_t size = 4u << 20, small = 32u << 10;
+  TempFile written(size);
+  evict(written.path());
+  if (cached_pages(written.path(), 0, size) > 0) return;  // tmpfs: it is the page cache
+  const auto limit = HostMemory::limit({.beside_masters = 2 * (64u << 10)});
+  const auto file = File::open(written.path());
+  for (const std::uint64_t offset : {0u << 20, 1u << 20, 2u << 20, 3u << 20})
+    expect_reads(*file, written, offset, small, 0);
+  EXPECT_EQ(cached_pages(written.path(), 0, size), 2 * small / kPage);
 }
 
 TEST(file_on_tmpfs) {

@@ -63,4 +63,18 @@ TEST(host_memory_limits_what_comes_beyond_what_there_is) {
   EXPECT(HostMemory::charge(HostUse::page_cache, 10) != nullptr);
 }
 
+TEST(host_memory_has_room_for_copies_that_a_later_session_found_memory_for) {
+  const auto earlier = HostMemory::limit({.copies = 100});
+  const auto copies = HostMemory::charge(HostUse::copies, 100);
+  EXPECT(HostMemory::charge(HostUse::copies, 1) == nullptr);
+  const auto later = HostMemory::limit({.copies = 50});
+  EXPECT(HostMemory::charge(HostUse::copies, 51) == nullptr);
+  EXPECT(HostMemory::charge(HostUse::copies, 50) != nullptr);
+  const auto takes_none = HostMemory::limit({.copies = 0});
+  EXPECT(HostMemory::charge(HostUse::copies, 50) != nullptr);
+  const auto named = HostMemory::limit({.beside_masters = 190});
+  EXPECT(HostMemory::charge(HostUse::copies, 91) == nullptr);
+  EXPECT(HostMemory::charge(HostUse::copies, 90) != nullptr);
+}
+
 }  // namespace

@@ -57,4 +57,17 @@ TEST(admission_stays_within_the_limit_of_the_process) {
   EXPECT(!third.admit(kRange, kRange));
 }
 
+TEST(admission_counts_each_block_once_in_whatever_ranges_it_is_read) {
+  constexpr std::size_t kBlock = 64u << 10;
+  const auto cached = [] { return HostMemory::used()[static_cast<std::size_t>(HostUse::page_cache)]; };
+  Admission admission(16 * kBlock + 100);
+  EXPECT(admission.charge(0, kBlock));
+  EXPECT(admission.charge(0, 4 * kBlock));  // begins where the other did
+  EXPECT_EQ(cached(), 4 * kBlock);
+  EXPECT(admission.charge(3 * kBlock + 1, kBlock));
+  EXPECT_EQ(cached(), 5 * kBlock);
+  EXPECT(admission.charge(0, 16 * kBlock + 100));
+  EXPECT_EQ(cached(), 16 * kBlock + 100);
+}
+
 }  // namespace

@@ -42,7 +42,7 @@ struct Master {
 };
 
 /// The driver of some device, which may lock nothing in place.
-struct Driver final : PageLocker {
+struct Driver : PageLocker {
   explicit Driver(bool locks) : locks_in_place(locks) {}
   bool is_locked(const std::byte*) override { return false; }
   std::string locks_nothing() const override { return locks_in_place ? "" : "this device locks nothing"; }
@@ -159,6 +159,20 @@ TEST(page_locking_in_place_stays_within_the_limit_and_says_nothing) {
   EXPECT_EQ(page_lock(device, copies, more), "");
   EXPECT(more[0].source->pinned);
   unpin(more);
+}
+
+TEST(page_locking_counts_what_an_allocator_takes_for_small_copies) {
+  struct Rounding final : Driver {
+    Rounding() : Driver(/*locks=*/true) {}
+    std::size_t taken(std::size_t bytes) const override { return 2 * bytes; }
+  };
+  Master small(8u << 10);
+  Rounding device;
+  PinnedCopies copies;
+  std::vector<Lockable> items{small.lockable()};
+  EXPECT_EQ(page_lock(device, copies, items), "");
+  EXPECT_EQ(HostMemory::used()[static_cast<std::size_t>(HostUse::copies)], 2 * small.bytes);
+  unpin(items);
 }
 
 TEST(page_locking_stages_a_master_whose_copy_is_not_told_of_writes_any_more) {
