@@ -93,8 +93,12 @@ def _masters(models: Iterable[nn.Module]) -> tuple[int, int, list[tuple[int, int
         for storage in (storage for master in masters for storage in storages_of(master)):
             if storage.device.type != "cpu" or not storage.nbytes():
                 continue
-            found = files.overlapping(storage.data_ptr(), storage.nbytes())
-            (mapped if found else in_ram).add((storage.data_ptr(), storage.data_ptr() + storage.nbytes()))
+            try:
+                begin = storage.data_ptr()
+            except RuntimeError:  # of a wrapper that does not say what it wraps
+                continue
+            found = files.overlapping(begin, storage.nbytes())
+            (mapped if found else in_ram).add((begin, begin + storage.nbytes()))
             ranges.update((mapping.begin, mapping.end) for mapping in found)
     return _covered(in_ram), _covered(in_ram) + _covered(mapped), sorted(ranges)
 
