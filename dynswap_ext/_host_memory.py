@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from contextlib import suppress
 
 import torch
 from torch import nn
@@ -89,18 +90,22 @@ def _masters(models: Iterable[nn.Module]) -> tuple[int, int, list[tuple[int, int
     masters = (
         master for model in models for module in modules_of(model) for _, master, _ in own_masters(module)
     )
-    with torch._C.DisableTorchFunctionSubclass():  # a lazy master refuses every call
-        for storage in (storage for master in masters for storage in storages_of(master)):
-            if storage.device.type != "cpu" or not storage.nbytes():
-                continue
-            try:
-                begin = storage.data_ptr()
-            except RuntimeError:  # of a wrapper that does not say what it wraps
-                continue
-            found = files.overlapping(begin, storage.nbytes())
-            (mapped if found else in_ram).add((begin, begin + storage.nbytes()))
-            ranges.update((mapping.begin, mapping.end) for mapping in found)
+    for begin, end in (memory for master in masters for memory in _memory_of(master)):
+        found = files.overlapping(begin, end - begin)
+        (mapped if found else in_ram).add((begin, end))
+        ranges.update((mapping.begin, mapping.end) for mapping in found)
     return _covered(in_ram), _covered(in_ram) + _covered(mapped), sorted(ranges)
+
+
+def _memory_of(master: torch.Tensor) -> list[tuple[int, int]]:
+    """Return where a master's bytes are in the host's memory; nothing of a tensor that does not say."""
+    with suppress(RuntimeError), torch._C.DisableTorchFunctionSubclass():  # a lazy master refuses every call
+        return [
+            (storage.data_ptr(), storage.data_ptr() + storage.nbytes())
+            for storage in storages_of(master)
+            if storage.device.type == "cpu" and storage.nbytes()
+        ]
+    return []
 
 
 def _covered(ranges: Iterable[tuple[int, int]]) -> int:
