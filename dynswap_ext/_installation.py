@@ -43,6 +43,10 @@ from dynswap_ext.profile.first_pass import FirstPass
 lock: Final = threading.RLock()
 
 
+#: Those that have named an amount of the host's RAM, while their sessions are open.
+_bounded: Final[set[Installation]] = set()
+
+
 class Installation(ServedModules):
     """One install. Does not keep the model alive. `naming` is what its swap classes show (`compat`)."""
 
@@ -130,12 +134,14 @@ class Installation(ServedModules):
             return made
 
         self._host_bound = bound(self.options, model, refuses=not self._begun)
-        self._bound_others(model)
         earlier = sessions_of(modules)
-        if not self._begun:
-            warn_if_exceeded(
-                (other.options for other in self._others() if other.session not in earlier), model
-            )
+        if _bounded:
+            self._bound_others(model)
+            if not self._begun:
+                others = _bounded - {self}
+                warn_if_exceeded([one.options for one in others if one.session not in earlier], model)
+        if self.options.host_budget.total is not None:
+            _bounded.add(self)
         take_pending()
         apply_to_originals(modules, earlier)
         for session in earlier:
@@ -401,23 +407,22 @@ class Installation(ServedModules):
         self.forget()
         self._bound_others()
 
-    def _others(self) -> list[Installation]:
-        """Return the other installs that have named an amount of the host's RAM."""
-        installs = {install for install in list(served_by.values()) if isinstance(install, Installation)}
-        return [one for one in installs - {self} if one.options.host_budget.total is not None]
-
     def _bound_others(self, *planned: nn.Module) -> None:
         """Have other installs' bounds on the host's RAM follow what comes and goes."""
-        for other in self._others():
+        for other in _bounded - {self}:
             other._host_bound = bound(other.options, *planned)
 
     def _one_is_gone(self) -> None:
         super()._one_is_gone()
         if self.session not in served_by:
-            self._host_bound = None
+            self._end_bound()
+
+    def _end_bound(self) -> None:
+        self._host_bound = None
+        _bounded.discard(self)
 
     def close_session(self) -> None:
-        self._host_bound = None
+        self._end_bound()
         self.session.close()
         remove_step_listener(self.session)
 
