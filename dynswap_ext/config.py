@@ -388,9 +388,7 @@ def _part_of_all_ram(fraction: float) -> int:
 
 def _host_budget(given: int | float | str, device: torch.device) -> HostBudget:
     """Return the RAM for weights: an amount, or a fraction of what this process may use of it."""
-    if is_named(given, MINIMUM):
-        return HostBudget(page_locks=False, caches=False)
-    if is_named(given, AUTO):
+    if given == AUTO or is_named(given, AUTO):
         free = _free_ram()
         return HostBudget(
             # Page-locked copies would take the memory that the device computes in.
@@ -399,6 +397,8 @@ def _host_budget(given: int | float | str, device: torch.device) -> HostBudget:
             copies=int(_PINNED_COPIES * free),
             page_cache=int(_AUTO_PAGE_CACHE * free),
         )
+    if is_named(given, MINIMUM):
+        return HostBudget(page_locks=False, caches=False)
     amount = parse_bytes(given, "host_budget", names=(AUTO, MINIMUM), of="the RAM")
     return HostBudget(min(sys.maxsize, amount if isinstance(amount, int) else _part_of_all_ram(amount)))
 
