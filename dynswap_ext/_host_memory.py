@@ -21,7 +21,9 @@ from dynswap_ext.errors import ConfigError
 from dynswap_ext.profile.host_memory import HostMemory
 
 
-def bound(options: Options, *planned: nn.Module, refuses: bool = False) -> object:
+def bound(
+    options: Options, provider: _provider.Provider, *planned: nn.Module, refuses: bool = False
+) -> object:
     """Keep the RAM of all installs within the `host_budget` of one, which plans for these models.
 
     Returns
@@ -37,7 +39,7 @@ def bound(options: Options, *planned: nn.Module, refuses: bool = False) -> objec
     budget = options.host_budget
     if budget.total is None:
         locks = {"locked": budget.locked, "copies": budget.copies} if budget.page_locks else {"copies": 0}
-        return _provider.limit_host_memory(page_cache=budget.page_cache, **locks)
+        return provider.limit_host_memory(page_cache=budget.page_cache, **locks)
     masters = _masters([*planned, *_installed()])[0]
     if refuses and masters > budget.total:
         raise ConfigError(
@@ -46,7 +48,7 @@ def bound(options: Options, *planned: nn.Module, refuses: bool = False) -> objec
             "the model from its files, where its weights take none (checkpoint.from_pretrained, "
             "checkpoint.load)"
         )
-    return _provider.limit_host_memory(
+    return provider.limit_host_memory(
         beside_masters=max(0, budget.total - masters), stages=options.device.type != "cpu"
     )
 

@@ -133,7 +133,7 @@ class Installation(ServedModules):
                 refused[cls] = None
             return made
 
-        self._host_bound = bound(self.options, model, refuses=not self._begun)
+        self._host_bound = bound(self.options, self.provider, model, refuses=not self._begun)
         earlier = sessions_of(modules)
         if _bounded:
             self._bound_others(model)
@@ -310,7 +310,7 @@ class Installation(ServedModules):
         Raises BudgetError and OutOfMemoryError; an automatic budget has shrunk before that.
         """
         if self.options.host_budget.total is not None:
-            self._host_bound = bound(self.options, model)
+            self._host_bound = bound(self.options, self.provider, model)
         self._bound_others(model)
         try:
             self.session.replan(model, self.budget)
@@ -410,7 +410,7 @@ class Installation(ServedModules):
     def _bound_others(self, *planned: nn.Module) -> None:
         """Have other installs' bounds on the host's RAM follow what comes and goes."""
         for other in _bounded - {self}:
-            other._host_bound = bound(other.options, *planned)
+            other._host_bound = bound(other.options, other.provider, *planned)
 
     def _one_is_gone(self) -> None:
         super()._one_is_gone()

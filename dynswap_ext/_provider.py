@@ -49,6 +49,9 @@ class Provider:
     name: str
     session: Callable[[Options, Budget, Hooks], Session]
     attribute: type
+    #: Limits the bytes of the host's RAM that engines take beside masters, while what it returns lives. Pure
+    #: Python takes none.
+    limit_host_memory: Callable[..., object]
     #: The engine's backend: "host", "cuda" or "torch" (torch's own streams). "python" for the pure-Python
     #: provider, which has no engine.
     backend: str
@@ -166,7 +169,8 @@ def select(asked: str, device: torch.device) -> Provider:
         logger.debug("the native provider serves %s by its backend %s", device, backend)
         reason = obstacle.reason if obstacle else ""
         session = functools.partial(extension.module.Session, backend=backend)
-        return Provider("native", session, extension.module.Attribute, backend, reason)
+        limit = extension.module.limit_host_memory
+        return Provider("native", session, extension.module.Attribute, limit, backend, reason)
     assert obstacle is not None
     if asked == "native":
         raise ConfigError(
@@ -272,15 +276,6 @@ def update_memory_history_recorded() -> bool:
     return recorded
 
 
-def limit_host_memory(**limits: int) -> object:
-    """Limit the bytes of the host's RAM that the engine takes, while the result lives.
-
-    The limits are `HostLimits` (csrc/core/host_memory.h). Pure Python takes no RAM beside masters.
-    """
-    module = _extension().module
-    return None if module is None else module.limit_host_memory(**limits)
-
-
 def host_memory_beside_masters() -> dict[str, int]:
     """Return the bytes of RAM that the engine takes beside masters, by use, named as in `HostMemory`."""
     module = _extension().module
@@ -310,7 +305,7 @@ def _warn_once(message: str) -> None:
 
 
 def _python(reason: str = "") -> Provider:
-    return Provider("python", PythonSession, PythonAttribute, "python", reason)
+    return Provider("python", PythonSession, PythonAttribute, lambda **limits: None, "python", reason)
 
 
 def _engine(
