@@ -25,7 +25,7 @@ import os
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -79,8 +79,7 @@ class Budget:
     automatic: bool = False
 
 
-@dataclass(frozen=True)
-class HostBudget:
+class HostBudget(NamedTuple):
     """The RAM that the weights of all installs may take together, in bytes."""
 
     #: The most in all, with the masters that are in RAM; None: the user has named no amount.

@@ -24,6 +24,7 @@ MINIMUM: Final = "minimum"
 #: The rest is for activations, until they have been measured.
 _FIRST_SHARE: Final = 0.5
 
+_AVAILABLE: Final = re.compile(r"^MemAvailable:\s+(\d+) kB", re.MULTILINE)
 _GROUPS: Final = Path("/sys/fs/cgroup")
 _GROUPS_OF_PROCESS: Final = Path("/proc/self/cgroup")
 #: The files with a control group's limit and its use, and the fields of memory.stat that count cached pages
@@ -188,7 +189,7 @@ def _free_ram() -> int:
     if not hasattr(os, "sysconf"):
         return _ram_of_windows().ullAvailPhys
     with contextlib.suppress(OSError):
-        available = re.search(r"^MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(), re.MULTILINE)
+        available = _AVAILABLE.search(Path("/proc/meminfo").read_text())
         if available:
             return int(min(int(available[1]) * 1024, _free_in_group()))
     return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -217,9 +218,12 @@ def _control_groups() -> Iterator[_ControlGroup]:
             root, files = _GROUPS / "memory", _FILES_OF_VERSION_1
         else:
             continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(parts) + 1):
-            yield _ControlGroup(root.joinpath(*parts[:depth]), *files)
+        folder = root
+        yield _ControlGroup(folder, *files)
+        for part in path.split("/"):
+            if part not in ("", ".."):
+                folder /= part
+                yield _ControlGroup(folder, *files)
 
 
 class _ControlGroup(NamedTuple):
