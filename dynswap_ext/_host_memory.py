@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Final
 
 import torch
 from torch import nn
@@ -20,6 +21,9 @@ from dynswap_ext.config import Options
 from dynswap_ext.errors import ConfigError
 from dynswap_ext.profile.host_memory import HostMemory
 
+#: Of one install on an accelerator: kStagingBytes * kStagingBuffers (csrc/transfer/staging.h).
+_STAGING: Final = 64 << 20
+
 
 def bound(
     options: Options, provider: _provider.Provider, *planned: nn.Module, refuses: bool = False
@@ -34,23 +38,24 @@ def bound(
     Raises
     ------
     ConfigError
-        The masters that are in RAM take more than the bound already, and this `refuses`.
+        The masters that are in RAM, and buffers, take more than the bound, and this `refuses`.
     """
     budget = options.host_budget
     if budget.total is None:
         locks = {"locked": budget.locked, "copies": budget.copies} if budget.page_locks else {"copies": 0}
         return provider.limit_host_memory(page_cache=budget.page_cache, **locks)
     masters = _masters([*planned, *_installed()])[0]
-    if refuses and masters > budget.total:
+    stages = options.device.type != "cpu" and provider.name == "native"
+    least = masters + (_STAGING if stages else 0)
+    if refuses and least > budget.total:
+        buffers = f", and buffers on the way to '{options.device}' {format_bytes(_STAGING)}" if stages else ""
         raise ConfigError(
             f"host_budget is {format_bytes(budget.total)}, and the weights that are in RAM already, those of "
-            f"other installed models among them, take more: give at least {exact_bytes(masters)}, or load "
-            "the model from its files, where its weights take none (checkpoint.from_pretrained, "
-            "checkpoint.load)"
+            f"other installed models among them, take {format_bytes(masters)}{buffers}: give at least "
+            f"{exact_bytes(least)}, or load the model from its files, where its weights take none "
+            "(checkpoint.from_pretrained, checkpoint.load)"
         )
-    return provider.limit_host_memory(
-        beside_masters=max(0, budget.total - masters), stages=options.device.type != "cpu"
-    )
+    return provider.limit_host_memory(beside_masters=max(0, budget.total - masters), stages=stages)
 
 
 def warn_if_exceeded(earlier: Iterable[Options], planned: nn.Module) -> None:

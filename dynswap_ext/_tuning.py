@@ -318,7 +318,9 @@ class Tuner:
             stats, held = self._session.stats(), self._held()
             room = self._room(self._activations or 0) or 0
             enough = max(1, headroom // _HEADROOM_STEPS)
-            if room > held - enough:
+            # Weights that take less than that leave, too.
+            short = min(enough, max(1, held // _HEADROOM_STEPS))
+            if room > held - short:
                 self._cache_emptied = False
                 self._take_more_room(room, held, enough, stats)
             elif self._install.budget.bytes is not None and stats["resident_bytes"]:
@@ -327,7 +329,7 @@ class Tuner:
                     self._cache_emptied = True
                     DeviceMemory(self._session.device).empty_cache()
                     room = self._room(self._activations or 0) or 0
-                if room <= held - enough and self._may_plan():
+                if room <= held - short and self._may_plan():
                     logger.info("others need memory: weights leave %s of it", format_bytes(held - room))
                     self._plan_and_measure(room)
                     DeviceMemory(self._session.device).empty_cache()

@@ -399,6 +399,11 @@ def _host_budget(given: int | float | str, device: torch.device) -> HostBudget:
     if is_named(given, MINIMUM):
         return HostBudget(page_locks=False, caches=False)
     amount = parse_bytes(given, "host_budget", names=(AUTO, MINIMUM), of="the RAM")
+    if amount < _HARDLY_MEANT and not isinstance(amount, float):
+        raise ConfigError(
+            f"host_budget is {given!r}, which is {format_bytes(amount)}; expected a size with its unit "
+            "('48GiB'), or a fraction of the RAM"
+        )
     return HostBudget(min(sys.maxsize, amount if isinstance(amount, int) else _part_of_all_ram(amount)))
 
 

@@ -155,6 +155,7 @@ def test_a_fraction_is_one_of_the_free_memory() -> None:
         ({"host_budget": True}, r"host_budget is True; expected a number of bytes"),
         ({"host_budget": 10**400}, r"host_budget is 1000.*; expected a number of bytes"),
         ({"host_budget": 1024}, r"host_budget is 1 KiB, and the weights that are in RAM already.*at least"),
+        ({"host_budget": "1.5"}, r"host_budget is '1.5', which is 1 byte; expected a size with its unit"),
         ({"provider": "cuda"}, r"provider is 'cuda'; expected one of auto, native, python"),
         ({"provider": "natve"}, r"expected one of auto, native, python. Did you mean 'native'\?"),
         ({"strict_budget": "no"}, r"strict_budget is 'no'; expected True or False"),

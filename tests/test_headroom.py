@@ -117,6 +117,21 @@ def test_residents_leave_when_others_need_memory_and_return(
     assert stats.bytes_moved <= 2 * (stats.weight_bytes - stats.resident_bytes // 2)
 
 
+def test_few_residents_leave_too(provider: Provider, machine: Machine) -> None:
+    """Residents that take less than an eighth of the headroom."""
+    model, x = mlp(64, LAYERS).eval().requires_grad_(False), provider.randn(2, 64)
+    handle = install(provider, model, headroom=MEMORY // 2)
+    with torch.no_grad():
+        for _ in range(5):
+            model(x)
+        held = handle.stats().resident_bytes
+        assert 0 < held < MEMORY // 16
+        machine.others_take(MEMORY - 2 * held)
+        model(x)
+        model(x)
+    assert handle.stats().resident_bytes < held
+
+
 def test_small_changes_are_left_alone(provider: Provider, machine: Machine) -> None:
     model = layers()
     x = provider.randn(2, WIDTH)

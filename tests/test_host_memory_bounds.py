@@ -20,6 +20,7 @@ from conftest import Provider
 from dynswap_ext import BudgetError, ConfigError, checkpoint
 from dynswap_ext._installation import Installation
 from dynswap_ext._util.file_mappings import drop_file_cache
+from dynswap_ext._util.memory import format_bytes
 from dynswap_ext._util.peak_memory import disk_bytes_read
 from dynswap_ext.profile.host_memory import HostMemory
 
@@ -88,7 +89,7 @@ def test_storages_that_overlap_are_counted_once(provider: Provider) -> None:
     model = nn.Linear(1024, 1024, bias=False)
     model.weight.data = torch.from_numpy(memory)
     model.register_buffer("tail", torch.from_numpy(memory[1:]))
-    handle = provider.install(model, dtype=torch.float32, host_budget=LAYER)
+    handle = provider.install(model, dtype=torch.float32, host_budget=beside(provider, 1))
     assert host_of(handle).weights == LAYER
 
 
@@ -107,10 +108,12 @@ def test_an_install_is_put_back_whatever_weights_take_by_then(
     path = tmp_path / "model.safetensors"
     checkpoint.save(layers(), path)
     model = checkpoint.load(layers, path)
-    provider.install(model, dtype=torch.float32, host_budget=LAYER)
-    other = layers(2)
+    bound = beside(provider, 1)
+    provider.install(model, dtype=torch.float32, host_budget=bound)
+    other = layers(bound // LAYER + 1)
+    taken = format_bytes(bound + LAYER)
     with pytest.warns(
-        UserWarning, match=r"weights in RAM take 8 MiB .* more than the 4 MiB that host_budget="
+        UserWarning, match=rf"in RAM take {taken} .* more than the {format_bytes(bound)} that host_budget="
     ):
         provider.install(other, dtype=torch.float32)
     begin = Installation.begin
@@ -125,7 +128,7 @@ def test_an_install_is_put_back_whatever_weights_take_by_then(
         provider.install(model, dtype=torch.float32, prefetch=1)
     assert dynswap_ext.is_installed(model)
     run(provider, model, other)
-    with pytest.raises(ConfigError, match="give at least 8 MiB"):
+    with pytest.raises(ConfigError, match=f"RAM .* take {taken}.*: give at least"):
         provider.install(model, dtype=torch.float32, host_budget=LAYER)
 
 

@@ -19,7 +19,9 @@ def shortfalls(report: Report, seconds: float, *, stalled: float | None, staged:
     stalled, staged
         The largest shares that are well: of that time (None: any), and of the bytes of masters in RAM.
     """
-    stats = report.stats
+    stats, host = report.stats, report.host
+    if host is not None and host.limit is not None and host.total > host.limit:
+        yield f"weights take more of the host's RAM than host_budget= allows: {host}"
     if not report.rows or not any(row.hits or row.misses or row.copies for row in report.rows):
         yield f"nothing is streamed: {report.diagnosis}"
         return
@@ -36,12 +38,9 @@ def shortfalls(report: Report, seconds: float, *, stalled: float | None, staged:
     if stats.staged_bytes > staged * in_ram:
         yield (
             f"{format_bytes(stats.staged_bytes)} of {format_bytes(in_ram)} of masters in RAM are not "
-            "page-locked, and go through a small pinned buffer, which is slower; let the process lock more "
-            "memory (ulimit -l), or leave host_budget= out"
+            "page-locked, and go through a small pinned buffer, which is slower; the warning "
+            "at the install says why"
         )
-    host = report.host
-    if host is not None and host.limit is not None and host.total > host.limit:
-        yield f"weights take more of the host's RAM than host_budget= allows: {host}"
     waited = report.stall_ns / 1e9
     if stalled is not None and waited > stalled * seconds:
         yield (
