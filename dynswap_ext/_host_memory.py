@@ -101,7 +101,8 @@ def _masters(models: Iterable[nn.Module]) -> tuple[int, int, list[tuple[int, int
         found = files.overlapping(begin, end - begin)
         (mapped if found else in_ram).add((begin, end))
         ranges.update((mapping.begin, mapping.end) for mapping in found)
-    return _covered(in_ram), _covered(in_ram) + _covered(mapped), sorted(ranges)
+    covered = _covered(in_ram)
+    return covered, covered + _covered(mapped), list(ranges)
 
 
 def _memory_of(master: torch.Tensor) -> list[tuple[int, int]]:

@@ -8,18 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-import dynswap_ext
 from conftest import Provider
 from dynswap_ext import ConfigError, ShortfallError, checkpoint
 from dynswap_ext._util.memory import format_bytes
-from dynswap_ext.profile.host_memory import HostMemory
-
-LAYER = 4 << 20
-LAYERS = 6
-
-
-def layers(count: int = LAYERS) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(count)))
+from sample_host_memory import LAYER, LAYERS, host_of, layers, run
 
 
 @pytest.fixture
@@ -30,23 +22,9 @@ def path(tmp_path: Path) -> Path:
     return path
 
 
-def run(provider: Provider, *models: nn.Module, passes: int = 4) -> None:
-    x = provider.randn(1, 1024, dtype=torch.float32)
-    with torch.no_grad():
-        for _ in range(passes):
-            for model in models:
-                model(x)
-
-
 def staging(provider: Provider) -> int:
     """Return the bytes of the buffers that an install may need."""
     return 64 << 20 if provider.device.type != "cpu" and provider.native else 0
-
-
-def host_of(handle: dynswap_ext.Handle) -> HostMemory:
-    host = handle.report().host
-    assert host is not None
-    return host
 
 
 def test_the_masters_of_all_installed_models_are_counted_once(provider: Provider, path: Path) -> None:

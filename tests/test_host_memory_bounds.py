@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import subprocess
 import sys
@@ -21,31 +20,10 @@ from dynswap_ext import BudgetError, ConfigError, checkpoint
 from dynswap_ext._installation import Installation
 from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.memory import format_bytes
-from dynswap_ext._util.peak_memory import disk_bytes_read
-from dynswap_ext.profile.host_memory import HostMemory
+from sample_host_memory import LAYER, cold, host_of, layers, run
 
-LAYER = 4 << 20
-LAYERS = 6
 #: Left for buffers on the way to an accelerator.
 STAGING = 64 << 20
-
-
-def layers(count: int = LAYERS) -> nn.Module:
-    return nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(count)))
-
-
-def cold(path: Path, model: nn.Module) -> Path:
-    """A checkpoint of a model, none of it in the page cache."""
-    checkpoint.save(model, path)
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())  # dirty pages cannot be dropped
-    drop_file_cache(path)
-    before = disk_bytes_read()
-    path.read_bytes()
-    if disk_bytes_read() == before:
-        pytest.skip("this file system is in memory, or reads are not counted")
-    drop_file_cache(path)
-    return path
 
 
 def beside(provider: Provider, layers: float) -> int:
@@ -53,26 +31,14 @@ def beside(provider: Provider, layers: float) -> int:
     return int(layers * LAYER) + (0 if provider.device.type == "cpu" else STAGING)
 
 
-def run(provider: Provider, *models: nn.Module, passes: int = 4) -> None:
-    x = provider.randn(1, 1024, dtype=torch.float32)
-    with torch.no_grad():
-        for _ in range(passes):
-            for model in models:
-                model(x)
-
-
-def host_of(handle: dynswap_ext.Handle) -> HostMemory:
-    host = handle.report().host
-    assert host is not None
-    return host
-
-
 @pytest.fixture
 def mapped(provider: Provider, tmp_path: Path) -> nn.Module:
     """A model of 24 MiB in a cold file."""
     if not provider.native:
         pytest.skip("pure Python reads through mappings, whose cache is the system's")
-    path = cold(tmp_path / "model.safetensors", layers())
+    path = tmp_path / "model.safetensors"
+    checkpoint.save(layers(), path)
+    cold(path)
     model = checkpoint.load(layers, path)
     drop_file_cache(path)  # what the system read ahead of the header
     return model
@@ -196,7 +162,9 @@ assert read >= 15 << 20, (read, host)  # the rest has not stayed in the cache
 def test_a_bound_holds_where_direct_reads_are_refused(provider: Provider, tmp_path: Path) -> None:
     if provider.name != "native-host":
         pytest.skip("the process that it starts computes with the native provider, on the CPU")
-    path = cold(tmp_path / "model.safetensors", layers())
+    path = tmp_path / "model.safetensors"
+    checkpoint.save(layers(), path)
+    cold(path)
     command = [sys.executable, "-c", textwrap.dedent(NO_DIRECT_READS), str(path)]
     ended = subprocess.run(command, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr

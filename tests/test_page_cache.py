@@ -13,9 +13,9 @@ from torch import nn
 
 from conftest import Provider
 from dynswap_ext import checkpoint
-from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.peak_memory import disk_bytes_read
 from dynswap_ext.errors import SourceError
+from sample_host_memory import cold
 
 pytestmark = pytest.mark.alone
 
@@ -32,15 +32,7 @@ def path(tmp_path: Path) -> Path:
     """A checkpoint of 24 MiB, none of it in the page cache."""
     path = tmp_path / "model.safetensors"
     save_file(build().state_dict(), path)
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())  # dirty pages cannot be dropped
-    drop_file_cache(path)
-    before = disk_bytes_read()
-    path.read_bytes()
-    if disk_bytes_read() == before:
-        pytest.skip("this file system is in memory, or reads are not counted")
-    drop_file_cache(path)
-    return path
+    return cold(path)
 
 
 def read_by_each_pass(provider: Provider, path: Path, **options: Any) -> list[float]:
