@@ -11,6 +11,7 @@
 #include "session/module_state.h"
 #include "session/saved_hooks.h"
 #include "session/session.h"
+#include "tensor/autograd_state.h"
 #include "tensor/fetch_backward.h"
 #include "tensor/handed_out.h"
 #include "tensor/written_buffers.h"
@@ -151,8 +152,18 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
     // A graph has the wrapper's own `.to()` in it (Note [Subclasses are taken apart]).
     return in_graph ? convert(weight, master_object) : rebuild_wrapper(weight, master_object);
   }
-  if (weight.path == Weight::AccessPath::converted || closed_ || master._fw_grad(0).defined())
-    return convert(weight, master_object);
+  if (weight.path == Weight::AccessPath::converted) return convert(weight, master_object);
+  GradientTarget to;
+  const auto path = weight.path;
+  for (bool ask = may_have_tangents(); ask || (master.requires_grad() && !to.edge.is_valid());) {
+    const std::shared_ptr<Weight> alive = weight.shared_from_this();
+    to = gradient_target_of(master);
+    if (std::exchange(ask, false) && has_tangent(master)) return convert(weight, master_object);
+    // Other threads may have run, and changed what was looked at.
+    if (weight.superseded || !settle(weight, master_object)) return convert(weight, master_object);
+    if (weight.path != path) return plain_access(weight, master_object, training, inside);
+  }
+  if (closed_) return convert(weight, master_object);
 
   const auto bytes = static_cast<std::size_t>(master.numel()) * at::elementSize(weight.wanted);
   const bool small_buffer = PROTECTED(private_copies) && !weight.parameter && bytes <= kSmallBuffer;
@@ -167,27 +178,27 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
     captured_ = true;
   }
   DeferredRelease dropped;
-  if (const at::Tensor tensor = still_handed_out(weight, master, watched); tensor.defined()) {
+  if (const at::Tensor tensor = still_handed_out(weight, master, watched, to); tensor.defined()) {
     HandedOut* const record = HandedOut::of(*tensor.unsafeGetTensorImpl());
     if (!record->watched() || !inside_call()) write_back(weight, dropped);
     if (small_buffer && training) watch(tensor);
-    return hand_out_again(weight, tensor, master);
+    return hand_out_again(weight, tensor, master, to);
   }
   if (watched || !weight.plan) {
     write_back(weight, dropped);  // of a copy that is held by a graph alone
     if (weight.path == Weight::AccessPath::streamed && !weight.plan && inside_call_of(*this))
       note_unplanned(weight);
-    return hand_out_private(weight, master, watched);
+    return hand_out_private(weight, master, watched, to);
   }
-  return hand_out(weight, master_object, inside);
+  return hand_out(weight, master_object, inside, to);
 }
 
-PyObject* Session::hand_out_private(Weight& weight, const at::Tensor& master, bool watched) {
+PyObject* Session::hand_out_private(Weight& weight, const at::Tensor& master, bool watched,
+                                    const GradientTarget& to) {
   const at::Tensor copy = HandedOut::make_private({weak_from_this(), weight.shared_from_this()}, master,
                                                   options_.device, count_whole(weight));
   if (watched) watch(copy);
-  if (master.requires_grad())
-    connect_to_master(copy, master, gradient_target_of(master), weight.watch, weight.gradient);
+  if (to.edge.is_valid()) connect_to_master(copy, master, to, weight.watch, weight.gradient);
   if (!weight.plan) {
     ++counters_.copies;
     counters_.bytes_moved += master.nbytes();
@@ -196,7 +207,8 @@ PyObject* Session::hand_out_private(Weight& weight, const at::Tensor& master, bo
   return wrap(weight, copy);
 }
 
-at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, bool watched) {
+at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, bool watched,
+                                     const GradientTarget& to) {
   if (auto alive = weight.latest.lock(); alive && HandedOut::of(*alive) != nullptr)
     return at::Tensor::wrap_tensor_impl(std::move(alive));
   at::Tensor tensor;
@@ -212,8 +224,7 @@ at::Tensor Session::still_handed_out(Weight& weight, const at::Tensor& master, b
     }
   }
   if (!tensor.defined()) return tensor;
-  if (master.requires_grad())
-    connect_to_master(tensor, master, gradient_target_of(master), weight.watch, weight.gradient);
+  if (to.edge.is_valid()) connect_to_master(tensor, master, to, weight.watch, weight.gradient);
   remember(weight, tensor);
   return tensor;
 }
@@ -231,7 +242,8 @@ void Session::watch(const at::Tensor& tensor) {
   }
 }
 
-PyObject* Session::hand_out_again(Weight& weight, const at::Tensor& tensor, const at::Tensor& master) {
+PyObject* Session::hand_out_again(Weight& weight, const at::Tensor& tensor, const at::Tensor& master,
+                                  const GradientTarget& to) {
   HandedOut* const record = HandedOut::of(*tensor.unsafeGetTensorImpl());
   const Stream consumer = current_stream(options_.device);
   const std::shared_ptr<const Plan> plan = weight.plan;
@@ -241,7 +253,7 @@ PyObject* Session::hand_out_again(Weight& weight, const at::Tensor& tensor, cons
     if (recording_ && plan) plan->engine->note_use(weight.id, consumer);
   } catch (const ClosedError&) {
     // A companion was on its way to the same copy: Note [One outdated weight of a group].
-    return hand_out_private(weight, master, /*watched=*/false);  // Note [A plan takes another's place]
+    return hand_out_private(weight, master, /*watched=*/false, to);  // Note [A plan takes another's place]
   }
   if (weight.cached != nullptr && THPVariable_Unpack(weight.cached).is_same(tensor)) {
     weight.cached_stream = stream_id();
@@ -249,7 +261,7 @@ PyObject* Session::hand_out_again(Weight& weight, const at::Tensor& tensor, cons
   return wrap(weight, tensor);
 }
 
-PyObject* Session::hand_out(Weight& weight, PyObject* master_object, bool inside) {
+PyObject* Session::hand_out(Weight& weight, PyObject* master_object, bool inside, const GradientTarget& to) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
   const Stream consumer = current_stream(options_.device);
   const std::uint64_t generation = weight.generation;
@@ -267,7 +279,7 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object, bool inside
           weight.id, consumer,
           {.in_order = in_order, .after_consumer = captured_ && stays && PROTECTED(after_replays)});
     } catch (const ClosedError&) {
-      return hand_out_private(weight, master, /*watched=*/false);  // Note [A plan takes another's place]
+      return hand_out_private(weight, master, /*watched=*/false, to);  // Note [A plan takes another's place]
     }
   }
   const bool overflows = lease.overflows();
@@ -278,11 +290,10 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object, bool inside
   // thread has got the weight, this one hands out the same tensor.
   const bool outdated = weight.generation != generation;
   if (others_ran && !outdated) {
-    if (const at::Tensor other = still_handed_out(weight, master, /*watched=*/false); other.defined())
-      return hand_out_again(weight, other, master);
+    if (const at::Tensor other = still_handed_out(weight, master, /*watched=*/false, to); other.defined())
+      return hand_out_again(weight, other, master, to);
   }
-  if (master.requires_grad())
-    connect_to_master(tensor, master, gradient_target_of(master), weight.watch, weight.gradient);
+  if (to.edge.is_valid()) connect_to_master(tensor, master, to, weight.watch, weight.gradient);
   PyObject* const object = wrap(weight, tensor);
   if (outdated) return object;
   remember(weight, tensor);

@@ -299,13 +299,17 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   // access.cpp
   PyObject* plain_access(Weight& weight, PyObject* master, bool training, bool inside);
   PyObject* cached_tensor(const Weight& weight, PyObject* master, bool inside) const;
-  at::Tensor still_handed_out(Weight& weight, const at::Tensor& master, bool watched);
-  PyObject* hand_out_again(Weight& weight, const at::Tensor& tensor, const at::Tensor& master);
+  // `to`: where the gradients of the master go; nowhere, if it needs none.
+  at::Tensor still_handed_out(Weight& weight, const at::Tensor& master, bool watched,
+                              const GradientTarget& to);
+  PyObject* hand_out_again(Weight& weight, const at::Tensor& tensor, const at::Tensor& master,
+                           const GradientTarget& to);
   PyObject* seen_from_outside(Weight& weight, PyObject* master, PyObject* handed_out);
   void release_idle_nodes();
   static void watch(const at::Tensor& tensor);
-  PyObject* hand_out(Weight& weight, PyObject* master, bool inside);
-  PyObject* hand_out_private(Weight& weight, const at::Tensor& master, bool watched);
+  PyObject* hand_out(Weight& weight, PyObject* master, bool inside, const GradientTarget& to);
+  PyObject* hand_out_private(Weight& weight, const at::Tensor& master, bool watched,
+                             const GradientTarget& to);
   static PyObject* wrap(const Weight& weight, const at::Tensor& tensor);
   PyObject* rebuild_wrapper(Weight& weight, PyObject* master);
   PyObject* with_class_of_master(const Weight& weight, PyObject* master, PyObject* handed_out) const;

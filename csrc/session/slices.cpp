@@ -8,6 +8,7 @@
 #include "core/amount.h"
 #include "session/calls.h"
 #include "session/session.h"
+#include "tensor/autograd_state.h"
 #include "tensor/fetch_backward.h"
 
 namespace dynswap {
@@ -27,6 +28,8 @@ py::object Session::fetch_slice(const py::object& master_object, std::int64_t in
   Weight* const found = closed_ ? nullptr : table_->find(master.unsafeGetTensorImpl());
   if (found == nullptr) return py::none();
   const std::shared_ptr<Weight> whole = found->shared_from_this();
+  torch::autograd::Edge to_master;
+  if (master.requires_grad()) to_master = gradient_edge_of(master);  // others may run: before it is looked at
   if (!settle(*whole, master_object.ptr()) || !sliced(*whole)) return py::none();
   if (!whole->latest_storage.expired())
     write_back(*whole);  // somebody has had all of it, and may have written
@@ -34,9 +37,9 @@ py::object Session::fetch_slice(const py::object& master_object, std::int64_t in
   auto fetched = py::reinterpret_steal<py::object>(
       access(*part, view_object.ptr(), /*training=*/false, /*inside=*/true));
   const at::Tensor& tensor = THPVariable_Unpack(fetched.ptr());
-  if (master.requires_grad() && !tensor.requires_grad()) {
+  if (to_master.is_valid() && !tensor.requires_grad()) {
     const at::Tensor& view = THPVariable_Unpack(view_object.ptr());
-    const auto to = gradient_target_of_slice(master, view, index, whole->stacked);
+    const auto to = gradient_target_of_slice(master, to_master, view, index, whole->stacked);
     connect_to_master(tensor, view, to, part->watch, part->gradient);
   } else if (!master.requires_grad() && tensor.requires_grad()) {  // it has been frozen since
     return py::reinterpret_steal<py::object>(THPVariable_Wrap(alias_of(tensor)));

@@ -23,6 +23,7 @@
 #include "accelerator/torch_stream.h"
 #include "core/protection.h"
 #include "platform/fork_safe.h"
+#include "tensor/autograd_state.h"
 
 namespace dynswap {
 
@@ -264,13 +265,10 @@ NodePtr fetch_node(const at::Tensor& handed_out, const at::Tensor& master, const
 
 }  // namespace
 
-GradientTarget gradient_target_of(const at::Tensor& master) {
-  return {autograd::impl::gradient_edge(master), nullptr};
-}
+GradientTarget gradient_target_of(const at::Tensor& master) { return {gradient_edge_of(master), nullptr}; }
 
-GradientTarget gradient_target_of_slice(const at::Tensor& master, const at::Tensor& view, std::int64_t index,
-                                        GradientNodes& known) {
-  const autograd::Edge to = autograd::impl::gradient_edge(master);
+GradientTarget gradient_target_of_slice(const at::Tensor& master, const autograd::Edge& to,
+                                        const at::Tensor& view, std::int64_t index, GradientNodes& known) {
   NodePtr stack = known.shared(view, to);
   if (!stack) {
     stack = internal::new_node<StackBackward>(master, to);

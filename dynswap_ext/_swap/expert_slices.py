@@ -280,14 +280,16 @@ def _gathered(slices: ExpertSlices, rows: list[int]) -> torch.Tensor:
         if not -count <= row < count:
             raise IndexError(f"index {row} is out of bounds for dimension 0 with size {count}")
     rows = [row % count for row in rows]
-    return _Gather.apply(slices._master, (slices,), rows)  # type: ignore[no-any-return,no-untyped-call]
+    # Of a leaf, `apply` takes a mutex with the GIL: Note [Autograd's mutex is taken without the GIL].
+    master = slices._master.view_as(slices._master)
+    return _Gather.apply(master, (slices,), rows)  # type: ignore[no-any-return,no-untyped-call]
 
 
 class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, master: torch.Tensor, of: tuple[ExpertSlices], rows: list[int]) -> torch.Tensor:
         (slices,) = of  # in a tuple, as it is no input of the graph
-        ctx.master, ctx.source, ctx.views = master, slices._source, slices._views
+        ctx.master, ctx.source, ctx.views = slices._master, slices._source, slices._views
         places: dict[int, list[int]] = {}
         for place, row in enumerate(rows):
             places.setdefault(row, []).append(place)
@@ -295,7 +297,7 @@ class _Gather(torch.autograd.Function):
         # Laid out as an index of the whole lays it out, by which kernels are chosen.
         like = slices._viewed(torch.empty(master.shape, device="meta"))[[0] * len(rows)]
         gathered = torch.empty_strided(like.shape, like.stride(), dtype=slices.dtype, device=slices.device)
-        slices._source.expect_slices(master, list(places))
+        slices._source.expect_slices(slices._master, list(places))
         for row, at in places.items():
             fetched = slices._slice(row)
             for place in at:

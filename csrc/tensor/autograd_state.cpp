@@ -1,0 +1,22 @@
+#include "tensor/autograd_state.h"
+
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/variable.h>
+
+#include "tensor/interpreter.h"
+
+namespace dynswap {
+
+torch::autograd::Edge gradient_edge_of(const at::Tensor& tensor) {
+  const WithoutGil released;
+  return torch::autograd::impl::gradient_edge(tensor);
+}
+
+bool may_have_tangents() { return torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr; }
+
+bool has_tangent(const at::Tensor& tensor) {
+  const WithoutGil released;
+  return tensor._fw_grad(0).defined();
+}
+
+}  // namespace dynswap
