@@ -126,7 +126,8 @@ def refused_late(provider: Provider, model: nn.Module) -> None:
     if not provider.native:
         pytest.skip("it plans nothing that it would warn of")
     with warnings.catch_warnings():
-        warnings.simplefilter("error", dynswap_ext.DynswapWarning)
+        # That one alone: the filters are those of all threads.
+        warnings.filterwarnings("error", "prefetch is 50", dynswap_ext.DynswapWarning)
         with pytest.raises(dynswap_ext.DynswapWarning, match="prefetch is 50"):
             provider.install(model, dtype=torch.float64, prefetch=50)
 
@@ -286,6 +287,58 @@ def test_no_moment_disturbs_a_forward(
     with at_every_moment(forward):
         action(provider, model)
     assert forwards
+
+
+@contextmanager
+def at_each_call_of(function: str, work: Callable[[], object]) -> Iterator[None]:
+    """Do `work` whenever this thread calls a Python function of this name."""
+
+    def moment(frame: FrameType, event: str, _: object) -> None:
+        if event == "call" and frame.f_code.co_name == function:
+            work()
+
+    sys.setprofile(moment)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
+
+
+@pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
+def test_a_plan_that_a_refused_install_overtakes(provider: Provider) -> None:
+    """The install that was there gets another session, for which the plan is not."""
+    if not provider.native:
+        pytest.skip("pure Python makes no plans")
+    model, _ = gated()
+    model.eval().requires_grad_(False)
+    del model[3][2]
+    moved, _ = provider.pair(model, budget=SOME)
+    x = provider.randn(2, 64)
+    expected = moved(x)
+    model[0].weight = nn.Parameter(model[0]._parameters["weight"].double(), requires_grad=False)
+    assert model[0].weight.shape == (64, 64)  # the next call plans for the new master
+    door = Door()
+    door.shut()
+
+    def call() -> torch.Tensor:
+        with at_each_call_of("plan_again", lambda: (door.reached.set(), door.opened.wait(60))):
+            output: torch.Tensor = model(x)
+        return output
+
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(call)
+        assert door.reached.wait(60)
+        moments = itertools.count()
+
+        def let_it_plan() -> None:
+            if next(moments) == 1:  # the other install's was the first
+                door.opened.set()
+                wait([calling], 1)  # it may wait for what this thread has
+
+        with at_each_call_of("draft", let_it_plan):
+            refused_late(provider, model)
+        testing.assert_bit_equal(calling.result(60), expected)
+    testing.assert_bit_equal(model(x), expected)
 
 
 @pytest.mark.parametrize(
