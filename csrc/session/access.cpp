@@ -126,6 +126,12 @@ PyObject* Session::access(Weight& weight, PyObject* master, bool training, bool 
     DeferredRelease dropped;
     write_back_overlapping(weight, dropped);
   }
+  GradientTarget to;
+  if (weight.path == Weight::AccessPath::streamed && weight.cached == nullptr &&
+      THPVariable_Unpack(master).requires_grad()) {
+    const std::shared_ptr<Weight> alive = weight.shared_from_this();
+    to = gradient_target_of(THPVariable_Unpack(master));  // others may run, so it comes before settle()
+  }
   if (weight.superseded || !settle(weight, master)) return convert(weight, master);
   // checkpoint() calls a part of a forward again in a backward, and expects the same operations.
   if (sliced(weight) && (inside || torch::autograd::get_current_graph_task_id() != -1)) {
@@ -138,13 +144,14 @@ PyObject* Session::access(Weight& weight, PyObject* master, bool training, bool 
   if (!training) {
     if (PyObject* const unchanged = cached_tensor(weight, master, inside)) return unchanged;
   }
-  PyObject* handed_out = plain_access(weight, master, training, inside);
+  PyObject* handed_out = plain_access(weight, master, training, inside, std::move(to));
   if (weight.has_subclass && handed_out != master)
     handed_out = with_class_of_master(weight, master, handed_out);
   return inside ? handed_out : seen_from_outside(weight, master, handed_out);
 }
 
-PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool training, bool inside) {
+PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool training, bool inside,
+                                GradientTarget to) {
   const at::Tensor& master = THPVariable_Unpack(master_object);
   if (weight.path == Weight::AccessPath::as_is) return Py_NewRef(master_object);
   if (weight.path == Weight::AccessPath::wrapped) {
@@ -153,15 +160,14 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
     return in_graph ? convert(weight, master_object) : rebuild_wrapper(weight, master_object);
   }
   if (weight.path == Weight::AccessPath::converted) return convert(weight, master_object);
-  GradientTarget to;
   const auto path = weight.path;
   for (bool ask = may_have_tangents(); ask || (master.requires_grad() && !to.edge.is_valid());) {
     const std::shared_ptr<Weight> alive = weight.shared_from_this();
     to = gradient_target_of(master);
     if (std::exchange(ask, false) && has_tangent(master)) return convert(weight, master_object);
-    // Other threads may have run, and changed what was looked at.
+    // Others may have run, and changed what was looked at.
     if (weight.superseded || !settle(weight, master_object)) return convert(weight, master_object);
-    if (weight.path != path) return plain_access(weight, master_object, training, inside);
+    if (weight.path != path) return plain_access(weight, master_object, training, inside, to);
   }
   if (closed_) return convert(weight, master_object);
 

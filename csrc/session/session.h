@@ -297,9 +297,9 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   void look_for_silent_write(Weight& weight, DeferredRelease& dropped);
 
   // access.cpp
-  PyObject* plain_access(Weight& weight, PyObject* master, bool training, bool inside);
+  // `to`: where the gradients of the master go; nowhere, if it needs none, or if that has not been asked.
+  PyObject* plain_access(Weight& weight, PyObject* master, bool training, bool inside, GradientTarget to);
   PyObject* cached_tensor(const Weight& weight, PyObject* master, bool inside) const;
-  // `to`: where the gradients of the master go; nowhere, if it needs none.
   at::Tensor still_handed_out(Weight& weight, const at::Tensor& master, bool watched,
                               const GradientTarget& to);
   PyObject* hand_out_again(Weight& weight, const at::Tensor& tensor, const at::Tensor& master,

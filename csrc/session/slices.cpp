@@ -65,7 +65,7 @@ py::object Session::fetch_whole(const py::object& master_object) {
   if (!settle(*whole, master_object.ptr()))
     return py::reinterpret_steal<py::object>(convert(*whole, master_object.ptr()));
   auto fetched = py::reinterpret_steal<py::object>(
-      plain_access(*whole, master_object.ptr(), /*training=*/false, /*inside=*/true));
+      plain_access(*whole, master_object.ptr(), /*training=*/false, /*inside=*/true, {}));
   if (first && plan_->budget.bytes && !std::exchange(said_whole_, true)) {  // last: it may be made an error
     hooks_.warn(
         "an operation reads all experts of " + whole->name + " at once, " + amount(whole_bytes(*whole)) +

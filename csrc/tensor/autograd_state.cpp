@@ -8,6 +8,9 @@
 namespace dynswap {
 
 torch::autograd::Edge gradient_edge_of(const at::Tensor& tensor) {
+  const at::Tensor held = tensor;
+  // There is no other owner in C++. Nobody is about to become the first one, with the mutex, nor will be.
+  if (held.use_count() == 2) return torch::autograd::impl::gradient_edge(tensor);
   const WithoutGil released;
   return torch::autograd::impl::gradient_edge(tensor);
 }

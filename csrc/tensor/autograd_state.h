@@ -12,7 +12,7 @@
 
 namespace dynswap {
 
-/// Where the gradient of a tensor goes. Lets other threads have the GIL.
+/// Where the gradient of a tensor goes. May let other threads have the GIL.
 torch::autograd::Edge gradient_edge_of(const at::Tensor& tensor);
 
 /// Whether some tensors may have tangents: a level of forward-mode differentiation is open. Quick.

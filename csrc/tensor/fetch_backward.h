@@ -30,7 +30,7 @@ namespace dynswap {
 void connect_to_master(const at::Tensor& handed_out, const at::Tensor& master, const GradientTarget& to,
                        const std::shared_ptr<MemoryWatch>& watch, GradientNodes& known);
 
-/// Lets other threads have the GIL.
+/// May let other threads have the GIL.
 GradientTarget gradient_target_of(const at::Tensor& master);
 /// Where the gradient of the master's slice goes, which `view` is: to a node that puts the gradients of all
 /// slices together, so that the master gets one of its size, however many were used. `to` is where that one
