@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from contextlib import suppress
 from typing import Final
 
@@ -24,43 +24,71 @@ from dynswap_ext.profile.host_memory import HostMemory
 #: Of one install on an accelerator: kStagingBytes * kStagingBuffers (csrc/transfer/staging.h).
 _STAGING: Final = 64 << 20
 
-
-def bound(
-    options: Options, provider: _provider.Provider, *planned: nn.Module, refuses: bool = False
-) -> object:
-    """Keep the RAM of all installs within the `host_budget` of one, which plans for these models.
-
-    Returns
-    -------
-    object
-        A token: the bound holds as long as this object lives.
-
-    Raises
-    ------
-    ConfigError
-        The masters that are in RAM, and buffers, take more than the bound, and this `refuses`.
-    """
-    budget = options.host_budget
-    if budget.total is None:
-        locks = {"locked": budget.locked, "copies": budget.copies} if budget.page_locks else {"copies": 0}
-        return provider.limit_host_memory(page_cache=budget.page_cache, **locks)
-    masters = _masters([*planned, *_installed()])[0]
-    stages = options.device.type != "cpu" and provider.name == "native"
-    least = masters + (_STAGING if stages else 0)
-    if refuses and least > budget.total:
-        buffers = f", and buffers on the way to '{options.device}' {format_bytes(_STAGING)}" if stages else ""
-        raise ConfigError(
-            f"host_budget is {format_bytes(budget.total)}, and the weights that are in RAM already, those of "
-            f"other installed models among them, take {format_bytes(masters)}{buffers}: give at least "
-            f"{exact_bytes(least)}, or load the model from its files, where its weights take none "
-            "(checkpoint.from_pretrained, checkpoint.load)"
-        )
-    return provider.limit_host_memory(beside_masters=max(0, budget.total - masters), stages=stages)
+#: Those that have named an amount, from `begin` to `end`.
+_named: Final[set[HostBound]] = set()
 
 
-def warn_if_exceeded(earlier: Iterable[Options], planned: nn.Module) -> None:
-    """Warn if a model's weights take more RAM, with those of installed ones, than earlier installs allow."""
-    allowed = min((options.host_budget.total or 0 for options in earlier), default=None)
+class HostBound:
+    """What one install lets the weights of all installs take of the host's RAM (`host_budget`)."""
+
+    def __init__(self, options: Options, provider: _provider.Provider) -> None:
+        self._options = options
+        self._provider = provider
+        #: The provider keeps to the bound as long as this lives.
+        self._kept: object = None
+
+    @property
+    def total(self) -> int | None:
+        """The amount that was named, in bytes."""
+        return self._options.host_budget.total
+
+    def begin(self, planned: nn.Module, *, in_place_of: Collection[HostBound], refuses: bool) -> None:
+        """Keep to the bound from now on, with the weights of a model that is to be installed.
+
+        Raises ConfigError if masters that are in RAM, and buffers, take more, and warns if they take more
+        than other installs allow that stay; neither unless this `refuses`.
+        """
+        self._keep_to(planned, refuses=refuses)
+        if others := _named - {self}:
+            recount(planned)
+            if refuses:
+                _warn_if_exceeded(others.difference(in_place_of), planned)
+        if self.total is not None:
+            _named.add(self)
+
+    def end(self) -> None:
+        """Let go of the bound."""
+        self._kept = None
+        _named.discard(self)
+
+    def _keep_to(self, *planned: nn.Module, refuses: bool = False) -> None:
+        options, budget, limit = self._options, self._options.host_budget, self._provider.limit_host_memory
+        if budget.total is None:
+            locks = {"locked": budget.locked, "copies": budget.copies} if budget.page_locks else {"copies": 0}
+            self._kept = limit(page_cache=budget.page_cache, **locks)
+            return
+        masters = _masters([*planned, *_installed()])[0]
+        stages = options.device.type != "cpu" and self._provider.name == "native"
+        least = masters + (_STAGING if stages else 0)
+        if refuses and least > budget.total:
+            staging = f", and buffers on the way to '{options.device}' {format_bytes(_STAGING)}"
+            raise ConfigError(
+                f"host_budget is {format_bytes(budget.total)}, and the weights that are in RAM already, "
+                f"those of other installed models among them, take {format_bytes(masters)}"
+                f"{staging if stages else ''}: give at least {exact_bytes(least)}, or load the model from "
+                "its files, where its weights take none (checkpoint.from_pretrained, checkpoint.load)"
+            )
+        self._kept = limit(beside_masters=max(0, budget.total - masters), stages=stages)
+
+
+def recount(*planned: nn.Module) -> None:
+    """Have the bounds of all installs follow the masters that came and went, and those that are planned."""
+    for bound in _named:
+        bound._keep_to(*planned)
+
+
+def _warn_if_exceeded(bounds: Iterable[HostBound], planned: nn.Module) -> None:
+    allowed = min((bound.total or 0 for bound in bounds), default=None)
     if allowed is None or (masters := _masters([planned, *_installed()])[0]) <= allowed:
         return
     warn(
@@ -71,15 +99,15 @@ def warn_if_exceeded(earlier: Iterable[Options], planned: nn.Module) -> None:
     )
 
 
-def host_memory(limit: int | None) -> HostMemory:
-    """Return the RAM that the weights of all installs take now. `limit` is the bound to show with it."""
+def host_memory() -> HostMemory:
+    """Return the RAM that the weights of all installs take now."""
     in_ram, every, mapped = _masters(_installed())
     return HostMemory(
         masters=in_ram,
         written=written_bytes(mapped),
         **_provider.host_memory_beside_masters(),
         weights=every,
-        limit=limit,
+        limit=min((bound.total or 0 for bound in _named), default=None),
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dynswap_ext import _provider, config
-from dynswap_ext._host_memory import bound, warn_if_exceeded
+from dynswap_ext._host_memory import HostBound, recount
 from dynswap_ext._rounds import Rounds
 from dynswap_ext._saved_plan import SavedPlan, made_for
 from dynswap_ext._swap.choices import Choices
@@ -43,10 +43,6 @@ from dynswap_ext.profile.first_pass import FirstPass
 lock: Final = threading.RLock()
 
 
-#: Those that have named an amount of the host's RAM, while their sessions are open.
-_bounded: Final[set[Installation]] = set()
-
-
 class Installation(ServedModules):
     """One install. Does not keep the model alive. `naming` is what its swap classes show (`compat`)."""
 
@@ -70,8 +66,7 @@ class Installation(ServedModules):
         self._rounds = Rounds()
         self._first_pass: FirstPass | None = None
         self._replaced = False
-        #: Of the host's RAM; held while the session is open.
-        self._host_bound: object = None
+        self._host_bound = HostBound(options, provider)
         #: Whether it has served modules: what is put back is not refused for the host's RAM.
         self._begun = False
         #: Whether its device memory was given back, and not taken again.
@@ -133,15 +128,9 @@ class Installation(ServedModules):
                 refused[cls] = None
             return made
 
-        self._host_bound = bound(self.options, self.provider, model, refuses=not self._begun)
         earlier = sessions_of(modules)
-        if _bounded:
-            self._bound_others(model)
-            if not self._begun:
-                others = _bounded - {self}
-                warn_if_exceeded([one.options for one in others if one.session not in earlier], model)
-        if self.options.host_budget.total is not None:
-            _bounded.add(self)
+        replaced = [install._host_bound for one in earlier if (install := installation_of(one)) is not None]
+        self._host_bound.begin(model, in_place_of=replaced, refuses=not self._begun)
         take_pending()
         apply_to_originals(modules, earlier)
         for session in earlier:
@@ -309,9 +298,7 @@ class Installation(ServedModules):
 
         Raises BudgetError and OutOfMemoryError; an automatic budget has shrunk before that.
         """
-        if self.options.host_budget.total is not None:
-            self._host_bound = bound(self.options, self.provider, model)
-        self._bound_others(model)
+        recount(model)
         try:
             self.session.replan(model, self.budget)
         except (BudgetError, OutOfMemoryError) as error:
@@ -377,7 +364,7 @@ class Installation(ServedModules):
             self._first_pass.stop()
         self.close_session()
         self.forget()
-        self._bound_others()
+        recount()
 
     def end_if_over(self, *, replaced_by: Installation | None = None) -> None:
         """End the install, unless modules are still served."""
@@ -405,24 +392,15 @@ class Installation(ServedModules):
             self.session.device,
         )
         self.forget()
-        self._bound_others()
-
-    def _bound_others(self, *planned: nn.Module) -> None:
-        """Have other installs' bounds on the host's RAM follow what comes and goes."""
-        for other in _bounded - {self}:
-            other._host_bound = bound(other.options, other.provider, *planned)
+        recount()
 
     def _one_is_gone(self) -> None:
         super()._one_is_gone()
         if self.session not in served_by:
-            self._end_bound()
-
-    def _end_bound(self) -> None:
-        self._host_bound = None
-        _bounded.discard(self)
+            self._host_bound.end()
 
     def close_session(self) -> None:
-        self._end_bound()
+        self._host_bound.end()
         self.session.close()
         remove_step_listener(self.session)
 

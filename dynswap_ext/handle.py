@@ -214,9 +214,9 @@ class Handle:
             why,
             sampled,
             automatic=automatic,
-            headroom=self._install.options.headroom,
+            headroom=options.headroom,
             giving_way=giving_way,
-            host=host_memory(options.host_budget.total),
+            host=host_memory(),
         )
 
     def check(self, *, stalled: float | None = None, staged: float = 0.0) -> None:

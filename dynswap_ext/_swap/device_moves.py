@@ -29,9 +29,11 @@ _Function = Callable[[torch.Tensor], torch.Tensor]
 #: Where torch defines `Module.to()`, `Module.cuda()` and the rest, and those for devices of others.
 _TORCH: Final = (nn.Module.__module__, torch.utils.backend_registration.__name__)
 
-#: Modules of trainers, which place each model before they use it. Their users have asked for no move.
-_TRAINERS: Final = (
+#: Modules of trainers and pipelines, which place each model before they use it. Their users asked for no
+#: move.
+_PLACING: Final = (
     "transformers.trainer",
+    "transformers.pipelines",
     "accelerate.accelerator",
     "lightning.pytorch.strategies",
     "lightning.fabric",
@@ -113,11 +115,11 @@ def note_told(*sessions: Any) -> None:
 
 
 def _tell(session: Any) -> None:
-    """Warn the caller, once for each session, that a move moves nothing; but not where a trainer moves."""
+    """Warn the caller, once for each session, that a move moves nothing, unless a trainer's or pipeline's."""
     if session in _told:
         return
     frame = caller(passing_on=("to", session.device.type))
-    if f"{frame.f_globals.get('__name__')}.".startswith(tuple(f"{name}." for name in _TRAINERS)):
+    if f"{frame.f_globals.get('__name__')}.".startswith(tuple(f"{name}." for name in _PLACING)):
         return
     _told.add(session)
     root = model_of(session)

@@ -26,7 +26,7 @@ class HostMemory:
     locked: int
     #: All masters, those in RAM and those in files.
     weights: int
-    #: The amount that was given as `host_budget`; None if it was "auto" or "minimum".
+    #: The smallest amount that an install has named as `host_budget`; None: none has.
     limit: int | None = None
 
     @property
