@@ -13,8 +13,9 @@ from torch import nn
 
 from conftest import Provider
 from dynswap_ext import BudgetError, testing
+from sample_experts import WIDTH, Mixture
 from sample_models import mlp
-from threads import THREADS, in_threads
+from threads import THREADS, in_threads, repeated
 
 PASSES = 25
 
@@ -141,6 +142,24 @@ def test_threads_train_on_one_model(provider: Provider) -> None:
     in_threads(work)
     for (name, p), q in zip(model.named_parameters(), moved.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad.float().cpu(), rtol=1e-4, atol=1e-4, msg=name)
+
+
+def test_experts_are_read_while_the_model_is_installed_again(provider: Provider) -> None:
+    """Their slices go with the install that served them."""
+    model = Mixture(layers=1)
+    moved, _ = provider.pair(model)
+    x = provider.randn(2, WIDTH)
+    chosen = torch.tensor([[[0, 1], [2, 3]]], device=provider.device)
+    expected = moved(x, chosen).detach()
+
+    def work(_: int) -> None:
+        output = model(x, chosen)
+        output.sum().backward()
+        testing.assert_bit_equal(output.detach(), expected)
+
+    with repeated(work, count=3):
+        for _ in range(PASSES):
+            provider.install(model, dtype=torch.float64)
 
 
 def test_counts_are_not_lost(provider: Provider) -> None:

@@ -25,14 +25,17 @@ std::size_t whole_bytes(const Weight& weight) {
 
 py::object Session::fetch_slice(const py::object& master_object, std::int64_t index) {
   const at::Tensor& master = THPVariable_Unpack(master_object.ptr());
-  Weight* const found = closed_ ? nullptr : table_->find(master.unsafeGetTensorImpl());
-  if (found == nullptr) return py::none();
-  const std::shared_ptr<Weight> whole = found->shared_from_this();
   torch::autograd::Edge to_master;
-  if (master.requires_grad()) to_master = gradient_edge_of(master);  // others may run: before it is looked at
-  if (!settle(*whole, master_object.ptr()) || !sliced(*whole)) return py::none();
-  if (!whole->latest_storage.expired())
-    write_back(*whole);  // somebody has had all of it, and may have written
+  if (master.requires_grad()) to_master = gradient_edge_of(master);
+  std::shared_ptr<Weight> whole;
+  do {  // others may run, and a plan or the session's end takes the slices away
+    Weight* const found = closed_ ? nullptr : table_->find(master.unsafeGetTensorImpl());
+    if (found == nullptr) return py::none();
+    whole = found->shared_from_this();
+    if (!settle(*whole, master_object.ptr()) || !sliced(*whole)) return py::none();
+    if (!whole->latest_storage.expired())
+      write_back(*whole);  // somebody has had all of it, and may have written
+  } while (whole->parts.empty());
   const auto [view_object, part] = whole->parts.at(static_cast<std::size_t>(index));
   auto fetched = py::reinterpret_steal<py::object>(
       access(*part, view_object.ptr(), /*training=*/false, /*inside=*/true));
