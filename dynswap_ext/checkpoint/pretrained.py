@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Mapping
 from os import PathLike
@@ -10,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 
+from dynswap_ext import config
 from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext._util.listing import listed
 from dynswap_ext._util.memory import format_bytes
@@ -26,8 +28,8 @@ LoadedT = TypeVar("LoadedT", covariant=True)
 #: small fused ones.
 _UNREPORTED = 1 / 16
 
-#: What `install` is often given in the same breath, and transformers would take for a value of the config.
-_OF_INSTALL = ("budget", "prefetch", "host_budget", "strict_budget", "headroom", "plan", "device")
+#: What `install` is given in the same breath, and transformers would take for a value of the config.
+_OF_INSTALL = [name for name in inspect.signature(config.resolve).parameters if name != "dtype"]
 
 
 class Loadable(Protocol[LoadedT]):
@@ -124,7 +126,7 @@ def from_pretrained(
 
 
 def _refuse_options_of_install(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for what says where masters go, and for options that only `install` has."""
+    """Raise ConfigError for a `device_map`, as masters stay on the CPU, and for options of `install`."""
     if (device_map := options.get("device_map")) is not None:
         raise ConfigError(
             f"device_map is {device_map!r}, and masters stay on the CPU, mapped; leave it out, and give "

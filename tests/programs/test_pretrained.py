@@ -241,8 +241,9 @@ def test_options_are_the_librarys(tmp_path: Path) -> None:
     for place in ("auto", "cpu", {"": "cpu"}):
         with pytest.raises(ConfigError, match=r"device_map is .*give install\(\) the device"):
             checkpoint.from_pretrained(Auto, folder, subfolder="sub", device_map=place)
-    with pytest.raises(ConfigError, match=r"budget is an option of install\(\).*budget='6GiB'\)"):
-        checkpoint.from_pretrained(Auto, folder, subfolder="sub", budget="6GiB")
+    for option in ("budget", "keep"):
+        with pytest.raises(ConfigError, match=rf"{option} is an option of install\(\).*{option}='6GiB'\)"):
+            checkpoint.from_pretrained(Auto, folder, subfolder="sub", **{option: "6GiB"})
     with pytest.raises(ConfigError, match="expected a class with from_pretrained"):
         checkpoint.from_pretrained(nn.Linear, folder)  # type: ignore[arg-type]
 
