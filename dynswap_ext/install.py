@@ -76,12 +76,13 @@ def install(
     budget : int, float or str, optional
         Device memory for streamed and resident weights of all models together: bytes (``6_000_000_000``), a
         string (``"6GiB"``, ``"6G"``, ``"512 MB"``), or a fraction of what the device has free (``0.5``,
-        ``"50%"``). ``"minimum"`` is only what `prefetch` needs: no weight stays on the device.
-        ``"auto"`` starts with half of what is free. The second and third pass are measured (a pass is a call
-        of the model, or one round of all models that were installed together); from the fourth on, the budget
-        is what they leave, and the weights that save the most time are resident. If memory runs out in a
-        call, residents give way to what needs it, where torch's allocator asks (CUDA, ROCm); else the
-        error is raised, and the budget shrinks. See `Handle.retune`. Default: ``"minimum"``.
+        ``"50%"``). ``"minimum"`` is only what `prefetch` needs: no weight stays on the device but tiny ones,
+        such as norms, which take at most a 128th of the model. ``"auto"`` starts with half of what is free.
+        The second and third pass are measured (a pass is a call of the model, or one round of all models that
+        were installed together); from the fourth on, the budget is what they leave, and the weights that save
+        the most time are resident. If memory runs out in a call, residents give way to what needs it, where
+        torch's allocator asks (CUDA, ROCm); else the error is raised, and the budget shrinks. See
+        `Handle.retune`. Default: ``"minimum"``.
     plan : str or path, optional
         A file that `Handle.save_plan` has written, in place of `budget` and `prefetch`. The first pass then
         has the budget, the residents and the order of use that were saved, and nothing is measured. The plan

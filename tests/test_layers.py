@@ -17,7 +17,7 @@ BELOW = {
     "cuda": {"platform", "core", "io", "transfer"},
     "accelerator": {"platform", "core", "io", "host", "transfer", "cuda"},
     "tensor": {"platform", "core", "io", "transfer", "accelerator"},
-    "session": {"platform", "core", "io", "sim", "transfer", "accelerator", "tensor"},
+    "session": {"platform", "core", "io", "sim", "accelerator", "tensor"},
     "python": {"platform", "core", "io", "sim", "host", "transfer", "accelerator", "tensor", "session"},
 }
 #: Headers that only csrc/platform includes.

@@ -96,7 +96,8 @@ struct DeviceTraits {
 /// asks, and 5 to 10 us of a bus.
 inline constexpr DeviceTraits kAcceleratorTraits{};
 
-/// All calls are thread-safe. None is made while the engine holds a lock.
+/// All calls are thread-safe. Under the engine's lock only order_of() and host_synchronisations() are called,
+/// which neither block nor allocate.
 class Backend {
  public:
   virtual ~Backend() = default;

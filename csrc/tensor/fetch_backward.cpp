@@ -186,7 +186,8 @@ class CarryBackward : public MeetingNode {
   const at::TensorOptions host_;
 };
 
-/// Takes a gradient to its master in one step: where the two are on one device, or the master is not in RAM.
+/// Takes a gradient to its master in one step: where the two are on one device, or the master is on an
+/// accelerator.
 class FetchBackward : public MeetingNode {
  public:
   FetchBackward(const at::Tensor& master, const GradientTarget& to, std::shared_ptr<GradientWatch> watch)
