@@ -145,7 +145,7 @@ def _memory_of(master: torch.Tensor) -> list[tuple[int, int]]:
 
 
 def _covered(ranges: Iterable[tuple[int, int]]) -> int:
-    """Return the bytes that these ranges cover; storages of NumPy's memory may overlap."""
+    """Return the bytes that the ranges cover together. They may overlap, as storages of NumPy's memory do."""
     covered = reached = 0
     for begin, end in sorted(ranges):
         covered += max(0, end - max(begin, reached))

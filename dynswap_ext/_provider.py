@@ -100,7 +100,7 @@ class BackendInfo:
         return "\n".join(f"{name:<16} {value}" for name, value in self.facts().items())
 
     def facts(self) -> dict[str, str]:
-        """Return the text of each fact by its name, as `str()` shows them."""
+        """Return the facts that `str()` prints, as texts by their names."""
         why = f" ({self.reason})" if self.reason else ""
         facts = {
             "provider": self.provider + (why if self.provider == "python" else ""),
@@ -289,7 +289,7 @@ def native_unavailable(device: torch.device) -> str:
 
 
 def native_extension() -> Any:
-    """Return the native extension, for what it computes without an install; else raise ConfigError."""
+    """Return the native extension, for computations without an install. Raise ConfigError without it."""
     extension = _extension()
     if extension.module is None:
         raise ConfigError(

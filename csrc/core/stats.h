@@ -47,9 +47,9 @@ struct Stat {
   const char* name;
   std::uint64_t Stats::* figure;
   enum : std::uint8_t {
-    total,  ///< counted; of several engines of an install, the sum
-    most,   ///< counted; of several engines of an install, the largest
-    state   ///< the plan, or what is so now
+    total,  ///< a counter: an install adds up those of its engines, one after the other
+    most,   ///< a maximum: an install has the largest of its engines
+    state   ///< of the present plan, or of this moment
   } kind;
 };
 

@@ -23,7 +23,7 @@ struct alignas(sizeof(Element) * kCount) CastRun {
   Element elements[kCount];
 };
 
-/// What a kernel is launched with.
+/// How many blocks of threads a cast kernel is launched with, and how much of the work is whole runs.
 struct CastShape {
   std::size_t runs;  ///< whole runs; the elements after them are cast one by one
   unsigned blocks;

@@ -168,9 +168,10 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   /// Begins an outermost call of this session's modules: numbers it, and writes back what the call before it
   /// wrote on residents.
   void call_begins();
-  /// Tells the front end, which plans again if the session is outdated, and knows whether a pass begins and
-  /// which call of a round this is. Then pins replaced masters. Follows call_begins(). A call inside a
-  /// capture gets note_pass() instead. `self` is this session as Python sees it.
+  /// Tells the front end that an outermost call begins; call_begins() comes before. The front end makes a new
+  /// plan if the session is outdated, and returns the number of the call in its round, which the schedule
+  /// gets. Then masters that were replaced are page-locked. While a CUDA graph is captured, only note_pass()
+  /// is called. `self` is this session as Python sees it.
   void announce_call(const py::object& self, const py::object& module);
   /// Note [A graph has no call]: what `torch.compile(model)` runs calls no module that would be noticed. So a
   /// call begins where its graphs fetch their first weight again: the one that was fetched first, or the next

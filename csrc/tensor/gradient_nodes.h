@@ -222,7 +222,7 @@ class GradientNodes {
 
   /// The owner of what all uses lead to; null: there is none.
   const std::shared_ptr<SharedNodeOwner>& owner() const noexcept { return shared_; }
-  /// What counts its gradients; null: nothing does.
+  /// The watch that counts the gradients of the master as writes to it; null if there is none.
   const std::shared_ptr<GradientWatch>& watch() const noexcept { return watch_; }
   void release(std::vector<Pointer>& released, bool if_idle);
 

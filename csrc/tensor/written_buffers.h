@@ -42,10 +42,12 @@ void write_back_after_call(const at::Tensor& handed_out);
 /// the CPU, where a look is no wait.
 void keep_until_the_call_ends(std::unique_ptr<HandedOut>& record) noexcept;
 
-/// What was kept so of a tensor of this master, if anything.
+/// Takes out and returns the record that keep_until_the_call_ends() has kept for a tensor of this master;
+/// null if there is none.
 std::unique_ptr<HandedOut> taken_back(const MasterRecord& master);
 
-/// Takes what was written on what was kept so to the master.
+/// Writes the record that keep_until_the_call_ends() has kept for a tensor of this master, if any, back to
+/// the master.
 void write_back_kept(const MasterRecord& master);
 
 /// Writes back what was written on a handed-out tensor that lives on; it may be the one that the next access

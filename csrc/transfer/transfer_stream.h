@@ -29,8 +29,8 @@ struct StreamOptions {
   /// transfer/copy_plan.h).
   CastFn cast = nullptr;
 
-  /// The ring of pinned buffers between sources that are not pinned and the device. It exists from the
-  /// first such source on.
+  /// Bytes of one buffer in the ring of pinned buffers, through which bytes go that are not in pinned memory.
+  /// The ring is made for the first copy that needs it.
   std::size_t staging_bytes = kStagingBytes;
   unsigned staging_buffers = kStagingBuffers;
   unsigned readers = 4;  ///< threads that fill them

@@ -124,7 +124,7 @@ class DeviceCopy:
         return weight if weight is not None and weight.copy is self else None
 
     def let_go(self) -> None:
-        """Note that the running module's call is over: the next one reads anew."""
+        """Forget that the running module uses the copy, and the tensor that its reads share."""
         self.kept = self.asked_again = False
         self.in_call = None
 

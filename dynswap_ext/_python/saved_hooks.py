@@ -170,9 +170,9 @@ pop: Callable[[], None] = _autograd._pop_saved_tensors_default_hooks
 
 
 def stand_over_others() -> None:
-    """Replace hooks of others that were pushed since the call began with ours, which ask them.
+    """If other code has pushed saved-tensor hooks inside the call, put ours in their place.
 
-    The code that pushed them pops ours.
+    Ours call theirs. The code that pushed its hooks pops ours instead.
     """
     hooks = _autograd._top_saved_tensors_default_hooks(False)
     if hooks is not None and hooks[0] is not _ALONE[0] and wanted():

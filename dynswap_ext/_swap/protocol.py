@@ -96,9 +96,10 @@ class Session(Protocol):
         """
 
     def attach(self, root: nn.Module, swap_class: Callable[[type], type | None]) -> int:
-        """Let the modules of the tree join that no session serves; return how many. On an error, none.
+        """Begin to serve the modules of the tree that no session serves yet, and return their number.
 
-        They have come into the tree since `begin` (Note [What dtype= casts]).
+        They were added to the tree after `begin` (Note [What dtype= casts]). After an error none of them is
+        served.
         """
 
     def detach(self, root: nn.Module) -> None:

@@ -110,7 +110,10 @@ def _of_diffusers(model: Any, dtype: torch.dtype) -> dict[str, torch.dtype]:
 
 
 def _dtypes(outline: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtypes in which a library makes the weights, which it keeps for those in no checkpoint."""
+    """Return the dtypes of a model's parameters and buffers, by name.
+
+    The library has made the model from its config alone, so weights that are in no checkpoint keep these.
+    """
     return {
         name: weight.dtype
         for named in (outline.named_parameters, outline.named_buffers)

@@ -356,7 +356,7 @@ def _sentence(prediction: Prediction) -> str:
 
 
 def _as_json(plan: Plan, case: _Case) -> dict[str, Any]:
-    """Return all of it for programs: bytes and seconds. JSON has no infinity."""
+    """Return the whole plan for JSON, in bytes and seconds. JSON has no infinity, so that becomes None."""
     rows = [
         {
             **dataclasses.asdict(prediction),

@@ -113,7 +113,7 @@ class DynswapCallback(Callback):  # type: ignore[misc]
             self.handle.uninstall()
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """Uninstall the module, as Lightning tears nothing down then."""
+        """Uninstall the module here, because Lightning does not call `teardown` after an exception."""
         self.teardown(trainer, pl_module, "")
 
 

@@ -27,7 +27,7 @@ from dynswap_ext.planning.weights import PlannedWeight, outline_of_model, owners
 
 @dataclass(frozen=True)
 class Measured:
-    """A model that has run here."""
+    """The result of `measure`: a model's compute, weight by weight, and the bandwidth of its copies."""
 
     #: In the order of use, with the compute that was measured.
     weights: tuple[PlannedWeight, ...]

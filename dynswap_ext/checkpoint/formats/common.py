@@ -126,7 +126,10 @@ def _read_once(descriptor: int, length: int, offset: int) -> bytes:
 
 
 def read_into(file: BinaryIO, path: Path, offset: int, address: int, nbytes: int, what: str) -> None:
-    """Read a range of an open file to an address. SourceError if it fails, or has less than `what` needs."""
+    """Read a range of an open file to an address in memory.
+
+    Raises SourceError if the read fails or the file is too short. The message names `what` was to be read.
+    """
     memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
     try:
         file.seek(offset)

@@ -1,4 +1,8 @@
-"""Writes files block by block: read, cast, summed, written, and for a conversion read back and journalled."""
+"""Writes the files of a checkpoint block by block, on several threads.
+
+Each block is read, cast, checksummed and written. A conversion also reads it back, and notes it in a journal,
+so that a later call can go on after an error or a crash.
+"""
 
 from __future__ import annotations
 
