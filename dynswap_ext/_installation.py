@@ -232,15 +232,29 @@ class Installation(ServedModules):
         self.saved_plan = None
 
     def begin_again(self, model: nn.Module | None) -> None:
-        """Put an install back, over the tree that it served, after another one failed to replace it."""
-        if model is not None:
-            self.end()
-            before = self.tuner
-            self._open()
-            modules = modules_of(model)
+        """Put an install back, over the tree that it served, after another one failed to replace it.
+
+        Its budget may hold the plan that it had, and none for masters that have grown since. Then the budget
+        becomes the smallest that does, and this warns of it.
+        """
+        if model is None:
+            return
+        self.end()
+        before, modules = self.tuner, modules_of(model)
+        too_small = ""
+        self._open()
+        try:
             self.draft(model, modules)
-            self.begin(model, modules)
-            self.tuner.follow(before)
+        except BudgetError as error:
+            self.close_session()
+            self.budget = replace(self.budget, bytes=error.smallest_bytes)
+            self._open()
+            self.draft(model, modules)
+            too_small = str(error)
+        self.begin(model, modules)
+        self.tuner.follow(before)
+        if too_small:
+            warn(f"the model's weights have changed since it was installed: {too_small}, and that it has now")
 
     def _model(self) -> nn.Module:
         """Return what there is to plan for; raise ConfigError if it is not this install's any more."""

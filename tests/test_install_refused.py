@@ -89,6 +89,27 @@ def test_a_plan_that_failed_is_made_when_there_is_room(
     assert handle.stats().groups == groups + 2
 
 
+def test_an_install_whose_budget_holds_its_masters_no_more_is_put_back(provider: Provider) -> None:
+    if not provider.native:
+        pytest.skip("it plans nothing that it would warn of, and is not refused so late")
+    model = mlp(16, 3).eval()
+    _, handle = provider.pair(model, budget="64KiB")
+    model.append(nn.Linear(16, 4096).requires_grad_(False))
+    moved = testing.moved(model, provider.device, torch.float64)
+    x = provider.randn(2, 16)
+    with pytest.warns(dynswap_ext.DynswapWarning, match="no new plan fits"):
+        testing.assert_bit_equal(model(x), moved(x))
+    with (
+        warnings.catch_warnings(),
+        pytest.warns(dynswap_ext.DynswapWarning, match=r"changed .* smallest budget that works is .* has now"),
+    ):
+        warnings.filterwarnings("error", "prefetch is 50", dynswap_ext.DynswapWarning)
+        with pytest.raises(dynswap_ext.DynswapWarning, match="prefetch is 50"):
+            provider.install(model, dtype=torch.float64, prefetch=50)
+    assert handle.active and (handle.budget or 0) > 512 << 10
+    testing.assert_bit_equal(model(x), moved(x))
+
+
 def test_a_swap_that_fails_halfway(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
     model = ConvNet()
     before = trace(model)
