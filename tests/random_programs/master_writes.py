@@ -175,9 +175,12 @@ MASTER_WRITES: dict[str, MasterWrite] = {
 }
 
 #: Those that change a part of a master, and bump no version.
-_SMALL = ("data a row", "data an element", "numpy an element", "dlpack a row")
+_SMALL = ("data a row", "data an element", "numpy an element", "dlpack a row", "dlpack an element")
 
 
 def may_go_unseen(name: str, master: Tensor) -> bool:
-    """Whether pure Python may miss a write: a small one, with no version, to a master that it samples."""
+    """Whether pure Python may miss a write: a small one, with no version, to a master that it samples.
+
+    So it does with what it has handed out of one.
+    """
     return name in _SMALL and is_sampled(master)

@@ -302,6 +302,8 @@ class Run:
         if (picked := self.pick(inside)) is None:
             return
         name, place, dice = picked
+        if may_go_unseen(how, place.master):
+            return
         with self.noting(f"write to what is handed out for {name}: {how}"):
             handed = getattr(place.owner, name[-1])
             handed_write(how, handed, dice)
