@@ -18,7 +18,7 @@ PROGRAM = textwrap.dedent(
     from functools import partial
     folder, device, provider, kind = sys.argv[1:]
     sys.path.insert(0, folder)
-    import torch
+    import torch, torch.fx.traceback
     from torch.autograd import forward_ad
     import dynswap_ext
     from sample_experts import Fused, Mixture, READS, WIDTH
@@ -26,6 +26,9 @@ PROGRAM = textwrap.dedent(
     from threads import repeated
 
     warnings.simplefilter("ignore", dynswap_ext.DynswapWarning)
+    if kind == "anomalies":  # an AccumulateGrad takes the GIL then to say where it comes from
+        torch.fx.traceback.format_stack = list
+        torch.autograd.set_detect_anomaly(True)
     model = Mixture(partial(Fused, kind), layers=1) if kind in READS else mlp(WIDTH, layers=6)
     handle = dynswap_ext.install(model, device=device, dtype=torch.float64, provider=provider)
     x = torch.ones(2, WIDTH, dtype=torch.float64, device=device)
@@ -40,17 +43,30 @@ PROGRAM = textwrap.dedent(
             for _ in range(100):
                 model(x, *chosen)
 
+    def look():
+        for _ in range(100000):
+            model[0].weight
+
     def penalise(_):
         sum(parameter.pow(2).sum() for parameter in model.parameters())
 
-    with repeated(penalise, count=3):
-        differentiate() if kind == "tangents" else train()
+    def negate(_):
+        model[0]._parameters["weight"].neg()
+
+    if kind == "anomalies":
+        with repeated(negate, count=1):
+            look()
+    else:
+        with repeated(penalise, count=3):
+            differentiate() if kind == "tangents" else train()
     assert handle.stats().bytes_moved > 0
     """
 )
 
 
-@pytest.mark.parametrize("kind", ["layers", "loop", "batched", "tangents"])
+@pytest.mark.parametrize(
+    "kind", ["layers", "loop", "batched", "tangents", pytest.param("anomalies", marks=pytest.mark.nightly)]
+)
 def test_penalties_on_masters_beside_forwards(provider: Provider, kind: str) -> None:
     if not provider.native:
         pytest.skip(
@@ -58,7 +74,7 @@ def test_penalties_on_masters_beside_forwards(provider: Provider, kind: str) -> 
         )
     tests = Path(__file__).parent
     done = children.run(
-        PROGRAM, tests, provider.device, provider.backend, kind, env=_environment(provider), timeout=60
+        PROGRAM, tests, provider.device, provider.backend, kind, env=_environment(provider), timeout=120
     )
     assert done.returncode == 0, done.stderr
 
