@@ -169,6 +169,7 @@ PyObject* Session::plain_access(Weight& weight, PyObject* master_object, bool tr
     if (weight.superseded || !settle(weight, master_object)) return convert(weight, master_object);
     if (weight.path != path) return plain_access(weight, master_object, training, inside, to);
   }
+  if (!master.requires_grad()) to = {};  // it was frozen meanwhile
   if (closed_) return convert(weight, master_object);
 
   const auto bytes = static_cast<std::size_t>(master.numel()) * at::elementSize(weight.wanted);

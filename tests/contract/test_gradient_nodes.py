@@ -256,3 +256,27 @@ def test_a_hook_of_a_forward_goes_with_its_graph(provider: Provider) -> None:
     del model
     gc.collect()
     assert alive() is None
+
+
+class Keeping(nn.Linear):
+    """Keeps what its forwards were given."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        vars(self).setdefault("given", []).append(self.weight)
+        return super().forward(x)
+
+
+def test_a_master_that_is_frozen_while_its_gradient_is_asked_for(
+    provider: Provider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As by another thread: anomaly detection runs Python code where an AccumulateGrad is made."""
+    model = Keeping(4, 4)
+    master = model.weight
+    model.bias.requires_grad_(False)
+    provider.install(model, dtype=torch.float64)
+    x = provider.randn(2, 4)
+    with torch.autograd.detect_anomaly(check_nan=False), monkeypatch.context() as patched:
+        patched.setattr("torch.fx.traceback.format_stack", lambda: [master.requires_grad_(False)][:0])
+        model(x)
+    assert not master.requires_grad
+    assert not model(x).requires_grad
