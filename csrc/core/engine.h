@@ -137,6 +137,8 @@ class Engine : public std::enable_shared_from_this<Engine> {
   /// likeliest first. As many copies are issued as are worth it (Note [Experts of the next layer]). Returns
   /// how many calls may be left out from now on, as guesses do not pay.
   std::uint32_t guess(const std::vector<WeightId>& weights);
+  /// Whether acquire() would find the weight there, or a place for it inside the budget.
+  bool has_room(WeightId weight) const;
 
   /// Takes another source, as the master has changed: its bytes are elsewhere, or other ones (Invariant 6).
   /// Copies already made are not handed out any more. The new source has as many elements, of the same types.

@@ -35,6 +35,15 @@ std::uint32_t Engine::guess(const std::vector<WeightId>& weights) {
   return 0;
 }
 
+bool Engine::has_room(WeightId id) const {
+  const std::lock_guard lock(mutex_);
+  if (closed_ || !planned_) return false;
+  const Group& group = groups_[weights_[id].group];
+  if (group.copy) return true;
+  if (group.home) return !group.home_occupant || may_go(*group.home_occupant);
+  return arena_of(group).has_room(group.bytes, [this](const DeviceCopy& copy) { return may_go(copy); });
+}
+
 /// Notes which guesses are still on their way, now that other groups are needed than before. Asks for events
 /// without the lock.
 void Engine::time_guesses(GroupId needed) {

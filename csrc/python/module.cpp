@@ -310,6 +310,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
       .def("fetch_whole", &Session::fetch_whole, py::arg("master"))
       .def("expect_slices", &Session::expect_slices, py::arg("master"), py::arg("indices"))
       .def("guess_slices", &Session::guess_slices, py::arg("master"), py::arg("indices"))
+      .def("fetch_for_guess", &Session::fetch_for_guess, py::arg("master"))
       .def("record", &Session::record, py::arg("on"))
       .def("timeline", &Session::timeline)
       .def("note_pass", &Session::note_pass)

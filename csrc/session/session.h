@@ -103,6 +103,9 @@ class Session : public Server, public std::enable_shared_from_this<Session> {
   /// first. Returns how many calls to leave out, as they would not pay.
   std::uint32_t guess_slices(const py::object& master, const std::vector<std::int64_t>& indices);
 
+  /// A weight that a guess reads, ahead of its use; None if it is not there, and has no room in the budget.
+  py::object fetch_for_guess(const py::object& master);
+
   /// What access() handed out last, where nothing has changed since; null if something may have. Runs
   /// nothing.
   PyObject* access_unchanged(const Weight& weight, PyObject* master, bool inside) const;

@@ -125,7 +125,8 @@ std::pair<std::shared_ptr<const Plan>, std::vector<WeightId>> Session::streamed_
   std::shared_ptr<const Plan> plan;
   std::vector<WeightId> ids;
   for (const std::int64_t index : indices) {
-    const Weight& part = *whole->parts.at(static_cast<std::size_t>(index)).second;
+    if (index < 0 || static_cast<std::size_t>(index) >= whole->parts.size()) return {};
+    const Weight& part = *whole->parts[static_cast<std::size_t>(index)].second;
     if (!part.plan || part.path != Weight::AccessPath::streamed) return {};
     if (plan && plan != part.plan) return {};
     plan = part.plan;
@@ -146,6 +147,18 @@ std::uint32_t Session::guess_slices(const py::object& master, const std::vector<
   if (ids.empty()) return 0;
   const py::gil_scoped_release release;
   return plan->engine->guess(ids);
+}
+
+py::object Session::fetch_for_guess(const py::object& master) {
+  if (closed_ || abandoned_) return py::none();
+  Weight* const found = table_->find(THPVariable_Unpack(master.ptr()).unsafeGetTensorImpl());
+  if (found == nullptr) return py::none();
+  const std::shared_ptr<Weight> weight = found->shared_from_this();
+  const bool streamed = weight->path == Weight::AccessPath::streamed && weight->plan;
+  if (streamed ? !weight->plan->engine->has_room(weight->id) : weight->path != Weight::AccessPath::as_is)
+    return py::none();
+  return py::reinterpret_steal<py::object>(
+      access(*weight, master.ptr(), /*training=*/false, /*inside=*/true));
 }
 
 }  // namespace dynswap

@@ -23,14 +23,14 @@ from typing import Any, Final, Protocol
 import torch
 from torch.utils._pytree import tree_map
 
-from dynswap_ext._swap.next_experts import following
+from dynswap_ext._swap.next_experts import Guesses, following
 from dynswap_ext._util.untraced import untraced
 
 #: What an index may be one element of, if that is to be read: as many experts as there are anywhere.
 _MOST_INDICES: Final = 4096
 
 
-class SliceSource(Protocol):
+class SliceSource(Guesses, Protocol):
     """A session that serves slices."""
 
     def fetch_slice(self, master: torch.Tensor, index: int) -> torch.Tensor | None:
@@ -41,9 +41,6 @@ class SliceSource(Protocol):
 
     def expect_slices(self, master: torch.Tensor, indices: Sequence[int]) -> None:
         """Fetch these slices ahead, as far as there is room: they are asked for next, in this order."""
-
-    def guess_slices(self, master: torch.Tensor, indices: Sequence[int]) -> int:
-        """Fetch some of these slices ahead, the likeliest first; return how many calls to leave out."""
 
     def note_writes(self, masters: list[torch.Tensor]) -> None:
         """Note that something is about to write to these masters."""
@@ -251,7 +248,7 @@ def _grouped(
     if any(value is not None for value in named.values()):
         return NotImplemented
     after = following(slices._master)
-    ranked = None if after is None else after.ranked(rows)
+    ranked = None if after is None else after.ranked(slices._source, rows)
     ends = offs.tolist()
     begins = [0, *ends[:-1]]
     hit = [index for index, end in enumerate(ends) if end > begins[index]]

@@ -7,7 +7,8 @@ takes one small product, queued before the host waits for this layer's choice, s
 guess decides what is copied ahead, never what is computed. Whether it pays is the engine's to find out, which
 has guesses left out if not (Note [Experts of the next layer] in csrc/core/by_use.h).
 
-Only forwards without gradients guess, and only of few rows: many use most of the experts anyway.
+Only forwards without gradients guess, and only of few rows: many use most of the experts anyway. A guess asks
+for no memory outside the budget, and is left out if the install does not serve the router, or cannot read it.
 """
 
 from __future__ import annotations
@@ -15,19 +16,23 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Final, Protocol
+from functools import partial
+from typing import Final, Protocol
 
 import torch
 from torch import nn
 from torch.nn import functional as F
 
-from dynswap_ext._util.experts import Experts
+from dynswap_ext._util.experts import Experts, is_stacked
 from dynswap_ext._util.modes import unseen_by_modes
 from dynswap_ext._util.untraced import untraced
 
 
 class Guesses(Protocol):
     """A session that fetches guessed slices."""
+
+    def fetch_for_guess(self, master: torch.Tensor) -> torch.Tensor | None:
+        """Return the weight on the device; None if it is not there, and has no room in the budget."""
 
     def guess_slices(self, master: torch.Tensor, indices: Sequence[int]) -> int:
         """Fetch some of these slices ahead, the likeliest first; return how many calls to leave out."""
@@ -44,21 +49,26 @@ class NextExperts:
         self._rest = rest
 
     @untraced
-    def ranked(self, rows: torch.Tensor) -> torch.Tensor | None:
+    def ranked(self, source: Guesses, rows: torch.Tensor) -> torch.Tensor | None:
         """Return the experts, the likeliest first, that these rows would be sent to; None for no guess.
 
         The tensor is on the CPU, and has its values once the device has come to what is queued next.
         """
         router = self._router()
         master = None if router is None else _weight_of(router)
-        if torch.is_grad_enabled() or router is None or master is None:
+        if torch.is_grad_enabled() or master is None or type(rows) is not torch.Tensor:
             return None
         if self._rest[0] > 0:
             self._rest[0] -= 1
             return None
-        if rows.shape[0] > master.shape[0] or rows.shape[1] != master.shape[1]:
+        if not 0 < rows.shape[0] <= master.shape[0] or rows.shape[1] != master.shape[1]:
             return None
-        weight: Any = router.weight
+        try:
+            weight = source.fetch_for_guess(master)
+        except Exception:  # who needs the weight is told
+            return None
+        if weight is None:
+            return None
         with unseen_by_modes():
             likely = F.linear(rows.to(weight.dtype), weight).amax(0)
             return likely.argsort(descending=True).to("cpu", non_blocking=True)
@@ -68,7 +78,7 @@ class NextExperts:
         experts = self._experts()
         master = None if experts is None else experts._parameters.get(self._name)
         if master is not None:
-            self._rest[0] = source.guess_slices(master, ranked[:count].tolist())
+            self._rest[0] = source.guess_slices(master, ranked.tolist()[:count])
 
 
 #: In which torch multiplies on any device.
@@ -91,6 +101,10 @@ def find_routers(modules: Sequence[nn.Module], experts: Mapping[int, Experts], m
     A router is a child of the same module as the experts, with a weight that has a row for each of them.
     `models` are the numbers of the models that the modules are part of.
     """
+    for key, (module, name, _) in list(_following.items()):
+        before = module()
+        if before is not None and id(before._parameters.get(name)) != key:
+            _following.pop(key, None)
     fused = {id(modules[place]): found.slices for place, found in experts.items() if found.slices}
     if not fused:
         return
@@ -109,13 +123,17 @@ def find_routers(modules: Sequence[nn.Module], experts: Mapping[int, Experts], m
         master = before._parameters.get(first)
         if master is None or model_of[id(before)] != model_of[id(after)]:
             continue
-        if id(master) not in _following:
-            weakref.finalize(before, _following.pop, id(master), None).atexit = False
-        _following[id(master)] = weakref.ref(before), first, NextExperts(router, after, follows, rest)
+        of = weakref.ref(before, partial(_forget, id(master)))
+        _following[id(master)] = of, first, NextExperts(router, after, follows, rest)
+
+
+def _forget(key: int, gone: weakref.ref[nn.Module]) -> None:
+    if key in _following and _following[key][0] is gone:  # another master may have its identity now
+        del _following[key]
 
 
 def _router(parent: nn.Module, count: int) -> nn.Module | None:
-    for child in parent._modules.values():
+    for child in list(parent._modules.values()):  # another thread may add some
         weight = None if child is None else _weight_of(child)
         if weight is not None and weight.shape[0] == count:
             return child
@@ -124,13 +142,11 @@ def _router(parent: nn.Module, count: int) -> nn.Module | None:
 
 def _weight_of(router: nn.Module) -> nn.Parameter | None:
     weight = router._parameters.get("weight")
-    plain = type(weight) is nn.Parameter and weight.dim() == 2 and weight.dtype in _DTYPES
-    return weight if plain else None
+    if type(weight) is not nn.Parameter or weight.is_nested or weight.layout is not torch.strided:
+        return None
+    return weight if weight.dim() == 2 and weight.dtype in _DTYPES else None
 
 
 def _first_fused(experts: nn.Module, count: int) -> str:
-    return next(
-        name
-        for name, each in experts._parameters.items()
-        if each is not None and each.dim() > 2 and each.shape[0] == count
-    )
+    stacked = ((name, each) for name, each in list(experts._parameters.items()) if is_stacked(each))
+    return next((name for name, each in stacked if each.shape[0] == count), "")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeGuard
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -100,13 +100,15 @@ def _lists_in(modules: nn.Module) -> list[nn.Module]:
     return [inner for each in lists for inner in _lists_in(each)] or [modules]
 
 
+def is_stacked(parameter: nn.Parameter | None) -> TypeGuard[nn.Parameter]:
+    """Return whether a parameter may have fused experts: it is there, and has enough dimensions."""
+    if parameter is None or is_lazy(parameter) or parameter.is_nested:
+        return False
+    return parameter.dim() >= _FUSED_DIMENSIONS
+
+
 def _fused(module: nn.Module) -> int:
-    sizes = set()
-    for parameter in module._parameters.values():
-        if parameter is None or is_lazy(parameter) or parameter.is_nested:
-            continue
-        if parameter.dim() >= _FUSED_DIMENSIONS:
-            sizes.add(parameter.shape[0])
+    sizes = {each.shape[0] for each in module._parameters.values() if is_stacked(each)}
     if not sizes:
         return 0
     counts = [value for name, value in vars(module).items() if "experts" in name and type(value) is int]

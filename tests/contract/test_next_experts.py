@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import gc
+import os
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from conftest import Provider
 from dynswap_ext import Handle, testing
@@ -34,7 +39,7 @@ class Experts(nn.Module):
         ends = F.one_hot(flat, EXPERTS).sum(0).cumsum(0).int()
         inner = F.silu(F.grouped_mm(x[order // ACTIVE], self.up.mT, offs=ends))
         out = F.grouped_mm(inner, self.down.mT, offs=ends)
-        return out[order.argsort()].view(*chosen.shape, -1).sum(1)
+        return out[order.argsort()].view(*chosen.shape, WIDTH).sum(1)
 
 
 class Layer(nn.Module):
@@ -159,3 +164,132 @@ def test_nothing_is_left_of_a_model_that_is_gone(provider: Provider) -> None:
     del model
     gc.collect()
     assert len(next_experts._following) == before
+
+
+def called(model: nn.Module, provider: Provider, passes: int = 12, rows: int = 1) -> None:
+    for step in range(passes):
+        model(provider.randn(rows, WIDTH, dtype=DTYPE, seed=step))
+
+
+@torch.no_grad()
+def test_no_rows(provider: Provider) -> None:
+    run(provider, layers(0.02), passes=6, rows=0)
+
+
+class Holding(Layer):
+    """Keeps weights while its experts compute, among them all that its largest call needs."""
+
+    def __init__(self, adds: float) -> None:
+        super().__init__(adds)
+        self.last = nn.Parameter(torch.randn(WIDTH, 8 * WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        held = self.last, self.dense.weight, self.gate.weight
+        x = super().forward(x)
+        return x + 0.001 * sum((x @ weight.reshape(WIDTH, -1))[:, :1] for weight in held)
+
+
+@torch.no_grad()
+def test_a_router_takes_no_memory_beyond_the_budget(provider: Provider) -> None:
+    model = nn.Sequential(*[Holding(0.02) for _ in range(LAYERS)])
+    options = {"dtype": DTYPE, "budget": "minimum"} if provider.native else {"dtype": DTYPE}
+    handle = provider.install(model, strict_budget=True, **options)
+    called(model, provider)
+    assert handle.stats().overflow_bytes == 0
+
+
+@torch.no_grad()
+def test_a_router_that_this_install_does_not_serve(provider: Provider) -> None:
+    model = layers(0.02)
+    provider.install(model, dtype=DTYPE, budget=quarter(model))
+    called(model, provider)
+    provider.handles.pop().uninstall()
+    run(provider, model[0], passes=4, budget=80 * 1024)  # the next layer's router is where it was
+
+
+@torch.no_grad()
+def test_a_router_that_is_left_alone(provider: Provider) -> None:
+    class OnCpu(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x.to("cpu", self.weight.dtype)).to(x)
+
+    model = layers(0.02, 3)
+    model[1].gate = OnCpu(WIDTH, EXPERTS, bias=False)
+    provider.install(model, dtype=DTYPE, budget=quarter(model), ignore="1.gate")
+    called(model, provider)
+
+
+class Wide(nn.Linear):
+    """Scores more experts than there are."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x)[..., :EXPERTS]
+
+
+@torch.no_grad()
+def test_a_router_that_names_experts_which_are_not_there(provider: Provider) -> None:
+    model = layers(0.02, 2)
+    model[1].gate = Wide(WIDTH, EXPERTS, bias=False)
+    run(provider, model, passes=2)
+    model[1].gate.weight = nn.Parameter(torch.randn(4 * EXPERTS, WIDTH))
+    called(model, provider)
+
+
+@torch.no_grad()
+def test_a_router_that_cannot_be_read_and_is_not_needed(provider: Provider, tmp_path: Path) -> None:
+    model = layers(0.02, 3)
+    model[2].forward = lambda x: x
+    testing.map_from_file(model[2].gate, tmp_path / "router.pt")
+    provider.install(model, dtype=DTYPE, budget=quarter(model))
+    os.truncate(tmp_path / "router.pt", 0)
+    called(model, provider)
+
+
+@pytest.mark.parametrize(
+    "beside",
+    [
+        nn.UninitializedParameter,
+        lambda: nn.Parameter(torch.nested.nested_tensor([torch.ones(2, 3), torch.ones(3, 3)])),
+    ],
+    ids=["lazy", "nested"],
+)
+def test_parameters_without_a_shape_beside_experts(
+    provider: Provider, beside: Callable[[], nn.Parameter]
+) -> None:
+    model = layers(0.02, 2)
+    budget = quarter(model)
+    fused = dict(model[0].experts._parameters)
+    model[0].experts._parameters.clear()
+    model[0].experts.register_parameter("beside", beside())
+    model[0].experts._parameters.update(fused)
+    provider.install(model, dtype=DTYPE, budget=budget)
+    with torch.no_grad():
+        called(model, provider)
+
+
+class Seen(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.operators: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operators[str(func)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@torch.no_grad()
+def test_modes_see_no_guess(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
+    x = provider.randn(1, WIDTH, dtype=DTYPE)
+
+    def seen() -> Counter[str]:
+        model = layers(0.02, 3)
+        handle = provider.install(model, dtype=DTYPE, budget=quarter(model))
+        called(model, provider)
+        with Seen() as mode:
+            model(x)
+        handle.uninstall()
+        return mode.operators
+
+    with_guesses = seen()
+    monkeypatch.setattr("dynswap_ext._swap.expert_slices.following", lambda master: None)
+    assert with_guesses == seen()
