@@ -10,6 +10,7 @@ peft puts adapters on the device where their base computes, and so their optimiz
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from typing import Any, Final
 
 import torch
@@ -28,8 +29,11 @@ __all__ = ["DynswapArgs", "DynswapPlugin"]
 
 LOG: Final = get_logger("axolotl.integrations.dynswap")  # of other loggers, axolotl shows only warnings
 
-#: Options that axolotl's own keys are for.
-_NOT_HERE: Final = ("device", "dtype")
+#: Options that are not for this key, and what decides them.
+_NOT_HERE: Final = {
+    "device": "axolotl computes on the first GPU that it sees (CUDA_VISIBLE_DEVICES)",
+    "dtype": "axolotl's keys bf16 and fp16 decide the dtype",
+}
 _MOVES: Final = "moves weights, too"
 _QUANTISES: Final = "quantises weights on the device, where they would have to fit"
 _PLACES: Final = "places weights, and those that stream stay on the host"
@@ -60,10 +64,17 @@ class DynswapArgs(BaseModel):  # type: ignore[misc]
 
     dynswap: dict[str, Any] | None = None
 
-    @field_validator("dynswap")  # type: ignore[untyped-decorator]
+    @field_validator("dynswap", mode="before")  # type: ignore[untyped-decorator]
     @classmethod
-    def check_dynswap(cls, options: dict[str, Any] | None) -> dict[str, Any] | None:
+    def check_dynswap(cls, options: Any) -> Any:
         """Check the names and the values, before anything is loaded."""
+        if options is not None and not isinstance(options, Mapping):
+            raise ConfigError(
+                f"dynswap is {options!r}; write options of install below it, such as budget: 6GiB. To train "
+                "without it, remove DynswapPlugin from plugins"
+            )
+        for name in _NOT_HERE.keys() & (options or {}).keys():
+            raise ConfigError(f"dynswap has no {name}: {_NOT_HERE[name]}. Leave it out")
         try:
             chosen = install_options("dynswap", options or {}, without=_NOT_HERE)
         except TypeError as error:
@@ -96,7 +107,7 @@ class DynswapPlugin(BasePlugin):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__()
-        self._handles: list[Handle] = []  # one, or two with a reference model
+        self._handles: list[tuple[str, Handle]] = []  # one, or two with a reference model
         self._fusion = MappedFusion()
 
     def get_input_args(self) -> str:
@@ -120,11 +131,13 @@ class DynswapPlugin(BasePlugin):  # type: ignore[misc]
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
         """Install the model: Note [Loaded, installed, adapted]."""
         options = install_options("dynswap", cfg.dynswap or {}, without=_NOT_HERE)
-        self._handles.append(install(model, **options))
+        handle = install(model, **options)
+        self._handles.append((type(model).__name__, handle))
+        LOG.info("dynswap: %s is installed: %r", type(model).__name__, handle)
 
     def post_train(self, cfg: Any, model: Any) -> None:
         """Log the report and uninstall the model, which is saved next; axolotl calls this twice."""
         while self._handles:
-            handle = self._handles.pop()
-            LOG.info("dynswap:\n%s", handle.report())
+            name, handle = self._handles.pop()
+            LOG.info("dynswap: %s:\n%s", name, handle.report())
             handle.uninstall()

@@ -89,6 +89,7 @@ def test_trained_as_without_it(provider: Provider, tiny: Path, adapter: str | No
     options = {"budget": "2MiB", "provider": provider.backend}
     streamed = train(tiny, output_dir=f"{name}-streamed", adapter=adapter, dynswap=options)
     assert streamed.returncode == 0, streamed.stdout[-4000:]
+    assert "dynswap: LlamaForCausalLM is installed: " in streamed.stdout
     assert f"{provider.backend}/" in streamed.stdout and "budget 2 MiB" in streamed.stdout  # its report
     losses, files = trained(tiny, f"{name}-streamed")
     assert len(losses) == 4 and files
@@ -114,8 +115,10 @@ def test_the_key_is_checked(provider: Provider) -> None:
     for given, message in (
         ({"buget": "6GiB"}, "'buget'. Did you mean 'budget'"),
         ({"budget": "6 apples"}, "budget is '6 apples'"),
-        ({"device": "cuda"}, "'device'"),
-        ("6GiB", "valid dictionary"),
+        ({"device": "cuda"}, "dynswap has no device: axolotl computes on the first GPU"),
+        ({"dtype": "bf16"}, "dynswap has no dtype: axolotl's keys bf16 and fp16"),
+        ("6GiB", "dynswap is '6GiB'; write options of install below it, such as budget: 6GiB"),
+        (True, "dynswap is True; "),
     ):
         with pytest.raises(ValueError, match=message.replace("?", r"\?")):
             validated(dynswap=given)
