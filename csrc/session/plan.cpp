@@ -204,7 +204,8 @@ void Session::bring_residents() {
 void Session::replace_plan(const py::object& root, const Budget& budget, const std::optional<Placed>& placed,
                            bool takes_memory) {
   const std::shared_ptr<Session> self = shared_from_this();
-  // A forked child makes no plans: its engines are the parent's. Nor does a session make one before its first.
+  // A forked child makes no plans: its engines are the parent's. Nor does a session make one before its
+  // first.
   if (abandoned_ || closed_ || modules_ == 0) return;
   if (planning_ == std::this_thread::get_id()) return;  // called from code that planning runs
   const Planning planning(*this);
