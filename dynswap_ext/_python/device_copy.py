@@ -246,6 +246,8 @@ class DeviceCopy:
                 with torch.inference_mode(master.is_inference()):
                     master.detach().copy_(written)
                 if self.before is not None:
+                    for other in self.neighbours():  # whose masters may have versions of their own
+                        other._noted.count += 1
                     differs = changed_elements(self.data, self.destination.convert(now))
                     self.before = with_changes(now, self.data, differs)
         if current:

@@ -69,3 +69,16 @@ def test_parameters_that_are_views_get_gradients_of_their_own(provider: Provider
         (m.upper.square().sum() + m.lower.pow(3).sum()).backward()
     for p, q in zip(model.parameters(), moved.parameters(), strict=True):
         testing.assert_bit_equal(p.grad, q.grad.to("cpu", torch.float32))
+
+
+@pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
+def test_a_row_that_is_written_on_one_large_buffer(provider: Provider, budget: str | None) -> None:
+    """A sample of the other one's bytes does not show it, nor does its version, which is its own."""
+    model = nn.Module()
+    model.register_buffer("whole", torch.zeros(300, 300))
+    model.register_buffer("alias", model.whole.data)
+    provider.install(model, dtype=torch.float64, budget=budget)
+    with torch.no_grad():
+        before = model.alias.sum()
+        model.whole[7] = 2
+        assert before == 0 and model.alias.sum() == 600
