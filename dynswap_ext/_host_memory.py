@@ -83,7 +83,7 @@ class HostBound:
 
 def recount(*planned: nn.Module) -> None:
     """Have the bounds of all installs follow the masters that came and went, and those that are planned."""
-    for bound in _named:
+    for bound in list(_named):  # calls of other threads plan, too
         bound._keep_to(*planned)
 
 
@@ -107,7 +107,7 @@ def host_memory() -> HostMemory:
         written=written_bytes(mapped),
         **_provider.host_memory_beside_masters(),
         weights=every,
-        limit=min((bound.total or 0 for bound in _named), default=None),
+        limit=min((bound.total or 0 for bound in list(_named)), default=None),
     )
 
 
