@@ -83,8 +83,10 @@ class HostBound:
 
 def recount(*planned: nn.Module) -> None:
     """Have the bounds of all installs follow the masters that came and went, and those that are planned."""
-    for bound in list(_named):  # calls of other threads plan, too
+    for bound in list(_named):  # calls of other threads plan, too, and other installs end
         bound._keep_to(*planned)
+        if bound not in _named:
+            bound.end()
 
 
 def _warn_if_exceeded(bounds: Iterable[HostBound], planned: nn.Module) -> None:
