@@ -84,6 +84,14 @@ def gated() -> tuple[nn.Sequential, Door]:
     return nn.Sequential(*layers[:3], middle, *layers[3:]), door
 
 
+def without_gate() -> nn.Sequential:
+    """The same, frozen and in evaluation, for forwards that wait for nothing and write nothing."""
+    model, _ = gated()
+    model.eval().requires_grad_(False)
+    del model[3][2]
+    return model
+
+
 @contextmanager
 def in_the_middle(model: nn.Module, door: Door, x: torch.Tensor) -> Iterator[Callable[[], torch.Tensor]]:
     """Run a block while a forward of the model waits at the door; what is yielded gives its output."""
@@ -271,9 +279,7 @@ def at_every_moment(work: Callable[[], None]) -> Iterator[None]:
 def test_no_moment_disturbs_a_forward(
     provider: Provider, action: Callable[[Provider, nn.Module], None]
 ) -> None:
-    model, _ = gated()
-    model.eval().requires_grad_(False)
-    del model[3][2]
+    model = without_gate()
     moved, _ = provider.pair(model, budget=SOME)
     x = provider.randn(2, 64)
     expected = moved(x)
@@ -309,9 +315,7 @@ def test_a_plan_that_a_refused_install_overtakes(provider: Provider) -> None:
     """The install that was there gets another session, for which the plan is not."""
     if not provider.native:
         pytest.skip("pure Python makes no plans")
-    model, _ = gated()
-    model.eval().requires_grad_(False)
-    del model[3][2]
+    model = without_gate()
     moved, _ = provider.pair(model, budget=SOME)
     x = provider.randn(2, 64)
     expected = moved(x)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import textwrap
 from pathlib import Path
 
@@ -73,12 +72,5 @@ def test_penalties_on_masters_beside_forwards(provider: Provider, kind: str) -> 
             "torch 2.13's own autograd.Function, which pure Python needs, takes the mutex with the GIL"
         )
     tests = Path(__file__).parent
-    done = children.run(
-        PROGRAM, tests, provider.device, provider.backend, kind, env=_environment(provider), timeout=120
-    )
+    done = children.run(PROGRAM, tests, provider.device, provider.backend, kind, timeout=120)
     assert done.returncode == 0, done.stderr
-
-
-def _environment(provider: Provider) -> dict[str, str]:
-    by_name = {"DYNSWAP_ENGINE_BACKEND": provider.expected_backend} if provider.native else {}
-    return {**os.environ, **by_name}

@@ -289,6 +289,8 @@ PyObject* Session::hand_out(Weight& weight, PyObject* master_object, bool inside
       return hand_out_private(weight, master, /*watched=*/false, to);  // Note [A plan takes another's place]
     }
   }
+  if (others_ran && master.requires_grad() != to.edge.is_valid())  // it was frozen or thawed meanwhile
+    return plain_access(weight, master_object, /*training=*/false, inside, {});
   const bool overflows = lease.overflows();
   const at::Tensor tensor =
       HandedOut::make(std::move(record), std::move(lease), earlier ? HandedOut::of(*earlier) : nullptr,
