@@ -9,9 +9,8 @@ Examples
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,8 +23,6 @@ from dynswap_ext.handle import Handle
 from dynswap_ext.install import install_with, uninstall
 
 __all__ = ["DynamicSwapInstaller"]
-
-_OPTIONS: Final = tuple(inspect.signature(config.resolve).parameters)
 
 
 class DynamicSwapInstaller:
@@ -64,11 +61,11 @@ class DynamicSwapInstaller:
             An option is unknown, or has a value that cannot be used. The model is as it was.
         """
         options = {name: value for name, value in kwargs.items() if name != "non_blocking"}
-        unknown = sorted(set(options).difference(_OPTIONS))
+        unknown = sorted(set(options).difference(config.OPTION_NAMES))
         if unknown:
             raise ConfigError(
                 f"DynamicSwapInstaller does not know {', '.join(map(repr, unknown))}; expected target_device "
-                f"or one of {', '.join(_OPTIONS)}{did_you_mean(unknown[0], _OPTIONS)}"
+                f"or one of {', '.join(config.OPTION_NAMES)}{did_you_mean(unknown[0], config.OPTION_NAMES)}"
             )
         if target_device is not None and options.setdefault("device", target_device) is not target_device:
             raise ConfigError(

@@ -20,6 +20,7 @@ Other variables control the build of the extension (docs/reference/environment.m
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -175,6 +176,10 @@ def resolve(
         ignore=_patterns("ignore", ignore),
         progress=check_progress(progress),
     )
+
+
+#: The names of all options of `dynswap_ext.install`.
+OPTION_NAMES: Final = tuple(inspect.signature(resolve).parameters)
 
 
 def provider_from_environment() -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections.abc import Mapping
 from os import PathLike
@@ -29,7 +28,7 @@ LoadedT = TypeVar("LoadedT", covariant=True)
 _UNREPORTED = 1 / 16
 
 #: What `install` is given in the same breath, and transformers would take for a value of the config.
-_OF_INSTALL = [name for name in inspect.signature(config.resolve).parameters if name != "dtype"]
+_OF_INSTALL = [name for name in config.OPTION_NAMES if name != "dtype"]
 
 
 class Loadable(Protocol[LoadedT]):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Collection, Mapping
 from typing import Any
 
@@ -19,6 +18,6 @@ def install_options(
     A name that is no option of `install`, or is one of `without`, raises a TypeError that names `function`.
     Values are not checked.
     """
-    known = [name for name in inspect.signature(config.resolve).parameters if name not in without]
+    known = [name for name in config.OPTION_NAMES if name not in without]
     refuse_unknown(function, given, known)
     return dict(given) if {"budget", "plan"} & given.keys() else {"budget": AUTO, **given}
