@@ -1,8 +1,8 @@
-"""Processes that tests start: forks of one that has imported torch and the package already.
+"""Runs Python code in child processes, forked from one that has already imported torch and the package.
 
-An import takes more than a second of CPU, and most children need no more of a process than that it is not
-the test's: an end, a crash, a limit, memory of its own. What a test asks of an import itself, or of a
-variable that is read then, takes a process from nothing.
+An import takes more than a second of CPU, and most tests need it only once: their child ends, crashes, has a
+limit, or has memory of its own. A test of the import itself, or of an environment variable that is read
+during it, has to start a process itself.
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ _servers: list[subprocess.Popen[str]] = []
 def run(
     code: str, *arguments: object, env: dict[str, str] | None = None, timeout: float = 120
 ) -> subprocess.CompletedProcess[str]:
-    """Run the code as ``python -c code arguments...`` does, and return how it ended and what it printed.
+    """Run code as ``python -c code arguments...`` does, and return its exit status and what it printed.
 
-    `env` is its whole environment, but for what Python and torch read as they start. After `timeout` seconds
-    it is ended, and what it printed is in the error, with where each of its threads was.
+    `env` is its whole environment, except that Python and torch have read theirs already. After `timeout`
+    seconds the child is killed and TimeoutError raised, with what it printed and where each of its threads
+    was.
     """
     server = _server()
     assert server.stdin is not None
@@ -65,11 +66,11 @@ def _server() -> subprocess.Popen[str]:
 
 
 def _answer(server: subprocess.Popen[str], timeout: float) -> str | None:
-    """Return what the server says next; None if it has said nothing in that time, and is ended."""
+    """Return the next line of the server. If none comes within `timeout` seconds, end it and return None."""
     assert server.stdout is not None
     if select.select([server.stdout], [], [], timeout)[0]:
         return server.stdout.readline()
-    _end(server, signal.SIGABRT)  # of which faulthandler tells
+    _end(server, signal.SIGABRT)  # makes faulthandler print where each thread is
     return None
 
 
@@ -81,7 +82,7 @@ def _end(server: subprocess.Popen[str], by: signal.Signals = signal.SIGKILL) -> 
 
 
 def _serve() -> tuple[str, ModuleType]:
-    """Fork for each request; return in the child, with its code and the module to run it in."""
+    """Fork for each request. Return in the child, with the code to run and the module to run it in."""
     import dynswap_ext.checkpoint  # noqa: F401  (which imports torch)
 
     if "pretend_cuda" in sys.modules:

@@ -1,10 +1,14 @@
-"""Fixtures of the Python tests: every semantic test runs over every provider, on every device.
+"""Fixtures of the Python tests: a test that takes `provider` runs with every provider, on every device.
 
-DYNSWAP_TEST_DEVICE=pretend is a run of its own, of the tests that name a provider, on the pretend CUDA device
-(tests/device); `no-toolkit` and `privateuse1` are such runs on other kinds of it. DYNSWAP_SEED says in what
-order the device does its work. DYNSWAP_TEST_SEGMENTS=2097152 makes its allocator take memory in segments of
-2 MiB, as torch's does, rather than to the byte. DYNSWAP_TESTS=quick leaves out what `make test-all` adds to
-`make test`, DYNSWAP_TESTS=nightly adds what only the nightly run has.
+Environment variables choose what runs:
+
+- DYNSWAP_TEST_DEVICE=pretend runs, on the pretend CUDA device (tests/device), the tests that take `provider`
+  or `gpu` or are marked `device`. `no-toolkit` and `privateuse1` are other kinds of that device.
+- DYNSWAP_SEED decides the order in which the pretend device does its work.
+- DYNSWAP_TEST_SEGMENTS=2097152 makes its allocator take memory in segments of 2 MiB, as torch's does. By
+  default it takes memory to the byte.
+- DYNSWAP_TESTS=quick leaves out what `make test-all` adds to `make test`. DYNSWAP_TESTS=nightly adds what
+  only the nightly run has.
 """
 
 from __future__ import annotations
@@ -30,8 +34,8 @@ import pretend_cuda
 PRETEND = bool(os.environ.get("DYNSWAP_TEST_DEVICE"))
 if PRETEND:  # before anything imports torch
     pretend_cuda.activate()
-    # The device locks whole pages. From here on masters have pages of their own (M_MMAP_THRESHOLD): copies
-    # from masters that are not page-locked would wait, and little would stay queued.
+    # The device page-locks whole pages, so masters get pages of their own from here on (M_MMAP_THRESHOLD).
+    # Copies from masters that are not page-locked would wait, and little would stay queued.
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     # Processes that a test starts have the device, too.
     startup = Path(__file__).parent / "device" / "startup"
@@ -49,8 +53,8 @@ from dynswap_ext import config as dynswap_config
 from gpu_under_test import Gpu
 
 if not torch.backends.flags_frozen():
-    # A convolution's gradients are else summed in any order. Once, before a library that a test imports takes
-    # torch.testing's common_utils, which lets nobody set the flags from then on.
+    # Else the gradients of a convolution are summed in any order. A library that a test needs may import
+    # torch.testing's common_utils, which freezes the flags.
     torch.backends.cudnn.deterministic = True
 
 #: The type of device besides the CPU: "cuda", or that of the pretend device.
@@ -70,7 +74,7 @@ PROVIDERS = (*(() if PRETEND else ON_CPU), *(ON_DEVICE if HAS_DEVICE else ()))
 
 @dataclass
 class Provider:
-    """A provider and a device to test with, and what has been installed through it."""
+    """A provider and a device to test with, and the handles of what was installed with them."""
 
     name: str
     backend: str
@@ -83,12 +87,12 @@ class Provider:
 
     @property
     def device_module(self) -> Any:
-        """torch.cuda, or its like for another device."""
+        """Return torch.cuda, or the module of another type of device."""
         return torch.get_device_module(self.device)
 
     @property
     def expected_backend(self) -> str:
-        """What copies weights to the device here."""
+        """Return the name of the backend that copies weights to the device here."""
         if not self.native:
             return "python"
         return "host" if self.device.type == "cpu" else ENGINE
@@ -100,7 +104,10 @@ class Provider:
         return handle
 
     def sees_every_write(self, *handles: dynswap_ext.Handle) -> bool:
-        """Whether no write to a master goes unseen; else small ones may, to those that are sampled."""
+        """Return whether installs notice every write to a master.
+
+        Pure Python compares only samples of some masters, so it may miss a small write to one of them.
+        """
         return self.native or not any(handle.report().sampled_bytes for handle in handles)
 
     def pair(
@@ -111,7 +118,7 @@ class Provider:
         return moved, self.install(model, dtype=dtype, **options)
 
     def smallest_budget(self, model: nn.Module, **options: Any) -> int:
-        """Return the smallest budget that works, as the refusal of another one names it."""
+        """Return the smallest budget that works, which the error for a smaller one names."""
         with pytest.raises(dynswap_ext.BudgetError) as refused:
             self.install(model, budget=1, **options)
         smallest = refused.value.smallest_bytes
@@ -119,13 +126,13 @@ class Provider:
         return smallest
 
     def assert_as_masters(self, model: nn.Module, x: torch.Tensor) -> None:
-        """Assert that a call gives what a moved copy of the masters gives, as they are now."""
+        """Assert that a call returns what a copy of the model, moved to the device now, returns."""
         dtype = x.dtype if x.is_floating_point() else torch.float64
         with torch.no_grad():
             testing.assert_bit_equal(model(x), testing.moved(model, self.device, dtype)(x), "output")
 
     def randn(self, *shape: int, dtype: torch.dtype = torch.float64, seed: int = 7) -> torch.Tensor:
-        """The same values on every device."""
+        """Return normally distributed values, the same on every device."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randn(*shape, generator=generator, dtype=torch.float64).to(self.device, dtype)
 
@@ -143,22 +150,23 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Leave unread, in a run of those marked `alone`, the files that cannot have one: without the word."""
+    """In a run with `-m alone`, skip the files that do not contain the word, without importing them."""
     if config.option.markexpr != "alone" or collection_path.suffix != ".py":
         return None
     return "alone" not in collection_path.read_text() or None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out what another run has.
+    """Leave out the tests that another run has.
 
-    A run on the pretend device is for what names a provider or a GPU, or is marked. What asks for a GPU has
-    no other run where there is none. A second run under DYNSWAP_PROVIDER=python is for what follows the
-    environment: tests of the `provider` fixture name their provider, and have run over each of them in the
-    first; those of checkpoints, plans, records, the sources and the build install nothing without it; the
-    examples and the guides are for the native provider, which streams on a CPU; and where one provider can
-    be measured, the other can. Compilers and the programs of other libraries run with the native provider,
-    and with pure Python in the nightly run. With DYNSWAP_TESTS=nightly each run has all.
+    The nightly run leaves out only tests that cannot run, or that do not depend on how the run differs. In
+    the other runs:
+
+    - With pure Python, tests of compilers and of other libraries' programs are left to the nightly run.
+    - On the pretend device, so are test_compile.py, and tests of pure Python that repeat its run on the CPU.
+    - DYNSWAP_PROVIDER=python is a second run, for tests that follow this variable. Tests that take
+      `provider` or `gpu` do not. Nor do the files in `names`: they install nothing otherwise, or need the
+      native provider (which streams on a CPU), or measure what is the same for both.
     """
     tests = os.environ.get("DYNSWAP_TESTS", "")
     if tests not in ("", "quick", "nightly"):
@@ -169,7 +177,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if tests == "quick":
         _keep(config, items, _quick)
     if PRETEND:
-        # Compiles for minutes; the run on the CPU has it.
+        # It compiles for minutes, and the run on the CPU has it.
         items[:] = [item for item in items if every or item.path.name != "test_compile.py"]
         wanted = [item for item in items if _names_a_provider(item) or "device" in item.keywords]
         kept = {item for item in wanted if every or not _repeats_the_run_on_the_cpu(item)}
@@ -209,15 +217,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """Keep what the files have imported out of the tests' collections of garbage: half a second for each."""
+    """Keep what the test files have imported out of garbage collections: each would take 0.5 s longer."""
     _freeze()
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _what_lives_on() -> None:
-    """Freeze, before each file, what earlier files left behind: libraries, a compiler's caches.
+    """Before each file, keep what earlier files left behind out of garbage collections.
 
-    Else a test that collects garbage takes 5 s in a worker that has run the compiler's tests, not 0.1 s.
+    Otherwise a collection takes 5 s instead of 0.1 s in a worker that has run the compiler's tests.
     """
     _freeze()
 
@@ -232,11 +240,11 @@ def _names_a_provider(item: pytest.Item) -> bool:
 
 
 def _quick(item: pytest.Item) -> bool:
-    """Tell whether `make test` runs this.
+    """Return whether `make test` runs a test.
 
-    That is none marked slow. With pure Python it is what weights mean, on the CPU. On the pretend device,
-    which is slow, it is neither programs, nor tests of compilers and of every module of torch, nor those of
-    checkpoints, of planning and of inspecting.
+    It runs none marked slow. With pure Python it runs only test_semantics_*.py, on the CPU. On the pretend
+    device, which is slow, it leaves out programs, checkpoints, planning, inspecting, compilers and every
+    module of torch.
     """
     if "slow" in item.keywords:
         return False
@@ -259,7 +267,10 @@ def _library_over_pure_python(item: pytest.Item) -> bool:
 
 
 def _repeats_the_run_on_the_cpu(item: pytest.Item) -> bool:
-    """What pure Python shares with its run on the CPU: all but what weights mean, and what a GPU is asked."""
+    """Return whether a test of pure Python on the device repeats its run on the CPU.
+
+    Those of test_semantics_*.py and those that take `gpu` do not.
+    """
     named = "provider" in getattr(item, "fixturenames", ())
     return named and _provider_of(item) == ON_DEVICE[0] and not item.path.name.startswith("test_semantics_")
 
@@ -271,20 +282,20 @@ def _keep(config: pytest.Config, items: list[pytest.Item], wanted: Callable[[pyt
 
 
 def skip_or_fail(reason: str, *, cuda: bool) -> None:
-    """Skip for a visible reason, or fail where a machine is expected to have CUDA."""
+    """Skip the test. If `cuda` is missing where DYNSWAP_REQUIRE_CUDA=1 expects it, fail instead."""
     if cuda and REQUIRE_CUDA:
         pytest.fail(f"DYNSWAP_REQUIRE_CUDA=1, but {reason}", pytrace=False)
     pytest.skip(reason)
 
 
 def only_cuda_has(what: str, *, whole_module: bool = False) -> None:
-    """Skip a test, or a module, on an accelerator of another type."""
+    """Skip a test, or its whole module, if the accelerator is not of type "cuda"."""
     if ACCELERATOR != "cuda":
         pytest.skip(f"{what}: on CUDA alone", allow_module_level=whole_module)
 
 
 def needs_cuda_runtime() -> None:
-    """Skip where there is no CUDA runtime to be called; fail where there has to be a GPU."""
+    """Skip the test without a CUDA runtime to call. A missing GPU is a failure if DYNSWAP_REQUIRE_CUDA=1."""
     only_cuda_has("its runtime")
     if not torch.cuda.is_available():
         skip_or_fail("torch finds no CUDA device", cuda=True)
@@ -293,7 +304,7 @@ def needs_cuda_runtime() -> None:
 
 
 def accelerate_knows(provider: Provider) -> None:
-    """Skip a test of libraries that choose the device themselves, and know no plugin's."""
+    """Skip a test of accelerate or lightning on a plugin's device: they would compute on the CPU."""
     if provider.device.type not in ("cpu", "cuda"):
         pytest.skip(
             f"accelerate and lightning compute on the CPU where the device is '{provider.device.type}'"
@@ -301,7 +312,7 @@ def accelerate_knows(provider: Provider) -> None:
 
 
 def needs_inductor(provider: Provider) -> None:
-    """Skip where torch's compiler cannot generate code for the device."""
+    """Skip the test if torch's compiler cannot generate code for the device."""
     if provider.device.type == "cuda":
         pytest.importorskip("triton", reason="inductor needs triton on a GPU")
     elif provider.device.type != "cpu":
@@ -309,7 +320,7 @@ def needs_inductor(provider: Provider) -> None:
 
 
 def dense_alone_is_pretended(layout: str) -> None:
-    """Skip, on the pretend device, a test that makes tensors of another layout there."""
+    """Skip, on the pretend device, a test that needs tensors of another `layout` there."""
     if PRETEND:
         skip_or_fail(f"the pretend device has no {layout} tensors, a GPU has", cuda=True)
 
@@ -321,11 +332,10 @@ _failed = pytest.StashKey[bool]()
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    """Note that a test has failed, and let go of what its frames hold.
+    """Note that a test has failed, and clear the frames of its error.
 
-    pytest keeps the exception (as `sys.last_exc`, for a debugger) until the next test is called, and with it
-    every local of the test: tensors that hold their place on the device while its fixtures end, and those of
-    the next test begin.
+    pytest keeps the exception (as `sys.last_exc`, for a debugger) until the next test is called. Without
+    this, its frames would keep the test's tensors, and their memory on the device, until then.
     """
     report = yield
     if call.excinfo is not None and not call.excinfo.errisinstance(pytest.skip.Exception):
@@ -351,9 +361,10 @@ def _clear_frames(error: BaseException) -> None:
 
 @contextmanager
 def under_test(name: str, item: pytest.Item) -> Iterator[Provider]:
-    """One provider, or the reason why it cannot run here. A test ends with nothing held on the device.
+    """Yield a provider, or skip the test if it cannot run here; then assert that nothing is held.
 
-    Of one that failed this is not asked: it has its own error, which need not leave things in order.
+    What may be held is memory for weights on the device. This is not asked of a test that failed: its error
+    need not leave things in order.
     """
     on_device = name in ON_DEVICE
     if on_device and not accelerator.is_available():
@@ -367,32 +378,35 @@ def under_test(name: str, item: pytest.Item) -> Iterator[Provider]:
         skip_or_fail(reason, cuda=on_device)
     under_test = Provider(name, backend, device)
     yield under_test
-    with ExitStack() as uninstalls:  # an error of one keeps no other
+    with ExitStack() as uninstalls:  # each runs, even if another fails
         for handle in reversed(under_test.handles):
             uninstalls.callback(handle.uninstall)
     if item.stash.get(_failed, False):
         return
-    for handle in under_test.handles:  # that are uninstalled: residents may hold their place until then
+    for handle in under_test.handles:  # not before all are uninstalled: residents hold memory until then
         testing.assert_nothing_held(handle)
 
 
 @pytest.fixture(params=PROVIDERS)
 def provider(request: pytest.FixtureRequest) -> Iterator[Provider]:
-    """Every provider in turn."""
+    """Yield each provider in turn."""
     with under_test(request.param, request.node) as each:
         yield each
 
 
 @pytest.fixture(params=ON_DEVICE)
 def gpu(request: pytest.FixtureRequest) -> Iterator[Gpu]:
-    """A GPU, the pretend one or a real one, with each provider."""
+    """Yield the GPU, a real or the pretend one, with each provider in turn."""
     with under_test(request.param, request.node) as each:
         yield Gpu(each)
 
 
 @pytest.fixture
 def gives_way(gpu: Gpu) -> Iterator[None]:
-    """Residents give way there to whatever runs out of memory, under a cap that a test may set."""
+    """Skip the test if residents do not give way; afterwards, lift a cap on memory that the test has set.
+
+    Residents give way if they are evicted when the program runs out of device memory.
+    """
     if not gpu.native:
         pytest.skip("the pure-Python provider's residents do not give way")
     yield
@@ -401,13 +415,13 @@ def gives_way(gpu: Gpu) -> Iterator[None]:
 
 @pytest.fixture
 def mapped(tmp_path: Path) -> Callable[[nn.Module], nn.Module]:
-    """Let a model's masters be mapped from a file."""
+    """Return a function that maps a model's masters from a file."""
     return lambda model: testing.map_from_file(model, tmp_path / "model.pt")
 
 
 @pytest.fixture
 def fresh_compiler() -> Iterator[None]:
-    """torch's compiler as it is before a model is compiled."""
+    """Reset torch's compiler before and after a test."""
     torch._dynamo.reset()
     yield
     torch._dynamo.reset()
@@ -420,7 +434,10 @@ def _seed() -> None:
 
 @pytest.fixture(autouse=True)
 def _device(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The pretend device begins anew with each test, whose name and DYNSWAP_SEED say how cruel it is."""
+    """Reset the pretend device before each test, and assert that the test broke none of the device's rules.
+
+    The test's name and DYNSWAP_SEED decide the order in which the device works.
+    """
     if not PRETEND:
         yield
         return

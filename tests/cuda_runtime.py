@@ -1,7 +1,7 @@
-"""The CUDA runtime itself, called by number and address: torch's own on a GPU, the pretend one without.
+"""The CUDA runtime, called by number and address: torch's own on a GPU, otherwise that of the pretend device.
 
-The pretend device is worth what its rules are. `tests/cuda/test_cuda_rules*.py` ask them of whichever device
-there is, so that a run on a GPU tells where the pretend one is wrong.
+Tests on the pretend device prove something only if its rules are CUDA's. `tests/cuda/test_cuda_rules*.py`
+check those rules on either device, so a run on a GPU shows where the pretend one is wrong.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ HostFunction = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 
 class Attributes(ctypes.Structure):
-    """cudaPointerAttributes."""
+    """The struct cudaPointerAttributes."""
 
     _fields_ = [
         ("type", ctypes.c_int),
@@ -41,13 +41,13 @@ class Attributes(ctypes.Structure):
 
 
 class _BatchAttributes(ctypes.Structure):
-    """cudaMemcpyAttributes, whose hints are zero."""
+    """The struct cudaMemcpyAttributes. Its hints stay zero."""
 
     _fields_ = [("order", ctypes.c_int), ("hints", ctypes.c_int * 4), ("flags", ctypes.c_uint)]
 
 
 class Runtime:
-    """Calls return their cudaError_t."""
+    """The functions of the CUDA runtime. Most methods return a cudaError_t."""
 
     def __init__(self) -> None:
         if pretend_cuda.active():
@@ -58,7 +58,10 @@ class Runtime:
         torch.zeros(1, device="cuda")  # this thread has a context from here on
 
     def call(self, name: str, *arguments: Any) -> int:
-        """Whole numbers are addresses or sizes; what is narrower comes as a ctypes object."""
+        """Call a function of the runtime; return its cudaError_t.
+
+        Integers are passed as addresses or sizes. Narrower arguments have to be ctypes objects.
+        """
         function = getattr(self._library, name)
         function.restype = ctypes.c_int
         wide = [ctypes.c_size_t(each) if isinstance(each, int) else each for each in arguments]
@@ -90,7 +93,7 @@ class Runtime:
         return attributes.type
 
     def range_of(self, address: int) -> tuple[int, int]:
-        """First byte and size of the registration or allocation, as the driver knows it; (0, 0): of none."""
+        """Return the first byte and size of the registration or allocation at an address; (0, 0) if none."""
         driver = self._library if pretend_cuda.active() else ctypes.CDLL("libcuda.so.1")
         begin, size = ctypes.c_size_t(), ctypes.c_size_t()
         for value, attribute in ((begin, 11), (size, 12)):  # CU_POINTER_ATTRIBUTE_RANGE_START_ADDR, _SIZE
@@ -112,7 +115,7 @@ class Runtime:
         return self.call("cudaMemcpyAsync", to, source, size, ctypes.c_int(kind), stream.cuda_stream)
 
     def batch(self, copies: list[tuple[int, int, int]], stream: int, order: int = 1) -> int:
-        """Copy (to, from, bytes) each, with cudaMemcpyBatchAsync as CUDA 13 declares it."""
+        """Copy each (to, from, bytes) with one call of cudaMemcpyBatchAsync, as CUDA 13 declares it."""
         array = ctypes.c_size_t * len(copies)
         to, source, sizes = (array(*(copy[which] for copy in copies)) for which in range(3))
         attributes, first = _BatchAttributes(order=order), (ctypes.c_size_t * 1)(0)
@@ -132,13 +135,13 @@ class Runtime:
         return stream.value or 0
 
     def is_capturing(self, stream: int) -> tuple[int, int]:
-        """The call's answer, and the status of the capture."""
+        """Return the error code of cudaStreamIsCapturing, and the status of the capture."""
         status = ctypes.c_int(-1)
         return self.call("cudaStreamIsCapturing", stream, ctypes.byref(status)), status.value
 
     @contextmanager
     def relaxed(self) -> Iterator[None]:
-        """This thread calls what a capture forbids."""
+        """Let this thread call functions that a capture forbids."""
         mode = ctypes.c_int(2)
         assert self.call("cudaThreadExchangeStreamCaptureMode", ctypes.byref(mode)) == SUCCESS
         try:
@@ -148,7 +151,7 @@ class Runtime:
 
 
 def busy(stream: torch.cuda.Stream, milliseconds: float) -> None:
-    """Let a stream do nothing for a while; the host goes on."""
+    """Let a stream idle for a while, without a wait of the host."""
     with torch.cuda.stream(stream):
         torch.cuda._sleep(int(milliseconds * _CYCLES_A_MILLISECOND))
 
@@ -160,7 +163,7 @@ def seconds(action: Callable[[], Any]) -> float:
 
 
 def pages(count: int) -> tuple[torch.Tensor, int]:
-    """So many pages of ordinary memory: a tensor that keeps them, and their address."""
+    """Return `count` pages of ordinary memory: a tensor that owns them, and their address."""
     block = torch.zeros((count + 1) * PAGE, dtype=torch.uint8)
     begin = -block.data_ptr() % PAGE
     return block[begin : begin + count * PAGE], block.data_ptr() + begin

@@ -1,4 +1,4 @@
-"""What tests/cuda asks of a GPU, the pretend one (tests/device) or a real one: streams, delays, memory."""
+"""The GPU of tests/cuda, the pretend one (tests/device) or a real one: models, streams, delays, memory."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ import dynswap_ext
 import pretend_cuda
 from dynswap_ext import testing
 
-#: Wide enough for a layer to be a group of its own; its bytes in float32.
+#: Wide enough for each layer to be copied by itself (a group); the bytes of a layer in float32.
 WIDTH, LAYERS = 1152, 6
 LAYER_BYTES = WIDTH * WIDTH * 4
-_CYCLES_A_MILLISECOND = 2_000_000  # at the clock of the fastest devices; on others a delay is longer
+_CYCLES_A_MILLISECOND = 2_000_000  # at the clock of the fastest devices; slower ones delay longer
 
 
 class Exact(nn.Module):
     """Layers over small whole numbers, whose products are exact in whatever order they are summed.
 
-    A layer computed with any byte of another's weights gives another output, and so does all that follows.
+    If a layer is computed with any wrong byte, its output changes, and with it all that follows.
     """
 
     def __init__(self, layers: int = LAYERS, width: int = WIDTH) -> None:
@@ -41,9 +41,9 @@ class Exact(nn.Module):
 
 
 class Gain(nn.Module):
-    """A large weight, and next to no arithmetic, for tests of memory.
+    """A layer with a large weight and very little arithmetic, for tests of memory.
 
-    The pretend device has segments as small as it is told to, and copies all of it on the host.
+    The weight is smaller on the pretend device, which copies all of it on the host.
     """
 
     BYTES = (2 if pretend_cuda.active() else 16) << 20
@@ -61,26 +61,26 @@ def gains(layers: int, seed: int = 0) -> nn.Sequential:
     return nn.Sequential(*(Gain() for _ in range(layers))).requires_grad_(False)
 
 
-#: For tests that are exact to the byte of what a device's allocator has, and of what it asks for.
+#: For tests that count, to the byte, what a device's allocator has and asks for.
 only_pretended_cuda = pytest.mark.skipif(
     not pretend_cuda.active() or pretend_cuda.device_type() != "cuda",
     reason="needs a CUDA device whose memory is capped: the pretend one",
 )
 
 
-#: A layer of `layers`: its width and its bytes, of which weight and bias are both multiples of an alignment.
+#: The width and the bytes of a layer of `layers`. Weight and bias are both multiples of an alignment.
 CAPPED_WIDTH = 256
 CAPPED_LAYER = CAPPED_WIDTH * CAPPED_WIDTH * 4 + CAPPED_WIDTH * 4
 
 
 def layers(count: int = 16, seed: int = 0) -> nn.Sequential:
-    """Layers whose bytes can be counted under a cap on memory."""
+    """Return layers whose bytes can be counted under a cap on memory."""
     torch.manual_seed(seed)
     return nn.Sequential(*(nn.Linear(CAPPED_WIDTH, CAPPED_WIDTH) for _ in range(count))).requires_grad_(False)
 
 
 def cap(size: int) -> None:
-    """Let the process have that many bytes of the pretend GPU more than it has now, to the byte."""
+    """Let the process take exactly `size` more bytes of the pretend GPU than it has now."""
     pretend_cuda.faults().segment_bytes = 0
     gc.collect()
     torch.cuda.synchronize()
@@ -91,13 +91,13 @@ def cap(size: int) -> None:
 
 @dataclass
 class Peak:
-    """Device bytes that a block needed at most, over those before it."""
+    """The most device memory that a block used, in bytes, less what was in use before it."""
 
     bytes: int = 0
 
 
 class Gpu:
-    """A GPU and a provider (conftest's) to test with."""
+    """A GPU and a provider to test with."""
 
     def __init__(self, provider: Any) -> None:
         self.provider = provider
@@ -118,19 +118,19 @@ class Gpu:
     def pair(
         self, model: nn.Module, dtype: torch.dtype | None = torch.float64, **options: Any
     ) -> tuple[nn.Module, dynswap_ext.Handle]:
-        """A moved copy of the model, and the handle of its install."""
+        """Install the model; return a moved copy to compare it with, and the handle."""
         moved = testing.moved(model, self.device, dtype)
         return moved, self.install(model, dtype=dtype, **options)
 
     def whole_numbers(
         self, rows: int = 4, seed: int = 0, dtype: torch.dtype = torch.float64, width: int = WIDTH
     ) -> Tensor:
-        """An input for `Exact`."""
+        """Return an input for `Exact`."""
         generator = torch.Generator().manual_seed(seed)
         return torch.randint(0, 7, (rows, width), generator=generator).to(self.device, dtype)
 
     def pin(self, model: nn.Module) -> None:
-        """Pin masters, where an install cannot page-lock them in place, which it does on CUDA."""
+        """Pin masters on devices other than CUDA, where an install cannot page-lock them in place."""
         if self.device.type != "cuda":
             for master in model.parameters():
                 master.data = master.data.pin_memory()
@@ -144,28 +144,28 @@ class Gpu:
         return self._module.stream(stream)
 
     def follow(self, stream: Any) -> None:
-        """Let the current stream wait for all that is queued on another."""
+        """Let the current stream wait for all that is queued on `stream`."""
         self._module.current_stream(self.device).wait_stream(stream)
 
     def wait_for_default(self, stream: Any) -> None:
-        """Let a stream wait for all that is queued on the default one."""
+        """Let `stream` wait for all that is queued on the default stream."""
         stream.wait_stream(self._module.default_stream(self.device))
 
     def record_stream(self, tensor: Tensor, stream: Any) -> None:
         tensor.record_stream(stream)
 
     def record(self) -> Any:
-        """An event on the current stream."""
+        """Return an event recorded on the current stream."""
         event = self._module.Event()
         event.record(self._module.current_stream(self.device))
         return event
 
     def delay(self, milliseconds: float) -> None:
-        """Let the current stream do nothing for a while; the host goes on."""
+        """Let the current stream idle for a while, without a wait of the host."""
         self._module._sleep(int(milliseconds * _CYCLES_A_MILLISECOND))
 
     def congest(self) -> None:
-        """Keep the bus busy: copies that are asked for from here on arrive late."""
+        """Keep the bus busy, so that copies that are queued later arrive late."""
         if self._ballast is None:
             here = torch.empty(64 << 20, dtype=torch.uint8).pin_memory()
             self._ballast = here, torch.empty_like(here, device=self.device)
@@ -183,7 +183,7 @@ class Gpu:
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Forbid host synchronisations; on the pretend device the engine's own, too."""
+        """Forbid synchronisations of the host, on the pretend device also those of the engine."""
         if self.device.type == "cuda":
             torch.cuda.set_sync_debug_mode("error")
         try:
@@ -200,7 +200,7 @@ class Gpu:
 
     @contextmanager
     def peak(self) -> Iterator[Peak]:
-        """Measure a block."""
+        """Measure the most device memory that the block uses."""
         self.synchronise()
         self._module.reset_peak_memory_stats(self.device)
         before, found = self.allocated(), Peak()
@@ -210,9 +210,9 @@ class Gpu:
 
     @contextmanager
     def room_for(self, size: int) -> Iterator[None]:
-        """Let torch's allocator take that many bytes more, and refuse the rest.
+        """Let torch's allocator take `size` more bytes, and refuse more.
 
-        cuBLAS has taken its workspace (32 MiB on recent devices) before that, for the current stream.
+        cuBLAS takes its workspace for the current stream (32 MiB on recent devices) before that.
         """
         for dtype in (torch.float32, torch.float64):
             torch.mm(*(torch.ones(8, 8, dtype=dtype, device=self.device) for _ in range(2)))

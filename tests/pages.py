@@ -1,4 +1,4 @@
-"""Runs a page of the documentation: its Python as it stands, and holds what it prints against the page."""
+"""Runs the Python of a page of the documentation, and compares what it prints with the page."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ BLOCK = re.compile(r"^```(?P<kind>\w+)\n(?P<code>.*?)^```$", re.MULTILINE | re.D
 
 
 def run_page(page: Path, names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> int:
-    """Run the blocks of Python one after the other; those of text are what was printed since the last one.
+    """Run the page's blocks of Python in order; return how many there are.
 
-    Returns how many blocks of Python there are.
+    A block of text has to be what was printed since the block of text before it.
     """
     text = page.read_text()
     ran = 0

@@ -1,4 +1,4 @@
-"""Mixtures of experts whose choices are the caller's: fused in one parameter, and one module each."""
+"""Mixtures of experts, fused in one parameter or one module each, with experts chosen by the caller."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ EXPERTS, WIDTH, HIDDEN = 16, 24, 32
 
 
 class Fused(nn.Module):
-    """Experts in one parameter, as transformers has them. `read` is how a forward reads the parameters."""
+    """Experts in one parameter, as in transformers. `read` names the way in which a forward reads it."""
 
     def __init__(self, read: str = "loop") -> None:
         super().__init__()
@@ -23,12 +23,12 @@ class Fused(nn.Module):
         self.read = read
 
     def forward(self, x: Tensor, chosen: Tensor) -> Tensor:
-        """The sum of what the experts `chosen` (tokens, k) make of the tokens `x`."""
+        """Return the sum of what the experts `chosen` (tokens, k) make of the tokens `x`."""
         return READS[self.read](self, x, chosen)
 
 
 class OneByOne(nn.Module):
-    """Experts that are modules."""
+    """Experts that are one module each."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -46,7 +46,7 @@ class OneByOne(nn.Module):
 
 
 class Mixture(nn.Module):
-    """Layers of a dense part and experts; `chosen` is (layers, tokens, k)."""
+    """Layers of a dense part and experts. The forward takes `chosen`, of shape (layers, tokens, k)."""
 
     def __init__(self, experts: Callable[[], nn.Module] = Fused, layers: int = 3) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ def _loop(experts: Fused, x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _numbers(experts: Fused, x: Tensor, chosen: Tensor) -> Tensor:
-    """A loop over integers, negative ones too, and all dimensions in the index."""
+    """Index the parameters with integers, negative ones too, and with all dimensions in the index."""
     out = torch.zeros_like(x)
     for index in chosen.unique().tolist():
         tokens = (chosen == index).any(-1).nonzero()[:, 0]
@@ -88,7 +88,7 @@ def _batched(experts: Fused, x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _listed(experts: Fused, x: Tensor, chosen: Tensor) -> Tensor:
-    """Lists and ranges of experts."""
+    """Index the parameters with a list of experts and with a range of them."""
     used = sorted(set(chosen.reshape(-1).tolist()))
     inner = F.silu(torch.einsum("td,ehd->eth", x, experts.up[used]) + experts.up_bias[used].unsqueeze(1))
     down = experts.down[used[0] : used[-1] + 1]
@@ -98,7 +98,7 @@ def _listed(experts: Fused, x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _all(experts: Fused, x: Tensor, chosen: Tensor) -> Tensor:
-    """Every expert for every token, in one operation."""
+    """Compute every expert for every token, in one operation."""
     inner = F.silu(torch.bmm(x.expand(EXPERTS, -1, -1), experts.up.mT) + experts.up_bias.unsqueeze(1))
     out = torch.bmm(inner, experts.down.mT)
     mask = torch.stack([(chosen == index).any(-1) for index in range(EXPERTS)]).unsqueeze(-1)
@@ -106,7 +106,7 @@ def _all(experts: Fused, x: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _each(experts: Fused, x: Tensor, chosen: Tensor) -> Tensor:
-    """Every expert, one after the other."""
+    """Compute every expert for every token, one expert after the other."""
     out = torch.zeros_like(x)
     for index, (up, bias, down) in enumerate(zip(experts.up, experts.up_bias, experts.down, strict=True)):
         mask = (chosen == index).any(-1).unsqueeze(-1)
@@ -122,14 +122,14 @@ READS: dict[str, Callable[[Fused, Tensor, Tensor], Tensor]] = {
     "all": _all,
     "each": _each,
 }
-#: Those that need no more than the chosen experts.
+#: The reads that need only the chosen experts.
 BY_CHOICE = ("loop", "numbers", "batched")
 
 
 def choices(
     layers: int = 3, tokens: int = 1, chosen: int = 2, *, seed: int = 0, device: torch.device | None = None
 ) -> Tensor:
-    """Random choices, each token's of different experts."""
+    """Return random choices of shape (layers, tokens, chosen): distinct experts for each token."""
     generator = torch.Generator().manual_seed(seed)
     drawn = [torch.randperm(EXPERTS, generator=generator)[:chosen] for _ in range(layers * tokens)]
     return torch.stack(drawn).view(layers, tokens, chosen).to(device)

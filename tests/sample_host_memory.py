@@ -1,4 +1,4 @@
-"""Models for what installed weights take of the host's RAM, and files that the page cache does not have."""
+"""Models of known size for tests of host RAM, and files that are not in the page cache."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def layers(count: int = LAYERS) -> nn.Module:
 
 
 def cold(path: Path) -> Path:
-    """Take a file that was just written out of the page cache; skip where that shows in no count of reads."""
+    """Take a new file out of the page cache. Skip the test if reads of it are not counted as disk reads."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())  # dirty pages cannot be dropped
     drop_file_cache(path)

@@ -1,4 +1,4 @@
-"""Small models that between them use every kind of weight."""
+"""Small models that together use every kind of weight."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def mlp(features: int = 16, layers: int = 3) -> nn.Sequential:
 
 
 class ConvNet(nn.Module):
-    """Convolutions and batch norms: float buffers written in training, and an integer one."""
+    """Convolutions and a batch norm, whose floating and integer buffers are written in training."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class ConvNet(nn.Module):
 
 
 class TinyTransformer(nn.Module):
-    """Embedding tied to the output, attention, layer norms, a mask and positions as buffers."""
+    """A transformer with an embedding tied to the output, and with a mask and positions as buffers."""
 
     def __init__(self, vocabulary: int = 29, width: int = 16, layers: int = 2, length: int = 6) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class TinyTransformer(nn.Module):
 
 
 class Tied(nn.Module):
-    """Two names for one weight."""
+    """An embedding and a linear layer with one weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Tied(nn.Module):
 
 
 class Recurrent(nn.Module):
-    """An LSTM and a GRU: torch keeps their weights in a list beside the parameters, too."""
+    """An LSTM and a GRU. torch also keeps the weights of such modules in a list of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ Trace = list[tuple[type, list[str], dict[str, Any]]]
 
 
 def trace(model: nn.Module) -> Trace:
-    """Class, and keys and values of the `__dict__`, of every module."""
+    """Return the class, and the keys and values of the `__dict__`, of every module."""
     found = []
     for module in model.modules():
         held = {key: value for key, value in module.__dict__.items() if not isinstance(value, dict)}

@@ -1,4 +1,4 @@
-"""Saved-tensor hooks as other libraries and users have them."""
+"""Saved-tensor hooks such as libraries and users push."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Hooks:
-    """Hooks that keep what they are given as it is."""
+    """Hooks that keep each tensor as it is."""
 
     def __init__(self) -> None:
         self.given: list[torch.Tensor] = []
@@ -27,10 +27,10 @@ class Hooks:
 
 
 class Offloading(Hooks):
-    """As trl's OffloadActivations and torchtune's tell weights from activations, which they copy to the CPU.
+    """Hooks that copy activations, but not weights, to the CPU, as OffloadActivations of trl and torchtune.
 
-    Both leave alone what is a parameter by its class. trl's, which axolotl has too, asks for the memory as
-    well; torchtune's does not, and copies views of parameters.
+    Both take a tensor for a weight if its class is Parameter. The hooks of trl, which axolotl also has, do
+    so too if it shares the memory of a parameter; those of torchtune copy views of parameters.
     """
 
     def __init__(self, model: nn.Module, library: str) -> None:
@@ -58,7 +58,7 @@ class Offloading(Hooks):
 
 
 class Halves(Hooks):
-    """Hooks that round whatever they are given."""
+    """Hooks that round every floating tensor to float16."""
 
     def pack(self, tensor: torch.Tensor) -> Any:
         return tensor.half() if tensor.is_floating_point() else tensor

@@ -1,4 +1,4 @@
-"""Small tensor subclasses as quantisation libraries have them; they count their dequantisations."""
+"""Small tensor subclasses like those of quantisation libraries. They count how often they are dequantised."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ aten = torch.ops.aten
 
 
 class ScaledInt8(torch.Tensor):
-    """An int8 payload and a scale per row; to the outside a floating tensor, as in torchao."""
+    """A floating tensor that is stored as int8 with a scale per row, as in torchao."""
 
     payload: torch.Tensor
     scale: torch.Tensor
     tag: str
-    #: How often one was turned into a floating tensor.
+    #: How often a tensor of this class was turned into a floating one.
     dequantised: ClassVar[int] = 0
 
     @staticmethod
@@ -70,7 +70,7 @@ class ScaledInt8(torch.Tensor):
             x, weight, bias = (*args, *(kwargs or {}).values(), None)[:3]
             return _Linear.apply(x, weight) + (0 if bias is None else bias)
         if func is torch.Tensor.module_load:
-            # As PyTorch's recipe for swap_tensors: the other tensor in this one's form.
+            # As in PyTorch's recipe for swap_tensors: return the other tensor in this one's form.
             own, other = args[:2]
             if not isinstance(own, ScaledInt8):
                 return (
@@ -101,7 +101,7 @@ class ScaledInt8(torch.Tensor):
 
 
 class _Linear(torch.autograd.Function):
-    """Dequantises for the product, in forward and again in backward."""
+    """A linear product that dequantises the weight in forward, and again in backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: ScaledInt8) -> torch.Tensor:
@@ -115,7 +115,7 @@ class _Linear(torch.autograd.Function):
 
 
 class QuantState:
-    """What stands beside a payload, as in bitsandbytes."""
+    """The scale and shape of a `Params8`, like the quant_state of bitsandbytes."""
 
     def __init__(self, absmax: torch.Tensor, shape: torch.Size) -> None:
         self.absmax, self.shape = absmax, shape
@@ -125,7 +125,7 @@ class QuantState:
 
 
 class Params8(nn.Parameter):
-    """A parameter whose data are bytes, with its own `to`, as bitsandbytes' `Params4bit`."""
+    """A parameter whose data are bytes and which has its own `to`, like `Params4bit` of bitsandbytes."""
 
     quant_state: QuantState | None
     dequantised: ClassVar[int] = 0
@@ -146,12 +146,12 @@ class Params8(nn.Parameter):
     def to(self, *args: Any, **kwargs: Any) -> Params8:
         device, _, non_blocking, _ = torch._C._nn._parse_to(*args, **kwargs)
         state = None if self.quant_state is None else self.quant_state.to(device)
-        # Never another dtype: the bytes are no numbers.
+        # The dtype is never changed: the bytes are no numbers.
         return Params8(self.data.to(device=device, non_blocking=non_blocking), self.requires_grad, state)
 
 
 class Linear8(nn.Module):
-    """Computes from the parameter's bytes and its `quant_state`."""
+    """A linear layer that computes from the bytes of a `Params8` and its `quant_state`."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -166,7 +166,7 @@ class Linear8(nn.Module):
 
 
 def quantised_mlp(features: int = 16, layers: int = 3) -> nn.Sequential:
-    """Linears with a `ScaledInt8` weight and a plain bias."""
+    """Return linear layers with a `ScaledInt8` weight and a plain bias."""
     model = nn.Sequential(*(nn.Linear(features, features) for _ in range(layers)))
     for module in model:
         module.weight = nn.Parameter(ScaledInt8.quantise(module.weight), requires_grad=False)
@@ -174,5 +174,5 @@ def quantised_mlp(features: int = 16, layers: int = 3) -> nn.Sequential:
 
 
 def bytes_mlp(features: int = 16, layers: int = 3) -> nn.Sequential:
-    """Linears from `Params8`."""
+    """Return `Linear8` layers."""
     return nn.Sequential(*(Linear8(nn.Linear(features, features)) for _ in range(layers)))

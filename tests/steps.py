@@ -1,10 +1,10 @@
-"""Run targets of the Makefile one after the other; say how far it is, and at the end, in a line, what ran.
+"""Runs targets of the Makefile one after the other, and prints a summary of what ran, passed and failed.
 
     python tests/steps.py 'make test' QUICK=1 build test-native test-cuda cpp-test
 
-The first argument names the whole. An argument with a `=` is a variable of make for the targets after it. A
-target that fails does not keep the next from running. If a step runs this script again, as `test-all` of the
-continuous integration does, the inner one reports to the outer. Uses the standard library alone.
+The first argument is the title of the summary. An argument with a `=` is a variable of make for the targets
+after it. If a target fails, the next ones run all the same. A step may run this script again, as `test-all`
+of the continuous integration does; the inner run then reports to the outer. Uses the standard library alone.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-#: Names the folder of the reports of pytest and of the steps, for what runs within a step.
+#: The environment variable that tells steps in which folder they and pytest write their reports.
 REPORTS = "DYNSWAP_TEST_REPORTS"
 #: Lines of other tools that belong in the summary.
 CLOSING = re.compile(
     r"^All checks passed|^Success: no issues|Documentation built|'cuda': True|tests passed, |tests failed out"
     r"|comparisons, [0-9]+ failures|^left out|not as expected"
 )
-#: How many reasons for skipping are told one by one.
+#: How many reasons for skipped tests the summary names.
 REASONS = 4
 
 
 @dataclass
 class Step:
-    """One target: how it ended, and what it said at the end."""
+    """One target of the Makefile: how it ended, and which of its lines belong in the summary."""
 
     target: str
     good: bool
@@ -47,15 +47,15 @@ class Step:
 
 @dataclass
 class Tests:
-    """What became of the tests that pytest ran."""
+    """How many tests of pytest passed, were skipped and why, and the names of those that failed."""
 
     passed: int = 0
-    #: In their order, each once: pytest reports a test whose teardown fails, too, twice.
+    #: The names in order, each once: if a test and its teardown fail, pytest reports both.
     failed: dict[str, None] = field(default_factory=dict)
     skipped: Counter[str] = field(default_factory=Counter)
 
     def add(self, report: Path) -> None:
-        """Count the tests of a report of pytest's, in JUnit's format."""
+        """Count the tests of one report that pytest has written in JUnit's format."""
         try:
             cases = list(ET.parse(report).getroot().iter("testcase"))
         except ET.ParseError as error:
@@ -71,7 +71,7 @@ class Tests:
                 self.passed += 1
 
     def __str__(self) -> str:
-        """What passed, failed and was skipped, with the reasons that most of the skipped have."""
+        """Return how many passed, failed and were skipped, with the most frequent reasons."""
         total = self.skipped.total()
         told = [f"{count}: {reason}" for reason, count in self.skipped.most_common(REASONS)]
         if rest := total - sum(count for _, count in self.skipped.most_common(REASONS)):
@@ -138,17 +138,17 @@ def run(target: str, settings: list[str], said: list[str]) -> bool:
 
 
 def write_report(config: Any) -> None:
-    """Have pytest write a report for this script, if it runs as one of its steps.
+    """Make pytest write a report for this script if pytest is one of its steps.
 
-    Call it before pytest's own plugin for reports is configured (`tryfirst`). A pytest that a test starts is
-    no step.
+    This has to run before pytest's own plugin for reports is configured (`tryfirst`). A pytest that a test
+    starts writes none.
     """
     if (reports := os.environ.pop(REPORTS, "")) and not hasattr(config, "workerinput"):
         config.option.xmlpath = str(Path(reports) / f"{time.time_ns()}-{os.getpid()}.xml")
 
 
 def summary(title: str, folder: Path, seconds: float) -> tuple[Tests, str]:
-    """Return what became of the tests, and the text: what failed, a line a step, and one for the whole."""
+    """Return how the tests ended, and a text: failed tests, a line for each step, and one for the whole."""
     listed = folder / "steps.jsonl"
     steps = [Step(**json.loads(line)) for line in listed.read_text().splitlines()] if listed.exists() else []
     tests = Tests()

@@ -1,4 +1,4 @@
-"""Runs things on several threads at a time, and raises what any of them has raised."""
+"""Runs functions on several threads at once, and raises an error that any of them raises."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ THREADS = 4
 
 @contextmanager
 def _changing_often() -> Iterator[None]:
-    """Let Python go from thread to thread as often as it can."""
+    """Let Python switch between threads as often as it can."""
     interval = sys.getswitchinterval()
     sys.setswitchinterval(1e-5)
     try:
@@ -24,7 +24,7 @@ def _changing_often() -> Iterator[None]:
 
 
 def at_once(*works: Callable[[], object]) -> None:
-    """Do each on a thread of its own, which begin together."""
+    """Run each function on a thread of its own. All threads begin together."""
     barrier = threading.Barrier(len(works))
 
     def run(work: Callable[[], object]) -> None:
@@ -37,13 +37,13 @@ def at_once(*works: Callable[[], object]) -> None:
 
 
 def in_threads(work: Callable[[int], object], count: int = THREADS) -> None:
-    """Do the same on several threads, each with its number."""
+    """Run `work` on `count` threads, each with its number. All threads begin together."""
     at_once(*(partial(work, index) for index in range(count)))
 
 
 @contextmanager
 def repeated(work: Callable[[int], object], count: int = 2) -> Iterator[None]:
-    """Do the same on several threads, each with its number, again and again until a block is over."""
+    """Run `work` again and again on `count` threads, each with its number, until the block ends."""
     over = threading.Event()
 
     def run(index: int) -> None:

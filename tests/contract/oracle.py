@@ -1,4 +1,4 @@
-"""How the contract tests compare an installed model with the same model moved."""
+"""Comparisons of an installed model with a copy of it that was moved to the device."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ Run = Callable[[nn.Module], Any]
 
 
 def master_bytes(*modules: nn.Module) -> int:
-    """Bytes of all floating parameters: what one pass over the models has to move at least."""
+    """Return the bytes of all parameters, each once: what a pass through the models moves at least."""
     masters = {id(p): p for module in modules for p in module.parameters()}
     return sum(p.numel() * p.element_size() for p in masters.values())
 
 
 def assert_moved(handle: dynswap_ext.Handle, *modules: nn.Module) -> None:
-    """An output that is right proves nothing if the weights were not streamed."""
+    """Assert that the weights were streamed; otherwise a right output proves nothing."""
     moved, expected = handle.stats().bytes_moved, master_bytes(*modules)
     assert moved >= expected > 0, f"{moved} bytes moved, at least {expected} expected"
 
 
 def total(value: Any) -> torch.Tensor:
-    """A scalar that depends on every floating tensor of an output."""
+    """Return a scalar that depends on every floating tensor of an output."""
     if isinstance(value, torch.Tensor):
         return value.square().sum() if value.is_floating_point() else torch.zeros(())
     if isinstance(value, (tuple, list)):
@@ -36,9 +36,10 @@ def total(value: Any) -> torch.Tensor:
 
 
 def assert_gradients_as_moved(model: nn.Module, moved: nn.Module, *, close: bool = False) -> None:
-    """The moved model's gradients, in each master's own dtype.
+    """Assert that masters have the gradients of a moved model, rounded to each master's dtype.
 
-    `close`: where a weight is used more than once; its gradients may be summed in the master's dtype.
+    `close` allows for rounding errors: if a weight is used more than once, its gradients may be summed in the
+    master's dtype.
     """
     expected = dict(moved.named_parameters())
     found = dict(model.named_parameters())
@@ -59,7 +60,7 @@ def assert_gradients_as_moved(model: nn.Module, moved: nn.Module, *, close: bool
 def assert_same_training_step(
     model: nn.Module, moved: nn.Module, run: Run = lambda m: m(), *, close: bool = False
 ) -> None:
-    """Outputs and gradients of one forward and backward."""
+    """Assert that one forward and backward give the same outputs and gradients in both models."""
     outputs = [run(m) for m in (model, moved)]
     testing.assert_bit_equal(outputs[0], outputs[1], "output")
     for m, output in zip((model, moved), outputs, strict=True):

@@ -1,4 +1,4 @@
-"""Attention: its fused paths read the weights of submodules without calling them."""
+"""Attention modules: their fused paths read the weights of submodules without calling them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CASES: dict[str, Callable[[], nn.MultiheadAttention]] = {
 
 
 def padding_mask(provider: Provider) -> torch.Tensor:
-    """Three sequences of 4, 3 and 2 tokens."""
+    """Return the mask of three sequences of 4, 3 and 2 tokens."""
     return (torch.arange(4) >= torch.tensor([[4], [3], [2]])).to(provider.device)
 
 
@@ -63,7 +63,7 @@ def test_self_attention_in_eval_with_masks(provider: Provider, average: bool) ->
 
 @contextmanager
 def counted(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> Iterator[list[int]]:
-    """How often the fused operator was called."""
+    """Collect an entry for each call of a function while the block runs."""
     calls: list[int] = []
     function = getattr(owner, name)
 

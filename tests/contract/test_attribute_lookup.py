@@ -1,4 +1,4 @@
-"""Attribute lookup: a class's own ways are kept, dictionaries hold masters, and a probe costs no schedule."""
+"""Attribute lookup: a class's own ways are kept, dictionaries hold masters, and a probe costs no prefetch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sample_models import mlp
 
 
 def test_a_wrapper_that_looks_up_in_what_it_wraps(provider: Provider) -> None:
-    """As PEFT's models do."""
+    """A `__getattr__` that looks up missing attributes in a wrapped model works, as in PEFT's models."""
 
     class Wrapper(nn.Module):
         def __init__(self, base: nn.Module) -> None:
@@ -115,7 +115,7 @@ def test_a_forward_that_reads_its_dictionaries_sees_masters(provider: Provider) 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.seen = [self._parameters["w"], next(self.parameters()), self._buffers["b"], *self.buffers()]
             self.seen.append(dict(self.named_parameters())["w"])
-            # As transformers' `model.dtype` does: where it computes, and in which dtype.
+            # As transformers' `model.dtype` reads it: the dtype and device of the compute.
             self.found = next(self.parameters()).dtype, next(self.parameters()).device
             w = self._parameters["w"].to(x)
             return x @ w + self.b
@@ -160,7 +160,7 @@ def test_probes_between_passes_unlearn_nothing(provider: Provider, probe: str) -
             learned = passed()
         PROBES[probe]([m for m in model if isinstance(m, nn.Linear)])
         misses, bytes_moved = passed()
-        # The way from the probe to the start is new: one miss, and what was read ahead for another way.
+        # The step from the probe to the first layer is new: one miss, and some weights prefetched in vain.
         assert misses <= learned[0] + 1
         assert bytes_moved <= learned[1] * (1 + 3 / layers)
         assert passed() == learned

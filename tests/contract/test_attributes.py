@@ -16,7 +16,7 @@ Change = Callable[[nn.Module], object]
 
 
 def said(change: Change, model: nn.Module) -> str:
-    """The error of a change, if there is one."""
+    """Return the error that a change raises, or "fine"."""
     try:
         change(model)
     except Exception as error:
@@ -65,7 +65,7 @@ def with_table() -> nn.Linear:
 
 
 def contents(model: nn.Module) -> dict[str, Any]:
-    """The names of every kind in order, what they hold, and what the attributes give."""
+    """Return the names of every kind in order, what they hold, and what the attributes give."""
     values = {name: getattr(model, name, "nothing") for name in NAMES}
     found: dict[str, Any] = {name: list(model.__dict__[name]) for name in CONTAINERS}
     found["kinds"] = [str(type(getattr(model, name))) for name in ("in_features", "forward")]
@@ -98,7 +98,10 @@ def test_a_change_does_and_says_what_it_does_to_a_plain_module(
 
 
 def test_a_name_that_another_instance_of_the_class_has(provider: Provider) -> None:
-    """The descriptor of a name stands on the class that all instances share."""
+    """A name that one module has an attribute for does not appear on others of its class.
+
+    Installed modules of a class share a generated class, which has a descriptor for each name of a weight.
+    """
     model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(5)))
     model[0].extra = nn.Parameter(torch.ones(2))
     provider.pair(model)

@@ -1,4 +1,4 @@
-"""Casts of an installed model: what they change, and what is told. See Note [Masters that are cast]."""
+"""Casts of an installed model: what they change, and when they warn. See Note [Masters that are cast]."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ CASTS: dict[str, Callable[[nn.Module], nn.Module]] = {
 def told(
     provider: Provider, model: nn.Module, cast: str, dtype: torch.dtype | None, times: int = 2
 ) -> list[str]:
-    """Return what an install tells of casts to float16 and back."""
+    """Cast an installed model to float16 and back; return the warnings."""
     x = provider.randn(3, 16, dtype=dtype or torch.float32)
     provider.install(model, dtype=dtype)
     model(x)
@@ -43,7 +43,7 @@ def told(
 
 @pytest.mark.parametrize("cast", CASTS)
 def test_without_a_dtype_nothing_is_to_be_told(provider: Provider, cast: str) -> None:
-    """The next call computes in the masters' dtype."""
+    """Without dtype=, a cast needs no warning: the next call computes in the masters' dtype."""
     assert told(provider, mlp(), cast, None) == []
 
 
@@ -88,7 +88,7 @@ def test_a_warning_that_is_an_error_leaves_all_of_the_model_cast(provider: Provi
 
 
 class Head(nn.Module):
-    """Casts its input to the dtype of its weight, as peft's layers do."""
+    """A layer that casts its input to the dtype of its weight, as peft's do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -100,7 +100,10 @@ class Head(nn.Module):
 
 @pytest.mark.parametrize("what", ["wider", "narrower", "copy", "tie", "another master"])
 def test_what_comes_later(provider: Provider, what: str) -> None:
-    """It is not rounded. What is not new is cast as before. See Note [What dtype= casts]."""
+    """Weights of a new module are not rounded to dtype=; copies, ties and replaced masters are cast as ever.
+
+    See Note [What dtype= casts].
+    """
     half, wide = torch.bfloat16, torch.float32
     model = nn.ModuleList([Head(), Head()])
     provider.install(model, dtype=half)

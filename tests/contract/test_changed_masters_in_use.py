@@ -1,4 +1,4 @@
-"""A master changes while another weight of its layer is in use: the budget holds, the new value counts."""
+"""A master changes while another weight of its layer is in use: the budget holds, the new value is used."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FLOATS = [torch.float64, torch.bfloat16]
 
 
 class Layer(nn.Module):
-    """Reads `first`, lets `between` run, and reads the other of its weight and bias."""
+    """A layer that reads one of weight and bias, runs the functions in `between`, and reads the other."""
 
     def __init__(self, first: str = "weight") -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def test_written_between_forwards(
 
 
 def test_who_has_the_outdated_weight_keeps_its_values(provider: Provider) -> None:
-    """Its bytes are not written while somebody may read them, and what is in use with it stays as it is."""
+    """A handed-out tensor keeps its values if its master changes while the program holds it."""
     model = layers()
     budget = 3 * smallest_budget(provider, torch.float64, model)
     handle = provider.install(model, dtype=torch.float64, budget=budget)

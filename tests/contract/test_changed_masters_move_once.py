@@ -13,7 +13,7 @@ from conftest import Provider
 from dynswap_ext import testing
 from sample_models import mlp
 
-#: Wide enough for a layer, of weight and bias, to be a group of its own.
+#: Wide enough for the weight and bias of a layer to be copied by themselves (a group).
 WIDTH, LAYERS = 256, 6
 #: Bytes of one layer in float64, and what alignment may add to it.
 LAYER = (WIDTH * WIDTH + WIDTH) * 8
@@ -57,7 +57,7 @@ def test_a_pass_after_a_change(
             stats = handle.stats()
             if resident:
                 assert stats.bytes_moved == master_bytes(model)
-            else:  # what had been read ahead is outdated; and what is read ahead comes on top
+            else:  # weights that were prefetched before the change, and those for the next pass, come on top
                 assert stats.bytes_moved <= 2 * master_bytes(model)
             assert stats.overflow_bytes == 0
             assert stats.peak_bytes <= budget

@@ -60,7 +60,7 @@ def selective(model: nn.Module, x: torch.Tensor, *, reentrant: bool) -> torch.Te
 
 
 def selective_of_all(model: nn.Module, x: torch.Tensor, *, reentrant: bool) -> torch.Tensor:
-    """Every operation is kept, so torch refuses any in backward that was not there in forward."""
+    """Keep the result of every operation, so torch refuses any in backward that forward did not have."""
     contexts = partial(create_selective_checkpoint_contexts, lambda *_, **__: CheckpointPolicy.MUST_SAVE)
     return whole(model, x, reentrant=False, context_fn=contexts)
 
@@ -71,7 +71,7 @@ ways = pytest.mark.parametrize("way", WAYS, ids=lambda f: f.__name__)
 
 
 def step(model: nn.Module, run: Run, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output, and gradient of the input; gradients of the masters stay on them."""
+    """Return the output and the gradient of the input. Gradients of the masters stay on them."""
     model.zero_grad()
     x = x.clone().requires_grad_()
     y = run(model, x)
@@ -117,7 +117,7 @@ def test_statistics_are_counted_as_often_as_in_the_moved_model(provider: Provide
     testing.assert_bit_equal(found[0], found[1], "output and gradient of the input")
     state = moved.state_dict()
     for name, master in model.state_dict().items():
-        # The second run of the forward starts from statistics that were rounded.
+        # The second run of the forward starts from rounded statistics.
         torch.testing.assert_close(
             master.double(), state[name].double().cpu(), rtol=1e-6, atol=1e-6, msg=name
         )
@@ -179,7 +179,7 @@ def test_the_budget_is_kept(
     mapped: Callable[[nn.Module], nn.Module],
 ) -> None:
     model = mapped(mlp(WIDTH, LAYERS))
-    # What pure Python hands out of a mapping on the CPU is the mapping itself; a cast is streamed by both.
+    # On the CPU, pure Python hands out mapped memory itself. With a cast, both providers stream.
     dtype = torch.float64 if provider.name == "python" else torch.float32
     budget = 4 * (LAYER + SLACK) * dtype.itemsize // 4
     moved, handle = provider.pair(model, dtype, budget=budget)
@@ -194,7 +194,7 @@ def test_the_budget_is_kept(
     stats = handle.stats()
     assert stats.overflow_bytes == 0
     assert stats.peak_bytes <= budget
-    # Once forward and once again in the backward, less what had stayed there.
+    # Each of two steps moves the model in forward and again in backward, less what stayed on the device.
     assert stats.bytes_moved >= 2 * master_bytes(model)
 
 

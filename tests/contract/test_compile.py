@@ -1,7 +1,7 @@
 """torch.compile of installed models: whole and module by module, before and after the install.
 
-How the bytes get to the device is left to the graph, so no bytes are asserted: that the weights are not the
-masters shows in their dtype.
+The tests do not check how many bytes are moved, because the graph decides how they get to the device.
+Weights that are not the masters show in their dtype.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Block(nn.Module):
-    """A class of the user's own: torch compiles its own ones in place only as parts of these."""
+    """A class of the user's own. torch compiles its own classes in place only as parts of such a class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ def test_training(provider: Provider, way: Compile, first: str) -> None:
         assert_gradients_as_moved(model, moved)
         for optimizer in optimizers:
             optimizer.step()
-        moved.load_state_dict(model.state_dict())  # whose masters were rounded
+        moved.load_state_dict(model.state_dict())  # the masters were rounded
 
 
 @pytest.mark.parametrize("first", ["install", "compile"])
@@ -161,7 +161,7 @@ def test_models_of_every_kind(provider: Provider, case: str, training: bool) -> 
 
 
 class Counting(nn.Module):
-    """Writes buffers of its own, in place and by assignment."""
+    """Writes its own buffers, in place and by assignment."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -191,7 +191,7 @@ def test_buffers_that_a_graph_writes_reach_the_masters(provider: Provider, backe
         for name, master in model.state_dict().items():
             wanted = state[name].to(master.device, master.dtype)
             torch.testing.assert_close(master, wanted, rtol=1e-6, atol=1e-6, msg=name)
-        moved.load_state_dict(model.state_dict())  # whose masters were rounded
+        moved.load_state_dict(model.state_dict())  # the masters were rounded
     testing.assert_nothing_held(handle)
 
 

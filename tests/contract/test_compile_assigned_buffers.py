@@ -1,4 +1,4 @@
-"""What a graph of torch.compile assigns to buffers is read in the same graph, and is in the masters next."""
+"""Buffers that a graph of torch.compile assigns: the graph reads the new value, and the master gets it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Net(nn.Module):
-    """The values are exact in both dtypes."""
+    """Applies a rule to its weight and buffers, whose values are exact in both dtypes."""
 
     def __init__(self, rule: Callable[[Net, Tensor], Tensor]) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ def assigned(m: Net, x: Tensor) -> Tensor:
 
 
 def negated(m: Net, x: Tensor) -> Tensor:
-    """An element is 0.0, and then -0.0."""
+    """Make an element 0.0, and then -0.0."""
     m.a = m.a * 2
     m.a.neg_()
     return x * m.weight + m.a
@@ -134,11 +134,11 @@ def test_as_a_moved_model(provider: Provider, rule: Callable[[Net, Tensor], Tens
         x = torch.arange(3.0, dtype=torch.float64).to(provider.device) + step
         with torch.set_grad_enabled(step % 2 == 1):
             testing.assert_bit_equal(compiled(x), moved(x), f"output of step {step}")
-        if step == 2:  # before, the next graph is the first to look
+        if step == 2:  # until then nothing but the next graph looks at the buffers
             testing.assert_bit_equal(model.a.double(), moved.a.double(), "a, read outside")
         if step > 2:
             assert_same_masters(model, moved, f"after step {step}")
-    # A forward without a graph assigns a copy, and after None what it computed as it is.
+    # A forward without a graph assigns a copy; after None, it assigns the computed tensor itself.
     if rule not in (written_under_another_name, tied, nothing):
         testing.assert_bit_equal(model(x), moved(x), "output of an eager call")
         compiled(x), moved(x)

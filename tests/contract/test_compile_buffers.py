@@ -1,4 +1,4 @@
-"""What a graph of torch.compile writes to buffers, in training or not, is in the masters and seen next."""
+"""Buffers that a graph of torch.compile writes, in training or not: the masters and later calls see it."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 
 class Writing(nn.Module):
-    """Caches and counts. The values are exact in both dtypes."""
+    """Writes a cache and counters, whose values are exact in both dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("cache", torch.zeros(4, 8))
-        self.register_buffer("large", torch.zeros(600, 600))  # more than what is compared after each call
+        self.register_buffer("large", torch.zeros(600, 600))  # too large to be compared after each call
         self.register_buffer("count", torch.zeros((), dtype=torch.long))
         self.register_buffer("calls", torch.zeros(4))
         self.register_buffer("read", torch.arange(4.0))
@@ -67,7 +67,7 @@ def check(
         with torch.set_grad_enabled(step % 2 == 1):
             found, expected = compiled(x, step), moved(x, step)
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6, msg=f"output of step {step}")
-        if step > 1:  # before, the next call is the first to look
+        if step > 1:  # until then nothing but the next call looks at the buffers
             assert_same_buffers(model, moved, f"after step {step}")
         del found
     with torch.no_grad():

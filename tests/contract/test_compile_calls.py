@@ -1,4 +1,4 @@
-"""`torch.compile(model)`: its graphs call no module, and a call begins all the same."""
+"""`torch.compile(model)`: graphs call no module, yet each call of the model counts as a pass."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sample_models import mlp
 pytestmark = pytest.mark.alone
 
 WIDTH, LAYERS = 512, 8
-#: Bytes of a layer in float64, into which masters are cast, so that they move on the CPU, too.
+#: Bytes of a layer in float64. Masters are cast to it so that they are streamed on the CPU, too.
 LAYER = (WIDTH * WIDTH + WIDTH) * 8
 
 
@@ -28,7 +28,7 @@ def native(provider: Provider) -> Provider:
 
 
 class Compiled:
-    """An installed model whose graph is compiled, beside the same model without an install."""
+    """An installed model with a compiled graph, and a moved copy to compare it with."""
 
     def __init__(self, provider: Provider, model: nn.Module, **options: object) -> None:
         self.model = model.eval().requires_grad_(False)
@@ -81,7 +81,7 @@ def linear(model: nn.Module, index: int) -> nn.Linear:
 
 
 class Tied(nn.Module):
-    """Uses its first weight last, too."""
+    """A model that uses the weight of its first layer again in its last."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`torch.compile(mode="reduce-overhead")`: what fetches weights stays outside the CUDA graphs."""
+"""`torch.compile(mode="reduce-overhead")`: the operator that fetches weights stays outside CUDA graphs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ def layers(width: int) -> nn.Module:
 def test_inductor_takes_it_out_of_graphs_wherever_it_runs(
     provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a rule of its own: also if Inductor came to think that it runs on a GPU, as its result does."""
+    """Inductor keeps the fetch out of CUDA graphs even if it takes the operator to run on a GPU.
+
+    Its result is on the GPU, so Inductor might come to that conclusion.
+    """
     if provider.device.type != "cpu":
         pytest.skip("what is lowered is the same on every device; here it is on the CPU")
     from torch._inductor import config
@@ -69,10 +72,10 @@ def test_a_streamed_model_is_right_and_moves_each_weight_once_a_call(provider: P
     with torch.no_grad():
         found, code = run_and_get_code(compiled, torch.ones(2, WIDTH, device=provider.device))
         torch.testing.assert_close(found, moved(torch.ones(2, WIDTH, device=provider.device)))
-        # What runs between the fetches is captured, in a partition for each stretch.
+        # The operations between two fetches are captured in a partition.
         partitions = "\n".join(code).count("def partition_")
         assert 0 < partitions <= LAYERS + 1
-        for value in range(5):  # the graphs are recorded in the second call, and replayed from the third on
+        for value in range(5):  # the graphs are recorded in the second call, and replayed in later ones
             x = torch.full((2, WIDTH), float(value), device=provider.device)
             before = handle.stats().bytes_moved
             torch.testing.assert_close(compiled(x).clone(), moved(x))

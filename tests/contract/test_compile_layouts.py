@@ -1,4 +1,4 @@
-"""Masters of every layout in a graph of torch.compile: it is made for the strides that it is given."""
+"""Masters of every memory layout in a graph of torch.compile, which is compiled for their strides."""
 
 from __future__ import annotations
 
@@ -47,12 +47,12 @@ LAYOUTS: dict[str, Callable[[], Tensor]] = {
 
 
 class Holder(nn.Module):
-    """Gives what a forward gets of each master, and how that lies."""
+    """Returns what a forward gets of each master: values, stride, dtype and device."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
         made = {layout: make() for layout, make in LAYOUTS.items()}
-        # A buffer without elements is handed out as it is.
+        # Buffers without elements are left out: the forward gets the master itself.
         self.layouts = [n for n, value in made.items() if kind == "parameters" or value.numel() > 0]
         self.names = [f"m{i}" for i in range(len(self.layouts))]
         for name, layout in zip(self.names, self.layouts, strict=True):

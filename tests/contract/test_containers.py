@@ -1,4 +1,4 @@
-"""Containers of installed modules, changed while they are installed."""
+"""Containers of installed modules that are changed during the install."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_uninstall_after_a_change(provider: Provider, change: Change) -> None:
     handle = provider.install(model, dtype=torch.float64)
     changed, expected = change(model), change(plain)
     handle.uninstall()
-    # A member that has left the tree is out of the uninstall's sight, and is given back by its own name.
+    # The uninstall does not see a member that has left the tree, so each is uninstalled by itself.
     for member in members:
         dynswap_ext.uninstall(member)
     assert not any(dynswap_ext.is_installed(m) for m in (model, changed, *members))

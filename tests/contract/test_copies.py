@@ -1,4 +1,4 @@
-"""Copies of installed modules are plain, and have what was written on handed-out tensors."""
+"""Copies of installed modules are plain modules. They have what was written on handed-out tensors."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Plain(nn.Module):
 
 
 class CopiesItself(Plain):
-    """As torch's parametrised modules do: the attributes one by one, into a new object of its own class."""
+    """A module that copies its attributes one by one into a new object, as torch's parametrised ones do."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> CopiesItself:
         replica = self.__new__(type(self))
@@ -130,7 +130,7 @@ def test_a_copier_of_a_class_gets_the_module_itself(provider: Provider) -> None:
 
 
 class Forwards(nn.Module):
-    """As wrappers of peft and of torch.compile do."""
+    """A wrapper that looks up missing attributes in the wrapped module, as in peft and torch.compile."""
 
     def __init__(self, inside: nn.Module) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ SAVES: dict[str, Callable[[Any], Any]] = {
 def test_after_data_was_assigned(
     provider: Provider, saved: Callable[[Any], Any], mapped: bool, tmp_path: Path
 ) -> None:
-    """As peft merges DoRA, IA3 and OFT."""
+    """A model can be saved and copied after `.data` was assigned, as peft does to merge DoRA, IA3 and OFT."""
     model = Plain()
     if mapped:
         testing.map_from_file(model, tmp_path / "masters.pt")

@@ -1,4 +1,4 @@
-"""`.data` of a weight that is given other data, or written in place, inside a forward."""
+"""A forward that assigns the `.data` of a weight, or writes to it in place."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LOST = "pure Python cannot see the assignment, or the write to `.data` of a tens
 
 
 class Assigning(nn.Module):
-    """Gives its weights other data in its forward, in one of several ways."""
+    """Changes the `.data` of its weights in its forward, in one of several ways."""
 
     def __init__(self, way: Callable[[Assigning, torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ def test_a_tensor_kept_until_after_the_forward(provider: Provider) -> None:
 
 
 def test_a_master_does_not_lie_in_the_place_of_a_copy(provider: Provider, tmp_path: Path) -> None:
-    """It would hold it for good. On the CPU, what is assigned needs no other copy."""
+    """A master that gets the data of a handed-out tensor does not keep the engine's memory for that tensor."""
     model = Assigning(turned)
     testing.map_from_file(model, tmp_path / "masters.pt")
     handle = provider.install(model)

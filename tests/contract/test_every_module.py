@@ -1,4 +1,4 @@
-"""Every module class of torch.nn computes, learns and is left as a plain one, in train and eval mode."""
+"""Every module class of torch.nn: installed, it computes and learns as a plain one, and is left as it was."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:linear_cross_entropy. ``options`` ignored:UserWarning"),
 ]
 
-#: Sets of arguments tried of each class, spread evenly over those that torch has.
+#: How many of torch's sets of arguments are tried for each class, spread evenly.
 AT_MOST = 4
 
 CASES = [
@@ -45,7 +45,7 @@ def samples(info: ModuleInfo, training: bool, dtype: torch.dtype) -> list[Module
 
 
 def copied(arguments: Any, device: torch.device) -> Any:
-    """The same tensors as leaves of their own, for one side's gradients."""
+    """Return a copy of the arguments whose tensors are leaves, to get gradients of their own."""
 
     def leaf(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().clone().to(device).requires_grad_(tensor.requires_grad)
@@ -58,7 +58,7 @@ def tensors(tree: Any) -> list[torch.Tensor]:
 
 
 def step(model: nn.Module, sample: ModuleInput, device: torch.device) -> dict[str, Any]:
-    """One forward and backward pass: what came out, and the gradients of what went in."""
+    """Run a forward and backward; return the outputs and the gradients of the inputs."""
     arguments = copied((sample.forward_input.args, sample.forward_input.kwargs), device)
     torch.manual_seed(2)  # for dropout and the like
     output = model(*arguments[0], **arguments[1])
@@ -79,7 +79,7 @@ def in_masters_precision(model: nn.Module, plain: nn.Module) -> dict[str, torch.
 
 
 def assert_masters_as(model: nn.Module, plain: nn.Module) -> None:
-    """Masters, buffers that the forward wrote and gradients are the plain model's, in masters' precision."""
+    """Assert that state and gradients equal those of the plain model, rounded to the masters' dtypes."""
     testing.assert_bit_equal(dict(model.state_dict()), in_masters_precision(model, plain), "state")
     expected = dict(plain.named_parameters())
     for name, p in model.named_parameters():
@@ -89,19 +89,19 @@ def assert_masters_as(model: nn.Module, plain: nn.Module) -> None:
 
 
 def read_by_a_pass(model: nn.Module, training: bool) -> int:
-    """Bytes of masters that a pass has to move; small buffers of a training module may go another way."""
+    """Return the number of elements that a pass has to move. A training module may keep small buffers."""
     held = [*model.parameters(), *(() if training else model.buffers())]
     return sum(t.numel() for t in held)
 
 
 def materialised(model: nn.Module, plain: nn.Module, sample: ModuleInput, device: torch.device) -> None:
-    """Let the first pass of a lazy module make its weights."""
+    """Run the first pass of a lazy module, which makes its weights, and give the plain one the same."""
     first, expected = step(model, sample, device), step(plain, sample, device)
     assert [p.shape for p in model.parameters()] == [p.shape for p in plain.parameters()]
     assert not any(is_lazy(p) for p in model.parameters())
     if all(p.dtype == q.dtype for p, q in zip(model.parameters(), plain.parameters(), strict=True)):
         testing.assert_bit_equal(first, expected, "the first pass")
-    # Else the random numbers are others: torch draws float32 and float64 differently.
+    # With two dtypes the weights differ, as torch draws float32 and float64 differently.
     plain.load_state_dict(model.state_dict())
     for module in (model, plain):
         module.zero_grad()
@@ -126,11 +126,11 @@ def test_a_module(
         model = info.module_cls(*made.args, **made.kwargs).train(training).float()
         lazy = info.is_lazy
         plain = testing.moved(model, provider.device, dtype)
-        if lazy:  # on some devices torch makes its parameters ordinary ones when it moves them
+        if lazy:  # on some devices, moving lazy parameters makes them ordinary ones
             there = {**made.kwargs, "device": provider.device, "dtype": dtype}
             plain = info.module_cls(*made.args, **there).train(training)
         if dtype is torch.float32 and not lazy and model.state_dict():
-            # On the CPU only what is mapped from a file streams where nothing is cast.
+            # On the CPU, weights that are not cast are streamed only if they are mapped from a file.
             testing.map_from_file(model, tmp_path / f"{index}.pt")
         before = trace(model)
         original = type(model)
@@ -150,7 +150,7 @@ def test_a_module(
 
         with torch.no_grad():  # the order of use is known by now
             for _ in range(2):
-                plain.load_state_dict(model.state_dict())  # goes on from the masters' precision
+                plain.load_state_dict(model.state_dict())  # rounded to the masters' dtypes
                 testing.assert_bit_equal(
                     step(model, sample, provider.device),
                     step(plain, sample, provider.device),
@@ -164,6 +164,6 @@ def test_a_module(
         handle.uninstall()
         assert type(model) is original
         assert not any(is_swap_class(type(module)) for module in model.modules())
-        if not lazy:  # which gets its weights, and loses its hooks, while it is installed
+        if not lazy:  # a lazy module gets its weights, and loses its hooks, during the install
             assert trace(model) == before
         assert_masters_as(model, plain)

@@ -1,4 +1,4 @@
-"""Masters of every kind that torch has: an install serves them, and no process ends of one."""
+"""Masters of every kind of tensor that torch has: an install serves them, and none ends the process."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import children
 from conftest import Provider, dense_alone_is_pretended
 from dynswap_ext import testing
 
-#: A model for each kind, in one process: a read gives a tensor where torch's own `.to()` does.
+#: Installs a model for each kind of master. A read has to give a tensor if torch's `.to()` does.
 CODE = textwrap.dedent(
     '''
     import sys
@@ -166,7 +166,7 @@ def test_no_kind_of_master_ends_the_process(provider: Provider) -> None:
 
 
 def test_a_sparse_buffer_is_no_obstacle(provider: Provider) -> None:
-    """Sparse tensors do not tell `nbytes`."""
+    """A sparse buffer, whose `nbytes` is an error, does not hinder an install."""
     model = nn.Linear(4, 4)
     moved = testing.moved(model, provider.device, torch.float64)
     model.register_buffer("graph", torch.eye(4).to_sparse())

@@ -1,4 +1,4 @@
-"""Experts, fused in one parameter or a module each: only those that are chosen move, and stay by use."""
+"""Experts, fused in one parameter or one module each: only chosen ones move, and the most used stay."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dynswap_ext import BudgetError, DynswapWarning, testing
 from sample_experts import BY_CHOICE, EXPERTS, HIDDEN, READS, WIDTH, Fused, Mixture, OneByOne, choices
 from threads import in_threads
 
-#: On the CPU weights have to be cast, or nothing would have to move. The bus carries the masters' bytes.
+#: On the CPU, weights only move if they are cast. Bytes are counted in the masters' dtype.
 DTYPE = None if PRETEND else torch.float64
 #: One fused expert, in elements.
 EXPERT = 2 * WIDTH * HIDDEN + HIDDEN
@@ -30,7 +30,7 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.fixture
 def budget(provider: Provider) -> int:
-    """A quarter of the model."""
+    """Return a quarter of the model's bytes on the device."""
     return bytes_on_device(Mixture(), provider) // 4
 
 
@@ -40,7 +40,7 @@ def bytes_on_device(model: nn.Module, provider: Provider) -> int:
 
 
 def inputs(provider: Provider, tokens: int = 1, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens, and which experts each layer chooses for them."""
+    """Return tokens, and the experts that each layer chooses for them."""
     x = provider.randn(tokens, WIDTH, dtype=DTYPE or torch.float32, seed=seed)
     return x, choices(tokens=tokens, seed=seed, device=provider.device)
 
@@ -68,7 +68,7 @@ def test_outputs_are_those_of_the_model_moved(
 
 @pytest.mark.parametrize("kind", [*BY_CHOICE, "modules"])
 def test_only_chosen_experts_move(provider: Provider, kind: str, budget: int) -> None:
-    """Random routing, a quarter of the model: at most the active experts' bytes, as some are there."""
+    """With random routing and a budget of a quarter, a step moves at most the bytes of the active experts."""
     only_native(provider)
     model = Mixture(KINDS[kind])
     handle = provider.install(model, dtype=DTYPE, budget=budget)
@@ -205,7 +205,7 @@ def test_changes_of_masters_are_seen(provider: Provider, budget: int) -> None:
     for change in (lambda: None, in_place, silently, replaced, loaded, from_outside, in_place):
         change()
         with torch.no_grad():
-            for _ in range(4):  # a replaced master gets a plan of its own
+            for _ in range(4):  # a replaced master leads to a new plan
                 actual = model(x, chosen)
             moved = testing.moved(model, provider.device, DTYPE)
             testing.assert_bit_equal(actual, moved(x, chosen), getattr(change, "__name__", ""))
@@ -306,7 +306,7 @@ def test_a_strict_budget_refuses_a_whole_read_until_it_is_planned(provider: Prov
     provider.install(model, dtype=DTYPE, budget=3 * budget, strict_budget=True)
     x, chosen = inputs(provider, 2)
     with torch.no_grad():
-        for layer in range(3):  # each call meets the next parameter that no plan has as a whole
+        for layer in range(3):  # each call fails at the next parameter that is not yet planned as a whole
             for name in ("up", "up_bias", "down"):
                 with pytest.raises(BudgetError, match=f"all experts of mixtures.{layer}.{name} at once"):
                     model(x, chosen)
@@ -315,7 +315,7 @@ def test_a_strict_budget_refuses_a_whole_read_until_it_is_planned(provider: Prov
 
 @pytest.mark.parametrize("kind", ["modules", "each"])
 def test_experts_that_are_all_used_are_fetched_ahead(provider: Provider, kind: str, budget: int) -> None:
-    """A quarter of the model: what is fetched is there when it is needed, and what fits stays."""
+    """With a budget of a quarter, each expert is prefetched in time, and as many as fit stay."""
     only_native(provider)
     model = Mixture(KINDS[kind])
     handle = provider.install(model, dtype=DTYPE, budget=budget)
@@ -340,7 +340,7 @@ def test_experts_that_are_all_used_are_fetched_ahead(provider: Provider, kind: s
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.7])
 @pytest.mark.slow
 def test_retuned(provider: Provider, kind: str, share: float) -> None:
-    """What stays is chosen by time, among the dense weights too, and the budget is kept."""
+    """`retune` decides by time which experts and dense weights stay, and keeps the budget."""
     model = Mixture(KINDS[kind])
     moved = testing.moved(model, provider.device, DTYPE)
     budget = int(share * bytes_on_device(model, provider))
@@ -371,7 +371,7 @@ def test_all_fits(provider: Provider) -> None:
 
 @pytest.mark.parametrize("kind", [*BY_CHOICE, "modules"])
 def test_only_chosen_experts_move_where_the_budget_almost_holds_all(provider: Provider, kind: str) -> None:
-    """What lies between weights on the device counts, too."""
+    """The budget counts padding between weights, too: nothing moves only if it holds weights and padding."""
     only_native(provider)
     model = Mixture(KINDS[kind])
     of_parameters = bytes_on_device(model, provider)
@@ -463,7 +463,7 @@ def test_compiled(provider: Provider, budget: int) -> None:
 def test_mapped_from_a_file(
     provider: Provider, mapped: Callable[[nn.Module], nn.Module], budget: int
 ) -> None:
-    """On the CPU slices of a file are read as they are."""
+    """Experts that are mapped from a file are read one by one, not as a whole parameter."""
     model = mapped(Mixture())
     moved = testing.moved(model, provider.device)
     handle = provider.install(model, budget=budget)

@@ -1,4 +1,4 @@
-"""A fused parameter that is served by its slices is used as the tensor that it is."""
+"""A fused parameter whose slices are fetched one by one can be used like any tensor."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def only_native(provider: Provider) -> None:
 
 
 def both(provider: Provider, use: Use, *, frozen: bool = False) -> tuple[Any, Any]:
-    """The model installed with room for one of its two parameters, and the model moved."""
+    """Install a model with room for one of its two parameters; return it and a moved copy."""
     model = Used(use).requires_grad_(not frozen)
     moved = testing.moved(model, provider.device, DTYPE)
     budget = 5 * moved.up.nbytes // 4

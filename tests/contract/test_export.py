@@ -1,4 +1,4 @@
-"""TorchScript, exports, and copies of a handle: they work, or say what to do."""
+"""TorchScript, exports, and copies of a handle: they work, or an error says what to do."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_torch_export(provider: Provider) -> None:
 
 
 class Writing(nn.Module):
-    """The values are exact in both dtypes."""
+    """Writes a buffer whose values are exact in both dtypes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Writing(nn.Module):
 def test_a_strict_export_writes_the_masters(provider: Provider) -> None:
     model = Writing()
     moved = testing.moved(model, provider.device, torch.float64)
-    # Not through the fixture, which looks whether all is let go: torch keeps the attributes of a program.
+    # Not through the fixture, which asserts that nothing is held: torch keeps a program's attributes.
     handle = dynswap_ext.install(
         model, device=provider.device, provider=provider.backend, dtype=torch.float64
     )

@@ -1,4 +1,4 @@
-"""What a forward reads and writes while it is exported with strict=False, and where the program takes it."""
+"""A forward that is exported with strict=False: its program reads and writes the model's masters."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def exported(model: nn.Module, x: Tensor) -> Callable[[Tensor], Tensor]:
 
 
 def assert_same(model: nn.Module, moved: nn.Module, what: str) -> None:
-    """Wherever they are: what a call of the model assigns is on the device."""
+    """Assert that both have the same values; buffers that a call has assigned may be on the device."""
     expected = {**dict(moved.named_parameters()), **dict(moved.named_buffers())}
     for name, master in {**dict(model.named_parameters()), **dict(model.named_buffers())}.items():
         wanted = expected[name].detach().to(master.device, master.dtype)
         testing.assert_bit_equal(master.detach(), wanted, f"{name} {what}")
 
 
-#: torch itself does not export the last two of a plain model.
+#: What torch exports of a plain model. It refuses `put_back` and `swapped`.
 RULES = [in_place, augmented, through_a_view, written_after, the_same_one, parameter]
 dtypes = pytest.mark.parametrize("dtype", [torch.float64, None], ids=["cast", "as they are"])
 
@@ -99,7 +99,7 @@ def test_exported_in_inference_mode(provider: Provider, rule: Callable[[Net, Ten
 
 
 class Outer(nn.Module):
-    """Writes to a buffer of the model in it, which alone is installed."""
+    """A plain module that writes buffers of an installed module in it."""
 
     def __init__(self, inner: Net) -> None:
         super().__init__()
@@ -168,7 +168,7 @@ def test_a_zero_that_gets_another_sign(provider: Provider) -> None:
 
 
 def test_an_export_changes_nothing_of_the_install(provider: Provider) -> None:
-    """A buffer that gets another dtype in a forward keeps it from then on; not if that was only recorded."""
+    """A forward that gives a buffer another dtype does not do so if it is only exported."""
 
     def halved(m: Net, x: Tensor) -> Tensor:
         m.a = m.a.half()

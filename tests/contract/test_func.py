@@ -37,7 +37,7 @@ def masters_of(model: nn.Module) -> Tensors:
 
 
 def assert_close_tree(actual: Any, expected: Any) -> None:
-    """The same numbers, in the masters' dtype on one side."""
+    """Assert that both have the same numbers, up to the rounding to the masters' dtype."""
     if isinstance(expected, dict):
         assert actual.keys() == expected.keys()
         for name in expected:
@@ -47,7 +47,7 @@ def assert_close_tree(actual: Any, expected: Any) -> None:
 
 
 def assert_streamed(provider: Provider, handle: dynswap_ext.Handle, model: nn.Module) -> None:
-    """Inside a transform, pure Python converts a weight at each access, and counts nothing."""
+    """Assert that the native provider has streamed. Pure Python counts no bytes inside a transform."""
     if provider.native:
         assert_moved(handle, model)
 
@@ -242,7 +242,7 @@ def test_forward_mode_over_a_handed_out_weight(provider: Provider) -> None:
 
 @pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
 def test_tracing_through_functionalize(provider: Provider, mode: str) -> None:
-    """Masters are wrappers there, whose bytes lie elsewhere."""
+    """Masters that `functionalize` has wrapped, and that so have no memory of their own, can be used."""
     model = mlp(layers=2)
     moved, _ = provider.pair(model)
     x = provider.randn(3, 16)

@@ -1,4 +1,4 @@
-"""The autograd nodes that the uses of a weight share: which graphs they are in, how gradients are added."""
+"""Uses of a weight share an autograd node: which graphs it is in, and how gradients are added."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dynswap_ext import testing
 
 
 class SavedUntil:
-    """What a graph keeps of a tensor; calls a function when the graph lets go of it."""
+    """Keeps a tensor for a graph, and calls a function when the graph drops it."""
 
     def __init__(self, tensor: Tensor, at_end: Callable[[], object]) -> None:
         self.tensor, self.at_end = tensor, at_end
@@ -29,7 +29,10 @@ class SavedUntil:
 
 
 def test_a_model_is_called_while_an_older_graph_is_taken_apart(provider: Provider) -> None:
-    """The node of the bias is on torch's list of what is to be destroyed when the model is called again."""
+    """A model may be called while torch destroys a graph in which nodes of its weights are.
+
+    Here the node of the bias is in torch's queue of nodes to be destroyed.
+    """
     model = nn.Linear(8, 8)
     moved, _ = provider.pair(model)
     x = provider.randn(3, 8).requires_grad_()
@@ -59,7 +62,7 @@ def test_a_model_is_called_while_an_older_graph_is_taken_apart(provider: Provide
 
 
 class Used(nn.Module):
-    """Reads its weight so many times, and uses what it got so often each time."""
+    """Reads its weight once for each number in `uses`, and uses the result that many times."""
 
     def __init__(self, uses: tuple[int, ...]) -> None:
         super().__init__()
@@ -93,7 +96,7 @@ def test_gradients_of_all_uses_are_added_as_without_an_install(
 
 
 def step_with_penalty(model: nn.Sequential, x: Tensor, when: str) -> Tensor:
-    """A step whose loss reads weights outside the forward as well, and drops what it got."""
+    """Run a step whose loss also reads weights before or after the forward; return the loss."""
 
     def penalty() -> Tensor:
         return sum(
@@ -130,7 +133,7 @@ def loss_of_reads(model: Any, x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("read", ["before", "after"])
 def test_the_gradient_asked_for_by_a_read_is_that_of_all(provider: Provider, read: str) -> None:
-    """Also of reads whose tensors are gone, and that a graph alone remembers."""
+    """The gradient of one read includes those of all others, even if only a graph still has their tensors."""
     if not provider.native:
         pytest.skip("in pure Python the gradient of one read is that read's")
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
@@ -149,7 +152,7 @@ def test_the_gradient_asked_for_by_a_read_is_that_of_all(provider: Provider, rea
 
 
 def test_a_graph_goes_on_under_another_plan(provider: Provider) -> None:
-    """A penalty is read, then the budget changes, then the model is called: one gradient, rounded once."""
+    """Reads before and after a change of the budget add up to one gradient, rounded once."""
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     moved, handle = provider.pair(model, dtype=torch.bfloat16, budget="1MiB")
     x = provider.randn(3, 8, dtype=torch.bfloat16)
@@ -163,7 +166,10 @@ def test_a_graph_goes_on_under_another_plan(provider: Provider) -> None:
 
 
 def test_gradients_arrive_while_an_earlier_graph_is_kept(provider: Provider) -> None:
-    """As in a loop that assigns its loss again: each arrives before the layers below go backward."""
+    """Gradients arrive before the layers below go backward, even if the loss of the step before is kept.
+
+    A usual loop, which assigns its loss again, keeps it.
+    """
     model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4)))
     provider.pair(model)
     order: list[str] = []
@@ -184,7 +190,7 @@ def test_gradients_arrive_while_an_earlier_graph_is_kept(provider: Provider) -> 
 
 
 def test_a_hook_that_refers_to_its_model_does_not_keep_it(provider: Provider) -> None:
-    """The weight's node leads to the master, the master's hook to the model: the collector has to see it."""
+    """A cycle of a weight's node, its master and a hook that refers to the model is garbage-collected."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
     provider.install(model, dtype=torch.float64)
     for p in model.parameters():
@@ -212,7 +218,7 @@ def test_a_replaced_master_is_freed_by_the_next_call(provider: Provider) -> None
     reason="before torch 2.13 a node that was read outside a forward stays until the next call",
 )
 def test_a_graph_that_is_dropped_leaves_the_master_as_it_was(provider: Provider) -> None:
-    """A node that stayed would keep the master's AccumulateGrad, which has the master's old shape."""
+    """A dropped graph leaves no node, which would keep an AccumulateGrad for the master's old shape."""
     model = nn.Sequential(nn.Linear(8, 1), nn.Linear(1, 8))
     provider.install(model, dtype=torch.float64)
     penalty = (model[0].weight * 2).sum()
@@ -235,7 +241,7 @@ def test_the_gradient_of_an_attribute_that_was_given_another_shape(provider: Pro
 
 
 class Hooked(nn.Module):
-    """Registers a hook on the weight that it reads, which refers to the module."""
+    """Registers a hook, which refers to the module, on the weight that it reads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +254,7 @@ class Hooked(nn.Module):
 
 
 def test_a_hook_of_a_forward_goes_with_its_graph(provider: Provider) -> None:
-    """The weight has a weak pointer to the node, whose hooks would keep the module."""
+    """A hook that a forward registers on a weight is freed with the graph, so it does not keep the module."""
     model = nn.Sequential(Hooked())
     provider.install(model, dtype=torch.float64)
     model(provider.randn(3, 8)).sum().backward()
@@ -259,7 +265,7 @@ def test_a_hook_of_a_forward_goes_with_its_graph(provider: Provider) -> None:
 
 
 class Keeping(nn.Linear):
-    """Keeps what its forwards were given."""
+    """Keeps the weights that its forwards were handed."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         vars(self).setdefault("given", []).append(self.weight)
@@ -269,7 +275,10 @@ class Keeping(nn.Linear):
 def test_a_master_that_is_frozen_while_its_gradient_is_asked_for(
     provider: Provider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As by another thread: anomaly detection runs Python code where an AccumulateGrad is made."""
+    """A master may be frozen while its AccumulateGrad is made, as another thread might do.
+
+    Anomaly detection runs Python code at that moment.
+    """
     model = Keeping(4, 4)
     master = model.weight
     model.bias.requires_grad_(False)

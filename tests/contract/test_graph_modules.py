@@ -1,4 +1,4 @@
-"""Installed `torch.fx.GraphModule`s, which write code on their class: recompiled, edited and pickled."""
+"""Installed `torch.fx.GraphModule`s, whose classes hold generated code: recompiled, edited, pickled."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_it_runs_its_present_code(
 def test_a_call_is_noticed_as_soon_as_the_code_is_new(
     provider: Provider, make: Callable[[], GraphModule]
 ) -> None:
-    """What is read in a call is plain; what is read from outside stands for its master."""
+    """A call after `recompile` is noticed: reads of weights within it give plain tensors, not parameters."""
     model = make()
     provider.install(model, dtype=torch.float64)
     model(provider.randn(2, 4))
