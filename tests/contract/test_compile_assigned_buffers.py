@@ -150,7 +150,7 @@ def test_as_a_moved_model(provider: Provider, rule: Callable[[Net, Tensor], Tens
 
 @pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13),
-    reason="before torch 2.13 a graph that assigns a buffer is made anew with each call",
+    reason="before torch 2.13 a graph that assigns a buffer is compiled again with each call",
 )
 def test_a_graph_is_made_once(provider: Provider) -> None:
     made = torch._dynamo.testing.CompileCounter()

@@ -251,7 +251,7 @@ def test_a_tensor_kept_until_after_the_forward(provider: Provider) -> None:
 
 
 def test_a_master_does_not_lie_in_the_place_of_a_copy(provider: Provider, tmp_path: Path) -> None:
-    """A master that gets the data of a handed-out tensor does not keep the engine's memory for that tensor."""
+    """A master that gets the data of a handed-out tensor does not keep the engine's memory of that tensor."""
     model = Assigning(turned)
     testing.map_from_file(model, tmp_path / "masters.pt")
     handle = provider.install(model)

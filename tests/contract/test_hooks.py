@@ -33,7 +33,7 @@ def pair_with(
     hook: Callable[[nn.Module, Seen], None],
     make: Callable[[], nn.Module] = lambda: mlp(layers=2),
 ) -> Any:
-    """An installed and a moved model, hooked before or after the install, and what their hooks saw."""
+    """Return a model, hooked before or after its install, a moved copy, what hooks saw, and the handle."""
     model = make()
     moved = testing.moved(model, provider.device, torch.float64)
     seen: list[Seen] = [[], []]

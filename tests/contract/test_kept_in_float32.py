@@ -1,4 +1,4 @@
-"""What a library keeps in float32 stays so in half precision. See Note [Kept in float32]."""
+"""Weights that a library keeps in float32 stay so in half precision. See Note [Kept in float32]."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Layer(nn.Module):
 
 
 class OfDiffusers(nn.Module):
-    """One part of a dotted name decides."""
+    """A model as in diffusers, where a weight is kept if one part of its dotted name is in the list."""
 
     _keep_in_fp32_modules: ClassVar[Any] = ["norm1", "table"]
     KEPT: ClassVar[dict[torch.dtype, set[str]]] = {
@@ -49,7 +49,7 @@ class OfDiffusers(nn.Module):
 
 
 class OfTransformers(OfDiffusers):
-    """A pattern that is searched decides, for float16 alone or for both."""
+    """A model as in transformers, which searches names for patterns: one list for float16, one for both."""
 
     _keep_in_fp32_modules: ClassVar[Any] = {"norm"}
     _keep_in_fp32_modules_strict: ClassVar[Any] = {"layers.*.scale"}
@@ -60,7 +60,7 @@ class OfTransformers(OfDiffusers):
 
 
 def cast(model: OfDiffusers, device: torch.device, dtype: torch.dtype) -> OfDiffusers:
-    """As `from_pretrained` loads it."""
+    """Return the model as `from_pretrained` would load it in `dtype`."""
     moved = testing.moved(model, device, None)
     for layer, own in zip(moved.layers, model.layers, strict=True):
         for name, master in (*own.named_parameters(), *own.named_buffers()):
@@ -132,11 +132,11 @@ def test_a_list_that_an_instance_gave_is_followed(provider: Provider) -> None:
     provider.install(model, dtype=torch.bfloat16)
     assert model[0].layers[1].scale.dtype == torch.float32
     assert model[0].layers[1].norm1.weight.dtype == torch.bfloat16
-    assert model[1].scale.dtype == torch.bfloat16  # of no library
+    assert model[1].scale.dtype == torch.bfloat16  # a plain module
 
 
 class SomeRotaryEmbedding(nn.Module):
-    """Names as in transformers: the class's, or the buffer's."""
+    """A rotary embedding as in transformers, known by the name of its class or of its buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class SomeRotaryEmbedding(nn.Module):
 
 
 class OtherRotaryEmbedding(SomeRotaryEmbedding):
-    """Code that comes with a checkpoint: its tables are in the dtype that is asked for."""
+    """A class of a checkpoint's own code, whose tables are in the dtype that is asked for."""
 
 
 SomeRotaryEmbedding.__module__ = "transformers.models.some.modeling_some"
@@ -154,7 +154,10 @@ SomeRotaryEmbedding.__module__ = "transformers.models.some.modeling_some"
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_frequencies_of_rotary_embeddings(provider: Provider, dtype: torch.dtype) -> None:
-    """They are in no checkpoint, so `from_pretrained` does not cast them. In a plain model they are cast."""
+    """Frequencies stay in float32, since `from_pretrained` does not cast what is in no checkpoint.
+
+    In a plain model they are cast.
+    """
     for kind in (OfDiffusers, OfTransformers):
         model = nn.Sequential(kind(), SomeRotaryEmbedding()).eval()
         model[0].rotary = SomeRotaryEmbedding()
@@ -169,7 +172,7 @@ def test_frequencies_of_rotary_embeddings(provider: Provider, dtype: torch.dtype
 
 
 def test_tables_of_code_in_a_checkpoint_are_cast(provider: Provider) -> None:
-    """But for what is called as the frequencies are everywhere, which its code casts where it uses them."""
+    """Tables of a checkpoint's own code are cast, except `inv_freq`, which such code casts itself."""
     model = OfTransformers().eval()
     model.rotary = OtherRotaryEmbedding()
     provider.install(model, dtype=torch.bfloat16)

@@ -1,4 +1,4 @@
-"""What is registered while installed is written through like what was there before."""
+"""Weights that are registered during an install are written through like those that were there before."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from dynswap_ext import testing
 
 
 class Counter(nn.Module):
-    """Makes its buffers when it is first called, and writes them in place from then on."""
+    """Makes its buffers in its first call, and writes them in place from then on."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if "count" not in self._buffers:
@@ -64,7 +64,7 @@ def test_gradients_and_ties(provider: Provider) -> None:
 
 @pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
 def test_weights_that_get_their_data_later(provider: Provider, budget: str | None) -> None:
-    """As with peft's `low_cpu_mem_usage`: on the meta device first, then `load_state_dict(assign=True)`."""
+    """A module on the meta device may join, and get its data later, as with peft's `low_cpu_mem_usage`."""
     model = nn.Sequential(nn.Linear(4, 4))
     _, handle = provider.pair(model, budget=budget)
     x = provider.randn(3, 4)

@@ -1,4 +1,4 @@
-"""Masters whose bytes do not lie as an engine moves them: with gaps, or repeated."""
+"""Masters with gaps between their elements, or with repeated ones: an engine cannot copy them as is."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def transposed_with_gaps(values: Tensor) -> Tensor:
 
 
 def imaginary_part_of_conjugate(values: Tensor) -> Tensor:
-    """What torch negates where it reads it."""
+    """Return a tensor that torch negates when it reads it."""
     return torch.complex(torch.zeros_like(values), -values).conj().imag
 
 
@@ -60,7 +60,7 @@ class Model(nn.Module):
 def laid_out(
     layout: Callable[[Tensor], Tensor], *, later: Callable[[nn.Module], object] | None = None
 ) -> Model:
-    """A model whose masters all lie so, from the start or as soon as `later` has been done."""
+    """Return a model whose masters are laid out by `layout`, after `later` has been called with it."""
     torch.manual_seed(0)
     model = Model()
     if later is not None:
@@ -108,7 +108,7 @@ def test_what_is_written_on_them_reaches_the_master(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_training(provider: Provider, layout: str) -> None:
-    """Outputs, gradients and statistics of three steps; the statistics bump no version."""
+    """Three steps give the gradients and statistics of a plain model. Statistics bump no version."""
     model = laid_out(LAYOUTS[layout])
     computed = torch.float64 if provider.device.type == "cpu" else torch.float32
     provider.install(model, dtype=computed)
@@ -143,7 +143,7 @@ def test_a_silent_write_to_the_master_is_seen(provider: Provider, layout: str) -
 
 
 def test_repeated_elements(provider: Provider) -> None:
-    """An expanded master is handed out whole; it cannot be written, as it cannot in plain torch."""
+    """A write to the copy of an expanded master does not reach the master, which cannot be written."""
     model = nn.Linear(COLUMNS, ROWS)
     model.register_buffer("scale", torch.tensor([2.0]).expand(ROWS))
     handle = provider.install(model, dtype=torch.float64)
@@ -176,7 +176,7 @@ def test_one_written_between_forward_and_backward_is_refused(
         return total
 
     if when == "afterwards" and budget:
-        loss()  # that they are no residents any more is noticed in a call, and counts from the next one on
+        loss()  # in this call the layout is noticed; in the next one the masters are no residents any more
     total = loss()
     with torch.no_grad():
         model.linear.get_parameter("weight").mul_(2)
@@ -240,7 +240,7 @@ def test_what_is_written_on_a_conjugate_reaches_the_master(provider: Provider) -
 
 
 def test_a_write_on_a_copy_of_an_expanded_master_ends_with_the_copy(provider: Provider) -> None:
-    """No element of the master has room for it; no other weight is the worse for it."""
+    """A write to one row of an expanded master is lost with the copy, and changes no other weight."""
     model = nn.Module()
     model.register_buffer("repeated", torch.ones(4).expand(3, 4))
     model.register_buffer("other", torch.ones(4))

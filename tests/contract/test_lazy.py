@@ -58,7 +58,7 @@ def test_the_first_forward_makes_masters_and_the_next_streams_them(provider: Pro
 def test_the_masters_are_initialised_as_those_of_the_moved_model(provider: Provider, case: str) -> None:
     make, shape, _ = CASES[case]
     model = nn.Sequential(make())
-    with provider.device:  # moved later, its weights would be lazy no more on some devices
+    with provider.device:  # on some devices, a later move would make its weights ordinary ones
         moved = nn.Sequential(make()).to(torch.float64)
     provider.install(model, dtype=torch.float64)
     x = provider.randn(*shape)

@@ -275,7 +275,7 @@ def test_masters_memory_goes_while_the_handle_stays(provider: Provider, end: str
 def test_masters_that_lose_their_data_are_handed_out_as_they_are(
     provider: Provider, budget: str | None
 ) -> None:
-    """As accelerate's offloading does between calls."""
+    """A master on the meta device is handed out itself, as when accelerate offloads between calls."""
     model = mlp(layers=2)
     moved, _ = provider.pair(model, budget=budget)
     x = provider.randn(2, 16)
@@ -290,7 +290,7 @@ def test_masters_that_lose_their_data_are_handed_out_as_they_are(
 
 
 def test_an_overflow_that_the_user_made_an_error(provider: Provider) -> None:
-    """The weights that were on their way with it can be had afterwards."""
+    """After a warning of an overflow was raised as an error, weights that were being copied can be read."""
     if not provider.native:
         pytest.skip("pure Python has nothing on its way")
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(40)))

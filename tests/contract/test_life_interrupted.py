@@ -1,4 +1,4 @@
-"""Errors and interrupts in the middle of things."""
+"""Errors and interrupts during calls, installs and releases of tensors."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_what_is_raised_in_a_forward_passes_through(
 
 
 def test_keyboard_interrupts_at_any_moment(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Python itself drops what is raised in a weak reference's callback or a finaliser, and only tells of it.
+    # Python does not raise the error of a weak reference's callback or of a finaliser, but prints it.
     monkeypatch.setattr(sys, "unraisablehook", lambda unraisable: None)
     model = mlp(features=64, layers=6)
     moved, handle = provider.pair(model, budget="1MiB")

@@ -17,7 +17,7 @@ from sample_models import ConvNet, mlp
 
 @pytest.fixture(params=[False, True], ids=["copies", "swaps"])
 def conversion(request: pytest.FixtureRequest) -> Iterator[bool]:
-    """Both ways in which torch changes a module's tensors: writing into them, and swapping them."""
+    """Set each of torch's two ways to change a module's tensors: writing into them, or swapping them."""
     before = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(request.param)
     yield request.param
@@ -25,7 +25,7 @@ def conversion(request: pytest.FixtureRequest) -> Iterator[bool]:
 
 
 def other_state(model: nn.Module, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """A state of the same shapes; each value another one."""
+    """Return a state of the same shapes in which each value differs."""
     state = {}
     for index, (name, value) in enumerate(model.state_dict().items()):
         new = torch.linspace(-1, 1, value.numel()).reshape(value.shape) * (index + 1)
@@ -121,7 +121,7 @@ def test_a_conversion_of_the_masters(
 
 
 def messages(model: nn.Module, state: dict[str, torch.Tensor], **options: Any) -> Any:
-    """What a load says: its result, or its error."""
+    """Return the missing and unexpected keys that a load returns, or the text of its error."""
     try:
         result = model.load_state_dict(state, **options)
     except RuntimeError as error:
@@ -167,7 +167,7 @@ def test_a_module_of_its_own_way_to_load(provider: Provider) -> None:
 
 
 def put_hooks(model: nn.Module, log: list[Any]) -> list[Any]:
-    """A hook of every kind on an inner module and on the root; each logs what it is given."""
+    """Add hooks of every kind to an inner module and the root, each of which logs what it is given."""
     handles = []
     for path in ("0", ""):
         module = model.get_submodule(path)
@@ -273,7 +273,7 @@ def test_a_hook_that_writes_through_the_attribute_before_a_load(provider: Provid
 
 
 def test_a_hook_that_reads_through_the_attribute_after_a_load(provider: Provider) -> None:
-    """As quantizers repack: the tensors handed out after the load have what was loaded."""
+    """A hook after a load reads and writes the loaded values through the attribute, as quantisers do."""
     model = mlp(layers=1)
     provider.pair(model)
 

@@ -1,4 +1,4 @@
-"""Masters that are on the compute device, and have another dtype than `dtype=`: converted at each access."""
+"""Masters on the compute device in another dtype than `dtype=`: they are converted at each access."""
 
 from __future__ import annotations
 
@@ -91,4 +91,4 @@ def test_none_is_copied_from_the_host(provider: Provider, model: Scale) -> None:
     with torch.no_grad():
         for _ in range(3):
             model(x)
-    assert handle.stats().bytes_moved <= 3 * SIDE * 8  # of `here` alone
+    assert handle.stats().bytes_moved <= 3 * SIDE * 8  # only `here` is copied

@@ -42,8 +42,8 @@ def deterministic() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
-class Counted(TorchDispatchMode):
-    """A mode of the caller's own."""
+class PassesThrough(TorchDispatchMode):
+    """A dispatch mode of the caller, which changes nothing."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return func(*args, **(kwargs or {}))
@@ -57,7 +57,7 @@ MODES: dict[str, Mode] = {
     "anomaly": lambda: torch.autograd.detect_anomaly(check_nan=True),
     "save on cpu": save_on_cpu,
     "no saved-tensor hooks": lambda: disable_saved_tensors_hooks("not here"),
-    "dispatch mode": Counted,
+    "dispatch mode": PassesThrough,
     "no multithreading": lambda: torch.autograd.set_multithreading_enabled(False),
     "profiler": lambda: torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]),
 }
@@ -111,7 +111,7 @@ def test_a_dispatch_mode_sees_no_copies_of_weights(provider: Provider, budget: s
             with Seen() as mode:
                 m(x)
             seen[m] = mode.names
-    # The fallback makes its tensors with torch's own functions.
+    # Pure Python makes its tensors with torch's own functions.
     assert [name for name in seen[model] if name != "aten.detach.default"] == seen[moved]
     assert_moved(handle, model)
 
@@ -161,7 +161,7 @@ def test_gradients_under_autocast_to_the_bit(provider: Provider) -> None:
 
 @pytest.mark.parametrize("budget", ["1GiB", "minimum"])
 def test_a_weight_that_is_used_twice_under_autocast(provider: Provider, budget: str) -> None:
-    """Each use casts the weight, as in plain torch without the cache of casts."""
+    """Each use casts the weight again, as in plain torch without autocast's cache."""
     model = mlp(layers=2).half()
     moved, handle = provider.pair(model, torch.float32, budget=budget)
     x = provider.randn(64, 16, dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Masters that are moved, cast or replaced by nn.Module's own methods while they are installed."""
+"""Masters that nn.Module's own methods move, cast or replace during an install."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def test_apply_reaches_installed_modules(provider: Provider) -> None:
 
 @pytest.fixture(params=["overwrite", "swap"])
 def conversion(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Torch's other two ways of converting a parameter."""
+    """Set each of torch's two other ways to convert a parameter."""
     future = torch.__future__
     setters = {
         "overwrite": future.set_overwrite_module_params_on_conversion,

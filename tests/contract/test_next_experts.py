@@ -1,4 +1,4 @@
-"""Experts of the next layer are fetched before its router chooses, where guesses at its choice are right."""
+"""Experts of the next layer are prefetched before its router chooses, as long as guesses are mostly right."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ from dynswap_ext._swap import next_experts
 from threads import in_threads
 
 WIDTH, HIDDEN, EXPERTS, ACTIVE, LAYERS = 32, 64, 16, 2, 5
-#: In which every device has a grouped product. It is a cast: else nothing would have to move on the CPU.
+#: Every device has a grouped product in this dtype. Masters are cast to it, so that they are streamed on
+#: the CPU, too.
 DTYPE = torch.bfloat16
 
 
 class Experts(nn.Module):
-    """As transformers has them by default: rows sorted by expert, and a grouped product."""
+    """Experts as transformers computes them by default: rows sorted by expert, and a grouped product."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,18 +58,24 @@ class Layer(nn.Module):
 
 
 def layers(adds: float, count: int = LAYERS) -> nn.Sequential:
-    """Layers that change what they get by little, or by so much that no guess is better than chance."""
+    """Return layers that add `adds` times a result to their input.
+
+    With a small factor, the next layer's choice can be guessed; with a large one, guesses are mere chance.
+    """
     torch.manual_seed(0)
     return nn.Sequential(*[Layer(adds) for _ in range(count)])
 
 
 def quarter(model: nn.Module) -> int:
-    """A quarter of its bytes on the device."""
+    """Return a quarter of the model's bytes on the device."""
     return sum(parameter.numel() for parameter in model.parameters()) * DTYPE.itemsize // 4
 
 
 def run(provider: Provider, model: nn.Module, *, passes: int = 60, rows: int = 1, **options: Any) -> Handle:
-    """Compare outputs with the moved model's; the statistics are of the last half of the passes."""
+    """Install the model and compare its outputs with a moved copy's. Return the handle.
+
+    The handle's statistics are those of the second half of the passes.
+    """
     moved = testing.moved(model, provider.device, DTYPE)
     handle = provider.install(model, dtype=DTYPE, **{"budget": quarter(model), **options})
     for step in range(passes):
@@ -95,7 +102,7 @@ def test_experts_come_before_they_are_chosen(provider: Provider, monkeypatch: py
     plain = without_guesses(provider, 0.02, monkeypatch).stats()
     assert plain.guesses == 0 and plain.copies > 30
     assert stats.right_guesses >= 0.8 * stats.guesses
-    assert stats.right_guesses >= 0.5 * plain.copies  # of all copies; the first layer has no guess
+    assert stats.right_guesses >= 0.5 * plain.copies  # not of all: for the first layer nothing is guessed
     assert stats.bytes_moved <= 1.2 * plain.bytes_moved
     assert stats.peak_bytes <= quarter(model) and stats.overflow_bytes == 0
 
@@ -177,7 +184,7 @@ def test_no_rows(provider: Provider) -> None:
 
 
 class Holding(Layer):
-    """Keeps weights while its experts compute, among them all that its largest call needs."""
+    """Holds its largest weights while its experts compute, so that the smallest budget has no room left."""
 
     def __init__(self, adds: float) -> None:
         super().__init__(adds)
@@ -220,7 +227,7 @@ def test_a_router_that_is_left_alone(provider: Provider) -> None:
 
 
 class Wide(nn.Linear):
-    """Scores more experts than there are."""
+    """A router that scores more experts than there are."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return super().forward(x)[..., :EXPERTS]

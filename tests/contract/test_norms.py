@@ -1,4 +1,4 @@
-"""Norms: statistics are written by the forward, and read by another one."""
+"""Norms: one forward writes the statistics, and another reads them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import nn
 from conftest import Provider
 from dynswap_ext import testing
 
-#: With statistics that are switched on, off, or kept in other ways; test_every_module.py has all norms.
+#: Norms with statistics that are on, off, or kept in other ways. test_every_module.py has every norm.
 NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
     "batch norm 1d": (lambda: nn.BatchNorm1d(6), (5, 6)),
     "batch norm 1d of sequences": (lambda: nn.BatchNorm1d(6), (5, 6, 4)),
@@ -29,7 +29,7 @@ NORMS: dict[str, tuple[Callable[[], nn.Module], tuple[int, ...]]] = {
 
 
 def rounded_to(model: nn.Module, moved: nn.Module) -> None:
-    """The statistics as the masters have them: in float32, and not in the float64 of the moved model."""
+    """Give the moved model the masters' statistics, which are rounded to float32."""
     moved.load_state_dict(model.state_dict())
 
 

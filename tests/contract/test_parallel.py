@@ -1,4 +1,4 @@
-"""Installed models in torch's data-parallel wrappers."""
+"""Installed models in torch's wrappers for data-parallel and sharded training."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(not dist.is_available(), reason="this torch has 
 
 @pytest.fixture(scope="module", autouse=True)
 def _process_group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """A group of this process alone."""
+    """Make a process group of this process alone."""
     file = tmp_path_factory.mktemp("group") / "init"
     dist.init_process_group("gloo", init_method=f"file://{file}", rank=0, world_size=1)
     yield
@@ -36,7 +36,7 @@ def _on_the_cpu(provider: Provider) -> None:
 
 
 class Branches(nn.Module):
-    """One of its branches is not taken."""
+    """A model of two branches, of which one is not taken."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_ddp(provider: Provider, case: str, first: str) -> None:
         assert_gradients_as_moved(model, moved)
         for optimizer in optimizers:
             optimizer.step()
-        moved.load_state_dict(model.state_dict())  # whose masters were rounded
+        moved.load_state_dict(model.state_dict())  # the masters were rounded
     if case != "unused parameters":
         assert_moved(handle, model)
     assert handle.stats().bytes_moved > 0
@@ -127,7 +127,7 @@ def test_ddp_outlives_the_uninstall(provider: Provider) -> None:
 
 
 def replicated(model: nn.Module) -> nn.Module:
-    """One replica, made as nn.parallel.replicate makes it for a device."""
+    """Return one replica, made as nn.parallel.replicate makes it for a device."""
     modules = list(model.modules())
     index = {module: i for i, module in enumerate(modules)}
     copies = {id(t): t.double() for t in (*model.parameters(), *model.buffers())}
@@ -163,7 +163,7 @@ def test_replicas(provider: Provider) -> None:
 
 
 def assert_trains(model: nn.Module, moved: nn.Module, x: torch.Tensor) -> None:
-    """Steps of the optimizer reach what the next forward computes with."""
+    """Assert that outputs stay those of the moved model during steps of an optimizer."""
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, moved)]
     for _ in range(3):
         outputs = [m(x) for m in (model, moved)]

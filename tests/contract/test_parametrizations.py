@@ -1,4 +1,4 @@
-"""Parametrizations, pruning and fake quantisation: a weight that is computed from other masters."""
+"""Parametrizations, pruning and fake quantisation: a weight is computed from other masters."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from dynswap_ext import testing
 
 Change = Callable[[nn.Module], object]
 
-# What torch has deprecated is still in use.
+# Deprecated functions of torch are still in use.
 pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.* is deprecated:FutureWarning")
 
 
 def seeded(change: Change) -> Change:
-    """A change that draws random numbers (the vectors of spectral_norm) draws the same for both models."""
+    """Return a change that draws the same random numbers (vectors of spectral_norm) for both models."""
 
     def run(module: nn.Module) -> object:
         torch.manual_seed(5)
@@ -31,7 +31,7 @@ def seeded(change: Change) -> Change:
     return run
 
 
-#: How to put it on a layer, and how to take it off.
+#: For each kind: how to put it on a layer, and how to take it off.
 CHANGES: dict[str, tuple[Change, Change]] = {
     "old weight_norm": (nn.utils.weight_norm, nn.utils.remove_weight_norm),
     "old weight_norm of all": (lambda m: nn.utils.weight_norm(m, dim=None), nn.utils.remove_weight_norm),
@@ -61,7 +61,10 @@ def layers() -> nn.Sequential:
 
 
 def pair(provider: Provider, change: Change) -> tuple[nn.Sequential, nn.Sequential, dynswap_ext.Handle]:
-    """The change on an installed and on a moved model; torch cannot copy some of what it makes."""
+    """Make the change on a model to be installed and on its moved copy.
+
+    The change is made twice because torch cannot copy some of the modules that it makes.
+    """
     model = layers()
     change(model[0])
     moved = layers()
@@ -72,7 +75,7 @@ def pair(provider: Provider, change: Change) -> tuple[nn.Sequential, nn.Sequenti
 
 
 def assert_close_in(model: nn.Module, moved: nn.Module, x: torch.Tensor) -> None:
-    """Outputs and gradients, where one side's masters were rounded to float32."""
+    """Assert that outputs and gradients are equal up to the rounding of one model's masters to float32."""
     for m in (model, moved):
         m.zero_grad()
     outputs = [m(x) for m in (model, moved)]
@@ -90,7 +93,11 @@ def assert_close_in(model: nn.Module, moved: nn.Module, x: torch.Tensor) -> None
 
 
 def assert_plain_again(model: nn.Sequential, moved: nn.Sequential, x: torch.Tensor) -> None:
-    """After the uninstall, in one dtype: what was computed from handed-out tensors has theirs."""
+    """Assert that the model is uninstalled and computes as the moved one.
+
+    It is cast to float64, because a tensor that was computed from handed-out ones has their dtype and
+    device.
+    """
     plain = model.to("cpu", torch.float64).eval()
     assert not any(dynswap_ext.is_installed(m) for m in model.modules())
     with torch.no_grad():
@@ -279,7 +286,7 @@ class Doubled(nn.Module):
 
 
 class Adapting(nn.Module):
-    """Computes a weight inside its forward, for that forward alone, as peft does for LoRA on parameters."""
+    """Parametrises a weight during its forward only, as peft does for LoRA on parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -308,7 +315,7 @@ def test_put_on_and_taken_off_inside_a_forward(provider: Provider, budget: str |
         passes.append(handle.stats().bytes_moved - before)
         now = dict(model.named_parameters())
         assert {name: id(master) for name, master in now.items()} == {n: id(m) for n, m in masters.items()}
-    if provider.native:  # no plan is made again, and no weight is copied twice
+    if provider.native:  # there is no new plan, and each weight is copied once
         assert max(passes) <= sum(master.nbytes for master in masters.values())
         assert budget is None or passes[1:] == [0, 0, 0]
     with torch.no_grad():

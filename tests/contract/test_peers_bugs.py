@@ -1,4 +1,4 @@
-"""What went wrong in other projects' offloading, and must not here."""
+"""Bugs of other projects' offloading that must not happen here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from sample_models import mlp
 @pytest.mark.parametrize("layers", [3, 5, 7])
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
 def test_a_ring_that_does_not_divide_the_layers(provider: Provider, layers: int, prefetch: int) -> None:
-    """A slot was overwritten that the forward (vLLM 54975), or backward (ai-toolkit 1002), still read."""
+    """No weight is overwritten while forward or backward reads it, as in vLLM 54975 and ai-toolkit 1002."""
     model = mlp(features=64, layers=layers)
     moved, handle = provider.pair(model, prefetch=prefetch)
     for seed in range(4):
@@ -36,7 +36,10 @@ def test_a_ring_that_does_not_divide_the_layers(provider: Provider, layers: int,
 
 
 def test_two_files_with_the_same_names(provider: Provider, tmp_path: Path) -> None:
-    """The second model ran with the weights of the first (diffusers, accelerate)."""
+    """Two models from files with the same names keep their own weights.
+
+    In diffusers and accelerate, the second model ran with the weights of the first.
+    """
     models = [testing.map_from_file(mlp(features=64).eval(), tmp_path / f"{i}.pt") for i in range(2)]
     moved = [testing.moved(model, provider.device) for model in models]
     for model in models:
@@ -52,7 +55,10 @@ def test_two_files_with_the_same_names(provider: Provider, tmp_path: Path) -> No
 def test_the_file_is_not_opened_again(
     provider: Provider, mapped: Callable[[nn.Module], nn.Module], tmp_path: Path
 ) -> None:
-    """A safetensors file was opened for each tensor at each access (accelerate, compressed-tensors)."""
+    """After the install, no file is opened.
+
+    accelerate and compressed-tensors opened a safetensors file for each tensor at each access.
+    """
     model = mapped(mlp(features=64).eval())
     moved = testing.moved(model, provider.device)
     provider.install(model)
@@ -67,7 +73,7 @@ def test_the_file_is_not_opened_again(
 
 
 class Branches(nn.Module):
-    """Runs its parts in another order than it defines them in, and only those that it is told to."""
+    """Runs only the parts in `order`, which need not be in the order of their definition."""
 
     def __init__(self, count: int = 6) -> None:
         super().__init__()
@@ -83,7 +89,7 @@ class Branches(nn.Module):
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 def test_parts_that_are_skipped_and_in_another_order(provider: Provider, prefetch: int) -> None:
-    """Conditional modules, and an order other than the definition's (diffusers 13211, 11307, 11375)."""
+    """Parts may be skipped, or run in another order than defined (diffusers 13211, 11307, 11375)."""
     model = Branches().eval()
     moved, handle = provider.pair(model, prefetch=prefetch)
     generator = torch.Generator().manual_seed(3)
@@ -97,7 +103,7 @@ def test_parts_that_are_skipped_and_in_another_order(provider: Provider, prefetc
 
 
 def test_a_mismatch_does_not_end_prefetching(provider: Provider) -> None:
-    """One expert that the trace did not expect dropped all of it (DeepSpeed 4808)."""
+    """Unexpected parts in one call do not end prefetching, as in DeepSpeed 4808."""
     if not provider.native:
         pytest.skip("the pure-Python provider does not prefetch")
     model = Branches().eval()
@@ -133,7 +139,7 @@ FUSE: dict[str, Callable[[nn.Module, torch.Tensor], Any]] = {
 
 
 def fuse_in_place(module: Any, delta: torch.Tensor) -> None:
-    module.weight.data += delta.to(module.weight)  # reads, adds in place, and assigns what it added to
+    module.weight.data += delta.to(module.weight)  # reads, adds in place, and assigns the same tensor
 
 
 FUSE["attribute's data, +="] = fuse_in_place
@@ -142,7 +148,10 @@ FUSE["attribute's data, +="] = fuse_in_place
 @pytest.mark.parametrize("budget", [None, "1MiB"], ids=["streamed", "resident"])
 @pytest.mark.parametrize("way", FUSE)
 def test_a_lora_is_fused_once(provider: Provider, way: str, budget: str | None) -> None:
-    """LoRA applied twice, and black frames after another one took its place."""
+    """A LoRA is added exactly once, also when another takes its place.
+
+    In other projects it was added twice, or images turned black with the next LoRA.
+    """
     model = mlp()
     plain = testing.moved(model)
     provider.pair(model, budget=budget)

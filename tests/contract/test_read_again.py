@@ -1,4 +1,4 @@
-"""A module that reads a weight several times in one call: each read gets what the weight is by then."""
+"""A module that reads a weight several times in one call gets its present value each time."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ BUDGETS = pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "re
 
 
 class Reads(nn.Module):
-    """Reads its weight until all that can be kept for the next read is kept; then something happens to it."""
+    """Reads its weights until as much as possible is kept for the next read, runs `between`, and reads again."""
 
     def __init__(self, between: Callable[[Reads], object]) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class Reads(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         first = [(self.weight + self.other + self.table).detach() for _ in range(4)]
         if x.device.type != "cpu":
-            torch.get_device_module(x.device).synchronize()  # as limits.md asks of who writes to masters
+            torch.get_device_module(x.device).synchronize()  # limits.md asks for it before writes to masters
         held = self.between(self)  # noqa: F841
         return x * (self.weight + self.other + self.table) * sum(first)
 
@@ -107,7 +107,7 @@ def in_another_thread(m: Reads) -> None:
 
 
 def a_call_in_another_thread(m: Reads) -> None:
-    """Its end lets go of what is kept for the call that is running here."""
+    """Call the model on another thread. The end of that call drops what is kept for the call on this one."""
 
     def work() -> None:
         again, m.between = m.between, lambda _: None
@@ -156,7 +156,7 @@ def replaced_and_put_back(m: Reads) -> None:
 
 
 def moved_over_another(m: Reads) -> Tensor:
-    """What has been alone in its memory no longer is."""
+    """Give `other` memory of the weight, which then shares it, and return `other` after a write."""
     master(m, "other").data = master(m).data[0]
     with torch.no_grad():
         return m.other.fill_(13)
@@ -218,7 +218,8 @@ def freed_memory(m: Reads) -> None:
 
 
 SILENT = (the_master_without_a_trace, its_memory, in_another_thread)
-#: Of a resident, the native provider sees the one from the next call on, and takes the other later.
+#: Of a weight that stays on the device, the native provider sees silent writes to the master only from the
+#: next call on, and takes writes to a held tensor to the master later.
 LATER = (*SILENT, held)
 CHANGES = (
     *LATER,
@@ -323,7 +324,7 @@ def test_a_swap_with_a_tensor_that_has_no_memory(provider: Provider) -> None:
 
 
 class Penalised(nn.Module):
-    """Uses what several reads of a weight give in one graph, and in graphs of their own."""
+    """Uses several reads of a weight in one graph, and in graphs of their own."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +361,7 @@ def test_gradients_of_all_reads_through_checkpoints_and_second_derivatives(
 
 
 def test_nothing_of_a_graph_stays_when_the_call_is_over(provider: Provider) -> None:
-    """The master's AccumulateGrad would have the master's old shape, and a reference more to the master."""
+    """After a call, no graph keeps the master's AccumulateGrad, which would have its old shape."""
 
     def leave(_: Reads) -> None:
         raise KeyboardInterrupt

@@ -1,4 +1,4 @@
-"""What `save_pretrained` writes is of the masters, the dtype that it writes beside them too."""
+"""`save_pretrained` writes the masters, and their dtype instead of that of the compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from dynswap_ext import testing
 
 
 class Saves(nn.Module):
-    """Reads `dtype` where libraries do: as it saves, and as it computes."""
+    """A model that reads `dtype` when libraries do: when it saves, and when it computes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,12 +45,12 @@ class Saves(nn.Module):
 
 class Derived(Saves):
     def save_pretrained(self, sample: torch.Tensor, **options: Any) -> dict[str, Any]:
-        """Save as the base does."""
+        """Call the base's method, and read `dtype` after it."""
         return {**super().save_pretrained(sample, **options), "then": self.dtype}
 
 
 def _library() -> Any:
-    """Return code of a library that knows a model by its first parameter."""
+    """Return a module that counts as a part of transformers and reads a model's first parameter."""
     module: Any = types.ModuleType("transformers.made_up")
     code = "def first(m):\n    return next(m.parameters()).device, next(m.parameters()).dtype"
     exec(compile(code, "made_up.py", "exec"), module.__dict__)
@@ -88,7 +88,7 @@ def test_after_a_save_that_fails(provider: Provider) -> None:
 
 
 def test_a_part_that_is_saved_by_its_owner(provider: Provider) -> None:
-    """As a pipeline saves its models, and a module of sentence_transformers its own."""
+    """A part has the masters' dtype while its owner saves, as in pipelines and sentence_transformers."""
 
     class Owner(nn.Module):
         def __init__(self) -> None:

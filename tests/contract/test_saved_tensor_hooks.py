@@ -1,4 +1,4 @@
-"""Saved-tensor hooks of others are given masters, as in a plain model, and keep no place on the device."""
+"""Saved-tensor hooks of other code get masters, as in a plain model, and keep no memory on the device."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from sample_subclasses import ScaledInt8
 FEATURES, LAYERS = 64, 6
 #: Device bytes of one layer in float64.
 LAYER = (2 * FEATURES * FEATURES + 4 * FEATURES) * 8
-#: Of the weights: streamed, and all on the device.
+#: With the first budget, weights are streamed; without one, all stay on the device.
 BUDGETS = pytest.mark.parametrize("budget", [3 * LAYER, None], ids=["streamed", "resident"])
 
 
 class Layer(nn.Module):
-    """A frozen base and a trained scale, whose weights are saved whole (`scale`) and as views (`base`)."""
+    """A frozen base, whose weight autograd saves as a view, and a trained scale, which it saves whole."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ def layers() -> nn.Sequential:
 
 
 def step(model: nn.Module, x: torch.Tensor, hooks: contextlib.AbstractContextManager[Any]) -> torch.Tensor:
-    """The gradient of the input; those of the masters stay on them."""
+    """Run a step and return the gradient of the input. Those of the masters stay on them."""
     model.zero_grad()
     x = x.clone().requires_grad_()
     with hooks:
@@ -145,7 +145,7 @@ def test_what_the_hooks_make_of_a_weight_is_used(provider: Provider, budget: int
 
 
 class NoOp(nn.Module):
-    """As trl leaves a model's head out: hooks of the module push and pop hooks that keep everything."""
+    """Pushes and pops hooks that keep every tensor around some modules, as trl does for a model's head."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -160,7 +160,7 @@ class NoOp(nn.Module):
 
 
 class AroundAnOperation(nn.Module):
-    """Hooks around an operation in a forward."""
+    """Pushes hooks around an operation of its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -248,7 +248,7 @@ def test_checkpointing_and_hooks(provider: Provider, inner: bool) -> None:
 
 
 def test_a_whole_model_under_hooks(provider: Provider) -> None:
-    """Attention reads its projection's weight without calling it; the norms' statistics are the forward's."""
+    """Hooks work around attention, which does not call its projection, and around a norm's statistics."""
     attention = nn.TransformerEncoderLayer(16, 2, 24, dropout=0, batch_first=True)
     model = nn.Sequential(attention, nn.Flatten(0, 1), nn.BatchNorm1d(16))
     moved, handle = provider.pair(model, budget=None)
@@ -315,7 +315,7 @@ def test_wrappers_of_quantised_weights(provider: Provider) -> None:
     x = provider.randn(2, 5, FEATURES, dtype=torch.float32)
     hooks = Hooks()
     step(model, x, hooks.active())
-    if provider.device.type != "cpu":  # there a wrapper of the masters' own inner tensors is handed out
+    if provider.device.type != "cpu":  # on the CPU, the handed-out wrapper has the master's inner tensors
         masters = [layer.get_parameter("base.weight") for layer in model]
         assert sum(any(given is master for master in masters) for given in hooks.given) == LAYERS
     check(model, moved, x, lambda _: Hooks().active())

@@ -1,4 +1,4 @@
-"""An installed model that is sent to the device where it computes already."""
+"""`.to(device)` of an installed model that computes on that device already: its masters stay."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def told(caught: list[warnings.WarningMessage]) -> list[str]:
 
 
 def times(provider: Provider) -> int:
-    """How often it is told: on the CPU, where the masters are, nothing is out of the ordinary."""
+    """Return how many notices are expected: one, but none on the CPU, where the masters are."""
     return 0 if provider.device.type == "cpu" else 1
 
 
@@ -91,7 +91,7 @@ def test_the_notice_is_shown_for_each_install_and_points_at_the_caller(provider:
 
 
 class PassesOn(nn.Sequential):
-    """As a library overrides what it passes on."""
+    """Overrides `to` and calls the base's, as a library's class may."""
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
         return super().to(*args, **kwargs)
@@ -166,7 +166,7 @@ def test_elsewhere_they_move(provider: Provider) -> None:
 
 
 def test_on_purpose(provider: Provider) -> None:
-    """After an uninstall, of a part too; or by a function of one's own."""
+    """Masters can be moved after an uninstall, of a part too, or by `_apply` with another function."""
     model = mlp()
     moved, handle = provider.pair(model)
     x = provider.randn(3, 16)
@@ -187,7 +187,7 @@ def assert_same_output(model: nn.Module, moved: nn.Module, x: torch.Tensor) -> N
 
 
 class WithPlainTensor(nn.Module):
-    """As many modules have them: moved by an `_apply` of the class's own."""
+    """Moves a plain tensor in its own `_apply`, as many modules do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,7 +216,7 @@ class Wrapper(nn.Module):
 
 @pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
 def test_what_is_not_a_master_moves(provider: Provider) -> None:
-    """Plain tensors of a class that moves them, and modules that are not installed."""
+    """Plain tensors of a class that moves them, and modules that are not installed, are moved."""
     model = WithPlainTensor().to(torch.float64)
     wrapper = Wrapper(model).to(torch.float64)
     moved = testing.moved(wrapper, provider.device)

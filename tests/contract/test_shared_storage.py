@@ -1,4 +1,4 @@
-"""Masters that are different views of one storage: what is written on one shows in the other."""
+"""Masters that are views of one storage: what is written on one shows in the other."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ VIEWS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
 
 
 class Views(nn.Module):
-    """A buffer and a view of it: two masters, one storage."""
+    """A buffer and a view of it: two masters in one storage."""
 
     def __init__(self, view: Callable[[torch.Tensor], torch.Tensor]) -> None:
         super().__init__()
         table = torch.arange(64.0).reshape(8, 8)
         self.register_buffer("whole", table)
-        # As a checkpoint gives it: with a version counter of its own.
+        # `.data` has a version counter of its own, as tensors from a checkpoint have.
         self.register_buffer("part", view(table).data)
 
 
@@ -73,7 +73,10 @@ def test_parameters_that_are_views_get_gradients_of_their_own(provider: Provider
 
 @pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
 def test_a_row_that_is_written_on_one_large_buffer(provider: Provider, budget: str | None) -> None:
-    """A sample of the other one's bytes does not show it, nor does its version, which is its own."""
+    """A row that is written on one of two large buffers in the same memory is seen in the other.
+
+    Neither the other's version nor a sample of its bytes shows the write.
+    """
     model = nn.Module()
     model.register_buffer("whole", torch.zeros(300, 300))
     model.register_buffer("alias", model.whole.data)

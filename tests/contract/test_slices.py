@@ -29,7 +29,7 @@ APART: dict[str, Callable[[Tensor], tuple[Tensor, Tensor]]] = {
     "interleaved": lambda flat: (flat[::2], flat[1::2]),
     "columns": lambda flat: (flat.view(-1, 2)[:, 0], flat.view(-1, 2)[:, 1]),
 }
-#: As views, which share a version counter, and as what `p.data = flat[...]` and checkpoints give.
+#: Views share a version counter. The results of `p.data = flat[...]` and of checkpoints do not.
 HOW: dict[str, Callable[[Tensor], Tensor]] = {"views": lambda t: t, "data": lambda t: t.data}
 
 
@@ -40,7 +40,7 @@ def norm(slices: tuple[Tensor, ...], how: str) -> nn.Sequential:
 
 
 class Expected:
-    """A moved copy of the model, and what its masters are to be once the copy has been called."""
+    """A moved copy of a model: after a call, it gives the values that the masters must have."""
 
     def __init__(self, provider: Provider, model: nn.Module, dtype: torch.dtype | None) -> None:
         self.model, self.moved = model, testing.moved(model, provider.device, dtype)
@@ -49,7 +49,7 @@ class Expected:
         )
 
     def check(self) -> None:
-        """Elements of the copy that have not changed keep the master's precision."""
+        """Assert that masters have the elements that changed in the copy, and that others kept their precision."""
         now = self.moved.state_dict()
         for name, master in self.model.state_dict().items():
             changed = (bits(now[name]) != bits(self.copies[name])).cpu()
@@ -80,7 +80,7 @@ def test_statistics_that_share_a_tensor(
 def test_large_statistics_that_share_a_tensor(
     provider: Provider, apart: str, how: str, budget: str | None
 ) -> None:
-    # Their pages are watched, and one's may be another's.
+    # The pages of large masters are watched, and two masters may share a page.
     model = norm(APART[apart](torch.linspace(1, 2, 60_000)), how)
     provider.install(model, dtype=torch.float64, budget=budget)
     expected = Expected(provider, model, torch.float64)
@@ -90,7 +90,7 @@ def test_large_statistics_that_share_a_tensor(
 
 
 class Parts(nn.Module):
-    """Parameters that are slices; a forward may add to each of them."""
+    """Parameters that are slices of a tensor. A forward adds to those that it is told to."""
 
     def __init__(self, slices: tuple[Tensor, ...], how: str) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_a_master_is_given_away_with_what_was_written_on_the_other(
 
 
 def test_backward_after_statistics_of_the_same_tensor(provider: Provider) -> None:
-    # What is written back to statistics is no change of the weights that autograd has saved.
+    # Statistics that are written back do not count as a change of the weights that autograd has saved.
     flat = torch.linspace(0.5, 1, 6 + 6 + 36)
     model = nn.Sequential(nn.Linear(6, 6, bias=False), nn.BatchNorm1d(6), nn.Linear(6, 6, bias=False))
     model[0].weight = nn.Parameter(flat[12:].view(6, 6))
@@ -192,20 +192,20 @@ def test_backward_after_statistics_of_the_same_tensor(provider: Provider) -> Non
 
 
 class Write(NamedTuple):
-    """One write to one slice, and where it is made."""
+    """A write to the slice `index`; `where` names the way in which it is made."""
 
     index: int
     where: str
     value: float
 
     def on(self, tensor: Tensor) -> None:
-        """Change some elements."""
+        """Add the value to the first half of the tensor's elements, or of its rows."""
         part = tensor.reshape(-1) if tensor.is_contiguous() else tensor
         part[: max(1, len(part) // 2)].add_(self.value)
 
 
 def random_slices(draw: random.Random, flat: Tensor) -> list[Tensor]:
-    """Contiguous, strided, of two dimensions; some overlap."""
+    """Return contiguous and strided slices, some of two dimensions, some overlapping."""
     found = []
     for _ in range(draw.randint(2, 5)):
         begin = draw.randrange(len(flat) - 8)
@@ -219,7 +219,7 @@ def random_slices(draw: random.Random, flat: Tensor) -> list[Tensor]:
 
 
 class Scripted(nn.Module):
-    """Buffers and parameters that are slices; a call makes the writes of a script, one after the other."""
+    """Buffers and parameters that are slices of tensors. A call makes the writes of a script in order."""
 
     def __init__(self, slices: list[Tensor], parameters: list[bool]) -> None:
         super().__init__()
@@ -247,7 +247,7 @@ class Scripted(nn.Module):
 
 
 def write_master(master: Tensor, write: Write) -> None:
-    """As a user does it, who has the master."""
+    """Write to a master in the way that `write.where` names."""
     with torch.no_grad():
         if write.where == "data":
             write.on(master.data)
@@ -262,7 +262,7 @@ def write_master(master: Tensor, write: Write) -> None:
 
 
 def as_handed_out(master: Tensor, write: Write, dtype: torch.dtype) -> Tensor:
-    """What a write on the master's copy is to the master; return the copy as it is read afterwards."""
+    """Write to a copy of the master, and take changed elements to the master. Return the copy."""
     with torch.no_grad():
         copied = master.detach().to(dtype, copy=True)
         before = copied.clone()
@@ -309,7 +309,7 @@ def test_random_slices_of_one_tensor(provider: Provider, budget: str | None, see
 
 
 def test_large_overlapping_slices_keep_what_both_wrote_in_a_narrower_dtype(provider: Provider) -> None:
-    """The size of the copies decides: 0.75 MiB each, of masters of 1.5 MiB."""
+    """Overlapping slices keep both writes, also if masters are large (1.5 MiB) but their copies are not."""
     flat = torch.zeros(600_000)
     model = nn.Module()
     model.register_buffer("first", flat[:400_000])
@@ -326,7 +326,10 @@ def test_large_overlapping_slices_keep_what_both_wrote_in_a_narrower_dtype(provi
 
 @pytest.mark.parametrize("pure", [False, True], ids=["provider", "pure Python"])
 def test_overlapping_complex_slices_keep_what_both_wrote(provider: Provider, pure: bool) -> None:
-    """On a device pure Python has copies of them, too, which the CPU does not: they are not cast."""
+    """Overlapping slices of a complex tensor, which is not cast, keep both writes.
+
+    Pure Python hands out copies of them on a device, but not on the CPU.
+    """
     flat = torch.zeros(60, dtype=torch.complex64)
     model = nn.Module()
     model.register_buffer("first", flat[:40])

@@ -112,7 +112,11 @@ def test_an_optimizer_made_before_or_after_the_install(
     dtype: torch.dtype | None,
     mapped: Callable[[nn.Module], nn.Module],
 ) -> None:
-    """In the same dtype each step is the plain model's to the bit; mapped, it streams on the CPU too."""
+    """An optimizer may be made before or after the install. Its steps are those of a plain model.
+
+    Without a cast they are equal to the bit. Masters that are mapped from a file are streamed on the CPU,
+    too.
+    """
     model = mlp(layers=2)
     if dtype is None:
         model = mapped(model)
@@ -178,7 +182,7 @@ def test_a_write_to_a_master_is_seen_by_the_next_pass(
         for _ in range(2):
             model(x)
         for index, value in zip((0, 2), new, strict=True):
-            # As an optimizer's list would name it; `parameters()` would bring news of the writes.
+            # The master itself, as in an optimizer's list: a call of `parameters()` would show the writes.
             WRITES[write](model[index]._parameters["weight"], value)
         after = model(x)
         moved = testing.moved(model, provider.device, torch.float64)
@@ -190,7 +194,10 @@ def test_a_write_to_a_master_is_seen_by_the_next_pass(
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 @pytest.mark.parametrize("name", ["weight", "table"])
 def test_a_write_that_bumps_no_version_is_not_undone(provider: Provider, name: str, training: bool) -> None:
-    """A fused optimizer's step writes so, while aliases of handed-out tensors are still alive."""
+    """A write to a master that bumps no version is kept, even while an alias of a handed-out tensor lives.
+
+    The step of a fused optimizer is such a write.
+    """
     model = nn.Linear(8, 8).train(training)
     model.register_buffer("table", torch.ones(8))
     handle = provider.install(model, dtype=torch.float64)
@@ -205,7 +212,7 @@ def test_a_write_that_bumps_no_version_is_not_undone(provider: Provider, name: s
 
 @pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
 def test_a_master_swapped_with_another_tensor(provider: Provider, budget: str | None) -> None:
-    """Torch's own way to change a parameter while it stays the same object; it refuses weak references."""
+    """`torch.utils.swap_tensors`, which refuses tensors with weak references, works on a master."""
     model = mlp(layers=1).eval()
     provider.install(model, dtype=torch.float64, budget=budget)
     x = provider.randn(2, 16)
@@ -217,7 +224,7 @@ def test_a_master_swapped_with_another_tensor(provider: Provider, budget: str | 
 
 
 class WithExtraState(nn.Linear):
-    """Keeps something in the state dict that is no tensor; its methods read weights."""
+    """Has an extra state that is no tensor, and reads weights to make it."""
 
     def get_extra_state(self) -> dict[str, Any]:
         return {"sum": float(self._parameters["weight"].detach().sum()), "shape": tuple(self.weight.shape)}

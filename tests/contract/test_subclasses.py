@@ -1,4 +1,4 @@
-"""Masters of tensor subclasses: what is inside streams, attributes survive, nothing is dequantised."""
+"""Masters of tensor subclasses: inner tensors are streamed, attributes survive, none is dequantised."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _counts() -> Iterator[None]:
 
 
 def map_inner(model: nn.Module, path: Path) -> nn.Module:
-    """Let payloads and scales be mapped from a file, as a checkpoint of them is loaded."""
+    """Map payloads and scales from a file, as if they were loaded from a checkpoint."""
     found: dict[str, torch.Tensor] = {}
     for name, master in model.named_parameters():
         if isinstance(master, ScaledInt8):
@@ -48,7 +48,7 @@ def inner_bytes(model: nn.Module) -> int:
 
 
 def streams(provider: Provider) -> bool:
-    """Whether payloads are moved by the engine: pure Python moves a subclass as a whole, by its own .to()."""
+    """Return whether the engine moves payloads. Pure Python moves a subclass whole, by its own `.to()`."""
     return provider.native
 
 
@@ -73,10 +73,10 @@ def test_a_wrapper_streams_its_payload(provider: Provider, tmp_path: Path) -> No
     with torch.no_grad():
         for _ in range(2):
             testing.assert_bit_equal(model(x), moved(x))
-        assert ScaledInt8.dequantised == 2 * 2 * 5  # by the products, here and in the moved model
+        assert ScaledInt8.dequantised == 2 * 2 * 5  # only by the products, in both models
         stats = handle.stats()
     if streams(provider):
-        assert size <= stats.bytes_moved <= 3 * size  # two passes, and what is read ahead for a third
+        assert size <= stats.bytes_moved <= 3 * size  # two passes, and the prefetch for a third
         assert stats.weight_bytes < dequantised_size
         assert stats.peak_bytes < dequantised_size
 
@@ -97,7 +97,10 @@ def test_a_wrapper_within_a_budget(provider: Provider, tmp_path: Path, budget: s
 
 
 def test_a_wrapper_that_requires_gradients(provider: Provider, tmp_path: Path) -> None:
-    """It streams where there is no graph, as transformers leaves the masters of a quantised checkpoint."""
+    """A wrapper that requires gradients is streamed without a graph.
+
+    transformers leaves the masters of a quantised checkpoint like this.
+    """
     model = map_inner(quantised_mlp(features=256, layers=5), tmp_path / "model.pt").eval()
     model.requires_grad_()
     moved = testing.moved(model, provider.device)
@@ -186,7 +189,7 @@ def test_a_wrapper_written_in_place_is_seen(provider: Provider) -> None:
 
 @pytest.fixture
 def _swapping() -> Iterator[None]:
-    """Torch's way for subclasses to be moved and loaded: the tensors are swapped, not their data."""
+    """Let torch move and load tensors by swapping them, its way for subclasses."""
     torch.__future__.set_swap_module_params_on_conversion(True)
     yield
     torch.__future__.set_swap_module_params_on_conversion(False)
@@ -250,7 +253,7 @@ def test_bytes_keep_their_class_and_attributes(provider: Provider, dtype: torch.
 
 
 def test_bytes_that_know_their_module_leave_it_where_it_is(provider: Provider) -> None:
-    """As bitsandbytes' do: `weight.module` is the layer, whose `.to()` would move its masters."""
+    """A weight whose `module` is its layer, as in bitsandbytes, does not move the layer's masters."""
     model: Any = bytes_mlp()
     for layer in model:
         layer.bias = nn.Parameter(torch.zeros(16))
@@ -294,7 +297,7 @@ def test_uninstall_of_bytes(provider: Provider) -> None:
 
 
 def test_data_of_bytes_are_replaced(provider: Provider) -> None:
-    """As loading another checkpoint does: new data and a new state, on the master."""
+    """New data and a new state on a master are handed out, as after loading another checkpoint."""
     model: Any = bytes_mlp()
     provider.install(model)
     x = provider.randn(2, 16, dtype=torch.float32)

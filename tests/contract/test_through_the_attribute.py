@@ -1,4 +1,4 @@
-"""What is done to a handed-out tensor as to a parameter is done to its master."""
+"""What a program does to a handed-out tensor, as to a parameter, is done to its master."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_data_assigned_on_a_tensor_that_is_kept(provider: Provider, budget: str 
 
 @BUDGETS
 def test_data_assigned_of_another_shape(provider: Provider, budget: str | None) -> None:
-    """As pruning and low-rank tools do."""
+    """`.data` of another shape can be assigned, as tools for pruning and low rank do."""
     model = installed(provider, budget)
     model.weight.data = model.weight.data[:2].clone()
     model.bias.data = torch.zeros(2, device=provider.device, dtype=torch.float64)

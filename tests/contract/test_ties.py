@@ -11,7 +11,8 @@ from conftest import Provider
 from dynswap_ext import testing
 from sample_models import mlp
 
-#: In bytes of float32 masters. Whole numbers as values: then sums are exact in whatever order and dtype.
+#: The side of a weight, and its bytes in float32. Values are whole numbers, whose sums are exact in any
+#: order and dtype.
 WIDTH = 64
 WEIGHT = WIDTH * WIDTH * 4
 
@@ -34,7 +35,7 @@ class Tied(nn.Module):
 
 
 def shared(uses: int) -> nn.Sequential:
-    """One weight under several names, in modules of their own."""
+    """Return modules that share one weight."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(uses)))
     for module in model:
         module.weight = model[0].weight
@@ -110,7 +111,7 @@ def test_empty_masters_are_not_tied_to_each_other(provider: Provider) -> None:
 
 @pytest.mark.parametrize("training", [False, True], ids=["eval", "train"])
 def test_one_transfer_a_pass_for_uses_in_a_row(provider: Provider, training: bool) -> None:
-    """The tensor of one use is still there, or on its way, when the next use comes."""
+    """Uses of a tied weight in a row need one transfer: the copy is still there, or on its way."""
     if not provider.native:
         pytest.skip("in pure Python a copy goes with its tensor: a tied weight moves once a use")
     model = nn.Sequential(shared(3), nn.Linear(WIDTH, WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False))
@@ -129,7 +130,10 @@ def test_one_transfer_a_pass_for_uses_in_a_row(provider: Provider, training: boo
 
 @pytest.mark.parametrize("between", [1, 3, 6])
 def test_one_transfer_a_pass_for_the_first_and_the_last_use(provider: Provider, between: int) -> None:
-    """As an embedding is tied to the output: the end of a pass is followed by the start of the next."""
+    """A weight that is used first and last, like a tied embedding, moves once for both uses.
+
+    The last use is followed by the first one of the next pass.
+    """
     if not provider.native:
         pytest.skip("in pure Python a copy goes with its tensor: a tied weight moves once a use")
     model = shared(1)
@@ -232,7 +236,7 @@ def test_a_tie_of_which_one_end_is_not_installed(provider: Provider) -> None:
 
 
 def test_a_tie_that_is_made_in_use_and_planned_for(provider: Provider) -> None:
-    """Two residents of the plan before have become one weight, which is in one group."""
+    """Two weights that stayed on the device and have been tied are one weight in the next plan."""
     model = nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(64)))
     handle = provider.install(model, dtype=torch.float64, budget="8MiB")
     x = provider.randn(2, 16)

@@ -1,4 +1,4 @@
-"""Training within the budget: backward fetches again, and everything that drives a training loop works."""
+"""Training within the budget: backward fetches weights again, and usual training loops work."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ FORWARDS: dict[str, Forward] = {f.__name__: f for f in (whole, layer_by_layer, r
 
 
 class Frozen(nn.Module):
-    """A frozen layer with a low-rank adapter beside it."""
+    """A frozen layer whose result is added to that of a low-rank adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ def test_backward_fetches_in_its_own_order_ahead(provider: Provider) -> None:
         step(model, whole, x)
     stats = handle.stats()
     assert stats.misses == 0
-    # The ring of three is left by the end of the forward pass where backward begins, and the other way round.
+    # Backward begins with weights that forward has left on the device, and the next forward likewise.
     assert stats.bytes_moved <= 2 * 2 * (LAYERS - 1) * LAYER // 2
 
 
@@ -246,7 +246,10 @@ def test_a_scaler_that_is_switched_off(provider: Provider) -> None:
 
 
 def test_a_scaler_of_gradients_here_and_there(provider: Provider) -> None:
-    """One optimizer has an installed model, and a head that lies on the device; the scaler has a past."""
+    """A gradient scaler works with an optimizer of an installed model and of a head on the device.
+
+    The scaler has been used for the head before.
+    """
     model, head = mlp(FEATURES, 2), nn.Linear(FEATURES, 3, dtype=torch.float64).to(provider.device)
     scaler = torch.amp.GradScaler(provider.device.type, init_scale=8.0)
     scaler.scale(head(provider.randn(2, FEATURES)).sum()).backward()

@@ -1,7 +1,7 @@
-"""A checkpoint file that is truncated under a model: an error that names it, and the process lives.
+"""A checkpoint file that is truncated while a model uses it: an error names it, and the process goes on.
 
-Whoever touches memory that is mapped from behind the end of a file is ended by SIGBUS, so each test runs its
-cases in a process of its own.
+A read of a mapping beyond the end of its file ends the process with SIGBUS, so each test runs its cases in a
+process of its own.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def test_small_weights_of_a_file_that_is_truncated(provider: Provider, tmp_path:
 
 @pytest.mark.slow
 def test_statistics_that_were_written_to_the_mapping(provider: Provider, tmp_path: Path) -> None:
-    # What this process has written to its private pages goes with the file's end, too.
+    # Private pages that this process has written are lost with the end of the file, too.
     run(
         provider,
         tmp_path,
@@ -113,7 +113,7 @@ def test_statistics_that_were_written_to_the_mapping(provider: Provider, tmp_pat
 
 
 def test_weights_in_a_shared_mapping(provider: Provider, tmp_path: Path) -> None:
-    # Which is no checkpoint: its memory is what is read.
+    # A shared mapping is no checkpoint: weights are read through its memory, not from the file.
     run(
         provider,
         tmp_path,

@@ -1,4 +1,4 @@
-"""What an installed model answers to those who ask where, and in which dtype, it computes."""
+"""`device` and `dtype` of an installed model are those of its compute, as libraries ask for them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HOME = torch.device("cpu")
 
 
 class Asked(nn.Module):
-    """Asks its parameters in the ways that libraries have."""
+    """Has `device` and `dtype` properties that look at its parameters, as models of libraries do."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class Asked(nn.Module):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The first floating one."""
+        """Return the dtype of the first floating parameter."""
         return next(p.dtype for p in self.parameters() if p.is_floating_point())
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -100,7 +100,11 @@ def test_without_a_cast_the_dtype_is_the_masters(provider: Provider) -> None:
 
 
 def test_a_property_that_means_something_else(provider: Provider) -> None:
-    """Also where it happens to be the masters' device, or asks about itself first."""
+    """A property `device` or `dtype` with another meaning keeps its value.
+
+    This holds even if the value happens to be the masters' device, or if the property looks at parameters
+    first.
+    """
 
     class Other(nn.Linear):
         set_to: Any = None
@@ -177,7 +181,7 @@ def test_a_programs_own_iteration_gets_masters(provider: Provider) -> None:
 
 
 class Forward(nn.Module):
-    """A program's own, which asks in its forward."""
+    """A program's own module, whose forward asks its parameters for device and dtype."""
 
     def __init__(self, way: str) -> None:
         super().__init__()
@@ -211,7 +215,7 @@ class Forward(nn.Module):
         return self.layer.weight.device, self.layer.bias.dtype
 
     def masters(self) -> tuple[torch.device, torch.dtype]:
-        """Uses the tensors, too: they are the masters, as outside a forward."""
+        """Use the parameters themselves, which are the masters, as outside a forward."""
         first = next(self.parameters())
         assert first is self.layer._parameters["weight"]
         assert [p for p in self.parameters() if p.device == HOME] == list(self.layer._parameters.values())
@@ -233,7 +237,7 @@ def test_a_forward_that_asks_its_parameters(provider: Provider, way: str) -> Non
     for _ in range(20):
         testing.assert_bit_equal(model(x), plain)
     stats, read = handle.stats(), 4 if way in ("of_a_weight", "masters") else 2
-    assert stats.hits + stats.late_hits + stats.misses <= 20 * read  # asking fetches nothing
+    assert stats.hits + stats.late_hits + stats.misses <= 20 * read  # to ask fetches nothing
     assert next(model.parameters()).dtype == torch.float32
 
 
@@ -284,7 +288,7 @@ def library() -> Iterator[Any]:
 def test_a_known_library_that_asks_parameters(provider: Provider, library: Any, way: str) -> None:
     model = mlp()
     provider.pair(model)
-    for _ in range(20):  # Python changes the instructions of code that is warm
+    for _ in range(20):  # Python replaces the instructions of code that runs often
         assert getattr(library, way)(model) == (provider.device, torch.float64)
     dynswap_ext.uninstall(model)
     assert getattr(library, way)(model) == (HOME, torch.float32)
