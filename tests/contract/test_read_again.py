@@ -23,7 +23,7 @@ BUDGETS = pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "re
 
 
 class Reads(nn.Module):
-    """Reads its weights until as much as possible is kept for the next read, runs `between`, and reads again."""
+    """Reads its weights until as much as possible is kept for the next read, runs `between`, reads again."""
 
     def __init__(self, between: Callable[[Reads], object]) -> None:
         super().__init__()

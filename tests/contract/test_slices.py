@@ -49,7 +49,7 @@ class Expected:
         )
 
     def check(self) -> None:
-        """Assert that masters have the elements that changed in the copy, and that others kept their precision."""
+        """Assert that masters have the elements that changed in the copy. Others keep their precision."""
         now = self.moved.state_dict()
         for name, master in self.model.state_dict().items():
             changed = (bits(now[name]) != bits(self.copies[name])).cpu()

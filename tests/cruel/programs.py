@@ -1,4 +1,4 @@
-"""All programs by name."""
+"""The programs of tests/cruel by name, scenarios and random ones."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ PROGRAMS: dict[str, Callable[[World], None]] = {
 
 
 def each_run(orders: Sequence[str], only: str | None = None) -> Iterator[tuple[str, str]]:
-    """What runs with each seed: a name and an order."""
+    """Yield what runs with each seed: the name of a program and an order."""
     for order in orders:
         yield from ((name, order) for name in PROGRAMS if only in (None, name))
 
 
 def run(name: str, seed: int, order: str) -> World:
-    """Run a program once."""
+    """Run the program of that name once."""
     return world.run(PROGRAMS[name], seed, order)

@@ -1,4 +1,4 @@
-"""A program drawn from a seed: passes on several streams, training, writes, holds, replans, other options."""
+"""A program drawn from a seed: passes on several streams, training, writes, held tensors, new plans."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from world import LAYER_BYTES, WIDTH, Layers, World, expected_of, whole_numbers
 
 
 class RandomProgram:
-    """The state of one: the model, its twin, how it is installed, and what is held of it."""
+    """The state of a random program: the model, its twin, the install, and the tensors that it holds."""
 
     def __init__(self, world: World) -> None:
         self.world, self.random = world, world.random
@@ -64,7 +64,7 @@ class RandomProgram:
         }
 
     def reinstall(self) -> None:
-        """Often while the device still works on passes of the install before."""
+        """Install again, often while the device still works on passes of the install before."""
         if self.random.random() < 0.5:
             self.world.settle()
         options = self.drawn_options()
@@ -81,7 +81,10 @@ class RandomProgram:
     # Passes -------------------------------------------------------------------------------------------
 
     def stream(self) -> torch.cuda.Stream:
-        """Any. What a forward writes has an order, which is the user's to keep."""
+        """Return any stream.
+
+        If forwards write buffers, it waits for the last one, as the user has to ensure.
+        """
         stream = self.random.choice(self.world.streams)
         if self.buffers and stream != self.last:
             stream.wait_stream(self.last)
@@ -131,7 +134,7 @@ class RandomProgram:
         self.world.expect(bool(str(self.handle.report())), "the report is empty")
 
     def train(self) -> None:
-        """Gradients of some passes are summed; then a step is made that keeps the weights small."""
+        """Sum the gradients of some passes, and make a step that keeps the weights small."""
         if self.dtype not in (None, torch.float64):
             return self.run_passes()
         model, twin = self.model, self.twin
@@ -148,7 +151,7 @@ class RandomProgram:
             ):
                 self.world.compare(p.grad, m.grad.to(torch.float32), f"gradient of {name}")
                 p.grad = None
-                for weight in (p, q):  # as sparse as it was: sums of large numbers would be rounded
+                for weight in (p, q):  # kept as sparse as it was, as sums of large numbers would be rounded
                     weight.copy_(weight.roll(1, 0) * torch.where(m.grad < 0, -1.0, 1.0))
             for buffer, written in zip(twin.buffers(), moved.buffers(), strict=True):
                 buffer.copy_(written)
@@ -156,7 +159,7 @@ class RandomProgram:
     # Masters ------------------------------------------------------------------------------------------
 
     def both(self, change: Callable[[Layers], None]) -> None:
-        """Change masters, when no pass that reads them is under way."""
+        """Change the masters of model and twin while no pass that reads them is under way."""
         self.world.settle()
         with torch.no_grad():
             change(self.model)
@@ -171,7 +174,7 @@ class RandomProgram:
                 layer = model.layers[index]
                 (layer.get_parameter("weight").data if silently else layer.weight).neg_()
 
-        self.held.clear()  # a tensor that is held is not written to by what is written on the master
+        self.held.clear()  # a write to the master does not change a tensor that is held
         self.both(change)
 
     def replace(self) -> None:
@@ -198,7 +201,7 @@ class RandomProgram:
         self.run_passes()
 
     def use_held(self) -> None:
-        """A second stream reads what the first was given."""
+        """Read a weight on two streams, of which the second gets the tensor that the first was given."""
         index = self.random.randrange(self.count)
         x, host = self.world.numbers(self.dtype)
         weight = self.twin.layers[index].weight.detach().to(host.dtype)

@@ -1,4 +1,4 @@
-"""Programs written for one hazard each, which a drawn program meets seldom or never."""
+"""Programs for one hazard each, which a random program meets seldom or never."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import pretend_cuda
 from dynswap_ext import checkpoint
 from world import LAYER_BYTES, WIDTH, Layers, World, expected_of
 
-#: Of a layer in float64, with what alignment may add.
+#: Bytes of a layer in float64, and what alignment may add.
 LAYER = 2 * LAYER_BYTES + 4096
 RING = 3 * LAYER
 
 
 def passes(world: World, model: nn.Module, twin: nn.Module, count: int, what: str) -> None:
-    """Passes on one stream after the other, none of which waits for another."""
+    """Run passes on random streams, none of which waits for another, and compare each output later."""
     for number in range(count):
         x, host = world.numbers(torch.float64)
         stream = world.random.choice(world.streams)
@@ -35,7 +35,7 @@ def passes(world: World, model: nn.Module, twin: nn.Module, count: int, what: st
 
 
 def a_ring_goes_round(world: World) -> None:
-    """The consumer is late, and slots are few."""
+    """Copies overwrite few slots while the compute that reads them is late."""
     model, twin = world.model()
     world.install(model, dtype=torch.float64, budget=RING, prefetch=world.random.randint(0, 3))
     passes(world, model, twin, 8, "a ring")
@@ -48,7 +48,7 @@ def residents_on_every_stream(world: World) -> None:
 
 
 def large_groups(world: World) -> None:
-    """Weights of different sizes: a copy overwrites several, each with readers of its own."""
+    """Groups of weights of different sizes: a copy overwrites several, each with readers of its own."""
     sizes = [WIDTH, WIDTH, WIDTH, 3 * WIDTH, WIDTH, 2 * WIDTH, WIDTH, WIDTH]
     model = nn.Sequential()
     for wide in sizes:
@@ -75,7 +75,7 @@ def large_groups(world: World) -> None:
 
 
 def memory_beside_the_budget(world: World) -> None:
-    """More weights are held than there are slots; what they lie in goes back while it is still read."""
+    """More weights are held than there are slots; their extra memory is freed while it is still read."""
     model, twin = world.model()
     world.install(model, dtype=torch.float64, budget=RING, prefetch=0)
     weights = [layer.weight.detach().double() for layer in twin.layers]
@@ -95,7 +95,7 @@ def memory_beside_the_budget(world: World) -> None:
 
 
 def freed_memory_becomes_the_arena(world: World) -> None:
-    """Somebody's queued work still uses the block that the install is given."""
+    """Queued work of other code still uses the block that the install gets for its weights."""
     model, twin = world.model()
     torch.cuda.empty_cache()
     block = torch.ones(RING // 512 * 512, dtype=torch.uint8, device="cuda:0")
@@ -111,7 +111,7 @@ def freed_memory_becomes_the_arena(world: World) -> None:
 
 
 def uninstalled_at_once(world: World) -> None:
-    """Copies and readers are queued when the model goes."""
+    """A model is uninstalled while copies and readers are queued."""
     for number in range(3):
         model, twin = world.model()
         with world.install(model, dtype=world.random.choice([torch.float64, None]), budget=RING) as handle:
@@ -127,7 +127,7 @@ def uninstalled_at_once(world: World) -> None:
 
 
 def through_the_staging_ring(world: World) -> None:
-    """Masters in pageable memory, more requests than there are buffers."""
+    """Masters are in pageable memory, with more copies under way than there are staging buffers."""
     model, twin = world.model(count=12)
     dtype = world.random.choice([None, torch.float64, torch.bfloat16])
     world.install(model, dtype=dtype, budget=8 * LAYER, host_budget="minimum", prefetch=5)
@@ -140,7 +140,7 @@ def through_the_staging_ring(world: World) -> None:
 
 
 def a_file_that_changes(world: World) -> None:
-    """While its time is another's its weights are refused; and they are right once it is as it was."""
+    """Weights are refused while their file has another modification time, and are right once it is reset."""
     source, twin = world.model(count=5)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "w.safetensors"
@@ -160,7 +160,7 @@ def a_file_that_changes(world: World) -> None:
             world.expect(refused, f"weights of a changed file were handed out, {number}")
             os.utime(path, ns=(time, time))
             expected = expected_of(twin, host, torch.float64)
-            for _ in range(6):  # what was read ahead has failed as well, and says so at its access
+            for _ in range(6):  # prefetches have failed as well, which shows when their weights are read
                 try:
                     with torch.no_grad():
                         output = model(x)
@@ -174,7 +174,7 @@ def a_file_that_changes(world: World) -> None:
 
 
 def gradients_on_the_way(world: World) -> None:
-    """Steps without a pause, on a stream of the user's; each gradient's memory is wanted at once."""
+    """Steps without a pause on the user's streams. Each gradient's memory is needed again at once."""
     model, twin = world.model(count=8)
     world.install(model, dtype=torch.float64, budget=RING)
     moved = copy.deepcopy(twin).double()
@@ -188,7 +188,7 @@ def gradients_on_the_way(world: World) -> None:
 
 
 def one_weight_on_two_streams(world: World) -> None:
-    """The first stream is done with it, and everything goes on, before the second has begun."""
+    """One stream is done with a weight before another, which also reads it, has begun."""
     model, twin = world.model()
     world.install(model, dtype=torch.float64, budget=RING)
     first, second = world.streams[1:]
@@ -213,7 +213,7 @@ def one_weight_on_two_streams(world: World) -> None:
 
 
 def threads_let_go_and_take(world: World) -> None:
-    """One thread's last lease ends while another looks for a slot."""
+    """One thread's last lease ends while another thread looks for a slot."""
     model, twin = world.model(count=8)
     world.install(model, dtype=torch.float64, budget=2 * LAYER, prefetch=0)
     inputs = [world.numbers(torch.float64) for _ in world.streams]
@@ -241,7 +241,7 @@ def threads_let_go_and_take(world: World) -> None:
 
 
 def masters_on_pages_of_their_own(world: World) -> None:
-    """A master is replaced while its pages are registered, and the system gives its addresses away."""
+    """A master is replaced while its pages are registered, and the system reuses their addresses."""
     pretend_cuda.watch_pages()
     model, twin = world.model()
     handle = world.install(model, dtype=torch.float64, budget=RING)
@@ -259,7 +259,7 @@ def masters_on_pages_of_their_own(world: World) -> None:
 
 
 def views_of_one_block(world: World) -> None:
-    """Masters of two models lie in one storage, and overlap."""
+    """Masters of two models overlap in one storage."""
     size = WIDTH * WIDTH
     block = torch.randint(-1, 2, (6 * size + 1024,)).float()
     models = []
@@ -276,7 +276,7 @@ def views_of_one_block(world: World) -> None:
 
 
 def recorded_on_another_stream(world: World) -> None:
-    """As torch has it: the other stream waits, and the tensor is recorded on it; it never asked the model."""
+    """A tensor is used on a stream that never asked the model for it, after a wait and a `record_stream`."""
     model, twin = world.model()
     world.install(model, dtype=torch.float64, budget=RING)
     first, second = world.streams[1:]
@@ -299,7 +299,7 @@ def recorded_on_another_stream(world: World) -> None:
 
 
 def residents_go_from_plan_to_plan(world: World) -> None:
-    """What is resident in both plans is written to in the second while readers of the first are late."""
+    """A resident of two plans is written in the second while readers of the first are late."""
     model, twin = world.model()
     world.install(model, dtype=torch.float64, budget="64MiB")
     passes(world, model, twin, 2, "the first plan")
@@ -335,9 +335,9 @@ def residents_go_from_plan_to_plan(world: World) -> None:
 
 
 def a_late_reader_of_the_plan_before(world: World) -> None:
-    """A resident that is still being read is written to in the next plan; nothing else waits for the reader.
+    """A resident that is still being read is written in the next plan; nothing else waits for its reader.
 
-    The masters are page-locked: to free a ring for staging would wait for the reader.
+    The masters are page-locked. Without that, a ring for staging would be freed, which waits for the reader.
     """
     model, twin = world.model()
     more = copy.deepcopy(twin.layers[0])

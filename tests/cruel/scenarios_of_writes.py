@@ -1,4 +1,4 @@
-"""Programs for one hazard each: what is written on masters and on what is handed out, and captures."""
+"""Programs for one hazard each: writes on masters and on handed-out tensors, and captures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from world import WIDTH, World, expected_of
 
 
 class Norm(nn.Module):
-    """F.batch_norm writes its running statistics, and bumps no version."""
+    """A norm whose F.batch_norm writes its running statistics without a new version."""
 
     mean: Tensor
     var: Tensor
@@ -35,7 +35,7 @@ class Norm(nn.Module):
 def statistics_of_a_norm(world: World) -> None:
     model = nn.Sequential(*(Norm() for _ in range(6)))
     twin = copy.deepcopy(model).double()
-    budget = world.random.choice([RING, 100 * LAYER])  # they stream, or they stay
+    budget = world.random.choice([RING, 100 * LAYER])  # streamed, or all on the device
     handle = world.install(model, dtype=torch.float64, budget=budget, prefetch=0)
     for _ in range(3):
         x, host = world.numbers(torch.float64)
@@ -43,12 +43,12 @@ def statistics_of_a_norm(world: World) -> None:
             world.compare(model(x).cpu(), twin(host), "the output")
     handle.uninstall()
     for (name, master), expected in zip(model.named_buffers(), twin.buffers(), strict=True):
-        if name.endswith("mean"):  # a variance's last bits depend on how it is summed
+        if name.endswith("mean"):  # the last bits of a variance depend on the order of its sum
             world.compare(master, expected, f"the running {name}")
 
 
 def written_in_a_forward(world: World) -> None:
-    """What a forward writes is in the master at once for who asks; and the master's own write wins."""
+    """A flush has in the masters what a forward wrote, and a later write to a master is kept."""
     model, twin = world.model(buffers=True)
     model.eval()
     handle = world.install(model, dtype=torch.float64, budget=RING)
@@ -63,7 +63,7 @@ def written_in_a_forward(world: World) -> None:
             world.compare(masters[name], buffer, f"{name} while it is held")
         torch.cuda.synchronize()
         both = model.layers[0]._buffers["seen"], twin.layers[0].seen
-        torch._foreach_add_([held], 1.0)  # which no method of the tensor is told of
+        torch._foreach_add_([held], 1.0)  # calls no method of the tensor
         for master in both:
             master.fill_(2)
         del held
@@ -91,7 +91,7 @@ def written_between_forward_and_backward(world: World) -> None:
 
 
 class Silent(nn.Module):
-    """Writes a buffer through .data, which bumps no version that anybody shares."""
+    """Writes a buffer through `.data`, which has a version counter of its own."""
 
     seen: Tensor
 
@@ -135,7 +135,7 @@ def written_without_a_trace(world: World) -> None:
 
 
 def written_on_another_stream(world: World) -> None:
-    """The tensor dies where it was not written, and before it was."""
+    """A tensor is freed on another stream than that of its write, and before the write has run."""
     model, twin = world.model(buffers=True)
     model.eval()
     handle = world.install(model, dtype=torch.float64, budget=RING)
@@ -147,7 +147,7 @@ def written_on_another_stream(world: World) -> None:
             with torch.cuda.stream(other):
                 torch.cuda._sleep(20_000_000)
                 again = model.layers[0].seen
-                torch._foreach_add_([again], 1.0)  # a method would take it to the master on this stream
+                torch._foreach_add_([again], 1.0)  # a method would write it back on this stream
             del held, again
             gc.collect()
             twin.layers[0].seen.add_(1)
@@ -157,7 +157,7 @@ def written_on_another_stream(world: World) -> None:
 
 
 def replayed(world: World) -> None:
-    """A graph over residents is queued, where they were never asked for, when a master comes anew."""
+    """A graph that reads residents is queued on a stream that never asked for them, when a master changes."""
     model, twin = world.model()
     world.install(model, dtype=torch.float64, budget="64MiB")
     x, host = world.numbers(torch.float64)
@@ -187,7 +187,7 @@ def replayed(world: World) -> None:
 
 
 def captured(world: World) -> None:
-    """A slot is not captured; what follows the refusal is right."""
+    """A capture that reads a streamed weight is refused; later passes are right."""
     model, twin = world.model()
     world.install(model, dtype=torch.float64, budget=RING)
     passes(world, model, twin, 1, "before the capture")

@@ -1,9 +1,10 @@
-"""The sweep: random programs and scenarios on the pretend device, under seeds and orders.
+"""Runs random programs and scenarios on the pretend device, under many seeds and orders.
 
     python tests/cruel/sweep.py --seeds 200
     python tests/cruel/sweep.py --first 17 --seeds 1 --order late --program a_ring_goes_round
 
-Prints the seeds done; of a failure, the seed, the order, the program, what differed, and how to repeat it.
+Prints the seeds that are done. For a failure, it prints the seed, order and program, what differed, and the
+command that repeats it.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Each protection is missed: taken away, programs that install a model fail. Prints a table.
+"""Checks that each protection is needed: without it, programs that install a model fail. Prints a table.
 
     python tests/cruel/teeth.py --seeds 5
     python tests/cruel/teeth.py --only gradient_made --seeds 20
 
-With --enough, the first run that fails is enough, as in CI. The status is 1 if a protection can be taken away
-unnoticed, or if programs fail with all in place.
+With --enough, a protection's runs end with the first that fails, as in CI. The status is 1 if a protection
+can be taken away unnoticed, or if programs fail with all in place.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from dataclasses import asdict, dataclass
 import paths  # noqa: F401
 import pretend_cuda
 
-#: Taken away, they change nothing that a program could see, and why.
+#: Protections whose absence no program can see here, and why.
 NOT_SEEN = {
     "copy_after_copy": "the backend has one copy stream, whose copies are in order by themselves",
     "arrived_before_inherited": "the backend ends all copies that have been issued before it closes",
@@ -34,7 +34,7 @@ PATIENCE = 60.0
 
 @dataclass
 class Bite:
-    """What the runs without a protection made of it."""
+    """The results of the runs without one protection."""
 
     protection: str
     runs: int = 0
@@ -42,11 +42,11 @@ class Bite:
     compared: int = 0
     failed: int = 0
     first: str = ""
-    ended: str = ""  #: the process did not survive
+    ended: str = ""  #: how the process ended, if it crashed or was killed
 
 
 def bites(protection: str, seeds: int, enough: bool) -> Bite:
-    """In a process of its own, which a wrong address may end."""
+    """Run the programs without a protection, in a child process that may crash."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:

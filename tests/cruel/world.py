@@ -1,7 +1,7 @@
-"""What the programs of tests/cruel run in: a pretend device, a model that is exact, and what was compared.
+"""The surroundings of a program of tests/cruel: a pretend device, an exact model, and comparisons.
 
-A program installs a model and runs it; a plain twin of the model, on the host, is the oracle. Weights are
-small whole numbers, so a sum is the same in whatever order it is made, and any byte of another layer shows.
+A program installs a model and runs it. A plain copy on the host, its twin, gives the expected results.
+Weights are small whole numbers, so a sum is the same in any order, and any wrong byte of a layer shows.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ import dynswap_ext
 import pretend_cuda
 from dynswap_ext import testing
 
-WIDTH, ROWS = 160, 4  # large enough for pages of its own, see prepare()
+WIDTH, ROWS = 160, 4  # a weight is large enough for pages of its own: prepare()
 LAYER_BYTES = WIDTH * WIDTH * 4  # in float32, as the masters are
 ORDERS = ("late", "early", "mixed")
 
 
 def whole_numbers(generator: torch.Generator, *shape: int) -> Tensor:
-    """Mostly 0, else 1 or -1: gradients through many layers stay below 2**24, and exact in float32."""
+    """Return mostly zeros, else 1 and -1, so that gradients through many layers are exact in float32."""
     sign = torch.randint(0, 2, shape, generator=generator) * 2 - 1
     return (sign * (torch.randint(0, 10, shape, generator=generator) == 0)).float()
 
 
 def prepare() -> None:
-    """Large masters get pages of their own, so that they can be page-locked (M_MMAP_THRESHOLD).
+    """Let large masters have pages of their own (M_MMAP_THRESHOLD), so that they can be page-locked.
 
-    And sums are made on one thread, as on the device; programs that go over their budget say nothing.
+    Also sum on one thread, as the device does, and ignore warnings of programs that go over their budget.
     """
     ctypes.CDLL(None).mallopt(-3, 1 << 16)
     torch.set_num_threads(1)
@@ -44,7 +44,7 @@ def prepare() -> None:
 
 
 class Layer(nn.Module):
-    """A linear map. With buffers, it adds what it saw last, and counts."""
+    """A linear map. With buffers, it also adds what it saw last, and counts its calls."""
 
     seen: Tensor
     calls: Tensor
@@ -98,7 +98,7 @@ class World:
     def __post_init__(self) -> None:
         self.random = random.Random(self.seed)
         pretend_cuda.reset(self.random.randrange(1 << 32), self.order)
-        # Where unpinning waits for all work, as CUDA has it, hardly anything is queued when a plan ends.
+        # If unpinning waits for all work, as in CUDA, hardly anything is queued when a plan ends.
         pretend_cuda.faults().unpinning_waits = self.seed % 2 == 0
         torch.cuda.set_device(0)
         torch.manual_seed(self.seed)
@@ -116,7 +116,7 @@ class World:
         self.failed += testing.differences(actual, expected, what)[:1]
 
     def compare_later(self, actual: Tensor, expected: Tensor, what: str, stream: torch.cuda.Stream) -> None:
-        """What is still being computed is not waited for before `settle`."""
+        """Compare in `settle`, without a wait for what is still being computed."""
 
         def now() -> None:
             with torch.cuda.stream(stream):
@@ -125,7 +125,7 @@ class World:
         self._later.append(now)
 
     def settle(self) -> None:
-        """Wait for the streams, and compare what was to be compared."""
+        """Wait for the streams, and make the comparisons that were put off."""
         for stream in self.streams:
             stream.synchronize()
         while self._later:
@@ -140,27 +140,27 @@ class World:
         return handle
 
     def model(self, count: int = 6, **options: Any) -> tuple[Layers, Layers]:
-        """A model, and its twin that is never installed."""
+        """Return a model, and its twin that is never installed."""
         model = Layers(self.random.randrange(1 << 32), count, **options)
         return model, copy.deepcopy(model)
 
     def numbers(self, dtype: torch.dtype | None, rows: int = ROWS) -> tuple[Tensor, Tensor]:
-        """An input on the device, ready for any stream, and on the host."""
+        """Return an input on the device, which any stream may read, and the same on the host."""
         host = torch.tensor([[self.random.randrange(5) for _ in range(WIDTH)] for _ in range(rows)])
         host = host.to(dtype or torch.float32)
         there = host.to("cuda:0")
         torch.cuda.current_stream().synchronize()
-        self._inputs.append(there)  # for whatever stream
+        self._inputs.append(there)  # kept until no stream reads it
         return there, host
 
     def fill(self, layers: int = 3, size: int = LAYER_BYTES) -> None:
-        """Take memory of the device, write on it, and give it back: whatever is freed too early is lost."""
+        """Take memory of the device, write on it, and free it: values in memory freed too early are lost."""
         kept = [torch.full((size,), 249, dtype=torch.uint8, device="cuda:0") for _ in range(layers)]
         kept.clear()
 
     @contextmanager
     def step(self, what: str) -> Iterator[None]:
-        """An error of a step is a comparison that failed."""
+        """Count an error in the block as a comparison that failed."""
         self.made += 1
         try:
             yield
@@ -168,7 +168,7 @@ class World:
             self.failed.append(f"{what}: {type(error).__name__}: {error}")
 
     def finish(self) -> None:
-        """Uninstall, and look at what no program may leave behind."""
+        """Uninstall, and check what no program may leave behind."""
         with self.step("the end"):
             self.settle()
         for handle in self._handles:
@@ -181,7 +181,7 @@ class World:
 
 
 def expected_of(twin: nn.Module, x: Tensor, dtype: torch.dtype | None) -> Tensor:
-    """What the twin gives, moved to that dtype. What its forward writes on buffers reaches the twin."""
+    """Return the twin's output in that dtype. Buffers that its forward writes are written in the twin."""
     moved = testing.moved(twin, "cpu", dtype)
     with torch.no_grad():
         result = moved(x)
@@ -191,7 +191,7 @@ def expected_of(twin: nn.Module, x: Tensor, dtype: torch.dtype | None) -> Tensor
 
 
 def run(program: Callable[[World], None], seed: int, order: str) -> World:
-    """Run a program once. It ends with its first error."""
+    """Run a program once; its first error ends it."""
     world = World(seed, order)
     with world.step("the program"):
         program(world)

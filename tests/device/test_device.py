@@ -1,6 +1,7 @@
-"""The pretend device can fail: each thing that a GPU punishes is done wrong here, and shows.
+"""The pretend device shows the mistakes that a GPU punishes: each is made here, and has to show.
 
-A program is run under orders and seeds. Done wrong, some run of it gives wrong values; done right, none does.
+A program runs with several orders and seeds. If it makes the mistake, some run has to give wrong values;
+without the mistake, none may.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ SIZE = 1 << 14
 
 
 def runs(orders: tuple[str, ...] = ("late", "early", "mixed")) -> Iterator[str]:
-    """Begin the device again with each order and seed; and once more at the end."""
+    """Reset the device for each order and seed, and yield the run's name; reset it once more at the end."""
     for order in orders:
         for seed in SEEDS:
             pretend_cuda.reset(seed, order)
@@ -40,7 +41,7 @@ def runs(orders: tuple[str, ...] = ("late", "early", "mixed")) -> Iterator[str]:
 
 
 def wrong_runs(program: Callable[[], bool], *orders: str) -> list[str]:
-    """The runs in which the program's values were not right."""
+    """Return the names of the runs in which the program's values were wrong."""
     return [run for run in (runs(orders) if orders else runs()) if not program()]
 
 
@@ -53,7 +54,7 @@ def is_all(tensor: Tensor, value: float) -> bool:
 
 
 def ring_of_slots(waits: bool, write_after_read: bool) -> bool:
-    """Eight weights pass through two slots. The reader waits for the copy, the next copy for the reader."""
+    """Pass eight weights through two slots. The reader waits for the copy, the next copy for the reader."""
     weights = [torch.full((SIZE,), float(i)).pin_memory() for i in range(8)]
     slots = [torch.empty(SIZE, device="cuda") for _ in range(2)]
     torch.cuda.synchronize()
@@ -80,7 +81,7 @@ def test_a_ring_of_slots() -> None:
 
 
 def test_a_ring_without_its_wait() -> None:
-    """Copies that are late show it, and only they."""
+    """Only copies that are late show that the reader does not wait for them."""
     assert wrong_runs(lambda: ring_of_slots(waits=False, write_after_read=True))
 
 
@@ -111,7 +112,7 @@ def test_an_event_recorded_again_moves_no_wait() -> None:
 
 
 def used_on_another_stream(recorded: bool) -> bool:
-    """A block goes back while another stream reads it."""
+    """Free a block while another stream reads it; return whether the stream read the right values."""
     side = torch.cuda.Stream()
     block = torch.ones(SIZE, device="cuda")
     side.wait_stream(torch.cuda.current_stream())
@@ -220,7 +221,7 @@ def test_a_copy_may_not_span_registrations() -> None:
     _, block = anonymous(4 * mmap.PAGESIZE)
     cudart = torch.cuda.cudart()
     assert int(cudart.cudaHostRegister(block.data_ptr(), mmap.PAGESIZE, 0)) == 0
-    assert int(cudart.cudaHostRegister(block.data_ptr(), mmap.PAGESIZE, 0)) != 0  # it is already
+    assert int(cudart.cudaHostRegister(block.data_ptr(), mmap.PAGESIZE, 0)) != 0  # it is registered
     try:
         assert block[: mmap.PAGESIZE].cuda().sum().item() == 0
         with pytest.raises(RuntimeError, match="pinned"):

@@ -1,4 +1,4 @@
-"""Small models for random programs; between them they use every kind of weight."""
+"""Small models for random programs, which together use every kind of weight."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from sample_models import Recurrent, TinyTransformer
 
-#: Weights of a narrow model travel together; those of a wide one pass 64 KiB each.
+#: Weights of a narrow model are copied together; those of a wide one are larger than 64 KiB each.
 NARROW, WIDE = 24, 160
 #: Rows at which a growing buffer starts again with one.
 LONGEST = 4
@@ -60,7 +60,7 @@ class Layers(Extras):
 
 
 class ConvNorms(Extras):
-    """Convolutions, one of them grouped, and batch norms, which write buffers and bump no version."""
+    """Convolutions, one of them grouped, and batch norms, which write buffers without a new version."""
 
     def __init__(self, width: int = NARROW) -> None:
         super().__init__(width)
@@ -76,7 +76,7 @@ class ConvNorms(Extras):
 
 
 class Rows(Extras):
-    """An embedding of which few rows are touched, attention, a layer norm and dropout."""
+    """An embedding of which few rows are used, attention, a layer norm and dropout."""
 
     def __init__(self, width: int = NARROW, sparse: bool = False) -> None:
         super().__init__(width)
@@ -97,7 +97,7 @@ class SparseRows(Rows):
 
 
 class Remembers(Extras):
-    """Buffers written in a forward: counted, averaged, assigned, written in part, and a cache that grows."""
+    """Buffers that a forward writes: a counter, a mean, one assigned, one written in part, one that grows."""
 
     def __init__(self, width: int = NARROW) -> None:
         super().__init__(width)
@@ -123,7 +123,7 @@ class Remembers(Extras):
 
 
 class Shared(Extras):
-    """A module used twice and under two names, lists, a parametrization, a weight read from outside."""
+    """A module that is used twice under two names, lists, a parametrization, a weight read from outside."""
 
     def __init__(self, width: int = NARROW) -> None:
         super().__init__(width)
@@ -197,22 +197,22 @@ def _tokens(seed: int, _: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How to make a model and its inputs, and what programs have to know of it.
+    """How to make a model and its inputs, and the properties that programs have to know.
 
     Attributes
     ----------
     several
         A weight has several uses, so the order in which its gradients are summed is not fixed.
     twice
-        A module has two names (torch's own functional_call leaves its new tensor in such a module).
+        A module has two names. (torch's own functional_call leaves its new tensor in such a module.)
     writes
-        Its forward writes buffers, in eval too.
+        The forward writes buffers, in eval mode too.
     norms
         It has running statistics.
     sparse
         It has sparse gradients.
     chooses
-        Its input chooses the weights that a call uses: those of the last call may still lie in the arena.
+        The input chooses the weights that a call uses, so they may still be on the device from the last call.
     widths
         The widths that it can be made in.
     """
@@ -252,11 +252,11 @@ ARCHITECTURES = {
 
 
 def make(name: str, width: int, seed: int) -> nn.Module:
-    """The model of that seed."""
+    """Return the model of an architecture, with weights drawn from the seed."""
     torch.manual_seed(seed)
     return ARCHITECTURES[name].make(width)
 
 
 def total(output: Any) -> Tensor:
-    """A scalar loss whose gradient depends on the output."""
+    """Return a scalar loss whose gradient depends on the output."""
     return output.square().mean()

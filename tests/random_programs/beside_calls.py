@@ -1,4 +1,4 @@
-"""What is done to an installed model while other threads call it, of which each call has to give the same."""
+"""Changes of an installed model while other threads call it. Each call has to give the right result."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from twins import say
 from twins_written import WrittenTwins
 
 THREADS = 3
-#: Values that no install takes.
+#: Values that every install refuses.
 WRONG = {"keep": "nothing", "host_budget": "much", "prefetch": -1, "dtype": "int8", "device": "nowhere"}
 Options = dict[str, Any]
 
 
 class Callers:
-    """Threads that call the installed model, and the thread that meanwhile does things to it."""
+    """Threads that call the installed model, and the actions that change it meanwhile."""
 
     def __init__(self, twins: WrittenTwins, seed: int) -> None:
         self.twins, self.seed = twins, seed
@@ -39,7 +39,7 @@ class Callers:
         self.expect()
 
     def expect(self) -> None:
-        """Say what each thread calls, with which input, and what a plain model gives there."""
+        """Note what each thread calls, with which input, and what a plain model returns for it."""
         model, stand_in = self.twins.model.eval(), self.twins.stand_in().eval()
         linear = [name for name, module in stand_in.named_modules() if isinstance(module, nn.Linear)]
         self.work = []
@@ -63,7 +63,7 @@ class Callers:
         self.calls += 1
 
     def meanwhile(self, actions: Sequence[tuple[str, Dice, Options]]) -> None:
-        """Let the threads call, and let there be a call after each action."""
+        """Run actions while the threads call the model. After each action, wait for a call for a while."""
         with repeated(self.call, THREADS):
             for name, dice, options in actions:
                 say("beside calls", name, dice, options)
@@ -87,7 +87,7 @@ class Callers:
     # The actions --------------------------------------------------------------------------------------
 
     def install(self, options: Options, what: Any = None) -> None:
-        """Install again, or a part or more, for the same device and dtype: calls are the same beside that."""
+        """Install the model, a part of it or more. Device and dtype are the same, so results are too."""
         twins = self.twins
         options = {**options, "dtype": twins.cast}
         handle = twins.fitting(options, what)
@@ -108,7 +108,7 @@ class Callers:
         self.install({**options, "keep": names[dice.seed % len(names)], "budget": "64MiB"})
 
     def refused_budget(self, dice: Dice, options: Options) -> None:
-        """Where all weights are handed out as they are, no budget is too small."""
+        """Install with too small a budget. It is not refused if all weights are handed out as they are."""
         with contextlib.suppress(dynswap_ext.BudgetError):
             options = {**options, "dtype": self.twins.cast, "budget": 1 + dice.seed}
             self.twins.handle = self.twins.installed(options)
@@ -120,14 +120,14 @@ class Callers:
             self.twins.installed({**options, "dtype": self.twins.cast, name: value})
 
     def refused_module(self, dice: Dice, options: Options) -> None:
-        """One of the tree is on the meta device."""
+        """Install a tree of which one module is on the meta device."""
         with pytest.raises(dynswap_ext.ConfigError):
             self.twins.installed(options, nn.ModuleList([self.twins.model, nn.Linear(2, 2, device="meta")]))
 
     def refused_late(self, dice: Dice, options: Options) -> None:
-        """By a warning about the plan; pure Python plans nothing to warn of."""
+        """Let a warning about the plan be an error. Pure Python has no such plan, and does not warn."""
         with warnings.catch_warnings(), contextlib.suppress(dynswap_ext.DynswapWarning):
-            # That one alone: the filters are those of all threads.
+            # Only this one, because all threads have the same filters.
             warnings.filterwarnings("error", "prefetch is 50", dynswap_ext.DynswapWarning)
             self.install({"prefetch": 50, "budget": None})
 
@@ -136,7 +136,7 @@ class Callers:
             self.twins.handle.retune(("auto", None, "64MiB")[dice.seed % 3])
 
     def add_or_remove(self, dice: Dice, options: Options) -> None:
-        """A module that no call uses comes or goes, so that plans are made again."""
+        """Add or remove a module that no call uses, which leads to a new plan."""
         if not self.remove():
             self.twins.model.extra = nn.Linear(self.twins.width, 1 + dice.seed % self.twins.width)
 
@@ -159,7 +159,7 @@ class Callers:
             self.twins.write_master(list(MASTER_WRITES)[dice.seed % len(MASTER_WRITES)], dice.seed, dice)
 
     def step(self, dice: Dice, options: Options) -> None:
-        """An optimizer's step, of gradients of its own."""
+        """Make an optimizer's step with gradients of its own."""
         with self.nobody_runs():
             for model in (self.twins.plain, self.twins.model):
                 masters = trained(model)
@@ -191,7 +191,7 @@ ACTIONS: dict[str, Callable[[Callers, Dice, Options], None]] = {
 
 
 def _results(model: nn.Module, x: Tensor, backward: bool) -> list[Tensor]:
-    """The output, and the gradient of the input."""
+    """Return the output, and with `backward` the gradient of the input."""
     with torch.set_grad_enabled(backward):
         x = x.detach().requires_grad_(backward)
         output = model(x)

@@ -1,9 +1,8 @@
-"""One random model, and what each provider says of budgets: which are refused, in which words.
+"""One random model under both providers: which budgets they refuse, and in which words.
 
-The smallest budgets differ: the engine lays weights out at the device's alignment, and modules that share
-weights travel together. So an engine's is as large as pure Python's, or larger; without shared weights by no
-more than the padding. What a budget of that size leaves to residents
-is each provider's own.
+The smallest budgets differ: the engine lays weights out at the device's alignment, and copies modules that
+share weights together. So an engine's smallest budget is that of pure Python or larger, and without shared
+weights not by more than the padding. Which weights stay on the device with that budget may differ.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from torch import nn
 import dynswap_ext
 
 WIDTH = 24
-#: The most by which an engine's layout makes a weight larger.
+#: The most bytes that an engine's layout adds to a weight.
 PADDING = 4096
 
 
 def make(dice: random.Random) -> tuple[nn.Sequential, bool]:
-    """Torch's own modules, of which a call needs all weights at once; and whether some share a weight."""
+    """Return torch's own modules, whose weights a call needs all at once, and whether some share one."""
     kinds = (
         lambda: nn.Linear(WIDTH, dice.randint(1, 9) * WIDTH, bias=dice.random() < 0.7),
         lambda: nn.LayerNorm(WIDTH),
@@ -41,14 +40,14 @@ def make(dice: random.Random) -> tuple[nn.Sequential, bool]:
     if shared:
         linear[-1].weight = linear[0].weight
     for layer in linear:
-        if dice.random() < 0.2:  # it has no place in a plan
+        if dice.random() < 0.2:  # a bias with gaps, which no plan has
             layer.bias = nn.Parameter(torch.zeros(2 * layer.out_features)[::2])
     return nn.Sequential(*layers), shared
 
 
 @dataclass
 class Answers:
-    """What a provider says of one model."""
+    """The budgets that a provider plans and refuses for a model, and the words of its refusal."""
 
     planned: int
     smallest: int | None
@@ -69,7 +68,7 @@ def ask(model: nn.Module, device: torch.device, provider: str, **options: Any) -
         return None
 
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", dynswap_ext.DynswapWarning)  # of so small a budget
+        warnings.simplefilter("ignore", dynswap_ext.DynswapWarning)  # the budget is small
         planned = install("minimum").stats().weight_bytes
         error = refused(1)
         if error is None:
@@ -77,7 +76,7 @@ def ask(model: nn.Module, device: torch.device, provider: str, **options: Any) -
         smallest = error.smallest_bytes
         assert smallest is not None and str(smallest) in str(error)
         assert refused(smallest) is None, f"{smallest} bytes do not work: {error}"
-        # What is kept may take less padding in the groups of a larger budget than in those of the smallest.
+        # With a larger budget, groups differ, and the weights in `keep` may need less padding.
         if provider == "python" or "keep" not in options:
             less = refused(smallest - 1)
             assert less is not None and less.smallest_bytes == smallest, f"{provider}: {error}, then {less}"

@@ -1,7 +1,7 @@
-"""Random forwards that read, assign and write buffers, run by a compiler or an exporter, plain and installed.
+"""Random forwards that read, assign and write buffers, compiled or exported, plain and installed.
 
-A forward is made as source, which a failure shows. Its values are small whole numbers, so that no order of
-operations and no dtype changes them.
+A forward is generated as source code, which a failure shows. Its values are small whole numbers, so that no
+order of operations and no dtype changes them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import dynswap_ext
 from conftest import Provider
 from dynswap_ext import testing
 
-#: What runs a forward. The first is what the others are compared with, where nothing is installed.
+#: The ways to run a forward. Without an install, the others are compared with the first.
 HOW: dict[str, Callable[[nn.Module, Tensor], Callable[[Tensor], Tensor]]] = {
     "eager": lambda model, _: model,
     "compile": lambda model, _: torch.compile(model, backend="eager", fullgraph=True),
@@ -36,7 +36,7 @@ _numbers = itertools.count()
 
 @dataclass
 class Written:
-    """A forward that is being made."""
+    """The source code of a forward, while it is generated."""
 
     dice: random.Random
     buffers: list[str]
@@ -170,7 +170,7 @@ class Net(nn.Module):
 
 @dataclass
 class Forward:
-    """A forward that was made from a seed."""
+    """A forward that was generated from a seed, and how it is run."""
 
     seed: int
     dtype: torch.dtype | None
@@ -190,7 +190,7 @@ class Forward:
 
     def moved(self, device: torch.device) -> nn.Module:
         moved = testing.moved(self.model(), device, self.dtype)
-        if self.shared:  # a cast of a buffer makes two of it
+        if self.shared:  # a cast makes two buffers of a shared one
             moved.inner.register_buffer("c", moved.a)
         return moved
 
@@ -222,7 +222,7 @@ def forward_of(seed: int, how: str) -> Forward:
 class Ran:
     outputs: list[Tensor]
     masters: dict[str, Tensor]
-    #: Which buffers were one memory after one of the calls.
+    #: Pairs of buffers that had the same memory after one of the calls.
     ties: frozenset[tuple[str, str]]
 
     def __eq__(self, other: object) -> bool:
@@ -273,10 +273,10 @@ class Judged:
 
 
 def judge(seed: int, how: str, provider: Provider) -> Judged:
-    """Compare the installed model with a moved one, which torch has to record, or compile, as it runs.
+    """Compare the installed model with a moved one, both run by the same compiler or exporter.
 
-    Where torch's own exported program is wrong, one call is compared: ours may be right where that is not,
-    and further calls would compute with a mixture.
+    If torch's own exported program is wrong, only one call is compared. Ours may be right in that call, and
+    further calls would compute with a mixture of both.
     """
     made = forward_of(seed, how)
     judged = _judge(made, how, provider, CALLS)
@@ -284,13 +284,13 @@ def judge(seed: int, how: str, provider: Provider) -> Judged:
 
 
 def _judge(made: Forward, how: str, provider: Provider, calls: int) -> Judged | None:
-    """None: torch's own program is wrong, and more than one call was asked for."""
+    """Compare a number of calls; None if torch's own program is wrong and several calls were asked for."""
     try:
         plain = run(made.moved(provider.device), made, "eager", provider.device, calls)
     except RuntimeError:
         return Judged()  # such as `out=` on a tensor that requires gradients
     if not plain.ties <= _allowed_ties(made):
-        return Judged()  # what is one tensor in plain torch are copies here, as the limits say
+        return Judged()  # docs/limits.md: here, they are copies of what is one tensor in plain torch
     with _quiet():
         try:
             moved = made.moved(provider.device)
@@ -302,7 +302,7 @@ def _judge(made: Forward, how: str, provider: Provider, calls: int) -> Judged | 
         if expected != plain and calls > 1:
             return None
         model = made.model()
-        # Not through the fixture, which looks whether all is let go: torch keeps the attributes of a program.
+        # Not through the fixture, which asserts that nothing is held: torch keeps a program's attributes.
         handle = dynswap_ext.install(
             model, device=provider.device, provider=provider.backend, dtype=made.dtype
         )
@@ -318,10 +318,10 @@ def _judge(made: Forward, how: str, provider: Provider, calls: int) -> Judged | 
 
 
 def _is_right(found: Ran, expected: Ran, plain: Ran) -> bool:
-    """Whether this is what torch's program gives, or what the forward gives where that is wrong by itself.
+    """Return whether results equal those of torch's program, or else of the plain forward.
 
-    In torch's, two buffers that change places both get what one had, what is assigned to a buffer of a
-    submodule is lost, and two that were one buffer stay one.
+    torch's program is wrong in three cases: two buffers that change places both get the value of one, what
+    is assigned to a buffer of a submodule is lost, and two buffers that were one stay one.
     """
     outputs = _same(found.outputs, expected.outputs) or _same(found.outputs, plain.outputs)
     masters = {

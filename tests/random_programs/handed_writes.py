@@ -15,7 +15,7 @@ def _assign_data(w: Tensor, dice: Dice) -> None:
 
 
 def _in_ram(w: Tensor) -> Tensor:
-    """Return the bytes as another library has them, where it can."""
+    """Return the tensor as another library has it through DLPack on the CPU; elsewhere its `.data`."""
     return torch.from_dlpack(w.detach()) if w.device.type == "cpu" else w.data
 
 

@@ -1,4 +1,4 @@
-"""Every way to write to a master; a program does the same write to the plain and the installed model."""
+"""Every way to write to a master. A program makes the same write in the plain and the installed model."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dynswap_ext._python.master_state import is_sampled
 
 @dataclass(frozen=True)
 class Dice:
-    """The random choices of one write."""
+    """The random choices of one write, drawn from a seed."""
 
     seed: int
 
     def values(self, like: Tensor) -> Tensor:
-        """Return new values of that shape, dtype and layout, which every floating dtype can represent."""
+        """Return new values of the same shape, dtype and layout, which every floating dtype can represent."""
         generator = torch.Generator().manual_seed(self.seed)
         drawn = torch.randn(like.shape, generator=generator, dtype=torch.float64).mul_(0.5).bfloat16()
         return torch.empty_like(like, requires_grad=False).copy_(drawn)
@@ -30,13 +30,13 @@ class Dice:
 
     @property
     def number(self) -> float:
-        """A factor by which a product is exact."""
+        """Return a factor by which products are exact."""
         return (0.5, 2.0, -1.0, -0.5)[self.seed % 4]
 
 
 @dataclass(frozen=True)
 class Place:
-    """A master, by the module that owns it and its name there."""
+    """A master, given by the module that owns it and its name there."""
 
     owner: nn.Module
     name: str
@@ -47,7 +47,7 @@ class Place:
 
     @property
     def master(self) -> Tensor:
-        """The master itself, read without the install taking part."""
+        """Return the master itself, without a read that the install would notice."""
         return self.held_in[self.name]
 
     @property
@@ -123,7 +123,7 @@ def _with_gaps(p: Tensor) -> Tensor:
 class MasterWrite:
     do: Write
     can: Can = _always
-    #: What it is for: "parameters", "buffers" or "both".
+    #: Which masters it suits: "parameters", "buffers" or "both".
     of: str = "both"
 
 
@@ -174,13 +174,13 @@ MASTER_WRITES: dict[str, MasterWrite] = {
     "a new buffer": MasterWrite(_replace_buffer, of="buffers"),
 }
 
-#: Those that change a part of a master, and bump no version.
+#: The writes that change a part of a master, and bump no version.
 _SMALL = ("data a row", "data an element", "numpy an element", "dlpack a row", "dlpack an element")
 
 
 def may_go_unseen(name: str, master: Tensor) -> bool:
-    """Whether pure Python may miss a write: a small one, with no version, to a master that it samples.
+    """Return whether pure Python may miss a write: a small one, without version, to a sampled master.
 
-    So it does with what it has handed out of one.
+    The same holds for writes to a tensor that it has handed out for such a master.
     """
     return name in _SMALL and is_sampled(master)

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Mlp(nn.Module):
-    """Layers of one size."""
+    """Layers of equal size."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """A decoder with a key-value cache, which grows with each call until it is begun again."""
+    """A decoder with a key-value cache, which grows with each call until it is emptied."""
 
     def __init__(self, width: int, layers: int, checkpointed: bool = False) -> None:
         super().__init__()
@@ -66,7 +66,7 @@ class Decoder(nn.Module):
 
 
 class UNet(nn.Module):
-    """Convolutions down and up again, whose activations are largest at both ends."""
+    """Convolutions that halve the image and double it again. Activations are largest at both ends."""
 
     def __init__(self, width: int, levels: int) -> None:
         super().__init__()
@@ -89,7 +89,7 @@ class UNet(nn.Module):
 
 @dataclass
 class Subject:
-    """A model of a program: how one call of it is made, with an input of a size that grows from 1."""
+    """A model of a program, and how to call it with an input of a given size, from 1 on."""
 
     model: nn.Module
     kind: str
@@ -98,7 +98,7 @@ class Subject:
     cache: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def step(self, size: int, device: str) -> list[Tensor]:
-        """Call the model, and backward and the optimizer if it trains; return what there is to compare."""
+        """Call the model, in training with backward and optimizer. Return what is to be compared."""
         generator = torch.Generator().manual_seed(size)
         if self.kind == "decoder":
             x = torch.randint(0, 32, (8 * size,), generator=generator)

@@ -1,8 +1,8 @@
-"""Random programs under a cap on the device's memory: calls, spikes inside them, and tensors of others.
+"""Random programs under a cap on the device's memory: calls, spikes inside them, other tensors.
 
-Each program runs three times: with `budget="minimum"` and all the memory that it likes, which shows how much
-that is; with `budget="minimum"` under a cap near that; and with `budget="auto"` under the same cap. If the
-second runs, the third has to, with equal results.
+Each program runs three times. The first run has `budget="minimum"` and no cap, and shows how much memory
+that takes. The second has `budget="minimum"` and a cap near that. The third has `budget="auto"` and the same
+cap. If the second succeeds, the third has to, with equal results.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from memory_models import Subject, subject
 from threads import at_once, in_threads
 
 DEVICE = "cuda:0"
-#: The least that the device's allocator asks of its driver, in bytes, to the scale of the models; 0: just
-#: what it needs. With segments it matters where blocks are, and an automatic budget cannot match the minimum
-#: to the last byte. So the minimum gets SPARE_SEGMENTS less: with 3, the residents that had stayed left too
-#: many holes in one program of some 140.
+#: The bytes of a small segment, the least that the device's allocator takes from its driver, at the scale of
+#: the models; 0: to the byte. With segments, an automatic budget cannot match the minimum to the last byte,
+#: since it matters where blocks are. So the minimum gets less, by SPARE_SEGMENTS large segments (of 10 small
+#: ones). With 3 of them, the weights that stayed left too many holes in one program of some 140.
 SEGMENTS = (0, 0, 8 << 10, 16 << 10)
 SPARE_SEGMENTS = 4
 OUT_OF_MEMORY = (torch.OutOfMemoryError, dynswap_ext.OutOfMemoryError)
@@ -33,7 +33,7 @@ OUT_OF_MEMORY = (torch.OutOfMemoryError, dynswap_ext.OutOfMemoryError)
 
 @dataclass
 class Outcome:
-    """What became of one run of a program."""
+    """The result of one run of a program: whether it ran, its results, its memory, and its error."""
 
     ran: bool
     results: list[list[Tensor]]
@@ -45,7 +45,7 @@ class Outcome:
 
 @dataclass
 class Verdict:
-    """The outcome of one seed."""
+    """The result of one seed: whether the minimum ran, what gave way, and the failure if there was one."""
 
     minimum_ran: bool
     gave_way: int
@@ -70,7 +70,7 @@ class Run:
         together = draw.random() < 0.3
         options = {"budget": self.budget, "prefetch": draw.choice((0, 1, 2, 2, 3))}
         models = [each.model for each in self.subjects]
-        #: A layer's worth, of which all sizes are multiples.
+        #: The bytes of the largest weight, by which the sizes of other tensors are measured.
         self.unit = max(p.nbytes for model in models for p in model.parameters())
         for each in self.subjects:
             self.spike_inside(each, draw)
@@ -93,7 +93,7 @@ class Run:
             draw.choices([do for _, do in actions], [weight for weight, _ in actions])[0](draw)
 
     def spike_inside(self, of: Subject, draw: random.Random) -> None:
-        """Let a module allocate in the middle of a forward, for the time of the call or of its own."""
+        """Let a module allocate in the middle of a forward, until its own end or that of the call."""
         if draw.random() < 0.5:
             return
         modules = [module for module in of.model.modules() if not list(module.children())]
@@ -159,7 +159,7 @@ class Run:
 
 
 def run(seed: int, budget: str | None, cap: int | None) -> Outcome:
-    """Run a seed's program, with so many bytes of device memory."""
+    """Run a seed's program with one budget, and with a cap of `cap` bytes on the device's memory."""
     torch.cuda.set_per_process_memory_fraction(1.0)
     gc.collect()
     torch.cuda.synchronize()
@@ -184,7 +184,7 @@ def run(seed: int, budget: str | None, cap: int | None) -> Outcome:
 
 
 def judge(seed: int) -> Verdict:
-    """Run one seed's program three times, and compare."""
+    """Run the program of a seed three times, and compare."""
     draw = random.Random(seed)
     pretend_cuda.reset(seed, draw.choice(("late", "early", "mixed")))
     pretend_cuda.faults().segment_bytes = draw.choice(SEGMENTS)
@@ -198,7 +198,7 @@ def judge(seed: int) -> Verdict:
     elif automatic.peak > cap:
         verdict.failure = f"{automatic.peak} bytes under a cap of {cap}"
     elif minimum.ran and not automatic.ran:
-        # Where threads meet otherwise, the minimum may not run every time.
+        # Threads meet differently each time, so the minimum may not run every time.
         if all(run(seed, None, cap - spare).ran for _ in range(4)):
             verdict.failure = f"the minimum runs under {cap} bytes; auto: {automatic.error}"
     elif minimum.ran:

@@ -1,4 +1,4 @@
-"""What random programs leave out until a known bug is fixed.
+"""Rules that random programs leave out until a known bug is fixed.
 
 Remove an entry with its fix: its rules and its small programs (test_found.py) run from then on.
 DYNSWAP_PROGRAMS_ALSO=name,name (or `all`) runs them before.
@@ -14,6 +14,6 @@ NOT_YET: dict[str, str] = {
 
 
 def waits(name: str | None) -> bool:
-    """Whether rules of that name are left out."""
+    """Return whether the rules of that name are left out."""
     also = os.environ.get("DYNSWAP_PROGRAMS_ALSO", "").split(",")
     return name in NOT_YET and name not in also and "all" not in also

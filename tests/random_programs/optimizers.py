@@ -1,4 +1,4 @@
-"""Optimizers that random programs train with, by name."""
+"""The optimizers that random programs train with, by name."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ OPTIMIZERS: dict[str, Make] = {
     "adamw fused": lambda p: optim.AdamW(p, lr=0.01, fused=True),
     "adagrad fused": lambda p: optim.Adagrad(p, lr=0.05, fused=True),
 }
-#: Those that take sparse gradients.
+#: The optimizers that take sparse gradients.
 SPARSE = ("sgd", "sgd for-loop", "adagrad")
 
 
 def trained(model: torch.nn.Module) -> list[Tensor]:
-    """The parameters that require gradients, each once, in their order."""
+    """Return the parameters that require gradients, each once, in order."""
     return [p for p in model.parameters() if p.requires_grad]

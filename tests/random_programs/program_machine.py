@@ -30,7 +30,7 @@ BETWEEN = ("nothing", "flush", "state_dict", "parameters", "evaluate", "uninstal
 
 
 class Programs(RuleBasedStateMachine):
-    """One program. `provider` is set in a subclass."""
+    """A program that hypothesis makes of the rules. A subclass sets `provider`."""
 
     provider: Provider
 
@@ -107,7 +107,7 @@ class Programs(RuleBasedStateMachine):
         actions=st.lists(st.tuples(st.sampled_from(list(ACTIONS)), dice, options), min_size=1, max_size=8),
     )
     def run_in_threads(self, seed: int, actions: list[tuple[str, Dice, dict[str, object]]]) -> None:
-        """Do something while other threads call the model, of which each call has to give what it gave."""
+        """Change the model while other threads call it. Each call has to give what a plain model gives."""
         if not self.twins.kind.writes:
             Callers(self.twins, seed).meanwhile(actions)
 
@@ -117,7 +117,7 @@ class Programs(RuleBasedStateMachine):
     def make_an_optimizer(self, name: str) -> None:
         name = name if not self.twins.kind.sparse or name in SPARSE else "sgd"
         if name == "lbfgs" and self.twins.kind.several:
-            name = "sgd"  # with it gradients are compared, and made equal, before each step
+            name = "sgd"  # its gradients are compared, and made equal, before each step
         if trained(self.twins.plain):
             self.twins.optimize_with(name, lambda m: OPTIMIZERS[name](trained(m)))
 

@@ -1,14 +1,15 @@
 """One random program under each provider: both have to do and say the same.
 
-A program is made from a seed: masters of many forms, options and steps. Written down is what each step gives:
-outputs, what is read, gradients, masters, warnings and errors. Values are small whole numbers and halves, so
-that the order of a sum does not matter. So is how each master is served, and the bytes that a call moves when
-all that a plan has is on the device.
+A seed decides the program: masters of many forms, options and steps. Each step's results are noted: outputs,
+reads, gradients, masters, warnings and errors. So is how each master is served, and, if all that a plan has
+is on the device, the bytes that a call moves. Values are small whole numbers and halves, so that the order
+of a sum does not matter.
 
-Left out is what docs/contract.md and docs/limits.md say that pure Python cannot see: data that a forward
-gives, or writes through `.data`, NumPy or DLPack. So is what a provider decides by itself: when a budget is
-full; hits, copies and residents, which are of groups (one weight each in pure Python); how masters in a file
-are served that are what the device wants (the engine reads them itself, pure Python through their mapping).
+Two things are left out. One is what pure Python cannot see, according to docs/contract.md and
+docs/limits.md: data that a forward gives, or writes through `.data`, NumPy or DLPack. The other is what each
+provider decides by itself: when a budget is full; hits, copies and residents, which are counted by group
+(one weight each in pure Python); and how masters in a file are served that need no cast (the engine reads
+them itself, pure Python through their mapping).
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from handed_writes import HANDED_WRITES, handed_write
 from master_writes import MASTER_WRITES, Dice, Place, may_go_unseen
 
 SIDE = 6
-#: The side of a master that is larger than those whose writes are told element by element.
+#: The side of a master that is too large for an element-by-element comparison after writes.
 LARGE = 600
 NAMES = ("v", "w", "b")
 #: Writes to a master inside a forward.
@@ -79,7 +80,7 @@ FORMS: dict[str, Callable[[random.Random], Tensor]] = {
 
 
 class Layer(nn.Module):
-    """Adds up its masters, each element by a factor of its own; `between` runs after the first."""
+    """Adds up its masters, each element by a factor of its own. `between` runs after the first."""
 
     between: Callable[[], None] | None = None
 
@@ -101,7 +102,7 @@ def _total(tensor: Tensor) -> Tensor:
 
 
 def make(dice: random.Random) -> nn.Sequential:
-    """Layers with masters of random forms, of which some are one, or have one storage."""
+    """Return layers with masters of random forms. Some share a tensor, or a storage."""
     layers = [Layer() for _ in range(dice.randint(2, 5))]
     made: list[Tensor] = []
     for layer in layers:
@@ -137,7 +138,7 @@ def options_of(dice: random.Random) -> dict[str, Any]:
 
 
 def shown(value: Any) -> Any:
-    """A value in a form that is compared by `==` and can be read."""
+    """Return a value in a readable form that `==` compares."""
     if isinstance(value, dict):
         return {key: shown(each) for key, each in value.items()}
     if not isinstance(value, Tensor):
@@ -151,7 +152,7 @@ Line = tuple[str, Any]
 
 @dataclass
 class Run:
-    """A program under one provider, and what it gives."""
+    """A program under one provider, and the results of its steps."""
 
     seed: int
     provider: str
@@ -163,7 +164,7 @@ class Run:
     def __post_init__(self) -> None:
         self.dice = random.Random(self.seed)
         self.model = make(self.dice)
-        self.all_stay = False  # whatever the plan has, on the device
+        self.all_stay = False  # whether all weights of the plan stay on the device
 
     def __call__(self) -> list[Line]:
         for name, place in self.places():
@@ -183,7 +184,7 @@ class Run:
         return self.lines
 
     def move_some(self) -> None:
-        """Masters that the user has moved to the device already."""
+        """Move some masters to the device before the install."""
         for name, place in self.places():
             if place.master.device != self.device and self.dice.random() < 0.3:
                 place.master.data = place.master.data.to(self.device)
@@ -236,7 +237,7 @@ class Run:
             self.note("services", self.services())
 
     def smallest_budget(self, options: dict[str, Any]) -> int:
-        """The smallest budget that works, as the refusal of another one names it."""
+        """Return the smallest budget that works, which the error for a smaller one names."""
         try:
             dynswap_ext.install(
                 self.model, device=self.device, provider=self.provider, **{**options, "budget": 1}
@@ -246,7 +247,7 @@ class Run:
         return 1  # nothing is planned
 
     def services(self) -> dict[str, str | None]:
-        """How each master is served."""
+        """Return how each master is served, by its name; without those for which the provider decides."""
         masters = {name: place.master for name, place in self.places()}
         kept = {
             id(master)
@@ -265,13 +266,15 @@ class Run:
         return found
 
     def count(self) -> None:
-        """Note the services and what a call moves once the plan is of the masters that there are."""
+        """Call the model until its plan fits the present masters.
+
+        Note the services and the bytes of a call.
+        """
         x = torch.zeros((), dtype=torch.float64, device=self.device)
-        self.held.clear()  # what is held of old values keeps the place of the new ones
+        self.held.clear()  # tensors of old values take the place of new ones
         with self.noting("count"), torch.no_grad():
-            for _ in range(
-                5
-            ):  # what stays for two calls is in the plan of the fourth, and on the device then
+            # A weight that stays for two calls is in the plan of the fourth, and on the device in the next.
+            for _ in range(5):
                 before = self.handle.stats().bytes_moved
                 self.model(x)
             self.note("services", self.services())
@@ -314,13 +317,13 @@ class Run:
     def write_master(self, inside: Layer | None = None) -> None:
         how = self.dice.choice(list(MASTER_WRITES) if inside is None else TRACED)
         picked = self.pick(inside)
-        if picked is None or how == "swap_tensors":  # which is refused where somebody holds the master
+        if picked is None or how == "swap_tensors":  # refused while anything else holds the master
             return
         name, place, dice = picked
         write = MASTER_WRITES[how]
         suits = write.of == "both" or place.is_parameter == (write.of == "parameters")
         if inside is None:
-            self.model.state_dict()  # what was written on held tensors, else one of the two writes stands
+            self.model.state_dict()  # writes back held tensors: else one write would replace the other
         with self.noting(f"write to {name}: {how}"), torch.no_grad():
             if suits and write.can(place.master) and not may_go_unseen(how, place.master):
                 write.do(place, dice)
@@ -384,7 +387,7 @@ class Run:
 
 
 def _counts(master: Tensor) -> bool:
-    return master.is_floating_point() or master.is_complex()  # half of it is no whole number
+    return master.is_floating_point() or master.is_complex()  # half of an integer is no integer
 
 
 def _without_places(message: str) -> str:
@@ -392,7 +395,7 @@ def _without_places(message: str) -> str:
 
 
 def judge(seed: int, device: torch.device) -> str:
-    """Run a program under both providers; return where they differ first, and what led there, or nothing."""
+    """Run a program under both providers; return their first difference and the steps before it, or ""."""
     both = []
     for provider in ("native", "python"):
         with tempfile.TemporaryDirectory() as folder:

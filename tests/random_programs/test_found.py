@@ -1,4 +1,4 @@
-"""Small programs whose results once differed from the plain model's; NOT_YET names those that still do."""
+"""Small programs whose results once differed from a plain model's. NOT_YET names those that still do."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Mapped = Callable[[nn.Module], nn.Module]
 
 
 def waiting_for(name: str) -> Callable[[Test], Test]:
-    """Skip a program while NOT_YET has its entry."""
+    """Return a mark that skips a program as long as NOT_YET has its entry."""
     return pytest.mark.skipif(waits(name), reason=NOT_YET.get(name, ""))
 
 
@@ -223,7 +223,7 @@ def test_a_master_is_swapped_after_the_model_was_cast(provider: Provider, budget
 
 
 def test_backward_after_a_statistic_that_somebody_holds(provider: Provider) -> None:
-    # What is held is handed out again, and its master is written back to when the forward is over.
+    # The held tensor is handed out again, and written back to its master at the end of the forward.
     model = nn.Sequential(nn.Conv2d(3, 24, 3), nn.BatchNorm2d(24), nn.Conv2d(24, 8, 3, groups=2))
     moved, _ = provider.pair(model.eval(), prefetch=0)
     held = model[1].running_mean

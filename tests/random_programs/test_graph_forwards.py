@@ -8,7 +8,7 @@ from conftest import PROVIDERS, Provider
 from graph_forwards import HOW, judge
 from seeds import seeds
 
-#: Some seconds of a CPU each. Without Note [Lifted masters] they differ where strict=False exports them.
+#: Seeds that take some seconds each. Without Note [Lifted masters], exports with strict=False differ in them.
 SHORT = (0, 5, 6, 7)
 RECORDERS = [how for how in HOW if how != "eager"]
 

@@ -1,4 +1,4 @@
-"""Random programs under a cap on memory: what runs with the minimum runs with an automatic budget."""
+"""Random programs under a cap on memory: if one runs with the minimum, it runs with an automatic budget."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from seeds import SECONDS, seeds
 
 pytestmark = [only_pretended_cuda, pytest.mark.usefixtures("gives_way")]
 
-#: Residents give way in most of these.
+#: Seeds of programs. In most of them, weights that stay on the device (residents) have to give way.
 SHORT = (1, 2, 0, 5, 17, 27, 30, 34, 35, 40, 41, 43)
 
 

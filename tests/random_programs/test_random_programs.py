@@ -47,7 +47,10 @@ def test_random_programs(provider: Provider) -> None:
 
 
 def test_calls_of_other_threads_are_as_if_nothing_was_done(provider: Provider, tmp_path: Path) -> None:
-    """The rule of those programs that threads take part in, by itself; they meet differently each time."""
+    """Calls on other threads give the right result while the model is changed.
+
+    `Programs` has this as one rule; here it is run by itself, since threads meet differently each time.
+    """
     kinds = [name for name, kind in ARCHITECTURES.items() if not (kind.writes or kind.sparse)]
     for seed in seeds(range(4 if provider.device.type == "cpu" else 1), 1 / len(PROVIDERS)):
         draw = random.Random(seed)

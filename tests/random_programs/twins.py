@@ -1,7 +1,7 @@
-"""A plain model and an installed one of the same seed, to which a program does the same.
+"""A plain model and an installed one of the same seed. A program does the same to both.
 
 The plain model has masters of its own. If the install computes on another device or in another dtype, each
-call compares it with a moved copy of the plain model (the stand-in). What the call wrote into the stand-in,
+call is compared with a moved copy of the plain model (the stand-in). What the call wrote into the stand-in,
 and its gradients, then go back to the plain masters.
 """
 
@@ -22,7 +22,7 @@ from dynswap_ext import checkpoint, testing
 from dynswap_ext._swap.changed_elements import bits
 from master_writes import Place
 
-#: What options of an install are drawn from.
+#: The values from which options of an install are drawn.
 OPTIONS: dict[str, Sequence[Any]] = {
     "dtype": [torch.float64, None, torch.bfloat16],
     "budget": [None, 0.5, "1GiB", "auto"],
@@ -64,16 +64,16 @@ class Twins:
         self.held: list[Tensor] = []
         #: Views of masters that the program keeps, of both models.
         self.views: list[tuple[Tensor, Tensor]] = []
-        #: Whether what was written on handed-out tensors may not be in the masters yet.
+        #: Whether writes on handed-out tensors may not be in the masters yet.
         self.pending = False
-        #: The masters for which that is so.
+        #: The masters whose handed-out tensors have been written since.
         self.unsettled: set[str] = set()
         self.optimizers: tuple[torch.optim.Optimizer, torch.optim.Optimizer] | None = None
         self.optimizer = ""
         self.count = 0
 
     def computable(self, dtype: torch.dtype) -> torch.dtype:
-        """Return the dtype, or float64 where the pretend device has no backward of norms in it."""
+        """Return the dtype; float64 if the pretend device has no backward of norms in it."""
         return torch.float64 if PRETEND and dtype is torch.bfloat16 else dtype
 
     # The install --------------------------------------------------------------------------------------
@@ -94,12 +94,15 @@ class Twins:
         self.options, self.cast = options, options.get("dtype")
 
     def installed(self, options: dict[str, Any], what: Any = None) -> dynswap_ext.Handle:
-        """Install the model, or what is given, as the program's provider has it."""
+        """Install the model, or `what` instead, with the program's provider."""
         where = {"device": self.provider.device, "provider": self.provider.backend}
         return dynswap_ext.install(self.model if what is None else what, **{**where, **options})
 
     def fitting(self, options: dict[str, Any], what: Any = None) -> dynswap_ext.Handle:
-        """Install, with a float as a share of the weights' bytes, or with the budget that the error names."""
+        """Install with a budget that works.
+
+        A float is a share of the weights' bytes; if a budget is too small, the smallest one is taken.
+        """
         given = dict(options)
         if isinstance(given.get("budget"), float):
             itemsize = (given.get("dtype") or self.dtype).itemsize
@@ -112,7 +115,10 @@ class Twins:
             return self.installed({**given, "budget": error.smallest_bytes}, what)
 
     def rounds(self, dtype: torch.dtype | None) -> bool:
-        """Whether masters would round the statistics; streamed ones are rounded then, residents are not."""
+        """Return whether masters would round statistics.
+
+        Streamed ones are rounded then, residents are not.
+        """
         return self.kind.norms and dtype is not None and dtype.itemsize > self.dtype.itemsize
 
     def uninstall(self) -> None:
@@ -123,18 +129,18 @@ class Twins:
 
     @property
     def direct(self) -> bool:
-        """Whether the plain model itself does what the installed one has to do."""
+        """Return whether the plain model itself computes what the installed one has to."""
         return self.handle is None or (self.provider.device.type == "cpu" and self.cast in (None, self.dtype))
 
     @property
     def where(self) -> tuple[torch.device, torch.dtype]:
-        """Device and dtype of the compute."""
+        """Return the device and dtype of the compute."""
         if self.handle is None:
             return torch.device("cpu"), self.dtype
         return self.provider.device, self.cast or self.dtype
 
     def flush(self, how: str = "flush") -> None:
-        """Ask for masters in one of the ways that write back what was written on handed-out tensors."""
+        """Write back what was written on handed-out tensors, in one of the ways that do so."""
         say("flush", how)
         if how == "flush" and self.handle is not None:
             self.handle.flush()
@@ -146,7 +152,7 @@ class Twins:
         self.pending = False
 
     def settle(self) -> None:
-        """Write back what is pending, before masters are touched without the install taking part."""
+        """Write back pending writes before masters are touched without the install taking part."""
         if self.pending and self.handle is not None:
             self.handle.flush()
         self.pending = False
@@ -154,7 +160,7 @@ class Twins:
     # Calls --------------------------------------------------------------------------------------------
 
     def stand_in(self) -> nn.Module:
-        """Return what is called to compare with the installed model."""
+        """Return the model that is called to compare with the installed one."""
         if self.direct:
             return self.plain
         stand_in = testing.moved(self.plain, *self.where)
@@ -189,7 +195,7 @@ class Twins:
             self.call(seed, False)
 
     def forward_in_training(self, seed: int) -> None:
-        """Call in training and drop the graph."""
+        """Call both models in training mode and drop the graph."""
         say("forward in training", seed)
         self.call(seed, True)
 
@@ -261,7 +267,10 @@ class Twins:
             p.grad = arrived if p.grad is None else p.grad + arrived
 
     def compare_gradients(self, eps: float) -> None:
-        """Compare to the bit; or with a tolerance where a sum's order is open, and then make them equal."""
+        """Compare gradients to the bit.
+
+        If the order of a sum is open, allow `eps`, and then make them equal.
+        """
         for (name, mine), (_, other) in zip(places(self.model), places(self.plain), strict=True):
             found, expected = mine.master.grad, other.master.grad
             assert (found is None) == (expected is None), f"gradient of {name}: {found}, not {expected}"
@@ -280,7 +289,10 @@ class Twins:
                 expected.copy_(found)
 
     def step(self, seed: int) -> None:
-        """One step of both optimizers; LBFGS calls the models itself, and takes no gradients with gaps."""
+        """Make one step of both optimizers.
+
+        LBFGS calls the models itself. It is left out if gradients have gaps, which it does not take.
+        """
         assert self.optimizers is not None
         if self.optimizer == "lbfgs" and not all(p.is_contiguous() for p in self.plain.parameters()):
             return
@@ -294,7 +306,7 @@ class Twins:
             each.step(lambda m=model, o=each: self.closure(m, o, seed))  # type: ignore[misc]
 
     def closure(self, model: nn.Module, optimizer: torch.optim.Optimizer, seed: int) -> float:
-        """Return the loss, and leave its gradients. A plain number, as the two models' devices differ."""
+        """Return the loss as a plain number, as the two models' devices differ, and leave its gradients."""
         optimizer.zero_grad()
         runs = self.stand_in() if model is self.plain else model
         torch.manual_seed(seed)
@@ -329,7 +341,7 @@ class Twins:
                 assert place.master.stride() == plain.master.stride(), f"strides of {name}"
 
     def close(self) -> None:
-        """Uninstall, and compare everything."""
+        """Uninstall, compare all masters, and assert that nothing is held."""
         self.optimizers = None
         handle = self.handle
         self.let_go()
@@ -341,7 +353,7 @@ class Twins:
 
 
 def places(model: nn.Module) -> Iterator[tuple[str, Place]]:
-    """Yield all masters under all their names, found without asking the model for them."""
+    """Yield all masters under all their names, without asking the model for them."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for held in (module._parameters, module._buffers):
             for name, value in list(held.items()):
@@ -356,7 +368,7 @@ def _ties(places: list[tuple[str, Place]]) -> list[int]:
 
 
 def _with_masters(model: nn.Module, source: str, path: Path) -> nn.Module:
-    """Masters in RAM, or mapped from a file of that kind."""
+    """Return the model with its masters in RAM, or mapped from a file of the kind `source`."""
     if source == "torch":
         return testing.map_from_file(model, path.with_suffix(".pt"))
     if source == "safetensors":

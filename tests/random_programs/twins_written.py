@@ -1,4 +1,4 @@
-"""Does to both models what is not a call or a training step: writes, copies, functional calls."""
+"""Twins with everything that is not a call or a training step: writes, copies, functional calls."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class WrittenTwins(Twins):
     # Writes -------------------------------------------------------------------------------------------
 
     def pick(self, number: int, suits: Callable[[Place], bool]) -> tuple[str, Place, Place] | None:
-        """Choose a floating master that suits; return its name and its place in each model, or None."""
+        """Choose a floating master for which `suits` holds; return its name and both places, or None."""
         mine = dict(places(self.model))
         found = [
             (name, mine[name], other)
@@ -51,7 +51,7 @@ class WrittenTwins(Twins):
         frozen = other.is_parameter and not other.master.requires_grad
         if name == "swap_tensors" and frozen and waits("frozen swap"):
             return
-        if name == "swap_tensors":  # torch refuses it while anything else holds the tensor
+        if name == "swap_tensors":  # torch refuses a swap while anything else holds the tensor
             self.let_go()
             self.optimizers = None
             gc.collect()
@@ -62,9 +62,10 @@ class WrittenTwins(Twins):
                 write.do(place, dice)
 
     def keep_view(self, number: int) -> None:
-        """Keep a view of a parameter, on which the program may write whatever becomes of the parameter.
+        """Keep a view of a parameter, on which the program may write even after the parameter is replaced.
 
-        Not of a buffer: one that a forward assigns is written in place in the plain model (`bring_home`).
+        Views of buffers are not kept: if a forward assigns a buffer, the plain model writes it in place
+        (`bring_home`).
         """
         picked = self.pick(number, lambda place: place.is_parameter and place.master.dim() > 0)
         if picked is not None:
@@ -82,7 +83,7 @@ class WrittenTwins(Twins):
             view.data.mul_(dice.number) if seen and not dice.seed % 2 else view.mul_(dice.number)
 
     def write_handed(self, name: str, number: int, dice: Dice, hold: bool) -> None:
-        """Write on the handed-out tensor, and write what changed to the plain master."""
+        """Write on a handed-out tensor, and make the change in the plain master."""
         picked = self.pick(number, lambda place: place.master.numel() > 0)
         if picked is None:
             return
@@ -90,7 +91,7 @@ class WrittenTwins(Twins):
         if not self.pending:
             self.unsettled.clear()
         elif what in self.unsettled:
-            self.settle()  # an element that is written back to what it was keeps the master's precision
+            self.settle()  # an element that gets its old value again keeps the master's precision
         self.unsettled.add(what)
         say("write on what is handed out", name, what, dice, hold)
         handed = getattr(mine.owner, mine.name)
@@ -105,7 +106,7 @@ class WrittenTwins(Twins):
             written = copied.to(master.device, master.dtype)
             if name == "data assigned":
                 master.data = written
-            else:  # of what is written in place, only what differs is taken to the master
+            else:  # of a write in place, only elements that differ are taken to the master
                 changed = (bits(before) != bits(copied)).to(master.device)
                 with torch.no_grad():
                     master[changed] = written[changed]
@@ -174,7 +175,7 @@ class WrittenTwins(Twins):
     # Other ways to run --------------------------------------------------------------------------------
 
     def copies(self, seed: int) -> None:
-        """Copy both models: the installed one's copy is plain, and has the plain one's outputs."""
+        """Copy both models: the copy of the installed one is plain, and has the plain one's outputs."""
         say("deepcopy", seed)
         self.pending = False
         x = self.kind.input(seed, self.width, torch.device("cpu"), self.dtype)
@@ -187,7 +188,7 @@ class WrittenTwins(Twins):
         testing.assert_bit_equal(outputs[1], outputs[0], "output of the copy")
 
     def functional(self, number: int, dice: Dice) -> None:
-        """Call both models with another tensor in the place of one parameter."""
+        """Call both models with another tensor in place of one parameter."""
         if self.kind.twice:
             return
         picked = self.pick(number, lambda place: place.is_parameter)

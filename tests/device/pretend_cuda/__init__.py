@@ -1,10 +1,10 @@
-"""Gives CPU-only torch accelerators: the tests' own GPU.
+"""Accelerators for a CPU-only torch: the GPU of the tests.
 
-`activate()` before torch is imported, for one kind of device, which DYNSWAP_TEST_DEVICE names:
+`activate()` has to be called before torch is imported. DYNSWAP_TEST_DEVICE names the kind of device:
 
 - "pretend" (or nothing): devices of type "cuda", and a CUDA runtime for `dynswap_ext._C`.
 - "no-toolkit": the same devices as they are without a CUDA toolkit. `dynswap_ext._C` has no CUDA backend.
-- "privateuse1": devices of the type "pretend", as the makers of other accelerators register theirs.
+- "privateuse1": devices of the type "pretend", which are registered as those of other accelerators are.
 
 From then on ``torch.cuda``, or ``torch.pretend``, runs on the machine in ``tests/device``, which is crueller
 than a GPU (Note [Crueller than a GPU] in machine.h).
@@ -52,14 +52,14 @@ _mutants: Path | None = None
 
 
 def active() -> bool:
-    """Whether this process has the pretend device."""
+    """Return whether this process has the pretend device."""
     return _pretend is not None
 
 
 def activate(mutants: bool = False) -> None:
-    """Build the device if need be, and put it under torch. Raises `Unavailable`.
+    """Build the device if it is out of date, and put it under torch. Raises `Unavailable`.
 
-    With `mutants`, the extension is the one from which `without` can take a protection.
+    With `mutants`, the extension is the build from which `without` can take a protection.
     """
     global _pretend, _mutants
     if active():
@@ -79,54 +79,57 @@ def activate(mutants: bool = False) -> None:
 
 
 def device_type() -> str:
-    """The type of the devices: "cuda" or "pretend"."""
+    """Return the type of the devices: "cuda" or "pretend"."""
     return "cuda" if _build.wanted().type == "CUDA" else "pretend"
 
 
 def has_toolkit() -> bool:
-    """Whether the extension has its CUDA backend on this kind of device."""
+    """Return whether the extension has its CUDA backend on this kind of device."""
     return _build.wanted().toolkit
 
 
 def reset(seed: int = 1, order: str = "late") -> None:
-    """Finish all that is queued, then begin again: counts, violations, faults, and when queued work runs."""
+    """Finish all queued work, and begin again without counts, violations and faults.
+
+    `order` ("late", "early" or "mixed") and `seed` decide when queued work runs.
+    """
     _pretend.reset(seed, order)
 
 
 def runtime() -> ctypes.CDLL:
-    """The CUDA runtime's functions, by their names."""
+    """Return the library that has the CUDA runtime's functions."""
     return ctypes.CDLL(_pretend.__file__)
 
 
 def counts() -> dict[str, int]:
-    """What has happened since the last reset (struct Counts in machine.h)."""
+    """Return what has happened since the last reset (struct Counts in machine.h)."""
     return _pretend.counts()
 
 
 def violations() -> list[str]:
-    """What no GPU forgives; and an error of queued work."""
+    """Return the mistakes since the last reset that no GPU forgives, and the error of queued work, if any."""
     error = _pretend.sticky_error()
     return [*_pretend.violations(), *([f"queued work failed: {error}"] if error else [])]
 
 
 def last_error() -> int:
-    """The runtime's last error in this thread, as cudaPeekAtLastError() tells it; 0 if there is none."""
+    """Return the runtime's last error in this thread, as cudaPeekAtLastError() does; 0 if there is none."""
     return _pretend.last_error()
 
 
 def faults() -> Any:
-    """What the driver cannot, or will not, do (struct Faults in machine.h)."""
+    """Return the settings of what the driver cannot, or will not, do (struct Faults in machine.h)."""
     return _pretend.faults()
 
 
 def watch_pages() -> None:
-    """Until the next reset, pages that were unmapped while they were registered are a violation. Slow."""
+    """Report pages that are unmapped while they are registered as violations, until the next reset. Slow."""
     _pretend.watch_pages(True)
 
 
 @contextmanager
 def no_synchronisation() -> Iterator[None]:
-    """Let any synchronisation be an error, torch's and the engine's."""
+    """Make every synchronisation an error, those of torch and of the engine."""
     _pretend.forbid_synchronisation(True)
     try:
         yield
@@ -138,7 +141,7 @@ def no_synchronisation() -> Iterator[None]:
 def virtual_clock(bytes_per_second: float) -> Iterator[None]:
     """Let events tell the time of a device that copies at that speed (Note [The virtual clock] in machine.h).
 
-    Its operators take no time, but for ``torch.cuda._sleep()`` and its like.
+    Operators take no time on that clock, except for ``torch.cuda._sleep()`` and similar ones.
     """
     _pretend.synchronize()
     _pretend.set_virtual_clock(bytes_per_second)
@@ -154,7 +157,7 @@ def dropping_work(under_way: int = 0) -> Iterator[None]:
     """Let the device do nothing, so that only the host takes time (Note [A machine that does nothing]).
 
     An event counts as over once `under_way` later ones have been recorded. Operators still take the host's
-    time. Weights have to be pinned: what is staged would wait for the device.
+    time. Weights have to be pinned, because copies from other memory would wait for the device.
     """
     _pretend.synchronize()
     _pretend.drop_work(True, under_way)
@@ -165,7 +168,7 @@ def dropping_work(under_way: int = 0) -> Iterator[None]:
 
 
 def protections() -> list[str]:
-    """Those that `without` can take away (csrc/core/protection.h)."""
+    """Return the names of the protections that `without` can take away (csrc/core/protection.h)."""
     found = itertools.takewhile(bool, map(_switch().dynswap_protection, itertools.count(1)))
     return [name.decode() for name in found]
 
@@ -181,7 +184,7 @@ def without(protection: str) -> Iterator[None]:
 
 
 def _switch() -> ctypes.CDLL:
-    """The extension itself, once it has been imported: it may not be loaded before torch."""
+    """Return the extension, which may not be loaded before torch, once it has been imported."""
     assert _mutants is not None, "the extension was not activated with mutants"
     assert "dynswap_ext._C" in sys.modules, "the extension has not been imported"
     switch = ctypes.CDLL(str(_mutants))
@@ -199,7 +202,7 @@ def _load(name: str, path: str) -> ModuleType:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Serves the extension's twin; and prepares torch._C before torch.cuda looks at it."""
+    """Loads the pretend device's build of the extension. Prepares torch._C before torch.cuda is imported."""
 
     def __init__(self, extension: str, cuda: bool) -> None:
         self._extension, self._cuda = extension, cuda

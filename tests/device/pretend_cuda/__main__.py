@@ -1,8 +1,7 @@
-"""Build a pretend device, and run a command over it: ``python -m pretend_cuda [--mutants] command...``.
+"""Builds a pretend device, and runs a command over it: ``python -m pretend_cuda [--mutants] command...``.
 
-DYNSWAP_TEST_DEVICE says which (`KINDS` in _build.py).
-
-On a machine that cannot have it the command is left out, and why is said; with DYNSWAP_CUDA=1 it fails.
+DYNSWAP_TEST_DEVICE names the kind of device (`KINDS` in _build.py). On a machine that cannot have it, prints
+why and leaves the command out; with DYNSWAP_CUDA=1 that is a failure.
 """
 
 from __future__ import annotations

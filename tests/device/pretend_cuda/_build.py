@@ -1,7 +1,7 @@
-"""Builds the pretend devices, and for each the extension once more, from the extension's own objects.
+"""Builds the pretend devices, and for each a version of the extension, from the extension's own objects.
 
-And, where it is asked for, with DYNSWAP_MUTANTS: there a protection (csrc/core/protection.h) can be taken
-away.
+If asked, it also builds one with DYNSWAP_MUTANTS, from which protections (csrc/core/protection.h) can be
+taken away.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ SOURCES = Path(__file__).resolve().parent.parent
 ROOT = SOURCES.parent.parent
 TARGET = ROOT / "build" / f"pretend-{sys.implementation.cache_tag}"
 MUTANTS = TARGET / "_C_mutants.so"
-#: The folders of csrc that are compiled anew for mutants: those with protections in them, and what the
-#: extension has in one object with these. The folders of a row go into one unit; but csrc/cuda file by file.
+#: The folders of csrc that are compiled again for mutants: those with protections, and those that share an
+#: object of the extension with them. The folders of a row make one unit, but csrc/cuda one for each file.
 MUTATED = (("core",), ("transfer",), ("cuda",), ("accelerator", "tensor"), ("session", "python"))
 
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of pretend device."""
+    """A kind of pretend device: its type, its own sources, and whether it has a CUDA toolkit."""
 
     #: As torch's C++ calls its type.
     type: str
     #: The sources that devices of other kinds do not have.
     own: tuple[str, ...]
-    #: Whether the extension has its CUDA backend there; that takes a toolkit.
+    #: Whether the extension has its CUDA backend there, which needs a toolkit.
     toolkit: bool
 
     @property
@@ -69,11 +69,11 @@ KINDS = {
 
 
 class Unavailable(Exception):
-    """The pretend device cannot be had on this machine; the message says why."""
+    """The pretend device cannot be built or used on this machine; the message says why."""
 
 
 def torch_folder() -> Path:
-    """Where torch is installed. It is not imported."""
+    """Return the folder in which torch is installed, without an import of torch."""
     spec = importlib.util.find_spec("torch")
     if spec is None or not spec.submodule_search_locations:
         raise Unavailable("torch is not installed")
@@ -81,7 +81,7 @@ def torch_folder() -> Path:
 
 
 def cuda_headers() -> Path | None:
-    """The folder of cuda_runtime_api.h; None if there is no toolkit."""
+    """Return the folder of cuda_runtime_api.h; None if there is no toolkit."""
     sys.path.insert(0, str(ROOT / "build_backend"))
     try:
         from dynswap_build.cuda_toolkit import ToolkitNotFound, find_toolkit
@@ -94,12 +94,12 @@ def cuda_headers() -> Path | None:
 
 
 def wanted() -> Kind:
-    """The kind of device that DYNSWAP_TEST_DEVICE asks for."""
+    """Return the kind of device that DYNSWAP_TEST_DEVICE asks for."""
     return KINDS[os.environ.get("DYNSWAP_TEST_DEVICE") or "pretend"]
 
 
 def build(kind: Kind, mutants: bool = False) -> None:
-    """Compile what is out of date, and the mutants if they are asked for. Processes may ask at once."""
+    """Compile what is out of date, and with `mutants` those too. Several processes may call it at once."""
     import fcntl
 
     torch = torch_folder()
@@ -144,7 +144,7 @@ def _run_ninja(torch: Path, headers: Path | None, kind: Kind, wanted: list[Path]
     files = [
         path
         for path in sorted((built / "csrc").rglob("*.o"))
-        if _has_source(path, "cu" if path.parent.name in whole else "c[pu]*")  # none that has moved since
+        if _has_source(path, "cu" if path.parent.name in whole else "c[pu]*")  # a source may have moved
     ]
     extension = [*units, *files]
     if not extension:
@@ -201,10 +201,10 @@ def _run_ninja(torch: Path, headers: Path | None, kind: Kind, wanted: list[Path]
 
 
 def _refuse_incomplete(objects: list[Path]) -> None:
-    """Raise if some objects are newer than what was linked of them: whoever makes them may not be done."""
+    """Raise if objects are newer than the extension that is linked from them: a build may be under way."""
     linked = ROOT / "dynswap_ext" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
     made = int(linked.stat().st_mtime) if linked.exists() else 0
-    # In whole seconds: setuptools gives the copy of what was linked no others.
+    # In whole seconds: setuptools gives its copy of the linked extension no others.
     newer = [path.name for path in objects if int(path.stat().st_mtime) > made]
     if newer:
         raise RuntimeError(
@@ -215,7 +215,7 @@ def _refuse_incomplete(objects: list[Path]) -> None:
 
 
 def _mutants() -> list[Path]:
-    """The folders with protections in them, in few units, and the switch."""
+    """Return the sources of the mutants: the folders with protections, as few units, and the switch."""
     sources = [SOURCES / "mutants" / "switch.cpp"]
     for folders in MUTATED:
         files = [path for folder in folders for path in sorted((ROOT / "csrc" / folder).glob("*.cpp"))]
@@ -236,7 +236,7 @@ def _has_source(built: Path, suffix: str) -> bool:
 
 
 def _is_mutated(built: Path) -> bool:
-    """Whether an object of the extension has another in its place. A kernel's has not."""
+    """Return whether the mutants have their own version of an object of the extension. Kernels have none."""
     mutated = {folder for folders in MUTATED for folder in folders}
     if built.parent.name == "unity":
         return built.stem.split("_")[0] in mutated

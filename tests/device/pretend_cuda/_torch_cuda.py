@@ -1,4 +1,4 @@
-"""What torch.cuda, torch's own Python, finds in torch._C where torch was built with CUDA."""
+"""The names that torch.cuda, which is Python, finds in torch._C if torch was built with CUDA."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ FUNCTIONS = (
 
 
 class _Properties(SimpleNamespace):
-    """As torch.cuda.get_device_properties() answers."""
+    """The result of torch.cuda.get_device_properties()."""
 
 
 def prepare(torch_c: Any, pretend: Any) -> None:
-    """Put everything into torch._C. `torch` itself is being imported."""
+    """Put all names into torch._C, while `torch` is being imported."""
     for name in FUNCTIONS:
         setattr(torch_c, f"_cuda_{name}", getattr(pretend, name))
     torch_c._has_cuda = True
@@ -57,7 +57,7 @@ def _init(pretend: Any) -> None:
 
 
 def _serve_storages(torch: Any) -> None:
-    # torch._C makes no storage of a device that it was not built for.
+    # torch._C makes no storages for a device that it was not built for.
     make = torch.UntypedStorage.__new__
 
     def new(cls: type, *args: Any, device: Any = None, **kwargs: Any) -> Any:

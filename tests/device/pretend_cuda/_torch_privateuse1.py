@@ -1,6 +1,6 @@
 """`torch.pretend`: the module of a device of type PrivateUse1, with the functions of torch.cuda.
 
-As the makers of such devices write theirs, over torch's own classes of streams and events.
+It is made as the vendors of such devices make theirs, over torch's own classes of streams and events.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ NAME = "pretend"
 
 
 def prepare(pretend: Any) -> None:
-    """Give torch the device. Imports torch."""
+    """Register the device with torch, which is imported here."""
     import torch
 
     torch.utils.rename_privateuse1_backend(NAME)
