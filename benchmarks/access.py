@@ -1,12 +1,13 @@
-"""What it costs to read the attribute of a resident weight.
+"""The cost of reading the attribute of a weight that stays on the device (a resident).
 
 `module.weight` is timed on the same nn.Linear: untouched, under the classic Python hook, and installed with
-each provider. Nothing keeps the tensor between two reads, as in `F.linear(x, self.weight)`. It is read inside
-a call of its model, as a forward does. What is read outside a call is looked at each time for writes that
-bump no version; that is a figure of its own.
+each provider. Nothing keeps the tensor between two reads, as in `F.linear(x, self.weight)`. It is read
+inside a call of its model, as a forward does. A read outside a call also looks for writes that bump no
+version; that is a figure of its own.
 
-Two cases of "resident": `as it is`, a master that already is what and where it is wanted; and `copy`, a
-device copy that stays (on the CPU that takes a cast: the wanted dtype is another one).
+There are two cases of a resident. `as it is` is a master that has the wanted device and dtype already.
+`copy` is a device copy that stays. (On the CPU there is one only with a cast, so the wanted dtype is
+another.)
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Reads(nn.Module):
 
 
 def time_access(module: nn.Module, number: int, repeats: int) -> Sample:
-    """Seconds of one `module.weight`."""
+    """Return the seconds of one `module.weight`."""
     timer = timeit.Timer("module.weight", globals={"module": module})
     timer.timeit(number)
     return Sample.of([seconds / number for seconds in timer.repeat(repeats, number)])

@@ -1,12 +1,11 @@
 """How many architectures of transformers open from their official files, and how much of them stays mapped.
 
 Each model type that can be made small from its config alone is made with random weights, in a process of its
-own, and written by `save_pretrained`, which writes official names: experts one by one, and so on. The
-library's own `from_pretrained` and `checkpoint.from_pretrained` open it, and each weight of the two is
-compared, to the bit.
+own. `save_pretrained` writes it with official names, experts one by one. The library's own `from_pretrained`
+and `checkpoint.from_pretrained` open it, and their weights are compared to the bit.
 
-Matrices are of 16 KiB and more where the config gives their sizes, as those of real models are; what is fused
-from parts of less than a page is copied.
+If the config gives the sizes of matrices, they have at least 16 KiB, like those of real models. Weights that
+are fused from parts of less than a page are copied.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from dynswap_ext._util.file_mappings import FileMappings
 from dynswap_ext.errors import DynswapError
 from isolated import Isolated
 
-#: Larger ones are left out: it is their number that counts.
+#: Larger models are left out, since only the number of architectures counts.
 MOST_BYTES = 300 << 20
 LAYERS = r"(num|n)_.*layers?$|(encoder|decoder|hidden)_layers$|^n_layer$|^depth$|^num_layers$"
-#: What a config's integers are made, by their names; the first that fits.
+#: Patterns of names of a config's integers, and the values that these get; the first that fits counts.
 SIZES = [
     (r"experts_per_tok|topk|top_k|n_group|num_shared|n_shared", None),
     (r"(num|n)_?(routed_|local_)?experts$|moe_num_experts", 4),
@@ -98,11 +97,11 @@ def make(model_type: str) -> torch.nn.Module:
 
 
 def opened(model_type: str) -> dict[str, Any]:
-    """Make, save, open twice and compare; in a process of its own."""
+    """Make and save a model, open it both ways, and compare. Runs in a process of its own."""
     warnings.simplefilter("ignore")
     try:
         model = make(model_type)
-    except Exception as error:  # so too, or it takes another library
+    except Exception as error:  # it cannot be made as small, or needs another library
         raise DynswapError(f"not made: {type(error).__name__}: {str(error)[:200]}") from error
     kind = type(model)
     with tempfile.TemporaryDirectory() as folder:
@@ -112,7 +111,7 @@ def opened(model_type: str) -> dict[str, Any]:
             plain, loading = kind.from_pretrained(folder, output_loading_info=True)
         except Exception as error:
             raise DynswapError(f"the library: {type(error).__name__}: {str(error)[:200]}") from error
-        if missing := sorted(loading["missing_keys"]):  # which it makes at random, each time others
+        if missing := sorted(loading["missing_keys"]):  # transformers draws them at random each time
             raise DynswapError(f"the library does not find {missing[0]} in the files that it wrote")
         ours = checkpoint.from_pretrained(kind, folder)
         expected, state = plain.state_dict(), ours.state_dict()
@@ -151,7 +150,7 @@ def mapped_bytes(tensor: torch.Tensor, mappings: FileMappings) -> int:
 
 
 def unmade(row: dict[str, Any]) -> bool:
-    """Whether there was no model, or the library cannot open what it has written."""
+    """Return whether there was no model, or the library cannot open what it has written."""
     return str(row.get("failure", "")).startswith(("not made", "the library"))
 
 

@@ -1,7 +1,7 @@
-"""What the bus carries: copies between RAM and the device, in both directions, by size.
+"""The bandwidth of copies between RAM and the device, in both directions, by size.
 
 pinned      Memory that torch's allocator has page-locked.
-registered  Ordinary memory, page-locked where it is: what dynswap does with masters.
+registered  Ordinary memory that is page-locked in place, as dynswap does with masters.
 pageable    Ordinary memory; the driver copies through buffers of its own.
 both ways   Pinned, to the device and from it at the same time, on two streams.
 
@@ -30,7 +30,10 @@ _MOST_COPIES = 256
 
 @contextmanager
 def host_memory(kind: str, size: int) -> Iterator[Tensor]:
-    """A tensor of `size` bytes in RAM; registered memory is given back."""
+    """Yield a tensor of `size` bytes in RAM of the given kind.
+
+    Registered memory is unregistered afterwards.
+    """
     if kind == "pinned":
         yield torch.ones(size, dtype=torch.uint8).pin_memory()
         return
@@ -50,7 +53,7 @@ def host_memory(kind: str, size: int) -> Iterator[Tensor]:
 
 
 def seconds_of_copies(copy: Callable[[], object], copies: int, repeats: int, cuda: bool) -> Sample:
-    """Seconds of one copy, from runs of `copies` in a row."""
+    """Return the seconds of one copy, from runs of `copies` in a row."""
     values = []
     for number in range(repeats + 1):
         if cuda:
@@ -72,7 +75,7 @@ def seconds_of_copies(copy: Callable[[], object], copies: int, repeats: int, cud
 
 
 def both_ways(host: Tensor, device: Tensor, copies: int, repeats: int) -> Sample:
-    """Seconds of one copy to the device and one from it, side by side."""
+    """Return the seconds of one copy to the device and one from it, at the same time."""
     other_host = torch.empty_like(host).pin_memory()
     other = torch.empty_like(device)
     back = torch.cuda.Stream(device=device.device)

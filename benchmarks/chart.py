@@ -1,8 +1,8 @@
-"""Draw README's chart from benchmarks/results/peers.json: the time of a call against the memory it takes.
+"""Draws README's chart from benchmarks/results/peers.json: the time of a call against the memory it takes.
 
-One workload whose weights are in a file that is not in the page cache. The limit is what no program can pass
-that uses its memory, but for the activations, to keep weights, and reads the others from the disk:
-max(time of the resident model, bytes to read / the fastest reading of the disk in the whole run).
+The workload is one whose weights are in a file that is not in the page cache. The limit is the least time
+for an amount of memory. All memory but that of the activations keeps weights, and the others are read from
+disk: max(time of the resident model, bytes to read / the fastest read from the disk in the whole run).
 
 `python benchmarks/figures.py` writes the pictures, one for light pages and one for dark ones.
 """
@@ -17,7 +17,7 @@ from itertools import pairwise
 from typing import Any
 
 WORKLOAD, SHOWN = "diffusion", "FLUX.1's transformer"
-#: What is drawn, and under which name.
+#: The rows of the record that are drawn, and their labels.
 LABELS = {
     "resident": "resident model",
     "ours, all resident": "dynswap, room for all",
@@ -90,18 +90,21 @@ class Limit:
         return cls(resident["seconds"]["median"], section["weight_bytes"], other, max(rates))
 
     def at(self, memory: float) -> float:
-        """With that many bytes of memory, of which `other_bytes` are the least."""
+        """Return the least seconds of a call with that much memory, in bytes.
+
+        It is `other_bytes` at least.
+        """
         return max(self.compute, (self.weight_bytes + self.other_bytes - memory) / self.bytes_per_second)
 
     @property
     def knee(self) -> float:
-        """The memory from which on compute is the limit."""
+        """Return the bytes of memory from which on compute is the limit."""
         all_bytes = self.weight_bytes + self.other_bytes
         return max(self.other_bytes, all_bytes - self.compute * self.bytes_per_second)
 
 
 def draw(record: dict[str, Any], theme: str) -> str:
-    """The chart as SVG."""
+    """Return the chart as SVG."""
     return _Chart(record, THEMES[theme]).svg()
 
 
@@ -197,7 +200,7 @@ class _Chart:
         )
 
     def _label(self, words: str, colour: str, point: Point) -> None:
-        """Write where least is in the way."""
+        """Write a label where least is in its way."""
 
         def cost(place: tuple[Box, str]) -> float:
             box = place[0]
@@ -231,7 +234,7 @@ class _Chart:
 
 
 def _places(words: str, point: Point) -> list[tuple[Box, str]]:
-    """Where a label may go, the best first, and which part of it is there whatever the font."""
+    """Return the boxes where a label may go, the best first, and the anchor of its text in each."""
     width, height, gap = len(words) * _CHARACTER, _FONT + 3, 11
     right, left, middle = point[0] + gap, point[0] - gap - width, point[0] - width / 2
     above, below, level = point[1] - gap - height + 3, point[1] + gap - 3, point[1] - height / 2
@@ -243,7 +246,7 @@ def _places(words: str, point: Point) -> list[tuple[Box, str]]:
 
 
 def _along(points: list[Point]) -> Iterator[Box]:
-    """Boxes over a line."""
+    """Yield boxes that cover a line."""
     for (x1, y1), (x2, y2) in pairwise(points):
         steps = max(1, math.ceil((x2 - x1) / 6))
         for step in range(steps):

@@ -1,4 +1,4 @@
-"""What every benchmark shares: timing, bars, and a record that names the machine it came from."""
+"""Timing, bars, and a record that names the machine, for all benchmarks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def time_call(call: Callable[[], object], *, repeats: int, warm_up: int = 1) -> Sample:
-    """Seconds of a call, after warm-up. The garbage collector runs before each, not in it."""
+    """Time a call in seconds, after warm-up. The garbage collector runs before each call, not in it."""
     values = []
     for number in range(warm_up + repeats):
         gc.collect()
@@ -49,7 +49,7 @@ def time_call(call: Callable[[], object], *, repeats: int, warm_up: int = 1) -> 
 
 @dataclass(frozen=True)
 class Bar:
-    """A figure and what it has to reach."""
+    """A figure and the bound that it has to keep."""
 
     name: str
     value: float
@@ -72,7 +72,7 @@ class Bar:
 class Record:
     """The figures of one run of one script, with the machine, the versions and the command.
 
-    Scripts put in what they measured, repeated measurements as lists; what is written is their `summary`.
+    Scripts put in repeated measurements as lists. Their `summary` is written.
     """
 
     script: str
@@ -83,13 +83,16 @@ class Record:
     def bar(
         self, name: str, value: float, *, at_most: float | None = None, at_least: float | None = None
     ) -> None:
-        """Add a figure and say it."""
+        """Add a figure with a bound, and print it."""
         bar = Bar(name, value, at_most, at_least)
         self.bars.append(bar)
         print(bar, flush=True)
 
     def write(self, path: Path | None = None, *, complete: bool = False) -> Path | None:
-        """Write what there is so far; a tiny run, whose figures mean nothing, only where it is told to."""
+        """Write the figures so far, and return where.
+
+        A tiny run, whose figures mean nothing, needs a `path`.
+        """
         if path is None:
             if self.tiny:
                 return None
@@ -105,7 +108,7 @@ class Record:
         return path
 
     def finish(self, path: Path | None = None) -> int:
-        """Write, and return the exit status: 1 if a bar was missed; a tiny run misses none."""
+        """Write the record, and return the exit status: 1 if a bar was missed. A tiny run misses none."""
         written = self.write(path, complete=True)
         if written:
             print(f"written to {written}")
@@ -113,7 +116,7 @@ class Record:
 
 
 def machine() -> dict[str, Any]:
-    """Where, with what and how this runs."""
+    """Return the facts about a run: time, command, commit, machine, versions and backend."""
     info = dynswap_ext.backend_info()
     return {
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -142,7 +145,7 @@ def machine() -> dict[str, Any]:
 
 
 def run_apart(run: Callable[[Any], Any], job: Any) -> Any:
-    """Call `run(job)` in a process of its own; return what it returns, or {"failure": why it ended}."""
+    """Call `run(job)` in a process of its own. Return its result, or {"failure": why the process ended}."""
     try:
         return Isolated().run(run, job)
     except DynswapError as error:
@@ -150,7 +153,7 @@ def run_apart(run: Callable[[Any], Any], job: Any) -> Any:
 
 
 def dd(path: Path) -> float:
-    """Bytes a second of `dd iflag=direct bs=16M`."""
+    """Return the bytes per second of `dd iflag=direct bs=16M`."""
     drop_file_cache(path)
     start = time.perf_counter()
     command = ["dd", f"if={path}", "of=/dev/null", "bs=16M", "iflag=direct"]
@@ -161,7 +164,7 @@ def dd(path: Path) -> float:
 
 
 def native_available(device: str = "cpu") -> bool:
-    """Whether the native provider can serve the device here."""
+    """Return whether the native provider can serve the device here; print why if it cannot."""
     from dynswap_ext._provider import native_unavailable
 
     reason = native_unavailable(torch.device(device))
@@ -171,7 +174,7 @@ def native_available(device: str = "cpu") -> bool:
 
 
 def parser(description: str | None) -> argparse.ArgumentParser:
-    """The options that every script has."""
+    """Return a parser with the options that every script has."""
     made = argparse.ArgumentParser(
         description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -183,7 +186,7 @@ def parser(description: str | None) -> argparse.ArgumentParser:
 
 
 def _command() -> list[str]:
-    """Return the command line without where its record goes."""
+    """Return the command line without the option --output."""
     arguments = list(sys.argv)
     while "--output" in arguments:
         at = arguments.index("--output")

@@ -1,12 +1,13 @@
-"""Holds a result file against a kept one, and says what moved: `python benchmarks/compare.py [OLD] NEW`.
+"""Compares a result file with a kept one, and prints what changed: `python benchmarks/compare.py [OLD] NEW`.
 
-OLD is results/<script>.json unless it is given. Every bar and every figure of both is looked at: dicts are
-gone into, repeated measurements are a median with its spread, and records within a record (gpu_suite's) are
-compared as records.
+OLD is results/<script>.json unless it is given. Every bar and every figure of both is compared. Figures may
+be in nested dicts, repeated measurements count as a median with its spread, and records within a record
+(gpu_suite's) are compared as records.
 
-A figure has moved if it differs by more than `--threshold` of the old one, and if the spreads of the two do
-not touch. Without a spread the threshold alone decides. Bars know which way is better. What was measured on
-another machine, with other versions or another command is noted: its figures say little about the code.
+A figure has changed if it differs by more than `--threshold` of the old one, and if the two spreads do not
+touch. Without a spread the threshold alone decides. For a bar it is known whether more is better.
+Measurements on another machine, with other versions or another command are noted, as their figures say
+little about the code.
 
 Exit status: 1 if a bar that was reached is missed now, 2 if the files cannot be compared, else 0.
 """
@@ -43,14 +44,14 @@ _COLOURS = {
     REACHED: "green",
     BETTER: "green",
 }
-#: What says how a part of a suite was run, and nothing of what came of it.
+#: Keys that tell how a part of a suite was run, not what it measured.
 _LEFT_OUT = ("output", "command", "limit_seconds", "reason")
 _SAMPLE = {field.name for field in dataclasses.fields(Sample)}
 _LONGEST_TEXT = 100
 
 
 class CannotCompare(Exception):
-    """The files are no records, or not of one script."""
+    """A file is no record, or the two are records of different scripts."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,7 @@ class Figure:
     value: float | str
     low: float | None = None
     high: float | None = None
-    #: Of a bar: whether it was reached, and whether more of it is better (None: no bound).
+    #: For a bar: whether it was reached, and whether more is better. None: no bound.
     reached: bool | None = None
     more_is_better: bool | None = None
 
@@ -77,7 +78,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class Row:
-    """One figure of both records."""
+    """One figure as both records have it, and the verdict on its change."""
 
     name: str
     old: Figure | None
@@ -99,19 +100,19 @@ class Row:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What `compare` found."""
+    """The result of `compare`."""
 
     rows: list[Row]
     notes: list[str]
 
     @property
     def regressed(self) -> list[str]:
-        """Bars that were reached and are missed now."""
+        """Return the names of bars that were reached and are missed now."""
         return [row.name for row in self.rows if row.verdict == MISSED]
 
 
 def read(path: Path) -> dict[str, Any]:
-    """A record of a benchmark.
+    """Return a record of a benchmark.
 
     Raises
     ------
@@ -134,7 +135,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def kept_record(new: dict[str, Any]) -> Path:
-    """Where the kept record of that script is."""
+    """Return the path of the kept record of the same script."""
     path = RESULTS / f"{new['script']}.json"
     if not path.exists():
         kept = ", ".join(sorted(each.stem for each in RESULTS.glob("*.json"))) or "none"
@@ -145,7 +146,7 @@ def kept_record(new: dict[str, Any]) -> Path:
 
 
 def compare(old: dict[str, Any], new: dict[str, Any], threshold: float) -> Comparison:
-    """Hold one record against another.
+    """Compare two records.
 
     Raises
     ------
@@ -167,7 +168,7 @@ def compare(old: dict[str, Any], new: dict[str, Any], threshold: float) -> Compa
 
 
 def judge(old: Figure | None, new: Figure | None, threshold: float) -> str:
-    """What became of a figure, in a word."""
+    """Return what became of a figure, in a word."""
     if old is None or new is None:
         return NEW if old is None else GONE
     if old.reached and new.reached is False:
@@ -194,7 +195,7 @@ def _touch(old: Figure, new: Figure) -> bool:
 
 
 def figures_of(record: dict[str, Any], prefix: str = "") -> dict[str, Figure]:
-    """Bars and figures of a record by their names, flat."""
+    """Return the bars and figures of a record, flat, by their names."""
     found: dict[str, Figure] = {}
     for name, figure in _bars(record, prefix):
         number = 2
@@ -220,7 +221,7 @@ def _bars(record: dict[str, Any], prefix: str) -> Iterator[tuple[str, Figure]]:
 
 
 def _flat(value: Any, name: str) -> Iterator[tuple[str, Figure]]:
-    """Every figure in a value, with its name. `name` ends in a separator, or is empty."""
+    """Yield every figure in a value, with its name. `name` ends in a separator, or is empty."""
     here = name.removesuffix(" / ")
     if is_record(value):
         yield from figures_of(value, name).items()
@@ -244,7 +245,7 @@ def _is_number(value: Any) -> bool:
 
 
 def differences(old: dict[str, Any], new: dict[str, Any]) -> Iterator[str]:
-    """What else is not the same about the two runs."""
+    """Yield what else differs between the two runs, such as the machine."""
     for which, record in (("old", old), ("new", new)):
         if record.get("complete") is False:
             yield f"the {which} record is of a run that was cut off"
@@ -275,7 +276,7 @@ def _number(value: float | None) -> str:
 
 
 def show(comparison: Comparison, console: Console, title: str, everything: bool) -> None:
-    """Print bars, what moved among the figures, and what else differs."""
+    """Print bars, figures that changed, and what else differs."""
     table = Table(title=title, title_justify="left", show_edge=False, pad_edge=False)
     table.add_column("bar or figure", overflow="fold")
     for heading in ("old", "new", "new / old"):
@@ -303,7 +304,10 @@ def show(comparison: Comparison, console: Console, title: str, everything: bool)
 
 
 def folded(shown: list[Row], every: list[Row]) -> Iterator[Row]:
-    """One row for all figures of what only one of the records has, as a baseline that did not run."""
+    """Yield the rows to show.
+
+    All figures of a part that only one record has, as a baseline, become one row.
+    """
     kept = [row.name for row in every if row.verdict not in (NEW, GONE)]
     counts: dict[tuple[str, str], int] = {}
     for row in shown:

@@ -1,15 +1,15 @@
-"""`dynswap convert` of an fp32 checkpoint to bf16: how close to the disk, and in how much memory.
+"""`dynswap convert` of an fp32 checkpoint to bf16: its speed compared with the disk, and its memory.
 
 The source is a safetensors file of --size, none of it in the page cache. Rounds alternate between
 
 raw sequential   Read all of the source, then write as many bytes as the result has, and wait for the disk.
-raw overlapped   The same reads and writes side by side, by as many threads as convert has: the stricter.
-convert          The command in a process of its own, with its imports left out of the time: it reads, casts,
+raw overlapped   The same reads and writes at the same time, by as many threads as convert has: the stricter.
+convert          The command in a process of its own, without the time of its imports: it reads, casts,
                  writes, reads back what it wrote, and compares checksums. So it moves a third more bytes than
-                 raw does, and where the disk sets the pace about 0.75 is the most there is.
+                 raw does. If the disk is the bottleneck, at most about 0.75 can be reached.
 
-All of them around the page cache, in the same blocks. Peak memory is VmHWM of the process of convert, torch
-and the command's own imports included; what importing torch takes is recorded beside it.
+All of them bypass the page cache, in the same blocks. Peak memory is VmHWM of the process of convert, with
+the imports of torch and of the command. What importing torch takes is recorded too.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from dynswap_ext.demo.model import cache_folder
 _BLOCK = 4 << 20
 _THREADS = 4
 
-#: The command, with the time of its imports left out.
+#: A program that runs the command and times it without its imports.
 _CONVERT = """
 import json, sys, time
 from pathlib import Path
@@ -54,7 +54,7 @@ sys.exit(status)
 
 
 def make_source(path: Path, size: int) -> None:
-    """Layers of random fp32 weights: the same block again and again, as what they are does not matter."""
+    """Write layers of fp32 weights. All have the same random block, as their values do not matter."""
     layers = max(1, size // (64 << 20))
     columns = size // layers // 4 // 1024
     nbytes = columns * 1024 * 4
@@ -79,7 +79,7 @@ def make_source(path: Path, size: int) -> None:
 
 
 def raw(source: Path, target: Path, *, overlapped: bool) -> float:
-    """Seconds of reading the source and writing half as many bytes."""
+    """Return the seconds of reading the source and writing half as many bytes."""
     drop_file_cache(source)
     size = source.stat().st_size
     count = math.ceil(size / _BLOCK)
@@ -119,7 +119,7 @@ def raw(source: Path, target: Path, *, overlapped: bool) -> float:
 
 
 def converted(source: Path, target: Path) -> dict[str, float]:
-    """What one conversion in a process of its own measured."""
+    """Return the measurements of one conversion in a process of its own."""
     drop_file_cache(source)
     command = [sys.executable, "-c", _CONVERT, str(source), str(target)]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).resolve().parent.parent)}
@@ -155,7 +155,7 @@ def main() -> int:
             )
 
     def ratio(raws: list[float]) -> float:
-        """Within each round: the machine may change its pace between them."""
+        """Return the median of the ratios within rounds, as the machine's speed may change between them."""
         return statistics.median(one / run["seconds"] for one, run in zip(raws, runs, strict=True))
 
     record.figures.update(

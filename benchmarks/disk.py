@@ -1,15 +1,16 @@
-"""From a checkpoint on disk to the first output and on: beside the disk itself, and other ways to load.
+"""From a checkpoint on disk to the first output and on, compared with the disk and with other ways to load.
 
-A decoder in a safetensors file (and the same in a file of torch.save), float32, on the CPU. Nothing of either
-is in the page cache when a baseline begins; each has a process of its own, with torch's code warmed up.
+The model is a float32 decoder in a safetensors file, and in a file of torch.save, on the CPU. Neither file
+is in the page cache when a baseline begins. Each baseline has a process of its own, with torch's code warmed
+up.
 
 first pass     The first forward after `load` and `install`, an input of one token: bytes / time, against
                `dd iflag=direct bs=16M` of the same file. Readings of dd and passes alternate.
 to the output  Time of load and first forward, for an input of one token and for one that computes about as
                long as the file takes to read, against PyTorch's mmap recipe, torch.load + load_state_dict,
-               safetensors' load_file, and accelerate's disk offload (`pip install accelerate`). Mappings live
-               by the system's read-ahead: once with the machine's, once with Linux's default (128 KiB), which
-               takes root to set for that time.
+               safetensors' load_file, and accelerate's disk offload (`pip install accelerate`). The speed of
+               mappings depends on the system's read-ahead: once it is the machine's, once Linux's default
+               (128 KiB), which takes root to set for that time.
 warm           Later passes with a budget of a quarter, compute-bound, against the resident model's.
 shared         Two processes stream one file at a time: their memory, summed (PSS), and what both read of it.
 """
@@ -54,12 +55,12 @@ PARTS = ["first", "output", "warm", "shared"]
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does."""
+    """The work of one process: how it loads the model, from which files, and what it runs."""
 
     way: str
     config: dict[str, int]
     safetensors: str
-    untied: str  #: the same with the tied head under both its names, for accelerate
+    untied: str  #: the safetensors file with the tied head under both its names, for accelerate
     torch: str
     budget: int
     tokens: int
@@ -69,7 +70,7 @@ class Job:
 
 @dataclass
 class Row:
-    """What a process measured, or why it could not."""
+    """The measurements of a process, or the reason why it failed."""
 
     load: float = 0.0
     seconds: list[float] = field(default_factory=list)  #: of each pass
@@ -78,12 +79,12 @@ class Row:
 
     @property
     def to_output(self) -> float:
-        """Seconds from the file to the first output."""
+        """Return the seconds from the file to the first output."""
         return self.load + self.seconds[0]
 
 
 def skeleton(config: DecoderConfig) -> nn.Module:
-    """On the meta device, but for the buffers that no checkpoint holds."""
+    """Return the model on the meta device, except for the buffers that no checkpoint holds."""
     with torch.device("meta"):
         model = Decoder(config)
     small = dict(Decoder(dataclasses.replace(config, layers=1, vocabulary=8)).named_buffers())
@@ -95,7 +96,7 @@ def skeleton(config: DecoderConfig) -> nn.Module:
 
 
 def load(job: Job, config: DecoderConfig) -> nn.Module:
-    """The model, ready for its first forward, as the baseline's documentation has it."""
+    """Return the model, ready for its first forward, loaded as the baseline's documentation says."""
     if job.way == DYNSWAP:
         model: nn.Module = checkpoint.load(lambda: Decoder(config), job.safetensors)
         dynswap_ext.install(model, device="cpu", budget=job.budget)
@@ -106,7 +107,7 @@ def load(job: Job, config: DecoderConfig) -> nn.Module:
         with init_empty_weights():
             model = Decoder(config)
         device_map: dict[str, Any] = {name: "disk" for name, _ in model.named_children()}
-        device_map["norm"] = "cpu"  # it takes no map with nothing on a device
+        device_map["norm"] = "cpu"  # accelerate refuses a map that puts nothing on a device
         dispatched: nn.Module = load_checkpoint_and_dispatch(
             model, job.untied, device_map=device_map, offload_folder=job.scratch
         )
@@ -120,7 +121,7 @@ def load(job: Job, config: DecoderConfig) -> nn.Module:
         state = load_file(job.safetensors)
     else:
         state = torch.load(job.torch, mmap=True, weights_only=True)
-    model.load_state_dict(state, assign=True, strict=False)  # the tied head stands once in the file
+    model.load_state_dict(state, assign=True, strict=False)  # the file has the tied head once
     model.head.weight = model.embedding.weight
     if job.way == RESIDENT:
         for parameter in model.parameters():
@@ -129,12 +130,12 @@ def load(job: Job, config: DecoderConfig) -> nn.Module:
 
 
 def run(job: Job) -> Row:
-    """One process's work."""
+    """Do the work of one process, and return its measurements."""
     config = DecoderConfig(**job.config)
     tokens = torch.randint(config.vocabulary, (1, job.tokens), generator=torch.Generator().manual_seed(1))
     small = dataclasses.replace(config, layers=1, vocabulary=64)
     skeleton(small)
-    with torch.inference_mode():  # torch's code and threads, and the decoder's, are not the file's time
+    with torch.inference_mode():  # so that the start of torch's code and threads is not measured
         Decoder(small)(tokens % 64)
     drop_caches(job)
     row = Row()
@@ -162,7 +163,7 @@ def apart(job: Job) -> Row:
 
 
 def first_pass(record: Record, job: Job, path: Path, rounds: int, bar: float | None) -> None:
-    """A cold pass beside dd, in turn."""
+    """Measure cold passes and dd in turn."""
     readings, rates = [dd(path)], []
     for _ in range(rounds):
         row = apart(dataclasses.replace(job, tokens=1, passes=1))
@@ -178,7 +179,7 @@ def first_pass(record: Record, job: Job, path: Path, rounds: int, bar: float | N
 def to_the_output(
     record: Record, job: Job, tokens: int, rounds: int, bar: float | None, under: str = ""
 ) -> None:
-    """Load and first forward of every baseline, in turn."""
+    """Measure load and first forward of every baseline in turn."""
     rows: dict[str, list[Row]] = {}
     for _ in range(rounds):
         for way in (DYNSWAP, *PEERS):
@@ -202,7 +203,7 @@ def to_the_output(
 
 
 def warm(record: Record, job: Job, tokens: int, passes: int, bar: float | None) -> None:
-    """Later passes beside the resident model's."""
+    """Measure later passes, and those of the resident model."""
     rows = {
         way: apart(dataclasses.replace(job, way=way, tokens=tokens, passes=passes + 2))
         for way in (RESIDENT, DYNSWAP)
@@ -218,7 +219,7 @@ def warm(record: Record, job: Job, tokens: int, passes: int, bar: float | None) 
 
 @contextmanager
 def read_ahead(folder: Path, kib: int) -> Iterator[bool]:
-    """The disk's read-ahead set for a while; False where that is not permitted."""
+    """Set the disk's read-ahead while the block runs. Yield False if that is not permitted."""
     number = os.stat(folder).st_dev
     device = Path(f"/sys/dev/block/{os.major(number)}:{os.minor(number)}").resolve()
     setting = next(
@@ -238,7 +239,7 @@ def read_ahead(folder: Path, kib: int) -> Iterator[bool]:
 
 
 def pss(pid: int) -> int:
-    """The process's share of the memory that it has mapped, in bytes."""
+    """Return the process's share of its mapped memory, in bytes (PSS)."""
     for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) * 1024
@@ -246,7 +247,7 @@ def pss(pid: int) -> int:
 
 
 def shared(record: Record, job: Job, path: Path, bar: float | None) -> None:
-    """Two processes that stream the same file at the same time."""
+    """Measure two processes that stream the same file at the same time."""
     drop_caches(job)
     both = json.dumps(dataclasses.asdict(dataclasses.replace(job, tokens=1, passes=4)))
     command = [sys.executable, __file__, "--hold", "--job", both]
@@ -320,7 +321,7 @@ def main() -> int:
         if "first" in given.only:
             first_pass(record, job, path, given.rounds, 0.90 if native else None)
         if "output" in given.only:
-            to_the_output(record, job, 1, given.rounds, None)  # the disk's own speed bounds everybody
+            to_the_output(record, job, 1, given.rounds, None)  # no bar: the disk is the limit for all
             bar = 1.5 if native else None
             to_the_output(record, job, given.balanced, given.rounds, bar, ", the machine's read-ahead")
             with read_ahead(given.folder, 128) as permitted:

@@ -1,14 +1,14 @@
-"""What a token of a mixture of experts moves under a quarter of its bytes, one expert at a time and whole.
+"""Bytes that a token of a mixture of experts moves, with experts fetched one by one and whole.
 
-A Qwen3-MoE of transformers with 32 experts, of which 2 are active, mapped from a file. The router is replaced
-by one whose choices are drawn: each expert as likely as the others (random), by Zipf's law (skewed), or with
-every second choice that of the last token (repeating).
+A Qwen3-MoE of transformers with 32 experts, of which 2 are active, is mapped from a file. The budget is a
+quarter of its bytes. Its router is replaced by one that draws its choices: all experts are equally likely
+(random), by Zipf's law (skewed), or every second choice is one of the last token's (repeating).
 
-one by one   As it is installed: what is chosen moves, and stays by use.
-whole        The fused parameters, or the modules, in the learned order, as any other weights.
+one by one   As a model is installed: chosen experts move, and those that are used most stay.
+whole        Fused parameters, or modules, are prefetched in the learned order, like any other weights.
 
-Bytes stand beside those of the active experts. "last_token" is how many of the chosen experts the last token
-chose too: what a prediction from it could have fetched ahead at best.
+Bytes are compared with those of the active experts. "last_token" is the share of the chosen experts that the
+last token chose too, which is the most that a prediction from it could have prefetched.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Route = Callable[[int], list[int]]
 
 
 class Experts(nn.Module):
-    """Experts that are modules, in the place of the fused ones."""
+    """Experts that are modules, in place of the fused ones."""
 
     def __init__(self, width: int, hidden: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Experts(nn.Module):
 
 
 class Router(nn.Module):
-    """Draws its choices, and counts which were those of the last token."""
+    """Draws its choices, and counts how many were also those of the last token."""
 
     def __init__(self, route: Route, layer: int) -> None:
         super().__init__()
@@ -126,12 +126,12 @@ def build(implementation: str, route: Route, layers: int, width: int) -> nn.Modu
 
 
 def whole(modules: Sequence[nn.Module], stacked: Iterable[int]) -> dict[int, Any]:
-    """In the place of what finds experts (`experts_of_modules`): there are none."""
+    """Return no experts. This replaces the function that finds them (`experts_of_modules`)."""
     return {}
 
 
 def tokens(model: nn.Module, count: int) -> Iterator[float]:
-    """Seconds of each token."""
+    """Run tokens, and yield the seconds of each."""
     for number in range(count):
         begin = time.perf_counter()
         with torch.inference_mode():

@@ -1,4 +1,4 @@
-"""Fill README and pages in docs with the figures of benchmarks/results, and draw README's chart.
+"""Fills README and pages in docs with the figures of benchmarks/results, and draws README's chart.
 
     python benchmarks/figures.py            # after a record was replaced; `make lock` runs it, too
     python benchmarks/figures.py --check    # status 1 if a page, or the chart, differs from the records
@@ -6,12 +6,13 @@
 Two things in a page are filled in:
 
 - A comment such as `<!-- measured: 263 ns = access "native, copy" -->` after a paragraph, a list or a table
-  says which figures that has: each as it stands there, in their order, with its record and its name, as
-  compare.py names it. The number becomes that figure's value, with the digits and the unit that are there. A
-  reader of the page sees the number alone.
-- What is between `<!-- figures: KIND NAME -->` and `<!-- end -->`. `bars NAME` is a table of a record's bars,
-  `run NAME` tells how and where the record was made, and `peers ram` and `peers file` are the tables of
-  peers.json for weights in RAM and in a file. `versions EXTRA` is a table of the locked versions of an extra.
+  names the figures in it, in order: each as the text has it, its record, and its name as in compare.py. The
+  number in the text becomes that figure's value, with the same digits and unit. A reader of the page sees
+  only the number.
+- What is between `<!-- figures: KIND NAME -->` and `<!-- end -->`. `bars NAME` is a table of a record's
+  bars, `run NAME` tells how and where the record was made, and `peers ram` and `peers file` are the tables
+  of peers.json for weights in RAM and in a file. `versions EXTRA` is a table of the locked versions of an
+  extra.
 """
 
 from __future__ import annotations
@@ -32,12 +33,12 @@ import lock
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = ROOT / "benchmarks" / "results"
 _DOCS = ROOT / "docs"
-#: Where each figure is named in a comment, or in a table that is filled from a record.
+#: Pages on which every figure is named in a comment, or is in a table that is filled from a record.
 PAGES = (
     ROOT / "README.md",
     *(_DOCS / page for page in ("benchmarks.md", "libraries.md", "guides/experts.md")),
 )
-#: Where figures may be of a record too.
+#: Pages on which some figures may be from records.
 OTHER_PAGES = tuple(page for page in sorted(_DOCS.rglob("*.md")) if page not in PAGES)
 CHART = ROOT / "docs" / "images" / "time_and_memory_{theme}.svg"
 
@@ -55,9 +56,9 @@ _UNITS = {
     "ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0,
     "MB": 1e6, "MiB": 2**20, "GB": 1e9, "GiB": 2**30, "MB/s": 1e6, "GB/s": 1e9,
 }  # fmt: skip
-#: Of which Python a table has the versions: the one that the continuous integration runs.
+#: The Python whose versions a table has: that of the continuous integration.
 TABLED_PYTHON = "3.11"
-#: How the tables call what peers.py runs.
+#: The labels of the rows of peers.py in the tables.
 _PRIMARY = ("ours", "ours, 1/4")
 
 
@@ -74,13 +75,13 @@ def read(name: str) -> dict[str, Any]:
 
 
 def filled(text: str) -> str:
-    """A page with the figures of the records as they are.
+    """Return the page with the present figures of the records.
 
     Raises
     ------
     WrongFigure
-        It names a record, a figure or a kind of table that there is not, or a number that its paragraph
-        has not.
+        It names a record, a figure or a kind of table that does not exist, or a number that its paragraph
+        does not have.
     """
     values = {place: mark for mark in marks(text) for place in mark.places}
     for start, end in sorted(values, reverse=True):
@@ -90,17 +91,17 @@ def filled(text: str) -> str:
 
 @dataclass(frozen=True)
 class Mark:
-    """A figure of a page, by a comment that says of which record it is."""
+    """A figure of a page, which a comment ascribes to a record."""
 
     record: str
     name: str
     unit: str
     digits: int
-    #: Where the number stands: in the paragraph, and in the comment.
+    #: The positions of the number in the page: in the paragraph, and in the comment.
     places: tuple[tuple[int, int], tuple[int, int]]
 
     def value(self) -> str:
-        """Return the number as the record has it."""
+        """Return the number that the record has, in the page's digits and unit."""
         figure = compare.figures_of(read(self.record)).get(self.name)
         if figure is None or isinstance(figure.value, str):
             raise WrongFigure(f"{self.record}.json has no number '{self.name}'")
@@ -110,12 +111,12 @@ class Mark:
 
 
 def marks(text: str) -> list[Mark]:
-    """Return the figures that the comments of a page name, in their order.
+    """Return the figures that the comments of a page name, in order.
 
     Raises
     ------
     WrongFigure
-        A comment names a number that its paragraph has not, or has where no comment names it.
+        A comment names a number that its paragraph does not have, or has in another place too.
     """
     found = []
     for comment in COMMENT.finditer(text):
@@ -140,7 +141,7 @@ def _shown_as(mark: re.Match[str]) -> str:
 
 
 def _places(shown: str, text: str, begin: int) -> list[tuple[int, int]]:
-    """Return where a paragraph has a number: its digits, without the unit."""
+    """Return where a paragraph has a number: the positions of its digits, without the unit."""
     number, _, unit = shown.partition(" ")
     followed = rf"(?=\s+{re.escape(unit)}\b)" if unit else r"(?!\d|[.,]\d)"
     pattern = re.compile(rf"(?<![\w.,]){re.escape(number)}{followed}")

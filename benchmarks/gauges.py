@@ -1,8 +1,8 @@
-"""What a piece of work costs: seconds, which a machine's noise is in, and counts, which it is not in.
+"""Gauges of a piece of work: seconds, which are noisy, and counts, which are not.
 
-The system's calls and instructions are counted from outside the process, by strace and by valgrind: those of
-the calling thread alone, as what other threads do depends on when they get to run. Valgrind knows no
-userfaultfd, so under it masters are sampled.
+strace and valgrind count system calls and instructions from outside the process. Only those of the calling
+thread count, since those of other threads depend on when they run. Valgrind has no userfaultfd, so masters
+are sampled under it.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
 
-#: The system's calls that depend on what other threads are doing.
+#: System calls whose number depends on what other threads are doing.
 _WAITS: Final = {"futex", "sched_yield", "clock_nanosleep", "nanosleep", "madvise", "munmap", "mmap", "brk"}
-#: Calls with which a block ends: of `__exit__`, of `next`, of the generator and of `setprofile`.
+#: The calls that end a block: of `__exit__`, of `next`, of the generator and of `setprofile`.
 _OF_THE_BLOCK: Final = 4
 _MARK: Final = "/dynswap-gauge/"
 _TOGGLE: Final = """
@@ -34,7 +34,7 @@ void end(const char* name) { CALLGRIND_DUMP_STATS_AT(name); CALLGRIND_STOP_INSTR
 
 
 class Seconds:
-    """Adds up the time of the blocks that it is held to."""
+    """Adds up the time of the blocks that it is used for, in `total`."""
 
     def __init__(self) -> None:
         self.total = 0.0
@@ -47,7 +47,7 @@ class Seconds:
 
 
 class PythonCalls:
-    """Counts the calls of functions, Python's and C's, that Python code makes."""
+    """Counts the calls of Python and C functions that Python code makes in a block."""
 
     def __init__(self) -> None:
         self.total = 0
@@ -96,9 +96,9 @@ class Toggle:
 
 
 def system_calls(command: list[str]) -> dict[str, int] | None:
-    """Run a command that uses `Marks`, and return the number of the system's calls by name of the block.
+    """Run a command that uses `Marks`. Return the number of system calls in each block, by its name.
 
-    None where there is no strace.
+    None if strace is not installed.
     """
     if shutil.which("strace") is None:
         return None
@@ -121,9 +121,9 @@ def _between_marks(lines: list[str]) -> dict[str, int]:
 
 
 def instructions(command: list[str]) -> dict[str, int] | None:
-    """Run a command that uses `Toggle`, and return the number of instructions by name of the block.
+    """Run a command that uses `Toggle`. Return the number of instructions in each block, by its name.
 
-    None where there is no valgrind, or none of its headers.
+    None if valgrind or its headers are not installed.
     """
     if shutil.which("valgrind") is None:
         return None
@@ -137,7 +137,7 @@ def instructions(command: list[str]) -> dict[str, int] | None:
             return None
         counted = ["valgrind", "--tool=callgrind", "--instr-atstart=no", "--separate-threads=yes"]
         out = f"--callgrind-out-file={folder}/out"
-        # Names are looked up by their hashes, so these are the same in each run.
+        # Python looks names up by their hashes, so the hashes have to be the same in each run.
         environment = {**os.environ, "GAUGES_TOGGLE": str(library), "PYTHONHASHSEED": "0"}
         subprocess.run(
             [*counted, out, "--quiet", *command], check=True, env=environment, stderr=subprocess.DEVNULL

@@ -1,10 +1,10 @@
-"""Does it work on this GPU at all: every way for weights to get there, against the same model moved whole.
+"""A quick check of every way to stream weights to this GPU, against the same model moved whole.
 
-Engine backends (CUDA's own, torch's streams), with and without a cast, with masters in RAM that are page-
-locked, that are not, and that are mapped from a file, with room for a quarter of the weights and under
-"auto": three passes and a training step each. Outputs and gradients have to be equal to the bit, weights
-have to move, and the peak of the device's memory has to stay under the budget and what the moved model
-computes with.
+It combines the engine's backends (CUDA's own, torch's streams), with and without a cast, with masters in RAM
+that are page-locked, that are not, and that are mapped from a file, with a budget of a quarter of the
+weights and with "auto". Each case runs three passes and a training step. Outputs and gradients have to be
+equal to the bit, weights have to move, and the peak of device memory has to stay under the budget and what
+the moved model computes with.
 
 `--device cpu` proves that the script works.
 """
@@ -37,7 +37,7 @@ _PLACES = ("page-locked", "pageable", "file")
 
 
 class Block(nn.Module):
-    """What models are made of: matrices, a convolution, a vector and a buffer."""
+    """A part of the models: matrices, a convolution, a vector and a buffer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Block(nn.Module):
 
 
 def steps(model: nn.Module, x: Tensor) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Three passes without gradients, and one with; the outputs, and the gradients in RAM."""
+    """Run three passes without gradients and one with. Return the outputs and the gradients, in RAM."""
     with torch.inference_mode():
         outputs = [model(x) for _ in range(3)]
     model.zero_grad()
@@ -72,7 +72,7 @@ def engine_backend(name: str) -> Iterator[None]:
 
 
 def differences(actual: dict[str, Tensor], expected: dict[str, Tensor]) -> list[str]:
-    """Of gradients; an installed model's are in the dtype of its masters."""
+    """Return how gradients differ. Those of an installed model are in the dtype of its masters."""
     cast = {name: gradient.to(actual[name].dtype) for name, gradient in expected.items() if name in actual}
     missing = [f"{name} has no gradient" for name in expected.keys() - actual.keys()]
     return missing + testing.differences(actual, cast, "gradients")
@@ -127,7 +127,7 @@ def check(
         stats = handle.stats()
         if not stats.bytes_moved and (cuda or dtype != torch.float32):
             found.append("no weight was moved")
-        if stats.host_synchronisations and budget != "auto":  # which measures activations first
+        if stats.host_synchronisations and budget != "auto":  # "auto" synchronises to measure activations
             found.append(f"the host waited {stats.host_synchronisations} times")
     return "; ".join(found)
 
@@ -139,7 +139,7 @@ def main() -> int:
     given = options.parse_args()
     device = torch.device(given.device)
     sizes = (5, 64) if given.tiny else (12, given.width)
-    torch.backends.cudnn.deterministic = True  # a convolution's gradients are else summed in any order
+    torch.backends.cudnn.deterministic = True  # else a convolution's gradients are summed in any order
     record = Record("gpu_smoke", given.tiny)
     backends = ("cuda", "torch") if device.type == "cuda" and native_available(given.device) else ("auto",)
     wrong = 0

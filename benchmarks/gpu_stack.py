@@ -1,13 +1,11 @@
-"""A stack of equal layers at chosen compute:copy, against max(compute, bytes / bandwidth), on a GPU.
+"""A stack of equal layers with a chosen ratio of compute to copy, against max(compute, bytes / bandwidth).
 
-Masters are in RAM. The bandwidth of copies from pinned memory, the resident model, dynswap under three
-budgets (a ring of three layers, a quarter of the model, and "auto" where little more than half has room),
-the classic hook and accelerate's cpu_offload are measured in this one run, on the same weights and input.
-While dynswap's passes are timed, `torch.cuda.set_sync_debug_mode("error")` turns a host synchronisation into
-an exception.
+Masters are in RAM. One run measures, with the same weights and input: the bandwidth of copies from pinned
+memory, the resident model, dynswap with three budgets (three layers, a quarter of the model, and "auto" with
+room for little more than half), the classic hook, and accelerate's cpu_offload. While dynswap's passes are
+timed, `torch.cuda.set_sync_debug_mode("error")` turns a host synchronisation into an exception.
 
-On the CPU (`--device cpu`, which proves that the script works) weights are cast on the way, so that they
-move.
+On the CPU (`--device cpu`, which proves that the script works) weights are cast, so that they are streamed.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class Stack(nn.Module):
 
 @dataclass(frozen=True)
 class Setting:
-    """What stays the same for all baselines of a ratio."""
+    """What all baselines of one ratio have in common."""
 
     name: str
     device: torch.device
@@ -76,7 +74,7 @@ class Timing:
 
 
 def run_passes(model: nn.Module, setting: Setting, *, warm_up: int = 3, silent: bool = False) -> Timing:
-    """Time passes by events on the stream; `silent` forbids host synchronisations meanwhile."""
+    """Time passes by events on the stream. `silent` forbids host synchronisations meanwhile."""
     cuda = setting.device.type == "cuda"
     with torch.inference_mode():
         for _ in range(warm_up):
@@ -113,7 +111,10 @@ def no_synchronisation() -> Iterator[None]:
 def tokens_for(
     ratio: float, width: int, device: torch.device, dtype: torch.dtype, copy_seconds: float, most: int
 ) -> int:
-    """Rows, `most` at most, of an input for which a layer computes `ratio` times as long as it travels."""
+    """Return the rows of an input for which a layer's compute takes `ratio` times as long as its copy.
+
+    There are at most `most` rows.
+    """
     if device.type != "cuda":
         return 8
     layer = nn.Linear(width, width, bias=False, dtype=dtype, device=device)
@@ -166,7 +167,7 @@ def main() -> int:
         model = stack(given.width, given.layers, stored, device)
         layer_bytes = given.width * given.width * _DTYPE.itemsize
         moved_of_layer = given.width * given.width * min(stored.itemsize, _DTYPE.itemsize)
-        most = 128 if given.tiny else 1 << 20  # no more time than it takes to see that it runs
+        most = 128 if given.tiny else 1 << 20  # a tiny run only shows that the script works
         rows = tokens_for(ratio, given.width, device, _DTYPE, moved_of_layer / bandwidth, most)
         setting = Setting(
             name=f"{ratio:g}{', cast' if cast else ''}",
@@ -199,7 +200,7 @@ def main() -> int:
 
 
 def stack(width: int, layers: int, dtype: torch.dtype, device: torch.device) -> Stack:
-    """A stack in RAM; its values are drawn on the device, which is quicker by far."""
+    """Return a stack in RAM. Its values are drawn on the device, which is much faster."""
     with torch.device("meta"):
         model = Stack(width, layers, dtype)
     for layer in model.layers:
@@ -221,10 +222,10 @@ def measure_installed(model: Stack, setting: Setting, resident: Timing, record: 
     ring = 3 * setting.layer_bytes
     cuda = native and setting.device.type == "cuda"
     budgets: dict[str, int | str] = {"ring of 3": ring, "1/4": max(weights // 4, ring)}
-    if cuda and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ:  # memcheck's: "auto" is refused then
+    if cuda and "PYTORCH_NO_CUDA_MEMORY_CACHING" not in os.environ:  # set for memcheck; "auto" is refused
         budgets["auto, room for half"] = "auto"
     for label, budget in budgets.items():
-        # Besides the output that each pass leaves, the first of these calls has to guess its activations.
+        # Besides the output of each pass, there is room for the guess of activations in the first call.
         room = weights // 2 + 2 * activations + setting.scratch
         begun = time.perf_counter()
         with (
@@ -270,7 +271,7 @@ def measure_installed(model: Stack, setting: Setting, resident: Timing, record: 
 
 @contextmanager
 def room_for(size: int, setting: Setting) -> Iterator[None]:
-    """Let torch's allocator take that many bytes more, and refuse the rest."""
+    """Let torch's allocator take `size` more bytes while the block runs, and refuse more."""
     gc.collect()
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
@@ -300,7 +301,7 @@ def measure_accelerate(model: Stack, setting: Setting, resident: Timing, record:
         record.figures["accelerate cpu_offload"] = f"not measured: {error}"
         print(f"accelerate cpu_offload: not measured: {error}")
         return
-    offloaded = copy.deepcopy(model).to(setting.dtype)  # it does not cast on the way
+    offloaded = copy.deepcopy(model).to(setting.dtype)  # accelerate does not cast while it copies
     accelerate.cpu_offload(offloaded, execution_device=setting.device)
     try:
         timing = run_passes(offloaded, setting, warm_up=1)

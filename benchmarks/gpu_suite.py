@@ -1,19 +1,19 @@
 """Everything that needs a GPU, with one command: `python benchmarks/gpu_suite.py`.
 
-Parts, what tells most in a second first: the build, a model that gets to the device in every way there is,
-the tests of tests/cuda (which may not be skipped), residents that give way over expandable segments, the
-bandwidth of the bus, a stack of layers at compute:copy 0.2, 1 and 5 and with a cast, a checkpoint streamed
-from disk, loading onto the device, the contract's tests, the peers, training steps, access, install, and
-compute-sanitizer's memcheck.
+The parts, most telling first: the build, a model that gets to the device in every way there is, the tests of
+tests/cuda (which may not be skipped), residents that give way over expandable segments, the bandwidth of the
+bus, a stack of layers at compute:copy 0.2, 1 and 5 and with a cast, a checkpoint streamed from disk, loading
+onto the device, the contract's tests, the peers, training steps, access, install, and compute-sanitizer's
+memcheck.
 
-`--check` says what is missing here, and for which parts, before any time is spent. The whole ends within
-`--time-limit` seconds. Each part is a process of its own with its share of that time; what it leaves over is
-shared by all later parts, and at its limit it is ended. The record is written before and after each part, so
-that a run that is cut off leaves what it had. A table of all parts comes last.
+`--check` first prints what is missing here, and for which parts. The whole ends within `--time-limit`
+seconds. Each part is a process of its own with its share of that time. Time that it leaves over is shared by
+all later parts; at its limit it is killed. The record is written before and after each part, so a run that
+is cut off leaves what it had. A table of all parts comes last.
 
-Needs Python, torch and a CUDA toolkit; parts that need more (pytest, hypothesis, safetensors, rich) are left
-out without it. `--dry-run` runs every part at tiny sizes, on the CPU if there is nothing else, which proves
-that they start. Of the build it runs what comes before the compiler, and of the tests it collects the names.
+Needs Python, torch and a CUDA toolkit. Parts that need more (pytest, hypothesis, safetensors, rich) are left
+out without it. `--dry-run` runs every part at tiny sizes, on the CPU if there is no GPU, which proves that
+they start. It runs the build up to the compiler, and only collects the tests' names.
 """
 
 from __future__ import annotations
@@ -50,14 +50,14 @@ from suite_parts import (
 )
 
 HERE = Path(__file__).resolve().parent
-#: For the table, and for what is written after the last part.
+#: Seconds that are kept for the table, and for the record after the last part.
 _RESERVE = 6.0
 _LEAST = 3.0  # a part with less time than this cannot even import torch
 _SHOWN_OF_FAILED = 25  # lines
 _TRAINED = "dynswap,classic hook,accelerate cpu_offload"
-_TRAINED_DRY = "dynswap"  # the others are slow to train, and start in other parts
+_TRAINED_DRY = "dynswap"  # the other baselines are slow to train, and other parts start them
 _RATIOS = ("--ratio", "0.2", "5", "1", "--cast")
-#: Each row is a process that imports torch, which takes a borrowed machine five seconds.
+#: The rows that run. Each is a process that imports torch, which may take five seconds.
 _PEERS = (
     *("--only", "narrow,decode"),
     *("--baselines", "ours, 1/4;classic hook;classic hook, pinned;accelerate cpu_offload;mmgp"),
@@ -70,10 +70,10 @@ _NATIVE = (
 
 
 def build(dry_run: bool) -> Part:
-    """Compile for the device that is here, all cores at once, and prove that the result serves it."""
+    """Compile for the device of this machine, on all cores, and prove that the result serves it."""
     python = sys.executable
     info, said = [[python, "-m", "dynswap_ext", "info"]], "CUDA backend"
-    if absent("rich"):  # its tables need that
+    if absent("rich"):  # the tables of `info` need rich
         info = []
     if dry_run:  # the toolkit, the sources and the flags are put together; nothing is compiled
         return Part("build", ([python, "setup.py", "build_ext", "--help"], *info), share=80, line=said)
@@ -89,15 +89,15 @@ def build(dry_run: bool) -> Part:
 
 
 def absent(*modules: str) -> str:
-    """Which of these cannot be imported, for `Part.missing`."""
+    """Return which of the modules cannot be imported, as a text for `Part.missing`."""
     names = [name for name in modules if importlib.util.find_spec(name) is None]
     return f"{' and '.join(names)} {'is' if len(names) == 1 else 'are'} not installed" if names else ""
 
 
 def pytests(name: str, *arguments: str, share: float, dry_run: bool, **environment: str) -> Part:
-    """Tests that may not be skipped for want of a GPU; a dry run only collects them."""
+    """Return a part of tests that may not be skipped for lack of a GPU. A dry run only collects them."""
     command = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", "--tb=short"]
-    # A module that cannot be imported costs its own tests alone; a test that hangs says where.
+    # If a module cannot be imported, only its tests are lost. A test that hangs prints where it is.
     command += ["--continue-on-collection-errors", "-o", "faulthandler_timeout=60", *arguments]
     if dry_run:  # `make test-cuda` runs them on a pretend device
         command += ["--collect-only"]
@@ -109,14 +109,14 @@ def pytests(name: str, *arguments: str, share: float, dry_run: bool, **environme
 
 
 def memcheck(dry_run: bool) -> Part:
-    """A small stack of layers under compute-sanitizer; alone, in a dry run.
+    """Return a part that runs a small stack of layers under compute-sanitizer, or without it in a dry run.
 
-    Each tensor has memory of the driver's own: within torch's blocks no overrun would be seen.
+    torch's caching allocator is off: within one of its blocks, no overrun would be seen.
     """
     script = [sys.executable, str(HERE / "gpu_stack.py"), "--device", device_of(dry_run)]
     small = [*script, "--tiny", "--cast", "--ours"]
     found = shutil.which("compute-sanitizer") or shutil.which("/usr/local/cuda/bin/compute-sanitizer")
-    # What asks the driver for what it may refuse is no error.
+    # Errors of the driver's functions are not reported: the engine asks for what may be refused.
     options = ["--tool", "memcheck", "--report-api-errors", "no", "--error-exitcode", "9"]
     wrapper = [] if dry_run else [found or "", *options]
     missing = "" if dry_run or found else "compute-sanitizer is neither on PATH nor in /usr/local/cuda/bin"
@@ -131,7 +131,10 @@ def memcheck(dry_run: bool) -> Part:
 
 
 def device_of(dry_run: bool) -> str:
-    """Where the scripts run: a dry run takes a GPU, or the tests' pretend one, if there is one."""
+    """Return the device that the scripts use.
+
+    A dry run takes a GPU, or the tests' pretend one, if there is one.
+    """
     return "cuda" if not dry_run or torch.cuda.is_available() else "cpu"
 
 
@@ -211,7 +214,7 @@ def parts(dry_run: bool, folder: str) -> list[Part]:
 
 
 def tells(part: Part, result: Result) -> str:
-    """The part's figures in a line."""
+    """Return the figures of a part as text, one a line."""
     if result.reason:
         return result.reason
     bars = bars_of(result.record)
@@ -225,7 +228,7 @@ def tells(part: Part, result: Result) -> str:
 
 
 def table(done: list[tuple[Part, Result]]) -> str:
-    """A row for each part; of figures, a line each."""
+    """Return a table with a row for each part, and a line for each of its figures."""
     width = max((len(part.name) for part, _ in done), default=4)
     rows = [f"{'part':<{width}}  {'state':<11}  {'s':>4}  {'limit':>5}  figures"]
     for part, result in done:
@@ -237,7 +240,7 @@ def table(done: list[tuple[Part, Result]]) -> str:
 
 
 def check(chosen: list[Part]) -> int:
-    """Say what would be left out here, and how to get it; the status is 1 if nothing would run."""
+    """Print what would be left out here, and how to get it. Return 1 if nothing would run, else 0."""
     for part in chosen:
         print(f"{part.name:<20} {part.missing or 'ready'}")
     lacking = [part.missing for part in chosen if part.missing]
@@ -269,7 +272,7 @@ class Suite:
             self._keep(part, self._runner.run(part, limit))
 
     def stop(self, stopped: Stopped) -> None:
-        """Keep what the part that was on has left, and say of the later ones why they did not run."""
+        """Keep the results of the part that was running, and note for later ones why they did not run."""
         if self._runner.under_way:
             part, result = self._runner.under_way
             result.reason = f"the suite was ended by {stopped}"
@@ -290,7 +293,7 @@ class Suite:
 
 
 def choose(every: list[Part], only: str | None) -> list[Part]:
-    """The parts whose names begin with one of those words."""
+    """Return the parts whose names begin with one of the words in `only`, separated by commas."""
     if only is None:
         return every
     words = [word.strip() for word in only.split(",")]

@@ -1,13 +1,13 @@
-"""The host's RAM that an installed model takes, beside the model's own bytes; and a container of that size.
+"""The RAM of the host that an installed model takes besides its own bytes, and a container of that size.
 
-A decoder in bfloat16 computes in float32 on the CPU, whose memory is the device's too: what the budget took
-is taken off. Its weights are in a mapped file, or in RAM. Each has a process of its own.
+A decoder in bfloat16 computes in float32 on the CPU. The device's memory is RAM there, too, so the budget's
+part is subtracted. Weights are in a mapped file, or in RAM. Each case has a process of its own.
 
 memory         The process's memory (PSS) after four passes, less what it had before the model and less the
                device's: divided by the bytes of the weights.
-container      The same in a control group of that size: what `host_budget` says, the device's memory and the
-               program's own, and a sixteenth of the weights (it takes root to make one). Whether it ends as
-               it should, with the same output, and the most that the group held.
+container      The same in a control group whose size is that of `host_budget`, the device's memory, the
+               program's own, and a sixteenth of the weights. It takes root to make one. Recorded is whether
+               it ends as it should, with the same output, and the most that the group held.
 """
 
 from __future__ import annotations
@@ -38,42 +38,42 @@ PLACES = ("file", "RAM")
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does."""
+    """The work of one process: where the weights are, the model, and the budgets."""
 
     place: str
     config: dict[str, int]
     path: str
     budget: int
     host_budget: int | str
-    group: str = ""  #: of control, which the process enters first
+    group: str = ""  #: the folder of a control group, which the process enters first; empty: none
 
 
 @dataclass(frozen=True)
 class Row:
-    """What it measured, in bytes."""
+    """The measurements of one process, in bytes."""
 
     program: int
     weights: int
     device: int
     after: int
-    told: int  #: by the install itself
+    told: int  #: the bytes that the install itself reports
     output: float
 
     @property
     def host(self) -> int:
-        """What the model took beside the device's memory."""
+        """Return the bytes that the model took besides the device's memory."""
         return self.after - self.program - self.device
 
 
 def run(job: Job) -> Row:
-    """One process's work."""
+    """Do the work of one process, and return its measurements."""
     if job.group:
         (Path(job.group) / "cgroup.procs").write_text(str(os.getpid()))
     config = DecoderConfig(**job.config)
     tokens = torch.randint(config.vocabulary, (1, 16), generator=torch.Generator().manual_seed(1))
     small = dataclasses.replace(config, layers=1, vocabulary=64)
     checkpoint.init_empty(lambda: Decoder(small))  # what torch imports for the meta device takes 70 MiB
-    with torch.inference_mode():  # its code and threads
+    with torch.inference_mode():  # loads torch's code and starts its threads
         Decoder(small)(tokens % 64)
     program = pss(os.getpid())
     model = checkpoint.load(lambda: Decoder(config).bfloat16(), job.path).eval()
@@ -100,7 +100,7 @@ def run(job: Job) -> Row:
 
 
 def apart(job: Job) -> Row | None:
-    """The work of one process; None if it did not end as it should."""
+    """Run a job in a process of its own. Return None if it did not end as it should."""
     command = [sys.executable, __file__, "--job", json.dumps(dataclasses.asdict(job))]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     return Row(**json.loads(done.stdout)) if done.returncode == 0 else None
@@ -108,7 +108,10 @@ def apart(job: Job) -> Row | None:
 
 @contextmanager
 def control_group(limit: int) -> Iterator[Path | None]:
-    """A control group whose processes may hold so many bytes, of either version; None if none can be made."""
+    """Yield a control group, of either version, that may hold `limit` bytes.
+
+    Yield None if none can be made.
+    """
     for root, file in (("/sys/fs/cgroup/memory", "memory.limit_in_bytes"), ("/sys/fs/cgroup", "memory.max")):
         group = Path(root) / f"dynswap-{os.getpid()}"
         try:
@@ -127,7 +130,7 @@ def control_group(limit: int) -> Iterator[Path | None]:
 
 
 def most_held(group: Path) -> int:
-    """The most bytes that the group held at one time, the page cache of what it read among them."""
+    """Return the most bytes that the group held at one time, including its page cache."""
     names = ("memory.max_usage_in_bytes", "memory.peak")
     return int(next(group / name for name in names if (group / name).exists()).read_text())
 

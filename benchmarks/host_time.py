@@ -1,17 +1,17 @@
-"""What a streamed weight costs the host, and what that costs a pass.
+"""The host's time for a streamed weight, and how much longer a pass takes because of it.
 
 counts     What one pass asks of the device through each backend of the engine: copies, calls for them, bytes
            a transfer, kernels, host functions, synchronisations.
-host time  Of a pass that only reads its weights: fetch, wait, issue of the copies, release. Over the tests'
-           pretend device while that does nothing, so what is timed is ours and torch's dispatch. Not in it
-           are the driver's own calls, and what a CUDA build of torch does in its copy_().
+host time  Of a pass that only reads its weights: fetch, wait, issue of the copies, release. It runs over the
+           tests' pretend device while that does nothing, so only our time and torch's dispatch are measured.
+           The driver's own calls, and the work of a CUDA build of torch in its copy_(), are not included.
 pass       The real engine on a virtual clock: Llama-3-8B, FLUX.1 and SDXL (shapes.py) at two bus speeds. Each
            streamed weight takes the host the time measured here before its copy can begin, each module's call
            10 us before its kernels can, and the host waits at the end of each pass.
 
-Host time is CPU time of the thread, which others on the machine delay less than wall time; both are recorded.
-Passes of all models alternate. "Ahead" is how many events later than it was recorded an event is over: with 0
-the device is always done, with 64 the host is far ahead of it.
+Host time is CPU time of the thread, which others on the machine delay less than wall time; both are
+recorded. Passes of all models alternate. "Ahead" is by how many events the host is ahead of the device: with
+0 the device is always done, with 64 the host is far ahead of it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _BACKENDS = ("cuda", "torch")
 _MOST = 6e-6  # seconds that a streamed weight may cost the host
 _CALL = 10e-6  # seconds of the host for a module's call: assumed
 _COUNTED = ("copies", "batches", "copied_bytes", "kernels", "host_functions", "synchronisations")
-#: Weights, bytes of each, and how many fit into the budget: how they travel.
+#: Number of weights, bytes of each, and how many fit into the budget. This decides how they are copied.
 _LAYOUTS = {"alone": (64, 64 << 10, 3), "together": (64, 64 << 10, 16)}
 _AHEAD = (0, 64)
 _MODELS = {
@@ -48,7 +48,7 @@ _MODELS = {
     "FLUX.1 transformer, 1024 x 1024": lambda: shapes.flux_1(4096),
     "SDXL UNet, 1024 x 1024": lambda: shapes.sdxl_unet(128),
 }
-#: Each bus speed with a GPU of its generation.
+#: Bus speeds in bytes per second, each with a GPU of its generation.
 _BUSES = {25e9: MACHINES[0], 55e9: MACHINES[1]}
 
 
@@ -173,7 +173,7 @@ def time_host(record: Record, streamed: dict[str, float], passes: int) -> dict[s
 
 
 def slowdown(weights: list[tuple[str, int, float, int]], machine: Machine, host: float, passes: int) -> float:
-    """Return by how many per cent the host's time for weights makes a pass longer, at the worst budget."""
+    """Return the per cent by which the host's time for weights makes a pass longer, at the worst budget."""
     total = sum(nbytes for _, nbytes, _, _ in weights)
     slower = []
     for budget in (0, total // 8, total // 4, total // 2):

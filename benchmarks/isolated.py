@@ -37,15 +37,17 @@ class Isolated:
             self._context.set_forkserver_preload(list(preload))
 
     def run(self, function: Callable[[_Job], _Result], job: _Job, *, limit: float | None = None) -> _Result:
-        """Call ``function(job)`` there, and return what it returns; all are pickled.
+        """Call ``function(job)`` in a new process, and return its result.
+
+        Function, job and result are pickled.
 
         Raises
         ------
         DynswapError
-            As `function` raised it. If it raised another exception, or the process ended: with what it
-            wrote last.
+            `function` has raised it, or another exception, or the process has ended. In the latter cases the text
+            is the last that the process wrote.
         TimeoutError
-            The process was ended after `limit` seconds.
+            The process was killed after `limit` seconds.
         """
         receiver, sender = self._context.Pipe(duplex=False)
         with tempfile.TemporaryDirectory() as folder:
@@ -76,7 +78,7 @@ class Isolated:
 
 def _child(function: Callable[..., Any], job: Any, sender: Connection, log: Path) -> None:
     os.setpgid(0, 0)
-    with log.open("wb") as file:  # by descriptor: what libraries written in C++ write goes there too
+    with log.open("wb") as file:  # by descriptor, so that output of C++ libraries goes there too
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
     try:

@@ -1,10 +1,10 @@
-"""How long until a checkpoint of 4 GB is a model, and what memory that takes.
+"""The time until a checkpoint of 4 GB is a model, and the memory that it takes.
 
-A decoder in a safetensors file (float32), each baseline in a process of its own. The libraries'
-own code has run once on a small file; of the large one nothing is in the page cache.
+The model is a float32 decoder in a safetensors file. Each baseline has a process of its own, in which the
+libraries' code has run once on a small file. The large file is not in the page cache.
 
-onto a skeleton  `checkpoint.load(skeleton, path)`, the skeleton on the meta device, made before.
-from a factory   `checkpoint.load(lambda: Model(config), path)`: the skeleton's making included.
+onto a skeleton  `checkpoint.load(skeleton, path)`, with a skeleton on the meta device that was made before.
+from a factory   `checkpoint.load(lambda: Model(config), path)`, including the time to make the skeleton.
 onto the device  With `--device cuda`: from the file until every weight is on the GPU, for all of them.
 others           PyTorch's recipe with `torch.load(mmap=True)` and `assign=True`, and safetensors' load_file.
 """
@@ -44,7 +44,7 @@ WAYS = (SKELETON, FACTORY, "torch.load(mmap=True), assign", "safetensors load_fi
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does."""
+    """The work of one process: how it loads the model, from which files, and to which device."""
 
     way: str
     config: dict[str, int]
@@ -54,7 +54,7 @@ class Job:
 
 
 def skeleton(config: DecoderConfig) -> Any:
-    """On the meta device, but for the buffers that no checkpoint holds."""
+    """Return the model on the meta device, except for the buffers that no checkpoint holds."""
     return checkpoint.init_empty(lambda: Decoder(config))
 
 
@@ -67,7 +67,7 @@ def load(way: str, config: DecoderConfig, model: nn.Module, job: Job) -> nn.Modu
         state = load_file(job.safetensors, device=job.device)
     else:
         state = torch.load(job.torch, mmap=True)
-    model.load_state_dict(state, assign=True, strict=False)  # the tied head stands once in the file
+    model.load_state_dict(state, assign=True, strict=False)  # the file has the tied head once
     model.head.weight = model.embedding.weight
     for parameter in model.parameters():
         parameter.data = parameter.data.to(job.device)
@@ -75,7 +75,7 @@ def load(way: str, config: DecoderConfig, model: nn.Module, job: Job) -> nn.Modu
 
 
 def run(job: Job) -> dict[str, Any]:
-    """One process's work."""
+    """Do the work of one process, and return its measurements."""
     config = DecoderConfig(**job.config)
     small = dataclasses.replace(config, layers=1, vocabulary=64)
     with tempfile.TemporaryDirectory() as folder:
@@ -137,7 +137,7 @@ def main() -> int:
     for way in WAYS:
         seconds = statistics.median(row["seconds"] for row in rows[way])
         memory = max(row["rss_bytes"] or 0 for row in rows[way]) / 2**20
-        ours = way == SKELETON and not cuda  # nothing is read then
+        ours = way == SKELETON and not cuda  # this reads no weights
         record.bar(f"{way}: ms", seconds * 1e3, at_most=50 if ours else None)
         if cuda:
             record.bar(f"{way}: GB/s", file_bytes / seconds / 1e9)

@@ -1,6 +1,7 @@
-"""Read constraints.txt, which `make lock` writes, and the requirements in pyproject.toml that it locks.
+"""Reads constraints.txt, which `make lock` writes, and the requirements in pyproject.toml that it locks.
 
-A Python is named by a release, "3.11.7", or by a minor version, "3.11", which is a late release of it.
+A Python is named by a release, "3.11.7", or by a minor version, "3.11", which stands for a late release of
+it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def locked(python: str) -> dict[str, str]:
 
 
 def extra(name: str, python: str) -> list[Requirement]:
-    """Return the requirements of an extra of the package, those of the extras that it names included."""
+    """Return the requirements of an extra of the package, including those of extras that it names."""
     return _requirements(_project()["project"]["optional-dependencies"], name, python)
 
 
@@ -54,7 +55,7 @@ def groups() -> list[str]:
 
 
 def held_back() -> list[Requirement]:
-    """Return what `make lock` leaves at an older version."""
+    """Return the requirements that keep `make lock` at an older version of a package."""
     return list(map(Requirement, _project()["tool"]["uv"]["constraint-dependencies"]))
 
 

@@ -1,8 +1,8 @@
-"""Do the extension and the contract hold under each supported pair of Python and torch?
+"""Builds the extension and runs the contract's tests with each supported pair of Python and torch.
 
-For each pair, from a clean environment: a virtual environment, torch from the package index, this checkout
-built and installed as a wheel, and the tests of the contract over it. Needs an interpreter of each Python (on
-PATH, or pyenv's), a compiler, and 6 GB of disk for a pair at a time, as torch brings CUDA's libraries.
+Each pair starts from a clean virtual environment: torch from the package index, this checkout built and
+installed as a wheel, and the tests of the contract. It needs an interpreter of each Python (on PATH, or
+pyenv's), a compiler, and 6 GB of disk for one pair at a time, as torch brings CUDA's libraries.
 
     python benchmarks/matrix.py                              # all pairs: half an hour and more on two cores
     python benchmarks/matrix.py --only 3.13 --tests tests/test_install.py
@@ -28,28 +28,28 @@ import common
 
 ROOT = Path(__file__).resolve().parent.parent
 
-#: Python and torch; together the ends of both ranges and what lies between.
+#: Pairs of Python and torch, which cover the ends of both ranges and versions between them.
 PAIRS = (("3.10", "2.11"), ("3.11", "2.13"), ("3.12", "2.14"), ("3.13", "2.15"))
 TESTS = ("contract", "test_class_swap.py", "test_install.py", "test_provider.py", "test_provider_devices.py")
-#: Compiles for minutes, and is torch's own more than ours; the tests of one Python have it.
+#: Tests that compile for minutes, and test torch more than this package. The usual run has them.
 LEFT_OUT = ("contract/test_compile.py",)
-#: For proving that an interpreter is served at all.
+#: Tests that show that an interpreter works at all.
 QUICK = ("contract/test_attributes.py", "contract/test_training.py", "test_class_swap.py", "test_install.py")
-#: Ignores pip's local configuration and constraints, so that a pair runs the torch that it names.
+#: Makes pip ignore its local configuration and constraints, so that a pair gets the torch that it names.
 WITHOUT_PIP_CONFIG = {"PIP_CONFIG_FILE": os.devnull, "PIP_CONSTRAINT": ""}
 
 
 class Failed(Exception):
-    """A command that did not work, and its first error."""
+    """A command failed; with its first error."""
 
 
 class NotRun(Exception):
-    """Why there is nothing to run: no interpreter, or no torch for it."""
+    """A pair cannot run, because there is no interpreter, or no torch for it."""
 
 
 @dataclass
 class Outcome:
-    """What became of a pair."""
+    """The result of a pair."""
 
     python: str
     torch: str
@@ -62,9 +62,9 @@ class Outcome:
     test_seconds: float = 0.0
     #: Whether this torch could be installed only with pip's local configuration ignored.
     pip_config_ignored: bool = False
-    #: Of this checkout, when it ran.
+    #: The commit of this checkout when the pair ran.
     commit: str = ""
-    #: Tests that failed, or the step before them that did.
+    #: The tests that failed, or the step that failed before them.
     failures: tuple[str, ...] = ()
     not_run: str = ""
 
@@ -85,7 +85,7 @@ def main() -> int:
         parser.error(f"--only: no pair has Python {options.only}")
     tests = options.tests or [f"tests/{name}" for name in (QUICK if options.tiny else TESTS)]
 
-    # A part, or a quick run, is no record of the whole.
+    # A run of some pairs, or a quick one, does not replace the kept record.
     record = common.Record("matrix", tiny=options.tiny or options.only is not None)
     outcomes = others(options)
     for python, torch in pairs:
@@ -99,12 +99,12 @@ def main() -> int:
         record.bar(f"{name}: tests that pass", outcome.passed, at_least=1)
         record.bar(f"{name}: tests that fail", len(outcome.failures), at_most=0)
     status = record.finish(options.output)
-    # A part of the pairs passes where there is nothing to run it with; the line above says so.
+    # If only some pairs were asked for and could not run, that is no failure; the table says so.
     return status if all(outcome.good or outcome.not_run for outcome in outcomes) else 1
 
 
 def others(options: argparse.Namespace) -> list[Outcome]:
-    """The pairs that are not run again, from the record that is written."""
+    """Return the pairs that are not run again, from the record that is written."""
     if options.only is None or options.output is None or not Path(options.output).exists():
         return []
     pairs = json.loads(Path(options.output).read_text())["figures"]["pairs"]
@@ -113,7 +113,7 @@ def others(options: argparse.Namespace) -> list[Outcome]:
 
 
 def run_pair(python: str, torch: str, tests: list[str], options: argparse.Namespace) -> Outcome:
-    """Build and test one pair from nothing; its folder goes afterwards."""
+    """Build and test one pair in a new folder, which is removed afterwards."""
     outcome = Outcome(python, torch, commit=call(["git", "rev-parse", "HEAD"], ROOT).strip())
     folder: Path = options.work.resolve() / f"{python}-{torch}"
     shutil.rmtree(folder, ignore_errors=True)
@@ -146,14 +146,14 @@ def prepare(outcome: Outcome, folder: Path, tests: list[str], options: argparse.
     begun = time.monotonic()
     source = folder / "source"
     copy_checkout(source)
-    # As a user does, with the defaults of a wheel.
+    # With the defaults of a wheel, as a user builds it.
     environment = {"DYNSWAP_CUDA": options.cuda}
     environment |= WITHOUT_PIP_CONFIG if outcome.pip_config_ignored else {}
     locked = ["--constraint", str(source / "constraints.txt")]
     call([str(bin_ / "pip"), "install", "--quiet", *locked, f"{source}[test]"], folder, environment)
     outcome.build_seconds = round(time.monotonic() - begun, 1)
 
-    # What the tests import is what was installed.
+    # The tests have to import the installed package.
     shutil.rmtree(source / "dynswap_ext")
     ask = "import dynswap_ext; info = dynswap_ext.backend_info(); print(info.provider)"
     outcome.provider = call([str(bin_ / "python"), "-c", ask], source).split()[-1]
@@ -163,7 +163,7 @@ def prepare(outcome: Outcome, folder: Path, tests: list[str], options: argparse.
 
 
 def find_interpreter(python: str) -> Path:
-    """An interpreter of a minor version that runs and can compile extensions."""
+    """Return an interpreter of a minor version that runs and can compile extensions."""
     ask = "import os, sys, sysconfig as s; h = os.path.join(s.get_paths()['include'], 'Python.h'); "
     ask += "print(*sys.version_info[:2], os.path.exists(h), sep='.')"
     for path in dict.fromkeys(candidates(python)):
@@ -171,7 +171,7 @@ def find_interpreter(python: str) -> Path:
             done = subprocess.run([path, "-c", ask], capture_output=True, text=True, check=False)
         except OSError:
             continue
-        if done.stdout.strip() == f"{python}.True":  # a launcher of pyenv may be there, and run nothing
+        if done.stdout.strip() == f"{python}.True":  # a launcher of pyenv may have no interpreter
             return path
     raise NotRun(f"there is no Python {python} with its headers on PATH, nor under pyenv")
 
@@ -200,7 +200,7 @@ def install_torch(bin_: Path, torch: str, folder: Path) -> bool:
 
 
 def copy_checkout(into: Path) -> None:
-    """Everything that git knows or would, without what was built here."""
+    """Copy all files that git tracks or would track, without build results."""
     listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     done = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True)
     for name in filter(None, done.stdout.split("\0")):
@@ -237,7 +237,7 @@ def call(command: list[str], folder: Path, more: dict[str, str] | None = None) -
 
 
 def table(outcomes: list[Outcome]) -> str:
-    """One line a pair."""
+    """Return a table with a line for each pair."""
     head = (
         "Python",
         "torch",

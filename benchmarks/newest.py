@@ -1,10 +1,10 @@
-"""Do the programs run with the newest release of each library?
+"""Runs the tests of the programs with the newest release of each library.
 
-One library at a time goes to its newest release. The others stay as constraints.txt has them, but for those
-that have to move with it. Then everything goes at once. The tests of the programs run with each, on the CPU
-and through the native provider, so that a release which breaks them is known by name. Two libraries that
-refuse each other's version are told apart from tests that fail. The exit status is 1 if a test failed or a
-row could not be run, and 0 if libraries only refuse each other. A row takes minutes. The virtual environment,
+One library at a time goes to its newest release. The others stay as in constraints.txt, except for those
+that have to move with it. Then all go at once. The tests of the programs run with each, on the CPU and
+through the native provider, so that a release that breaks them is known by name. Two libraries that refuse
+each other's version are told apart from tests that fail. The exit status is 1 if a test failed or a row
+could not be run, and 0 if libraries only refuse each other. A row takes minutes. The virtual environment,
 with a torch of its own, is kept.
 
     python benchmarks/newest.py                                  # each library with a newer release, and all
@@ -34,9 +34,9 @@ from newest_verdicts import Verdicts, complaint
 from newest_versions import NotResolved, Refused, Resolver
 
 TESTS = ("programs", "examples", "test_docs_guides.py", "contract/test_kept_in_float32.py")
-#: For proving that a row is installed and tested.
+#: Tests that show that a row is installed and tested.
 QUICK = ("contract/test_kept_in_float32.py",)
-#: Lifted besides the extra `programs`: what checkpoints are read and written with.
+#: Libraries besides those of the extra `programs`: they read and write checkpoints.
 MORE = ("safetensors", "huggingface-hub", "gguf", "numpy")
 ALL = "all"
 PYTHON = platform.python_version()
@@ -44,22 +44,22 @@ PYTHON = platform.python_version()
 
 @dataclass
 class Row:
-    """What became of one library, or of all at once."""
+    """The result with the newest release of one library, or of all at once."""
 
     library: str
     locked: str = ""
     newest: str = ""
-    #: Everything that is installed for it.
+    #: The versions of all packages that are installed for the row.
     versions: dict[str, str] = field(default_factory=dict)
-    #: What else has another version than the lock: {"tokenizers": "0.23.3 -> 0.24.0"}.
+    #: Other packages whose version differs from the lock: {"tokenizers": "0.23.3 -> 0.24.0"}.
     moved: dict[str, str] = field(default_factory=dict)
     verdicts: Verdicts | None = None
     seconds: float = 0.0
-    #: Why nothing ran, or what the versions are not.
+    #: Why nothing ran, or which versions are not the newest.
     note: str = ""
     #: Which requirements the resolver could not bring together.
     unresolvable: str = ""
-    #: The step that did not work.
+    #: The step that failed.
     broken: str = ""
 
     @property
@@ -68,7 +68,7 @@ class Row:
 
     @property
     def to_mend(self) -> int:
-        """How many tests failed; a row that was to run and did not counts as one."""
+        """Return how many tests failed. A row that should have run and did not counts as one."""
         return len(self.verdicts.failures) if self.verdicts else int(bool(self.broken))
 
     def figures(self) -> dict[str, Any]:
@@ -80,7 +80,7 @@ class Row:
 
 
 class Newest:
-    """Fills one row after the other."""
+    """Runs one row after the other."""
 
     def __init__(
         self, resolver: Resolver, environment: Environment, libraries: list[str], tests: list[str]
@@ -153,7 +153,7 @@ def main() -> int:
         parser.error(f"--only: {unknown[0]} is none of {', '.join([*libraries, ALL])}")
     tests = options.tests or [f"tests/{name}" for name in (QUICK if options.tiny else TESTS)]
 
-    # A part, or a quick run, is no record of the whole.
+    # A run of some libraries, or a quick one, does not replace the kept record.
     record = common.Record("newest", tiny=options.tiny or bool(options.only or options.tests))
     environment = Environment(options.work.resolve())
     resolver = Resolver(PYTHON, environment.torch, environment.folder)
@@ -179,12 +179,12 @@ def lifted() -> list[str]:
 
 
 def packages() -> set[str]:
-    """Return the names that a complaint about a version may be about."""
+    """Return the names of packages whose version a library may complain about."""
     return {*lock.locked(PYTHON), "torch", "pytorch", "triton"}
 
 
 def table(rows: list[Row]) -> str:
-    """Return one line a row."""
+    """Return a table with a line for each row."""
     lines = [
         [
             "library",
@@ -216,7 +216,7 @@ def table(rows: list[Row]) -> str:
 
 
 def report(rows: list[Row]) -> Iterator[str]:
-    """Yield what the table only counts: each refusal and each failure once, with the rows that have it."""
+    """Yield what the table only counts: each refusal and each failure once, with its rows."""
     for row in rows:
         if row.unresolvable:
             yield f"\n{row.name} was not installed: {row.unresolvable}."
@@ -253,7 +253,7 @@ def counted(where: dict[str, int]) -> str:
 
 
 def refusing(by: str, message: str, versions: dict[str, str]) -> str:
-    """Name the library that refuses, and the one that it refuses."""
+    """Return a text that names the library that refuses, and the one that it refuses."""
     by = canonicalize_name(by)
     other = complaint(message, packages() - {by})
     named = [f"{name} {versions.get(name, '')}".rstrip() for name in (by, other) if name]

@@ -22,7 +22,7 @@ ROOT = lock.ROOT
 
 
 class Failed(Exception):
-    """A step that did not work, so that a row has no answer."""
+    """A step that failed, so that a row has no result."""
 
 
 class Environment:
@@ -31,12 +31,12 @@ class Environment:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.bin = folder / "venv" / "bin"
-        #: Another build of it would not load the extension that is in the checkout.
+        #: The version of torch, which has to be the same build: it loads the checkout's extension.
         self.torch = importlib.metadata.version("torch")
         self._own = folder / "own.txt"
 
     def prepare(self) -> None:
-        """Make it, unless it is there already with this torch."""
+        """Make the environment, unless it is there already with this torch."""
         made = self._own.read_text().splitlines() if self._own.exists() else []
         if f"torch=={self.torch}" not in made:
             shutil.rmtree(self.folder / "venv", ignore_errors=True)
@@ -46,7 +46,7 @@ class Environment:
             build = [str(need) for need in lock.group("build", platform.python_version())]
             self._pip(["install", *locked, *build])
             self._pip(["install", *locked, f"torch=={public(self.torch)}"])
-            # As a link: the checkout itself runs, with the extension that was built in it.
+            # Editable, so that the checkout itself runs, with the extension that was built in it.
             self._pip(["install", *locked, "--no-build-isolation", "--no-deps", "--editable", str(ROOT)])
             self._own.write_text(pinned(self.installed()))
         ask = "import dynswap_ext, torch; print(dynswap_ext.backend_info().provider, torch.__version__)"
@@ -57,7 +57,7 @@ class Environment:
             )
 
     def install(self, found: Path, versions: dict[str, str]) -> None:
-        """Install what the resolver found, and take away what only an earlier row needed."""
+        """Install the versions that the resolver found, and remove what only an earlier row needed."""
         own = {line.partition("==")[0] for line in self._own.read_text().splitlines()}
         if strays := sorted(self.installed().keys() - own - versions.keys()):
             self._pip(["uninstall", "--yes", *strays])
@@ -70,7 +70,7 @@ class Environment:
         report = self.folder / "report.xml"
         report.unlink(missing_ok=True)
         command = [str(self.bin / "python"), "-m", "pytest", "-q", "--no-header", "-p", "no:cacheprovider"]
-        # Tests of the fixture `provider` run once for each; another one tells nothing new about a library.
+        # Tests that take `provider` run for each; a second provider tells nothing new about a library.
         command += [f"--junitxml={report}", *newest_verdicts.ARGUMENTS, "-k", "not [python", *paths]
         kept = {
             key: value for key, value in os.environ.items() if not key.startswith(("DYNSWAP_", "PYTHONPATH"))

@@ -1,7 +1,8 @@
-"""Read a report of pytest: what passed, what failed, and where two libraries refuse each other's version.
+"""Reads a report of pytest: which tests passed or failed, and where libraries refuse each other's version.
 
 A failed test is a refusal if a library raised the exception, and the exception complains about a version.
-Anything else is a failure. So is a complaint by torch, by this package or by a test: it is ours to mend.
+Anything else is a failure. A complaint by torch, by this package or by a test is a failure too, as it has to
+be fixed here.
 """
 
 from __future__ import annotations
@@ -14,11 +15,11 @@ from pathlib import Path
 
 from packaging.utils import canonicalize_name
 
-#: What pytest has to be told for its report to be read here. A file that cannot be imported is one refusal or
-#: failure, and the others still run.
+#: The arguments of pytest for a report that can be read here. If a file cannot be imported, that is one
+#: refusal or failure, and the other files still run.
 ARGUMENTS = ("--tb=short", "--color=no", "--continue-on-collection-errors", "-o", "junit_logging=no")
 
-#: In site-packages, and no library that another one is compared with.
+#: Packages in site-packages that do not count as libraries.
 _OURS = {"torch", "dynswap_ext", "pytest", "_pytest", "pluggy"}
 
 _NAME = r"[`'\"]?(?<![\w.-])(?P<name>[A-Za-z](?:[\w.-]*\w)?)[`'\"]?"
@@ -28,7 +29,7 @@ _DEMAND = (
     r"|(?:in)?compatible|(?:un)?supported)\b"
 )
 _DEMAND_AND_NUMBER = rf"(?=.*{_DEMAND}).*{_NUMBER}"
-#: What a complaint says, and where in it the package is named whose version it is about.
+#: Patterns of complaints about a version, with the name of the package that it is about.
 _COMPLAINTS = [
     # "peft>=0.22 is required for a normal functioning of this module, but found peft==0.21.2"
     (_DEMAND, rf"{_NAME}(?:\[[\w, -]+\])? ?\(?(?:==|~=|!=|>=|<=|>|<) ?v?\d"),
@@ -60,15 +61,15 @@ class Raised:
 
 @dataclass
 class Verdicts:
-    """What became of the tests of one run."""
+    """The results of the tests of one run."""
 
     passed: int = 0
     skipped: int = 0
-    #: Of a failed test its first line: {"tests.programs.test_peft::test_merge": "AssertionError: ..."}.
+    #: Failed tests and their first lines: {"tests.programs.test_peft::test_merge": "AssertionError: ..."}.
     failures: dict[str, str] = field(default_factory=dict)
-    #: The tests that a library refuses, by the library and its message.
+    #: The tests that fail because a library refuses a version, by that library and its message.
     refusals: dict[tuple[str, str], list[str]] = field(default_factory=dict)
-    #: Why tests were skipped, where it is for a version, or for a library that is installed.
+    #: The reasons for skipped tests that are about a version, or about a library that is installed.
     skips: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -85,7 +86,7 @@ def read(report: Path, packages: Collection[str]) -> Verdicts:
         wrong = next((each for each in case if each.tag in ("failure", "error")), None)
         skipped = case.find("skipped")
         if wrong is not None:
-            if name in failed:  # what is left of a failed test may fail at its end, too
+            if name in failed:  # the end of a failed test may fail, too
                 continue
             failed.add(name)
             text = wrong.text or ""
@@ -125,7 +126,7 @@ def refused_by(text: str, packages: Collection[str]) -> tuple[str, str] | None:
 
 
 def complaint(message: str, packages: Collection[str]) -> str | None:
-    """Return the package of which a message wants another version; None if it speaks of something else.
+    """Return the package of which a message wants another version, or None.
 
     A number alone is no version: "dropout<1.0 is required" names no package.
     """
@@ -138,7 +139,7 @@ def complaint(message: str, packages: Collection[str]) -> str | None:
 
 
 def library_of(file: str) -> str | None:
-    """Return the third-party library that a file belongs to, as it is imported."""
+    """Return the import name of the third-party library that a file belongs to, or None."""
     _, folder, rest = file.replace("\\", "/").rpartition("/site-packages/")
     library = rest.partition("/")[0].removesuffix(".py")
     return library if folder and library not in _OURS else None

@@ -1,4 +1,7 @@
-"""Find the newest releases of libraries, and what has to move for them: uv resolves, and installs nothing."""
+"""Finds the newest releases of libraries, and what has to move with them.
+
+uv resolves; nothing is installed.
+"""
 
 from __future__ import annotations
 
@@ -14,20 +17,20 @@ from packaging.utils import canonicalize_name
 
 import lock
 
-#: Torch is the same in every row, with what comes along: uv names that of a build for CUDA, as PyPI has it.
+#: Torch and what it requires, which are the same in every row. uv resolves them for PyPI's build for CUDA.
 OF_TORCH = re.compile(r"torch|triton|(cuda|nvidia)-[a-z0-9-]*")
 
 
 class Refused(Exception):
-    """No set of versions holds what was asked for; the message is the resolver's reason, shortened."""
+    """No set of versions satisfies the requirements; the message is the resolver's reason, shortened."""
 
 
 class NotResolved(Exception):
-    """The resolver did not get as far as an answer: no network, say."""
+    """The resolver found no answer, for example without a network."""
 
 
 class Resolver:
-    """Resolves for this interpreter, in a folder where what it was asked and what it found stay."""
+    """Resolves versions for this interpreter. Keeps requirements and results in a folder."""
 
     def __init__(self, python: str, torch: str, folder: Path) -> None:
         self.python = python
@@ -37,34 +40,37 @@ class Resolver:
         folder.mkdir(parents=True, exist_ok=True)
 
     def asked(self) -> list[Requirement]:
-        """Return what the tests of programs install."""
+        """Return the requirements of the tests of programs."""
         return [need for name in ("test", "programs") for need in lock.extra(name, self.python)]
 
     def newest(self, libraries: Iterable[str]) -> dict[str, str]:
-        """Return the newest release of each library for this Python, whatever the others want."""
+        """Return the newest release of each library for this Python, whatever the others require."""
         return self._compile("releases", list(libraries), {}, "--no-deps")
 
     def lifted(self, library: str, version: str, libraries: Iterable[str]) -> dict[str, str]:
-        """Return the locked versions with this one of the library, and what has to move for it moved."""
+        """Return the locked versions with another version of one library, and what has to move with it."""
         pinned = [*self._requirements(libraries), f"{library}=={version}"]
         return self._compile(library, pinned, self.locked)
 
     def all_newest(self, libraries: Iterable[str]) -> dict[str, str]:
-        """Return what somebody gets who installs everything today."""
+        """Return the versions that an install of everything gets today."""
         return self._compile("all", self._requirements(libraries), {})
 
     def _requirements(self, libraries: Iterable[str]) -> list[str]:
-        """What is asked for, the given torch, and what is held back of other packages than the libraries."""
+        """Return the requirements, the given torch, and what is held back except for `libraries`."""
         lifted = set(libraries)
         held = [need for need in lock.held_back() if canonicalize_name(need.name) not in lifted]
         return [*map(str, self.asked()), *map(str, held), f"torch=={public(self.torch)}"]
 
     def _compile(self, name: str, wanted: list[str], preferred: dict[str, str], *more: str) -> dict[str, str]:
-        """Resolve; a version that is preferred, as one in uv's output file is, stays where it can."""
+        """Resolve, and return the versions.
+
+        Preferred versions are kept where possible, as uv does with its output file.
+        """
         given, found = self.folder / f"{name}.in", self.folder / f"{name}.txt"
         given.write_text("".join(f"{line}\n" for line in wanted))
         found.write_text(pinned(preferred))
-        # Without [tool.uv] of pyproject.toml, which holds back what is to be lifted here.
+        # Without [tool.uv] of pyproject.toml, which holds back versions that are to be lifted here.
         command = [uv(), "pip", "compile", "--no-config", "--quiet", "--no-header", "--no-annotate"]
         command += ["--no-build-isolation", "--python", sys.executable, "--no-python-downloads"]
         command += ["--output-file", str(found), *more, str(given)]
@@ -81,12 +87,15 @@ class Resolver:
 
 
 def pinned(versions: dict[str, str]) -> str:
-    """Write versions as pip and uv read them."""
+    """Return versions in the format that pip and uv read."""
     return "".join(f"{name}=={version}\n" for name, version in sorted(versions.items()))
 
 
 def public(version: str) -> str:
-    """Leave out of "2.13.0+cpu" which build it is: PyPI does not know, and pip is set up for one."""
+    """Return "2.13.0" for "2.13.0+cpu".
+
+    PyPI does not have the build's name, and pip is set up for one build.
+    """
     return version.partition("+")[0]
 
 
@@ -98,11 +107,11 @@ def uv() -> str:
 
 
 def shortened(message: str, library: str) -> str:
-    """Return, of a resolver's proof, which requirements of two libraries do not go together.
+    """Return the requirements of two libraries that contradict each other, from a resolver's proof.
 
     uv's proof is a chain: "Because A==2 depends on B<2 and you require A==2, we can conclude that you
-    require B<2. And because you require B==3, we can conclude that your requirements are unsatisfiable." Of
-    it remains "A==2 depends on B<2 and you require B==3".
+    require B<2. And because you require B==3, we can conclude that your requirements are unsatisfiable." It
+    is shortened to "A==2 depends on B<2 and you require B==3".
     """
     _, _, proof = message.partition("No solution found when resolving dependencies")
     proof = re.sub(r"^\s*(?:hint:.*|cause:)", "", proof.lstrip(": "), flags=re.MULTILINE)

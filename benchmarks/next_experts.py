@@ -1,17 +1,17 @@
-"""How often the next layer's router, applied to what this layer's router gets, names the right experts.
+"""How often the next layer's router, applied to the input of this layer's router, names the right experts.
 
 A small Qwen3-MoE of transformers (8 layers, 32 experts, 4 active) is trained on the sources of Python's
-standard library, byte by byte: routers that were not trained say little of those that were. Nothing is
+standard library, byte by byte, because routers without training say little about trained ones. Nothing is
 downloaded.
 
-accuracy      Of the experts that are chosen, the part that is named: by as many names as a token has experts
-              (4), and by more. "distance 2" asks the router after the next one; "most used" names the experts
+accuracy      The share of the chosen experts that is named, with as many names as a token has experts (4),
+              and with more. "distance 2" asks the router after the next one; "most used" names the experts
               that are used most.
 from a file   The model generates (token by token, with a cache), with room for the dense weights and a part
-              of the experts: copies a token with guesses and without, and how many were right.
+              of the experts: copies a token with guesses and without, and how many guesses were right.
 
-Those that matter are the named experts that are not there yet. The more there is room for, the fewer of them
-are right, as what is used often is there.
+Only named experts that are not on the device yet matter. With more room, fewer of these are right, as
+experts that are used often are there already.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def build() -> nn.Module:
 
 
 def train(model: nn.Module, data: Tensor, steps: range, last: int) -> None:
-    """Train from one step to another; the rate falls towards the last one."""
+    """Train for the given steps. The learning rate falls until step `last`."""
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95))
     for step in steps:
         for group in optimizer.param_groups:
@@ -93,7 +93,7 @@ def named(scores: Tensor, count: int) -> Tensor:
 
 @torch.inference_mode()
 def accuracy(model: Any, data: Tensor) -> dict[str, Any]:
-    """What is named right in text that the model has not seen."""
+    """Return how many experts are named right in text that the model has not seen."""
     gates = [layer.mlp.gate for layer in model.model.layers]
     inputs: list[Tensor] = []
     hooks = [gate.register_forward_pre_hook(lambda _, given: inputs.append(given[0])) for gate in gates]
@@ -123,7 +123,7 @@ def accuracy(model: Any, data: Tensor) -> dict[str, Any]:
         "most used quarter": mean([float(each[0].topk(EXPERTS // 4).values.sum()) / ACTIVE for each in used]),
     }
     of_rows = {"named": 0.0, "right": 0.0, "chosen": 0.0}
-    for at in range(1, LAYERS):  # of 32 tokens at a time: all that any of them is sent to
+    for at in range(1, LAYERS):  # for 32 tokens at a time: all experts that any of them uses
         guess, real = (
             each.view(-1, 32, EXPERTS).any(1) for each in (named(scores[at - 1][at], ACTIVE), chosen[at])
         )

@@ -1,21 +1,21 @@
-"""Side by side with what users would pick: every baseline on every workload, in one run.
+"""Compares dynswap with what users would pick: every baseline on every workload, in one run.
 
 A workload is a model with random weights and a cycle of calls (head_to_head/workloads.py). A baseline is a
-way to run it (head_to_head/baselines, one file a family); each has a process of its own, warm-up, and calls
-that are timed one by one. Its outputs are compared with the resident model's. There are two questions, and a
-table of each workload for each of them:
+way to run it (head_to_head/baselines, one file for each family). Each baseline has a process of its own,
+with warm-up and calls that are timed one by one. Its outputs are compared with the resident model's. For
+each workload there are two tables:
 
-ram     Weights lie in RAM. Where RAM is also where they compute, nothing has to move, and what is compared
-        is the cost of every access. For an accelerator they cross the bus.
-file    Weights lie in a checkpoint file, and none of it is in the page cache when a call begins, as on a
-        machine whose memory the model does not fit. Baselines that only know weights in RAM are not in it.
+ram     Weights are in RAM. On the CPU they compute there too, so nothing has to move, and the table compares
+        the cost of every access. For an accelerator they cross the bus.
+file    Weights are in a checkpoint file that is not in the page cache when a call begins, as on a machine
+        whose memory the model does not fit. Baselines that only know weights in RAM are left out.
 
-With nothing to move, every baseline runs the same kernels on the same bytes, and times differ by chance, as
-the resident model's and ours do: a peer has to be faster by more than that to be ahead (but for `narrow`,
-which is nothing but accesses).
+If nothing moves, every baseline runs the same kernels on the same bytes, and times differ by chance, as do
+those of the resident model and ours. A peer has to be faster by more than that to be ahead (except for
+`narrow`, which does nothing but accesses).
 
 The limit is max(time of the resident model, bytes moved / bandwidth measured in this run). The peers come
-with `pip install 'dynswap-ext[peers]'`; one that cannot run says why in its row.
+with `pip install 'dynswap-ext[peers]'`. The row of one that cannot run has the reason.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from head_to_head.job import FILE, PLACEMENTS, RAM, Job, Row
 from head_to_head.table import Section
 from head_to_head.workloads import SIZES, WORKLOADS, Workload
 
-#: By size: seconds of timed calls for a baseline, and of the whole run.
+#: By size: seconds of timed calls for a baseline, and (below) of the whole run.
 _SECONDS = {"tiny": 0.0, "cpu": 0.25, "gpu": 0.3}
 _TOTAL = {"tiny": 600.0, "cpu": 290.0, "gpu": 470.0}
 
@@ -60,7 +60,7 @@ class Contest:
         self._bus: float | None = None
 
     def run(self, workload: Workload) -> None:
-        """Every table of a workload."""
+        """Measure and show every table of a workload."""
         self._console.rule(workload.name)
         missing = workload.package and importlib.util.find_spec(workload.package) is None
         failure = f"the workload needs {workload.package}: {EXTRA}" if missing else ""
@@ -74,7 +74,7 @@ class Contest:
                 for baseline in BASELINES.values()
                 if self._wanted(baseline) and baseline.has(placement, self._device)
             ]
-            # In turn, as the machine may change its pace.
+            # The baselines take turns, as the machine's speed may change.
             for _ in range(self._given.rounds or (workload.rounds if placement == RAM else 1)):
                 for baseline in mine:
                     row = section.rows.get(baseline.name)
@@ -147,7 +147,7 @@ class Contest:
         )
 
     def _disk_bandwidth(self, path: Path) -> float:
-        """The most that this disk has shown in this run."""
+        """Return the most bytes per second that the disk has reached in this run."""
         self._disk = max(self._disk or 0.0, most_bytes_a_second(path))
         return self._disk
 
@@ -173,7 +173,7 @@ class Contest:
         if peer:
             tie = ", a tie" if section.tied(peer) else ""
             best = section.ratio(peer, ours) or 0.0
-            # Where nothing moves, all do the same work, and nobody can be ahead by more than chance.
+            # If nothing moves, all do the same work, and none can be ahead by more than chance.
             alike = 1.0 if section.workload == "narrow" else 1 / section.noise()
             self._record.bar(f"{name}: best peer ({peer}{tie}) / ours", best, at_least=alike)
         if section.workload == "narrow" and section.placement == RAM and self._device.type == "cpu":

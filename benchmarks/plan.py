@@ -1,8 +1,9 @@
-"""What `dynswap plan --model` predicts, against what then happens: a model on disk, on the CPU.
+"""Compares predictions of `dynswap plan --model` with measured passes of a model on disk, on the CPU.
 
-For each input and each budget the model is measured (compute module by module, reads of its file), then runs
-streamed in a process of its own with none of the file in the page cache when a pass begins, and is measured
-once more: machines change their pace. The prediction is the mean of both. Each bar is predicted / taken.
+For each input and each budget the model is measured (compute module by module, reads of its file). Then it
+runs streamed in a process of its own, with none of the file in the page cache when a pass begins. Then it is
+measured once more, as a machine's speed changes. The prediction is the mean of both. Each bar is the
+predicted time divided by the measured one.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ def measured(path: Path, config: DecoderConfig, tokens: int, passes: int) -> pla
 def compare(
     record: Record, name: str, job: Job, sides: tuple[planning.Measured, planning.Measured], outcome: Outcome
 ) -> None:
-    """Adds the figures and the bars of one budget."""
+    """Add the figures and the bars of one budget to the record."""
     predictions = [
         planning.predict(
             found.weights,

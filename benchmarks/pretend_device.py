@@ -1,4 +1,4 @@
-"""Give a benchmark the tests' pretend GPU. Import it before torch."""
+"""Gives a benchmark the tests' pretend GPU, if it is imported before torch."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests" / "devic
 
 import pretend_cuda
 
-#: Why there is no pretend GPU here; empty if there is one.
+#: The reason why there is no pretend GPU here; empty if there is one.
 unavailable = ""
 try:
     pretend_cuda.activate()

@@ -1,7 +1,7 @@
-"""Small pieces of work whose cost `ratios.py` watches: ours, and the plain ones that they are held against.
+"""Small pieces of work whose cost `ratios.py` watches, and the plain ones that they are compared with.
 
-Each is prepared once and warmed up; then a gauge is held to `times` repetitions of it, inside a forward where
-that is where a model does it.
+Each is prepared once and warmed up. Then a gauge measures `times` repetitions, inside a forward if models do
+the work there.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ import dynswap_ext
 from dynswap_ext import checkpoint
 from dynswap_ext.demo.run import install_hook, uninstall_hook
 
-#: A gauge is held to what runs in the block.
+#: Returns a block whose content is measured.
 Gauge = Callable[[], AbstractContextManager[Any]]
-#: Prepared work: does it so many times, under the gauge.
+#: Prepared work, which is repeated that many times under the gauge.
 Work = Callable[[Gauge, int], None]
 
 WIDTH, LAYERS, MODULES = 64, 50, 1000
@@ -40,13 +40,13 @@ class Workload:
     name
         What is done.
     prepare
-        Makes what it needs. The block is where it can be done.
+        Prepares the work, which can be done inside the block.
     against
-        The name of the workload that its time is divided by; None: it is one of those.
+        The name of the workload by whose time its own is divided; None: it is only a reference.
     times
-        How often a gauge of time has it done at a time.
+        The number of repetitions in one measurement of time.
     parts
-        Of how many parts the figure is an average: layers, modules.
+        The number of layers or modules by which a figure is divided.
     """
 
     name: str
@@ -227,7 +227,7 @@ class _Experts(nn.Module):
 
 
 def _moved(make: Callable[[], nn.Module], share: float) -> Callable[[], int]:
-    """Return what counts the bytes that a pass moves, under a budget of a share of the weights' bytes."""
+    """Return a function that counts the bytes of a pass with a budget of that share of the weights."""
 
     def count() -> int:
         model = make()
@@ -245,7 +245,7 @@ def _moved(make: Callable[[], nn.Module], share: float) -> Callable[[], int]:
     return count
 
 
-#: What counts the bytes of a pass, by a name.
+#: Functions that count the bytes of a pass, by name.
 MOVED = {
     f"{name}, a budget of {share:.0%}": _moved(make, share)
     for name, make in (("layers", _layers), ("experts", _Experts))

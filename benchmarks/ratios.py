@@ -1,18 +1,18 @@
-"""What no change may make worse in silence: costs of an access, a forward and an install, against a baseline.
+"""Guards the costs of an access, a forward and an install: none may rise above a baseline unnoticed.
 
     make ratios                             measures, and compares with benchmarks/results/ratios.json
     make ratios RATIOS_ARGS='--renew 5'     measures five times, and keeps that as the baseline
 
-A change that moves a figure renews the baseline in the same commit, and says what that buys.
+A change that raises a figure renews the baseline in the same commit, and says what it gains.
 
-A ratio is of two times of one run: ours, and that of the same work on a plain module or with the classic
-hook. It has moved if its median is above all that the baseline has seen by more than this run's noise, which
-is how far the same plain work differs from itself. A count has no such noise: Python's calls, the system's
-calls and bytes moved may not be above the most that the baseline has seen. Instructions (with valgrind) may
-be 3 % above it: where things lie in memory, which the length of a path decides, is worth up to 1 %. Counts
-of calls and instructions are of one Python and one torch, and are not compared with others'.
+A ratio is that of two times in one run: ours, and that of the same work on a plain module or with the
+classic hook. It has risen if its median is above the highest of the baseline by more than this run's noise,
+which is how far the same plain work differs from itself. Counts have no such noise: Python's calls, system
+calls and bytes moved may not be above the highest of the baseline. Instructions (with valgrind) may be 3 %
+above it: the layout of memory, which depends on the length of a path, changes them by up to 1 %. Counts of
+calls and instructions are those of one Python and one torch, and are compared only with the same versions.
 
-Exit status: 1 if a figure has moved up.
+Exit status: 1 if a figure has risen.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RATIO, PYTHON, SYSTEM, INSTRUCTIONS, BYTES = (
     "instructions",
     "bytes moved",
 )
-#: The share by which figures of a kind may be above all that the baseline has seen. Ratios have the noise.
+#: The share by which figures of a kind may be above the highest of the baseline. For ratios it is the noise.
 SHARES: Final = {INSTRUCTIONS: 0.03}
 #: Values of one run, by the kind of figure and the name of the workload.
 Figures = dict[str, dict[str, float]]
@@ -52,7 +52,8 @@ Figures = dict[str, dict[str, float]]
 def times(works: Mapping[str, Work], rounds: int) -> tuple[dict[str, float], float]:
     """Return the median ratio of each workload's time to its reference's, and the noise of this run.
 
-    The two are measured one after the other, and so are two of the reference alone, which are the noise.
+    A workload and its reference are measured one after the other. The noise is that of the reference,
+    measured twice in a row.
     """
     by_name = {each.name: each for each in WORKLOADS}
     ratios: dict[str, list[float]] = {}
@@ -67,19 +68,19 @@ def times(works: Mapping[str, Work], rounds: int) -> tuple[dict[str, float], flo
 
 
 def _seconds(workload: Workload, work: Work) -> float:
-    """Seconds of one repetition of one part."""
+    """Return the seconds of one repetition of one part."""
     gauge = gauges.Seconds()
     work(gauge, workload.times)
     return gauge.total / workload.times / workload.parts
 
 
 def counted(workload: Workload) -> int:
-    """How often a workload is repeated for a count."""
+    """Return how often a workload is repeated for a count."""
     return max(1, workload.times // 10)
 
 
 def count_in_this_process(how: str) -> None:
-    """Do all workloads under a gauge that something outside the process reads."""
+    """Do all workloads under gauges that are read from outside the process."""
     marks: Callable[[str], Gauge] = gauges.Toggle if how == INSTRUCTIONS else gauges.Marks
     for each in WORKLOADS:
         with each.prepare() as work:
@@ -88,7 +89,7 @@ def count_in_this_process(how: str) -> None:
 
 
 def _for_each(counts: Mapping[str, int]) -> dict[str, float]:
-    """Return what one repetition of one part costs."""
+    """Return the counts of one repetition of one part."""
     named = {each.name: counted(each) * each.parts for each in WORKLOADS}
     return {name: round(count / named[name], 2) for name, count in counts.items()}
 
@@ -135,7 +136,7 @@ def together(runs: Iterable[Figures]) -> dict[str, dict[str, Any]]:
 
 
 def unmoved(kind: str, known: Mapping[str, float], noise: float) -> tuple[float, float]:
-    """Return from where to where a figure has not moved."""
+    """Return the range in which a figure has not moved."""
     share = noise if kind == RATIO else SHARES.get(kind, 0)
     return known["low"] * (1 - share), known["high"] * (1 + share)
 
@@ -192,7 +193,7 @@ def main() -> int:
     figures, noise = measure(rounds)
     baseline = json.loads((RESULTS / "ratios.json").read_text())
     _, moved = compare({RATIO: figures[RATIO]}, baseline, noise)
-    if moved:  # what else is on the machine may have come and gone
+    if moved:  # other work on the machine may have caused it, and may have ended
         with prepared() as works:
             again, more_noise = times(works, rounds)
         noise = max(noise, more_noise)

@@ -1,4 +1,4 @@
-"""What a record keeps of a run: medians with their spread, in a file that can be read and compared."""
+"""The contents of a record: medians with their spread, in a file that can be read and compared."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _DIGITS = 6
 
 @dataclass(frozen=True)
 class Sample:
-    """Repeated measurements of one thing."""
+    """Repeated measurements of one thing: median, lowest, highest and number."""
 
     median: float
     low: float
@@ -31,7 +31,7 @@ class Sample:
 
 
 def is_record(value: Any) -> bool:
-    """Whether `common.Record` wrote it."""
+    """Return whether `common.Record` wrote the value."""
     kinds = {"script": str, "figures": dict, "bars": list}
     return isinstance(value, dict) and all(isinstance(value.get(key), kind) for key, kind in kinds.items())
 
@@ -75,7 +75,7 @@ def _together(values: Sequence[Any]) -> Any:
 
 
 def as_json(value: Any, indent: int = 0) -> str:
-    """JSON with as many items on a line as fit."""
+    """Return JSON with as many items on a line as fit."""
     text = json.dumps(value, default=str)
     if not isinstance(value, (dict, list)) or len(text) + indent <= _WIDTH:
         return text
@@ -96,7 +96,7 @@ def as_json(value: Any, indent: int = 0) -> str:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file in one step: after an interruption it is the old one or the new one."""
+    """Write a file in one step, so that an interruption leaves the old file or the new one."""
     other = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         other.write_text(text)

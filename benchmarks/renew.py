@@ -1,12 +1,12 @@
-"""Measure again what README and docs cite, and fill in the figures: `make figures`, on an idle machine.
+"""Measures again what README and docs cite, and fills in the figures: `make figures`, on an idle machine.
 
     python benchmarks/renew.py                     # every record that this machine can make, README and docs
     python benchmarks/renew.py --only peers,disk
     python benchmarks/renew.py --age               # how old the records are; status 1 if one is too old
 
-A record takes the place of the old one when its script has come to its end, a missed bar included. One that
-was measured on a tree too far back says little about this one: more than `MOST_COMMITS` commits, or than one
-release. Records of `ELSEWHERE` are shown, and are as old as they are.
+A record replaces the old one when its script has finished, even with a missed bar. A record of a tree too
+far back (more than `MOST_COMMITS` commits, or more than one release) says little about the present one.
+Records of `ELSEWHERE` are shown, and may be of any age.
 """
 
 from __future__ import annotations
@@ -28,21 +28,21 @@ import figures
 ROOT = Path(__file__).resolve().parent.parent
 RESULTS = figures.RESULTS
 MOST_COMMITS = 100
-#: The load average above which something else is running, and the seconds that it takes to forget a build.
+#: The load average above which something else is running, and the seconds to wait until a build is over.
 IDLE = 0.5
 MOST_WAIT = 240.0
 
 
 @dataclass(frozen=True)
 class Run:
-    """A script, and how it makes a record."""
+    """A script with the arguments and environment that make a record."""
 
     script: str
     arguments: tuple[str, ...] = ()
     environment: dict[str, str] = field(default_factory=dict)
 
 
-#: By record, what README shows first.
+#: How to make each record; those that README shows come first.
 RUNS = {
     "peers": Run("peers", ("--rounds", "2", "--total", "1300")),
     "stream": Run("stream"),
@@ -61,7 +61,7 @@ RUNS = {
     "host_time": Run("host_time", ("--passes", "4000")),
     "architectures": Run("architectures"),
 }
-#: Records that `make figures` does not make, and what does.
+#: Records that `make figures` does not make, and how they are made.
 ELSEWHERE = {
     "gpu_suite": "a machine with a GPU: python benchmarks/gpu_suite.py",
     "matrix": "make matrix, some ten minutes for each pair of Python and torch",
@@ -71,10 +71,10 @@ ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Age:
-    """How far back the tree lies on which a record was measured."""
+    """How far back the tree is on which a record was measured."""
 
     record: str
-    #: None: there is no git here, or no history.
+    #: The commits since then; None without git or its history.
     commits: int | None
     releases: int
 
@@ -90,7 +90,7 @@ class Age:
 
 
 def ages() -> list[Age]:
-    """The records that README and docs cite, the oldest first."""
+    """Return the ages of the records that README and docs cite, the oldest first."""
     cited = set[str]()
     for page in (*figures.PAGES, *figures.OTHER_PAGES):
         text = page.read_text()
@@ -102,7 +102,7 @@ def ages() -> list[Age]:
 def age(name: str) -> Age:
     record = figures.read(name)
     commits = _git("rev-list", "--count", f"{record['commit']}..HEAD")
-    if commits is None:  # a commit that was made again: its date is the record's, or near it
+    if commits is None:  # the commit was rewritten, so count from the record's date
         commits = _git("rev-list", "--count", f"--since={record['date']}", "HEAD")
     releases = re.findall(r"^## \[(\d[^\]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     version = record["versions"]["dynswap_ext"]
@@ -111,7 +111,7 @@ def age(name: str) -> Age:
 
 
 def renew(name: str) -> bool:
-    """Make one record; return whether it took the old one's place."""
+    """Make one record; return whether it replaced the old one."""
     run = RUNS[name]
     made = ROOT / "build" / "figures" / f"{name}.json"
     made.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +130,7 @@ def renew(name: str) -> bool:
 
 
 def wait_until_idle() -> str:
-    """Wait until nothing else runs, and return what says that something does: empty if nothing."""
+    """Wait until nothing else runs. Return an empty text, or the reason why the wait was given up."""
     until = time.monotonic() + MOST_WAIT
     while (load := os.getloadavg()[0]) > IDLE:
         if time.monotonic() >= until:

@@ -1,9 +1,8 @@
 """Weights of real models in the order of use, from their public configurations, with their compute.
 
 Each function returns `Layer`s: name, elements, floating-point operations of the kernel that reads it, and
-the module that it belongs to. Sums are checked against the published parameter counts in
-tests/test_benchmarks.py. Attention products, norms and activations count as compute of the weight before
-them.
+the module that it belongs to. tests/test_benchmarks.py compares sums with the published parameter counts.
+Attention products, norms and activations count as compute of the weight before them.
 """
 
 from __future__ import annotations
@@ -20,14 +19,14 @@ class Layer:
 
 
 class Shape:
-    """Collects layers; every call that adds one begins a new module."""
+    """Collects layers. Every call that adds one begins a new module."""
 
     def __init__(self) -> None:
         self.layers: list[Layer] = []
         self._unit = -1
 
     def linear(self, name: str, inputs: int, outputs: int, rows: float, *, bias: bool = True) -> None:
-        """A matrix product over `rows` vectors."""
+        """Add a matrix product over `rows` vectors."""
         self._unit += 1
         self._add(f"{name}.weight", inputs * outputs, 2.0 * rows * inputs * outputs)
         if bias:
@@ -37,7 +36,7 @@ class Shape:
         self.linear(name, inputs * kernel * kernel, outputs, pixels)
 
     def vectors(self, name: str, length: int, rows: float, *, count: int = 2) -> None:
-        """A norm: weight, and bias if `count` is 2."""
+        """Add a norm: a weight, and a bias if `count` is 2."""
         self._unit += 1
         for number in range(count):
             self._add(f"{name}.{'weight' if number == 0 else 'bias'}", length, 4.0 * rows * length)
@@ -47,7 +46,7 @@ class Shape:
         self._add(f"{name}.weight", rows * width, 0.0)
 
     def operations(self, count: float) -> None:
-        """More work after the last weight: an attention product, say."""
+        """Add operations, such as an attention product, to the last weight."""
         last = self.layers[-1]
         self.layers[-1] = Layer(last.name, last.elements, last.operations + count, last.unit)
 
@@ -56,12 +55,15 @@ class Shape:
 
 
 def attention_operations(queries: float, keys: float, width: int) -> float:
-    """Both products, all heads together."""
+    """Return the operations of both products of attention, over all heads."""
     return 4.0 * queries * keys * width
 
 
 def llama_3_8b(tokens: int) -> list[Layer]:
-    """32 layers of width 4096, 8 of 32 heads for keys and values, inner width 14336, vocabulary 128256."""
+    """Return the layers of Llama-3-8B.
+
+    It has 32 layers of width 4096, 8 of 32 heads for keys and values, inner width 14336, vocabulary 128256.
+    """
     width, inner, keys, vocabulary = 4096, 14336, 1024, 128256
     shape = Shape()
     shape.table("embed_tokens", vocabulary, width)
@@ -83,7 +85,7 @@ def llama_3_8b(tokens: int) -> list[Layer]:
 
 
 def flux_1(image_tokens: int, text_tokens: int = 512) -> list[Layer]:
-    """FLUX.1-dev's transformer: 19 double and 38 single blocks of width 3072, heads of 128."""
+    """Return the layers of FLUX.1-dev's transformer: 19 double and 38 single blocks of width 3072."""
     width, head = 3072, 128
     both = image_tokens + text_tokens
     shape = Shape()
@@ -124,7 +126,7 @@ def flux_1(image_tokens: int, text_tokens: int = 512) -> list[Layer]:
 
 
 def sdxl_unet(latent: int, batch: int = 2, text_tokens: int = 77) -> list[Layer]:
-    """SDXL's UNet: widths 320, 640, 1280; 0, 2 and 10 transformer layers at each attention."""
+    """Return the layers of SDXL's UNet: widths 320, 640, 1280, with 0, 2 and 10 transformer layers each."""
     widths, depths, context, time = (320, 640, 1280), (0, 2, 10), 2048, 1280
     shape = Shape()
 

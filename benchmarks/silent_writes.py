@@ -1,7 +1,8 @@
-"""What it costs to see writes that bump no version: the kernel's page tracking beside reading all bytes.
+"""The cost of seeing writes that bump no version, by the kernel's page tracking or by reading all bytes.
 
-A look that finds nothing is part of each access to a weight that stays on the device; a write to a page that
-a look has protected faults once, unless it was announced, as optimizers' steps are.
+Each access to a weight that stays on the device looks for such writes, and finds none as a rule. A look
+protects pages. The first write to a protected page faults, unless it was announced, as those of optimizers
+are.
 """
 
 from __future__ import annotations

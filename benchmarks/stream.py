@@ -1,7 +1,7 @@
-"""A model on disk under a budget: how close a pass comes to the disk, and to the resident model.
+"""A model on disk with a budget: the time of a pass, compared with the disk and with the resident model.
 
-Three questions about a decoder of 1.5 GB whose masters are mapped from a safetensors file, with a budget of
-384 MiB, each baseline in a process of its own:
+A decoder of 1.5 GB has masters that are mapped from a safetensors file, and a budget of 384 MiB. Each
+baseline has a process of its own. There are three questions:
 
 read-bound     An input of one token. Bytes moved / time of a pass, against `dd iflag=direct bs=16M` of the
                same file; readings of dd and passes alternate, and medians are compared.
@@ -9,12 +9,12 @@ compute-bound  An input that computes for longer than the weights take to arrive
                the resident model's.
 memory         Peak resident set over the start of the run, in both.
 
-On a GPU (`--device cuda`) weights travel from the disk through pinned buffers to the device; peak memory is
-the device's, the time of the compute-bound pass stands beside max(resident, bytes / dd), and one more
+On a GPU (`--device cuda`) weights are copied from the disk through pinned buffers to the device. Peak memory
+is the device's, the time of the compute-bound pass is compared with max(resident, bytes / dd), and one more
 baseline has its masters in RAM, against the bandwidth of copies from pinned memory.
 
-None of the file is in the page cache when a pass begins. What storage delivered (/proc/self/io) is recorded
-beside what the engine says it moved.
+None of the file is in the page cache when a pass begins. The bytes that storage delivered (/proc/self/io)
+are recorded together with those that the engine says it moved.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from dynswap_ext.planning.rates import pinned_bandwidth
 
 
 class Bench:
-    """Runs baselines over one checkpoint and keeps what they measured."""
+    """Runs baselines over one checkpoint and keeps their measurements."""
 
     def __init__(self, job: Job, record: Record, output: Path | None) -> None:
         self._job, self._record, self._output = job, record, output
@@ -51,7 +51,7 @@ class Bench:
         return outcome
 
     def from_memory(self, bandwidth: float, native: bool) -> None:
-        """Masters in RAM, and an input of one token: what the bus allows."""
+        """Measure masters in RAM with an input of one token, which the bus limits."""
         outcome = self.run("from RAM", INSTALLED, tokens=1, in_memory=True)
         rate = (outcome.moved_bytes_per_pass or 0) / statistics.median(outcome.seconds)
         self._record.figures["pinned_bytes_per_second"] = bandwidth
@@ -110,7 +110,7 @@ def main() -> int:
         resident = bench.run("compute-bound, resident", RESIDENT, tokens=given.tokens)
         installed = bench.run("compute-bound", INSTALLED, tokens=given.tokens)
         both = resident.seconds
-        if not given.tiny:  # before and after: the machine may have changed its pace
+        if not given.tiny:  # before and after, as the machine's speed may change
             both = both + bench.run("compute-bound, resident", RESIDENT, tokens=given.tokens).seconds
         record.bar(
             "compute-bound: time of a pass / resident",

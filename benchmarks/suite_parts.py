@@ -1,7 +1,7 @@
-"""Runs parts of a suite: each a process with its own share of the time, which it cannot exceed.
+"""Runs parts of a suite. Each is a process with its own share of the time, which it cannot exceed.
 
-A part's output goes to a file, its process group is ended at its limit, and whatever it had written by then
-is kept. See gpu_suite.py for the parts themselves.
+A part's output goes to a file. At its limit its process group is killed, and what it had written by then is
+kept. See gpu_suite.py for the parts themselves.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ STOPPED, SKIPPED = "stopped", "skipped"
 
 @dataclass(frozen=True)
 class Part:
-    """One question of a suite."""
+    """One part of a suite: its commands, its share of the time, and what it needs."""
 
     name: str
     commands: tuple[list[str], ...]  #: one after the other; the first that fails ends the part
-    share: float  #: of the time, in relation to the other parts'
+    share: float  #: of the time, relative to the shares of the other parts
     record: str = ""  #: the option that takes the path of its JSON
     limit: str = ""  #: the option that takes its seconds
     environment: dict[str, str] = field(default_factory=dict)
@@ -45,7 +45,7 @@ class Part:
 
 @dataclass
 class Result:
-    """What came of a part."""
+    """The result of a part."""
 
     state: str
     command: str
@@ -58,7 +58,7 @@ class Result:
 
 
 class Stopped(BaseException):
-    """The suite itself was told to stop."""
+    """A signal has told the suite to stop."""
 
     def __init__(self, number: int) -> None:
         super().__init__(signal.Signals(number).name)
@@ -66,7 +66,10 @@ class Stopped(BaseException):
 
 
 def stop_on_signals() -> None:
-    """Let SIGTERM and SIGINT raise `Stopped`, once: what is being written after that is written."""
+    """Let the first SIGTERM or SIGINT raise `Stopped`.
+
+    Later ones are ignored, so that results can be written.
+    """
 
     def stop(number: int, _: object) -> None:
         for each in (signal.SIGTERM, signal.SIGINT):
@@ -78,7 +81,7 @@ def stop_on_signals() -> None:
 
 
 def limit_of(part: Part, later: Sequence[Part], remaining: float) -> float:
-    """Seconds for a part: its share of what remains. What earlier parts left over is shared by all later."""
+    """Return the seconds for a part: its share of what remains, including what earlier parts left over."""
     if part.missing:
         return 0.0
     waiting = sum(each.share for each in (part, *later) if not each.missing)
@@ -86,13 +89,16 @@ def limit_of(part: Part, later: Sequence[Part], remaining: float) -> float:
 
 
 class Runner:
-    """Runs parts and remembers the one that is on, so that an interrupted suite can still say of it."""
+    """Runs parts, and remembers the running one, so that an interrupted suite can keep its result."""
 
     def __init__(self) -> None:
         self.under_way: tuple[Part, Result] | None = None
 
     def run(self, part: Part, limit: float) -> Result:
-        """Run a part for `limit` seconds at most. A `Stopped` passes through, with `under_way` filled in."""
+        """Run a part for `limit` seconds at most.
+
+        If `Stopped` is raised, `under_way` has the part's result.
+        """
         result = Result(STOPPED, "; ".join(map(shlex.join, part.commands)), limit_seconds=round(limit, 1))
         if part.missing:
             result.state, result.reason = SKIPPED, part.missing
@@ -116,7 +122,7 @@ class Runner:
         return result
 
     def _process(self, part: Part, command: list[str], limit: float, output: Path, record: Path) -> int:
-        """The status of one process; 124 if it ran out of time."""
+        """Run one process; return its status, or 124 if it ran out of time."""
         more = [part.record, str(record)] if part.record else []
         if part.limit:
             more += [part.limit, f"{max(1.0, limit - _grace(limit) - 2):.0f}"]
@@ -129,7 +135,7 @@ class Runner:
                     stdin=subprocess.DEVNULL,
                     stdout=file,
                     stderr=subprocess.STDOUT,
-                    start_new_session=True,  # a group of its own, which ends as one
+                    start_new_session=True,  # a group of its own, which is killed as one
                     preexec_fn=_heed_interrupts,
                 )
             except OSError as error:
@@ -138,7 +144,7 @@ class Runner:
             try:
                 return process.wait(max(0.0, limit - _grace(limit)))
             except subprocess.TimeoutExpired:
-                process.send_signal(signal.SIGINT)  # pytest then says what it has, scripts end their children
+                process.send_signal(signal.SIGINT)  # pytest prints its results, scripts end their children
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(_grace(limit))
                 return 124
@@ -147,17 +153,17 @@ class Runner:
 
 
 def environment(part: Part) -> dict[str, str]:
-    """The suite's own, with this checkout first, and the tools beside the interpreter (ninja)."""
+    """Return a part's environment: the suite's, this checkout first, and tools next to the interpreter."""
     made = os.environ | part.environment
     made["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    made["PYTHONUNBUFFERED"] = "1"  # what was printed before a part is ended is in its output
+    made["PYTHONUNBUFFERED"] = "1"  # nothing that was printed is lost if the part is killed
     tools = str(Path(sys.executable).parent)
     made["PATH"] = os.pathsep.join(filter(None, [os.environ.get("PATH"), tools]))
     return made
 
 
 def _heed_interrupts() -> None:
-    """A part is asked to stop by SIGINT, which the jobs that a script starts in the background ignore."""
+    """Let SIGINT stop the part. Jobs that a script starts in the background would ignore it."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
@@ -166,7 +172,7 @@ def _grace(limit: float) -> float:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End what is left of a process group, and do not wait for ever for what the kernel holds."""
+    """Kill what is left of a process group. Do not wait forever for what the kernel holds."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     with contextlib.suppress(subprocess.TimeoutExpired):
@@ -188,7 +194,7 @@ def _judge(part: Part, result: Result) -> None:
 
 
 def bars_of(record: dict[str, Any] | None) -> list[dict[str, Any]]:
-    """The bars of a part's record; none of one that is cut short or of another form."""
+    """Return the bars of a part's record. A record that is cut short or of another form has none."""
     bars = (record or {}).get("bars", [])
     return [bar for bar in bars if isinstance(bar, dict) and {"name", "value", "reached"} <= bar.keys()]
 

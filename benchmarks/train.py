@@ -1,20 +1,20 @@
-"""A training step of a model on disk under a budget: LoRA and full, beside the ways that others have.
+"""A training step of a model on disk with a budget, LoRA and full, compared with other tools.
 
-A decoder whose masters are mapped from a safetensors file, each baseline in processes of its own. On a GPU
-(`--device cuda`) masters are copied to RAM first, from where they stream, and time stands beside the limit:
-max(resident, bytes moved / bandwidth of copies from pinned memory, gradients' bytes / the same).
+A decoder has masters that are mapped from a safetensors file. Each baseline has processes of its own. On a
+GPU (`--device cuda`) masters are copied to RAM first, and stream from there. Time is compared with the
+limit: max(resident, bytes moved / bandwidth of copies from pinned memory, gradients' bytes / the same).
 
 resident      All weights in RAM, or on the GPU.
 dynswap       Installed with a budget; the native provider, and pure Python.
-classic hook  Each attribute read converts the weight anew. Its gradients go to copies that nobody keeps.
+classic hook  Each attribute read converts the weight again. Its gradients go to copies that are lost.
 accelerate    cpu_offload with the masters in RAM, and disk_offload; diffusers' group offload.
 RamTorch      Its Linear in place of torch's.
 
-A step is forward and backward over one input; then the trained weights' gradients are compared with the
-resident model's and let go. LoRA trains a low-rank pair beside each matrix, and streams the frozen matrices
-twice: forward and backward. A full step needs room for every gradient, too. Bytes moved a step stand beside
-the least: what does not fit the budget, twice. A baseline that cannot run says why in its row; the peers
-come with `pip install accelerate diffusers ramtorch`.
+A step is forward and backward over one input. Then the trained weights' gradients are compared with the
+resident model's and freed. LoRA trains a low-rank pair for each matrix, and streams the frozen matrices
+twice: forward and backward. A full step also needs room for every gradient. Bytes moved a step are compared
+with the least possible: what does not fit the budget, twice. The row of a baseline that cannot run has the
+reason; the peers come with `pip install accelerate diffusers ramtorch`.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from dynswap_ext.demo.run import install_hook
 from dynswap_ext.planning.rates import pinned_bandwidth
 
 NATIVE, PYTHON, RESIDENT = "dynswap", "dynswap in pure Python", "resident"
-#: What stands in a baseline's row beside its figures.
+#: Notes that a baseline's row has after its figures.
 NOTES = {
     "classic hook": "its gradients go to copies that nobody keeps; the masters get none, without an error",
     "accelerate cpu_offload": "its hooks put copies in the parameters' places for the forward alone",
@@ -54,7 +54,7 @@ NOTES = {
 
 @dataclass(frozen=True)
 class Job:
-    """What one process does."""
+    """The work of one process: a baseline, a task and a model."""
 
     way: str
     task: str
@@ -71,7 +71,7 @@ class Job:
 
 @dataclass
 class Row:
-    """What a process measured, or why it could not."""
+    """The measurements of a process, or the reason why it failed."""
 
     seconds: list[float] = field(default_factory=list)
     peak_bytes: int | None = None
@@ -80,7 +80,7 @@ class Row:
     trained_bytes: int = 0
 
     def joined(self, other: Row) -> Row:
-        """With another process's measurements of the same."""
+        """Return the row with another process's measurements of the same."""
         return dataclasses.replace(
             other,
             seconds=self.seconds + other.seconds,
@@ -89,7 +89,7 @@ class Row:
 
 
 class LowRank(nn.Module):
-    """A frozen matrix and a trained pair beside it."""
+    """A frozen matrix and a trained low-rank pair, whose results are added."""
 
     def __init__(self, base: nn.Linear, rank: int) -> None:
         super().__init__()
@@ -107,7 +107,7 @@ def add_low_rank(model: nn.Module, rank: int) -> None:
     torch.manual_seed(0)
     for module in list(model.modules()):
         for name, child in list(module.named_children()):
-            if type(child) is nn.Linear and name != "head":  # that one is the embedding's
+            if type(child) is nn.Linear and name != "head":  # the head is tied to the embedding
                 setattr(module, name, LowRank(child, rank))
 
 
@@ -118,11 +118,11 @@ def make_resident(model: nn.Module, path: Path) -> None:
 
 
 def prepare(job: Job, model: nn.Module) -> tuple[nn.Module, Any]:
-    """The model as the baseline runs it, and dynswap's handle."""
+    """Return the model as the baseline runs it, and dynswap's handle or None."""
     path, device = Path(job.checkpoint), torch.device(job.device)
     if job.way in (NATIVE, PYTHON):
         if device.type != "cpu":
-            make_resident(model, path)  # in RAM: page-locked there, and streamed from there
+            make_resident(model, path)  # in RAM, where it is page-locked, and streamed from there
         backend = "native" if job.way == NATIVE else "python"
         return model, dynswap_ext.install(
             model, device=device, budget=job.budget, prefetch=job.prefetch, provider=backend
@@ -134,7 +134,7 @@ def prepare(job: Job, model: nn.Module) -> tuple[nn.Module, Any]:
         disk_offload(model, str(folder), execution_device=device, offload_buffers=True)
         return model, None
     if job.way == "classic hook":
-        # With `device` alone it hands out the mapping itself on the CPU; a copy is what it makes elsewhere.
+        # With `device` alone, it hands out the mapping itself on the CPU, instead of a copy.
         install_hook(model, device=device, copy=True)
         return model, None
     make_resident(model, path)
@@ -167,7 +167,7 @@ def apart(job: Job) -> Row:
 
 
 def run(job: Job) -> Row:
-    """One process's work."""
+    """Do the work of one process, and return its measurements."""
     config = DecoderConfig(**job.config)
     path, cuda = Path(job.checkpoint), job.device.startswith("cuda")
     model: nn.Module = checkpoint.load(lambda: Decoder(config), path)
@@ -186,7 +186,7 @@ def run(job: Job) -> Row:
     for number in range(job.steps + 2):
         for master in names.values():
             master.grad = None
-        if number == 2:  # the first step learns the order, the second begins with a full ring
+        if number == 2:  # the first step learns the order, the second begins with prefetched weights
             before = dataclasses.asdict(handle.stats()) if handle else {}
         if job.way != RESIDENT and not cuda:
             drop_file_cache(path)
@@ -208,13 +208,13 @@ def run(job: Job) -> Row:
     current = {name: p for name, p in model.named_parameters() if p.requires_grad}
     gradients = {name: master.grad for name, master in names.items()}
     if all(grad is None for grad in gradients.values()) and set(current) == set(names):
-        gradients = {name: p.grad for name, p in current.items()}  # a peer may have put others in their place
+        gradients = {name: p.grad for name, p in current.items()}  # a peer may have replaced parameters
     torch.save({name: grad.cpu() for name, grad in gradients.items() if grad is not None}, job.gradients)
     return row
 
 
 def compare(path: Path, expected_path: Path) -> str:
-    """What the gradients are, in words."""
+    """Return how the gradients in a file differ from the expected ones, in words."""
     expected = torch.load(expected_path, weights_only=True)
     actual = torch.load(path, weights_only=True)
     missing = len(expected) - len(set(actual) & set(expected))
@@ -229,12 +229,15 @@ def compare(path: Path, expected_path: Path) -> str:
 
 
 def least_bytes(model_bytes: int, budget: int) -> int:
-    """No step can move less: what has no room stays, at best, from forward's end for backward's begin."""
+    """Return the least bytes that a step moves.
+
+    At best, what the budget holds stays on the device from the end of forward to the start of backward.
+    """
     return 2 * max(0, model_bytes - budget)
 
 
 def limit_of(row: dict[str, Any], resident: float, bandwidth: float) -> float:
-    """Seconds that a step takes at least: compute, weights to the device, gradients from it, side by side."""
+    """Return the least seconds of a step: compute, weights to the device, gradients from it, all at once."""
     moved = max(row["stats"].get("bytes_moved_per_step", 0), row["trained_bytes"])
     return max(resident, moved / bandwidth)
 
@@ -357,7 +360,7 @@ def main() -> int:
     given.size = given.size or ("1GB" if cuda else "240MB")
     given.budget = given.budget or str(parse_size(given.size) // 4)
     given.tokens = given.tokens or (1024 if cuda else 64)
-    given.rounds = given.rounds or (1 if cuda else 3)  # on a CPU, processes differ by more than steps do
+    given.rounds = given.rounds or (1 if cuda else 3)  # on a CPU, processes differ more than steps
     record = Record("train_cuda" if cuda else "train", given.tiny)
     config = config_for(parse_size(given.size), torch.float32)
     wanted = given.only.split(",") if given.only else list(BASELINES)

@@ -30,7 +30,7 @@ class Machine:
     memory: float  # bytes a second
 
     def workload(self, layers: list[shapes.Layer]) -> list[tuple[str, int, float, int]]:
-        """What simulate() takes."""
+        """Return the layers in the form that simulate() takes."""
         return [
             (
                 layer.name,
@@ -81,7 +81,7 @@ def simulate(
 
 
 def smallest_budget(weights: list[tuple[str, int, float, int]]) -> int:
-    """What the engine needs for its largest group."""
+    """Return the bytes that the engine needs for its largest group."""
     from dynswap_ext import _C
 
     return _C.smallest_budget(weights, backend="cuda")[0]

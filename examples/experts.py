@@ -21,7 +21,7 @@ import dynswap_ext
 
 
 def load(folder: Path | None) -> tuple[torch.nn.Module, torch.Tensor | None]:
-    """Return the model, and no prompt where there is no tokenizer."""
+    """Return the model, and a prompt of random tokens if there is no folder with a tokenizer."""
     if folder is not None:
         return AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval(), None
     torch.manual_seed(0)

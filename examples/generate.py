@@ -3,9 +3,9 @@
     python examples/generate.py path/to/Llama-3.1-8B-Instruct --budget 4GiB --prompt "streaming weights means"
     python examples/generate.py path/to/Qwen3-30B-A3B --budget 8GiB
 
-The folder is a checkpoint of transformers, as it is published: a config, a tokenizer and weights in
-safetensors. It may be a mixture of experts. The script maps the weights. While the model runs, they stream
-to the GPU within the budget. Without a GPU, they stream from disk into RAM.
+The folder is a published checkpoint of transformers: a config, a tokenizer and weights in safetensors. It
+may be a mixture of experts. The script maps the weights. While the model runs, they stream to the GPU within
+the budget. Without a GPU, they stream from disk into RAM.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
     python examples/lightning_trainer.py path/to/Qwen3-0.6B --text corpus.txt --budget 1GiB
 
-But for one callback it is a program of Lightning as any other. What it saves is a checkpoint of Lightning.
+One callback is all that differs from any other program of Lightning. It saves a checkpoint of Lightning.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Tuned(lightning.LightningModule):
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Give the optimizer the masters."""
+        """Return the optimizer of the masters."""
         return torch.optim.AdamW(self.parameters(), lr=self.hparams.rate, fused=True)
 
 

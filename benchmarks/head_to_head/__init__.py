@@ -1,1 +1,1 @@
-"""The head-to-head of `peers.py`: workloads, baselines, how one is measured, and how the rows are shown."""
+"""The comparison of `peers.py`: workloads, baselines, how one is measured, and how the rows are shown."""

@@ -1,8 +1,8 @@
-"""Jobs in processes of their own, which begin in milliseconds.
+"""Jobs in processes of their own that start within milliseconds.
 
 Importing the libraries takes some seconds, more than measuring a baseline does. A server imports them once,
-computes nothing, and forks for each job. Where a device cannot be used after a fork, a job's process imports
-for itself.
+computes nothing, and forks for each job. If a device cannot be used after a fork, a job's process does its
+own imports.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _AFTER_FORK = ("re-initialize CUDA", "initialization error", "CUDA driver error"
 
 
 def preload() -> None:
-    """Import what baselines need. What is not installed, they say themselves."""
+    """Import what baselines need. A baseline itself reports what is not installed."""
     for name in _PRELOAD:
         with contextlib.suppress(Exception):
             importlib.import_module(name)
@@ -45,7 +45,7 @@ class Apart:
     """Runs jobs, one at a time, each in a process of its own with a time limit."""
 
     def __init__(self, *, fork: bool = True) -> None:
-        # torch asks the driver whether there is a device; the server may not have begun to use it.
+        # Let torch ask the driver whether there is a device: the server may not start to use one.
         os.environ["PYTORCH_NVML_BASED_CUDA_CHECK"] = "1"
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         paths = [str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
@@ -53,7 +53,7 @@ class Apart:
         self._isolated = Isolated("forkserver", ["head_to_head.preloaded"]) if fork else Isolated()
 
     def run(self, job: Job, limit: float, *, write: bool = False) -> Row:
-        """Do a job; after `limit` seconds its process is ended."""
+        """Do a job, and kill its process after `limit` seconds."""
         row = self._run(job, limit, write)
         if any(text in row.failure for text in _AFTER_FORK):
             self._isolated = Isolated()

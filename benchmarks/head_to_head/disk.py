@@ -1,4 +1,4 @@
-"""What the disk can do: the most that any number of readers gets out of it."""
+"""The fastest that the disk can be read, with any number of readers."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _READERS = (1, 4, 16)
 
 
 def most_bytes_a_second(path: Path) -> float:
-    """The best rate at which a file is read around the page cache."""
+    """Return the highest rate, in bytes per second, at which a file is read without the page cache."""
     return max(_rate(path, readers) for readers in _READERS)
 
 

@@ -1,4 +1,4 @@
-"""What one process does: makes a baseline ready, calls the model, and measures both."""
+"""The work of one process: makes a baseline ready, calls the model, and measures both."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from head_to_head.job import FILE, Job, Row
 from head_to_head.workloads import WORKLOADS, Workload
 
 _FEW = 16
-_WARM_UP = 2  # calls: the first learns the order, the second begins with a full ring
-_LEAST, _LEAST_COLD, _MOST = 5, 3, 400  # calls that are timed
+_WARM_UP = 2  # calls: the first learns the order, the second begins with prefetched weights
+_LEAST, _LEAST_COLD, _MOST = 5, 3, 400  # numbers of calls that are timed
 
 
 def write_checkpoint(job: Job) -> Row:
@@ -93,7 +93,7 @@ def measure(job: Job) -> Row:
 
 
 class _Calls:
-    """Calls the model in cycles; times each call alone."""
+    """Calls the model in cycles, and times each call alone."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class _Calls:
 
     @property
     def done(self) -> int:
-        """Calls so far."""
+        """Return the number of calls so far."""
         return len(self._host) + len(self._marks)
 
     def cycles(self) -> Iterator[list[Tensor]]:
@@ -141,12 +141,12 @@ class _Calls:
         return output
 
     def seconds(self) -> list[float]:
-        """Of each call so far."""
+        """Return the seconds of each call so far."""
         _synchronize(self._device)
         return self._host + [begin.elapsed_time(end) / 1e3 for begin, end in self._marks]
 
     def count_moved(self) -> float:
-        """Bytes a call copies from host memory to the device, counted in a cycle of its own."""
+        """Return the bytes that a call copies from host memory to the device, counted in an extra cycle."""
         state = self._workload.begin(self._model, self._inputs)
         with _Moved() as moved:
             for number in range(self._workload.calls):
@@ -155,7 +155,7 @@ class _Calls:
 
 
 class _Moved(TorchDispatchMode):
-    """Counts what torch copies from host memory to a device."""
+    """Counts the bytes that torch copies from host memory to a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,19 +172,19 @@ class _Moved(TorchDispatchMode):
 
 
 class _Files:
-    """The files that a baseline reads, none of which is in the page cache when a call begins."""
+    """The files that a baseline reads. They are dropped from the page cache before each call."""
 
     def __init__(self, setting: Setting) -> None:
         self._checkpoint = setting.checkpoint
         self._others = [path for path in setting.scratch.rglob("*") if path.is_file()]
         if len(self._others) > _FEW:
-            os.sync()  # quicker than so many files one by one
+            os.sync()  # faster than one fsync for each of many files
         else:
             for path in self._others:
                 _settle(path)
 
     def drop(self) -> None:
-        """Let go of what the last call left there."""
+        """Drop from the page cache what the last call read."""
         drop_file_cache(self._checkpoint)
         for path in self._others:  # not mapped between calls
             descriptor = os.open(path, os.O_RDONLY)
@@ -193,7 +193,7 @@ class _Files:
 
 
 class _Memory:
-    """The most memory since the beginning: device memory allocated, or resident memory over the beginning."""
+    """Measures the peak of device memory, or of resident memory above that at the start."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -201,19 +201,19 @@ class _Memory:
         self.begin_again()
 
     def begin_again(self) -> None:
-        """Forget the highest point so far."""
+        """Forget the peak so far."""
         self._now = resident_bytes()
         self._meter = PeakMemory(self._device)
 
     def peak(self) -> int | None:
-        """The highest point since then."""
+        """Return the peak since the last start, in bytes; None if the system does not tell."""
         if self._device.type == "cuda":
             return torch.cuda.max_memory_allocated(self._device)
         return max(0, self._now - self._base + self._meter.more()) if self._base else None
 
 
 def _outputs(job: Job, first: list[Tensor], last: list[Tensor]) -> str:
-    """The first and the last cycle's outputs beside the resident model's."""
+    """Compare the outputs of the first and the last cycle with the resident model's; return words."""
     path = Path(job.reference)
     cycles = [[output.cpu() for output in outputs] for outputs in (first, last)]
     if job.baseline == RESIDENT and not path.exists():
@@ -236,7 +236,7 @@ def _outputs(job: Job, first: list[Tensor], last: list[Tensor]) -> str:
 
 
 def _touch_libraries(device: torch.device) -> None:
-    """Their threads and code are not the baseline's memory or time."""
+    """Start the libraries' threads and load their code, so that a baseline's figures do not include it."""
     x = torch.randn(64, 64, device=device)
     torch.nn.functional.linear(x, x).relu_().softmax(-1)
     torch.nn.functional.conv2d(x[None, None], x[:3, :3][None, None])
@@ -244,7 +244,7 @@ def _touch_libraries(device: torch.device) -> None:
 
 
 def _settle(path: Path) -> None:
-    """Dirty pages cannot be dropped."""
+    """Write a file's dirty pages to the disk, since they cannot be dropped from the page cache."""
     with path.open("rb+") as file:
         os.fsync(file.fileno())
 

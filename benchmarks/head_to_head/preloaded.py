@@ -1,4 +1,4 @@
-"""Importing this imports what baselines need: for the server that forks them."""
+"""Imports what baselines need, for the server that forks them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows as tables for a terminal, and as what a record keeps of them."""
+"""Shows rows as tables in a terminal, and summarises them for a record."""
 
 from __future__ import annotations
 
@@ -30,27 +30,27 @@ class Section:
     device: str
     unit: str
     weight_bytes: int
-    bandwidth: float | None  #: bytes a second of what weights come through; None where nothing moves
+    bandwidth: float | None  #: bytes per second of the disk or bus; None if nothing moves
     bandwidth_kind: str
     rows: dict[str, Row] = field(default_factory=dict)
 
     @property
     def ours(self) -> str:
-        """The baseline of ours that peers are compared with; "" if none ran."""
+        """Return our baseline that peers are compared with; "" if none ran."""
         return next((name for name in PRIMARY if self.median(name) is not None), "")
 
     def median(self, name: str) -> float | None:
-        """Seconds of a call; None if it did not run."""
+        """Return the median seconds of a call of a baseline; None if it did not run."""
         row = self.rows.get(name)
         return statistics.median(row.seconds) if row and row.seconds else None
 
     def moved(self, name: str) -> float | None:
-        """Bytes a call: what the system says that the disk delivered, else as it was counted."""
+        """Return a call's bytes: those that the disk delivered, or else those that were counted."""
         row = self.rows[name]
         return row.moved_bytes if row.disk_bytes is None else row.disk_bytes
 
     def limit(self, name: str) -> float | None:
-        """max(compute, bytes that it moves / bandwidth), in seconds."""
+        """Return max(compute, bytes that the baseline moves / bandwidth), in seconds."""
         compute = self.median(RESIDENT)
         moved = self.moved(name)
         if compute is None:
@@ -58,27 +58,27 @@ class Section:
         return max(compute, moved / self.bandwidth) if moved and self.bandwidth else compute
 
     def ratio(self, name: str, to: float | None) -> float | None:
-        """Its time in terms of another."""
+        """Return a baseline's median time divided by `to`; None if one of them is missing."""
         mine = self.median(name)
         return mine / to if mine is not None and to else None
 
     def stays(self, name: str) -> bool:
-        """Whether it should have streamed from the file, and has kept the weights in RAM instead."""
+        """Return whether a peer should have streamed from the file, but has kept the weights in RAM."""
         read = self.rows[name].disk_bytes
         streams = self.placement == FILE and BASELINES[name].kind == PEER
         return streams and read is not None and read < _HARDLY * self.weight_bytes
 
     def equal(self, name: str) -> bool:
-        """Whether its outputs are the resident model's, to the bit.
+        """Return whether a baseline's outputs are the resident model's, to the bit.
 
-        A kernel may sum in another order where memory happens to lie otherwise: then the resident model's own
-        outputs are others in some of its processes, and what a baseline's are in some says nothing of it.
+        A kernel may sum in another order with other addresses. Then the resident model's own outputs differ
+        between processes, and it is enough if a baseline's are equal in some of them.
         """
         outputs, resident = self.rows[name].outputs, self.rows[RESIDENT].outputs
         return outputs == BIT_EQUAL or (BIT_EQUAL in outputs and resident not in ("", BIT_EQUAL))
 
     def best_peer(self) -> str:
-        """The fastest peer that does its work, with the resident model's outputs; "" if none ran."""
+        """Return the fastest peer that streams and has the resident model's outputs; "" if none ran."""
         ran = [
             name
             for name, row in self.rows.items()
@@ -87,14 +87,15 @@ class Section:
         return min(ran, key=lambda name: statistics.median(self.rows[name].seconds), default="")
 
     def tied(self, name: str) -> bool:
-        """Whether its times and ours overlap in the middle half."""
+        """Return whether the middle halves of a baseline's times and of ours overlap."""
         here, there = (_middle(self.rows[each].seconds) for each in (name, self.ours))
         return here[0] <= there[1] and there[0] <= here[1]
 
     def noise(self) -> float:
-        """By how much the same work differs from process to process: the slowest over the fastest median.
+        """Return how much the same work differs between processes: the slowest median over the fastest.
 
-        With the weights in RAM and nothing to move, ours at any prefetch does what the resident model does.
+        With the weights in RAM and nothing to move, ours at any prefetch does the same as the resident
+        model.
         """
         if self.placement != RAM or self.device != "cpu":
             return 1.0
@@ -103,7 +104,7 @@ class Section:
         return max(medians) / min(medians) if medians else 1.0
 
     def to_record(self) -> dict[str, Any]:
-        """What the record keeps."""
+        """Return the section as the record keeps it."""
         ours = self.median(self.ours) if self.ours else None
         rows = {name: self._summary(name, row, ours) for name, row in self.rows.items()}
         facts = {name: value for name, value in vars(self).items() if name != "rows"}
@@ -136,7 +137,7 @@ def _middle(seconds: list[float]) -> tuple[float, float]:
 
 
 def where(placement: str, device: str) -> str:
-    """What a section asks for, in words."""
+    """Return in words where the weights are, and what that measures."""
     if placement == RAM:
         if torch.device(device).type == "cpu":
             return "weights in RAM, where they compute: nothing has to move, access is what costs"
@@ -193,7 +194,7 @@ def show(section: Section, console: Console) -> None:
 
 
 def explain(console: Console) -> None:
-    """Say what the columns are."""
+    """Print what the columns mean."""
     console.print(
         "Medians of calls after warm-up, each baseline in a process of its own. / ours: time in terms of "
         f"the first of these that ran: {'; '.join(PRIMARY)}. / limit: in terms of max(time of the resident "
@@ -205,13 +206,13 @@ def explain(console: Console) -> None:
 
 
 def console() -> Console:
-    """A terminal, or a wide page where there is none."""
+    """Return a terminal, or a wide page if there is none."""
     made = Console()
     return made if made.is_terminal else Console(width=_WIDE)
 
 
 def show_seconds(seconds: float | None) -> str:
-    """Three digits, in s, ms or us; a dash for None."""
+    """Return seconds with three digits, in s, ms or us; a dash for None."""
     if seconds is None:
         return "-"
     unit, scale = next(((u, s) for u, s in (("s", 1.0), ("ms", 1e3)) if seconds * s >= 1), ("us", 1e6))

@@ -1,6 +1,6 @@
-"""The models and what is done with them, at three sizes.
+"""The models of the comparison and how they are called, at three sizes.
 
-`tiny` proves that everything runs. `cpu` is for two cores and a disk: some 100 MB of float32 weights,
+`tiny` proves that everything runs. `cpu` is for two cores and a disk: some 100 MB of float32 weights, with
 layers narrower than the real ones. `gpu` has the real layer shapes in bfloat16, fewer layers, 1 to 3 GB.
 """
 
@@ -21,13 +21,13 @@ class Workload(ABC):
 
     name: ClassVar[str]
     model: ClassVar[str]  #: workloads of the same model share its checkpoint
-    package: ClassVar[str] = ""  #: where the model's class comes from
+    package: ClassVar[str] = ""  #: that has the model's class
     calls: ClassVar[int] = 1
-    begin_calls: ClassVar[int] = 0  #: of the model, in `begin`
+    begin_calls: ClassVar[int] = 0  #: calls of the model in `begin`
     unit: ClassVar[str] = "pass"
-    #: How often each baseline's process is run with the weights in RAM, in turn with the others'.
+    #: How many processes each baseline has with the weights in RAM. Baselines take turns.
     rounds: ClassVar[int] = 1
-    #: Why its baselines under torch.compile are left out; "" if they are not.
+    #: The reason why baselines under torch.compile are left out; "" if they are not.
     not_compiled: ClassVar[str] = ""
     sizes: ClassVar[dict[str, dict[str, int]]]
 
@@ -37,7 +37,7 @@ class Workload(ABC):
         self.p = self.sizes[size]
 
     def build(self) -> nn.Module:
-        """The model with random weights, ready for inference."""
+        """Return the model with random weights, ready for inference."""
         before = torch.get_default_dtype()
         torch.set_default_dtype(self.dtype)
         try:
@@ -46,11 +46,11 @@ class Workload(ABC):
             torch.set_default_dtype(before)
 
     def describe(self) -> str:
-        """The sizes, for the head of a table."""
+        """Return the sizes as text, for the head of a table."""
         return ", ".join(f"{name.replace('_', ' ')} {value}" for name, value in self.p.items())
 
     def random(self, *shape: int, seed: int = 0) -> Tensor:
-        """Normal numbers, the same in every process."""
+        """Return normally distributed numbers, the same in every process."""
         return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(self.dtype)
 
     @abstractmethod
@@ -59,10 +59,10 @@ class Workload(ABC):
 
     @abstractmethod
     def inputs(self, device: torch.device) -> dict[str, Any]:
-        """What calls read, on the device."""
+        """Return the inputs of the calls, on the device."""
 
     def begin(self, model: nn.Module, inputs: dict[str, Any]) -> dict[str, Any]:
-        """Begin a cycle; not timed."""
+        """Begin a cycle, which is not timed, and return its state for `call`."""
         return dict(inputs)
 
     @abstractmethod
@@ -95,7 +95,7 @@ class Mlp(Workload):
 
 
 class Narrow(Mlp):
-    """200 layers so small that reading their attributes is what takes the time."""
+    """200 layers so small that reads of their attributes take most of the time."""
 
     name = model = "narrow"
     rounds = 3
@@ -158,7 +158,7 @@ class Prefill(Workload):
 
 
 class Decode(Prefill):
-    """The same decoder goes on, token by token."""
+    """The same decoder generates token by token."""
 
     name = "decode"
     calls, begin_calls = 8, 1
@@ -275,7 +275,7 @@ class Unet(Workload):
 
 
 class Recurrent(nn.Module):
-    """A layer is a module, as all weights of a module are in use at one time."""
+    """A stack of LSTM modules of one layer, as all weights of a module are in use at once."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -288,7 +288,7 @@ class Recurrent(nn.Module):
 
 
 class Lstm(Workload):
-    """A recurrent network, whose weights no `__getattr__` is asked for."""
+    """A recurrent network, whose forward reads its weights without `__getattr__`."""
 
     name = model = "lstm"
     not_compiled = "torch.compile leaves nn.LSTM as it is"
@@ -310,7 +310,7 @@ class Lstm(Workload):
 
 
 class FeedForward(nn.Module):
-    """Two layers and a way around them."""
+    """Two layers whose result is added to their input."""
 
     def __init__(self, width: int, inner: int) -> None:
         super().__init__()
@@ -322,7 +322,7 @@ class FeedForward(nn.Module):
 
 
 class Branches(nn.Module):
-    """At each stage one of two branches runs."""
+    """Stages at each of which one of two branches runs."""
 
     def __init__(self, width: int, inner: int, stages: int) -> None:
         super().__init__()
@@ -336,7 +336,7 @@ class Branches(nn.Module):
 
 
 class Conditional(Workload):
-    """Which half of the model runs changes from call to call."""
+    """A model of which a different half runs in each call."""
 
     name = model = "conditional"
     calls = 8
@@ -360,7 +360,7 @@ class Conditional(Workload):
 
 
 class Mixture(nn.Module):
-    """Layers of experts, of which each token takes two."""
+    """Layers of experts, of which each token uses two."""
 
     def __init__(self, width: int, inner: int, layers: int, experts: int) -> None:
         super().__init__()
@@ -383,7 +383,7 @@ class Mixture(nn.Module):
 
 
 class Moe(Workload):
-    """A mixture of experts: few tokens, so that a call runs some of them, other ones each time."""
+    """A mixture of experts with so few tokens that each call runs only some experts."""
 
     name = model = "moe"
     calls = 8

@@ -1,4 +1,4 @@
-"""The baselines, in the order in which tables show them. One file a family."""
+"""The baselines, in the order of the tables. Each file is a family."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BASELINES: dict[str, Baseline] = {
     baseline.name: baseline for family in _FAMILIES for baseline in family.BASELINES
 }
 RESIDENT = resident.RESIDENT.name
-#: What peers are compared with; the first that ran, as there may be no native provider here.
+#: Our baselines that peers are compared with: the first that ran, as the native provider may be missing.
 PRIMARY = (
     ours.OURS_IN_RAM.name,
     ours.OURS_STREAMED.name,

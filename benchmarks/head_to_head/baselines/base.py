@@ -1,4 +1,4 @@
-"""What a baseline is, and what it is given."""
+"""The types of a baseline, its setting, and the model that it prepares."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ EXTRA = "pip install 'dynswap-ext[peers]'"
 
 @dataclass(frozen=True)
 class Setting:
-    """What a baseline is given."""
+    """The device, files and model that a baseline is given."""
 
     device: torch.device
     placement: str
@@ -33,21 +33,21 @@ class Setting:
 
     @property
     def weight_bytes(self) -> int:
-        """Bytes of the checkpoint."""
+        """Return the bytes of the checkpoint."""
         return self.checkpoint.stat().st_size
 
     def mapped(self) -> nn.Module:
-        """The model, with masters that are mapped from the checkpoint: nothing is read yet."""
+        """Return the model with masters that are mapped from the checkpoint, without reading them."""
         return checkpoint.load(self.build, self.checkpoint).requires_grad_(False).eval()
 
     def in_ram(self) -> nn.Module:
-        """The model, with weights in ordinary memory."""
+        """Return the model with weights in ordinary memory."""
         model, read = self.mapped(), 0
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.clone()
             read += tensor.nbytes
             if read > _DROP_EVERY:
-                drop_file_cache(self.checkpoint)  # or the mapping would count beside the copy
+                drop_file_cache(self.checkpoint)  # or the mapping would count, too
                 read = 0
         drop_file_cache(self.checkpoint)
         return model
@@ -55,7 +55,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A model that can be called, and what it was prepared with."""
+    """A model that can be called, with its handle if dynswap has prepared it."""
 
     model: nn.Module
     handle: Any = None  #: dynswap's
@@ -69,22 +69,22 @@ class Baseline:
     Attributes
     ----------
     name, kind
-        `kind` is REFERENCE (all weights where they compute: what others are measured by), PEER or OURS.
+        `kind` is REFERENCE (all weights where they compute, to compare others with), PEER or OURS.
     prepare
-        Makes the model ready, as the baseline's documentation has it.
+        Makes the model ready, as the baseline's documentation says.
     does
-        What it has to do in a call, by placement; on an accelerator ``"bus"`` stands for RAM. A placement
-        that is not there is not its own.
+        What it has to do in a call, by placement. On an accelerator ``"bus"`` stands for RAM. The baseline
+        does not run with other placements.
     package
         The module it needs.
     accelerator
-        Why it does not run on the CPU; "" if it does.
+        The reason why it does not run on the CPU; "" if it does.
     compiles
-        Whether it is under torch.compile.
+        Whether it runs under torch.compile.
     python
         The version of Python that it needs.
     rewrites
-        Whether it writes its files anew in each process, under other names.
+        Whether it writes its files again in each process, with other names.
     """
 
     name: str
@@ -98,15 +98,15 @@ class Baseline:
     rewrites: bool = False
 
     def has(self, placement: str, device: torch.device) -> bool:
-        """Whether it is one of that section."""
+        """Return whether the baseline runs with that placement on that device."""
         return self.task(placement, device) != ""
 
     def task(self, placement: str, device: torch.device) -> str:
-        """What it has to do in a call there."""
+        """Return what the baseline has to do in a call there; "" if it does not run there."""
         return self.does.get("bus" if placement == RAM and device.type != "cpu" else placement, "")
 
     def why_not(self, device: torch.device) -> str:
-        """Why it cannot run here; "" if it can."""
+        """Return the reason why the baseline cannot run here; "" if it can."""
         if sys.version_info < self.python:
             return f"it needs Python {'.'.join(map(str, self.python))}"
         if self.accelerator and device.type == "cpu":
@@ -117,7 +117,7 @@ class Baseline:
 
 
 def compiled(prepare: Callable[[Setting], Prepared]) -> Callable[[Setting], Prepared]:
-    """The same, under torch.compile."""
+    """Return a `prepare` that puts the model under torch.compile."""
 
     def prepare_compiled(setting: Setting) -> Prepared:
         prepared = prepare(setting)

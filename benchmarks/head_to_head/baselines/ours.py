@@ -18,7 +18,7 @@ def _installed(
         model = setting.mapped() if setting.placement == FILE else setting.in_ram()
         options: dict[str, Any] = {"device": setting.device, "prefetch": prefetch, "provider": provider}
         if setting.placement == FILE:
-            # A model that does not fit the memory does not fit the system's cache of the file either.
+            # If a model does not fit the memory, its file does not fit the page cache either.
             options["host_budget"] = "minimum"
         if share is None:
             return Prepared(model, dynswap_ext.install(model, **options))
@@ -41,7 +41,7 @@ _STREAMS = {
     "bus": "streams from pinned memory what the budget has no room for",
     FILE: "reads ahead what the budget has no room for",
 }
-#: More than the weights: small groups are padded.
+#: The share of the weights' bytes that holds all of them, with the padding of small groups.
 _ALL = 1.25
 
 
@@ -59,7 +59,7 @@ def _at(name: str, share: float, *, prefetch: int = 2, provider: str = "native")
     return Baseline(name, OURS, _installed(share, prefetch=prefetch, provider=provider), does)
 
 
-#: What others are compared with: on the CPU masters in RAM are handed out as they are, whatever the budget.
+#: Our main baseline. On the CPU, masters in RAM are handed out as they are with any budget.
 OURS_IN_RAM = Baseline("ours", OURS, _installed(None), {RAM: _AS_IT_IS})
 OURS_STREAMED = _at("ours, 1/4", 0.25)
 BASELINES = [

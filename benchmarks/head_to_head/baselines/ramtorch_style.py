@@ -1,9 +1,9 @@
-"""Linear layers that stream through two slots, as RamTorch has it; written here as a reference.
+"""Linear layers that stream through two slots, as in RamTorch; written here as a reference.
 
 Weights of `nn.Linear` stay in pinned memory. Two slots on the device take turns: while one layer computes
-from its slot, the next one's weights are copied into the other, on a stream of their own. What is next is
+from its slot, the next one's weights are copied into the other, on a separate stream. The order of layers is
 learned from the last pass. Everything but the linear layers stays on the device. On the CPU there is no bus:
-the layer reads its weights where they are, and what is left is its bookkeeping.
+a layer reads its weights where they are, and only its bookkeeping takes time.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Streams:
         size = max(sum(_padded(master) for master in _masters(linear)) for linear in linears)
         self._slots = [_Slot(torch.empty(size, dtype=torch.uint8, device=device)) for _ in range(2)]
         self._copies = torch.cuda.Stream(device)
-        self._copies.wait_stream(torch.cuda.current_stream(device))  # whose memory the slots were
+        self._copies.wait_stream(torch.cuda.current_stream(device))  # it may still use the slots' memory
         self._device = device
         self._next: dict[nn.Linear, nn.Linear] = {}
         self._last: nn.Linear | None = None
@@ -88,7 +88,7 @@ def _forward_here(self: nn.Linear, x: Tensor) -> Tensor:
 
 
 def stream_linears(model: nn.Module, device: torch.device) -> nn.Module:
-    """Make the linear layers of a model in RAM stream; the rest goes to the device."""
+    """Stream the linear layers of a model in RAM, and move the rest to the device."""
     linears = [module for module in model.modules() if type(module) is nn.Linear]
     if not linears:
         raise ValueError("the model has no nn.Linear, and nothing else is streamed")

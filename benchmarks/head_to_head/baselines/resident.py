@@ -1,4 +1,4 @@
-"""All weights where they compute: what the others are measured by."""
+"""All weights where they compute: the reference for other baselines."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ def _cpu_offload(setting: Setting) -> Prepared:
 def _disk_offload(setting: Setting) -> Prepared:
     from accelerate import disk_offload
 
-    # It writes a file of its own for each weight, unless the folder has them already.
+    # accelerate writes a file for each weight, unless the folder has them already.
     model = setting.in_ram()
     disk_offload(model, str(setting.scratch), execution_device=setting.device, offload_buffers=True)
     return Prepared(model)
@@ -59,7 +59,10 @@ def _load_and_dispatch(setting: Setting) -> Prepared:
 
 
 def _disk_map(model: nn.Module) -> dict[str, Any]:
-    """Everything on the disk but the smallest part: it takes no map with nothing on a device."""
+    """Return a map with everything on the disk except the smallest part.
+
+    accelerate refuses a map that puts nothing on a device.
+    """
     sizes = {
         name: sum(parameter.numel() for parameter in module.parameters(recurse=False))
         for name, module in model.named_modules()

@@ -11,7 +11,7 @@ def _ramtorch(setting: Setting) -> Prepared:
     from ramtorch import OffloadModel
 
     modules = _chain(setting.in_ram())
-    # A quarter of the modules: two that are streamed, and those that stay.
+    # Room for a quarter of the modules: two slots for streamed ones, and the others for those that stay.
     stay = max(0, len(modules) // 4 - 2)
     return Prepared(OffloadModel(modules, device=str(setting.device), window=2, pin=stay))
 
@@ -25,7 +25,7 @@ def _block_streamer(setting: Setting) -> Prepared:
 
 
 def _chain(model: nn.Module) -> list[nn.Module]:
-    """Return the layers of a Sequential, each activation with the layer before it."""
+    """Return the layers of a Sequential, each activation joined to the layer before it."""
     if not isinstance(model, nn.Sequential):
         raise NotImplementedError("it takes a list of modules that follow each other; this model is not one")
     chain: list[nn.Module] = []

@@ -1,4 +1,4 @@
-"""diffusers' group offloading: leaves, or the blocks of lists, are brought before their forward."""
+"""diffusers' group offloading: single layers, or the blocks of lists, are moved before their forward."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""mmgp: blocks of lists are brought before their forward, under a budget."""
+"""mmgp: the blocks of lists are moved before their forward, within a budget."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def _all(setting: Setting) -> Prepared:
 
     model = setting.in_ram()
     megabytes = max(1, setting.weight_bytes // 4 >> 20)
-    # A plain number for `budgets` is accepted and not looked at; a dictionary is. Neither quantised nor cast.
+    # A plain number for `budgets` is accepted and ignored, a dictionary is not. No quantisation, no cast.
     offload.all(
         {"transformer": model},
         pinnedMemory=True,
@@ -21,7 +21,7 @@ def _all(setting: Setting) -> Prepared:
         budgets={"*": megabytes},
         verboseLevel=0,
     )
-    torch.set_default_device("cpu")  # it leaves another one behind
+    torch.set_default_device("cpu")  # mmgp changes the default device
     return Prepared(model)
 
 

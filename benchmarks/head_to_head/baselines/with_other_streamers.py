@@ -1,4 +1,4 @@
-"""FlexTensor, piper-offload and TrainStream: written from their documentation. They need a GPU: never run."""
+"""FlexTensor, piper-offload and TrainStream, written from their documentation. They need a GPU; never run."""
 
 from __future__ import annotations
 
