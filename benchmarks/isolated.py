@@ -44,8 +44,8 @@ class Isolated:
         Raises
         ------
         DynswapError
-            `function` has raised it, or another exception, or the process has ended. In the latter cases the text
-            is the last that the process wrote.
+            `function` has raised it, or another exception, or the process has ended.
+            For the last two, the text is the last that the process wrote.
         TimeoutError
             The process was killed after `limit` seconds.
         """

@@ -1,4 +1,4 @@
-"""A test that fails leaves nothing to the tests after it, and one that passes may leave nothing either."""
+"""A test that fails leaves nothing behind for later tests. One that passes must leave nothing behind."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_neighbours(tmp_path: Path) -> None:
         "--rootdir",
         tmp_path,
     ]
-    # What the run around this one leaves out (DYNSWAP_PROVIDER=python: `native-host`) is not its matter.
+    # The outer run may leave out providers (DYNSWAP_PROVIDER=python leaves out `native-host`).
     own = {key: value for key, value in os.environ.items() if not key.startswith("DYNSWAP_")}
     result = subprocess.run(
         [sys.executable, "-m", "pytest", *arguments, program],
@@ -88,7 +88,7 @@ def test_neighbours(tmp_path: Path) -> None:
     )
     told = set(re.findall(r"^(PASSED|FAILED|ERROR) \S*::(\w+)\[", result.stdout, re.M))
     failing = ("test_fails_and_holds", "test_fails_in_a_chain", "test_fails_and_keeps")
-    # A test that leaks has passed: it is its fixture that says so.
+    # A test that leaks passes; its fixture reports the error.
     assert told == {
         *(("FAILED", name) for name in failing),
         ("PASSED", "test_starts_from_nothing"),

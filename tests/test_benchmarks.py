@@ -1,4 +1,4 @@
-"""Every script of benchmarks/ starts, at sizes whose figures mean nothing, and leaves a whole record."""
+"""Every script of benchmarks/ starts, at sizes whose figures mean nothing, and leaves a complete record."""
 
 from __future__ import annotations
 
@@ -66,11 +66,11 @@ def test_peers_has_a_row_for_each_baseline(tmp_path: Path) -> None:
     assert set(sections["ram"]["rows"]) == {"resident", "ours", "classic hook", "mmgp"}
     assert set(sections["file"]["rows"]) == {"resident", "ours, 1/4", "classic hook"}
     for section in sections.values():
-        # Figures, or the reason why there are none.
+        # A row has figures, or the reason why there are none.
         assert all(("failure" in row) != ("seconds" in row) for row in section["rows"].values())
         assert section["rows"]["classic hook"]["outputs"] == "bit-equal"
         assert not section["ours"] or section["rows"][section["ours"]]["outputs"] == "bit-equal"
-    assert not list(tmp_path.glob("peers-*"))  # what was written for the run is gone
+    assert not list(tmp_path.glob("peers-*"))  # files of the run are removed
 
 
 @pytest.mark.slow

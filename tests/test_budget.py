@@ -1,4 +1,4 @@
-"""The budget bounds what is on the device, and residents live within it."""
+"""The budget bounds what is on the device; weights that stay there (residents) are part of it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dynswap_ext import BudgetError, testing
 from dynswap_ext._python.residency import choose_residents
 from sample_models import mlp
 
-#: Wide enough for a layer to be a group of its own.
+#: Wide enough for each layer to be copied by itself (a group).
 WIDTH, LAYERS = 768, 8
 #: Bytes of one layer (weight and bias) and of the whole model in float64, and what alignment may add.
 LAYER = (WIDTH * WIDTH + WIDTH) * 8
@@ -48,9 +48,9 @@ def test_residents_save_copies_and_stay_within_the_budget(provider: Provider, sh
     assert MODEL <= stats.weight_bytes <= MODEL + SLACK
     assert stats.peak_bytes <= budget
     assert stats.overflow_bytes == 0
-    # What is not resident has to be moved in each pass, and in the masters' bytes, half of the device's.
+    # All but residents move in each pass. Bytes are counted in the masters' dtype, half of the device's.
     streamed = (stats.weight_bytes - stats.resident_bytes) // 2
-    ahead = 3 * LAYER // 2 if provider.native else 0  # read ahead for a pass that does not come
+    ahead = 3 * LAYER // 2 if provider.native else 0  # prefetched for a pass that does not come
     assert 0 < stats.bytes_moved <= passes * streamed + ahead
     if not provider.native:
         assert stats.resident_bytes >= budget - 2 * LAYER - SLACK
@@ -257,7 +257,10 @@ def test_residents_and_the_largest_weight_fit(sizes: list[int], budget: int, tog
 
 
 def test_what_the_budget_has_room_for_is_no_overflow(provider: Provider) -> None:
-    """A graph holds the copy of a master that is written: the second copy is outside the arena."""
+    """A second copy of a weight that a graph holds is no overflow if the budget has room for it.
+
+    The master is written while the graph holds its copy, so the new copy is outside the arena.
+    """
     model = mlp(64, 6)
     moved, handle = provider.pair(model, budget="1GiB", strict_budget=True)
     x = provider.randn(2, 64)

@@ -1,4 +1,4 @@
-"""The build backend: which torch and which CUDA toolkit it builds with, and what it says if it cannot."""
+"""The build backend: which torch and which CUDA toolkit it uses, and its messages without one."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ LOAD_ALONE = (
 
 @pytest.fixture
 def toolkit(tmp_path: Path) -> Path:
-    """A folder that looks like a toolkit."""
+    """Return a folder that looks like a toolkit."""
     home = tmp_path / "cuda"
     for name in ("bin", "include", "lib64"):
         (home / name).mkdir(parents=True)
@@ -52,7 +52,7 @@ def write_nvcc(home: Path, release: str) -> None:
 
 @pytest.fixture
 def nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No toolkit but the one that a test names."""
+    """Hide all toolkits except the one that a test names."""
     for variable in ("CUDA_HOME", "CUDA_PATH"):
         monkeypatch.delenv(variable, raising=False)
     monkeypatch.setenv("PATH", "/usr/bin:/bin")
@@ -121,7 +121,7 @@ def test_a_wrong_cuda_home_is_said(
     capsys: pytest.CaptureFixture[str],
     choice: str,
 ) -> None:
-    """Whether another toolkit is taken instead, or none."""
+    """A wrong CUDA_HOME gives a message, which says whether another toolkit is taken instead."""
     monkeypatch.setenv("CUDA_HOME", "/nowhere")
     monkeypatch.setenv("DYNSWAP_CUDA", choice)
     monkeypatch.setattr(cuda_toolkit, "DEFAULTS", (str(toolkit),))
@@ -156,7 +156,10 @@ def test_a_toolkit_of_a_later_major_version_than_torchs_is_said(
     of_torch: str | None,
     said: bool,
 ) -> None:
-    """A driver that serves torch may be too old for it. An older one is served by any driver."""
+    """A toolkit of a later major version than torch's gives a message, as drivers may be too old for it.
+
+    An older toolkit works with any driver that serves torch.
+    """
     monkeypatch.setenv("CUDA_HOME", str(toolkit))
     assert extension.wanted_toolkit(NO_ROCM, of_torch) is not None
     text = capsys.readouterr().err
@@ -193,7 +196,7 @@ def test_cuda_refused(toolkit: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def packages(toolkit: Path, nothing_else: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of the interpreter's with NVIDIA's packages in it, as pip installs them."""
+    """Return a folder of NVIDIA's packages, on sys.path, as pip installs them."""
     site = tmp_path / "site"
     (site / "nvidia").mkdir(parents=True)
     home = toolkit.rename(site / "nvidia/cu13")
@@ -246,7 +249,7 @@ def test_pip_brings_a_toolkit_if_cuda_is_demanded(
     brought: str | None,
     required: list[str],
 ) -> None:
-    """In the version that torch has brought, so that both run on the same driver."""
+    """pip installs a toolkit in the version that torch requires, so that both run on the same driver."""
     monkeypatch.setenv("DYNSWAP_CUDA", choice)
     if brought:
         metadata = tmp_path / f"cuda_toolkit-{brought}.dist-info/METADATA"
@@ -281,7 +284,7 @@ def test_flags_and_files_are_of_the_system(
 ) -> None:
     monkeypatch.setattr(sys, "platform", platform)
     monkeypatch.setenv("DYNSWAP_UNITY", "0")
-    monkeypatch.setattr(extension.shutil, "rmtree", lambda *_, **__: None)  # not those of this checkout
+    monkeypatch.setattr(extension.shutil, "rmtree", lambda *_, **__: None)  # keep this checkout's files
     made = extension._extension(None, torch.__version__, _Recorded)
     assert {flag[0] for flag in made.flags["cxx"]} == {dash}
     names = [Path(name).stem for name in made.sources if "csrc/platform/" in name]
@@ -290,7 +293,7 @@ def test_flags_and_files_are_of_the_system(
 
 
 class _Recorded:
-    """Stands in for torch.utils.cpp_extension and the extension that it makes."""
+    """Replaces torch.utils.cpp_extension and the extension that it makes, and records the arguments."""
 
     def __init__(
         self, _: str, sources: list[str], *, extra_compile_args: dict[str, list[str]], **__: object
@@ -341,7 +344,7 @@ def test_supported_torch(version: str, supported: bool) -> None:
 def test_a_wheel_requires_the_torch_that_it_is_built_for(
     monkeypatch: pytest.MonkeyPatch, command: str, required: str
 ) -> None:
-    """With another minor version the extension would not be loaded. Sources build for all of the range."""
+    """A wheel requires its minor version of torch, as its extension loads with no other; sources do not."""
     monkeypatch.delenv("DYNSWAP_BUILD", raising=False)
     monkeypatch.setattr(sys, "argv", ["setup.py", command])
     monkeypatch.delenv("DYNSWAP_WHEEL_INDEX", raising=False)
@@ -354,7 +357,7 @@ def test_a_wheel_requires_the_torch_that_it_is_built_for(
 def test_a_wheel_for_an_index_is_named_after_its_torch(
     monkeypatch: pytest.MonkeyPatch, command: str, version: str
 ) -> None:
-    """The archive of the sources is for all of them."""
+    """A wheel for an index has the version of torch in its own; the archive of the sources does not."""
     monkeypatch.delenv("DYNSWAP_BUILD", raising=False)
     monkeypatch.setenv("DYNSWAP_WHEEL_INDEX", "https://host/simple")
     monkeypatch.setattr(sys, "argv", ["setup.py", command])
@@ -413,7 +416,7 @@ def test_an_unsupported_torch_is_named_instead_of_replaced(monkeypatch: pytest.M
 
 
 def test_torch_is_found_past_an_isolated_build(tmp_path: Path) -> None:
-    """As pip does it: another path, no user site, and a hook that hides the interpreter's own packages."""
+    """torch is found in an isolated build of pip, which hides the interpreter's own packages."""
     site = tmp_path / "site"
     site.mkdir()
     (site / "sitecustomize.py").write_text(

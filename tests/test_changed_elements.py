@@ -1,4 +1,4 @@
-"""Which elements count as changed: those of other bits."""
+"""Elements count as changed if their bits differ."""
 
 from __future__ import annotations
 

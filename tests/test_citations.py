@@ -1,9 +1,9 @@
 """Every cited invariant, note, page and link resolves.
 
 An invariant is a heading of docs/architecture.md: ``### Invariant 1: name``. A note is defined once: a line
-of a comment, a docstring or a page begins with it, and then ends or goes on with a colon. Wherever else its
-name is written, it is cited. A link to a source file names what is in that file. A docstring or a ``///``
-comment is read alone, as an editor shows it: it does not lean on the one before it.
+of a comment, a docstring or a page begins with its name, and then ends or goes on with a colon. Everywhere
+else its name is a citation. A link to a source file names something in that file. A docstring or a ``///``
+comment is read alone, as an editor shows it: it does not continue the one before it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SUFFIXES = {".h", ".cpp", ".cu", ".py", ".pyi", ".md"}
 ARCHITECTURE = Path("docs/architecture.md")
 PROTECTIONS = Path("csrc/core/protection.h")
 
-#: A blank, or the end of a line and the beginning of the next one's comment.
+#: A blank, or the end of a line and the beginning of a comment on the next.
 BLANK = r"(?:[ \t]+|[ \t]*\n[ \t]*(?:///?<?|#:?|\|)?[ \t]*)"
 NOTE = re.compile(rf"\bNote{BLANK}\[([^\[\]]{{1,90}})\]")
 DEFINED_NOTE = re.compile(
@@ -38,7 +38,7 @@ CODE_SPAN = re.compile(r"(`+)(?!`)(.+?)(?<!`)\1(?!`)", re.DOTALL)
 HEADING = re.compile(r"^#{1,6}[ \t]+(.+?)[ \t]*#*$", re.MULTILINE)
 QUALIFIED_NAME = re.compile(r"[A-Za-z_~]\w*(?:(?:::|\.)[A-Za-z_~]\w*)*(?:\(\))?")
 
-#: How a docstring or a ``///`` comment begins that continues the one before it.
+#: The beginnings of a docstring or a ``///`` comment that continues the one before it.
 LEANS = re.compile(
     r"(?:The )?[Ss]ame\b(?! \w+ as)|(?:Their|Its|Theirs|That|These|Both|Ditto|Likewise|Then|Also|See)\b"
     r"|As (?:above|before|it|they)\b|Of [a-z]",
@@ -49,7 +49,7 @@ Texts = Mapping[Path, str]
 
 
 def _texts() -> dict[Path, str]:
-    """What is searched, by paths from the root. Not this file, whose samples are wrong on purpose."""
+    """Return the texts to search by their paths from the root, without this file, whose samples are wrong."""
     paths = [path for folder in FOLDERS for path in (ROOT / folder).rglob("*")]
     found = [path for path in (*paths, *ROOT.glob("*.md")) if path.suffix in SUFFIXES and path.is_file()]
     return {path.relative_to(ROOT): path.read_text() for path in found if path != Path(__file__).resolve()}
@@ -60,7 +60,7 @@ def _at(path: Path, text: str, offset: int) -> str:
 
 
 def defined_notes(texts: Texts) -> dict[str, list[str]]:
-    """Where each note is defined."""
+    """Return where each note is defined."""
     found: dict[str, list[str]] = {}
     for path, text in texts.items():
         for match in DEFINED_NOTE.finditer(text):
@@ -69,7 +69,7 @@ def defined_notes(texts: Texts) -> dict[str, list[str]]:
 
 
 def problems_of_notes(texts: Texts) -> Iterator[str]:
-    """Notes that are defined more than once, and citations of notes that are not defined."""
+    """Yield notes that are defined more than once, and citations of notes that are not defined."""
     defined = defined_notes(texts)
     for name, places in defined.items():
         if len(places) > 1:
@@ -86,14 +86,14 @@ def defined_invariants(page: str) -> list[int]:
 
 
 def cited_invariants(text: str) -> Iterator[tuple[int, int]]:
-    """The offset and the number of each citation."""
+    """Yield the offset and the number of each citation."""
     for match in INVARIANT.finditer(text):
         for number in re.finditer(r"\d+", match[1]):
             yield match.start(), int(number[0])
 
 
 def problems_of_invariants(texts: Texts) -> Iterator[str]:
-    """Invariants that are not numbered from 1 on, each once; and citations of others."""
+    """Yield invariants that are not numbered from 1 on, and citations of missing ones."""
     defined = defined_invariants(texts[ARCHITECTURE])
     if defined != list(range(1, len(defined) + 1)):
         yield f"{ARCHITECTURE}: the invariants are numbered {defined}"
@@ -104,7 +104,7 @@ def problems_of_invariants(texts: Texts) -> Iterator[str]:
 
 
 def problems_of_pages(texts: Texts) -> Iterator[str]:
-    """Pages in docs/ that code names and that are not there."""
+    """Yield pages in docs/ that code names and that do not exist."""
     for path, text in texts.items():
         for match in PAGE.finditer(text):
             if path.suffix != ".md" and Path(match[0]) not in texts:
@@ -112,13 +112,13 @@ def problems_of_pages(texts: Texts) -> Iterator[str]:
 
 
 def _masked(page: str) -> str:
-    """A page without its code blocks, and without what could be taken for a link in its code spans."""
+    """Return a page without its code blocks, and with code spans changed so that they have no links."""
     page = FENCED.sub(lambda match: re.sub(r"[^\n]", " ", match[0]), page)
     return CODE_SPAN.sub(lambda match: re.sub(r"[\[\]()]", "_", match[0]), page)
 
 
 def anchors(page: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     found: Counter[str] = Counter()
     made = set()
     for heading in HEADING.findall(FENCED.sub("", page)):
@@ -130,7 +130,7 @@ def anchors(page: str) -> set[str]:
 
 
 def _names_missing(label: str, target: Path) -> str:
-    """What a link's text names and its target lacks."""
+    """Return the names in a link's text that its target does not have."""
     code = re.fullmatch(r"`([^`]+)`", label)
     if code is None or not target.is_file() or target.suffix == ".md":
         return ""
@@ -145,7 +145,7 @@ def _names_missing(label: str, target: Path) -> str:
 
 
 def problems_of_links(pages: Texts, root: Path) -> Iterator[str]:
-    """Relative links whose file, anchor or name in the file is not there."""
+    """Yield relative links whose file, anchor or name in the file does not exist."""
     for path, page in pages.items():
         for match in LINK.finditer(_masked(page)):
             label, target = page[match.start(1) : match.end(1)], match[2]
@@ -170,7 +170,7 @@ def _pages(texts: Texts) -> dict[Path, str]:
 
 
 def docs(path: Path, text: str) -> Iterator[tuple[int, str]]:
-    """The line and the text of each docstring of Python, and of each ``///`` comment of C++."""
+    """Yield the line and the text of each docstring of Python, and of each ``///`` comment of C++."""
     if path.suffix == ".py":
         for node in ast.walk(ast.parse(text)):
             if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
@@ -181,7 +181,7 @@ def docs(path: Path, text: str) -> Iterator[tuple[int, str]]:
 
 
 def protections(header: str) -> list[str]:
-    """The names in `enum class Protection`, without its first and last, which are none."""
+    """Return the names in `enum class Protection`, without the first and last, which are no protections."""
     body = header[header.index("enum class Protection") :]
     names = re.findall(r"^  (\w+),? ", body[: body.index("};")], re.MULTILINE)
     return [name for name in names if name not in ("none", "count")]

@@ -1,4 +1,4 @@
-"""The swap class: what it looks like, when it is made, and what becomes of copies."""
+"""The swap class of an installed module: its names and type, when it is made, and what copies become."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_it_counts_as_its_original() -> None:
         pass
 
     class Meta(type):
-        """Whose classes are equal if their names are."""
+        """A metaclass whose classes are equal if their names are."""
 
         def __eq__(cls, other: object) -> bool:
             return isinstance(other, type) and cls.__name__ == other.__name__
@@ -130,7 +130,10 @@ def test_what_is_keyed_by_classes_knows_an_installed_module(provider: Provider) 
 
 
 def test_what_is_an_instance_of_the_original_is_one_of_the_swap_class(provider: Provider) -> None:
-    """`isinstance(new, type(old))`, as code asks that exchanges modules, or looks for its own kind."""
+    """`isinstance(new, type(old))` holds for a plain module and an installed one of the same class.
+
+    Code that exchanges modules, or looks for its own kind, asks so.
+    """
 
     class Wide(nn.Linear):
         pass
@@ -161,7 +164,7 @@ def test_what_is_an_instance_of_the_original_is_one_of_the_swap_class(provider: 
 
 
 def test_a_module_that_is_given_another_class_stays_installed(provider: Provider) -> None:
-    """As patches do, which derive their class from the one that they know."""
+    """An installed module may get a class that derives from its original, as patches do."""
 
     class Doubled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -338,7 +341,7 @@ def test_a_class_whose_new_takes_arguments(provider: Provider) -> None:
 def test_a_copy_of_the_dict_does_not_bring_the_install_along(provider: Provider) -> None:
     model = nn.Linear(4, 4)
     provider.pair(model)
-    replica = type(model).__new__(type(model))  # as nn.parallel.replicate does
+    replica = type(model).__new__(type(model))  # like nn.parallel.replicate
     replica.__dict__ = model.__dict__.copy()
     replica._parameters = {"weight": torch.ones(4, 4), "bias": None}
     assert replica.weight is replica._parameters["weight"]
@@ -361,7 +364,7 @@ def test_slices_of_containers_are_plain_containers(provider: Provider) -> None:
 def test_a_class_derived_while_installed_is_kept_by_the_uninstall(provider: Provider) -> None:
     model = nn.Linear(4, 4)
     provider.install(model, dtype=torch.float64)
-    derived = type("Derived", (type(model),), {"extra": 1})  # as nn.utils.parametrize does
+    derived = type("Derived", (type(model),), {"extra": 1})  # like nn.utils.parametrize
     model.__class__ = derived
     assert model.weight.dtype == torch.float64
     dynswap_ext.uninstall(model)

@@ -40,7 +40,7 @@ def test_module_runs() -> None:
 @pytest.mark.parametrize("options", ["--all", "--json"])
 @pytest.mark.slow
 def test_a_reader_that_leaves_is_no_error(options: str, tmp_path: Path) -> None:
-    """As in `dynswap show w.pt | head -1`."""
+    """A reader may close the pipe, as in `dynswap show w.pt | head -1`."""
     torch.save({f"{i}.w": torch.zeros(i) for i in range(4000)}, tmp_path / "w.pt")
     command = [sys.executable, "-m", "dynswap_ext", "show", str(tmp_path / "w.pt"), options]
     with subprocess.Popen(
@@ -160,7 +160,7 @@ def test_only_the_command_line_imports_the_demo_and_nothing_imports_the_command_
 
 
 def test_a_program_runs_as_it_is_without_an_accelerator(tmp_path: Path) -> None:
-    """As a script with arguments, and as a module; and a program that there is not is told."""
+    """`dynswap run` runs a script with arguments, or a module. A program that does not exist is named."""
     (tmp_path / "program.py").write_text("import sys; print(__name__, sys.argv, sys.path[0])")
 
     def run(*arguments: str) -> subprocess.CompletedProcess[str]:

@@ -1,4 +1,4 @@
-"""`DynamicSwapInstaller`: what FramePack and Forge call, and what they do with an installed model."""
+"""`DynamicSwapInstaller`: the calls of FramePack and Forge, and their use of an installed model."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def install(provider: Provider, model: nn.Module, **options: Any) -> dynswap_ext
 
 
 class WithTable(nn.Module):
-    """As a Wan or HunyuanVideo block: a table that is a parameter of the model itself."""
+    """A model with a table that is its own parameter, like a block of Wan or HunyuanVideo."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_the_class_shows_that_it_is_installed(provider: Provider) -> None:
 
 
 def test_install_does_not_show(provider: Provider) -> None:
-    """The two ways of installing keep swap classes of their own, and replace each other."""
+    """`install` and the installer have different swap classes, and each replaces the other's."""
     model = mlp()
     before = trace(model)
     install(provider, model, dtype=torch.float64)
@@ -215,7 +215,7 @@ def test_faking_the_current_device(provider: Provider, make: Callable[[], nn.Mod
     for _ in range(2):
         fake_current_device(model, there(provider))
         testing.assert_bit_equal(model(x), moved(x))
-    if make is WithTable:  # the master keeps its place and dtype
+    if make is WithTable:  # the master keeps its device and dtype
         table = model._parameters["scale_shift_table"]
         assert table is not None and (table.device.type, table.dtype) == ("cpu", torch.float32)
 

@@ -1,4 +1,4 @@
-"""What goes wrong with the classic installer must not with the one that takes its place."""
+"""Errors of the classic installer that its replacement must not have."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from test_compat import install
 
 
 class Attentions(nn.Module):
-    """Larger than what a ring of two groups ahead holds."""
+    """Layers that are larger than what is prefetched, two groups ahead."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def test_a_lazy_module_turns_real(provider: Provider) -> None:
 
 
 class Language(nn.Module):
-    """Input and output embeddings, tied."""
+    """Input and output embeddings with one weight."""
 
     def __init__(self) -> None:
         super().__init__()

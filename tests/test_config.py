@@ -1,4 +1,4 @@
-"""Bad input is refused with a sentence that says what was given and what is expected."""
+"""Bad input is refused with a message that says what was given and what is expected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The free RAM is what the limits of control groups leave, of either version, and of any group above."""
+"""The free RAM is what the limits of control groups leave, for both versions and any parent group."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def group(
     cached: int = 0,
     active: int = 0,
 ) -> None:
-    """`cached` file pages have been read once, and `active` ones several times."""
+    """Write the files of a group. `cached` are file pages that were read once, `active` several times."""
     folder.mkdir(parents=True, exist_ok=True)
     total = "total_" if names is memory._FILES_OF_VERSION_1 else ""  # with those of the groups below
     (folder / names[0]).write_text(f"{limit}\n")
@@ -59,7 +59,7 @@ def test_version_2(groups: Path) -> None:
 def test_version_1(groups: Path) -> None:
     (groups / "of_process").write_text("5:cpu,cpuacct:/a\n4:memory:/docker/0123\n1:name=systemd:/\n0::/\n")
     names = memory._FILES_OF_VERSION_1
-    group(groups / "cgroup/memory", names, 2 * GIB, GIB, GIB // 2)  # as a container sees its own
+    group(groups / "cgroup/memory", names, 2 * GIB, GIB, GIB // 2)  # a container's view of its group
     assert memory._free_in_group() == 3 * GIB // 2
     assert memory.ram_limit() <= 2 * GIB
     group(groups / "cgroup/memory", names, 9223372036854771712, GIB)  # no limit
@@ -75,7 +75,10 @@ def test_a_container_whose_root_is_its_own(groups: Path) -> None:
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_all_cached_file_pages_are_free(groups: Path, version: int) -> None:
-    """As in the machine's MemAvailable: the system takes back those that were read several times, too."""
+    """All cached file pages count as free, as in the machine's MemAvailable.
+
+    The system also takes back pages that were read several times.
+    """
     names = memory._FILES_OF_VERSION_1 if version == 1 else memory._FILES_OF_VERSION_2
     (groups / "of_process").write_text("4:memory:/\n" if version == 1 else "0::/\n")
     folder = groups / "cgroup" / ("memory" if version == 1 else "")
@@ -99,7 +102,7 @@ def test_a_budget_over_the_ram_is_said(groups: Path, budget: int | str) -> None:
         warnings.simplefilter("error")
         for enough in (2 * GIB, 1.0, "minimum", "auto"):
             dynswap_ext.install(model, device="cpu", dtype=torch.float64, budget=enough)
-        config.resolve_budget(3 * GIB, torch.device("cuda"))  # has its own memory
+        config.resolve_budget(3 * GIB, torch.device("cuda"))  # a GPU has its own memory
 
 
 def test_without_control_groups(groups: Path) -> None:

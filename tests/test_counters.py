@@ -1,4 +1,4 @@
-"""The counters of both providers are those of `Stats`, and `reset_stats` clears the same ones."""
+"""Both providers count what `Stats` has, and `reset_stats` clears the same counters in both."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_reset_stats_clears_what_is_counted_and_nothing_else(provider: Provider)
     before = asdict(handle.stats())
     handle.reset_stats()
     after = asdict(handle.stats())
-    assert 0 < after.pop("peak_bytes") <= before["peak_bytes"]  # what is held now
+    assert 0 < after.pop("peak_bytes") <= before["peak_bytes"]  # the peak starts at what is held now
     assert before["misses"] and before["bytes_moved"] and before["weight_bytes"]
     for name, value in after.items():
         assert value == (0 if cleared().get(name) else before[name]), name

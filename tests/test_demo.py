@@ -1,4 +1,4 @@
-"""The demo's parts: shapes, the checkpoint it writes, the meters, and the baselines."""
+"""The parts of the demo: shapes, the checkpoint that it writes, the meters, and the baselines."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class TestMeters:
             pytest.skip("this file system is in memory")
         assert after - before >= len(content)
         path.read_bytes()
-        # It is cached now; meanwhile the system may read a page of a library again.
+        # The file is cached now. The system may read a page of a library again meanwhile.
         assert disk_bytes_read() - after < len(content) // 8
 
     @pytest.mark.parametrize("readers", [1, 3])
@@ -188,8 +188,8 @@ class TestBaselines:
         assert of_python.provider == "python" and not outcomes[HOOK].provider
         installed = outcomes[INSTALLED]
         if installed.provider == "native" and (cast or not in_memory):
-            assert installed.moved_bytes_per_pass  # equal outputs with nothing streamed would prove nothing
-        # Operations that read the file through its mapping: nothing counts their bytes or waits.
+            assert installed.moved_bytes_per_pass  # without streaming, equal outputs would prove nothing
+        # Operations read the file through its mapping, so their bytes and waits are not counted.
         for figure in (of_python.moved_bytes_per_pass, of_python.stall_seconds_per_pass):
             assert (figure is None) == (not cast and not in_memory)
 

@@ -1,4 +1,4 @@
-"""The contract's page names its tests, and says each result in one clause."""
+"""The contract's page names its tests, and states each result in one clause."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_every_test_of_the_contract_is_named() -> None:
 
 
 def test_the_contract_says_each_result_in_one_clause() -> None:
-    """The rest is in notes under the table: each is cited there, and each citation has its note."""
+    """Each result is a clause. More is in notes under the table, of which each is cited and exists."""
     page = (TESTS.parent / "docs" / "contract.md").read_text()
     sections = page.split("\n## ")[1:]
     cited_at_all = 0

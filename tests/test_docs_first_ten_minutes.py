@@ -1,4 +1,4 @@
-"""The page for the first ten minutes links nothing, and what it runs prints what it shows."""
+"""The page for the first ten minutes has no links, and its code prints what it shows."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ PAGE = Path(__file__).parents[1] / "docs" / "first_ten_minutes.md"
 
 
 def same_on_every_machine(shown: str) -> str:
-    """What of an output is not a time, nor the advice that follows from times."""
-    if shown.startswith("dynswap-ext "):  # of `dynswap info`, the names of the facts that there always are
+    """Return the part of an output that depends neither on times nor on the machine."""
+    if shown.startswith("dynswap-ext "):  # of `dynswap info`, the names of facts that are always there
         return "\n".join(re.findall(r"^(\S[\w -]*?)  +\S", shown, re.MULTILINE)[:9])
     report = re.search(r"^native/host on .*?(?=^A group of weights)", shown, re.DOTALL | re.MULTILINE)
     if report is None:
         return shown
     rows = [re.split(r"\s{2,}", line.strip()) for line in report[0].splitlines() if "─" not in line]
-    return "\n".join(" | ".join(row[1:6]) for row in rows)  # names are as long as there is room
+    return "\n".join(" | ".join(row[1:6]) for row in rows)  # without names, whose length varies
 
 
 def test_it_prints_what_it_shows(

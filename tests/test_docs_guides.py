@@ -1,4 +1,4 @@
-"""The guides: their Python runs, shows the lines of the scripts that it is about, and names what there is."""
+"""The guides: their Python runs, shows the lines of its script, and names what exists."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Model(nn.Module):
 
 @pytest.fixture
 def names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """What the pages take for granted: a model on disk, of six layers of 16 KiB."""
+    """Yield the names that the pages use: a model on disk, of six layers of 16 KiB."""
     pytest.importorskip("dynswap_ext._C", reason="the extension is not built (make build)")
     monkeypatch.chdir(tmp_path)
     torch.save(Model(64).state_dict(), "model.pt")
@@ -61,7 +61,7 @@ def python_of(page: str) -> list[str]:
 
 @pytest.mark.parametrize("script", OF_SCRIPTS)
 def test_a_page_shows_its_script(script: str) -> None:
-    """Each block of Python is in the script, line by line, at some depth."""
+    """Each block of Python on a page is in its script, at some indentation."""
     text = (EXAMPLES / f"{script}.py").read_text()
     blocks = python_of(f"{script}.md")
     assert len(blocks) >= 2
@@ -108,7 +108,7 @@ def test_troubleshooting_runs(names: dict[str, Any], capsys: pytest.CaptureFixtu
     ],
 )
 def test_troubleshooting_quotes_messages_that_there_are(words: str) -> None:
-    """The page has the words of the messages, which is what a user searches for."""
+    """The page quotes messages that exist, which is what a user searches for."""
     page = " ".join(
         re.sub(r"^> ?", "", (GUIDES / "troubleshooting.md").read_text(), flags=re.MULTILINE).split()
     )
@@ -119,7 +119,7 @@ def test_troubleshooting_quotes_messages_that_there_are(words: str) -> None:
 
 
 def test_migration_runs_after(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """Every *After* runs, on tiny checkpoints in the places that the page names."""
+    """Every *After* of the page runs, on tiny checkpoints in the places that it names."""
     pytest.importorskip("diffusers", reason="diffusers is not installed (pip install -e '.[programs]')")
     tiny = load_example("tiny")
     tiny.write_decoder(Path("path/to/llama"))
@@ -134,7 +134,7 @@ def test_migration_runs_after(names: dict[str, Any], capsys: pytest.CaptureFixtu
 
 
 def test_trainer_runs(names: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
-    """The whole program, on a tiny checkpoint: the adapter is trained, and the base streams."""
+    """The page's program runs on a tiny checkpoint: it trains the adapter, and the base is streamed."""
     for library in ("transformers", "peft", "accelerate"):
         pytest.importorskip(library, reason=f"{library} is not installed (pip install -e '.[programs]')")
     if PRETEND:
@@ -150,7 +150,7 @@ def test_trainer_runs(names: dict[str, Any], capsys: pytest.CaptureFixture[str])
 
 
 def test_migration_knows_the_calls_of_before() -> None:
-    """Each *Before* is Python, and what it imports and calls on a pipeline or a part is there."""
+    """Each *Before* is valid Python. What it imports, and calls on a pipeline or a part, exists."""
     diffusers = pytest.importorskip("diffusers")
     page = (GUIDES / "migration.md").read_text()
     blocks = re.findall(r"^```py\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
@@ -177,7 +177,7 @@ def load_example(name: str) -> Any:
 
 
 def test_the_pages_are_in_plain_blocks() -> None:
-    """A fence that is never closed would hide the rest of a page from these tests."""
+    """No code block is left open, which would hide the rest of a page from these tests."""
     for page in GUIDES.glob("*.md"):
         assert page.read_text().count("```") % 2 == 0, page
         assert textwrap.dedent(page.read_text()) == page.read_text(), page

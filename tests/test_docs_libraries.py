@@ -1,4 +1,4 @@
-"""The table of libraries names tests that exist, and leaves no program out."""
+"""The table of libraries names tests that exist, and all programs."""
 
 from __future__ import annotations
 

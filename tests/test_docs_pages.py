@@ -1,4 +1,4 @@
-"""README and pages of docs: their Python runs as it stands, and prints what they say."""
+"""README and pages of docs: their Python runs as it is, and prints what they show."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_checkpoints(capsys: pytest.CaptureFixture[str]) -> None:
     average = {f"ema.{name}": value / 2 for name, value in state.items()}
     save_file({**state, **average}, "training.safetensors")
     names = {"Model": Model, "config": 8, "x": torch.randn(3, 8), "state": state, "ScaledInt8": ScaledInt8}
-    with torch.serialization.safe_globals([ScaledInt8]):  # so that it ends with the test
+    with torch.serialization.safe_globals([ScaledInt8]):  # ends what the page allows for good
         assert run_page(DOCS / "checkpoints.md", names, capsys) > 8
 
 
@@ -93,7 +93,7 @@ def test_the_causes_are_those_that_there_are() -> None:
 
 
 def test_readme(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    """With the outputs of the plain models."""
+    """README's Python runs, with the outputs of the plain models."""
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     sizes = {"vocab_size": 32, "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
     written = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, num_attention_heads=2)).eval()

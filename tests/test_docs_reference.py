@@ -22,14 +22,14 @@ PUBLIC = ("", ".checkpoint", ".checkpoint.gguf", ".compat", ".errors", ".inspect
 
 
 def entries() -> dict[str, Any]:
-    """What the pages show: the path of each entry, and the object that it names."""
+    """Return what the pages show: each entry's path, and the object that it names."""
     paths = [path for page in PAGES for path in re.findall(r"^::: (\S+)$", page.read_text(), re.MULTILINE)]
     assert len(paths) == len(set(paths)) > 40
     return {path: found(path) for path in paths}
 
 
 def found(path: str) -> Any:
-    """Import what a path names. A module is not hidden by a function of its name, as it is for Python."""
+    """Import what a path names. A module is found even if a function of the same name hides it."""
     try:
         return importlib.import_module(path)
     except ModuleNotFoundError:
@@ -69,7 +69,7 @@ def test_every_option_of_install_has_a_row() -> None:
 
 
 def test_every_environment_variable_is_named() -> None:
-    """Those of config.py's docstring and of the build, in their order, and no others."""
+    """The page has the variables of config.py's docstring and of the build, in order, and no others."""
     assert config.__doc__ is not None
     at_run_time = re.findall(r"^(DYNSWAP_\w+) : ", config.__doc__, re.MULTILINE)
     page = (REFERENCE / "environment.md").read_text()

@@ -1,4 +1,4 @@
-"""What the site adds to mkdocs finds all that the pages in docs/ and their navigation name."""
+"""The code that extends mkdocs finds all that the pages in docs/ and their navigation name."""
 
 from __future__ import annotations
 

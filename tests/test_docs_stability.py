@@ -1,4 +1,4 @@
-"""The page about stability lists the public names, variables and commands that there are, and no others."""
+"""The page about stability lists the public names, variables and commands that exist, and no others."""
 
 from __future__ import annotations
 

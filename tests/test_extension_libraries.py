@@ -1,4 +1,4 @@
-"""The extension links nothing that only some machines have: one build runs with and without a GPU."""
+"""The extension links only libraries that every machine has: one build runs with and without a GPU."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from dynswap_ext import _provider
 
-#: torch has the first row loaded before the extension is; any Linux has the others.
+#: torch loads the first row before the extension; every Linux has the others.
 LIBRARIES = {
     *("libc10.so", "libtorch.so", "libtorch_cpu.so", "libtorch_python.so"),
     *("libstdc++.so.6", "libgcc_s.so.1", "libm.so.6", "libc.so.6"),
@@ -41,7 +41,7 @@ def test_libraries(extension: str) -> None:
 
 
 def test_no_symbol_of_cuda_is_left_to_other_libraries(extension: str) -> None:
-    """Such a symbol would be found where torch is a GPU build, and nowhere else."""
+    """No symbol of CUDA is undefined: it would be found only with a GPU build of torch."""
     symbols = re.findall(r" UND (\w+)", read("--dyn-syms", extension))
     assert any(symbol.startswith("_ZN2at") for symbol in symbols)
     assert [

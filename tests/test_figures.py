@@ -15,7 +15,7 @@ import figures  # isort: skip
 from records import as_json, summary  # isort: skip
 
 README, BENCHMARKS, *_ = figures.PAGES
-#: Times, ratios and memory in prose: each is a figure, unless it is a setting.
+#: Times, ratios and memory in prose: each is a measured figure, unless it is a setting.
 _FIGURE = re.compile(r"\d+(?:\.\d+)? (?:ns|us|ms|s|seconds|MiB|GB/s|%|times)(?!\w)|\b[01]\.\d\d\b")
 _SETTINGS = {"384 MiB", "32 MiB", "8 MiB", "1.05"}
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -28,10 +28,10 @@ def test_pages_and_chart_have_the_figures_of_the_records(capsys: pytest.CaptureF
 
 @pytest.mark.parametrize("page", figures.PAGES, ids=lambda page: page.stem)
 def test_no_figure_is_without_its_record(page: Path) -> None:
-    """What is neither named by a comment, nor filled in as a table, nor code."""
+    """Every figure of a page is named by a comment, in a table that is filled in, or in code."""
     text = page.read_text()
     marks = figures.marks(text)
-    assert len(marks) >= 2 or page.name == "libraries.md", "it has versions"
+    assert len(marks) >= 2 or page.name == "libraries.md", "only that page has none"
     spans = [mark.places[0] for mark in marks]
     for start, end in sorted(spans, reverse=True):
         text = text[:start] + text[end:]
@@ -75,7 +75,7 @@ def test_readme_has_plain_figures_and_one_way_to_their_records() -> None:
 def test_readme_is_short_and_says_what_was_measured_where() -> None:
     lines = README.read_text().splitlines()
     assert len(lines) <= 120
-    first = "".join(lines[:35])  # a screen, of which the lines to paste come first
+    first = "".join(lines[:35])  # one screen, which begins with the lines to paste
     assert (
         first.index("StreamConfig") < first.index("an H200") < first.index("All other figures are of a CPU")
     )

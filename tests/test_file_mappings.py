@@ -1,4 +1,4 @@
-"""The index from an address to a place in a file."""
+"""The index from an address in memory to a place in a file."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Handle.check` says what an install does less than it was asked for, and `handle_of` finds the handle."""
+"""`Handle.check` reports where an install does less than it was asked for. `handle_of` finds the handle."""
 
 from __future__ import annotations
 

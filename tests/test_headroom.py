@@ -1,4 +1,4 @@
-"""`headroom=`: what an automatic budget leaves to others, from pass to pass."""
+"""`headroom=`: the memory that an automatic budget leaves to other programs, from pass to pass."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ WIDTH, LAYERS = 512, 12
 #: Bytes of a layer in float64.
 LAYER = (WIDTH * WIDTH + WIDTH) * 8
 HEADROOM = 2 * LAYER
-#: Of all memory; activations take a part of half a layer.
+#: Bytes of all memory. Activations take a part of the half layer.
 MEMORY = 10 * LAYER + LAYER // 2
-#: Calls until the plan is made, and until weights take what others have left.
+#: Calls until the plan is made, and until weights take the memory that others have left.
 CALLS = 4
 PATIENCE = _tuning._HEADROOM_PATIENCE + 1
 
 
 class Machine:
-    """A device of which others take a part."""
+    """A device of which other programs take a part."""
 
     def __init__(self, provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
         self.provider = provider
@@ -56,7 +56,7 @@ class Machine:
             pretend_cuda.faults().taken_by_others = taken
 
     def free(self) -> int:
-        """What nobody has, outside a call."""
+        """Return the bytes that are free outside a call."""
         if not self._on_cpu:
             return int(self.provider.device_module.mem_get_info()[0])
         held = [handle.stats() for handle in self.provider.handles if handle.active]
@@ -73,7 +73,10 @@ def layers(count: int = LAYERS) -> nn.Module:
 
 
 def install(provider: Provider, model: nn.Module, **options: Any) -> dynswap_ext.Handle:
-    """On the CPU nothing has to move unless it is cast; on a device, casts take room of their own."""
+    """Install with an automatic budget. Masters are cast on the CPU, so that they are streamed there too.
+
+    On a device the model is cast first, since casts during copies take memory of their own.
+    """
     if provider.device.type != "cpu":
         model.double()
     return provider.install(model, dtype=torch.float64, budget="auto", **options)
@@ -118,7 +121,7 @@ def test_residents_leave_when_others_need_memory_and_return(
 
 
 def test_few_residents_leave_too(provider: Provider, machine: Machine) -> None:
-    """Residents that take less than an eighth of the headroom."""
+    """Residents leave if others need memory, even if they take less than an eighth of the headroom."""
     model, x = mlp(64, LAYERS).eval().requires_grad_(False), provider.randn(2, 64)
     handle = install(provider, model, headroom=MEMORY // 2)
     with torch.no_grad():
@@ -234,7 +237,7 @@ def test_more_than_there_is_leaves_the_least(provider: Provider, machine: Machin
 
 
 def test_threads_and_headroom(provider: Provider, machine: Machine) -> None:
-    """One thread plans while others compute, for whose copies outside the plan the headroom has room."""
+    """One thread plans while others compute. The headroom has room for their copies outside the plan."""
     model = layers()
     x = provider.randn(2, WIDTH)
     handle = install(provider, model, headroom=5 * LAYER)

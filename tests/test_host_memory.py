@@ -1,4 +1,4 @@
-"""What the weights of all installed models take of the host's RAM, and the bound of `host_budget`."""
+"""The RAM of the host that the weights of all installed models take, and the bound `host_budget`."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sample_host_memory import LAYER, LAYERS, host_of, layers, run
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A checkpoint of 24 MiB."""
+    """Return a checkpoint of 24 MiB."""
     path = tmp_path / "model.safetensors"
     checkpoint.save(layers(), path)
     return path
 
 
 def staging(provider: Provider) -> int:
-    """Return the bytes of the buffers that an install may need."""
+    """Return the bytes of the buffers that an install may need for copies to a device."""
     return 64 << 20 if provider.device.type != "cpu" and provider.native else 0
 
 
@@ -46,7 +46,7 @@ def test_the_masters_of_all_installed_models_are_counted_once(provider: Provider
 
 def test_written_pages_of_a_file_are_ram(provider: Provider, path: Path) -> None:
     model = checkpoint.load(layers, path)
-    bound = 2 * LAYER + (200 << 20)  # and buffers on the way to a device
+    bound = 2 * LAYER + (200 << 20)  # with buffers for copies to a device
     handle = provider.install(model, dtype=torch.float32, host_budget=bound)
     run(provider, model)
     assert host_of(handle).written == 0
@@ -113,7 +113,7 @@ def test_minimum_takes_nothing_beside_masters(provider: Provider, path: Path) ->
 
 
 def pss() -> int:
-    """The memory of this process, in bytes; what it shares with others counts in part."""
+    """Return the memory of this process, in bytes. Memory that it shares counts in part."""
     for line in Path("/proc/self/smaps_rollup").read_text().splitlines():
         if line.startswith("Pss:"):
             return int(line.split()[1]) << 10
@@ -131,7 +131,7 @@ def test_a_model_is_in_memory_once(provider: Provider, tmp_path: Path, place: st
 
     path = tmp_path / "model.safetensors"
     checkpoint.save(build(), path)
-    layers(1).to(provider.device)(provider.randn(1, 1024, dtype=torch.float32))  # what torch sets up
+    layers(1).to(provider.device)(provider.randn(1, 1024, dtype=torch.float32))  # lets torch set up
     before = pss()
     model = checkpoint.load(build, path) if place == "file" else build()
     weights = sum(p.nbytes for p in model.parameters())
@@ -144,6 +144,6 @@ def test_a_model_is_in_memory_once(provider: Provider, tmp_path: Path, place: st
     host = host_of(handle)
     masters = weights if place == "RAM" else 0
     assert host.total - host.page_cache - host.copies <= masters + 0.05 * weights + host.staging
-    # The device's memory is the host's here. The C library keeps some of what pure Python has freed.
+    # On the CPU, the device's memory is RAM. The C library keeps some memory that pure Python has freed.
     device = handle.stats().peak_bytes + (0 if provider.native else 2 * 2048 * 2048 * 4)
     assert pss() - before <= masters + device + host.staging + host.copies + 0.05 * weights

@@ -1,4 +1,4 @@
-"""The bound of `host_budget` lives with its install, and follows what installs and models come and go."""
+"""The bound `host_budget` ends with its install, and is adjusted when installs and models come and go."""
 
 from __future__ import annotations
 
@@ -22,25 +22,25 @@ from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.memory import format_bytes
 from sample_host_memory import LAYER, cold, host_of, layers, run
 
-#: Left for buffers on the way to an accelerator.
+#: Bytes for the buffers of copies to an accelerator.
 STAGING = 64 << 20
 
 
 def beside(provider: Provider, layers: float) -> int:
-    """A budget with room for so many layers beside masters."""
+    """Return a budget with room for that many layers besides masters."""
     return int(layers * LAYER) + (0 if provider.device.type == "cpu" else STAGING)
 
 
 @pytest.fixture
 def mapped(provider: Provider, tmp_path: Path) -> nn.Module:
-    """A model of 24 MiB in a cold file."""
+    """Return a model of 24 MiB in a file that is not in the page cache."""
     if not provider.native:
         pytest.skip("pure Python reads through mappings, whose cache is the system's")
     path = tmp_path / "model.safetensors"
     checkpoint.save(layers(), path)
     cold(path)
     model = checkpoint.load(layers, path)
-    drop_file_cache(path)  # what the system read ahead of the header
+    drop_file_cache(path)  # the system reads more than the header
     return model
 
 
@@ -154,7 +154,7 @@ with torch.no_grad():
         model(torch.zeros(1, 1024, dtype=torch.float64))
 read, host = disk_bytes_read() - before, handle.report().host
 assert 0 < host.page_cache <= 8 << 20, host
-assert read >= 15 << 20, (read, host)  # the rest has not stayed in the cache
+assert read >= 15 << 20, (read, host)  # so most of it did not stay in the cache
 """
 
 

@@ -194,10 +194,10 @@ def test_many_cycles_do_not_grow(provider: Provider) -> None:
 
     tracemalloc.start()
     try:
-        for _ in range(20):  # what stays of the first ones is not theirs alone
+        for _ in range(20):  # the first cycles fill caches that stay
             cycle()
         threads, grown = threading.active_count(), []
-        for _ in range(3):  # what leaks grows each time; other tests' garbage and caches do not
+        for _ in range(3):  # a leak grows each time; garbage of other tests and caches do not
             gc.collect()
             kept, objects = tracemalloc.get_traced_memory()[0], len(gc.get_objects())
             for _ in range(100):

@@ -1,4 +1,4 @@
-"""Installs, plans and their figures change while another thread is in the middle of a forward."""
+"""Installs, plans and statistics change while another thread is in the middle of a forward."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from dynswap_ext._swap.state import named_modules_of
 from dynswap_ext._util.own_masters import own_masters
 from dynswap_ext.compat import DynamicSwapInstaller
 
-#: Bytes that hold some of the layers of `gated`, and all of them.
+#: Budgets that hold some of the layers of `gated`, and all of them.
 SOME, ALL = 4 * (64 * 64 + 64) * 8 + 6 * 4096, "1MiB"
 
 
 class Door:
-    """At which a forward waits while it is shut. A copy is another one, and open."""
+    """Stops a forward while it is shut. A copy is a new door, and open."""
 
     def __init__(self) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -56,7 +56,7 @@ class Gate(nn.Module):
 
 
 class Attending(nn.Module):
-    """Reads one weight before the gate and after it, by one name and by another, and writes a buffer."""
+    """Reads one weight before and after the gate, under both of its names, and writes a buffer."""
 
     def __init__(self, door: Door) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ def gated() -> tuple[nn.Sequential, Door]:
 
 
 def without_gate() -> nn.Sequential:
-    """The same, frozen and in evaluation, for forwards that wait for nothing and write nothing."""
+    """Return the model of `gated` without the gate, frozen and in evaluation, so that it writes nothing."""
     model, _ = gated()
     model.eval().requires_grad_(False)
     del model[3][2]
@@ -94,7 +94,10 @@ def without_gate() -> nn.Sequential:
 
 @contextmanager
 def in_the_middle(model: nn.Module, door: Door, x: torch.Tensor) -> Iterator[Callable[[], torch.Tensor]]:
-    """Run a block while a forward of the model waits at the door; what is yielded gives its output."""
+    """Run a block while a forward of the model waits at the door.
+
+    Yield a function that returns its output.
+    """
     door.shut()
     with ThreadPoolExecutor(1) as pool:
         try:
@@ -130,11 +133,11 @@ def refused_by_a_warning(provider: Provider, model: nn.Module) -> None:
 
 
 def refused_late(provider: Provider, model: nn.Module) -> None:
-    """By a warning about the plan, which there is by then."""
+    """Install with a warning about the plan as an error, which comes when there is a plan."""
     if not provider.native:
         pytest.skip("it plans nothing that it would warn of")
     with warnings.catch_warnings():
-        # That one alone: the filters are those of all threads.
+        # Only this one, because all threads have the same filters.
         warnings.filterwarnings("error", "prefetch is 50", dynswap_ext.DynswapWarning)
         with pytest.raises(dynswap_ext.DynswapWarning, match="prefetch is 50"):
             provider.install(model, dtype=torch.float64, prefetch=50)
@@ -209,7 +212,7 @@ def test_a_forward_goes_on(
     provider: Provider, action: Callable[[Provider, nn.Module], None], budget: str
 ) -> None:
     model, door = gated()
-    model.train(action is not another_provider)  # which does not hand statistics on
+    model.train(action is not another_provider)  # another provider does not take statistics over
     moved, handle = provider.pair(model, budget=budget)
     x = provider.randn(4, 64)
     expected = [moved(x) for _ in range(3)]
@@ -223,13 +226,13 @@ def test_a_forward_goes_on(
         now = handle.budget, handle.tuning, handle.stats().groups, handle.stats().resident_groups
         assert handle.active and now == figures
     wanted = moved.state_dict()
-    for name, master in model.state_dict().items():  # statistics are rounded into them after each call
+    for name, master in model.state_dict().items():  # after each call, masters get rounded statistics
         torch.testing.assert_close(master, wanted[name].to(master), rtol=1e-5, atol=1e-6, msg=name)
 
 
 @pytest.mark.parametrize("budget", ["minimum", ALL], ids=["streamed", "resident"])
 def test_masters_that_are_asked_for_again_are_not_written_again(provider: Provider, budget: str) -> None:
-    """Statistics in float64 differ from masters in float32 for good, which is no news."""
+    """Statistics in float64 are written to masters in float32 once, though they differ from then on."""
     model, door = gated()
     moved, _ = provider.pair(model, budget=budget)
     x = provider.randn(4, 64)
@@ -247,8 +250,8 @@ def test_masters_that_are_asked_for_again_are_not_written_again(provider: Provid
 def at_every_moment(work: Callable[[], None]) -> Iterator[None]:
     """Run `work` on another thread whenever this one calls a function or returns from one.
 
-    Outside the nightly run, at one of thirteen such moments. What waits for a lock that this thread holds is
-    waited for later.
+    Outside the nightly run, only every thirteenth such moment counts. If `work` needs a lock that this
+    thread holds, it is waited for later.
     """
     running: list[Future[None]] = []
     moments = itertools.count()
@@ -297,7 +300,7 @@ def test_no_moment_disturbs_a_forward(
 
 @contextmanager
 def at_each_call_of(function: str, work: Callable[[], object]) -> Iterator[None]:
-    """Do `work` whenever this thread calls a Python function of this name."""
+    """Run `work` whenever this thread calls a Python function of that name."""
 
     def moment(frame: FrameType, event: str, _: object) -> None:
         if event == "call" and frame.f_code.co_name == function:
@@ -312,7 +315,7 @@ def at_each_call_of(function: str, work: Callable[[], object]) -> Iterator[None]
 
 @pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
 def test_a_plan_that_a_refused_install_overtakes(provider: Provider) -> None:
-    """The install that was there gets another session, for which the plan is not."""
+    """A plan is dropped if a refused install has meanwhile given the earlier install another session."""
     if not provider.native:
         pytest.skip("pure Python makes no plans")
     model = without_gate()
@@ -337,7 +340,7 @@ def test_a_plan_that_a_refused_install_overtakes(provider: Provider) -> None:
         def let_it_plan() -> None:
             if next(moments) == 1:  # the other install's was the first
                 door.opened.set()
-                wait([calling], 1)  # it may wait for what this thread has
+                wait([calling], 1)  # not for longer: it may need a lock of this thread
 
         with at_each_call_of("draft", let_it_plan):
             refused_late(provider, model)
@@ -393,7 +396,7 @@ def test_a_parametrised_model_is_installed_again(
 
 
 def test_an_uninstall_in_the_middle_of_a_forward_ends_it_or_lets_it_be(provider: Provider) -> None:
-    """It reads masters from then on, which are not where it computes, or not in that dtype."""
+    """After an uninstall, a forward goes on with masters, and may fail on their device or dtype."""
     model, door = gated()
     moved, handle = provider.pair(model)
     x = provider.randn(4, 64)
@@ -408,7 +411,7 @@ def test_an_uninstall_in_the_middle_of_a_forward_ends_it_or_lets_it_be(provider:
 
 
 def test_a_tree_may_grow_while_it_is_walked() -> None:
-    """A walk in Python gives way to other threads between two modules."""
+    """Modules may be added while a tree is walked, as other threads can run between two modules."""
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2), nn.Identity()), nn.Linear(2, 2))
     model.append(model[1])  # under two names
     assert list(named_modules_of(model)) == list(model.named_modules())

@@ -1,4 +1,4 @@
-"""Modules that outlive the container that was installed, or were taken out of it, are still served."""
+"""Modules that outlive the container that was installed, or have left it, are still served."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from dynswap_ext._swap.module_registry import served_by
 from dynswap_ext.errors import BudgetError, ConfigError
 from sample_models import mlp, trace
 
-#: The module; the package's attribute `install` is the function.
+#: The module `install`; the package's attribute of that name is the function.
 
 
 def installed_over(provider: Provider, *modules: nn.Module, **options: Any) -> dynswap_ext.Handle:
-    """Install a list of these modules, which is gone when this returns."""
+    """Install a list of modules, and return the handle when the list is gone."""
     return provider.install(nn.ModuleList(modules), dtype=torch.float64, **options)
 
 

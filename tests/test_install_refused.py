@@ -1,4 +1,4 @@
-"""What cannot be installed, and that a failed install leaves the model as it was."""
+"""What cannot be installed. A failed install leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_a_failed_second_install_leaves_the_first(provider: Provider) -> None:
         assert all(swapped(model))
         handle.reset_stats()
         testing.assert_bit_equal(model(x), moved(x))
-        assert handle.stats().hits + handle.stats().misses > 0  # nothing of it is moved again
+        assert handle.stats().hits + handle.stats().misses > 0  # none of its weights is moved again
     handle.uninstall()
     assert not any(swapped(model))
 
@@ -128,7 +128,10 @@ def test_a_swap_that_fails_halfway(provider: Provider, monkeypatch: pytest.Monke
 
 
 def test_a_descriptor_that_cannot_be_made(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pure Python has given modules their swap classes by then."""
+    """An install that fails for one descriptor leaves the model plain.
+
+    Pure Python has swapped classes by then.
+    """
 
     class Late(nn.Module):
         def __init__(self) -> None:

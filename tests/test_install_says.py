@@ -1,4 +1,4 @@
-"""What an install says where it has no effect, or another one than was asked for; it works all the same."""
+"""Warnings of an install that has no effect, or another than was asked for. It works all the same."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_more_prefetch_than_there_is_room_or_groups_is_said(
 
 
 def pinned(model: nn.Module, device: torch.device) -> nn.Module:
-    """Pin the masters: whether those in the heap can be page-locked depends on what else it holds."""
+    """Pin the masters. Whether masters in the heap can be page-locked depends on what else is there."""
     if device.type != "cpu":
         for p in model.parameters():
             p.data = p.detach().pin_memory()
@@ -59,7 +59,7 @@ def test_usual_installs_say_nothing(provider: Provider, caplog: pytest.LogCaptur
     caplog.set_level(logging.INFO, "dynswap_ext")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "pure Python does not track writes")  # which it says of any model
+        warnings.filterwarnings("ignore", "pure Python does not track writes")  # it warns for any model
         for options in (
             {},
             {"budget": "3MiB"},

@@ -175,7 +175,7 @@ def test_patterns_that_cannot_be_used(provider: Provider, options: dict[str, obj
 
 
 class Asks(nn.Module):
-    """Asks its weights where and in which dtype they are."""
+    """A model whose forward asks its weights for device and dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,7 +193,7 @@ class Asks(nn.Module):
 
 @pytest.mark.parametrize("ignore", ["first.weight", "first", "second.weight"])
 def test_a_forward_that_asks_where_an_ignored_weight_is(provider: Provider, ignore: str) -> None:
-    """It gets where and what that is; of the others, where and in what they are computed with."""
+    """A forward sees an ignored weight's own device and dtype, and those of the compute for the others."""
     model = Asks()
     provider.install(model, dtype=torch.float64, ignore=ignore)
     home, served = (torch.device("cpu"), torch.float32), (provider.device, torch.float64)

@@ -1,4 +1,4 @@
-"""A tensor may be the last that has its install, on any thread."""
+"""A tensor may be the last owner of its install, and be freed on any thread."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ while time.monotonic() < end:
         read = [getattr(model, f"p{index}") for index in range(600)]
         handle.uninstall()
         torch._foreach_add_(read, 1)
-        torch._foreach_add_(masters, 1)  # what was written on those that were read is lost
+        torch._foreach_add_(masters, 1)  # so that writes on read tensors are lost
     begin = threading.Event()
     thread = threading.Thread(target=lambda: (begin.wait(), read.clear()))
     thread.start()

@@ -1,4 +1,4 @@
-"""Includes point one way, and C++ imports nothing of the package but its errors."""
+"""Includes point one way, and C++ imports nothing of the Python package but its errors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 CSRC = Path(__file__).resolve().parent.parent / "csrc"
-#: What each folder may include, besides itself.
+#: The folders that each folder may include, besides itself.
 BELOW = {
     "platform": set(),
     "core": {"platform"},
@@ -24,19 +24,19 @@ BELOW = {
 OF_A_SYSTEM = re.compile(
     r"#include <((?:unistd|fcntl|dlfcn|pthread|signal|sched|windows|psapi)\.h|(?:sys|linux)/[^>]*)>"
 )
-#: What a forked child may wait for in vain: Note [A forked child has one thread].
+#: Types for which a forked child may wait in vain: Note [A forked child has one thread].
 BARE = re.compile(
     r"std::(?:(?:recursive_|shared_|timed_|recursive_timed_|shared_timed_)?mutex|condition_variable(?:_any)?"
     r"|j?thread(?!::id)|async|future|promise|latch|barrier|call_once|once_flag|(?:counting|binary)_semaphore)\b"
 )
-#: Where they are wrapped; a std::thread also where it is started.
+#: The files that wrap these types, and the one that starts a std::thread.
 WRAPS = {"platform/fork_safe.h": BARE, "platform/process_linux.cpp": re.compile("std::thread")}
 WRAPS["platform/process_windows.cpp"] = WRAPS["platform/process_linux.cpp"]
 SOURCES = sorted(path for path in CSRC.rglob("*") if path.suffix in (".h", ".cpp", ".cu"))
 
 
 def wrong_includes(folder: str, text: str) -> list[str]:
-    """What a file in a folder includes and must not."""
+    """Return the includes of a file that its folder must not have."""
     own = re.findall(r'#include "([^"]+)"', text)
     found = [name for name in own if name.split("/")[0] not in {folder, *BELOW[folder]}]
     foreign = re.findall(r"#include <((?:torch|ATen|c10|pybind11|cuda|Python)[^>]*)>", text)
@@ -51,14 +51,14 @@ def wrong_includes(folder: str, text: str) -> list[str]:
 
 
 def bare(path: str, text: str) -> list[str]:
-    """What a file uses that does not know about forks."""
+    """Return the types in a file that do not know about forks."""
     code = re.sub(r"//.*", "", text)
     allowed = WRAPS.get(path)
     return [name for name in BARE.findall(code) if not (allowed and allowed.fullmatch(name))]
 
 
 def wrong_imports(text: str) -> list[str]:
-    """Which modules of the package a file imports and must not."""
+    """Return the modules of the package that a file imports and must not."""
     found = re.findall(r'(?:import|PyImport_ImportModule)\("(dynswap_ext[\w.]*)"\)', text)
     return [name for name in found if name != "dynswap_ext.errors"]
 
@@ -83,7 +83,7 @@ def test_the_architecture_page_shows_what_each_folder_may_include() -> None:
 
 
 def layers() -> str:
-    """What the page shows: both halves from what is enforced, the highest row first."""
+    """Return the layers as the page has to show them, from what is enforced, the highest first."""
     height: dict[str, int] = {}
     while len(height) < len(BELOW):
         for folder, below in BELOW.items():
@@ -116,7 +116,7 @@ def test_only_platform_includes_headers_of_an_operating_system() -> None:
 
 
 def test_every_operating_system_has_all_of_platform() -> None:
-    # The linker would say so, too: where the other system is linked.
+    # The linker reports it too, but only on the other system.
     folder = CSRC / "platform"
     text = {
         system: "".join(path.read_text() for path in folder.glob(f"*_{system}.cpp"))

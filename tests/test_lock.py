@@ -20,13 +20,13 @@ import lock  # isort: skip
 
 ROOT = lock.ROOT
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-#: Everything that the Makefile can be asked for, and a file that it makes where the system has no CMake.
+#: All targets of the Makefile, and a file that it makes if the system has no CMake.
 _PHONY = re.search(r"^\.PHONY: (.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
 TARGETS = [*(_PHONY[1].split() if _PHONY else []), "build/no/bin/cmake"]
 
 
 def commands_of(makefile: Path) -> list[str]:
-    """Return what make would run in a new clone, expanded: for all tests, and for those of `make test`."""
+    """Return the commands that make would run in a new clone, for all tests and for those of `make test`."""
     options = ["--always-make", "--dry-run", "--no-print-directory"]
     found = []
     for quick in ("", "1"):
@@ -43,7 +43,7 @@ def commands_of(makefile: Path) -> list[str]:
 
 
 def unlocked(commands: list[str]) -> list[str]:
-    """Return the commands that may install what the lock does not name."""
+    """Return the commands that may install versions that the lock does not name."""
     found = []
     for whole in commands:
         for command in re.split(r"&&|\|\|?|;", whole):
@@ -77,7 +77,7 @@ def test_the_workflows_and_ci_install_by_make_alone() -> None:
 
 
 def test_pip_in_python_has_the_lock() -> None:
-    """In benchmarks/, of each list of arguments. `newest.py` installs versions that it has resolved, too."""
+    """Each call of pip in benchmarks/ has the lock, or versions that `newest.py` has resolved."""
     meant = {"locked": '["--constraint", ', "resolved": '["--requirement", '}
     found = 0
     for path in sorted((ROOT / "benchmarks").rglob("*.py")):
@@ -95,7 +95,7 @@ def test_pip_in_python_has_the_lock() -> None:
 
 @pytest.mark.parametrize("python", PYTHONS)
 def test_everything_is_locked(python: str) -> None:
-    """Each requirement has a version under each Python, and one that it allows."""
+    """Each requirement has a locked version for each Python, and the requirement allows it."""
     versions = lock.locked(python)
     asked = [need for name in ("test", "programs", "dev") for need in lock.extra(name, python)]
     asked += [need for name in lock.groups() for need in lock.group(name, python)]
@@ -115,7 +115,7 @@ def test_torch_is_switched_elsewhere() -> None:
 
 
 def test_this_environment_is_the_locked_one() -> None:
-    """A package of another version, installed by hand or left from an older lock, makes other tests fail."""
+    """Installed packages have the locked versions. Others may make other tests fail."""
     if os.environ.get("DYNSWAP_UNLOCKED"):
         pytest.skip("DYNSWAP_UNLOCKED is set: this environment is meant to have other versions (make newest)")
     locked = lock.locked(platform.python_version())

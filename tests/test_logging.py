@@ -1,4 +1,4 @@
-"""Logging: silent by itself, through `logging` or DYNSWAP_LOG, and never where weights are accessed."""
+"""Logging: off by default, on through `logging` or DYNSWAP_LOG, and never where weights are accessed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LOGGER = "dynswap_ext"
 
 @pytest.fixture(autouse=True)
 def _as_before(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What the environment of the tests asks for, and what a test makes of it, ends here."""
+    """Unset DYNSWAP_LOG for a test, and restore the logger after it."""
     monkeypatch.delenv("DYNSWAP_LOG", raising=False)
     logger = logging.getLogger(LOGGER)
     handlers, level = list(logger.handlers), logger.level
@@ -98,7 +98,7 @@ def test_warnings_are_logged_as_such(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_a_thread_without_a_python_frame_can_warn(recwarn: pytest.WarningsRecorder) -> None:
-    """As autograd's threads do, which run backward on a device."""
+    """A thread without a Python frame can warn, such as autograd's for backward on a device."""
     _thread.start_new_thread(warn, ("nobody is below",))
     end = time.monotonic() + 5
     while not recwarn.list and time.monotonic() < end:
@@ -148,7 +148,7 @@ def test_it_is_off_by_default() -> None:
 
 def test_the_environment_turns_it_on() -> None:
     debug, warning = run("DEBUG"), run("warning")
-    assert debug.stdout == warning.stdout == "[] 30\n"  # the root logger is the program's
+    assert debug.stdout == warning.stdout == "[] 30\n"  # the root logger is left to the program
     assert " dynswap_ext DEBUG: the python provider serves cpu" in debug.stderr
     assert " dynswap_ext INFO: installed Linear in " in debug.stderr
     assert " dynswap_ext INFO: uninstalled: " in debug.stderr

@@ -1,4 +1,4 @@
-"""`make newest` tells two libraries that refuse each other's version from tests that fail."""
+"""`make newest` tells libraries that refuse each other's version from tests that fail."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import newest_versions  # isort: skip
 
 
 class Resolved(newest_versions.Resolver):
-    """Knows a release of two libraries, one of which goes with nothing."""
+    """A resolver that knows a release of two libraries, one of which fits no others."""
 
     def newest(self, libraries: Iterable[str]) -> dict[str, str]:
         return self.locked | {"peft": "99.0", "gguf": "99.0"}

@@ -1,4 +1,4 @@
-"""What the engine reads from a checkpoint enters the page cache as far as `host_budget` allows."""
+"""Reads of a checkpoint by the engine enter the page cache only as far as `host_budget` allows."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def build() -> nn.Module:
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A checkpoint of 24 MiB, none of it in the page cache."""
+    """Return a checkpoint of 24 MiB that is not in the page cache."""
     path = tmp_path / "model.safetensors"
     save_file(build().state_dict(), path)
     return cold(path)
 
 
 def read_by_each_pass(provider: Provider, path: Path, **options: Any) -> list[float]:
-    """What storage delivered to each of four passes, in layers. All but one are streamed."""
+    """Return the layers that storage delivered to each of four passes. All layers but one are streamed."""
     if not provider.native:
         pytest.skip("pure Python reads through mappings, and leaves the page cache to the system")
     model = checkpoint.load(build, path)
@@ -65,7 +65,7 @@ def counted_where_little_is_read_at_once(provider: Provider) -> None:
 def test_comes_from_memory_from_the_third_pass_on(provider: Provider, path: Path, host_budget: str) -> None:
     counted_where_little_is_read_at_once(provider)
     first, second, _, last = read_by_each_pass(provider, path, host_budget=host_budget)
-    assert first > LAYERS - 2 and second > 1  # once past the cache, once into it
+    assert first > LAYERS - 2 and second > 1  # the first read bypasses the cache, the second fills it
     assert last < 0.5
 
 
@@ -84,7 +84,7 @@ def test_grows_by_what_is_allowed(provider: Provider, path: Path) -> None:
 def test_a_file_changed_under_an_installed_model_is_an_error(
     provider: Provider, path: Path, change: str
 ) -> None:
-    # Never SIGBUS: the engine reads the file, and touches no page of its mapping.
+    # It is never SIGBUS, as the engine reads the file and no page of its mapping.
     if not provider.native:
         pytest.skip("pure Python reads through mappings, and asks for the length of the file alone")
     model = checkpoint.load(build, path)
@@ -106,7 +106,7 @@ def test_a_file_changed_under_an_installed_model_is_an_error(
 
 
 def test_a_replaced_file_goes_on_as_it_was(provider: Provider, path: Path) -> None:
-    # As every careful writer saves: the name goes to another file, and ours lives until it is let go.
+    # A careful writer replaces the file: the name goes to a new one, and ours lives until it is closed.
     model = checkpoint.load(build, path)
     x = provider.randn(1, 1024, dtype=torch.float32)
     handle = provider.install(model, prefetch=0)

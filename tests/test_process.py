@@ -1,4 +1,4 @@
-"""What a process does with an installed model at its end, and after a fork."""
+"""A process with an installed model: its end, and its forks."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BUDGETS = pytest.mark.parametrize("budget", ["None", "'1GiB'"], ids=["streamed",
 
 def run(provider: Provider, script: str) -> subprocess.CompletedProcess[str]:
     head = HEAD.format(device=str(provider.device), backend=provider.backend)
-    if provider.native:  # by its name, or it would be said that it is not the best one
+    if provider.native:  # by its name: a provider that is chosen by default may warn
         head = f"import os; os.environ['DYNSWAP_ENGINE_BACKEND'] = '{provider.expected_backend}'\n{head}"
     else:
         head = f"import warnings; warnings.filterwarnings('ignore', 'pure Python does not track')\n{head}"
@@ -75,7 +75,7 @@ def test_a_forked_child_ends_as_usual(provider: Provider) -> None:
 @FORKS
 @BUDGETS
 def test_a_forked_child_cannot_use_the_parents_device(provider: Provider, budget: str) -> None:
-    """The driver answers "initialization error" there, which says nothing."""
+    """A forked child gets a clear error instead of the driver's "initialization error"."""
     if provider.device.type == "cpu" or not provider.native:
         pytest.skip("the native provider's error, of a device that has a driver")
     done = run(
@@ -110,7 +110,7 @@ def test_a_forked_child_cannot_use_the_parents_device(provider: Provider, budget
 def test_a_forked_child_does_not_inherit_a_lock_held(provider: Provider) -> None:
     if provider.name != "python":
         pytest.skip("only pure Python on the CPU has no thread or device context to lose in a fork")
-    # The child accesses weights and computes nothing: torch's own locks may be held at the fork, too.
+    # The child only accesses weights. To compute, it would need locks of torch, which may be held too.
     run(
         provider,
         """

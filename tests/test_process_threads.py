@@ -1,4 +1,4 @@
-"""Threads that wait for each other: in a process of their own, which can be ended if they do so for good."""
+"""Threads that could wait for each other forever: in a child process, which can be killed then."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import children
 from conftest import Provider
 
-# torch has a mutex for the autograd state of each tensor, and whoever has it may want the GIL.
+# torch has a mutex for the autograd state of each tensor. A thread that holds it may need the GIL.
 PROGRAM = textwrap.dedent(
     """
     import sys, warnings
@@ -25,7 +25,7 @@ PROGRAM = textwrap.dedent(
     from threads import repeated
 
     warnings.simplefilter("ignore", dynswap_ext.DynswapWarning)
-    if kind == "anomalies":  # an AccumulateGrad takes the GIL then to say where it comes from
+    if kind == "anomalies":  # an AccumulateGrad then takes the GIL to note where it was made
         torch.fx.traceback.format_stack = list
         torch.autograd.set_detect_anomaly(True)
     model = Mixture(partial(Fused, kind), layers=1) if kind in READS else mlp(WIDTH, layers=6)

@@ -1,4 +1,4 @@
-"""`progress=True`: of the first pass, of loads and conversions; a bar on terminals, or a function."""
+"""`progress=True` shows the first pass, loads and conversions, with a bar on terminals or by a function."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def assert_complete(steps: Steps, whole: int) -> None:
 
 
 class Slow(nn.Module):
-    """Takes its time, between two weights as well."""
+    """Waits after each layer."""
 
     def __init__(self, seconds: float, width: int = 64) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def test_the_first_pass(provider: Provider) -> None:
     steps, tell = told()
     model = Slow(0.15)
     handle = provider.install(model, dtype=torch.float64, progress=tell)
-    assert len(watchers()) == 1 and steps == []  # nothing to tell before the model is used
+    assert len(watchers()) == 1 and steps == []  # no progress before the model is used
     model(provider.randn(2, 64))
     wait_until(lambda: not watchers())
     assert_complete(steps, sum(row.bytes for row in handle.report().rows))

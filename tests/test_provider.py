@@ -1,4 +1,4 @@
-"""Which provider is taken, what is said about it, and how an unusable extension is met."""
+"""Which provider is chosen, which warnings it gives, and what happens with an unusable extension."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynswap_ext._sources import bindings_of
 
 ROOT = Path(dynswap_ext.__file__).parent.parent
 
-# Stands in for the extension: found first by the import system, and does what the test wants.
+# Replaces the extension: the import system finds it first, and it does what the test wants.
 FINDER = """
 import importlib.abc, importlib.util, sys, warnings
 
@@ -83,7 +83,7 @@ def test_an_unusable_extension_means_one_warning_and_pure_python(body: str, why:
     assert done.returncode == 0, done.stderr
     assert done.stderr.count("DynswapWarning") == 1
     assert why in done.stderr
-    assert "<string>:" in done.stderr  # where the user's install stands
+    assert "<string>:" in done.stderr  # the line of the user's call
     assert "pip install --no-deps --force-reinstall ." in done.stderr
     assert "DYNSWAP_PROVIDER=python" in done.stderr
     assert why in done.stdout
@@ -95,7 +95,7 @@ def test_the_extension_carries_a_checksum_of_the_bindings(tmp_path: Path) -> Non
         "",
         bindings_of(ROOT),
     )  # "": without units (DYNSWAP_UNITY=0)
-    assert bindings_of(tmp_path) == ""  # an installed package has no sources to be older than
+    assert bindings_of(tmp_path) == ""  # an installed package has no sources that could be newer
     folder = tmp_path / "csrc" / "session"
     folder.mkdir(parents=True)
     (folder / "module.cpp").write_text("1")

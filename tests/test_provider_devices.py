@@ -1,4 +1,4 @@
-"""Which devices the native provider serves, what is said where it does not, and when the driver is woken."""
+"""The devices that the native provider serves, warnings for others, and when the driver is started."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dynswap_ext.errors import ConfigError, DynswapWarning
 ROOT = Path(dynswap_ext.__file__).parent.parent
 CUDA = torch.device("cuda", 0)
 
-#: Libraries as a machine with one GPU has them: NVML tells of it, and the driver notes that it was called.
+#: The libraries of a machine with one GPU: NVML reports it, and the driver notes that it was called.
 NVML = "int nvmlInit(void) { return 0; } int nvmlDeviceGetCount_v2(int* n) { *n = 1; return 0; }"
 DRIVER = """
 #include <stdio.h>
@@ -41,7 +41,7 @@ def extension() -> _provider._Extension:
 
 
 def warnings_of_a_first_choice(device: torch.device) -> list[str]:
-    """Those of `select`, each of which comes once a process."""
+    """Return the warnings of two calls of `select`. Each warning comes once a process."""
     _provider._warn_once.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -178,7 +178,7 @@ def test_the_report_says_why_it_is_pure_python(monkeypatch: pytest.MonkeyPatch) 
 
 @pytest.fixture
 def one_gpu(tmp_path: Path) -> dict[str, str]:
-    """The environment of a process on a machine with a GPU, as far as NVML and the driver's library go."""
+    """Return the environment of a machine whose NVML and driver library report a GPU."""
     compiler = shutil.which("cc") or shutil.which("gcc")
     if compiler is None or not sys.platform.startswith("linux"):
         pytest.skip("takes a C compiler, on Linux")

@@ -1,4 +1,4 @@
-"""Each record that README and docs cite is made somewhere, and none is of too old a tree."""
+"""Each record that README and docs cite can be made, and none is of too old a tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a round of several models begins, told from their calls alone."""
+"""The beginning of a round of several models is recognised from their calls alone."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dynswap_ext._rounds import Rounds
 
 
 def rounds_of(calls: str) -> str:
-    """The calls (a letter each), with a bar before each one that begins a round."""
+    """Return the calls, a letter each, with a bar before each that begins a round."""
     rounds = Rounds()
     return "".join("|" * rounds.call(model).begins_round + model for model in calls)
 
@@ -20,7 +20,7 @@ def test_a_decoder_of_several_calls() -> None:
 
 
 def test_text_encoders_that_alternate() -> None:
-    """In the first round, nobody knows yet that others will follow."""
+    """Two models that alternate are one round with those that follow, once these are known."""
     assert rounds_of("ABABXXVABABXXVABABXXV") == "|AB|ABXXV|ABABXXV|ABABXXV"
 
 

@@ -1,4 +1,4 @@
-"""``dynswap run``: a program that nobody edits does what it does without us, in less memory."""
+"""``dynswap run``: an unchanged program does the same as without it, in less memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 import children
 from conftest import ACCELERATOR, ENGINE, Provider
 
-#: Of eight layers of 1 MiB; what it prints, the device, and the most memory that it had there.
+#: A program with a model of eight layers of 1 MiB.
 PROGRAM = """
 import sys, torch
 from torch import nn
@@ -39,7 +39,7 @@ for _ in range(int(sys.argv[2])):
     print(loss.item())
 print(next(model.parameters()).device.type, type(model).__name__)
 """
-#: So much of the pretend device's 8 GiB (9.8 MiB) that the 8 MiB of the model leave less than a fifth of it.
+#: Caps the pretend device at 9.8 MiB of its 8 GiB, of which the model's 8 MiB leave less than a fifth.
 LITTLE = "torch.get_device_module('{device}').set_per_process_memory_fraction(0.0012)"
 MOVES = {
     "to": "model.to('{device}')",
@@ -80,7 +80,7 @@ def test_what_fits_is_moved(provider: Provider, tmp_path: Path) -> None:
 def test_what_does_not_fit_is_installed(provider: Provider, move: str, tmp_path: Path) -> None:
     plain = run(tmp_path, [], MOVES["to"])
     done = run(tmp_path, ["--budget", "2.5MiB"], MOVES[move], LITTLE)
-    assert done.stdout == plain.stdout  # bit for bit, and the device that the program sees
+    assert done.stdout == plain.stdout  # equal bits, and the same device for the program
     told = [line for line in done.stderr.splitlines() if line.startswith("dynswap: ")]
     assert re.match(
         r"dynswap: Net has [\d.]+ MiB of weights, and \w+:0 [\d.]+ MiB of free memory: installed", told[0]
@@ -123,7 +123,7 @@ def test_the_programs_own_end(provider: Provider, tmp_path: Path) -> None:
 
 
 def test_a_pipeline_is_installed_whole(provider: Provider, tmp_path: Path) -> None:
-    """Each of its models would fit by itself."""
+    """A pipeline is installed as a whole, if its models fit one by one but not together."""
     move = """
 class Pipeline:
     @property
@@ -148,7 +148,7 @@ def test_what_transformers_would_load_there(provider: Provider, device_map: str,
     transformers.LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
     (tmp_path / "program.py").write_text(
         "import torch, transformers, dynswap_ext\n"
-        "torch.accelerator.device_count = lambda: 1\n"  # else 'auto' spreads it over both
+        "torch.accelerator.device_count = lambda: 1\n"  # else 'auto' uses both devices
         "model = transformers.LlamaForCausalLM.from_pretrained(\n"
         f"    pretrained_model_name_or_path={str(tmp_path / 'model')!r},\n"
         f"    device_map={device_map.format(device=ACCELERATOR)}\n"

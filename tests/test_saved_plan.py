@@ -1,4 +1,4 @@
-"""`Handle.save_plan` and `install(plan=)`: the first pass is what later ones are."""
+"""`Handle.save_plan` and `install(plan=)`: the first pass is as good as later ones."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from dynswap_ext.integrations.install_options import install_options
 from sample_experts import Fused, Mixture
 
 WIDTH, LAYERS = 768, 10
-#: Bytes of a layer in float64, into which masters are cast, so that they move on the CPU, too.
+#: Bytes of a layer in float64. Masters are cast to it so that they are streamed on the CPU, too.
 LAYER = (WIDTH * WIDTH + WIDTH) * 8
 BUDGET = 6 * LAYER + (1 << 16)
 
 
 class Backwards(nn.Module):
-    """Calls its layers in another order than it has them, and the first one twice."""
+    """Calls its layers in reverse order, and the first one twice."""
 
     def __init__(self, layers: int = LAYERS, names: str = "layer") -> None:
         super().__init__()
@@ -86,7 +86,7 @@ def test_the_first_pass_knows_the_order(native: Provider, plan: Path) -> None:
     for name in ("groups", "resident_groups", "resident_bytes", "arena_bytes", "depth"):
         assert getattr(planned, name) == getattr(usual, name)
     assert planned.resident_groups > 0
-    assert planned.bytes_moved < usual.bytes_moved + 3 * LAYER  # what is fetched ahead, for the next pass
+    assert planned.bytes_moved < usual.bytes_moved + 3 * LAYER  # with the prefetch for the next pass
 
 
 def test_with_the_least_budget_the_order_is_kept_too(native: Provider, tmp_path: Path) -> None:
@@ -258,7 +258,10 @@ def test_experts_that_are_read_as_a_whole_cannot_be_saved(native: Provider, tmp_
 
 @pytest.mark.parametrize("replaced", [False, True])
 def test_an_install_that_had_a_plan_is_put_back(native: Provider, plan: Path, replaced: bool) -> None:
-    """A later install is refused halfway; the budget and the weights are not those of the plan any more."""
+    """An install with a saved plan is put back as it was when a later one is refused halfway.
+
+    Its budget and weights are no longer those of the plan.
+    """
     handle = install(native, model := Backwards(), plan=plan)
     handle.retune(4 * LAYER)
     passes(native, model, 5)

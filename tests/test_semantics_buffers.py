@@ -1,4 +1,4 @@
-"""What the forward writes into buffers reaches the masters."""
+"""What a forward writes to buffers reaches the masters."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def test_in_place_and_assigned_buffers(provider: Provider, training: bool) -> No
         torch.testing.assert_close(model(x), moved(x), rtol=1e-6, atol=1e-6)
     assert model.get_buffer("count").item() == 3
     torch.testing.assert_close(model.get_buffer("mean"), moved.mean.float().cpu(), rtol=1e-6, atol=1e-6)
-    # What takes a master's place is kept as the master was.
+    # A tensor that is assigned to a buffer is kept with the master's dtype and device.
     testing.assert_bit_equal(model.get_buffer("last"), moved.last.float().cpu())
     testing.assert_bit_equal(model.get_buffer("calls"), torch.tensor(3))
     assert set(model.state_dict()) == {"count", "mean"}

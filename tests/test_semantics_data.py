@@ -1,4 +1,4 @@
-"""What is written through `.data`, which has a version counter of its own, reaches the master."""
+"""Writes through `.data`, which has a version counter of its own, reach the master."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MODES = pytest.mark.parametrize("training", [False, True], ids=["eval", "train"]
 
 
 class Cache(nn.Module):
-    """A buffer and a weight, of which a forward may write a row; the sampled words lie in others."""
+    """A buffer and a weight. A forward may write a row of them that no sample looks at."""
 
     def __init__(self, write: str = "") -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Cache(nn.Module):
 
 
 def written(model: nn.Module, *rows: int) -> dict[str, torch.Tensor]:
-    """The state with these rows written, as it should be afterwards."""
+    """Return the state that is expected after these rows were written."""
     state = {name: value.clone() for name, value in model.state_dict().items()}
     for value in state.values():
         for row in rows:
@@ -163,7 +163,7 @@ def test_nothing_is_compared_where_nobody_took_it(provider: Provider) -> None:
 @pytest.mark.parametrize("assign", ["in place", "another"])
 @pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
 def test_data_of_residents_is_set(provider: Provider, assign: str, strict: bool) -> None:
-    """As peft's `merge_and_unload` does."""
+    """`.data` of weights that stay on the device can be set, as in peft's `merge_and_unload`."""
     model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(8)))
     for p in model.parameters():
         p.data = torch.randint_like(p, -2, 3)
@@ -211,7 +211,10 @@ WAYS = [set_a_part_through_data, add_through_data, copy_through_data, add_in_pla
 def test_a_tensor_that_was_given_other_data_is_written(
     provider: Provider, way: Callable[[torch.Tensor], None], name: str, budget: str | None
 ) -> None:
-    """As peft's `add_weighted_adapter(combination_type="cat")` does."""
+    """A tensor that was given other data can be written to.
+
+    peft's `add_weighted_adapter(combination_type="cat")` does so.
+    """
     model = Cache()
     moved, _ = provider.pair(model, budget=budget)
     x = provider.randn(2, 8)
@@ -233,7 +236,10 @@ def test_a_tensor_that_was_given_other_data_is_written(
 def test_a_name_that_is_kept_sees_other_data_that_was_set_through_another(
     provider: Provider, budget: str | None
 ) -> None:
-    """As peft's merge of several DoRA adapters needs."""
+    """A kept tensor sees data that was set through another read of the weight.
+
+    peft's merge of several DoRA adapters needs that.
+    """
     model = Cache()
     model.weight.data = torch.randint_like(model.weight, -2, 3)
     moved, _ = provider.pair(model, budget=budget)
@@ -255,7 +261,10 @@ def test_a_name_that_is_kept_sees_other_data_that_was_set_through_another(
 def test_a_parameter_is_thawed_while_what_was_given_other_data_is_held(
     provider: Provider, budget: str | None
 ) -> None:
-    """With other data it has another layout, so there is a new plan between the thaw and the call."""
+    """A parameter may be thawed while a tensor with other data is held.
+
+    The data have another layout, so a new plan is made between the thaw and the call.
+    """
     model = nn.Linear(8, 8)
     model.weight = nn.Parameter(torch.randn(8, 16)[:, ::2], requires_grad=False)
     moved, _ = provider.pair(model, budget=budget)

@@ -1,4 +1,4 @@
-"""Entries of every kind: None, integer, complex, scalar, strided, added and removed while installed."""
+"""Entries of every kind: None, integer, complex, scalar, strided, added and removed during an install."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_every_value_of_eight_bits(
     model.register_buffer("other", torch.ones(3, dtype=torch.float64))
     provider.install(model, dtype=wanted, budget="1MiB")
     expected = stored.to(wanted or dtype)
-    # A GPU may give a NaN other bits than a CPU does, by torch's cast too.
+    # A GPU may give a NaN other bits than a CPU, also in torch's own cast.
     nan = expected.double().isnan() if wanted and provider.device.type != "cpu" else torch.zeros(256).bool()
     for _ in range(3):
         for given in (model.weight, model.table):

@@ -1,4 +1,4 @@
-"""Gradients on their way to the host: nobody sees them before they are there, or changes them.
+"""Gradients that are being copied to the host: nothing reads or changes them before they are complete.
 
 See Note [Gradients travel on a stream of their own].
 """
@@ -22,7 +22,7 @@ N = 16
 
 
 class Weights(nn.Module):
-    """Weights, and what is computed of them."""
+    """Two weights, and a function that computes from them."""
 
     def __init__(self, compute: Callable[[Any, torch.Tensor], torch.Tensor], dtype: torch.dtype) -> None:
         super().__init__()
@@ -92,7 +92,7 @@ def test_complex_gradients(provider: Provider, case: str) -> None:
 
 
 def test_autograd_adds_to_what_was_sent(provider: Provider) -> None:
-    # `u` and the weight get the same tensor as gradient; later another is added to the one of `u`.
+    # `u` and the weight get the same tensor as gradient. Later, another is added to that of `u`.
     added = threading.Event()
 
     def compute(m: Any, x: torch.Tensor) -> torch.Tensor:
@@ -108,7 +108,7 @@ def test_autograd_adds_to_what_was_sent(provider: Provider) -> None:
     model = Weights(compute, torch.float32)
     moved, _ = provider.pair(model, None)
     x = provider.randn(N, N, dtype=torch.float32).requires_grad_()
-    # The thread that waits for gradients is busy until the sum is there. On the CPU it adds them itself.
+    # The thread that waits for gradients is busy until the sum is complete. On the CPU it adds them itself.
     patience = 0 if provider.device.type == "cpu" else 20
     model.get_parameter("second").register_hook(lambda _: (added.wait(patience), None)[1])
     for m in (model, moved):

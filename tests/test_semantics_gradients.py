@@ -12,7 +12,7 @@ from sample_models import mlp
 
 
 def assert_gradients_as_moved(model: nn.Module, moved: nn.Module) -> None:
-    """The moved model's gradients, in the master's dtype and on its device."""
+    """Assert that masters have the moved model's gradients, in their own dtype and on their device."""
     expected = dict(moved.named_parameters())
     for name, p in model.named_parameters():
         grad = expected[name].grad
@@ -21,7 +21,7 @@ def assert_gradients_as_moved(model: nn.Module, moved: nn.Module) -> None:
 
 
 class UsedTwice(nn.Module):
-    """The first layer's weight is used again at the end, when it has been streamed out."""
+    """Uses two of its weights again at the end, when they have left the device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class UsedTwice(nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["float64", "bfloat16"])
 @pytest.mark.parametrize("budget", [None, "12KiB", "1GiB"])
 def test_a_weight_that_is_used_twice(provider: Provider, budget: str | None, dtype: torch.dtype) -> None:
-    """Its uses' gradients are added on the device and in its dtype, as in the moved model, wherever it is."""
+    """Gradients of a weight's uses are added on the device and in its dtype, as in the moved model."""
     model = UsedTwice()
     budget = "24KiB" if budget == "12KiB" and dtype is torch.float64 else budget
     moved, _ = provider.pair(model, dtype, budget=budget)
@@ -47,7 +47,7 @@ def test_a_weight_that_is_used_twice(provider: Provider, budget: str | None, dty
             each(x).float().square().mean().backward()
         assert_gradients_as_moved(model, moved)
         graphs = [(each, each(x).sum(), each(2 * x).sum()) for each in (model, moved)]
-        for number in (2, 1):  # of two graphs at a time, each has its own gradients
+        for number in (2, 1):  # each of two graphs has its own gradients
             for graph in graphs:
                 graph[0].zero_grad()
                 graph[number].backward()

@@ -1,4 +1,4 @@
-"""A handed-out tensor behaves as its parameter does."""
+"""A handed-out tensor behaves like its parameter."""
 
 from __future__ import annotations
 
@@ -129,7 +129,10 @@ def test_writes_on_a_tensor_that_is_kept_arrive_with_a_flush(provider: Provider)
 def test_writes_on_a_tensor_that_is_kept_while_its_master_is_frozen(
     provider: Provider, budget: str | None, again: bool
 ) -> None:
-    """The next access hands out another tensor, and backward after an uninstall has the master's values."""
+    """A write on a kept tensor is kept if its master is frozen then.
+
+    The next access hands out another tensor, and backward after an uninstall has the master's values.
+    """
     model = nn.Sequential(linear(), nn.Tanh(), linear())
     provider.install(model, dtype=torch.float64, budget=budget)
     master = model[2]._parameters["weight"]
@@ -161,7 +164,7 @@ def test_writes_on_a_tensor_that_is_kept_while_its_master_is_frozen(
 
 @pytest.mark.parametrize("numpy", [False, True], ids=["torch", "numpy"])
 def test_writes_through_views_of_several_reads(provider: Provider, numpy: bool) -> None:
-    """Each view outlives the tensor that it was made of, and one of them the other view."""
+    """Writes through views of two reads arrive, though each view outlives the tensor that it was made of."""
     if numpy and provider.device.type != "cpu":
         pytest.skip("NumPy's arrays are in RAM")
     model = linear().requires_grad_(False)
@@ -251,7 +254,7 @@ def test_it_outlives_the_model(provider: Provider) -> None:
 
 
 def replan(model: nn.Sequential, handle: dynswap_ext.Handle, x: torch.Tensor, how: str) -> None:
-    """Have a new plan made, by what users do."""
+    """Cause a new plan in one of the ways that users have."""
     if how == "retune":
         handle.retune()
     else:
@@ -263,7 +266,7 @@ def replan(model: nn.Sequential, handle: dynswap_ext.Handle, x: torch.Tensor, ho
 @pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
 @pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
 def test_it_outlives_a_plan(provider: Provider, budget: str | None, inside: bool, how: str) -> None:
-    """What is written on it afterwards is the weight's, for whoever reads it next, and the master's."""
+    """A write on a tensor of an earlier plan is a write of the weight, for later reads and the master."""
     model = nn.Sequential(linear(), linear())
     kept: list[torch.Tensor] = []
 
@@ -299,7 +302,7 @@ def test_it_outlives_a_plan(provider: Provider, budget: str | None, inside: bool
 def test_bytes_that_are_read_again_and_again_are_watched_each_time(
     provider: Provider, between: str, size: int
 ) -> None:
-    """A tensor may go on with the watch of the one before it: each write arrives as that tensor dies."""
+    """A write arrives when its tensor dies, even if a later tensor of the weight goes on with its watch."""
     if provider.device.type != "cpu":
         pytest.skip("NumPy knows no device")
     model = nn.Sequential(*(nn.Linear(size, size) for _ in range(4)))
@@ -343,7 +346,10 @@ def test_bytes_that_are_read_again_and_again_are_watched_each_time(
 def test_what_died_after_the_uninstall_leaves_the_master_alone(
     provider: Provider, budget: str | None, write: str, taken: str
 ) -> None:
-    """It was not written, and its master was, in ways that may bump no version."""
+    """A tensor that was not written, and dies after the uninstall, does not undo writes to its master.
+
+    The master is written in ways that may bump no version.
+    """
     model = nn.Sequential(linear(), linear())
     handle = provider.install(model, dtype=torch.float64, budget=budget)
     held = model[0].weight

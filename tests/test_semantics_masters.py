@@ -48,7 +48,7 @@ def initialise_through_the_attribute(model: nn.Module) -> None:
         model[0].weight.copy_(NEW)
 
 
-#: Besides those of contract/test_state.py, which write on the master.
+#: Changes besides those of contract/test_state.py, which write on the master.
 CHANGES = [
     replace_parameter,
     replace_in_the_dict,
@@ -106,7 +106,7 @@ def test_a_write_that_bumps_no_version_is_seen_wherever_it_is_read(
     provider.install(model, dtype=torch.float64, budget=budget)
     x = provider.randn(2, 16)
     with torch.no_grad():
-        if first is not None:  # the first weight that is ever read need not be read in a call
+        if first is not None:  # the first read of a weight need not be in a call
             path, _, name = first.rpartition(".")
             getattr(model.get_submodule(path), name)
         for _ in range(2):
@@ -169,7 +169,7 @@ def test_a_load_after_a_write_on_a_tensor_that_is_kept(provider: Provider) -> No
     with torch.no_grad():
         weight.fill_(2)
     with warnings.catch_warnings():
-        warnings.simplefilter("error")  # the write came first, and is not lost to a conflict
+        warnings.simplefilter("error")  # the write came first, so there is no conflict
         model.load_state_dict(state)
         del weight
     testing.assert_bit_equal(model.state_dict(), state, "state")
@@ -200,9 +200,9 @@ def test_a_master_whose_storage_is_emptied_for_a_while(
         model(x)
         held = model[0].weight
         storage.resize_(0)
-        assert model[0].weight is master  # as without an install: there is nothing to move
+        assert model[0].weight is master  # as without an install, since there is nothing to move
         held.add_(1)
-        del held  # written, and its master has no room for that
+        del held  # it was written, and its master has no memory for that
         storage.resize_(values.nbytes)
         master.copy_(values)
         provider.assert_as_masters(model, x)
@@ -210,7 +210,7 @@ def test_a_master_whose_storage_is_emptied_for_a_while(
 
 @pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "resident"])
 def test_a_master_that_lets_go_of_its_bytes(provider: Provider, budget: str | None) -> None:
-    """As offloading does between its calls: the session keeps them no longer than the module does."""
+    """A session keeps a master's memory no longer than its module does, as with offloading between calls."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(4)))
     provider.install(model, dtype=torch.float64, budget=budget)
     x = provider.randn(1, 64)
@@ -218,7 +218,7 @@ def test_a_master_that_lets_go_of_its_bytes(provider: Provider, budget: str | No
     watches: list[weakref.ref[object]] = []
     with torch.no_grad():
         for _ in range(3):
-            earlier = watches  # a GPU reads them until their last copy is over
+            earlier = watches  # a GPU reads their memory until the last copy is over
             owners = [value.numpy().copy() for value in values]
             watches = [weakref.ref(owner) for owner in owners]
             for p, owner in zip(model.parameters(), owners, strict=True):

@@ -1,4 +1,4 @@
-"""Masters that come with one call and go after it: they alone are moved, and no plan is made for them."""
+"""Masters that come with one call and go after it: only they are moved, and no plan is made for them."""
 
 from __future__ import annotations
 
@@ -172,7 +172,10 @@ class Tied(nn.Module):
 def test_functional_call_keeps_nothing(
     provider: Provider, budget: str | None, names: tuple[str, ...], own_between: bool
 ) -> None:
-    """Neither the tensors nor their bytes, whichever weights are tied; pure Python keeps the last call's."""
+    """A functional_call keeps neither its tensors nor their memory, whichever weights are tied.
+
+    Pure Python keeps those of the last call.
+    """
     model = Tied().eval()
     provider.install(model, dtype=torch.float64, budget=budget)
     plain = testing.moved(model, provider.device, torch.float64)
@@ -197,7 +200,7 @@ def test_functional_call_keeps_nothing(
 
 
 class Bank(nn.Module):
-    """A buffer of another size in each call, beside weights of its group that train."""
+    """A buffer whose size changes with each call, and a weight of the same group that trains."""
 
     bank: Tensor
 
@@ -217,14 +220,14 @@ class Bank(nn.Module):
 def test_a_buffer_of_another_size_beside_what_trains(
     provider: Provider, budget: str | None, rows: int
 ) -> None:
-    """Its old memory is gone when an optimizer's step looks at the group."""
+    """A buffer's old memory may be gone when the step of an optimizer writes another weight of its group."""
     model = Bank()
     provider.install(model, dtype=torch.float64, budget=budget)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     for step in range(6):
         x = provider.randn(2, WIDTH, seed=step)
         plain = testing.moved(model, provider.device, torch.float64)
-        # `moved` casts all. What a forward assigned where it computes keeps the dtype that it had.
+        # `moved` casts all. A buffer that a forward has assigned on the compute device keeps its dtype.
         if step and provider.device.type == "cpu":
             plain.bank = plain.bank.float()
         y = model(x, rows + step)

@@ -1,4 +1,4 @@
-"""Two writes, one weight: on the handed-out tensor, then on its master. Both count, or the loss is told."""
+"""Writes to a handed-out tensor and then to its master: both count, or a warning says what is lost."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ LATER: dict[str, Callable[[list[nn.Parameter]], object]] = {
 
 
 def assert_same_masters(model: nn.Module, moved: nn.Module) -> None:
-    """Compare values that float32 has exactly."""
+    """Assert that masters are equal in values that float32 represents exactly."""
     expected = {name: value.float().cpu() for name, value in moved.state_dict().items()}
     testing.assert_bit_equal(model.state_dict(), expected, "masters")
 
@@ -108,7 +108,7 @@ def test_a_write_on_both(provider: Provider, write: str, later: str, named: bool
 @BUDGETS
 @pytest.mark.parametrize("write", ["view", "alias", "foreach"])
 def test_what_an_optimizer_is_about_to_write(provider: Provider, write: str, budget: str) -> None:
-    """Before a step, also what is written on a view, an alias, or by a function is in the master."""
+    """Writes on a view, on an alias, or by a function are in the master before an optimizer's step."""
     model = layers()
     moved, _ = provider.pair(model, budget=budget)
     for m in (model, moved):
@@ -125,7 +125,7 @@ def test_what_an_optimizer_is_about_to_write(provider: Provider, write: str, bud
 
 
 class Halves(nn.Module):
-    """Its forward writes on its weight."""
+    """A layer whose forward halves its weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -164,7 +164,7 @@ def test_renormalised_embeddings_train(provider: Provider, budget: str) -> None:
             optimizer.zero_grad()
             m(x).square().sum().backward()
             optimizer.step()
-    if provider.device.type == "cpu":  # a step on a GPU may round otherwise
+    if provider.device.type == "cpu":  # a step on a GPU may round differently
         testing.assert_bit_equal(model.state_dict(), moved.state_dict())
 
 
@@ -217,7 +217,10 @@ def test_what_was_only_read_is_not_told_of(provider: Provider, budget: str) -> N
 def test_writes_to_neighbours_in_a_file_take_none_from_what_lies_between(
     provider: Provider, budget: str | None, tmp_path: Path
 ) -> None:
-    """Each has a part of two pages: those that are written first make both private."""
+    """Writes to weights in a file do not undo writes to weights that share their pages.
+
+    The first writes make both pages of a weight private.
+    """
 
     class Doubles(nn.Module):
         def __init__(self) -> None:

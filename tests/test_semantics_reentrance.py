@@ -1,8 +1,8 @@
-"""Other code runs while the session releases tensors: weak references' callbacks, and other threads.
+"""Code that runs while the session releases tensors: callbacks of weak references, and other threads.
 
-A resident's tensor dies when its master has changed; a callback then does as it likes with the model, in the
-midst of the access, the flush or the call that noticed the change: see Note [Release after the change] in
-weight.h.
+The tensor of a resident dies when its master has changed. A callback may then do anything with the model, in
+the middle of the access, the flush or the call that noticed the change: see Note [Release after the change]
+in weight.h.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Action = Callable[["Layers"], None]
 
 
 class Layers(nn.Module):
-    """Calls `in_between` when the tensor dies that it was given for its first weight."""
+    """Calls `in_between` when the tensor of its first weight dies."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_an_access_survives_whatever_runs_in_its_midst(
     with torch.no_grad():
         model(x)
         model.in_between = callback
-        # Uninstalled in its midst, a forward goes on with the masters, and may fail on their dtype.
+        # A forward that is uninstalled halfway goes on with the masters, and may fail on their dtype.
         with suppress(RuntimeError) if in_between is uninstall else nullcontext():
             model(x)
         change(model)
@@ -159,7 +159,7 @@ def test_a_call_made_when_a_tensor_dies_sees_the_whole_change(provider: Provider
         model(x)
         model.in_between = lambda: seen.append(model(x))
         model(x)
-        seen.clear()  # pure Python keeps nothing, and its tensors are dead already
+        seen.clear()  # pure Python keeps no tensors, so they are dead already
         change(model)
         expected = testing.moved(model, provider.device, torch.float64)(x)
         for _ in range(2):
@@ -203,7 +203,7 @@ def test_a_flush_survives_weights_registered_during_it(
 
 
 class Counter(nn.Module):
-    """A large buffer, which its forward reads, and writes if it is told to."""
+    """A large buffer that a forward reads, and may write."""
 
     count: Tensor
 
@@ -281,7 +281,7 @@ def test_a_resident_returns_to_its_place_when_its_outdated_tensor_dies(provider:
 
 
 class Outer(nn.Module):
-    """Calls a model that has an install of its own, and writes its masters in between."""
+    """Calls a model that has an install of its own, and writes its masters between the calls."""
 
     def __init__(self, inner: nn.Linear) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Writes that bump no version counter are seen, by whatever code, on whatever side and however small.
+"""Writes that bump no version counter are noticed, whoever makes them, wherever, and however small.
 
-Of a master that is sampled only changes of the whole are (docs/contract.md, "State").
+If a master is sampled, only a change of the whole is (docs/contract.md, "State").
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUDGETS = pytest.mark.parametrize("budget", [None, "1GiB"], ids=["streamed", "re
 
 
 class Uses(nn.Module):
-    """A weight of any size, read as a whole."""
+    """A weight of any size, which a forward reads whole."""
 
     def __init__(self, size: int, *, parameter: bool = True, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -35,11 +35,11 @@ class Uses(nn.Module):
         return self.weight * x
 
 
-# Who writes x on what x where, beside a plain model --------------------------------------------------
+# The way of a write x its target x its place, compared with a plain model -----------------------------
 
 
 def nines(part: Tensor) -> Tensor:
-    """The bytes of as many nines as the part has elements."""
+    """Return the bytes of as many nines as the part has elements."""
     return torch.full_like(part, 9.0, device="cpu", requires_grad=False).view(torch.uint8)
 
 
@@ -75,7 +75,7 @@ def by_set(t: Tensor, at: slice) -> None:
     t.set_(new)
 
 
-#: Each makes some elements 9.
+#: Ways to write 9 to some elements.
 WRITES: dict[str, Callable[[Tensor, slice], object]] = {
     "data": lambda t, at: t.data.view(-1).__setitem__(at, 9.0),
     "out=": lambda t, at: torch.full(flat(t)[at].shape, 9.0, out=t.data.view(-1)[at]),
@@ -88,21 +88,21 @@ WRITES: dict[str, Callable[[Tensor, slice], object]] = {
     "set_": by_set,
     "alias": lambda t, at: flat(t)[at].fill_(9.0),  # bumps the version, which the two share
 }
-#: What a device's memory has no way to be written by.
+#: The ways that cannot write to a device's memory.
 IN_RAM = ("numpy", "dlpack", "storage", "address")
-#: What is written: a master, or what was handed out of it.
+#: The tensor that is written: a master, or a tensor that was handed out for it.
 TARGETS: dict[str, Callable[[Uses], Tensor]] = {
     "parameter": lambda m: m._parameters["weight"],
     "buffer": lambda m: m._buffers["weight"],
     "view of the master": lambda m: m._parameters["weight"].detach(),
     "handed out": lambda m: m.weight,
     "handed out of a buffer": lambda m: m.weight,
-    "view": lambda m: m.weight.detach(),  # which outlives the tensor that it was made of
+    "view": lambda m: m.weight.detach(),  # outlives the tensor that it was made of
 }
 MASTERS = ("parameter", "buffer", "view of the master")
 #: The size of the weight, and which of its elements are written, one after the other. Small weights are
-#: compared; of large ones the kernel tracks the pages, and the ends, which share a page with others, are
-#: compared; or they are sampled.
+#: compared as a whole. Of large ones the kernel tracks the pages, and their ends, which share a page with
+#: other data, are compared. Without such tracking they are sampled.
 PLACES = {
     "of few": (1000, [slice(i, i + 1) for i in (0, 499, 999)]),
     "of many": (60_001, [slice(i, i + 1) for i in (0, 20_000, 60_000)]),
@@ -122,7 +122,7 @@ PAIRS = [
 def test_a_write_beside_a_plain_model(
     provider: Provider, write: str, target: str, place: str, budget: str | None
 ) -> None:
-    """Of what is read before any call, or held over some, whatever was written before."""
+    """A write is noticed before any call, on a tensor that is held over calls, and after other writes."""
     size, parts = PLACES[place]
     model = Uses(size, parameter="buffer" not in target)
     moved, handle = provider.pair(model, budget=budget)
@@ -165,7 +165,7 @@ def test_other_dtypes(provider: Provider, dtype: torch.dtype, budget: str | None
 
 @BUDGETS
 def test_a_mapped_master_and_its_neighbours(provider: Provider, mapped: Mapped, budget: str | None) -> None:
-    """Small masters share a page: a write to one of them does not count as a write to the others."""
+    """A write to a small master does not count as one to others in the same page."""
     model = mapped(nn.Sequential(*(Uses(size) for size in (100_000, 50, 60, 100_000))))
     handle = provider.install(model, dtype=torch.float64, budget=budget)
     xs = [provider.randn(layer._parameters["weight"].numel()) for layer in model]
@@ -186,7 +186,7 @@ def test_a_mapped_master_and_its_neighbours(provider: Provider, mapped: Mapped, 
         moved = handle.stats().refetches
         WRITES["data"](model[1]._parameters["weight"], slice(3, 4))
         look()
-        # At most its own group, however many masters lie in its page.
+        # At most its own group moves again, however many masters are in its page.
         assert handle.stats().refetches - moved <= 1
 
 
@@ -231,7 +231,7 @@ def test_the_layout_of_a_master(provider: Provider, budget: str | None) -> None:
 
 
 def test_nothing_is_moved_again_for_a_look(provider: Provider) -> None:
-    """Reading masters or their state, and calls in between, do not count as writes."""
+    """Reads of masters or their state, and calls in between, do not count as writes."""
     model = nn.Sequential(*(Uses(50_000) for _ in range(3)))
     handle = provider.install(model, dtype=torch.float64, budget="1GiB")
     x = provider.randn(50_000)
@@ -245,7 +245,7 @@ def test_nothing_is_moved_again_for_a_look(provider: Provider) -> None:
 
 
 def test_two_installs_over_the_same_memory(provider: Provider) -> None:
-    """A look by one install hides no write from the other."""
+    """One install's look for writes hides none from another install of the same memory."""
     one = Uses(50_000)
     other = Uses(50_000)
     other.weight = nn.Parameter(one.weight.detach())
@@ -261,7 +261,10 @@ def test_two_installs_over_the_same_memory(provider: Provider) -> None:
 @pytest.mark.filterwarnings("error:what was written:dynswap_ext.DynswapWarning")
 @pytest.mark.parametrize("size", [24, 300_000])
 def test_the_end_of_an_install_over_the_same_memory_is_no_write(provider: Provider, size: int) -> None:
-    """Else what is written on a tensor that the next one has handed out would be dropped."""
+    """The end of an install is no write to its masters.
+
+    Otherwise writes on tensors that the next install has handed out would be dropped.
+    """
     model = nn.Sequential(Uses(size), Uses(size))
     x = provider.randn(size)
     for value in (2.0, 3.0):
@@ -280,7 +283,7 @@ def test_the_end_of_an_install_over_the_same_memory_is_no_write(provider: Provid
 @pytest.mark.parametrize("size", [24, 3000, 20_000, 300_000])
 @BUDGETS
 def test_the_first_write_after_new_data(provider: Provider, budget: str | None, size: int) -> None:
-    """New data may be page-locked when the next call begins, with what was written until then."""
+    """A write to new data is noticed, though the data may be page-locked when the next call begins."""
     model = nn.Sequential(Uses(size), Uses(size))
     provider.install(model, dtype=torch.float64, budget=budget)
     x = provider.randn(size)

@@ -1,4 +1,4 @@
-"""Running statistics, which batch norm writes with no trace, are in the masters when a call returns."""
+"""Running statistics, which batch norm writes without a new version, are in the masters after a call."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def assert_masters_as_moved(masters: dict[str, torch.Tensor], moved: nn.Module) 
 def test_whoever_holds_a_master_sees_them(
     provider: Provider, graph: bool, dtype: torch.dtype | None, budget: str | None
 ) -> None:
-    """On the CPU masters of the compute dtype are handed out themselves, and those that are cast are not."""
+    """Code that holds a master sees the statistics, whether masters are cast or handed out themselves."""
     model = norms()
     masters = dict(model.named_buffers())
     moved, _ = provider.pair(model, dtype, budget=budget)
@@ -98,7 +98,7 @@ def test_a_master_that_is_set_in_the_same_call(provider: Provider) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = super().forward(x)
             with torch.no_grad():
-                self._buffers["running_mean"].fill_(3.0)  # the master: it stands
+                self._buffers["running_mean"].fill_(3.0)  # a write to the master, which is kept
             return y + self.running_mean
 
     model = Reset(6)
@@ -154,7 +154,10 @@ def test_no_wait_for_each_buffer(provider: Provider, graph: bool) -> None:
 
 @pytest.mark.parametrize("whole", [False, True], ids=["streamed", "resident"])
 def test_a_strict_budget_holds_between_training_and_evaluation(provider: Provider, whole: bool) -> None:
-    """Statistics, weights that were stepped and frozen ones share a group, and one of them is read first."""
+    """A strict budget holds if statistics, trained and frozen weights share a group.
+
+    One of them is read first, before the others are known to have changed.
+    """
     model = nn.Sequential(*(layer for _ in range(3) for layer in (nn.Linear(64, 64), nn.BatchNorm1d(64))))
     model.double()[0].weight.requires_grad_(False)
     size = 4 * sum(t.numel() for t in (*model.parameters(), *model.buffers()))

@@ -1,4 +1,4 @@
-"""Several threads use one installed model, and several models, at a time."""
+"""Several threads use one installed model, or several models, at once."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ def test_threads_share_a_strict_budget(provider: Provider, dtype: torch.dtype, l
             for _ in range(PASSES):
                 testing.assert_bit_equal(model(x), expected)
 
-    in_threads(work, count=2)  # whatever each of them holds, a layer, fits
+    in_threads(work, count=2)  # the budget has room for a layer of each thread
     assert handle.stats().overflow_bytes == 0
 
 
 class Held(nn.Module):
-    """A layer whose call goes on when all threads hold a layer each."""
+    """A layer whose call waits until each thread holds a layer."""
 
     def __init__(self, together: threading.Barrier) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Held(nn.Module):
 
 
 class OneOf(nn.Module):
-    """Each call uses one layer."""
+    """Layers of which each call uses one."""
 
     def __init__(self, layers: int, together: threading.Barrier) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class OneOf(nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_more_threads_than_groups_have_room(provider: Provider, strict: bool) -> None:
-    """The warning, or the error, counts the threads and names the remedy, which works."""
+    """The warning or error gives the number of threads and a remedy, which works."""
     model = OneOf(12, threading.Barrier(THREADS))
     layer = 512 * 512 * 8
     budget = 3 * layer + 12 * 4096
@@ -145,7 +145,7 @@ def test_threads_train_on_one_model(provider: Provider) -> None:
 
 
 def test_experts_are_read_while_the_model_is_installed_again(provider: Provider) -> None:
-    """Their slices go with the install that served them."""
+    """Experts can be read while a new install ends the one that served their slices."""
     model = Mixture(layers=1)
     moved, _ = provider.pair(model)
     x = provider.randn(2, WIDTH)

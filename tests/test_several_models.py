@@ -17,7 +17,7 @@ from dynswap_ext import ConfigError, testing
 from dynswap_ext.planning import outline_of_model
 from sample_models import mlp, trace
 
-#: Layers of one size, each a group.
+#: Layers of one size, each of which is copied by itself (a group).
 WIDTH, LAYERS = 64, 4
 LAYER = (WIDTH * WIDTH + WIDTH) * 8
 
@@ -67,7 +67,7 @@ def test_the_container_may_die(provider: Provider) -> None:
     assert gone() is None and handle.active
     two[0](x)
     handle.retune()
-    for _ in range(10):  # the first ones pass until nobody waits for the other model
+    for _ in range(10):  # some calls pass until the other model is no longer expected
         two[0](x)
     assert {name.partition(".")[0] for row in handle.report().rows for name in row.names} == {"second"}
     two.clear()
@@ -90,7 +90,7 @@ def test_used_alternately_within_one_budget(provider: Provider) -> None:
     if provider.native:
         streamed = [row for row in handle.report().rows if not row.resident]
         assert stats.misses == 0
-        # Each group that streams moves once a round: its masters are of float32.
+        # Each streamed group moves once a round. Bytes are counted in float32, the masters' dtype.
         per_round = sum(row.bytes_moved for row in streamed)
         assert stats.bytes_moved == per_round
         assert 0 < per_round <= sum(model_bytes(model) for model in two)
@@ -101,7 +101,7 @@ def model_bytes(model: nn.Module) -> int:
 
 
 def test_a_loop_of_one_model_within_a_round(provider: Provider) -> None:
-    """After the last of several calls comes the next model, and is fetched ahead: no miss."""
+    """After several calls of one model, the next model is prefetched in time."""
     encoder, denoiser, decoder = models(3)
     three = {"e": encoder, "d": denoiser, "v": decoder}
     handle = provider.install(three, dtype=torch.float64, budget=3 * LAYER)
@@ -215,7 +215,7 @@ def test_a_failed_install_puts_the_one_before_back(provider: Provider) -> None:
 
 
 def test_summary_and_outline(provider: Provider) -> None:
-    """They take what `install` takes, and name weights as its report does."""
+    """`summary` and `outline_of_model` take what `install` takes, and name weights as its report does."""
     two = dict(zip("ab", models(), strict=True))
     outline = outline_of_model(two)
     assert outline.nbytes == sum(map(model_bytes, two.values()))

@@ -1,6 +1,6 @@
-"""Where the kernel tracks no pages, masters are sampled, with a warning; optimizers' steps are still seen.
+"""If the kernel tracks no pages, masters are sampled, with a warning. Optimizers' steps are still noticed.
 
-A seccomp filter refuses PAGEMAP_SCAN, so that this kernel behaves as one before 6.7.
+A seccomp filter refuses PAGEMAP_SCAN, so that this kernel behaves like one before 6.7.
 """
 
 from __future__ import annotations

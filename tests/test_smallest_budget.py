@@ -1,4 +1,4 @@
-"""The smallest budget that an error names works, whatever a call needs at once and whatever modules share."""
+"""The smallest budget that an error names works, whatever a call needs at once and whatever is shared."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from conftest import Provider
 from dynswap_ext import BudgetError, planning, testing
 
 WORDS, WIDTH = 96, 64
-#: What alignment may add to a weight.
+#: The most bytes that alignment adds to a weight.
 ALIGNED = 4096
 
 
-# Modules that share weights, and have others of their own --------------------------------------------------
+# Modules that share some weights ---------------------------------------------------------------------------
 
 
 class Decoder(nn.Module):
-    """As BERT's: the head has the bias, and so has the decoder, whose matrix is the embedding's."""
+    """A decoder like BERT's: its matrix is the embedding's, and the head may share its bias."""
 
     def __init__(self, own_bias: bool) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Decoder(nn.Module):
 
 
 class Language(nn.Module):
-    """An embedding, layers, and decoders with its matrix."""
+    """An embedding, layers, and decoders that use its matrix."""
 
     def __init__(self, *, own_bias: bool = True, decoders: int = 1, layers: int = 3) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Language(nn.Module):
 
 
 class Layers(nn.Module):
-    """Layers of one width, some of whose weights are one."""
+    """Layers of one width, some of whose weights are tied."""
 
     def __init__(self, count: int, tie: Callable[[nn.ModuleList], None]) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class Layers(nn.Module):
 
 
 def _matrix_then_bias(layers: nn.ModuleList) -> None:
-    """The first two share the matrix, the second and third the bias."""
+    """Tie the matrices of the first two layers, and the biases of the second and third."""
     layers[1].weight = layers[0].weight
     layers[2].bias = layers[1].bias
 
@@ -81,14 +81,14 @@ def _one_bias(layers: nn.ModuleList) -> None:
 
 
 def _pairs(layers: nn.ModuleList) -> None:
-    """Each matrix is of two layers that are far apart."""
+    """Tie the matrices of pairs of layers that are far apart."""
     half = len(layers) // 2
     for first, second in zip(layers[:half], layers[half:], strict=True):
         second.weight = first.weight
 
 
 class Attentions(nn.Module):
-    """What goes into two attentions is projected alike."""
+    """Attention modules, of which two share the input projection and two the output projection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -138,7 +138,7 @@ AT_ONCE: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, torch.Ten
 
 
 class Several(nn.Module):
-    """Modules of one kind, one after the other, so that something streams."""
+    """Three modules of one kind in a row, so that some are streamed."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -150,7 +150,7 @@ class Several(nn.Module):
 
 
 class OneByOne(nn.Module):
-    """Reads its weights one after the other, and has no other use for them."""
+    """Reads its weights one after the other, and needs no two of them at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def container_with_a_buffer() -> nn.Module:
     return model
 
 
-#: Each with the bytes that no call needs more of than alignment adds, in float64.
+#: Modules, and the bytes in float64 that a call needs at once, without alignment.
 ALONE: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "one by one": (OneByOne, WIDTH * WIDTH * 8),
     "a container with a buffer": (container_with_a_buffer, (WIDTH * WIDTH + WIDTH) * 8),

@@ -1,4 +1,4 @@
-"""`make test` says how far it is, and at the end in one line what ran, what was skipped and why."""
+"""`make test` shows its progress, and ends with a line of what ran, what was skipped and why."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables fit the terminal: a row is a line, figures are whole, and long names are shortened in the middle."""
+"""Tables fit the terminal: a row is a line, figures are complete, long names are cut in the middle."""
 
 from __future__ import annotations
 

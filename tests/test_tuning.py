@@ -1,4 +1,4 @@
-"""budget="auto" and Handle.retune: passes are measured, and what stays on the device follows from them."""
+"""budget="auto" and Handle.retune: passes are measured, and this decides which weights stay."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ from sample_models import mlp
 
 pytestmark = pytest.mark.alone
 
-#: Wide enough for a layer to be a group of its own.
+#: Wide enough for each layer to be copied by itself (a group).
 WIDTH, LAYERS = 768, 12
 #: Bytes of one layer (weight and bias) in float64, what alignment may add, and the whole model.
 LAYER = (WIDTH * WIDTH + WIDTH) * 8
 SLACK = LAYERS * 4096
 MODEL = LAYERS * LAYER
-#: Calls until the plan is made: it goes by, it is measured (twice), it begins with the plan.
+#: Calls until a new plan is used: one that is not measured, two that are, and the first with the plan.
 CALLS = 4
 
 
@@ -46,7 +46,7 @@ def last_layer(model: nn.Module) -> nn.Linear:
 
 @dataclass
 class Room:
-    """A device with so many bytes for weights and activations, whatever the machine has."""
+    """A device with a given amount of memory for weights and activations."""
 
     provider: Provider
     monkeypatch: pytest.MonkeyPatch
@@ -66,7 +66,7 @@ class Room:
             of_all = 1.0 - _tuning._KEPT_FREE_ON_ACCELERATORS
             pretend_cuda.faults().memory_bytes = int((self.others + size) / of_all) + 1
             return
-        # What the system says of the machine and of this process.
+        # The system's figures of the machine and of this process.
         self.monkeypatch.setattr(_tuning, "all_bytes", lambda device: 0)
         self.monkeypatch.setattr(memory, "_free_ram", lambda: size - self._held())
         self.monkeypatch.setattr(peak_memory, "_PROCESS", self.status.parent)
@@ -76,9 +76,9 @@ class Room:
         self.status.write_text(f"VmHWM:\t{most // 1024} kB\nVmRSS:\t{now // 1024} kB\n", encoding="ascii")
 
     def is_all_given(self, handle: dynswap_ext.Handle) -> bool:
-        """Whether the budget, the activations and what casts take on the device are all the room there is.
+        """Return whether budget, activations and the device memory of casts take all the room there is.
 
-        When the budget was found, casts may have had up to 16 MiB; they make do with less.
+        When the budget was found, casts may have had up to 16 MiB; they manage with less.
         """
         assert handle.budget is not None and handle.tuning is not None
         casts, more_for_casts = 0, 0
@@ -142,7 +142,7 @@ def test_the_budget_is_what_the_passes_leave(provider: Provider, room: Room) -> 
 
 
 class TakesMemory(nn.Module):
-    """Takes memory of its own in the midst of a call."""
+    """Takes memory in the middle of a call."""
 
     def __init__(self, take: Callable[[], object]) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def test_activations_are_left_room(provider: Provider, room: Room) -> None:
             model(provider.randn(2, WIDTH))
     assert room.is_all_given(handle)
     assert handle.tuning is not None
-    # The pure-Python provider's copies count as activations, and what torch's streams cast from.
+    # Copies of the pure-Python provider count as activations, and so do the sources of torch's casts.
     copies = {"python": 2 * LAYER, "torch": LAYER // 2}.get(provider.expected_backend, 0)
     assert activations <= handle.tuning.activation_bytes < activations + copies + (1 << 18)
 
@@ -181,17 +181,17 @@ def test_peak_memory_sees_what_is_over(provider: Provider) -> None:
     size = 64 << 20
     peak = _tuning.PeakMemory(provider.device)
     before = peak.more()
-    if provider.device.type == "cpu":  # not from a heap that the process has already
+    if provider.device.type == "cpu":  # new memory, not from the heap that the process has
         with mmap.mmap(-1, size) as memory:
             memory.write(b"1" * size)
     else:
         torch.ones(size, dtype=torch.uint8, device=provider.device)
-    # The resident set is counted in batches of pages, and other threads have memory too.
+    # The kernel counts the resident set in batches of pages, and other threads take memory too.
     assert 0.9 * size <= peak.more() - before < 3 * size
 
 
 class Slow(nn.Module):
-    """A layer that takes its time."""
+    """A layer that waits before it computes."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__()
@@ -208,7 +208,7 @@ class Slow(nn.Module):
 
 
 def slow_then_quick() -> nn.Sequential:
-    """Whatever a copy takes, it hides behind the slow layers, and nothing hides it in the quick ones."""
+    """Return layers of which the slow ones hide any copy behind compute, and the quick ones hide none."""
     return nn.Sequential(*(Slow(0.05) for _ in range(6)), *(Slow(0.0) for _ in range(18))).eval()
 
 
@@ -239,7 +239,7 @@ def test_residents_are_those_that_save_the_time_that_was_foreseen(
     with torch.no_grad():
         expected = moved(x)
     handle.retune()
-    # A layer's copy takes a tenth of what the slow ones do.
+    # A layer's copy takes a tenth of a slow layer's time.
     with pretend_cuda.virtual_clock(bytes_per_second=LAYER / 2 / 0.005), torch.no_grad():
         for _ in range(CALLS):
             testing.assert_bit_equal(model(x), expected)
@@ -255,7 +255,7 @@ def test_residents_are_those_that_save_the_time_that_was_foreseen(
         seconds = begin.elapsed_time(end) / 1000
     assert handle.tuning is not None and handle.tuning.seconds_after is not None
     assert handle.tuning.compute_seconds == pytest.approx(6 * 0.05, rel=0.01)
-    # The simulated host waits for the device after each use; the real one runs ahead: it can only be quicker
+    # The simulated host waits for the device after each use. The real one runs ahead, so it is only faster
     assert 0.85 * handle.tuning.seconds_after < seconds < 1.03 * handle.tuning.seconds_after
 
 
@@ -282,7 +282,7 @@ def test_threads_that_call_at_the_same_time_are_measured_together(provider: Prov
                 testing.assert_bit_equal(output, expected)
     tuning = handle.tuning
     assert tuning is not None
-    assert 2 <= tuning.passes <= 3 * 3  # what each has begun until one begins with the plan
+    assert 2 <= tuning.passes <= 3 * 3  # passes that threads began before the first with the plan
     assert tuning.compute_seconds > 0 and tuning.bytes_per_second > 0
     if provider.native:
         assert tuning.seconds_before is not None and tuning.seconds_after is not None
@@ -337,7 +337,7 @@ def test_an_automatic_plan_does_not_wait_for_ever_for_what_is_held(
         held = last_layer(model).weight
         for _ in range(CALLS + 1):
             testing.assert_bit_equal(model(x), moved(x))
-        assert handle.tuning is None  # what is held would be on the device beside the new plan
+        assert handle.tuning is None  # held tensors would take memory besides the new plan
         for _ in range(5):
             testing.assert_bit_equal(model(x), moved(x))
         assert handle.tuning is not None and handle.tuning.passes >= 2

@@ -1,4 +1,4 @@
-"""pip takes the wheel that fits the torch that is there, with the command that the warning names."""
+"""pip takes the wheel that fits the installed torch, with the command that the warning names."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_wheel(folder: Path, name: str, version: str, *more: str) -> None:
 
 @pytest.fixture
 def indexes(tmp_path: Path) -> tuple[str, str]:
-    """An index of torch alone, as PyPI is one, and ours: a wheel for each torch."""
+    """Return the addresses of an index of torch alone, like PyPI, and of ours with a wheel for each torch."""
     addresses = []
     for name in ("pypi", "ours"):
         folder = tmp_path / name
@@ -62,7 +62,10 @@ def indexes(tmp_path: Path) -> tuple[str, str]:
 
 @pytest.mark.slow
 def test_an_index_that_is_asked_for_a_torch_gives_its_wheel(tmp_path: Path, indexes: tuple[str, str]) -> None:
-    """At first, and after torch was replaced by a newer and by an older one. It leaves torch alone."""
+    """The command installs the wheel for the torch that it names, and leaves that torch alone.
+
+    It does so at first, and after torch was replaced by a newer and by an older one.
+    """
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "venv")], check=True)
     (site,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     pypi, ours = indexes
@@ -76,7 +79,7 @@ def test_an_index_that_is_asked_for_a_torch_gives_its_wheel(tmp_path: Path, inde
             shutil.rmtree(old)
         with zipfile.ZipFile(tmp_path / f"pypi/torch-{torch}.0-py3-none-any.whl") as wheel:
             wheel.extractall(site)
-        if torch != "2.13":  # for which nothing is installed yet
+        if torch != "2.13":  # with 2.13, nothing is installed yet
             said = reinstall._command(site, f"{torch}.0+cpu")
         pip, *command = shlex.split(said.strip("`"))
         assert pip == "pip"

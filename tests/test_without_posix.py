@@ -1,4 +1,4 @@
-"""The pure-Python provider without POSIX: what Windows lacks is taken from a process on Linux."""
+"""The pure-Python provider without POSIX: a process on Linux in which what Windows lacks is removed."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-# Torch and the standard library are Linux's own, and come before anything is taken away.
+# Torch and the standard library need POSIX on Linux, so they are imported before anything is removed.
 WITHOUT_POSIX = """
 import ctypes, importlib.abc, mmap, os, pathlib, struct, sys
 import safetensors.torch, torch

@@ -56,7 +56,7 @@ def test_the_pairs_of_the_matrix_are_supported() -> None:
 
 
 def test_the_workflow_of_wheels_takes_the_list_of_what_is_supported() -> None:
-    """Each pair as `make wheels` has it."""
+    """The workflow of wheels builds the same pairs as `make wheels`."""
     jobs = loaded("wheels.yml")["jobs"]
     (listing,) = (step["run"] for step in jobs["pairs"]["steps"] if "run" in step)
     assert "python3 build_backend/dynswap_build/supported.py" in listing
