@@ -158,7 +158,7 @@ class Prefill(Workload):
 
 
 class Decode(Prefill):
-    """The same decoder generates token by token."""
+    """A decoder generates text, token by token."""
 
     name = "decode"
     calls, begin_calls = 8, 1

@@ -22,7 +22,7 @@ from dynswap_ext.errors import SourceError
 
 @dataclass(frozen=True)
 class Sample:
-    """A checkpoint: what is opened, and the file of it that a test damages."""
+    """A checkpoint: the path that is opened, and the file of it that a test damages."""
 
     opened: Path
     damaged: Path
@@ -53,7 +53,7 @@ def make_index(folder: Path) -> Sample:
 
 
 def write_sharded(folder: Path, suffix: str = "safetensors") -> Path:
-    """As hubs have them: an index, and a file for each tensor here."""
+    """Write an index and a file for each tensor, as hubs have them. Return the index."""
     names = {name: f"model-{number:05}-of-00003.{suffix}" for number, name in enumerate(state(), 1)}
     for name, file in names.items():
         tensors = {name: state()[name]}
@@ -71,7 +71,7 @@ def write_index(path: Path, weight_map: Any) -> Path:
 
 def save_distributed(content: dict[str, Any], folder: Path, **options: Any) -> Path:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that there is no process group
+        warnings.simplefilter("ignore")  # it warns that there is no process group
         dcp.save(content, checkpoint_id=folder, **options)
     return folder
 
@@ -105,14 +105,17 @@ SAMPLES = {
 
 
 def look(path: Path) -> Checkpoint | None:
-    """Opens, and looks at each tensor's shape and ends. None for a SourceError, which names the file."""
+    """Open a checkpoint, and check the shape and the ends of each tensor.
+
+    Return None after a SourceError, which has to name the file.
+    """
     try:
         checkpoint = open_checkpoint(path)
         for name, entry in checkpoint.entries.items():
             tensor = checkpoint[name]
             assert tuple(tensor.shape) == entry.shape and tensor.dtype == entry.dtype
             if tensor.layout is torch.strided and not tensor.is_meta and tensor.numel():
-                for end in (0, -1):  # memory that is not there ends the process
+                for end in (0, -1):  # a read of missing memory ends the process
                     assert tensor[(end,) * tensor.dim()].clone().dim() == 0
     except SourceError as error:
         assert str(path) in str(error) and len(str(error)) < 4000, error
@@ -121,7 +124,7 @@ def look(path: Path) -> Checkpoint | None:
 
 
 def refused(path: Path, pattern: str, **options: Any) -> None:
-    """Assert that this cannot be opened: the error names it, and says why and what to do in these words."""
+    """Assert that a path cannot be opened, and that the error names it and matches `pattern`."""
     try:
         open_checkpoint(path, **options)
     except SourceError as error:
@@ -132,7 +135,7 @@ def refused(path: Path, pattern: str, **options: Any) -> None:
 
 
 class Canary:
-    """Unpickled, it makes a folder."""
+    """Makes a folder when it is unpickled, which shows that code has run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -32,7 +32,7 @@ _SCALES = {
 
 
 def random_blocks(encoding: str, *shape: int, seed: int = 0) -> torch.Tensor:
-    """Blocks of a weight of that shape: any bytes, with scales as models have them."""
+    """Return blocks of a weight of that shape: any bytes, with scales like those of models."""
     generator = np.random.default_rng(seed)
     layout = ENCODINGS[encoding]
     count = shape[-1] // layout.values
@@ -52,7 +52,7 @@ def random_weight(
 
 
 def reference(blocks: torch.Tensor, encoding: str) -> torch.Tensor:
-    """The values as the `gguf` package decodes them."""
+    """Return the values as the `gguf` package decodes them."""
     with np.errstate(all="ignore"):
         return torch.from_numpy(
             gguf.quants.dequantize(blocks.numpy(), gguf.GGMLQuantizationType[encoding]).copy()
@@ -65,7 +65,7 @@ def write_gguf(
     architecture: str = "llama",
     values: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a file of tensors, quantised or not, and key-values: text, whole numbers, or lists of them."""
+    """Write a file of tensors, quantised or not, and of key-values: text, integers, or lists of them."""
     writer = gguf.GGUFWriter(path, architecture)
     for key, value in (values or {}).items():
         if isinstance(value, str):
@@ -97,7 +97,7 @@ def raw_header(
     version: int = 3,
     counts: tuple[int, int] | None = None,
 ) -> bytes:
-    """A header as bytes, whatever it says: of a tensor its name, ggml's dimensions, kind and offset."""
+    """Return a header as bytes, right or wrong. A tensor is its name, ggml's dimensions, kind and offset."""
     raw = struct.pack("<4sIQQ", b"GGUF", version, *(counts or (len(tensors), len(pairs)))) + b"".join(pairs)
     for name, dimensions, kind, offset in tensors:
         raw += _text(name) + struct.pack(

@@ -1,4 +1,4 @@
-"""Models that are saved and loaded, and how they are saved."""
+"""Models that tests save and load, and a way to save them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class SharedWeight(nn.Module):
 
 
 def saved(model: nn.Module, path: Path, kind: str = "safetensors") -> Path:
-    """Save a model's state as the libraries do, and return the path."""
+    """Save a model's state as the format's library does, and return the path."""
     if kind == "safetensors":
         save_file({name: value.contiguous() for name, value in model.state_dict().items()}, path)
     else:

@@ -1,4 +1,4 @@
-"""Writes checkpoints larger than RAM: sparse files, whose weights are zeros and take no room on the disk."""
+"""Writes checkpoints larger than RAM: sparse files, whose zeros take no room on the disk."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def write_gguf(folder: Path, count: int) -> Path:
 
 
 def write_dcp(folder: Path, count: int) -> Path:
-    """Write one file of tensors, each a zip file of ``torch.save``; they differ in their offsets only."""
+    """Write one file of tensors, each a zip file of ``torch.save``. They differ only in their offsets."""
     one = folder / "one.pt"
     with FakeTensorMode(), torch.serialization.skip_data(materialize_fake_tensors=True):
         torch.save(torch.empty(SIDE, SIDE), one)

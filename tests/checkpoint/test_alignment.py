@@ -1,4 +1,4 @@
-"""Tensors of the files that save and convert write begin where vector instructions and cache lines do."""
+"""Tensors in files of `save` and `convert` are aligned for vector instructions and cache lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Fused weights that are mapped from the ranges of their parts: Note [A fused weight is a mapping]."""
+"""Fused weights that are mapped from the places of their parts: Note [A fused weight is a mapping]."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ COUNT, ROWS, COLUMNS = 12, 128, 256
 
 
 def written(path: Path, seed: int = 0) -> list[Tensor]:
-    """A file of matrices. safetensors sorts by name, so the tenth of twelve is at its end."""
+    """Write a file of matrices. safetensors sorts by name, so the tenth of twelve is at its end."""
     generator = torch.Generator().manual_seed(seed)
     parts = [torch.randn(ROWS, COLUMNS, generator=generator) for _ in range(COUNT)]
     save_file({f"experts.{number}": part for number, part in enumerate(parts)}, path)
@@ -39,7 +39,10 @@ def mapped(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_a_fused_weight_is_saved_again(tmp_path: Path, shuffled: bool) -> None:
-    """A part that ends its file is followed by another in the file's last page, which the file has not."""
+    """A fused weight has the right values, and can be saved and loaded.
+
+    A part at the end of its file is followed by another part in a page that the file only has in part.
+    """
     parts = written(tmp_path / "a.safetensors")
     order = torch.randperm(COUNT).tolist() if shuffled else list(range(COUNT))
     with MappedFusion():
@@ -56,7 +59,7 @@ def test_a_fused_weight_is_saved_again(tmp_path: Path, shuffled: bool) -> None:
 
 
 def test_files_that_are_opened_one_after_the_other(tmp_path: Path) -> None:
-    """The next file is mapped where the last one was."""
+    """A fused weight has the right values if its file is mapped where an earlier file was."""
     addresses = set()
     with MappedFusion():
         for number in range(6):
@@ -85,7 +88,7 @@ def test_a_file_that_is_replaced_meanwhile(tmp_path: Path) -> None:
 
 
 def test_parts_that_were_written_to(tmp_path: Path) -> None:
-    """`.data` bumps no version."""
+    """Parts that were written through `.data`, which bumps no version, are copied with their new values."""
     written(tmp_path / "a.safetensors")
     with MappedFusion():
         tensors = opened(tmp_path / "a.safetensors")

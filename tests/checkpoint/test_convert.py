@@ -16,7 +16,7 @@ from dynswap_ext import checkpoint, cli
 from dynswap_ext.errors import ConfigError, SourceError
 from dynswap_ext.testing import assert_bit_equal
 
-# The functions stand before the modules that they are from.
+# The public functions of `checkpoint` hide the modules of the same names.
 layout: Any = sys.modules["dynswap_ext.checkpoint.writing.layout"]
 
 
@@ -257,7 +257,7 @@ class TestCommand:
         assert (
             f"{folder}/model.safetensors.index.json: 10 tensors" in printed.out and "verified" in printed.out
         )
-        assert printed.err == ""  # no bar where there is no terminal
+        assert printed.err == ""  # no bar without a terminal
         written = _loaded(folder / "model.safetensors.index.json")
         assert written["blocks.0.weight"].dtype is torch.bfloat16
         assert cli.main(["convert", str(source), str(folder)]) == 2

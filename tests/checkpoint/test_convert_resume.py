@@ -1,4 +1,4 @@
-"""A conversion that was interrupted goes on; one that meets a bad disk or source leaves nothing wrong."""
+"""An interrupted conversion goes on later. After an error of disk or source, nothing wrong is left."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class _Stop(Exception):
 
 
 def _part(source: Path, destination: Path, stop_at: int = _WHOLE // 2, **options: Any) -> Path:
-    """Convert a part of it; the folder that is left."""
+    """Convert a part of the source; return the folder that is left."""
 
     def progress(position: int, whole: int) -> None:
         assert whole == _WHOLE
@@ -78,7 +78,7 @@ def test_goes_on_where_it_was(name: str, options: dict[str, Any], source: Path, 
         source, tmp_path / name, dtype=torch.bfloat16, progress=lambda at, _: seen.append(at), **options
     )
     assert result.resumed_bytes >= _WHOLE // 2 and seen[0] == result.resumed_bytes and seen[-1] == _WHOLE
-    # Each block that was left was written once, and no other.
+    # Each missing block was written once, and no other.
     assert len(seen) - 1 == (_WHOLE - result.resumed_bytes + _BLOCK // 2 - 1) // _BLOCK or name == "folder"
     _check(result.path, source)
 
@@ -95,7 +95,7 @@ checkpoint.convert(*sys.argv[1:], dtype=torch.bfloat16, progress=progress, **{op
 """
     assert children.run(script, source, tmp_path / name).returncode == -signal.SIGKILL
     result = checkpoint.convert(source, tmp_path / name, dtype=torch.bfloat16, **options)
-    # What was written after the last line of the journal is written again.
+    # Blocks that were written after the last line of the journal are written again.
     assert _WHOLE // 2 - 5 * _BLOCK <= result.resumed_bytes < _WHOLE and result.resumed_bytes > 0
     _check(result.path, source)
 
@@ -110,7 +110,7 @@ def test_the_command_is_interrupted_and_goes_on(source: Path, tmp_path: Path) ->
         time.sleep(0.001)
     running.send_signal(signal.SIGINT)
     _, error = running.communicate()
-    assert running.returncode in (0, 130)  # it may have been done by then
+    assert running.returncode in (0, 130)  # 0: it was done before the interrupt
     if running.returncode == 130:
         assert error == "dynswap: interrupted\n"
         assert cli.main(command[3:]) == 0
@@ -123,7 +123,7 @@ def test_shards_that_had_their_names_before_the_crash(
     child = os.fork()
     if child == 0:
         try:
-            torch.set_num_threads(1)  # threads of the parent's are not here
+            torch.set_num_threads(1)  # the parent's threads do not exist here
             replace: Any = lambda *_: os._exit(9)  # noqa: E731
             monkeypatch.setattr(os, "replace", replace)
             checkpoint.convert(source, tmp_path / "folder", dtype=torch.bfloat16, max_shard_size="7MB")
@@ -243,7 +243,7 @@ def test_an_error_in_the_middle_names_what_is_kept(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 20 MB in memory, where it may be mounted."""
+    """Yield a disk of 20 MB in memory. Skip the test if it cannot be mounted."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=20000k", "tmpfs", str(folder)]

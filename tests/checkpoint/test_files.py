@@ -54,7 +54,7 @@ def test_folder_with_one_checkpoint(safetensors_file: Path) -> None:
 
 
 class TestNotAFile:
-    """What has a name and cannot be mapped. None of them may block."""
+    """Paths that exist but cannot be mapped. None of them may block."""
 
     def test_pipe(self, tmp_path: Path) -> None:
         os.mkfifo(tmp_path / "pipe")
@@ -99,7 +99,7 @@ class TestNotAFile:
 
 @pytest.fixture
 def reachable() -> Iterator[Path]:
-    """A folder that others can reach, which tmp_path is not."""
+    """Yield a folder that other users can reach, which tmp_path is not."""
     folder = Path(tempfile.mkdtemp())
     folder.chmod(0o755)
     yield folder
@@ -107,7 +107,7 @@ def reachable() -> Iterator[Path]:
     shutil.rmtree(folder)
 
 
-#: No permission stops root, who gives his rights up here after he has imported what is needed.
+#: Permissions do not stop root, so this process gives up its rights after its imports.
 _AS_NOBODY = """
 import os, sys
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Folders of torch.distributed.checkpoint: read as they were saved, and never run."""
+"""Folders of torch.distributed.checkpoint: they are read as they were saved, and no code of theirs runs."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ dcp.save({"model": state, "step": rank}, checkpoint_id=folder)
 if rank == 0:
     torch.save(wholes, folder + ".expected")
 dist.barrier()
-os._exit(0)  # torch's threads may end the process with an abort where it is torn down
+os._exit(0)  # torch's threads may abort while the process is torn down
 """
 
 

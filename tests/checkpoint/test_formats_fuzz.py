@@ -17,7 +17,7 @@ from sample_checkpoints import SAMPLES, Sample, look
 
 from dynswap_ext.checkpoint.formats.safetensors_file import DTYPES
 
-#: What a damaged sample of a few KB may make this process allocate, beyond what it has.
+#: Bytes of address space that this process may take for a damaged sample of a few KB.
 _ADDRESS_SPACE = 4 << 30
 
 fuzzed = settings(
@@ -30,7 +30,7 @@ fuzzed = settings(
 
 @contextmanager
 def _bounded_memory() -> Iterator[None]:
-    """An allocation of what a damaged file claims to need fails here, instead of taking it."""
+    """Make large allocations fail: those of the sizes that a damaged file claims."""
     before = resource.getrlimit(resource.RLIMIT_AS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + _ADDRESS_SPACE, before[1]))
@@ -67,7 +67,7 @@ def test_whole_samples_open(sample: Sample) -> None:
 def test_changed_bytes(sample: Sample, data: st.DataObject) -> None:
     content = bytearray(sample.damaged.read_bytes())
     for _ in range(data.draw(st.integers(1, 4))):
-        # Headers are at both ends, and zip files have theirs last.
+        # Headers are at the start, or in zip files at the end.
         at = data.draw(st.integers(0, len(content) - 1) | st.integers(0, min(300, len(content) - 1)))
         content[at] = data.draw(st.integers(0, 255) | st.sampled_from(b'\0\xff"{}[]0-.'))
     with _damaged(sample, bytes(content)):
@@ -128,7 +128,7 @@ def test_other_values_in_the_header_of_safetensors(
     sample.opened.write_bytes(len(text).to_bytes(8, "little") + text + content[8 + length :])
     with _bounded_memory():
         opened = look(sample.opened)
-    if opened is not None:  # then the library opens it too, and finds the same
+    if opened is not None:  # then the library has to open it too, and find the same
         with safe_open(sample.opened, "pt") as file:
             assert set(file.keys()) == set(opened.entries)
             for name, entry in opened.entries.items():

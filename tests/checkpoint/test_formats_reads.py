@@ -1,4 +1,4 @@
-"""Opening a checkpoint of many files reads their headers, and handing a tensor out reads nothing."""
+"""Opening a checkpoint of many files reads only their headers, and getting a tensor reads nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The safetensors format: what its header must not say."""
+"""The safetensors format: headers that are refused, and odd ones that are not."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_bad_header(case: str, tmp_path: Path) -> None:
     path = _write(tmp_path / "model.safetensors", header)
     refused(path, pattern)
     refused(path, "download or copy it again")
-    if case != "a name twice":  # the library takes the last of them
+    if case != "a name twice":  # of which the library takes the last
         with pytest.raises(SafetensorError):
             safe_open(path, "pt")
 
@@ -179,4 +179,4 @@ def test_file_that_is_replaced_after_it_was_opened(tmp_path: Path) -> None:
     checkpoint = open_checkpoint(path)
     save_file({"a": torch.zeros(4096)}, tmp_path / "new")
     os.replace(tmp_path / "new", path)
-    assert torch.equal(checkpoint["a"], torch.ones(4096))  # of the file whose header was read
+    assert torch.equal(checkpoint["a"], torch.ones(4096))  # the file whose header was read

@@ -1,4 +1,4 @@
-"""Indexes with shards, and folders: what is opened, and what a wrong index is told."""
+"""Indexes with shards, and folders: which of them open, and the errors of wrong indexes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Zip files of torch.save: where their tensors lie, what else they hold, and what must not run."""
+"""Zip files of torch.save: where their tensors are, what else they hold, and that no code of theirs runs."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_tensor_subclass(tmp_path: Path) -> None:
     assert isinstance(checkpoint["w"], TwoTensor) and torch.equal(checkpoint["w"].a, torch.ones(2, 3))
     entry = checkpoint.entries["w"]
     assert (entry.encoding, entry.nbytes, entry.offset) == ("TwoTensor", 2 * 24, None)
-    refused(tmp_path / "w", "holds more than tensors.*TwoTensor")  # unless it is known to be safe
+    refused(tmp_path / "w", "holds more than tensors.*TwoTensor")  # not declared safe yet
 
 
 class TestStateDicts:
@@ -150,7 +150,7 @@ class TestArchives:
 
 
 class TestTorchsOwnSettings:
-    """What a program has set for its own `torch.load` makes no mapping shared, and no pickle unsafe."""
+    """A program's settings for its own `torch.load` make no mapping shared and no pickle unsafe."""
 
     def test_a_mapping_is_private(self, tmp_path: Path) -> None:
         path = _save({"w": torch.zeros(4096)}, tmp_path / "w")

@@ -83,7 +83,7 @@ def test_damaged_header(content: bytes, pattern: str, path: Path) -> None:
 
 
 def test_a_header_that_fits_by_itself(path: Path) -> None:
-    """What the cases above damage."""
+    """The header that the cases above damage is right as it is."""
     content = raw_header([("w", (2, 3), 0, 32)], [number("k", 5), array_of_strings("l", ["a"])])
     path.write_bytes(content + bytes(32) + torch.arange(6.0).numpy().tobytes())
     opened = open_checkpoint(path)

@@ -1,4 +1,4 @@
-"""GGUF's blocks are decoded to the values of the `gguf` package, to the bit."""
+"""GGUF's blocks are decoded to the same values as by the `gguf` package, to the bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,10 @@ def test_no_rows(encoding: str) -> None:
 
 @encodings
 def test_any_bytes(encoding: str) -> None:
-    """Scales that are infinite, subnormal or no number as well; which NaN it is, the processor decides."""
+    """Any bytes decode to the same values, also if scales are infinite, subnormal or NaN.
+
+    The bits of a NaN are not compared, as they depend on the processor.
+    """
     layout = ENCODINGS[encoding]
     raw = np.random.default_rng(1).integers(0, 256, (2000, layout.nbytes), dtype=np.uint8)
     blocks = torch.from_numpy(raw)

@@ -1,4 +1,4 @@
-"""checkpoint.load of GGUF files: blocks are the masters, mapped and not read."""
+"""checkpoint.load of GGUF files: blocks are the masters, which are mapped and not read."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ def test_key_values_as_text(tmp_path: Path) -> None:
 
 
 def test_a_file_larger_than_what_opening_it_takes(tmp_path: Path) -> None:
-    """4 GiB of one tensor, all of it a hole, with a vocabulary in the header."""
+    """A file of 4 GiB, all of it a hole, with a vocabulary in the header, opens in little memory."""
     rows, columns = 62_000, 1 << 16
     vocabulary = array_of_strings("tokenizer.ggml.tokens", [f"token {i}" for i in range(100_000)])
     header = raw_header([("w", (columns, rows), 8, 0)], [vocabulary])

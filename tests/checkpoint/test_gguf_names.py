@@ -1,4 +1,4 @@
-"""GGUF's names, and llama.cpp's order of rows, as the model has them."""
+"""GGUF's names and llama.cpp's order of rows are converted to those of the model."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from dynswap_ext.checkpoint.gguf import GGUFTensor, names_for, original_rows
 from dynswap_ext.errors import ConfigError
 
 HEADS, KEYS = 4, 2
-#: As transformers names the tensors of a Llama.
+#: The names of a Llama's tensors in transformers.
 HF = {
     "model.embed_tokens.weight": "token_embd.weight",
     "model.layers.0.self_attn.q_proj.weight": "blk.0.attn_q.weight",

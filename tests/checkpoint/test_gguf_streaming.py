@@ -1,4 +1,4 @@
-"""Models with GGUF masters, installed: blocks travel, values are made on the device."""
+"""Installed models with GGUF masters: blocks are copied, and decoded on the device."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def indices(provider: Provider) -> torch.Tensor:
 
 
 def streams(provider: Provider) -> bool:
-    """Whether payloads are moved by the engine: pure Python moves a subclass as a whole, by its own .to()."""
+    """Return whether the engine moves payloads. Pure Python moves a subclass whole, by its own .to()."""
     return provider.native
 
 
@@ -69,9 +69,7 @@ def test_outputs_are_those_of_the_resident_model(provider: Provider, model: Any,
         if budget == "2MiB":
             assert stats.bytes_moved == stored  # each once
         else:
-            assert (
-                stored < stats.bytes_moved <= 4 * stored
-            )  # three passes, and what is read ahead for one more
+            assert stored < stats.bytes_moved <= 4 * stored  # three passes, and the prefetch for another
 
 
 def test_nothing_is_decoded_on_the_way(

@@ -1,4 +1,4 @@
-"""A GGUF weight: a floating tensor to the outside, and blocks inside for as long as rows are whole."""
+"""A GGUF weight is a floating tensor to the outside, and keeps blocks as long as rows are whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def weight() -> GGUFTensor:
 
 @pytest.fixture
 def decoded(monkeypatch: pytest.MonkeyPatch) -> list[torch.Size]:
-    """The shapes of the blocks that were decoded."""
+    """Return a list that gets the shape of each tensor of blocks that is decoded."""
     shapes: list[torch.Size] = []
 
     def decode(blocks: torch.Tensor, *rest: Any) -> torch.Tensor:

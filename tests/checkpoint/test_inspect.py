@@ -1,4 +1,4 @@
-"""checkpoint.summary and `dynswap show`: what they say is so, the smallest budget above all."""
+"""checkpoint.summary and `dynswap show`: what they state is true, above all the smallest budget."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _MODELS: dict[str, Callable[[], nn.Module]] = {
 
 
 def _written(kind: str, model: nn.Module, folder: Path) -> Path:
-    """Write a model in one of several formats."""
+    """Write a model in one of several formats, and return the path."""
     if kind == "library":
         save_model(model, str(folder / "model.safetensors"))
         return folder / "model.safetensors"
@@ -77,7 +77,7 @@ def test_the_smallest_budget_is_an_installs(
     assert found.provider == provider.backend
     model = checkpoint.load(_MODELS[name], path)
     group = found.largest_groups.get("cpu" if provider.device.type == "cpu" else "accelerator")
-    if group is None:  # pure Python computes on the CPU with what is mapped
+    if group is None:  # on the CPU, pure Python computes with mapped memory
         assert provider.name == "python" and found.smallest_budget == 0
         provider.install(model, budget=1, strict_budget=True)
         return
@@ -89,13 +89,13 @@ def test_the_smallest_budget_is_an_installs(
         planned = planning.plan(weights, bandwidth=1e9, backend="host" if on_cpu else "cuda")
         assert planned.smallest == smallest
     if name == "tied" and kind != "distributed" and provider.native and not on_cpu:
-        # Stored once: nothing says that the second module has it, too, beside a bias of its own.
+        # Stored once: the file does not tell that the second module has it, too, with its own bias.
         with pytest.raises(BudgetError) as caught:
             provider.install(model, budget=smallest, strict_budget=True)
         assert smallest < caught.value.smallest_bytes <= smallest + 501 * 4 + 512
         smallest = caught.value.smallest_bytes
     provider.install(model, budget=smallest, strict_budget=True).uninstall()
-    if name == "recurrent" and kind == "library":  # sorted by name: which weight is before the biases?
+    if name == "recurrent" and kind == "library":  # sorted by name, so the order of weights is lost
         smallest -= 4 * 1200 * 4
     with pytest.raises(BudgetError) as caught:
         provider.install(model, budget=smallest - 1, strict_budget=True)

@@ -1,4 +1,4 @@
-"""A checkpoint file that is larger than RAM can be loaded, streamed, written to, summed up and converted."""
+"""A checkpoint file larger than RAM can be loaded, streamed, written to, summed up and converted."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dynswap_ext.errors import SourceError
 
 pytestmark = pytest.mark.slow
 
-#: As many weights as take a fifth more bytes than there are of RAM.
+#: The number of weights that take a fifth more bytes than there are in RAM.
 COUNT = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") * 6 // 5 // WEIGHT + 1
 
 #: Loads argv[1], streams some of it, and prints the provider and by how many bytes its peak memory grew.
@@ -45,7 +45,7 @@ model = checkpoint.load(Model, sys.argv[1])
 with torch.no_grad(), dynswap_ext.install(model, device="cpu", budget="200MiB") as handle:
     x = torch.ones(1, {SIDE})
     assert model(x)[0, 7].item() == 3
-    model.get_parameter("layers.0.weight")[7, 0] = 5  # its own page: the file stays as it is
+    model.get_parameter("layers.0.weight")[7, 0] = 5  # copies the page, so the file does not change
     assert model(x)[0, 7].item() == 8
 print(handle.provider, memory("VmHWM") - before)
 """
@@ -53,7 +53,7 @@ print(handle.provider, memory("VmHWM") - before)
 
 @pytest.fixture(scope="module", params=WRITERS)
 def large(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint of zeros, but for a 3 in the last weight."""
+    """Return a checkpoint of zeros, except for a 3 in the last weight."""
     if request.param == "gguf":
         pytest.importorskip("gguf")
     folder = tmp_path_factory.mktemp(request.param)
@@ -75,7 +75,7 @@ def test_is_loaded_and_streamed_in_little_memory(large: Path, backend: str) -> N
     done = children.run(CHILD, large, env={**os.environ, "DYNSWAP_PROVIDER": backend})
     assert done.returncode == 0, done.stderr
     provider, grown = done.stdout.split()
-    read_once = (COUNT // 100 + 2) * WEIGHT  # pure Python reads through the mapping, whose pages count
+    read_once = (COUNT // 100 + 2) * WEIGHT  # pure Python reads through the mapping, so its pages count
     assert provider == backend
     assert int(grown) < (400 << 20 if backend == "native" else read_once + (200 << 20))
 

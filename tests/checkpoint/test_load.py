@@ -36,11 +36,11 @@ def test_nothing_is_read_but_headers(kind: str, tmp_path: Path) -> None:
     with path.open("rb+") as file:
         os.fsync(file.fileno())  # dirty pages cannot be dropped
     drop_file_cache(path)
-    checkpoint.load(Net, saved(Net(), tmp_path / "small", kind))  # torch's own code is not the file's memory
+    checkpoint.load(Net, saved(Net(), tmp_path / "small", kind))  # loads torch's code
     read, used = disk_bytes_read(), resident_bytes()
     model = checkpoint.load(lambda: Net(width), path)
-    # 36 MiB are there to be read. What is not: the buffers of BatchNorm, 8 MiB, which the factory makes for
-    # real when it is called for `scale`; they are gone again, though malloc may not have given them back.
+    # The file has 36 MiB. To get `scale`, the factory is called once more, and makes the buffers of BatchNorm
+    # (8 MiB). They are freed again, but malloc may keep their memory.
     assert disk_bytes_read() - read < 8 << 20
     assert resident_bytes() - used < 16 << 20
     assert model.first.weight.shape == (width, 4)

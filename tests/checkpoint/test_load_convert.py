@@ -1,4 +1,4 @@
-"""checkpoint.load with dtype, device and transform: a tensor after the other, in bounded memory."""
+"""checkpoint.load with dtype, device and transform: one tensor after the other, in bounded memory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ MiB = 1 << 20
 
 
 class Mixed(nn.Module):
-    """Floats of two dtypes, integers, a scalar, and nothing at all."""
+    """Floats of two dtypes, integers, a scalar, and an empty tensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -203,7 +203,7 @@ def test_a_shared_weight_is_transformed_once(tmp_path: Path) -> None:
 def test_a_file_that_was_cut_meanwhile(tmp_path: Path) -> None:
     path = saved(layers(2, 64), tmp_path / "w")
     opened = open_checkpoint(path)
-    assert opened["0.weight"].shape == (64, 64)  # mapped while it was whole
+    assert opened["0.weight"].shape == (64, 64)  # mapped before the file was cut
     with path.open("rb+") as file:
         file.truncate(path.stat().st_size - 100)
     with pytest.raises(SourceError, match=r"is cut short: 1\.weight needs"):

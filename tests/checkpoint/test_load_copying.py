@@ -1,4 +1,4 @@
-"""checkpoint.load(assign=False): values copied into the module's own tensors, one after the other."""
+"""checkpoint.load(assign=False): values are copied into the module's own tensors, one after the other."""
 
 from __future__ import annotations
 

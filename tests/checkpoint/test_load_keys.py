@@ -1,4 +1,4 @@
-"""checkpoint.load: keys and ties that do not fit are named at once, and the model is as it was."""
+"""checkpoint.load names all keys and ties that do not fit at once, and leaves the model as it was."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def test_ties_kept_with_one_entry(tmp_path: Path) -> None:
 @kinds
 def test_ties_kept_with_two_equal_entries(kind: str, tmp_path: Path) -> None:
     tied = Tied()
-    if kind == "safetensors":  # which refuses shared tensors, so the file has two copies
+    if kind == "safetensors":  # it refuses shared tensors, so the file has two copies
         save_file({name: value.clone() for name, value in tied.state_dict().items()}, tmp_path / "w")
     else:
         torch.save(tied.state_dict(), tmp_path / "w")
@@ -112,7 +112,7 @@ def test_a_fitting_file_warns_of_nothing(tmp_path: Path) -> None:
 
 
 def test_missing_entries_without_values_are_named(tmp_path: Path) -> None:
-    """torch computes arbitrary numbers with a weight on the meta device, and says nothing."""
+    """Missing entries are named. torch would compute arbitrary numbers with weights on the meta device."""
     state = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).state_dict()
     torch.save({name: tensor for name, tensor in state.items() if name != "1.weight"}, tmp_path / "w.pt")
 

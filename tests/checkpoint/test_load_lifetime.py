@@ -1,4 +1,4 @@
-"""A loaded model, and what was mapped for it, goes with its last reference."""
+"""A loaded model and its mappings are freed with the last reference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""checkpoint.load keeps the parameter objects that a model has, and puts all back after an error."""
+"""checkpoint.load keeps a model's parameter objects, and restores everything after an error."""
 
 from __future__ import annotations
 

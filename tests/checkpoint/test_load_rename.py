@@ -1,4 +1,4 @@
-"""checkpoint.load(rename=...), and errors that say which rule would help."""
+"""checkpoint.load(rename=...), and errors that name the rule that would help."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sample_models import mlp
 
 
 def given_rule(text: str) -> dict[str, str]:
-    """The remedy of an error, taken at its word."""
+    """Return the rule that an error's text suggests."""
     match = re.search(r"rename=(\{.*\})", text)
     assert match is not None, text
     rule = eval(match[1])

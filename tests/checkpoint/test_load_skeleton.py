@@ -1,4 +1,4 @@
-"""checkpoint.init_empty: a skeleton without weights that load makes whole."""
+"""checkpoint.init_empty: a skeleton without weights, which `load` completes."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from dynswap_ext.errors import ConfigError
 
 
 class Rotary(nn.Module):
-    """With all that no checkpoint holds."""
+    """A model with buffers that no checkpoint holds."""
 
     def __init__(self, width: int = 8) -> None:
         super().__init__()
         self.linear = nn.Linear(width, width)
         self.register_buffer("angles", torch.arange(width) / width, persistent=False)
         self.register_buffer("real", torch.arange(3, device="cpu"), persistent=False)
-        # Not `linspace`: transformers replaces it while it loads, and if torch meets its first device context
-        # then, it takes note of the replacement, and leaves the real one alone from then on.
+        # Not `linspace`, which transformers replaces while it loads. If torch enters its first device context
+        # then, it notes the replacement instead of the real function, which it never redirects afterwards.
         self.table = torch.arange(5) / 4
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

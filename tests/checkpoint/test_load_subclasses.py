@@ -1,4 +1,4 @@
-"""Tensor subclasses and checkpoint.load: in the model, in the file, or made on the way."""
+"""Tensor subclasses and checkpoint.load: in the model, in the file, or made by a transform."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_memory_of_quantising_is_the_result_and_some_windows(tmp_path: Path) -> 
     growth = meter.more()
     if growth is None:
         pytest.skip("the system does not tell the highest memory")
-    # Torch's temporaries in quantise() are three times what is read between two looks for holes in the heap.
+    # Temporaries in quantise() take three times the bytes that are read before free memory is returned.
     assert growth < (32 + 4 * 16 + 8) * MiB
     assert type(model[31].weight) is ScaledInt8
 
@@ -136,7 +136,7 @@ def test_a_class_that_was_not_declared_safe(tmp_path: Path) -> None:
 
 
 class Frozen(ScaledInt8):
-    """Has no gradient, as quantised blocks have none."""
+    """Refuses gradients, as quantised blocks do."""
 
     def requires_grad_(self, requires_grad: bool = True) -> Frozen:
         if requires_grad:

@@ -1,4 +1,4 @@
-"""checkpoint.load calls what load_state_dict calls, in its order."""
+"""checkpoint.load calls the same hooks and methods as load_state_dict, in its order."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def test_a_counter_that_early_files_lack(tmp_path: Path) -> None:
 
 
 class Key(str):
-    """A name that counts how often it is looked at."""
+    """A name that counts how often its beginning is compared."""
 
     __slots__ = ()
     looks = 0

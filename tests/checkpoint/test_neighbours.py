@@ -1,4 +1,4 @@
-"""Weights that lie together in a file travel in one request, in whichever order the file has them."""
+"""Weights that are next to each other in a file are read in one request, in any order."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def _in_order(names: Iterable[str]) -> list[str]:
 
 
 def _save_with_safetensors(model: nn.Module, path: Path) -> None:
-    """Biases before weights, as the library sorts names."""
+    """Save with biases before weights, as the library sorts names."""
     save_file = pytest.importorskip("safetensors.torch").save_file
     state = model.state_dict()
     save_file({name: state[name] for name in _in_order(state)}, path)
 
 
 def _requests() -> int:
-    """Reads that this process has asked for."""
+    """Return the number of reads that this process has requested."""
     fields = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(fields["syscr"])
 
@@ -60,7 +60,7 @@ def test_a_group_is_one_request(tmp_path: Path, save: _Save, dtype: torch.dtype 
         for _ in range(10):
             y = model(x)
         copies = handle.stats().copies - copies
-        # A copy ahead may be under way at either end; a copy into two free parts of the ring is two requests.
+        # A prefetch may be under way at either end. A copy into two free parts of the ring is two requests.
         assert copies > 50
         assert _requests() - requests < 2 * copies
     assert torch.equal(y, written.to(dtype)(x))

@@ -1,4 +1,4 @@
-"""checkpoint.save: what is written is the masters, once each, whatever they are and wherever they lie."""
+"""checkpoint.save writes the masters, each once, whatever they are and wherever they are."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from dynswap_ext.testing import assert_bit_equal
 
 
 class Net(nn.Module):
-    """Some layers, with statistics."""
+    """Two layers, and a norm with statistics."""
 
     def __init__(self, width: int = 300) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 class Holder(nn.Module):
-    """A module of buffers."""
+    """A module that only has buffers."""
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Holder(nn.Module):
 
 
 def _written(path: Path) -> dict[str, torch.Tensor]:
-    """What the libraries of the formats read there."""
+    """Return the tensors that the library of the format reads from the path."""
     if path.suffix == ".json":
         names = set(json.loads(path.read_text())["weight_map"].values())
         return {key: value for name in names for key, value in load_file(path.parent / name).items()}
@@ -91,7 +91,7 @@ def test_one_shard_is_one_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 def test_every_dtype(dtype: torch.dtype, tmp_path: Path) -> None:
-    # Bits of every kind, NaN among them.
+    # Any bits, also those of NaN.
     bits = torch.arange(960, dtype=torch.int64).mul(0x9E3779B97F4A7C15 - 2**64).view(torch.uint8)
     values = (bits % 2 if dtype is torch.bool else bits).view(dtype).reshape(2, 3, -1)
     model = Holder({"a": torch.zeros(3, dtype=torch.int8), "values": values, "one": values[0, 0, 0].clone()})
@@ -190,7 +190,7 @@ class TestInstalled:
         model = checkpoint.load(Net, path).eval()
         provider.install(model, budget="100KB")
         x = provider.randn(4, 40, dtype=torch.float32)
-        for step in range(3):  # the mapped file has no name after the first
+        for step in range(3):  # after the first, the mapped file has no name
             with torch.no_grad():
                 model.get_parameter("first.weight").add_(1)
             expected = model(x)
@@ -222,7 +222,7 @@ if not path.exists():
     checkpoint.save(torch.nn.ModuleList(torch.nn.Linear(2048, 2048) for _ in range(16)), path)
 make = lambda: torch.nn.ModuleList(torch.nn.Linear(2048, 2048) for _ in range(16))
 model = checkpoint.load(make, path)
-checkpoint.save(torch.nn.Linear(1000, 1000), path.with_name("small.safetensors"))  # torch's own first time
+checkpoint.save(torch.nn.Linear(1000, 1000), path.with_name("small.safetensors"))  # loads torch's code
 meter = PeakMemory()
 for _ in range(int(sys.argv[3])):
     checkpoint.save(model, sys.argv[2])

@@ -1,4 +1,4 @@
-"""checkpoint.save ends with the new checkpoint, or with the old one: crashes, full disks, two at a time."""
+"""checkpoint.save leaves the new checkpoint or the old one after crashes, full disks and concurrent saves."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _model(value: float) -> nn.Module:
 
 
 def _values(path: Path) -> set[float]:
-    """The values in a checkpoint, of whichever of the two kinds: one if it is whole."""
+    """Return the distinct values in a checkpoint of either kind: one if the checkpoint is complete."""
     if path.is_dir():
         index = path / "model.safetensors.index.json"
         if index.exists():
@@ -46,11 +46,11 @@ def _values(path: Path) -> set[float]:
 
 
 def _crash(model: nn.Module, path: Path, shard: str | None, call: str, when: int) -> bool:
-    """Save in a child that dies at that call of a function of `os`; whether it made it."""
+    """Save in a child that dies at the given call of a function of `os`. Return whether it finished."""
     child = os.fork()
     if child == 0:
         try:
-            torch.set_num_threads(1)  # threads of the parent's are not here
+            torch.set_num_threads(1)  # the parent's threads do not exist here
             function, calls = getattr(os, call), []
 
             def die(*args: Any, **kwargs: Any) -> Any:
@@ -98,7 +98,7 @@ def test_a_crash_leaves_a_whole_checkpoint(kind: str, call: str, when: int, tmp_
     assert found in ({1.0}, {2.0})
     if crashed and call in ("pwritev", "rename"):
         assert found == {1.0}
-    # The next save works, and what the crash has left is gone.
+    # The next save works, and removes what the crash has left.
     checkpoint.save(_model(3.0), path, max_shard_size=after)
     assert _values(path) == {3.0}
     files = [entry for entry in tmp_path.rglob("*") if entry.is_file()]
@@ -129,7 +129,7 @@ def test_an_index_that_names_files_elsewhere_removes_none(tmp_path: Path) -> Non
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A disk of 10 MB, where it may be mounted."""
+    """Yield a disk of 10 MB in memory. Skip the test if it cannot be mounted."""
     folder = tmp_path / "disk"
     folder.mkdir()
     done = subprocess.run(
@@ -149,7 +149,7 @@ def test_disk_that_is_too_small(name: str, small_disk: Path, monkeypatch: pytest
         ):
             checkpoint.save(_model(1.0), small_disk / name)
         assert list(small_disk.rglob("*")) == []
-        # As if the room had gone since it was looked at.
+        # As if the disk had filled up after its free space was checked.
         monkeypatch.setattr("shutil.disk_usage", lambda _: os.terminal_size((1, 1)) and _Free())
 
 

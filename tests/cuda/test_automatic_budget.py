@@ -1,4 +1,4 @@
-"""`budget="auto"` where torch does not know all: without its cache, and beside other processes."""
+"""`budget="auto"` if torch does not know all: without its cache, and with other processes on the device."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def layers() -> nn.Module:
 
 @pytest.mark.parametrize("how", ["install", "retune"])
 def test_without_the_cache_it_is_refused(gpu: Gpu, how: str) -> None:
-    """All statistics are 0: residents would take all memory, and the next activation would find none."""
+    """Without torch's caching allocator, "auto" is refused, as all statistics are 0.
+
+    Weights that stay would take all memory, and activations would find none.
+    """
     if not hasattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled"):
         pytest.skip("this torch does not tell whether its allocator caches")
     model = layers()
@@ -89,6 +92,6 @@ def test_beside_another_process_residents_take_what_that_leaves(gpu: Gpu) -> Non
             model(x)
         stats = handle.stats()
         assert 0 < stats.resident_bytes + stats.arena_bytes <= 5 * LAYER
-        faults.taken_by_others += LAYER  # it takes more: what was planned for stays, and calls go on
+        faults.taken_by_others += LAYER  # it takes more: planned weights stay, and calls go on
         for _ in range(3):
             model(x)

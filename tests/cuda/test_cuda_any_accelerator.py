@@ -1,4 +1,4 @@
-"""What an install promises on every accelerator, with the toolkit of its maker or without."""
+"""What an install promises on every accelerator, with the vendor's toolkit or without it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_weights_stream_ahead_within_their_budget(gpu: Gpu) -> None:
             model(inputs[0])
         gpu.synchronise()
         handle.reset_stats()
-        if not gpu.native:  # which copies pageable memory, for which torch waits
+        if not gpu.native:  # pure Python copies pageable memory, for which torch waits
             testing.assert_bit_equal([model(x) for x in inputs], expected)
             return
         with gpu.silent():

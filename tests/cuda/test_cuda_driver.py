@@ -1,4 +1,4 @@
-"""What a driver may answer instead of doing as it is asked. Only the pretend device gives such answers."""
+"""A driver that answers with an error instead of doing what it is asked. Only the pretend device does."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gpu_under_test import LAYER_BYTES, Exact, Gpu
 RING = 3 * 2 * LAYER_BYTES
 DELAY = 20.0  # milliseconds
 
-#: No kernel was compiled for a device, and the driver cannot compile this build's PTX: because it is newer
+#: No kernel was compiled for the device, and the driver cannot compile this build's PTX: the PTX is newer
 #: than the driver (as with a new card and a new toolkit), or the driver has no compiler, or may not use it.
 no_kernels = pytest.mark.parametrize(
     "code",
@@ -34,7 +34,7 @@ def _pretend(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("code", [1, 400, 906], ids=["invalid value", "invalid handle", "capture implicit"])
 def test_a_question_that_is_not_answered(gpu: Gpu, code: int) -> None:
-    """An event that cannot be asked is not over: its slot is not written, nor read, without a wait."""
+    """An event whose query fails counts as not over: its slot is neither written nor read without a wait."""
     model = Exact().eval()
     moved, handle = gpu.pair(model, budget=RING)
     inputs = [gpu.whole_numbers(seed=seed) for seed in range(3)]
@@ -54,7 +54,7 @@ def test_a_question_that_is_not_answered(gpu: Gpu, code: int) -> None:
 
 @no_kernels
 def test_a_device_for_which_no_kernel_was_compiled(gpu: Gpu, code: int) -> None:
-    """Weights are cast on the host, which is said once."""
+    """Weights are cast on the host, with one warning."""
     if ENGINE == "torch":
         pytest.skip("torch has kernels of its own")
     pretend_cuda.faults().kernel_error = code
@@ -103,7 +103,7 @@ def test_a_driver_that_is_broken_is_named_with_the_call(gpu: Gpu) -> None:
     ids=["old driver", "no device", "not ready", "unknown"],
 )
 def test_a_driver_that_serves_torch_alone(gpu: Gpu, code: int, name: str, remedy: str) -> None:
-    """The runtime in the extension cannot use the driver: torch's streams copy, and what to do is said."""
+    """torch's streams copy if the extension's runtime cannot use the driver. A warning has the remedy."""
     if ENGINE == "torch":
         pytest.skip("torch's streams are asked for")
     _provider._warn_once.cache_clear()
@@ -112,14 +112,17 @@ def test_a_driver_that_serves_torch_alone(gpu: Gpu, code: int, name: str, remedy
         gpu.install(Exact(), budget=RING)
     text = str(said[0].message)
     assert remedy in text and "through torch's own streams" in text
-    # What an older toolkit mends is an older driver, and nothing else.
+    # An older toolkit only helps with an older driver.
     assert ("Update the NVIDIA driver" in text) == (code == 35)
 
 
 def test_a_write_on_a_lost_device_is_asked_for_once(gpu: Gpu) -> None:
-    """The error is torch's. Then masters, which are in RAM, are to be had, and the install ends."""
+    """A lost device raises torch's error once.
+
+    Then masters, which are in RAM, can be read, and the install ends.
+    """
     model = Exact().eval()
-    # Unpinned: a runtime that has lost its device unlocks nothing, and the tests that follow have its memory.
+    # Not pinned: a runtime that has lost its device unlocks nothing, and later tests get the same memory.
     handle = gpu.install(model, dtype=torch.float64, budget=RING, host_budget="minimum")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with torch.no_grad():

@@ -65,7 +65,7 @@ def test_loading_onto_the_device(gpu: Gpu, name: str, dtype: torch.dtype | None,
 
 
 def blocks_of(encoding: str, rows: int = 8, columns: int = 1024) -> torch.Tensor:
-    """Any bytes, but for scales that are neither infinite nor NaN: no byte's bits are all set."""
+    """Return blocks of any bytes whose scales are neither infinite nor NaN: no byte has all bits set."""
     layout = ENCODINGS[encoding]
     generator = torch.Generator().manual_seed(1)
     nbytes = columns // layout.values * layout.nbytes
@@ -74,7 +74,7 @@ def blocks_of(encoding: str, rows: int = 8, columns: int = 1024) -> torch.Tensor
 
 @pytest.mark.parametrize("encoding", sorted(ENCODINGS))
 def test_blocks_are_decoded_on_the_device(gpu: Gpu, encoding: str) -> None:
-    """Within what the order of two float32 operations may change of the values that the CPU makes."""
+    """Blocks decode to the same values as on the CPU, up to the order of two float32 operations."""
     if encoding.startswith(("IQ1", "IQ2", "IQ3")):
         pytest.importorskip("gguf", reason="the tables of these encodings come with the package gguf")
     weight = GGUFTensor(blocks_of(encoding), encoding, torch.float32)

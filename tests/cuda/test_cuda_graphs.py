@@ -1,4 +1,4 @@
-"""Capture of a CUDA graph: residents are captured and right, a streamed weight is refused, nothing breaks."""
+"""Capture of a CUDA graph: residents are captured, a streamed weight is refused, and later calls work."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def only_native(gpu: Gpu) -> None:
 
 @contextmanager
 def captured_on(gpu: Gpu, stream: Any) -> Iterator[torch.cuda.CUDAGraph]:
-    """As torch.cuda.graph(), which waits for the device first."""
+    """Capture a graph on a stream, without the wait for the device that torch.cuda.graph() begins with."""
     graph = torch.cuda.CUDAGraph()
     with gpu.on(stream):
         graph.capture_begin()
@@ -67,7 +67,7 @@ def test_residents_are_captured(gpu: Gpu, stream: str) -> None:
     graph, side = torch.cuda.CUDAGraph(), gpu.new_stream()
     with torch.no_grad():
         expected = [moved(each) for each in inputs]
-        with gpu.on(side):  # as torch's manual has it: warm-up on a stream beside
+        with gpu.on(side):  # warm-up on a side stream, as in torch's manual
             for _ in range(3):
                 model(x)
         gpu.synchronise()
@@ -83,7 +83,7 @@ def test_residents_are_captured(gpu: Gpu, stream: str) -> None:
 
 
 def test_residents_on_their_way_are_captured(gpu: Gpu) -> None:
-    """Their copies are queued when the capture begins, which cannot wait for them."""
+    """Residents are captured while their copies are queued, for which a capture cannot wait."""
     only_native(gpu)
     model = Exact().eval()
     moved, _ = gpu.pair(model, budget="1GiB")
@@ -102,9 +102,10 @@ def test_residents_on_their_way_are_captured(gpu: Gpu) -> None:
 
 
 def test_a_model_that_streams_while_a_graph_is_captured(gpu: Gpu) -> None:
-    """A capture forbids all threads what could synchronise, questions after events included.
+    """A model streams on one thread while another captures a graph.
 
-    Other threads and streams have their memory and their cuBLAS by then: cudaMalloc is forbidden, too.
+    A capture forbids all threads to call what could synchronise, such as queries of events. It also forbids
+    cudaMalloc, so other threads and streams have their memory and their cuBLAS before.
     """
     only_native(gpu)
     model = Exact().eval()
@@ -141,7 +142,7 @@ def test_a_model_that_streams_while_a_graph_is_captured(gpu: Gpu) -> None:
 
 
 def test_a_tensor_that_dies_inside_a_capture(gpu: Gpu) -> None:
-    """What read it is queued on the captured stream, where no event can be recorded meanwhile."""
+    """A tensor may be freed during a capture, though no event can be recorded on the captured stream."""
     only_native(gpu)
     model = Exact().eval()
     moved, handle = gpu.pair(model, budget=RING)
@@ -162,7 +163,7 @@ def test_a_tensor_that_dies_inside_a_capture(gpu: Gpu) -> None:
             twice = 2 * x
             del weight
             with gpu.on(other):
-                outputs = [model(x)]  # the ring goes round, but for one slot
+                outputs = [model(x)]  # uses all slots of the ring but one
         outputs += [model(x) for _ in range(2)]
         graph.replay()
     gpu.synchronise()
@@ -178,7 +179,7 @@ def test_a_tensor_that_dies_inside_a_capture(gpu: Gpu) -> None:
 
 
 def test_masters_that_change_under_a_graph(gpu: Gpu) -> None:
-    """A queued replay reads the old weights, on whatever stream; later ones read the new."""
+    """A queued replay reads the old weights, on any stream; later replays read the new ones."""
     only_native(gpu)
     model = Exact().eval()
     moved, _ = gpu.pair(model, budget="1GiB")
@@ -240,7 +241,7 @@ def test_a_norm_that_trains_is_refused_for_what_it_is(gpu: Gpu) -> None:
 
 
 def test_nothing_is_planned_inside_a_capture(gpu: Gpu) -> None:
-    """What has been asked for waits until the capture is over: its memory would be the graph's."""
+    """A new plan waits until a capture is over, as its memory would belong to the graph."""
     only_native(gpu)
     model = Exact().eval()
     moved, _ = gpu.pair(model, budget="1GiB")
@@ -258,7 +259,7 @@ def test_nothing_is_planned_inside_a_capture(gpu: Gpu) -> None:
 
 
 def test_what_was_written_reaches_masters_after_the_capture(gpu: Gpu) -> None:
-    """A copy to the host cannot be made while the graph is captured; it is not forgotten."""
+    """Writes that cannot be copied to the host during a capture reach their masters after it."""
     only_native(gpu)
     model = Exact().eval()
     gpu.pair(model, budget="1GiB")

@@ -1,4 +1,4 @@
-"""Accelerators that lack something: right results within the budget, and what they cannot do is said once."""
+"""Accelerators that lack something: results are right within the budget, and one warning names the lack."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynswap_ext import _provider, testing
 from gpu_under_test import LAYER_BYTES, LAYERS, Exact, Gpu
 
 BUDGET = 3 * LAYER_BYTES
-#: Each with what the user is told of it.
+#: What a device may lack, and a part of the warning.
 LACKS = {
     "one_stream": "one stream only",  # first: a process keeps the streams that it has got
     "no_default_stream": "",
@@ -37,7 +37,7 @@ def lack(gpu: Gpu, request: pytest.FixtureRequest) -> str:
 
 
 def install(gpu: Gpu, lack: str, model: torch.nn.Module) -> dynswap_ext.Handle:
-    """Install with a budget for half the layers; check what is said."""
+    """Install with a budget for half the layers, and check the warnings."""
     if lack != "no_pinned_memory":
         gpu.pin(model)
     with warnings.catch_warnings(record=True) as caught:

@@ -1,4 +1,4 @@
-"""Page-locking ends before the memory does, and touches no memory but the masters' own."""
+"""Page-locking ends before the memory does, and covers no memory but that of the masters."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ OWN_PAGES, HEAP = 1 << 16, 32 << 20
 
 @pytest.fixture
 def allocate_from() -> Iterator[Callable[[int], None]]:
-    """From which size on the C library gives memory that has its pages for itself."""
+    """Yield a function that sets the size from which the C library gives an allocation its own pages."""
     mallopt = ctypes.CDLL(None).mallopt
     yield lambda size: mallopt(M_MMAP_THRESHOLD, size)
     mallopt(M_MMAP_THRESHOLD, OWN_PAGES)
@@ -38,12 +38,12 @@ def _native(gpu: Gpu, allocate_from: Callable[[int], None]) -> None:
 
 
 def registered() -> int | None:
-    """Bytes that are page-locked in place; unknown on a GPU."""
+    """Return the bytes that are page-locked in place; None on a GPU, where this is unknown."""
     return pretend_cuda.counts()["registered_bytes"] if pretend_cuda.active() else None
 
 
 def right(gpu: Gpu, model: nn.Module, seed: int = 0) -> None:
-    """The installed model computes with its masters as they are."""
+    """Assert that the installed model computes with its present masters."""
     moved = testing.moved(model, gpu.device, torch.float64)
     x = gpu.whole_numbers(seed=seed)
     with torch.no_grad():
@@ -59,7 +59,7 @@ def share(p: nn.Parameter) -> None:
 
 
 def empty_and_fill(p: nn.Parameter) -> None:
-    """What frees a weight's memory for a while does."""
+    """Free a master's memory for a while, then give it other values."""
     values, storage = -p.detach(), p.untyped_storage()
     size = storage.nbytes()
     storage.resize_(0)
@@ -85,7 +85,7 @@ def test_memory_that_a_master_lets_go_of(
             right(gpu, model)
     for _ in range(2):
         right(gpu, model)
-    if before is not None:  # nothing is locked that is no master's
+    if before is not None:  # only memory of masters is locked
         masters = sum(p.nbytes for p in model.parameters() if p.is_pinned())
         assert masters <= (registered() or 0) <= before
     handle.uninstall()
@@ -129,7 +129,7 @@ def test_replaced_masters_are_locked_at_the_next_pass(gpu: Gpu) -> None:
 def test_neighbours_on_a_page_can_be_copied_by_anybody(
     gpu: Gpu, allocate_from: Callable[[int], None]
 ) -> None:
-    """Masters and foreign tensors side by side in one heap."""
+    """Tensors of other code can be copied, though they share the heap's pages with masters."""
     allocate_from(HEAP)
     foreign, layers = [], []
     for i in range(8):
@@ -195,7 +195,10 @@ def test_what_the_user_has_locked_is_read_where_it_is(gpu: Gpu, how: str) -> Non
 
 @pytest.mark.parametrize("state", ["as saved", "written", "replaced", "deleted"])
 def test_files_are_never_locked(gpu: Gpu, tmp_path: Path, state: str) -> None:
-    """Not even where they have to be read through their mapping: that would read them whole into memory."""
+    """Mapped files are never page-locked, which would read them into memory as a whole.
+
+    This holds even if they have to be read through their mapping.
+    """
     model = Exact(layers=3).eval()
     path = tmp_path / "model.pt"
     testing.map_from_file(model, path)
@@ -242,7 +245,7 @@ def test_a_storage_is_as_before_afterwards(gpu: Gpu) -> None:
 
 
 def test_small_masters_are_seen_as_they_are(gpu: Gpu) -> None:
-    """Also after a write to one element that bumps no version: each copy looks."""
+    """Each copy of a small master has its present values, also after a write that bumps no version."""
     model = nn.Sequential(*(nn.Linear(1152, 1152) for _ in range(6))).eval()
     gpu.install(model, dtype=torch.float64, prefetch=0)  # nothing is read before the write
     for i in range(3):
@@ -276,7 +279,7 @@ def test_locking_lets_other_threads_run(gpu: Gpu) -> None:
     stop.set()
     thread.join()
     assert took > 0.4
-    assert turns_meanwhile > 40  # had locking kept the GIL, it would get a few, between registrations
+    assert turns_meanwhile > 40  # if locking kept the GIL, there would be only a few
 
 
 def test_locking_beside_threads_that_run_the_model(gpu: Gpu) -> None:

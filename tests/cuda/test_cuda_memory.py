@@ -1,4 +1,4 @@
-"""Peak memory of the device is what was allowed, all of it comes back, and running out of it is survived."""
+"""The peak of device memory is what was allowed, all of it is freed, and a lack of it is survived."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dynswap_ext import testing
 from dynswap_ext._swap.module_registry import served_by
 from gpu_under_test import LAYER_BYTES, LAYERS, Exact, Gpu
 
-#: In float64, with what alignment may add.
+#: Bytes of a layer in float64.
 LAYER = 2 * LAYER_BYTES
 SLACK = 1 << 20
 
 
 def peak_of_activations(gpu: Gpu, moved: nn.Module, x: torch.Tensor) -> int:
-    """What a pass of the moved model takes beside its weights; torch's own workspaces are there after it."""
+    """Return the memory that a pass of the moved model takes besides weights and torch's workspaces."""
     with torch.no_grad():
         moved(x)
         with gpu.peak() as peak:
@@ -68,7 +68,7 @@ def test_a_model_that_dies_takes_its_memory_along(gpu: Gpu) -> None:
         moved(x)
         other = Exact(layers=1).eval()
         with gpu.install(other, dtype=torch.float64):
-            other(x)  # pure Python keeps one element of each dtype for good
+            other(x)  # pure Python keeps one element of each dtype from then on
         gc.collect()  # of other tests
         before = gpu.allocated()
         model = Exact(layers=3).eval()
@@ -83,7 +83,7 @@ def test_a_model_that_dies_takes_its_memory_along(gpu: Gpu) -> None:
 @pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
 @pytest.mark.parametrize("budget", [5 * LAYER, "minimum", "auto"])
 def test_no_room_for_the_budget(gpu: Gpu, budget: int | str) -> None:
-    """An install that is refused leaves nothing behind; in pure Python the first call is refused instead."""
+    """An install without room is refused and leaves nothing. In pure Python, the first call is refused."""
     model = Exact().eval()
     moved = testing.moved(model, gpu.device, torch.float64)
     x = gpu.whole_numbers()

@@ -1,4 +1,4 @@
-"""On a machine with several NUMA nodes, `dynswap info` tells where the device is, and where this process."""
+"""On a machine with several NUMA nodes, `dynswap info` names the device's node and the process's."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from gpu_under_test import Gpu
 
 @pytest.fixture(autouse=True)
 def nodes(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Two nodes, the processors of this process on node 0; and the pretend devices on the bus."""
+    """Pretend that there are two nodes, and that the process is on node 0. Return their folder."""
     only_cuda_has("the place on the bus, in torch")
     if not pretend_cuda.active():
         pytest.skip("a real device is where it is")
@@ -33,7 +33,7 @@ def nodes(gpu: Gpu, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(folder: Path, node: int) -> str:
-    """Put all devices beside a node; return what is said."""
+    """Place all devices on a node, and return the text of `info`."""
     for index in range(torch.cuda.device_count()):
         place = folder / f"pci/0000:{0x3B + index:02x}:00.0"
         place.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""A device that computes in the host's own memory: an install says so once, and copies no masters there."""
+"""A device that computes in the host's memory: one warning says so, and no masters are copied."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def _once() -> None:
 
 
 def said_by_installs(gpu: Gpu, **options: object) -> list[str]:
-    """Install two models; return what was said of the memory."""
+    """Install two models; return the warnings about the memory."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):

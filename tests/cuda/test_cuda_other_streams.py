@@ -1,4 +1,4 @@
-"""A handed-out tensor on streams that it was not handed out on: used there, written there, let go there."""
+"""A handed-out tensor is used, written or freed on other streams than the one that it was handed out on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DELAY = 20.0  # milliseconds
     "part", [lambda w: w, lambda w: w.t()[3:], lambda w: w.detach()], ids=["it", "view", "alias"]
 )
 def test_record_stream_is_a_use(gpu: Gpu, part: Callable[[Tensor], Tensor]) -> None:
-    """As torch's own memory: what is queued there is done before other bytes come."""
+    """After `record_stream`, work that is queued on that stream is done before the bytes are overwritten."""
     model = Exact().eval()
     moved, handle = gpu.pair(model, budget=RING)
     x, other = gpu.whole_numbers(), gpu.new_stream()
@@ -34,7 +34,7 @@ def test_record_stream_is_a_use(gpu: Gpu, part: Callable[[Tensor], Tensor]) -> N
             here = part(weight).sum(0)
         gpu.record_stream(part(weight), other)
         del weight
-        outputs = [model(x) for _ in range(2)]  # the ring goes round, twice
+        outputs = [model(x) for _ in range(2)]  # uses all slots of the ring, twice
     gpu.synchronise()
     testing.assert_bit_equal(here, expected)
     testing.assert_bit_equal(outputs, passes)
@@ -42,7 +42,7 @@ def test_record_stream_is_a_use(gpu: Gpu, part: Callable[[Tensor], Tensor]) -> N
 
 
 def test_record_stream_of_other_tensors(gpu: Gpu) -> None:
-    """torch's own memory goes on being kept for the streams that it is recorded on."""
+    """torch's own memory is still kept for the streams that it is recorded on."""
     gpu.pair(Exact().eval(), budget=RING)
     other = gpu.new_stream()
     x = torch.ones(1 << 20, device=gpu.device)
@@ -61,7 +61,7 @@ def test_record_stream_of_other_tensors(gpu: Gpu) -> None:
 @pytest.mark.parametrize("way", ["another stream", "another thread", "flush"])
 @pytest.mark.parametrize("budget", [RING, "1GiB"], ids=["streamed", "resident"])
 def test_what_was_written_on_a_stream_that_is_late(gpu: Gpu, way: str, budget: int | str) -> None:
-    """It reaches the master once it has been written, on whatever stream the tensor dies."""
+    """A write reaches the master after it was made, on whatever stream its tensor is freed."""
     model = Exact().eval()
     gpu.pair(model, budget=budget)
     x, writer = gpu.whole_numbers(), gpu.new_stream()
@@ -87,7 +87,7 @@ def test_what_was_written_on_a_stream_that_is_late(gpu: Gpu, way: str, budget: i
 
 
 def test_statistics_that_are_updated_on_streams_of_their_own(gpu: Gpu) -> None:
-    """Each pass on a stream that follows the one before; what batch norm leaves is what it leaves moved."""
+    """Statistics equal those of the moved model if each pass is on a stream that follows the last one."""
     model = nn.Sequential(nn.BatchNorm1d(64), nn.Linear(64, 64), nn.BatchNorm1d(64)).double().train()
     moved, _ = gpu.pair(model)
     x, last = gpu.whole_numbers(width=64), None
@@ -108,7 +108,7 @@ def test_statistics_that_are_updated_on_streams_of_their_own(gpu: Gpu) -> None:
 
 
 def test_consumers_on_several_streams_in_the_steady_state(gpu: Gpu) -> None:
-    """Late ones, of pinned masters, over one ring: the same bits, and the host never waits."""
+    """Late consumers on several streams share a ring of pinned masters: right bits, no wait of the host."""
     if not gpu.native:
         pytest.skip("pure Python copies pageable memory, for which torch waits")
     model = Exact().eval()

@@ -1,4 +1,4 @@
-"""Where the device reads no memory that is locked in place, large masters have page-locked copies."""
+"""If the device cannot read memory that is locked in place, large masters have page-locked copies."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_from_the_third_pass_on_the_device_reads_the_copies(gpu: Gpu) -> None:
         testing.assert_bit_equal([model(x) for x in inputs], expected)
         gpu.synchronise()
         handle.reset_stats()
-        with gpu.silent():  # a master that is staged makes a thread wait for its buffer
+        with gpu.silent():  # for a staged master, a thread would wait for its buffer
             outputs = [model(x) for x in inputs]
     gpu.synchronise()
     testing.assert_bit_equal(outputs, expected)
@@ -70,8 +70,8 @@ def test_a_write_to_a_master_is_read(gpu: Gpu, write: Callable[[Exact, int], Non
 
 def test_copies_take_no_more_than_was_allowed(gpu: Gpu) -> None:
     model = Exact().eval()
-    taken = 1 << (LAYER_BYTES - 1).bit_length()  # by torch's allocator, for one copy
-    host_budget = sum(p.nbytes for p in model.parameters()) + 2 * taken + (64 << 20)  # and buffers
+    taken = 1 << (LAYER_BYTES - 1).bit_length()  # torch's allocator takes this for one copy
+    host_budget = sum(p.nbytes for p in model.parameters()) + 2 * taken + (64 << 20)  # with buffers
     moved, handle = gpu.pair(model, budget=3 * 2 * LAYER_BYTES, host_budget=host_budget)
     x = gpu.whole_numbers()
     with torch.no_grad():

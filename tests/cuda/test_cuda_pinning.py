@@ -1,4 +1,4 @@
-"""Masters in RAM are page-locked where they are while they stream, and as before afterwards."""
+"""Masters in RAM are page-locked in place during an install, and as before after it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DELAY = 50.0  # milliseconds
 
 
 def pinned(model: nn.Module) -> list[bool]:
-    torch.empty(1).pin_memory()  # before the first such call torch takes no memory for pinned
+    torch.empty(1).pin_memory()  # before the first such call, torch takes no memory as pinned
     return [p.is_pinned() for p in model.parameters()]
 
 
@@ -66,7 +66,7 @@ def test_what_may_be_page_locked_is_not_exceeded(gpu: Gpu, monkeypatch: pytest.M
 
 
 def in_pages(model: Exact) -> list[int]:
-    """Give masters pages of their own; return the addresses."""
+    """Give masters pages of their own; return their addresses."""
     addresses = []
     for master in model.parameters():
         block, at = pages(LAYER_BYTES // PAGE)
@@ -80,7 +80,10 @@ def in_pages(model: Exact) -> list[int]:
     "quarters", [[(0, 2), (2, 2)], [(1, 2)], [(0, 1)], [(3, 1)]], ids=["halves", "middle", "first", "last"]
 )
 def test_masters_that_others_locked_in_pieces(gpu: Gpu, quarters: list[tuple[int, int]]) -> None:
-    """A copy may not span two registrations, so these are staged: plain torch cannot move them at all."""
+    """Masters that other code has locked in two pieces are staged, as a copy may not span registrations.
+
+    Plain torch cannot move them at all.
+    """
     only_cuda_has("page-locking in place")
     if not gpu.native:
         pytest.skip("torch's own copies, which are refused")
@@ -107,7 +110,7 @@ def test_masters_that_others_locked_in_pieces(gpu: Gpu, quarters: list[tuple[int
 
 
 def test_masters_that_others_lock_otherwise_after_the_install(gpu: Gpu) -> None:
-    """The error of the copy says what to do, and that helps."""
+    """The error of a copy from memory that was locked again by other code has a remedy that works."""
     only_cuda_has("page-locking in place")
     if gpu.provider.expected_backend != "cuda":
         pytest.skip("torch's own copies, whose error is torch's")
@@ -136,10 +139,10 @@ def test_masters_that_others_lock_otherwise_after_the_install(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("way", ["not page-locked", "waits", "blocking"])
 def test_a_copy_of_a_master_to_the_device_before_a_step(gpu: Gpu, way: str) -> None:
-    """Pageable memory is read before the copy returns, page-locked memory when the copy's turn comes.
+    """A program's `non_blocking` copy of a master needs a wait before a step, or `host_budget="minimum"`.
 
-    So an average on the GPU that copies with `non_blocking=True` waits before the step, or the install says
-    `host_budget="minimum"`. The copy alone, as it is right for a plain model, is in troubleshooting.md.
+    Pageable memory is read before the copy returns, page-locked memory when the copy's turn comes. So an
+    average on the GPU that is copied like this may read new values. The remedies are in troubleshooting.md.
     """
     only_cuda_has("page-locking in place")
     model = Exact(layers=3)
@@ -163,7 +166,7 @@ def test_a_copy_of_a_master_to_the_device_before_a_step(gpu: Gpu, way: str) -> N
 
 
 def test_two_models_share_masters(gpu: Gpu) -> None:
-    """The pages stay locked until the last of them is uninstalled."""
+    """Shared masters stay locked until the last of two installs ends."""
     only_cuda_has("page-locking in place")
     models = [Exact(layers=3).eval() for _ in range(2)]
     for left, right in zip(models[0].layers, models[1].layers, strict=True):
@@ -196,7 +199,7 @@ def test_a_replaced_master_is_streamed_from_its_new_place(gpu: Gpu) -> None:
 
 
 def test_errors_of_a_refused_registration_are_not_left_behind(gpu: Gpu) -> None:
-    """Memory that cannot be locked (here: it is already, by the user) streams all the same."""
+    """Memory that cannot be locked (here the user has locked it) is streamed, and leaves no error behind."""
     only_cuda_has("page-locking in place")
     model = Exact(layers=3).eval()
     cudart = torch.cuda.cudart()
@@ -212,7 +215,7 @@ def test_errors_of_a_refused_registration_are_not_left_behind(gpu: Gpu) -> None:
             for _ in range(2):
                 testing.assert_bit_equal(model(x), moved(x))
         handle.uninstall()
-        gpu.synchronise()  # would raise what was left behind
+        gpu.synchronise()  # would raise an error that was left behind
         assert all(p.is_pinned() for p in masters)
     finally:
         for p in masters:

@@ -1,4 +1,4 @@
-"""A new plan takes the place of the old one on the device: both are never there at once."""
+"""A new plan replaces the old one on the device: both are never there at once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DELAY = 20.0  # milliseconds
 
 
 def joined(model: nn.Module, handle: dynswap_ext.Handle) -> None:
-    """Masters that the plan does not know."""
+    """Add masters that the plan does not know."""
     model.layers.append(nn.Identity())
     model.layers[0].bias = nn.Parameter(torch.zeros(model.layers[0].out_features))
 
@@ -32,7 +32,7 @@ def retuned(model: nn.Module, handle: dynswap_ext.Handle) -> None:
 def test_there_is_no_room_for_two_plans(
     gpu: Gpu, change: Callable[[nn.Module, dynswap_ext.Handle], None]
 ) -> None:
-    """Readers of the old one are queued on another stream when its memory is given to the new one."""
+    """A new plan takes the old one's memory while readers of that are queued on another stream."""
     if not gpu.native:
         pytest.skip("pure Python has no plan")
     model = Exact().eval()
@@ -63,7 +63,7 @@ def test_there_is_no_room_for_two_plans(
 
 @pytest.mark.filterwarnings("ignore::dynswap_ext.DynswapWarning")
 def test_a_new_plan_that_finds_no_room(gpu: Gpu) -> None:
-    """The model goes on, copying at each access, until a plan works."""
+    """Without room for a new plan, the model goes on with a copy at each access, until a plan works."""
     if not gpu.native:
         pytest.skip("pure Python has no plan")
     model = Exact().eval()
@@ -76,7 +76,7 @@ def test_a_new_plan_that_finds_no_room(gpu: Gpu) -> None:
         handle.retune(6 * LAYER)
         with gpu.room_for(2 * LAYER):
             outputs = [model(x) for _ in range(5)]
-        outputs += [model(x) for _ in range(2)]  # there is room again, and a plan is found
+        outputs += [model(x) for _ in range(2)]  # there is room again for a plan
         handle.reset_stats()
         outputs.append(model(x))
         stats = handle.stats()
@@ -88,7 +88,7 @@ def test_a_new_plan_that_finds_no_room(gpu: Gpu) -> None:
 
 
 def test_a_budget_for_which_there_is_no_plan(gpu: Gpu) -> None:
-    """The old plan stays."""
+    """The old plan stays if the budget is too small for a new one."""
     if not gpu.native:
         pytest.skip("pure Python has no plan")
     model = Exact().eval()

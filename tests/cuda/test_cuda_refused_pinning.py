@@ -1,4 +1,4 @@
-"""A system that grants less page-locked memory than the masters take: the rest streams all the same."""
+"""If a system grants less page-locked memory than the masters take, the others are streamed all the same."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynswap_ext import testing
 from dynswap_ext._util.memory import exact_bytes
 from gpu_under_test import LAYER_BYTES, Exact, Gpu
 
-#: What is not page-locked goes through a ring of page-locked buffers.
+#: Bytes of the ring of page-locked buffers for masters that are not page-locked.
 RING_BYTES = 64 << 20
 LAYERS = 20
 
@@ -30,7 +30,7 @@ def _can_refuse(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("locked", [0, 6])
 def test_refusals_midway_through_an_install(gpu: Gpu, locked: int) -> None:
-    """As WSL, which grants a few GiB in all, whether in place or allocated: the ring needs its part, too."""
+    """The system may refuse to lock memory midway, as WSL does, which also limits the ring's buffers."""
     faults = pretend_cuda.faults()
     model = Exact(LAYERS).eval()
     faults.locked_at_most = RING_BYTES + locked * LAYER_BYTES + LAYER_BYTES // 2
@@ -52,7 +52,7 @@ def test_refusals_midway_through_an_install(gpu: Gpu, locked: int) -> None:
     assert "ulimit" not in said[0], "NVIDIA's driver heeds no limit of locked memory"
     assert pretend_cuda.last_error() == 0, "an innocent call would report it"
     handle.uninstall()
-    with warnings.catch_warnings():  # what the warning offers
+    with warnings.catch_warnings():  # the remedy of the warning
         warnings.simplefilter("error", dynswap_ext.DynswapWarning)
         handle = gpu.install(model, dtype=torch.float64, host_budget="minimum")
     assert handle.stats().pinned_bytes == 0

@@ -1,7 +1,7 @@
-"""What CUDA does with memory, copies and host functions, asked by its own functions.
+"""CUDA's rules for memory, copies and host functions, tested by calls of its own functions.
 
-They are those of a GPU, or of the pretend device. What the two do differently is written at the
-rule, with the reason why the pretend device may.
+The functions are those of a GPU, or of the pretend device. Where the two differ, the test says why the
+pretend device may.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from cuda_runtime import (
 
 pytestmark = pytest.mark.device
 DELAY = 200.0  # milliseconds
-LONG = DELAY / 2000  # seconds: what waits takes longer, what does not is over sooner
+LONG = DELAY / 2000  # seconds: a call that waits takes longer, one that does not is over sooner
 
 
 @pytest.fixture
@@ -74,7 +74,7 @@ def test_ranges_may_not_overlap(cuda: Runtime) -> None:
 
 
 def test_neighbours_in_one_page(cuda: Runtime) -> None:
-    """A driver tells bytes from pages; the pretend one takes whole pages, as older ones may."""
+    """Two ranges in one page can be registered. The pretend driver locks whole pages, as older ones may."""
     _block, at = pages(1)
     with cuda.registered(at, 1024):
         code = cuda.register(at + 2048, 1024)
@@ -97,7 +97,7 @@ def test_nothing_is_not_registered(cuda: Runtime) -> None:
 
 @pytest.mark.parametrize("kind", ["private", "shared"])
 def test_a_mapped_file(cuda: Runtime, kind: str, tmp_path: Path) -> None:
-    """Linux (from 6.5 on) lets nobody keep pages that a file system would have to write back."""
+    """A mapped file may be refused. Linux 6.5 and later lock no pages that have to be written back."""
     path = tmp_path / "file"
     path.write_bytes(bytes(4 * PAGE))
     flags = mmap.MAP_PRIVATE if kind == "private" else mmap.MAP_SHARED
@@ -135,7 +135,7 @@ def test_what_an_address_is(cuda: Runtime) -> None:
 def test_the_rest_of_a_page_is_not_page_locked(cuda: Runtime) -> None:
     _block, at = pages(1)
     with cuda.registered(at, 1024):
-        assert cuda.kind_of(at + 2048) == (HOST if PRETEND else UNREGISTERED)  # whole pages there
+        assert cuda.kind_of(at + 2048) == (HOST if PRETEND else UNREGISTERED)  # pretend locks whole pages
 
 
 def test_the_range_of_an_address(cuda: Runtime) -> None:
@@ -185,7 +185,7 @@ def test_a_copy_in_the_wrong_direction(cuda: Runtime) -> None:
 @pytest.mark.parametrize("size", [16 << 10, 4 << 20], ids=["16 KiB", "4 MiB"])
 @pytest.mark.parametrize("memory", ["pageable", "registered"])
 def test_when_a_source_is_read(cuda: Runtime, memory: str, size: int) -> None:
-    """Pageable memory before the call returns; page-locked memory when the copy's turn comes."""
+    """Pageable memory is read before the call returns, page-locked memory when the copy's turn comes."""
     block, at = pages(size // PAGE)
     there, stream = on_the_device(size), torch.cuda.Stream()
     torch.cuda.synchronize()
@@ -257,7 +257,7 @@ def test_the_time_between_events(cuda: Runtime) -> None:
 
 
 def test_what_waits_for_the_device(cuda: Runtime) -> None:
-    """To give page-locked memory back waits for all that is queued; nothing else here does."""
+    """To free page-locked memory waits for all queued work. None of the other calls here does."""
     stream = torch.cuda.Stream()
     _block, at = pages(1024)
     small, other = pages(4)
@@ -290,7 +290,7 @@ def test_what_waits_for_the_device(cuda: Runtime) -> None:
 
 
 def test_what_waits_while_torch_allocates(cuda: Runtime) -> None:
-    """cudaMalloc of a new segment does not wait; to give segments back does."""
+    """cudaMalloc of a new segment does not wait, but freeing segments does."""
     stream = torch.cuda.Stream()
     torch.cuda.empty_cache()
     busy(stream, DELAY)
@@ -305,9 +305,10 @@ def test_what_waits_while_torch_allocates(cuda: Runtime) -> None:
 
 
 def test_a_host_function_that_blocks(cuda: Runtime) -> None:
-    """Copies and kernels of other streams go on; host functions of other streams share its thread.
+    """While a host function blocks, copies and kernels of other streams go on, but host functions wait.
 
-    On the pretend device all may stop, and all may have run before: nobody may rely on anything else.
+    Host functions share a thread. On the pretend device all work may stop, or may have run before, so no
+    test may rely on anything else.
     """
     block, at = pages(16)
     block.fill_(5)

@@ -1,4 +1,4 @@
-"""What a capture in CUDA's "global" mode forbids, asked by CUDA's own functions."""
+"""CUDA's rules for calls during a capture, tested by calls of its own functions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.device
 
 
 class Calls:
-    """One of each call, on a stream that captures nothing."""
+    """One call of each kind, on a stream that captures nothing."""
 
     def __init__(self) -> None:
         self.cuda = cuda = Runtime()
@@ -68,13 +68,13 @@ class Calls:
         }
 
     def close(self) -> None:
-        """Unregister what is registered still: the next test's pages may lie here."""
+        """Unregister what is still registered, as the next test may get the same pages."""
         torch.cuda.synchronize()
         for at in (self.at, self.at + 4 * PAGE):
             self.cuda.unregister(at)
 
     def during_a_capture(self, name: str, mode: str = "global", elsewhere: bool = False) -> tuple[int, bool]:
-        """What the call answers while another stream captures, and whether the capture is whole then."""
+        """Make a call while another stream captures; return its code, and whether the capture survives."""
         graph, found = torch.cuda.CUDAGraph(), [-1]
         x = torch.ones(8, device="cuda")
         torch.cuda.synchronize()
@@ -105,7 +105,7 @@ def calls() -> Iterator[Calls]:
     yield calls
     calls.close()
     if PRETEND:
-        pretend_cuda.reset()  # what was forbidden is a violation there
+        pretend_cuda.reset()  # a forbidden call is a violation there
 
 
 NAMES = (
@@ -133,7 +133,7 @@ NAMES = (
     "cudaPointerGetAttributes",
     "cudaGetDeviceCount",
 )
-#: What could wait for the capture itself, or is not known not to.
+#: Calls that could wait for the capture itself.
 ALWAYS_FORBIDDEN = {"cudaDeviceSynchronize"}
 FORBIDDEN = ALWAYS_FORBIDDEN | {
     "cudaEventQuery",
@@ -148,7 +148,7 @@ FORBIDDEN = ALWAYS_FORBIDDEN | {
 
 
 def answer(name: str, forbidden: set[str] = ALWAYS_FORBIDDEN) -> tuple[int, bool]:
-    """What a call answers if these are forbidden, and whether the capture survives it."""
+    """Return the expected code of a call, and whether the capture survives. `forbidden` calls are refused."""
     return (CAPTURE_UNSUPPORTED, False) if name in forbidden else (SUCCESS, True)
 
 
@@ -159,13 +159,13 @@ def test_during_a_capture_in_global_mode(calls: Calls, name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_in_another_thread(calls: Calls, name: str) -> None:
-    """The mode is of all threads."""
+    """The global mode holds for all threads."""
     assert calls.during_a_capture(name, elsewhere=True) == answer(name, FORBIDDEN)
 
 
 @pytest.mark.parametrize("name", sorted(FORBIDDEN))
 def test_during_a_capture_of_one_thread(calls: Calls, name: str) -> None:
-    """Other threads may call anything then but what waits for the whole device."""
+    """In thread-local mode, other threads may make all calls that do not wait for the whole device."""
     assert calls.during_a_capture(name, "thread_local", elsewhere=True) == answer(name)
 
 
@@ -176,14 +176,17 @@ def test_a_thread_that_is_relaxed(calls: Calls, name: str) -> None:
 
 
 def test_the_legacy_stream_may_be_asked(calls: Calls) -> None:
-    """torch's streams do not wait for it; of a capture on one that does, the answer is 906."""
+    """The legacy stream may be asked for a capture, since torch's streams do not wait for it.
+
+    If a capturing stream waited for it, the code would be 906.
+    """
     calls.actions["ask"] = lambda: calls.cuda.is_capturing(0)[0]
     assert calls.during_a_capture("ask") == (SUCCESS, True)
 
 
 @pytest.mark.parametrize("elsewhere", [False, True], ids=["this thread", "another thread"])
 def test_torch_takes_a_segment_during_a_capture(calls: Calls, elsewhere: bool) -> None:
-    """cudaMalloc is unsafe, so torch is refused a segment for another stream."""
+    """torch cannot get a segment for another stream during a capture, as cudaMalloc is unsafe then."""
 
     def allocate() -> int:
         try:

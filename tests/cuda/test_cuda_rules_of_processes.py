@@ -1,7 +1,7 @@
-"""Page-locked memory whose mapping goes, and processes that end or fork, by CUDA's own functions.
+"""CUDA's rules for page-locked memory that is unmapped, and for processes that end or fork.
 
-A card has pages that were registered for as long as the registration lasts. The pretend device reads what is
-mapped, or nothing.
+A GPU keeps registered pages as long as the registration lasts. The pretend device reads what is mapped, or
+nothing.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ assert cuda.register(at, SIZE) == 0
 
 
 def in_a_process(code: str) -> str:
-    """What a process prints that has registered 4 MiB at `at`, full of ones; with its exit status."""
+    """Run code in a process that has 4 MiB of ones registered at `at`; return its output and exit status."""
     needs_cuda_runtime()
     begin = _BEGIN.format(tests=str(TESTS), device=str(TESTS / "device"))
     done = subprocess.run(
@@ -59,7 +59,7 @@ reads_old_pages = pytest.mark.skipif(PRETEND, reason="the pretend device reads w
 
 
 def test_memory_that_was_unmapped() -> None:
-    """Its registration stays, and can be given back."""
+    """The registration of unmapped memory stays, and can be ended."""
     said = in_a_process("""
         assert libc.munmap(ctypes.c_void_p(at), ctypes.c_size_t(SIZE)) == 0
         print(cuda.kind_of(at), cuda.unregister(at))
@@ -77,7 +77,7 @@ def test_a_copy_of_what_was_unmapped_reads_the_old_pages() -> None:
 
 @reads_old_pages
 def test_another_mapping_at_the_same_address() -> None:
-    """Is not what the device reads, until it is registered anew."""
+    """The device does not read a new mapping at a registered address until it is registered again."""
     said = in_a_process("""
         fixed = libc.mmap(at, SIZE, 3, 0x32, -1, 0)
         assert fixed == at
@@ -90,7 +90,7 @@ def test_another_mapping_at_the_same_address() -> None:
 
 @reads_old_pages
 def test_pages_that_were_given_back() -> None:
-    """MADV_DONTNEED: the device keeps the old ones."""
+    """After MADV_DONTNEED the device still reads the old pages."""
     said = in_a_process("""
         assert libc.madvise(ctypes.c_void_p(at), ctypes.c_size_t(SIZE), 4) == 0
         fill(at, 2)
@@ -108,7 +108,7 @@ def test_a_process_ends_with_memory_that_was_unmapped() -> None:
 
 
 def test_a_parent_writes_after_a_fork() -> None:
-    """Its page-locked pages are its own still: the child was given copies."""
+    """After a fork, page-locked pages stay with the parent; the child gets copies."""
     said = in_a_process("""
         child = os.fork()
         if not child:
@@ -121,7 +121,7 @@ def test_a_parent_writes_after_a_fork() -> None:
 
 @pytest.mark.skipif(PRETEND, reason="the pretend runtime serves a child; what torch is told there is tested")
 def test_a_child_asks_for_memory() -> None:
-    """cudaErrorInitializationError: no child may use the parent's context."""
+    """A forked child gets cudaErrorInitializationError, as it cannot use the parent's context."""
     said = in_a_process("""
         child = os.fork()
         if not child:

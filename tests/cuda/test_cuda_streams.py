@@ -1,7 +1,7 @@
-"""Order on the device: delays are put where a missing wait would let wrong bytes be read.
+"""Order on the device: delays are placed where a missing wait would let wrong bytes be read.
 
-A kernel that only spins holds a stream back while the host runs ahead, and a bus kept busy lets copies arrive
-late. Outputs are compared to the bit; without the waits (invariants 1 and 2) these tests fail.
+A kernel that only spins delays a stream while the host runs ahead, and a busy bus makes copies late. Outputs
+are compared to the bit. Without the waits (invariants 1 and 2) these tests fail.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ INPUTS = 3
 
 
 def test_readers_that_are_late(gpu: Gpu) -> None:
-    """A slot is written after its last reader: passes queue up behind a stream that does not move."""
+    """A slot is overwritten only after its last reader, though passes queue up behind a late stream."""
     model = Exact().eval()
     moved, handle = gpu.pair(model, budget=RING)
     inputs = [gpu.whole_numbers(seed=seed) for seed in range(INPUTS)]
@@ -40,7 +40,7 @@ def test_readers_that_are_late(gpu: Gpu) -> None:
 
 
 def test_copies_that_are_late(gpu: Gpu) -> None:
-    """A tensor is read after its copy: the first pass has nothing ahead of it, and the bus is busy."""
+    """A tensor is read after its copy, though in the first pass nothing is prefetched and the bus is busy."""
     model = Exact().eval()
     moved, handle = gpu.pair(model, budget=RING)
     inputs = [gpu.whole_numbers(seed=seed) for seed in range(INPUTS)]
@@ -57,7 +57,7 @@ def test_copies_that_are_late(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2, 8])
 def test_passes_on_streams_of_the_users_own(gpu: Gpu, prefetch: int) -> None:
-    """Each pass on a stream of its own, none of which waits for another, all of them late."""
+    """Passes on different streams, none of which waits for another, are right though all are late."""
     model = Exact().eval()
     moved, handle = gpu.pair(model, prefetch=prefetch)
     inputs = [gpu.whole_numbers(seed=seed) for seed in range(INPUTS)]
@@ -74,7 +74,7 @@ def test_passes_on_streams_of_the_users_own(gpu: Gpu, prefetch: int) -> None:
 
 
 def test_one_handed_out_tensor_on_two_streams(gpu: Gpu) -> None:
-    """The second stream acquires what the first has, and is still reading it when the first is long done."""
+    """A second stream may read a tensor that the first has, long after the first is done with it."""
     model = Exact().eval()
     moved, _ = gpu.pair(model, budget=RING)
     x, other = gpu.whole_numbers(seed=1), gpu.new_stream()
@@ -116,7 +116,7 @@ def test_a_view_is_a_reader(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("way", ["uninstall", "the model dies"])
 def test_the_arena_outlives_its_readers(gpu: Gpu, way: str) -> None:
-    """Kernels of another stream than the install's still read what is given back and filled at once."""
+    """Memory of an ended install is not reused while kernels of another stream still read it."""
     model = Exact().eval()
     moved = testing.moved(model, gpu.device, torch.float64)
     handle = gpu.install(model, dtype=torch.float64, budget=RING)
@@ -140,7 +140,7 @@ def test_the_arena_outlives_its_readers(gpu: Gpu, way: str) -> None:
 
 
 def test_masters_written_while_copies_of_them_are_under_way(gpu: Gpu) -> None:
-    """What was read ahead for the next pass is half old and half new by then, and nobody gets to see it."""
+    """Prefetched weights that were copied while their masters were written are never used."""
     if not gpu.native:
         pytest.skip("pure Python reads nothing ahead")
     model = Exact().eval()
@@ -150,7 +150,7 @@ def test_masters_written_while_copies_of_them_are_under_way(gpu: Gpu) -> None:
         for number in range(3):
             gpu.congest()
             model(x)
-            gpu.done()  # the pass is: what it read may be written
+            gpu.done()  # the pass is over, so masters that it read may be written
             for p in model.parameters():
                 p.neg_() if number else p.add_(1)
             expected = testing.moved(model, gpu.device, torch.float64)(x)
@@ -184,7 +184,7 @@ def test_no_host_synchronisation_in_the_steady_state(gpu: Gpu, layers: int | Non
 
 
 def test_the_host_runs_ahead(gpu: Gpu) -> None:
-    """A pass is queued while the device still does nothing: no call of it waits for the device."""
+    """A pass is queued while the device still stands idle: no call of it waits for the device."""
     if not gpu.native:
         pytest.skip("pure Python copies pageable memory, for which torch waits")
     model = Exact().eval()

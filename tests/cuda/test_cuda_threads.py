@@ -1,4 +1,4 @@
-"""Several threads, each with a stream of its own, share an installed model; several models share a GPU."""
+"""Several threads with a stream each share an installed model; several models share a GPU."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_threads_with_models_of_their_own(gpu: Gpu) -> None:
 
 
 def test_a_tensor_dies_on_another_thread(gpu: Gpu) -> None:
-    """The last owner may be a thread that has never used the device."""
+    """The last owner of a tensor may be a thread that has never used the device."""
     model = Exact().eval()
     moved, handle = gpu.pair(model, budget=3 * LAYER)
     x = gpu.whole_numbers()
@@ -87,7 +87,7 @@ def test_a_tensor_dies_on_another_thread(gpu: Gpu) -> None:
 
 
 class Turns(nn.Module):
-    """Calls one batch norm in turns with another thread, each within a call of a model of its own."""
+    """Calls one batch norm in turns with another thread, each within a call of its own model."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ def statistics_after_turns(gpu: Gpu, *, installed: bool, while_it_waits: bool) -
 
 @pytest.mark.parametrize("while_it_waits", [False, True])
 def test_threads_take_turns_with_statistics(gpu: Gpu, while_it_waits: bool) -> None:
-    """What one thread's forward wrote is what the other's reads, before the outermost call has ended.
+    """What one thread's forward wrote is read by another's, before the first's outermost call has ended.
 
     The last turn is taken while the first thread's call ends, and waits for what it wrote.
     """

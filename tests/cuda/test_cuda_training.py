@@ -21,7 +21,7 @@ def loss_of(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def expected_step(gpu: Gpu, model: nn.Module, x: Tensor) -> tuple[Tensor, list[Tensor]]:
-    """Loss and gradients (as a master gets them) of the moved model."""
+    """Return the loss of the moved model, and its gradients in the masters' dtype."""
     moved = testing.moved(model, gpu.device, torch.float64)
     moved.zero_grad()
     loss = loss_of(moved, x)
@@ -38,7 +38,7 @@ def assert_gradients(model: nn.Module, expected: list[Tensor], what: str = "") -
 @pytest.mark.parametrize("late", ["readers", "copies"])
 @pytest.mark.parametrize("budget", [RING, "1GiB"], ids=["streamed", "resident"])
 def test_steps(gpu: Gpu, budget: int | str, late: str) -> None:
-    """Two steps of SGD, the second of which sees what the first has written."""
+    """In the second of two steps of SGD, weights are those that the first has written."""
     if not gpu.native and late == "copies":
         pytest.skip("pure Python copies pageable memory, for which torch waits")
     model = Exact()
@@ -60,7 +60,7 @@ def test_steps(gpu: Gpu, budget: int | str, late: str) -> None:
         optimizer.step()
     stats = handle.stats()
     assert stats.overflow_bytes == 0
-    if budget == RING:  # both ways, but for what is left in the ring at the turn
+    if budget == RING:  # in forward and backward, except for what stays in the ring between them
         assert stats.bytes_moved >= 2 * (2 * LAYERS - 6) * LAYER_BYTES
 
 
@@ -81,7 +81,7 @@ def test_backward_on_a_stream_of_the_users_own(gpu: Gpu) -> None:
 
 
 def test_peak_of_a_step_is_the_budget_the_activations_and_a_gradient(gpu: Gpu) -> None:
-    """A graph of the moved model holds every weight; this one holds none."""
+    """A graph of an installed model holds no weights, while one of the moved model holds all."""
     model = Exact()
     handle = gpu.install(model, dtype=torch.float64, budget=RING)
     x = gpu.whole_numbers(rows=8)
@@ -93,13 +93,13 @@ def test_peak_of_a_step_is_the_budget_the_activations_and_a_gradient(gpu: Gpu) -
             yield
 
     everything = steps()
-    next(everything)  # torch's own workspaces are there after it
+    next(everything)  # makes torch's own workspaces
     with gpu.peak() as peak:
         next(everything)
     stats = handle.stats()
     assert stats.overflow_bytes == 0 and stats.peak_bytes <= RING
     if gpu.native:
-        # The arena was there before. Beside it: a layer's gradient, its cast, and what is on its way to RAM.
+        # The arena was there before. Also: a layer's gradient, its cast, and gradients on the way to RAM.
         activations = 4 * LAYERS * x.nbytes
         assert peak.bytes <= 4 * LAYER + activations + SLACK
         assert peak.bytes < LAYERS * LAYER

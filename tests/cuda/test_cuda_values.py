@@ -1,4 +1,4 @@
-"""On a GPU an installed model computes what the moved one does, to the bit, and its weights do move."""
+"""On a GPU an installed model computes the same as a moved one, to the bit, and its weights are streamed."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_streamed(gpu: Gpu, dtype: torch.dtype | None) -> None:
             testing.assert_bit_equal(model(x), moved(x))
     gpu.synchronise()
     stats = handle.stats()
-    # No budget, no residents: the ring alone may save what is still in it when the next pass begins.
+    # Without a budget there are no residents. Only weights still in the ring need no copy in the next pass.
     ring = stats.depth + 2 if gpu.native else 0
     least = PASSES * LAYERS - (PASSES - 1) * ring
     assert max(LAYERS, least) * LAYER_BYTES <= stats.bytes_moved <= (PASSES * LAYERS + ring) * LAYER_BYTES
@@ -33,7 +33,7 @@ def test_streamed(gpu: Gpu, dtype: torch.dtype | None) -> None:
 @pytest.mark.parametrize("stored", [torch.float32, *DTYPES[1:]], ids=str)
 @pytest.mark.parametrize("dtype", [*DTYPES, torch.float32], ids=str)
 def test_every_cast_of_awkward_values(gpu: Gpu, dtype: torch.dtype | None, stored: torch.dtype) -> None:
-    """Rounding, infinities, denormals and the odd sizes at the end of a kernel's blocks."""
+    """Casts are right for rounding, infinities, denormals and odd sizes at the end of a kernel's blocks."""
     values = torch.tensor([0.0, -0.0, 1e-40, 6e-8, 65519.0, 65520.0, 3.4e38, float("inf"), -1 / 3])
     model = nn.Module()
     for size in (1, 7, 255, 4099):

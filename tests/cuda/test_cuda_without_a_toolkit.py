@@ -1,4 +1,4 @@
-"""The engine over torch's own streams, which serves an accelerator where the CUDA backend is not compiled."""
+"""The engine over torch's own streams, which serves accelerators without the CUDA backend."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Mixed(Exact):
 
 
 def test_a_plan_is_replaced_while_copies_wait_for_their_turn(gpu: Gpu, tmp_path: Path) -> None:
-    """A copy that comes after one which is still being read has not been enqueued when its backend closes."""
+    """A plan can be replaced while a copy waits for an earlier one that is still being read from a file."""
     path = tmp_path / "w.safetensors"
     checkpoint.save(Mixed(), path)
     model = checkpoint.load(Mixed, path).eval()
@@ -86,7 +86,7 @@ def test_casts_are_torchs(gpu: Gpu, dtype: torch.dtype, pinned: bool, tmp_path: 
     gpu.install(master, dtype=dtype)
     found, expected = master.values.clone(), values.to(gpu.device, dtype)
     assert found.isnan().tolist()[:1] == [True] and int(found.isnan().sum()) == 1
-    testing.assert_bit_equal(found[1:], expected[1:])  # which NaN a cast gives is the device's affair
+    testing.assert_bit_equal(found[1:], expected[1:])  # the bits of a cast NaN depend on the device
 
 
 def test_a_refused_registration_is_said_once(gpu: Gpu) -> None:
@@ -103,7 +103,7 @@ def test_a_refused_registration_is_said_once(gpu: Gpu) -> None:
 
 
 class Spread(Exact):
-    """All layers read the input, the last one on a stream of its own; the eight before that are slow."""
+    """All layers read the input, the last one on its own stream. The eight before it are slow."""
 
     streams: tuple[Any, Any] | None = None
 
@@ -119,7 +119,7 @@ class Spread(Exact):
 
 
 def test_an_uninstall_while_copies_wait_for_readers_on_another_stream(gpu: Gpu, tmp_path: Path) -> None:
-    """Copies that are given up were to follow those readers, whose memory is free for others afterwards."""
+    """An uninstall drops copies that wait for readers, whose memory is free for others afterwards."""
     if not pretend_cuda.active():
         pytest.skip("takes a device whose queued work can be late")
     path, width = tmp_path / "w.safetensors", 512

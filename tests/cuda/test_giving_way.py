@@ -1,4 +1,7 @@
-"""Residents give way inside a call to whoever runs out of memory (`budget="auto"`), under a cap on memory."""
+"""With `budget="auto"`, residents give way inside a call to anything that runs out of memory.
+
+A resident is a weight that stays on the device. The tests set a cap on memory.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ DEVICE = "cuda:0"
 
 
 def expected(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
-    """What the model gives without an install, on the CPU, whose operators the pretend device uses."""
+    """Return the model's result without an install on the CPU, whose operators the pretend device uses."""
     with torch.no_grad():
         return model(x)
 
@@ -44,7 +47,7 @@ def test_an_activation_spike_takes_the_residents_memory() -> None:
         after = handle.stats()
         assert after.given_way_bytes >= 24 * LAYER - (30 * LAYER - before.resident_bytes) > 0
         assert after.given_way_bytes == before.resident_bytes - after.resident_bytes
-        # Nothing is fetched but what had given way; the others are there.
+        # Only weights that had given way are fetched; the others are still there.
         moved = after.bytes_moved - before.bytes_moved
         assert moved <= (after.given_way + before.groups - before.resident_groups) * LAYER
         assert torch.equal(run(model, small), answers[0])
@@ -53,7 +56,7 @@ def test_an_activation_spike_takes_the_residents_memory() -> None:
 
 
 def test_blocks_that_the_allocator_joins_are_taken_back() -> None:
-    """Groups of several sizes, which are one free block while they are on loan."""
+    """Groups of several sizes are taken back, though the allocator joins them to one free block meanwhile."""
     pretend_cuda.faults().segment_bytes = 16 << 10
     torch.manual_seed(0)
     widths = (96, 288, 96, 384, 96, 160, 96, 288, 96)
@@ -114,7 +117,7 @@ def test_two_automatic_installs_share_a_device() -> None:
 
 
 def test_training_while_something_grows() -> None:
-    """Backward does not hold residents: what it saves of them is a reference, as of streamed weights."""
+    """Residents give way between forward and backward: autograd keeps only references to them."""
     plain, model = layers().requires_grad_(True), layers().requires_grad_(True)
     x = torch.randn(4, WIDTH)
     cap(50 * LAYER)  # the gradients of all layers, too
@@ -131,13 +134,13 @@ def test_training_while_something_grows() -> None:
                 most = handle.stats().resident_groups
             else:
                 grown.append(torch.empty(7 * LAYER, dtype=torch.uint8, device=DEVICE))
-        # Inside a call, or between two, by a plan that found less memory: which of them is a matter of time.
+        # Residents leave inside a call, or between two, when a plan finds less memory. Timing decides.
         assert handle.stats().resident_groups < most
 
 
 @pytest.mark.parametrize("seed, how", [(3, "late"), (5, "early")])
 def test_inherited_residents_go_back_to_their_stream(seed: int, how: str) -> None:
-    """Blocks of inherited residents belong to the stream on which the plan before was made."""
+    """Residents that a new plan inherits belong to the stream on which the old plan was made."""
     pretend_cuda.reset(seed, how)
     model, x = layers(), torch.randn(4, WIDTH)
     answer = expected(model, x)

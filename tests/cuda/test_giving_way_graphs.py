@@ -1,4 +1,4 @@
-"""CUDA graphs over an automatic budget: what a graph has captured neither gives way nor moves."""
+"""CUDA graphs with an automatic budget: weights that a graph has captured neither give way nor move."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS = 12
 
 
 def spike(layer_count: int) -> None:
-    """Allocate so many layers' worth at once, and write there."""
+    """Allocate the bytes of that many layers at once, and write there."""
     block = torch.empty(layer_count * LAYER, dtype=torch.uint8, device=DEVICE)
     block.fill_(0xFF)
     torch.cuda.synchronize()
@@ -32,14 +32,14 @@ def spike(layer_count: int) -> None:
 
 
 def settle(model: nn.Module, x: torch.Tensor) -> None:
-    """Call the model as often as its automatic plan takes; nothing is queued afterwards."""
+    """Call the model until its automatic plan is made, and wait for the device."""
     for _ in range(2):
         model(x.to(DEVICE))
     torch.cuda.synchronize()
 
 
 def beside(work: Callable[[], object]) -> None:
-    """Let another thread do it."""
+    """Run `work` on another thread, and wait for it."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work).result()
 
@@ -54,7 +54,7 @@ def test_what_a_graph_has_captured_does_not_give_way(held: str) -> None:
             assert torch.equal(model(x.to(DEVICE)).cpu(), plain(x))
         torch.cuda.synchronize()
         static = x.to(DEVICE)
-        # A tensor that somebody has when the graph captures it, and lets go of later.
+        # A tensor that the program holds while the graph captures it, and drops later.
         kept = [part[0].weight] if held == "a weight" else []
         with torch.cuda.graph(graph):
             halfway = part(static)
@@ -70,7 +70,7 @@ def test_what_a_graph_has_captured_does_not_give_way(held: str) -> None:
 
 
 def test_nothing_gives_way_to_a_graphs_own_memory() -> None:
-    """A graph's pool takes what the driver has: the blocks that it is given stay the graph's."""
+    """No resident gives way to a graph's pool: blocks that the pool gets would stay the graph's."""
     plain, model, x = layers(LAYERS), layers(LAYERS), torch.randn(4, WIDTH)
     cap(30 * LAYER)
     with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
@@ -84,7 +84,7 @@ def test_nothing_gives_way_to_a_graphs_own_memory() -> None:
 
 
 def test_another_thread_allocates_during_a_capture() -> None:
-    """It borrows residents, and they come back: what that asks of the streams is legal during a capture."""
+    """Residents lend memory to another thread during a capture, and take it back, with legal calls only."""
     plain, model, x = layers(LAYERS), layers(LAYERS), torch.randn(4, WIDTH)
     cap(40 * LAYER)
     graph = torch.cuda.CUDAGraph()
@@ -104,7 +104,10 @@ def test_another_thread_allocates_during_a_capture() -> None:
 
 
 def test_memory_that_runs_short_during_a_capture_ends_the_allocation_alone() -> None:
-    """While anybody captures, torch gives nothing of its cache back: what residents lend is not enough."""
+    """An allocation that fails during a capture ends nothing else.
+
+    During a capture, torch frees nothing of its cache, so what residents lend is not enough.
+    """
     plain, model, x = layers(LAYERS), layers(LAYERS), torch.randn(4, WIDTH)
     cap(30 * LAYER)
     with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:
@@ -119,7 +122,7 @@ def test_memory_that_runs_short_during_a_capture_ends_the_allocation_alone() -> 
 
 
 def test_no_automatic_plan_ends_a_graph() -> None:
-    """An automatic plan would put weights elsewhere: after a capture, only retune() makes one."""
+    """After a capture, only `retune` makes a plan: an automatic one would move captured weights."""
     model, x = layers(LAYERS), torch.randn(4, WIDTH).to(DEVICE)
     graph = torch.cuda.CUDAGraph()
     with torch.no_grad(), dynswap_ext.install(model, device=DEVICE, budget="auto") as handle:

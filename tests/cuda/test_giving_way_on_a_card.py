@@ -1,8 +1,8 @@
-"""Residents give way under a real cap, at sizes for which torch's allocator takes blocks from the driver.
+"""Residents give way under a real cap, at sizes for which torch's allocator takes segments from the driver.
 
-The other tests of it are exact to the byte, which a device's allocator is not: it takes segments of 2 and 20
-MiB. With `PYTORCH_ALLOC_CONF=expandable_segments:True` they run over the allocator's other kind of segment.
-Residents do not give way then: memory that is lent would be used. See Note [When torch's allocator asks].
+The other tests of this are exact to the byte, but a device's allocator takes segments of 2 and 20 MiB. With
+`PYTORCH_ALLOC_CONF=expandable_segments:True` they run over the allocator's other kind of segment. Residents
+do not give way then, because memory that is lent would be used. See Note [When torch's allocator asks].
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from gpu_under_test import Gain, Gpu, gains
 only_cuda_has("an allocator that asks for memory to be freed", whole_module=True)
 
 LAYERS, LAYER = 16, Gain.BYTES
-#: On the pretend device less, as all of it is.
+#: A unit of size, which is less than 1 MiB on the pretend device, like everything there.
 MIB = LAYER // 16
 WIDTH = LAYER // 4
 EXPANDABLE = "expandable_segments:True" in os.environ.get("PYTORCH_ALLOC_CONF", "")
@@ -41,7 +41,7 @@ def _segments_of_a_card(gives_way: None) -> None:
 
 @contextmanager
 def expandable_segments() -> Iterator[None]:
-    """Let the allocator take expandable segments, which it would else be told to by the environment."""
+    """Let the allocator take expandable segments, as the environment variable would."""
     tell = getattr(torch._C, "_accelerator_getAllocatorSettings", str)  # torch 2.11 does not tell
     before = tell()
     torch.cuda.empty_cache()
@@ -63,7 +63,7 @@ def run(model: nn.Module, x: Tensor) -> Tensor:
 
 
 def answers(gpu: Gpu, model: nn.Module, *inputs: Tensor) -> list[Tensor]:
-    """What the model moved whole gives."""
+    """Return the results of the model moved to the device."""
     moved = testing.moved(model, gpu.device)
     found = [run(moved, x) for x in inputs]
     del moved
@@ -94,7 +94,7 @@ def test_an_activation_spike_takes_the_residents_memory(gpu: Gpu) -> None:
 
 
 def test_without_automatic_residents_the_spike_ends_the_call(gpu: Gpu) -> None:
-    """What the test above would be worth nothing without: the cap is one."""
+    """Without residents that give way, the spike of the test above ends the call, so the cap is effective."""
     model = gains(LAYERS)
     small, large = inputs(gpu, 1, 8)
     answers(gpu, model, small, large)
@@ -107,7 +107,7 @@ def test_without_automatic_residents_the_spike_ends_the_call(gpu: Gpu) -> None:
 
 @pytest.mark.parametrize("expandable", [False, True], ids=["segments", "expandable segments"])
 def test_memory_that_is_not_short_costs_no_resident(gpu: Gpu, expandable: bool) -> None:
-    """A cache that grows: each of its blocks is one that the allocator does not have."""
+    """No resident gives way to a growing cache, each of whose blocks is new, as long as there is memory."""
     with expandable_segments() if expandable else nullcontext():
         model = gains(LAYERS)
         (x,) = inputs(gpu, 1)
@@ -174,7 +174,7 @@ def test_a_cache_that_grows_takes_residents_one_after_the_other(gpu: Gpu) -> Non
 
 @only_fixed_segments
 def test_training_under_a_cap(gpu: Gpu) -> None:
-    """Gradients and what autograd keeps are memory that nobody has planned for."""
+    """Residents give way to gradients and to what autograd keeps, which no plan includes."""
     model = gains(LAYERS).requires_grad_(True)
     x = inputs(gpu, 2)[0]
     moved = testing.moved(model, gpu.device)
@@ -191,7 +191,7 @@ def test_training_under_a_cap(gpu: Gpu) -> None:
 
 
 class Wider(nn.Module):
-    """Its activations are larger than its weight, and no multiple of it."""
+    """A layer whose activations are larger than its weight, and no multiple of it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -204,7 +204,10 @@ class Wider(nn.Module):
 
 
 def test_residents_are_not_cut_out_of_what_activations_want_again(gpu: Gpu) -> None:
-    """Else each plan is followed by calls that are short of memory, in pieces of which there is enough."""
+    """Residents do not take memory that activations need again.
+
+    Otherwise each plan would be followed by calls that find enough memory only in pieces.
+    """
     model = nn.Sequential(*(Wider() for _ in range(LAYERS))).requires_grad_(False)
     x = torch.rand(7 * MIB, device=gpu.device)  # 28 MiB
     (expected,) = answers(gpu, model, x)

@@ -1,4 +1,4 @@
-"""Residents that give way, and what else goes on in the process: forks, and torch's record of its memory."""
+"""Residents that give way in a process that forks, or in which torch records its memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ WIDTH = 64
 
 
 def test_a_forked_child_can_drop_an_install_while_a_thread_of_the_parent_lends() -> None:
-    """The child would find a mutex locked by a thread that it does not have."""
+    """A forked child can end an install, though a thread of the parent held a mutex at the fork."""
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(64))).requires_grad_(False)
     handle = dynswap_ext.install(model, device=DEVICE, budget="auto")
     model(torch.randn(4, WIDTH, device=DEVICE))
@@ -49,7 +49,10 @@ def test_a_forked_child_can_drop_an_install_while_a_thread_of_the_parent_lends()
 
 
 def test_nothing_gives_way_while_torch_takes_stack_traces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They need Python's lock, for which a thread that has the allocator's must not wait."""
+    """No resident gives way while torch records stack traces, which need the GIL.
+
+    A thread that holds the allocator's lock must not wait for that.
+    """
     recorded = True
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch._C, "_cuda_isHistoryEnabled", lambda: recorded, raising=False)

@@ -1,4 +1,4 @@
-"""What a report and `dynswap info` say of residents that give way, or why they do not and what to do."""
+"""Reports and `dynswap info` say whether residents give way, and if not, why, and what to do."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`Handle.release` gives all device memory back, and `resume`, or the next call, takes it again."""
+"""`Handle.release` frees all device memory, and `resume`, or the next call, takes it again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ BUDGETS = pytest.mark.parametrize("budget", ["minimum", 3 * LAYER_BYTES, "1GiB"]
 
 
 def held(gpu: Gpu) -> tuple[int, int]:
-    """Bytes that are allocated, and that torch's allocator has of the driver."""
+    """Return the bytes that are allocated, and those that torch's allocator has from the driver."""
     module: Any = torch.get_device_module(gpu.device)
     return module.memory_allocated(gpu.device), module.memory_reserved(gpu.device)
 
@@ -76,7 +76,7 @@ def test_for_the_time_of_a_block(gpu: Gpu) -> None:
 
 
 def test_what_the_program_holds_and_has_written(gpu: Gpu) -> None:
-    """Tensors that are held keep their bytes, and what was written on one is in its master."""
+    """Held tensors keep their bytes after a release. What was written on one is in its master."""
     model, x = Exact(), gpu.whole_numbers(dtype=torch.float32)
     handle = gpu.install(model, budget="1GiB")
     with torch.no_grad():
@@ -145,7 +145,7 @@ def test_no_longer_installed(gpu: Gpu) -> None:
 
 
 def test_what_has_grown_is_given_back_too(gpu: Gpu) -> None:
-    """Whether the next plan fits is another question."""
+    """A release frees all memory, also if masters have grown so that the next plan may not fit."""
     model, x = Exact(), gpu.whole_numbers(dtype=torch.float32)
     before = held(gpu)[0]
     handle = gpu.install(model, budget=3 * LAYER_BYTES)
@@ -160,7 +160,7 @@ def test_what_has_grown_is_given_back_too(gpu: Gpu) -> None:
 
 
 def test_memory_that_is_anothers_by_now(gpu: Gpu) -> None:
-    """A fixed budget is not taken, and a call says so; an automatic one takes what there is."""
+    """If the memory is taken meanwhile, a call with a fixed budget fails; "auto" takes what there is."""
     if gpu.device.type != "cuda" or not gpu.native:
         pytest.skip("the memory of a CUDA device is limited, and pure Python plans none")
     model, x = Exact(), gpu.whole_numbers(dtype=torch.float32)

@@ -46,7 +46,7 @@ def run(script: str, *arguments: str | Path, cwd: Path) -> str:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The checkpoints of examples/tiny.py."""
+    """Return the folder of the checkpoints that examples/tiny.py writes."""
     pytest.importorskip("dynswap_ext._C", reason="the extension is not built (make build)")
     pytest.importorskip("transformers", reason="transformers is not installed (pip install -e '.[programs]')")
     folder = tmp_path_factory.mktemp("tiny")
@@ -62,7 +62,7 @@ def figure(output: str, name: str) -> float:
 
 
 def moved(output: str) -> float:
-    """Return the MiB that the report has moved in all: that they exceed the model shows that it streamed."""
+    """Return the MiB that the report has moved in all. More than the model's size proves streaming."""
     total = next(line for line in output.splitlines() if re.match(r" all +\d", line))
     amount, unit = re.findall(r"([\d.]+) (KiB|MiB|GiB)", total)[-1]
     return float(amount) * {"KiB": 1 / 1024, "MiB": 1, "GiB": 1024}[unit]
@@ -137,7 +137,7 @@ def test_diffusion_lora(tiny: Path, tmp_path: Path) -> None:
     )
     images = {path.stem: path.read_bytes() for path in (tmp_path / "images").iterdir()}
     assert images.keys() == {"first", "second", "both", "fused", "without"}
-    assert len({image for name, image in images.items() if name != "fused"}) == 4  # that is about "both"
+    assert len({image for name, image in images.items() if name != "fused"}) == 4  # "fused" is near "both"
     assert all(figure(output, name) >= 0 for name in images)
 
 
@@ -221,7 +221,7 @@ def last_loss(output: str) -> float:
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_examples_use_the_public_interface(script: str) -> None:
-    """No name that begins with an underscore is imported from the package, and 95 lines (`tiny`: 130)."""
+    """Examples import no private names of the package, and have at most 95 lines (`tiny`: 130)."""
     text = (EXAMPLES / script).read_text()
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("dynswap_ext"):
@@ -239,7 +239,7 @@ def test_every_example_has_a_test_and_a_page() -> None:
 
 @pytest.mark.slow
 def test_experts(tmp_path: Path) -> None:
-    """A token moves less than its experts: some of them are there from the tokens before."""
+    """A token moves less than the bytes of its experts, as some are there from earlier tokens."""
     pytest.importorskip("transformers", reason="transformers is not installed (pip install -e '.[programs]')")
     output = run("experts.py", "--device", "cpu", "--max-new-tokens", "8", cwd=tmp_path)
     assert 0 < figure(output, "moved") < 2 * figure(output, "active") < figure(output, "experts")

@@ -1,12 +1,12 @@
-"""Coverage-guided fuzzing of what reads checkpoint headers, with atheris (libFuzzer).
+"""Coverage-guided fuzzing of the code that reads checkpoint headers, with atheris (libFuzzer).
 
     make fuzz FUZZ_SECONDS=600
     python tests/fuzz/fuzz_headers.py -max_total_time=600     arguments of libFuzzer
     python tests/fuzz/fuzz_headers.py build/fuzz/crash-...    one input again
 
-An input is a byte that chooses what is damaged, and the content of that file. Whatever it is, opening the
-checkpoint and asking for each tensor's shape gives shapes or a SourceError that names the file. What grows
-in build/fuzz/corpus begins with small checkpoints that this script makes; what fails goes to build/fuzz.
+An input is a byte that chooses the file to damage, and the content of that file. Whatever it is, opening the
+checkpoint and asking for each tensor's shape gives shapes or a SourceError that names the file. The corpus
+in build/fuzz/corpus begins with small checkpoints that this script makes. Inputs that fail go to build/fuzz.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ sys.path[:0] = [str(Path(__file__).parents[1] / "checkpoint"), str(Path(__file__
 with atheris.instrument_imports(include=["zipfile"], enable_loader_override=False):
     import zipfile  # noqa: F401  before torch imports it: it reads directories for us
 
-# As it is: an instrumented torch takes a minute to import.
+# Not instrumented: an instrumented torch takes a minute to import.
 from torch._weights_only_unpickler import Unpickler  # noqa: E402
 
 with atheris.instrument_imports(include=["dynswap_ext"], enable_loader_override=False):
@@ -31,7 +31,7 @@ with atheris.instrument_imports(include=["dynswap_ext"], enable_loader_override=
 Unpickler.load = atheris.instrument_func(Unpickler.load)
 
 _WORK = Path("build/fuzz")
-#: Inputs longer than this find nothing that shorter ones do not.
+#: The longest input. Longer ones find nothing more.
 _LONGEST = 8192
 _WORDS = (
     '"dtype"', '"shape"', '"data_offsets"', '"__metadata__"', '"weight_map"', '"F32"', '"F8_E8M0"', "NaN",
@@ -41,12 +41,12 @@ _WORDS = (
 
 
 def _header_only(content: bytes) -> bytes:
-    """A safetensors file with this header, whose length is always right, before 64 bytes of data."""
+    """Return a safetensors file with this header, whose length is right, and 64 bytes of data."""
     return len(content).to_bytes(8, "little") + content + bytes(64)
 
 
 def _targets(folder: Path) -> list[tuple[Sample, Callable[[bytes], bytes], Callable[[bytes], bytes]]]:
-    """Each with how an input becomes the file, and the file an input."""
+    """Return the samples, each with functions that turn an input into the file and the file into an input."""
     targets: list[tuple[Sample, Callable[[bytes], bytes], Callable[[bytes], bytes]]] = []
     for name, make in SAMPLES.items():
         (folder / name).mkdir()

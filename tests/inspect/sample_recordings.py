@@ -1,4 +1,4 @@
-"""Recordings as the native engine gives them, made by hand: a bus, a ring, residents and a consumer."""
+"""Recordings like those of the native engine, made by hand: a bus, a ring, residents and a consumer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ CONSUMER = 4711
 
 
 class FakeSession:
-    """A session whose passes are computed, for what works on figures and spans alone."""
+    """A session with computed passes, for code that only needs figures and spans."""
 
     provider = "native"
     backend = "host"

@@ -1,4 +1,4 @@
-"""The picture of gradients: what is on it, for any number of parameters."""
+"""The contents of the picture of gradients, for any number of parameters."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytest.importorskip("matplotlib")
 
 @pytest.fixture
 def drawn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
-    """The figures that are saved."""
+    """Yield a list that gets the figures that are saved."""
     found: list[Any] = []
 
     def save(figure: Any, path: Any) -> None:

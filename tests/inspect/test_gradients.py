@@ -1,4 +1,4 @@
-"""Figures of gradients, by hand; on plain and installed models."""
+"""Figures of gradients of plain and installed models, compared with figures by hand."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sample_models import Tied, TinyTransformer, mlp
 
 
 def linear(weight: Any, bias: Any = None, dtype: torch.dtype = torch.float32) -> nn.Linear:
-    """Two by two, with these gradients."""
+    """Return a layer of two by two with these gradients."""
     model = nn.Linear(2, 2, dtype=dtype)
     model.weight.grad = None if weight is None else torch.tensor(weight, dtype=dtype)
     model.bias.grad = None if bias is None else torch.tensor(bias, dtype=dtype)
@@ -63,7 +63,7 @@ def test_sparse_and_complex_gradients() -> None:
     embedding = nn.Embedding(10, 4, sparse=True)
     embedding(torch.tensor([1, 1, 3])).sum().backward()
     (gradient,) = gradient_flow(embedding).gradients
-    assert (gradient.mean, gradient.max) == (12 / 40, 2.0)  # of all forty elements; row 1 came twice
+    assert (gradient.mean, gradient.max) == (12 / 40, 2.0)  # over all forty elements; row 1 came twice
     (gradient, _) = gradient_flow(linear([[3 + 4j, 0], [0, 0]], dtype=torch.complex64)).gradients
     assert gradient.max == pytest.approx(5) and gradient.norm == pytest.approx(5)
 

@@ -1,4 +1,4 @@
-"""What importing costs: nothing until it is used."""
+"""The import of the package loads nothing that is not used yet."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bytes around each call, by arithmetic."""
+"""The bytes around each call, compared with arithmetic."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from dynswap_ext import ConfigError, checkpoint
 from dynswap_ext.inspect import Call, MemoryProfile, memory_profile, summary
 from sample_models import TinyTransformer, mlp
 
-# Of a layer's output: 4 rows of 16 in float64.
+# Bytes of a layer's output: 4 rows of 16 in float64.
 ROW = 4 * 16 * 8
 WEIGHT = (16 * 16 + 16) * 8
 
@@ -28,7 +28,7 @@ def one(found: MemoryProfile, path: str) -> Call:
     return call
 
 
-# Linear, GELU, Linear, GELU: each has its input and makes its output, and Sequential lets go of the rest.
+# Linear, GELU, Linear, GELU: each has its input and makes its output, and Sequential drops all others.
 EXPECTED = [
     ("", 0, ROW, 2 * ROW),
     ("0", 0, ROW, ROW),
@@ -56,7 +56,7 @@ def test_with_gradients_what_backward_needs_stays() -> None:
 
 
 def test_an_installed_model(provider: Provider) -> None:
-    """Residents are there before; on CUDA sizes are those of the allocator, which rounds them up to 512."""
+    """Residents count as memory before the call. On CUDA, sizes are rounded up to 512 by the allocator."""
     assert ROW % 512 == 0
     model, x = mlp(layers=2), provider.randn(4, 16)
     provider.install(model, dtype=torch.float64, budget="1MiB")
@@ -79,7 +79,7 @@ def test_a_streamed_weight_counts_where_a_tensor_is_made_for_it(provider: Provid
         assert found.base_bytes >= handle.stats().arena_bytes > 0
     else:
         assert one(found, "0").peak >= ROW + WEIGHT
-        assert found.calls[0].after == ROW  # nothing of them stays
+        assert found.calls[0].after == ROW  # no memory of weights stays
 
 
 def test_modules_called_again_and_never() -> None:
@@ -120,7 +120,7 @@ def test_what_a_layer_makes_and_lets_go() -> None:
     # A storage never shrinks, so `out=` finds enough room.
     assert (call.before, call.after, call.peak) == (0, 400, 4000 + 4000 + 400)
     assert call.extra == 8400
-    assert outer.peak == middle.peak == call.peak  # what is let go inside counts for those around it
+    assert outer.peak == middle.peak == call.peak  # memory that is freed inside counts for outer calls
 
 
 def test_views_and_what_was_there_before_cost_nothing() -> None:
@@ -223,7 +223,7 @@ def test_inputs_are_given_as_to_summary(given: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("look", [memory_profile, summary])
 def test_inputs_in_the_place_of_shapes(look: Callable[..., Any]) -> None:
-    """Both name the option for them, and a misspelt one."""
+    """An error for inputs in the place of shapes names the option for them, also if it is misspelt."""
     for given in (torch.ones(4, 16), [torch.ones(4, 16)], {"input": torch.ones(4, 16)}):
         with pytest.raises(ConfigError, match="input_data="):
             look(mlp(), given)

@@ -1,4 +1,4 @@
-"""`handle.plot()`: files of each format, and pictures in which all can be read."""
+"""`handle.plot()`: files of each format, and pictures in which everything is legible."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_what_cannot_be_drawn(provider: Provider, tmp_path: Path, monkeypatch: p
 
 
 def tick_labels(axis: Any) -> list[Any]:
-    """Those that are drawn: a tick may lie beyond the axis's end."""
+    """Return the labels that are drawn. A tick may be beyond the end of its axis."""
     low, high = sorted(axis.get_view_interval())
     at_and_label = zip(axis.get_ticklocs(), axis.get_ticklabels(), strict=True)
     return [label for at, label in at_and_label if low <= at <= high]
@@ -116,7 +116,7 @@ def test_all_that_was_recorded_is_drawn() -> None:
     assert "3 passes in" in lanes.get_title(loc="left")
 
 
-#: Machado, Oliveira and Fernandes (2009), full severity; of linear RGB.
+#: Colour blindness as matrices for linear RGB: Machado, Oliveira and Fernandes (2009), full severity.
 VISIONS = {
     "all colours": ((1, 0, 0), (0, 1, 0), (0, 0, 1)),
     "no long waves": ((0.152, 1.053, -0.205), (0.115, 0.786, 0.099), (-0.004, -0.048, 1.052)),
@@ -126,7 +126,7 @@ VISIONS = {
 
 @pytest.mark.parametrize("vision", VISIONS)
 def test_colours_can_be_told_apart(vision: str) -> None:
-    """Any two colours of one lane differ in CIE Lab by far more than what can just be seen (2.3)."""
+    """Any two colours of a lane differ in CIE Lab by far more than the least visible difference (2.3)."""
     from dynswap_ext.profile import timeline
 
     seen = torch.tensor(VISIONS[vision], dtype=torch.float64)

@@ -161,7 +161,7 @@ def test_a_first_pass_is_not_blamed_on_anything_else() -> None:
 
 
 def test_the_budget_that_is_advised_follows_from_the_stall() -> None:
-    """Copies of 40 streamed groups of 12 MiB take 200 ms, 50 of which are waited for: a quarter too much."""
+    """Of 200 ms of copies, 50 are waited for, so the advice is room for a quarter of the streamed bytes."""
     session = FakeSession(60)
     for figure in session.figures:
         figure.update(causes={}, copy_ns=0 if figure["resident"] else 5 * 10**6)
@@ -176,7 +176,7 @@ def test_repeated_layers_share_a_line() -> None:
     short = report.text(width=200)
     assert "blocks.{0..57} (attention.qkv" in short
     assert len(short.splitlines()) < 20 < 60 < len(report.text(collapse=False, width=200).splitlines())
-    apart = FakeSession(12).report().text(width=200)  # residents are listed by themselves
+    apart = FakeSession(12).report().text(width=200)  # residents are listed separately
     assert "blocks.{1..2,4..5,7..8}" in apart and "blocks.{0…9}" in apart
 
 

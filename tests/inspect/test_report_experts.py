@@ -1,4 +1,4 @@
-"""`handle.report()` of a mixture of experts: a line for the experts of all layers, and what they stay by."""
+"""`handle.report()` of a mixture of experts: one line for the experts of all layers, and why they stay."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_experts_of_all_layers_share_a_line(
     (share,) = re.findall(r"by use: (\d+)% of the uses of", text)
     copies = sum(row.copies for row in used)
     assert int(share) == round(100 * (1 - copies / (4 * 2 * LAYERS)))
-    assert (share == "75") == (part == 3)  # the same experts each time: the first pass alone copies them
+    assert (share == "75") == (part == 3)  # the same experts each time, so only the first pass copies them
 
 
 def test_parts_of_a_weight_have_their_places_in_the_pattern() -> None:

@@ -1,4 +1,4 @@
-"""What a summary tells of a model's layers: shapes, calls, parameters, ties."""
+"""A summary of a model's layers: shapes, calls, parameters, ties."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_what_is_shared_counts_once() -> None:
 
 
 class Repeats(nn.Module):
-    """One layer under two names, called often, and one that is never called."""
+    """A layer that is called often under two names, and one that is never called."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""`handle.record()` and `handle.trace()`: what is in the file, and that it lines up with torch.profiler's."""
+"""`handle.record()` and `handle.trace()`: the contents of the file, and its agreement with torch.profiler."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def own_lanes(trace: dict[str, Any]) -> dict[str, list[Event]]:
-    """The spans of the package's process, by the name of their lane."""
+    """Return the spans of the package's process, by the name of their lane."""
     events = trace["traceEvents"]
     (process,) = (e["pid"] for e in events if e.get("args", {}).get("name") == "dynswap_ext")
     own = [event for event in events if event.get("pid") == process]
@@ -63,7 +63,7 @@ def test_lanes_of_copies_waits_and_compute(provider: Provider, tmp_path: Path) -
     lanes = own_lanes(trace)
     assert {name.split(" ")[0] for name in lanes} == {"copy", "wait", "compute"}
     copies = [event for name, lane in lanes.items() if name.startswith("copy") for event in lane]
-    # What is on its way when a recording begins or ends is in one of the two.
+    # A copy that is under way when a recording begins or ends is in only one of the two.
     ahead = after.depth + 1 if provider.native else 0
     assert abs(len(copies) - (after.copies - before.copies)) <= ahead
     assert sum(event["args"]["bytes"] for event in copies) > 0
@@ -92,7 +92,7 @@ def test_accesses_of_residents_are_seen(provider: Provider) -> None:
 
 
 def test_it_lines_up_with_the_profiler(provider: Provider, tmp_path: Path) -> None:
-    """A marker around the recorded pass encloses it, and each layer's compute the operator that it is."""
+    """A marker around the recorded pass encloses it, and each layer's compute encloses its operator."""
     model = mlp(features=1024, layers=4)
     handle = provider.install(model, dtype=torch.float64)
     x = provider.randn(8, 1024)
@@ -125,7 +125,7 @@ def test_it_lines_up_with_the_profiler(provider: Provider, tmp_path: Path) -> No
         ]
         assert len(products) == 4
         if provider.native and provider.device.type != "cpu":
-            continue  # which tells when the device computes, and torch here when it was asked to
+            continue  # on a device, spans are the device's time, but torch's events are the host's
         for layer, product in zip((0, 2, 4, 6), products, strict=True):
             middle = product["ts"] + product["dur"] / 2
             (during,) = (e for e in computing if e["ts"] <= middle <= e["ts"] + e["dur"])

@@ -1,4 +1,4 @@
-"""Looking leaves no trace: hooks, modes, random numbers, an install's schedule; after an exception too."""
+"""Inspecting leaves no trace: hooks, modes, random numbers, an install's schedule; after errors too."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def hooks(model: nn.Module) -> list[Any]:
 
 
 class Fails(nn.Module):
-    """Modes of its own, a user's hook, and an error in the middle."""
+    """A model with a frozen part, a user's hook, and an error in its middle."""
 
     def __init__(self, error: BaseException | None) -> None:
         super().__init__()
@@ -137,7 +137,7 @@ def _forward_with_other_hooks(model: nn.Module, x: torch.Tensor) -> None:
 def test_an_install_counts_it_as_a_forward(
     provider: Provider, look: Look, budget: str | None, mapped: Any
 ) -> None:
-    """Misses, bytes and leases are those of a forward under any hooks, which turn off torch's fused path."""
+    """An install counts an inspection as a forward with hooks, which turn off torch's fused path."""
     model = mapped(TinyTransformer()).eval()
     x = torch.zeros(2, 6, dtype=torch.long, device=provider.device)
 
@@ -205,7 +205,7 @@ def test_a_module_that_fails_and_is_caught() -> None:
 
 
 class Chain(nn.Sequential):
-    """With a forward of its own: torch compiles none of its own classes in place."""
+    """A sequence with its own forward. torch compiles none of its own classes in place."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self:

@@ -1,4 +1,4 @@
-"""A summary tells where each weight is, and what an install does with it."""
+"""A summary says where each weight is, and how an install serves it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_some_are_resident(provider: Provider) -> None:
 
 @pytest.mark.parametrize("budget", ["minimum", "1GiB"])
 def test_those_that_do_not_lie_as_a_copy_does_are_streamed(provider: Provider, budget: str) -> None:
-    """They are copied at each access, whatever the budget and `keep`, and have no place in the plan."""
+    """Weights with gaps or a lazy sign are streamed with any budget and `keep`, and are in no plan."""
     if provider.device.type != "cpu":
         pytest.skip("of a module without a forward of torch's own")
     model = nn.Module()

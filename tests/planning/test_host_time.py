@@ -1,4 +1,4 @@
-"""The time that the host takes for weights shows in a pass where the host is the slowest, and only there."""
+"""The host's time for weights makes a pass longer only if the host is the slowest part."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from virtual_clock import Machine, simulate  # isort: skip
 
 LAYERS, BUS = 40, 50e9
 COPY = (64 << 20) / BUS  # seconds that a layer takes on the bus
-MACHINE = Machine("a", bus=BUS, arithmetic=1e30, memory=1e30)  # which computes in no time
+MACHINE = Machine("a", bus=BUS, arithmetic=1e30, memory=1e30)  # computes in no time
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
-"""A larger budget never moves more, but for a streamed group: real installs on the host.
+"""A larger budget never moves more, except for a streamed group: real installs on the CPU.
 
-Models, routes and many more budgets on the virtual clock: tests/cpp/test_larger_budget.cpp.
+tests/cpp/test_larger_budget.cpp has models, routes and many more budgets on the virtual clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _native() -> None:
 
 
 class Branching(nn.Module):
-    """Stages of branches, of which a call runs one each. In a list named `experts` they stay by use."""
+    """Stages with branches, one of which a call runs. In a list named `experts`, the most used ones stay."""
 
     def __init__(self, name: str, widths: Sequence[int], branches: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class Branching(nn.Module):
 
 
 def moved(name: str, seed: int, share: float) -> tuple[float, float]:
-    """Return the bytes of masters that a call moves, and how many more than with less they may be."""
+    """Return the bytes of masters that a call moves, and how many more are allowed than with less budget."""
     chance = random.Random(seed)
     widths = [256 * chance.randint(1, 4) for _ in range(chance.randint(6, 12))]
     branches = 4 if name == "experts" else chance.randint(1, 2)
@@ -68,8 +68,8 @@ def moved(name: str, seed: int, share: float) -> tuple[float, float]:
     stats = handle.stats()
     dynswap_ext.uninstall(model)
     assert stats.peak_bytes <= budget
-    # Of experts, one more or less may stay. Branches travel in an order, with their neighbours: a group has a
-    # sixteenth of the model, and what does not fit in that. Masters have twice the device's bytes.
+    # With experts, one more or less may stay. Branches are copied in order, with their neighbours: a group
+    # has a sixteenth of the model, and what does not fit in that. Masters have twice the device's bytes.
     return stats.bytes_moved / CALLS, 2 * (largest if name == "experts" else largest + total / 16)
 
 
@@ -87,12 +87,15 @@ def test_a_larger_budget_never_moves_more_but_a_group(name: str, seed: int) -> N
 
 @pytest.mark.parametrize("prefetch", [1, 2])
 def test_norms_that_are_defined_behind_what_they_precede_bring_no_second_copies(prefetch: int) -> None:
-    """Were they grouped with what follows them by definition, that would be copied twice a pass or more."""
+    """Norms that are defined after the layers that they precede cause no second copies.
+
+    If they were grouped with what follows them in the definition, they would be copied twice a pass.
+    """
     layer = nn.TransformerEncoderLayer(256, 4, 512, dropout=0.0, batch_first=True, norm_first=True)
     total = 8 * sum(parameter.numel() for parameter in layer.parameters()) * 8
     x = torch.randn(1, 2, 256, dtype=torch.float64)
     for share in (0.245, 0.25, 0.2505, 0.252, 0.3, 0.5):
-        # In training mode: else its layers are read by one fused operation.
+        # In training mode: in eval mode, one fused operation reads each layer.
         model = nn.TransformerEncoder(layer, 8, enable_nested_tensor=False).train()
         handle = dynswap_ext.install(
             model, device="cpu", dtype=torch.float64, budget=int(share * total), prefetch=prefetch

@@ -1,4 +1,4 @@
-"""``dynswap plan``: what it prints, draws and refuses."""
+"""``dynswap plan``: its output, its pictures and its errors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Outlines of configs: models of transformers and diffusers, made without weights."""
+"""Outlines from configs: models of transformers and diffusers, made without weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts before they run: the smallest budget is an install's, and a pass moves what it uses."""
+"""Plans of mixtures of experts: the smallest budget is an install's, and a pass moves what it uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 
 class Named(nn.Module):
-    """Fused experts, under the name that a file of them has."""
+    """Fused experts, with the name that they have in a file."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Named(nn.Module):
 
 
 def assert_same_smallest(provider: Provider, path: Path, model: nn.Module) -> int:
-    """What the file, a plan of it and a plan of the model say is what an install says."""
+    """Assert that a file, its plan, the model's plan and an install have one smallest budget. Return it."""
     on_cpu = provider.device.type == "cpu"
     expected = provider.smallest_budget(model)
     group = checkpoint.summary(path).largest_groups["cpu" if on_cpu else "accelerator"]
@@ -113,7 +113,7 @@ def test_a_shared_expert_and_a_lone_one_are_used_in_order(tmp_path: Path) -> Non
 
 
 def mixture(by_use: float) -> list[planning.PlannedWeight]:
-    """A dense matrix of 4 MiB, and 16 experts of 1 MiB each."""
+    """Return a dense matrix of 4 MiB and 16 experts of 1 MiB each."""
     dense = planning.PlannedWeight("dense", 4 * MIB, 4 * MIB, 0, "matrix", MIB, seconds=1e-4)
     experts = (
         planning.PlannedWeight(f"experts.{i}", MIB, MIB, i, "matrix", MIB // 4, seconds=1e-5, by_use=by_use)
@@ -125,7 +125,7 @@ def mixture(by_use: float) -> list[planning.PlannedWeight]:
 def test_a_pass_moves_the_experts_that_it_uses() -> None:
     budgets = (5 * MIB, 12 * MIB, 19 * MIB, 20 * MIB)
     some, half, most, whole = planning.predict(mixture(0.25), budgets=budgets, bandwidth=1e9)
-    assert 3 * MIB <= some.moved_bytes <= 4 * MIB  # four of them, of which one may be there
+    assert 3 * MIB <= some.moved_bytes <= 4 * MIB  # four experts, of which one may be there already
     assert some.moved_bytes > half.moved_bytes > most.moved_bytes > whole.moved_bytes == 0
     assert some.compute_seconds == pytest.approx(2.6e-4) == whole.seconds
     every = planning.predict(mixture(1.0), budgets=budgets[:1], bandwidth=1e9)[0]

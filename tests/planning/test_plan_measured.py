@@ -1,4 +1,4 @@
-"""The measuring mode: a model runs, its modules are timed, and it is as it was."""
+"""Measured plans: a model runs, its modules are timed, and it is left as it was."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.alone
 
 
 class Slow(nn.Linear):
-    """Takes its time."""
+    """A linear layer that waits before it computes."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(8, 8)
@@ -31,7 +31,7 @@ class Slow(nn.Linear):
 
 
 class Model(nn.Module):
-    """Calls its modules in another order than it registers them, works between them, and leaves one out."""
+    """Calls its modules in another order than it registers them, works between them, and never calls one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -42,7 +42,7 @@ class Model(nn.Module):
 
     def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
         y = self.middle(self.first(x))
-        time.sleep(0.02)  # as attention does, between two modules
+        time.sleep(0.02)  # compute between two modules, like attention
         result: torch.Tensor = self.last(y) * scale
         return result
 
@@ -58,7 +58,7 @@ def test_compute_and_order_of_use() -> None:
     found = planning.measure(model, torch.randn(2, 8), device="cpu", passes=3)
     assert snapshot(model) == before and not dynswap_ext.is_installed(model)
     units = list(dict.fromkeys(weight.name.partition(".")[0] for weight in found.weights))
-    assert units == ["first", "middle", "last", "unused"]  # behind the one that is registered before it
+    assert units == ["first", "middle", "last", "unused"]  # after the one that is registered before it
     seconds = {name: sum(w.seconds for w in found.weights if w.name.startswith(name)) for name in units}
     assert 0.05 <= seconds["first"] < 0.5 and 0.02 <= seconds["middle"] < 0.5
     assert seconds["last"] < seconds["middle"] and seconds["unused"] == 0

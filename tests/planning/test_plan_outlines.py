@@ -1,4 +1,4 @@
-"""Outlines: what a plan knows of a checkpoint or a module, from headers and shapes."""
+"""Outlines: what headers and shapes tell a plan about a checkpoint or a module."""
 
 from __future__ import annotations
 

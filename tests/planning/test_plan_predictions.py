@@ -1,4 +1,4 @@
-"""Predictions: what arithmetic says of simple models, and refusals."""
+"""Predictions agree with arithmetic for simple models. Bad arguments are refused."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def _native() -> None:
         skip_or_fail(reason, cuda=False)
 
 
-#: Of models.
+#: Seeds of models.
 SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2, 3)))
 NIGHTLY_SEEDS = (0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2, 3)))
 
 
 def layers(count: int = 40, *, seconds: float = 1e-3, moved: int = 8 * _MIB) -> list[planning.PlannedWeight]:
-    """Equal matrices of 8 MiB on the device, a module each."""
+    """Return equal matrices of 8 MiB on the device, one per module."""
     return [
         planning.PlannedWeight(f"layers.{i}.weight", 8 * _MIB, moved, i, "matrix", 4 * _MIB, seconds=seconds)
         for i in range(count)
@@ -81,7 +81,7 @@ def test_compute_hides_copies_of_a_fast_bus() -> None:
 
 
 def uneven(seed: int, scale: float = 1.0) -> list[planning.PlannedWeight]:
-    """Modules of several sizes, whose compute has nothing to do with their bytes."""
+    """Return modules of several sizes, whose compute does not depend on their bytes."""
     drawn = random.Random(seed)
     sizes = [(unit, drawn.choice([1, 2, 4, 8])) for unit in range(drawn.randint(8, 30))]
     times = [scale * drawn.choice([0, 1e-4, 1e-3, 4e-3]) for _ in sizes]
@@ -93,7 +93,7 @@ def uneven(seed: int, scale: float = 1.0) -> list[planning.PlannedWeight]:
 
 @pytest.mark.parametrize("seed", NIGHTLY_SEEDS)
 def test_a_prediction_is_of_its_budget_alone(seed: int) -> None:
-    """Whatever else is asked for, before it, beside it, or in another plan."""
+    """A prediction depends only on its budget, not on others that are asked for, or on their order."""
     weights = uneven(seed)
     plan = planning.plan(weights, bandwidth=2e9)
     curve = plan.curve(30)
@@ -110,7 +110,7 @@ def test_a_prediction_is_of_its_budget_alone(seed: int) -> None:
 
 
 def assert_placed(curve: Sequence[planning.Prediction]) -> None:
-    """With twice the budget a pass is no slower, and nothing beats the limit, which falls."""
+    """Assert that twice the budget is never slower, that the limit falls, and that no pass beats it."""
     for less, more in pairwise(curve):
         assert less.budget < more.budget and more.limit_seconds <= less.limit_seconds
     for less in curve:
@@ -187,7 +187,7 @@ class TestPlan:
 
     @pytest.mark.parametrize("nbytes", [32, 1000, 4224, 8448])
     def test_small_models_have_a_plan_for_every_budget(self, nbytes: int) -> None:
-        """What lies between their weights is much of them."""
+        """Small models, which are padding to a large part, have a plan for every budget."""
         weights = [
             planning.PlannedWeight(f"{i}.{name}", nbytes, nbytes, i, "matrix", nbytes // 4, seconds=1e-6)
             for i in range(12)
@@ -205,7 +205,7 @@ class TestPlan:
         assert caught.value.smallest_bytes == plan.smallest
 
     def test_copies_are_hidden_from_where_arithmetic_says(self) -> None:
-        # A pass computes for 40 ms, in which 160 of 320 MiB come; the ring takes some of the budget.
+        # A pass computes for 40 ms, in which 160 of 320 MiB arrive. The ring takes some of the budget.
         plan = planning.plan(layers(), bandwidth=160 * _MIB / 40e-3, latency=0.0)
         assert 160 * _MIB <= plan.hidden_from <= 160 * _MIB + 4 * 8 * _MIB
         assert plan.at(plan.hidden_from).hidden

@@ -1,4 +1,4 @@
-"""What the first programs have in common: a model installed and the same one moved, and what has to hold."""
+"""Shared parts of the programs: an installed model, the same model moved, and their comparison."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from dynswap_ext import testing
 
 T = TypeVar("T")
 
-#: On the CPU weights have to be cast, or nothing would have to move.
+#: On the CPU, weights are only streamed if they are cast.
 INFERENCE_DTYPE = torch.float64
 
 
@@ -28,7 +28,7 @@ def library(name: str) -> Any:
 
 
 def seeded() -> None:
-    """Start every generator from the same place, those of devices too."""
+    """Seed all generators, those of devices too."""
     random.seed(0)
     torch.manual_seed(0)
 
@@ -38,16 +38,16 @@ def inference_dtype(provider: Provider) -> torch.dtype | None:
 
 
 def bytes_of(*models: nn.Module) -> int:
-    """Bytes of the masters of models, tied ones once."""
+    """Return the bytes of the masters of models, counting tied ones once."""
     masters = {id(t): t for m in models for t in (*m.parameters(), *m.buffers())}
     return sum(master.nbytes for master in masters.values())
 
 
 class _Installed:
-    """Models that are installed, and the same ones moved."""
+    """Installed models, and copies of them that were moved."""
 
     def __init__(self, provider: Provider, models: tuple[nn.Module, ...], dtype: torch.dtype | None) -> None:
-        # Together, as some share parts.
+        # All at once, as some share parts.
         self.moved: tuple[nn.Module, ...] = copy.deepcopy(models)
         for model in self.moved:
             testing.move(model, provider.device, dtype)
@@ -61,7 +61,7 @@ class _Installed:
         return sum(handle.stats().bytes_moved for handle in self.handles)
 
     def check(self) -> None:
-        """Every weight was moved by the engine, and the masters are the same tensors at the same place."""
+        """Assert that weights were streamed, and that masters are the same tensors on the same device."""
         device = self.handles[0].device
         for model, handle, masters in zip(self.models, self.handles, self._masters, strict=True):
             held = {id(t) for _, t in _masters(model)}  # under other names perhaps
@@ -80,14 +80,14 @@ def _masters(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 def both(
     provider: Provider, *models: nn.Module, dtype: torch.dtype | None = None
 ) -> Iterator[tuple[Any, Any]]:
-    """The models installed, and copies of them moved; one of each, or tuples."""
+    """Install models; yield them and moved copies, as single models or tuples. Then check the masters."""
     installed = _Installed(provider, models, dtype)
     yield (models[0], installed.moved[0]) if len(models) == 1 else (models, installed.moved)
     installed.check()
 
 
 def same(program: Callable[[Any], T], installed: Any, moved: Any) -> T:
-    """Run a program on both, from the same seed; assert that it comes to the same, to the bit."""
+    """Run a program on both, from the same seed. Assert equal results to the bit, and return them."""
     seeded()
     expected = program(moved)
     seeded()
@@ -97,10 +97,10 @@ def same(program: Callable[[Any], T], installed: Any, moved: Any) -> T:
 
 
 def assert_trained_alike(provider: Provider, actual: Any, expected: Any, what: str = "value") -> None:
-    """Assert that a few steps of torch's optimizers came to the same, to the bit.
+    """Assert that a few steps of torch's optimizers gave the same, to the bit.
 
-    On a GPU the plain model's optimizer steps there, and the installed model's on the CPU, beside its
-    masters. The two round differently, so that their results are only close.
+    On a GPU the plain model's optimizer steps there, and the installed model's on the CPU, where its masters
+    are. Rounding differs, so results are only close.
     """
     if PRETEND or provider.device.type == "cpu":
         testing.assert_bit_equal(actual, expected, what)
@@ -114,7 +114,7 @@ def assert_told_once(told: pytest.WarningsRecorder | list[Any], times: int) -> N
 
 
 def llama_config(**options: Any) -> Any:
-    """The config of a small model with the tokens of `word_tokenizer`, but for these options."""
+    """Return the config of a small model for the tokens of `word_tokenizer`, with some options changed."""
     sizes = {
         "vocab_size": 16,
         "hidden_size": 32,
@@ -131,13 +131,13 @@ def llama_config(**options: Any) -> Any:
 
 
 def llama(**options: Any) -> Any:
-    """A small model of these options, with seeded weights."""
+    """Return a small model with these options and seeded weights."""
     seeded()
     return library("transformers").LlamaForCausalLM(llama_config(**options))
 
 
 def word_tokenizer(**special: str) -> Any:
-    """A tokenizer of a few words, made by hand."""
+    """Return a tokenizer with a few words."""
     tokenizers = library("tokenizers")
     transformers = library("transformers")
     words = ["a", "the", "cat", "dog", "sat", "ran", "on", "mat", "red", "blue", "photo", "of"]

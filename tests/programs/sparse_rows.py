@@ -1,4 +1,4 @@
-"""Models whose bytes are mostly rows of an embedding, few of which a training step touches; their data."""
+"""Models that consist mostly of an embedding, of which a training step uses few rows, and their data."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def llama_classifier() -> Any:
 
 
 class Sentences(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Random tokens; each token is in few sentences, and each sentence is seen more than once."""
+    """Sentences of random tokens. A token is in few of them, and each is used more than once."""
 
     def __init__(self, count: int = 48) -> None:
         generator = torch.Generator().manual_seed(11)

@@ -1,4 +1,4 @@
-"""First programs with accelerate: a training loop of one's own, prepared."""
+"""Programs with accelerate: a training loop with prepared objects."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def _known(provider: Provider) -> None:
 
 @pytest.fixture(autouse=True)
 def _fresh_state() -> Iterator[None]:
-    """Accelerate keeps the options of the process's first accelerator."""
+    """Reset accelerate after a test, as it keeps the options of the process's first accelerator."""
     yield
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)
 
@@ -59,7 +59,7 @@ def test_a_prepared_loop(provider: Provider, accumulate: int, recwarn: pytest.Wa
     with both(provider, mlp()) as (model, moved):
         same(program, model, moved)
         assert_trained_alike(provider, model.state_dict(), moved.cpu().state_dict())
-    assert_told_once(recwarn, 0)  # it is accelerate that moves it
+    assert_told_once(recwarn, 0)  # accelerate moves the model, not the user
 
 
 @pytest.mark.parametrize("way", TRAINING_WAYS, ids=str)

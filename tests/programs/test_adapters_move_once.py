@@ -1,4 +1,4 @@
-"""Adapters that come and go: the weights that stay on the device are not moved again for them."""
+"""Adapters that come and go do not cause weights that stay on the device to be moved again."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from programs import library, llama
 peft = library("peft")
 
 LAYERS = 6
-#: After so many calls, what has come is in the plan. Until then, it is moved at each read.
+#: The calls after which a new adapter is in the plan. Until then, it is moved at each read.
 PLANNED = 4
-#: How often at most they are moved in these calls.
+#: The most times that an adapter is moved in these calls.
 READ_UNPLANNED = 6
 
 
@@ -27,7 +27,7 @@ def base() -> Any:
 
 
 def add(model: Any, name: str) -> int:
-    """Add an adapter whose masters are in RAM, in float32; return its elements."""
+    """Add an adapter whose masters are in RAM, in float32; return the number of its elements."""
     torch.manual_seed(len(name))
     config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
     model.add_adapter(config, adapter_name=name)
@@ -40,7 +40,7 @@ def add(model: Any, name: str) -> int:
 
 
 class ModelPair:
-    """A plain model in float64, and the same one installed; each step is a call of both."""
+    """A plain model in float64, and the same model installed. Each step calls both."""
 
     def __init__(self, provider: Provider, budget: float) -> None:
         self.plain = testing.move(base(), provider.device, torch.float64)
@@ -67,7 +67,7 @@ class ModelPair:
             model.delete_adapter(name)
 
     def residents(self) -> dict[tuple[str, ...], int]:
-        """What has been moved in this plan of each group that stays, by the names of its weights."""
+        """Return the bytes that this plan has moved for each group that stays, by its weights' names."""
         return {
             tuple(name.replace(".base_layer", "") for name in row.names): row.bytes_moved
             for row in self.handle.report().rows
@@ -75,7 +75,7 @@ class ModelPair:
         }
 
     def moved(self, calls: int = 1) -> int:
-        """The bytes that have been moved since this was asked last, after calls whose results are right."""
+        """Call both models and compare; return the bytes that were moved since the last such call."""
         for _ in range(calls):
             with torch.no_grad():
                 testing.assert_bit_equal(self.model(self.ids).logits, self.plain(self.ids).logits, "logits")
@@ -94,7 +94,7 @@ def only_native(provider: Provider) -> None:
 
 
 def test_with_room_for_all_only_adapters_are_moved(provider: Provider) -> None:
-    """Each adapter is moved, and nothing else."""
+    """Adapters are moved, and nothing else."""
     beside = ModelPair(provider, budget=2)
     assert beside.moved() > 0
     assert beside.moved() == 0
@@ -116,7 +116,7 @@ def test_with_room_for_all_only_adapters_are_moved(provider: Provider) -> None:
 
 @pytest.mark.parametrize("budget", [0.55, 0.75])
 def test_residents_of_a_small_budget_are_not_moved(provider: Provider, budget: float) -> None:
-    """What stays is not moved for the plans that are made as adapters come and go."""
+    """Weights that stay are not moved for the plans that are made as adapters come and go."""
     beside = ModelPair(provider, budget)
     beside.moved(2)
     stay = beside.residents()
@@ -129,7 +129,7 @@ def test_residents_of_a_small_budget_are_not_moved(provider: Provider, budget: f
         beside.moved(PLANNED)
         assert beside.handle.stats().weight_bytes != planned, "there is a plan with it, or without"
         now = beside.residents()
-        # One may have to make room for streamed groups that are larger now.
+        # One weight may have to make room for streamed groups, which are larger now.
         assert len(stay.keys() - now.keys()) <= 1
         assert sum(now[names] for names in stay.keys() & now.keys()) == 0
         stay = now
@@ -141,7 +141,7 @@ def test_residents_of_a_small_budget_are_not_moved(provider: Provider, budget: f
 
 
 def test_what_was_written_is_moved_again(provider: Provider) -> None:
-    """Also by a write that bumps no version, after which an adapter comes."""
+    """Written masters are moved again, even if the write bumped no version and an adapter came then."""
     beside = ModelPair(provider, budget=2)
     beside.moved()
     written = 0
@@ -155,7 +155,10 @@ def test_what_was_written_is_moved_again(provider: Provider) -> None:
 
 
 def test_what_is_held_is_moved_again(provider: Provider) -> None:
-    """Somebody has a resident when the next plan is made; writes to it reach the master, and the model."""
+    """A weight that the program holds during a new plan is moved again after a write on the held tensor.
+
+    The write reaches the master and the model.
+    """
     beside = ModelPair(provider, budget=2)
     beside.moved()
     held = [model.lm_head.weight for model in beside.both()]

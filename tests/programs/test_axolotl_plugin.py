@@ -1,9 +1,10 @@
-"""`DynswapPlugin` in axolotl's own command: a YAML file with it, beside the same file without it.
+r"""`DynswapPlugin` in axolotl's own command: results of a YAML file with it equal those without it.
 
-axolotl wants exact versions of transformers and others, so `programs` has it not. In a folder of its own,
-which comes before what is installed here, it runs with all that it imports (axolotl 0.19.0 did so):
+axolotl requires exact versions of transformers and others, so `programs` does not include it. It runs from a
+folder of its own, which comes before the installed packages and has all that it imports (tested with
+0.19.0):
 
-    pip install --no-deps --target /tmp/axolotl axolotl==0.19.0 transformers==5.16.1 tokenizers==0.23.1 \\
+    pip install --no-deps --target /tmp/axolotl axolotl==0.19.0 transformers==5.16.1 tokenizers==0.23.1 \
         huggingface_hub==1.17.0 peft==0.20.0 accelerate==1.13.0 datasets==4.8.4 trl==1.9.0 posthog==6.7.11 ...
     PYTHONPATH=/tmp/axolotl:$PWD python -m pytest tests/programs/test_axolotl_plugin.py
 """
@@ -31,10 +32,11 @@ base = pytest.importorskip(
 
 ROOT = Path(__file__).parents[2]
 PLUGIN = "dynswap_ext.integrations.axolotl.DynswapPlugin"
-#: axolotl seeds nothing before it makes an adapter, and by default trains it with kernels for a GPU.
+#: axolotl does not seed before it makes an adapter, so this command does.
 COMMAND = (
     "import sys, torch; torch.manual_seed(0); from axolotl.cli.train import do_cli; do_cli(sys.argv.pop())"
 )
+#: By default axolotl trains an adapter with kernels for a GPU.
 KERNELS = {f"lora_{part}_kernel": False for part in ("mlp", "qkv", "o")}
 
 
@@ -46,7 +48,7 @@ def _one_device() -> None:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with what the example's file names."""
+    """Return a folder with the files that the example's YAML names."""
     folder = tmp_path_factory.mktemp("axolotl")
     script = ROOT / "examples" / "tiny.py"
     subprocess.run([sys.executable, script, "tiny", "--only", "llama"], cwd=folder, check=True, timeout=300)
@@ -54,7 +56,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def train(folder: Path, **keys: Any) -> subprocess.CompletedProcess[str]:
-    """Train by the example's file with other keys; None takes a key out."""
+    """Train with the example's YAML file and other keys. None removes a key."""
     given = yaml.safe_load((ROOT / "examples" / "axolotl.yml").read_text())
     given |= {"bf16": False, "max_steps": 4, "logging_steps": 1, "dataset_num_proc": 1, **KERNELS, **keys}
     name = f"{keys['output_dir']}.yml"
@@ -74,7 +76,7 @@ def train(folder: Path, **keys: Any) -> subprocess.CompletedProcess[str]:
 
 
 def trained(folder: Path, output: str) -> tuple[list[float], dict[str, bytes]]:
-    """The losses, and the weights that were saved."""
+    """Return the losses and the saved weights of a training."""
     state = json.loads(next((folder / output).glob("checkpoint-*/trainer_state.json")).read_text())
     losses = [entry["loss"] for entry in state["log_history"] if "loss" in entry]
     return losses, {path.name: path.read_bytes() for path in (folder / output).glob("*.safetensors")}
@@ -97,7 +99,7 @@ def test_trained_as_without_it(provider: Provider, tiny: Path, adapter: str | No
 
 
 def validated(**keys: Any) -> Any:
-    """What axolotl makes of a file that names the plugin."""
+    """Return axolotl's validated config of a file that names the plugin."""
     config = pytest.importorskip("axolotl.cli.config")
     checks = pytest.importorskip("axolotl.utils.config")
     given = yaml.safe_load((ROOT / "examples" / "axolotl.yml").read_text())

@@ -1,4 +1,4 @@
-"""Masters in float32 that compute in half precision: as the library's own `from_pretrained(dtype=...)`."""
+"""Masters in float32 that compute in half precision, as with the library's `from_pretrained(dtype=...)`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ HALF = torch.bfloat16
 
 
 def as_loaded(provider: Provider, folder: Path, model: Any, dtype: torch.dtype = HALF) -> Any:
-    """The same model, saved and loaded by its library in this dtype."""
+    """Save the model, and load it with its library in this dtype."""
     model.save_pretrained(folder)
     return type(model).from_pretrained(folder, dtype=dtype).eval().to(provider.device)
 
@@ -38,7 +38,7 @@ def compare(
     for name, value in (*loaded.named_parameters(), *loaded.named_buffers()):
         owner, _, leaf = name.rpartition(".")
         assert getattr(model.get_submodule(owner), leaf).dtype == value.dtype, name
-    # Masters are the same tensors, and what an optimizer is given.
+    # Masters are the same tensors, which an optimizer would be given.
     for parameter, (master, was, where) in zip(model.parameters(), masters, strict=True):
         assert parameter is master and (master.dtype, master.device) == (was, where)
     assert handle.stats().bytes_moved > 0.4 * bytes_of(model)
@@ -46,7 +46,7 @@ def compare(
 
 
 def test_whisper(provider: Provider, tmp_path: Path) -> None:
-    """Programs cast its features by hand: ``input_features.to(model.dtype)``."""
+    """Programs that cast features by hand, ``input_features.to(model.dtype)``, work with Whisper."""
     compare(
         provider,
         tmp_path,
@@ -57,7 +57,7 @@ def test_whisper(provider: Provider, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_positions_far_from_the_first(provider: Provider, tmp_path: Path, dtype: torch.dtype) -> None:
-    """Their angles are multiples of frequencies that are in no checkpoint, and stay in float32."""
+    """Positions far from the first are right, as their frequencies, in no checkpoint, stay in float32."""
     model = llama(max_position_embeddings=4096)
     positions = torch.arange(3000, 3005, device=provider.device)[None]
 
@@ -70,7 +70,7 @@ def test_positions_far_from_the_first(provider: Provider, tmp_path: Path, dtype:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_t5(provider: Provider, tmp_path: Path, dtype: torch.dtype) -> None:
-    """Its `wo` stays in float32 in float16, and is cast into bfloat16."""
+    """T5's `wo` stays in float32 in float16, and is cast in bfloat16."""
     model = t5()
     compare(
         provider,
@@ -105,12 +105,12 @@ def ernie() -> Any:
 
 
 def test_the_router_of_experts(provider: Provider, tmp_path: Path) -> None:
-    """What transformers keeps strictly stays in float32 in bfloat16, too."""
+    """Weights that transformers keeps strictly stay in float32 in bfloat16, too."""
     model = ernie()
     tokens = torch.randint(4, VOCABULARY, (2, 5))
     loaded = as_loaded(provider, tmp_path, model)
     for each in (model, loaded):
-        each.set_experts_implementation("eager")  # the other takes a histogram that torch lacks on the CPU
+        each.set_experts_implementation("eager")  # the other needs a histogram that the CPU does not have
     provider.install(model, dtype=HALF)
     same(lambda m: m(tokens.to(m.device)).logits, model, loaded)
     gate = model.model.layers[1].mlp.gate
@@ -138,7 +138,11 @@ def test_pipelines(provider: Provider, tmp_path: Path, name: str) -> None:
 
 
 def wan() -> tuple[Any, dict[str, torch.Tensor]]:
-    """``next(iter(self.time_embedder.parameters())).dtype`` decides what dtype a layer's input gets."""
+    """Return a Wan transformer.
+
+    Its forward takes the dtype of a layer's input from
+    ``next(iter(self.time_embedder.parameters())).dtype``.
+    """
     model = diffusers.WanTransformer3DModel(
         patch_size=(1, 2, 2),
         num_attention_heads=2,
@@ -198,7 +202,7 @@ def prior() -> tuple[Any, dict[str, torch.Tensor]]:
 
 
 def omnigen_rope() -> tuple[Any, dict[str, torch.Tensor]]:
-    """Assigns a float32 buffer in its forward, and reads it: it is not cast as the old one was."""
+    """Return a model whose forward assigns a float32 buffer and reads it. The new buffer is not cast."""
     from diffusers.models.transformers.transformer_omnigen import OmniGenSuScaledRotaryEmbedding
 
     class Rope(diffusers.ModelMixin, diffusers.configuration_utils.ConfigMixin):
@@ -232,6 +236,6 @@ def test_models_of_diffusers(
     def program(m: Any) -> Any:
         moved = {k: v.to(m.device, m.dtype if v.is_floating_point() else None) for k, v in inputs.items()}
         with torch.no_grad():
-            return [m(**moved)[0] for _ in range(8)]  # code that is warm is another bytecode
+            return [m(**moved)[0] for _ in range(8)]  # Python replaces the bytecode of code that runs often
 
     compare(provider, tmp_path, model.eval(), program)

@@ -1,4 +1,4 @@
-"""The package's own demo on a device, as a user runs it; test_cli.py has it on the CPU."""
+"""The package's demo on a device, as a user runs it. test_cli.py runs it on the CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 def environment() -> dict[str, str]:
-    """In which processes of this one's have its device."""
+    """Return an environment whose processes have this one's device."""
     added = {"COLUMNS": "120", "OMP_NUM_THREADS": "1"}
     if PRETEND:
         folders = (_ROOT / "tests" / "device" / "startup", _ROOT / "tests" / "device")
@@ -38,8 +38,8 @@ def test_demo(tmp_path: Path) -> None:
         text=True,
         check=False,
     )
-    assert done.returncode == 0, done.stderr  # 1 if outputs differ
+    assert done.returncode == 0, done.stderr  # it is 1 if outputs differ
     assert re.search(r"^device +cuda", done.stdout, re.MULTILINE)
     assert f"(native, {ENGINE})" in done.stdout
     moved = re.search(r"moved a pass +- +([\d.]+) MiB", done.stdout)
-    assert moved is not None and float(moved[1]) > 3, done.stdout  # of 7.6
+    assert moved is not None and float(moved[1]) > 3, done.stdout  # the model has 7.6 MiB

@@ -1,4 +1,4 @@
-"""First programs with diffusers: StableDiffusion and Flux with their components installed."""
+"""Programs with diffusers: StableDiffusion and Flux with installed components."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def test_pipeline(provider: Provider, name: str, recwarn: pytest.WarningsRecorde
 
 @pytest.mark.parametrize("name", PIPELINES)
 def test_only_the_largest_part_is_installed(provider: Provider, name: str) -> None:
-    """As is usual: the other components fit, and are moved by the same `pipe.to`."""
+    """The largest component is installed, and `pipe.to` moves the others, which fit."""
     components, pipeline, options = PIPELINES[name]
     made = components()
     largest = next(part for part in ("unet", "transformer") if part in made)

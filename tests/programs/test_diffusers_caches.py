@@ -1,4 +1,4 @@
-"""Features of diffusers that look a block's class up, before an install and after it."""
+"""Features of diffusers that look a block's class up work before an install and after it."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_enabled_around_the_install(provider: Provider, cache: str, when: str) -
     expected = steps(plain, provider)
     testing.assert_bit_equal(steps(installed, provider), expected, "outputs")
     plain.disable_cache()
-    assert not torch.equal(steps(plain, provider)[1], expected[1])  # the cache had its effect
+    assert not torch.equal(steps(plain, provider)[1], expected[1])  # the cache had an effect
 
 
 def test_layers_that_are_skipped(provider: Provider) -> None:

@@ -1,4 +1,4 @@
-"""Pipelines of diffusers with LoRA loaded from a file, before the install and after it."""
+"""Pipelines of diffusers with LoRA from a file, loaded before the install or after it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FILE = "lora.safetensors"
 
 @pytest.fixture
 def lora(tmp_path: Path) -> Path:
-    """A folder with a file of LoRA for a pipeline's UNet and text encoder."""
+    """Return a folder with a file of LoRA for a pipeline's UNet and text encoder."""
     saved(KINDS["StableDiffusion"], tmp_path, "lora")
     return tmp_path
 
@@ -54,7 +54,7 @@ def image(pipe: Any) -> torch.Tensor:
 
 
 def images(provider: Provider, pipe: Any) -> Iterator[torch.Tensor]:
-    """Images with an adapter that is loaded: at its own scale, at a smaller one, fused, without."""
+    """Yield images with an adapter: at its own scale, at a smaller one, fused, and without it."""
     components_moved_to(provider, pipe)
     yield image(pipe)
     pipe.set_adapters(["red"], adapter_weights=[0.5])
@@ -87,10 +87,10 @@ def test_loaded_before_the_install(provider: Provider, way: Way, lora: Path, tmp
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of pipeline, and what of it gets LoRA."""
+    """A kind of pipeline, and the layers of it that get LoRA."""
 
     make: Callable[[], Any]
-    #: The part with most weights, and the names of the layers in it that get LoRA; text encoders get it too.
+    #: The part with most weights, and the layers in it that get LoRA. Text encoders get it too.
     denoiser: str
     targets: tuple[str, ...]
     #: The argument that scales adapters for one call.
@@ -133,7 +133,7 @@ def saved(kind: Kind, folder: Path, name: str, **options: Any) -> None:
 
 
 def comes_and_goes(kind: Kind, folder: Path, pipe: Any) -> Iterator[torch.Tensor]:
-    """Adapters are loaded, combined, fused and taken off, by diffusers' own calls."""
+    """Load, combine, fuse and remove adapters by diffusers' own calls; yield the images."""
 
     def painted(**options: Any) -> torch.Tensor:
         seeded()
@@ -182,7 +182,7 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.slow
 def test_adapters_come_and_go(provider: Provider, case: str, tmp_path: Path) -> None:
-    """Bit-equal to the pipeline moved, within the smallest budget, and without a second copy of the base."""
+    """Images equal the moved pipeline's to the bit, within the smallest budget, without a second base."""
     name, options, dtype = CASES[case]
     kind = KINDS[name]
     for adapter in ("red", "yellow"):
@@ -213,7 +213,7 @@ def test_adapters_come_and_go(provider: Provider, case: str, tmp_path: Path) -> 
         assert max(peaks) < 0.5 * whole, "the weights in use and those fetched ahead"
         passes = 2 * len(peaks)  # two steps an image
         on_the_bus = sum(m.nbytes if dtype is None else m.numel() * 4 for m in masters.values())
-        # DoRA reads a layer's weight twice, and merging reads it, too.
+        # DoRA reads a layer's weight twice, and a merge reads it again.
         assert 0.2 * whole < stats.bytes_moved < 4 * passes * on_the_bus
     for model in models_of(pipe).values():
         dynswap_ext.uninstall(model)
@@ -222,7 +222,7 @@ def test_adapters_come_and_go(provider: Provider, case: str, tmp_path: Path) -> 
 
 @pytest.mark.slow
 def test_many_adapters_leave_nothing(provider: Provider, lora: Path) -> None:
-    """Neither weights of the plan nor memory of the device."""
+    """Adapters that came and went leave no weights in the plan, and no memory on the device."""
     if not provider.native:
         pytest.skip("pure Python plans when masters come, not when they go")
     pipe = pipeline()

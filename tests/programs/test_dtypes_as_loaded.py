@@ -1,4 +1,4 @@
-"""The plain models that installs are compared with have the dtypes of the library's own `from_pretrained`."""
+"""The plain models that installs are compared with have the dtypes that `from_pretrained` gives them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ transformers = library("transformers")
 
 
 def test_a_library_that_cannot_be_asked_is_said() -> None:
-    """Its constructor takes more than a config, so the library could not load it either."""
+    """A model whose constructor takes more than a config gives a warning.
+
+    Its library could not load it either.
+    """
 
     class Own(transformers.LlamaForCausalLM):
         def __init__(self, config: Any, more: int) -> None:
@@ -43,14 +46,14 @@ def test_layers_that_peft_keeps_whole_are_as_the_one_they_replace() -> None:
 
 
 def gemma3() -> Any:
-    """It makes buffers that are in no checkpoint in the dtype that is asked for, and others in float32."""
+    """Return a Gemma3, which makes some unsaved buffers in the asked dtype, and others in float32."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(vocab_size=64, **sizes, **heads))
 
 
 def deberta() -> Any:
-    """It makes two biases in float32, whatever is asked for."""
+    """Return a Deberta, which makes two biases in float32 in any case."""
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
     return transformers.DebertaModel(transformers.DebertaConfig(vocab_size=64, **sizes))
 
@@ -94,12 +97,12 @@ def test_they_are_those_of_the_library(tmp_path: Path, name: str, dtype: torch.d
     moved = testing.moved(model, "cpu", dtype)
     assert dtypes(moved) == dtypes(loaded)
     testing.assert_bit_equal(dict(moved.state_dict()), dict(loaded.state_dict()), "state")
-    assert torch.equal(torch.random.get_rng_state(), drawn)  # to ask draws no random numbers
-    assert {p.dtype for p in model.parameters()} == {torch.float32}  # nor does it touch the model
+    assert torch.equal(torch.random.get_rng_state(), drawn)  # no random numbers were drawn
+    assert {p.dtype for p in model.parameters()} == {torch.float32}  # the model was not changed
 
 
 def test_parts_of_a_tree_are_as_they_were_loaded() -> None:
-    """A model of a library among other modules, with weights that it shares with them."""
+    """A library's model in a tree has its own dtypes, also with weights that other modules share."""
     model = t5()
     tree = nn.ModuleDict({"model": model, "plain": nn.Linear(4, 4), "wo": nn.Linear(4, 4)})
     tree["head"] = nn.Linear(4, 4, bias=False)

@@ -1,4 +1,4 @@
-"""`from_pipe` of diffusers: another pipeline over the components of an installed one."""
+"""`from_pipe` of diffusers: a second pipeline over the components of an installed one."""
 
 from __future__ import annotations
 
@@ -42,7 +42,10 @@ def by_task(pipe: Any, **options: Any) -> Any:
 
 @pytest.mark.parametrize("other", [by_class, by_task])
 def test_the_same_components(provider: Provider, other: Callable[..., Any]) -> None:
-    """Diffusers compares the classes of the components with those that the other pipeline takes."""
+    """A second pipeline takes installed components.
+
+    diffusers compares their classes with the expected ones.
+    """
     pipe = made("StableDiffusion")
     plain = moved(pipe, provider)
     handle = provider.install(pipe)
@@ -58,7 +61,7 @@ def test_the_same_components(provider: Provider, other: Callable[..., Any]) -> N
 
 @pytest.mark.parametrize(("stored", "asked"), [(torch.float32, torch.bfloat16), (torch.bfloat16, None)])
 def test_another_dtype(provider: Provider, stored: torch.dtype, asked: torch.dtype | None) -> None:
-    """Unless it is told another one, `from_pipe` casts the components that both share to float32."""
+    """`from_pipe` casts shared components to the dtype that is given, or else to float32."""
     pipe = made("StableDiffusion").to(stored)
     plain = moved(pipe, provider)
     handle = provider.install(pipe)
@@ -71,7 +74,7 @@ def test_another_dtype(provider: Provider, stored: torch.dtype, asked: torch.dty
 
 @pytest.mark.parametrize("again", [False, True], ids=["moved", "installed"])
 def test_one_more_component(provider: Provider, again: bool) -> None:
-    """A ControlNet, which the first pipeline has not: it is moved, or installed with the second pipeline."""
+    """A second pipeline has a ControlNet more, which is moved, or installed with that pipeline."""
     pipe = made("StableDiffusion")
     controlnet = diffusers.ControlNetModel.from_unet(
         pipe.unet, conditioning_embedding_out_channels=(16, 32)

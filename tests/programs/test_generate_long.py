@@ -1,4 +1,4 @@
-"""`generate` over many tokens, in a loop over prompts, with each budget."""
+"""`generate` of many tokens, in a loop over prompts, with each budget."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOW: dict[str, dict[str, Any]] = {
 }
 
 
-#: Greedy search in all ways; the others in the way in which most weights move.
+#: Greedy search is tested with all ways to install, the others with the one that streams most weights.
 CASES = [(how, way) for how in HOW for way in (WAYS if how == "greedy" else (SMALLEST,))]
 
 

@@ -1,4 +1,4 @@
-"""Programs of lightning: a LightningModule, fitted and validated by its trainer on default options."""
+"""Programs with lightning: a LightningModule, fitted and validated by its trainer with default options."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def _known(provider: Provider) -> None:
 
 
 class Classifier(lightning.LightningModule):
-    """A module as lightning's documentation writes one, which keeps the losses and gradients that it saw."""
+    """A usual LightningModule, which keeps its losses and gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -75,4 +75,4 @@ def test_fit(
     beside_plain(
         provider, way, tmp_path, Classifier, program, lambda made: made if part == "module" else made.net
     )
-    assert_told_once(recwarn, 0)  # it is lightning that moves it
+    assert_told_once(recwarn, 0)  # lightning moves the model, not the user

@@ -1,4 +1,4 @@
-"""`DynswapCallback`: programs of Lightning's `Trainer` with one more callback, beside the same without it."""
+"""`DynswapCallback`: programs of Lightning's `Trainer` give the same with this callback as without it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def _known(provider: Provider) -> None:
 
 
 class Module(Classifier):
-    """A module with all four steps."""
+    """A LightningModule with all four kinds of step."""
 
     def test_step(self, batch: dict[str, torch.Tensor], number: int) -> None:
         self.validation_step(batch, number)
@@ -72,9 +72,9 @@ def beside(
     *,
     moves: bool = True,
 ) -> None:
-    """Run a program without the callback and with it, and assert that they come to the same, to the bit.
+    """Run a program without the callback and with it. Assert equal results, to the bit.
 
-    The program gets the module, a folder, and the callbacks that its trainers are to have.
+    The program gets the module, a folder, and the callbacks for its trainers.
     """
     results = []
     for given in ([], [streaming(provider)]):
@@ -88,13 +88,13 @@ def beside(
         assert not dynswap_ext.is_installed(module) and type(module) is make
     handle = given[0].handle
     assert not handle.active and handle.device == provider.device
-    if provider.device.type != "cpu" or (moves and provider.native):  # in pure Python, a mapping is there
+    if provider.device.type != "cpu" or (moves and provider.native):  # pure Python hands mapped memory out
         assert handle.stats().bytes_moved > 0
     testing.assert_bit_equal(results[1], results[0], "with the callback")
 
 
 def saved(path: Path) -> dict[str, Any]:
-    """A checkpoint of Lightning, but for what has the folder in it."""
+    """Return a checkpoint of Lightning without the entries that contain the folder."""
     found = torch.load(path, map_location="cpu", weights_only=False)
     return {name: value for name, value in found.items() if name != "callbacks"}
 
@@ -123,7 +123,7 @@ def test_every_run(provider: Provider, tmp_path: Path, recwarn: pytest.WarningsR
 @pytest.mark.parametrize("first", [False, True], ids=["plain", "streamed"])
 @pytest.mark.parametrize("second", [False, True], ids=["plain", "streamed"])
 def test_resumed(provider: Provider, first: bool, second: bool, tmp_path: Path) -> None:
-    """Also by the other kind of run: the optimizer's state is beside the masters, wherever those are."""
+    """Training can be resumed by a run of either kind. The optimizer's state is where the masters are."""
     seeded()
     whole = Module()
     trainer(provider).fit(whole, loader())
@@ -145,7 +145,7 @@ class Normalised(Module):
         self.net.output = nn.Sequential(self.net.output, nn.BatchNorm1d(3))
 
     def on_before_optimizer_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Without gradients to keep: the averages of the norm are made in an epoch without any."""
+        """Keep no gradients: the averages of the norm are made in an epoch that has none."""
 
 
 @pytest.mark.parametrize("kind", ["swa", "ema"])
@@ -170,12 +170,12 @@ def test_precision(provider: Provider, precision: str, tmp_path: Path) -> None:
         trainer(provider, *given, precision=precision).fit(module, loader())
         return module.seen
 
-    # A cast of the masters takes them into RAM, where they are on the CPU already.
+    # A cast takes the masters into RAM, from which nothing is streamed on the CPU.
     beside(provider, tmp_path, program, moves=not precision.endswith("true"))
 
 
 class Late(Module):
-    """Makes its layers where Lightning asks for them, and an optimizer with a state from the beginning."""
+    """Makes its layers in `configure_model`, and an optimizer that has a state from the beginning."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -233,7 +233,7 @@ def test_what_is_refused(provider: Provider, tmp_path: Path) -> None:
     with pytest.raises(BudgetError, match="the smallest budget that works is"):
         trainer(provider, streaming(provider, budget=2000)).fit(module, loader())
     with pytest.raises(ConfigError, match="the Trainer of lightning, and this one is that of torch"):
-        streaming(provider).setup(nn.Module(), module, "fit")  # pytorch_lightning's is another
+        streaming(provider).setup(nn.Module(), module, "fit")  # as pytorch_lightning's Trainer is
     several = lightning.Trainer(accelerator="cpu", devices=2, strategy="ddp", logger=False)
     callback = streaming(provider)
     several.callbacks.append(callback)
@@ -241,7 +241,7 @@ def test_what_is_refused(provider: Provider, tmp_path: Path) -> None:
         callback.setup(several, module, "fit")
     made = trainer(provider, callback)
     kind = lightning.pytorch.plugins.BitsandbytesPrecision
-    made.strategy.precision_plugin = kind.__new__(kind)  # it is made with a GPU alone
+    made.strategy.precision_plugin = kind.__new__(kind)  # its constructor needs a GPU
     with pytest.raises(ConfigError, match="BitsandbytesPrecision makes layers"):
         callback.setup(made, module, "fit")
     assert not dynswap_ext.is_installed(module)
@@ -250,7 +250,7 @@ def test_what_is_refused(provider: Provider, tmp_path: Path) -> None:
 def test_asked_for_by_the_environment(
     provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the entry points of pyproject.toml, as pip would write them down."""
+    """The entry points of pyproject.toml, as pip writes them, let the environment ask for the callback."""
     text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
     found = re.findall(r'^\[project\.entry-points\."([\w.]+)"\]\n((?:\w+ = ".*"\n)+)', text, re.MULTILINE)
     assert [group for group, _ in found] == ["lightning.pytorch.callbacks_factory"]
@@ -276,7 +276,7 @@ def test_asked_for_by_the_environment(
 
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "bf16-true"])
 def test_fabric(provider: Provider, precision: str, tmp_path: Path) -> None:
-    """Which calls no callback before it moves a model: the program installs it."""
+    """Fabric calls no callback before it moves a model, so the program installs it."""
     results = []
     for streams in (False, True):
         seeded()

@@ -1,6 +1,6 @@
-"""lm-eval (EleutherAI's harness): its `hf` model, streamed, answers each request as it does when it is moved.
+"""lm-eval (EleutherAI's harness): its `hf` model gives the same answers streamed as moved.
 
-It is not in `programs`. Where ``pip install lm_eval datasets`` was run (0.4.13 was), these tests run.
+`programs` does not include it. These tests run after ``pip install lm_eval datasets`` (tested with 0.4.13).
 """
 
 from __future__ import annotations
@@ -51,9 +51,9 @@ TASKS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture
 def folder(provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a checkpoint and tasks over a local file."""
+    """Return a folder with a checkpoint, and with tasks over a local file."""
     accelerate_knows(provider)
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # of the command
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")  # for the command's process
     for module in ("huggingface_hub.constants", "datasets.config"):
         monkeypatch.setattr(library(module), "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(library("datasets.config"), "HF_DATASETS_CACHE", str(tmp_path / "cache"))
@@ -72,7 +72,7 @@ def folder(provider: Provider, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
 
 def evaluated(folder: Path, model: Any, **options: Any) -> Any:
-    """Every answer of the model, before and after the filters, and the metrics."""
+    """Return every answer of the model, before and after the filters, and the metrics."""
     hf = HFLM(model, tokenizer=str(folder / "model"), dtype="float32", max_length=32, **options)
     tasks = TaskManager(include_path=str(folder / "tasks"), include_defaults=False)
     found = lm_eval.simple_evaluate(hf, tasks=list(TASKS), task_manager=tasks, bootstrap_iters=0)
@@ -92,7 +92,7 @@ def test_a_model_that_streams(provider: Provider, folder: Path) -> None:
     assert evaluated(folder, model) == plain
 
 
-#: What runs `lm_eval`, with the seeds that it would set, over one device.
+#: Runs `lm_eval` with the seeds that it would set, over one device.
 COMMAND = f"""
 import os, sys, torch
 os.environ["DYNSWAP_ENGINE_BACKEND"] = {ENGINE!r}

@@ -1,4 +1,4 @@
-"""Mixtures of experts of transformers: outputs and gradients of the moved model, by the chosen experts."""
+"""Mixtures of experts of transformers: outputs and gradients equal the moved model's; chosen experts move."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ def deepseek(**options: Any) -> Any:
 
 
 def gpt_oss(**options: Any) -> Any:
-    """Its experts are transposed, and have biases."""
+    """Return a GPT-OSS, whose experts are transposed and have biases."""
     config = transformers.GptOssConfig(num_local_experts=EXPERTS, **COMMON, **options)
     return transformers.GptOssForCausalLM(config)
 
 
 def llama4(**options: Any) -> Any:
-    """All experts in one operation."""
+    """Return a Llama 4, which computes all experts in one operation."""
     config = transformers.Llama4TextConfig(
         **COMMON,
         num_local_experts=EXPERTS,
@@ -91,7 +91,7 @@ DTYPE = torch.bfloat16
 
 @pytest.fixture(autouse=True)
 def _histogram(provider: Provider, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The pretend device computes with the CPU's kernels, which have no histogram of integers."""
+    """Give the pretend device a histogram of integers, which the CPU's kernels do not have."""
     if PRETEND:
         histc = torch.histc
         monkeypatch.setattr(torch, "histc", lambda x, **options: histc(x.float(), **options))
@@ -109,7 +109,7 @@ def built(make: Callable[..., Any], implementation: str | None = None) -> Any:
 
 
 def budget_for(provider: Provider, model: torch.nn.Module, part: float) -> int | None:
-    """This part of the model. Pure Python needs room for a fused parameter."""
+    """Return that part of the model's bytes; None for pure Python, which needs room for a fused parameter."""
     total = sum(parameter.numel() * DTYPE.itemsize for parameter in model.parameters())
     return int(part * total) if provider.native else None
 
@@ -140,7 +140,7 @@ def test_a_token_moves_its_experts(provider: Provider, family: str, implementati
     experts = sum(p.nbytes for name, p in model.named_parameters() if ".experts." in name)
     active = experts * CHOSEN / EXPERTS
     dense = sum(p.nbytes for name, p in model.named_parameters() if ".experts." not in name)
-    # Dense weights stay if they fit, so that experts alone move.
+    # Dense weights stay if they fit, so that only experts move.
     assert stats.bytes_moved / 6 <= active + (0 if stats.resident_bytes * 1.9 > dense else dense)
     assert budget is not None and stats.peak_bytes <= budget
     assert stats.overflow_bytes == 0
@@ -166,7 +166,7 @@ def test_a_training_step(provider: Provider, family: str, implementation: str) -
 
 
 def test_all_experts_at_once(provider: Provider) -> None:
-    """Llama 4 reads its experts whole: they stream as other weights do, from the second call on."""
+    """Llama 4 reads its experts whole; from the second call on, they are streamed like other weights."""
     model = built(llama4)
     moved = testing.moved(model, provider.device, DTYPE)
     handle = provider.install(model, dtype=DTYPE, budget=budget_for(provider, model, 2 / 3))

@@ -15,7 +15,7 @@ from test_diffusers import PROMPT, diffusers, models_of, stable_diffusion_xl
 
 
 def made() -> tuple[Any, Any]:
-    """A manager, and a pipeline over its components."""
+    """Return a manager, and a pipeline over its components."""
     manager = diffusers.ComponentsManager()
     blocks = diffusers.modular_pipelines.StableDiffusionXLAutoBlocks()
     pipe = blocks.init_pipeline(components_manager=manager, collection="xl")
@@ -53,7 +53,7 @@ def test_all_components_within_one_budget(provider: Provider, given: str) -> Non
 
 @pytest.mark.parametrize("first", [True, False], ids=["install first", "offload first"])
 def test_beside_the_managers_own_offloading(provider: Provider, first: bool) -> None:
-    """What is installed stays where it computes; the manager moves the others, and decides which."""
+    """Installed components stay where they compute; the manager moves the others, and decides which."""
     accelerate_knows(provider)
     if provider.device.type == "cpu":
         pytest.skip("the manager asks the device for its free memory, and diffusers knows none of the CPU's")

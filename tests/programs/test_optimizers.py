@@ -1,4 +1,4 @@
-"""Plain training loops over few rows of a large weight, with optimizers of torch and of other libraries."""
+"""Plain training loops over few rows of a large weight, with optimizers of torch and other libraries."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def training_of(name: str, steps: int = 20) -> Callable[[nn.Module], Any]:
 @pytest.mark.parametrize("name", OPTIMIZERS)
 @pytest.mark.slow
 def test_sparse_rows(provider: Provider, way: Way, name: str, tmp_path: Path) -> None:
-    # torchao would compile its step, which takes longer than all the rest; without that its steps are slow.
+    # torchao would compile its step, which takes long. Without that its steps are slow.
     steps = 5 if "torchao" in name else 20
     with torch.compiler.set_stance("force_eager"):
         beside_plain(provider, way, tmp_path, bags, training_of(name, steps))

@@ -47,18 +47,18 @@ def linears() -> nn.Module:
 
 @dataclass(frozen=True)
 class Combination:
-    """What another library does with a model, and what becomes of it beside an install."""
+    """A feature of another library, and what happens if it is combined with an install."""
 
-    #: As a row of docs/libraries.md has it.
+    #: The library's name in its row of docs/libraries.md.
     library: str
     feature: str
     apply: Callable[[Any, torch.device, Path], Any]
-    #: How the message says to take it off, and that; None if there is no way back, or no need.
+    #: How the message says to remove it, and a function that does; None without a way or a need.
     removal: str = ""
     remove: Callable[[Any], None] | None = None
     make: Callable[[], Any] = linears
     refused: bool = True
-    #: Whether it loads other masters, and where it wants them, before it adds a hook.
+    #: Whether it loads other masters, to a place of its own, before it adds a hook.
     loads: bool = False
 
 
@@ -92,12 +92,12 @@ def sequential(model: Any, device: torch.device, _: Path) -> None:
 
 
 def whole_models(model: Any, device: torch.device, _: Path) -> None:
-    """The pipeline moves its components one after the other; an installed one stays where it computes."""
+    """Let the pipeline move components one after the other; an installed one stays where it computes."""
     pipe(model).enable_model_cpu_offload(device=device)
 
 
 def managed(model: Any, device: torch.device, _: Path) -> None:
-    """So does the manager of modular pipelines' components, and it decides which of them have to go."""
+    """Let the manager of a modular pipeline decide which components it moves."""
     if device.type == "cpu":
         pytest.skip("diffusers offers it with an accelerator alone")
     manager = diffusers.ComponentsManager()
@@ -179,7 +179,7 @@ def run(model: nn.Module, device: torch.device) -> torch.Tensor:
 
 
 def state(model: nn.Module) -> list[Any]:
-    """Which masters a model has, where and in which dtype, and how often they were written."""
+    """Return a model's masters, where and in which dtype they are, and how often they were written."""
     return [(name, id(p), p.device, p.dtype, p._version) for name, p in model.named_parameters()]
 
 
@@ -202,7 +202,7 @@ def test_before_the_install(provider: Provider, case: Combination, tmp_path: Pat
             provider.install(model)
         assert "Hook of" in str(raised.value) and case.removal in str(raised.value)
         assert trace(model) == before
-        testing.assert_bit_equal(run(model, device), hooked)  # what was there goes on
+        testing.assert_bit_equal(run(model, device), hooked)  # the earlier hooks still work
         if case.remove is None:
             return
         case.remove(model)
@@ -236,7 +236,7 @@ def test_after_the_install(provider: Provider, case: Combination, tmp_path: Path
 
 
 def test_hooks_that_move_no_weights_are_allowed(provider: Provider) -> None:
-    """A cache of diffusers, a hook of one's own."""
+    """Hooks that move no weights are allowed: a cache of diffusers, and a hook of the user."""
     calls: list[str] = []
 
     class Own(accelerate.hooks.ModelHook):
@@ -264,7 +264,7 @@ def test_hooks_that_move_no_weights_are_allowed(provider: Provider) -> None:
 
 
 def test_a_hook_that_comes_to_others_is_refused_too(provider: Provider) -> None:
-    """The registry is there already, and has a hook that moves nothing."""
+    """A hook that moves weights is refused also if a registry with another hook is there already."""
     model = unet()
     plain = run(testing.moved(model, provider.device, None), provider.device)
     registry = diffusers.hooks.HookRegistry.check_if_exists_or_initialize(model.conv_in)

@@ -1,4 +1,4 @@
-"""First programs with peft: LoRA over an installed base is trained."""
+"""Programs with peft: LoRA over an installed base is trained."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def with_lora(model: nn.Module) -> Any:
 
 
 def steps(model: Any) -> list[torch.Tensor]:
-    """Some steps of training, as its documentation has them."""
+    """Run some steps of training, as in peft's documentation; return the losses."""
     tokens = torch.randint(16, (2, 7), generator=torch.Generator().manual_seed(5)).to(model.device)
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2)
     losses = []

@@ -1,6 +1,6 @@
-"""What peft does with adapters on an installed base: they are added, merged, swapped, loaded and deleted.
+"""Adapters of peft over an installed base: they are added, merged, swapped, loaded and deleted.
 
-Each program runs on an installed model and on the same one moved, and every step of it has to give the same
+Each program runs on an installed model and on the same model moved, and every step has to give the same
 output, to the bit. Adapters come after the install, and before it.
 """
 
@@ -34,7 +34,7 @@ def config(**options: Any) -> Any:
 
 
 def adapted(base: nn.Module, made: Any, **options: Any) -> Any:
-    """The base with an adapter of seeded weights; a moved base and an installed one get the same."""
+    """Return the base with an adapter of seeded weights, the same for a moved and an installed base."""
     seeded()
     return peft.get_peft_model(base, made, autocast_adapter_dtype=False, **options).eval()
 
@@ -61,7 +61,7 @@ def merged_and_not(model: Any, **options: Any) -> Steps:
 
 
 def one(made: Callable[[], Any]) -> Callable[[nn.Module, Path], Steps]:
-    """Merged, taken out, and merged for good."""
+    """Return a program that merges an adapter, takes it out, and merges it for good."""
 
     def program(base: nn.Module, folder: Path) -> Steps:
         model = adapted(base, made())
@@ -73,7 +73,7 @@ def one(made: Callable[[], Any]) -> Callable[[nn.Module, Path], Steps]:
 
 
 def two(**options: Any) -> Callable[[nn.Module, Path], Steps]:
-    """A second adapter, one at a time and both at once."""
+    """Return a program with a second adapter, one at a time and both at once."""
 
     def program(base: nn.Module, folder: Path) -> Steps:
         model = adapted(base, config(**options))
@@ -155,7 +155,7 @@ def a_module_is_saved_with_it(base: nn.Module, folder: Path) -> Steps:
 
 
 class Layers(nn.Module):
-    """The layers that peft knows besides `nn.Linear`."""
+    """Layers that peft supports besides `nn.Linear`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -172,7 +172,7 @@ def layers() -> nn.Module:
 
 
 def mixture() -> nn.Module:
-    """Experts in one parameter, for which peft computes the parameter inside each forward."""
+    """Return experts in one parameter, which peft computes inside each forward."""
     seeded()
     made = transformers.MixtralConfig(
         vocab_size=16,
@@ -228,7 +228,7 @@ def test_over_an_installed_base(provider: Provider, name: str, tmp_path: Path) -
     testing.assert_bit_equal(actual, expected, "outputs")
     assert masters.keys() & {id(master) for master in model.parameters()}, "the base keeps its masters"
     assert all(master.device.type == "cpu" for master in masters.values())
-    if "dora" not in name:  # peft holds a layer's old bytes while it sets others
+    if "dora" not in name:  # with DoRA, peft holds a layer's old bytes while it sets others
         # peft reads all experts at once, which no budget has room for.
         whole = max((m.nbytes for m in masters.values() if m.dim() == 3), default=0) if provider.native else 0
         assert handle.stats().overflow_bytes == whole

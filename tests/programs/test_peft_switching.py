@@ -1,4 +1,4 @@
-"""Adapters of peft over an installed base take turns: each is trained, and nothing else, as on a plain model.
+"""Adapters of peft over an installed base take turns: only the active one is trained, as on a plain model.
 
 The tuners are those that keep what they train in an `nn.ParameterDict`, and LoRA of linear layers, which has
 modules.
@@ -36,7 +36,7 @@ def trainable(model: Any) -> list[str]:
 
 
 def trained(model: Any) -> Iterator[Any]:
-    """Yield what is trainable, the output, the gradients, and which have one."""
+    """Yield the trainable names, the output, the gradients, and which masters have one."""
     yield trainable(model)
     seeded()
     logits = model(input_ids=TOKENS.to(model.device)).logits
@@ -78,7 +78,7 @@ def test_adapters_that_take_turns(provider: Provider, tuner: str) -> None:
     config = TUNERS[tuner]()
     model = peft.get_peft_model(llama(), config)
     second = TUNERS[tuner]()
-    second.inference_mode = tuner == "adalora"  # it allows one adapter that is trained
+    second.inference_mode = tuner == "adalora"  # AdaLoRA allows one trained adapter
     model.add_adapter("second", second)
     moved, handle = provider.pair(model)
     testing.assert_bit_equal(list(switched(model)), list(switched(moved)), "results")
@@ -86,7 +86,7 @@ def test_adapters_that_take_turns(provider: Provider, tuner: str) -> None:
 
 
 def merged_and_disabled(model: Any) -> Iterator[torch.Tensor]:
-    """A forward of merged layers whose adapters are disabled takes them out again."""
+    """Yield outputs of merged layers. A forward with disabled adapters takes them out again."""
 
     def output() -> torch.Tensor:
         with torch.no_grad():
@@ -94,7 +94,7 @@ def merged_and_disabled(model: Any) -> Iterator[torch.Tensor]:
         return logits
 
     def merged(undo: bool = False) -> torch.Tensor:
-        with torch.no_grad():  # else torch keeps a graph of OFT's, which leads to itself
+        with torch.no_grad():  # else a graph of OFT, which is a cycle, stays alive
             model.unmerge_adapter() if undo else model.merge_adapter()
         return output()
 
@@ -123,7 +123,7 @@ def test_merged_and_disabled(provider: Provider, tuner: str, tmp_path: Path) -> 
 
 
 def test_prompts_that_each_forward_projects(provider: Provider, tmp_path: Path) -> None:
-    """CPT gives the prompts that it trains other data in each forward."""
+    """CPT, which assigns `.data` of its trained prompts in each forward, works."""
     if not provider.native:
         pytest.skip("a forward assigns `.data`, which is lost in pure Python")
     config = peft.CPTConfig(
@@ -140,7 +140,7 @@ def test_prompts_that_each_forward_projects(provider: Provider, tmp_path: Path) 
         models.append(peft.get_peft_model(base, config))
     model, plain = models
     install(provider, MAPPED, tmp_path, model)
-    model.prompt_encoder["default"].set_updated_tokens()  # its hook was on the parameter that was in RAM
+    model.prompt_encoder["default"].set_updated_tokens()  # its hook was on the parameter before the move
     testing.move(plain, provider.device, None)
     assert_trained_alike(provider, steps(model), steps(plain), "losses")
     for (name, p), other in zip(model.named_parameters(), plain.parameters(), strict=True):

@@ -1,10 +1,11 @@
 """The tuners of peft over a base in float32 that computes in bfloat16, before the install and after it.
 
-The other model is cast, and gets its adapters before or after that. So adapters that come after the install
-are in float32, as peft has them by default, and those that were there are cast. See Note [What dtype= casts].
+The other model is cast, and gets its adapters before or after the cast. So adapters that come after the
+install are in float32, as peft makes them by default, and those that were there are cast. See Note [What
+dtype= casts].
 
-OSF is not among them. It trains with hooks that multiply a gradient, which is its master's, by a weight,
-which is on the device and cast.
+OSF is left out. Its hooks multiply a gradient, which is on the master's device, by a weight, which is on the
+compute device and cast.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ TOKENS = torch.arange(4, 9)[None]
 LAYERS = {"target_modules": ["q_proj", "v_proj"]}
 PROMPT = {"task_type": "CAUSAL_LM", "num_virtual_tokens": 4}
 
-#: The configuration of each, with random weights: with those that it starts with, many compute nothing.
+#: The configuration of each tuner, with random weights: with their initial ones, many have no effect.
 TUNERS: dict[str, Callable[[], Any]] = {
     "lora": lambda: peft.LoraConfig(r=4, init_lora_weights=False, **LAYERS),
     "lora, a module saved": lambda: peft.LoraConfig(
@@ -105,7 +106,7 @@ def output(model: Any, name: str) -> torch.Tensor:
 
 
 def step(model: Any, name: str) -> Iterator[Any]:
-    """Train for a step that rounds, so that masters in float32 get the bits of weights in bfloat16."""
+    """Train a step that rounds to bfloat16, so that masters in float32 get the same bits."""
     logits = output(model, name)
     yield logits
     logits.float().square().mean().backward()
@@ -120,7 +121,7 @@ def step(model: Any, name: str) -> Iterator[Any]:
 
 
 def attempted(call: Any) -> str | None:
-    """Return the kind of error if the tuner cannot do this."""
+    """Return the name of the error if the call fails, else None."""
     try:
         call()
     except Exception as error:
@@ -134,7 +135,7 @@ def program(model: Any, name: str) -> Iterator[Any]:
     yield output(model, name)
     with model.disable_adapter():
         yield output(model, name)
-    if name != "oft":  # it gives a weight another dtype for a while: `weight.data = weight.data.float()`
+    if name != "oft":  # OFT changes a weight's dtype for a while: `weight.data = weight.data.float()`
         for change in ("merge_adapter", "unmerge_adapter"):
             yield attempted(getattr(model, change, None))
             yield output(model, name)

@@ -1,4 +1,4 @@
-"""Whole pipelines of diffusers, installed by one call: one budget over all of their models."""
+"""Whole pipelines of diffusers, installed by one call with one budget for all models."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def made(name: str) -> Any:
 
 
 def moved(pipe: Any, provider: Provider) -> Any:
-    """The same pipeline, whose models were moved and cast."""
+    """Return a copy of the pipeline whose models were moved and cast."""
     moved: Any = copy.deepcopy(pipe)
     for model in models_of(moved).values():
         testing.move(model, provider.device, inference_dtype(provider))
@@ -57,7 +57,10 @@ def image(pipe: Any, name: str, **options: Any) -> torch.Tensor:
 
 
 def classes_and_masters(pipe: Any) -> list[Any]:
-    """What an install changes, or must not (the libraries put attributes of their own into modules)."""
+    """Return what an install changes, or must not.
+
+    Attributes that libraries put into modules are left out.
+    """
     modules = [module for model in models_of(pipe).values() for module in model.modules()]
     return [
         (type(module), "_dynswap" in vars(module), [*map(id, module._parameters.values())])
@@ -66,7 +69,7 @@ def classes_and_masters(pipe: Any) -> list[Any]:
 
 
 def largest(pipe: Any, provider: Provider) -> int:
-    """Bytes that the largest of the models takes on the device."""
+    """Return the bytes of the largest of the models on the device."""
     scale = 2 if inference_dtype(provider) else 1
     return scale * max(map(bytes_of, models_of(pipe).values()))
 
@@ -87,9 +90,9 @@ def test_one_budget_for_all_models(provider: Provider, name: str) -> None:
         rounds.append(handle.stats())
         assert rounds[-1].overflow_bytes == 0
         assert rounds[-1].peak_bytes <= budget
-    # The order was learned in the first round, and the way from one round into the next in the second. How
-    # far ahead the next one is when a round ends settles within a few more: it is the same, or the same in
-    # turn, as a round begins where the one before has left the ring.
+    # The order was learned in the first round, and the step from one round to the next in the second. How
+    # much is prefetched when a round ends settles after a few more. It is then equal in all rounds, or
+    # alternates, as a round begins with what the last one has left in the ring.
     if provider.native:
         assert rounds[-1].misses == 0 and rounds[-1].wasted_prefetches == 0
         assert [each.bytes_moved for each in rounds[-2:]] == [each.bytes_moved for each in rounds[-4:-2]]
@@ -102,7 +105,7 @@ def test_one_budget_for_all_models(provider: Provider, name: str) -> None:
 
 
 def test_a_step_of_the_denoiser_moves_what_streams(provider: Provider) -> None:
-    """Each step moves the transformer's streamed weights once; the others move once a round."""
+    """Each step moves the transformer's streamed weights once; those of other models move once a round."""
     pipe = made("Flux")
     budget = int(0.4 * largest(pipe, provider))
     handle = provider.install(pipe, dtype=inference_dtype(provider), budget=budget)
@@ -125,7 +128,7 @@ def test_a_step_of_the_denoiser_moves_what_streams(provider: Provider) -> None:
 
 
 def stable_diffusion_with_long_prompts() -> Any:
-    """A pipeline whose text encoder, which is called once an image, is as large as its denoiser."""
+    """Return a pipeline whose text encoder, which is called once an image, is as large as its denoiser."""
     parts = ALL["StableDiffusion"][0]()
     config = parts["text_encoder"].config
     config.num_hidden_layers, config.intermediate_size = 16, 1024
@@ -138,7 +141,7 @@ def stable_diffusion_with_long_prompts() -> Any:
 
 
 def by_model(pipe: Any, handle: dynswap_ext.Handle) -> dict[str, tuple[int, int]]:
-    """Resident bytes of each model on the device, and the bytes that were moved for it."""
+    """Return each model's resident bytes on the device, and the bytes that were moved for it."""
     found = dict.fromkeys(models_of(pipe), (0, 0))
     for row in handle.report().rows:
         resident, moved_bytes = found[model := row.names[0].partition(".")[0]]
@@ -147,7 +150,7 @@ def by_model(pipe: Any, handle: dynswap_ext.Handle) -> dict[str, tuple[int, int]
 
 
 def test_residents_move_to_the_denoiser(provider: Provider) -> None:
-    """Its weights are used in each step, those of the text encoder and the VAE once an image."""
+    """The denoiser's weights, which each step uses, stay rather than those that an image uses once."""
     if not provider.native or not pretend_cuda.active():
         pytest.skip("copies take a known time on the pretend device alone, and pure Python spreads evenly")
     pipe = stable_diffusion_with_long_prompts()
@@ -167,7 +170,7 @@ def test_residents_move_to_the_denoiser(provider: Provider) -> None:
         spread = {name: moved - before[name][1] for name, (_, moved) in by_model(pipe, handle).items()}
         handle.retune()
         testing.assert_bit_equal(image(pipe, "StableDiffusion"), expected)
-        assert handle.tuning is not None and handle.tuning.passes == 2  # two steps of this first image
+        assert handle.tuning is not None and handle.tuning.passes == 2  # two steps of the first image
         first = by_model(pipe, handle)
         assert first["unet"][0] > evenly["unet"][0]
         assert first["unet"][0] >= 0.9 * sum(resident for resident, _ in first.values())
@@ -224,7 +227,7 @@ def test_two_pipelines_share_a_text_encoder(provider: Provider) -> None:
     for _ in range(2):
         for pipe, other in zip((first, second), plain, strict=True):
             testing.assert_bit_equal(image(pipe, "StableDiffusion"), image(other, "StableDiffusion"), "image")
-    # An install of one of them takes its parts over, also the one that they share.
+    # An install of one pipeline takes its parts over, also the shared one.
     own = provider.install(first, dtype=inference_dtype(provider))
     assert handle.active and own.active
     for pipe, other in zip((first, second), plain, strict=True):
@@ -235,7 +238,7 @@ def test_two_pipelines_share_a_text_encoder(provider: Provider) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
 def test_a_pipeline_that_is_cast_after_the_install(provider: Provider, dtype: torch.dtype) -> None:
-    """`pipe.to(dtype)`, as the libraries' guides have it: what streams from then on are the cast masters."""
+    """After `pipe.to(dtype)`, as in the libraries' guides, the cast masters are streamed."""
     pipe = made("StableDiffusion")
     plain = copy.deepcopy(pipe).to(dtype)
     for model in models_of(plain).values():
@@ -248,14 +251,14 @@ def test_a_pipeline_that_is_cast_after_the_install(provider: Provider, dtype: to
     testing.assert_bit_equal(image(pipe, "StableDiffusion"), image(plain, "StableDiffusion"), "image")
     after = bytes_moved_by(pipe, handle)
     assert handle.stats().overflow_bytes == 0
-    if provider.device.type != "cpu":  # where masters in RAM move
+    if provider.device.type != "cpu":  # on the CPU, masters in RAM do not move
         assert 0.45 * before < after < 0.55 * before
     handle.uninstall()
     assert {p.dtype for model in models_of(pipe).values() for p in model.parameters()} == {dtype}
 
 
 def bytes_moved_by(pipe: Any, handle: dynswap_ext.Handle) -> int:
-    """Bytes that an image moves, once the order is known."""
+    """Return the bytes that an image moves when the order of use is known."""
     image(pipe, "StableDiffusion")
     handle.reset_stats()
     image(pipe, "StableDiffusion")
@@ -274,7 +277,7 @@ def test_the_pipeline_may_die_before_its_models(provider: Provider) -> None:
 
 
 def test_a_component_that_is_replaced(provider: Provider) -> None:
-    """The install is of the modules: the old one goes on being served, the new one is as it is."""
+    """An install serves modules: a replaced component is still served, and the new one is plain."""
     pipe = made("StableDiffusion")
     old, new = pipe.unet, made("StableDiffusion").unet
     handle = provider.install(pipe, dtype=inference_dtype(provider))
@@ -290,7 +293,7 @@ def test_a_component_that_is_replaced(provider: Provider) -> None:
 
 
 def moved_after(pipe: Any, provider: Provider) -> torch.Tensor:
-    """The image of the same pipeline, moved; its models are installed now."""
+    """Return the image of the same pipeline, moved; the models are installed when it is called."""
     copies = {name: copy.deepcopy(model) for name, model in models_of(pipe).items()}
     plain = ALL["StableDiffusion"][1](**copies)
     plain.set_progress_bar_config(disable=True)

@@ -1,4 +1,4 @@
-"""checkpoint.from_pretrained: transformers' own loading, with masters that stay mapped, fused ones too."""
+"""checkpoint.from_pretrained: transformers' own loading, with masters that stay mapped, also fused ones."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ Auto = transformers.AutoModelForCausalLM
 
 
 def opened(provider: Provider, folder: Path, **options: Any) -> tuple[Any, Any]:
-    """The checkpoint, by the library on the device, and by us on the host."""
+    """Open the checkpoint with the library, moved to the device, and with this package, on the host."""
     if provider.device.type != "cpu":
         options["experts_implementation"] = "eager"  # the grouped one takes bfloat16 there
     plain, model = (
@@ -72,14 +72,14 @@ def opened(provider: Provider, folder: Path, **options: Any) -> tuple[Any, Any]:
 
 
 def saved(config: Any, folder: Path, **options: Any) -> Path:
-    """Write a checkpoint as it is published: under official names, with each expert for itself."""
+    """Write a checkpoint as it is published: with official names, and each expert by itself."""
     seeded()
     Auto.from_config(config).eval().save_pretrained(folder, **options)
     return folder
 
 
 def cut_in_two(folder: Path, second: Callable[[str], bool]) -> None:
-    """Make two shards of a checkpoint, as other versions of the library would cut it."""
+    """Split a checkpoint into two shards, as another version of the library might."""
     safetensors = library("safetensors.torch")
     tensors = safetensors.load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()
@@ -105,7 +105,7 @@ def test_official_files_stream_as_they_are(provider: Provider, name: str, tmp_pa
     folder = saved(CONFIGS[name](), tmp_path)
     plain, model = opened(provider, folder)
     assert type(model) is type(plain) and not model.training
-    # All but rotary frequencies, which no file has.
+    # All but rotary frequencies, which are in no file.
     assert mapped_bytes(model) > 0.98 * bytes_of(model)
 
     tokens = torch.arange(3, 9, device=provider.device)[None]
@@ -172,7 +172,10 @@ def test_what_is_written_to_a_fused_master_is_seen_and_saved(provider: Provider,
 
 
 def test_a_layer_over_two_shards(provider: Provider, tmp_path: Path) -> None:
-    """Parts of two files differ in their places modulo a page: the fewer ones are copied."""
+    """A fused weight with parts in two files is mapped but for the fewer parts, which are copied.
+
+    The offsets of the two differ modulo a page.
+    """
     folder = saved(mixtral(), tmp_path)
     cut_in_two(folder, lambda name: "layers.1" in name and "experts.3" in name)
     plain, model = opened(provider, folder)
@@ -211,11 +214,11 @@ def test_opening_takes_a_page_for_each_joint(tmp_path: Path) -> None:
     assert private_bytes() - private < parts * 4096 + (8 << 20)
     peak = PeakMemory()
     checkpoint.save(model, tmp_path / "fused.safetensors")
-    assert peak.more() < 0.5 * whole  # nor does saving read it all into memory
+    assert peak.more() < 0.5 * whole  # a save does not read it all into memory
 
 
 def private_bytes() -> int:
-    """Memory that is this process's alone."""
+    """Return the bytes of memory that only this process has."""
     lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Anonymous:"))
 
@@ -269,7 +272,7 @@ def test_damaged_files(provider: Provider, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["mixtral", "llama"])
 def test_load_names_this_function_where_it_does_not_fit(name: str, tmp_path: Path) -> None:
-    """Only for models of transformers, which fuse."""
+    """An error of `load` names `from_pretrained`, but only for models whose weights transformers fuses."""
     folder = saved(CONFIGS[name](), tmp_path)
     if name == "llama":
         assert checkpoint.load(lambda: Auto.from_config(llama()), folder) is not None

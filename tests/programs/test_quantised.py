@@ -1,4 +1,4 @@
-"""Models that transformers quantises on loading, by torchao and bitsandbytes, on their default options."""
+"""Models that transformers quantises while loading, by torchao and bitsandbytes, with default options."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ BITSANDBYTES: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint in bfloat16, not quantised."""
+    """Return a checkpoint in bfloat16 that is not quantised."""
     config = llama_config(vocab_size=VOCABULARY, hidden_size=64, intermediate_size=128)
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("llama")
@@ -69,7 +69,10 @@ def generate(model: Any) -> Any:
 
 
 def check_generation(provider: Provider, installed: Any, moved: Any, **options: Any) -> int:
-    """Generate twice, the same tokens as the moved model; return the bytes that the second time moved."""
+    """Generate twice, and compare tokens with the moved model's.
+
+    Return the bytes that the second time moved.
+    """
     moved.to(provider.device)
     with provider.install(installed, prefetch=2, **options) as handle:
         same(generate, installed, moved)
@@ -90,8 +93,8 @@ def test_torchao(provider: Provider, folder: Path, name: str) -> None:
     assert nn.Parameter not in classes
     quantised_bytes = check_generation(provider, installed, moved)
     assert {type(weight) for weight in linear_weights(installed)} == classes
-    if provider.device.type != "cpu":  # where masters in RAM move
-        # Embeddings are not quantised. Linear weights move as they are stored, not as what they stand for.
+    if provider.device.type != "cpu":  # on the CPU, masters in RAM do not move
+        # Embeddings are not quantised. Linear weights move as they are stored, not dequantised.
         assert quantised_bytes < 0.75 * check_generation(provider, loaded(folder), loaded(folder))
 
 

@@ -1,4 +1,4 @@
-"""LoRA over quantised bases: trained, merged, loaded and taken off, equal to the same model that is moved."""
+"""LoRA over quantised bases: trained, merged, loaded and removed, with results equal to the moved model's."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ transformers = library("transformers")
 __all__ = ["folder"]  # the fixture
 
 TOKENS = torch.arange(4, 9)[None]
-#: Its kernels have no backward in the CPU build.
+#: Formats whose kernels have no backward in the CPU build.
 FROZEN = ("torchao int8 activations",)
 QUANTISED = {f"torchao {name}": made for name, made in TORCHAO.items()} | {
     f"bitsandbytes {name}": options for name, options in BITSANDBYTES.items()
@@ -35,7 +35,7 @@ def quantised(folder: Path, name: str) -> Any:
 
 
 def program(base: Any, folder: Path, name: str) -> Iterator[Any]:
-    """Return outputs and gradients of what users do with an adapter."""
+    """Yield outputs and gradients of what users do with an adapter."""
     tokens = TOKENS.to(base.device)
 
     def call() -> Any:
@@ -79,5 +79,5 @@ def test_lora_over_a_quantised_base(provider: Provider, folder: Path, name: str,
     expected = list(program(moved, tmp_path / "moved", name))
     actual = list(program(model, tmp_path / "installed", name))
     testing.assert_bit_equal(actual, expected, "results")
-    if provider.device.type != "cpu":  # where masters in RAM move
+    if provider.device.type != "cpu":  # on the CPU, masters in RAM do not move
         assert handle.stats().bytes_moved > sum(p.nbytes for p in model.parameters())

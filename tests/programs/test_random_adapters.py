@@ -1,4 +1,4 @@
-"""Random programs of peft adapters: a plain model that was moved does the same, to the bit.
+"""Random programs with peft adapters: an installed model gives the same as a moved one, to the bit.
 
 A failure names the seed and the steps.
 """
@@ -37,7 +37,7 @@ def random_adapter_config(draw: random.Random) -> Any:
 
 
 class Program:
-    """One program: a plain model, an installed one, and what has been done to both."""
+    """One program: a plain model, an installed one, and the steps that were done with both."""
 
     def __init__(self, provider: Provider, seed: int, folder: Path) -> None:
         self.draw, self.provider, self.folder = random.Random(seed), provider, folder
@@ -76,7 +76,7 @@ class Program:
         self.say("install", self.budget)
 
     def reinstall(self) -> None:
-        """Adapters that were made on the device come from RAM then."""
+        """Install again after a move to RAM, from which adapters that were made on the device then come."""
         self.moved += self.handle.stats().bytes_moved
         self.handle.uninstall()
         self.model.cpu()

@@ -1,4 +1,4 @@
-"""`compile_repeated_blocks` of diffusers: one graph for the blocks of a class, also when they stream."""
+"""`compile_repeated_blocks` of diffusers: one graph for the blocks of a class, also with streamed weights."""
 
 from __future__ import annotations
 

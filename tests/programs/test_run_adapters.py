@@ -1,4 +1,4 @@
-"""`dynswap run` of a program that adds adapters of peft to the model that was installed."""
+"""`dynswap run` of a program that adds peft adapters to the model that is installed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from programs import library, llama
 
 library("peft")
 
-#: As scripts of TRL and diffusers do it: the model is moved, adapters come, and they alone are trained.
+#: Moves the model, adds adapters, and trains only these, like scripts of TRL and diffusers.
 PROGRAM = """
 import sys, peft, torch, transformers
 model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1]).to("{device}")
@@ -32,7 +32,7 @@ for _ in range(3):
 
 
 def test_adapters_are_moved(provider: Provider, tmp_path: Path) -> None:
-    """peft moves each of their layers by itself, to where the base computes."""
+    """peft moves each adapter layer by itself, to where the base computes."""
     if provider.device.type == "cpu" or not provider.native:
         pytest.skip("a program takes the provider that there is, and its models to an accelerator")
     llama().save_pretrained(tmp_path / "model")

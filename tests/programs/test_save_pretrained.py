@@ -1,4 +1,4 @@
-"""What libraries save of a model that computes in another dtype than its masters have: the masters."""
+"""Libraries save the masters of a model that computes in another dtype."""
 
 from __future__ import annotations
 

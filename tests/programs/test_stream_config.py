@@ -1,4 +1,4 @@
-"""`from_pretrained(..., quantization_config=StreamConfig())`: what transformers loads is installed."""
+"""`from_pretrained(..., quantization_config=StreamConfig())` loads a model and installs it."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ ADDED = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False}
 
 
 def config(provider: Provider, **options: Any) -> Any:
-    """On the CPU nothing has to move unless it is mapped or cast, as in these tests."""
+    """Return a config for the provider. On the CPU, weights are streamed only if they are mapped or cast."""
     return dynswap_ext.StreamConfig(device=provider.device, provider=provider.backend, **options)
 
 
 def both(provider: Provider, folder: Path, cls: Any = Auto, *, load: Any = None, **options: Any) -> Any:
-    """The checkpoint as the library loads and moves it, and streamed."""
+    """Load the checkpoint with the library, moved, and with StreamConfig, streamed."""
     load = load or {}
     if provider.device.type != "cpu":
         load["experts_implementation"] = "eager"  # the grouped one takes bfloat16 there
@@ -51,7 +51,7 @@ def test_what_is_loaded_streams_from_its_files(provider: Provider, name: str, tm
     plain, model = both(provider, saved(CONFIGS[name](), tmp_path), budget="minimum")
     assert dynswap_ext.is_installed(model) and model.device == provider.device and not model.training
     assert not hasattr(model.config, "quantization_config") and not hasattr(model, "hf_quantizer")
-    assert mapped_bytes(model) > 0.98 * bytes_of(model)  # experts are fused while they are loaded
+    assert mapped_bytes(model) > 0.98 * bytes_of(model)  # though experts are fused while they are loaded
     expected = plain.generate(tokens(provider), **ADDED)
     assert torch.equal(model.generate(tokens(provider), **ADDED), expected)
     if provider.native:
@@ -73,7 +73,7 @@ def test_another_dtype_is_cast_on_the_way(
 
 
 def test_it_is_saved_as_any_model(provider: Provider, tmp_path: Path) -> None:
-    """With its experts under their official names, and no word of the install."""
+    """A save has experts under their official names, and nothing of the install."""
     folder = saved(mixtral(), tmp_path / "official")
     plain, model = both(provider, folder)
     model.save_pretrained(tmp_path / "saved")
@@ -102,7 +102,7 @@ def test_in_a_pipeline(provider: Provider, tmp_path: Path) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         streamed, written = run(model_kwargs={"quantization_config": config(provider, budget="minimum")})
-    assert_told_once(told, 0)  # the pipeline moves the model where it computes: nobody has asked for that
+    assert_told_once(told, 0)  # the pipeline moves the model, not the user
     provider.handles.append(dynswap_ext.handle_of(streamed.model))
     assert written == expected and dynswap_ext.is_installed(streamed.model)
     assert mapped_bytes(streamed.model) > 0.98 * bytes_of(streamed.model)
@@ -161,7 +161,7 @@ def test_what_is_refused(provider: Provider, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("one", ["{}", {"": "{}"}, "cpu"], ids=str)
 def test_a_device_map_of_one_device(provider: Provider, one: Any, tmp_path: Path) -> None:
-    """The model computes there, and its weights are mapped on the host."""
+    """With a device map of one device, the model computes there, and its weights are mapped on the host."""
     library("accelerate")
     folder, device = saved(llama(), tmp_path), str(provider.device)
     plain = Auto.from_pretrained(folder).to(device)

@@ -44,7 +44,7 @@ assert tuple(plain.model.layers[0].mlp.up_proj.weight.to_local().shape) == (24, 
 print("moved", handle.stats().bytes_moved)
 handle.uninstall()
 assert all(map(torch.equal, generate(installed).logits, expected.logits))
-dist.barrier()  # a rank that leaves while another still talks to it ends that one
+dist.barrier()  # a rank that ends while another still talks to it makes that one fail
 dist.destroy_process_group()
 """
 

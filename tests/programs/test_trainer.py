@@ -1,4 +1,4 @@
-"""Programs of `transformers.Trainer` on default options: full training, and LoRA with peft."""
+"""Programs with `transformers.Trainer` on default options: full training, and LoRA with peft."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _known(provider: Provider) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _little_to_collect() -> Iterator[None]:
-    """Freeze what exists: accelerate collects garbage after each training, which would outlast the steps."""
+    """Freeze existing objects, as accelerate collects garbage after each training, which would take long."""
     gc.collect()
     gc.freeze()
     yield
@@ -36,7 +36,7 @@ def _little_to_collect() -> Iterator[None]:
 
 
 class Seen(transformers.TrainerCallback):
-    """Keeps what a program can see of each step: the optimizer's gradients, and what is logged."""
+    """Keeps what a program can see of each step: the optimizer's gradients, and the log."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, torch.Tensor]] = []
@@ -64,7 +64,7 @@ def trainer(provider: Provider, model: Any, folder: Path, **options: Any) -> tup
         disable_tqdm=True,
     )
     assert arguments.optim == "adamw_torch_fused" and arguments.weight_decay == 0.0
-    arguments._n_gpu = min(arguments.n_gpu, 1)  # else DataParallel, which installs do not take part in
+    arguments._n_gpu = min(arguments.n_gpu, 1)  # more would mean DataParallel, which installs do not support
     seen = Seen()
     made = transformers.Trainer(
         model=model,
@@ -91,7 +91,7 @@ def test_default_arguments(
     provider: Provider, way: Way, tmp_path: Path, recwarn: pytest.WarningsRecorder
 ) -> None:
     beside_plain(provider, way, tmp_path, llama_classifier, training(provider, tmp_path))
-    assert_told_once(recwarn, 0)  # it is the trainer that moves it
+    assert_told_once(recwarn, 0)  # the trainer moves the model, not the user
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ def test_options(provider: Provider, options: dict[str, Any], tmp_path: Path) ->
 
 
 def test_saved_and_resumed(provider: Provider, tmp_path: Path) -> None:
-    """Training resumes on an installed model from a checkpoint of another one, as on plain models."""
+    """Training on an installed model resumes from a checkpoint of another one, as with plain models."""
 
     def program(model: Any) -> Any:
         made, seen = trainer(provider, model, tmp_path, max_steps=10, save_strategy="steps", save_steps=5)

@@ -1,4 +1,4 @@
-"""First programs with transformers: generation and pipelines, on default options."""
+"""Programs with transformers: generation and pipelines, on default options."""
 
 from __future__ import annotations
 
@@ -76,13 +76,13 @@ WAYS: dict[str, dict[str, Any]] = {
     "greedy": {"do_sample": False},
     "sampling": {"do_sample": True, "top_k": 8, "temperature": 1.3},
     "beams": {"num_beams": 3},
-    # A GPU would compile the steps, which is not what is asked here.
+    # On a GPU, the steps would be compiled, which is not tested here.
     "static cache": {"cache_implementation": "static", "disable_compile": True},
 }
 
 
 def inputs_for(model: Any) -> dict[str, torch.Tensor]:
-    """As programs make them: where the model says that it is."""
+    """Return inputs on the device that the model names, as programs make them."""
     generator = torch.Generator().manual_seed(3)
     if model.config.model_type == "whisper":
         features = torch.randn(2, 8, 40, generator=generator)

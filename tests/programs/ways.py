@@ -1,4 +1,4 @@
-"""Runs a whole program on a plain model and on an installed one, and compares; in which ways to install."""
+"""Runs a whole program on a plain model and on an installed one, and compares; and ways to install."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ ALL_RESIDENT, LEAST = "all resident", "least"
 
 @dataclass(frozen=True)
 class Way:
-    """One way to install a model."""
+    """A way to install a model."""
 
     name: str
-    #: Whether its masters are mapped from a file, which is what streams on the CPU.
+    #: Whether its masters are mapped from a file, from which they are streamed on the CPU.
     mapped: bool = False
     #: `ALL_RESIDENT`, `LEAST`, or None for the default of `install`.
     budget: str | None = None
@@ -35,7 +35,7 @@ class Way:
         return self.name
 
     def streams(self, provider: Provider) -> bool:
-        """Whether weights have to move. Pure Python hands a mapping out as it is."""
+        """Return whether weights have to be moved. Pure Python hands mapped memory out as it is."""
         if provider.device.type != "cpu" or self.dtype is not None:
             return True
         return self.mapped and provider.native
@@ -45,10 +45,10 @@ DEFAULT = Way("default")
 MAPPED = Way("mapped", mapped=True)
 RESIDENT = Way("resident", mapped=True, budget=ALL_RESIDENT)
 SMALLEST = Way("smallest", mapped=True, budget=LEAST)
-#: Masters in RAM, which move on the CPU too.
+#: Masters in RAM that are cast, and so are streamed on the CPU too.
 CAST = Way("cast", dtype=torch.float64)
 
-# The pretend device is slow, and there masters in RAM stream.
+# The pretend device is slow, so fewer ways are tested there. Masters in RAM are streamed on it.
 WAYS = (SMALLEST,) if PRETEND else (DEFAULT, MAPPED, RESIDENT, SMALLEST)
 TRAINING_WAYS = (DEFAULT, RESIDENT) if PRETEND else (*WAYS, CAST)
 
@@ -63,10 +63,10 @@ def beside_plain(
     *,
     moved: bool = False,
 ) -> Any:
-    """Run a program on a plain model and on the same one installed; assert equal results, to the bit.
+    """Run a program on a plain model and on the same model installed; assert equal results, to the bit.
 
-    Compares what the program returns, and the masters afterwards. Where weights have to move, it also asserts
-    that about all bytes of the model have moved.
+    Compares what the program returns, and the masters afterwards. If weights have to be moved, it also
+    asserts that about all bytes of the model were.
 
     Parameters
     ----------
@@ -81,8 +81,8 @@ def beside_plain(
     part
         Returns the model to install, given what `make` returned.
     moved
-        Whether the plain model is moved to the device as a whole. Else its masters stay, so that an optimizer
-        steps on the same device in both runs.
+        Whether the plain model is moved to the device as a whole. If not, its masters stay, so that an
+        optimizer steps on the same device in both runs.
 
     Returns
     -------
@@ -122,7 +122,7 @@ def install(provider: Provider, way: Way, folder: Path, model: nn.Module) -> dyn
 
 
 def smallest_budget(provider: Provider, model: nn.Module, **options: Any) -> int | None:
-    """The smallest budget that works, as the error names it; None where any does."""
+    """Return the smallest budget that works, as the error names it; None if any does."""
     try:
         provider.install(model, budget=1, **options).uninstall()
     except dynswap_ext.BudgetError as error:
@@ -131,10 +131,10 @@ def smallest_budget(provider: Provider, model: nn.Module, **options: Any) -> int
 
 
 def check_moved(provider: Provider, way: Way, handle: dynswap_ext.Handle, model: nn.Module) -> None:
-    """Assert that weights moved where they have to; without that the comparison would prove nothing."""
+    """Assert that weights were moved if they have to be. Otherwise a comparison would prove nothing."""
     if not way.streams(provider):
         return
-    stats, whole = handle.stats(), 0.9 * bytes_of(model)  # but for buffers that no file has
+    stats, whole = handle.stats(), 0.9 * bytes_of(model)  # not all: some buffers are in no file
     assert stats.bytes_moved > whole
     if provider.native and way.budget == ALL_RESIDENT:
         assert stats.resident_bytes == stats.weight_bytes
@@ -143,14 +143,14 @@ def check_moved(provider: Provider, way: Way, handle: dynswap_ext.Handle, model:
 
 
 def masters(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state of a model, on the host."""
+    """Return the state of a model, on the host."""
     return {name: value.detach().cpu() for name, value in model.state_dict().items()}
 
 
 def moved_at_each_access(model: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    """Make each access to a weight return a copy by `.to()`, through which gradients reach the master.
+    """Make each read of a weight return a copy by `.to()`, through which gradients reach the master.
 
-    This is what an install does, in plain torch: the masters stay where they are.
+    This does in plain torch what an install does: the masters stay where they are.
     """
     dressed: dict[type, type] = {}
     others = dtypes_as_loaded(model, dtype)

@@ -40,7 +40,7 @@ def say(*words: object) -> None:
 
 
 class Twins:
-    """Both models, how one of them is installed, and the handed-out tensors that the program keeps."""
+    """A plain and an installed model, how that one is installed, and the handed-out tensors that are kept."""
 
     def __init__(
         self, provider: Provider, name: str, width: int, source: str, seed: int, folder: Path

@@ -99,7 +99,10 @@ def wanted() -> Kind:
 
 
 def build(kind: Kind, mutants: bool = False) -> None:
-    """Compile what is out of date, and with `mutants` those too. Several processes may call it at once."""
+    """Compile what is out of date; with `mutants`, also that extension.
+
+    Several processes may call it at once.
+    """
     import fcntl
 
     torch = torch_folder()
