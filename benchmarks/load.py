@@ -54,7 +54,7 @@ class Job:
 
 
 def skeleton(config: DecoderConfig) -> Any:
-    """Return the model on the meta device, except for the buffers that no checkpoint holds."""
+    """Return the model on the meta device."""
     return checkpoint.init_empty(lambda: Decoder(config))
 
 
