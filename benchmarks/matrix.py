@@ -113,7 +113,7 @@ def others(options: argparse.Namespace) -> list[Outcome]:
 
 
 def run_pair(python: str, torch: str, tests: list[str], options: argparse.Namespace) -> Outcome:
-    """Build and test one pair in a new folder, which is removed afterwards."""
+    """Build and test one pair in a new folder, which is removed unless a step fails."""
     outcome = Outcome(python, torch, commit=call(["git", "rev-parse", "HEAD"], ROOT).strip())
     folder: Path = options.work.resolve() / f"{python}-{torch}"
     shutil.rmtree(folder, ignore_errors=True)
