@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 import dynswap_ext
 import pretend_cuda
-from dynswap_ext import testing
 
 #: Wide enough for each layer to be copied by itself (a group); the bytes of a layer in float32.
 WIDTH, LAYERS = 1152, 6
@@ -119,8 +118,7 @@ class Gpu:
         self, model: nn.Module, dtype: torch.dtype | None = torch.float64, **options: Any
     ) -> tuple[nn.Module, dynswap_ext.Handle]:
         """Install the model; return a moved copy to compare it with, and the handle."""
-        moved = testing.moved(model, self.device, dtype)
-        return moved, self.install(model, dtype=dtype, **options)
+        return self.provider.pair(model, dtype, **options)
 
     def whole_numbers(
         self, rows: int = 4, seed: int = 0, dtype: torch.dtype = torch.float64, width: int = WIDTH

@@ -1,13 +1,18 @@
-"""Models that tests save and load, and a way to save them."""
+"""Models that tests save and load, and what such tests need: mappings, and a small disk."""
 
 from __future__ import annotations
 
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 from torch import nn
+
+from dynswap_ext._util.file_mappings import mapped_ranges
 
 kinds = pytest.mark.parametrize("kind", ["safetensors", "torch"])
 
@@ -46,3 +51,19 @@ def saved(model: nn.Module, path: Path, kind: str = "safetensors") -> Path:
     else:
         torch.save(model.state_dict(), path)
     return path
+
+
+def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
+    """Return whether a tensor begins in a mapping of the file."""
+    return any(start <= tensor.data_ptr() < start + length for start, length in mapped_ranges(path))
+
+
+@contextmanager
+def disk_in_memory(folder: Path, size: str) -> Iterator[Path]:
+    """Yield a new folder that is a disk of that size in memory. Skip the test if it cannot be mounted."""
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", str(folder)]
+    if subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("a file system cannot be mounted here")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from sample_loads import disk_in_memory
 
 import children
 from dynswap_ext import checkpoint, cli
@@ -243,14 +244,9 @@ def test_an_error_in_the_middle_names_what_is_kept(
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Yield a disk of 20 MB in memory. Skip the test if it cannot be mounted."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "size=20000k", "tmpfs", str(folder)]
-    if subprocess.run(command, capture_output=True, check=False).returncode:
-        pytest.skip("a file system cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    """Yield a disk of 20 MB in memory."""
+    with disk_in_memory(tmp_path / "disk", "20000k") as folder:
+        yield folder
 
 
 def test_a_disk_that_is_full_from_the_start(source: Path, small_disk: Path) -> None:

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 from sample_gguf import array_of_strings, random_weight, raw_header, reference, write_gguf
+from sample_loads import is_mapped
 from torch import nn
 
 from dynswap_ext import checkpoint
-from dynswap_ext._util.file_mappings import mapped_ranges
 from dynswap_ext._util.peak_memory import resident_bytes
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.gguf import GGUFTensor
@@ -43,16 +43,12 @@ def tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def mapped(tensor: torch.Tensor, path: Path) -> bool:
-    return any(start <= tensor.data_ptr() < start + length for start, length in mapped_ranges(path))
-
-
 def test_quantised_masters_are_mapped_and_computed_with(tmp_path: Path) -> None:
     given = tensors()
     path = write_gguf(tmp_path / "w.gguf", given)
     model = checkpoint.load(Net, path)
     for name, parameter in model.named_parameters():
-        assert mapped(parameter, path), name
+        assert is_mapped(parameter, path), name
         assert isinstance(parameter, nn.Parameter)
         assert isinstance(parameter, GGUFTensor) == (name != "first.bias")
         assert parameter.requires_grad == (name == "first.bias")
@@ -99,7 +95,7 @@ def test_every_dtype(dtype: str, tmp_path: Path) -> None:
     values = torch.arange(24).reshape(2, 3, 4).to(getattr(torch, dtype))
     path = write_gguf(tmp_path / "w.gguf", {"a": torch.zeros(3), "w": values})
     loaded = open_checkpoint(path)["w"]
-    assert mapped(loaded, path)
+    assert is_mapped(loaded, path)
     assert_bit_equal(loaded, values)
 
 
@@ -161,7 +157,7 @@ class TestSplit:
     @pytest.mark.parametrize("named", [0, 2])
     def test_any_of_the_files_stands_for_all(self, named: int, files: list[Path]) -> None:
         model = checkpoint.load(Net, files[named])
-        assert mapped(model.first.weight, files[1]) and mapped(model.second.weight, files[2])
+        assert is_mapped(model.first.weight, files[1]) and is_mapped(model.second.weight, files[2])
         opened = open_checkpoint(files[named])
         assert opened.files == tuple(files) and opened.metadata["general.name"] == "whole"
 

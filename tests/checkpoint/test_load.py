@@ -7,16 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from sample_loads import Net, kinds, saved
+from sample_loads import Net, is_mapped, kinds, saved
 
 from dynswap_ext import checkpoint
-from dynswap_ext._util.file_mappings import drop_file_cache, mapped_ranges
+from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext._util.peak_memory import disk_bytes_read, resident_bytes
 from dynswap_ext.errors import ConfigError
-
-
-def _mapped(tensor: torch.Tensor, path: Path) -> bool:
-    return any(start <= tensor.data_ptr() < start + length for start, length in mapped_ranges(path))
 
 
 @kinds
@@ -24,7 +20,7 @@ def test_factory_gets_mapped_masters_and_equal_outputs(kind: str, tmp_path: Path
     reference = Net().eval()
     path = saved(reference, tmp_path / "weights", kind)
     model = checkpoint.load(Net, path).eval()
-    assert all(_mapped(parameter, path) for parameter in model.parameters())
+    assert all(is_mapped(parameter, path) for parameter in model.parameters())
     x = torch.randn(3, 4)
     assert torch.equal(model(x), reference(x))
 
@@ -51,7 +47,7 @@ def test_real_module_lets_its_weights_go(kind: str, tmp_path: Path) -> None:
     path = saved(Net(), tmp_path / "weights", kind)
     model = Net()
     assert checkpoint.load(model, path) is model
-    assert all(_mapped(parameter, path) for parameter in model.parameters())
+    assert all(is_mapped(parameter, path) for parameter in model.parameters())
 
 
 def test_dtypes_are_the_files(tmp_path: Path) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from sample_loads import SharedWeight, saved
+from sample_loads import SharedWeight, is_mapped, saved
 from torch import nn
 
 from conftest import skip_or_fail
 from dynswap_ext import checkpoint
-from dynswap_ext._util.file_mappings import mapped_ranges
 from dynswap_ext._util.peak_memory import PeakMemory
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.loading import entries
@@ -36,10 +35,6 @@ class Mixed(nn.Module):
 
 def layers(count: int, width: int = 1024) -> nn.Module:
     return nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(count)))
-
-
-def is_mapped(tensor: torch.Tensor, path: Path) -> bool:
-    return any(start <= tensor.data_ptr() < start + length for start, length in mapped_ranges(path))
 
 
 @pytest.fixture(params=["safetensors", "torch"])

@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import resource
-import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from sample_loads import disk_in_memory
 from torch import nn
 
 import children
@@ -129,16 +129,9 @@ def test_an_index_that_names_files_elsewhere_removes_none(tmp_path: Path) -> Non
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Yield a disk of 10 MB in memory. Skip the test if it cannot be mounted."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", "size=10000k", "tmpfs", str(folder)], capture_output=True, check=False
-    )
-    if done.returncode:
-        pytest.skip("a file system cannot be mounted here")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
+    """Yield a disk of 10 MB in memory."""
+    with disk_in_memory(tmp_path / "disk", "10000k") as folder:
+        yield folder
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pt", "folder"])
