@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from oracle import assert_gradients_as_moved
 from torch import nn
 
 from conftest import Provider
@@ -157,6 +158,7 @@ def test_parameter_lists(provider: Provider) -> None:
         change(model, lambda t: t)
         change(moved, lambda t: t.to(provider.device, torch.float64))
     testing.assert_bit_equal(passed(model), passed(moved))
+    assert_gradients_as_moved(model, moved, close=True)
     assert len(model.list) == 7 and list(model.dict) == ["scale", "shift", "other"]
     for w in [*model.list, *model.dict.values(), model.list[-1], model.dict.get("scale")]:
         assert isinstance(w, nn.Parameter)
