@@ -129,7 +129,9 @@ def test_a_loop_of_one_model_within_a_round(provider: Provider) -> None:
 def test_no_group_has_weights_of_two_models(provider: Provider) -> None:
     many = [nn.Linear(8, 8) for _ in range(6)]
     handle = provider.install(many, dtype=torch.float64)
-    for row in handle.report().rows:
+    rows = handle.report().rows
+    assert sum(len(row.names) for row in rows) == 2 * len(many)
+    for row in rows:
         assert len({name.partition(".")[0] for name in row.names}) == 1
 
 

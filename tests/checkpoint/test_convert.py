@@ -111,7 +111,9 @@ def test_tensors_whose_bytes_in_the_file_are_not_their_values_in_order(tmp_path:
     }
     torch.save(state, tmp_path / "a.pt")
     result = checkpoint.convert(tmp_path / "a.pt", tmp_path / "b.safetensors")
-    for name, tensor in load_file(result.path).items():
+    found = load_file(result.path)
+    assert found.keys() == state.keys()
+    for name, tensor in found.items():
         assert torch.equal(tensor, state[name]), name
 
 

@@ -27,7 +27,9 @@ class TestOffsets:
     def test_are_those_of_the_bytes(self, tmp_path: Path) -> None:
         path = _save(state(), tmp_path / "a file (deleted)")
         content = path.read_bytes()
-        for name, entry in open_checkpoint(path).entries.items():
+        entries = open_checkpoint(path).entries
+        assert entries.keys() == state().keys()
+        for name, entry in entries.items():
             assert entry.offset is not None and entry.file == path
             assert content[entry.offset : entry.offset + entry.nbytes] == state()[name].numpy().tobytes()
 
