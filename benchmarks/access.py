@@ -19,8 +19,9 @@ import torch
 from torch import nn
 
 import dynswap_ext
-from common import Record, Sample, native_available, parser
+from common import Record, native_available, parser
 from dynswap_ext.demo.run import install_hook
+from records import Sample
 
 
 class Reads(nn.Module):

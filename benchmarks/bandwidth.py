@@ -18,9 +18,10 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from common import Record, Sample, parser
+from common import Record, parser
 from dynswap_ext._util.clock import timing_event
 from dynswap_ext._util.memory import format_bytes
+from records import Sample
 
 SIZES = (64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20)
 TO, FROM, BOTH = "to the device", "from the device", "both ways"

@@ -1,11 +1,10 @@
-"""Timing, bars, and a record that names the machine, for all benchmarks."""
+"""Bars, a record that names the machine, and options, for all benchmarks."""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
 import datetime
-import gc
 import os
 import platform
 import subprocess
@@ -25,26 +24,9 @@ from dynswap_ext._util.file_mappings import drop_file_cache
 from dynswap_ext.errors import DynswapError
 from dynswap_ext.planning.rates import disk_bandwidth
 from isolated import Isolated
-from records import Sample, as_json, summary, write_whole
+from records import as_json, summary, write_whole
 
 RESULTS = Path(__file__).parent / "results"
-
-
-def time_call(call: Callable[[], object], *, repeats: int, warm_up: int = 1) -> Sample:
-    """Time a call in seconds, after warm-up. The garbage collector runs before each call, not in it."""
-    values = []
-    for number in range(warm_up + repeats):
-        gc.collect()
-        gc.disable()
-        start = time.perf_counter()
-        try:
-            call()
-            values.append(time.perf_counter() - start)
-        finally:
-            gc.enable()
-        if number < warm_up:
-            values.clear()
-    return Sample.of(values)
 
 
 @dataclass(frozen=True)

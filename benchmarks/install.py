@@ -14,8 +14,9 @@ import torch
 from torch import nn
 
 import dynswap_ext
-from common import Record, Sample, native_available, parser
+from common import Record, native_available, parser
 from dynswap_ext.demo.run import install_hook, uninstall_hook
+from records import Sample
 
 
 def build(modules: int) -> nn.ModuleList:

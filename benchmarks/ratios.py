@@ -31,8 +31,9 @@ from rich.table import Table
 from rich.text import Text
 
 import gauges
-from common import RESULTS, Record, Sample, parser
+from common import RESULTS, Record, parser
 from ratio_workloads import MOVED, WORKLOADS, Gauge, Work, Workload
+from records import Sample
 
 ROUNDS: Final = 15
 WARM_UP: Final = 3

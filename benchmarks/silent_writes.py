@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 import dynswap_ext
-from common import Record, Sample, parser
+from common import Record, parser
 from dynswap_ext._swap.state import session_of
+from records import Sample
 
 
 def main() -> int:
