@@ -1,4 +1,4 @@
-"""Checkpoints of any format: opened without reading, loaded as masters, saved, converted."""
+"""Opens, loads, saves, converts and verifies checkpoints. Loaded weights are mapped from their files."""
 
 from __future__ import annotations
 

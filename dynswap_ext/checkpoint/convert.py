@@ -1,4 +1,4 @@
-"""Writes any checkpoint as safetensors: cast, sharded or renamed, in little memory, and resumable."""
+"""Converts checkpoints of any format to safetensors, in little memory. Interrupted runs can be continued."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ from dynswap_ext.errors import ConfigError, SourceError
 
 @dataclass(frozen=True)
 class Conversion:
-    """The files that a conversion has written, and its figures."""
+    """The result of `convert`: the files that it has written, and their sizes."""
 
     #: The path to load: the file, or the index of shards.
     path: Path
     #: All files that hold tensors.
     files: tuple[Path, ...]
-    #: Entries written.
+    #: Tensors written. One that has several names counts once.
     tensors: int
-    #: Bytes of the tensors in the source.
+    #: Bytes of all entries of the source, also of those that `rename` leaves out.
     source_bytes: int
     #: Bytes of the tensors in the result.
     written_bytes: int
@@ -58,18 +58,20 @@ def convert(
     progress: ProgressOption = False,
     overwrite: bool = False,
 ) -> Conversion:
-    """Write a checkpoint of any format as safetensors.
+    r"""Write a checkpoint of any format as safetensors.
 
-    It takes some 40 MB of memory, for a checkpoint of any size. Each block of 4 MiB is read back from the
-    disk and compared by checksum; the checksums are kept in the header for `verify`. After an interruption,
-    the same call again does only what is not done yet.
+    It takes some 40 MB of memory, for a checkpoint of any size. (A tensor that a distributed checkpoint has
+    in chunks is put together in memory, one at a time.) Each block of 4 MiB is read back from the disk and
+    compared by checksum. The checksums are kept in the header, for `verify`. After an interruption, the same
+    call does only what is not done yet.
 
     Parameters
     ----------
     src
         A checkpoint of any format that `load` takes.
     dst
-        ``*.safetensors`` for one file, any other path for a folder with shards and an index.
+        ``*.safetensors`` for one file. Any other path is a folder, and gets one ``model.safetensors``, or
+        shards and an index.
     dtype
         A floating dtype for floating tensors, which are cast as by `tensor.to`. Integer, boolean and complex
         tensors stay as they are.
@@ -77,12 +79,13 @@ def convert(
         The most bytes of tensors in one shard, as a number or a size such as ``"5GB"``. Default: no limit for
         a file, 5 GB for a folder.
     rename
-        As in `load`, where None leaves an entry out.
+        From the source's names to new ones: a function, or rules as in ``{r"^module\.": ""}``. None as a new
+        name leaves the entry out.
     progress
         True shows a bar where stderr is a terminal or a notebook. A function is called with the bytes written
         so far, including those of an interrupted run, and the total.
     overwrite
-        Replace an existing checkpoint, and drop what was begun with other arguments.
+        Replace an existing checkpoint, and drop an unfinished conversion that had other arguments.
 
     Returns
     -------
@@ -92,16 +95,16 @@ def convert(
     Raises
     ------
     ConfigError
-        The destination exists, is the source, or was begun with other arguments; or the source has something
-        that safetensors cannot hold.
+        The destination exists, is the source, or has an unfinished conversion with other arguments; an
+        argument cannot be used; or the source has something that safetensors cannot hold.
     SourceError
-        The source cannot be read, or has changed during the conversion; or the disk is full, or does not
-        keep what is written.
+        The source cannot be read, or has changed during the conversion; or the disk is full, or what is read
+        back differs from what was written.
 
     Notes
     -----
-    After an error or a crash the destination is as it was. What was done so far is in a folder next to it,
-    which the error names; the same call continues from there.
+    After an error or a crash the destination is as it was. What was done so far is kept in a hidden folder,
+    next to the destination's file or in its folder. The error names it. The same call continues from there.
     """
     begun = time.monotonic()
     check_dtype(dtype)
@@ -134,7 +137,10 @@ def convert(
 def _pieces(
     checkpoint: Checkpoint, dtype: torch.dtype | None, rename: Rename | None, files: Files
 ) -> list[Piece]:
-    """Return what to write, in the order of the checkpoint: cast, under other names, ties once."""
+    """Return the tensors to write, in the order of the checkpoint, with their new dtypes and names.
+
+    A tensor that has several names is one piece.
+    """
     names = names_of_each(checkpoint)
     everything = [*itertools.chain.from_iterable(names), *checkpoint.objects]
     new_names = {old: new for new, old in renamed(everything, rename).items()}

@@ -1,6 +1,7 @@
-"""GGUF's quantised weights as masters: their tensor, and whose names and rows they have.
+"""Loads a GGUF file into a model of another library, whose names and order of rows differ from the file's.
 
-From GGUF's names, and from llama.cpp's order of rows, to those of the Hugging Face model.
+`GGUFTensor` holds a quantised weight. `names_for` makes the `rename` of `load`, and `original_rows` the
+`transform`.
 """
 
 from __future__ import annotations
@@ -19,37 +20,37 @@ from dynswap_ext.errors import ConfigError
 
 __all__ = ["GGUFTensor", "names_for", "original_rows"]
 
-#: Tensors that a file has and the model computes from its configuration.
+#: Beginnings of the names of tensors in a file that the model itself computes from its configuration.
 _COMPUTED = ("rope_freqs.", "rope_factors_")
 
-#: A query or key projection, by GGUF's name or by that of a Hugging Face or Meta checkpoint.
+#: The name of a query or key projection, in GGUF or in a Hugging Face or Meta checkpoint.
 _QUERY_OR_KEY = re.compile(r"(?:^|[._])(?:attn_|w)?(q|k)(?:_proj)?\.(?:weight|bias)$")
 
 
 def names_for(
     path: str | PathLike[str], model: nn.Module | Callable[[], nn.Module] | Iterable[str]
 ) -> Callable[[str], str | None]:
-    """Make the `rename` that gives the entries of a GGUF file the names that a model has for them.
+    """Make a `rename` for `load` that gives the entries of a GGUF file the names that the model has for them.
 
     Parameters
     ----------
     path
-        The GGUF file: its metadata say the architecture.
+        The GGUF file, whose metadata name the architecture.
     model
-        The model, what makes it (called on the meta device), or its names. Any naming that llama.cpp's
-        converter knows will do, as that of transformers.
+        The model, a callable that makes it (it is called on the meta device), or the names of its weights.
+        They may be in any naming that llama.cpp's converter knows, such as that of transformers.
 
     Returns
     -------
     Callable
-        For ``load(..., rename=...)``. What is not in the architecture's table keeps its name; what the model
-        computes itself (``rope_freqs``) is left out.
+        For ``load(..., rename=...)``. An entry for which the model has no name keeps its own. An entry that
+        the model computes itself (``rope_freqs``) is left out.
 
     Raises
     ------
     ConfigError
-        The file is not GGUF, or of an architecture that the `gguf` package does not know, or none of the
-        model's names belongs to it.
+        The file is not GGUF, does not say its number of blocks, or is of an architecture that the `gguf`
+        package does not know; or none of the model's names belongs to that architecture.
     SourceError
         The file cannot be read, or the package is not installed.
     """
@@ -70,7 +71,7 @@ def names_for(
     table = get_tensor_name_map(architecture, _number(metadata, path, f"{name}.block_count"))
     own: dict[str, str] = {}
     for key in names:
-        # A model without its head has no prefix.
+        # A base model, without the head, has these names without "model.".
         found = (table.get_name(tried, (".weight", ".bias")) for tried in (key, f"model.{key}"))
         if (theirs := next(filter(None, found), None)) is not None:
             own.setdefault(theirs, key)
@@ -83,27 +84,28 @@ def names_for(
 
 
 def original_rows(path: str | PathLike[str]) -> Callable[[str, torch.Tensor], torch.Tensor]:
-    """Make the `transform` that undoes llama.cpp's permutation of query and key rows.
+    """Make a `transform` for `load` that undoes llama.cpp's permutation of query and key rows.
 
-    Its converter reorders the rows of ``attn_q`` and ``attn_k`` of the architecture "llama" (Llama, Mistral,
-    Mixtral) so that rotary embeddings turn neighbours; the model of transformers turns halves. Blocks run
-    along rows, so quantised rows are put back as they are. These tensors are then in memory and no longer
-    mapped. Of any other architecture nothing is changed.
+    For the architecture "llama" (Llama, Mistral, Mixtral), llama.cpp's converter reorders the rows of
+    ``attn_q`` and ``attn_k``: its rotary embeddings rotate pairs of neighbours, and those of transformers
+    rotate the halves of a head. Quantised rows are moved without decoding. The reordered tensors are in
+    memory, and no longer mapped. Tensors of other architectures are not changed.
 
     Parameters
     ----------
     path
-        The GGUF file: its metadata say the architecture and the number of heads.
+        The GGUF file, whose metadata have the architecture and the number of heads.
 
     Returns
     -------
     Callable
-        From a name, GGUF's or the model's, and its tensor to the tensor.
+        For ``load(..., transform=...)``. Takes a name, as in the file or as in the model, and its tensor.
 
     Raises
     ------
     ConfigError
-        The file is not GGUF, does not say its heads, or they do not divide the rows.
+        The file is not GGUF, or does not say its number of heads. The transform raises it if the rows of a
+        tensor do not divide into that many heads.
     SourceError
         The file cannot be read, or the package is not installed.
 

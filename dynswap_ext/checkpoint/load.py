@@ -52,31 +52,32 @@ def load(
     ----------
     target
         A module (on the meta device or with weights, installed or not), or a callable without arguments that
-        makes one and runs as in `init_empty`.
+        makes one. The callable runs on the meta device, without initialising weights, as in `init_empty`.
     path
         A checkpoint of any format (see docs/checkpoints.md), or one that is open. Models that are loaded from
         one open checkpoint share its memory.
     device
-        Where the masters go. On the CPU they stay mapped; to another device they are moved a window of the
-        file at a time.
+        Where the masters go. On the CPU they stay mapped. To another device they are moved in windows of
+        16 MiB.
     dtype
-        A floating dtype for floating entries. An entry that has it already stays mapped; others are read, a
-        window of the file at a time, and cast into memory. Encoded entries (GGUF's) are left as they are.
+        A floating dtype for floating entries. An entry that has it already stays mapped; others are read and
+        cast into memory, in windows of 16 MiB. Encoded entries (GGUF's) are left as they are.
     strict
-        False leaves what the file lacks as it is and ignores what the model lacks, with a warning.
-        Shapes still have to agree.
+        False only warns of keys that differ: weights that the file lacks keep their values, and entries that
+        the model lacks are ignored. Shapes still have to agree.
     rename
         From the checkpoint's names to the model's: a function, or rules as in ``{r"^module\.": ""}``. None
         as a new name leaves the entry out.
     transform
         ``transform(name, tensor) -> tensor``, called with gradients disabled, for one entry after the other.
-        It is given the name in the model and a tensor of its own, on `device` and in `dtype`. What it returns
-        becomes the master, also a tensor subclass; an entry that it returns unchanged stays mapped.
+        It is given the name in the model and a copy of the tensor, on `device` and in `dtype`. (Tensor
+        subclasses, such as GGUF's blocks, are not copied.) What it returns becomes the master, also a tensor
+        subclass. An entry that is neither moved nor cast, and that it returns unchanged, stays mapped.
     assign
-        True: the file's tensors become the masters, in the parameter objects that the model has, so that
-        optimizers still have them; gradients are dropped. False: values are copied into the model's own
-        tensors, whose device and dtype stay, one after the other; where either is a tensor subclass,
-        through its ``module_load``.
+        True: the file's tensors become the masters. The model's parameter objects stay, so that optimizers
+        still have them; gradients are dropped. False: values are copied, one tensor after the other, into the
+        model's own tensors, which keep their memory, device and dtype. If either tensor is a subclass, it is
+        copied through ``module_load``.
     weights_only
         False lets a pickle run code: only for files from people whose code you would run.
     progress
@@ -86,18 +87,18 @@ def load(
     Returns
     -------
     torch.nn.Module
-        The module given, or the one made. Its parameters keep the skeleton's ``requires_grad``, unless they
-        have become tensors that cannot have a gradient (quantised blocks). Shared weights stay shared. The
-        mapping is private: writing to a mapped tensor changes this process's copy of a page, never the file.
+        The module given, or the one made. Its parameters keep their ``requires_grad``, except those that have
+        become tensors that cannot have a gradient (quantised blocks). Shared weights stay shared. The mapping
+        is private: writing to a mapped tensor changes this process's copy of a page, never the file.
 
     Raises
     ------
     SourceError
-        The file is not there, cut short, or of an unknown format.
+        The file does not exist, cannot be read, is cut short, or is of an unknown format.
     ConfigError
         An argument cannot be used; keys are missing, unexpected or of another shape (all are named together);
-        the transform failed; tied weights differ in the file; or a meta
-        skeleton has buffers that no checkpoint holds and that cannot be made again.
+        the transform failed; tied weights differ in the file; or the model has tensors on the meta device
+        that no checkpoint holds and that cannot be made again.
 
     Notes
     -----
@@ -105,10 +106,10 @@ def load(
     the first byte is written (in arguments, names, shapes, ties). If the disk, a transform or a module's own
     loading fails after that, the tensors loaded so far keep the file's values.
 
-    Non-persistent buffers are in no checkpoint. To make them, the factory (`target`, or the one given to
-    `init_empty`) is called once more, outside the meta device, and its parameters are freed as soon as they
-    are registered. Two checkpoint entries for one shared weight are compared, which reads them, since only
-    one can be kept.
+    Non-persistent buffers, and tensors that are plain attributes, are in no checkpoint. To make them, the
+    factory (`target`, or the one given to `init_empty`) is called once more, outside the meta device, and its
+    parameters are freed as soon as they are registered. If the checkpoint has two entries for one shared
+    weight, both are read and compared, as only one can be kept.
     """
     log_to_stderr(config.log_level())
     begun = time.monotonic()
@@ -146,7 +147,7 @@ def load(
 
 
 def _no_path(given: Any) -> str:
-    """Say what is wrong with a path that is none. A state dict is not shown: it may be long."""
+    """Return the error for a `path` of another type. A state dict is not shown, as it may be long."""
     shown = f"of type {type(given).__name__}" if isinstance(given, Mapping | nn.Module) else repr(given)
     message = f"path is {shown}; expected a path, or an open checkpoint"
     if isinstance(given, Mapping):
@@ -157,7 +158,7 @@ def _no_path(given: Any) -> str:
 
 
 def _checked_device(device: Any, dtype: Any, transform: Any, assign: bool) -> torch.device:
-    """Return the device, if these arguments can be used together."""
+    """Return the device of the masters. Raise ConfigError if the arguments cannot be used together."""
     if device is None:
         raise ConfigError("device is None; expected 'cpu', which reads nothing, or an accelerator")
     if str(device) == "meta":
@@ -195,13 +196,16 @@ def _load_entries(
     strict: bool,
     assign: bool,
 ) -> None:
-    """Let the model load its state, and report what does not fit it."""
+    """Load the entries into the model. Raise ConfigError if keys or shapes differ.
+
+    If `strict` is False, a warning names the keys that differ.
+    """
     path, names = entries.checkpoint.path, entries.names
     entries.share(own)
     known = {} if entries.transform else entries.checkpoint.entries  # a transform may make other shapes
     report = KeyReport.compare(model, own, {name: known.get(old) for name, old in names.items()}, path, names)
     certain = report.certain(custom_loaders(model)) if report else report
-    # Reading takes long, and what is copied cannot be taken back.
+    # Fail before anything is read, which takes long, or copied, which cannot be undone.
     early = entries.converted or not assign
     if certain.mismatched or (early and strict and certain):
         raise ConfigError(report.text(strict))
@@ -225,7 +229,7 @@ def _load_entries(
         raise
     except RuntimeError as error:
         raise ConfigError(f"{path} does not fit the model: {error}") from error
-    # Its keys count, not the comparison's: modules may rename keys while they load.
+    # Report the keys that the model has found, not those of the comparison: modules may rename keys.
     report = replace(report, missing=missing, unexpected=[*unexpected, *left_out])
     if report and strict:
         raise ConfigError(report.text(strict))

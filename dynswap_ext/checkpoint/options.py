@@ -1,4 +1,4 @@
-"""What `load` and `convert` do to a checkpoint's entries alike: other names, and a cast."""
+"""Options that `load` and `convert` have in common: other names for entries, and another dtype."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from dynswap_ext._util.units import parse_dtype
 from dynswap_ext.checkpoint.reader import Entry
 from dynswap_ext.errors import ConfigError
 
-#: A function from a checkpoint's name to the model's, None leaving the entry out; or rules, each a regular
-#: expression and its replacement as in `re.sub`, applied in order, each to what the one before it made.
+#: A function that returns the new name of an entry, or None to leave it out; or rules. A rule is a regular
+#: expression and its replacement, as in `re.sub`. All rules are applied to each name, one after the other.
 Rename: TypeAlias = Callable[[str], "str | None"] | Mapping[str, str] | Sequence[tuple[str, str]]
 
 
 def check_dtype(dtype: Any) -> None:
-    """Raise ConfigError for what is no floating dtype, and not None."""
+    """Raise ConfigError unless the option `dtype` is a floating dtype or None."""
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
         expected = "a floating dtype such as torch.bfloat16, or None"
         if isinstance(dtype, str):
@@ -29,13 +29,16 @@ def check_dtype(dtype: Any) -> None:
 
 
 def cast_to(dtype: torch.dtype | None, entry: Entry) -> torch.dtype:
-    """Return the dtype that an entry has after the cast: its own, unless that is a floating one."""
+    """Return the dtype of an entry after the cast to `dtype`, which changes plain floating entries alone."""
     stays = dtype is None or entry.encoding or not entry.dtype.is_floating_point
     return entry.dtype if stays or dtype is None else dtype
 
 
 def renamed(names: Iterable[str], rename: Rename | None) -> dict[str, str]:
-    """Return the new names, each with the old one. ConfigError for bad rules, and for two of one name."""
+    """Apply `rename`, and return the old name of each new one.
+
+    Raises ConfigError for rules that cannot be used, and if two entries get one name.
+    """
     function = rename if callable(rename) else _apply_rules(rename or ())
     old: dict[str, str] = {}
     for name in names:
@@ -60,7 +63,7 @@ def _apply_rules(given: Mapping[str, str] | Sequence[tuple[str, str]]) -> Callab
             for pattern, replacement in (given.items() if isinstance(given, Mapping) else given)
         ]
         for pattern, replacement in rules:
-            pattern.sub(replacement, "")  # raises for a group that the pattern has not got
+            pattern.sub(replacement, "")  # raises if the replacement names a group that does not exist
     except (re.error, TypeError, ValueError) as error:
         raise ConfigError(
             f"rename is {given!r}: {error}; expected a function, or rules as in "

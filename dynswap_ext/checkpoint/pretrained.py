@@ -27,12 +27,12 @@ LoadedT = TypeVar("LoadedT", covariant=True)
 #: small fused ones.
 _UNREPORTED = 1 / 16
 
-#: What `install` is given in the same breath, and transformers would take for a value of the config.
+#: Options of `install`. Transformers would take one that is passed by mistake for a value of the config.
 _OF_INSTALL = [name for name in config.OPTION_NAMES if name != "dtype"]
 
 
 class Loadable(Protocol[LoadedT]):
-    """A class with transformers' `from_pretrained`: `AutoModelForCausalLM`, `LlamaModel`, and their like."""
+    """A class of transformers that has `from_pretrained`, such as `AutoModelForCausalLM` or `LlamaModel`."""
 
     def from_pretrained(self, path: str | PathLike[str], /, *args: Any, **options: Any) -> LoadedT:
         """Load a checkpoint."""
@@ -48,10 +48,10 @@ def from_pretrained(
 ) -> LoadedT:
     """Open a checkpoint as transformers does, with masters that are mapped from its files.
 
-    Calls ``cls.from_pretrained(path, ...)``. Names, shards, subfolders, ties, modules that are kept in
-    float32, the generation config and the report of missing keys are therefore the library's own, and so is
-    its conversion of official files. Tensors that the conversion fuses (the experts of a layer, gate and up
-    projections) are mapped range by range, whereas the library copies them into memory.
+    Calls ``cls.from_pretrained(path, ...)``. So transformers itself handles names, shards, subfolders, ties,
+    modules that are kept in float32, the generation config, the report of missing keys and the conversion of
+    official files. Tensors that the conversion fuses (the experts of a layer, gate and up projections) are
+    mapped range by range. Transformers alone would copy them into memory.
 
     Parameters
     ----------
@@ -63,28 +63,29 @@ def from_pretrained(
         Passed to ``cls.from_pretrained``: ``config``, ``subfolder``, ``revision``, ``attn_implementation``,
         values of the config.
     dtype
-        None keeps the dtype that the checkpoint names. Another dtype casts weights into memory;
-        `install(dtype=)` casts them on the way instead, and takes no memory for that.
+        None keeps the dtype that the checkpoint names. Another dtype, or a mapping of dtypes as transformers
+        takes it, casts weights into memory. `install(dtype=)` casts them on the way to the device instead,
+        and takes no memory for that.
 
     Returns
     -------
     torch.nn.Module
-        What ``cls.from_pretrained`` returns. Its masters are private mappings: a write to them changes this
-        process's copy of a page, and never the file.
+        The model, or with ``output_loading_info=True`` the tuple, that ``cls.from_pretrained`` returns. The
+        masters are private mappings: a write changes this process's copy of a page, and never the file.
 
     Raises
     ------
     SourceError
         A file is missing, cut short or damaged, or the system refuses to map it.
     ConfigError
-        `cls` has no `from_pretrained`, or is of diffusers; or there is a `device_map`, or an option that
-        belongs to `install`.
+        `cls` has no `from_pretrained`, or is of diffusers; `dtype` is not a floating dtype; or the options
+        have a `device_map`, or one that belongs to `install`.
 
     Warns
     -----
     DynswapWarning
-        More than a sixteenth of the bytes are in memory, because the weights were cast or rearranged
-        (transposed, interleaved, fused by rows). Names the bytes and the weights.
+        More than a sixteenth of the bytes are in memory, as weights were cast, quantised or rearranged
+        (transposed, interleaved, fused along their last dimension). Names the bytes and the weights.
     """
     load = getattr(cls, "from_pretrained", None)
     if load is None:
@@ -95,7 +96,7 @@ def from_pretrained(
     _refuse_options_of_install(options)
     if isinstance(dtype, str) and dtype != "auto":
         dtype = parse_dtype(dtype, "dtype")
-    if dtype != "auto" and not isinstance(dtype, Mapping):  # transformers takes one for each part of a model
+    if dtype != "auto" and not isinstance(dtype, Mapping):  # a mapping has a dtype for each part of a model
         check_dtype(dtype)
     if getattr(cls, "__module__", "").partition(".")[0] == "diffusers":
         raise ConfigError(
@@ -125,7 +126,7 @@ def from_pretrained(
 
 
 def _refuse_options_of_install(options: Mapping[str, Any]) -> None:
-    """Raise ConfigError for a `device_map`, as masters stay on the CPU, and for options of `install`."""
+    """Raise ConfigError for a `device_map` (masters stay on the CPU) and for options of `install`."""
     if (device_map := options.get("device_map")) is not None:
         raise ConfigError(
             f"device_map is {device_map!r}, and masters stay on the CPU, mapped; leave it out, and give "

@@ -1,4 +1,4 @@
-"""What every checkpoint format gives: entries by name, and tensors that are mapped and not read."""
+"""An open checkpoint of any format: entries by name, and tensors that are mapped and not read."""
 
 from __future__ import annotations
 
@@ -20,33 +20,35 @@ class Entry:
     nbytes: int
     file: Path
     #: Bytes from the start of `file` to the elements, in row-major order; None if the tensor is not one such
-    #: range of one file. Entries with equal file and offset are ties.
+    #: range of one file. Entries that differ in nothing but the name are one tensor (`tie_identity`).
     offset: int | None
-    #: How the bytes encode values of `dtype`, such as "Q4_K"; empty when they are those values.
+    #: The name of the encoding of the bytes, such as "Q4_K"; empty if they are plain values of `dtype`.
     encoding: str = ""
 
 
 @dataclass(eq=False, repr=False)
 class Checkpoint(Mapping[str, Any]):
-    """An open checkpoint: a mapping from names to tensors. Opening one reads headers and nothing else."""
+    """An open checkpoint, as a mapping from names to tensors. Only headers were read to open it."""
 
-    #: What the user named: a file, an index, or a folder.
+    #: The file that was opened: the checkpoint, or the index of its shards. A folder that the user named has
+    #: been resolved to the file in it; only that of a distributed checkpoint stays.
     path: Path
     #: The name of the format, such as "safetensors" or "gguf".
     format: str
     #: The entry of each tensor, in the order of the file.
     entries: dict[str, Entry]
-    #: All files that hold bytes of the checkpoint.
+    #: All files that hold bytes of tensors.
     files: tuple[Path, ...]
-    #: ``tensor(name)`` returns the tensor of an entry: a view of a private mapping of its file. Where the
-    #: bytes are not one range of one file, the tensor is put together in memory, at each call. Raises a
-    #: SourceError that names file and entry if the bytes are not what the header says.
+    #: ``tensor(name)`` returns the tensor of an entry: a view of a private mapping of its file. A tensor that
+    #: a distributed checkpoint has in chunks is put together in memory, at each call. Raises a SourceError
+    #: that names file and entry if the bytes are not what the header says.
     tensor: Callable[[str], torch.Tensor]
     #: Text that the file has in addition to its tensors.
     metadata: dict[str, str] = field(default_factory=dict)
-    #: What else is in the mapping: extra state, under keys that end in ``_extra_state``.
+    #: Values that are no tensors: extra state, under keys that end in ``_extra_state``.
     objects: dict[str, Any] = field(default_factory=dict)
-    #: Versions of the modules that wrote it, as ``state_dict()._metadata`` has them, if the format does.
+    #: Versions of the modules that wrote the checkpoint, as in ``state_dict()._metadata``; None if the format
+    #: does not have them.
     versions: Mapping[str, Any] | None = None
 
     def __getitem__(self, name: str) -> Any:

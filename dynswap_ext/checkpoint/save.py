@@ -1,4 +1,4 @@
-"""Writes a model's masters to a checkpoint, which replaces the previous one when it is complete."""
+"""Saves a model's masters as a checkpoint, which replaces the previous one when it is complete."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dynswap_ext.checkpoint.writing.sources import source_of
 from dynswap_ext.checkpoint.writing.target import Target, replace, sync
 from dynswap_ext.errors import ConfigError, SourceError
 
-#: Of files that torch.save writes.
+#: Suffixes of files that are written with torch.save.
 _TORCH: Final = (".pt", ".pth", ".bin")
 
 
@@ -34,16 +34,16 @@ def save(
     max_shard_size: int | str | None = None,
     metadata: Mapping[str, str] | None = None,
 ) -> Path:
-    """Write the state dict of a model, installed or not: its masters, with what forwards wrote to them.
+    """Write the state dict of a model, installed or not: its masters, with all changes to them.
 
     Parameters
     ----------
     model
         Any module. Masters that are mapped from a file are read from that file, not loaded into memory.
     path
-        ``*.safetensors`` for one file; ``*.pt``, ``*.pth`` or ``*.bin`` for a file of ``torch.save``; any
-        other path is a folder (made if it does not exist) with a checkpoint as Hugging Face lays it out: one
-        ``model.safetensors``, or shards and an index.
+        ``*.safetensors`` for one file; ``*.pt``, ``*.pth`` or ``*.bin`` for a file of ``torch.save``. Any
+        other path is a folder (made if it does not exist), which gets a checkpoint as Hugging Face lays it
+        out: one ``model.safetensors``, or shards and an index.
     max_shard_size
         The most bytes of tensors in one shard, as a number or a size such as ``"5GB"``; a larger model is
         split into shards. Default: no limit for a file, 5 GB for a folder.
@@ -53,29 +53,29 @@ def save(
     Returns
     -------
     Path
-        What can be loaded: the file, or the index of shards.
+        The path to load: the file, or the index of shards.
 
     Raises
     ------
     ConfigError
         Something in the state dict does not fit the format (extra state, a tensor subclass, a dtype) or is on
-        the meta device, or another process is writing to `path`. The message names it.
+        the meta device; an argument cannot be used; or another process is writing to `path`.
     SourceError
-        The disk is full, permission is missing, or a master cannot be read. The message has the room that
-        the checkpoint takes.
+        A master cannot be read, permission is missing, or the disk is full. The message says how much room
+        the checkpoint takes if there is not enough.
 
     Notes
     -----
-    After any error, and after a crash, what was at `path` before is intact; after an error nothing else is
-    left.
+    After any error, and after a crash, what was at `path` before is intact. After an error, no temporary file
+    is left.
 
     The masters stay where they are: an install goes on streaming those in RAM from RAM. To stream them from
     the new file, `load` it into the model.
 
-    Tied tensors (same memory, shape and strides) are written once, under the first of their names, and the
-    metadata has the other names, as with ``safetensors.torch.save_model``. The metadata also has a CRC-32 of
-    each 4 MiB, which `verify` compares. Saving takes some 40 MB of memory on top of the model. ``torch.save``
-    takes as much as it touches: all pages of mapped masters, which the system can take back.
+    Tied tensors (same memory, dtype, shape and strides) are written once, under the alphabetically first of
+    their names. The metadata has the other names, as with ``safetensors.torch.save_model``. It also has a
+    CRC-32 of each 4 MiB, for `verify`. Saving takes some 40 MB of memory on top of the model. ``torch.save``
+    also reads all pages of mapped masters into memory, from which the system can drop them again.
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(f"save() takes a torch.nn.Module, not a {type(model).__name__}")
@@ -108,7 +108,7 @@ def _save_torch(state: dict[str, Any], path: Path) -> Path:
         with written.open("wb") as file:
             try:
                 torch.save(state, file)
-            except RuntimeError as error:  # how torch reports an error of the file's
+            except RuntimeError as error:  # torch raises it for an OSError of the file
                 file.seek(0, os.SEEK_END)
                 cause = error.__cause__ or error.__context__
                 if isinstance(cause, OSError):

@@ -1,4 +1,4 @@
-"""What a checkpoint has in it, and what budget a model of it needs; nothing is read but headers."""
+"""Lists what a checkpoint contains, and what budget its model needs. Only headers are read."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ from dynswap_ext.checkpoint.weight_units import library_config, modules_of, unit
 from dynswap_ext.checkpoint.writing.layout import CHECKSUMS
 from dynswap_ext.config import provider_from_environment
 
-#: By where the model computes, the engine's backend. On all accelerators memory is laid out alike.
+#: The engine's backend for each place where a model may compute. All accelerators lay out memory alike.
 _BACKENDS: Final = {"cpu": "host", "accelerator": "cuda"}
 
 
 @dataclass(frozen=True)
 class Group:
-    """Weights that have to be on the device at one time.
+    """The weights that decide the smallest budget with which an install works.
 
-    For a mixture of experts, these are the largest group that every pass uses, and the largest of an expert.
+    They are the largest group that has to be on the device at one time. For a mixture of experts, that is the
+    largest group that every pass uses, together with the largest group of an expert.
     """
 
-    #: As in the checkpoint. Of an expert in a fused weight, the weight's with a number, as in "down_proj[3]".
+    #: Names as in the checkpoint. One expert of a fused weight has a number, as in "down_proj[3]".
     names: tuple[str, ...]
-    #: On the device, with what lies between them: also the smallest budget that holds it.
+    #: Bytes of the smallest budget, with the gaps between the weights.
     nbytes: int
 
 
@@ -46,7 +47,7 @@ class Summary(Printable):
     format: str
     files: tuple[Path, ...]
     entries: Mapping[str, Entry]
-    #: For each tensor that has several names, its names, with those that only the metadata has.
+    #: The names of each tensor that has several. Some of them may be in the metadata alone.
     ties: tuple[tuple[str, ...], ...]
     #: Keys of values that are no tensors.
     objects: tuple[str, ...]
@@ -55,10 +56,10 @@ class Summary(Printable):
     #: Bytes of all tensors as they are stored; shared ones count once.
     total_bytes: int
     bytes_by_dtype: Mapping[str, int]
-    #: The largest of the smallest groups that an install can form, on "cpu" and "accelerator", in the
-    #: checkpoint's dtypes. There is none where nothing is streamed.
+    #: By "cpu" and "accelerator", the weights that decide the smallest budget of an install there, in the
+    #: checkpoint's dtypes. A place where nothing is streamed is left out.
     largest_groups: Mapping[str, Group]
-    #: "native" or "python": whose groups these are.
+    #: The provider that forms these groups: "native" or "python".
     provider: str
     #: Whether `verify` has checksums to compare with.
     checksums: bool
@@ -81,7 +82,7 @@ class Summary(Printable):
 
     def table(self, *, collapse: bool = True) -> Any:
         """Return the table of tensors, for rich. Repeated layers share rows, unless `collapse` is False."""
-        alike: dict[object, list[str]] = {}  # one name but for its numbers, one dtype and one shape
+        alike: dict[object, list[str]] = {}  # same name apart from its numbers, same dtype, same shape
         for name, entry in self.entries.items():
             key = (key_of(name), dtype_name(entry), entry.shape) if collapse else name
             alike.setdefault(key, []).append(name)
@@ -95,7 +96,7 @@ class Summary(Printable):
         return plain_table(columns, cells, right=("tensors", "bytes"))
 
     def facts(self) -> dict[str, str]:
-        """Return the facts about the whole checkpoint, as text, by their names."""
+        """Return the facts about the whole checkpoint that `print` shows, as texts by their names."""
         group = self.largest_group
         metadata = [f"{name}: {text[:100]}" for name, text in self.metadata.items()]
         sizes = (f"{name} {format_bytes(size)}" for name, size in self.bytes_by_dtype.items())
@@ -114,7 +115,7 @@ class Summary(Printable):
         return {name: text for name, text in facts.items() if text}
 
     def _smallest(self) -> str:
-        """Name the smallest budgets, one line a device; one for all if they are equal."""
+        """Return the smallest budgets as text, with a line for each device, or one line if they are equal."""
         sizes = {device: group.nbytes for device, group in self.largest_groups.items()}
         kind = "" if self.provider == "native" else ", in pure Python (`dynswap info` says why)"
         if len(sizes) == 2 and len(set(sizes.values())) == 1:
@@ -124,25 +125,26 @@ class Summary(Printable):
 
 
 def summary(path: str | PathLike[str]) -> Summary:
-    """Look at a checkpoint of any format.
+    """Describe a checkpoint of any format: its tensors, and the smallest budget of an install of its model.
 
     Parameters
     ----------
     path
-        Whatever `load` takes.
+        The path of a checkpoint, as for `load`.
 
     Raises
     ------
     SourceError
-        It cannot be read.
+        The checkpoint cannot be read.
 
     Notes
     -----
-    The engine forms the groups, of modules that are known by their names: weights of one module are those
-    with the same name up to the last dot. Names that torch's own modules give tell that one call needs all of
-    the module's weights. In which order other modules have theirs is not known of files that are sorted by
-    name; where that matters, the smallest budget is more than what is needed, by some of the module's small
-    weights. In pure Python every other weight is a group of its own, and on the CPU none is copied.
+    The engine forms groups of weights from their names. Names that are equal up to the last dot belong to one
+    module. If the rest are names of torch's own modules (``weight``, ``in_proj_bias``), one call needs all
+    weights of the module at the same time. For other modules the order of the weights counts, and files that
+    are sorted by name do not show it. Then the smallest budget may be larger than needed, by some small
+    weights of the module. In pure Python, each weight of such a module is a group by itself, and an install
+    on the CPU has no groups, as it copies no weights.
     """
     checkpoint = open_checkpoint(Path(path))
     names = names_of_each(checkpoint)
@@ -170,13 +172,13 @@ def summary(path: str | PathLike[str]) -> Summary:
 
 
 def text_of(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return the metadata without ties and checksums, which are of this one file."""
+    """Return the metadata without ties and checksums, which are true of this file alone."""
     left_out = {CHECKSUMS, *_ties_in_metadata(checkpoint)}
     return {name: text for name, text in checkpoint.metadata.items() if name not in left_out}
 
 
 def names_of_each(checkpoint: Checkpoint) -> list[list[str]]:
-    """Return the names of each tensor: those of entries, then those that the metadata alone has."""
+    """Return the names of each tensor: first those of entries, then those that are in the metadata alone."""
     names: dict[object, list[str]] = {}
     for name, entry in checkpoint.entries.items():
         names.setdefault(tie_identity(name, entry), []).append(name)
@@ -186,13 +188,13 @@ def names_of_each(checkpoint: Checkpoint) -> list[list[str]]:
 
 
 def _ties_in_metadata(checkpoint: Checkpoint) -> dict[str, str]:
-    """Return names that safetensors.torch.save_model left out, each with the entry that has its tensor."""
+    """Return the names that ``safetensors.torch.save_model`` dropped, each with the entry of its tensor."""
     text, entries = checkpoint.metadata, checkpoint.entries
     return {name: kept for name, kept in text.items() if name not in entries and kept in entries}
 
 
 def tie_identity(name: str, entry: Entry) -> object:
-    """Return what is equal for entries that are one tensor."""
+    """Return a key that is equal for entries that are one tensor under several names."""
     if entry.offset is None or entry.nbytes == 0:
         return name
     return entry.file, entry.offset, entry.dtype, entry.shape, entry.encoding
@@ -209,7 +211,7 @@ def _provider() -> str:
 
 
 def _largest_group(entries: Mapping[str, Entry], device: str, *, fuses: bool) -> Group | None:
-    if device == "cpu":  # what is put together in memory is there already
+    if device == "cpu":  # a tensor that is put together in memory is not streamed
         entries = {name: entry for name, entry in entries.items() if entry.offset is not None}
     if not entries:
         return None

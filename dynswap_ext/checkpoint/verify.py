@@ -1,4 +1,4 @@
-"""Compares a checkpoint with the checksums that were kept when it was written."""
+"""Compares a checkpoint with the checksums that `save` or `convert` has put into its header."""
 
 from __future__ import annotations
 
@@ -20,19 +20,20 @@ def verify(path: str | PathLike[str], *, progress: Callable[[int, int], None] | 
     Parameters
     ----------
     path
-        A safetensors file, or what names several: an index or a folder.
+        A safetensors file, an index of several, or their folder.
     progress
-        Called with the bytes that are done, and those of the file.
+        Called with the bytes of a file that have been compared, and the bytes of its tensors. Files are
+        compared one after the other.
 
     Returns
     -------
     int
-        How many bytes were compared.
+        The number of bytes that were compared.
 
     Raises
     ------
     SourceError
-        A file has no checksums, or they differ. Names the file and the tensors.
+        A file cannot be read, has no checksums, or has other bytes. Names the file and the tensors.
     """
     return sum(_verify(file, progress) for file in open_checkpoint(Path(path)).files)
 

@@ -1,4 +1,4 @@
-"""Form units of a checkpoint's entries as an install does: the weights of a module, or of one expert."""
+"""Groups a checkpoint's entries into units, as an install does: the weights of a module or of one expert."""
 
 from __future__ import annotations
 
@@ -20,38 +20,41 @@ _FUSED_PAIRS: Final = (("gate_proj", "up_proj"), ("w1", "w3"))
 
 @dataclass(frozen=True, slots=True)
 class StoredWeight:
-    """A weight as an install has it: an entry, or a part of one, or several."""
+    """A weight that an install streams: an entry, one expert of an entry, or entries that are fused."""
 
-    #: The entry's name; for one of the experts in an entry, with its number in brackets.
+    #: The entry's name. One expert of several in an entry has its number in brackets.
     name: str
-    #: The first of its entries.
+    #: The entry that it is stored in; the first one if there are several.
     entry: Entry
-    #: As stored.
+    #: Bytes in the file.
     nbytes: int
     elements: int
-    #: Bytes from the start of the entry's file; None if it is not one range of it.
+    #: Bytes from the start of the entry's file; None if the weight is not one range of it.
     offset: int | None
 
     def place(self, *, cast: bool = False) -> tuple[str, int, bool] | None:
-        """Return where the engine reads it: file, offset, and whether it is cast; None for memory."""
+        """Return where the engine reads the weight: the file, the offset, and the given `cast`.
+
+        None if it is in memory.
+        """
         return None if self.offset is None else (str(self.entry.file), self.offset, cast)
 
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Weights that are used together."""
+    """The weights of a module, or of one expert, which are used together."""
 
     weights: tuple[StoredWeight, ...]
-    #: Whether a call needs all of them at the same time.
+    #: Whether a call needs all of the weights at the same time.
     at_once: bool
-    #: Whether they are an expert's: used if a router chooses it.
+    #: Whether the weights belong to an expert, which is used only if a router chooses it.
     by_use: bool
 
 
 def units_of(entries: Mapping[str, Entry], *, fuses: bool = False) -> list[Unit]:
-    """Return the units of a checkpoint's entries, in an order that the model may have.
+    """Return the units of a checkpoint's entries, in an order in which the model may use them.
 
-    `fuses`: whether a library fuses the matrices of single experts when it loads them.
+    `fuses` says whether a library fuses the matrices of single experts when it loads them.
     """
     experts = experts_of_names(
         {name: () if entry.encoding else entry.shape for name, entry in entries.items()}
@@ -65,7 +68,7 @@ def units_of(entries: Mapping[str, Entry], *, fuses: bool = False) -> list[Unit]
         if expert:
             if expert not in single:
                 single[expert] = []
-                units.append(Unit((), at_once=False, by_use=True))  # in its place; filled below
+                units.append(Unit((), at_once=False, by_use=True))  # keeps the expert's place; filled below
             single[expert] += names
         elif whole:
             units.append(Unit(tuple(whole_of(name, entries[name]) for name in whole), at_once, by_use=False))
@@ -77,10 +80,11 @@ def units_of(entries: Mapping[str, Entry], *, fuses: bool = False) -> list[Unit]
 
 
 def modules_of(entries: Mapping[str, Entry]) -> list[tuple[list[str], bool]]:
-    """Return the weights of each module, in an order that it may have, and whether it needs them all at once.
+    """Return the names of each module's weights, and whether the module needs them all at once.
 
-    Files that are sorted by name have a bias before its weight. Then it is not known which of several large
-    weights of a module the small ones follow, and the largest is the one with which no install needs more.
+    The names are in an order that the module may have. A file that is sorted by name has a bias before its
+    weight, and does not show which of several large weights the small ones follow. They are put after the
+    largest one, because no other order needs a larger budget.
     """
     small = max((entry.nbytes for entry in entries.values()), default=0) // 16
     modules: dict[str, list[str]] = {}
@@ -112,7 +116,7 @@ def whole_of(name: str, entry: Entry) -> StoredWeight:
 
 
 def slice_of(name: str, entry: Entry, number: int) -> StoredWeight:
-    """Return one of the experts that are fused in an entry."""
+    """Return one of the experts that are fused in an entry, by its number."""
     nbytes = entry.nbytes // entry.shape[0]
     offset = None if entry.offset is None else entry.offset + number * nbytes
     return StoredWeight(f"{name}[{number}]", entry, nbytes, Size(entry.shape[1:]).numel(), offset)

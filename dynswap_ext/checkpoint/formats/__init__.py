@@ -1,4 +1,4 @@
-"""Opens a checkpoint of any format, which its content shows; each format has a file here."""
+"""Opens checkpoints of any format. The content of a file shows its format. Each format has a module here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from dynswap_ext.checkpoint.formats.torch_zip import read_torch
 from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.errors import SourceError
 
-#: How files begin that people take for checkpoints, and what to do with them.
+#: The first bytes of files that people take for checkpoints, and what to do with such a file.
 _RELATED: tuple[tuple[bytes, str], ...] = (
     (b"\x89HDF", "an HDF5 file; convert it with safetensors.torch.save_file(tensors, path)"),
     (b"version https://git-lfs", "a Git LFS pointer, not the weights; fetch them with `git lfs pull`"),
@@ -29,21 +29,22 @@ _RELATED: tuple[tuple[bytes, str], ...] = (
 
 
 def open_checkpoint(path: Path, *, weights_only: bool = True) -> Checkpoint:
-    """Open a checkpoint; nothing is read but headers.
+    """Open a checkpoint, and read only its headers.
 
     Parameters
     ----------
     path
         A safetensors file, a zip file written by ``torch.save``, a GGUF file, an index of several such files
-        (``*.index.json``), a folder that ``torch.distributed.checkpoint`` wrote, or a folder with one of the
-        others in it. The content of a file shows its format.
+        (``*.index.json``), a folder that ``torch.distributed.checkpoint`` wrote, or a folder that contains
+        one of these files. The format is recognised by the content of the file.
     weights_only
         False lets a pickle run code: only for files from people whose code you would run.
 
     Raises
     ------
     SourceError
-        The file is not there, cut short, damaged, or of another format. Names file, key and remedy.
+        The file does not exist, is cut short, damaged, or of another format; or a folder has several
+        checkpoints. Names file, key and remedy.
     """
     if os.path.isdir(path):
         path = _choose(path)
@@ -61,7 +62,7 @@ def _head(path: Path) -> bytes:
 
 
 def _open_file(path: Path, head: bytes, weights_only: bool) -> Checkpoint:
-    """Open a file that is a checkpoint by itself."""
+    """Open a file that is no index, by its first bytes (`head`)."""
     if path.suffix == ".distcp":
         raise SourceError(
             f"{path} is a part of a folder of torch.distributed.checkpoint; name the folder, {path.parent}"
@@ -89,19 +90,20 @@ def _open_file(path: Path, head: bytes, weights_only: bool) -> Checkpoint:
 
 # ---- folders -----------------------------------------------------------------------------------------------
 
-#: Best first: hubs keep the same weights as safetensors and as pickles, or as lossy conversions.
+#: Suffixes of checkpoints, the preferred ones first: hubs keep the same weights as safetensors, as pickles,
+#: and as lossy conversions.
 _TIERS = ((".safetensors",), (".bin", ".pt", ".pth"), (".gguf",))
 
-#: What trainers write next to the weights.
+#: Names of files that trainers write next to the weights.
 _NO_WEIGHTS = re.compile(
     r"(training_args|optimizer|scheduler|scaler|random_states|rng_state)(_\d+)*\.(bin|pt|pth|safetensors)"
 )
-#: What each process of a distributed save in the safetensors format writes: a part of each tensor.
+#: Names of files in which the processes of a distributed save each write their part of every tensor.
 _PARTS = re.compile(r"shard-\d+-model-\d+-of-\d+\.safetensors")
 
 
 def _choose(path: Path) -> Path:
-    """Return the one file in a folder by which its checkpoint is opened."""
+    """Return the file by which the checkpoint in a folder is opened. SourceError if there is not just one."""
     try:
         names = sorted(os.listdir(path))
     except OSError as error:

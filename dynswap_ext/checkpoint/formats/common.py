@@ -1,4 +1,4 @@
-"""What the formats share: opening a file that may be anything, JSON from strangers, tensors of a mapping."""
+"""Helpers of all formats: they open files of any kind, parse untrusted JSON, and make mapped tensors."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from dynswap_ext._util.memory import exact_bytes
 from dynswap_ext.checkpoint.reader import Entry
 from dynswap_ext.errors import SourceError
 
-#: The remedy for a file that lacks something.
+#: The remedy, in errors, for a file that is damaged or incomplete.
 AGAIN = "download or copy it again"
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a name that a file gives is that of a file in the same folder."""
+    """Return whether a name, which a file gives for another file, stays inside the first one's folder."""
     parts = PurePosixPath(name)
     is_text = name.encode(errors="replace").decode() == name and "\0" not in name
     return is_text and bool(parts.name) and not parts.is_absolute() and ".." not in parts.parts
@@ -44,8 +44,8 @@ def truncated(path: Path, expected: int, size: int, what: str) -> SourceError:
 # ---- opening -----------------------------------------------------------------------------------------------
 
 
-#: Without O_NONBLOCK, opening a FIFO waits for a writer; without O_BINARY, Windows reads text. No system has
-#: all of these.
+#: Flags of `os.open`; no system has all of them. Without O_NONBLOCK, opening a FIFO waits for a writer.
+#: Without O_BINARY, Windows converts line ends.
 _READ = sum(getattr(os, name, 0) for name in ("O_RDONLY", "O_NONBLOCK", "O_NOCTTY", "O_CLOEXEC", "O_BINARY"))
 
 
@@ -56,8 +56,8 @@ def opened(path: Path) -> Iterator[tuple[int, int]]:
     Raises
     ------
     SourceError
-        It is not there, not a regular file, not permitted, or the disk fails, also inside the block.
-        Names the file and the remedy.
+        The file does not exist, is not a regular file, or is not permitted; or the disk fails, here or inside
+        the block. Names the file and the remedy.
     """
     if "\0" in str(path):
         raise SourceError(f"{str(path)!r} is no file name (it has a NUL); correct the name")
@@ -99,7 +99,7 @@ def _neighbours(path: Path) -> str:
 
 
 def content_of(path: Path, limit: int, what: str) -> bytes:
-    """Read a whole file. SourceError if it has more than the `limit` bytes that a `what` may have."""
+    """Read a whole file. SourceError if it has more than `limit` bytes: `what` names its kind there."""
     with opened(path) as (descriptor, size):
         if size > limit:
             raise SourceError(f"{path} has {exact_bytes(size)}, {what} at most {exact_bytes(limit)}; {AGAIN}")
@@ -107,7 +107,7 @@ def content_of(path: Path, limit: int, what: str) -> bytes:
 
 
 def pread(descriptor: int, length: int, offset: int) -> bytes:
-    """Read `length` bytes, fewer at the end of the file only: `os.pread` may return fewer anywhere."""
+    """Read `length` bytes, or fewer at the end of the file, whereas `os.pread` may return fewer anywhere."""
     data = _read_once(descriptor, length, offset)
     while len(data) < length and (more := _read_once(descriptor, length - len(data), offset + len(data))):
         data += more
@@ -120,7 +120,7 @@ _position = threading.Lock()
 def _read_once(descriptor: int, length: int, offset: int) -> bytes:
     if hasattr(os, "pread"):
         return os.pread(descriptor, length, offset)
-    with _position:  # Windows: a read begins where the last one of this descriptor ended
+    with _position:  # Windows has no pread, and the position is shared by all threads
         os.lseek(descriptor, offset, os.SEEK_SET)
         return os.read(descriptor, length)
 
@@ -128,7 +128,7 @@ def _read_once(descriptor: int, length: int, offset: int) -> bytes:
 def read_into(file: BinaryIO, path: Path, offset: int, address: int, nbytes: int, what: str) -> None:
     """Read a range of an open file to an address in memory.
 
-    Raises SourceError if the read fails or the file is too short. The message names `what` was to be read.
+    Raises SourceError if the read fails or the file is too short. `what` names the range in the message.
     """
     memory = memoryview((ctypes.c_char * nbytes).from_address(address)).cast("B")
     try:
@@ -144,7 +144,7 @@ def read_into(file: BinaryIO, path: Path, offset: int, address: int, nbytes: int
 
 
 def parse_json(data: bytes) -> Any:
-    """Parse UTF-8 JSON. ValueError also for a name twice in one object, NaN, an infinity or deep nesting."""
+    """Parse UTF-8 JSON. ValueError also for NaN, infinities, deep nesting, or an object with a name twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
@@ -167,7 +167,7 @@ _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlist, _SHORT.maxtuple, _SHORT.maxstri
 
 
 def shown(value: object) -> str:
-    """Write what a file says, for an error: on one line, and about as long as one."""
+    """Return a value that was read from a file as text for an error, cut to about one line."""
     return _SHORT.repr(value)
 
 
@@ -175,23 +175,23 @@ def shown(value: object) -> str:
 
 
 def byte_count(dtype: torch.dtype, shape: tuple[int, ...]) -> int:
-    """Return the bytes of a tensor. ValueError for lengths that are not integers, negative, or too large."""
+    """Return the bytes of a tensor. ValueError if a length is no integer, is negative, or is too large."""
     count = occupied = dtype.itemsize
     for length in shape:
-        if type(length) is not int or length < 0:  # a bool is an int, and no length
+        if type(length) is not int or length < 0:  # not isinstance: a bool is no length
             raise ValueError(f"its shape has the length {shown(length)}")
         count *= length
-        occupied *= length or 1  # what strides are computed from
-        if occupied >= 1 << 63:  # what torch counts with
+        occupied *= length or 1  # torch computes strides as if a length of 0 were 1
+        if occupied >= 1 << 63:  # torch counts in 63 bits
             raise ValueError("it has more bytes than can be counted")
     return count
 
 
 def mapped_tensor(storage: torch.UntypedStorage, entry: Entry) -> torch.Tensor:
-    """Return a contiguous tensor over an entry's bytes in its mapped file, aligned or not."""
+    """Return a contiguous tensor over an entry's bytes in its mapped file. They need not be aligned."""
     tensor = torch.empty(0, dtype=entry.dtype)
     if entry.nbytes:
         assert entry.offset is not None
-        # A slice, so that each tensor has a storage of just its bytes (torch.save writes storages whole).
+        # A slice, so that the tensor's storage is just its bytes: torch.save writes whole storages.
         tensor.set_(storage[entry.offset : entry.offset + entry.nbytes])
     return tensor.reshape(entry.shape)

@@ -1,4 +1,4 @@
-"""Folders of ``torch.distributed.checkpoint``: files of saved tensors, whole or in chunks."""
+"""Opens folders of ``torch.distributed.checkpoint``: files of saved tensors, whole or in chunks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from dynswap_ext.checkpoint.formats.torch_zip import find_state_dict, offset_in,
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import SourceError
 
-#: What makes a folder one of these.
+#: The file that shows that a folder is a distributed checkpoint, and lists its tensors.
 METADATA = ".metadata"
 
 
 def read_distributed(path: Path, weights_only: bool) -> Checkpoint:
-    """Return the checkpoint of a folder. Of a nested state dict it is the model's part, by the model's names.
+    """Return the checkpoint in a folder. From a nested state dict, only the model's part is taken.
 
-    A tensor saved whole is mapped. One saved in chunks is put together in memory when it is asked for.
+    A tensor that was saved whole is mapped. One that was saved in chunks is put together in memory each time
+    it is asked for.
     """
     folder = _Folder(path, weights_only)
     state = find_state_dict(path, folder.tree(), Listing)
@@ -67,7 +68,10 @@ class _Folder:
     weights_only: bool
 
     def tree(self) -> dict[Any, Any]:
-        """Return the state dict that was saved, with a listing or a range for each value."""
+        """Return the state dict that was saved, with a `Listing` in place of each tensor.
+
+        Every other value is replaced by the `Range` where its bytes are.
+        """
         root: dict[Any, Any] = {}
         for item, leaf in read_metadata(self.path / METADATA).items():
             node: Any = root
@@ -81,14 +85,17 @@ class _Folder:
 
     @contextmanager
     def open(self, file: str) -> Iterator[_File]:
-        """Open a file over a mapping of its own. Pages that are read through it stay in memory."""
+        """Open a file with a new mapping, so that pages that are read are freed together with the mapping."""
         path = self.path / file
         with opened(path) as (descriptor, size):
             mapped = map_file(path, descriptor, size) if size else torch.empty(0).untyped_storage()
             yield _File(path, descriptor, mapped, self.weights_only)
 
     def value(self, name: str, leaf: Listing | Range | dict[Any, Any]) -> Any:
-        """Return what was saved: an object, a tensor put together, or a tree, lists by index."""
+        """Read the value of a leaf, or of a tree of leaves, into memory.
+
+        The chunks of a tensor are put together. A dict whose keys are indexes becomes a list.
+        """
         if isinstance(leaf, dict):
             if leaf and all(isinstance(key, int) for key in leaf):
                 return [self.value(name, leaf[key]) for key in sorted(leaf)]
@@ -116,7 +123,7 @@ class _File:
             raise truncated(self.path, end, self.mapped.nbytes(), shown(name))
 
     def saved(self, name: str, place: Range) -> Any:
-        """Return what ``torch.save`` wrote there."""
+        """Return the object that ``torch.save`` wrote into this range of the file."""
         self.check(name, place)
         part = self.mapped[place.offset : place.offset + place.length]
         try:
@@ -137,9 +144,9 @@ class _File:
 
 
 def _cover_problem(listing: Listing) -> str:
-    """Say how the chunks, each inside the tensor, fail to fill it; empty if they do fill it."""
+    """Return what is wrong if the chunks, each inside the tensor, do not fill it; else an empty string."""
     for chunk in listing.chunks:
-        # Before memory is allocated for what a damaged file says.
+        # So that no memory is allocated for a size that a damaged file claims.
         if (nbytes := math.prod(chunk.shape) * listing.dtype.itemsize) > chunk.range.length:
             return f"has {nbytes:,} bytes at {list(chunk.offsets)}, stored in {chunk.range.length:,}"
     wanted, given = math.prod(listing.shape), sum(math.prod(chunk.shape) for chunk in listing.chunks)
@@ -147,8 +154,8 @@ def _cover_problem(listing: Listing) -> str:
         return f"has chunks of {given:,} elements, and {wanted:,} elements"
     if len(listing.chunks) < 2:
         return ""
-    # No overlap and as many elements as the whole: nothing is missing. A sweep along the dimension that is
-    # cut most often meets few boxes at a time.
+    # Chunks that have as many elements as the tensor, and do not overlap, fill it. To find overlaps, sweep
+    # along the dimension that is cut most often, where few chunks meet at a time.
     starts = zip(*(chunk.offsets for chunk in listing.chunks), strict=True)
     along = max(enumerate(starts), key=lambda axis: len(set(axis[1])))[0]
     open_chunks: list[Chunk] = []

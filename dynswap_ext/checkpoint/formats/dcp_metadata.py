@@ -1,4 +1,4 @@
-"""The ``.metadata`` of ``torch.distributed.checkpoint``: a pickle, read here as data alone."""
+"""Reads the ``.metadata`` of ``torch.distributed.checkpoint``: a pickle, of which no code is run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dynswap_ext.errors import SourceError
 _SIZE_LIMIT = 1 << 30
 _MAX_DIMENSIONS = 64
 _MAX_DEPTH = 64
-#: Tensors of these are more than their elements.
+#: Quantised dtypes: a tensor has a scale in addition to its elements.
 _SCALED = {torch.quint8, torch.qint8, torch.qint32, torch.quint4x2, torch.quint2x4}
 
 #: The path of an item in the state dict that was saved: names, and indexes into lists.
@@ -25,7 +25,7 @@ ItemPath = tuple[str | int, ...]
 
 
 class Range(NamedTuple):
-    """What ``torch.save`` wrote for one object, as a range of a file in the folder."""
+    """A range of a file in the folder, into which ``torch.save`` wrote one object."""
 
     file: str
     offset: int
@@ -41,7 +41,7 @@ class Chunk(NamedTuple):
 
 
 class Listing(NamedTuple):
-    """What the metadata say of a tensor. Its chunks are inside its shape, but may not fill it."""
+    """A tensor as the metadata list it. The chunks are inside its shape, but may overlap or leave gaps."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -51,12 +51,12 @@ class Listing(NamedTuple):
 def read_metadata(path: Path) -> dict[ItemPath, Listing | Range]:
     """Return the tensors, and the ranges of other objects, by their paths in the state dict that was saved.
 
-    None of the classes that the file names is imported, and no code of it runs.
+    No class that the file names is imported, and none of its code runs.
 
     Raises
     ------
     SourceError
-        It is damaged, or asks for more than the format needs. Names the file, the key and the remedy.
+        The file is damaged, or asks for more than the format needs. Names the file, the key and the remedy.
     """
     data = content_of(path, _SIZE_LIMIT, "such metadata")
     try:
@@ -74,7 +74,7 @@ def read_metadata(path: Path) -> dict[ItemPath, Listing | Range]:
     items: dict[ItemPath, Listing | Range] = {}
     try:
         paths = getattr(content, "planner_data", None)
-        # By the index of each: the item's name and, in a tensor, the chunk's offsets.
+        # The place of each object, by the item's name and, for a chunk of a tensor, its offsets.
         stored = {
             (getattr(index, "fqn", None), getattr(index, "offset", None)): info
             for index, info in _field(content, "storage_data", dict).items()
@@ -86,7 +86,7 @@ def read_metadata(path: Path) -> dict[ItemPath, Listing | Range]:
                 type(part) in (str, int) for part in item
             ):
                 raise ValueError("a path in the state dict that is no tuple of names")
-            # BytesStorageMetadata, of an object that is no tensor, has no attributes.
+            # The metadata of an object that is no tensor (BytesStorageMetadata) have no attributes.
             is_object = isinstance(listing, _StandIn) and not vars(listing)
             items[item] = _range(stored.get((name, None))) if is_object else _tensor(listing, stored, name)
     except (ValueError, TypeError) as error:
@@ -155,7 +155,7 @@ def _field(owner: Any, field: str, kind: type) -> Any:
 
 
 class _StandIn:
-    """Takes the place of every class and function that the pickle names: keeps attributes, runs nothing."""
+    """Replaces a class or function that the pickle names. It keeps attributes, and runs no code."""
 
     def __init__(self, *_arguments: Any) -> None:
         pass
@@ -165,14 +165,14 @@ class _StandIn:
 
 
 def _size(lengths: Any) -> tuple[Any, ...]:
-    """Takes the place of torch.Size, without its copy: a small pickle could make many large ones."""
+    """Replace torch.Size, with a limit on the dimensions: a small pickle could make many large tuples."""
     if not isinstance(lengths, (tuple, list)) or len(lengths) > _MAX_DIMENSIONS:
         raise TypeError("no size")
     return tuple(lengths)
 
 
 class _Unpickler(pickle.Unpickler):
-    """Builds stand-ins, and the dtypes of torch."""
+    """Unpickles dtypes of torch, and stand-ins for classes of the format. Refuses every other name."""
 
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
@@ -184,7 +184,7 @@ class _Unpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"a pickle that asks for {module}.{name}")
 
 
-#: Opcodes that such a pickle has. Not among them: those that give a memo entry any number, for which the
-#: pickle module would allocate a list of that length, and those that reach the process's registry of
-#: extensions.
+#: The opcodes that are allowed, as such a pickle has no others. Two kinds would be harmful: those that write
+#: to any number of the memo, for which the pickle module would allocate a list of that length, and those
+#: that use the process's registry of extensions.
 _OPCODES = b"()]}.0e2NRabsutQ\x81\x85\x86\x87\x88\x89\x93\x94\x80KhqMJjG\x95CU\x8a\x8cBXc".decode("latin-1")
