@@ -21,14 +21,14 @@ from dynswap_ext.errors import SourceError
 def map_file(path: Path, descriptor: int, size: int) -> torch.UntypedStorage:
     """Map the open file's first `size` bytes copy-on-write, without reading them or reserving memory.
 
-    Maps by the descriptor, not by `path`: this is the file whose header was read, even if another one has
-    its name by now. The storage unmaps the bytes when it dies.
+    Maps the file of the descriptor, whose header was read, even if `path` names another file by now. The
+    storage unmaps the bytes when it dies.
 
     Raises
     ------
     SourceError
-        The file has become shorter than `size`, or the system refuses the mapping; names the limit that was
-        met, and how to raise it.
+        The file has become shorter than `size`, or the system refuses the mapping. Then the message names the
+        limit that was met, and how to raise it.
     """
     with _refusals(path, size):
         storage = _mapped(descriptor, size)
@@ -41,15 +41,15 @@ def map_file(path: Path, descriptor: int, size: int) -> torch.UntypedStorage:
 
 
 def reserve(size: int) -> torch.Tensor:
-    """Return zeros that take only address space until they are written to, for `map_in_place`."""
+    """Return `size` zero bytes that take only address space until they are written to, for `map_in_place`."""
     with _refusals(Path("a weight of several parts"), size):
         return torch.frombuffer(_memory(-1, size, _FLAGS | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
 
 
 def map_in_place(path: Path, descriptor: int, offset: int, address: int, size: int) -> None:
-    """Map `size` bytes of an open file, from `offset` on, over memory of `reserve`, as `map_file` does.
+    """Map `size` bytes of an open file, from `offset` on, copy-on-write to an address in memory of `reserve`.
 
-    `offset` and `address` are multiples of the page size.
+    `offset` and `address` are multiples of the page size. SourceError if the system refuses.
     """
     with _refusals(path, size):
         _mmap(address, size, _FLAGS | _MAP_FIXED, descriptor, offset)
@@ -57,7 +57,7 @@ def map_in_place(path: Path, descriptor: int, offset: int, address: int, size: i
 
 @contextmanager
 def read_by_page(memory: torch.Tensor) -> Iterator[None]:
-    """Keep the kernel from reading ahead when a page of mapped memory is touched."""
+    """Make a context in which touching a page of mapped memory reads that page alone, and none ahead."""
     where = ctypes.c_void_p(memory.data_ptr()), ctypes.c_size_t(memory.nbytes)
     _LIBC.madvise(*where, mmap.MADV_RANDOM)
     try:
@@ -81,17 +81,17 @@ def _refusals(path: Path, size: int) -> Iterator[None]:
 
 # Note [Mapped without a reservation]: Linux counts a private, writable mapping as memory that the process may
 # need in full, and refuses one that is larger than RAM and swap together (with vm.overcommit_memory=0, the
-# default). Hardly a page of a checkpoint is ever written to, so it is mapped with MAP_NORESERVE, which is not
-# counted. Torch's own mappings (UntypedStorage.from_file, torch.load) do not let the flags be chosen, and a
-# `mmap.mmap` keeps a descriptor open for as long as it lives. Hence mmap(2) by ctypes. Windows counts every
-# mapping that may be written to, and has no flag against that.
+# default). Hardly any page of a checkpoint is ever written to, so files are mapped with MAP_NORESERVE, and
+# are not counted. Torch's own mappings (UntypedStorage.from_file, torch.load) do not let us choose the flags,
+# and a `mmap.mmap` keeps a descriptor open as long as it lives. So mmap(2) is called through ctypes. Windows
+# counts every mapping that may be written to, and has no flag against that.
 
 _HAS_FLAGS = hasattr(mmap, "MAP_PRIVATE")
-_COMMITMENT_LIMIT = 1455  # of Windows (ERROR_COMMITMENT_LIMIT): RAM and page file are promised to others
+_COMMITMENT_LIMIT = 1455  # ERROR_COMMITMENT_LIMIT of Windows: RAM and page file are promised to others
 
 if _HAS_FLAGS:
-    _FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.10 has no name for it
-    _MAP_FIXED = 0x10  # which Python has no name for
+    _FLAGS = mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.10 lacks the name
+    _MAP_FIXED = 0x10  # Python lacks the name
     _LIBC = ctypes.CDLL(None, use_errno=True)
     _LIBC.mmap.restype = ctypes.c_void_p
     _LIBC.mmap.argtypes = (
@@ -108,7 +108,7 @@ def _mapped(descriptor: int, size: int) -> torch.UntypedStorage:
 
 
 def _memory(descriptor: int, size: int, flags: int) -> ctypes.Array[ctypes.c_char]:
-    """Return mapped bytes, which are unmapped when the array dies."""
+    """Map an open file, or anonymous memory for a descriptor of -1. The array unmaps it when it dies."""
     address = _mmap(None, size, flags, descriptor, 0)
     memory = (ctypes.c_char * size).from_address(address)
     # Tensors may still be read during the exit.
@@ -124,7 +124,7 @@ def _mmap(address: int | None, size: int, flags: int, descriptor: int, offset: i
 
 
 def _limit_met(size: int) -> str:
-    """Say which limit of the system a mapping has met, and how to raise it."""
+    """Return a text that says which limit of the system a mapping has met, and how to raise it."""
     if not _HAS_FLAGS:
         return (
             "as Windows counts all that is mapped as memory in use: enlarge its page file until RAM and page "
@@ -153,7 +153,7 @@ def _limit_met(size: int) -> str:
 
 
 def _read(path: str) -> str:
-    """Read what the kernel says in a file of /proc; empty if it does not."""
+    """Return the content of a file in /proc; empty if it cannot be read."""
     try:
         return Path(path).read_text().strip()
     except OSError:

@@ -1,8 +1,8 @@
-"""GGUF: key-values, then what there is of each tensor, then the tensors' bytes.
+"""Opens GGUF files: key-values, then a list of the tensors, then the tensors' bytes.
 
-The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. Types are looked up in the `gguf`
-package, an optional extra. Its own reader makes an object for each token of a vocabulary, which takes more
-than 10 s and 600 MB for Llama 3's (gguf 0.19, a core of a Xeon).
+The format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md. The `gguf` package, an optional extra,
+tells the types of blocks. Its own reader is not used, as it makes an object for each token of a vocabulary.
+For Llama 3's that takes more than 10 s and 600 MB (gguf 0.19, a core of a Xeon).
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ from dynswap_ext.checkpoint.gguf_tensors.tensor import GGUFTensor
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import ConfigError, SourceError
 
-#: Tensors or key-values; the largest files have a few thousand. More is damage, and each would be an object.
+#: The most tensors, or key-values. The largest files have a few thousand, so a larger number means damage.
 _MOST_LISTED = 1 << 20
-#: Elements of an array, and bytes of a text: a vocabulary has some hundred thousand. More is damage too.
+#: The most elements of an array, or bytes of a text. A vocabulary has some hundred thousand.
 _MOST_ELEMENTS = 1 << 26
-#: Values of a tensor, were none of its sides 0: torch counts elements and bytes in 63 bits.
+#: The most values of a tensor, with sides of 0 counted as 1. Torch counts elements and bytes in 63 bits.
 _MOST_VALUES = 1 << 59
 _MOST_DIMENSIONS = 4  # GGML_MAX_DIMS
-#: Elements of an array that are kept as text; of longer ones only what and how many they are.
+#: Arrays of up to so many elements are kept as text; of longer ones, only the type and the length.
 _KEPT = 16
 
-#: The format for `struct` of each type of a value, in the order of their numbers.
+#: For `struct`, the format of each type of value, in the order of the types' numbers.
 _FORMATS = "BbHhIif?__Qqd"
 _STRING, _ARRAY = 8, 9
 
 
 def read_gguf(path: Path) -> Checkpoint:
-    """Return the checkpoint of a GGUF file, or of all the files that a model was split into, by any of them.
+    """Return the checkpoint of a GGUF file. If it is one of several of a split model, all of them are opened.
 
-    Quantised entries are `GGUFTensor`: their blocks are mapped, nothing is decoded. `Entry.dtype` is then the
-    dtype of the decoded values, `Entry.encoding` the type of the blocks.
+    Quantised entries are `GGUFTensor`: their blocks are mapped, and not decoded. Then `Entry.dtype` is the
+    dtype of the decoded values, and `Entry.encoding` the type of the blocks.
     """
     named = _read_file(path)
     parts = {file: named if file == path else _read_file(file) for file in _siblings(path, named.metadata)}
@@ -59,7 +59,7 @@ def read_gguf(path: Path) -> Checkpoint:
 
 
 def _siblings(path: Path, metadata: dict[str, str]) -> list[Path]:
-    """Return the files of a model that was split (llama-gguf-split), in order; else the one."""
+    """Return all files of a model that llama-gguf-split has split, in order; `path` alone for other files."""
     text = metadata.get("split.count", "")
     count = int(text) if text.isdecimal() else 0
     if count <= 1:
@@ -103,7 +103,7 @@ def _read_file(path: Path) -> Checkpoint:
             entries = header.entries(tensors, int(metadata.get("general.alignment", "32")))
         except SourceError:
             raise
-        except Exception as error:  # of many kinds, as it follows the file's own numbers
+        except Exception as error:  # numbers in a damaged file can cause any error
             reason = error if type(error) is ValueError else repr(error)
             raise SourceError(f"{path} has a damaged or cut GGUF header: {reason}; {AGAIN}") from error
 
@@ -123,7 +123,10 @@ def _read_file(path: Path) -> Checkpoint:
 
 
 class _Header:
-    """Reads the header of a GGUF file in order. Raises SourceError if the package `gguf` is missing."""
+    """Reads the header of a GGUF file from front to back: first `metadata`, then `entries`.
+
+    Raises SourceError if the package `gguf` is missing.
+    """
 
     def __init__(self, path: Path, descriptor: int, size: int) -> None:
         try:
@@ -133,7 +136,7 @@ class _Header:
                 f"{path} is a GGUF file, and the package that knows its types is not here ({error}); install "
                 "it with `pip install dynswap-ext[gguf]`"
             ) from error
-        #: By their numbers, the name of each type of blocks, and the values and bytes of one.
+        #: By the number of each type of blocks: its name, and the values and bytes of a block.
         self._blocks = {int(kind): (kind.name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
         self._kinds: Any = GGUFValueType
         self._path, self._size = path, size
@@ -141,7 +144,7 @@ class _Header:
         self._file.seek(24)
 
     def metadata(self, count: int) -> dict[str, str]:
-        """Return the key-values, as text: of long arrays the number of elements."""
+        """Read the key-values, and return them as text. A long array is given by its length and type."""
         found: dict[str, str] = {}
         for _ in range(count):
             name, kind = self._text(), self._number("I")
@@ -151,7 +154,7 @@ class _Header:
         return found
 
     def entries(self, count: int, alignment: int) -> dict[str, Entry]:
-        """Read the list of tensors. Return it in the order of their bytes."""
+        """Read the list of tensors, and return it sorted by offset. ValueError if tensors overlap."""
         listed = [self._entry() for _ in range(count)]
         if alignment <= 0 or alignment & (alignment - 1):
             raise ValueError(f"the alignment {alignment} is no power of two")
@@ -172,11 +175,14 @@ class _Header:
         return entries
 
     def _entry(self) -> tuple[int, str, Entry]:
-        """Read the next tensor: its offset from where the tensors begin, its name, and its entry."""
+        """Read one item of the list: a tensor's offset from the first tensor, its name, and its entry.
+
+        The entry has no offset yet.
+        """
         name, dimensions = self._text(), self._number("I")
         if dimensions > _MOST_DIMENSIONS:
             raise ValueError(f"{name} has {dimensions:,} dimensions")
-        shape = tuple(reversed([self._number("Q") for _ in range(dimensions)]))  # the innermost is first
+        shape = tuple(reversed([self._number("Q") for _ in range(dimensions)]))  # the file has them reversed
         number, offset = self._number("I"), self._number("Q")
         if number not in self._blocks:
             raise ValueError(f"{name} has the type {number}")
@@ -195,7 +201,7 @@ class _Header:
     def _array(self) -> str:
         kind, count = self._number("I"), self._number("Q")
         if kind == _ARRAY:
-            raise ValueError("an array is one of arrays")  # ggml has none
+            raise ValueError("an array is one of arrays")  # which ggml does not have
         if count <= _KEPT:
             return json.dumps([self._value(kind) for _ in range(count)], ensure_ascii=False)
         self._check(count)

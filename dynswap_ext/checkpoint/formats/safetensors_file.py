@@ -1,4 +1,4 @@
-"""Safetensors: a JSON header, then the tensors' bytes.
+"""Opens safetensors files: a JSON header, then the tensors' bytes.
 
 The format: https://github.com/huggingface/safetensors#format
 """
@@ -27,7 +27,7 @@ from dynswap_ext.errors import SourceError
 #: The format's own limit on the length of the header.
 _HEADER_LIMIT = 100_000_000
 
-#: By safetensors' names, which are also those of GGUF.
+#: Torch's dtypes by safetensors' names. GGUF uses the same names.
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -54,11 +54,11 @@ DTYPES = {
 def read_safetensors(path: Path) -> Checkpoint:
     """Return the checkpoint of one safetensors file.
 
-    As the library does, it refuses a file whose tensors overlap, or leave bytes between them or behind them:
-    no writer makes one, so it is damaged or two files in one.
+    A file whose tensors overlap, or that has unused bytes between or after them, is refused, as by the
+    safetensors library. No writer makes such a file, so it is damaged, or two files in one.
 
-    Not opened through the safetensors library: its get_tensor() touches each tensor, and with the kernel's
-    read-around that was measured to read all of a 1.5 GB file from the disk at load time.
+    The library itself is not used: its get_tensor() touches each tensor. Because the kernel reads around each
+    page that is touched, that was measured to read all of a 1.5 GB file from the disk at load time.
     """
     with opened(path) as (descriptor, size):
         entries, metadata = _read_header(path, descriptor, size)
@@ -74,7 +74,7 @@ def read_safetensors(path: Path) -> Checkpoint:
 
 
 def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Entry], dict[str, str]]:
-    """Return the entries, in the order of their bytes, and the metadata."""
+    """Return the entries, sorted by offset, and the metadata."""
     length = int.from_bytes(pread(descriptor, 8, 0), "little")
     begin = 8 + length
     if length > _HEADER_LIMIT:
@@ -99,7 +99,7 @@ def _read_header(path: Path, descriptor: int, size: int) -> tuple[dict[str, Entr
 
 def _entry(name: str, listing: Any, path: Path, begin: int) -> Entry:
     try:
-        name.encode()  # a half of a surrogate pair is no text: UnicodeError is a ValueError
+        name.encode()  # half a surrogate pair is no text, and raises a UnicodeError, a ValueError
         start, end = listing["data_offsets"]
         shape, dtype = listing["shape"], DTYPES[listing["dtype"]]
         if type(start) is not int or type(end) is not int or type(shape) is not list:
@@ -117,7 +117,7 @@ def _entry(name: str, listing: Any, path: Path, begin: int) -> Entry:
 
 
 def _check_places(path: Path, entries: dict[str, Entry], begin: int, size: int) -> None:
-    """Check that the entries, in order of their bytes, fill the file."""
+    """Raise SourceError unless the entries, which are sorted by offset, fill the file without overlaps."""
     at, before, wrong = begin, "the header", ""
     for name, entry in entries.items():
         offset = entry.offset or 0

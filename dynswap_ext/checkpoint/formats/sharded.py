@@ -1,4 +1,4 @@
-"""Checkpoints in several files, with an index: ``{"metadata": ..., "weight_map": {name: file}}``."""
+"""Opens checkpoints of several files with an index: ``{"metadata": ..., "weight_map": {name: file}}``."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from dynswap_ext.checkpoint.formats.common import AGAIN, content_of, is_inside, 
 from dynswap_ext.checkpoint.reader import Checkpoint
 from dynswap_ext.errors import SourceError
 
-#: An index has a line for each tensor; the largest models have a hundred thousand.
+#: The most bytes of an index. It has a line for each tensor; the largest models have a hundred thousand.
 _SIZE_LIMIT = 100_000_000
 
 
 def joined(path: Path, format: str, parts: Mapping[Path, Checkpoint]) -> Checkpoint:
-    """Return one checkpoint of several files, whose tensors have different names.
+    """Return one checkpoint of several files, in which no two tensors have the same name.
 
-    Where files give a key of the metadata different values, the first file counts.
+    If files have different values for a key of the metadata, that of the first file is taken.
     """
     owners = {name: part for part in parts.values() for name in part.entries}
     return Checkpoint(
@@ -34,9 +34,9 @@ def joined(path: Path, format: str, parts: Mapping[Path, Checkpoint]) -> Checkpo
 
 
 def read_index(path: Path, open_shard: Callable[[Path], Checkpoint]) -> Checkpoint:
-    """Return the checkpoint of an index and its shards, which hold exactly the tensors that it names.
+    """Return the checkpoint of an index and its shards. SourceError unless both name the same tensors.
 
-    The shards are opened at once: only their headers say what the tensors are.
+    All shards are opened here, because only their headers have the dtypes and shapes.
     """
     try:
         index = parse_json(content_of(path, _SIZE_LIMIT, "an index"))
@@ -51,7 +51,7 @@ def read_index(path: Path, open_shard: Callable[[Path], Checkpoint]) -> Checkpoi
         )
     by_shard: dict[str, set[str]] = {}
     for name, shard in weight_map.items():
-        # A file of the index's own folder, which may be a link to a file elsewhere.
+        # The shard is in the index's own folder, perhaps as a link to a file elsewhere.
         if not isinstance(shard, str) or (shard not in by_shard and not is_inside(shard)):
             raise SourceError(
                 f"{path} puts {shown(name)} into {shown(shard)}, which is not a file in the index's folder; "
@@ -67,7 +67,7 @@ def read_index(path: Path, open_shard: Callable[[Path], Checkpoint]) -> Checkpoi
 
 
 def _open(path: Path, file: Path, open_shard: Callable[[Path], Checkpoint], names: set[str]) -> Checkpoint:
-    """Open a shard, and check that it holds what the index lists."""
+    """Open a shard. SourceError unless it has exactly the tensors that the index lists for it."""
     if not os.path.lexists(file):
         raise SourceError(
             f"{path} lists {len(names):,} tensors in {file}, and there is no such file; download that shard "

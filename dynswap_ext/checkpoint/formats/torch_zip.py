@@ -1,4 +1,4 @@
-"""What ``torch.save`` writes, as a file or as a part of one: mapped, and unpickled by torch."""
+"""Opens what ``torch.save`` writes, as a file or as a part of one: mapped, and unpickled by torch."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from dynswap_ext.errors import SourceError
 
 
 def read_torch(path: Path, weights_only: bool) -> Checkpoint:
-    """Return the checkpoint of one file of ``torch.save``: a state dict, or a dict that holds just one."""
+    """Return the checkpoint of one file of ``torch.save``: a state dict, or dicts that contain just one."""
     with opened(path) as (descriptor, size):
         mapped = map_file(path, descriptor, size)
         content = saved_object(path, descriptor, 0, mapped, weights_only)
@@ -40,25 +40,26 @@ def read_torch(path: Path, weights_only: bool) -> Checkpoint:
     )
 
 
-# Note [Torch's loader over our mapping]: torch.load(mmap=True) maps the file itself. So a file that is larger
-# than RAM is refused (Note [Mapped without a reservation]), and the mapping is shared if the program has
-# called torch.serialization.set_default_mmap_options(MAP_SHARED). Torch then calls `_load`, which has taken
-# the mapping as an argument since torch 2.1; here it is called with a mapping of ours.
+# Note [Torch's loader over our mapping]: torch.load(mmap=True) maps the file itself. Then a file that is
+# larger than RAM is refused (Note [Mapped without a reservation]), and the mapping is shared if the program
+# has called torch.serialization.set_default_mmap_options(MAP_SHARED). After mapping, torch calls `_load`,
+# which has taken the mapping as an argument since torch 2.1. Here it is called with our own mapping.
 _torch_load: Any = serialization._load
 
 
 def saved_object(
     path: Path, descriptor: int, offset: int, mapped: torch.UntypedStorage, weights_only: bool
 ) -> Any:
-    """Return what ``torch.save`` wrote into a range of a file; its tensors are views of `mapped`, that range.
+    """Unpickle what ``torch.save`` wrote into a range of a file, with tensors that are views of `mapped`.
 
-    They are in memory if the bytes have another order than this machine's. Code of the pickle runs only
-    without `weights_only`.
+    The range begins at `offset`, and `mapped` is its mapping. If the file's byte order is not this machine's,
+    the tensors are in memory instead. Code of the pickle runs only without `weights_only`.
 
     Raises
     ------
     SourceError
-        It is damaged, compressed, a program, or holds more than may be unpickled. Names the file.
+        The range is damaged, compressed, a TorchScript program, or holds more than may be unpickled. Names
+        the file.
     """
     file: Any = _FileRange(descriptor, offset, mapped.nbytes())
     forced = os.getenv("TORCH_FORCE_WEIGHTS_ONLY_LOAD", "0").lower() in ("1", "y", "yes", "true")
@@ -94,7 +95,7 @@ def saved_object(
 def _check_records(file: Any) -> None:
     """Raise ValueError if a zip file has a compressed or encrypted record, or two of one name.
 
-    Torch takes the bytes of a record for the data of a tensor, whatever they are.
+    Torch would take the bytes of such a record for the data of a tensor.
     """
     with zipfile.ZipFile(file) as archive:
         names: set[str] = set()
@@ -107,14 +108,14 @@ def _check_records(file: Any) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return what torch found wrong, without its advice and its C++ stack."""
+    """Return the line of a torch error that says what is wrong, without advice and C++ stack."""
     lines = [line.strip() for line in str(error).strip().splitlines()] or [type(error).__name__]
     found = (line for line in lines if "GLOBAL" in line or line.startswith("WeightsUnpickler error"))
     return next(found, lines[0])
 
 
 class _FileRange(io.RawIOBase):
-    """A range of an open file as a file of its own."""
+    """A range of an open file that can be read as if it were a whole file."""
 
     def __init__(self, descriptor: int, offset: int, length: int) -> None:
         self._descriptor, self._offset, self._length, self._at = descriptor, offset, length, 0
@@ -122,7 +123,7 @@ class _FileRange(io.RawIOBase):
     def seek(self, to: int, whence: int = os.SEEK_SET) -> int:
         at: int = to + (0, self._at, self._length)[whence]
         if at < 0:
-            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # as a file does, which zipfile expects
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))  # like a real file, as zipfile expects
         self._at = at
         return at
 
@@ -138,11 +139,11 @@ class _FileRange(io.RawIOBase):
 
 
 def offset_in(tensor: torch.Tensor, mapped: torch.UntypedStorage) -> int | None:
-    """Return where a tensor's elements begin in a mapped file, None if they are not one range of it."""
+    """Return the offset of a tensor's elements in a mapped file; None if they are not one range of it."""
     if not is_plain(tensor) or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return None
     if tensor.numel() == 0 or tensor.is_conj() or tensor.is_neg():
-        return None  # the values are none, or not the bytes but their conjugate or negative
+        return None  # there are no values, or they are not the bytes but their conjugate or negative
     offset = tensor.data_ptr() - mapped.data_ptr()
     return offset if 0 <= offset < mapped.nbytes() else None
 
@@ -158,26 +159,27 @@ def _entry(tensor: torch.Tensor, path: Path, mapped: torch.UntypedStorage) -> En
 
 # ---- which part is the model's -----------------------------------------------------------------------------
 
-#: {"app": {"model": state_dict, ...}} is as deep as people nest it. Deeper there are the dicts of optimizers.
+#: Levels of dicts to search. People nest no deeper than {"app": {"model": state_dict, ...}}, and deeper dicts
+#: belong to optimizers.
 _DEPTH = 2
 
 
 def find_state_dict(path: Path, content: object, tensor: type[Any]) -> dict[str, Any]:
-    """Return the state dict in `content`: the whole, or the one dict in it that is one, or its own tensors.
+    """Return the state dict in `content`: all of it, or the one dict in it that is one, or its own tensors.
 
-    `tensor` is the type of what has a tensor's `shape` in it.
+    `tensor` is the type of the values that stand for tensors. They have a `shape`.
 
     Raises
     ------
     SourceError
-        There is none, or more than one. Names them.
+        `content` has no state dict, or more than one. Names them.
     """
 
     def belongs(key: object, value: object) -> bool:
         return isinstance(key, str) and (key.endswith("_extra_state") or isinstance(value, tensor))
 
     def has_weights(state: dict[Any, Any]) -> bool:
-        # Counters are saved as tensors too, {"step": tensor(3)}: weights have dimensions.
+        # A tensor without dimensions may be a counter, as in {"step": tensor(3)}.
         return any(isinstance(value, tensor) and len(value.shape) for value in state.values())
 
     own: dict[str, Any] = content if isinstance(content, dict) else {}

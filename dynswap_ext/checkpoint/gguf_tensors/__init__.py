@@ -1,1 +1,1 @@
-"""GGUF's quantised weights as tensors: their encodings, and how they are decoded on the device."""
+"""GGUF's quantised weights as tensors, and the decoding of their blocks on the device."""

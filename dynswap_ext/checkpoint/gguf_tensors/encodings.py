@@ -1,8 +1,8 @@
-"""Every encoding of GGUF by its name: blocks of a few bits for each value, decoded on the blocks' device.
+"""Decodes the blocks of GGUF's quantised types, in which a value takes a few bits, on the blocks' device.
 
-The layouts are those of ggml-common.h; the arithmetic follows `gguf.quants`, operation by operation, so
-that the values are equal to the bit. Nothing here waits for the device.
-The grids of codes that are points, 4 or 8 values each, are the `gguf` package's.
+The layouts are those of ggml-common.h. The arithmetic follows `gguf.quants`, operation by operation, so that
+the values are equal to the bit. Nothing here waits for the device. In some types a code is a point of a grid,
+which stands for 4 or 8 values; the grids are those of the `gguf` package.
 """
 
 from __future__ import annotations
@@ -15,47 +15,47 @@ import torch
 
 from dynswap_ext.errors import ConfigError
 
-#: Values decoded at one time, which bounds the memory on top of the result: on the CPU few enough for its
-#: caches, on a device enough to keep it busy.
+#: Values decoded at a time. They bound the memory on top of the result. On the CPU they fit into its caches;
+#: on an accelerator they are enough to keep it busy.
 _AT_ONCE_CPU = 1 << 18
 _AT_ONCE_DEVICE = 1 << 24
 
 
 def words(part: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Return bytes as little-endian numbers. Copies them, because a row may begin at an unaligned byte."""
+    """View bytes as numbers of `dtype`. Copies them first, because a row may begin at an unaligned byte."""
     return part.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def halves(part: torch.Tensor) -> torch.Tensor:
-    """Return pairs of bytes, which are float16, in float32."""
+    """Convert pairs of bytes, which are numbers in float16, to float32."""
     return words(part, torch.float16).float()
 
 
 def fields(part: torch.Tensor, width: int, bits: int) -> torch.Tensor:
-    """Return the bit fields of bytes, uint8 (n, values).
+    """Return the fields of `bits` bits in rows of bytes, uint8 (n, values).
 
-    Of each `width` bytes first the lowest fields, then the next.
+    For each run of `width` bytes, the lowest field of every byte comes first, then the next of every byte.
     """
-    # Made on the device: a list would be copied there, and waited for.
+    # Made on the device, as the copy of a list would be waited for.
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=part.device).reshape(1, 1, -1, 1)
     fields = part.reshape(part.shape[0], -1, 1, width) >> shifts
     return fields.bitwise_and_((1 << bits) - 1).reshape(part.shape[0], -1)
 
 
 def signed(fields: torch.Tensor, middle: int) -> torch.Tensor:
-    """Return fields of less than 8 bits, less `middle`."""
+    """Subtract `middle` from fields of less than 8 bits, in int8."""
     return fields.view(torch.int8) - middle
 
 
 def looked_up(index: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """Return rows of a small table on the CPU, (n, values)."""
-    # From pageable memory a copy this small does not wait for the device, if it need not.
+    """Return the rows of a small table on the CPU at `index` (n, k), joined to (n, values)."""
+    # With non_blocking, a copy this small from pageable memory does not wait for the device.
     there = table.to(index.device, non_blocking=True)
     return there.index_select(0, index.reshape(-1).int()).reshape(index.shape[0], -1)
 
 
 def scaled(scales: torch.Tensor, fields: torch.Tensor, minima: torch.Tensor | None = None) -> torch.Tensor:
-    """`scales` (n, groups) times the values of each group, less `minima`."""
+    """Multiply the fields of each group by its scale (n, groups), and subtract its minimum."""
     count, groups = scales.shape
     values = scales.unsqueeze(-1) * fields.reshape(count, groups, -1)
     if minima is not None:
@@ -64,22 +64,22 @@ def scaled(scales: torch.Tensor, fields: torch.Tensor, minima: torch.Tensor | No
 
 
 _IQ4_VALUES = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # e2m1, doubled
+_FP4_VALUES = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # the values of e2m1 times 2
 
 
 def of_four_bits(part: torch.Tensor, width: int, values: tuple[int, ...]) -> torch.Tensor:
-    """Return the `values` at the indices that fields of 4 bits hold."""
+    """Use fields of 4 bits as indices, and return the `values` there."""
     table = torch.tensor(values, dtype=torch.int8, device="cpu").unsqueeze(1)
     return looked_up(fields(part, width, 4), table)
 
 
 def five_bits(high: torch.Tensor, low: torch.Tensor) -> torch.Tensor:
-    """Return fields of 5 bits, whose highest bits are in bytes of their own."""
+    """Return fields of 5 bits: the highest bit of each is in `high`, the other 4 are in `low`."""
     return fields(low, 16, 4) | (fields(high, 1, 1) << 4)
 
 
 def _mxfp4(blocks: torch.Tensor) -> torch.Tensor:
-    # Half of 2 ** (e - 127), as the values are doubled; the two smallest exponents are subnormal.
+    # The scale is half of 2 ** (e - 127), as the values are doubled. For e < 2 it is subnormal.
     e = blocks[:, :1].int()
     scale = torch.where(e < 2, (e + 1) << 21, (e - 1) << 23).view(torch.float32)
     return scale * of_four_bits(blocks[:, 1:], 16, _FP4_VALUES)
@@ -93,14 +93,14 @@ def _q2_k(blocks: torch.Tensor) -> torch.Tensor:
 def _q3_k(blocks: torch.Tensor) -> torch.Tensor:
     high, low, packed = blocks[:, :32], blocks[:, 32:96], blocks[:, 96:108]
     scales = fields(packed[:, :8], 8, 4) | (fields(packed[:, 8:], 4, 2) << 4)
-    # A high bit that is set means that nothing is subtracted.
+    # If the high bit is not set, 4 is subtracted.
     codes = fields(low, 32, 2).view(torch.int8) - ((fields(high, 32, 1) ^ 1) << 2).view(torch.int8)
     return scaled(halves(blocks[:, 108:]) * signed(scales, 32), codes)
 
 
 def _q4_or_q5_k(blocks: torch.Tensor) -> torch.Tensor:
     both, (d, m, rest) = halves(blocks[:, :4]), torch.split(blocks[:, 4:16], 4, dim=1)
-    # 8 scales and 8 minima of 6 bits each.
+    # There are 8 scales and 8 minima of 6 bits each.
     scales = torch.cat([d & 63, (rest & 15) | ((d >> 2) & 48)], dim=1)
     minima = torch.cat([m & 63, (rest >> 4) | ((m >> 2) & 48)], dim=1)
     codes = fields(blocks[:, -128:], 32, 4)
@@ -121,32 +121,32 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Five values of three in a byte, as the digits of a fraction in base 3."""
+    """Decode TQ1_0. A byte is a fraction of 256. Its five digits in base 3 are the values, plus 1."""
     powers = 3 ** torch.arange(5, dtype=torch.uint8, device=blocks.device).unsqueeze(1)
     bytes_of = ((blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4))
-    # The product keeps its lowest 8 bits: the digits before are the whole numbers of the fraction.
+    # Times 3 ** i, the first i digits become the whole part of the fraction, which overflows and is lost.
     codes = [(part.unsqueeze(1) * powers[:digits]).flatten(1) for part, digits in bytes_of]
     return halves(blocks[:, 52:]) * signed(((torch.cat(codes, dim=1).short() * 3) >> 8).byte(), 1)
 
 
 def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
-    """Four groups; their scales are e4m3 without a sign, halved as the values are doubled."""
+    """Decode NVFP4: four groups, whose scales are e4m3 without a sign. Halved, as the values are doubled."""
     raw = blocks[:, :4].int()
     exponent, mantissa = (raw >> 3) & 15, (raw & 7).float()
     power = ((exponent + 117) << 23).view(torch.float32)  # 2 ** (exponent - 10)
     scale = torch.where(exponent == 0, mantissa * 2**-9, (8 + mantissa) * power) * 0.5
-    scale = torch.where(raw == 0x7F, 0.0, scale)  # no number
+    scale = torch.where(raw == 0x7F, 0.0, scale)  # NaN
     return scaled(scale, of_four_bits(blocks[:, 4:], 8, _FP4_VALUES))
 
 
-# ---- blocks of 256, whose codes are points of a grid -------------------------------------------------------
+# ---- blocks of 256 values, whose codes are points of a grid ------------------------------------------------
 
 
 @cache
 def _arrays(name: str) -> tuple[Any, Any]:
-    """Return the grid (points, values) and the sign bytes, in int8 and uint8.
+    """Return the grid of a type, int8 (points, values), and the table of sign bytes, uint8 (128,).
 
-    Numpy's, as a tensor made while torch traces would be none of the process's other threads.
+    They are NumPy arrays, as they are kept: a tensor that is made while torch traces is of no use afterwards.
     """
     try:
         import gguf.quants
@@ -167,23 +167,23 @@ def _points(name: str, index: torch.Tensor) -> torch.Tensor:
 
 
 def _turned(values: torch.Tensor, signs: torch.Tensor) -> torch.Tensor:
-    """Values with the signs of bytes of 8."""
+    """Negate the values whose bits in `signs` are set; a byte has the bits of 8 values."""
     return values * (1 - 2 * fields(signs, 1, 1).view(torch.int8))
 
 
 def _signs(index: torch.Tensor) -> torch.Tensor:
-    """Return bytes of 8 signs, of which 7 are stored."""
+    """Return the byte of 8 signs for each index of 7 bits. The eighth sign follows from the others."""
     return looked_up(index, torch.from_numpy(_arrays("IQ2_XXS")[1]).unsqueeze(1))
 
 
 def _shifted(words: torch.Tensor, step: int, count: int) -> torch.Tensor:
-    """Each of the words (n, k) shifted right by 0, `step`, ...: (n, k * count)."""
+    """Shift each of the words (n, k) right by 0, `step`, 2 * `step` and so on, and return (n, k * count)."""
     shifts = torch.arange(0, step * count, step, dtype=torch.int32, device=words.device)
     return (words.unsqueeze(-1) >> shifts).flatten(1)
 
 
 def _xxs(name: str, d: torch.Tensor, index: torch.Tensor, rest: torch.Tensor, unit: float) -> torch.Tensor:
-    """Decode IQ2_XXS or IQ3_XXS, whose words `rest` hold four times 7 signs, and a scale."""
+    """Decode IQ2_XXS or IQ3_XXS. Each word of `rest` holds a scale and four indices of signs."""
     scales = d * (0.5 + ((rest >> 28) & 15).float()) * unit
     return scaled(scales, _turned(_points(name, index), _signs(_shifted(rest, 7, 4) & 127)))
 
@@ -217,7 +217,7 @@ def _iq3_s(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _iq1(scales: torch.Tensor, index: torch.Tensor, negative: torch.Tensor) -> torch.Tensor:
-    """Points of -1, 0 and 1, each group moved by an eighth up or down."""
+    """Decode IQ1_S or IQ1_M: points of -1, 0 and 1. An eighth is added to each group, or subtracted."""
     points = _points("IQ1_S", index).reshape(*negative.shape, -1)
     return scaled(scales, points + (0.125 - 0.25 * negative.float()).unsqueeze(-1))
 
@@ -230,7 +230,7 @@ def _iq1_s(rows: torch.Tensor) -> torch.Tensor:
 
 def _iq1_m(rows: torch.Tensor) -> torch.Tensor:
     packed = words(rows[:, 48:], torch.int16).int()
-    # The scale of the block is the highest 4 bits of each of the four words.
+    # The scale of the block is a float16, whose bits are the highest 4 of each of the four words.
     top = (packed >> 12) & 15
     whole = top[:, :1] | (top[:, 1:2] << 4) | (top[:, 2:3] << 8) | (top[:, 3:] << 12)
     scales = whole.short().view(torch.float16).float() * (2 * (_shifted(packed, 3, 4) & 7) + 1)
@@ -242,15 +242,15 @@ def _iq1_m(rows: torch.Tensor) -> torch.Tensor:
 
 
 class Encoding(NamedTuple):
-    """One quantised type: `values` values of a row in `nbytes` bytes."""
+    """A quantised type of GGUF: one block holds `values` values in `nbytes` bytes."""
 
     values: int
     nbytes: int
-    #: From uint8 (n, nbytes) to float32 (n, values).
+    #: Decodes blocks, uint8 (n, nbytes), to values, float32 (n, values).
     decode: Callable[[torch.Tensor], torch.Tensor]
 
 
-#: By ggml's names.
+#: All types that can be decoded, by ggml's names.
 ENCODINGS: dict[str, Encoding] = {
     "Q4_0": Encoding(32, 18, lambda b: halves(b[:, :2]) * signed(fields(b[:, 2:], 16, 4), 8)),
     "Q4_1": Encoding(32, 20, lambda b: halves(b[:, :2]) * fields(b[:, 4:], 16, 4) + halves(b[:, 2:4])),
@@ -279,7 +279,7 @@ ENCODINGS: dict[str, Encoding] = {
 
 
 def encoding_of(name: str) -> Encoding:
-    """Return the encoding of that name, such as "Q4_K". ConfigError, with a list of all, if there is none."""
+    """Return the encoding of a name, such as "Q4_K". The ConfigError for an unknown name lists all."""
     if name in ENCODINGS:
         return ENCODINGS[name]
     raise ConfigError(
@@ -289,7 +289,7 @@ def encoding_of(name: str) -> Encoding:
 
 
 def decode(blocks: torch.Tensor, name: str, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-    """Decode rows of blocks: uint8 (..., bytes of a row), on any device, to (..., values of a row) there.
+    """Decode rows of blocks, uint8 (..., bytes of a row), to (..., values of a row) on their device.
 
     `name` is the encoding, such as "Q4_K". Values are computed in float32 and cast to `dtype`.
     """

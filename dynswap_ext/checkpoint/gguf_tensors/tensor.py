@@ -1,11 +1,11 @@
-"""A weight that is kept as GGUF's quantised blocks, and decoded on its own device when it is computed with.
+"""A weight that is kept as GGUF's quantised blocks, and decoded on its device when it is computed with.
 
 Note [Blocks are the weight]
 ----------------------------
-The blocks, as they are in the file, are the one inner tensor: they are mapped, moved and streamed, and the
-wrapper around them says what they mean. Its shape and dtype are the weight's; the dtype is that of the values
-once they are decoded, so a cast costs nothing and shares the blocks. What keeps whole rows keeps blocks, as
-blocks run along rows; every other operation gets the decoded values, which are a temporary of that operation.
+A weight is a wrapper around one tensor: the blocks, as they are in the file. The blocks are mapped, moved and
+streamed. The wrapper has the encoding, and the shape and dtype of the decoded values. So a cast costs nothing
+and shares the blocks. Blocks run along rows, so operations that select whole rows return blocks again. Every
+other operation gets the decoded values, which are freed after it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class GGUFTensor(torch.Tensor):
     encoding
         ggml's name of the type, such as "Q4_K".
     dtype
-        The dtype of the values, which are computed in float32 and cast.
+        The dtype of the decoded values. They are computed in float32 and cast.
 
     Raises
     ------
     ConfigError
-        The encoding is not decoded here, the dtype is not floating-point, or rows are not whole blocks.
+        The encoding is unknown, the dtype is not floating-point, or the rows are not whole blocks of uint8.
     """
 
     blocks: torch.Tensor
@@ -65,17 +65,17 @@ class GGUFTensor(torch.Tensor):
         self.blocks, self.encoding = blocks, encoding
 
     def dequantize(self) -> torch.Tensor:
-        """Return the values, as a plain tensor of this one's shape, dtype and device."""
+        """Decode the blocks, and return a plain tensor of the same shape, dtype and device."""
         return decode(self.blocks, self.encoding, self.dtype)
 
     def data_ptr(self) -> int:
-        """Return the address of the blocks: two weights are one if it is equal."""
+        """Return the address of the blocks, by which tied weights are recognised."""
         return self.blocks.data_ptr()
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"GGUFTensor({self.encoding}, {list(self.shape)}, {self.dtype}, {self.device})"
 
-    # ---- what keeps it whole: taking apart, copying, pickling ----------------------------------------------
+    # ---- taking apart, copying, pickling -------------------------------------------------------------------
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[str, torch.dtype]]:
         return ["blocks"], (self.encoding, self.dtype)
@@ -149,11 +149,11 @@ def _unwritable(tensor: GGUFTensor) -> ConfigError:
 def _asks_for_gradient(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if func is torch.Tensor.requires_grad_:
         return bool((*args[1:], *kwargs.values(), True)[0])
-    # Equal and not identical: each look at the attribute makes another one.
+    # Equal and not identical: each access of the attribute makes a new object.
     return func == torch.Tensor.requires_grad.__set__ and bool(args[1])  # type: ignore[attr-defined]
 
 
-# ---- what keeps the blocks ---------------------------------------------------------------------------------
+# ---- operations that keep the blocks -----------------------------------------------------------------------
 
 
 def _like(tensor: GGUFTensor, blocks: torch.Tensor) -> GGUFTensor:
@@ -168,7 +168,7 @@ def _to_copy(func: Any, tensor: GGUFTensor, **options: Any) -> GGUFTensor | None
     dtype = options.get("dtype") or tensor.dtype
     if not dtype.is_floating_point:
         return None
-    # With its device unchanged it shares the blocks: they are as they were, whatever the dtype.
+    # If the device stays, the result shares the blocks, as a cast does not change them.
     blocks = tensor.blocks.to(options.get("device"), non_blocking=options.get("non_blocking", False))
     return GGUFTensor(blocks, tensor.encoding, dtype)
 
@@ -191,7 +191,7 @@ def _split(func: Any, tensor: GGUFTensor, sizes: Any, dim: int = 0) -> list[GGUF
 
 
 def _embedding(func: Any, weight: GGUFTensor, indices: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
-    # Padding and scaling concern the gradient of a weight, and there is none here.
+    # The other arguments (padding, scaling) only concern the gradient of the weight, which has none.
     rows = decode(weight.blocks.index_select(0, indices.reshape(-1)), weight.encoding, weight.dtype)
     return rows.reshape(*indices.shape, weight.shape[1])
 
@@ -201,7 +201,8 @@ def _shape_only(func: Any, tensor: GGUFTensor, *arguments: Any, **options: Any) 
     return func(stand_in, *arguments, **options)
 
 
-#: Operations that do not need all values; None from one of these means that this call does.
+#: Operations that do not need all values, with their implementations. If one returns None, this call needs
+#: them all.
 _KEPT: dict[Any, Callable[..., Any]] = {
     **dict.fromkeys((aten.detach.default, aten.alias.default, aten.clone.default), _each),
     **dict.fromkeys((aten.slice.Tensor, aten.index_select.default, aten.select.int), _rows),
@@ -221,7 +222,7 @@ def _linear(input: Any, weight: Any, bias: Any = None) -> torch.Tensor:
 
 
 class _Linear(torch.autograd.Function):
-    """Keeps the blocks for backward, where torch's own formula would keep the decoded values."""
+    """Computes a linear layer, and saves the blocks for backward. Torch would save the decoded values."""
 
     @staticmethod
     def forward(input: torch.Tensor, weight: GGUFTensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -236,7 +237,7 @@ class _Linear(torch.autograd.Function):
         of_input = of_bias = None
         if ctx.needs_input_grad[0]:
             (weight,) = ctx.saved_tensors
-            of_input = gradient @ weight.dequantize().to(gradient.dtype)  # under autocast not the same
+            of_input = gradient @ weight.dequantize().to(gradient.dtype)  # autocast makes the dtypes differ
         if ctx.needs_input_grad[2]:
             of_bias = gradient.reshape(-1, gradient.shape[-1]).sum(0)
         return of_input, None, of_bias
@@ -244,7 +245,7 @@ class _Linear(torch.autograd.Function):
 
 def _rebuilt(blocks: torch.Tensor, encoding: str, dtype: torch.dtype, parameter: bool) -> GGUFTensor:
     tensor = GGUFTensor(blocks, encoding, dtype)
-    # Both are a GGUFTensor: to be a parameter is a mark on it.
+    # The type stays GGUFTensor: nn.Parameter only marks a tensor subclass as a parameter.
     return cast("GGUFTensor", torch.nn.Parameter(tensor, requires_grad=False)) if parameter else tensor
 
 

@@ -1,1 +1,1 @@
-"""What `load` is made of: skeletons, names, reading and converting, and models that stay what they were."""
+"""The parts of `load`: skeletons, comparing keys, reading and casting entries, and undoing a failed load."""

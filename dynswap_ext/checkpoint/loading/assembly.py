@@ -32,16 +32,16 @@ from dynswap_ext.checkpoint.formats.common import read_into, truncated
 from dynswap_ext.checkpoint.formats.file_mapping import map_in_place, read_by_page, reserve
 
 _PAGE = mmap.PAGESIZE
-#: Smaller tensors, and smaller parts, are copied: most of their pages would be at joints.
+#: Smaller tensors and parts, in bytes, are copied: most of their pages would be at joints.
 _SMALLEST = 16 * _PAGE
 _SMALLEST_PART = 4 * _PAGE
-#: What a range of a file is needed for, in errors.
+#: The name of a range of a file in errors.
 _PART = "a part of a weight"
 _CAT, _STACK = torch.ops.aten.cat.default, torch.ops.aten.stack.default
 
 
 class Range(NamedTuple):
-    """Bytes of a file."""
+    """A range of bytes in a file. The inode tells the file from a later one of the same path."""
 
     path: Path
     inode: int
@@ -49,26 +49,27 @@ class Range(NamedTuple):
     nbytes: int
 
     def part(self, begin: int, nbytes: int) -> Range:
-        """Return `nbytes` of the range, from `begin` on."""
+        """Return the range of `nbytes` bytes that begins `begin` bytes after this one."""
         return self._replace(offset=self.offset + begin, nbytes=nbytes)
 
 
 class MappedFusion(TorchDispatchMode):
-    """A context in which `torch.cat` and `torch.stack` of mapped tensors map their result.
+    """A context in which `torch.cat` and `torch.stack` of mapped tensors map their result instead of copying.
 
-    If the result cannot be mapped, they copy as usual. Applies only to the thread that has entered it.
+    If the result cannot be mapped, they copy as usual. Affects only the thread that has entered it.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._open = ExitStack()
         self._files: dict[tuple[Path, int], BinaryIO] = {}
-        self._made: dict[int, tuple[StorageWeakRef, int, list[Range]]] = {}  #: by storage: address, parts
+        #: Results that were mapped, by the id of their storage: a reference, the address, and the parts.
+        self._made: dict[int, tuple[StorageWeakRef, int, list[Range]]] = {}
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Map the result of a fusion, if it can be."""
+        """Run an operation. If it fuses mapped tensors, map its result if that is possible."""
         if func in (_CAT, _STACK) and not kwargs:
             fused = self._fused(args[0], args[1] if len(args) > 1 else 0, stacked=func is _STACK)
             if fused is not None:
@@ -78,7 +79,7 @@ class MappedFusion(TorchDispatchMode):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close the files; what is mapped stays."""
+        """Close the files. Tensors that were mapped stay valid."""
         super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
         self._open.close()
         self._files.clear()
@@ -100,7 +101,7 @@ class MappedFusion(TorchDispatchMode):
         rows = prod(first.shape[:dim])
         if max(tensor.nbytes for tensor in tensors) // rows < _SMALLEST_PART:
             return None
-        mappings = FileMappings()  # as they are now: an address is used again when a file is let go of
+        mappings = FileMappings()  # read anew each time, as addresses of unmapped files are used again
         ranges = [self._ranges(tensor, mappings) for tensor in tensors]
         if any(found is None for found in ranges):
             return None
@@ -126,7 +127,7 @@ class MappedFusion(TorchDispatchMode):
             return None
         storage = tensor.untyped_storage()
         if storage.resizable() or tensor.is_inference() or tensor._version > 0:
-            return None  # memory of torch's allocator; or it may have been written to
+            return None  # it is memory of torch's allocator, or may have been written to
         made = self._made.get(storage._cdata)
         if made is not None and not made[0].expired():  # type: ignore[no-untyped-call]
             return _cut(made[2], tensor.data_ptr() - made[1], tensor.nbytes)
@@ -158,7 +159,8 @@ class MappedFusion(TorchDispatchMode):
             if (part.offset - place) % _PAGE != phase:
                 copied.append((begin, part))
                 continue
-            # The first page has nothing before the first part; a page at a joint is completed by copying.
+            # Only whole pages can be mapped. The page at a joint is mapped with the part before it, and the
+            # bytes of this part in it are copied. Nothing comes before the first part: its page is mapped.
             low = begin // _PAGE * _PAGE if number == 0 else min(-(-begin // _PAGE) * _PAGE, end)
             if begin < low:
                 copied.append((begin, part.part(0, low - begin)))
@@ -188,7 +190,7 @@ class MappedFusion(TorchDispatchMode):
 
 
 def _cut(ranges: Iterable[Range], begin: int, nbytes: int) -> list[Range]:
-    """Return `nbytes` of ranges that follow each other, from the byte `begin` on."""
+    """Return the ranges of `nbytes` bytes from `begin` on, counted over all of the ranges in order."""
     found: list[Range] = []
     at, end = 0, begin + nbytes
     for part in ranges:
@@ -200,7 +202,7 @@ def _cut(ranges: Iterable[Range], begin: int, nbytes: int) -> list[Range]:
 
 
 def _joined(parts: Iterable[Range]) -> list[Range]:
-    """Join parts that follow each other in their file as well."""
+    """Join neighbouring parts of a weight that are neighbours in their file, too."""
     joined: list[Range] = []
     for part in parts:
         last = joined[-1] if joined else None

@@ -1,8 +1,8 @@
-"""A checkpoint's tensors under a model's names, as they are in the file or converted.
+"""Gives `load` the tensors of a checkpoint by the model's names, mapped or converted.
 
-What is computed with is read into memory of its own, a window at a time. Read through the mapping, the pages
-would stay part of this process, a file cut short meanwhile would end the process, and values would include
-what was written to the mapping of a checkpoint that is open for longer.
+Entries that are cast, moved, transformed or compared are read from the file, not through its mapping. Pages
+that are read through a mapping count as this process's memory. A file that is cut short meanwhile would end
+the process. And an open checkpoint's mapping may have been written to.
 """
 
 from __future__ import annotations
@@ -28,46 +28,47 @@ from dynswap_ext.checkpoint.options import cast_to
 from dynswap_ext.checkpoint.reader import Checkpoint, Entry
 from dynswap_ext.errors import ConfigError, SourceError
 
-#: From a name, as the model has it, and the file's tensor to the tensor that becomes the master.
+#: A function of a name in the model and the file's tensor. It returns the tensor that becomes the master.
 Transform: TypeAlias = Callable[[str, torch.Tensor], torch.Tensor]
 
 _malloc_trim: Callable[[int], object] = getattr(
     ctypes.CDLL(None) if sys.platform == "linux" else None, "malloc_trim", lambda _: None
 )
 
-#: Less than that the heap holds without harm, and a mapping would cost more than it.
+#: Up to so many bytes are allocated from the heap, where a mapping would cost more.
 _OF_THE_HEAP = 1 << 16
-#: What is read at a time of an entry that is cast, moved or compared. Larger ones read no faster.
+#: Bytes that are read at a time of an entry that is cast, moved or compared. Larger windows are no faster.
 _WINDOW = 16 << 20
 
 
 @dataclass
 class ModelEntries:
-    """A checkpoint's entries under a model's names: on its way each is moved, cast and transformed."""
+    """A checkpoint's entries by a model's names. Each is moved, cast and transformed as `load` is asked to."""
 
     checkpoint: Checkpoint
-    #: The model's names, each with the checkpoint's.
+    #: By the model's names, those of the checkpoint.
     names: dict[str, str]
     device: torch.device
     dtype: torch.dtype | None
     transform: Transform | None
     window: Window
-    #: Called with the bytes that the model has got, and with those that it will get.
+    #: Called with the bytes that the model has received, and the total.
     report: ProgressCallback | None = None
 
     def __post_init__(self) -> None:
-        self._called = {old: name for name, old in self.names.items()}  # by the model, before ties are shared
+        #: By the checkpoint's names, those of the model. They stay when `share` changes `names`.
+        self._called = {old: name for name, old in self.names.items()}
 
     @property
     def converted(self) -> bool:
-        """Whether any entry is read before the model gets it."""
+        """Whether entries may have to be read before the model gets them: to transform, move or cast them."""
         return self.transform is not None or self.device.type != "cpu" or self.dtype is not None
 
     def share(self, state: Mapping[str, Any]) -> None:
-        """Use one entry for each weight that the model's state has under several names.
+        """Use one entry for all names of a weight that several modules of the model share.
 
-        Ties are the model's: two modules that hold one parameter. A file that has one range of bytes under
-        two names does not tie the model's weights. ConfigError if the checkpoint has two entries that differ.
+        Only the model decides what is shared. A file that has one range of bytes under two names does not tie
+        the model's weights. ConfigError if the checkpoint has different entries for one weight.
         """
         ties: dict[int, list[str]] = {}
         for name, tensor in state.items():
@@ -88,7 +89,7 @@ class ModelEntries:
             self.names.update(dict.fromkeys(tie, first))
 
     def state(self, *, without: Collection[str] = (), lazy: bool = False) -> Mapping[str, Any]:
-        """Return a state dict of all values but `without`; if `lazy`, each is made when it is asked for."""
+        """Return a state dict without the names in `without`. If `lazy`, a value is made at each access."""
         names = {name: old for name, old in self.names.items() if name not in without}
         entries, objects = self.checkpoint.entries, self.checkpoint.objects
         sizes = {old: entries[old].nbytes for old in names.values() if old in entries}
@@ -100,7 +101,7 @@ class ModelEntries:
             if old in objects:
                 return objects[old]
             value = self._converted(old) if lazy else self._master(old)
-            given += sizes.pop(old, 0)  # a module may ask for one twice
+            given += sizes.pop(old, 0)  # counted once, although a module may ask for an entry twice
             report(given, whole)
             return value
 
@@ -111,7 +112,7 @@ class ModelEntries:
         return state  # type: ignore[no-any-return]
 
     def _master(self, old: str) -> torch.Tensor:
-        """Return an entry as it is mapped, if it is not to be changed and no transform does."""
+        """Return an entry's mapped tensor, or a new one if a cast, a move or the transform changes it."""
         entry = self.checkpoint.entries[old]
         as_stored = self.device.type == "cpu" and cast_to(self.dtype, entry) == entry.dtype
         if not as_stored or self.transform is not None:
@@ -119,7 +120,7 @@ class ModelEntries:
             if not (as_stored and is_plain(converted) and self.window.holds(old, converted)):
                 return converted
         tensor = self.checkpoint.tensor(old)
-        # A model takes a parameter as it is: one that an open checkpoint keeps has to stay what it is.
+        # A model would take a parameter itself, and change it, although the open checkpoint keeps it.
         return tensor.detach() if type(tensor) is torch.nn.Parameter else tensor
 
     def _converted(self, old: str) -> torch.Tensor:
@@ -145,7 +146,7 @@ class ModelEntries:
 
 
 class Window(ExitStack):
-    """Reads entries of one checkpoint, whose files are open until the block ends.
+    """A context that reads entries of a checkpoint, and keeps its files open until the end.
 
     Each method raises SourceError if a file cannot be read, or has become shorter.
     """
@@ -157,7 +158,7 @@ class Window(ExitStack):
         self._since_trim = 0
 
     def read(self, name: str, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
-        """Return a tensor of its own with the values of an entry."""
+        """Return the values of an entry in new memory. A tensor subclass is copied only if it is changed."""
         entry = self._range(name)
         if entry is None:
             tensor = self._checkpoint.tensor(name)
@@ -176,7 +177,7 @@ class Window(ExitStack):
         return flat.view(entry.shape)
 
     def holds(self, name: str, tensor: torch.Tensor) -> bool:
-        """Return whether a plain tensor is to the bit what the entry is in the file."""
+        """Return whether a plain tensor has the dtype, the shape and the bits of an entry in the file."""
         entry = self._range(name)
         if entry is None:
             return _equal(self._checkpoint.tensor(name), tensor)
@@ -196,12 +197,12 @@ class Window(ExitStack):
         return one_range or _all_equal(self._blocks(left, first), self._blocks(right, second))
 
     def _range(self, name: str) -> Entry | None:
-        """Return the entry, if its bytes in the file are its values in order."""
+        """Return the entry if one range of its file has its values, in order and not encoded; else None."""
         entry = self._checkpoint.entries[name]
         return None if entry.offset is None or entry.encoding else entry
 
     def _blocks(self, name: str, entry: Entry) -> Iterator[torch.Tensor]:
-        """Yield the values in order, one block after the other in the same memory."""
+        """Yield the values of an entry in order, in blocks that reuse the same memory."""
         buffer = _memory(min(_WINDOW, entry.nbytes)).view(entry.dtype)
         for start in range(0, entry.nbytes, _WINDOW):
             block = buffer[: (entry.nbytes - start) // entry.dtype.itemsize]
@@ -218,7 +219,10 @@ class Window(ExitStack):
         read_into(self._files[entry.file], entry.file, begin, into.data_ptr(), into.nbytes, name)
 
     def _trim(self, nbytes: int) -> None:
-        """Let the heap give holes back: what a transform returns lies between what it needed meanwhile."""
+        """Count `nbytes` as read, and have the heap return free pages to the system once per window.
+
+        The results of a transform stay in the heap. Between them are the gaps of its temporary tensors.
+        """
         self._since_trim += nbytes
         if self._since_trim > _WINDOW:
             self._since_trim = 0
@@ -226,10 +230,10 @@ class Window(ExitStack):
 
 
 def _memory(nbytes: int) -> torch.Tensor:
-    """Allocate bytes that go back to the system when they are freed.
+    """Allocate memory that goes back to the system when it is freed.
 
-    The heap would keep holes between what stays: next to a result of half the size, one of the size of each
-    tensor that was read.
+    Memory of the heap would not. If a transform returned tensors of half the size, the heap would keep a gap
+    of the size of each tensor that was read, between the results.
     """
     if nbytes < _OF_THE_HEAP:
         return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
@@ -252,4 +256,4 @@ def _all_equal(left: Iterable[torch.Tensor], right: Iterable[torch.Tensor]) -> b
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.contiguous().reshape(-1).view(torch.uint8)  # so that NaN equals itself
+    return tensor.contiguous().reshape(-1).view(torch.uint8)  # as bytes, a NaN equals itself

@@ -1,8 +1,8 @@
-"""What a model held before a load: put back after an error, and the same objects after a success.
+"""Restores a model after a failed load, and keeps its parameter objects after a successful one.
 
-An optimizer, an average of weights or another module may know a parameter by its object. So what is loaded is
-moved into the objects that were there: `.data =` where torch can, else `torch.utils.swap_tensors`, as for a
-skeleton on the meta device.
+An optimizer, an average of weights or another module may hold a parameter object. So loaded values are moved
+into the objects that the model had: by `.data =` if torch allows it, else (a skeleton on the meta device, for
+instance) by `torch.utils.swap_tensors`.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from dynswap_ext._util.warn import warn
 
 
 class Snapshot:
-    """The tensors of a model and the extra state of its modules, as they are now."""
+    """The tensors of a model and the extra state of its modules, as they were before a load."""
 
     def __init__(self, model: nn.Module) -> None:
-        # References are enough: what is assigned replaces tensors and writes into none.
+        # References are enough, as a load with assign=True replaces tensors and does not write to them.
         self._held = [(module, dict(module._parameters), dict(module._buffers)) for module in model.modules()]
         self._extra = [
             (module, copy.deepcopy(module.get_extra_state()))
             for module, _, _ in self._held
             if type(module).set_extra_state is not nn.Module.set_extra_state
         ]
-        # With this, load_state_dict changes the objects themselves.
+        # If this is set, load_state_dict swaps the content of the tensor objects.
         swapping = torch.__future__.get_swap_module_params_on_conversion()
         self._undo: list[Callable[[], object]] = [
             _unmaterialise(tensor) if is_lazy(tensor) else _swap_back(tensor)
@@ -42,7 +42,7 @@ class Snapshot:
         ]
 
     def restore(self) -> None:
-        """Give the model back what it held."""
+        """Give the model back its tensors and its extra state."""
         for undo in reversed(self._undo):
             undo()
         for module, parameters, buffers in self._held:
@@ -53,9 +53,9 @@ class Snapshot:
             module.set_extra_state(state)
 
     def freeze(self, own: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-        """Set `requires_grad` to False where a parameter is about to get values that have no gradients.
+        """Set `requires_grad` to False for parameters whose new values cannot have gradients.
 
-        Blocks of quantised weights are such.
+        Blocks of quantised weights cannot.
         """
         for name, parameter in own.items():
             value = given.get(name)
@@ -70,7 +70,10 @@ class Snapshot:
                 parameter.requires_grad_(False)
 
     def keep_objects(self) -> None:
-        """Move what was assigned into the objects that were there before, ties included."""
+        """Move the loaded values into the tensor objects that the model had before, and keep ties.
+
+        Warns of tensors for which torch cannot do that.
+        """
         kept: dict[int, torch.Tensor] = {}
         lost: list[str] = []
         for module, parameters, buffers in self._held:
@@ -97,7 +100,7 @@ class Snapshot:
             )
 
     def _moved(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-        """Return the old object with the new values, or the new one where torch cannot do that."""
+        """Return the old object with the new values, or the new object if torch cannot move them."""
         takes_data = (
             type(old) is type(new)
             and is_plain(old)
@@ -112,16 +115,16 @@ class Snapshot:
 
 
 def _prepare(module: nn.Module) -> None:
-    """Drop what prevents a swap; `_refresh` makes it again."""
+    """Drop references to a module's tensors that would prevent a swap. `_refresh` makes them again."""
     session = session_of(module)
     if session is not None:
         session.release(module)
     elif isinstance(module, nn.RNNBase):
-        vars(module)["_flat_weight_refs"] = []  # weak references to its weights
+        vars(module)["_flat_weight_refs"] = []  # weak references, with which torch refuses a swap
 
 
 def _refresh(module: nn.Module) -> None:
-    """Tell what else refers to a module's tensors, its session or an RNN's flat weights, of the new ones."""
+    """Update what else refers to a module's tensors: the session of an install, or an RNN's flat weights."""
     session = session_of(module)
     if session is not None:
         session.check(module)
@@ -137,10 +140,10 @@ def _set_data(old: torch.Tensor, new: torch.Tensor) -> Callable[[], object]:
         old.grad = grad
 
     try:
-        old.grad = None  # of other values, and perhaps of another dtype
+        old.grad = None  # it belongs to other values, and perhaps to another dtype
         old.data = new.data
         with torch.no_grad():
-            torch.autograd.graph.increment_version(old)  # a graph that has saved the old values says so
+            torch.autograd.graph.increment_version(old)  # backward raises if a graph has saved the old values
     except BaseException:
         undo()
         raise

@@ -1,4 +1,4 @@
-"""Says how a checkpoint's keys differ from a model's, all at once and with what was probably meant."""
+"""Reports all differences between a checkpoint's keys and a model's at once, with what was probably meant."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ from torch.nn.parameter import is_lazy
 from dynswap_ext._util.listing import listed
 from dynswap_ext.checkpoint.reader import Entry
 
-#: Keys of one kind that an error lists before it only counts them.
+#: The most keys of one kind that an error lists. It counts the others.
 _LISTED = 10
-#: difflib compares each pair; past this many candidates a guess costs more than it is worth.
+#: The most keys that a missing one is compared with, for a guess. difflib is slow.
 _CANDIDATES = 4000
-#: What wrappers put into names, at the beginning or in the middle.
+#: Prefixes that wrappers put into names, at the beginning or in the middle.
 _WRAPPERS = ("module.", "_orig_mod.", "model.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-#: What becomes of missing entries.
+#: Phrases for what `load` does about missing entries with strict=False.
 _KEPT = "missing entries keep their present values"
 _LEFT_EMPTY = "missing entries are left on the meta device, without values, for you to assign"
 
 
 @dataclass(frozen=True)
 class KeyReport:
-    """The differences between a model's state dict and a file's entries; true if there are any."""
+    """The differences between a model's state dict and a file's entries. It is true if there are any."""
 
     path: Path
-    old: Mapping[str, str]  # the model's name for each entry, and the file's
-    missing: Sequence[str]  # in the model alone
-    unexpected: Sequence[str]  # in the file alone, by the names that the model would have for them
-    mismatched: Mapping[str, str]  # names, each with both shapes or dtypes
+    old: Mapping[str, str]  # by the model's names, those of the file
+    missing: Sequence[str]  # names in the model alone
+    unexpected: Sequence[str]  # names in the file alone, after `rename`
+    mismatched: Mapping[str, str]  # by name, a text with both shapes or dtypes
     library: str  # the package of the model's class
-    on_meta: Sequence[str] = ()  # of the missing, those that hold no data
+    on_meta: Sequence[str] = ()  # the missing names whose tensors are on the meta device
 
     @classmethod
     def compare(
@@ -48,7 +48,10 @@ class KeyReport:
         path: Path,
         old: Mapping[str, str],
     ) -> KeyReport:
-        """Compare a state dict with the entries or tensors given: by name, shape and kind of dtype."""
+        """Compare the model's state dict, `own`, with entries or tensors, by name, shape and kind of dtype.
+
+        `given` has them by the model's names, and `old` the file's names.
+        """
         differences = {
             name: _difference(tensor, given[name]) for name, tensor in own.items() if name in given
         }
@@ -64,7 +67,10 @@ class KeyReport:
         )
 
     def certain(self, custom_loaders: tuple[str, ...]) -> KeyReport:
-        """Leave out what modules may still put right, whose prefixes are those of `custom_loaders`."""
+        """Return the report without differences that a module's own way of loading may resolve.
+
+        `custom_loaders` are the prefixes of such modules.
+        """
         early = (
             name for name in self.missing if not name.endswith("num_batches_tracked")
         )  # BatchNorm adds it
@@ -79,7 +85,7 @@ class KeyReport:
         return bool(self.missing or self.unexpected or self.mismatched)
 
     def text(self, strict: bool) -> str:
-        """Return the whole report as a message for a person; `strict` as in `load`."""
+        """Return the whole report as the message of an error, or of a warning if not `strict`."""
         mismatched = [f"{self._called(name)}: {text}" for name, text in self.mismatched.items()]
         unexpected = [self._called(name) for name in self.unexpected]
         lines = [f"{self.path} does not fit the model:"]
@@ -129,7 +135,7 @@ class KeyReport:
         return [*guessed, *self.missing[_LISTED:]]
 
     def _prefix_hint(self) -> str:
-        """Name the prefix that the files of a wrapper have too many, or too few; empty if it is not that."""
+        """Return advice for keys that differ only by a prefix, as a wrapper adds it; empty if they do not."""
         missing, unexpected = set(self.missing), set(self.unexpected)
         for prefix in (*_front(unexpected, missing), *_WRAPPERS):
             if _mostly({name.replace(prefix, "") for name in unexpected if prefix in name}, missing):
@@ -153,7 +159,7 @@ class KeyReport:
 
 
 def _front(longer: set[str], shorter: set[str]) -> list[str]:
-    """Return prefixes that one side's names may have and the other's not, from a few of the shortest."""
+    """Guess prefixes that the longer names have and the shorter ones do not, from the 8 shortest."""
     some = sorted(shorter, key=len)[:8]
     prefixes = {name.removesuffix(end) for end in some for name in longer if name.endswith(f".{end}")}
     return sorted(prefixes, key=len)[:8]
@@ -165,9 +171,9 @@ def _mostly(renamed: set[str], wanted: set[str]) -> bool:
 
 def _difference(own: Any, given: Any) -> str:
     if not isinstance(own, torch.Tensor) or not isinstance(given, (torch.Tensor, Entry)) or is_lazy(own):
-        return ""  # extra state, which the module itself judges, or a module shaped by the file
+        return ""  # the module itself checks its extra state, and a lazy one takes the file's shapes
     shape = tuple(given.shape)
-    if own.shape != shape and not (own.dim() == 0 and shape == (1,)):  # so did torch before 0.4 write scalars
+    if own.shape != shape and not (own.dim() == 0 and shape == (1,)):  # as torch before 0.4 saved scalars
         return f"the model has {list(own.shape)}, the file {list(shape)}"
     kind = (own.dtype.is_floating_point, own.dtype.is_complex)
     if kind != (given.dtype.is_floating_point, given.dtype.is_complex):

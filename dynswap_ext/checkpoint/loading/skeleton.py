@@ -1,4 +1,4 @@
-"""Models without weights: made on the meta device, and what of them no checkpoint holds made for real."""
+"""Makes models without weights on the meta device, and later their tensors that no checkpoint has."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from dynswap_ext.errors import ConfigError
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 Factory = Callable[[], nn.Module]
 
-#: What `init_empty` made a module with, by the module's id: no attribute of the module shows it, and classes
-#: may define equality, so that they have no hash.
+#: The factory of each module that `init_empty` has made. The keys are ids, as a class that defines equality
+#: may have no hash. An attribute of the module would be seen by others.
 _factories: dict[int, tuple[weakref.ref[nn.Module], Factory]] = {}
 
 
@@ -31,15 +31,15 @@ def init_empty(factory: Callable[[], ModuleT]) -> ModuleT:
     Parameters
     ----------
     factory
-        A callable without arguments that makes the model. It runs under ``torch.device("meta")``, with the
-        functions that initialise weights left out. A tensor that it makes with an explicit ``device="cpu"``
+        A callable without arguments that makes the model. It runs under ``torch.device("meta")``, where
+        functions that initialise weights do nothing. A tensor that it makes with an explicit ``device="cpu"``
         is a real one. `load` may call it once more, to make tensors that no checkpoint holds.
 
     Returns
     -------
     torch.nn.Module
-        The module, whose parameters and buffers are on the meta device. Optimizers may be built over its
-        parameters before it is loaded.
+        The module, with parameters and buffers on the meta device. You can build an optimizer over its
+        parameters before you load it.
 
     Raises
     ------
@@ -58,13 +58,13 @@ def init_empty(factory: Callable[[], ModuleT]) -> ModuleT:
 
 
 def factory_of(model: nn.Module) -> Factory | None:
-    """Return what `init_empty` made the module with; None if it did not make it."""
+    """Return the factory from which `init_empty` has made a module; None for any other module."""
     reference, factory = _factories.get(id(model), (None, None))
     return factory if reference is not None and reference() is model else None
 
 
 def make_skeleton(factory: Callable[[], ModuleT]) -> ModuleT:
-    """Return the factory's model on the meta device, with nothing initialised."""
+    """Call the factory on the meta device, and return its model. Nothing is initialised."""
     with torch.device("meta"), _NoInitialisation():
         model = factory()
     if not isinstance(model, nn.Module):
@@ -73,7 +73,7 @@ def make_skeleton(factory: Callable[[], ModuleT]) -> ModuleT:
 
 
 class _NoInitialisation(TorchFunctionMode):
-    """Leaves out what would fill a meta tensor, which torch works out in Python for the sake of no value."""
+    """Skips functions that fill a tensor on the meta device, as torch would run them slowly, for no values."""
 
     _FILLS = frozenset(
         [getattr(nn.init, name) for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]
@@ -94,9 +94,12 @@ class _NoInitialisation(TorchFunctionMode):
 
 @contextmanager
 def _parameters_on_meta() -> Iterator[None]:
-    """Free each parameter of modules that this thread makes here as soon as it is registered."""
+    """Make a context in which parameters are freed, and become meta tensors, as soon as they are registered.
+
+    Affects only modules that are made in this thread.
+    """
     thread = threading.get_ident()
-    seen: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id; the first keeps that id taken
+    seen: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by id, which the reference keeps taken
 
     def to_meta(module: nn.Module, name: str, parameter: nn.Parameter) -> nn.Parameter | None:
         if threading.get_ident() != thread or parameter is None or parameter.is_meta:
@@ -114,16 +117,17 @@ def _parameters_on_meta() -> Iterator[None]:
         registration.remove()
 
 
-#: Types of most attributes of a module that are no tensors; `isinstance` with torch.Tensor is slow.
+#: Types of most attributes that are no tensors. They are looked up first, as `isinstance` is slow here.
 _NO_TENSORS = frozenset([type(None), bool, int, float, str, dict, OrderedDict, set, list, tuple])
 
 
 def fill_unsaved(
     model: nn.Module, factory: Callable[[], nn.Module] | None, *, saved: Collection[str]
 ) -> None:
-    """Make real tensors for those on the meta device that a state dict never holds; `saved` has what it does.
+    """Give a loaded skeleton the values that no state dict holds, by calling the factory again.
 
-    These are non-persistent buffers, and tensors that a module keeps as plain attributes.
+    They are non-persistent buffers, and tensors that a module keeps as plain attributes. `saved` has the
+    names in the state dict. Raises ConfigError if the factory is None, or makes no values.
     """
     lost = {
         name: (members, key)
@@ -153,7 +157,7 @@ def fill_unsaved(
 
 
 def _tensors(model: nn.Module, **options: Any) -> Iterator[tuple[str, dict[str, Any], str]]:
-    """Yield the name of each buffer and of each plain attribute that is a tensor, and where it is."""
+    """Yield for each buffer, and each plain attribute that is a tensor: its name, and its dict and key."""
     for prefix, module in model.named_modules(**options):
         for members in (module._buffers, vars(module)):
             for key, value in members.items():

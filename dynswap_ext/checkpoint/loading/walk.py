@@ -1,4 +1,4 @@
-"""`load_state_dict` for a model of many modules, and for tensors that are not all there at once."""
+"""A `load_state_dict` that is fast for many modules, and does not need all tensors in memory at once."""
 
 from __future__ import annotations
 
@@ -18,12 +18,13 @@ from dynswap_ext._swap.state import original_class, session_of
 from dynswap_ext._swap.subclasses import is_plain
 
 _COPY: Final[Any] = torch.Tensor.copy_
-#: They only add what a file of an early version lacks, `num_batches_tracked`.
+#: Torch's own methods for loading. They take the keys of the state dict alone, but BatchNorm's adds
+#: `num_batches_tracked` for old files.
 _KNOWN: Final = (nn.Module._load_from_state_dict, _NormBase._load_from_state_dict, nn.Module.load_state_dict)
 
 
 class LazyState(UserDict[str, Any]):
-    """A state dict in which a `functools.partial` is called when its value is asked for, and not kept."""
+    """A state dict in which a value may be a `functools.partial`. Each read of its key calls it."""
 
     def __getitem__(self, key: str) -> Any:
         value = self.data[key]
@@ -34,13 +35,14 @@ def load_state(model: nn.Module, state: Mapping[str, Any], *, assign: bool) -> t
     """Do what ``model.load_state_dict(state, strict=False, assign=assign)`` does, with every hook.
 
     Torch looks through all keys of a module for each of its children, which takes more than a minute for
-    10,000 layers in a row; here each key is looked at once a level. A model with a `load_state_dict` of its
-    own is left to that. `state` may be changed.
+    10,000 layers in a row. Here each key is looked at once per level. If the model's class overrides
+    `load_state_dict`, that is called instead. `state` may be changed.
 
-    Without `assign`, a tensor that is more than its bytes, in the model or in the state, goes through
-    `module_load`, as under ``torch.__future__.set_swap_module_params_on_conversion(True)``.
+    Without `assign`, a tensor subclass, in the model or in the state, is loaded through `module_load`, as
+    with ``torch.__future__.set_swap_module_params_on_conversion(True)``.
 
-    Returns missing and unexpected keys; raises RuntimeError for what modules cannot load, as other shapes.
+    Returns missing and unexpected keys. Raises RuntimeError for tensors that do not fit, by their shape for
+    instance.
     """
     walk = _Walk(getattr(state, "_metadata", None) or {}, assign)
     with nullcontext() if assign else walk:
@@ -56,7 +58,7 @@ def load_state(model: nn.Module, state: Mapping[str, Any], *, assign: bool) -> t
 
 
 def custom_loaders(model: nn.Module) -> tuple[str, ...]:
-    """Return the prefixes of modules that may take other keys than those of their state dict."""
+    """Return the prefixes of modules whose hooks or overrides may accept keys of other names."""
     return tuple(
         f"{path}." if path else ""
         for path, module in model.named_modules()
@@ -72,7 +74,7 @@ def _overrides(module: nn.Module, method: str) -> bool:
 
 
 class _Walk(TorchFunctionMode):
-    """Loads module after module. As a mode, it redirects what `copy_` cannot handle to `module_load`."""
+    """Loads one module after the other. As a mode, it loads tensor subclasses with `module_load`."""
 
     def __init__(self, metadata: Mapping[str, Any], assign: bool) -> None:
         super().__init__()
@@ -80,7 +82,7 @@ class _Walk(TorchFunctionMode):
         self.unexpected: list[str] = []
         self.errors: list[str] = []
         self._metadata, self._assign = metadata, assign
-        self._module: nn.Module | None = None  # that is being loaded
+        self._module: nn.Module | None = None  # the one that is being loaded
 
     def load(self, module: nn.Module, state: Any, prefix: str) -> None:
         local = dict(self._metadata.get(prefix[:-1], {}))
@@ -112,7 +114,7 @@ class _Walk(TorchFunctionMode):
 
 
 def _states_of_children(state: Any, prefix: str, module: nn.Module) -> dict[str, Any]:
-    """Return the state of each child, with whatever the module's hooks have made of it."""
+    """Split a module's state into those of its children, by name. The module's hooks have run before."""
     lazy = isinstance(state, LazyState)
     states: dict[str, Any] = {name: LazyState() if lazy else {} for name in module._modules}
     for key, value in (state.data if lazy else state).items():
@@ -131,7 +133,7 @@ def _through_module_load(module: nn.Module, own: torch.Tensor, given: torch.Tens
             "for instance its .detach()"
         )
     if is_plain(own) and is_plain(loaded):
-        return own.copy_(loaded)  # its memory stays, and so does its dtype
+        return own.copy_(loaded)  # keeps memory and dtype
     if isinstance(own, nn.Parameter):
         if not isinstance(loaded, nn.Parameter):
             loaded = nn.Parameter(loaded, own.requires_grad)
