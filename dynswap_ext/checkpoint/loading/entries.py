@@ -43,7 +43,7 @@ _WINDOW = 16 << 20
 
 @dataclass
 class ModelEntries:
-    """A checkpoint's entries by a model's names. Each is moved, cast and transformed as `load` is asked to."""
+    """A checkpoint's entries by a model's names, each moved, cast and transformed as `load` is asked to."""
 
     checkpoint: Checkpoint
     #: By the model's names, those of the checkpoint.

@@ -71,12 +71,11 @@ class KeyReport:
 
         `custom_loaders` are the prefixes of such modules.
         """
-        early = (
-            name for name in self.missing if not name.endswith("num_batches_tracked")
-        )  # BatchNorm adds it
+        # BatchNorm itself adds `num_batches_tracked`.
+        missing = (name for name in self.missing if not name.endswith("num_batches_tracked"))
         return replace(
             self,
-            missing=[name for name in early if not name.startswith(custom_loaders)],
+            missing=[name for name in missing if not name.startswith(custom_loaders)],
             unexpected=[name for name in self.unexpected if not name.startswith(custom_loaders)],
             mismatched={k: v for k, v in self.mismatched.items() if not k.startswith(custom_loaders)},
         )

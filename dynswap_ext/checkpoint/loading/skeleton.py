@@ -73,7 +73,7 @@ def make_skeleton(factory: Callable[[], ModuleT]) -> ModuleT:
 
 
 class _NoInitialisation(TorchFunctionMode):
-    """Skips functions that fill a tensor on the meta device, as torch would run them slowly, for no values."""
+    """Skips functions that fill a tensor on the meta device. Torch would run them in Python, for nothing."""
 
     _FILLS = frozenset(
         [getattr(nn.init, name) for name in dir(nn.init) if name.endswith("_") and not name.startswith("_")]

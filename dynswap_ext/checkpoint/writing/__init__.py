@@ -1,1 +1,1 @@
-"""How a checkpoint is written: whole or not at all, in little memory, each block with a checksum."""
+"""The parts of `save` and `convert`, which write a checkpoint whole or not at all, and in little memory."""

@@ -24,8 +24,8 @@ from dynswap_ext.checkpoint.writing.layout import Layout
 from dynswap_ext.checkpoint.writing.target import SUFFIX, Target, sync
 from dynswap_ext.errors import ConfigError, SourceError
 
-#: Threads, each with a block of its own at some stage: so reading, casting and writing overlap. Each has
-#: 8 MiB of buffers, and that is all the memory that is taken.
+#: Threads that each take one block through all steps, so that reading, casting and writing overlap. A thread
+#: has 8 MiB of buffers, which is all the memory that is needed.
 _THREADS: Final = 4
 
 ItemT = TypeVar("ItemT")
@@ -41,18 +41,18 @@ class Block(NamedTuple):
 
     @property
     def key(self) -> str:
-        """The name of the block in the journal."""
+        """The name of the block in the journal: its file's name, and its first byte."""
         return f"{self.path.name} {self.begin}"
 
     def checksum(self) -> int:
-        """Return the CRC-32 of what is on the disk."""
+        """Read the block from the disk, and return its CRC-32."""
         buffer = thread_buffer("read")
         with DirectFile(self.path) as file:
             at = file.read(self.begin, self.nbytes, buffer)
         return _crc(buffer, at, self.nbytes)
 
     def write(self, layout: Layout, *, verify: bool) -> int:
-        """Write the block, and return its checksum. `verify` reads it back; SourceError if it differs."""
+        """Write the block, and return its CRC-32. With `verify`, read it back; SourceError if it differs."""
         buffer = thread_buffer("write")
         layout.fill(buffer, self.begin, self.nbytes)
         checksum = _crc(buffer, 0, self.nbytes)
@@ -82,7 +82,10 @@ def in_parallel(
     items: Iterable[ItemT],
     report: Callable[[ItemT, ResultT], object],
 ) -> None:
-    """Report each item and its result as they come. After an error no further item is begun."""
+    """Call `work` for each item on several threads, and `report` for each item and result on this one.
+
+    After an error no further item is begun.
+    """
     waiting = iter(items)
     pending: dict[Future[ResultT], ItemT] = {}
     with ThreadPoolExecutor(_THREADS, thread_name_prefix="dynswap-checkpoint") as pool:
@@ -107,15 +110,15 @@ def write(
     source: Checkpoint | None = None,
     overwrite: bool = False,
 ) -> tuple[Path, list[Path], int]:
-    """Write the files of a checkpoint, which takes the place of the one before when it is complete.
+    """Write the files of a checkpoint, and replace the previous one when the new one is complete.
 
-    With `source`, the checkpoint that is converted, each block is read back, and after an error or a crash
-    the next call for the same source and layouts goes on. For that a journal has a line that describes the
-    work, and one for each block that is done. Lines are not forced to the disk: one that is lost is work
-    that is done again, and a block whose line is there is believed only if its bytes have that checksum.
+    For a conversion, `source` is the checkpoint that is converted. Then each block is read back, and after an
+    error or a crash, the next call for the same source and layouts goes on. For that, a journal has a line
+    that describes the job, and a line for each block that is done. Lines are not forced to the disk. If one
+    is lost, its block is written again; if one is there, the block must still have its checksum.
 
-    Returns what can be loaded, the files, and the bytes that an earlier call had written. Raises ConfigError
-    if other work was begun and is not to be overwritten, SourceError for what disks and sources refuse.
+    Returns the path to load, the files, and the bytes that an earlier call had written. Raises ConfigError
+    for another unfinished job, unless `overwrite`, and SourceError if the source or the disk fails.
     """
     needed = sum(layout.file_bytes for layout in layouts)
     whole = sum(layout.data_bytes for layout in layouts)
@@ -130,7 +133,7 @@ def write(
     with target.reserved(needed):
         noted = {} if job is None else _noted(target, job, overwrite)
         target.make_room(needed, keep=bool(noted))
-        for path, layout in files.items():  # now, and not in the middle, shows whether there is room
+        for path, layout in files.items():  # a disk that is too full fails here, and not in the middle
             with DirectFile(path, write=True) as file:
                 os.posix_fallocate(file.descriptor, 0, align_up(layout.file_bytes))
         found: dict[Block, int] = {}
@@ -166,13 +169,13 @@ def write(
             placed = target.place(files)
             done.clear()
         finally:
-            if not done:  # nothing to go on with
+            if not done:  # the job is complete, or nothing is done that a later call could use
                 target.journal.unlink(missing_ok=True)
     return (*placed, resumed)
 
 
 def _job(source: Checkpoint, layouts: Sequence[Layout]) -> Any:
-    """Return what has to be equal for a call to continue the work of another."""
+    """Describe the job by its source and its files' headers. A call continues only a job that is equal."""
     stamps = []
     for path in source.files:
         try:
@@ -185,12 +188,15 @@ def _job(source: Checkpoint, layouts: Sequence[Layout]) -> Any:
 
 
 def _noted(target: Target, job: Any, overwrite: bool) -> dict[str, str]:
-    """Return the blocks that the journal of an earlier call has, each with its checksum."""
+    """Return the checksum of each block in the journal of an earlier call, if that had the same job.
+
+    ConfigError if it had another one, unless `overwrite`.
+    """
     try:
         first, *lines = target.journal.read_text(encoding="utf-8", errors="replace").splitlines()
         earlier = json.loads(first)
     except (FileNotFoundError, ValueError):
-        return {}  # or that call ended in the middle of the first line
+        return {}  # there is no journal, or its first line is incomplete
     noted = {key: checksum for key, _, checksum in (line.rpartition(" ") for line in lines)}
     if earlier == job:
         return noted
@@ -204,7 +210,7 @@ def _noted(target: Target, job: Any, overwrite: bool) -> dict[str, str]:
 
 
 def _write_headers(files: Mapping[Path, Layout], checksums: Iterator[int]) -> None:
-    """Complete the files, and wait for the disks."""
+    """Write the headers, with the blocks' checksums in order, and wait until the disk has the files."""
     for path, layout in files.items():
         with path.open("rb+") as file:
             file.write(layout.header(list(islice(checksums, layout.blocks))))

@@ -1,4 +1,4 @@
-"""Files that are read and written around the page cache, in whole pages."""
+"""Reads and writes files past the page cache, in whole pages."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from typing import Any, Final
 from dynswap_ext.checkpoint.formats.common import truncated
 from dynswap_ext.errors import ConfigError, SourceError
 
-#: What O_DIRECT asks of offsets, lengths and addresses: the size of a page satisfies every disk.
+#: With O_DIRECT, offsets, lengths and addresses are multiples of this. A page is enough for every disk.
 ALIGNMENT: Final = 4096
-#: Bytes that are read or written at a time, and that one checksum is of.
+#: Bytes that are read or written at a time, and that have one checksum.
 BLOCK: Final = 4 << 20
 
 _thread = threading.local()
 
 
 def align_up(value: int) -> int:
-    """Return the next multiple of `ALIGNMENT`."""
+    """Round up to a multiple of `ALIGNMENT`."""
     return -(-value // ALIGNMENT) * ALIGNMENT
 
 
 def thread_buffer(use: str) -> mmap.mmap:
-    """Return this thread's memory for one use: a block, and a page on each side of it."""
+    """Return this thread's buffer for `use`, "read" or "write", with room for a block and two pages."""
     if use not in vars(_thread):
         setattr(_thread, use, mmap.mmap(-1, BLOCK + 2 * ALIGNMENT))
     buffer: mmap.mmap = getattr(_thread, use)
@@ -37,7 +37,7 @@ def thread_buffer(use: str) -> mmap.mmap:
 
 
 def file_control() -> ModuleType:
-    """Return the module fcntl. ConfigError where there is none: nothing is written or verified on Windows."""
+    """Return the module fcntl. ConfigError on Windows, which lacks it: nothing is written or verified there."""
     try:
         import fcntl
     except ImportError:
@@ -49,9 +49,9 @@ def file_control() -> ModuleType:
 
 
 class DirectFile:
-    """A file for positioned reads and writes from several threads; uncached where the file system allows it.
+    """A file for reads and writes at given positions, past the page cache if the file system allows that.
 
-    With `write` it is open for writing as well, and made if need be.
+    Several threads may use it. With `write` it is open for writing, too, and is made if it does not exist.
     """
 
     def __init__(self, path: Path, *, write: bool = False) -> None:
@@ -66,7 +66,7 @@ class DirectFile:
         self._cached = False
         try:
             self._control.fcntl(self.descriptor, self._control.F_SETFL, os.O_DIRECT)
-        except (OSError, AttributeError):  # of a file system, or a system, that has no such transfers
+        except (OSError, AttributeError):  # the file system, or the operating system, lacks O_DIRECT
             self._cached = True
 
     def __enter__(self) -> DirectFile:
@@ -76,7 +76,10 @@ class DirectFile:
         os.close(self.descriptor)
 
     def read(self, begin: int, count: int, buffer: mmap.mmap) -> int:
-        """Read `count` bytes from `begin` on, or raise SourceError; where in the buffer they start."""
+        """Read `count` bytes from `begin` on, and return where in the buffer they start.
+
+        That is less than a page, as whole pages are read. Raises SourceError.
+        """
         first = begin // ALIGNMENT * ALIGNMENT
         needed, got = begin - first + count, 0
         with memoryview(buffer) as view, view[: align_up(needed)] as pages:
@@ -94,14 +97,14 @@ class DirectFile:
         return begin - first
 
     def write(self, begin: int, count: int, buffer: mmap.mmap) -> None:
-        """Write the buffer's first `count` bytes; both numbers are multiples of `ALIGNMENT`."""
+        """Write the buffer's first `count` bytes at `begin`. Both are multiples of `ALIGNMENT`."""
         written = 0
         with memoryview(buffer) as view:
             while written < count:
                 with view[written:count] as rest:
                     written += self._transfer(os.pwritev, rest, begin + written)
         if self._cached:
-            os.fdatasync(self.descriptor)  # what is read back shall come from the disk
+            os.fdatasync(self.descriptor)  # so that the bytes are read back from the disk, not the cache
         self._drop(begin, count)
 
     def _transfer(self, call: Callable[..., Any], view: memoryview, offset: int) -> int:
@@ -110,7 +113,7 @@ class DirectFile:
         except OSError as error:
             if error.errno != errno.EINVAL:
                 raise
-        # Some file systems open a file so, and refuse each transfer.
+        # Some file systems accept O_DIRECT, and then refuse each transfer.
         self._control.fcntl(self.descriptor, self._control.F_SETFL, 0)
         self._cached = True
         return int(call(self.descriptor, [view], offset))
@@ -121,7 +124,7 @@ class DirectFile:
 
 
 class Files(ExitStack):
-    """Files that are read, by several threads: each is opened once, and closed when the block ends."""
+    """A context that opens each file once, for several threads to read, and closes all of them at the end."""
 
     def __init__(self) -> None:
         super().__init__()

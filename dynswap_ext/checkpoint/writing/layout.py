@@ -1,4 +1,4 @@
-"""Which tensors go into which safetensors file, and where in it."""
+"""Decides which tensors go into which safetensors file, and where in it."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from dynswap_ext.checkpoint.writing.direct import BLOCK, align_up
 from dynswap_ext.checkpoint.writing.sources import Source
 from dynswap_ext.errors import ConfigError
 
-#: Where tensors begin that can: a cache line, and what vector instructions ask for.
+#: Tensors begin at a multiple of this, a cache line, if possible. Vector instructions ask for no more.
 _TENSOR_ALIGNMENT: Final = 64
-#: Under this name a file's metadata has the size of its blocks, and the checksum of each.
+#: The key of a file's metadata that has the size of its blocks, and the checksum of each.
 CHECKSUMS: Final = "dynswap.crc32"
 #: Safetensors' names of torch's dtypes.
 _TAGS: Final = {dtype: tag for tag, dtype in DTYPES.items()}
@@ -28,15 +28,15 @@ _TAGS: Final = {dtype: tag for tag, dtype in DTYPES.items()}
 
 @dataclass(frozen=True)
 class Piece:
-    """One tensor to be written.
+    """One tensor to be written to a safetensors file.
 
     Raises
     ------
     ConfigError
-        Its dtype is none that safetensors has.
+        Safetensors does not have its dtype.
     """
 
-    #: The first is the entry's; the others are ties, which the metadata names.
+    #: The name of the entry, and then other names of the same tensor, which go into the metadata.
     names: tuple[str, ...]
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -56,13 +56,13 @@ class Piece:
 
 
 class Layout:
-    """One file: a header that fills whole pages, then the tensors, one after the other.
+    """One safetensors file: a header that fills whole pages, then the tensors without gaps.
 
-    The format has no room between tensors. So those whose size is a multiple of 64 bytes come first, and each
-    begins at a multiple of 64. The others follow by size of element, and each begins at a multiple of that.
-    Among equals the order is the one they came in, which is more or less that of use.
+    The format allows no gaps. So tensors whose size is a multiple of 64 bytes come first, and each begins at
+    a multiple of 64. The others follow, those with the largest elements first, and each begins at a multiple
+    of its element's size. Otherwise the order is that of the pieces, which is roughly the order of use.
 
-    The checksums are in the header's metadata. Their number is known before, so the header's length is.
+    The checksums are in the header's metadata. The length of the header only depends on their number.
     """
 
     def __init__(self, pieces: Iterable[Piece], metadata: Mapping[str, str]) -> None:
@@ -76,7 +76,7 @@ class Layout:
         self.file_bytes = self.header_bytes + self.data_bytes
 
     def fill(self, buffer: mmap.mmap, begin: int, count: int) -> None:
-        """Read what the file has from `begin` on, which is not in the header."""
+        """Read the `count` bytes that the file will have from `begin` on, after its header, into a buffer."""
         begin -= self.header_bytes
         for at in range(max(0, bisect_right(self.offsets, begin) - 1), len(self.pieces)):
             piece, start = self.pieces[at], self.offsets[at]
@@ -89,7 +89,7 @@ class Layout:
                 return
 
     def header(self, checksums: Sequence[int]) -> bytes:
-        """Return the file's first bytes: whole pages, so that tensors can be read past the cache."""
+        """Return the header with these checksums. It fills whole pages, so that blocks begin at a page."""
         ties = {other: piece.names[0] for piece in self.pieces for other in piece.names[1:]}
         sums = {CHECKSUMS: " ".join([str(BLOCK), *(f"{value:08x}" for value in checksums)])}
         listed: dict[str, object] = {"__metadata__": {"format": "pt", **ties, **self.metadata, **sums}}
@@ -105,7 +105,10 @@ class Layout:
 
 
 def split(pieces: Sequence[Piece], limit: int | None, metadata: Mapping[str, str]) -> list[Layout]:
-    """Return files of at most `limit` bytes of tensors; a larger tensor has one for itself."""
+    """Distribute pieces, in order, over files with at most `limit` bytes of tensors each.
+
+    A larger tensor gets a file for itself. If `limit` is None, there is one file.
+    """
     shards: list[list[Piece]] = [[]]
     size = 0
     for piece in pieces:

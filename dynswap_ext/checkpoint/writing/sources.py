@@ -1,4 +1,4 @@
-"""Where the bytes of a tensor that is being written come from: a range of a file, or memory."""
+"""Makes functions that read a tensor which is to be written, from a range of a file or from memory."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ import torch
 from dynswap_ext._util.file_mappings import FileMappings, Mapping, private_pages
 from dynswap_ext.checkpoint.writing.direct import BLOCK, Files, thread_buffer
 
-#: Called as ``source(first, into)``, from several threads: it fills `into` (one dimension) with elements of a
-#: tensor, from `first` on in the order of a contiguous one, cast to its dtype, or raises SourceError.
+#: A function ``source(first, into)`` that may be called from several threads. It fills `into`, a tensor of
+#: one dimension, with elements of another tensor, in row-major order from element `first` on, and casts them
+#: to the dtype of `into`. It raises SourceError if it cannot read them.
 Source: TypeAlias = Callable[[int, torch.Tensor], None]
 
 #: Elements that are cast at a time: with more, torch starts a team of threads for each thread that calls.
@@ -28,7 +29,7 @@ _MADV_PAGEOUT: Final = 21
 
 
 def source_of(tensor: torch.Tensor, mappings: FileMappings, files: Files) -> Source:
-    """Return how to read a tensor without keeping more of it in memory than there is of it now."""
+    """Return a source for a tensor. Reading it leaves no more of the tensor in memory than there is now."""
     on_host = tensor.device.type == "cpu" and tensor.numel() > 0
     mapped = mappings.overlapping(tensor.data_ptr(), tensor.nbytes) if on_host else []
     if not mapped:
@@ -50,17 +51,17 @@ def source_of(tensor: torch.Tensor, mappings: FileMappings, files: Files) -> Sou
         or begin < mapping.begin
         or end > mapping.end
         or begin >= _end_of_file(mapping)
-        or os.fstat(files[path].descriptor).st_ino != mapping.inode  # it was replaced just now
+        or os.fstat(files[path].descriptor).st_ino != mapping.inode  # the file was replaced
     ):
         return from_tensor(lambda: tensor, mapped=True)
     return from_file(files, path, mapping.offset_of(begin), tensor.dtype, over=tensor)
 
 
 def _end_of_file(mapping: Mapping) -> int:
-    """Return the address at which the file's bytes end in a mapping.
+    """Return the address in a mapping where bytes of the file end, and bytes that were only written follow.
 
-    What follows in the page that has the file's end is memory. A fused weight may go on there, with its next
-    part (Note [A fused weight is a mapping]); then that page has been written.
+    The rest of the page with the end of the file is memory. A fused weight may continue there with its next
+    part (Note [A fused weight is a mapping]). If that page was not written to, the mapping's end is returned.
     """
     try:
         size = os.stat(mapping.name).st_size
@@ -74,7 +75,7 @@ def _end_of_file(mapping: Mapping) -> int:
 
 
 def _concatenated(pieces: list[tuple[int, int, Source]]) -> Source:
-    """Return a source that reads pieces one after the other; each is (first element, end, its source)."""
+    """Return a source for a tensor of several pieces. Each is (first element, end, its source)."""
 
     def read(first: int, into: torch.Tensor) -> None:
         for low, high, source in pieces:
@@ -88,11 +89,11 @@ def _concatenated(pieces: list[tuple[int, int, Source]]) -> Source:
 def from_file(
     files: Files, path: Path, offset: int, dtype: torch.dtype, over: torch.Tensor | None = None
 ) -> Source:
-    """Return how to read a contiguous tensor in a file.
+    """Return a source for a contiguous tensor that is a range of a file.
 
-    With `over`, a tensor over a private mapping of that range, what its owner has written is read as well. It
-    is read from the file all the same, since pages that are read through a mapping stay in this process's
-    memory; what was written is in pages of this process's own, which are laid over it.
+    `over` is a tensor over a private mapping of that range, if there is one. Then the result has what was
+    written to it: those pages are private to the process, and are copied over the bytes of the file. Other
+    pages are not read through the mapping, as they would stay in this process's memory.
     """
 
     def read(first: int, into: torch.Tensor) -> None:
@@ -107,7 +108,7 @@ def from_file(
                 for start, end in private_pages(address, count * size):
                     ctypes.memmove(target + start - address, start, end - start)
             part = into[done : done + count]
-            if dtype == into.dtype:  # as the bytes are, whatever bits a NaN has
+            if dtype == into.dtype:  # copy bytes, so that a NaN keeps its bits
                 part, of_file = part.view(torch.uint8), torch.uint8
             else:
                 of_file = dtype
@@ -117,7 +118,10 @@ def from_file(
 
 
 def from_tensor(tensor_of: Callable[[], torch.Tensor], *, mapped: bool = False) -> Source:
-    """Return how to read any tensor of plain elements, on any device and with any strides."""
+    """Return a source for the plain tensor that `tensor_of` returns, on any device and with any strides.
+
+    If the tensor is contiguous and `mapped`, the pages that were read are given back to the system.
+    """
 
     def read(first: int, into: torch.Tensor) -> None:
         tensor = tensor_of()
@@ -133,23 +137,26 @@ def from_tensor(tensor_of: Callable[[], torch.Tensor], *, mapped: bool = False) 
 
 
 class Latest:
-    """Keeps the one tensor that was put together last, as blocks are asked for in order."""
+    """Makes tensors by name, and keeps the last one, as its blocks are asked for one after the other."""
 
     def __init__(self, make: Callable[[str], torch.Tensor]) -> None:
         self._make, self._lock = make, threading.Lock()
         self._kept: tuple[str, torch.Tensor] | None = None
 
     def __call__(self, name: str) -> torch.Tensor:
-        """Return the tensor; made if it is not the last one."""
+        """Return the tensor of this name, which is made unless it is the last one."""
         with self._lock:
             if self._kept is None or self._kept[0] != name:
-                self._kept = None  # not both at once
+                self._kept = None  # frees the last one before the next is made
                 self._kept = name, self._make(name).detach()
             return self._kept[1]
 
 
 def _release_pages(address: int, count: int) -> None:
-    """Give pages back. Unlike MADV_DONTNEED this loses nothing that was written to a private mapping."""
+    """Give the pages of a range back to the system.
+
+    Uses MADV_PAGEOUT, as MADV_DONTNEED would lose what was written to a private mapping.
+    """
     first, last = -(-address // _PAGE) * _PAGE, (address + count) // _PAGE * _PAGE
     if first < last:
         ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(last - first), _MADV_PAGEOUT)
@@ -164,7 +171,7 @@ def _copy(into: torch.Tensor, values: torch.Tensor) -> None:
 
 
 def _gather(into: torch.Tensor, tensor: torch.Tensor, first: int) -> None:
-    """Copy elements of a tensor that is not contiguous, without a contiguous copy of all of it."""
+    """Copy elements of a tensor that is not contiguous, from `first` on, without a copy of all of it."""
     row, done = tensor[0].numel(), 0
     most = max(1, BLOCK // (row * tensor.element_size()))
     while done < into.numel():

@@ -1,4 +1,4 @@
-"""Where a checkpoint is written, and how it takes the place of the one before: whole, or not at all."""
+"""The destination of a checkpoint. A new checkpoint replaces the previous one whole, or not at all."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ from dynswap_ext.errors import ConfigError, DynswapError, SourceError
 
 SUFFIX: Final = ".safetensors"
 _INDEX: Final = ".safetensors.index.json"
-#: Of a folder, as huggingface_hub splits by default.
+#: The default for the most bytes of a shard in a folder, which is that of huggingface_hub.
 _SHARD: Final = 5_000_000_000
 
 
 class Target:
-    """The files that one checkpoint may have: ``stem.safetensors``, or shards and their index.
+    """The files of one checkpoint: ``stem.safetensors``, or shards and their index, in one folder.
 
-    `path` is what the user named. `shard` is the most bytes of tensors in one file; None if the user named
-    that file, and not the folder or its index.
+    `path` is the path that the user gave. `shard` is the most bytes of tensors in one file; None for a single
+    file without a limit.
     """
 
     def __init__(self, folder: Path, stem: str, path: Path, shard: int | None) -> None:
         self.folder, self.stem, self.path, self.shard = folder, stem, path, shard
         self.file = folder / (stem + SUFFIX)
         self.index = folder / (stem + _INDEX)
-        #: The folder of files that are not complete yet; kept after an error if it has the journal.
+        #: The folder of files that are not complete yet. After an error it is kept if it has a journal.
         self.partial = folder / f".{stem}.dynswap-partial"
         self.journal = self.partial / "journal"
         self._note = self.partial / "renaming.json"
 
     @classmethod
     def of(cls, path: Path, max_shard_size: int | str | None = None) -> Target:
-        """Read what a user named. ConfigError for a suffix or a size that cannot be used."""
+        """Make the target for a path that a user gave. ConfigError for a suffix or a size of no use."""
         limit = None if max_shard_size is None else _shard_bytes(max_shard_size)
-        path = Path(os.path.realpath(path))  # a link stays one
+        path = Path(os.path.realpath(path))  # a link is kept, and the file that it leads to is replaced
         if path.name.endswith(_INDEX):
             return cls(path.parent, path.name.removesuffix(_INDEX), path, limit or _SHARD)
         if path.suffix == SUFFIX and not os.path.isdir(path):
@@ -54,7 +54,7 @@ class Target:
         return cls(path, "model", path, limit or _SHARD)
 
     def shards(self) -> set[str]:
-        """Return the names of the files in the present index, but for those of another folder."""
+        """Return the names of the shards in the present index, without those in other folders."""
         try:
             named = set(json.loads(self.index.read_text())["weight_map"].values())
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -63,7 +63,10 @@ class Target:
 
     @contextmanager
     def reserved(self, needed: int) -> Iterator[None]:
-        """Lock the partial folder. An OSError inside becomes a SourceError, which says `needed` (bytes)."""
+        """Make and lock the partial folder. An OSError inside becomes a SourceError.
+
+        If there is not enough room, its message says that `needed` bytes are.
+        """
         try:
             with self._locked():
                 yield
@@ -106,7 +109,7 @@ class Target:
                     path.rmdir()
 
     def make_room(self, needed: int, *, keep: bool = False) -> None:
-        """Empty the partial folder unless `keep`, and check that the disk has room for what is missing."""
+        """Empty the partial folder unless `keep`. SourceError if the disk lacks room for what is missing."""
         if not keep:
             for path in self.partial.iterdir():
                 path.unlink()
@@ -124,10 +127,10 @@ class Target:
         )
 
     def place(self, parts: Mapping[Path, Layout]) -> tuple[Path, list[Path]]:
-        """Move complete files to their places. Return what can be loaded, and the files.
+        """Move complete files to their places. Return the path to load, and the files.
 
-        Until the last of them, the index if there is one, has its place, the checkpoint before is whole, and
-        after that the new one. The note is for the run after a crash in between.
+        The index, or the only file, is moved last. Before that, the previous checkpoint is whole; after it,
+        the new one is. If a crash comes in between, the next call reads the note and cleans up.
         """
         first, *others = parts
         if self.shard is None:
@@ -154,7 +157,7 @@ class Target:
         return loadable, [self.folder / name for name in names] or [loadable]
 
     def _free_names(self, count: int) -> list[str]:
-        """Return names for so many shards. None of them is taken, so that the present index stays valid."""
+        """Return names for `count` shards that no file has, so that the present index stays valid."""
         generation = 1
         while True:
             stem = self.stem if generation == 1 else f"{self.stem}-v{generation}"
@@ -164,7 +167,7 @@ class Target:
             generation += 1
 
     def _recover(self) -> None:
-        """Finish an interrupted replacement if its last file is in place, else undo it."""
+        """Finish a replacement that was interrupted if its last file is in place; else undo it."""
         try:
             last, renames, replaced = json.loads(self._note.read_text())
         except (OSError, ValueError):
@@ -181,13 +184,13 @@ class Target:
 
 
 def replace(path: Path, destination: Path) -> None:
-    """Let one file take the place of another, so that it survives a power cut."""
+    """Replace a file by another, and wait until that would survive a power cut."""
     os.replace(path, destination)
     sync(destination.parent)
 
 
 def sync(path: Path) -> None:
-    """Wait until the disk has a file's bytes, or a folder's names."""
+    """Wait until the disk has the bytes of a file, or the names in a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
