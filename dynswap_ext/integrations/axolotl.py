@@ -3,8 +3,9 @@
 Note [Loaded, installed, adapted]
 ---------------------------------
 axolotl loads a model, then casts and resizes some of its layers, and then adds the adapters. Weights are
-loaded on the host, and mapped, as long as nothing casts them. The model is installed before adapters come:
-peft puts adapters on the device where their base computes, and so their optimizer's state is there, too.
+loaded on the host, and stay mapped if nothing casts them. The model is installed before the adapters are
+added: peft puts adapters on the device where their base computes, so that the state of their optimizer is
+there, too.
 """
 
 from __future__ import annotations
@@ -27,9 +28,9 @@ from dynswap_ext.integrations.install_options import install_options
 
 __all__ = ["DynswapArgs", "DynswapPlugin"]
 
-LOG: Final = get_logger("axolotl.integrations.dynswap")  # of other loggers, axolotl shows only warnings
+LOG: Final = get_logger("axolotl.integrations.dynswap")  # axolotl shows information only from its own loggers
 
-#: Options that are not for this key, and what decides them.
+#: Options of `install` that the key ``dynswap`` does not take, and what decides them instead.
 _NOT_HERE: Final = {
     "device": "axolotl computes on the first GPU that it sees (CUDA_VISIBLE_DEVICES)",
     "dtype": "axolotl's keys bf16 and fp16 decide the dtype",
@@ -37,7 +38,7 @@ _NOT_HERE: Final = {
 _MOVES: Final = "moves weights, too"
 _QUANTISES: Final = "quantises weights on the device, where they would have to fit"
 _PLACES: Final = "places weights, and those that stream stay on the host"
-#: Keys that this plugin does not go with, and what each does.
+#: Keys of axolotl that cannot be combined with this plugin, and what each of them does.
 _OTHERS: Final = {
     "layer_offloading": _MOVES,
     "deepspeed": _MOVES,
@@ -53,21 +54,21 @@ _OTHERS: Final = {
     "max_memory": _PLACES,
     "device_map": _PLACES,
 }
-#: Values of them that do.
+#: The values of these keys that can be combined with it.
 _HARMLESS: Final = {"tensor_parallel_size": 1, "device_map": "cpu"}
-#: axolotl turns these on by itself. They keep every weight of the base from forward to backward.
+#: Keys that axolotl turns on by itself. These kernels keep every weight of the base from forward to backward.
 _KERNELS: Final = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel", "lora_embedding_kernel")
 
 
 class DynswapArgs(BaseModel):  # type: ignore[misc]
-    """The key ``dynswap`` of a YAML file: options of `dynswap_ext.install`, but for `device` and `dtype`."""
+    """The key ``dynswap`` of a YAML file: options of `dynswap_ext.install` except `device` and `dtype`."""
 
     dynswap: dict[str, Any] | None = None
 
     @field_validator("dynswap", mode="before")  # type: ignore[untyped-decorator]
     @classmethod
     def check_dynswap(cls, options: Any) -> Any:
-        """Check the names and the values, before anything is loaded."""
+        """Check the names and the values of the options, before anything is loaded."""
         if options is not None and not isinstance(options, Mapping):
             raise ConfigError(
                 f"dynswap is {options!r}; write options of install below it, such as budget: 6GiB. To train "
@@ -85,7 +86,7 @@ class DynswapArgs(BaseModel):  # type: ignore[misc]
     @model_validator(mode="before")  # type: ignore[untyped-decorator]
     @classmethod
     def check_keys_beside_dynswap(cls, data: dict[str, Any]) -> dict[str, Any]:
-        """Refuse what does not go with weights that stream, and have axolotl load them on the host."""
+        """Refuse keys that cannot be combined with streaming, and make axolotl load weights on the host."""
         for key, what in _OTHERS.items():
             if data.get(key) not in (None, False, _HARMLESS.get(key)):
                 raise ConfigError(f"{key} {what}: leave {key} out, or remove DynswapPlugin from plugins")
@@ -101,17 +102,17 @@ class DynswapArgs(BaseModel):  # type: ignore[misc]
 class DynswapPlugin(BasePlugin):  # type: ignore[misc]
     """Installs the model that axolotl trains: ``plugins: [dynswap_ext.integrations.axolotl.DynswapPlugin]``.
 
-    The key ``dynswap`` has the options of `dynswap_ext.install`. `budget` is ``"auto"`` unless it, or a
-    `plan`, is given.
+    The key ``dynswap`` of the YAML file has the options of `dynswap_ext.install`. If neither `budget` nor
+    `plan` is given, the budget is ``"auto"``.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._handles: list[tuple[str, Handle]] = []  # one, or two with a reference model
+        self._handles: list[tuple[str, Handle]] = []  # of the model, and of a reference model if there is one
         self._fusion = MappedFusion()
 
     def get_input_args(self) -> str:
-        """Return the name of the class that checks the keys."""
+        """Return the import path of the class that checks the keys."""
         return f"{__name__}.{DynswapArgs.__name__}"
 
     def register(self, cfg: dict[str, Any]) -> None:
@@ -125,7 +126,7 @@ class DynswapPlugin(BasePlugin):  # type: ignore[misc]
         self._fusion.__enter__()  # type: ignore[no-untyped-call]
 
     def post_model_build(self, cfg: Any, model: Any) -> None:
-        """Stop mapping fused weights: the model is loaded."""
+        """Stop mapping fused weights, as the model is loaded."""
         self._fusion.__exit__(None, None, None)
 
     def pre_lora_load(self, cfg: Any, model: Any) -> None:
@@ -136,7 +137,7 @@ class DynswapPlugin(BasePlugin):  # type: ignore[misc]
         LOG.info("dynswap: %s is installed: %r", type(model).__name__, handle)
 
     def post_train(self, cfg: Any, model: Any) -> None:
-        """Log the report and uninstall the model, which is saved next; axolotl calls this twice."""
+        """Log the report and uninstall the model, before axolotl saves it. axolotl calls this twice."""
         while self._handles:
             name, handle = self._handles.pop()
             LOG.info("dynswap: %s:\n%s", name, handle.report())

@@ -1,4 +1,4 @@
-"""The options of `dynswap_ext.install`, as integrations take them."""
+"""The options of `dynswap_ext.install` that integrations take, and their default budget."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from dynswap_ext._util.option_names import refuse_unknown
 def install_options(
     function: str, given: Mapping[str, Any], *, without: Collection[str] = ()
 ) -> dict[str, Any]:
-    """Return the options for `install`: those given, and the budget "auto" if neither it nor a plan is given.
+    """Return the given options for `install`, with the budget "auto" if they lack both `budget` and `plan`.
 
-    A name that is no option of `install`, or is one of `without`, raises a TypeError that names `function`.
+    Raises a TypeError, which names `function`, for a name that is no option of `install`, or is in `without`.
     Values are not checked.
     """
     known = [name for name in config.OPTION_NAMES if name not in without]

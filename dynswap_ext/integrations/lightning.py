@@ -2,10 +2,10 @@
 
 Note [In place of the move]
 ---------------------------
-A strategy moves the module once `configure_model` has made its last layers and a checkpoint was read into
-them. No hook of a callback is called in between, so the callback has the strategy's own `model_to_device`
-install the module first. The move that follows finds a module that computes there already: it leaves the
-masters where they are, and moves tensors that are no masters, such as the state of a metric.
+A strategy moves the module to the device after `configure_model` has made its last layers, and a checkpoint
+was read into them. No hook of a callback is called in between. So the callback replaces the strategy's
+`model_to_device`: the module is installed first, and then moved. The move finds a module that computes on the
+device already. It leaves the masters where they are, and moves other tensors, such as the state of a metric.
 """
 
 from __future__ import annotations
@@ -28,42 +28,42 @@ from dynswap_ext.integrations.install_options import install_options
 
 __all__ = ["DynswapCallback"]
 
-#: They make layers whose weights are quantised, or cached in another dtype, on the device.
+#: Precision plugins that make layers whose weights are quantised, or cached in another dtype, on the device.
 _MAKE_LAYERS: Final = (BitsandbytesPrecision, TransformerEnginePrecision)
-#: Methods of the strategy that stand in for its own during a run.
+#: Methods of the strategy that the callback replaces during a run.
 _REPLACED: Final = ("model_to_device", "tensor_init_context")
 
 
 class DynswapCallback(Callback):  # type: ignore[misc]
     """Installs the module that a `Trainer` runs: ``Trainer(callbacks=[DynswapCallback(budget="6GiB")])``.
 
-    `fit`, `validate`, `test` and `predict` install it where they would move it to the device, and uninstall
-    it when they end, also with an error. Masters stay where they are. Optimizers, their state and checkpoints
-    are those of the masters (the tensors that the module owns).
+    `fit`, `validate`, `test` and `predict` install the module when they would move it to the device, and
+    uninstall it when they end, also with an error. Masters (the tensors that the module owns) stay where they
+    are. Optimizers and checkpoints refer to the masters.
 
     Parameters
     ----------
     **options
-        The options of `dynswap_ext.install`, but for `device`. `budget` is ``"auto"`` unless it, or a `plan`,
-        is given.
+        The options of `dynswap_ext.install` except `device`. If neither `budget` nor `plan` is given, the
+        budget is ``"auto"``.
     """
 
     def __init__(self, **options: Any) -> None:
         if "device" in options:
             raise TypeError("DynswapCallback() takes no device: Trainer(accelerator=, devices=) says where")
         self._options = install_options("DynswapCallback", options, without=["device"])
-        #: The handle of the present run, or of the latest one, whose figures it still has.
+        #: The handle of the present run. After a run it still has the figures.
         self.handle: Handle | None = None
 
     def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Have the strategy install the module, where it would move it: Note [In place of the move]."""
+        """Replace methods of the strategy, so that it installs the module: Note [In place of the move]."""
         if not isinstance(trainer, Trainer):
             raise ConfigError(
                 f"DynswapCallback is for the Trainer of lightning, and this one is that of "
                 f"{type(trainer).__module__.partition('.')[0]}; import lightning.pytorch in its place"
             )
         if next(each for each in trainer.callbacks if isinstance(each, DynswapCallback)) is not self:
-            return  # the program's own comes before that of `from_environment`
+            return  # a callback of the program itself comes before the one of `from_environment`
         strategy = trainer.strategy
         if not isinstance(strategy, SingleDeviceStrategy):
             raise ConfigError(
@@ -90,23 +90,23 @@ class DynswapCallback(Callback):  # type: ignore[misc]
         vars(strategy).update(zip(_REPLACED, (install_and_move, make_on_host), strict=True))
 
     def on_sanity_check_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure again, as training needs more memory than the validation batches that came first."""
+        """Measure activations again, as training needs more memory than the validation batches before it."""
         if self.handle is not None and self.handle.automatic:
             self.handle.retune()
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Move the optimizers' state back to the masters' device, from where Lightning has moved it."""
+        """Move the optimizers' state back to the masters, as Lightning has moved it to the compute device."""
         for optimizer in trainer.optimizers:
             for master, state in optimizer.state.items():
                 if isinstance(state, MutableMapping):
                     state.update(
                         (name, move_data_to_device(value, master.device))
                         for name, value in list(state.items())
-                        if name != "step"  # which Lightning leaves, too
+                        if name != "step"  # Lightning does not move it
                     )
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
-        """Uninstall the module."""
+        """Uninstall the module, and give the strategy its own methods back."""
         for name in _REPLACED:
             vars(trainer.strategy).pop(name, None)
         if self.handle is not None:
@@ -118,6 +118,6 @@ class DynswapCallback(Callback):  # type: ignore[misc]
 
 
 def from_environment() -> list[DynswapCallback]:
-    """Return the callback that ``DYNSWAP_LIGHTNING`` asks for, for Lightning's entry point."""
+    """Return a callback with the budget in ``DYNSWAP_LIGHTNING``, for Lightning's entry point, or none."""
     budget = config.lightning_budget()
     return [] if budget is None else [DynswapCallback(budget=budget)]

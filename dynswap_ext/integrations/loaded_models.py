@@ -1,7 +1,7 @@
-"""Makes transformers load models on the host that a program asks it to load on the device.
+"""Makes transformers load models on the host when a program asks it to load them on the device.
 
-The model is then moved to the device as a program would move it, which `InstallMoved` sees. With
-`device_map="auto"` and its like, it would not see a move. A part of Note [A program that nobody edits].
+Afterwards the model is moved to the device with `Module.to`, which `InstallMoved` watches. With
+`device_map="auto"`, transformers would load it there without a move. See Note [A program that nobody edits].
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ import torch
 from dynswap_ext.checkpoint.loading.assembly import MappedFusion
 
 _LOADER: Final = "transformers.modeling_utils"
-#: By these, the library spreads a model over the devices that there are.
+#: Values of `device_map` with which transformers spreads a model over all devices.
 _SPREAD: Final = ("auto", "balanced", "balanced_low_0", "sequential")
 _PATH: Final = "pretrained_model_name_or_path"
-#: Arguments of `from_pretrained` that say which config it reads.
+#: Arguments of `from_pretrained` that decide which config file it reads.
 _OF_A_DOWNLOAD: Final = ("cache_dir", "force_download", "local_files_only", "revision", "subfolder", "token")
 
 
 class LoadsOnHost(importlib.abc.MetaPathFinder):
-    """While it is entered, transformers loads models on the host, and moves them as a program would.
+    """A context in which transformers loads models on the host, and then moves them to the device.
 
-    The library may have been imported, or be imported later. Models that are to lie on several devices are
-    left alone, and so are quantised ones, whose quantiser places them.
+    The library may be imported before or after. Models that go to several devices are left alone, and so are
+    quantised models, which their quantiser places.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class LoadsOnHost(importlib.abc.MetaPathFinder):
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Have the library's module changed as soon as it is there."""
+        """Find the module of transformers as usual, and have it changed once it has been imported."""
         if name != _LOADER:
             return None
         sys.meta_path.remove(self)
@@ -88,7 +88,7 @@ class LoadsOnHost(importlib.abc.MetaPathFinder):
 
 
 def _is_quantised(cls: Any, args: tuple[Any, ...], options: dict[str, Any]) -> bool:
-    """Return whether the call quantises the model, or its checkpoint is quantised."""
+    """Return whether a call of `from_pretrained` quantises the model, or the checkpoint is quantised."""
     if options.get("quantization_config") is not None or options.get("gguf_file") is not None:
         return True
     known = options.get("config") or (args[0] if args else options.get(_PATH))
@@ -100,7 +100,7 @@ def _is_quantised(cls: Any, args: tuple[Any, ...], options: dict[str, Any]) -> b
 
 
 def only_device(device_map: Any) -> torch.device | None:
-    """Return the accelerator that a `device_map` means; None if there are several, or none."""
+    """Return the accelerator that a `device_map` puts the whole model on; None if it names no single one."""
     if isinstance(device_map, dict):
         places = set(map(str, device_map.values()))
         device_map = next(iter(device_map.values())) if len(places) == 1 else None
@@ -110,6 +110,6 @@ def only_device(device_map: Any) -> torch.device | None:
         return torch.accelerator.current_accelerator() if torch.accelerator.device_count() == 1 else None
     try:
         device = torch.device(device_map)
-    except (RuntimeError, TypeError):  # the library says what is wrong
+    except (RuntimeError, TypeError):  # transformers will raise an error
         return None
     return None if device.type in ("cpu", "meta") else device

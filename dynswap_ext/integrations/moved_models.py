@@ -1,13 +1,13 @@
-"""Installs the models that a program moves to the device, where they would not fit.
+"""Installs models that a program moves to a device on which they do not fit.
 
 Note [A program that nobody edits]
 ----------------------------------
-Programs move a model to the device in many ways, and all of them end in `Module.to`, or in `Module.cuda` and
-its like for other devices. While `InstallMoved` is entered, these look at what they move. What fits is moved
-as ever. A model that does not fit is installed instead, together with the pipeline that moves it, if there
-is one. Parts of a model that are moved one by one are looked at one by one. `LoadsOnHost` does the same for
-models that transformers would load straight to the device. Adapters that peft moves to where their base
-computes are moved: they are small, are trained, and may be added when the install has left little memory.
+Programs move a model to the device in many ways. All of them end in `Module.to`, in `Module.cuda`, or in the
+method of another device. `InstallMoved` wraps these methods. A model that fits is moved as usual. One that
+does not fit is installed instead, together with the pipeline that moves it, if there is one. If a program
+moves the parts of a model one by one, each part is moved or installed by itself. `LoadsOnHost` covers models
+that transformers would load straight to the device. Adapters that peft moves to the device of their base are
+always moved: they are small, are trained, and may be added when the install has left little memory.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from dynswap_ext.install import install
 
 #: A model fits if it leaves at least this part of the device's memory free, for activations.
 _ROOM: Final = 1 / 5
-#: Makes adapters, and moves each of their layers by itself.
+#: How the names of peft's modules begin. Peft moves each layer of an adapter by itself.
 _ADAPTERS: Final = "peft."
 
 
 class Moved(NamedTuple):
-    """What `InstallMoved` has done with a model that a program moved to the device and that did not fit."""
+    """What `InstallMoved` has done with a model that did not fit the device: installed or moved it."""
 
-    name: str
-    nbytes: int  #: bytes of its weights, in the dtype that was asked for
+    name: str  #: of the model's class
+    nbytes: int  #: bytes of the weights that were to be moved, in the dtype that was asked for
     free: int  #: bytes of the device's memory that were free
     device: torch.device
-    handle: Handle | None  #: None if it could not be installed, and so was moved
-    error: str = ""  #: why it could not be installed
+    handle: Handle | None  #: None if the model could not be installed, and so was moved
+    error: str = ""  #: why the model could not be installed
 
 
 class InstallMoved:
@@ -58,9 +58,9 @@ class InstallMoved:
     always
         Whether models that fit are installed, too.
     tell
-        Called with a `Moved` for each model, once it is installed or could not be.
+        Called with a `Moved` for each model after an attempt to install it.
     **options
-        Options of `dynswap_ext.install`, but for `device`.
+        Options of `dynswap_ext.install` except `device`.
     """
 
     def __init__(self, *, always: bool, tell: Callable[[Moved], None], **options: Any) -> None:
@@ -86,7 +86,7 @@ class InstallMoved:
     def _looking(self, original: Callable[..., nn.Module], kind: str | None) -> Callable[..., nn.Module]:
         @functools.wraps(original)
         def move(module: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-            if getattr(self._inside, "move", False):  # a model's own `to` moves its parts
+            if getattr(self._inside, "move", False):  # a model's own `to` calls that of its parts
                 return original(module, *args, **kwargs)
             self._inside.move = True
             try:
@@ -100,19 +100,19 @@ class InstallMoved:
         return move
 
     def _installs(self, module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> bool:
-        """Install a model if it does not fit, and return whether it is installed, so that it is not moved."""
+        """Install a model if it does not fit. Return whether it computes on the device without a move."""
         if device.type in ("cpu", "meta") or caller().f_globals.get("__name__", "").startswith(_ADAPTERS):
             return False
         try:
             device = resolve_device(device)
         except ConfigError:
-            return False  # torch says what is wrong
+            return False  # torch will raise an error
         if (session := session_of(module)) is not None:
             return bool(session.device == device)
         given = _pipeline_that_moves(module) or module
         tree = as_tree(given)
         if sessions_of(modules_of(tree)):
-            return False  # the program has an install of its own
+            return False  # the program itself has installed parts of it
         memory = DeviceMemory(device)
         nbytes, free = _bytes_to_move(tree, device, dtype), memory.free()
         if not nbytes or (free - nbytes >= memory.total() * _ROOM and not self._always):
@@ -131,23 +131,24 @@ class InstallMoved:
 def _target(
     kind: str | None, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[torch.device | None, dict[str, Any]]:
-    """Return the device that a move asks for, and its other arguments.
+    """Return the device that a call of a moving method asks for, and its other arguments for `to`.
 
-    `kind` is the name of the method, such as "cuda"; None is `Module.to`.
+    `kind` is the name of the method, such as "cuda", or None for `Module.to`. The device is None if the call
+    names none.
     """
     if kind is not None:
         given = args[0] if args else kwargs.get("device")
         return torch.device(kind, given) if isinstance(given, int) else torch.device(given or kind), {}
     try:
         device, dtype, _, memory_format = torch._C._nn._parse_to(*args, **kwargs)
-    except (TypeError, RuntimeError):  # torch says what is wrong
+    except (TypeError, RuntimeError):  # torch will raise an error
         return None, {}
     asked = {"dtype": dtype, "memory_format": memory_format}
     return device, {name: value for name, value in asked.items() if value is not None}
 
 
 def _pipeline_that_moves(module: nn.Module) -> Installable | None:
-    """Return the pipeline whose own `to` is moving a model, if one is."""
+    """Return the pipeline whose method `to` is calling that of the model; None if there is none."""
     frame = sys._getframe()
     for _ in range(8):
         if frame.f_back is None:

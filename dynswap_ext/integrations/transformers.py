@@ -2,10 +2,10 @@
 
 Note [A quantizer that quantises nothing]
 -----------------------------------------
-While transformers loads a model, it lets one other object decide what becomes of the weights: a quantizer.
-So this is a quantizer, only to be asked. It leaves each weight mapped, as it is in the checkpoint, and
-installs the model once it is complete. Then it removes itself from the model, which is trained and saved as
-any other.
+While transformers loads a model, one other object can decide what becomes of the weights: a quantizer. So
+this is a quantizer, although it quantises nothing. It leaves each weight mapped, as it is in the checkpoint,
+and installs the model when it is complete. Then it removes itself from the model, which can be trained and
+saved like any other.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from dynswap_ext.integrations.loaded_models import only_device
 __all__ = ["StreamConfig"]
 
 _METHOD: Final = "dynswap"
-#: safetensors' names of dtypes that `from_pretrained(dtype=)` may cast.
+#: The dtypes that `from_pretrained(dtype=)` may cast, by safetensors' names.
 _FLOATING: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -39,16 +39,16 @@ _FLOATING: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.flo
 class StreamConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Installs the model that `from_pretrained` loads: ``quantization_config=StreamConfig(budget="6GiB")``.
 
-    Nothing is quantised: this argument is where transformers lets others take part in a load. Weights are
-    mapped from the checkpoint, as `checkpoint.from_pretrained` maps them, and stream from there. If the
-    ``dtype=`` of `from_pretrained` is not the checkpoint's, they are cast on their way to the device.
-    `dynswap_ext.handle_of` gives the handle of the model.
+    Nothing is quantised: it is with this argument that transformers lets others take part in a load. Weights
+    are mapped from the checkpoint, and stream from there. If the ``dtype=`` of `from_pretrained` is not the
+    checkpoint's, they are cast on their way to the device. `dynswap_ext.handle_of` returns the handle of the
+    model.
 
     Parameters
     ----------
     **options
-        The options of `dynswap_ext.install`, but for `dtype`. `budget` is ``"auto"`` unless it, or a `plan`,
-        is given.
+        The options of `dynswap_ext.install` except `dtype`. If neither `budget` nor `plan` is given, the
+        budget is ``"auto"``.
     """
 
     def __init__(self, *, quant_method: str = _METHOD, **options: Any) -> None:
@@ -58,7 +58,7 @@ class StreamConfig(QuantizationConfigMixin):  # type: ignore[misc]
         self.quant_method = quant_method
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the options, as a log or a file has them."""
+        """Return the options as values that JSON can hold, for logs and files."""
         plain = {
             name: value if value is None or isinstance(value, (bool, int, float, str, list)) else str(value)
             for name, value in self.options.items()
@@ -68,7 +68,7 @@ class StreamConfig(QuantizationConfigMixin):  # type: ignore[misc]
 
 @register_quantizer(_METHOD)
 class StreamQuantizer(HfQuantizer):  # type: ignore[misc]
-    """What transformers makes of a `StreamConfig` for one load: Note [A quantizer that quantises nothing]."""
+    """Takes part in one load for a `StreamConfig`: Note [A quantizer that quantises nothing]."""
 
     def __init__(self, quantization_config: StreamConfig, **_: Any) -> None:
         super().__init__(quantization_config, pre_quantized=True)  # so that `get_new_dtype` is asked
@@ -77,7 +77,7 @@ class StreamQuantizer(HfQuantizer):  # type: ignore[misc]
         self._casts = False
 
     def validate_environment(self, device_map: object = None, **_: Any) -> None:
-        """Check the options, before anything is read."""
+        """Check the options before anything is read, and take the device from `device_map` if it names one."""
         config.resolve(**self._options)
         if device_map is None or _is_host(device_map):
             return
@@ -95,15 +95,15 @@ class StreamQuantizer(HfQuantizer):  # type: ignore[misc]
         self._options = {**self._options, "device": named}
 
     def update_device_map(self, device_map: object) -> None:
-        """Leave the weights on the host, where they are mapped; the model computes where the map says."""
+        """Return None, so that the weights stay on the host. The model computes on the device of the map."""
 
     def update_dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """Remember the dtype that weights are cast into on their way to the device."""
+        """Remember the dtype to which `install` casts weights on their way to the device."""
         self._dtype = dtype
         return dtype
 
     def get_new_dtype(self, converter: object, param: Any, dtype: torch.dtype | None) -> None:
-        """Return None, so that the weight stays mapped in its dtype; note if `install` has to cast it."""
+        """Return None, so that the weight stays mapped in its dtype. Note if `install` has to cast it."""
         stored = _FLOATING.get(param.get_dtype()) if hasattr(param, "get_dtype") else param.dtype
         self._casts |= stored in _FLOATING.values() and dtype not in (None, stored)
 
@@ -130,23 +130,23 @@ class StreamQuantizer(HfQuantizer):  # type: ignore[misc]
         install(model, dtype=self._dtype if self._casts else None, **self._options)
 
     def is_serializable(self) -> bool:
-        """Return True: the masters are as they were."""
+        """Return True, as the model's masters are saved, which are not quantised."""
         return True
 
     @property
     def is_trainable(self) -> bool:
-        """True: gradients reach the masters."""
+        """True, as gradients reach the masters."""
         return True
 
 
 def _is_host(device_map: object) -> bool:
-    """Return whether it leaves all weights in RAM, and so says nothing of the device to compute on."""
+    """Return whether a `device_map` only leaves all weights in RAM, and names no device to compute on."""
     places = device_map.values() if isinstance(device_map, dict) else [device_map]
     return set(map(str, places)) == {"cpu"}
 
 
 class _Mapped(ConversionOps):  # type: ignore[misc]
-    """Runs the operations of one conversion in order, and maps the weights that they fuse, where it can."""
+    """Runs the operations of one conversion in order, and maps weights that they fuse instead of copying."""
 
     def __init__(self, operations: Sequence[ConversionOps]) -> None:
         self.operations = list(operations)
@@ -167,7 +167,10 @@ _merge_configs = AutoHfQuantizer.merge_quantization_configs
 
 
 def _merged(stored: Any, given: QuantizationConfigMixin | None) -> Any:
-    """Say what to do where transformers would say that the two classes have to be the same."""
+    """Raise ConfigError for a StreamConfig if the checkpoint is quantised, and say what to do instead.
+
+    The error of transformers only says that the two configs have different classes.
+    """
     if isinstance(given, StreamConfig):
         method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
         raise ConfigError(

@@ -37,7 +37,7 @@ def thread_buffer(use: str) -> mmap.mmap:
 
 
 def file_control() -> ModuleType:
-    """Return the module fcntl. ConfigError on Windows, which lacks it: nothing is written or verified there."""
+    """Return the module fcntl. ConfigError on Windows, which lacks it and cannot write or verify files."""
     try:
         import fcntl
     except ImportError:
@@ -76,9 +76,9 @@ class DirectFile:
         os.close(self.descriptor)
 
     def read(self, begin: int, count: int, buffer: mmap.mmap) -> int:
-        """Read `count` bytes from `begin` on, and return where in the buffer they start.
+        """Read `count` bytes of the file from `begin` on, and return where in the buffer they start.
 
-        That is less than a page, as whole pages are read. Raises SourceError.
+        They may start within the first page, as whole pages are read. Raises SourceError if the read fails.
         """
         first = begin // ALIGNMENT * ALIGNMENT
         needed, got = begin - first + count, 0
