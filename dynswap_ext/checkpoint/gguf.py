@@ -1,4 +1,4 @@
-"""Loads a GGUF file into a model of another library, whose names and order of rows differ from the file's.
+"""Adapts GGUF files to models of other libraries, which have other names and another order of rows.
 
 `GGUFTensor` holds a quantised weight. `names_for` makes the `rename` of `load`, and `original_rows` the
 `transform`.

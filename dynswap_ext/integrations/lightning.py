@@ -118,6 +118,6 @@ class DynswapCallback(Callback):  # type: ignore[misc]
 
 
 def from_environment() -> list[DynswapCallback]:
-    """Return a callback with the budget in ``DYNSWAP_LIGHTNING``, for Lightning's entry point, or none."""
+    """Return a callback for the budget in ``DYNSWAP_LIGHTNING``, if it is set. Lightning calls this."""
     budget = config.lightning_budget()
     return [] if budget is None else [DynswapCallback(budget=budget)]

@@ -31,8 +31,8 @@ _OF_A_DOWNLOAD: Final = ("cache_dir", "force_download", "local_files_only", "rev
 class LoadsOnHost(importlib.abc.MetaPathFinder):
     """A context in which transformers loads models on the host, and then moves them to the device.
 
-    The library may be imported before or after. Models that go to several devices are left alone, and so are
-    quantised models, which their quantiser places.
+    It may be imported before or within the context. Models that go to several devices are left alone, and so
+    are quantised models, which their quantiser places.
     """
 
     def __init__(self) -> None:

@@ -40,7 +40,7 @@ _ADAPTERS: Final = "peft."
 
 
 class Moved(NamedTuple):
-    """What `InstallMoved` has done with a model that did not fit the device: installed or moved it."""
+    """A model that `InstallMoved` has installed, or that it could not install and so has moved."""
 
     name: str  #: of the model's class
     nbytes: int  #: bytes of the weights that were to be moved, in the dtype that was asked for

@@ -39,10 +39,9 @@ _FLOATING: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.flo
 class StreamConfig(QuantizationConfigMixin):  # type: ignore[misc]
     """Installs the model that `from_pretrained` loads: ``quantization_config=StreamConfig(budget="6GiB")``.
 
-    Nothing is quantised: it is with this argument that transformers lets others take part in a load. Weights
-    are mapped from the checkpoint, and stream from there. If the ``dtype=`` of `from_pretrained` is not the
-    checkpoint's, they are cast on their way to the device. `dynswap_ext.handle_of` returns the handle of the
-    model.
+    Nothing is quantised: transformers has no other argument that lets others take part in a load. Weights are
+    mapped from the checkpoint, and stream from there. If the ``dtype=`` of `from_pretrained` is not the
+    checkpoint's, they are cast on their way to the device. `dynswap_ext.handle_of` gives the model's handle.
 
     Parameters
     ----------
@@ -77,7 +76,7 @@ class StreamQuantizer(HfQuantizer):  # type: ignore[misc]
         self._casts = False
 
     def validate_environment(self, device_map: object = None, **_: Any) -> None:
-        """Check the options before anything is read, and take the device from `device_map` if it names one."""
+        """Check the options before anything is read, and take the device from `device_map` if it has one."""
         config.resolve(**self._options)
         if device_map is None or _is_host(device_map):
             return

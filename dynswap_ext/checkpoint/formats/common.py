@@ -27,7 +27,7 @@ AGAIN = "download or copy it again"
 
 
 def is_inside(name: str) -> bool:
-    """Return whether a name, which a file gives for another file, stays inside the first one's folder."""
+    """Return whether a file name that was read from a file stays inside that file's folder."""
     parts = PurePosixPath(name)
     is_text = name.encode(errors="replace").decode() == name and "\0" not in name
     return is_text and bool(parts.name) and not parts.is_absolute() and ".." not in parts.parts
@@ -99,7 +99,7 @@ def _neighbours(path: Path) -> str:
 
 
 def content_of(path: Path, limit: int, what: str) -> bytes:
-    """Read a whole file. SourceError if it has more than `limit` bytes: `what` names its kind there."""
+    """Read a whole file of at most `limit` bytes. The SourceError for a larger file calls it `what`."""
     with opened(path) as (descriptor, size):
         if size > limit:
             raise SourceError(f"{path} has {exact_bytes(size)}, {what} at most {exact_bytes(limit)}; {AGAIN}")

@@ -43,7 +43,7 @@ _STRING, _ARRAY = 8, 9
 
 
 def read_gguf(path: Path) -> Checkpoint:
-    """Return the checkpoint of a GGUF file. If it is one of several of a split model, all of them are opened.
+    """Return the checkpoint of a GGUF file. For a model that was split into several, any of them opens all.
 
     Quantised entries are `GGUFTensor`: their blocks are mapped, and not decoded. Then `Entry.dtype` is the
     dtype of the decoded values, and `Entry.encoding` the type of the blocks.

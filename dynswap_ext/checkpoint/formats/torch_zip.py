@@ -165,7 +165,7 @@ _DEPTH = 2
 
 
 def find_state_dict(path: Path, content: object, tensor: type[Any]) -> dict[str, Any]:
-    """Return the state dict in `content`: all of it, or the one dict in it that is one, or its own tensors.
+    """Return the state dict in `content`: all of it, the only state dict nested in it, or its own tensors.
 
     `tensor` is the type of the values that stand for tensors. They have a `shape`.
 

@@ -121,7 +121,7 @@ def _iq4_xs(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:
-    """Decode TQ1_0. A byte is a fraction of 256. Its five digits in base 3 are the values, plus 1."""
+    """Decode TQ1_0. A byte over 256 is a fraction. Its first five digits in base 3 are the values plus 1."""
     powers = 3 ** torch.arange(5, dtype=torch.uint8, device=blocks.device).unsqueeze(1)
     bytes_of = ((blocks[:, :32], 5), (blocks[:, 32:48], 5), (blocks[:, 48:52], 4))
     # Times 3 ** i, the first i digits become the whole part of the fraction, which overflows and is lost.
@@ -130,7 +130,7 @@ def _tq1_0(blocks: torch.Tensor) -> torch.Tensor:
 
 
 def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
-    """Decode NVFP4: four groups, whose scales are e4m3 without a sign. Halved, as the values are doubled."""
+    """Decode NVFP4: four groups with scales in unsigned e4m3. They are halved, as the values are doubled."""
     raw = blocks[:, :4].int()
     exponent, mantissa = (raw >> 3) & 15, (raw & 7).float()
     power = ((exponent + 117) << 23).view(torch.float32)  # 2 ** (exponent - 10)
@@ -146,7 +146,7 @@ def _nvfp4(blocks: torch.Tensor) -> torch.Tensor:
 def _arrays(name: str) -> tuple[Any, Any]:
     """Return the grid of a type, int8 (points, values), and the table of sign bytes, uint8 (128,).
 
-    They are NumPy arrays, as they are kept: a tensor that is made while torch traces is of no use afterwards.
+    They are cached as NumPy arrays: a tensor that is made while torch traces is of no use afterwards.
     """
     try:
         import gguf.quants

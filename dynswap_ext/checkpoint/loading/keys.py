@@ -158,7 +158,7 @@ class KeyReport:
 
 
 def _front(longer: set[str], shorter: set[str]) -> list[str]:
-    """Guess prefixes that the longer names have and the shorter ones do not, from the 8 shortest."""
+    """Guess prefixes that the names in `longer` have, and those in `shorter` lack. Returns at most 8."""
     some = sorted(shorter, key=len)[:8]
     prefixes = {name.removesuffix(end) for end in some for name in longer if name.endswith(f".{end}")}
     return sorted(prefixes, key=len)[:8]

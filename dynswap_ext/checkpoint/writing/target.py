@@ -65,7 +65,7 @@ class Target:
     def reserved(self, needed: int) -> Iterator[None]:
         """Make and lock the partial folder. An OSError inside becomes a SourceError.
 
-        If there is not enough room, its message says that `needed` bytes are.
+        If there is not enough room, its message names the `needed` bytes.
         """
         try:
             with self._locked():
