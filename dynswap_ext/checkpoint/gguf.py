@@ -23,6 +23,12 @@ __all__ = ["GGUFTensor", "names_for", "original_rows"]
 #: Beginnings of the names of tensors in a file that the model itself computes from its configuration.
 _COMPUTED = ("rope_freqs.", "rope_factors_")
 
+#: Architectures for which llama.cpp's converter permutes the rows of query and key projections.
+_PERMUTED = (
+    "arcee", "deci", "granite", "granitehybrid", "granitemoe", "llada",
+    "llama", "minicpm", "mistral3", "olmo", "smollm3", "xverse",
+)  # fmt: skip
+
 #: The name of a query or key projection, in GGUF or in a Hugging Face or Meta checkpoint.
 _QUERY_OR_KEY = re.compile(r"(?:^|[._])(?:attn_|w)?(q|k)(?:_proj)?\.(?:weight|bias)$")
 
@@ -86,10 +92,10 @@ def names_for(
 def original_rows(path: str | PathLike[str]) -> Callable[[str, torch.Tensor], torch.Tensor]:
     """Make a `transform` for `load` that undoes llama.cpp's permutation of query and key rows.
 
-    For the architecture "llama" (Llama, Mistral, Mixtral), llama.cpp's converter reorders the rows of
-    ``attn_q`` and ``attn_k``: its rotary embeddings rotate pairs of neighbours, and those of transformers
-    rotate the halves of a head. Quantised rows are moved without decoding. The reordered tensors are in
-    memory, and no longer mapped. Tensors of other architectures are not changed.
+    For Llama, Mistral, Mixtral and models like them (Granite, OLMo, SmolLM3), llama.cpp's converter reorders
+    the rows of ``attn_q`` and ``attn_k``: its rotary embeddings rotate pairs of neighbours, and those of
+    transformers rotate the halves of a head. Quantised rows are moved without decoding. The reordered tensors
+    are in memory, and no longer mapped. Tensors of other architectures are not changed.
 
     Parameters
     ----------
@@ -114,10 +120,11 @@ def original_rows(path: str | PathLike[str]) -> Callable[[str, torch.Tensor], to
     The inverse of ``LlamaModel.permute`` in llama.cpp's ``convert_hf_to_gguf.py``.
     """
     metadata = _metadata(path)
-    if metadata.get("general.architecture") != "llama":
+    architecture = metadata.get("general.architecture")
+    if architecture not in _PERMUTED:
         return lambda name, tensor: tensor
-    queries = _number(metadata, path, "llama.attention.head_count")
-    shared = "llama.attention.head_count_kv"
+    queries = _number(metadata, path, f"{architecture}.attention.head_count")
+    shared = f"{architecture}.attention.head_count_kv"
     keys = _number(metadata, path, shared) if shared in metadata else queries
 
     def transform(name: str, tensor: torch.Tensor) -> torch.Tensor:

@@ -64,12 +64,14 @@ def test_names_that_cannot_be_made(path: Path, tmp_path: Path) -> None:
         names_for(tmp_path / "w.pt", HF)
 
 
+def permute(weights: torch.Tensor, n_head: int) -> torch.Tensor:
+    """Do what `LlamaModel.permute` of llama.cpp does."""
+    shape = weights.shape
+    return weights.reshape(n_head, 2, shape[0] // n_head // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
+
+
 @pytest.mark.parametrize(("name", "heads"), [("attn_q", HEADS), ("attn_k", KEYS)])
 def test_rows_are_put_back(name: str, heads: int, path: Path) -> None:
-    def permute(weights: torch.Tensor, n_head: int) -> torch.Tensor:  # LlamaModel.permute of llama.cpp
-        shape = weights.shape
-        return weights.reshape(n_head, 2, shape[0] // n_head // 2, *shape[1:]).swapaxes(1, 2).reshape(shape)
-
     transform = original_rows(path)
     weight = random_weight("Q4_K", 48, 512)
     permuted = GGUFTensor(permute(weight.blocks, heads), "Q4_K")
@@ -84,6 +86,19 @@ def test_rows_are_put_back(name: str, heads: int, path: Path) -> None:
 
 def _named(name: str) -> str:
     return f"model.layers.3.self_attn.{name[-1]}_proj.bias"
+
+
+@pytest.mark.parametrize("architecture", ["granite", "mistral3", "olmo", "smollm3"])
+def test_rows_of_architectures_like_llama_are_put_back(architecture: str, tmp_path: Path) -> None:
+    heads = f"{architecture}.attention.head_count"
+    values = {heads: HEADS, f"{heads}_kv": KEYS}
+    path = write_gguf(tmp_path / "w.gguf", {"w": torch.ones(1)}, architecture, values)
+    weight = torch.randn(48, 8)
+    for name, count in (("attn_q", HEADS), ("attn_k", KEYS)):
+        assert torch.equal(original_rows(path)(f"blk.0.{name}.weight", permute(weight, count)), weight)
+    by_layer = write_gguf(tmp_path / "l.gguf", {"w": torch.ones(1)}, architecture, {heads: [4, 0]})
+    with pytest.raises(ConfigError, match=rf"does not say {heads} as one number"):
+        original_rows(by_layer)
 
 
 def test_rows_of_another_architecture_stay(tmp_path: Path) -> None:
