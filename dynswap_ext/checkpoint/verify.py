@@ -35,7 +35,9 @@ def verify(path: str | PathLike[str], *, progress: Callable[[int, int], None] | 
     SourceError
         A file cannot be read, has no checksums, or has other bytes. Names the file and the tensors.
     """
-    return sum(_verify(file, progress) for file in open_checkpoint(Path(path)).files)
+    whole = open_checkpoint(Path(path))
+    files = whole.files if CHECKSUMS in whole.metadata else [whole.path]
+    return sum(_verify(file, progress) for file in files)
 
 
 def _verify(path: Path, progress: Callable[[int, int], None] | None) -> int:

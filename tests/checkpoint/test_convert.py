@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, load_model, save_file, save_model
+from sample_checkpoints import save_distributed
 from torch import nn
 
 from dynswap_ext import checkpoint, cli
@@ -237,6 +238,11 @@ class TestVerify:
             save_file({"a": torch.zeros(3)}, tmp_path / "a.safetensors", {layout.CHECKSUMS: kept})
             with pytest.raises(SourceError, match="checksums that do not fit"):
                 checkpoint.verify(tmp_path / "a.safetensors")
+
+    def test_a_folder_of_another_format_has_none(self, tmp_path: Path) -> None:
+        folder = save_distributed({"a": torch.zeros(3)}, tmp_path / "parts")
+        with pytest.raises(SourceError, match="parts has no checksums to compare"):
+            checkpoint.verify(folder)
 
 
 class TestCommand:
