@@ -103,7 +103,7 @@ def from_pretrained(
             f"cls is {cls!r}, of diffusers, whose from_pretrained reads weights into memory. "
             "checkpoint.load(lambda: cls.from_config(config), path) maps them (docs/guides/diffusion.md)"
         )
-    if "torch_dtype" not in options:  # the former name of `dtype`
+    if dtype is not None or "torch_dtype" not in options:  # the former name of `dtype`
         options["dtype"] = "auto" if dtype is None else dtype
     try:
         with MappedFusion():

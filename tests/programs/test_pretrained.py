@@ -232,6 +232,14 @@ def test_what_is_copied_is_told(tmp_path: Path) -> None:
     testing.assert_bit_equal(model.state_dict(), plain.state_dict(), "masters")
 
 
+@pytest.mark.filterwarnings("error::dynswap_ext.errors.DynswapWarning")
+def test_dtype_counts_before_its_former_name(tmp_path: Path) -> None:
+    model = checkpoint.from_pretrained(
+        Auto, saved(llama(), tmp_path), dtype=torch.float32, torch_dtype=torch.bfloat16
+    )
+    assert model.dtype == torch.float32
+
+
 def test_options_are_the_librarys(tmp_path: Path) -> None:
     folder = saved(llama(), tmp_path / "sub").parent
     (folder / "sub" / "generation_config.json").write_text(json.dumps({"max_new_tokens": 3}))
