@@ -172,10 +172,11 @@ def _merged(stored: Any, given: QuantizationConfigMixin | None) -> Any:
     """
     if isinstance(given, StreamConfig):
         method = stored.get("quant_method") if isinstance(stored, dict) else stored.quant_method
+        options = "".join(f", {name}={value!r}" for name, value in given.options.items())
         raise ConfigError(
             f"the checkpoint is quantised ({getattr(method, 'value', method)}), and transformers takes one "
             "quantization_config; leave StreamConfig out, and install what from_pretrained returns: "
-            f"dynswap_ext.install(model, budget={given.options['budget']!r})"
+            f"dynswap_ext.install(model{options})"
         )
     return _merge_configs(stored, given)
 

@@ -179,5 +179,6 @@ def test_a_quantised_checkpoint_is_installed_after_its_load(provider: Provider, 
     stored = json.loads((folder / "config.json").read_text())
     stored["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [16, 16]}
     (folder / "config.json").write_text(json.dumps(stored))
-    with pytest.raises(ConfigError, match=r"quantised \(fp8\).*dynswap_ext\.install\(model, budget='auto'\)"):
-        Auto.from_pretrained(folder, quantization_config=config(provider))
+    for options, named in (({}, "budget='auto'"), ({"plan": "plan.json"}, "plan='plan.json'")):
+        with pytest.raises(ConfigError, match=rf"quantised \(fp8\).*install\(model, .*{named}"):
+            Auto.from_pretrained(folder, quantization_config=config(provider, **options))
