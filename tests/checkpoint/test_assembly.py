@@ -119,3 +119,10 @@ def test_what_torch_refuses_is_refused_by_torch(tmp_path: Path) -> None:
             torch.cat(tensors, dim=5)
         with pytest.raises(ValueError, match="non-empty list"):
             torch.cat([])
+
+
+def test_sparse_tensors_are_fused_as_usual() -> None:
+    sparse = torch.eye(8).to_sparse()
+    with MappedFusion():
+        fused = torch.cat([sparse, sparse])
+    assert torch.equal(fused.to_dense(), torch.cat([torch.eye(8)] * 2))

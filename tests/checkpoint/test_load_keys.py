@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import warnings
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from sample_loads import Net, kinds, saved
 from torch import nn
 
 from dynswap_ext import checkpoint
+from dynswap_ext.checkpoint.loading.keys import KeyReport
 from dynswap_ext.errors import ConfigError
 from sample_models import Tied
 
@@ -127,3 +129,13 @@ def test_missing_entries_without_values_are_named(tmp_path: Path) -> None:
     with pytest.warns(UserWarning) as told:
         checkpoint.load(make(), tmp_path / "w.pt", strict=False)
     assert "meta" not in str(told[0].message)
+
+
+def test_a_report_of_many_missing_entries_is_quick() -> None:
+    """It took 7 s when each name was looked up in a list."""
+    with torch.device("meta"):
+        own = {f"layers.{number}.weight": torch.empty(1) for number in range(20_000)}
+    report = KeyReport.compare(nn.Identity(), own, {}, Path("w"), {})
+    begun = time.monotonic()
+    assert "20000 missing entries are on the meta device" in report.text(strict=False)
+    assert time.monotonic() - begun < 1

@@ -86,6 +86,8 @@ class MappedFusion(TorchDispatchMode):
         self._made.clear()
 
     def _fused(self, tensors: Sequence[torch.Tensor], dim: int, *, stacked: bool) -> torch.Tensor | None:
+        if any(tensor.layout is not torch.strided for tensor in tensors):
+            return None
         if sum(tensor.nbytes for tensor in tensors) < _SMALLEST:
             return None
         first = tensors[0]

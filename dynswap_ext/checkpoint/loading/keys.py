@@ -37,7 +37,7 @@ class KeyReport:
     unexpected: Sequence[str]  # names in the file alone, after `rename`
     mismatched: Mapping[str, str]  # by name, a text with both shapes or dtypes
     library: str  # the package of the model's class
-    on_meta: Sequence[str] = ()  # the missing names whose tensors are on the meta device
+    on_meta: frozenset[str] = frozenset()  # the missing names whose tensors are on the meta device
 
     @classmethod
     def compare(
@@ -63,7 +63,7 @@ class KeyReport:
             unexpected=[name for name in given if name not in own],
             mismatched={name: difference for name, difference in differences.items() if difference},
             library=type(model).__module__.partition(".")[0],
-            on_meta=[name for name in missing if getattr(own[name], "is_meta", False)],
+            on_meta=frozenset(name for name in missing if getattr(own[name], "is_meta", False)),
         )
 
     def certain(self, custom_loaders: tuple[str, ...]) -> KeyReport:
