@@ -16,6 +16,7 @@ from torch import nn
 
 from dynswap_ext.checkpoint.formats import open_checkpoint
 from dynswap_ext.checkpoint.gguf_tensors.tensor import GGUFTensor
+from dynswap_ext.checkpoint.loading.skeleton import make_skeleton
 from dynswap_ext.errors import ConfigError
 
 __all__ = ["GGUFTensor", "names_for", "original_rows"]
@@ -64,8 +65,7 @@ def names_for(
     from gguf import MODEL_ARCH_NAMES, get_tensor_name_map
 
     if callable(model) and not isinstance(model, nn.Module):
-        with torch.device("meta"):
-            model = model()
+        model = make_skeleton(model)
     names = model.state_dict(keep_vars=True) if isinstance(model, nn.Module) else model
     name = metadata.get("general.architecture", "")
     architecture = {known: arch for arch, known in MODEL_ARCH_NAMES.items()}.get(name)

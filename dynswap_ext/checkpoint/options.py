@@ -30,8 +30,8 @@ def check_dtype(dtype: Any) -> None:
 
 def cast_to(dtype: torch.dtype | None, entry: Entry) -> torch.dtype:
     """Return the dtype of an entry after the cast to `dtype`, which changes plain floating entries alone."""
-    stays = dtype is None or entry.encoding or not entry.dtype.is_floating_point
-    return entry.dtype if stays or dtype is None else dtype
+    casts = entry.dtype.is_floating_point and not entry.encoding
+    return dtype if dtype is not None and casts else entry.dtype
 
 
 def renamed(names: Iterable[str], rename: Rename | None) -> dict[str, str]:

@@ -16,7 +16,6 @@ import functools
 import sys
 import threading
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, Final, NamedTuple
 
 import torch
@@ -77,9 +76,7 @@ class InstallMoved:
             setattr(nn.Module, name, self._looking(original, None if name == "to" else kind))
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for name, original in self._originals.items():
             setattr(nn.Module, name, original)
 

@@ -20,7 +20,6 @@ from contextlib import ExitStack
 from itertools import accumulate
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any, BinaryIO, NamedTuple
 
 import torch
@@ -76,11 +75,9 @@ class MappedFusion(TorchDispatchMode):
                 return fused
         return func(*args, **(kwargs or {}))
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         """Close the files. Tensors that were mapped stay valid."""
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._open.close()
         self._files.clear()
         self._made.clear()
